@@ -1,5 +1,6 @@
 """A model's chat template, rendered in a sandbox as the transformers library would render it."""
 
+import functools
 import json
 import time
 from collections.abc import Sequence
@@ -11,16 +12,7 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.sandbox
 
-_OURS = frozenset(
-    {
-        "messages",
-        "add_generation_prompt",
-        "bos_token",
-        "eos_token",
-        "raise_exception",
-        "strftime_now",
-    }
-)
+_OURS = "messages add_generation_prompt bos_token eos_token raise_exception strftime_now".split()
 """The variables and functions of a template that a caller may not replace."""
 
 
@@ -38,20 +30,21 @@ class ChatTemplate:
         sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
         )
-        sandbox.filters["tojson"] = _to_json
+        sandbox.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         sandbox.globals |= {"raise_exception": _raise, "strftime_now": time.strftime}
         self.available = isinstance(source, str)
         self.source = source if isinstance(source, str) else ""
         self._template = sandbox.from_string(self.source)
         read = jinja2.meta.find_undeclared_variables(sandbox.parse(self.source))
-        self.variables = read - _OURS
+        self.variables = read.difference(_OURS)
 
     def render(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
         """Return the prompt. variables: the template's switches. Raises ValueError when the
         template refuses the messages or lacks a switch."""
         if unknown := sorted(set(variables) - self.variables):
             raise ValueError(
-                f"`chat_template_kwargs`: {unknown}: this model's template reads {sorted(self.variables) or 'none'}"
+                f"`chat_template_kwargs`: {unknown}: this model's template reads"
+                f" {sorted(self.variables) or 'none'}"
             )
         try:
             return self._template.render(
@@ -63,10 +56,6 @@ class ChatTemplate:
 
 def _content(token: Any) -> str:
     return (token.get("content") if isinstance(token, dict) else token) or ""
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _raise(reason: str) -> NoReturn:

@@ -183,6 +183,7 @@ def _as_text(message: Message) -> Message:
 def _described(tools: Tools) -> str:
     listed = "\n".join(json.dumps(tool) for tool in tools)
     return (
-        f"You may call functions. They are:\n<tools>\n{listed}\n</tools>\nFor each call write a JSON object with its name and arguments:\n"
+        f"You may call functions. They are:\n<tools>\n{listed}\n</tools>\n"
+        "For each call write a JSON object with its name and arguments:\n"
         '<tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call>'
     )

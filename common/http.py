@@ -1,8 +1,8 @@
 """A client of JSON over HTTP: every call ends in the decoded answer or in a classified fault that
 names the URL and the cause.
 
-A call that may work later (a broken connection, no answer in time, a status of ``_AGAIN`` or 5xx) is
-tried again after a growing pause, or after the time that ``Retry-After`` asks for. A status of
+A call that may work later (a broken connection, no answer in time, a status of ``_AGAIN`` or 5xx)
+is tried again after a growing pause, or after the time that ``Retry-After`` asks for. A status of
 ``_REFUSED`` is a DataFault: every server would refuse the request. Any other failure is an
 InfrastructureFault with its remedy. Redirects are not followed: they would take the key to another
 host. No message has the key.
@@ -55,10 +55,9 @@ class Reached(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return a client, which is not started. remedies: what to do about an HTTP status; 404 is
         known."""
         absent = f"does the URL end where {CHAT} begins, and is {self.model!r} served there?"
-        return JsonClient(
-            self.url, api_key_env=self.api_key_env, timeout_s=self.timeout_s, attempts=self.attempts,
-            backoff_s=self.backoff_s, concurrency=self.concurrency, remedies={404: absent, **remedies},
-        )  # fmt: skip
+        names = ("api_key_env", "timeout_s", "attempts", "backoff_s", "concurrency")
+        limits: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return JsonClient(self.url, remedies={404: absent, **remedies}, **limits)
 
 
 class _Busy(Exception):
@@ -71,37 +70,31 @@ class _Busy(Exception):
 
 
 class NoAnswer(InfrastructureFault):
-    """Every attempt met silence, a broken connection or a busy server. The server may answer later."""
+    """Every attempt met silence, a broken connection or a busy server, which may answer later."""
 
 
 class JsonClient:
-    """Calls one server: ``start``, any number of calls, ``close``. Parameters as in ``Reached``; url:
-    the beginning of every request's URL; key: the key itself, when this process created it;
+    """Calls one server: ``start``, any number of calls, ``close``. Parameters as in ``Reached``;
+    url: the beginning of every request's URL; key: the key itself, when this process created it;
     remedies: by status, what the user of this server should do.
 
     timeout_s does not include the wait until fewer than ``concurrency`` requests are open.
-    ``counts``: requests, retries and failures. ``busy_s``: the time of all calls, with their pauses.
+    ``counts``: requests, retries and failures. ``busy_s``: the time of all calls and their pauses.
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        api_key_env: str = "",
-        key: str = "",
-        timeout_s: float = 120.0,
-        attempts: int = 3,
-        backoff_s: float = 1.0,
-        concurrency: int = 16,
+        self, url: str, *, api_key_env: str = "", key: str = "", timeout_s: float = 120.0,
+        attempts: int = 3, backoff_s: float = 1.0, concurrency: int = 16,
         remedies: Mapping[int, str] = {},
-    ):
+    ):  # fmt: skip
         if attempts < 1 or concurrency < 1:
             raise ValueError(
                 f"attempts {attempts} and concurrency {concurrency}: expected at least 1 of each"
             )
-        if "@" in urlsplit(url).netloc:
+        if "@" in (host := urlsplit(url).netloc):
+            plain = url.replace(host, host.rpartition("@")[2], 1)
             raise ValueError(
-                f"{_without_user(url)}: expected a URL without a user or a key; name the key's variable"
+                f"{plain}: expected a URL without a user or key; name the key's variable"
             )
         self.url = url.rstrip("/")
         self.timeout_s, self.attempts = timeout_s, attempts
@@ -121,7 +114,7 @@ class JsonClient:
             self._key = os.environ.get(variable, "").strip()
             if not self._key:
                 raise ValueError(
-                    f"environment variable {variable} is empty: it must hold the API key of {self.url}"
+                    f"environment variable {variable} is empty: it must hold the key of {self.url}"
                 )
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -137,7 +130,7 @@ class JsonClient:
 
     async def post(self, path: str, body: Any, **limits: Any) -> Any:
         """Return the decoded answer. body: anything msgspec encodes. limits: ``timeout_s`` and
-        ``attempts`` of this call. Raises DataFault or InfrastructureFault as the module describes."""
+        ``attempts`` of this call. Raises DataFault and InfrastructureFault (see the module)."""
         return self._decoded(path, await self.send("POST", path, body, **limits))
 
     async def get(self, path: str, **limits: Any) -> Any:
@@ -145,14 +138,9 @@ class JsonClient:
         return self._decoded(path, await self.send("GET", path, **limits))
 
     async def send(
-        self,
-        method: Literal["GET", "POST", "DELETE"],
-        path: str,
-        body: Any = None,
-        *,
-        timeout_s: float | None = None,
-        attempts: int | None = None,
-    ) -> bytes:
+        self, method: Literal["GET", "POST", "DELETE"], path: str, body: Any = None, *,
+        timeout_s: float | None = None, attempts: int | None = None,
+    ) -> bytes:  # fmt: skip
         """Return the answer's bytes undecoded; otherwise like ``post``. body: None sends none."""
         url, content = f"{self.url}{path}", None if body is None else msgspec.json.encode(body)
         limit = self.timeout_s if timeout_s is None else timeout_s
@@ -167,7 +155,7 @@ class JsonClient:
                 except _Busy as busy:
                     if attempt == last:
                         raise NoAnswer(
-                            f"{url}: {busy}, {attempt} attempts; try again when the server answers, or allow more attempts"
+                            f"{url}: {busy}, {attempt} attempts; try again when the server answers"
                         ) from None
                     self.counts["retries"] += 1
                     pause = pause_s(attempt, self.backoff_s, busy.after_s, random.random())
@@ -221,20 +209,20 @@ class JsonClient:
             remedy = f"it moved to {location}: give that URL"
         elif status == 404:
             remedy = f"does the server's URL end where {self.url} does?"
-        elif status in (401, 403) and self._api_key_env:
-            remedy = f"is the key in {self._api_key_env} right?"
         elif status in (401, 403):
             remedy = "it wants an API key: name the variable that holds it"
+            if self._api_key_env:
+                remedy = f"is the key in {self._api_key_env} right?"
         raise InfrastructureFault(f"{url}: {cause}: {self._remedies.get(status, remedy)}")
 
     def _hidden(self, text: str) -> str:
         return text.replace(self._key, "(the key)") if self._key else text
 
 
-def pause_s(attempt: int, backoff_s: float, asked_s: float, chance: float) -> float:
-    """Return the seconds to wait after ``attempt`` (from 1): doubled each time, spread by ``chance``
-    in [0, 1), at least ``asked_s``."""
-    return min(LONGEST_WAIT_S, max(asked_s, backoff_s * 2 ** (attempt - 1) * (0.5 + chance)))
+def pause_s(attempt: int, backoff_s: float, least_s: float, chance: float) -> float:
+    """Return the seconds to wait after ``attempt`` (from 1): doubled each time, scattered by
+    ``chance`` in [0, 1), at least ``least_s``."""
+    return min(LONGEST_WAIT_S, max(least_s, backoff_s * 2 ** (attempt - 1) * (0.5 + chance)))
 
 
 def retry_after(header: str, now: float) -> float:
@@ -249,7 +237,3 @@ def retry_after(header: str, now: float) -> float:
         return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - now)
     except (TypeError, ValueError, OverflowError):
         return 0.0
-
-
-def _without_user(url: str) -> str:
-    return url.replace(urlsplit(url).netloc, urlsplit(url).netloc.rpartition("@")[2], 1)

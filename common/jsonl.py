@@ -1,4 +1,4 @@
-"""Read JSONL files that people write: one JSON value per line. Errors name the file and the line."""
+"""Read JSONL files that people write, one JSON value per line. Errors name file and line."""
 
 import codecs
 from collections.abc import Iterator
@@ -20,9 +20,7 @@ def beginning(path: Path) -> int:
     with path.open("rb") as file:
         head = file.read(4)
     if head.startswith(_MARKS) or b"\x00" in head:
-        raise ValueError(
-            f"{path} is not in UTF-8 but in UTF-16 or UTF-32: convert it, as with iconv -f UTF-16 -t UTF-8"
-        )
+        raise ValueError(f"{path} is in UTF-16 or UTF-32: convert it with iconv -f UTF-16 -t UTF-8")
     return len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0
 
 

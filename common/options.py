@@ -61,8 +61,8 @@ def imported(setting: str, place: str) -> Any:
         return getattr(_module(module), name)
     except Exception as error:  # noqa: BLE001
         raise ValueError(
-            f"{setting}: {type(error).__name__}: {error}; expected module:Class, importable from {Path.cwd()},"
-            " or ./file.py:Class"
+            f"{setting}: {type(error).__name__}: {error}; expected module:Class, importable from"
+            f" {Path.cwd()}, or ./file.py:Class"
         ) from None
 
 
@@ -118,49 +118,45 @@ def plugin(setting: str, name: str, package: str, function: str) -> tuple[Any, C
     return module, getattr(module, function)
 
 
-def declared(
-    setting: str,
-    module: Any,
-    name: str,
-    kind: type[T],
-    function: Callable[..., Any],
-    options: dict[str, Any],
-) -> T:
-    """Return the declaration of a plug-in: what the module's function ``name`` returns for every
-    option of ``function``.
-
-    Raises ValueError, which begins with ``setting``, when the module declares nothing, when its
-    function does not take exactly the options of ``function``, or when its declaration is not a
-    ``kind``.
-    """
-    expected = f"expected a function {name}(**options) that returns a common.declared.{kind.__name__} (docs/extend.md)"
-    if not hasattr(module, name):
-        raise ValueError(f"{setting}: {module.__name__} does not declare itself: {expected}")
+def with_defaults(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the value of every option of a plug-in's function: its default, or the given one."""
     parameters = inspect.signature(function).parameters.values()
-    values = {p.name: p.default for p in parameters if p.default is not p.empty} | options
-    declare = getattr(module, name)
+    return {p.name: p.default for p in parameters if p.default is not p.empty} | options
+
+
+def check_takes(setting: str, module: Any, name: str, *tables: Any, **options: Any) -> None:
+    """Refuse a module whose function ``name``, if it has one, cannot be called with ``tables`` and
+    every option. Raises ValueError, which begins with ``setting``."""
     try:
-        inspect.signature(declare).bind(**values)
+        if hasattr(module, name):
+            inspect.signature(getattr(module, name)).bind(*tables, **options)
     except TypeError as error:
         raise ValueError(
-            f"{setting}: {module.__name__}.{name} {error}. It is called with every option of {function.__name__}, {sorted(values)}: name"
-            " each of them as a parameter, or take the rest with **_"
+            f"{setting}: {module.__name__}.{name} {error}. It is called with every option,"
+            f" {sorted(options)}: name each as a parameter, or take the rest with **_"
         ) from None
-    declaration = declare(**values)
+
+
+def declared(setting: str, module: Any, name: str, kind: type[T], options: dict[str, Any]) -> T:
+    """Return the declaration of a plug-in: what its module's function ``name`` returns for
+    ``options`` (``with_defaults``). Raises ValueError, which begins with ``setting``, when there is
+    no such function, or when it takes other options or returns no ``kind``."""
+    expected = (
+        f"expected a function {name}(**options) that returns a {kind.__name__} (docs/extend.md)"
+    )
+    if not hasattr(module, name):
+        raise ValueError(f"{setting}: {module.__name__} does not declare itself: {expected}")
+    check_takes(setting, module, name, **options)
+    declaration = getattr(module, name)(**options)
     if not isinstance(declaration, kind):
-        raise ValueError(
-            f"{setting}: {module.__name__}.{name} returned {declaration!r}: {expected}"
-        )
+        raise ValueError(f"{setting}: {name} returned {declaration!r}: {expected}")
     return declaration
 
 
 def checked(
-    section: str,
-    plug_in: str,
-    function: Callable[..., Any],
-    options: dict[str, Any],
+    section: str, plug_in: str, function: Callable[..., Any], options: dict[str, Any],
     others: tuple[str, ...],
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return ``options`` as the types that ``function`` declares. others: parameters that no option
     sets. Raises ValueError naming the key.
 
@@ -177,7 +173,8 @@ def checked(
     options = {name: value for name, value in options.items() if name in takes or value != "null"}
     if unknown := set(options) - set(takes):
         raise ValueError(
-            f"{section}: {sorted(unknown)} unknown to {plug_in}, which takes {takes or 'no options'}"
+            f"{section}: {sorted(unknown)} unknown to {plug_in}, which takes"
+            f" {takes or 'no options'}"
         )
     converted = {}
     for name, value in options.items():

@@ -1,5 +1,5 @@
-"""What processes do for themselves: log, write their stacks on a signal, end with their parent, run a
-function in a process of its own."""
+"""What processes do for themselves: log, write their stacks on a signal, end with their parent, run
+a function in a process of its own."""
 
 import contextlib
 import ctypes
@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 STACKS = signal.SIGUSR1
-"""The signal that asks a process for the Python stacks of all threads. faulthandler answers in C, so
-that a deadlock or an endless loop answers as well."""
+"""The signal that asks a process for the Python stacks of all threads. faulthandler answers in C,
+also in a deadlock or an endless loop."""
 FILES = 65536
 """Files that a process asks to open at once. Each worker is a connection of the scheduler, and the
 usual limits are 256 or 1,024."""
@@ -42,7 +42,7 @@ def begin() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Have this process, a child of ``parent``, killed when its parent dies. Linux alone can do so."""
+    """Have Linux kill this process, a child of ``parent``, when its parent dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before

@@ -33,7 +33,7 @@ def check(url: str) -> None:
         _called(fsspec.url_to_fs, url)
     except OSError as error:
         raise ValueError(
-            f"learner.publish_url = {url!r}: {error}; expected such as 's3://bucket/folder' (pip install s3fs)"
+            f"learner.publish_url = {url!r}: {error}; expected such as 's3://bucket/folder'"
         ) from None
 
 
@@ -55,7 +55,7 @@ def put(folder: Path, url: str, keep: int) -> None:
         except OSError as error:
             if attempt == _TRIES - 1:
                 raise OSError(
-                    f"learner.publish_url: version {folder.name} could not be written to {url}: {error}"
+                    f"learner.publish_url: {folder.name} could not be written to {url}: {error}"
                 ) from error
             log.warning("%s could not be written to %s, once more: %s", folder.name, url, error)
             time.sleep(_PAUSE_S * 2**attempt)

@@ -75,7 +75,7 @@ def _leb128(numbers: np.ndarray) -> bytes:
 
 
 def decode(blob: bytes, places: int) -> Support | None:
-    """Return the support of a sample of so many places, None for b"". Raises ValueError if the
+    """Return the support of a sample of ``places`` tokens, None for b"". Raises ValueError if the
     bytes are not such a support."""
     if not blob:
         return None
@@ -91,7 +91,8 @@ def decode(blob: bytes, places: int) -> Support | None:
     counts, gaps = numbers[:places], numbers[places:]
     if len(counts) != places or counts.sum() != len(gaps):
         raise ValueError(
-            f"a support of {len(numbers)} numbers for {places} sampled tokens: expected as many counts, then {counts.sum()} ids"
+            f"a support of {len(numbers)} numbers for {places} sampled tokens: expected as many"
+            f" counts, then {counts.sum()} ids"
         )
     total = np.concatenate([[0], np.cumsum(gaps)])
     return Support(counts, total[1:] - np.repeat(total[np.cumsum(counts) - counts], counts))

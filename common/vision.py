@@ -3,9 +3,8 @@ and its pixel values.
 
 The journal numbers the pictures of a run from 1, equal bytes once. In every prefix, picture
 ``number`` is the id ``-number``, once for each token that the model's processor makes of the
-picture, and the bytes travel beside the ids as {number: PNG}. Whatever compares prefixes therefore
-needs no other rule. torch and transformers are imported only where pixel values or weights are
-needed, because the scheduler uses this module too.
+picture, and the bytes travel beside the ids as {number: PNG}, so prefixes are compared as ever. The
+scheduler uses this module too: torch and transformers are imported only where they are needed.
 """
 
 import base64
@@ -32,7 +31,7 @@ Grids = dict[int, tuple[int, int]]
 """The rows and columns of tokens of pictures, by number."""
 
 
-class Run(msgspec.Struct, frozen=True):
+class PictureRun(msgspec.Struct, frozen=True):
     """The tokens [start, end) of one picture."""
 
     start: int
@@ -55,12 +54,14 @@ def ids(number: int, count: int) -> np.ndarray:
     return np.full(count, -number, np.int32)
 
 
-def runs(tokens: np.ndarray) -> list[Run]:
+def runs(tokens: np.ndarray) -> list[PictureRun]:
     """Return the pictures of ``tokens`` in order. Text stands between two pictures, so equal
     neighbours belong to one picture."""
     edges = np.flatnonzero(np.diff(np.where(tokens < 0, tokens, 0), prepend=0, append=0)).tolist()
     pairs = itertools.pairwise(edges)
-    return [Run(start, end, -int(tokens[start])) for start, end in pairs if tokens[start] < 0]
+    return [
+        PictureRun(start, end, -int(tokens[start])) for start, end in pairs if tokens[start] < 0
+    ]
 
 
 def numbers(tokens: np.ndarray) -> list[int]:
@@ -70,7 +71,7 @@ def numbers(tokens: np.ndarray) -> list[int]:
 
 def places(tokens: np.ndarray, depth: np.ndarray, end: np.ndarray, grids: Grids) -> np.ndarray:
     """Return the temporal, vertical and horizontal position of each node of a forest
-    (``learner.forest.trees``), int64 [3, nodes]. grids: the rows and columns of tokens of each picture.
+    (``learner.forest.trees``), int64 [3, nodes].
 
     A text token's positions are equal and follow the largest position before it. A picture's tokens
     begin there too, and count rows and columns. Raises ValueError if a run of ids has another
@@ -81,8 +82,9 @@ def places(tokens: np.ndarray, depth: np.ndarray, end: np.ndarray, grids: Grids)
         rows, columns = grids[run.number]
         if run.end - run.start != rows * columns:
             raise ValueError(
-                f"picture {run.number} has {run.end - run.start} tokens in the prefix: expected {rows} x {columns}, as its size gives with"
-                " this model; the prefix was made with another model's processor, or its template puts nothing between two pictures"
+                f"picture {run.number} has {run.end - run.start} tokens in the prefix: expected"
+                f" {rows} x {columns}; was another model's processor used, or is no text between"
+                " pictures?"
             )
         shift[run.end : end[run.start]] += max(rows, columns) - rows * columns
         step = np.arange(rows * columns)
@@ -99,7 +101,7 @@ class Vision:
         path = folder / "preprocessor_config.json"
         if not path.is_file():
             raise FileNotFoundError(
-                f"{folder} is a model that reads pictures and has no {path.name}: copy it there"
+                f"{folder} reads pictures and has no {path.name}: copy it there"
             )
         own = json.loads(path.read_text())
         size = own.get("size") or {}
@@ -120,15 +122,11 @@ class Vision:
 
     def grid(self, png: bytes) -> tuple[int, int]:
         """Return the rows and columns of tokens of a picture: its sides as the nearest multiples of
-        a token's side, scaled first if the area is outside the processor's bounds.
-
-        Raises ValueError for bytes that are not a PNG, and for a strip.
-        """
+        a token's side, scaled first if the area is outside the processor's bounds. Raises
+        ValueError for bytes that are not a PNG, and for a strip."""
         height, width = size_of(png)
         if max(height, width) > STEEPEST * min(height, width):
-            raise ValueError(
-                f"a picture of {width} x {height}: expected sides of a ratio of at most {STEEPEST}"
-            )
+            raise ValueError(f"a picture of {width} x {height}: expected at most {STEEPEST} : 1")
         side = self.patch * self.merge
         rows, columns = round(height / side), round(width / side)
         area = rows * columns * side**2
@@ -143,9 +141,7 @@ class Vision:
     def grids(self, pictures: Mapping[int, bytes], needed: Sequence[int]) -> Grids:
         """Return the grid of each needed picture. Raises ValueError if one is absent."""
         if missing := [number for number in needed if number not in pictures]:
-            raise ValueError(
-                f"pictures {missing[:5]} are in the prefix and their bytes are not: expected {{number: PNG}} for each"
-            )
+            raise ValueError(f"pictures {missing[:5]} are in the prefix and their bytes are not")
         return {number: self.grid(pictures[number]) for number in needed}
 
     def sequence(self, tokens: np.ndarray, pictures: Mapping[int, bytes]) -> np.ndarray:
@@ -164,8 +160,7 @@ class Vision:
         return View(patches, grids, np.concatenate(rows))
 
     def pixels(self, pictures: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the patches of all pictures, float32 [patches, values], and their frames, rows and
-        columns, int64 [pictures, 3]."""
+        """Return ``patches`` and ``grids`` of all pictures (see ``View``)."""
         from PIL import Image
 
         images = [Image.open(io.BytesIO(png)).convert("RGB") for png in pictures]
@@ -183,9 +178,7 @@ def size_of(png: bytes) -> tuple[int, int]:
     """Return a PNG's height and width."""
     signature, width, height = _PNG.unpack_from(png.ljust(_PNG.size, b"\0"))
     if signature != b"\x89PNG\r\n\x1a\n" or not width * height:
-        raise ValueError(
-            f"a picture that begins with {png[:8]!r}: expected the bytes of a PNG file"
-        )
+        raise ValueError(f"a picture begins with {png[:8]!r}: expected the bytes of a PNG file")
     return height, width
 
 
@@ -205,7 +198,8 @@ def shown(messages: Sequence[Mapping[str, Any]]) -> Iterator[str | bytes]:
             value: Any = part.get(name)
             if not isinstance(value, {"text": str, "image": bytes}.get(name, ())):
                 raise ValueError(
-                    f"a part {str(part)[:80]} of a prompt: expected {{'type': 'text', 'text': str}} or {{'type': 'image', 'image': PNG bytes}}"
+                    f"a part {str(part)[:80]} of a prompt: expected {{'type': 'text', 'text': str}}"
+                    " or {'type': 'image', 'image': PNG bytes}"
                 )
             yield value
 

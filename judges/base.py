@@ -17,7 +17,7 @@ from coppice.wire.messages import (
 )
 
 
-class Worker:
+class PlugIn:
     """What judges, players and speakers share. concurrency: requests in progress at once."""
 
     service_kind: ClassVar[str] = ""
@@ -26,7 +26,7 @@ class Worker:
 
     @property
     def service(self) -> str:
-        """The service that this worker offers, such as "judge.slate"."""
+        """The service that it offers, such as "judge.slate"."""
         return f"{self.service_kind}.{self.name}"
 
     async def start(self) -> None:
@@ -36,13 +36,10 @@ class Worker:
         """Release what ``start`` acquired."""
 
 
-class Judge(Worker):
-    """Subclass this, set ``name`` and ``columns``, and write ``score``. ``coppice serve
-    my_module:MyJudge --run RUN`` plugs your judge in.
-
-    columns: the names of its scores. environments: the names of the environments that it can judge,
-    () for any. batch: most turns in one ``score`` call.
-    """
+class Judge(PlugIn):
+    """Subclass this, set ``name`` and ``columns`` (the names of its scores), and write ``score``.
+    environments: the names of the environments that it can judge, () for any. batch: most turns in
+    one ``score`` call."""
 
     service_kind = "judge"
     columns: Sequence[str] = ()
@@ -51,8 +48,7 @@ class Judge(Worker):
     batch: int = 32
 
     async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        """Return one judgement per turn, in order. A column may be absent if it does not apply to
-        the turn (a query score of an answer)."""
+        """Return one judgement per turn, in order, without columns that do not apply to it."""
         raise NotImplementedError(f"{type(self).__name__} does not implement score")
 
     def stats(self) -> dict[str, float]:
@@ -86,23 +82,21 @@ class Oracle(RuleJudge):
         try:
             return self.judge_state(turn)
         except ValueError as error:
-            raise DataFault(
-                f"judge {self.name}, task {turn.question}: its state is not one of {self.environments}: {error}"
-            ) from None
+            fault = f"judge {self.name}, task {turn.question}: its state is not one of"
+            raise DataFault(f"{fault} {self.environments}: {error}") from None
 
     def judge_state(self, turn: JudgedTurn) -> Judgement:
         """Return the judgement of one turn."""
         raise NotImplementedError(f"{type(self).__name__} does not implement judge_state")
 
 
-class Player(Worker):
+class Player(PlugIn):
     """An opponent: subclass this, set ``name`` and write ``play``."""
 
     service_kind = "player"
 
     async def play(self, state: Any, seed: int) -> tuple[int, ...]:
-        """Return a legal move in ``state`` (the environment's state as plain values). ``seed``
-        decides all randomness."""
+        """Return a legal move in ``state`` (plain values). ``seed`` decides all randomness."""
         raise NotImplementedError(f"{type(self).__name__} does not implement play")
 
     async def answer(self, request: PlayRequest) -> PlayResult:
@@ -110,14 +104,13 @@ class Player(Worker):
         return PlayResult(list(await self.play(request.state, request.seed)))
 
 
-class Speaker(Worker):
+class Speaker(PlugIn):
     """A partner that replies in text: subclass this, set ``name`` and write ``speak``."""
 
     service_kind = "speaker"
 
     async def speak(self, request: SpeakRequest) -> str:
-        """Return the reply to ``request.messages``, without a stop string. Any exception is a fault
-        of the call."""
+        """Return the reply to ``request.messages``, without a stop string."""
         raise NotImplementedError(f"{type(self).__name__} does not implement speak")
 
     async def answer(self, request: SpeakRequest) -> SpeakResult:
@@ -127,33 +120,34 @@ class Speaker(Worker):
 
 def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> tuple[list[Judgement], int]:
     """Return what ``judge.score`` returned for ``turns``, with scores that are NaN or infinite
-    moved to ``invalid``, and the number of invalid scores.
-
-    Raises InfrastructureFault unless the judge returned a list with one Judgement per turn,
-    declared columns and numbers.
-    """
+    moved to ``invalid``, and the number of invalid scores. Raises InfrastructureFault unless it is
+    one Judgement per turn, of declared columns and numbers."""
+    who = f"judge {judge.name}"
     if not isinstance(returned, list | tuple):
-        raise InfrastructureFault(
-            f"judge {judge.name} returned {_short(returned)}; expected a list of Judgement, one per turn"
-        )
+        fault = f"returned {_short(returned)}; expected a list of Judgement, one per turn"
+        raise InfrastructureFault(f"{who} {fault}")
     if len(returned) != len(turns):
-        raise InfrastructureFault(
-            f"judge {judge.name} returned {len(returned)} judgements for {len(turns)} turns"
-        )
+        fault = f"{len(returned)} judgements for {len(turns)} turns"
+        raise InfrastructureFault(f"{who} returned {fault}")
     judgements, bad = [], 0
     for judgement in returned:
         if not isinstance(judgement, Judgement):
-            raise InfrastructureFault(
-                f"judge {judge.name} returned {_short(judgement)} for a turn; expected a wire.messages.Judgement"
-            )
-        unknown = (set(judgement.scores) | set(judgement.invalid)) - set(judge.columns)
-        if unknown:
-            raise InfrastructureFault(
-                f"judge {judge.name} returned columns {sorted(unknown)}; it declares {list(judge.columns)}"
-            )
+            fault = f"{_short(judgement)} for a turn; expected a wire.messages.Judgement"
+            raise InfrastructureFault(f"{who} returned {fault}")
+        if unknown := {*judgement.scores, *judgement.invalid} - {*judge.columns}:
+            fault = f"returned columns {sorted(unknown)}; it declares {list(judge.columns)}"
+            raise InfrastructureFault(f"{who} {fault}")
         scores, invalid = dict[str, float](), set(judgement.invalid)
         for column, value in judgement.scores.items():
-            score = _number(judge.name, column, value)
+            try:  # text is refused, even if it reads like a number
+                score = None if isinstance(value, str | bytes) else float(value)
+            # a tensor of several values raises RuntimeError
+            except (TypeError, ValueError, OverflowError, RuntimeError):
+                score = None
+            if score is None:
+                fault = f"returned {_short(value)} in column {column!r}"
+                wish = "expected a number, or the column in Judgement.invalid"
+                raise InfrastructureFault(f"{who} {fault}; {wish}")
             if math.isfinite(score) and column not in invalid:
                 scores[column] = score
             else:
@@ -161,19 +155,6 @@ def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> tuple[list[
         bad += len(invalid)
         judgements.append(Judgement(scores, sorted(invalid), judgement.explanation))
     return judgements, bad
-
-
-def _number(judge: str, column: str, value: Any) -> float:
-    """Return the score as a float. Text is refused, even if it reads like a number."""
-    try:
-        if not isinstance(value, str | bytes):
-            return float(value)
-    # a tensor of several values raises RuntimeError
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        pass
-    raise InfrastructureFault(
-        f"judge {judge} returned {_short(value)} in column {column!r}; expected a number, or the column in Judgement.invalid"
-    )
 
 
 def _short(value: Any) -> str:

@@ -1,7 +1,8 @@
-"""The command coppice serve: it plugs a judge, an opponent or a speaker into a live run, and gives or
-takes back the invitation that a judge on another machine needs."""
+"""The command coppice serve, which plugs a judge, an opponent or a speaker into a live run, and
+invites one from another machine."""
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
@@ -25,7 +26,7 @@ EXAMPLES = """\
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of coppice serve."""
-    purpose = "Plug a judge, an opponent or a speaker into a live run,\nor invite one from another machine."
+    purpose = "Plug a judge, an opponent or a speaker into a live run, or invite one."
     parser = options.command_parser("coppice serve", purpose, EXAMPLES)
     add = parser.add_argument
     add("judge", nargs="?", metavar="JUDGE", help="module:Class, or a built-in name")
@@ -72,8 +73,10 @@ def plug_in(arguments: list[str] | None = None) -> int:
             return 0
         # the scheduler refused this worker, or a model server does not answer
         except (Fault, OSError) as error:
-            before, endpoint = endpoint, _endpoint_now(flags)
-            if endpoint in (before, ""):
+            before = endpoint
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                endpoint, _ = _reached(flags)  # a resumed run has a new endpoint and the same keys
+            if endpoint == before:
                 print(f"coppice serve: {error}", file=sys.stderr)
                 return 1
 
@@ -84,15 +87,6 @@ def _reached(flags: argparse.Namespace) -> tuple[str, PeerKeys]:
         return connection(flags.run)
     invitation = Invitation.read(flags.invite_file)
     return invitation.endpoint, invitation
-
-
-def _endpoint_now(flags: argparse.Namespace) -> str:
-    """Return the run's current endpoint, "" if it has none. A resumed run has a new endpoint and
-    the same keys."""
-    try:
-        return _reached(flags)[0]
-    except (FileNotFoundError, ValueError):
-        return ""
 
 
 def _change_invitations(flags: argparse.Namespace) -> None:
@@ -115,28 +109,21 @@ def _change_invitations(flags: argparse.Namespace) -> None:
         print(text, flush=True)
     # On the other stream, so that the invitation can be redirected to a file.
     print(
-        f"{name} may offer {flags.invite} and nothing else. The guest saves the line as a file that only the guest can read and runs"
-        f" coppice serve module:Class --invite-file FILE. Take it back: coppice serve --run {flags.run} --revoke {name}",
+        f"{name} may offer {flags.invite} and nothing else. The guest saves the line as a file that"
+        " only the guest can read and runs coppice serve module:Class --invite-file FILE."
+        f" Take it back: coppice serve --run {flags.run} --revoke {name}",
         file=sys.stderr,
     )
-    if is_loopback(invitation.endpoint):
-        print(
-            f"{invitation.endpoint} is reached from this machine alone: for another machine start the run with"
-            " --set scheduler.bind=tcp://ADDRESS:PORT",
-            file=sys.stderr,
-        )
+    if is_loopback(bound := invitation.endpoint):
+        remedy = "for another machine start the run with --set scheduler.bind=tcp://ADDRESS:PORT"
+        print(f"{bound} is reached from this machine alone: {remedy}", file=sys.stderr)
 
 
 def reachable(endpoint: str, host: str) -> str:
-    """Return the endpoint as the guest names it. Raises ValueError when the run listens on every
-    address and ``host`` is "".
-
-    >>> reachable("tcp://0.0.0.0:5555", "gpu-1")
-    'tcp://gpu-1:5555'
-    """
+    """Return the endpoint as the guest names it: tcp://0.0.0.0:5555 with the host gpu-1 is
+    tcp://gpu-1:5555. Raises ValueError for a run on every address and no ``host``."""
     bound, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     if not host and bound in _EVERY_ADDRESS:
-        raise ValueError(
-            f"the run listens on every address ({endpoint}): say with --host by which one the guest reaches it"
-        )
+        remedy = "say with --host by which one the guest reaches it"
+        raise ValueError(f"the run listens on every address ({endpoint}): {remedy}")
     return f"tcp://{host or bound}:{port}"

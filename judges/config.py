@@ -15,7 +15,7 @@ class JudgeModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     protocol on the loopback."""
 
     name: str = "smollm2-135m"
-    """A name as in [model], or "policy" for a frozen copy of the policy with which the run starts."""
+    """A name as in [model], or "policy" for a frozen copy of the run's first policy."""
     threads: Count = 1
     """Compute threads."""
     max_context: Count = 4096
@@ -49,11 +49,8 @@ def uses_served_model(options: dict[str, Any]) -> bool:
 
 def with_served_model(options: dict[str, Any], url: str, model: JudgeModelConfig) -> dict[str, Any]:
     """Return a judge's options with the address of the run's own model instead of "served", and
-    with defaults that suit that model.
-
-    Raises ValueError when the endpoint names another model, or when its replies may be longer than
-    the model's context.
-    """
+    with defaults that suit that model. Raises ValueError when the endpoint names another model, or
+    when its replies may be longer than the model's context."""
     if not uses_served_model(options):
         return options
     defaults = {
@@ -65,15 +62,12 @@ def with_served_model(options: dict[str, Any], url: str, model: JudgeModelConfig
     }
     endpoint = defaults | options["endpoint"] | {"url": url}
     limit = endpoint["max_tokens"]
-    if endpoint["model"] != model.name:
-        raise ValueError(
-            f"endpoint.model = {endpoint['model']!r}: [judges.model] is {model.name!r}: remove endpoint.model"
-        )
+    if (name := endpoint["model"]) != model.name:
+        remedy = f"[judges.model] is {model.name!r}: remove endpoint.model"
+        raise ValueError(f"endpoint.model = {name!r}: {remedy}")
     if isinstance(limit, int) and limit >= model.max_context:
-        raise ValueError(
-            f"endpoint.max_tokens = {limit} leaves no room for a prompt in judges.model.max_context ="
-            f" {model.max_context}: raise max_context"
-        )
+        context = f"judges.model.max_context = {model.max_context}: raise max_context"
+        raise ValueError(f"endpoint.max_tokens = {limit} leaves no room for a prompt in {context}")
     return options | {"endpoint": endpoint}
 
 
@@ -88,7 +82,7 @@ class RetrieverConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: Count = 1
     """Compute threads."""
     search: str = ""
-    """FAISS's search parameters for an index folder, such as "nprobe=64"; "" for the index's own."""
+    """FAISS's search parameters, such as "nprobe=64"; "" for those of the index."""
     batch: Count = 32
     """Queries that wait are joined into searches of at most this many."""
     cache: Natural = 65536

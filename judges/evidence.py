@@ -28,19 +28,16 @@ def parts(evidence: str) -> tuple[str, str, str]:
 
 
 def shown(evidence: str, observations: list[str]) -> bool:
-    """Return whether this passage was retrieved. The environment shows "(Title: T) Field: value"."""
+    """Return whether this passage was shown, as "(Title: T) Field: value"."""
     title, field, value = parts(evidence)
     return any(f"(Title: {title}) {field}: {value}" in seen for seen in observations)
 
 
 def finds(query: str, evidence: str, question: str) -> float:
     """Return +1 if the query would find the passage, 0 if it names only a part of what finds it,
-    and -1 if it names nothing of it.
-
-    A query finds the passage if it names every word of the field ("Estonia main religion" does not
-    find its main export partner), together with the title or the value, and has no content word
-    that neither the question nor the passage has.
-    """
+    and -1 if it names nothing of it. It finds the passage if it names every word of the field,
+    together with the title or the value, and has no content word that neither the question nor the
+    passage has."""
     title, field, value = (
         content_words(part) or set(normalize(part).split()) for part in parts(evidence)
     )
@@ -64,8 +61,7 @@ def passages(observation: str) -> list[str]:
 
 
 def said(observation: str) -> str:
-    """Return an information block without its tags and numbers, which would otherwise join the
-    words beside them."""
+    """Return an information block without its tags and numbers."""
     return _FRAME.sub(" ", observation)
 
 

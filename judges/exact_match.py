@@ -10,14 +10,12 @@ from coppice.wire.messages import JudgedTurn, Judgement
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-"""A block begins at the last opening tag before its closing tag, so a tag left open or only
-mentioned does not join later answers."""
+"""A block begins at the last opening tag before its closing tag."""
 _ANSWER_AS_PUBLISHED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def normalize(text: str) -> str:
-    """Convert to lower case, delete ASCII punctuation, delete articles and collapse spaces, in this
-    order."""
+    """Lower the case, delete ASCII punctuation, then articles, and collapse spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -43,11 +41,9 @@ def _token_f1(prediction: list[str], gold: list[str]) -> float:
 
 
 def extract_answer(text: str, least_blocks: int = 1) -> str | None:
-    """Return the text of the last complete answer block, or None.
-
-    least_blocks=2 is the scorer of Search-R1 and PPR. It reads prompt + response, and the prompt
-    has an example block. As published, its blocks begin at the first opening tag.
-    """
+    """Return the text of the last complete answer block, or None. least_blocks=2 is the scorer of
+    Search-R1 and PPR, which reads an example block of the prompt too. As published, its blocks
+    begin at the first opening tag."""
     blocks = (_ANSWER if least_blocks == 1 else _ANSWER_AS_PUBLISHED).findall(text)
     return blocks[-1].strip() if len(blocks) >= least_blocks else None
 

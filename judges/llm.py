@@ -1,5 +1,5 @@
-"""Judges that ask a language model over the OpenAI chat protocol: the client, the prompt templates,
-and the form to which a server can keep replies."""
+"""Judges and speakers that ask a language model over the OpenAI chat protocol: the client, the
+prompt templates, and the form to which a server can keep replies."""
 
 import asyncio
 import re
@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coppice.common.http import CHAT, NoAnswer, Reached
-from coppice.judges.base import Judge
+from coppice.common.numbers import NotNegative
+from coppice.judges.base import Judge, Speaker
 from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.messages import JudgedTurn, Judgement
+from coppice.wire.messages import JudgedTurn, Judgement, SpeakRequest
 
 PROMPTS = Path(__file__).parent / "prompts"
 PATIENCE_S = 110.0
@@ -25,15 +26,10 @@ _FEWEST = 16
 
 
 class ChatEndpoint(Reached, frozen=True, forbid_unknown_fields=True):
-    """An endpoint and its settings, see ``common.http.Reached``.
-
-    patience_s: limit of all attempts for one reply, including the wait for a free place. It must be
-    less than scheduler.judge_deadline_s, so that a missing reply becomes an invalid judgement and
-    not a failed call. constrain: the request field that makes the server keep a reply to the
-    judge's form: "sglang" (also for coppice serve --model), "vllm", or "" for a server that cannot.
-    wait_s: seconds to wait at the start until a server has loaded its model (it then answers
-    /models); 0 does not check.
-    """
+    """An endpoint and its settings, see ``common.http.Reached``. patience_s: limit of all attempts
+    for one reply. It must be less than scheduler.judge_deadline_s, so that a missing reply becomes
+    an invalid judgement and not a failed call. constrain: whose request field keeps a reply to the
+    judge's form, "" for none. wait_s: seconds to wait at the start for the answer to /models."""
 
     timeout_s: float = 120.0
     attempts: int = 3
@@ -56,11 +52,8 @@ class ChatClient:
         self.counts = self.http.counts
 
     async def start(self) -> None:
-        """Open the connection pool and, with ``wait_s``, wait for the server.
-
-        Raises ValueError, which names the variable, when the API key is not set, and
-        InfrastructureFault when the server does not answer.
-        """
+        """Open the connection pool and, with ``wait_s``, wait for the server. Raises ValueError
+        without an API key, and InfrastructureFault when the server does not answer."""
         await self.http.start()
         wait_s, end = self.endpoint.wait_s, time.monotonic() + self.endpoint.wait_s
         while wait_s:
@@ -70,9 +63,8 @@ class ChatClient:
             # any other fault is an answer (such as a wrong key) and ends the wait
             except NoAnswer as fault:
                 if time.monotonic() + _LOOK_S > end:
-                    raise InfrastructureFault(
-                        f"no server after {wait_s:g} s (wait_s): {fault}"
-                    ) from None
+                    late = f"no server after {wait_s:g} s (wait_s): {fault}"
+                    raise InfrastructureFault(late) from None
             await asyncio.sleep(_LOOK_S)
         self.counts.clear()  # they must count questions only
 
@@ -80,27 +72,10 @@ class ChatClient:
         """Close the connection pool."""
         await self.http.close()
 
-    async def ask(self, prompt: str, form: str = "", *, system: str = "") -> str:
-        """Return the reply to one user message, which follows the system message if there is one.
-
-        form: a regular expression for the whole reply, used if the endpoint can constrain replies.
-        Raises as ``chat``.
-        """
-        messages = [{"role": "system", "content": system}] if system else []
-        field = {"regex": form}
-        constraint = {"": {}, "sglang": field, "vllm": {"structured_outputs": field}}
-        return await self.chat(
-            [*messages, {"role": "user", "content": prompt}],
-            constraint[self.endpoint.constrain] if form else {},
-        )
-
     async def chat(self, messages: list[dict[str, str]], fields: dict[str, Any]) -> str:
-        """Return the reply to chat messages. fields: of the request; those of the endpoint's own
-        ``fields`` come after them.
-
-        Raises InfrastructureFault after the last attempt or after ``patience_s``, and DataFault
-        when the endpoint refuses the request. Both name the cause.
-        """
+        """Return the reply to chat messages. fields: of the request, before the endpoint's own.
+        Raises InfrastructureFault after the last attempt or ``patience_s``, and DataFault when the
+        endpoint refuses the request. Both name the cause."""
         endpoint, url = self.endpoint, f"{self.http.url}{CHAT}"
         request = {
             "model": endpoint.model,
@@ -127,11 +102,8 @@ class ChatClient:
 
 
 class ChatJudge(Judge):
-    """A judge that asks a language model about each turn: subclass this and write ``judge``.
-
-    form: gives the regular expression to which ``endpoint.constrain`` keeps a reply of so many
-    tokens.
-    """
+    """A judge that asks a language model about each turn: subclass this and write ``judge``. form:
+    returns the regular expression of a constrained reply, given its most tokens."""
 
     concurrency = 64
     batch = 8
@@ -156,8 +128,13 @@ class ChatJudge(Judge):
 
     async def reply(self, prompt: str, system: str = "") -> tuple[str, str]:
         """Return the model's reply and "", or "" and the reason why none came."""
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": prompt})
+        field = {"regex": self.form} if self.form else {}
+        vllm = self.client.endpoint.constrain == "vllm"
+        fields = {"structured_outputs": field} if field and vllm else field
         try:
-            return await self.client.ask(prompt, self.form, system=system), ""
+            return await self.client.chat(messages, fields), ""
         except (InfrastructureFault, DataFault) as fault:
             return "", str(fault)
 
@@ -173,14 +150,48 @@ class ChatJudge(Judge):
         return {**counts, "judge_valid_rate": 1.0 - bad / judged if judged else 1.0}
 
 
+class Chat(Speaker):
+    """temperature: of its replies, None for that of the policy's own samples. endpoint.max_tokens
+    and endpoint.temperature have no effect, because the request says both."""
+
+    name = "chat"
+
+    def __init__(self, endpoint: ChatEndpoint, temperature: NotNegative | None = None):
+        self.client, self.temperature = ChatClient(endpoint), temperature
+        self.concurrency = endpoint.concurrency
+
+    async def start(self) -> None:
+        await self.client.start()
+
+    async def close(self) -> None:
+        await self.client.close()
+
+    async def speak(self, request: SpeakRequest) -> str:
+        """Raises InfrastructureFault when no reply comes, and DataFault when the endpoint refuses
+        the request, for example because the messages are longer than its context."""
+        fields: dict[str, Any] = {"max_tokens": request.max_tokens, "seed": request.seed % 2**31}
+        fields["temperature"] = (
+            request.temperature if self.temperature is None else self.temperature
+        )
+        if request.stop:
+            fields["stop"] = request.stop
+        return await self.client.chat(request.messages, fields)
+
+
+class Frozen(Chat):
+    """The same under another name, for a frozen copy of the starting policy: endpoint.url =
+    "served" and judges.model.name = "policy"."""
+
+    name = "frozen"
+
+
 def room(judge: str, max_tokens: int, around: int, texts: int = 1) -> int:
     """Return the characters that each of the free ``texts`` of a constrained reply may have.
     around: the most tokens of the rest. Raises ValueError if they are too few."""
     left = (max_tokens - around) // texts
     if left < _FEWEST:
-        raise ValueError(
-            f"judge {judge}: max_tokens {max_tokens}: a constrained reply needs {around + texts * _FEWEST} or more"
-        )
+        needs = f"a constrained reply needs {around + texts * _FEWEST} or more"
+        raise ValueError(f"judge {judge}: max_tokens {max_tokens}: {needs}")
     return left
 
 
@@ -188,19 +199,13 @@ def read_prompts(
     judge: str, built_in: Mapping[str, str], own: Mapping[str, str] | None
 ) -> dict[str, str]:
     """Return the texts of prompt templates by part. built_in: file names in prompts/. own: paths of
-    the user's templates that replace some of them.
-
-    Raises ValueError for a part that the judge does not have, and FileNotFoundError for a path that
-    does not exist.
-    """
+    templates that replace them. Raises ValueError for an unknown part, and FileNotFoundError."""
     own = own or {}
     if unknown := set(own) - set(built_in):
-        raise ValueError(
-            f"judge {judge}: templates for {sorted(unknown)}; expected {list(built_in)}"
-        )
-    return {
-        part: Path(own.get(part, PROMPTS / name)).read_text() for part, name in built_in.items()
-    }
+        wish = f"expected {list(built_in)}"
+        raise ValueError(f"judge {judge}: templates for {sorted(unknown)}; {wish}")
+    places = {part: own.get(part, PROMPTS / name) for part, name in built_in.items()}
+    return {part: Path(place).read_text() for part, place in places.items()}
 
 
 def fill(template: str, **values: str) -> str:

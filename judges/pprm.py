@@ -1,10 +1,6 @@
 """PPR's process reward model: a language model that grades one turn by principles it weighs itself
-(methods.md 2.2).
-
-A prompt consists of the rules, the question and the earlier turns, and then the turn with the
-result of its search. A server that caches prefixes therefore computes the rules once per run and
-each turn's text once per trajectory.
-"""
+(methods.md 2.2). A prompt is the rules, the question, the earlier turns, and then the turn with its
+search's result, so that a server with a prefix cache computes each of them once."""
 
 import re
 from collections.abc import Mapping
@@ -52,16 +48,14 @@ def read_templates(
     """Return the templates "system" and "user". own: paths of templates to use instead. principles:
     False is the ablation without principles."""
     if not principles and "system" in (own or {}):
-        raise ValueError(
-            "judge pprm: principles = false has no effect with an own system template: remove one of them"
-        )
+        fault = "principles = false has no effect with an own system template"
+        raise ValueError(f"judge pprm: {fault}: remove one of them")
     system = "pprm_system.txt" if principles else "pprm_system_no_principle.txt"
     texts = read_prompts("pprm", {"system": system, "user": "pprm_user.txt"}, own)
     for placeholder in _PLACEHOLDERS:
         if placeholder not in texts["user"]:
-            raise ValueError(
-                f"judge pprm: the user template has no {placeholder}: expected {' and '.join(_PLACEHOLDERS)}"
-            )
+            wish = f"expected {' and '.join(_PLACEHOLDERS)}"
+            raise ValueError(f"judge pprm: the user template has no {placeholder}: {wish}")
     return texts
 
 
@@ -80,8 +74,7 @@ def messages(turn: JudgedTurn, texts: Mapping[str, str]) -> list[dict[str, str]]
 
 
 def reply_form(max_tokens: int) -> str:
-    """Return the form of a reply as a regular expression. Every match fits in ``max_tokens``.
-    Raises ValueError if they are too few."""
+    """Return the form of a reply as a regular expression, see ``judges.slate.reply_form``."""
     findings = f"{_FINDINGS}{{1,{min(room('pprm', max_tokens, _AROUND), _MOST)}}}"
     pairs = "|".join(f"[0-{most}],{most}" for most in range(1, _LARGEST + 1))
     return rf"Analysis: {findings}\nScores: <final_score>({pairs})</final_score>"
@@ -89,19 +82,18 @@ def reply_form(max_tokens: int) -> str:
 
 class Pprm(ChatJudge):
     """The LLM judge of PPR. The turn's score is S/M of a reply of two lines, "Analysis: .." and
-    "Scores: <final_score>S,M</final_score>"; any other reply is invalid.
-
-    templates: paths that replace the built-in "system" and "user". principles: False leaves the
-    principles out. With ``endpoint.constrain`` the server keeps every reply to the required form,
-    so that even a small model's replies can be read.
-    """
+    "Scores: <final_score>S,M</final_score>"; any other reply is invalid. templates: paths that
+    replace the built-in "system" and "user". principles: False leaves the principles out."""
 
     name = "pprm"
     columns = ("process",)
 
     def __init__(
-        self, endpoint: PprmEndpoint, templates: dict[str, str] | None = None, principles: bool = True
-    ):  # fmt: skip
+        self,
+        endpoint: PprmEndpoint,
+        templates: dict[str, str] | None = None,
+        principles: bool = True,
+    ):
         self.templates = read_templates(templates, principles=principles)
         super().__init__(endpoint, reply_form)
 

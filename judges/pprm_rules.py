@@ -5,23 +5,13 @@ Each principle gives 0 to 2 points: the information is used, the query is good, 
 or against a search is right. An answer has no query, so it can reach 4 points and a search 6. A
 turn that cannot be read, or has text outside the four tags, gets 0 of 6.
 
-view = "evidence": the judge knows the supporting passages and which of them were shown before.
-- information: the think is compared with the last shown passage (in the order of the evidence): 2
-  if it names at least half of what the question did not say, 1 if it names any of it, else 0. If
-  none was shown: 2 for half of the question's words, 1 for any.
-- query: 2 if it finds the next passage not shown, 1 if it names a part of what finds it; 0
-  otherwise, if empty, or if asked before.
-- decision: 2 for a search while a passage is missing and for an answer when none is; 1 for such a
-  search with a query of 0 points; else 0.
+view = "evidence": the judge knows the supporting passages and which of them were shown before. The
+information is the last of these: 2 if the think names at least half of what the question did not
+say, 1 for any of it. If none was shown, it is the question: 2 for half of its words, 1 for any.
 
-view = "retrieval": the judge knows the gold answers and what the searches returned.
-- information: for a search, 2 if a gold answer came back, 1 if a new passage has a word of the
-  question, else 0. For an answer, 2 if an earlier observation has this answer, else 0.
-- query: 2 if half of its words are known from the question or earlier observations, 1 if any is; 0
-  otherwise, if empty, or if asked before.
-- decision: as above, where what may be missing is a gold answer.
-
-If a task names no supporting passages, "evidence" grades like "retrieval".
+view = "retrieval", also without supporting passages: the judge knows the gold answers and what the
+searches returned. The information is what came back: 2 with a gold answer, 1 for a new passage with
+a word of the question; of an answer, 2 if it stands in an earlier observation.
 """
 
 import re
@@ -44,7 +34,7 @@ _SHOWN = 100
 
 
 class PprmRules(RuleJudge):
-    """Column process, S/M. The explanation is the judgement in the form in which a PPRM writes it."""
+    """Column process, S/M. The explanation has the form in which a PPRM writes it."""
 
     name = "pprm_rules"
     columns = ("process",)
@@ -56,15 +46,13 @@ class PprmRules(RuleJudge):
         problem = _format(turn)
         if problem:
             return _judgement(0, 3 * _EACH, f"Format: {problem}, so no point is given.")
-        graded = (
-            _by_evidence(turn) if self.view == "evidence" and turn.evidence else _by_retrieval(turn)
-        )
+        knows_passages = self.view == "evidence" and turn.evidence
+        graded = _by_evidence(turn) if knows_passages else _by_retrieval(turn)
         reasons = [
-            f"{name}: {reason} ({points} of {_EACH})." for name, (points, reason) in graded.items()
+            f"{name}: {why} ({points} of {_EACH})." for name, (points, why) in graded.items()
         ]
-        return _judgement(
-            sum(points for points, _ in graded.values()), _EACH * len(graded), " ".join(reasons)
-        )
+        reached = sum(points for points, _ in graded.values())
+        return _judgement(reached, _EACH * len(graded), " ".join(reasons))
 
 
 def _judgement(reached: int, most: int, analysis: str) -> Judgement:
@@ -99,10 +87,6 @@ def _unusable(turn: JudgedTurn) -> str:
     return f"the query {_quoted(query)} was asked before" if asked_before else ""
 
 
-# ----------------------------------------------------------------------------------------------
-# knowing the passages
-
-
 def _by_evidence(turn: JudgedTurn) -> dict[str, Graded]:
     found = [passage for passage in turn.evidence if shown(passage, turn.past_observations)]
     missing = [passage for passage in turn.evidence if passage not in found]
@@ -123,8 +107,7 @@ def _named(passage: str, turn: JudgedTurn) -> str:
 
 
 def _understood(turn: JudgedTurn) -> Graded:
-    """Grade the use of the question, which is the only information before any supporting passage is
-    shown."""
+    """Grade the use of the question, all that is known before a supporting passage is shown."""
     question, thought = content_words(turn.question), content_words(turn.think or "")
     if len(question & thought) >= _HALF * len(question):
         return _EACH, "the reasoning takes up what the question asks"
@@ -135,13 +118,13 @@ def _understood(turn: JudgedTurn) -> Graded:
 
 def _used(turn: JudgedTurn, passage: str) -> Graded:
     title, _, value = map(content_words, parts(passage))
-    thought = content_words(turn.think or "")
+    thought, named = content_words(turn.think or ""), _named(passage, turn)
     new = (title | value) - content_words(turn.question) or title | value
     if len(new & thought) >= _HALF * len(new):
-        return _EACH, f"the reasoning uses what was found, {_named(passage, turn)}"
+        return _EACH, f"the reasoning uses what was found, {named}"
     if content_words(passage) & thought:
-        return 1, f"the reasoning touches what was found, {_named(passage, turn)}, without using it"
-    return 0, f"the reasoning leaves out what was found, {_named(passage, turn)}"
+        return 1, f"the reasoning touches what was found, {named}, without using it"
+    return 0, f"the reasoning leaves out what was found, {named}"
 
 
 def _finding(turn: JudgedTurn, missing: list[str]) -> Graded:
@@ -170,27 +153,17 @@ def _decided(query: Graded | None, missing: str) -> Graded:
     return _EACH, f"{acts} and {state}"
 
 
-# ----------------------------------------------------------------------------------------------
-# knowing what came back
-
-
 def _by_retrieval(turn: JudgedTurn) -> dict[str, Graded]:
-    missing = (
-        "" if any(holds(seen, turn.golds) for seen in turn.past_observations) else "the answer"
+    before = turn.past_observations
+    missing = "" if any(holds(seen, turn.golds) for seen in before) else "the answer"
+    if (answer := turn.answer) is None:
+        query = _worded(turn)
+        return {"Information": _brought(turn), "Query": query, "Decision": _decided(query, missing)}
+    rests = any(holds(seen, [answer]) for seen in before)
+    why = (
+        f"the answer {_quoted(answer)} {'stands' if rests else 'does not stand'} in what was found"
     )
-    if turn.answer is not None:
-        return {
-            "Information": _rests(turn.answer, turn.past_observations),
-            "Decision": _decided(None, missing),
-        }
-    query = _worded(turn)
-    return {"Information": _brought(turn), "Query": query, "Decision": _decided(query, missing)}
-
-
-def _rests(answer: str, seen: list[str]) -> Graded:
-    if any(holds(observation, [answer]) for observation in seen):
-        return _EACH, f"the answer {_quoted(answer)} stands in what was found"
-    return 0, f"the answer {_quoted(answer)} does not stand in what was found"
+    return {"Information": (_EACH * rests, why), "Decision": _decided(None, missing)}
 
 
 def _brought(turn: JudgedTurn) -> Graded:

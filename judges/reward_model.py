@@ -1,9 +1,8 @@
 """A Bradley-Terry reward model as PPR's judge: a turn's score is the sigmoid of one logit
 (methods.md 2.3, the Skywork baseline).
 
-The model reads a conversation: the user says the question and the earlier turns, the assistant the
-turn and the result of its search. No code in the model's folder is run, and weights are read only
-from safetensors.
+The user says the question and the earlier turns, the assistant the turn and its search's result. No
+code in the model's folder is run, and weights are read only from safetensors.
 """
 
 import asyncio
@@ -21,11 +20,7 @@ from coppice.wire.messages import JudgedTurn, Judgement
 
 class RewardModel(Judge):
     """Column process in (0, 1). model: a folder or a hub id of a sequence classifier with one
-    logit.
-
-    max_length: most tokens of a conversation. Of a longer conversation, the end is kept, after the
-    token that opens every text.
-    """
+    logit. max_length: most tokens of a conversation, of which the end is kept."""
 
     name = "reward_model"
     columns = ("process",)
@@ -55,30 +50,23 @@ class RewardModel(Judge):
         try:
             config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
         except (OSError, ValueError) as error:
-            raise self._wrong(
-                f"cannot be loaded: expected a folder with a sequence classifier, or the name of one on the hub, owner/name"
-                f" ({str(error).splitlines()[0]})"
-            ) from None
+            cause = str(error).splitlines()[0]
+            wish = "expected a folder with a sequence classifier, or its hub name, owner/name"
+            raise self._wrong(f"cannot be loaded: {wish} ({cause})") from None
         if (logits := config.num_labels) != 1:
             raise self._wrong(f"gives {logits} logits, expected 1: is it a reward model?")
         longest = getattr(config, "max_position_embeddings", self.max_length)
-        if self.max_length > longest:
-            why = f"reads {longest} tokens at most: lower max_length = {self.max_length}"
-            raise self._wrong(why)
+        if (most := self.max_length) > longest:
+            raise self._wrong(f"reads {longest} tokens at most: lower max_length = {most}")
         if self.device == "auto":
             self.device = torch_device()
         kind = torch.bfloat16 if self.device == "cuda" else torch.float32
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
-            self.folder,
-            dtype=kind,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        safe = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
+        load = AutoModelForSequenceClassification.from_pretrained
+        model, loading = load(self.folder, dtype=kind, **safe)
         if missing := sorted(loading["missing_keys"]):
-            raise self._wrong(
-                f"lacks the weights {missing}, which would be random: is it a reward model?"
-            )
+            fault = f"lacks the weights {missing}, which would be random"
+            raise self._wrong(f"{fault}: is it a reward model?")
         self._model = model.to(self.device).eval()
         self._tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
 

@@ -13,7 +13,7 @@ import msgspec
 
 from coppice.common import loop, options
 from coppice.common.process import begin
-from coppice.judges.base import Judge, Player, Speaker, Worker, checked
+from coppice.judges.base import Judge, Player, PlugIn, Speaker, checked
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.keys import PeerKeys
 from coppice.wire.messages import (
@@ -46,12 +46,11 @@ PLAYERS = {
     "tictactoe_mcts": "coppice.judges.oracles.tictactoe:MctsPlayer",
     "tictactoe_minimax": "coppice.judges.oracles.tictactoe:MinimaxPlayer",
 }
-SPEAKERS = {"chat": "coppice.judges.speakers:Chat", "frozen": "coppice.judges.speakers:Frozen"}
+SPEAKERS = {"chat": "coppice.judges.llm:Chat", "frozen": "coppice.judges.llm:Frozen"}
 KINDS = {"judge": BUILT_IN, "player": PLAYERS, "speaker": SPEAKERS}
 """The built-in judges, opponents and speakers. They are imported only when a run uses them."""
-_EXPECTED = (
-    "expected a subclass of judges.base.Judge with a name and columns, of Player or of Speaker"
-)
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_EXPECTED = "expected a subclass of judges.base.Judge with a name and columns, Player or Speaker"
 
 
 def built_in_service(name: str) -> str:
@@ -61,14 +60,14 @@ def built_in_service(name: str) -> str:
 
 
 class JudgeProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file of a judge process. judges: constructor options by built-in name or "module:Class"."""
+    """The file of a judge process. judges: options by built-in name or "module:Class"."""
 
     name: str
     run: str
     judges: dict[str, dict[str, Any]]
 
 
-def make_worker(spec: str, settings: dict[str, Any]) -> Worker:
+def make_worker(spec: str, settings: dict[str, Any]) -> PlugIn:
     """Return the judge, opponent or speaker with a built-in name, or of ``module:Class``. Raises
     ValueError, which says what was expected."""
     built_in = {**BUILT_IN, **PLAYERS, **SPEAKERS}
@@ -79,19 +78,15 @@ def make_worker(spec: str, settings: dict[str, Any]) -> Worker:
     if not isinstance(kind, type):
         raise ValueError(f"judge {spec!r}: {place.partition(':')[2]} is no class; {_EXPECTED}")
     arguments = options.checked(f"judges.use.{spec}", spec, kind.__init__, settings, ("self",))
-    required = (
-        p.name
-        for p in inspect.signature(kind).parameters.values()
-        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.default is p.empty
-    )
+    parameters = inspect.signature(kind).parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in _REST]
     if missing := [name for name in required if name not in arguments]:
         raise ValueError(f"judges.use.{spec}: {spec} needs {missing}: see docs/judges.md")
     try:
         worker = kind(**arguments)
-    except ValueError as error:
-        raise ValueError(f"judges.use.{spec}: {error}") from None
     except Exception as error:  # noqa: BLE001
-        raise ValueError(f"judges.use.{spec}: {type(error).__name__}: {error}") from None
+        cause = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"judges.use.{spec}: {cause}{error}") from None
     whole = isinstance(worker, Player | Speaker) or (isinstance(worker, Judge) and worker.columns)
     if not whole or not worker.name:
         raise ValueError(f"judge {spec!r}: {_EXPECTED}")
@@ -140,7 +135,7 @@ class Batcher:
         if not items:
             return
         try:
-            answers = await self._judgements(items)
+            answers: Sequence[Judgement | Exception] = await self._judgements(items)
         except Exception as error:  # noqa: BLE001
             if isinstance(error, DataFault) and len(items) > 1:
                 # one bad turn must not fail the other turns of its batch
@@ -160,19 +155,21 @@ class Batcher:
         """Score the turns. Scoring is cancelled when nobody waits for any of them any more."""
         start, turns = time.monotonic(), [turn for turn, _ in items]
         scoring = asyncio.ensure_future(self.judge.score(turns))
+
+        def left(_: object) -> None:
+            if all(future.done() for _, future in items):
+                scoring.cancel()
+
         for _, future in items:
-            future.add_done_callback(
-                lambda _: scoring.cancel() if all(f.done() for _, f in items) else None
-            )
+            future.add_done_callback(left)
         try:
             judgements, bad = checked(self.judge, turns, await scoring)
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
             self.counts["abandoned"] += 1
-            raise InfrastructureFault(
-                f"judge {self.judge.name} cancelled its own scoring"
-            ) from None
+            fault = f"judge {self.judge.name} cancelled its own scoring"
+            raise InfrastructureFault(fault) from None
         except Exception:
             self.counts["raised"] += 1
             raise
@@ -200,7 +197,7 @@ def answering(worker: Player | Speaker) -> Handler:
 
 
 async def serve(
-    workers: Sequence[Worker], name: str, endpoint: str, keys: PeerKeys | None, signals: bool = True
+    workers: Sequence[PlugIn], name: str, endpoint: str, keys: PeerKeys | None, signals: bool = True
 ) -> None:
     """Offer the services of all workers until drained."""
     batchers = {worker.service: Batcher(worker) for worker in workers if isinstance(worker, Judge)}
@@ -227,9 +224,8 @@ def connection(run: Path, role: str = "judge") -> tuple[str, PeerKeys]:
     try:
         return (run / "endpoint").read_text().strip(), PeerKeys.load(run / "keys", role)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise FileNotFoundError(
-            f"{run} is not a started run ({error}): start it with coppice launch first"
-        ) from None
+        fault = f"{run} is not a started run ({error}): start it with coppice launch first"
+        raise FileNotFoundError(fault) from None
 
 
 def main() -> None:

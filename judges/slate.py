@@ -19,8 +19,7 @@ from coppice.wire.messages import JudgedTurn, Judgement
 _SCORE = re.compile(r"<score>(.*?)</score>", re.DOTALL)
 _TERNARY = re.compile(r"\s*([+-]?1|[+-]?0)\s*")
 _REASONS = r"[\n -;=-~]"
-"""A character of a constrained explanation: ASCII, so that it takes at most one token, but not "<".
-"""
+"""A character of a constrained explanation: ASCII, at most one token each, but not "<"."""
 _AROUND = len("<explanation></explanation>\n<score>+1</score>") + 1
 """The most tokens of a constrained reply besides its explanation, including the end token."""
 _HALF = 0.5
@@ -43,12 +42,8 @@ def reply_form(max_tokens: int) -> str:
 
 class Slate(ChatJudge):
     """The LLM judge: a search is judged by its think and its query, an answer by its think and its
-    answer. A reply is invalid unless its last score block is exactly -1, 0 or +1.
-
-    templates: by component name, paths that replace the built-in templates. With
-    ``endpoint.constrain`` the server keeps every reply to the required form, so that even a small
-    model's replies can be read.
-    """
+    answer. A reply is invalid unless its last score block is exactly -1, 0 or +1. templates: by
+    component name, paths that replace the built-in templates."""
 
     name = "slate"
     columns = ("think", "query", "answer")
@@ -87,14 +82,12 @@ class SlateRules(RuleJudge):
     """SLATE's components as rules (methods.md 1.6 b), and a variant that knows the supporting
     passages. Columns think and query for a search, think and answer for an answer.
 
-    query: "format": 0, or -1 for a query that is empty or was asked before. "evidence": +1 if it
-    would find the next supporting passage that was not shown yet, 0 if it names only a part of what
-    finds the passage (see ``judges.evidence.finds``), and -1 if it names nothing of it, is empty or
-    was asked before. A query with a tag scores -1, because an unpunished policy drifts to queries
-    like "capital of Peru </capital of Peru" and from there to actions that never close. answer: +1
-    for an exact match, else -1; with "partial", a token F1 of at least 0.5 scores 0. The think
-    scores 0, or -1 if it is empty.
-    """
+    query: "format": 0, or -1 for a query that is empty or was asked before. "evidence": as
+    ``judges.evidence.finds`` scores it for the next supporting passage that was not shown yet. A
+    query with a tag scores -1, because an unpunished policy drifts to queries like "capital of Peru
+    </capital of Peru" and from there to actions that never close. answer: +1 for an exact match,
+    else -1; with "partial", a token F1 of at least 0.5 scores 0. The think scores 0, or -1 if it is
+    empty."""
 
     name = "slate_rules"
     columns = ("think", "query", "answer")

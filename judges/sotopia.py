@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from coppice.actors.environments.sotopia.conversation import DIMENSIONS, Conversation, history
-from coppice.actors.environments.sotopia.scenarios import Condition
+from coppice.actors.environments.sotopia.environment import DIMENSIONS, Dialogue, history
+from coppice.actors.environments.sotopia.scenarios import GoalCondition
 from coppice.judges.base import RuleJudge
 from coppice.judges.llm import ChatEndpoint, ChatJudge, fill, read_prompts, room
 from coppice.wire.faults import DataFault
@@ -17,17 +17,12 @@ from coppice.wire.messages import JudgedTurn, Judgement
 _FENCE = re.compile(r"\s*```(?:json)?\s*(\{.*\})\s*```\s*", re.DOTALL)
 _AGENTS = ("agent_1", "agent_2")
 _REASONS = r"[ !#-\[\]-~]"
-"""A character of a constrained reasoning: ASCII without a quote or a backslash, so that it takes at
-most one token."""
+"""A character of a constrained reasoning: ASCII without a quote or a backslash."""
 
 
 def parse(reply: str, side: int) -> dict[str, float]:
     """Return the valid scores of one side by dimension; none for a reply that is no JSON object of
-    both agents.
-
-    An entry is valid if it has a reasoning, then a score, and the score is an integer in its range.
-    Nothing is guessed or repaired.
-    """
+    both agents. An entry is valid if it has a reasoning, then an integer score in its range."""
     fenced = _FENCE.fullmatch(reply)
     try:
         scores = msgspec.json.decode(fenced[1] if fenced else reply, type=dict[str, dict[str, Any]])
@@ -36,27 +31,26 @@ def parse(reply: str, side: int) -> dict[str, float]:
     entries = scores[_AGENTS[side]] if list(scores) == list(_AGENTS) else {}
     return {
         name: float(entries[name]["score"])
-        for name in DIMENSIONS
-        if _valid(name, entries.get(name))
+        for name, limits in DIMENSIONS.items()
+        if _valid(entries.get(name), *limits)
     }
 
 
-def _valid(name: str, entry: Any) -> bool:
+def _valid(entry: Any, least: int, most: int) -> bool:
     if not isinstance(entry, dict) or list(entry) != ["reasoning", "score"]:
         return False
-    (least, most), score = DIMENSIONS[name], entry["score"]
+    score = entry["score"]
     return isinstance(entry["reasoning"], str) and type(score) is int and least <= score <= most
 
 
 def reply_form(max_tokens: int) -> str:
-    """Return the form of a reply as a regular expression. Every match fits in ``max_tokens``.
-    Raises ValueError if they are too few."""
+    """Return the form of a reply as a regular expression, see ``judges.slate.reply_form``."""
 
     def form(reason: str) -> str:
-        entries = [
-            rf'"{name}": \{{"reasoning": "{reason}", "score": ({"|".join(map(str, range(least, most + 1)))})\}}'
-            for name, (least, most) in DIMENSIONS.items()
-        ]
+        entries = []
+        for name, (least, most) in DIMENSIONS.items():
+            scores = "|".join(map(str, range(least, most + 1)))
+            entries.append(rf'"{name}": \{{"reasoning": "{reason}", "score": ({scores})\}}')
         sides = [rf'"{agent}": \{{{", ".join(entries)}\}}' for agent in _AGENTS]
         return rf"\{{{', '.join(sides)}\}}"
 
@@ -67,11 +61,8 @@ def reply_form(max_tokens: int) -> str:
 
 class SotopiaJudge(ChatJudge):
     """The LLM judge of whole conversations. outcome: the goal / 10 (the paper), or the mean of the
-    seven scores (the released code).
-
-    templates: {"episode": a path} replaces the built-in template. Columns are those of the trained
-    side; "outcome" is invalid if a score from which it is made is.
-    """
+    seven scores (the released code). templates: {"episode": a path}. Columns are those of the
+    trained side; "outcome" is invalid if a score from which it is made is."""
 
     name = "sotopia"
     columns = ("outcome", *DIMENSIONS)
@@ -88,9 +79,8 @@ class SotopiaJudge(ChatJudge):
         super().__init__(endpoint, reply_form)
         self.outcome, self.concurrency = outcome, endpoint.concurrency
 
-    def prompt(self, whole: Conversation) -> str:
-        """Return the judge's prompt. Turns in which nothing happened are left out of the history,
-        as in SOTOPIA."""
+    def prompt(self, whole: Dialogue) -> str:
+        """Return the judge's prompt, without turns in which nothing happened, as in SOTOPIA."""
         pairs = {"name": whole.names, "profile": whole.profiles, "goal": whole.goals}
         values = {f"{key}_{side}": pair[side - 1] for key, pair in pairs.items() for side in (1, 2)}
         told = history([turn for turn in whole.turns if turn.kind != "none"], whole.names)
@@ -99,7 +89,7 @@ class SotopiaJudge(ChatJudge):
         )
 
     async def judge(self, turn: JudgedTurn) -> Judgement:
-        whole = msgspec.convert(turn.state, Conversation)
+        whole = msgspec.convert(turn.state, Dialogue)
         reply, failure = await self.reply(self.prompt(whole))
         scores = parse(reply, whole.trained)
         self.count(len(scores) == len(DIMENSIONS), failure)
@@ -111,7 +101,7 @@ class SotopiaJudge(ChatJudge):
         return Judgement(scores, invalid, failure or reply.strip())
 
 
-def holds(condition: Condition, own: list[str], other: list[str]) -> bool:
+def holds(condition: GoalCondition, own: list[str], other: list[str]) -> bool:
     """Return whether a condition of an agent's goal holds, given the words that each side said, in
     order."""
     whose = {"self": own, "partner": other, "each": own + other}[condition.by]
@@ -128,12 +118,9 @@ def _last_number(pattern: str, said: list[str]) -> float | None:
 
 
 class SotopiaRules(RuleJudge):
-    """The rule judge of our own scenarios. It matches words: it neither understands a paraphrase
-    nor notices that a word was quoted, denied or meant otherwise.
-
+    """The rule judge of our own scenarios. It matches words, also where they were quoted or denied.
     Columns of the trained side: goal (10 if all its conditions hold, else 0), outcome (goal / 10)
-    and, for scenarios whose rules know the words, secret (-10 if the agent revealed it, else 0).
-    """
+    and, for scenarios whose rules know the words, secret (-10 if the agent revealed it, else 0)."""
 
     name = "sotopia_rules"
     columns = ("outcome", "goal", "secret")
@@ -141,11 +128,9 @@ class SotopiaRules(RuleJudge):
 
     def judge(self, turn: JudgedTurn) -> Judgement:
         """Return the judgement of a conversation. Raises DataFault for a scenario without rules."""
-        whole = msgspec.convert(turn.state, Conversation)
+        whole = msgspec.convert(turn.state, Dialogue)
         if whole.rules is None:
-            raise DataFault(
-                "judge sotopia_rules: the scenario has no rules to check; use the judge sotopia"
-            )
+            raise DataFault("judge sotopia_rules: the scenario has no rules to check; use sotopia")
         rules, side = whole.rules[whole.trained], whole.trained
         spoken = [turn for turn in whole.turns if turn.kind == "speak"]
         own = [turn.argument for turn in spoken if turn.side == side]

@@ -33,8 +33,7 @@ class OptimizerConfig(msgspec.Struct, frozen=True):
 
 
 class AdaptiveKl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [learner.adaptive_kl]: PPO's adaptive KL coefficient (Ziegler et al. 2019;
-    learner/update/kl.py)."""
+    """Section [learner.adaptive_kl]: PPO's adaptive KL coefficient (Ziegler et al. 2019)."""
 
     target: Positive
     """The KL to the initial policy that is aimed at, in nats per token."""
@@ -52,14 +51,29 @@ class SoftOverlong(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The punishment rises linearly over this many tokens below max_tokens."""
 
 
-class CriticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SecondModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A model that trains beside the policy and starts from its weights."""
+
+    lr: Positive
+    grad_clip: Positive
+    warmup_updates: Natural = 0
+    """Updates over which the learning rate rises linearly."""
+    lora: LoraConfig | None = None
+    """The model's adapters; without this setting, those of [learner.lora]."""
+
+    def optimizer(self, learner: "LearnerConfig") -> OptimizerConfig:
+        """Return the settings of its optimizer."""
+        return OptimizerConfig(self.lr, self.warmup_updates, 0, learner.betas, 0.0, self.grad_clip)
+
+
+class CriticConfig(SecondModel, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Section [learner.critic]: the value model of schemes with targets (gae, ppr, sao, oprl on
-    ppo), which starts from the policy's weights."""
+    ppo)."""
 
     lr: Positive = 1e-5
     """The critic's learning rate."""
-    warmup_updates: Natural = 0
-    """Updates over which the learning rate rises linearly."""
+    grad_clip: Positive = 1.0
+    """The largest norm of a gradient."""
     policy_frozen_updates: Natural = 0
     """First updates in which the critic trains alone: the version advances without policy steps."""
     steps: Count = 1
@@ -68,16 +82,15 @@ class CriticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """PPO's value-clip range around the value before the update (methods.md 2.4)."""
     loss_factor: Positive = 0.5
     """A factor of the critic's loss."""
-    grad_clip: Positive = 1.0
+
+
+class PrmConfig(SecondModel, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Section [learner.prm]: the implicit reward model of oprl and prime (methods.md 4.1, 4.5)."""
+
+    lr: Positive = 1e-6
+    """The reward model's learning rate."""
+    grad_clip: Positive = 10.0
     """The largest norm of a gradient."""
-    lora: LoraConfig | None = None
-    """The critic's adapters; without this setting, those of [learner.lora]."""
-
-
-class PrmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [learner.prm]: the implicit reward model of oprl and prime, which starts from the
-    policy's weights (methods.md 4.1, 4.5)."""
-
     beta: Positive = 0.05
     """The factor of the log-ratio that is a token's reward."""
     loss: Literal["dpo", "cross_entropy"] = "dpo"
@@ -96,14 +109,6 @@ class PrmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Into how many parts the questions are split; each step reads one."""
     reference: Literal["behaviour", "recomputed", "initial"] = "recomputed"
     """Whose log-probabilities are subtracted: the engine's, or the policy's now or at version 0."""
-    lr: Positive = 1e-6
-    """The reward model's learning rate."""
-    warmup_updates: Natural = 0
-    """Updates over which the learning rate rises linearly."""
-    grad_clip: Positive = 10.0
-    """The largest norm of a gradient."""
-    lora: LoraConfig | None = None
-    """The reward model's adapters; without this setting, those of [learner.lora]."""
 
 
 class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -154,8 +159,6 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ("trajectory" for gspo), else as the scheme's source weights them (docs/learner.md)."""
     constant_tokens: Natural = 0
     """The divisor of aggregation "constant"."""
-    mean_over_steps: bool = False
-    """Divide each token's weight by the number of its question's groups, such as SLATE's steps."""
     epochs: Count = 1
     """An update makes epochs x minibatches optimizer steps."""
     minibatches: Count = 1
@@ -165,13 +168,13 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kl_coef: NotNegative = 0.001
     """Weight of the KL to the initial policy in the loss."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of this KL (learner/update/kl.py)."""
+    """Estimator of this KL (``kl`` of learner/update/corrections.py)."""
     kl_reward_coef: NotNegative = 0.0
     """Weight of the k1 KL to the initial policy that is subtracted from the reward."""
     adaptive_kl: AdaptiveKl | None = None
     """Adapts all weights of the KL."""
     reward_scale: Positive = 1.0
-    """Factor of the reward that the scheme reads (learner/update/rewards.py)."""
+    """Factor of the reward that the scheme reads (``shaped`` of learner/update/objective.py)."""
     reward_clip: NotNegative = 0.0
     """The scaled reward is clipped to +-reward_clip (0: never)."""
     soft_overlong: SoftOverlong | None = None

@@ -1,7 +1,6 @@
 """Supervised fine-tuning of a causal language model, full or with LoRA. The loss is the mean over
 the batch's completion tokens, no matter how the batch is cut into forwards. Packing reads a batch
-as one forest (learner/forest/trees.py), so that equal prefixes are computed once.
-"""
+as one forest (learner/forest/trees.py)."""
 
 import functools
 import math
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import SafetensorError
@@ -66,8 +64,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Losses(msgspec.Struct, frozen=True):
-    """The losses of a training. held_out: mean over held-out completion tokens before and after, or
-    None without held-out examples."""
+    """The losses of a training. held_out: mean over held-out completion tokens before and after."""
 
     last: float
     held_out: tuple[float, float] | None
@@ -86,19 +83,16 @@ def rate(recipe: Recipe, step: int) -> float:
 
 def batch_of(examples: Sequence[Example], recipe: Recipe, step: int) -> list[Example]:
     """Return the examples of a step. A step may cross the boundary between two epochs."""
-    batch = []
-    for place in range(step * recipe.batch, (step + 1) * recipe.batch):
-        epoch, index = divmod(place, len(examples))
-        if recipe.shuffle is not None:
-            index = _order(len(examples), recipe.shuffle, epoch)[index]
-        batch.append(examples[index])
-    return batch
+    places = range(step * recipe.batch, (step + 1) * recipe.batch)
+    pairs = (divmod(place, len(examples)) for place in places)
+    return [examples[_order(len(examples), recipe.shuffle, epoch)[i]] for epoch, i in pairs]
 
 
 @functools.lru_cache(maxsize=2)
-def _order(count: int, seed: int, epoch: int) -> list[int]:
+def _order(count: int, seed: int | None, epoch: int) -> list[int]:
     order = list(range(count))
-    random.Random(f"{seed}/{epoch}").shuffle(order)
+    if seed is not None:
+        random.Random(f"{seed}/{epoch}").shuffle(order)
     return order
 
 
@@ -131,15 +125,12 @@ def train(
     held_out: Sequence[Example] = (),
 ) -> Losses:  # fmt: skip
     """Train ``model`` for ``recipe.steps`` batches, and save it as a Hugging Face model with merged
-    adapters in ``folder``.
-
-    Raises ValueError if the model changes the logits of its head, and torch.OutOfMemoryError.
-    """
+    adapters in ``folder``. Raises ValueError if the model changes the logits of its head."""
     torch.set_num_threads(threads)
     torch.manual_seed(recipe.shuffle or 0)
     student = Student(model, recipe)
     optimizer = torch.optim.AdamW(student.trained(), betas=(0.9, 0.95), weight_decay=0.0)
-    before = student.measure(held_out) if held_out else None
+    before, held_out_losses = student.measure(held_out) if held_out else None, None
     if before is not None:
         print(f"  held-out loss {before:.4f} over {len(held_out)} rows", flush=True)
     start, seen, loss = time.monotonic(), 0, math.nan
@@ -156,7 +147,7 @@ def train(
         if done % -(-recipe.steps // _LINES) == 0 or done == recipe.steps:
             told = f"loss {loss:.3f}, {seen} tokens, {spent:.0f} s"
             print(f"  step {done} of {recipe.steps}: {told}", flush=True)
-    spent, held_out_losses = time.monotonic() - start, None
+    spent = time.monotonic() - start
     if before is not None:
         after = student.measure(held_out)
         print(f"  held-out loss {after:.4f}, before {before:.4f}", flush=True)
@@ -219,17 +210,13 @@ class Student:
             return -token_logprobs(hidden, weight, targets)[0].mean()
 
     def _padded(self, batch: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor]:
-        longest = max(len(e.tokens) for e in batch)
-        ids = np.zeros((len(batch), longest), np.int64)
-        mask = np.zeros_like(ids)
-        for row, example in enumerate(batch):
-            ids[row, : len(example.tokens)] = example.tokens
-            mask[row, : len(example.tokens)] = 1
-        hidden = self.causal.get_decoder()(
-            input_ids=torch.tensor(ids, device=self.device),
-            attention_mask=torch.tensor(mask, device=self.device),
-            use_cache=False,
-        ).last_hidden_state
+        rows = [torch.tensor(e.tokens, device=self.device) for e in batch]
+        ids, mask = (
+            torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+            for tensors in (rows, [torch.ones_like(row) for row in rows])
+        )
+        decoder = self.causal.get_decoder()
+        hidden = decoder(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         read = torch.cat([hidden[i, e.start - 1 : len(e.tokens) - 1] for i, e in enumerate(batch)])
         targets = [token for e in batch for token in e.tokens[e.start :]]
         return read, torch.tensor(targets, device=self.device)
@@ -242,12 +229,9 @@ class Student:
             for array in (forest.tokens, forest.depth, forest.read, forest.target)
         )
         hidden = self.causal.get_decoder()(
-            input_ids=ids[None],
-            position_ids=depth[None],
-            attention_mask=FOREST.to(self.device),
-            layout=layout,
-            use_cache=False,
-        ).last_hidden_state
+            input_ids=ids[None], position_ids=depth[None], attention_mask=FOREST.to(self.device),
+            layout=layout, use_cache=False,
+        ).last_hidden_state  # fmt: skip
         return hidden[0][read], target
 
     def save(self, folder: Path) -> None:

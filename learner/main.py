@@ -11,6 +11,8 @@ import logging
 import signal
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -39,9 +41,9 @@ _KEEPALIVE = b"\x00"
 _CHECKPOINT = b"\x02"
 """Rank 0 sends this to sharded ranks, each of which writes its part of the checkpoint."""
 REMEMBERED = 64
-"""How many updates keep their answers, for groups that are sent again, and their metrics in a
-checkpoint beyond those since the one before. The scheduler has heard of all but the last few: it
-admits at most max_staleness + 1 updates' trees beyond those that it knows."""
+"""The number of updates whose answers are kept for groups that are sent again, and whose metrics a
+checkpoint holds beyond those since the one before. The scheduler lacks only the last few: it admits
+at most max_staleness + 1 updates' trees beyond those that it knows."""
 
 
 def pack_batch(batch: Batch) -> bytes:
@@ -62,20 +64,17 @@ def unpack_batch(payload: bytes) -> Batch:
 
 class Leader:
     """Rank 0 collects groups, runs updates and answers every group with the version that contains
-    it. ``work`` runs once, until ``stop``."""
+    it. ``work`` runs once, until ``stop``. records: metrics of earlier updates, by version.
+    warnings: sent with the next update, besides its own."""
 
     def __init__(
-        self, trainer: Trainer, run: Path, inbox: Inbox, published: Published,
-        server: WeightServer | None = None,
+        self, trainer: Trainer, run: Path, inbox: Inbox, server: WeightServer | None = None,
+        records: Mapping[int, dict[str, float]] = {}, warnings: Sequence[str] = (),
     ):  # fmt: skip
-        self.trainer, self.run, self.inbox, self.published = trainer, run, inbox, published
-        self.config, self.server = trainer.config, server
-        self.updates = 0
-        self.durable = trainer.version
-        self.records: dict[int, dict[str, float]] = {}
-        self.warnings: list[str] = []
-        """Told with the next update, besides its own."""
-        self.counts: dict[str, float] = {}
+        self.trainer, self.run, self.inbox, self.server = trainer, run, inbox, server
+        self.config, self.durable, self.updates = trainer.config, trainer.version, 0
+        self.records, self.warnings = dict(records), list(warnings)
+        self.counts: defaultdict[str, float] = defaultdict(float)
         self._answers: dict[int, Trained] = {}
         self._waiting: dict[int, asyncio.Future[Trained]] = {}
         self._stopping = False
@@ -124,7 +123,6 @@ class Leader:
                 continue
             batch = self.inbox.take(trees, self.trainer.version)
             metrics = await asyncio.to_thread(self._update, batch)
-            self._remember(metrics)
             if self.trainer.version - self.durable >= self.config.checkpoint_every:
                 start = time.monotonic()
                 await asyncio.to_thread(self._checkpoint)
@@ -142,12 +140,17 @@ class Leader:
         metrics = self.trainer.update(batch)
         start, durable = time.monotonic(), self.durable
         trained = {group: v for group, v in self.inbox.trained.items() if v > durable}
-        whole = self.trainer.whole()
-        self.published = publish_newest(self.trainer, self.run, whole, self.server, trained)
+        p = publish_newest(self.trainer, self.run, self.trainer.whole(), self.server, trained)
         metrics["time/publish"] = time.monotonic() - start
         self.updates += 1
         for name in ("learner/forwarded_tokens", "learner/trained_tokens"):
-            self.counts[name] = self.counts.get(name, 0.0) + metrics.get(name, 0.0)
+            self.counts[name] += metrics.get(name, 0.0)
+        warnings, self.warnings = self.trainer.warnings + self.warnings, []
+        self._answers[p.version] = Trained(p.version, p.path, p.digest, metrics, warnings)
+        self._answers.pop(p.version - REMEMBERED, None)
+        self.records[p.version] = metrics
+        oldest = p.version - REMEMBERED - self.config.checkpoint_every
+        self.records = {v: kept for v, kept in self.records.items() if v > oldest}
         return metrics
 
     def _checkpoint(self) -> None:
@@ -155,16 +158,6 @@ class Leader:
             self.trainer.ranks.broadcast(_CHECKPOINT)
         checkpoint.save(self.trainer, self.run, self.inbox.trained, self.config.keep, self.records)
         self.durable = self.trainer.version
-
-    def _remember(self, metrics: dict[str, float]) -> None:
-        """Keep the answer to the newest version's groups, and its metrics for the checkpoint."""
-        p, version = self.published, self.trainer.version
-        warnings, self.warnings = self.trainer.warnings + self.warnings, []
-        self._answers[version] = Trained(p.version, p.path, p.digest, metrics, warnings)
-        self.records[version] = metrics
-        self._answers.pop(version - REMEMBERED, None)
-        oldest = version - REMEMBERED - self.config.checkpoint_every
-        self.records = {v: kept for v, kept in self.records.items() if v > oldest}
 
     def _answer(self, batch: Batch) -> None:
         version, groups, questions = self.trainer.version, len(batch.groups), batch.questions
@@ -199,15 +192,15 @@ async def lead(
     """Run rank 0 until every scheduler has drained its service. Then tell the other ranks to stop.
     state, warnings: what ``restore_newest`` returned."""
     run = Path(process.run)
-    published, server = Published(0, "", ""), None
+    server = None
     if trainer.config.publish != "file" and not trainer.policy.lora:  # adapters are small files
         server = WeightServer(trainer.config.publish_host)
     if trainer.version:
-        published = publish_newest(trainer, run, trainer.whole(), server)
-    announce(run, published)
+        publish_newest(trainer, run, trainer.whole(), server)
+    else:
+        announce(run, Published(0, "", ""))
     inbox = Inbox(process.questions_per_update, state.groups(), process.shards)
-    leader = Leader(trainer, run, inbox, published, server)
-    leader.records, leader.warnings = dict(state.records), warnings
+    leader = Leader(trainer, run, inbox, server, state.records, warnings)
     handlers: dict[str, Handler] = {"train": leader.train, "close": leader.close}
     homes = [shards.folder(run, number) for number in range(process.shards)]
     services = [
@@ -218,8 +211,9 @@ async def lead(
             number, lambda: [service.drain() for service in services]
         )
     working = asyncio.create_task(leader.work())
+    # a task, because a bare gather that is cancelled says so after the error that ended the rank
     serving = asyncio.create_task(_serve(services, homes))
-    drained = asyncio.create_task(_drained(services))
+    drained = asyncio.ensure_future(asyncio.gather(*(s.draining.wait() for s in services)))
     try:
         await asyncio.wait([working, serving, drained], return_when=asyncio.FIRST_COMPLETED)
         leader.stop()
@@ -238,20 +232,13 @@ async def lead(
 
 
 async def _serve(services: list[Service], homes: list[Path]) -> None:
-    """Serve the scheduler of each shard's folder until all have drained their service. A task of
-    its own, because a bare gather that is cancelled says so after the error that ended the rank."""
+    """Serve the scheduler of each shard's folder until all have drained their service."""
     runs = []
     for service, folder in zip(services, homes, strict=True):
         keys = PeerKeys.load(folder / "keys", "learner")
         endpoint = (folder / "endpoint").read_text().strip()
         runs.append(service.run(endpoint, keys, signals=False))
     await asyncio.gather(*runs)
-
-
-async def _drained(services: list[Service]) -> None:
-    """Wait until every scheduler has asked for the end."""
-    for service in services:
-        await service.draining.wait()
 
 
 def follow(trainer: Trainer) -> None:
@@ -275,7 +262,7 @@ def main() -> None:
     ranks = Ranks(w.collective_timeout_s, w.sharding, w.shard_ranks)
     if ranks.count != w.count:
         raise ValueError(
-            f"learner.count = {w.count}, and {ranks.count} ranks were started: expected as many; start the others too"
+            f"learner.count = {w.count}, and {ranks.count} ranks were started: start as many"
         )
     trainer = Trainer(process, ranks)
     state, warnings = checkpoint.restore_newest(trainer, Path(process.run))

@@ -1,4 +1,4 @@
-"""The checks of coppice dev gpu-check: they run one after the other, each with its own time limit, and
+"""The checks of coppice dev gpu-check run one after the other, each with its own time limit, and
 are recorded with all versions.
 
 A check that hangs is interrupted, then killed with all its descendants, and is reported as failed;
@@ -40,7 +40,8 @@ _CONTRACT = ("engine_contract", "one_policy_two_engines", "sglang_weights")
 @dataclasses.dataclass(frozen=True)
 class Check:
     """One check. name: its name on the command line. module: the module that ``python -m`` runs,
-    and its arguments. limit_s: its time limit in seconds. sglang: the check needs SGLang. exact: it compares float32 numbers."""
+    and its arguments. limit_s: its time limit in seconds. sglang: the check needs SGLang. exact: it
+    compares float32 numbers."""
 
     name: str
     module: list[str]
@@ -51,7 +52,7 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The result of one check. failure: "" if the check passed. output: everything that it printed."""
+    """The result of one check. failure: "" if it passed. output: everything that it printed."""
 
     name: str
     seconds: float
@@ -59,16 +60,35 @@ class Outcome:
     output: str = ""
 
 
+def _pytest(*files: str) -> list[str]:
+    return ["pytest", "-q", *files]
+
+
+def _bench(name: str, *arguments: str) -> list[str]:
+    return [f"coppice.research.benches.{name}", *arguments]
+
+
 CHECKS = [
-    Check("engine-and-learner", ["pytest", "-q", "tests/actors/test_local_engine.py", "tests/gpu"], 120, exact=True),
-    Check("tree-training", ["coppice.research.benches.tree_training"], 90),
-    Check("contract", ["pytest", "-q", *(f"tests/actors/test_{name}.py" for name in _CONTRACT)], 180, True, True),
-    Check("speed-7b", ["coppice.research.benches.gpu_sglang", "--size", "7b"], 240, True),
-    Check("updates-0.5b", ["coppice.research.benches.weight_update", "--size", "0.5b"], 90, True),
-    Check("updates-3b", ["coppice.research.benches.weight_update", "--size", "3b"], 120, True),
+    Check(
+        "engine-and-learner",
+        _pytest("tests/actors/test_local_engine.py", "tests/gpu"),
+        120,
+        exact=True,
+    ),
+    Check("tree-training", _bench("tree_training"), 90),
+    Check(
+        "contract",
+        _pytest(*(f"tests/actors/test_{name}.py" for name in _CONTRACT)),
+        180,
+        True,
+        True,
+    ),
+    Check("speed-7b", _bench("gpu_sglang", "--size", "7b"), 240, True),
+    Check("updates-0.5b", _bench("weight_update", "--size", "0.5b"), 90, True),
+    Check("updates-3b", _bench("weight_update", "--size", "3b"), 120, True),
     # Merging 7B on the actor's CPU takes as long as the other transports together.
-    Check("updates-7b", ["coppice.research.benches.weight_update", "--size", "7b", "--without", "merged"], 150, True),
-]  # fmt: skip
+    Check("updates-7b", _bench("weight_update", "--size", "7b", "--without", "merged"), 150, True),
+]
 """The limits are about twice the estimates of docs/gpu.md."""
 
 
@@ -77,13 +97,14 @@ CHECKS = [
 
 
 def run_all(checks: Sequence[Check], whole_s: float = WHOLE_S) -> list[Outcome]:
-    """Run the checks, show their output and seconds as they run, and return the outcomes in order."""
+    """Run the checks, show their output and seconds, and return the outcomes in order."""
     end, outcomes = time.monotonic() + whole_s, []
     for check in checks:
         print(f"== {check.name}", flush=True)
         left = end - time.monotonic()
         if left <= 0:
-            reason = f"not run: {whole_s:g} s were over; coppice dev gpu-check {check.name} runs it alone"
+            alone = f"coppice dev gpu-check {check.name} runs it alone"
+            reason = f"not run: {whole_s:g} s were over; {alone}"
             outcome = Outcome(check.name, 0.0, reason)
         else:
             outcome = run(check, min(check.limit_s, left))
@@ -95,7 +116,7 @@ def run_all(checks: Sequence[Check], whole_s: float = WHOLE_S) -> list[Outcome]:
 
 
 def run(check: Check, limit_s: float) -> Outcome:
-    """Run one check for at most ``limit_s`` seconds, plus the time that it takes to end after that."""
+    """Run one check for at most ``limit_s`` seconds, plus the time that it takes to end."""
     start = time.monotonic()
     exact = EXACT if check.exact else {}
     process = subprocess.Popen(
@@ -230,7 +251,8 @@ def around(path: Path) -> tuple[str, str]:
     _, ended, after = rest.partition(END)
     if not begun or not ended or whole.count(BEGIN) > 1 or whole.count(END) > 1:
         raise ValueError(
-            f"{path}: expected the lines {BEGIN!r} and {END!r} once each, in this order: put them where the record belongs"
+            f"{path}: expected the lines {BEGIN!r} and {END!r} once each, in this order: put them"
+            " where the record belongs"
         )
     return before + BEGIN, END + after
 

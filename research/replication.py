@@ -1,5 +1,5 @@
-"""The command coppice dev replicate: it runs an experiment of several arms and seeds on this machine and
-draws its curves with intervals.
+"""The command coppice dev replicate runs an experiment of several arms and seeds on this machine
+and draws its curves with intervals.
 
 Each arm is a config with changed keys. Each run is an ordinary run folder, so an interrupted
 replication can be continued and the other tools can read every run. Arms are compared at equal
@@ -21,11 +21,12 @@ import msgspec
 import numpy as np
 from matplotlib.figure import Figure
 
+from coppice.common.atomic import as_json
 from coppice.common.options import command_parser
 from coppice.tools.bootstrap import ROOT
 from coppice.tools.inspecting.figures import save
 from coppice.tools.inspecting.runs import interval, shown
-from coppice.tools.launching.config import ConfigError, load, saved
+from coppice.tools.launching.config import ConfigError, load
 
 STEPS = ("count/environment_steps", "count/continuation_steps")
 """Environment steps of trained episodes and of Monte Carlo continuations. A step of either costs
@@ -214,7 +215,7 @@ STUDIES = {
 }
 
 
-class Curve(msgspec.Struct, frozen=True):
+class StudyCurve(msgspec.Struct, frozen=True):
     """The held-out evaluations of one run: policy version, environment steps (with continuations)
     and tokens so far, and the measure.
 
@@ -256,7 +257,7 @@ def _run(folder: Path, arm: Arm, seed: int, changes: list[str]) -> bool:
     )
     command = [sys.executable, str(ROOT / "tools" / "launch")]
     if (folder / "config.json").is_file():
-        if (folder / "config.json").read_bytes() != saved(load(path, overrides)):
+        if (folder / "config.json").read_bytes() != as_json(load(path, overrides)):
             raise ConfigError(
                 f"{folder} was made with another config: choose another --out, or remove the folder"
             )
@@ -277,14 +278,12 @@ def _run(folder: Path, arm: Arm, seed: int, changes: list[str]) -> bool:
     cpu = usage.ru_utime + usage.ru_stime
     with (folder / CPU_SECONDS).open("a") as parts:
         parts.write(f"{cpu:.1f}\n")
-    print(
-        f"{folder}: status {os.waitstatus_to_exitcode(status)} after {time.monotonic() - start:.0f} s, CPU {cpu:.0f} s",
-        flush=True,
-    )
+    code, seconds = os.waitstatus_to_exitcode(status), time.monotonic() - start
+    print(f"{folder}: status {code} after {seconds:.0f} s, CPU {cpu:.0f} s", flush=True)
     return status == 0
 
 
-def curve(folder: Path, measure: str) -> Curve:
+def curve(folder: Path, measure: str) -> StudyCurve:
     """Read the held-out evaluations of a run in order. A version that was evaluated twice counts
     once. Raises ValueError."""
     values: dict[int, float] = {}
@@ -302,22 +301,22 @@ def curve(folder: Path, measure: str) -> Curve:
     steps = [sum(work[version][key] for key in STEPS) for version in versions]
     if any(later < earlier for earlier, later in itertools.pairwise(steps)):
         raise ValueError(
-            f"{folder}: the counts of steps decrease: it was resumed by a version that did not keep them"
+            f"{folder}: the counts of steps decrease: a version that did not keep them resumed it"
         )
     cost = folder / CPU_SECONDS
     cpu = sum(map(float, cost.read_text().split())) if cost.is_file() else 0.0
-    return Curve(
+    return StudyCurve(
         versions, steps, [work[v][TOKENS] for v in versions], [values[v] for v in versions], cpu
     )
 
 
-def at(curve: Curve, axis: Sequence[float], place: float) -> float:
+def at(curve: StudyCurve, axis: Sequence[float], place: float) -> float:
     """Interpolate the measure linearly at ``place`` on ``axis`` (the versions, steps or tokens of
     the curve)."""
     return float(np.interp(place, axis, curve.value))
 
 
-def table(curves: dict[str, list[Curve]], measure: str) -> str:
+def table(curves: dict[str, list[StudyCurve]], measure: str) -> str:
     """Return a Markdown table of the measure at the start, at the end, and at the updates, steps
     and tokens that every arm reached."""
     everyone = [c for arm_curves in curves.values() for c in arm_curves]
@@ -353,7 +352,7 @@ def table(curves: dict[str, list[Curve]], measure: str) -> str:
     return f"Held-out {measure}, mean over seeds and 95% interval:\n\n" + "\n".join(lines)
 
 
-def draw(curves: dict[str, list[Curve]], measure: str, title: str) -> Figure:
+def draw(curves: dict[str, list[StudyCurve]], measure: str, title: str) -> Figure:
     """Draw the measure against environment steps and against generated tokens, with a band for the
     95% interval over seeds."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
@@ -458,6 +457,6 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _curves(arm: Path, measure: str, seeds: int) -> list[Curve]:
+def _curves(arm: Path, measure: str, seeds: int) -> list[StudyCurve]:
     runs = [arm / f"seed{seed}" for seed in range(seeds)]
     return [curve(run, measure) for run in runs if (run / "summary.json").is_file()]

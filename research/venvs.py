@@ -54,7 +54,7 @@ def _table(name: str) -> dict[str, Any]:
     tables = tomllib.loads((ROOT / "pyproject.toml").read_text()).get("tool", {}).get("coppice", {})
     if name not in tables:
         raise LookupError(
-            f"pyproject.toml has no table [tool.coppice.{name}], which lists the packages to install"
+            f"pyproject.toml has no table [tool.coppice.{name}] of the packages to install"
         )
     return tables[name]
 

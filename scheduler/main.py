@@ -1,6 +1,5 @@
 """The scheduler process: evaluate, grow trees under pacing, stream groups, give out new weights,
-sum up. ``python -m coppice.scheduler.main PROCESS.json``; ``coppice launch --resume`` continues it after a
-signal."""
+sum up. ``python -m coppice.scheduler.main PROCESS.json``; ``coppice launch --resume`` continues."""
 
 import asyncio
 import contextlib
@@ -25,7 +24,7 @@ from coppice.scheduler.dispatch.weight_sync import Weights, WeightSync
 from coppice.scheduler.evaluation.examination import WORK, Examination
 from coppice.scheduler.garbage import sparing
 from coppice.scheduler.growth import dynamic_sampling, tasks
-from coppice.scheduler.growth.forest import Forest
+from coppice.scheduler.growth.open_trees import OpenTrees
 from coppice.scheduler.growth.services import Runtime
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
@@ -34,14 +33,7 @@ from coppice.scheduler.ledger.journal import Journal, JournalError
 from coppice.scheduler.ledger.pacing import Pacing
 from coppice.scheduler.ledger.stream import Stream
 from coppice.scheduler.telemetry import report, terminal
-from coppice.scheduler.telemetry.alerts import (
-    Attendance,
-    EpisodeCrashes,
-    Faults,
-    Fruitless,
-    JudgeTally,
-    Reminders,
-)
+from coppice.scheduler.telemetry.alerts import Attendance, Faults, Fruitless, JudgeTally, Reminders
 from coppice.scheduler.telemetry.exporter import Exporter
 from coppice.scheduler.telemetry.fleet import Fleet
 from coppice.scheduler.telemetry.health import PAUSED, Health, Progress, Reporter, joined, read_all
@@ -49,32 +41,21 @@ from coppice.scheduler.telemetry.metrics import Metrics
 from coppice.scheduler.telemetry.phases import LEARNER, LOADING, Phases, Training, learner_seconds
 from coppice.scheduler.telemetry.tracking import FINISH_S, STOP_S, Trackers
 from coppice.wire import published
-from coppice.wire.faults import Fault, InfrastructureFault
+from coppice.wire.faults import Fault
 from coppice.wire.keys import RunKeys
 from coppice.wire.messages import Trained, Turn
 
 log = logging.getLogger("scheduler.main")
 
 INTERRUPTED = 130
-REPORTED = (
-    "judged_scores",
-    "invalid_judgements",
-    "outgrown_trajectories",
-    "refused_episodes",
-    "crashed_episodes",
-)
-"""Counts of the summary that continue after a resume, as those of ``WORK`` do."""
+REPORTED = [*WORK, "judged_scores", "invalid_judgements"]
+REPORTED += ["outgrown_trajectories", "refused_episodes", "crashed_episodes"]
+"""Counts of the summary that continue after a resume."""
 CHECK_S = 2.0
 """Seconds within which the death of a background task is noticed; it ends the run."""
 LEAVE_S = 30.0
 """The longest that the end of a run waits for the learner's last answers, and then for the workers
 to leave, in seconds."""
-
-
-def command_began() -> float | None:
-    """When the command that started this process began (monotonic seconds), if it said so."""
-    process, _, at = os.environ.get("COPPICE_STARTED", "").partition(" ")
-    return float(at) if process == str(os.getppid()) else None
 
 
 class Run:
@@ -92,17 +73,21 @@ class Run:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.process, self.settings, self._clock = process, process.scheduler, clock
-        began = command_began()
-        self.phases = Phases("set-up", scheduler.STARTED if began is None else began)
+        # the command that started this process says when it began
+        command, _, at = os.environ.get("COPPICE_STARTED", "").partition(" ")
+        began = float(at) if command == str(os.getppid()) else scheduler.STARTED
+        self.phases = Phases("set-up", began)
         self.phases.enter("starting processes", scheduler.STARTED)
-        self.home, self.shard = Path(process.run), process.shard
+        self.home, self.shard, s = Path(process.run), process.shard, process.scheduler
         self.folder = shards.folder(self.home, self.shard.number)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.journal = Journal(self.folder / "journal.sqlite", shard=self.shard)
         keys = RunKeys.create(self.folder / "keys") if router is None else None
-        self.dispatcher = Dispatcher(
-            self._address(), keys, self.settings.dispatch, process.seed, router=router, clock=clock
-        )
+        # a shard that is started again listens where it did before
+        before, bind = self.folder / "endpoint", s.bind
+        if self.shard.number and before.exists():
+            bind = before.read_text()
+        self.dispatcher = Dispatcher(bind, keys, s.dispatch, process.seed, router, clock)
         self.metrics = Metrics(self.folder, self.shard.count > 1 and not self.shard.number)
         self.dispatcher.on_event, self.dispatcher.on_fault = self.metrics.event, self._faulted
         self.dispatcher.roster.on_join = self._joined
@@ -114,18 +99,11 @@ class Run:
         self.journal.reject(self.tasks.rejected)
         self.resumed = self.journal.next_tree() > 0
         self.stream = Stream(self.dispatcher, self.journal, self._trained, self.shard)
-        s = self.settings
-        self.reporter = Reporter(
-            self.folder,
-            self.dispatcher,
-            self._progress,
-            s.watchdog_s,
-            s.stall_s,
-            self.home / PAUSED,
-        )
+        pausing, waits = self.home / PAUSED, (s.watchdog_s, s.stall_s)
+        self.reporter = Reporter(self.folder, self.dispatcher, self._progress, *waits, pausing)
         self.trackers = Trackers(self.folder, s.trackers)
         self.exporter = Exporter(self.folder, lambda: self.metrics.newest, self._health)
-        self.counts: Counter[str] = Counter(self.metrics.last((*WORK, *REPORTED)))
+        self.counts = Counter(self.metrics.last(REPORTED))
         self.counts["replaced"] = len(self.journal.trees("status='replaced'"))
         self.counts.update(+Counter(self.metrics.last(dynamic_sampling.COUNTS)))
         self.fruitless = Fruitless(process.reward, process.evidence and not self.tasks.evidence)
@@ -143,41 +121,25 @@ class Run:
             process.most,
             fleet=fleet,
             judged=JudgeTally(s.judge, self.folder),
-            crashes=EpisodeCrashes(self.folder),
             longest=process.longest,
             faults=self.faults,
             versions=self.weight_sync.versions,
         )
-        self.forest = Forest(process, self.runtime, self.stream, self.tasks, self.reporter)
+        self.open_trees = OpenTrees(process, self.runtime, self.stream, self.tasks, self.reporter)
         examined = registry.load(process.environment, process.options | s.evaluation.options)
         if self.environment.pictures or examined.pictures:
             self.runtime.text.check_vision()
+        records = self.metrics, self.phases
         self.examination = Examination(
-            self.runtime,
-            examined,
-            heldout,
-            self.weight_sync,
-            self.metrics,
-            self.phases,
-            self.forest,
+            self.runtime, examined, heldout, self.weight_sync, *records, self.open_trees
         )
-
-    def _address(self) -> str:
-        """Where this scheduler listens; a shard that is started again, where it did before."""
-        before = self.folder / "endpoint"
-        return before.read_text() if self.shard.number and before.exists() else self.settings.bind
-
-    # ------------------------------------------------------------------------------------------
-    # the run
 
     async def main(self) -> None:
         """Do the whole run, from waiting for the first worker to writing the summary."""
         resume.check(self.home, self.resumed)
         if self.tasks.rejected and not self.shard.number:
-            first = self.tasks.rejected[0]
-            terminal.say(
-                f"quarantined {len(self.tasks.rejected)} task rows; the first: {first.where}: {first.reason}"
-            )
+            count, first = len(self.tasks.rejected), self.tasks.rejected[0]
+            terminal.say(f"quarantined {count} task rows; the first: {first.where}: {first.reason}")
         for note in self.notes:
             terminal.say(note)
         await self.dispatcher.start()
@@ -201,16 +163,12 @@ class Run:
         await gather([self._begin(), self._train()])
         await self.examination.evaluate("end")
         self.phases.enter("stopping")
-        # answers of the last update that had to be asked for again
         await self.stream.settle(LEAVE_S)
         await self.dismiss()
         await self._until(lambda: not self.dispatcher.workers(), LEAVE_S)
         await self._until(self.metrics.look, LEAVE_S)
-        spent = self.phases.seconds()
-        report.write(
-            self.folder, self.journal, trivial, self.counts, self.dispatcher.counters, spent,
-            self.training,
-        )  # fmt: skip
+        counts, spent = (self.counts, self.dispatcher.counters), self.phases.seconds()
+        report.write(self.folder, self.journal, trivial, *counts, spent, self.training)
         self.finished = True
 
     async def _begin(self) -> None:
@@ -219,8 +177,8 @@ class Run:
         """
         if not any(name == "start" for _, name, _ in self.journal.evaluations()):
             await self.examination.evaluate("start")
-        self.forest.begun.set()
-        self.forest.moved.set()
+        self.open_trees.begun.set()
+        self.open_trees.moved.set()
 
     async def dismiss(self) -> None:
         """Ask every worker to leave. From now on no worker is reported missing."""
@@ -230,40 +188,27 @@ class Run:
     async def _wait_for_workers(self) -> None:
         """Wait for all workers that growing trees needs. The learner may come later."""
         services = {"generate": self.process.actors} | dict.fromkeys(self.process.services, 1)
-        services |= {
-            f"judge.{name}": 1
-            for name in (self.settings.judge, self.environment.outcome_judge)
-            if name not in ("", UNJUDGED)
-        }
-        expected = ", ".join(
-            f"{count} x {name}" for name, count in {**services, "train": 1}.items()
-        )
+        judges = {self.settings.judge, self.environment.outcome_judge} - {"", UNJUDGED}
+        services |= {f"judge.{name}": 1 for name in sorted(judges)}
+        needed = {**services, "train": 1}
+        expected = ", ".join(f"{count} x {name}" for name, count in needed.items())
         own = f" of {self.process.name}, one of {self.shard.count}" if self.shard.count > 1 else ""
         print(f"waiting for workers{own}: {expected}", flush=True)
-        self.attendance.needed = [*services, "train"]
+        self.attendance.needed = needed
         for service, count in services.items():
-            await self._wait_for(service, count)
-
-    async def _wait_for(self, service: str, count: int = 1) -> None:
-        try:
             await self.dispatcher.wait_for(service, count, self.settings.startup_timeout_s)
-        except TimeoutError as missing:
-            raise InfrastructureFault(str(missing)) from None
 
     async def _wait_for_learner(self) -> dict[int, int]:
         """Give the actors its version. Return what it has trained since its checkpoint."""
-        await self._wait_for("train")
+        await self.dispatcher.wait_for("train", 1, self.settings.startup_timeout_s)
         weights, newest = resume.announced(self.home)
         self.stream.version = weights.version
         if weights.version:
             published.inside(self.home, weights.path)
-            await self.forest.begun.wait()
+            await self.open_trees.begun.wait()
             await self.weight_sync.everywhere(weights)
-        waited = self._clock() - scheduler.STARTED
-        print(
-            f"all workers are here after {waited:.0f} s; policy version {weights.version}",
-            flush=True,
-        )
+        waited = f"all workers are here after {self._clock() - scheduler.STARTED:.0f} s"
+        print(f"{waited}; policy version {weights.version}", flush=True)
         self.phases.enter("updates")
         return newest
 
@@ -280,24 +225,30 @@ class Run:
             (self.folder / report.SUMMARY).unlink(missing_ok=True)
         self.metrics.counters(self.dispatcher.workers())
         first, self.training_since = self.pacing.version, self._clock()
-        idle = self.forest.phases.seconds().get("no trees", 0.0)
-        self.forest.begin(self.pacing, newest)
+        idle = self.open_trees.phases.seconds().get("no trees", 0.0)
+        self.open_trees.begin(self.pacing, newest)
         # A crash may have come between an update and its evaluation.
         await self.examination.evaluate_if_due(self.pacing.version, self.pacing.finished)
         while not self.pacing.finished:
-            self.forest.moved.clear()
-            self.forest.admit()
+            self.open_trees.moved.clear()
+            self.open_trees.admit()
             self._check()
             with contextlib.suppress(TimeoutError):
                 # not wait_for, which in 3.11 may lose a cancellation
                 async with asyncio.timeout(CHECK_S):
-                    await self.forest.moved.wait()
+                    await self.open_trees.moved.wait()
         seconds = self._clock() - self.training_since
-        idle = self.forest.phases.seconds().get("no trees", 0.0) - idle
+        idle = self.open_trees.phases.seconds().get("no trees", 0.0) - idle
         self.training = Training(
-            first, self.pacing.version, self.resumed, seconds, learner_seconds(self.totals, seconds),
-            self.metrics.busy(), idle, self.totals[LOADING],
-        )  # fmt: skip
+            first,
+            self.pacing.version,
+            self.resumed,
+            seconds,
+            learner_seconds(self.totals, seconds),
+            self.metrics.busy(),
+            idle,
+            self.totals[LOADING],
+        )
 
     def _emit(self, tree: Tree, turns: list[Turn]) -> None:
         self.counts.update(dynamic_sampling.counted(turns, self.process.reward, self.process.equal))
@@ -306,22 +257,22 @@ class Run:
     def _check(self) -> None:
         """Show others' records, and raise the error of a background task that died."""
         self.metrics.look()
-        for failure in (
-            self.dispatcher.roster.failure,
-            self.stream.failure,
-            self.journal.failure,
-            self.forest.failure,
-        ):
-            if failure is not None:
-                raise failure
+        for part in (self.dispatcher.roster, self.stream, self.journal, self.open_trees):
+            if part.failure is not None:
+                raise part.failure
         if self._reporting.done():
             self._reporting.result()
 
     def _progress(self) -> Progress:
         return Progress(
-            self.phases.now(), self.weight_sync.weights.version, self.settings.updates, len(self.forest.growing), self.forest.done,
-            len(self.journal.evaluations()), self.journal.changes(),
-        )  # fmt: skip
+            self.phases.now(),
+            self.weight_sync.weights.version,
+            self.settings.updates,
+            len(self.open_trees.growing),
+            self.open_trees.done,
+            len(self.journal.evaluations()),
+            self.journal.changes(),
+        )
 
     def _health(self) -> Health | None:
         """The newest report, of all schedulers if this is the first. The exporter's thread asks."""
@@ -332,14 +283,11 @@ class Run:
         self.faults.failed(service, fault, caller)
         self.reporter.failed(service, fault)
 
-    # ------------------------------------------------------------------------------------------
-    # weights
-
     async def _trained(self, trained: Trained) -> None:
         """A version was trained: give its weights to the actors, record its metrics, let pacing
         admit more. One that is told of after a newer one has its metrics recorded and nothing else.
         """
-        await self.forest.begun.wait()
+        await self.open_trees.begun.wait()
         if trained.version < self.stream.version:
             self.metrics.record(trained.version, dict(trained.metrics))
             return
@@ -355,29 +303,27 @@ class Run:
             values["rollout/judged_scores"] = float(judged.scores)
         values["time/spread"] = self._clock() - start
         values["time/training"] = self._clock() - self.training_since
-        if self.forest.outcomes:
-            values["rollout/outcome"] = sum(self.forest.outcomes) / len(self.forest.outcomes)
-            values["rollout/outcomes"] = float(len(self.forest.outcomes))
-            self.forest.outcomes.clear()
+        if outcomes := self.open_trees.outcomes:
+            values["rollout/outcome"] = sum(outcomes) / len(outcomes)
+            values["rollout/outcomes"] = float(len(outcomes))
+            outcomes.clear()
         counts = {**self.counts, **self.dispatcher.counters}
         values |= {f"count/{name}": float(n) for name, n in counts.items()}
         values |= residency.take().values()
         self.totals.update({name: values.get(name, 0.0) for name in (*LEARNER, LOADING)})
         self.metrics.record(trained.version, values)
         self.trackers.check()
-        learnt = [*trained.warnings, *self.fruitless.note(values)]
+        warnings = [*trained.warnings, *self.fruitless.note(values)]
         if self.shard.number:  # the learner tells every scheduler
-            learnt = []
-        for warning in self.reminders.due(trained.version, [*learnt, *filter(None, doubts)]):
+            warnings = []
+        for warning in self.reminders.due(trained.version, [*warnings, *filter(None, doubts)]):
             terminal.say(f"warning, update {trained.version}: {warning}")
         self.pacing.trained(trained.version)
         await self.examination.evaluate_if_due(self.pacing.version, self.pacing.finished)
-        self.forest.moved.set()
+        self.open_trees.moved.set()
 
     async def _joined(self, worker: Worker) -> None:
-        log.info(
-            "%s joined: %s, capacity %d", worker.name, worker.hello.services, worker.hello.capacity
-        )
+        log.info("%s joined: %s", worker.name, worker.hello)
         self.stream.learner_joined(worker)
         self.reporter.joined(worker)
         if "load" in worker.hello.services:
@@ -388,12 +334,10 @@ class Run:
         log.info("%s left: %s", worker.name, reason)
         self.runtime.fleet.left(worker.name)
         self.reporter.left(worker, reason)
-        staying = [other for other in self.dispatcher.workers() if not other.draining]
-        self.attendance.left(
-            worker.hello.services,
-            reason,
-            {service for other in staying for service in other.hello.services},
-        )
+        staying = [
+            other.hello.services for other in self.dispatcher.workers() if not other.draining
+        ]
+        self.attendance.left(worker.hello.services, reason, set().union(*staying))
 
     async def _until(self, done: Callable[[], bool], timeout: float) -> None:
         end = self._clock() + timeout
@@ -402,7 +346,7 @@ class Run:
 
     async def close(self) -> None:
         """Stop growing trees and close everything. The journal keeps what was written to it."""
-        await self.forest.stop()
+        await self.open_trees.stop()
         await self.stream.stop()
         for environment in (self.environment, self.examination.environment):
             await environment.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from coppice.actors.environments.agents.environment import Agent
+from coppice.actors.environments.agents.environment import AgentEnvironment
 from coppice.actors.environments.base import Task
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.context import Context
@@ -28,6 +28,29 @@ from coppice.wire.messages import (
     Turn,
 )
 
+AGENT = """
+import json, os, threading, urllib.error, urllib.request
+
+def post(path, body):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    url, body = os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode()
+    return json.load(urllib.request.urlopen(urllib.request.Request(url, body, headers)))
+
+def user(text):
+    return {"role": "user", "content": text}
+
+def tool(name, **parameters):
+    parameters = {"type": "object", **parameters}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+def ask(messages, *tools, **more):
+    tools = [tool(name) for name in tools]
+    return post("/chat/completions", {"messages": messages, "tools": tools, **more})
+
+def call(messages, *tools, **more):
+    return ask(messages, *tools, **more)["choices"][0]["message"]
+"""
+"""What the agents of all test modules begin with."""
 TEMPLATE = """{%- for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
@@ -38,7 +61,9 @@ THINKING = """{%- if tools %}<|im_start|>system
 {% endif %}{%- for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}
 {% if m.role == 'tool' %}<tool_response>
 {{ m.content }}
-</tool_response>{% else %}{{ m.content.split('</think>')[-1].lstrip('\\n') if m.role == 'assistant' else m.content }}{% for c in m.tool_calls or [] %}
+</tool_response>{% else %}{% if m.role == 'assistant' %}\
+{{ m.content.split('</think>')[-1].lstrip('\\n') }}\
+{% else %}{{ m.content }}{% endif %}{% for c in m.tool_calls or [] %}
 <tool_call>
 {{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}
 </tool_call>{% endfor %}{% endif %}<|im_end|>
@@ -67,9 +92,8 @@ class Policy:
 
     async def call(self, service: str, request: Any, **_: Any) -> Any:
         if isinstance(request, JudgeRequest):
-            return JudgeResult(
-                [Judgement({"reward": float(len(turn.response))}) for turn in request.turns]
-            )
+            rewards = [float(len(turn.response)) for turn in request.turns]
+            return JudgeResult([Judgement({"reward": reward}) for reward in rewards])
         assert isinstance(request, GenerateRequest)
         if self.before is not None:
             await self.before()
@@ -155,7 +179,9 @@ class Stage(Staged):
         if not model.exists():
             shutil.copytree(llama, model)
             (model / "chat_template.jinja").write_text(template.replace("<|im_end|>", "</s>"))
-        environment = Agent(name if ":" in name else f"agents_of_a_test:{name}", **options)
+        environment = AgentEnvironment(
+            name if ":" in name else f"agents_of_a_test:{name}", **options
+        )
         text = Text(str(model), environment.marks)
         self.policy = Policy(text, reply)
         settings = SchedulerConfig(judge="any", max_action_tokens=400)
@@ -166,13 +192,16 @@ class Stage(Staged):
     def emit(self, tree: Tree, turns: list[Turn]) -> None:
         self.groups.append(turns)
 
+    def read(self, tree: Tree, node: Node) -> str:
+        """The text of all tokens up to the end of a node."""
+        return self.text.tokenizer.decode(tree.prefix(node).tolist(), skip_special_tokens=False)
+
     def check(self, tree: Tree) -> None:
         """Every sample is one node, with the tokens and log-probabilities that were sampled, below
         exactly the tokens that the policy was given."""
         actions = [node for node in tree.nodes.values() if node.kind == "action"]
-        assert sorted(map(self.policy.drew, actions)) == list(range(len(self.policy.samples))), (
-            "a sample is lost or twice there"
-        )
+        samples = list(range(len(self.policy.samples)))
+        assert sorted(map(self.policy.drew, actions)) == samples, "a sample is lost or twice there"
         for action in actions:
             number, above = self.policy.drew(action), tree.parent(action)
             sample = self.policy.samples[number]
@@ -181,9 +210,12 @@ class Stage(Staged):
             np.testing.assert_array_equal(action.tokens, sample.tokens)
             np.testing.assert_array_equal(action.logprobs, sample.logprobs)
             assert action.sampled.all() and len(action.sampled) == len(sample.tokens)
-        assert not any(
-            node.sampled is not None for node in tree.nodes.values() if node.kind != "action"
-        )
+        others = [node for node in tree.nodes.values() if node.kind != "action"]
+        assert all(node.sampled is None for node in others)
+
+
+Stages = Callable[..., Stage]
+"""The fixture ``stage`` of tests/scheduler: makes stages over the agents of a module."""
 
 
 def adds(prompt: str, i: int) -> str:

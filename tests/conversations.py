@@ -4,7 +4,7 @@ data.environment."""
 import zlib
 
 from coppice.actors.environments.base import Action
-from coppice.actors.environments.sotopia.environment import Sotopia, State
+from coppice.actors.environments.sotopia.environment import Sotopia, SotopiaState
 
 WORDS = (
     "Amber and fox: 42 euros, 9 percent, 7 hours, 8 o'clock.",
@@ -17,6 +17,6 @@ class AnyWords(Sotopia):
     """SOTOPIA in which every text is speech, the one its checksum picks: an untrained policy writes
     no JSON."""
 
-    def read(self, state: State, text: str) -> Action:
+    def read(self, state: SotopiaState, text: str) -> Action:
         """Always valid."""
         return Action("speak", text, WORDS[zlib.crc32(text.encode()) % len(WORDS)])

@@ -30,11 +30,8 @@ class Drawn:
             time.sleep(1)
         self.numbers.append(self.numbers[-1] * random.random() + len(action))
         seen = f"{os.getpid() if action == 'process' else ''}{self.numbers}"
-        return (
-            (seen, random.random(), True, 1.0)
-            if action == "end"
-            else (seen, random.random(), False)
-        )
+        ended = (True, 1.0) if action == "end" else (False,)
+        return seen, random.random(), *ended
 
 
 class Uncopied(Drawn):

@@ -1,16 +1,46 @@
-"""A game for whole runs with an untrained policy, named "tests.games:AnyText" in data.environment."""
+"""A game for whole runs with an untrained policy, named "tests.games:AnyText" in data.environment,
+and what tests of environments share."""
 
+import asyncio
 import zlib
+from typing import Any
 
-from coppice.actors.environments.base import Action
-from coppice.actors.environments.tictactoe.environment import State, TicTacToe
+import msgspec
+
+from coppice.actors.environments.base import Action, Transition
+from coppice.actors.environments.tictactoe.environment import TicTacToe, TicTacToeState
+from coppice.judges.base import Judge, checked
+from coppice.wire.messages import JudgedTurn
 
 
 class AnyText(TicTacToe):
     """Tic-Tac-Toe in which every text is a legal move, the one its checksum picks: an untrained
     policy writes no real one."""
 
-    def read(self, state: State, text: str) -> Action:
+    def read(self, state: TicTacToeState, text: str) -> Action:
         """Always valid."""
         moves = self.moves(state)
         return Action("move", text, move=moves[zlib.crc32(text.encode()) % len(moves)])
+
+
+def play(environment: Any, state: Any, *actions: str, tools: Any = None) -> list[Transition]:
+    """The transitions of actions, or of whole replies, which begin with "<"."""
+    transitions: list[Transition] = []
+    for action in actions:
+        reply = action if action.startswith("<") else f"<think>x</think><action>{action}</action>"
+        step = environment.step(state, environment.read(state, reply), tools)
+        transitions.append(asyncio.run(step))
+        state = transitions[-1].state
+    return transitions
+
+
+def scores(judge: Judge, turns: list[JudgedTurn]) -> list[dict[str, float]]:
+    """The scores of turns, none of which is invalid."""
+    made, bad = checked(judge, turns, asyncio.run(judge.score(turns)))
+    assert bad == 0
+    return [judgement.scores for judgement in made]
+
+
+def travelled(turns: list[JudgedTurn]) -> list[JudgedTurn]:
+    """The turns as a judge in another process gets them."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(turns), type=list[JudgedTurn])

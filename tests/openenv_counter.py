@@ -64,7 +64,7 @@ def classes(environment: Any, action: Any, observation: Any) -> tuple[Any, Any, 
 def openenv(port: int, capacity: int) -> None:
     """Serve with OpenEnv."""
     import uvicorn  # pyright: ignore[reportMissingImports]
-    from openenv.core.env_server import http_server, interfaces, types  # pyright: ignore[reportMissingImports]
+    from openenv.core.env_server import http_server, interfaces, types  # pyright: ignore
 
     bases = classes(interfaces.Environment, types.Action, types.Observation)
     app = http_server.create_app(*bases, max_concurrent_envs=capacity)

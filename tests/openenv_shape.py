@@ -6,8 +6,8 @@ import random
 from typing import Any
 
 if os.environ.get("COPPICE_OPENENV_REAL"):
-    from openenv.core.env_server.interfaces import Environment  # pyright: ignore[reportMissingImports]
-    from openenv.core.env_server.types import Action, Observation  # pyright: ignore[reportMissingImports]
+    from openenv.core.env_server.interfaces import Environment  # pyright: ignore
+    from openenv.core.env_server.types import Action, Observation  # pyright: ignore
 else:
     import abc
 

@@ -4,7 +4,7 @@ in data.environment, and a judge of theirs."""
 import zlib
 
 from coppice.actors.environments.base import Action
-from coppice.actors.environments.search_qa.environment import SearchQA, State
+from coppice.actors.environments.search_qa.environment import SearchQA, SearchState
 from coppice.judges.base import RuleJudge
 from coppice.wire.messages import JudgedTurn, Judgement
 
@@ -15,7 +15,7 @@ class AnySearch(SearchQA):
     """Every text asks the question itself of the retriever, and from the third turn on is an
     answer: a random policy writes neither."""
 
-    def read(self, state: State | None, text: str) -> Action:
+    def read(self, state: SearchState | None, text: str) -> Action:
         """Always valid."""
         if state is not None and len(state.steps) < SEARCHES:
             return Action("search", text, state.question, think="")

@@ -50,9 +50,8 @@ from coppice.wire.messages import (
 )
 
 BUDGET = 4
-SMALL: dict[str, Any] = {
-    "k": 2, "continuations": 2, "trees": 2, "branching": [2, 3], "segment": 9, "leaves": 5, "initial": 2, "budget": 4
-}  # fmt: skip
+SMALL: dict[str, Any] = dict.fromkeys(("k", "continuations", "trees", "initial"), 2)
+SMALL |= {"branching": [2, 3], "segment": 9, "leaves": 5, "budget": 4}
 MODELS = ("prm", "value", "kl", "log_ratio")
 
 
@@ -95,18 +94,16 @@ def worlds() -> dict[str, World]:
 
     def cells(word: str, *ranges: int) -> Callable[[random.Random, str], str]:
         def act(rng: random.Random, prompt: str) -> str:
-            return (
-                f"<action>{word}{' '.join(str(rng.randint(1, high)) for high in ranges)}</action>"
-            )
+            numbers = " ".join(str(rng.randint(1, high)) for high in ranges)
+            return f"<action>{word}{numbers}</action>"
 
         return act
 
     def stepping(rng: random.Random, prompt: str) -> str:
         return f"<action>{rng.choice(['up', 'down', 'left', 'right', 'jump'])}</action>"
 
-    question = Task(
-        "q", "What is the capital of Bulgaria?", ["Sofia"], ["Bulgaria\nCapital: Sofia"]
-    )
+    evidence = ["Bulgaria\nCapital: Sofia"]
+    question = Task("q", "What is the capital of Bulgaria?", ["Sofia"], evidence)
     judges: dict[str, Judge] = {"judge.own": SlateRules(), "judge.exact_match": ExactMatch()}
     search_qa = registry.load("search_qa", {"prompt": "short", "topk": 1})
     talk_judges: dict[str, Judge] = {"judge.own": Readable(), "judge.sotopia_rules": SotopiaRules()}
@@ -203,14 +200,8 @@ async def grown(
     def emit(tree: Tree, turns: list[Turn]) -> None:
         journal.save_group(tree, len(groups), turns)
         nodes = journal.tree(next(row for row in journal.trees() if row.id == tree.id)).nodes
-        groups.append(
-            TrainGroup(
-                len(groups),
-                tree.id,
-                [node.travels(journal.pictures(node.tokens)) for node in nodes.values()],
-                turns,
-            )
-        )
+        sent = [node.travels(journal.pictures(node.tokens)) for node in nodes.values()]
+        groups.append(TrainGroup(len(groups), tree.id, sent, turns))
 
     runtime = Runtime(services, journal, text, world.environment, settings, Counter(), emit, most=8)
     for i in range(trees):

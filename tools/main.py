@@ -83,11 +83,12 @@ def parser() -> argparse.ArgumentParser:
     """Return a parser that knows the names of the subcommands, for help and for errors."""
     parser = command_parser("coppice", "Train language-model agents on prefix trees.", EXAMPLES)
     shown = [name for name in COMMANDS if not name.startswith("dev ")]
-    listed = "\n".join(f"  {name:<16} {COMMANDS[name][1]}" for name in shown)
-    of_dev = "\n".join(f"  {n:<16} {COMMANDS[n][1]}" for n in COMMANDS if n.startswith("dev "))
-    parser.epilog = (
-        f"commands:\n{listed}\n\nfor developers of Coppice:\n{of_dev}\n\n{parser.epilog}"
+    own = [name for name in COMMANDS if name.startswith("dev ")]
+    listed, of_dev = (
+        "\n".join(f"  {name:<16} {COMMANDS[name][1]}" for name in names) for names in (shown, own)
     )
+    developers = f"for developers of Coppice:\n{of_dev}"
+    parser.epilog = f"commands:\n{listed}\n\n{developers}\n\n{parser.epilog}"
     parser.add_argument("command", metavar="COMMAND", help="one of those below")
     return parser
 

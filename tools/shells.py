@@ -28,10 +28,16 @@ CONFIGS = {
 }
 PREAMBLE = {
     "bash": """\
-_coppice_run_dirs() { [[ $1 == */* ]] && compgen -d -- "$1" || compgen -d -- "runs/$1" || compgen -d -- "$1"; }
-_coppice_config_files() { [[ $1 == */* ]] && compgen -f -- "$1" || compgen -G "configs/$1*.toml" || compgen -f -- "$1"; }
+_coppice_run_dirs() {
+  [[ $1 == */* ]] && compgen -d -- "$1" || compgen -d -- "runs/$1" || compgen -d -- "$1"
+}
+_coppice_config_files() {
+  [[ $1 == */* ]] && compgen -f -- "$1" || compgen -G "configs/$1*.toml" || compgen -f -- "$1"
+}
 """,
-    "zsh": "_coppice_runs() { _alternative 'runs:run:compadd -f - runs/*(/N)' 'folders:folder:_files -/' }\n",
+    "zsh": """\
+_coppice_runs() { _alternative 'runs:run:compadd -f - runs/*(/N)' 'folders:folder:_files -/' }
+""",
     "fish": "",
 }
 
@@ -73,12 +79,9 @@ def script(shell: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of coppice completion."""
-    parser = command_parser(
-        "coppice completion", "Print a script that completes this command in a shell.", EXAMPLES
-    )
-    parser.add_argument(
-        "shell", choices=sorted(PREAMBLE), metavar="SHELL", help="bash, zsh or fish"
-    )
+    what, shells = "Print a script that completes this command in a shell.", sorted(PREAMBLE)
+    parser = command_parser("coppice completion", what, EXAMPLES)
+    parser.add_argument("shell", choices=shells, metavar="SHELL", help="bash, zsh or fish")
     return parser
 
 

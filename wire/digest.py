@@ -28,7 +28,7 @@ def tensors(items: Iterable[Named]) -> str:
 
 
 def safetensors_file(path: Path) -> str:
-    """Return the digest (see ``tensors``) of a safetensors file, with one tensor in memory at a time.
+    """Return the digest (see ``tensors``) of a safetensors file, one tensor in memory at a time.
     Raises ValueError for a damaged file."""
     return _total(each(path))
 
@@ -41,7 +41,7 @@ def each(path: Path) -> Iterator[Named]:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
             raise ValueError(
-                f"{path}: {size} bytes with a header of {length}: not a whole safetensors file; write it again"
+                f"{path}: {size} bytes are not a whole safetensors file; write it again"
             )
         header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
@@ -49,9 +49,7 @@ def each(path: Path) -> Iterator[Named]:
             entry = msgspec.json.decode(header[name], type=_Entry)
             begin, end = entry.data_offsets
             if not 0 <= begin <= end <= size - 8 - length:
-                raise ValueError(
-                    f"{path}: tensor {name} at bytes {begin} to {end} is beyond the file; write it again"
-                )
+                raise ValueError(f"{path}: tensor {name} is beyond the file; write it again")
             file.seek(8 + length + begin)
             yield name, entry.dtype, tuple(entry.shape), file.read(end - begin)
 

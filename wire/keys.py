@@ -38,9 +38,8 @@ def _of_started_run(folder: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"no keys in {folder} ({error}): is this a run folder that was started?"
-        ) from None
+        told = f"no keys in {folder} ({error}): is this a run folder that was started?"
+        raise FileNotFoundError(told) from None
 
 
 class PeerKeys(msgspec.Struct, frozen=True):
@@ -73,7 +72,7 @@ class Invitation(PeerKeys, frozen=True, kw_only=True):
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except msgspec.DecodeError as error:
             raise ValueError(
-                f"{path} is no invitation ({error}): expected the line that coppice serve --invite printed"
+                f"{path} is no invitation ({error}): expected the line of coppice serve --invite"
             ) from None
 
 
@@ -137,10 +136,11 @@ class RunKeys:
 
     def invite(self, service: str, endpoint: str) -> tuple[str, Invitation]:
         """Mint a pair for an outside peer that may offer ``service`` alone. Returns the name by
-        which it is revoked, and the invitation. Raises ValueError for a service of the run's own."""
+        which it is revoked, and the invitation. Raises ValueError for a service of the run."""
         if service.split(".", 1)[0] not in INVITED or not _NAME.fullmatch(service):
             raise ValueError(
-                f"no peer can be invited to {service!r}: expected one of {', '.join(INVITED)}, or one name of it such as judge.brevity"
+                f"no peer can be invited to {service!r}: expected one of {', '.join(INVITED)}, or"
+                " one name of it such as judge.brevity"
             )
         name = f"invited-{service}-{secrets.token_hex(3)}"
         pair = self.mint(name, (service,))

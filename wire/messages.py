@@ -1,17 +1,12 @@
-"""Every message that crosses a process boundary in Coppice.
-
-A message is a list of ZeroMQ frames, ``[header, body, array, array, ...]``: one of the tagged
-``Message`` structs, then for some a struct of ``SERVICES`` with its arrays as raw frames
-(``wire.arrays``). Times are in seconds and lengths in tokens unless a name says otherwise.
-Log-probabilities are natural logarithms.
-"""
+"""Every message that crosses a process boundary: ZeroMQ frames ``[header, body, array, ...]``. The
+header is a tagged ``Message`` struct; a body is a struct of ``SERVICES`` with its arrays as raw
+frames (``wire.arrays``). Times are in seconds, lengths in tokens, log-probabilities natural."""
 
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
-# ----------------------------------------------------------------------------------------------
 # protocol
 
 
@@ -29,23 +24,18 @@ class Register(msgspec.Struct, tag="register", frozen=True):
 
 class Registered(msgspec.Struct, tag="registered", frozen=True):
     """Scheduler -> worker: the worker is accepted and sends a heartbeat at least every
-    ``heartbeat_s`` seconds.
-
-    ``admission`` names this membership. When it changes, the scheduler is new or had given this
-    worker up and moved its requests, so the worker abandons them.
-    """
+    ``heartbeat_s`` seconds. ``admission`` names this membership. When it changes, the scheduler is
+    new or had given this worker up and moved its requests, so the worker abandons them."""
 
     heartbeat_s: float
     admission: str = ""
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
-    """Worker -> scheduler: the worker is alive. ``stats``: counters and gauges that it names.
-
-    The scheduler answers with a heartbeat whose ``echo`` is newer than every request before it. The
+    """Worker -> scheduler: the worker is alive. ``stats``: counters and gauges that it names. The
+    scheduler answers with a heartbeat whose ``echo`` is newer than every request before it. The
     worker returns the newest echo with its ``open`` requests: a request that is older than the echo
-    and not open was lost with a connection, or its answer was.
-    """
+    and not open was lost with a connection, or its answer was."""
 
     in_flight: int
     stats: dict[str, float]
@@ -97,13 +87,11 @@ class Goodbye(msgspec.Struct, tag="goodbye", frozen=True):
 
 Message = Register | Registered | Heartbeat | Request | Result | Error | Cancel | Drain | Goodbye
 
-# ----------------------------------------------------------------------------------------------
 # generation
 
 
 class Constraint(msgspec.Struct, frozen=True):
-    """The form that a continuation must match from its first to its last token: a regular expression
-    or a JSON schema."""
+    """The form that a continuation must match as a whole: a regular expression or a JSON schema."""
 
     kind: Literal["regex", "json_schema"]
     text: str
@@ -137,9 +125,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class GenerateRequest(msgspec.Struct, frozen=True):
     """Service ``generate``: sample ``n`` independent continuations of one prefix, int32 [prefix].
-
-    images: the PNG bytes of every picture in the prefix, by its number (``common.vision``).
-    """
+    images: the PNG bytes of every picture in the prefix, by its number (``common.vision``)."""
 
     tokens: np.ndarray
     n: int
@@ -169,10 +155,8 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 class GenerateResult(msgspec.Struct, frozen=True):
     """The answer to ``generate``. The prefix cache held ``cached_tokens`` of the ``prompt_tokens``.
-
     phases: the seconds that the request spent in "queue", "prefill" and "decode"; {} if the engine
-    cannot tell them apart.
-    """
+    cannot tell them apart."""
 
     samples: list[Sample]
     prompt_tokens: int
@@ -191,10 +175,8 @@ class LoadRequest(msgspec.Struct, frozen=True):
 
 class LoadResult(msgspec.Struct, frozen=True):
     """The answer to ``load``: the digest of the weights now in use, and how long the swap took.
-
     proof: the engine's own checksum of its weights, "" if it has none. Actors of one kind must
-    report equal proofs.
-    """
+    report equal proofs."""
 
     version: int
     digest: str
@@ -202,7 +184,6 @@ class LoadResult(msgspec.Struct, frozen=True):
     proof: str = ""
 
 
-# ----------------------------------------------------------------------------------------------
 # judging
 
 
@@ -280,13 +261,12 @@ class RetrieveResult(msgspec.Struct, frozen=True):
     passages: list[list[Passage]]
 
 
-# ----------------------------------------------------------------------------------------------
 # playing
 
 
 class PlayRequest(msgspec.Struct, frozen=True):
-    """Service ``player.<name>``: choose the opponent's move in ``state`` (plain values). seed: decides
-    all randomness."""
+    """Service ``player.<name>``: choose the opponent's move in ``state`` (plain values). seed:
+    decides all randomness."""
 
     state: Any
     seed: int
@@ -315,7 +295,6 @@ class SpeakResult(msgspec.Struct, frozen=True):
     text: str
 
 
-# ----------------------------------------------------------------------------------------------
 # training
 
 
@@ -340,11 +319,8 @@ class TreeNode(msgspec.Struct, frozen=True, gc=False):
 
 class Turn(msgspec.Struct, frozen=True, gc=False):
     """One trained turn: the action node, its place, and its scores (a missing score is left out;
-    NaN is never sent).
-
-    anchor: equal for turns taken in the same situation of their tree; None where the tokens of the
-    observation decide it.
-    """
+    NaN is never sent). anchor: equal for turns taken in the same situation of their tree; None
+    where the tokens of the observation decide it."""
 
     node: int
     trajectory: int
@@ -354,12 +330,9 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
 
 
 class TrainGroup(msgspec.Struct, frozen=True):
-    """Service ``train``: one finished group of turns of tree ``tree``.
-
-    ``id`` is unique in the run, and by it each group is trained exactly once. ``nodes`` are the
-    nodes of the turns and those of their ancestors that were not yet sent over this connection,
-    parents first.
-    """
+    """Service ``train``: one finished group of turns of tree ``tree``. ``id`` is unique in the run,
+    and by it each group is trained exactly once. ``nodes`` are the nodes of the turns and those of
+    their ancestors that were not yet sent over this connection, parents first."""
 
     id: int
     tree: int
@@ -369,11 +342,8 @@ class TrainGroup(msgspec.Struct, frozen=True):
 
 class TreeClosed(msgspec.Struct, frozen=True):
     """Service ``close``: tree ``tree`` emits no more groups. ``groups``: the ids of all that it
-    emitted.
-
-    replaced: another question takes the place of this one. Its groups go into the frontier with the
-    next update, without loss.
-    """
+    emitted. replaced: another question takes the place of this one, and its groups go into the
+    frontier with the next update, without loss."""
 
     tree: int
     groups: list[int]
@@ -382,11 +352,8 @@ class TreeClosed(msgspec.Struct, frozen=True):
 
 class Trained(msgspec.Struct, frozen=True):
     """The answer to ``train``: the group has been trained into policy ``version``, whose weights
-    are at ``path``.
-
-    ``metrics`` and ``warnings`` belong to the update and are the same for all its groups. A group
-    that was trained before is answered at once, with the version that trained it.
-    """
+    are at ``path``. ``metrics`` and ``warnings`` are those of the update. A group that was trained
+    before is answered at once, with the version that trained it."""
 
     version: int
     path: str

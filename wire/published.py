@@ -36,7 +36,7 @@ def prefix(token: str) -> str:
 
 
 def sealed(token: str, key: str, text: str) -> str:
-    """Return what is stored under ``key``: a proof that its author knows the token, then the text."""
+    """Return what is stored under ``key``: a proof that its author has the token, then the text."""
     return hmac.new(token.encode(), f"{key}\n{text}".encode(), hashlib.sha256).hexdigest() + text
 
 
@@ -88,6 +88,7 @@ def read(folder: Path, expected: str) -> Manifest:
         ) from None
     if manifest.digest != expected:
         raise InfrastructureFault(
-            f"weights {folder}: digest {manifest.digest[:16]}, expected {expected[:16]}; the old weights stay in force"
+            f"weights {folder}: digest {manifest.digest[:16]}, expected {expected[:16]}; the old"
+            " weights stay in force"
         )
     return manifest

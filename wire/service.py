@@ -44,8 +44,8 @@ PINNED_ROOM = 8
 """Requests for one certain worker (new weights) do not wait until it is free, so a worker accepts
 this many above its capacity."""
 UNBOUNDED = 2**20
-"""The learner's capacity. The scheduler's admission bounds the groups in flight; a capacity could be
-filled by trees that still grow, and what would close those trees would wait for ever."""
+"""The learner's capacity. The scheduler's admission bounds the groups in flight; a capacity could
+be filled by trees that still grow, and what would close those trees would wait for ever."""
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
 
 
@@ -64,30 +64,22 @@ def service_types(service: str) -> tuple[type, type]:
 
 
 class Call:
-    """An open request, as its handler sees it: created when the request is accepted, over when its
-    Result or Error is queued.
-
-    deadline: a time on the clock of ``time.monotonic``. cancelled: set when nobody wants the answer
-    any more; the handler's task is cancelled at the same moment.
-    """
+    """An open request, as its handler sees it, until its Result or Error is queued. deadline: on
+    the clock of ``time.monotonic``. cancelled: set when nobody wants the answer any more; the
+    handler's task is cancelled at the same moment."""
 
     def __init__(self, header: Request):
-        self.id = header.id
-        self.name = header.service
+        self.id, self.name, self.late = header.id, header.service, False
         self.deadline = time.monotonic() + header.deadline_s
         self.cancelled = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
-        self.late = False
 
-    def cancel(self) -> None:
-        """Stop the work and send no answer."""
-        self.cancelled.set()
-        if self.task is not None:
-            self.task.cancel()
-
-    def expire(self) -> None:
-        """Stop the work because its deadline passed, and answer with an Error."""
-        self.late = True
+    def cancel(self, late: bool = False) -> None:
+        """Stop the work and send no answer, or an Error if it is ``late`` for its deadline."""
+        if late:
+            self.late = True
+        else:
+            self.cancelled.set()
         if self.task is not None:
             self.task.cancel()
 
@@ -106,15 +98,10 @@ class Service:
     """
 
     def __init__(
-        self,
-        name: str,
-        handlers: dict[str, Handler],
-        capacity: int,
-        stats: Callable[[], dict[str, float]] = dict,
-        give_up_s: float = 60.0,
-        silence_s: float = 15.0,
-        limits: Limits = Limits(),
-    ):
+        self, name: str, handlers: dict[str, Handler], capacity: int,
+        stats: Callable[[], dict[str, float]] = dict, give_up_s: float = 60.0,
+        silence_s: float = 15.0, limits: Limits = Limits(),
+    ):  # fmt: skip
         for service in handlers:
             service_types(service)
         self.name, self.handlers, self.capacity, self.stats = name, handlers, capacity, stats
@@ -188,8 +175,9 @@ class Service:
             left = end - time.monotonic()
             if left <= 0:
                 raise Rejected(
-                    f"{self.name}: no scheduler answered for {self.give_up_s:.0f} s; giving up. Is the run still alive, and does"
-                    " this worker have its endpoint and a key that was not revoked?"
+                    f"{self.name}: no scheduler answered for {self.give_up_s:.0f} s. Is the run"
+                    " still alive, and does this worker have its endpoint and a key that was not"
+                    " revoked?"
                 )
             self.send(hello)
             try:
@@ -239,12 +227,14 @@ class Service:
                 self.registered.clear()
             case Heartbeat(echo=echo):
                 self._echo = echo
-            case _:
-                pass  # what only a worker sends
+            case _:  # what only a worker sends
+                pass
 
     def _accept(self, header: Request, frames: list[Frame]) -> None:
         if len(self.calls) >= self.capacity + PINNED_ROOM:
-            message = f"{self.name} is over its capacity of {self.capacity}: {len(self.calls)} requests in flight"
+            message = (
+                f"{self.name} is over its capacity of {self.capacity}: {len(self.calls)} are open"
+            )
             self.send(Error(header.id, "infrastructure", message))
             return
         call = Call(header)
@@ -254,7 +244,7 @@ class Service:
         call.task.add_done_callback(lambda _: self.calls.pop(header.id, None))
 
     async def _serve(self, header: Request, frames: list[Frame], call: Call) -> None:
-        timer = asyncio.get_running_loop().call_later(header.deadline_s, call.expire)
+        timer = asyncio.get_running_loop().call_later(header.deadline_s, call.cancel, True)
         try:
             handler = self.handlers.get(header.service)
             if handler is None:

@@ -122,9 +122,7 @@ class Router(Pump):
 
     def __init__(self, bind: str, keys: RunKeys | None, limits: Limits = Limits()):
         if keys is None and not is_loopback(bind):
-            raise ValueError(
-                f"refusing to bind {bind} without CURVE keys: use a loopback address or pass RunKeys"
-            )
+            raise ValueError(f"{bind} without CURVE keys: use a loopback address or pass RunKeys")
         self.context = zmq.Context()
         super().__init__(self.context.socket(zmq.ROUTER), lead=3)
         self.sender = ""
@@ -148,7 +146,7 @@ class Router(Pump):
         except zmq.ZMQError as error:
             self.close()
             raise OSError(
-                f"cannot bind {bind}: {error.strerror}. Stop the process that uses it, or take a free port with port 0"
+                f"cannot bind {bind}: {error.strerror}. Stop who uses it, or take a free port (0)"
             ) from None
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 

@@ -1,5 +1,5 @@
-"""Load a policy version into SGLang: pause generation, move the weights (``sglang_transport``), prove
-that they arrived, name them, and continue. Adapters are small files and are loaded without a pause.
+"""Load a policy version into SGLang: pause generation, move the weights, prove that they arrived,
+name them, and continue. Adapters are small files and are loaded without a pause.
 
 Every server of one engine takes part in each step, and a step that fails on any server fails the
 update. Behind a router a server that fails is let go instead while another is left, and ``join``
@@ -24,7 +24,7 @@ import msgspec
 from coppice.actors.config import SGLangConfig
 from coppice.actors.engines import sglang_transport as transport
 from coppice.actors.engines import weights
-from coppice.actors.engines.sglang_api import Facts, Way
+from coppice.actors.engines.sglang_api import Facts, Remote, Way
 from coppice.wire import digest, published
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import LoadRequest
@@ -33,11 +33,12 @@ log = logging.getLogger("actors.sglang")
 
 MOVING = "moving-"
 """The beginning of a server's weight version while an update is in progress."""
+_CHECKSUMS = "/weights_checker", {"action": "checksum"}
 _ADAPTERS_KEPT = 2
 """The newest adapter and the previous one, which requests that began earlier still use."""
 
 
-class Refused(Exception):
+class UpdateRefused(Exception):
     """The update was refused before anything changed."""
 
 
@@ -58,9 +59,9 @@ class Ready(msgspec.Struct, frozen=True):
             self.scratch.cleanup()
 
 
-class Weights:
-    """The weights of one engine's servers: ``start``, for each version ``prepare``, ``update`` and
-    ``tidy``, then ``close``. adapter: the adapter of new requests, "" for none. named: the whole
+class SGLangWeights:
+    """The weights of one engine's servers: ``start``, then for each version ``prepare``, ``update``
+    and ``unload``. adapter: the adapter of new requests, "" for none. named: the whole
     weights in force."""
 
     def __init__(self, way: Way, base: Path, config: SGLangConfig):
@@ -79,7 +80,7 @@ class Weights:
     async def start(self) -> None:
         """Name the servers' weights. Raises InfrastructureFault when they differ."""
         servers = self.way.servers
-        self._checksum = self._agreed(servers, await self._checksums(servers))
+        self._checksum, _ = await self._agreed(servers)
         self.facts = await self.way.facts()
         if not self.facts.updated:
             self.named = self._new_name(0)
@@ -95,18 +96,13 @@ class Weights:
         self._names[name] = len(self._names)
         return name
 
-    async def close(self) -> None:
-        """Unload this engine's adapters, because the servers may outlive this actor."""
-        for name in list(self._adapters):
-            await self._unload(name)
-
     async def prepare(
         self,
         request: LoadRequest,
         servers: list[Any] | None = None,
         config: SGLangConfig | None = None,
     ) -> Ready:
-        """Do all that can be done while requests go on. Raises Refused; nothing has changed."""
+        """Do all that can be done while requests go on. Raises UpdateRefused."""
         servers, config = servers or self.way.servers, config or self.config
         begun, folder, scratch, pulls = time.monotonic(), Path(request.path), None, {}
         try:
@@ -116,11 +112,11 @@ class Weights:
             )
             if chosen == "adapter" and self.facts.updated and self._whole is None:
                 raise InfrastructureFault(
-                    f"{self.way.name} holds weight version {self.facts.version} from before, but an adapter needs the base model's weights:"
-                    " start it anew"
+                    f"{self.way.name} holds weight version {self.facts.version} from before, but an"
+                    " adapter needs the base model's weights: start it anew"
                 )
             if chosen in ("adapter", "disk", "merged"):
-                await asyncio.to_thread(self._verify, folder, request.digest)
+                await asyncio.to_thread(_verify, self.base, folder, request.digest)
             if chosen == "merged":
                 scratch = await asyncio.to_thread(transport.merge, self.base, folder)
                 folder = Path(scratch.name)
@@ -130,7 +126,7 @@ class Weights:
                     chosen, dict(zip(servers, facts, strict=True)), manifest, config
                 )
         except (InfrastructureFault, ValueError, OSError) as fault:
-            raise Refused(str(fault)) from None
+            raise UpdateRefused(str(fault)) from None
         return Ready(request, chosen, folder, pulls, scratch, begun)
 
     async def update(self, ready: Ready) -> tuple[int, str]:
@@ -146,26 +142,27 @@ class Weights:
         finally:
             ready.clean_up()
         seconds = time.monotonic() - ready.begun
-        adapter = request.digest if self.adapter else ""
+        adapter, mb = request.digest if self.adapter else "", size / 1e6
         proof = hashlib.sha256(f"{self._checksum}{adapter}".encode()).hexdigest()
         log.info(
-            "version %d by %s: %.1f MB in %.2f s (%.0f MB/s), generation paused for %.2f s, checksum %s",
-            request.version, chosen, size / 1e6, seconds, size / 1e6 / seconds, pause, proof[:16],
-        )  # fmt: skip
+            f"version {request.version} by {chosen}: {mb:.1f} MB in {seconds:.2f} s"
+            f" ({mb / seconds:.0f} MB/s), generation paused for {pause:.2f} s, checksum {proof[:8]}"
+        )
         return size, proof
 
     async def join(self, server: Any) -> str:
-        """Bring a new server to the version in force; say how. Raises Refused or a fault."""
-        (answer,) = await self._checksums([server])
-        checksum, how = _checksum(answer), "it holds it"
-        if set(_tensors(answer)) != self._tensors:
+        """Bring a new server to the version in force; say how. Raises UpdateRefused or a fault."""
+        (answer,) = await self._all([server], *_CHECKSUMS)
+        checksum, tensors, how = _checksum(answer), _tensors(answer), "it holds it"
+        if set(tensors) != self._tensors:
             raise InfrastructureFault(
-                f"{server.name} serves another model: {len(_tensors(answer))} tensors of other names"
+                f"{server.name} serves another model: {len(tensors)} tensors of other names"
             )
         if checksum != self._checksum:
             if self._whole is None:
                 raise InfrastructureFault(
-                    f"{server.name} holds other weights (checksum {checksum[:16]}) than the model of the run ({self._checksum[:16]}): start it with that model"
+                    f"{server.name} holds other weights (checksum {checksum[:16]}) than the model"
+                    f" of the run ({self._checksum[:16]}): start it with that model"
                 )
             # What it has cached is of other weights and must go, whatever ``pause`` says.
             config = msgspec.structs.replace(self.config, pause="retract")
@@ -183,18 +180,16 @@ class Weights:
         await self._all([server], "/continue_generation", {})
         return how
 
-    async def tidy(self) -> None:
-        """Unload adapters that no new request uses."""
-        for name in list(self._adapters)[:-_ADAPTERS_KEPT]:
-            await self._unload(name)
-
-    def _verify(self, folder: Path, expected: str) -> None:
-        """Refuse what SGLang would not: damage, wrong shapes, missing or unknown names."""
-        kind, path = weights.verified_file(folder, expected)
-        weights.check(kind, path, weights.BaseWeights(self.base).shapes())
-
-    # ------------------------------------------------------------------------------------------
-    # whole weights
+    async def unload(self, kept: int = _ADAPTERS_KEPT) -> None:
+        """Unload all but the newest adapters, because servers may outlive this actor. A failure is
+        only logged: an adapter costs only memory."""
+        for name in list(self._adapters)[: len(self._adapters) - kept]:
+            del self._adapters[name]
+            for server in self.way.servers:
+                try:
+                    await self._all([server], "/unload_lora_adapter", {"lora_name": name})
+                except InfrastructureFault as fault:
+                    log.warning("adapter %s stays loaded: %s", name, fault)
 
     async def _load_whole(
         self, ready: Ready, servers: list[Any], config: SGLangConfig
@@ -245,18 +240,19 @@ class Weights:
         """Raise InfrastructureFault unless all servers hold the same new weights and, for a file on
         a CPU, those of the file. On a GPU the learner's watch notices other weights."""
         request = ready.request
-        answers = await self._checksums(servers)
-        held = self._agreed(servers, answers)
+        held, answers = await self._agreed(servers)
         if joining:
             if held != self._checksum:
                 raise InfrastructureFault(
-                    f"{servers[0].name} holds checksum {held[:16]} after the update, the others {self._checksum[:16]}"
+                    f"{servers[0].name} holds checksum {held[:16]} after the update, the others"
+                    f" {self._checksum[:16]}"
                 )
             return
         if held == self._checksum and request.digest != (self._whole.digest if self._whole else ""):
             if self._whole is not None:
                 raise InfrastructureFault(
-                    f"{self.way.name} reports success, but its weights are those from before version {request.version}"
+                    f"{self.way.name} reports success, but its weights are those from before"
+                    f" version {request.version}"
                 )
             log.warning(
                 "version %d did not change the weights that the servers started with",
@@ -264,36 +260,29 @@ class Weights:
             )
         if ready.chosen in ("disk", "merged") and self.facts.device == "cpu" and self.facts.tp == 1:
             path = ready.folder / published.FILES["full"]
+            dtype = _STORED.get(self.facts.dtype, "")
             for answer in answers:
-                checksums = answer["ranks"][0]["checksums"]
-                await asyncio.to_thread(
-                    _compare, path, checksums, _STORED.get(self.facts.dtype, "")
-                )
+                await asyncio.to_thread(_compare, path, _tensors(answer), dtype)
         self._checksum, self._whole, self.adapter = held, request, ""
 
-    async def _checksums(self, servers: list[Any]) -> list[dict[str, Any]]:
-        return await self._all(servers, "/weights_checker", {"action": "checksum"})
-
-    def _agreed(self, servers: list[Any], answers: list[dict[str, Any]]) -> str:
-        """Return the common checksum, else raise. Behind a router, let differing servers go."""
+    async def _agreed(self, servers: list[Any]) -> tuple[str, list[dict[str, Any]]]:
+        """Return the common checksum and all answers, or raise. Behind a router, let differing
+        servers go."""
+        answers = await self._all(servers, *_CHECKSUMS)
         sums = [_checksum(answer) for answer in answers]
         common = Counter(sums).most_common(1)[0][0] if sums else ""
+        pairs = list(zip(servers, sums, strict=True))
         if not common or (len(set(sums)) != 1 and not self.way.elastic):
-            listed = ", ".join(
-                f"{s.name}: {one[:16] or 'none'}" for s, one in zip(servers, sums, strict=True)
-            )
+            listed = ", ".join(f"{server.name}: {one[:16] or 'none'}" for server, one in pairs)
             raise InfrastructureFault(
                 f"servers of one engine hold different weights ({listed}): start them anew"
             )
-        for server, one in list(zip(servers, sums, strict=True)):
+        for server, one in pairs:
             if one != common:
                 reason = f"its weights have checksum {one[:16]}, most have {common[:16]}"
                 _lose(servers, server, reason)
         self._tensors = frozenset(_tensors(answers[sums.index(common)]))
-        return common
-
-    # ------------------------------------------------------------------------------------------
-    # adapters
+        return common, answers
 
     async def _load_adapter(self, request: LoadRequest, folder: Path) -> int:
         """Load an adapter under a random name and return its bytes. Servers outlive actors and
@@ -303,51 +292,122 @@ class Weights:
         servers, self._adapters[name] = self.way.servers, folder
         adapter = {"lora_name": name, "lora_path": str(folder)}
         await self._all(servers, "/load_lora_adapter", adapter)
-        held = self._agreed(servers, await self._checksums(servers))
+        held, _ = await self._agreed(servers)
         if held != self._checksum:
             raise InfrastructureFault(
-                f"{self.way.name} holds other base weights (checksum {held[:16]}) than when this actor last saw them ({self._checksum[:16]}): was"
-                " it started anew with another model, or updated by somebody else? Start it with the run's model, then this actor"
+                f"{self.way.name} holds other base weights (checksum {held[:16]}) than when this"
+                f" actor last saw them ({self._checksum[:16]}): was it started anew with another"
+                " model, or updated by somebody else? Start it with the run's model"
             )
         self.adapter = name
         return size
 
-    async def _unload(self, name: str) -> None:
-        """Unload an adapter. A failure is only logged: an adapter costs only memory."""
-        del self._adapters[name]
-        body, limit = {"lora_name": name}, self.config.update_timeout_s
-        calls = [s.call("/unload_lora_adapter", body, limit) for s in self.way.servers]
-        for outcome in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(outcome, InfrastructureFault):
-                log.warning("adapter %s stays loaded: %s", name, outcome)
-            elif isinstance(outcome, BaseException):
-                raise outcome
-
-    async def _all(
-        self, servers: list[Any], path: str, body: dict[str, Any]
-    ) -> list[dict[str, Any]]:
+    async def _all(self, servers: list[Any], path: str, body: dict[str, Any]) -> list[Any]:
         """Make the same call to every server at once, see ``_each``."""
-        return await self._each(
-            servers, lambda server: server.call(path, body, self.config.update_timeout_s)
-        )
+        limit = self.config.update_timeout_s
+        return await self._each(servers, lambda server: server.call(path, body, limit))
 
     async def _each(self, servers: list[Any], call: Callable[[Any], Awaitable[Any]]) -> list[Any]:
         """Return all answers. Behind a router, a server that fails is let go if one is left."""
         done = await asyncio.gather(*(call(server) for server in servers), return_exceptions=True)
-        failed = {
-            server: one
-            for server, one in zip(servers, done, strict=True)
-            if isinstance(one, BaseException)
-        }
-        for server, fault in failed.items():
-            if (
-                not self.way.elastic
-                or len(failed) == len(done)
-                or not isinstance(fault, InfrastructureFault)
-            ):
+        pairs = list(zip(servers, done, strict=True))
+        failed = [(server, one) for server, one in pairs if isinstance(one, BaseException)]
+        for server, fault in failed:
+            lasting = not self.way.elastic or len(failed) == len(done)
+            if lasting or not isinstance(fault, InfrastructureFault):
                 raise fault
             _lose(servers, server, str(fault))
         return [one for one in done if not isinstance(one, BaseException)]
+
+
+class SGLangFleet:
+    """The servers behind a router during a run, which the router lists (``GET /workers``). ``look``
+    must not run while weights are loaded.
+
+    listed --reached, brought to the version, proven--> generating (in ``Remote.servers``)
+    listed --answers, but cannot be brought to the version--> taken out of the router
+    generating --unlisted, silent, or restarted--> gone
+    """
+
+    def __init__(self, way: Remote, weights: SGLangWeights):
+        self.way, self.weights = way, weights
+        self._connected = set(way.servers)
+        self._refused: dict[str, str] = {}
+        """The name of the weights that a server could not get, by the router's number of it."""
+
+    async def look(self) -> bool:
+        """Let servers go and take servers in, as the router lists them. Return whether the fleet
+        has changed. Raises InfrastructureFault when the router does not answer."""
+        listed = await self.way.front.workers()
+        if listed is None:
+            raise InfrastructureFault(f"{self.way.front.url}/workers is gone: there was a router")
+        await asyncio.gather(*(self._check(server, listed) for server in list(self.way.servers)))
+        here = {server.url for server in self.way.servers}
+        await asyncio.gather(
+            *(self._take(url, number) for url, number in listed.items() if url not in here)
+        )
+        return await self.let_go()
+
+    async def let_go(self) -> bool:
+        """Close connections to servers that left. Return whether the fleet has changed."""
+        before, self._connected = self._connected, set(self.way.servers)
+        for server in before - self._connected:
+            await server.close()
+        return before != self._connected
+
+    async def _check(self, server: Any, listed: dict[str, str]) -> None:
+        """Let a server go that is unlisted, silent, or holds weights that are not ours."""
+        reason = "the router no longer lists it"
+        if server.url in listed:
+            try:
+                name = await server.weights_name()
+            except InfrastructureFault as fault:
+                reason = f"it does not answer ({fault})"
+            else:
+                if name == self.weights.named:
+                    return
+                reason = f"its weights are named {name!r}, not by this actor in this run"
+        log.warning("%s has left: %s", server.name, reason)
+        self.way.servers.remove(server)
+
+    async def _take(self, url: str, number: str) -> None:
+        """Bring a server to the version in force, or take it out of the router."""
+        if self._refused.get(number) == self.weights.named:
+            return
+        try:
+            server = await self.way.reached(url)
+        except InfrastructureFault:
+            return  # it is still starting, or dead, which the router notices itself
+        try:
+            how = await self.weights.join(server)
+        except UpdateRefused as refused:
+            self._refused[number] = self.weights.named
+            log.warning("%s stays out until the next version: %s", server.name, refused)
+        except InfrastructureFault as fault:
+            if not await server.answers("/model_info"):
+                return
+            self._refused[number] = self.weights.named
+            try:  # the router would go on sending requests to it
+                await self.way.front.remove(number)
+                done = "was taken out of the router: mend it and add it again (POST /workers)"
+            except InfrastructureFault as refusal:
+                done = f"must be taken out of the router (DELETE /workers/{number}: {refusal})"
+            log.warning(
+                "%s cannot be brought to the weights in force and %s: %s", server.name, done, fault
+            )
+        else:
+            self.way.servers.append(server)
+            version = self.weights.named.partition("@")[0]
+            log.info("%s has joined with version %s (%s)", server.name, version, how)
+        finally:
+            if server not in self.way.servers:  # also when this actor stops meanwhile
+                await server.close()
+
+
+def _verify(base: Path, folder: Path, expected: str) -> None:
+    """Refuse what SGLang would not: damage, wrong shapes, missing or unknown names."""
+    kind, path = weights.verified_file(folder, expected)
+    weights.check(kind, path, weights.BaseWeights(base).shapes)
 
 
 def _lose(servers: list[Any], server: Any, reason: str) -> None:

@@ -48,7 +48,7 @@ class Task(msgspec.Struct, frozen=True):
     """All columns of the task file's row, for environments that are ``verbatim``."""
 
 
-class Rejected(msgspec.Struct, frozen=True):
+class RejectedTask(msgspec.Struct, frozen=True):
     """A task that cannot work, with the reason. It is quarantined, never silently dropped."""
 
     where: str
@@ -258,7 +258,7 @@ class Environment(Protocol):
         and earlier turns. With None, turns with equal prompts are in the same situation."""
         return None
 
-    def beside(self, state: Any) -> AsyncIterator[tuple[str, Transition]] | None:
+    def meanwhile(self, state: Any) -> AsyncIterator[tuple[str, Transition]] | None:
         """Return what else waits for the policy in the same episode while it acts in ``state``, or
         comes meanwhile, each with a name of its own: what ``step`` returns one after the other
         later. None where nothing can."""

@@ -1,16 +1,16 @@
 """The common part of the games: each turn a fresh prompt shows the full state, and an unusable
-action ends the episode as a loss.
+action ends the episode as a loss (methods.md 3.1).
 
 A prompt file has the placeholders of its game ({board}, ..) and {past}, and {picture} in a game
-that draws its states. The text before the first placeholder is the same in every turn and is
-prefilled once. Only the last ``<action> .. </action>`` counts, so that a policy may think first
-(methods.md 3.1).
+that draws its states. The text before the first placeholder is the same in every turn.
 """
 
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from coppice.actors.environments.base import (
     SPLIT,
@@ -28,11 +28,13 @@ ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 _ACTION_OR_BOX = re.compile(r"<action>(.*?)</action>|\\boxed\{([^{}]*)\}", re.DOTALL)
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 PICTURE = "{picture}"
+TRIES, STRIDE = 256, 1_000_003
+"""Try n of a task draws its board with the seed ``seed + n * STRIDE`` (methods.md 3.3)."""
 
 
 class Game(Environment):
     """Base of the games. A subclass sets ``name``, ``headline`` and ``folder``, and writes
-    ``initial``, ``view``, ``move``, ``legal``, ``moves``, ``notation``, ``apply`` and ``lost``.
+    ``initial``, ``view``, ``move``, ``moves``, ``notation``, ``apply`` and ``lost``.
 
     prompt: the name of a .txt file in ``folder``, or a path with a slash. history: how many earlier
     moves of the policy {past} lists. boxed: also accept ``\\boxed{..}`` as an action.
@@ -56,7 +58,7 @@ class Game(Environment):
         placeholders = set(_PLACEHOLDER.findall(self.template))
         if not {"board", "row", "picture"} & placeholders:
             raise ValueError(
-                f"prompt file {path} has none of the placeholders {{board}}, {{row}} and {{picture}}"
+                f"prompt file {path} has none of the placeholders {{board}}, {{row}}, {{picture}}"
             )
         self.pictures = PICTURE in self.template
         if self.pictures and type(self).picture is Game.picture:
@@ -72,10 +74,6 @@ class Game(Environment):
 
     # ----------------------------------------------------------------------------- of each game
 
-    def initial(self, task: Task) -> Any:
-        """Return the first state of the task."""
-        raise NotImplementedError
-
     def view(self, state: Any) -> dict[str, str]:
         """Return the texts of the prompt's placeholders, including {board}."""
         raise NotImplementedError
@@ -88,16 +86,12 @@ class Game(Environment):
         """Return the move written in an action block, None when it cannot be read."""
         raise NotImplementedError
 
-    def legal(self, state: Any, move: tuple[int, ...]) -> bool:
-        """Return whether ``move`` may be played in ``state``."""
-        raise NotImplementedError
-
     def moves(self, state: Any) -> list[tuple[int, ...]]:
         """Return all legal moves in a fixed order, none when the game is over."""
         raise NotImplementedError
 
     def good_moves(self, state: Any) -> list[tuple[int, ...]]:
-        """Return the moves that a warm start with ``skill`` imitates. By default a game knows none."""
+        """Return the moves that a warm start with ``skill`` imitates. By default there are none."""
         return []
 
     def notation(self, move: tuple[int, ...]) -> str:
@@ -139,10 +133,10 @@ class Game(Environment):
         move = self.move(blocks[-1][blocks[-1].lastindex or 1]) if blocks else None
         if move is None:
             return Action("invalid", text)
-        return Action("move" if self.legal(state, move) else "illegal", text, move=move)
+        return Action("move" if move in self.moves(state) else "illegal", text, move=move)
 
     async def step(self, state: Any, action: Action, tools: Tools) -> Transition:
-        """Play the action. An action that is not legal ends the episode as a loss (methods.md 3.1)."""
+        """Play the action. An illegal one ends the episode as a loss (methods.md 3.1)."""
         if not action.valid or action.move is None:
             return self.outgrown(state)
         return await self.apply(state, action.move, tools)
@@ -156,3 +150,34 @@ class Game(Environment):
     def remember(self, past: tuple[str, ...], line: str) -> tuple[str, ...]:
         """Return the last ``history`` lines, with ``line`` at the end."""
         return (*past, line)[-self.history :] if self.history else ()
+
+    def turned(self, state: Any, line: str, outcome: float | None) -> Transition:
+        """Return the transition to ``state`` after one more turn, which ``line`` describes.
+        Running out of turns has the outcome 0."""
+        turn = state.turn + 1
+        outcome = 0.0 if outcome is None and turn >= self.max_turns else outcome
+        over, past = outcome is not None, self.remember(state.past, line)
+        after = msgspec.structs.replace(state, turn=turn, past=past, over=over)
+        return Transition(after, "", over, outcome, self.lost(after) if over else {})
+
+
+def labelled(board: str, columns: int, box: int = 0) -> str:
+    """Return the board as a grid with R1.. and C1.. labels.
+
+    box: draw lines between the boxes of as many rows and columns; 0 draws none.
+    """
+    rows, box = len(board) // columns, box or len(board)
+    side, width = len(f"R{rows}"), len(f"C{columns}")
+
+    def line(label: str, cells: Sequence[str]) -> str:
+        words = [cell.rjust(width) for cell in cells]
+        parts = [" ".join(words[at : at + box]) for at in range(0, columns, box)]
+        return f"{label:<{side}} {' | '.join(parts)}"
+
+    lines = [line("", [f"C{column + 1}" for column in range(columns)])]
+    rule = " " * (side + 1) + re.sub(r"[^|]", "-", lines[0][side + 1 :]).replace("|", "+")
+    for row in range(rows):
+        if row and row % box == 0:
+            lines.append(rule)
+        lines.append(line(f"R{row + 1}", board[row * columns : (row + 1) * columns]))
+    return "\n".join(lines)

@@ -5,17 +5,17 @@ from typing import Any
 from coppice.actors.environments.base import Environment
 from coppice.common.options import check_choice, checked, imported
 
-KNOWN = {
+BUILT_IN = {
     "search_qa": "coppice.actors.environments.search_qa.environment:SearchQA",
     "tictactoe": "coppice.actors.environments.tictactoe.environment:TicTacToe",
     "sudoku": "coppice.actors.environments.sudoku.environment:Sudoku",
-    "agent": "coppice.actors.environments.agents.environment:Agent",
-    "gymnasium": "coppice.actors.environments.others.gymnasium_text:Gymnasium",
+    "agent": "coppice.actors.environments.agents.environment:AgentEnvironment",
+    "gymnasium": "coppice.actors.environments.others.in_process:Gymnasium",
     "openenv": "coppice.actors.environments.others.openenv:OpenEnv",
     "openenv_server": "coppice.actors.environments.others.openenv:OpenEnvServer",
     "other_python": "coppice.actors.environments.others.other_python:OtherPython",
-    "reasoning_gym": "coppice.actors.environments.others.reasoning:ReasoningGym",
-    "textarena": "coppice.actors.environments.others.textarena_games:TextArena",
+    "reasoning_gym": "coppice.actors.environments.others.in_process:ReasoningGym",
+    "textarena": "coppice.actors.environments.others.in_process:TextArena",
     "sotopia": "coppice.actors.environments.sotopia.environment:Sotopia",
     "minesweeper": "coppice.actors.environments.minesweeper.environment:Minesweeper",
     "sokoban": "coppice.actors.environments.sokoban.environment:Sokoban",
@@ -28,8 +28,8 @@ def load(name: str, options: dict[str, Any]) -> Environment:
     """Return the environment. Raises ValueError or FileNotFoundError with the expectation."""
     setting = f"data.environment = {name!r}"
     if ":" not in name:
-        check_choice(setting, name, KNOWN, ", or module:Class")
-    kind = imported(setting, KNOWN.get(name, name))
+        check_choice(setting, name, BUILT_IN, ", or module:Class")
+    kind = imported(setting, BUILT_IN.get(name, name))
     arguments = checked("data.options", name, kind.__init__, options, ("self",))
     try:
         return kind(**arguments)

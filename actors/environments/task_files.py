@@ -1,11 +1,6 @@
-"""Read tasks in the Search-R1 / FlashRAG format (methods.md 1.8) from JSONL or Parquet files and
-from data sets of the Hugging Face hub.
-
-A data set is ``owner/name[:split]``, or ``owner/name/folder[:split]`` for a folder with one file
-per split; the default split is train. The hub is asked only when no file of this machine has the
-name. A row without a question or a gold answer is rejected with its place and the reason, and so is
-a line that is not JSON. No row is dropped silently.
-"""
+"""Read tasks in the Search-R1 / FlashRAG format (methods.md 1.8) from JSONL or Parquet files, or
+from a data set of the Hugging Face hub if no file has its name. Every row that cannot be used is
+rejected with its place and the reason."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from coppice.actors.environments.base import Rejected, Task
+from coppice.actors.environments.base import RejectedTask, Task
 from coppice.common import jsonl
 
 EXPECTED = (
@@ -44,7 +39,7 @@ def check_form(source: str) -> None:
 
 def load_tasks(
     setting: str | Sequence[str], verbatim: bool = False
-) -> tuple[list[Task], list[Rejected]]:
+) -> tuple[list[Task], list[RejectedTask]]:
     """Return the tasks of one source or of several sources in turn, and the rejected rows.
 
     verbatim: questions are taken as they stand, and a row may lack a gold answer, or have an id
@@ -54,46 +49,37 @@ def load_tasks(
     """
     sources = listed(setting)
     tasks: list[Task] = []
-    rejected: list[Rejected] = []
+    rejected: list[RejectedTask] = []
     for source in sources:
-        own, unusable_rows = _load(source, verbatim)
-        if len(sources) > 1:
-            own = [msgspec.structs.replace(task, id=f"{source}#{task.id}") for task in own]
-        tasks += own
-        rejected += unusable_rows
+        before = len(tasks), len(rejected)
+        for number, row in _rows(source):
+            try:
+                task = _task(row, f"{source}:{number}", verbatim)
+            except ValueError as error:
+                rejected.append(RejectedTask(f"{source}:{number}", str(error)))
+            else:
+                if len(sources) > 1:
+                    task = msgspec.structs.replace(task, id=f"{source}#{task.id}")
+                tasks.append(task)
+        if len(tasks) == before[0]:
+            reason = "; ".join(unusable("its rows", rejected[before[1] :], 0)) or "it is empty"
+            raise ValueError(f"{source} holds no usable task: {reason}")
     return tasks, rejected
 
 
-def unusable(of: str, rejected: Sequence[Rejected], usable: int) -> list[str]:
+def unusable(of: str, rejected: Sequence[RejectedTask], usable: int) -> list[str]:
     """Return a sentence on the rejected rows of a set named ``of``, with their number and the first
     one, or none if there are none."""
     if not rejected:
         return []
-    first, rows = rejected[0], len(rejected) + usable
-    return [
-        f"{of}: {len(rejected)} of {rows} rows cannot be used; the first: {first.where}: {first.reason}"
-    ]
+    count, first = len(rejected), f"{rejected[0].where}: {rejected[0].reason}"
+    return [f"{of}: {count} of {count + usable} rows cannot be used; the first: {first}"]
 
 
-def too_few(of: str, tasks: int, asked: int) -> list[str]:
-    """Return a sentence if a set has fewer than the ``asked`` tasks, else none."""
-    if tasks >= asked:
-        return []
-    return [f"{of}: {asked} questions are asked for and {tasks} are there, so all of them are used"]
-
-
-def _load(source: str, verbatim: bool) -> tuple[list[Task], list[Rejected]]:
-    tasks: list[Task] = []
-    rejected: list[Rejected] = []
-    for number, row in _rows(source):
-        try:
-            tasks.append(_task(row, f"{source}:{number}", verbatim))
-        except ValueError as error:
-            rejected.append(Rejected(f"{source}:{number}", str(error)))
-    if not tasks:
-        counted = "; ".join(unusable("its rows", rejected, 0)) or "it is empty"
-        raise ValueError(f"{source} holds no usable task: {counted}")
-    return tasks, rejected
+def too_few(of: str, tasks: int, wanted: int) -> list[str]:
+    """Return a sentence if a set has fewer than the ``wanted`` tasks, else none."""
+    used = f"{of}: {wanted} questions are asked for and {tasks} are there, so all of them are used"
+    return [used] * (tasks < wanted)
 
 
 # ---------------------------------------------------------------------------------------- rows
@@ -112,7 +98,7 @@ def _rows(source: str) -> Iterator[tuple[int, Any]]:
         yield from _file_rows(_downloaded(hub_set, (hub_set.split or "train",))[1])
     else:
         name, split = hub_set.repository, hub_set.split or "train"
-        yield from enumerate(_asked(name, lambda hub: hub.load_dataset(name, split=split)), 1)
+        yield from enumerate(_answer(name, lambda hub: hub.load_dataset(name, split=split)), 1)
 
 
 def _file_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -138,7 +124,11 @@ def _task(row: Any, where: str, verbatim: bool) -> Task:
             raise ValueError(f"not JSON: {jsonl.fault(error)}") from None
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__}, expected an object")
-    question = row.get("question") or _prompt_question(row.get("prompt"))
+    question, prompt = row.get("question"), row.get("prompt")
+    if not question and isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
+        # a Search-R1 row has only the rendered prompt, with the question at its end
+        text = prompt[-1].get("content")
+        question = text.rsplit("Question:", 1)[-1].strip() if isinstance(text, str) else None
     if verbatim and question in (None, "") and row.get("id") not in (None, ""):
         question = ""
     elif not isinstance(question, str) or not question.strip():
@@ -160,7 +150,8 @@ def _task(row: Any, where: str, verbatim: bool) -> Task:
         hops = int(row.get("hops") or max(1, len(evidence)))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"evidence or hops ({type(error).__name__}: {error}): expected [{{title, field, value}}] and a number"
+            f"evidence or hops ({type(error).__name__}: {error}): expected"
+            " [{title, field, value}] and a number"
         ) from None
     return Task(
         id=str(row.get("id") or _inside(row, "extra_info").get("index") or where),
@@ -177,15 +168,6 @@ def _inside(row: dict[str, Any], key: str) -> dict[str, Any]:
     """Return the object under a key, or an empty object if there is none."""
     value = row.get(key)
     return value if isinstance(value, dict) else {}
-
-
-def _prompt_question(prompt: Any) -> str | None:
-    """Return the question in a Search-R1 row, which has only the rendered prompt: the text after
-    its last "Question:"."""
-    if not isinstance(prompt, list) or not prompt or not isinstance(prompt[-1], dict):
-        return None
-    content = prompt[-1].get("content", "")
-    return content.rsplit("Question:", 1)[-1].strip() if isinstance(content, str) else None
 
 
 # ------------------------------------------------------------------------------------- the hub
@@ -216,7 +198,7 @@ def with_split(source: str, splits: Sequence[str]) -> str:
         return source
     if hub_set.folder:
         return f"{source}:{_downloaded(hub_set, splits)[0]}"
-    held = _asked(source, lambda hub: hub.get_dataset_split_names(hub_set.repository))
+    held = _answer(source, lambda hub: hub.get_dataset_split_names(hub_set.repository))
     for split in splits:
         if split in held:
             return f"{source}:{split}"
@@ -244,21 +226,22 @@ def _downloaded(hub_set: HubSet, splits: Sequence[str]) -> tuple[str, Path]:
             continue
         except (OSError, ValueError) as error:
             raise _failed(repository, error) from None
+    names = " or ".join(splits)
     raise FileNotFoundError(
-        f"{repository} has no {folder}/{' or '.join(splits)}.jsonl: give a path, or owner/name/folder:split"
+        f"{repository} has no {folder}/{names}.jsonl: give a path, or owner/name/folder:split"
     )
 
 
-def _asked(name: str, ask: Callable[[Any], Any]) -> Any:
-    """Return what the library ``datasets`` answers about a data set."""
+def _answer(name: str, ask: Callable[[Any], Any]) -> Any:
+    """Return what the library ``datasets`` answers about a data set without a folder."""
     try:
-        import datasets  # pyright: ignore[reportMissingImports] (only sets without a folder need it)
+        import datasets  # pyright: ignore[reportMissingImports]
+
+        return ask(datasets)
     except ImportError:
         raise FileNotFoundError(
             f"{name!r} is no file; as a hub dataset it needs `pip install datasets`"
         ) from None
-    try:
-        return ask(datasets)
     except (OSError, ValueError) as error:
         raise _failed(name, error) from None
 
@@ -266,5 +249,6 @@ def _asked(name: str, ask: Callable[[Any], Any]) -> Any:
 def _failed(name: str, error: Exception) -> FileNotFoundError:
     reason = str(error).strip().split("\n")[0]
     return FileNotFoundError(
-        f"the hub did not give {name}: {reason}; give a path, or owner/name/folder:split if it has one folder per data set"
+        f"the hub did not give {name}: {reason}; give a path, or owner/name/folder:split if it has"
+        " one folder per data set"
     )

@@ -1,5 +1,4 @@
-"""Answers of the OpenAI-compatible protocol whose text is sent while it grows: one whole body, or the
-chunks of a stream.
+"""Answers of OpenAI's protocol whose text is sent while it grows: one body, or chunks of a stream.
 
 The chunks of a choice, joined, equal the choice of the whole body: a role (chat), texts with their
 log-probabilities, and a finish reason. Log-probabilities refer to the distribution that was really
@@ -14,7 +13,8 @@ from typing import Any
 import msgspec
 import tokenizers
 
-from coppice.actors.serving.protocol import Chat, Completion
+from coppice.actors.serving.protocol import ChatFields, CompletionFields
+from coppice.actors.serving.replies import usage
 from coppice.wire.messages import GenerateResult, Sample
 
 _Top = Sequence[Mapping[int, float]]
@@ -43,30 +43,42 @@ class Pieces:
         self._tokens: list[int] = []
         self._from, self._read = 0, 0
         """The first token decoded for context, and the first one whose text is unknown."""
-        self._held = ""
-        self._length = 0
+        self._held, self._length = "", 0
         self.stopped = False
         """Whether a stop string ended the text."""
         self.tokens: list[TokenText] = []
         """The tokens since the last ``take``."""
-
-    def feed(self, token: int, logprob: float, top: Mapping[int, float] = {}) -> str:
-        """Return the text that ``token`` makes certain. top: see ``wire.messages.Sample``."""
-        likely = [(self._spelled(other), value) for other, value in top.items()]
-        self.tokens.append(TokenText(self._spelled(token), logprob, self._length, likely))
-        self._tokens.append(token)
-        if self.stopped:
-            return ""
-        return self._cut(self._decoded(whole=False), last=False)
 
     @property
     def fed(self) -> int:
         """The number of tokens fed so far."""
         return len(self._tokens)
 
-    def finish(self) -> str:
-        """Return the rest of the text."""
-        return "" if self.stopped else self._cut(self._decoded(whole=True), last=True)
+    def feed(self, token: int, logprob: float, top: Mapping[int, float] = {}) -> str:
+        """Return the text that ``token`` makes certain. top: see ``wire.messages.Sample``."""
+        likely = [(self._spelled(other), value) for other, value in top.items()]
+        self.tokens.append(TokenText(self._spelled(token), logprob, self._length, likely))
+        self._tokens.append(token)
+        return self.finish(last=False)
+
+    def finish(self, last: bool = True) -> str:
+        """Return the rest of the text. last: also an incomplete character and what is held."""
+        if self.stopped:
+            return ""
+        context = self._tokens[self._from : self._read]
+        before = self._tokenizer.decode(context, skip_special_tokens=True)
+        text = self._tokenizer.decode(self._tokens[self._from :], skip_special_tokens=True)
+        if last or not text.endswith(_BROKEN):
+            self._from, self._read = self._read, len(self._tokens)
+            self._held += text[len(before) :]
+            self._length += len(text) - len(before)
+        text = self._held
+        if ends := [place for place in map(text.find, self._stops) if place >= 0]:
+            self.stopped, self._held = True, ""
+            return text[: min(ends)]
+        keep = 0 if last else max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
 
     def take(self) -> list[TokenText]:
         """Return the tokens fed since the last call."""
@@ -75,28 +87,6 @@ class Pieces:
 
     def _spelled(self, token: int) -> str:
         return self._tokenizer.decode([token], skip_special_tokens=False)
-
-    def _decoded(self, whole: bool) -> str:
-        """Return the new text. whole: also an incomplete character at its end."""
-        context = self._tokens[self._from : self._read]
-        before = self._tokenizer.decode(context, skip_special_tokens=True)
-        text = self._tokenizer.decode(self._tokens[self._from :], skip_special_tokens=True)
-        if text.endswith(_BROKEN) and not whole:
-            return ""
-        self._from, self._read = self._read, len(self._tokens)
-        return text[len(before) :]
-
-    def _cut(self, new: str, last: bool) -> str:
-        """Return the part of the held text and ``new`` that is certain, and hold the rest."""
-        text = self._held + new
-        self._length += len(new)
-        ends = [place for place in (text.find(stop) for stop in self._stops) if place >= 0]
-        if ends:
-            self.stopped, self._held = True, ""
-            return text[: min(ends)]
-        keep = 0 if last else max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -111,13 +101,14 @@ class Answer:
     token, then ``closing``."""
 
     def __init__(
-        self, request: Chat | Completion, model: str, tokenizer: tokenizers.Tokenizer, choices: int
+        self, fields: ChatFields | CompletionFields, model: str, tokenizer: Any, choices: int
     ):
-        self._request, self._model = request, model
-        self.chat = isinstance(request, Chat)
-        self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._created = int(time.time())
-        self._texts = [Pieces(tokenizer, request.stops) for _ in range(choices)]
+        self._fields, self.chat = fields, isinstance(fields, ChatFields)
+        self._top = fields.top_logprobs if isinstance(fields, ChatFields) else fields.logprobs
+        self._wants_logprobs = fields.logprobs is not None and fields.logprobs is not False
+        self._head = {"id": f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"}
+        self._head |= {"created": int(time.time()), "model": model}
+        self._texts = [Pieces(tokenizer, fields.stops) for _ in range(choices)]
 
     def whole(self, results: Sequence[GenerateResult]) -> dict[str, Any]:
         """Return the body of an answer that is not a stream."""
@@ -129,7 +120,7 @@ class Answer:
             choice["logprobs"] = self._logprobs(index)
             choices.append(choice | {"finish_reason": self._reason(index, sample)})
         kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._head(kind), "choices": choices, "usage": usage(results)}
+        return {**self._head, "object": kind, "choices": choices, "usage": _usage(results)}
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """Yield the chunks before the first token: the roles of a chat."""
@@ -141,21 +132,20 @@ class Answer:
         self, index: int, tokens: Sequence[int], logprobs: Sequence[float], top: _Top = ()
     ) -> Iterator[dict[str, Any]]:
         """Yield at most one chunk with the text that new tokens make certain."""
-        text = self._feed(index, tokens, logprobs, top)
-        if text:
+        if text := self._feed(index, tokens, logprobs, top):
             yield self._text_chunk(index, text)
 
     def closing(self, results: Sequence[GenerateResult]) -> Iterator[dict[str, Any]]:
         """Yield the rest of every choice, its finish reason, and the counts of tokens."""
         for index, sample in enumerate(s for result in results for s in result.samples):
             text = self._rest(index, sample)
-            if text or (self._request.wants_logprobs and self._texts[index].tokens):
+            if text or (self._wants_logprobs and self._texts[index].tokens):
                 yield self._text_chunk(index, text)
             content: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
             end = _UNFINISHED | {"finish_reason": self._reason(index, sample)}
             yield self._chunk({"index": index, **content, **end})
-        if self._request.wants_usage:
-            yield {**self._chunk(), "usage": usage(results)}
+        if self._fields.wants_usage:
+            yield {**self._chunk(), "usage": _usage(results)}
 
     def _text_chunk(self, index: int, text: str) -> dict[str, Any]:
         content: dict[str, Any] = {"delta": {"content": text}} if self.chat else {"text": text}
@@ -163,12 +153,9 @@ class Answer:
         return self._chunk({"index": index, **content, **logprobs})
 
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
-        head = self._head("chat.completion.chunk" if self.chat else "text_completion")
-        counts = {"usage": None} if self._request.wants_usage else {}
-        return {**head, "choices": list(choices), **counts}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        counts = {"usage": None} if self._fields.wants_usage else {}
+        return {**self._head, "object": kind, "choices": list(choices), **counts}
 
     def _feed(self, index: int, tokens: Sequence[int], logprobs: Sequence[float], top: _Top) -> str:
         rows = zip(tokens, logprobs, top or [{}] * len(tokens), strict=True)
@@ -186,28 +173,26 @@ class Answer:
 
     def _logprobs(self, index: int) -> dict[str, Any] | None:
         """Return the log-probabilities of the tokens since the last call."""
-        if not self._request.wants_logprobs:
+        if not self._wants_logprobs:
             return None
         tokens = self._texts[index].take()
         if self.chat:
             return chat_logprobs(tokens)
-        top = [_by_text(token) for token in tokens] if self._request.most_likely else None
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": top,
+            "top_logprobs": [_by_text(token) for token in tokens] if self._top else None,
             "text_offset": [token.offset for token in tokens],
         }
 
 
 def chat_logprobs(tokens: Sequence[TokenText]) -> dict[str, Any]:
     """Return log-probabilities as a choice of a chat has them."""
-    return {"content": [_chat_logprob(token) for token in tokens], "refusal": None}
-
-
-def _chat_logprob(token: TokenText) -> dict[str, Any]:
-    top = [_entry(text, logprob) for text, logprob in token.top]
-    return {**_entry(token.text, token.logprob), "top_logprobs": top}
+    content = []
+    for token in tokens:
+        top = [_entry(text, logprob) for text, logprob in token.top]
+        content.append({**_entry(token.text, token.logprob), "top_logprobs": top})
+    return {"content": content, "refusal": None}
 
 
 def _entry(text: str, logprob: float) -> dict[str, Any]:
@@ -224,13 +209,7 @@ def _by_text(token: TokenText) -> dict[str, float]:
     return logprobs | {token.text: token.logprob}
 
 
-def usage(results: Sequence[GenerateResult]) -> dict[str, Any]:
-    """Return the counts of tokens. A prompt counts once, whatever the number of its samples."""
-    prompt = sum(result.prompt_tokens for result in results)
-    completion = sum(len(sample.tokens) for result in results for sample in result.samples)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(result.cached_tokens for result in results)},
-    }
+def _usage(results: Sequence[GenerateResult]) -> dict[str, Any]:
+    sampled = sum(len(sample.tokens) for result in results for sample in result.samples)
+    cached = sum(result.cached_tokens for result in results)
+    return usage(sum(result.prompt_tokens for result in results), cached, sampled)

@@ -1,61 +1,51 @@
-"""Anthropic's dialect, /v1/messages: its bodies as those of chat completions, and replies and errors
-in its words. Earlier thoughts are left out of a history; images and documents are refused.
+"""Anthropic's dialect, /v1/messages: its bodies as those of chat completions, and replies in its
+words. Earlier thoughts are left out of a history; images and documents are refused.
 """
 
 import json
 import re
 from typing import Any
 
-from coppice.actors.serving.protocol import Refused, unexpected
-from coppice.actors.serving.replies import Form, Reply, sse
+from coppice.actors.serving.conversations import listed
+from coppice.actors.serving.protocol import UNTHREADED, RequestRefused, sse, unexpected
+from coppice.actors.serving.replies import Form, Reply
 from coppice.common.dialogue import text_of
 
-_TRANSLATED = (
-    "messages", "system", "tools", "tool_choice", "stop_sequences", "output_config", "output_format", "stop",
-    "response_format", "n", "logprobs", "top_logprobs", "functions",
-)  # fmt: skip
+_TRANSLATED = """
+    messages system tools tool_choice stop_sequences output_config output_format stop
+    response_format n logprobs top_logprobs functions
+""".split()
 """Fields that are written anew, and those of chat completions that this dialect does not have."""
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 """Claude Code begins its system prompt with this line, which differs in every request."""
-_UNTHREADED = "thread_unsupported_request"
-"""After this reason Anthropic's clients send the whole conversation."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 
 
 def chat_body(body: dict[str, Any], counted: bool = False) -> dict[str, Any]:
-    """Return the same request of chat completions. counted: only its tokens. Raises Refused."""
-    listed = body.get("messages")
-    if not isinstance(listed, list) or not listed:
-        raise Refused("`messages`: expected a list of at least one message")
-    messages = [message for each in listed for message in _messages(each)]
+    """Return the same request of chat completions. counted: only its tokens. Raises
+    RequestRefused."""
+    messages = [message for each in listed(body) for message in _messages(each)]
     if messages[-1]["role"] == "assistant" and not counted:
-        raise Refused(
-            "`messages`: the last one is the assistant's: a begun reply cannot be continued; expected a user's"
-        )
+        raise unexpected("messages", messages[-1], "a user's last: a reply cannot be continued")
     if body.get("mcp_servers"):
-        raise Refused("`mcp_servers`: tools of the provider are not there: expected none")
-    if body.get("thread"):
-        raise Refused(
-            "`thread`: no conversation is held here: send the whole one without it",
-            code=_UNTHREADED,
+        raise unexpected(
+            "mcp_servers", body["mcp_servers"], "none: the provider's tools are absent"
         )
+    if body.get("thread"):
+        reason = "`thread`: no conversation is held here: send the whole one without it"
+        raise RequestRefused(reason, code=UNTHREADED)
+    tools = body.get("tools") or []
+    if not isinstance(tools, list):
+        raise unexpected("tools", tools, "a list")
     fields = {
         "messages": [*_system(body.get("system")), *messages],
-        "tools": [_tool(tool) for tool in _list(body, "tools")],
+        "tools": [_tool(tool) for tool in tools],
         "tool_choice": _choice(body.get("tool_choice")),
         "stop": body.get("stop_sequences") or None,
         "response_format": _format(body),
     }
     rest = {key: value for key, value in body.items() if key not in _TRANSLATED}
     return rest | {key: value for key, value in fields.items() if value is not None}
-
-
-def _list(body: dict[str, Any], name: str) -> list[Any]:
-    value = body.get(name) or []
-    if not isinstance(value, list):
-        raise Refused(f"`{name}`: {str(value)[:80]}: expected a list")
-    return value
 
 
 def _system(system: Any) -> list[dict[str, Any]]:
@@ -89,10 +79,8 @@ def _messages(message: Any) -> list[dict[str, Any]]:
             results.append({**result, "content": _result(block)})
             texts = []
         elif kind not in ("thinking", "redacted_thinking"):
-            raise Refused(
-                f"`messages`: `content`: a block of type {kind!r} from the {role}: expected text, a user's tool_result, or an"
-                " assistant's tool_use or thinking"
-            )
+            wish = "text, a user's tool_result, or an assistant's tool_use or thinking"
+            raise unexpected(f"a block from the {role}", block, wish)
     said = {"role": role, "content": texts, **({"tool_calls": calls} if calls else {})}
     return [*results, said] if texts or not results else results
 
@@ -109,9 +97,7 @@ def _result(block: dict[str, Any]) -> str:
     try:
         text = text_of(block.get("content"))
     except ValueError:
-        raise unexpected(
-            "messages", block, "a tool_result whose `content` is a text or a list of text blocks"
-        ) from None
+        raise unexpected("tool_result", block, "a text or a list of text blocks") from None
     return f"Error: {text}" if block.get("is_error") else text
 
 
@@ -174,14 +160,10 @@ class MessagesForm(Form):
         add("message_stop")
         return events
 
-    def refusal(self, refused: Refused) -> bytes:
-        return sse(_error(refused), "error")
-
     def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
-        return head | {
-            "content": content, "stop_reason": None, "stop_sequence": None, "usage": usage,
-        }  # fmt: skip
+        end = {"stop_reason": None, "stop_sequence": None}
+        return {**head, "content": content, **end, "usage": usage}
 
     def _content(self, reply: Reply) -> list[dict[str, Any]]:
         blocks: list[dict[str, Any]] = []
@@ -218,19 +200,8 @@ def _deltas(block: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]
 def _usage(reply: Reply) -> dict[str, int]:
     spent = reply.spent
     return {
-        "input_tokens": spent.prompt - spent.cached, "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": spent.cached, "output_tokens": spent.sampled,
-    }  # fmt: skip
-
-
-def refusal(path: str, refused: Refused) -> dict[str, Any]:
-    """Return the body of a refusal in the dialect of a request's path."""
-    return _error(refused) if "/v1/messages" in path else refused.body()
-
-
-def _error(refused: Refused) -> dict[str, Any]:
-    other = "invalid_request_error" if refused.status < 500 else "api_error"
-    kind = _ERRORS.get(refused.status, other)
-    details = {"error_code": _UNTHREADED, "unsupported": ["thread"]}
-    more = {"details": details} if refused.code == _UNTHREADED else {}
-    return {"type": "error", "error": {"type": kind, "message": str(refused), **more}}
+        "input_tokens": spent.prompt - spent.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": spent.cached,
+        "output_tokens": spent.sampled,
+    }

@@ -2,7 +2,7 @@
 what is asked are ignored.
 
 Clients write one conversation in many ways: part lists, null, other names of roles, tools flat or
-nested. All become the messages and tools of chat completions, in which chat templates read them.
+nested. All become the messages and tools of chat completions, which chat templates read.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from coppice.actors.serving.protocol import Refused, shown, unexpected
+from coppice.actors.serving.protocol import RequestRefused, shown, unexpected
 from coppice.common.dialogue import Message, text_of
 
 LONGEST = 2**31 - 1
@@ -66,21 +66,17 @@ class ResponseStore:
                 del kept[next(iter(kept))]
 
     def item(self, name: Any) -> dict[str, Any]:
-        """Return the item that has this id. Raises Refused if there is none."""
+        """Return the item that has this id. Raises RequestRefused if there is none."""
         if not isinstance(name, str) or name not in self._items:
-            raise Refused(
-                f"`input`: item_reference {str(name)[:80]!r}: expected the id of an item that was answered here"
-                " before; send the item itself"
-            )
+            wish = "expected the id of an item that was answered here; send the item itself"
+            raise RequestRefused(f"`input`: item_reference {shown(name)}: {wish}")
         return self._items[name]
 
     def conversation(self, name: Any) -> tuple[list[Message], list[dict[str, Any]]]:
-        """Return a conversation and the items that ended it. Raises Refused."""
+        """Return a conversation and the items that ended it. Raises RequestRefused."""
         if not isinstance(name, str) or name not in self._turns:
-            raise Refused(
-                f"`previous_response_id`: {str(name)[:80]!r}: expected one of the last {self._most[1]} responses that"
-                " were answered here; send the whole input"
-            )
+            wish = f"one of the last {self._most[1]} responses of this server; send the whole input"
+            raise unexpected("previous_response_id", name, wish)
         return self._turns[name]
 
     def clear(self) -> None:
@@ -88,13 +84,20 @@ class ResponseStore:
         self._turns.clear()
 
 
-def chat_of(body: dict[str, Any], shown: Sequence[str] = ()) -> Conversation:
-    """Read a body. shown: further texts of a message that reach the template. Raises Refused."""
-    listed = body.get("messages")
-    if not isinstance(listed, list) or not listed:
-        raise Refused("`messages`: expected a list of at least one message")
+def listed(body: dict[str, Any], field: str = "messages") -> list[Any]:
+    """Return a field that is a list of at least one message or item. Raises RequestRefused."""
+    value = body.get(field)
+    if not isinstance(value, list) or not value:
+        raise unexpected(field, value, "a list of at least one message")
+    return value
+
+
+def chat_of(body: dict[str, Any], texts: Sequence[str] = ()) -> Conversation:
+    """Read a body. texts: further fields of a message that reach the template. Raises
+    RequestRefused."""
     messages = [
-        _message(m) | {key: m[key] for key in shown if isinstance(m.get(key), str)} for m in listed
+        _message(m) | {key: m[key] for key in texts if isinstance(m.get(key), str)}
+        for m in listed(body)
     ]
     return _conversation(body, messages)
 
@@ -103,24 +106,35 @@ def responses_of(
     body: dict[str, Any], store: ResponseStore
 ) -> tuple[Conversation, Callable[[dict[str, Any]], None]]:
     """Read a body whose ids refer to ``store``. Also return what keeps the answer. Raises
-    Refused."""
+    RequestRefused."""
     for name in ("conversation", "prompt"):
         if body.get(name):
-            raise Refused(
-                f"`{name}`: {shown(body[name])}: nothing of this name is stored here: send the whole input"
-            )
-    said = body.get("instructions")
+            raise unexpected(name, body[name], "none, as nothing is stored; send the whole input")
+    text = body.get("instructions")
     # not carried over to later requests
-    instructions = [_message({"role": "system", "content": said})] if said else []
-    messages = _input(body, store)
+    instructions = [_message({"role": "system", "content": text})] if text else []
+    given, messages = body.get("input"), list[Message]()
+    body = (
+        body | {"input": [{"role": "user", "content": given}]} if isinstance(given, str) else body
+    )
+    items = listed(body, "input")
+    if previous := body.get("previous_response_id"):
+        before, answer = store.conversation(previous)
+        messages, items = [*before], [*answer, *items]
+    for item in items:
+        _add(item, messages, store)
     conversation = _conversation(body, [*instructions, *messages])
     return conversation, lambda answer: store.add(answer, messages)
 
 
 def _conversation(body: dict[str, Any], messages: list[Message]) -> Conversation:
+    names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+    most = next((body[name] for name in names if body.get(name) is not None), None)
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+        raise unexpected("max_tokens", most, "a positive whole number")
     tools = _tools(body.get("tools"))
     choice, allowed = _choice(body.get("tool_choice"), tools)
-    return Conversation(messages, tools, choice, allowed, _most(body))
+    return Conversation(messages, tools, choice, allowed, min(most or 0, LONGEST))
 
 
 def _message(message: Any) -> Message:
@@ -136,11 +150,10 @@ def _message(message: Any) -> Message:
                 for call in calls
             ]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise Refused(f"`messages`: {shown(message)}: {type(error).__name__} {error}") from None
+        reason = f"`messages`: {shown(message)}: {type(error).__name__} {error}"
+        raise RequestRefused(reason) from None
     if role not in ("system", "user", "assistant", "tool"):
-        raise Refused(
-            f"`messages`: role {role!r}: expected system, developer, user, assistant or tool"
-        )
+        raise unexpected("role", role, "system, developer, user, assistant or tool")
     return kept
 
 
@@ -179,17 +192,17 @@ def _choice(given: Any, tools: list[dict[str, Any]]) -> tuple[str, list[str]]:
     if isinstance(given, dict) and given.get("type") == "allowed_tools":
         # nested in chat completions, flat in responses
         subset = given.get("allowed_tools") or given
-        listed = subset.get("tools") if isinstance(subset, dict) else None
-        allowed = [_name(tool) for tool in listed] if isinstance(listed, list) else []
+        some = subset.get("tools") if isinstance(subset, dict) else None
+        allowed = [_name(tool) for tool in some] if isinstance(some, list) else []
         choice = subset.get("mode") if allowed and set(allowed) <= set(names) else None
         if choice in ("auto", "required"):
             return choice, allowed
     elif choice in names or (choice == "required" and names) or choice in (None, "auto", "none"):
         return choice or "auto", []
-    raise Refused(
-        f"`tool_choice`: {shown(given)}: expected auto, none, or with `tools` required, one of {names}, or"
-        " allowed_tools of the mode auto or required with some of these names"
+    wish = (
+        f"auto, none, or with `tools` required, one of {names}, or allowed_tools (auto, required)"
     )
+    raise unexpected("tool_choice", given, wish)
 
 
 def _name(named: Any) -> str:
@@ -201,32 +214,8 @@ def _name(named: Any) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _most(body: dict[str, Any]) -> int:
-    names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-    given = next((body[name] for name in names if body.get(name) is not None), None)
-    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-        raise unexpected("max_tokens", given, "a positive whole number")
-    return min(given or 0, LONGEST)
-
-
-def _input(body: dict[str, Any], store: ResponseStore) -> list[Message]:
-    """Return the conversation of a request to /v1/responses, without its instructions."""
-    given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    if not isinstance(items, list) or not items:
-        raise Refused("`input`: expected a text or a list of at least one item")
-    messages = list[Message]()
-    if previous := body.get("previous_response_id"):
-        before, answer = store.conversation(previous)
-        messages = [*before]
-        items = [*answer, *items]
-    for item in items:
-        _add(item, messages, store)
-    return messages
-
-
 def _add(item: Any, messages: list[Message], store: ResponseStore) -> None:
-    """Add an item. A reply's text and the calls after it are one message."""
+    """Add an item of /v1/responses. A reply's text and the calls after it are one message."""
     kind = None
     if isinstance(item, dict):
         kind = item.get("type") or ("item_reference" if [*item] == ["id"] else "message")
@@ -238,7 +227,7 @@ def _add(item: Any, messages: list[Message], store: ResponseStore) -> None:
         try:
             call = _call(item.get("call_id"), item.get("name"), item.get("arguments"))
         except ValueError as error:
-            raise Refused(f"`input`: {shown(item)}: {error}") from None
+            raise RequestRefused(f"`input`: {shown(item)}: {error}") from None
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         last = messages.pop()
@@ -249,7 +238,5 @@ def _add(item: Any, messages: list[Message], store: ResponseStore) -> None:
         result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
         messages.append(result)
     elif kind != "reasoning":
-        raise Refused(
-            f"`input`: an item of type {kind!r}: expected message, function_call, function_call_output, item_reference"
-            " or reasoning"
-        )
+        kinds = "message, function_call, function_call_output, item_reference or reasoning"
+        raise unexpected("input", item, f"items of the types {kinds}")

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from coppice.actors.environments.base import Spent
-from coppice.actors.serving.protocol import Refused
+from coppice.actors.serving.protocol import sse
 from coppice.common.tool_calls import ToolCall
 
 
@@ -31,6 +31,10 @@ class Reply(msgspec.Struct, frozen=True):
         return "tool_calls" if self.calls else "length" if self.spent.finish == "length" else "stop"
 
 
+_ABSENT = dict.fromkeys("error incomplete_details instructions temperature top_p".split())
+_KINDS = ("reasoning", "audio", "accepted_prediction", "rejected_prediction")
+
+
 class Form:
     """How one endpoint writes a reply. id: begins the ids of its replies."""
 
@@ -47,10 +51,6 @@ class Form:
         """Return the events of a stream. usage: whether a chat ends with the counts of tokens."""
         raise NotImplementedError
 
-    def refusal(self, refused: Refused) -> bytes:
-        """Return the event of a refusal that comes after the status was sent."""
-        return sse(refused.body())
-
     def call_id(self, place: int | str) -> str:
         return f"{self.call}_{self.id.rpartition('-')[2]}_{place}"
 
@@ -59,34 +59,30 @@ class ChatForm(Form):
     id = "chatcmpl-"
 
     def whole(self, reply: Reply) -> dict[str, Any]:
-        choices = [self._choice(index, each) for index, each in enumerate([reply, *reply.others])]
+        choices = []
+        for index, each in enumerate([reply, *reply.others]):
+            content = each.text or (None if each.calls else "")
+            message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+            message |= {"reasoning_content": each.think} if each.think else {}
+            message |= {"tool_calls": self._calls(index, each)} if each.calls else {}
+            choice = {"index": index, "message": message, "logprobs": each.logprobs}
+            choices.append(choice | {"finish_reason": each.finish})
         return {**self._head("chat.completion"), "choices": choices, "usage": _usage(reply)}
 
     def events(self, reply: Reply, usage: bool) -> list[bytes]:
         chunks: list[dict[str, Any]] = []
         for index, each in enumerate([reply, *reply.others]):
-            *deltas, last = self._deltas(index, each)
-            chunks += [_chunk(index, delta) for delta in deltas]
-            chunks.append(_chunk(index, last, logprobs=each.logprobs))
+            deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+            deltas += [{"reasoning_content": each.think}] if each.think else []
+            deltas += [{"content": each.text}] if each.text else []
+            calls = self._calls(index, each)
+            deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(calls)]
+            chunks += [_chunk(index, delta) for delta in deltas[:-1]]
+            chunks.append(_chunk(index, deltas[-1], logprobs=each.logprobs))
             chunks.append(_chunk(index, {}, finish_reason=each.finish))
         chunks += [{"choices": [], "usage": _usage(reply)}] if usage else []
         head = self._head("chat.completion.chunk")
         return [*(sse({**head, **chunk}) for chunk in chunks), b"data: [DONE]\n\n"]
-
-    def _choice(self, index: int, reply: Reply) -> dict[str, Any]:
-        content = reply.text or (None if reply.calls else "")
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        message |= {"reasoning_content": reply.think} if reply.think else {}
-        message |= {"tool_calls": self._calls(index, reply)} if reply.calls else {}
-        choice = {"index": index, "message": message, "logprobs": reply.logprobs}
-        return choice | {"finish_reason": reply.finish}
-
-    def _deltas(self, index: int, reply: Reply) -> list[dict[str, Any]]:
-        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-        deltas += [{"reasoning_content": reply.think}] if reply.think else []
-        deltas += [{"content": reply.text}] if reply.text else []
-        calls = self._calls(index, reply)
-        return deltas + [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(calls)]
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -112,11 +108,23 @@ class ResponsesForm(Form):
     def whole(self, reply: Reply) -> dict[str, Any]:
         spent = reply.spent
         usage = {
-            "input_tokens": spent.prompt, "input_tokens_details": {"cached_tokens": spent.cached}, "output_tokens": spent.sampled,
-            "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": spent.prompt + spent.sampled,
-        }  # fmt: skip
+            "input_tokens": spent.prompt,
+            "input_tokens_details": {"cached_tokens": spent.cached},
+            "output_tokens": spent.sampled,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": spent.prompt + spent.sampled,
+        }
         cut = reply.finish == "length"
-        body = self._body("incomplete" if cut else "completed", self._items(reply), usage)
+        name, items = self.id.rpartition("-")[2], []
+        if reply.text or not reply.calls:
+            part = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}
+            head = {"type": "message", "id": f"msg_{name}", "status": "completed"}
+            items.append({**head, "role": "assistant", "content": [part]})
+        for i, call in enumerate(reply.calls):
+            head = {"type": "function_call", "id": f"fc_{name}_{i}", "status": "completed"}
+            called = {"name": call.name, "arguments": call.arguments}
+            items.append({**head, "call_id": self.call_id(i), **called})
+        body = self._body("incomplete" if cut else "completed", items, usage)
         body["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
         self._keep(body)
         return body
@@ -147,26 +155,10 @@ class ResponsesForm(Form):
         add(final["status"], response=final)
         return [sse(event, event["type"]) for event in events]
 
-    def _items(self, reply: Reply) -> list[dict[str, Any]]:
-        name, items = self.id.rpartition("-")[2], []
-        if reply.text or not reply.calls:
-            part = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}
-            head = {"type": "message", "id": f"msg_{name}", "status": "completed"}
-            items.append({**head, "role": "assistant", "content": [part]})
-        for i, call in enumerate(reply.calls):
-            head = {"type": "function_call", "id": f"fc_{name}_{i}", "status": "completed"}
-            said = {"name": call.name, "arguments": call.arguments}
-            items.append({**head, "call_id": self.call_id(i), **said})
-        return items
-
-    def _body(
-        self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        return {
-            "id": self.id, "object": "response", "created_at": self.created, "status": status, "model": self.model, "output": output,
-            "usage": usage, "error": None, "incomplete_details": None, "instructions": None, "metadata": {}, "parallel_tool_calls": True,
-            "temperature": None, "top_p": None, "tool_choice": "auto", "tools": [],
-        }  # fmt: skip
+    def _body(self, status: str, output: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
+        head = {"id": self.id, "object": "response", "created_at": self.created, "status": status}
+        rest = {"metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+        return {**head, "model": self.model, "output": output, "usage": usage, **rest, **_ABSENT}
 
 
 def _chunk(index: int, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -174,17 +166,17 @@ def _chunk(index: int, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {"choices": [choice]}
 
 
-def _usage(reply: Reply) -> dict[str, Any]:
-    """Return the counts of tokens. The prompt counts once, whatever the number of replies."""
-    spent, sampled = reply.spent, sum(each.spent.sampled for each in [reply, *reply.others])
+def usage(prompt: int, cached: int, sampled: int) -> dict[str, Any]:
+    """Return the counts of tokens. A prompt counts once, whatever the number of its samples."""
     return {
-        "prompt_tokens": spent.prompt, "completion_tokens": sampled, "total_tokens": spent.prompt + sampled,
-        "prompt_tokens_details": {"cached_tokens": spent.cached, "audio_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
-    }  # fmt: skip
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+        "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
+        "completion_tokens_details": {f"{kind}_tokens": 0 for kind in _KINDS},
+    }
 
 
-def sse(value: dict[str, Any], name: str = "") -> bytes:
-    """Return a server-sent event of a name, or without one."""
-    event = b"event: " + name.encode() + b"\n" if name else b""
-    return event + b"data: " + msgspec.json.encode(value) + b"\n\n"
+def _usage(reply: Reply) -> dict[str, Any]:
+    sampled = sum(each.spent.sampled for each in [reply, *reply.others])
+    return usage(reply.spent.prompt, reply.spent.cached, sampled)

@@ -11,7 +11,7 @@ from coppice.actors.environments.base import Spent
 from coppice.actors.serving import anthropic
 from coppice.actors.serving.answers import Pieces, chat_logprobs
 from coppice.actors.serving.conversations import Conversation, ResponseStore, chat_of, responses_of
-from coppice.actors.serving.protocol import Chat, Refused, read, unexpected
+from coppice.actors.serving.protocol import ChatFields, RequestRefused, read, unexpected
 from coppice.actors.serving.replies import ChatForm, Form, Reply, ResponsesForm
 from coppice.common.chat_template import ChatTemplate
 from coppice.common.dialogue import Renderer
@@ -21,9 +21,7 @@ from coppice.wire.messages import Constraint, GenerateResult, Sample
 _CALLS = ("tools", "tool_choice", "parallel_tool_calls")
 _SHOWN = ("name", "reasoning_content")
 """Fields of messages that some templates read."""
-_SAMPLED = (
-    "model", "temperature", "top_p", "top_k", "seed", "stop", "stream", "chat_template_kwargs",
-)  # fmt: skip
+_SAMPLED = "model temperature top_p top_k seed stop stream chat_template_kwargs".split()
 """Fields of /v1/responses that mean what they mean in chat completions."""
 _DEFINITIONS = ("$defs", "definitions")
 """Where schemas keep what they refer to."""
@@ -34,7 +32,7 @@ class ServedRequest(msgspec.Struct):
     grows."""
 
     conversation: Conversation
-    sampled: Chat
+    sampled: ChatFields
     form: Form
     plain: bool = False
 
@@ -47,39 +45,37 @@ class ServedRequest(msgspec.Struct):
         if not self.conversation.must_call:
             return self.sampled.constraint()
         if self.sampled.constraint() is not None:
-            raise Refused(
-                "`tool_choice`: a required call and another constraint: expected one of them"
-            )
+            raise RequestRefused("`tool_choice`: a required call and a constraint: expected one")
         functions = [tool["function"] for tool in self.conversation.tools]
         offered = [one for one in functions if one["name"] in self.conversation.offered]
         return Constraint("json_schema", msgspec.json.encode(_one_of(offered)).decode())
 
 
 def chat(body: dict[str, Any], name: str) -> ServedRequest:
-    """Read a body of /v1/chat/completions. name: of the model. Raises Refused."""
+    """Read a body of /v1/chat/completions. name: of the model. Raises RequestRefused."""
     conversation = chat_of(body, _SHOWN)
-    sampled = read({key: value for key, value in body.items() if key not in _CALLS}, Chat)
+    sampled = read({key: value for key, value in body.items() if key not in _CALLS}, ChatFields)
     calls = any(m["role"] == "tool" or "tool_calls" in m for m in conversation.messages)
     plain = not calls and not conversation.tools
     return ServedRequest(conversation, sampled, ChatForm(sampled.model or name), plain)
 
 
 def responses(body: dict[str, Any], name: str, store: ResponseStore) -> ServedRequest:
-    """Read a body of /v1/responses. name: of the model. Raises Refused."""
+    """Read a body of /v1/responses. name: of the model. Raises RequestRefused."""
     conversation, keep = responses_of(body, store)
     fields = {key: body[key] for key in _SAMPLED if key in body}
     fields |= {"max_tokens": conversation.most or None, "response_format": _format(body)}
-    sampled = read(fields, Chat)
+    sampled = read(fields, ChatFields)
     return ServedRequest(conversation, sampled, ResponsesForm(sampled.model or name, keep))
 
 
 def messages(body: dict[str, Any], name: str, counted: bool = False) -> ServedRequest:
-    """Read a body of /v1/messages. counted: only its tokens are asked for. Raises Refused."""
+    """Read a body of /v1/messages. counted: only its tokens. Raises RequestRefused."""
     same = chat(anthropic.chat_body(body, counted), name)
     return ServedRequest(same.conversation, same.sampled, anthropic.MessagesForm(body, name))
 
 
-class Tools:
+class Conversing:
     """Prompts and replies of one model."""
 
     def __init__(self, template: ChatTemplate, tokenizer: tokenizers.Tokenizer):
@@ -91,14 +87,17 @@ class Tools:
         }
 
     def prompt(self, request: ServedRequest) -> str:
-        """Return the text before the reply. Raises Refused when the template does."""
+        """Return the text before the reply. Raises RequestRefused when the template does."""
+        if not self.template.available:
+            model = request.form.model
+            raise RequestRefused(f"model {model} has no chat template: use /v1/completions")
         conversation, switches = request.conversation, request.sampled.chat_template_kwargs
         try:
             if request.plain:
                 return self.template.render(conversation.messages, switches)
             return self.renderer.whole(conversation.messages, conversation.tools, switches)
         except ValueError as error:
-            raise Refused(str(error)) from None
+            raise RequestRefused(str(error)) from None
 
     def reply(self, request: ServedRequest, result: GenerateResult) -> Reply:
         """Return what was sampled. A call that cannot be read is text."""
@@ -112,13 +111,16 @@ class Tools:
         place, stop = min(places, default=(len(text), ""))
         text = text[:place]
         spent = Spent(result.prompt_tokens, result.cached_tokens, len(sample.tokens), sample.finish)
-        if request.conversation.must_call:
-            reply = _called(text, spent)
-        else:
+        logprobs = self._logprobs(sample) if request.sampled.logprobs else None
+        if not request.conversation.must_call:
             parsed = parse(text, self.family, request.conversation.offered)
-            reply = Reply(parsed.text, parsed.calls, spent, parsed.think)
-        logprobs = self._logprobs(sample) if request.sampled.wants_logprobs else None
-        return msgspec.structs.replace(reply, stop=stop, logprobs=logprobs)
+            return Reply(parsed.text, parsed.calls, spent, parsed.think, stop, logprobs)
+        try:  # the reply is the call, unless the limit or a stop string has cut it
+            call = msgspec.json.decode(text, type=_Call)
+        except msgspec.DecodeError:
+            return Reply(text, [], spent, "", stop, logprobs)
+        calls = [ToolCall(call.name, bytes(call.arguments).decode())]
+        return Reply("", calls, spent, "", stop, logprobs)
 
     def _logprobs(self, sample: Sample) -> dict[str, Any]:
         pieces, top = Pieces(self.tokenizer, ()), sample.top or [{}] * len(sample.tokens)
@@ -126,15 +128,6 @@ class Tools:
         for token, logprob, likely in zip(tokens, logprobs, top, strict=True):
             pieces.feed(token, logprob, likely)
         return chat_logprobs(pieces.take())
-
-
-def _called(text: str, spent: Spent) -> Reply:
-    """Return the call that a constrained reply is; text if the limit or a stop string has cut it."""
-    try:
-        call = msgspec.json.decode(text, type=_Call)
-    except msgspec.DecodeError:
-        return Reply(text, [], spent)
-    return Reply("", [ToolCall(call.name, bytes(call.arguments).decode())], spent)
 
 
 class _Call(msgspec.Struct):

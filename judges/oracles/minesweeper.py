@@ -12,14 +12,14 @@ from coppice.actors.environments.minesweeper.environment import (
     MARK,
     REVEAL,
     ZERO,
-    State,
-    cell_of,
+    MinesState,
+    legal_moves,
     played,
     solved,
 )
 from coppice.common.numbers import Count
 from coppice.judges.base import Oracle
-from coppice.judges.oracles.posterior import BUDGET, Posterior, posterior
+from coppice.judges.oracles.posterior import BUDGET, posterior
 from coppice.wire.messages import JudgedTurn, Judgement
 
 TOLERANCE = 1e-9
@@ -37,18 +37,21 @@ class Labels(msgspec.Struct, frozen=True):
     exact: bool
 
 
-def labels(state: State, budget: int = BUDGET) -> Labels:
+def labels(state: MinesState, budget: int = BUDGET) -> Labels:
     """Return the valid moves: the reveals of least risk, including all ties, and the flags of
     certain mines.
 
-    Cells with a flag are in neither set (v2), and revealing a certain mine is never valid. Before
-    the first reveal, every reveal is safe. Raises Contradiction when no layout fits the board.
+    Cells with a flag are in neither set (v2) and give no information, and revealing a certain mine
+    is never valid. Before the first reveal, every reveal is safe. Raises Contradiction when no
+    layout fits the board.
     """
     open_cells = [cell for cell, mark in enumerate(state.board) if mark == HIDDEN]
     if not state.layout:
-        risks = {cell: 0.0 for cell, mark in enumerate(state.board) if mark in (HIDDEN, FLAG)}
+        risks = dict.fromkeys(range(len(state.board)), 0.0)
         return Labels(risks, frozenset(open_cells), frozenset(), True)
-    chances = seen(state, budget)
+    marks = enumerate(state.board.replace(ZERO, "0"))
+    numbers = {cell: int(mark) for cell, mark in marks if mark not in (HIDDEN, FLAG)}
+    chances = posterior(state.rows, state.columns, state.mines, numbers, budget)
     risks = chances.risks()
     mines = frozenset(cell for cell in open_cells if chances.certain(cell))
     others = [cell for cell in open_cells if cell not in mines]
@@ -57,24 +60,13 @@ def labels(state: State, budget: int = BUDGET) -> Labels:
     return Labels(risks, safest, mines, chances.exact)
 
 
-def seen(state: State, budget: int = BUDGET) -> Posterior:
-    """Return the posterior of what the player sees. Flags are the player's own marks and give no
-    information."""
-    numbers = {
-        cell: int(mark) if mark != ZERO else 0
-        for cell, mark in enumerate(state.board)
-        if mark not in (HIDDEN, FLAG)
-    }
-    return posterior(state.rows, state.columns, state.mines, numbers, budget)
-
-
 class MinesweeperOracle(Oracle):
     """reward: what the column "reward" is, "binary" (the paper: 1 for a valid move, see ``labels``,
     else 0) or "graded" (v2, see ``graded``).
 
-    risk: the risk of the revealed cell, absent for other moves. exact: 0 if the budget was not enough (see
-    ``posterior``). valid_share: the chance that a uniformly random legal move is valid. budget:
-    nodes per position.
+    risk: the risk of the revealed cell, absent for other moves. exact: 0 if the budget was not
+    enough (see ``posterior``). valid_share: the chance that a uniformly random legal move is valid.
+    budget: nodes per position.
     """
 
     name = "minesweeper"
@@ -88,26 +80,24 @@ class MinesweeperOracle(Oracle):
         self.reward, self.budget = reward, budget
 
     def judge_state(self, turn: JudgedTurn) -> Judgement:
-        state = _read(turn.state)
-        moves = labels(state, self.budget)
-        cell = None if turn.move is None else cell_of(state, turn.move)
-        kind = REVEAL if turn.move is None or cell is None else turn.move[0]
-        valid = cell in (moves.mines if kind == MARK else moves.safest)
-        value, why = graded(state, moves, kind, cell, last=state.turn + 1 >= turn.budget)
-        legal = 2 * state.board.count(HIDDEN) + state.board.count(FLAG)
+        state, move = _read(turn.state), tuple(turn.move or ())
+        moves, legal = labels(state, self.budget), legal_moves(state)
+        cell = move[1] * state.columns + move[2] if move in legal else None
+        valid = cell in (moves.mines if move[:1] == (MARK,) else moves.safest)
+        value, why = graded(state, moves, move, cell, last=state.turn + 1 >= turn.budget)
         scores = {
             "reward": float(valid) if self.reward == "binary" else value,
             "graded": value,
             "exact": float(moves.exact),
-            "valid_share": (len(moves.safest) + len(moves.mines)) / legal,
+            "valid_share": (len(moves.safest) + len(moves.mines)) / len(legal),
         }
-        if cell is not None and kind == REVEAL:
+        if cell is not None and move[0] == REVEAL:
             scores["risk"] = moves.risks[cell]
         return Judgement(scores, explanation=why)
 
 
 def graded(
-    state: State, moves: Labels, kind: int, cell: int | None, last: bool
+    state: MinesState, moves: Labels, move: tuple[int, ...], cell: int | None, last: bool
 ) -> tuple[float, str]:
     """Return the v2 value of a move and the reason. cell: None unless the move is legal.
 
@@ -117,7 +107,7 @@ def graded(
     """
     if cell is None:
         return -2.0, "no legal move"
-    if kind == MARK:
+    if move[0] == MARK:
         value, why = -1.0, "flag that is not a certain mine's"
         if cell in moves.mines:
             value, why = 1.0, "flag of a certain mine"
@@ -128,25 +118,25 @@ def graded(
         value = 1.0 if cell in moves.safest else 0.0
         why = f"reveal at risk {risk:.3f}, the least is {least:.3f}"
     if last:
-        after = played(state, (kind, *divmod(cell, state.columns)))
+        after = played(state, move)
         if after.board[cell] != HIT and not solved(after):
             return -2.0, f"out of turns; {why}"
     return value, why
 
 
-def _read(plain: Any) -> State:
+def _read(plain: Any) -> MinesState:
     """Return the state of plain values. Raises ValueError unless it is a game in progress."""
-    state = msgspec.convert(plain, State)
-    cells = state.rows * state.columns
-    shown = set(state.board)
-    sized = len(state.board) == cells and len(state.layout) in (0, cells)
-    if min(state.rows, state.columns) < 1 or not sized:
+    state = msgspec.convert(plain, MinesState)
+    cells, shown = state.rows * state.columns, set(state.board)
+    if cells < 1 or len(state.board) != cells or len(state.layout) not in (0, cells):
         raise ValueError(
-            f"board {state.board!r}: expected {state.rows} rows of {state.columns} cells, and a layout as large or none"
+            f"board {state.board!r}: expected {state.rows} rows of {state.columns} cells, and a"
+            " layout as large or none"
         )
     if not shown <= _MARKS or not shown & {HIDDEN, FLAG} or state.over:
         raise ValueError(
-            f"board {state.board!r}: expected marks of {''.join(sorted(_MARKS))!r}, some of them hidden, and a game that is on"
+            f"board {state.board!r}: expected marks of {''.join(sorted(_MARKS))!r}, some of them"
+            " hidden, and a game that is on"
         )
     if not state.layout and not shown <= {HIDDEN, FLAG}:
         raise ValueError(f"board {state.board!r}: revealed cells, but the mines are not placed")

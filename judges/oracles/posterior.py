@@ -10,7 +10,7 @@ width). A final sum over all components weights the counts with C(free cells, re
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import comb
 
 import msgspec
@@ -57,11 +57,10 @@ class Posterior(msgspec.Struct, frozen=True):
 
 
 class _Component(msgspec.Struct, frozen=True):
-    """groups: the cells of each group. near: the numbers beside each group. lacks: the mines that
-    each number lacks."""
+    """groups: the cells of each group by the numbers beside it, in the order of counting. lacks:
+    the mines that each number lacks."""
 
-    groups: list[list[int]]
-    near: list[Near]
+    groups: dict[Near, list[int]]
     lacks: dict[int, int]
 
 
@@ -99,8 +98,10 @@ def posterior(
         else:
             solved.append((component, counts))
             nodes += counts.nodes
-    inside = {cell for component, _ in solved for group in component.groups for cell in group}
-    free = [cell for cell in hidden if cell not in settled and cell not in inside]
+    counted = {
+        cell for component, _ in solved for group in component.groups.values() for cell in group
+    }
+    free = [cell for cell in hidden if cell not in settled and cell not in counted]
     left = mines - sum(settled.values())
     layouts, weights, free_mined = _combined(
         [counts.layouts for _, counts in solved], len(free), left
@@ -112,7 +113,7 @@ def posterior(
     mined = {cell: layouts if mine else 0 for cell, mine in settled.items()}
     mined |= dict.fromkeys(free, free_mined)
     for (component, counts), weight in zip(solved, weights, strict=True):
-        for group, sums in zip(component.groups, counts.mined, strict=True):
+        for group, sums in zip(component.groups.values(), counts.mined, strict=True):
             total = sum(count * weight.get(m, 0) for m, count in sums.items())
             mined |= dict.fromkeys(group, total // len(group))
     if skipped:
@@ -140,9 +141,8 @@ def _deduced(
     while waiting:
         i = waiting.pop()
         if not 0 <= lacks[i] <= len(cells[i]):
-            raise Contradiction(
-                f"cell {list(numbers)[i]} shows {list(numbers.values())[i]}: the cells around it do not fit"
-            )
+            cell, number = list(numbers.items())[i]
+            raise Contradiction(f"cell {cell} shows {number}: the cells around it do not fit")
         if lacks[i] in (0, len(cells[i])):
             mine = int(lacks[i] > 0)
             for cell in list(cells[i]):
@@ -154,14 +154,13 @@ def _deduced(
     limits: dict[frozenset[int], int] = {}
     for around, lack in zip(cells, lacks, strict=True):
         if around and limits.setdefault(frozenset(around), lack) != lack:
-            raise Contradiction(
-                f"the cells {sorted(around)} would hold {lack} mines by one number and not by another"
-            )
+            raise Contradiction(f"the numbers disagree on the mines in the cells {sorted(around)}")
     return settled, limits
 
 
 def _components(limits: Mapping[frozenset[int], int]) -> list[_Component]:
-    """Return the components of the cells, each with its groups."""
+    """Return the components of the cells. The groups of each stand in breadth-first order from an
+    end of the component, so that few numbers are open at once while they are counted."""
     numbers_at: dict[int, list[int]] = defaultdict(list)
     for i, around in enumerate(limits):
         for cell in around:
@@ -169,126 +168,77 @@ def _components(limits: Mapping[frozenset[int], int]) -> list[_Component]:
     groups: dict[Near, list[int]] = defaultdict(list)
     for cell in sorted(numbers_at):
         groups[tuple(numbers_at[cell])].append(cell)
-    touching = _touching(groups)
-    lacks = list(limits.values())
-    components, seen = [], set[Near]()
-    for start in groups:
-        if start in seen:
-            continue
-        reached = _reached(start, touching)
-        seen.update(reached)
-        ordered = _ordered(reached)
-        inside = {i: lacks[i] for near in reached for i in near}
-        components.append(_Component([groups[near] for near in ordered], ordered, inside))
-    return components
-
-
-def _touching(groups: Iterable[Near]) -> dict[int, set[Near]]:
-    """Return the groups beside each number."""
     touching: dict[int, set[Near]] = defaultdict(set)
     for near in groups:
         for i in near:
             touching[i].add(near)
-    return touching
 
+    def reached(start: Near) -> list[Near]:
+        order, seen = [start], {start}
+        for near in order:
+            new = set[Near]().union(*(touching[i] for i in near)) - seen
+            seen |= new
+            order += sorted(new)
+        return order
 
-def _reached(start: Near, touching: Mapping[int, set[Near]]) -> list[Near]:
-    """Return the groups of the component of ``start``, in breadth-first order."""
-    reached, seen = [start], {start}
-    for near in reached:
-        new = set[Near]().union(*(touching[i] for i in near)) - seen
-        seen |= new
-        reached += sorted(new)
-    return reached
-
-
-def _ordered(groups: Sequence[Near]) -> list[Near]:
-    """Order the groups so that few numbers are open at once: begin at an end of the component and
-    always close a number if possible."""
-    touching = _touching(groups)
-    # the last group reached is at an end
-    start = _reached(_reached(groups[0], touching)[-1], touching)[-1]
-    waiting = {i: len(groups) for i, groups in touching.items()}
-    ordered: list[Near] = []
-    opened: set[int] = set()
-    rest = {near: place for place, near in enumerate(_reached(start, touching))}
+    lacks, components, rest = list(limits.values()), list[_Component](), dict.fromkeys(groups)
     while rest:
-        reachable = {near for i in opened for near in touching[i]} or {start}
-
-        def cost(near: Near) -> tuple[int, int, int]:
-            """Prefer the least increase of open numbers, then the groups beside the number that is
-            nearest to being closed."""
-            change = sum((i not in opened) - (waiting[i] == 1) for i in near)
-            return change, min(waiting[i] for i in near), rest[near]
-
-        chosen = min(reachable, key=cost)
-        ordered.append(chosen)
-        del rest[chosen]
-        for i in chosen:
-            waiting[i] -= 1
-            touching[i].remove(chosen)
-            opened.add(i)
-            if not waiting[i]:
-                opened.remove(i)
-    return ordered
+        order = reached(next(iter(rest)))
+        for _ in range(2):
+            order = reached(order[-1])  # the last group reached is at an end
+        inside = {i: lacks[i] for near in order for i in near}
+        components.append(_Component({near: groups[near] for near in order}, inside))
+        rest = {near: None for near in rest if near not in components[-1].groups}
+    return components
 
 
 def _count(component: _Component, budget: int) -> _Counts | None:
     """Count the layouts of a component. Return None when this takes more than ``budget`` nodes."""
-    sizes = [len(group) for group in component.groups]
-    # because a coefficient is at most cells * 2^cells
-    width = sum(sizes) + sum(sizes).bit_length() + 1
+    cells = sum(map(len, component.groups.values()))
+    width = cells + cells.bit_length() + 1  # because a coefficient is at most cells * 2^cells
     slots = {i: _SLOT * place for place, i in enumerate(component.lacks)}
     full = (1 << _SLOT) - 1
-    room = dict.fromkeys(component.lacks, 0)
+    later = dict.fromkeys(component.lacks, 0)
     steps: list[tuple[int, int, list[tuple[int, int]]]] = []
-    for size, near in zip(reversed(sizes), reversed(component.near), strict=True):
-        steps.append((size, sum(1 << slots[i] for i in near), [(slots[i], room[i]) for i in near]))
+    for near, group in reversed(component.groups.items()):
+        taken = sum(1 << slots[i] for i in near)
+        steps.insert(0, (len(group), taken, [(slots[i], later[i]) for i in near]))
         for i in near:
-            room[i] += size
+            later[i] += len(group)
+
+    def choices(state: int, size: int, numbers: list[tuple[int, int]]) -> range:
+        """Return the numbers of mines that the group may have, given the cells left for later."""
+        lacks = [(state >> slot) & full for slot, _ in numbers]
+        least = max(lack - room for lack, (_, room) in zip(lacks, numbers, strict=True))
+        return range(max(0, least), min(size, *lacks) + 1)
+
     layer = {sum(lack << slots[i] for i, lack in component.lacks.items()): 1}
     layers: list[dict[int, int]] = []
-    moves: list[dict[int, list[tuple[int, int]]]] = []
     nodes = 0
-    for size, taken, open_numbers in reversed(steps):
-        after: dict[int, int] = {}
-        came: dict[int, list[tuple[int, int]]] = {}
-        for state, ways in layer.items():
-            lacks = [((state >> slot) & full, later) for slot, later in open_numbers]
-            least = max(0, max(lack - later for lack, later in lacks))
-            most = min(size, min(lack for lack, _ in lacks))
-            nodes += max(most - least + 1, 1)
+    for size, taken, numbers in steps:
+        layers.append(layer)
+        layer = defaultdict[int, int](int)
+        for state, ways in layers[-1].items():
+            counts = choices(state, size, numbers)
+            nodes += max(len(counts), 1)
             if nodes > budget:
                 return None
-            for count in range(least, most + 1):
-                to = state - count * taken
-                more = (comb(size, count) * ways) << (count * width)
-                if to in after:
-                    after[to] += more
-                    came[to].append((state, count))
-                else:
-                    after[to] = more
-                    came[to] = [(state, count)]
-        layers.append(layer)
-        moves.append(came)
-        layer = after
-    # The backward pass counts the ways to go on from each state.
-    onward = dict.fromkeys(layer, 1)
+            for count in counts:
+                layer[state - count * taken] += (comb(size, count) * ways) << (count * width)
+    onward = dict.fromkeys(layer, 1)  # the ways to go on from each state
     mined: list[dict[int, int]] = []
-    for size, ways, came in zip(reversed(sizes), reversed(layers), reversed(moves), strict=True):
-        before: dict[int, int] = {}
-        total = 0
-        for to, rest in onward.items():
-            here = 0
-            for state, count in came[to]:
-                choices = comb(size, count)
-                before[state] = before.get(state, 0) + ((choices * rest) << (count * width))
-                if count:
-                    here += (count * choices * ways[state]) << (count * width)
-            if here:
-                total += here * rest
+    for (size, taken, numbers), before in zip(reversed(steps), reversed(layers), strict=True):
+        total, earlier = 0, dict[int, int]()
+        for state, ways in before.items():
+            rests = [
+                (count, (comb(size, count) * rest) << (count * width))
+                for count in choices(state, size, numbers)
+                if (rest := onward.get(state - count * taken, 0))
+            ]
+            earlier[state] = sum(rest for _, rest in rests)
+            total += ways * sum(count * rest for count, rest in rests)
         mined.append(_coefficients(total, width))
-        onward = before
+        onward = earlier
     return _Counts(_coefficients(sum(layer.values()), width), mined[::-1], nodes)
 
 
@@ -311,43 +261,39 @@ def _combined(
 
     Also return, for each component and each m, the layouts of everything else when the component
     has m mines, and the layouts in which a certain free cell has a mine."""
+
+    def product(one: Mapping[int, int], other: Mapping[int, int]) -> dict[int, int]:
+        """Return the layouts of two parts together, by their mines."""
+        sums: dict[int, int] = defaultdict(int)
+        for m, ways in one.items():
+            for n, more in other.items():
+                if m + n <= mines:
+                    sums[m + n] += ways * more
+        return sums
+
     before: list[dict[int, int]] = [{0: 1}]
     for part in parts:
-        before.append(_product(before[-1], part, mines))
+        before.append(product(before[-1], part))
     behind = {m: comb(free, m) for m in range(mines + 1)}
-    layouts = _layouts(before[-1], behind, mines)
     in_free = {m: comb(free - 1, m - 1) for m in range(1, mines + 1)} if free else {}
+    layouts, free_mined = (product(before[-1], one).get(mines, 0) for one in (behind, in_free))
     weights: list[dict[int, int]] = []
     for part, earlier in zip(reversed(parts), reversed(before[:-1]), strict=True):
-        weights.append({m: _layouts(earlier, behind, mines - m) for m in part})
-        behind = _product(behind, part, mines)
-    return layouts, weights[::-1], _layouts(before[-1], in_free, mines)
-
-
-def _product(one: Mapping[int, int], other: Mapping[int, int], most: int) -> dict[int, int]:
-    """Return the layouts of two parts together, by their mines up to ``most``."""
-    sums: dict[int, int] = defaultdict(int)
-    for m, ways in one.items():
-        for n, more in other.items():
-            if m + n <= most:
-                sums[m + n] += ways * more
-    return sums
-
-
-def _layouts(one: Mapping[int, int], other: Mapping[int, int], mines: int) -> int:
-    """Return the layouts of two parts with ``mines`` mines in total."""
-    return sum(ways * other.get(mines - m, 0) for m, ways in one.items())
+        others = product(earlier, behind)
+        weights.append({m: others.get(mines - m, 0) for m in part})
+        behind = product(behind, part)
+    return layouts, weights[::-1], free_mined
 
 
 def _estimated(component: _Component, layouts: int) -> dict[int, int]:
     """Return for each cell of a component that was not counted the mean of lacking mines / cells
     beside, times ``layouts``."""
     cells: dict[int, int] = defaultdict(int)
-    for group, near in zip(component.groups, component.near, strict=True):
+    for near, group in component.groups.items():
         for i in near:
             cells[i] += len(group)
     mined: dict[int, int] = {}
-    for group, near in zip(component.groups, component.near, strict=True):
+    for near, group in component.groups.items():
         total = sum(layouts * component.lacks[i] // cells[i] for i in near)
         mined |= dict.fromkeys(group, total // len(near))
     return mined

@@ -5,8 +5,8 @@ from typing import Literal
 
 import msgspec
 
-from coppice.actors.environments.sokoban.environment import WORDS, State
-from coppice.actors.environments.sokoban.rooms import Position, optimal, parse, pushed, shortest
+from coppice.actors.environments.sokoban.environment import WORDS, SokobanState
+from coppice.actors.environments.sokoban.rooms import Room, optimal, parse, pushed, shortest
 from coppice.judges.base import Oracle
 from coppice.wire.messages import JudgedTurn, Judgement
 
@@ -31,7 +31,7 @@ class SokobanOracle(Oracle):
         self.reward = reward
 
     def judge_state(self, turn: JudgedTurn) -> Judgement:
-        position = parse(msgspec.convert(turn.state, State).board)
+        position = parse(msgspec.convert(turn.state, SokobanState).board)
         if position.solved:
             raise ValueError("the room is solved, so no step follows")
         best, direction = optimal(position), None if turn.move is None else turn.move[0]
@@ -48,7 +48,7 @@ class SokobanOracle(Oracle):
         return Judgement(scores, explanation=why)
 
 
-def graded(position: Position, direction: int | None) -> tuple[float, str]:
+def graded(position: Room, direction: int | None) -> tuple[float, str]:
     """Return the graded value of a step and the reason. direction: None for a reply that cannot be
     read; 4 for standing still.
 

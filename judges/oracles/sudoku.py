@@ -5,7 +5,12 @@ from typing import Literal
 
 import msgspec
 
-from coppice.actors.environments.sudoku.environment import BLANK, State, candidates, cell_of
+from coppice.actors.environments.sudoku.environment import (
+    BLANK,
+    SudokuState,
+    candidates,
+    legal_moves,
+)
 from coppice.judges.base import Oracle
 from coppice.wire.messages import JudgedTurn, Judgement
 
@@ -26,20 +31,17 @@ class SudokuOracle(Oracle):
         self.reward = reward
 
     def judge_state(self, turn: JudgedTurn) -> Judgement:
-        state, move = msgspec.convert(turn.state, State), turn.move
-        cell = cell_of(state.size, *move) if move is not None and len(move) == 3 else None
-        if cell is not None and state.board[cell] != BLANK:
-            cell = None
-        right = cell is not None and move is not None and state.solution[cell] == str(move[2])
+        state, move = msgspec.convert(turn.state, SudokuState), tuple(turn.move or ())
+        cell = move[0] * state.size + move[1] if move in legal_moves(state) else None
+        right = cell is not None and state.solution[cell] == str(move[2])
         value, why = graded(state, cell, right, last=state.turn + 1 >= turn.budget)
         reward = float(right) if self.reward == "binary" else value
         scores = {"reward": reward, "graded": value, "valid_share": 1 / state.size}
         return Judgement(scores, explanation=why)
 
 
-def graded(state: State, cell: int | None, right: bool, last: bool) -> tuple[float, str]:
-    """Return the graded value of a move and the reason. cell: the blank cell that the move names,
-    None if it names none.
+def graded(state: SudokuState, cell: int | None, right: bool, last: bool) -> tuple[float, str]:
+    """Return the graded value of a move and the reason. cell: None unless the move is legal.
 
     2, 1 or 0.5 for the right digit in a cell with one candidate, with the fewest candidates, or
     with more; -1 for a wrong digit; -2 without a usable cell and for running out of turns
@@ -55,7 +57,5 @@ def graded(state: State, cell: int | None, right: bool, last: bool) -> tuple[flo
         return -1.0, "wrong digit"
     counts = candidates(state.board)
     own, fewest = counts[cell], min(counts.values())
-    if own == 1:
-        return 2.0, "right digit, the only candidate"
-    value = 1.0 if own == fewest else 0.5
+    value = 2.0 if own == 1 else 1.0 if own == fewest else 0.5
     return value, f"right digit, {own} candidates, the fewest are {fewest}"

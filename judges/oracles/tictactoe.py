@@ -1,9 +1,6 @@
 """Tic-Tac-Toe: the oracle that rewards moves, and the opponents (methods.md 3.2). Moves are cells
-counted from 0.
-
-The search is OpenSpiel's UCT with random rollouts; 1,000 simulations of 10 rollouts take about 7 ms.
-It holds Python's global lock, so for more searches at once serve more processes.
-"""
+counted from 0. The search, OpenSpiel's UCT, holds Python's global lock (7 ms for 1,000 simulations
+of 10 rollouts), so for more searches at once serve more processes."""
 
 import asyncio
 import random
@@ -13,7 +10,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pyspiel
 
-from coppice.actors.environments.tictactoe.environment import State, legal_cells, optimal, to_move
+from coppice.actors.environments.tictactoe.environment import (
+    TicTacToeState,
+    legal_cells,
+    optimal,
+    to_move,
+)
 from coppice.common.numbers import Count, NotNegative
 from coppice.judges.base import Player, RuleJudge
 from coppice.wire.faults import DataFault
@@ -40,47 +42,40 @@ class Search(msgspec.Struct, frozen=True):
     def root(self, board: str, seed: int) -> Any:
         """Search from ``board``, a game in progress, and return the root. ``seed`` decides all
         randomness."""
-        rng = random.Random(seed)
+        rng, state = random.Random(seed), _GAME.new_initial_state()
+        # the marks may be set in any order: no part of an unfinished board has a line
+        cells = {mark: [cell for cell, held in enumerate(board) if held == mark] for mark in "XO"}
+        for ply in range(9 - board.count(".")):
+            state.apply_action(cells["XO"[ply % 2]][ply // 2])
         evaluator = pyspiel.RandomRolloutEvaluator(self.rollouts, rng.getrandbits(31))
-        limits = (self.simulations, _MEMORY_MB, self.solve)
-        seed, verbose = rng.getrandbits(31), False
-        bot = pyspiel.MCTSBot(_GAME, evaluator, self.uct_c, *limits, seed, verbose)
-        return bot.mcts_search(_position(board))
+        limits, verbose = (self.simulations, _MEMORY_MB, self.solve), False
+        bot = pyspiel.MCTSBot(_GAME, evaluator, self.uct_c, *limits, rng.getrandbits(31), verbose)
+        return bot.mcts_search(state)
 
     def values(self, board: str, seed: int) -> dict[int, float]:
         """Return the mean backed-up return of each cell tried, in [-1, 1] for the side to move;
         with ``solve``, proven results replace means."""
-        values = {}
-        for child in self.root(board, seed).children:
-            if child.explore_count and child.outcome:
-                values[child.action] = child.outcome[child.player]
-            elif child.explore_count:
-                values[child.action] = child.total_reward / child.explore_count
-        return values
-
-
-def _position(board: str) -> Any:
-    """Return OpenSpiel's state of a board. The marks may be set in any order, because no part of an
-    unfinished board has a line."""
-    state = _GAME.new_initial_state()
-    cells = {mark: [cell for cell, held in enumerate(board) if held == mark] for mark in "XO"}
-    for ply in range(9 - board.count(".")):
-        state.apply_action(cells["XO"[ply % 2]][ply // 2])
-    return state
+        tried = [child for child in self.root(board, seed).children if child.explore_count]
+        return {
+            child.action: child.outcome[child.player]
+            if child.outcome
+            else child.total_reward / child.explore_count
+            for child in tried
+        }
 
 
 def _read(state: Any) -> str:
     """Return the board of a state of plain values. Raises DataFault unless it is a game in
     progress."""
     try:
-        board = msgspec.convert(state, State).board
+        board = msgspec.convert(state, TicTacToeState).board
     except msgspec.ValidationError as error:
         raise DataFault(f"state {state!r} is not one of tictactoe: {error}") from None
     whole = len(board) == 9 and set(board) <= set("XO.")
     fair = board.count("X") - board.count("O") in (0, 1)
     if not (whole and fair and legal_cells(board)):
         raise DataFault(
-            f"board {board!r}: expected nine characters of 'XO.', X having begun, and a game that is on"
+            f"board {board!r}: expected nine characters of 'XO.', X having begun, a game that is on"
         )
     return board
 
@@ -116,7 +111,10 @@ class TicTacToeOracle(RuleJudge):
     ):
         self.search = Search(simulations, rollouts, uct_c, solve)
         if kind == "minimax" and (self.search, tolerance, seed) != (Search(), 0.1, 0):
-            raise ValueError("kind = 'minimax' does not search: leave out simulations, rollouts, tolerance, uct_c, solve and seed")  # fmt: skip
+            raise ValueError(
+                "kind = 'minimax' does not search: leave out simulations, rollouts, tolerance,"
+                " uct_c, solve and seed"
+            )
         self.kind, self.tolerance, self._seeds = kind, tolerance, count(seed)
 
     def valid(self, board: str, seed: int) -> tuple[int, ...]:
@@ -133,14 +131,14 @@ class TicTacToeOracle(RuleJudge):
         board = _read(turn.state)
         valid = self.valid(board, next(self._seeds))
         cell = turn.move[0] if turn.move is not None and len(turn.move) == 1 else None
-        return Judgement(
-            {
-                "reward": float(cell in valid),
-                "optimal": float(cell in optimal(board)),
-                "valid_share": len(valid) / len(legal_cells(board)),
-            },
-            explanation=f"{to_move(board)} to move on {board}, valid cells (1 to 9): {' '.join(str(c + 1) for c in valid)}",
-        )
+        scores = {
+            "reward": float(cell in valid),
+            "optimal": float(cell in optimal(board)),
+            "valid_share": len(valid) / len(legal_cells(board)),
+        }
+        cells = " ".join(str(one + 1) for one in valid)
+        why = f"{to_move(board)} to move on {board}, valid cells (1 to 9): {cells}"
+        return Judgement(scores, explanation=why)
 
 
 class MctsPlayer(Player):

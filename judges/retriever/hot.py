@@ -26,17 +26,15 @@ class Backend(Protocol):
 
 
 class HotQueries:
-    """Passes queries on to ``backend``.
+    """Passes queries on to ``backend``. size: queries kept, the least recently used leave first.
+    batch: queries joined into one search. at_once: searches of the backend at once; what is asked
+    meanwhile waits and is joined.
 
-    size: queries kept, the least recently used leave first. batch: queries joined into one search.
-    at_once: searches of the backend at once; what is asked meanwhile waits and is joined.
-
-    A query:  asked -> waiting -> searched -> kept -> dropped, or -> failed: all who wait get the
+    A query:  new -> waiting -> searched -> kept -> dropped, or -> failed: all who wait get the
     error, and the next one to ask begins again.
 
     counts: ``queries``; of these ``hits`` were kept, ``joined`` were under way, and ``searched``
-    went to the backend. busy_s: seconds in which at least one search was open.
-    """
+    went to the backend. busy_s: seconds in which at least one search was open."""
 
     def __init__(self, backend: Backend, size: int, batch: int = 32, at_once: int = 1):
         self.backend, self.size, self.batch, self.at_once = backend, size, batch, at_once
@@ -48,8 +46,8 @@ class HotQueries:
         self._searches: set[asyncio.Task[dict[Key, list[Passage]]]] = set()
 
     async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        """Return the ``topk`` passages of each query, best first. Raises what the backend raises. A
-        caller that is cancelled cancels no search."""
+        """Return the ``topk`` passages of each query, best first. A cancelled caller cancels no
+        search."""
         answers = [self._answer((query, topk)) for query in queries]
         self._begin()
         if pending := {answer for answer in answers if not answer.done()}:

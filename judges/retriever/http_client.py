@@ -37,14 +37,13 @@ class _Scored(msgspec.Struct):
     document: _Document
     score: float
 
+    def passage(self) -> Passage:
+        title, text = title_and_text(self.document.contents)
+        return Passage(str(self.document.id), title, text, self.score)
+
 
 class _Reply(msgspec.Struct):
     result: list[list[_Scored]]
-
-
-def _passage(scored: _Scored) -> Passage:
-    document = scored.document
-    return Passage(str(document.id), *title_and_text(document.contents), scored.score)
 
 
 class SearchR1Client:
@@ -75,22 +74,17 @@ class SearchR1Client:
         except DataFault as fault:  # the server speaks another protocol and would answer no query
             raise InfrastructureFault(f"retriever {fault}: is it a Search-R1 server?") from None
         except jsonl.MALFORMED as error:
-            raise InfrastructureFault(
-                f"retriever {self.url}: {type(error).__name__}: {error}"
-            ) from None
-        if len(rows) != len(queries):
-            raise InfrastructureFault(
-                f"retriever {self.url}: {len(rows)} results for {len(queries)} queries"
-            )
-        return [[_passage(scored) for scored in row] for row in rows]
+            cause = f"{type(error).__name__}: {error}"
+            raise InfrastructureFault(f"retriever {self.url}: {cause}") from None
+        if (given := len(rows)) != len(queries):
+            cause = f"{given} results for {len(queries)} queries"
+            raise InfrastructureFault(f"retriever {self.url}: {cause}")
+        return [[scored.passage() for scored in row] for row in rows]
 
 
-class Fleet:
+class RetrieverFleet:
     """Several servers of the same index as one: a search goes to the server with the fewest open
-    searches, and on to the next when that one fails.
-
-    A search fails when every server has failed it. clock: monotonic seconds.
-    """
+    searches, and on to the next when that one fails. clock: monotonic seconds."""
 
     def __init__(self, servers: Sequence[Backend], clock: Callable[[], float] = time.monotonic):
         self.servers, self.clock = servers, clock
@@ -98,15 +92,13 @@ class Fleet:
         self._rests_until = [-float("inf")] * len(servers)
 
     async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        """Return the passages of each query, best first. Raises the InfrastructureFault of the
-        server that was asked last."""
+        """Return the passages of each query, best first. Raises the last InfrastructureFault once
+        every server has failed."""
         left = set(range(len(self.servers)))
         while True:
             now = self.clock()
-            chosen = min(
-                left, key=lambda place: (self._rests_until[place] > now, self._open[place], place)
-            )
-            left.remove(chosen)
+            order = {place: (self._rests_until[place] > now, self._open[place]) for place in left}
+            left.remove(chosen := min(left, key=lambda place: (order[place], place)))
             self._open[chosen] += 1
             try:
                 return await self.servers[chosen].search(queries, topk)

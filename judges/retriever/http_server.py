@@ -1,8 +1,7 @@
 """A server of the Search-R1 retrieval protocol over an index folder, or over other servers
 (methods.md 1.8): ``python -m coppice.judges.retriever.http_server --index DIR --port N``.
 
-A malformed request is answered with status 422 and the reason. Queries are joined and cached as in
-a run.
+A malformed request is answered with status 422 and the reason.
 """
 
 import argparse
@@ -36,35 +35,32 @@ def application(backend: Backend) -> web.Application:
             return web.json_response({"detail": jsonl.fault(error)}, status=422)
         topk = 3 if body.topk is None else body.topk
         if topk < 1 or not body.queries:
-            expected = "expected at least one query and topk >= 1"
-            return web.json_response({"detail": expected}, status=422)
+            wish = "expected at least one query and topk >= 1"
+            return web.json_response({"detail": wish}, status=422)
         passages = await backend.search(body.queries, topk)
-        result = [[_item(p, body.return_scores) for p in row] for row in passages]
-        return web.json_response({"result": result})
+        return web.json_response({"result": [[item(p, body) for p in row] for row in passages]})
+
+    def item(p: Passage, body: _Request) -> dict[str, Any]:
+        document = {"id": p.id, "contents": contents_of(p.title, p.text)}
+        return {"document": document, "score": p.score} if body.return_scores else document
 
     app = web.Application()
     app.add_routes([web.post("/retrieve", retrieve)])
     return app
 
 
-def _item(passage: Passage, with_score: bool) -> dict[str, Any]:
-    document = {"id": passage.id, "contents": contents_of(passage.title, passage.text)}
-    return {"document": document, "score": passage.score} if with_score else document
-
-
 def main() -> None:
     """Run the command line."""
-    usual = RetrieverConfig()
-    parser = argparse.ArgumentParser(description="Serve an index over the Search-R1 protocol.")
+    purpose = (
+        "Serve an index over the Search-R1 protocol. Section [retriever] explains the settings."
+    )
+    parser = argparse.ArgumentParser(description=purpose)
     add = parser.add_argument
     index = "index folder, or URLs of servers with commas between them"
     add("--index", required=True, dest="backend", metavar="INDEX", help=index)
-    add("--encoder", default=usual.encoder)
-    add("--search", default="", help="FAISS's search parameters, such as nprobe=64")
-    default = "(default: %(default)s)"
-    add("--cache", type=int, default=usual.cache, help=f"queries to keep {default}")
-    add("--batch", type=int, default=usual.batch, help=f"queries joined {default}")
-    add("--threads", type=int, default=usual.threads)
+    for field in msgspec.structs.fields(RetrieverConfig)[1:]:
+        kind, default = type(field.default), field.default
+        add(f"--{field.name}", type=kind, default=default, help="(default: %(default)s)")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8000)
     options = vars(parser.parse_args())

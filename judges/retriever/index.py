@@ -1,11 +1,14 @@
-"""A corpus and its FAISS index in one folder. The index ranks unit vectors by inner product.
-Passages are read from disk by offset.
+"""A corpus and its FAISS index in one folder: index.faiss, passages.jsonl (a copy of the corpus),
+offsets.npy and manifest.json. The index ranks unit vectors by inner product.
 
-The folder has index.faiss, passages.jsonl (a copy of the corpus), offsets.npy and manifest.json.
+docs/retrieval.md has the table of  Any other name is a factory string of FAISS, such as
+SLATE's "IVF65536_HNSW32,PQ128". "np" stands for no polysemous training, which takes most of the
+time and serves searches of another kind.
 """
 
 import hashlib
 import math
+import re
 import shutil
 import sys
 import time
@@ -20,13 +23,12 @@ import numpy as np
 
 from coppice.common import jsonl
 from coppice.common.atomic import drafted
-from coppice.judges.retriever import kinds
 from coppice.judges.retriever.encoder import Encoder
 from coppice.judges.retriever.http_client import title_and_text
 from coppice.wire.messages import Passage
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class IndexManifest(msgspec.Struct, frozen=True):
     """The encoder and the corpus of an index. An index of another encoder is refused. kind: FAISS's
     factory string. search: FAISS's search parameters, which a retriever may change."""
 
@@ -43,8 +45,15 @@ class _Row(msgspec.Struct):
     contents: str
 
 
-_TOGETHER = 64
-"""Passages that are embedded together."""
+BLOCK = 16384
+"""Vectors that are added at once: some tens of MiB, and enough for all threads of FAISS."""
+_TRAINED_ON = 64
+"""Vectors sampled for each centroid of a training. FAISS warns below 39."""
+_SEARCH = {"ivfpq": "nprobe=64", "refined": "nprobe=64,k_factor_rf=4", "hnsw": "efSearch=128"}
+_EXPECTED = 'expected flat, ivfpq, refined, hnsw or a factory string, such as "IVF4096,PQ64"'
+_EMBEDDED = 64
+"""Passages of one batch of the encoder."""
+_ANEW = "build the index anew with coppice index"
 _TOLD_S = 5.0
 """Seconds between two lines of progress."""
 
@@ -55,15 +64,11 @@ class BadCorpus(ValueError):
 
 def read_corpus(path: Path, skip_bad: bool = False) -> tuple[np.ndarray, list[str]]:
     """Return the byte offsets of the usable lines, int64 [lines], and a message for each skipped
-    line. The texts stay on the disk.
-
-    Raises BadCorpus that counts the bad lines and names the first, unless ``skip_bad``, and
-    FileNotFoundError when the file does not exist.
-    """
+    line. The texts stay on the disk. Raises BadCorpus, which counts the bad lines and names the
+    first, unless ``skip_bad``, and FileNotFoundError."""
     if not path.is_file():
-        raise FileNotFoundError(
-            f"corpus {path} does not exist: expected a JSONL file of {{id, contents}}"
-        )
+        wish = "expected a JSONL file of {id, contents}"
+        raise FileNotFoundError(f"corpus {path} does not exist: {wish}")
     offsets, bad, seen = array("q"), list[str](), set[str | int]()
     try:
         start = jsonl.beginning(path)
@@ -81,18 +86,15 @@ def read_corpus(path: Path, skip_bad: bool = False) -> tuple[np.ndarray, list[st
                 seen.add(row.id)
                 offsets.append(start)
             except (*jsonl.MALFORMED, ValueError) as error:
-                bad.append(
-                    f"{path}:{number}: {jsonl.fault(error)} (expected {{id, contents}} with a title line and a text)"
-                )
+                wish = "(expected {id, contents} with a title line and a text)"
+                bad.append(f"{path}:{number}: {jsonl.fault(error)} {wish}")
             start += len(line)
     if not offsets:
         why = f"the first of its lines: {bad[0]}" if bad else "it is empty"
         raise BadCorpus(f"{path} holds no usable passage: {why}")
     if bad and not skip_bad:
-        raise BadCorpus(
-            f"{len(bad)} of {len(bad) + len(offsets)} lines cannot be used; the first: {bad[0]}. Mend them, or coppice index --skip-bad"
-            " passes over them"
-        )
+        fault = f"{len(bad)} of {len(bad) + len(offsets)} lines cannot be used; the first: {bad[0]}"
+        raise BadCorpus(f"{fault}. Mend them, or coppice index --skip-bad passes over them")
     return np.array(offsets), bad
 
 
@@ -105,14 +107,12 @@ def build(
     kind: str = "flat",
     search: str = "",
     vectors: Path | None = None,
-) -> Manifest:
+) -> IndexManifest:
     """Embed a corpus and write its index to ``folder``, in place of an earlier index.
 
-    kind, search: see ``judges.retriever.kinds``. vectors: a flat index of the same corpus and
+    kind, search: see ``factory``. vectors: a flat index of the same corpus and
     encoder whose vectors are taken instead of embedding. Raises FileExistsError when ``folder``
-    holds something that is not an index, and ValueError for a kind that FAISS does not have or
-    cannot train on so few passages.
-    """
+    holds something else, and ValueError for a kind that FAISS cannot make or train."""
     is_index = (folder / "manifest.json").is_file()
     if folder.exists() and not is_index and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and holds no index: name a new or empty folder")
@@ -121,15 +121,14 @@ def build(
         print(f"skipped {reason}", file=sys.stderr)
     if bad:
         print(f"skipped {len(bad)} of {len(bad) + len(offsets)} lines", file=sys.stderr)
-    text, usual = kinds.factory(kind, len(offsets), encoder.dimensions)
-    manifest = Manifest(
-        encoder.name, encoder.dimensions, len(offsets), sha256(corpus), text, search or usual
-    )
-    index = kinds.empty(text, encoder.dimensions)
-    kinds.tune(index, manifest.search, text)
+    text, usual = factory(kind, len(offsets), encoder.dimensions)
+    size, digest = (encoder.dimensions, len(offsets)), sha256(corpus)
+    manifest = IndexManifest(encoder.name, *size, digest, text, search or usual)
+    index = empty(text, encoder.dimensions)
+    tune(index, manifest.search, text)
     source = _stored(vectors, manifest) if vectors else _embedded(corpus, offsets, encoder)
     with drafted(folder, replace=True) as draft:
-        kinds.fill(index, source, len(offsets), draft / "vectors.npy")
+        fill(index, source, len(offsets), draft / "vectors.npy")
         faiss.write_index(index, str(draft / "index.faiss"))
         np.save(draft / "offsets.npy", offsets)
         shutil.copy(corpus, draft / "passages.jsonl")
@@ -142,11 +141,11 @@ def _embedded(corpus: Path, offsets: np.ndarray, encoder: Encoder) -> Iterator[n
     start = told = time.monotonic()
     block = list[np.ndarray]()
     with corpus.open("rb") as file:
-        for first in range(0, len(offsets), _TOGETHER):
-            rows = (_row(file, at) for at in offsets[first : first + _TOGETHER])
+        for first in range(0, len(offsets), _EMBEDDED):
+            rows = (_row(file, at) for at in offsets[first : first + _EMBEDDED])
             texts = [". ".join(title_and_text(row.contents)) for row in rows]
             block.append(encoder.embed(texts, "passage"))
-            if len(block) * _TOGETHER >= kinds.BLOCK or first + len(texts) == len(offsets):
+            if len(block) * _EMBEDDED >= BLOCK or first + len(texts) == len(offsets):
                 yield np.concatenate(block)
                 block.clear()
             if time.monotonic() > told + _TOLD_S:
@@ -155,14 +154,13 @@ def _embedded(corpus: Path, offsets: np.ndarray, encoder: Encoder) -> Iterator[n
                 print(f"  embedded {done} of {len(offsets)} passages ({rate:.0f}/s)", flush=True)
 
 
-def _stored(folder: Path, wanted: Manifest) -> np.ndarray:
+def _stored(folder: Path, wanted: IndexManifest) -> np.ndarray:
     """Return the vectors of a flat index, float32 [passages, dimensions], mapped. Raises ValueError
     unless it is of this corpus and encoder."""
     stored = read_manifest(folder)
     if stored != (expected := msgspec.structs.replace(wanted, kind="Flat", search="")):
-        raise ValueError(
-            f"--vectors {folder} is {stored}: expected the flat index of this corpus, {expected}"
-        )
+        wish = f"expected the flat index of this corpus, {expected}"
+        raise ValueError(f"--vectors {folder} is {stored}: {wish}")
     file, shape = folder / "index.faiss", (stored.passages, stored.dimensions)
     # FAISS writes them last
     return np.memmap(file, np.float32, "r", file.stat().st_size - 4 * math.prod(shape), shape)
@@ -174,20 +172,16 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of an index. Raises FileNotFoundError or ValueError, which name the
-    remedy."""
+def read_manifest(folder: Path) -> IndexManifest:
+    """Return the manifest of an index. Raises FileNotFoundError or ValueError with the remedy."""
     path = folder / "manifest.json"
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{folder} holds no index: build one with coppice index CORPUS --out {folder}"
-        )
+        remedy = f"build one with coppice index CORPUS --out {folder}"
+        raise FileNotFoundError(f"{folder} holds no index: {remedy}")
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Manifest)
+        return msgspec.json.decode(path.read_bytes(), type=IndexManifest)
     except msgspec.DecodeError as error:
-        raise ValueError(
-            f"{path} is damaged ({error}): build the index anew with coppice index"
-        ) from None
+        raise ValueError(f"{path} is damaged ({error}): {_ANEW}") from None
 
 
 class Index:
@@ -197,27 +191,23 @@ class Index:
     def __init__(self, folder: Path, encoder: Encoder, search: str = ""):
         self.manifest = manifest = read_manifest(folder)
         if (manifest.encoder, manifest.dimensions) != (encoder.name, encoder.dimensions):
-            raise ValueError(
-                f"index {folder} was made by encoder {manifest.encoder} ({manifest.dimensions} dimensions), not"
-                f" {encoder.name} ({encoder.dimensions}): use that encoder, or build the index anew with coppice index"
-            )
+            maker = f"{manifest.encoder} ({manifest.dimensions} dimensions)"
+            other = f"{encoder.name} ({encoder.dimensions}): use that encoder, or {_ANEW}"
+            raise ValueError(f"index {folder} was made by encoder {maker}, not {other}")
         self.encoder = encoder
-        self.faiss = kinds.load(folder / "index.faiss", manifest.kind, search or manifest.search)
+        self.faiss = loaded(folder / "index.faiss", manifest.kind, search or manifest.search)
         self.offsets = np.load(folder / "offsets.npy", mmap_mode="r")
         sizes = (self.faiss.ntotal, len(self.offsets), self.faiss.d)
         if sizes != (expected := (manifest.passages, manifest.passages, manifest.dimensions)):
-            raise ValueError(
-                f"index {folder} has {sizes} vectors, passages and dimensions, expected {expected}:"
-                " build it anew with coppice index"
-            )
+            fault = f"has {sizes} vectors, passages and dimensions, expected {expected}"
+            raise ValueError(f"index {folder} {fault}: {_ANEW}")
         self.corpus = (folder / "passages.jsonl").open("rb")
 
     def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
         """Return the ``topk`` nearest passages of each query, best first; fewer where the lists
         that are searched hold fewer."""
-        scores, rows = self.faiss.search(
-            self.encoder.embed(queries, "query"), min(topk, len(self.offsets))
-        )
+        vectors = self.encoder.embed(queries, "query")
+        scores, rows = self.faiss.search(vectors, min(topk, len(self.offsets)))
         return [list(self._passages(s, r)) for s, r in zip(scores, rows, strict=True)]
 
     def _passages(self, scores: np.ndarray, rows: np.ndarray) -> Iterable[Passage]:
@@ -232,3 +222,106 @@ def _row(corpus: BinaryIO, offset: int) -> _Row:
     """Return the passage whose line begins at a byte."""
     corpus.seek(offset)
     return msgspec.json.decode(corpus.readline(), type=_Row)
+
+
+def factory(kind: str, vectors: int, dimensions: int) -> tuple[str, str]:
+    """Return FAISS's factory string and the search parameters of a kind for so many vectors."""
+    if kind in ("ivfpq", "refined"):
+        code = max(part for part in range(1, max(1, dimensions // 8) + 1) if dimensions % part == 0)
+        text = f"IVF{2 ** int(math.log2(4 * math.sqrt(vectors)))},PQ{code}np"
+        return text + ",Refine(SQ8)" * (kind == "refined"), _SEARCH[kind]
+    return {"flat": "Flat", "hnsw": "HNSW32"}.get(kind, kind), _SEARCH.get(kind, "")
+
+
+def empty(text: str, dimensions: int) -> faiss.Index:
+    """Return an empty index of inner products. Raises ValueError for what FAISS cannot make."""
+    try:
+        return faiss.index_factory(dimensions, text, faiss.METRIC_INNER_PRODUCT)
+    except RuntimeError as error:
+        kind = f"{text!r} of {dimensions} dimensions"
+        raise ValueError(f"FAISS has no index {kind} ({_why(error)}): {_EXPECTED}") from None
+
+
+def fill(index: faiss.Index, vectors: Iterable[np.ndarray], count: int, scratch: Path) -> None:
+    """Train an index if its kind needs that, and add ``count`` vectors, float32 blocks of [vectors,
+    dimensions], or one array. Blocks that a trained kind needs twice wait in the file ``scratch``,
+    so that memory holds one block. Raises ValueError for too few vectors to train on."""
+    if not index.is_trained:
+        if not isinstance(vectors, np.ndarray):
+            waiting = np.lib.format.open_memmap(scratch, "w+", np.float32, (count, index.d))
+            filled = 0
+            for block in vectors:
+                waiting[filled : filled + len(block)] = block
+                filled += len(block)
+            vectors = waiting
+        _train(index, vectors)
+    if isinstance(vectors, np.ndarray):
+        vectors = np.array_split(vectors, math.ceil(count / BLOCK))
+    for block in vectors:
+        index.add(block)  # pyright: ignore[reportCallIssue]
+    scratch.unlink(missing_ok=True)
+
+
+def _train(index: faiss.Index, vectors: np.ndarray) -> None:
+    """Train on a random sample, always the same one. Its memory does not grow with the vectors but
+    with the lists."""
+    ivf = faiss.try_extract_index_ivf(index)
+    sample = min(len(vectors), _TRAINED_ON * max(1024, ivf.nlist if ivf else 0))
+    rows = np.sort(np.random.default_rng(0).choice(len(vectors), sample, replace=False))
+    if ivf and _gpus():
+        ivf.clustering_index = on_gpus(faiss.IndexFlatIP(ivf.d))
+    try:
+        index.train(vectors[rows])  # pyright: ignore[reportCallIssue]
+    except RuntimeError as error:
+        fault = f"an index of this kind cannot be trained on {sample} vectors ({_why(error)})"
+        raise ValueError(f"{fault}: kind flat or hnsw needs no training") from None
+
+
+def loaded(file: Path, text: str, search: str) -> faiss.Index:
+    """Return a written index, on the GPUs if FAISS finds any. search: FAISS's search parameters.
+    The vectors of a flat or HNSW index are mapped, so processes share their pages. Raises
+    ValueError for a damaged file and for a parameter that this kind does not have."""
+    # FAISS can map inverted lists too, but then starts 32 threads in each search (3.5 ms instead of
+    # 0.02 for 5,000 vectors)
+    try:
+        index = faiss.read_index(str(file), 0 if "IVF" in text else faiss.IO_FLAG_MMAP_IFC)
+    except RuntimeError as error:
+        remedy = "build the index anew with coppice index"
+        raise ValueError(f"{file} is damaged ({_why(error)}): {remedy}") from None
+    tune(index, search, text)
+    return on_gpus(index)
+
+
+def tune(index: faiss.Index, search: str, text: str) -> None:
+    """Set the search parameters of an index. Raises ValueError for one that its kind does not have,
+    and for one that is not above 0."""
+    expected = f"expected search parameters of {text}, such as nprobe=64 or efSearch=128"
+    if search and not re.fullmatch(r"\w+=0*[1-9]\d*(,\w+=0*[1-9]\d*)*", search):
+        raise ValueError(f"{search!r}: {expected}")
+    try:
+        faiss.ParameterSpace().set_index_parameters(index, search)
+    except RuntimeError as error:
+        raise ValueError(f"{search!r} ({_why(error)}): {expected}") from None
+
+
+def on_gpus(index: faiss.Index) -> faiss.Index:
+    """Return the index on all GPUs, divided among them, or the index itself where FAISS finds none
+    or has no GPU version of its kind."""
+    if not _gpus():
+        return index
+    options = faiss.GpuMultipleClonerOptions()  # pyright: ignore[reportCallIssue]
+    options.shard = options.allowCpuCoarseQuantizer = True
+    try:
+        return faiss.index_cpu_to_all_gpus(index, options)  # pyright: ignore
+    except RuntimeError as error:
+        print(f"the index stays on the CPU: {_why(error)}", file=sys.stderr)
+        return index
+
+
+def _gpus() -> int:
+    return faiss.get_num_gpus() if hasattr(faiss, "get_num_gpus") else 0
+
+
+def _why(error: RuntimeError) -> str:
+    """Return FAISS's reason without the place in its source."""
+    return re.sub(r"^.*(\.\w+:\d+: | failed: )", "", str(error).strip(), flags=re.DOTALL)

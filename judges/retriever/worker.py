@@ -1,5 +1,5 @@
-"""The retriever as a worker: it offers ``retrieve`` over a local index or Search-R1 servers, behind
-``HotQueries``. ``python -m coppice.judges.retriever.worker PROCESS.json``"""
+"""The retriever as a worker, over a local index or Search-R1 servers: ``python -m
+coppice.judges.retriever.worker PROCESS.json``."""
 
 import asyncio
 import sys
@@ -39,9 +39,8 @@ class LocalBackend:
         self._thread = ThreadPoolExecutor(1)
 
     async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        return await asyncio.get_running_loop().run_in_executor(
-            self._thread, self._index.search, queries, topk
-        )
+        event_loop = asyncio.get_running_loop()
+        return await event_loop.run_in_executor(self._thread, self._index.search, queries, topk)
 
 
 def is_served(backend: str) -> bool:
@@ -52,29 +51,25 @@ def is_served(backend: str) -> bool:
 @asynccontextmanager
 async def opened(config: RetrieverConfig) -> AsyncIterator[HotQueries]:
     """Open the index folder or the Search-R1 servers that ``config.backend`` names, behind a cache,
-    and close it at the end.
-
-    Raises ValueError or OSError, which name the remedy, for an index that cannot be used.
-    """
+    and close it at the end. Raises ValueError or OSError for an index that cannot be used."""
     if not is_served(config.backend):
         local = await asyncio.to_thread(LocalBackend, config)
         yield HotQueries(local, config.cache, config.batch)
         return
     if config.search:
-        raise ValueError(
-            f"search parameters {config.search!r} for {config.backend}: a server has its own; start it with them"
-        )
-    from coppice.judges.retriever.http_client import Fleet, SearchR1Client
+        remedy = f"for {config.backend}: a server has its own; start it with them"
+        raise ValueError(f"search parameters {config.search!r} {remedy}")
+    from coppice.judges.retriever.http_client import RetrieverFleet, SearchR1Client
 
     urls = [url.strip() for url in config.backend.split(",") if url.strip()]
     async with AsyncExitStack() as stack:
         # where there is another server, it is asked before one is waited for
         attempts = 5 if len(urls) == 1 else 2
-        clients = [
-            await stack.enter_async_context(SearchR1Client(url, attempts=attempts)) for url in urls
-        ]
+        clients = [SearchR1Client(url, attempts=attempts) for url in urls]
+        for client in clients:
+            await stack.enter_async_context(client)
         at_once = len(urls) * max(1, AT_ONCE // config.batch)
-        yield HotQueries(Fleet(clients), config.cache, config.batch, at_once)
+        yield HotQueries(RetrieverFleet(clients), config.cache, config.batch, at_once)
 
 
 async def run(process: RetrieverProcess) -> None:

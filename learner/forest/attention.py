@@ -229,12 +229,13 @@ def tree_attention(
     layout of its forest, because such a model cannot train on trees."""
     if any(_.get(key) is not None for key in ("softcap", "s_aux")):
         raise RuntimeError(
-            f"{type(module).__name__} changes its scores (softcap or sinks): the learner cannot train it on trees"
+            f"{type(module).__name__} changes its scores (softcap or sinks): it cannot train on"
+            " trees"
         )
     if layout is None:
         if attention_mask is not None and attention_mask.shape == FOREST.shape:
             raise RuntimeError(
-                f"{type(module).__name__} does not pass its caller's arguments on: it cannot train on trees"
+                f"{type(module).__name__} does not pass arguments on: it cannot train on trees"
             )
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling,

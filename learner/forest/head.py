@@ -134,7 +134,7 @@ class _Running:
         self.pull = torch.zeros_like(hidden, dtype=torch.float32) if pulled else None
 
     def meet(self, scores: torch.Tensor, odds: torch.Tensor) -> None:
-        """Add the scores of a block and write their odds to ``odds``. The scores are overwritten."""
+        """Add the scores of a block, overwrite them, and write their odds to ``odds``."""
         peak = torch.maximum(self.peak, scores.amax(-1))
         gap = self.peak - peak
         decay = gap.exp2()
@@ -272,4 +272,5 @@ def token_logprobs(
     if torch.is_autocast_enabled(kind):
         hidden = hidden.to(torch.get_autocast_dtype(kind))
     tracked = torch.is_grad_enabled()
-    return TokenLogprobs.apply(hidden, weight, targets, temperature, tracked, support)  # pyright: ignore[reportReturnType]
+    result: Any = TokenLogprobs.apply(hidden, weight, targets, temperature, tracked, support)
+    return result

@@ -10,7 +10,7 @@ from coppice.learner.forest.trees import Path, Trie
 from coppice.learner.update.table import TurnTable
 
 
-class Segments(msgspec.Struct, frozen=True):
+class TreeSegments(msgspec.Struct, frozen=True):
     """The segments of all questions of a batch, parents before children.
 
     of: int64 [tokens], the segment of each token of the table. parent: int64 [segments], -1 for the
@@ -43,7 +43,7 @@ class Segments(msgspec.Struct, frozen=True):
         return np.where(self.parent < 0, values, values[self.parent])
 
 
-def segments(table: TurnTable) -> Segments:
+def segments(table: TurnTable) -> TreeSegments:
     """Return the segments of a table. Raises ValueError if the table was made without the paths of
     its turns."""
     if len(table.paths) != len(table):
@@ -76,4 +76,4 @@ def segments(table: TurnTable) -> Segments:
     for path, head, place in zip(own, heads, places, strict=True):
         of[place[place >= 0]] = path[np.cumsum(head) - 1][place >= 0]
         parent[path[1:]] = path[:-1]
-    return Segments(of, parent, count[names], own)
+    return TreeSegments(of, parent, count[names], own)

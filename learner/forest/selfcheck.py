@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from coppice.learner.forest.trees import SHARE_FROM, Path, alone, cuts, micro_batches, pack
-from coppice.learner.model.model import Policy
+from coppice.learner.model.model import TreeModel
 
 LOGPROB_BOUND, GRADIENT_BOUND = 1e-3, 1e-2
 """Bounds in float32: the largest difference of a log-probability, and the gradient's relative
@@ -36,7 +36,7 @@ class PackingError(RuntimeError):
     """The packed forward disagrees with the plain one: training would be wrong."""
 
 
-def check(policy: Policy, paths: Sequence[Path]) -> bool:
+def check(policy: TreeModel, paths: Sequence[Path]) -> bool:
     """Compare ``paths`` read as one forest with some of them read alone. Raises PackingError, on
     every rank, if they disagree. Returns whether they share prefixes; paths that do not are packed
     one after the other, and nothing of one may reach the next.
@@ -89,7 +89,7 @@ def wide() -> Iterator[None]:
 
 
 def _plain(
-    policy: Policy, paths: Sequence[Path], sample: list[int], compute: torch.dtype
+    policy: TreeModel, paths: Sequence[Path], sample: list[int], compute: torch.dtype
 ) -> Tensor:
     """Return the log-probabilities of the sampled paths, each read alone; the gradients of their
     sum remain."""
@@ -101,7 +101,11 @@ def _plain(
 
 
 def _packed(
-    policy: Policy, paths: Sequence[Path], sample: list[int], compute: torch.dtype, attention: Any
+    policy: TreeModel,
+    paths: Sequence[Path],
+    sample: list[int],
+    compute: torch.dtype,
+    attention: Any,
 ) -> Tensor:
     """Return the same log-probabilities, read in the forest of all paths."""
     logprobs = policy.read(pack(paths, share=None), compute=compute, attention=attention)[0]
@@ -111,7 +115,7 @@ def _packed(
     return chosen.detach()
 
 
-def _gradient(policy: Policy) -> list[Tensor]:
+def _gradient(policy: TreeModel) -> list[Tensor]:
     """Return this rank's gradients (or shards of gradients) and remove them from the parameters. A
     missing gradient counts as zero."""
     gradients = []
@@ -122,7 +126,7 @@ def _gradient(policy: Policy) -> list[Tensor]:
     return gradients
 
 
-def _distance(policy: Policy, slope: list[Tensor]) -> float:
+def _distance(policy: TreeModel, slope: list[Tensor]) -> float:
     """Return the distance of the gradients from ``slope``, relative to the norm of ``slope``, over
     all ranks. Removes the gradients."""
     gaps = zip(_gradient(policy), slope, strict=True)
@@ -135,6 +139,7 @@ def _distance(policy: Policy, slope: list[Tensor]) -> float:
 def _refuse(error: float, bound: float, quantity: str, dtype: str) -> None:
     if not error < bound:
         raise PackingError(
-            f"the packed forward's {quantity} differ from the plain path's by {error:.2e} in {dtype} (allowed {bound:.0e}): this model's"
-            " attention does not follow the tree; try learner.attention = 'dense' or another model class, and report this"
+            f"the packed forward's {quantity} differ from the plain path's by {error:.2e} in"
+            f" {dtype} (allowed {bound:.0e}): this model's attention does not follow the tree; try"
+            " learner.attention = 'dense' or another model class, and report this"
         )

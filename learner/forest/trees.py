@@ -3,9 +3,9 @@ holds each shared prefix once.
 
 Layout: depth-first pre-order of the token trie; position = depth; ``end[k]`` is the exclusive end
 of k's subtree, so k is an ancestor-or-self of q iff k <= q < end[k]. A token attends to its
-ancestors (learner/forest/attention.py). The result equals path-by-path training up to rounding, because a
-hidden state depends only on its ancestors. Only token ids decide what is shared, so equal prefixes
-of different trees (a common instruction) are shared too. A branch's first token reads its parent's
+ancestors (attention.py). The result equals path-by-path training up to rounding, because a hidden
+state depends only on its ancestors. Only token ids decide what is shared, so equal prefixes of
+different trees (a common instruction) are shared too. A branch's first token reads its parent's
 last logits.
 """
 
@@ -24,8 +24,8 @@ class Path(msgspec.Struct, frozen=True):
     """All tokens up to the end of one action, and the index ``start`` at which the action begins.
 
     pictures: the PNG bytes of (at least) the pictures among its tokens, by number
-    (``common.vision``). support: what top-p and top-k left to sample each action token from, None for
-    the whole vocabulary. logprobs, versions, sampled: how each action token was sampled [action
+    (``common.vision``). support: what top-p and top-k left to sample each action token from, None
+    for the whole vocabulary. logprobs, versions, sampled: how each action token was sampled [action
     tokens]; empty for a path that is only read.
     """
 
@@ -141,10 +141,7 @@ def pack(paths: Sequence[Path], share: bool | None = True) -> Forest:
 
 def alone(path: Path) -> Forest:
     """Return one path as a forest, for the model's own causal attention."""
-    tokens, n = np.asarray(path.tokens, np.int64), len(path.tokens)
-    read, target = np.arange(path.start - 1, n - 1), tokens[path.start :]
-    depth, end = np.arange(n), np.full(n, n)
-    return Forest(tokens, depth, end, read, target, n, n, path.pictures, path.support)
+    return pack([path])
 
 
 def filled(forest: Forest, bucket: int) -> Forest:

@@ -9,17 +9,21 @@ set aside and the one before is restored; the journal then sends the groups that
 number of ranks, sharded or not, can read what any other number has written.
 """
 
+import contextlib
 import logging
+import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from safetensors import SafetensorError
 
 from coppice.common import atomic, frontier
-from coppice.learner.model import rng, shards
+from coppice.learner.model import shards
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.trainer import Trainer
 from coppice.learner.update.watch import WatchState
@@ -27,17 +31,17 @@ from coppice.wire import digest
 
 log = logging.getLogger("learner.checkpoint")
 
-ASIDE = ".damaged"
+DAMAGED = ".damaged"
 """The end of the name of a checkpoint that could not be read; it is kept for inspection."""
 
 
 class State(frontier.Frontier, frozen=True):
-    """The frontier and what the trainer remembers. prm_updates: steps that the implicit reward
-    model made. kl_factor: the adaptive factor of the KL's weights. watch: what it compares with."""
+    """The frontier and what the trainer remembers. prm_updates: the reward model's steps so far.
+    kl_factor: the adaptive factor of the KL's weights. watch: what it compares with."""
 
     prm_updates: int = 0
     kl_factor: float = 1.0
-    watch: WatchState = WatchState()
+    watch: WatchState = msgspec.field(default_factory=WatchState)
 
 
 class CheckpointError(OSError):
@@ -68,7 +72,7 @@ def save(
     def write() -> None:
         for part, (_, stepper) in trainer.parts().items():
             shards.save(draft, part, stepper, ranks)
-        (draft / f"rng-{ranks.rank:05d}.json").write_bytes(msgspec.json.encode(rng.state()))
+        (draft / f"rng-{ranks.rank:05d}.json").write_bytes(msgspec.json.encode(random_state()))
         own = sorted(draft.glob(f"*-{ranks.rank:05d}.*"))
         for path in own:  # here, because only the machine that wrote a file can wait for it
             atomic.sync(path)
@@ -76,8 +80,18 @@ def save(
         (draft / f"sums-{ranks.rank:05d}").write_bytes(msgspec.json.encode(digests))
 
     def finish() -> None:
-        if ranks.rank == 0:
-            _finish(trainer, draft, folder, trained, records or {})
+        if ranks.rank != 0:
+            return
+        prm = trainer.prm.updates if trainer.prm is not None else 0
+        runs, watch = frontier.runs(trained), trainer.watch.state
+        state = State(trainer.version, runs, records or {}, prm, trainer.kl_factor, watch)
+        (draft / frontier.FILE).write_bytes(msgspec.json.encode(state))
+        digests = {frontier.FILE: digest.file(draft / frontier.FILE)}
+        for own in sorted(draft.glob("sums-?????")):
+            digests |= msgspec.json.decode(own.read_bytes(), type=dict[str, str])
+            own.unlink()
+        digest.write_sums(draft, digests)
+        atomic.finish(draft, folder, durable=True)
 
     def prove() -> None:
         _verify(folder, ranks.rank, ranks.count if ranks.sharded else 1)
@@ -90,7 +104,8 @@ def save(
                 if step is prove:
                     _set_aside(folder)
             raise CheckpointError(
-                f"checkpoint {folder} could not be written ({error}); the one before is untouched: free some space, then resume"
+                f"checkpoint {folder} could not be written ({error}); the one before is untouched:"
+                " free some space, then resume"
             ) from error
     if ranks.rank == 0:
         for old in sorted(folder.parent.glob("v??????"))[:-keep]:
@@ -99,16 +114,16 @@ def save(
 
 
 def _attempt(
-    step: Callable[[], object], folder: Path, ranks: Ranks, together: bool
+    step: Callable[[], object], folder: Path, ranks: Ranks, collective: bool
 ) -> Exception | None:
-    """Run ``step`` and return the error, here or, if ``together``, on another rank. All ranks
+    """Run ``step`` and return the error, here or, if ``collective``, on another rank. All ranks
     succeed or all fail, and none waits for ever."""
     error: Exception | None = None
     try:
         step()
     except (OSError, SafetensorError) as caught:  # safetensors reports a full disk as its own error
         error = caught
-    if together:
+    if collective:
         damaged = isinstance(error, DamagedError)
         anywhere = ranks.add(torch.tensor([float(error is not None), float(damaged)])).tolist()
         if anywhere[1] and not damaged:
@@ -120,45 +135,26 @@ def _attempt(
     return error
 
 
-def _finish(
-    trainer: Trainer, draft: Path, folder: Path, trained: dict[int, int],
-    records: dict[int, dict[str, float]],
-) -> None:  # fmt: skip
-    prm = trainer.prm.updates if trainer.prm is not None else 0
-    watch = trainer.watch.state()
-    state = State(trainer.version, frontier.runs(trained), records, prm, trainer.kl_factor, watch)
-    (draft / frontier.FILE).write_bytes(msgspec.json.encode(state))
-    digests = {frontier.FILE: digest.file(draft / frontier.FILE)}
-    for own in sorted(draft.glob("sums-?????")):
-        digests |= msgspec.json.decode(own.read_bytes(), type=dict[str, str])
-        own.unlink()
-    digest.write_sums(draft, digests)
-    atomic.finish(draft, folder, durable=True)
-
-
 def _verify(folder: Path, rank: int, count: int) -> None:
     """Compare this rank's share of the files with their digests. Raises DamagedError that names the
     first that differs."""
-    try:
+    with _damage(folder):
         for name, expected in sorted(digest.sums(folder).items())[rank % count :: count]:
             if digest.file(folder / name) != expected:
                 raise ValueError(
                     f"{name} is not what was written: its digest differs from {digest.SUMS}"
                 )
-    except (OSError, ValueError) as error:
-        raise DamagedError(f"checkpoint {folder} is damaged: {error}") from error
 
 
 def _set_aside(folder: Path) -> None:
-    aside = folder.with_name(folder.name + ASIDE)
-    shutil.rmtree(aside, ignore_errors=True)  # an earlier one of the same version
-    folder.rename(aside)
+    kept = folder.with_name(folder.name + DAMAGED)
+    shutil.rmtree(kept, ignore_errors=True)  # an earlier one of the same version
+    folder.rename(kept)
 
 
 def newest(run: Path) -> Path | None:
     """Return the newest complete checkpoint of a run, if there is one."""
-    folders = sorted((run / "checkpoints").glob("v??????"))
-    return folders[-1] if folders else None
+    return max((run / "checkpoints").glob("v??????"), default=None)
 
 
 def restore_newest(trainer: Trainer, run: Path) -> tuple[State, list[str]]:
@@ -175,17 +171,20 @@ def restore_newest(trainer: Trainer, run: Path) -> tuple[State, list[str]]:
         for broken, _ in damaged if trainer.ranks.rank == 0 else ():
             _set_aside(broken)
         warnings = [
-            f"{reason}. It is set aside as {broken.name}{ASIDE}, and training goes on from version {state.version}"
+            f"{reason}. It is set aside as {broken.name}{DAMAGED}, and training goes on from"
+            f" version {state.version}"
             for broken, reason in damaged
         ]
         for warning in warnings:
             log.warning("%s", warning)
         return state, warnings
-    aside = [(path, f"{path} is damaged") for path in (run / "checkpoints").glob(f"v??????{ASIDE}")]
-    if damaged or aside:
+    reasons = [reason for _, reason in damaged]
+    reasons += [f"{old} is damaged" for old in (run / "checkpoints").glob(f"v??????{DAMAGED}")]
+    if reasons:
         raise CheckpointError(
-            f"no checkpoint of {run} can be read: {(damaged + aside)[0][1]}. Copy one back from a backup; or remove {run}/checkpoints, and"
-            " the resumed run trains everything in its journal again from version 0"
+            f"no checkpoint of {run} can be read: {reasons[0]}. Copy one back from a backup; or"
+            f" remove {run}/checkpoints, and the resumed run trains its whole journal again from"
+            " version 0"
         )
     return State(), []
 
@@ -194,57 +193,91 @@ def restore(trainer: Trainer, folder: Path) -> State:
     """Load a checkpoint into ``trainer`` and return its state. Every rank must call this; none
     loads a file before each has proven its share of them. Raises DamagedError, or CheckpointError
     if the checkpoint belongs to another model, on all ranks."""
-    states: list[State] = []
-    for step in (
-        lambda: states.append(_proven(trainer, folder)),
-        lambda: _load(trainer, folder, states[0]),
-    ):
-        error = _attempt(step, folder, trainer.ranks, trainer.ranks.count > 1)
+    ranks, state = trainer.ranks, State()
+
+    def prove() -> None:
+        nonlocal state
+        _verify(folder, ranks.rank, ranks.count)
+        with _damage(folder):
+            state = msgspec.json.decode((folder / frontier.FILE).read_bytes(), type=State)
+
+    for step in (prove, lambda: _load(trainer, folder, state)):
+        error = _attempt(step, folder, ranks, ranks.count > 1)
         if isinstance(error, CheckpointError):
             raise error
         if error is not None:
             raise CheckpointError(f"checkpoint {folder}: {error}") from error
-    return states[0]
-
-
-def _proven(trainer: Trainer, folder: Path) -> State:
-    """Return the state of a checkpoint, after comparing this rank's share of the files with their
-    digests."""
-    _verify(folder, trainer.ranks.rank, trainer.ranks.count)
-    try:
-        return msgspec.json.decode((folder / frontier.FILE).read_bytes(), type=State)
-    except (OSError, msgspec.DecodeError) as error:
-        raise DamagedError(f"checkpoint {folder} is damaged: {error}") from error
+    return state
 
 
 def _load(trainer: Trainer, folder: Path, state: State) -> None:
-    damaged = f"checkpoint {folder} is damaged: {{}}"
-    try:
-        stored = {part: shards.StoredPart(folder, part) for part in trainer.parts()}
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise DamagedError(damaged.format(error)) from error
-    for part, (_, stepper) in trainer.parts().items():
-        names = stored[part].names()
-        weights = {name.partition("/")[2] for name in names if name.startswith("weight/")}
+    parts = {part: stepper for part, (_, stepper) in trainer.parts().items()}
+    with _damage(folder):
+        stored = {part: shards.StoredPart(folder, part) for part in parts}
+    for part, stepper in parts.items():
+        weights = {n.partition("/")[2] for n in stored[part].names() if n.startswith("weight/")}
         if weights != set(stepper.parameters):
             raise CheckpointError(
-                f"checkpoint {folder} holds other parameters of the {part} than the model: were learner.lora, model or scheme"
-                " changed?"
+                f"checkpoint {folder} holds other parameters of the {part} than the model: were"
+                " learner.lora, model or scheme changed?"
             )
-    try:
-        for part, (_, stepper) in trainer.parts().items():
+    with _damage(folder):
+        for part, stepper in parts.items():
             shards.load(stored[part], stepper)
+        files = sorted(folder.glob("rng-?????.json"))
+        if files:  # only rank 0 of replicated ranks writes one, and all draw alike
+            own = files[min(trainer.ranks.rank, len(files) - 1)]
+            draw_on(msgspec.json.decode(own.read_bytes(), type=RngState))
+    if trainer.prm is not None:
+        trainer.prm.updates = state.prm_updates
+    trainer.version, trainer.kl_factor = state.version, state.kl_factor
+    trainer.watch.state = state.watch
+
+
+@contextlib.contextmanager
+def _damage(folder: Path) -> Iterator[None]:
+    """Raise what goes wrong while a checkpoint is read as a CheckpointError or DamagedError."""
+    try:
+        yield
     except shards.OtherShape as error:
         raise CheckpointError(
             f"checkpoint {folder} is of another model: {error}; was learner.lora.rank changed?"
         ) from error
-    except (SafetensorError, ValueError) as error:
-        raise DamagedError(damaged.format(error)) from error
-    if trainer.prm is not None:
-        trainer.prm.updates = state.prm_updates
-    trainer.version, trainer.kl_factor = state.version, state.kl_factor
-    trainer.watch.restore(state.watch)
-    files = sorted(folder.glob("rng-?????.json"))
-    if files:  # only rank 0 of replicated ranks writes one, and all draw alike
-        own = files[min(trainer.ranks.rank, len(files) - 1)]
-        rng.restore(msgspec.json.decode(own.read_bytes(), type=rng.RngState))
+    except (OSError, SafetensorError, msgspec.DecodeError, KeyError, ValueError) as error:
+        raise DamagedError(f"checkpoint {folder} is damaged: {error}") from error
+
+
+class RngState(msgspec.Struct, frozen=True):
+    """The random states of a rank, from which plug-ins and layers with dropout draw; the learner's
+    own draws depend on seed and version alone. cuda: one entry per device."""
+
+    python: tuple[int, list[int], float | None]
+    numpy: tuple[str, list[int], int, int, float]
+    torch: bytes
+    cuda: list[bytes]
+
+
+def random_state() -> RngState:
+    """Return the generators' states now."""
+    version, words, spare = random.getstate()
+    name, key, *rest = np.random.get_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    numpy: Any = (name, np.asarray(key).tolist(), *rest)
+    own, *devices = (one.numpy().tobytes() for one in (torch.get_rng_state(), *cuda))
+    return RngState((version, list(words), spare), numpy, own, devices)
+
+
+def draw_on(saved: RngState) -> None:
+    """Put the generators into saved states. Devices without a saved state keep theirs."""
+    version, words, spare = saved.python
+    random.setstate((version, tuple(words), spare))
+    name, key, *rest = saved.numpy
+    state: Any = (name, np.array(key, np.uint32), *rest)
+    np.random.set_state(state)
+    torch.set_rng_state(_unpacked(saved.torch))
+    for device, packed in enumerate(saved.cuda[: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(_unpacked(packed), device)
+
+
+def _unpacked(packed: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)

@@ -151,7 +151,7 @@ def hold(model: Any, compute: torch.dtype, ranks: Ranks) -> None:
 
 
 def _share(weights: list[torch.nn.Parameter], ranks: Ranks) -> None:
-    """Give rank 0's weights to all ranks, in a file in memory that exists until the last rank ends."""
+    """Give rank 0's weights to all ranks, in a file in memory that ends with the last rank."""
     ends = [0]
     for weight in weights:
         ends.append(ends[-1] + -(-weight.nbytes // _ALIGNMENT) * _ALIGNMENT)

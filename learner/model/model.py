@@ -98,15 +98,17 @@ class Tower(torch.nn.Module):
 
 class TreeModel:
     """A model of the learner, which construction loads, adapts and places. Trained weights are
-    float32; compute is float32, or bfloat16 by autocast."""
+    float32; compute is float32, or bfloat16 by autocast. values: a critic. reference: hold a frozen
+    copy of the initial weights, which a policy with adapters does not need."""
 
     passes: ClassVar[int] = 0
     """The forwards of all models of this process, which show that an update moves."""
 
     def __init__(
-        self, folder: str, config: LearnerConfig, lora: LoraConfig, temperature: float, ranks: Ranks,
-        seed: int = 0, values: bool = False, reference: bool = False,
+        self, folder: str, config: LearnerConfig, temperature: float, ranks: Ranks, seed: int = 0,
+        lora: LoraConfig | None = None, values: bool = False, reference: bool = False,
     ):  # fmt: skip
+        lora = lora or config.lora
         check_fits(FilePath(folder), lora, ranks, reference)
         torch.manual_seed(seed)  # gives every rank the same initial adapters
         self.config, self.ranks, self.device = config, ranks, ranks.device
@@ -162,6 +164,10 @@ class TreeModel:
             for name, p in self.tower.named_parameters()
             if p.requires_grad
         }
+        self.initial: TreeModel = self
+        if reference:
+            self.initial = TreeModel(folder, config, temperature, ranks, seed, LoraConfig(rank=0))
+            self.initial.tower.requires_grad_(False)
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that train, by name."""
@@ -176,12 +182,20 @@ class TreeModel:
         self, forest: Forest, initial: bool = False, compute: torch.dtype | None = None,
         attention: Backend | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Return the tower's two outputs [targets]. initial: without the adapters. compute,
-        attention: used instead of the run's; "causal" reads a forest of one path."""
+        """Return log-probabilities and entropies (of a critic: values, twice) [targets], in the
+        order of the paths. initial: without the adapters. compute, attention: used instead of the
+        run's; "causal" reads a forest of one path."""
         layout = Layout(forest, attention or self.config.attention, self.device)
         positions, view = self._look(layout.forest)
         TreeModel.passes += 1
         return self.tower(layout, positions, view, compute or self.compute, initial)
+
+    def reference_logprobs(self, forest: Forest) -> torch.Tensor:
+        """Return log-probabilities under the initial policy (adapters off, or the frozen copy),
+        without gradient."""
+        assert self.lora or self.initial is not self, "a policy without adapters or a reference"
+        with torch.no_grad():
+            return self.initial.read(forest, initial=self.lora)[0]
 
     def _look(self, forest: Forest) -> tuple[np.ndarray, vision.View | None]:
         """Return the positions of a forest's nodes, and its pictures if it has any."""
@@ -189,9 +203,7 @@ class TreeModel:
         if not needed:
             return forest.depth, None
         if self.vision is None:
-            raise ValueError(
-                f"a turn shows pictures {needed[:5]}, and the learner's model reads text only: expected the policy's model"
-            )
+            raise ValueError(f"a turn shows pictures {needed[:5]}, and the model reads text only")
         grids = self.vision.grids(pictures, needed)
         positions = vision.places(tokens, forest.depth, forest.end, grids)
         return positions, self.vision.view(tokens, pictures)
@@ -203,34 +215,6 @@ class TreeModel:
             yield
         if isinstance(self.tower, FSDPModule):
             self.tower.reshard()
-
-
-class Policy(TreeModel):
-    """The policy. It gives log-probabilities of trained tokens under its current and under its
-    initial weights. reference: hold a frozen copy of the initial weights, which a policy with
-    adapters does not need."""
-
-    def __init__(
-        self, folder: str, config: LearnerConfig, temperature: float, ranks: Ranks,
-        seed: int = 0, lora: LoraConfig | None = None, reference: bool = False,
-    ):  # fmt: skip
-        lora = config.lora if lora is None else lora
-        super().__init__(folder, config, lora, temperature, ranks, seed, reference=reference)
-        self.initial: TreeModel = self
-        if reference:
-            self.initial = TreeModel(folder, config, LoraConfig(rank=0), temperature, ranks, seed)
-            self.initial.tower.requires_grad_(False)
-
-    def logprobs(self, forest: Forest) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probabilities and entropies [trained tokens], in the order of the paths."""
-        return self.read(forest)
-
-    def reference_logprobs(self, forest: Forest) -> torch.Tensor:
-        """Return log-probabilities under the initial policy (adapters off, or the frozen copy),
-        without gradient."""
-        assert self.lora or self.initial is not self, "a policy without adapters or a reference"
-        with torch.no_grad():
-            return self.initial.read(forest, initial=self.lora)[0]
 
 
 def _distinct(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -257,8 +241,8 @@ def check_layers(folder: str, model: Any) -> None:
     decoder = model.get_decoder()
     if not hasattr(decoder, "layers"):
         raise ValueError(
-            f"{folder} ({model.config.model_type}) has no decoder with layers: expected a model built"
-            " as Llama is; train another model (docs/models.md)"
+            f"{folder} ({model.config.model_type}) has no decoder with layers: expected a model"
+            " built as Llama is; train another model (docs/models.md)"
         )
     kinds = set(getattr(decoder.config, "layer_types", None) or []) - _FOLLOWS
     if any(isinstance(module, torch.nn.Conv1d) for module in decoder.layers.modules()):
@@ -267,8 +251,9 @@ def check_layers(folder: str, model: Any) -> None:
         kinds.add("attention sinks")
     if kinds:
         raise ValueError(
-            f"{folder} ({model.config.model_type}) has {', '.join(sorted(kinds))}: expected layers of"
-            " softmax attention alone, which can follow a tree; train another model (docs/models.md)"
+            f"{folder} ({model.config.model_type}) has {', '.join(sorted(kinds))}: expected layers"
+            " of softmax attention alone, which can follow a tree; train another model"
+            " (docs/models.md)"
         )
 
 
@@ -286,6 +271,7 @@ def check_fits(folder: FilePath, lora: LoraConfig, ranks: Ranks, reference: bool
     free = torch.cuda.mem_get_info()[0] if ranks.device.startswith("cuda") else free_memory()
     if needed > free:
         raise MemoryError(
-            f"{folder}: one learner rank needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free: use fewer ranks"
-            " (learner.count), LoRA (learner.lora.rank), learner.sharding = 'fsdp' over more ranks or a smaller model"
+            f"{folder}: one learner rank needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f}"
+            " GiB are free: use fewer ranks (learner.count), LoRA (learner.lora.rank),"
+            " learner.sharding = 'fsdp' over more ranks or a smaller model"
         )

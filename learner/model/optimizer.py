@@ -53,8 +53,9 @@ class Stepper:
         size = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if not math.isfinite(size):
             raise RuntimeError(
-                f"update {version + 1}: the {self.name}'s gradient norm is {size}: the run stops before the weights are spoilt."
-                " Resume from the last checkpoint with a lower learning rate or a tighter correction"
+                f"update {version + 1}: the {self.name}'s gradient norm is {size}: the run stops"
+                " before the weights are spoilt. Resume with a lower learning rate or a tighter"
+                " correction"
             )
         for group in self.adamw.param_groups:
             group["lr"] = self.rate(version)

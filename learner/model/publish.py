@@ -14,7 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from coppice.common import vision
 from coppice.common.atomic import drafted, write_whole
 from coppice.common.frontier import runs
-from coppice.learner.model.model import Policy
+from coppice.learner.model.model import TreeModel
 from coppice.learner.model.weight_server import Snapshot, WeightServer
 from coppice.wire import digest
 from coppice.wire.published import FILES, Manifest
@@ -33,7 +33,7 @@ class Published(msgspec.Struct, frozen=True):
 
 
 def publish(
-    policy: Policy, version: int, run: Path, keep: int,
+    policy: TreeModel, version: int, run: Path, keep: int,
     whole: dict[str, torch.Tensor] | None = None, server: WeightServer | None = None,
     file: bool = True, trained: dict[int, int] | None = None,
 ) -> Published:  # fmt: skip
@@ -75,7 +75,7 @@ def publish(
     return published
 
 
-def _write_adapter(policy: Policy, whole: dict[str, torch.Tensor], folder: Path) -> str:
+def _write_adapter(policy: TreeModel, whole: dict[str, torch.Tensor], folder: Path) -> str:
     settings = policy.model.peft_config["default"].to_dict()
     # PEFT also names layers that it excluded
     adapted = {name.partition(".lora_")[0].rpartition(".")[2] for name in whole}
@@ -102,9 +102,8 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
             place = torch.arange(first, first + piece.numel(), device=piece.device) % 65521 + 1
             plain += int(piece.sum())
             weighted += int((piece * place).sum())
-        total.update(
-            f"{name}\0{tuple(tensors[name].shape)}\0{tensors[name].dtype}\0{plain}\0{weighted}\0".encode()
-        )
+        shape, dtype = tuple(tensors[name].shape), tensors[name].dtype
+        total.update(f"{name}\0{shape}\0{dtype}\0{plain}\0{weighted}\0".encode())
     return total.hexdigest()
 
 

@@ -69,10 +69,10 @@ class WeightServer:
             # broadcasts between CPUs listen there
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         else:
-            log.warning(
-                "anyone who reaches %s can disturb the giving of weights and join a broadcast: keep this network closed",
-                host,
+            told = (
+                "anyone who reaches %s can disturb the giving of weights: keep it a closed network"
             )
+            log.warning(told, host)
         self.token = secrets.token_urlsafe(24)
         self._meeting = bound_store(host, self.timeout)
         self.address = f"{host}:{self._meeting.port}"
@@ -112,13 +112,13 @@ class WeightServer:
         """Answer one ask. A failure is reported to the asker, and training goes on."""
         store = self._client()
         try:
-            asked = json.loads(opened(self.token, f"ask/{number}", store.get(f"ask/{number}")))
-            snapshot = next((s for s in self._snapshots if s.version == asked["version"]), None)
+            ask = json.loads(opened(self.token, f"ask/{number}", store.get(f"ask/{number}")))
+            snapshot = next((s for s in self._snapshots if s.version == ask["version"]), None)
             if snapshot is None:
                 now = ", ".join(str(s.version) for s in self._snapshots) or "none"
-                raise LookupError(f"asked for version {asked['version']}, gives {now}")
-            serve = {"tensor": self._hand_over, "distributed": self._broadcast}[asked["transport"]]
-            serve(store, number, asked, snapshot)
+                raise LookupError(f"asked for version {ask['version']}, gives {now}")
+            serve = {"tensor": self._hand_over, "distributed": self._broadcast}[ask["transport"]]
+            serve(store, number, ask, snapshot)
         except (RuntimeError, LookupError, ValueError, TypeError) as error:
             log.warning("ask %d failed: %s: %s", number, type(error).__name__, error)
             with contextlib.suppress(RuntimeError):
@@ -140,11 +140,9 @@ class WeightServer:
             if self._closing.wait(_LOOK_S):
                 return
 
-    def _hand_over(
-        self, store: Any, number: int, asked: dict[str, Any], snapshot: Snapshot
-    ) -> None:
+    def _hand_over(self, store: Any, number: int, ask: dict[str, Any], snapshot: Snapshot) -> None:
         """Answer with handles to the snapshot's own memory, which stays until the asker is done."""
-        ranks = range(int(asked["ranks"]))
+        ranks = range(int(ask["ranks"]))
         buckets = [
             described(bucket) | {"payloads": [handles(bucket) for _ in ranks]}
             for bucket in snapshot.buckets
@@ -152,16 +150,14 @@ class WeightServer:
         self._answer(store, number, {"buckets": buckets})
         self._ended(store, number)
 
-    def _broadcast(
-        self, store: Any, number: int, asked: dict[str, Any], snapshot: Snapshot
-    ) -> None:
+    def _broadcast(self, store: Any, number: int, ask: dict[str, Any], snapshot: Snapshot) -> None:
         """Join a group with the asker's ranks as rank 0, and broadcast each bucket as bytes."""
         meeting = bound_store(self.host, self.timeout)
         buckets = [described(bucket) for bucket in snapshot.buckets]
         answer = {"address": self.host, "port": meeting.port, "buckets": buckets}
         self._answer(store, number, answer)
-        size = 1 + int(asked["ranks"])
-        group = joined(meeting, asked["group"], asked["backend"], size, self.timeout)
+        size = 1 + int(ask["ranks"])
+        group = joined(meeting, ask["group"], ask["backend"], size, self.timeout)
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         try:

@@ -1,14 +1,13 @@
 """Advantage schemes, one per file. A scheme knows nothing of models and staleness.
 
-A scheme's file has ``advantages(table, **options)``, which returns float64 [tokens], or an
-``Estimate`` if the scheme also computes targets for a critic. Its other functions get the value of
-every option: ``needs(**options)`` declares as a ``SchemeNeeds`` what the scheme reads; the optional
-``trains(table, **options)`` says which turns train (learner/update/trained.py; ``advantages`` sees only
-these), and the optional ``metrics(table, **options)`` measures each batch. ``learner.scheme`` names
-a file in this folder or a user's own "module:advantages".
+A scheme's file has ``advantages(table, **options)``, which returns float64 [tokens], or
+``Advantages`` if the scheme also computes targets for a critic. Its other functions get the value
+of every option: ``needs(**options)`` declares what the scheme reads; the optional ``trains(table,
+**options)`` says which turns train (as ``scored`` of learner/update/table.py; ``advantages`` sees
+only these), and the optional ``metrics(table, **options)`` measures each batch.
+``learner.scheme`` names a file in this folder or a user's own "module:advantages".
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +15,9 @@ import msgspec
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.options import checked, declared, modules, plugin
+from coppice.common.options import check_takes, checked, declared, modules, plugin, with_defaults
 from coppice.learner.update.table import TurnTable
-from coppice.learner.update.targets import Estimate
+from coppice.learner.update.targets import Advantages
 
 
 class Scheme(msgspec.Struct, frozen=True):
@@ -32,10 +31,10 @@ class Scheme(msgspec.Struct, frozen=True):
     rule: Callable[..., np.ndarray] | None = None
     measure: Callable[..., dict[str, float]] | None = None
 
-    def __call__(self, table: TurnTable) -> Estimate:
+    def __call__(self, table: TurnTable) -> Advantages:
         """Return the estimate of a table that holds only turns which train."""
         estimate = self.function(table, **self.options)
-        return estimate if isinstance(estimate, Estimate) else Estimate(estimate)
+        return estimate if isinstance(estimate, Advantages) else Advantages(estimate)
 
     def trains(self, table: TurnTable) -> np.ndarray:
         """Return, as bool [turns], which turns the scheme trains on. The update leaves the others
@@ -64,16 +63,9 @@ def load(name: str, options: dict[str, Any]) -> Scheme:
     setting = f"learner.scheme = {name!r}"
     module, function = plugin(setting, name, __name__, "advantages")
     options = checked("learner.scheme_options", f"scheme {name!r}", function, options, ("table",))
-    needs = declared(setting, module, "needs", SchemeNeeds, function, options)
-    parameters = inspect.signature(function).parameters.values()
-    options = {p.name: p.default for p in parameters if p.default is not p.empty} | options
+    options = with_defaults(function, options)
+    needs = declared(setting, module, "needs", SchemeNeeds, options)
+    for part in ("trains", "metrics"):
+        check_takes(setting, module, part, None, **options)
     rule, measure = getattr(module, "trains", None), getattr(module, "metrics", None)
-    for part, own in (("trains", rule), ("metrics", measure)):
-        try:
-            own is None or inspect.signature(own).bind(None, **options)
-        except TypeError as error:
-            raise ValueError(
-                f"{setting}: {module.__name__}.{part} {error}. It is called with the table and"
-                f" every option, {sorted(options)}: take the rest with **_"
-            ) from None
     return Scheme(name, function, options, needs, rule, measure)

@@ -10,11 +10,10 @@ from typing import Literal
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
+from coppice.common.statistics import standardise, within
 from coppice.learner.forest.segments import segments
 from coppice.learner.schemes import grpo
-from coppice.learner.update.statistics import standardise, within
-from coppice.learner.update.table import TurnTable
-from coppice.learner.update.trained import scored
+from coppice.learner.update.table import TurnTable, scored
 
 trains = scored("column")
 
@@ -24,13 +23,10 @@ def needs(column: str, **_: object) -> SchemeNeeds:
 
 
 def advantages(
-    table: TurnTable,
-    column: str = "outcome",
-    sharing: Literal["soft", "hard"] = "soft",
+    table: TurnTable, column: str = "outcome", sharing: Literal["soft", "hard"] = "soft"
 ) -> np.ndarray:
     if sharing == "soft":
         return grpo.advantages(table, column)
-    shared, trajectories = segments(table), table.trajectories()
-    returns = trajectories.total(table.column(column))
+    shared, (trajectories, returns) = segments(table), table.returns(column)
     leaves = within(trajectories.tree, returns, standardise)
     return shared.mean(leaves)[shared.of]

@@ -9,11 +9,10 @@ gets 0. A = A_E + alpha A_S, where A_E is GRPO over episode returns.
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.numbers import NotNegative, Share
+from coppice.common.numbers import Ddof, NotNegative, Share
+from coppice.common.statistics import standardise, within
 from coppice.learner.schemes import grpo
-from coppice.learner.update.statistics import Ddof, standardise, within
-from coppice.learner.update.table import TurnTable
-from coppice.learner.update.trained import scored
+from coppice.learner.update.table import TurnTable, scored
 
 trains = scored("column")
 

@@ -9,9 +9,9 @@ is Dr. GRPO.
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.learner.update.statistics import Ddof, standardise, within
-from coppice.learner.update.table import TurnTable
-from coppice.learner.update.trained import scored
+from coppice.common.numbers import Ddof
+from coppice.common.statistics import standardise, within
+from coppice.learner.update.table import TurnTable, scored
 
 trains = scored("column")
 
@@ -23,7 +23,6 @@ def needs(column: str, **_: object) -> SchemeNeeds:
 def advantages(
     table: TurnTable, column: str = "reward", std: bool = True, ddof: Ddof = 1
 ) -> np.ndarray:
-    trajectories = table.trajectories()
-    returns = trajectories.total(table.column(column))
+    trajectories, returns = table.returns(column)
     normalised = within(trajectories.tree, returns, lambda group: standardise(group, std, ddof))
     return table.per_token(normalised[trajectories.of])

@@ -10,11 +10,9 @@ ones.
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.numbers import Count
+from coppice.common.numbers import Count, Ddof
 from coppice.learner.schemes.turn_grpo import by_turn
-from coppice.learner.update.statistics import Ddof
-from coppice.learner.update.table import TurnTable
-from coppice.learner.update.trained import scored
+from coppice.learner.update.table import TurnTable, scored
 
 COLUMNS = frozenset({"mc_value", "outcome"})
 
@@ -25,11 +23,7 @@ def needs(**_: object) -> SchemeNeeds:
     return SchemeNeeds(columns=COLUMNS, group="batch", aggregation="token")
 
 
-def advantages(
-    table: TurnTable,
-    n_min: Count = 4,
-    ddof: Ddof = 0,
-) -> np.ndarray:
+def advantages(table: TurnTable, n_min: Count = 4, ddof: Ddof = 0) -> np.ndarray:
     """A turn next to a missing value has no difference, so it enters no statistic and gets 0."""
     return table.per_token(by_turn(table.turn, temporal_differences(table), n_min, ddof))
 

@@ -17,19 +17,11 @@ from typing import Literal
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.numbers import NotNegative
+from coppice.common.numbers import Ddof, NotNegative
+from coppice.common.statistics import centre, leave_one_out, standardise, whiten, within
 from coppice.learner.schemes import gae
-from coppice.learner.update.statistics import (
-    Ddof,
-    centre,
-    leave_one_out,
-    standardise,
-    whiten,
-    within,
-)
-from coppice.learner.update.table import TurnTable
-from coppice.learner.update.targets import Estimate
-from coppice.learner.update.trained import scored
+from coppice.learner.update.table import TurnTable, scored
+from coppice.learner.update.targets import Advantages
 
 Base = Literal["grpo", "rloo", "reinforce_pp", "ppo"]
 Variant = Literal["step", "process", "merged", "token", "environment"]
@@ -60,7 +52,7 @@ def advantages(
     table: TurnTable, base: Base = "grpo", variant: Variant = "step", alpha: NotNegative = 1.0,
     outcome: str = "outcome", step_reward: str = "reward", invalid_penalty: NotNegative = 0.1,
     ddof: Ddof = 1, whiten_ddof: Ddof = 0,
-) -> Estimate:  # fmt: skip
+) -> Advantages:  # fmt: skip
     """Return advantages, and value targets for base "ppo". An invalid step (column "valid" = 0)
     lowers only the outcome of its own turn.
 
@@ -76,24 +68,19 @@ def advantages(
     if "valid" in table.scores:
         penalties[table.scores["valid"] == 0] = invalid_penalty
     episode = _episode(table, base, outcome, penalties, ddof, whitened)
-    trajectories = table.trajectories()
     if variant == "token":
         process = _token_level(table, change, finish)
     else:
-        environments = variant == "environment"
-        steps = table.column(step_reward) if environments else _implicit(table)
+        own = variant == "environment"
+        steps = table.column(step_reward) if own else table.per_turn(table.token_column("prm"))
         if variant == "merged":
-            returns = trajectories.total(table.column(outcome))[trajectories.of]
-            steps = returns - penalties + alpha * steps
+            trajectories, returns = table.returns(outcome)
+            steps = returns[trajectories.of] - penalties + alpha * steps
         process = _compared(table, steps, change, finish)
     if variant == "merged":
-        return Estimate(process, episode.returns)
+        return Advantages(process, episode.returns)
     start = 0.0 if variant == "process" else episode.advantages
-    return Estimate(start + alpha * process, episode.returns)
-
-
-def _implicit(table: TurnTable) -> np.ndarray:
-    return table.per_turn(table.token_column("prm"))
+    return Advantages(start + alpha * process, episode.returns)
 
 
 def _compared(table: TurnTable, values: np.ndarray, change: Change, finish: Finish) -> np.ndarray:
@@ -106,28 +93,27 @@ def _compared(table: TurnTable, values: np.ndarray, change: Change, finish: Fini
 
 def _episode(
     table: TurnTable, base: Base, outcome: str, penalties: np.ndarray, ddof: int, whitened: Finish
-) -> Estimate:
+) -> Advantages:
     """Return A_E: the outcome of each turn, compared with the unpenalised outcomes of the
     question's trajectories."""
     if base == "ppo":
         estimate = gae.advantages(table, outcome, whiten=False)
         lowered = estimate.advantages - table.per_token(penalties)
-        return Estimate(whitened(lowered, table.mask()), estimate.returns)
-    trajectories = table.trajectories()
-    returns = trajectories.total(table.column(outcome))
+        return Advantages(whitened(lowered, table.mask()), estimate.returns)
+    trajectories, returns = table.returns(outcome)
     baseline = leave_one_out if base == "rloo" else centre
     per_turn = within(trajectories.tree, returns, baseline)[trajectories.of] - penalties
     if base == "rloo":
-        return Estimate(table.per_token(per_turn))
+        return Advantages(table.per_token(per_turn))
     if base == "reinforce_pp":
-        return Estimate(whitened(table.per_token(per_turn), table.mask()))
+        return Advantages(whitened(table.per_token(per_turn), table.mask()))
 
-    def scale(group: np.ndarray) -> np.ndarray:
-        # equal outcomes have no spread, so the penalty of an invalid step is not scaled there
-        return np.full(len(group), group.std(ddof=ddof) + 1e-6 if np.ptp(group) > 0 else 1.0)
+    def scale(group: np.ndarray) -> float:
+        # equal outcomes have no deviation, so the penalty of an invalid step is not scaled there
+        return group.std(ddof=ddof) + 1e-6 if np.ptp(group) > 0 else 1.0
 
     scales = within(trajectories.tree, returns, scale)
-    return Estimate(table.per_token(per_turn / scales[trajectories.of]))
+    return Advantages(table.per_token(per_turn / scales[trajectories.of]))
 
 
 def _token_level(table: TurnTable, change: Change, finish: Finish) -> np.ndarray:

@@ -4,9 +4,9 @@ its turns (methods.md 3.6)."""
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.learner.update.statistics import Ddof, standardise
-from coppice.learner.update.table import TurnTable
-from coppice.learner.update.trained import scored
+from coppice.common.numbers import Ddof
+from coppice.common.statistics import standardise
+from coppice.learner.update.table import TurnTable, scored
 
 trains = scored("column")
 
@@ -17,6 +17,5 @@ def needs(column: str, **_: object) -> SchemeNeeds:
 
 def advantages(table: TurnTable, column: str = "outcome", ddof: Ddof = 0) -> np.ndarray:
     """The environments give an episode that ran out of turns the outcome 0."""
-    trajectories = table.trajectories()
-    normalised = standardise(trajectories.total(table.column(column)), True, ddof, 1e-8)
-    return table.per_token(normalised[trajectories.of])
+    trajectories, returns = table.returns(column)
+    return table.per_token(standardise(returns, True, ddof, 1e-8)[trajectories.of])

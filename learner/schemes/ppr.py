@@ -15,12 +15,10 @@ from typing import Literal
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.numbers import NotNegative, Positive, Share
-from coppice.learner.update.statistics import Ddof
-from coppice.learner.update.table import Trajectories, TurnTable
-from coppice.learner.update.targets import Estimate, Kind, estimate
+from coppice.common.numbers import Ddof, NotNegative, Positive, Share
+from coppice.learner.update.table import Trajectories, TurnTable, scored
+from coppice.learner.update.targets import Advantages, Kind, estimate
 from coppice.learner.update.targets import needs as target_needs
-from coppice.learner.update.trained import scored
 
 Normalisation = Literal["constant", "sample", "none", "rescale", "reduced"]
 Invalid = Literal["zero", "skip"]
@@ -45,7 +43,7 @@ def advantages(
     process: str = "process", outcome: str = "outcome", gamma: Share = 1.0, lam: Share = 1.0,
     whiten: bool = True, whiten_ddof: Ddof = 0, targets: Kind = "gae", kl_coef: NotNegative = 0.0,
     rho_max: Positive = 1.0, c_max: Positive = 1.0,
-) -> Estimate:  # fmt: skip
+) -> Advantages:  # fmt: skip
     """Return advantages and value targets. Whitening and critic use only the policy's own tokens
     (in methods.md 2.4: all response tokens)."""
     rewards = table.at_last_token(turn_rewards(table, normalisation, invalid, process, outcome))

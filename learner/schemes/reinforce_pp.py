@@ -11,9 +11,9 @@ from typing import Literal
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.learner.update.statistics import Ddof, centre, whiten, within
-from coppice.learner.update.table import TurnTable
-from coppice.learner.update.trained import unequal
+from coppice.common.numbers import Ddof
+from coppice.common.statistics import centre, whiten, within
+from coppice.learner.update.table import TurnTable, unequal
 
 trains = unequal("column")
 
@@ -21,8 +21,8 @@ trains = unequal("column")
 def needs(column: str, baseline: str, leave_out_equal: bool, **_: object) -> SchemeNeeds:
     if baseline == "none" and leave_out_equal:
         raise ValueError(
-            "learner.scheme_options.leave_out_equal = true with baseline = 'none': the batch is compared, not a question;"
-            " remove it, or set baseline = 'group'"
+            "learner.scheme_options.leave_out_equal = true with baseline = 'none': the batch is"
+            " compared, not a question; remove it, or set baseline = 'group'"
         )
     if baseline == "none":
         return SchemeNeeds(columns=frozenset({column}), group="batch", aggregation="token")
@@ -36,8 +36,7 @@ def advantages(
     table: TurnTable, column: str = "reward", baseline: Literal["group", "none"] = "group",
     whiten_ddof: Ddof = 0, leave_out_equal: bool = False,
 ) -> np.ndarray:  # fmt: skip
-    trajectories = table.trajectories()
-    returns = trajectories.total(table.column(column))
+    trajectories, returns = table.returns(column)
     if baseline == "group":
         returns = within(trajectories.tree, returns, centre)
     return whiten(table.per_token(returns[trajectories.of]), table.mask(), whiten_ddof)

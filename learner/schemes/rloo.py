@@ -4,9 +4,8 @@
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.learner.update.statistics import leave_one_out, within
-from coppice.learner.update.table import TurnTable
-from coppice.learner.update.trained import scored
+from coppice.common.statistics import leave_one_out, within
+from coppice.learner.update.table import TurnTable, scored
 
 trains = scored("column")
 
@@ -16,6 +15,5 @@ def needs(column: str, **_: object) -> SchemeNeeds:
 
 
 def advantages(table: TurnTable, column: str = "reward") -> np.ndarray:
-    trajectories = table.trajectories()
-    centred = within(trajectories.tree, trajectories.total(table.column(column)), leave_one_out)
-    return table.per_token(centred[trajectories.of])
+    trajectories, returns = table.returns(column)
+    return table.per_token(within(trajectories.tree, returns, leave_one_out)[trajectories.of])

@@ -11,10 +11,9 @@ import numpy as np
 
 from coppice.common.declared import SchemeNeeds
 from coppice.common.numbers import Positive
-from coppice.learner.update.statistics import whiten as whiten_tokens
-from coppice.learner.update.table import TurnTable
-from coppice.learner.update.targets import Estimate, gae
-from coppice.learner.update.trained import scored
+from coppice.common.statistics import whiten as whiten_tokens
+from coppice.learner.update.table import TurnTable, scored
+from coppice.learner.update.targets import Advantages, gae
 
 trains = scored("column")
 
@@ -26,11 +25,8 @@ def needs(column: str, **_: object) -> SchemeNeeds:
 
 
 def advantages(
-    table: TurnTable,
-    column: str = "outcome",
-    alpha: Positive = 0.05,
-    whiten: bool = True,
-) -> Estimate:
+    table: TurnTable, column: str = "outcome", alpha: Positive = 0.05, whiten: bool = True
+) -> Advantages:
     """Return advantages and value targets. alpha: not published; the default is VAPO's (arXiv
     2504.05118)."""
     rewards, values = (
@@ -42,4 +38,4 @@ def advantages(
         lam = max(0.0, 1 - 1 / (alpha * max(1, table.mask()[span].sum())))
         result[span] = gae(rewards[span], values[span], 1.0, lam)[0]
         returns[span] = gae(rewards[span], values[span], 1.0, 1.0)[1]
-    return Estimate(whiten_tokens(result, table.mask()) if whiten else result, returns)
+    return Advantages(whiten_tokens(result, table.mask()) if whiten else result, returns)

@@ -7,9 +7,8 @@ k = 1, A = r.
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.numbers import Positive
-from coppice.common.statistics import among_siblings
-from coppice.learner.update.statistics import Ddof, within
+from coppice.common.numbers import Ddof, Positive
+from coppice.common.statistics import among_siblings, within
 from coppice.learner.update.table import TurnTable
 
 

@@ -5,10 +5,9 @@ tokens (methods.md 1.6; estimator A of SLATE's Theorem 1)."""
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
+from coppice.common.numbers import Ddof
 from coppice.learner.schemes import grpo
-from coppice.learner.update.statistics import Ddof
-from coppice.learner.update.table import TurnTable
-from coppice.learner.update.trained import scored
+from coppice.learner.update.table import TurnTable, scored
 
 trains = scored("reward")
 

@@ -17,11 +17,10 @@ import numpy as np
 
 from coppice.common.declared import SchemeNeeds
 from coppice.common.numbers import Count, Positive
-from coppice.learner.forest.segments import Segments, segments
-from coppice.learner.update.statistics import whiten as whiten_tokens
-from coppice.learner.update.table import TurnTable
-from coppice.learner.update.targets import Estimate
-from coppice.learner.update.trained import scored
+from coppice.common.statistics import whiten as whiten_tokens
+from coppice.learner.forest.segments import TreeSegments, segments
+from coppice.learner.update.table import TurnTable, scored
+from coppice.learner.update.targets import Advantages
 
 trains = scored("column")
 
@@ -36,12 +35,12 @@ def needs(column: str, form: str, whiten: bool, **_: object) -> SchemeNeeds:
 def advantages(
     table: TurnTable, column: str = "outcome", form: Literal["released", "paper"] = "released",
     most: Count = 32, certain: Positive = 0.9, whiten: bool = True,
-) -> Estimate:  # fmt: skip
+) -> Advantages:  # fmt: skip
     """Return advantages and which tokens are trained. certain: more than 1 trains the tokens of
     every probability."""
-    tree, trajectories = segments(table), table.trajectories()
-    leaf_weights = trajectories.total(table.scores["weight"]) if "weight" in table.scores else None
-    value = tree.mean(trajectories.total(table.column(column)), leaf_weights)
+    tree, (trajectories, returns) = segments(table), table.returns(column)
+    leaf_weights = table.returns("weight")[1] if "weight" in table.scores else None
+    value = tree.mean(returns, leaf_weights)
     gain = value - tree.above(value)
     trained = table.mask() & (
         np.concatenate([path.logprobs for path in table.paths]) < math.log(certain)
@@ -50,13 +49,13 @@ def advantages(
         once = tree.first()[tree.of] == table.per_token(trajectories.of)
         trained &= once & drawn(tree, trajectories.tree, gain, most)[tree.of]
     advantage = gain[tree.of]
-    return Estimate(
+    return Advantages(
         whiten_tokens(advantage, trained, ddof=1) if whiten else np.where(trained, advantage, 0.0),
         trained=trained,
     )
 
 
-def drawn(tree: Segments, questions: np.ndarray, gain: np.ndarray, most: int) -> np.ndarray:
+def drawn(tree: TreeSegments, questions: np.ndarray, gain: np.ndarray, most: int) -> np.ndarray:
     """Return, as bool [segments], at most ``most`` segments of each question among those of a gain.
     questions: int64 [trajectories]."""
     kept, question = np.abs(gain) > 1e-12, questions[tree.first()]

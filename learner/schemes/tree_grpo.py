@@ -10,9 +10,8 @@ code gives R itself, which is not centred).
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.learner.update.statistics import standardise, within
-from coppice.learner.update.table import TurnTable
-from coppice.learner.update.trained import scored
+from coppice.common.statistics import standardise, within
+from coppice.learner.update.table import TurnTable, scored
 
 trains = scored("column")
 
@@ -22,8 +21,7 @@ def needs(column: str, **_: object) -> SchemeNeeds:
 
 
 def advantages(table: TurnTable, column: str = "outcome") -> np.ndarray:
-    trajectories = table.trajectories()
-    returns = trajectories.total(table.column(column))
+    trajectories, returns = table.returns(column)
     trees = table.group[[rows[0] for rows in trajectories.rows]]
     both = within(trajectories.tree, returns, standardise)
     both += within(trees, returns, standardise)

@@ -13,10 +13,9 @@ from typing import Literal
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
+from coppice.common.statistics import whiten
 from coppice.learner.forest.segments import segments
-from coppice.learner.update.statistics import whiten
-from coppice.learner.update.table import TurnTable
-from coppice.learner.update.trained import unequal
+from coppice.learner.update.table import TurnTable, unequal
 
 trains = unequal("column")
 
@@ -34,8 +33,7 @@ def advantages(
     weighting: Literal["average", "size"] = "average",
     leave_out_equal: bool = True,
 ) -> np.ndarray:
-    nodes, trajectories = segments(table), table.trajectories()
-    returns = trajectories.total(table.column(column))
+    nodes, (trajectories, returns) = segments(table), table.returns(column)
     mean, result = nodes.mean(returns), np.zeros(len(returns))
     for leaf, path in enumerate(nodes.paths):
         above = path[(nodes.leaves[path] > 1) | (nodes.parent[path] < 0)]

@@ -14,10 +14,9 @@ from typing import Literal
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
+from coppice.common.statistics import leave_one_out, within
 from coppice.learner.forest.segments import segments
-from coppice.learner.update.statistics import leave_one_out, within
-from coppice.learner.update.table import TurnTable
-from coppice.learner.update.trained import scored
+from coppice.learner.update.table import TurnTable, scored
 
 trains = scored("column")
 
@@ -29,10 +28,8 @@ def needs(column: str, **_: object) -> SchemeNeeds:
 def advantages(
     table: TurnTable, column: str = "outcome", form: Literal["released", "paper"] = "released"
 ) -> np.ndarray:
-    steps, trajectories = segments(table), table.trajectories()
-    value = steps.mean(
-        within(trajectories.tree, trajectories.total(table.column(column)), leave_one_out)
-    )
+    steps, (trajectories, returns) = segments(table), table.returns(column)
+    value = steps.mean(within(trajectories.tree, returns, leave_one_out))
     root = np.sqrt(steps.leaves)
     if form == "paper":
         return np.where(steps.parent < 0, 0.0, (2 * value - steps.above(value)) / root)[steps.of]

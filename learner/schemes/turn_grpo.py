@@ -9,8 +9,8 @@ population's (ddof = 0). gamma = 0, so a turn's tokens share one advantage.
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.numbers import Count
-from coppice.learner.update.statistics import Ddof, standardise
+from coppice.common.numbers import Count, Ddof
+from coppice.common.statistics import standardise
 from coppice.learner.update.table import TurnTable
 
 
@@ -26,7 +26,7 @@ def advantages(
 
 
 def by_turn(turn: np.ndarray, rewards: np.ndarray, n_min: int, ddof: int = 0) -> np.ndarray:
-    """Return the rewards standardised over the turns of the batch with equal turn numbers [turns]."""
+    """Return the rewards standardised over the batch's turns of equal numbers [turns]."""
     scored = ~np.isnan(rewards)
     normalised = np.zeros(len(rewards))
     if not scored.any():

@@ -9,8 +9,8 @@ tokens of the batch.
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
+from coppice.common.statistics import whiten as whiten_tokens
 from coppice.learner.schemes.mc_pr import COLUMNS, temporal_differences
-from coppice.learner.update.statistics import whiten as whiten_tokens
 from coppice.learner.update.table import TurnTable
 
 

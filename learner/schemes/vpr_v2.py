@@ -9,8 +9,8 @@ advantages are 0. A KL or entropy term of the config acts all the same.
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.numbers import Share
-from coppice.learner.update.statistics import Ddof, centre, within
+from coppice.common.numbers import Ddof, Share
+from coppice.common.statistics import centre, within
 from coppice.learner.update.table import TurnTable
 
 
@@ -19,10 +19,7 @@ def needs(column: str, **_: object) -> SchemeNeeds:
 
 
 def advantages(
-    table: TurnTable,
-    column: str = "reward",
-    most_equal: Share = 1.0,
-    ddof: Ddof = 0,
+    table: TurnTable, column: str = "reward", most_equal: Share = 1.0, ddof: Ddof = 0
 ) -> np.ndarray:
     """most_equal: if a larger share of the groups is equal, all advantages are 0 (the v2 code has
     0.93 on Sudoku). A candidate without a reward enters no statistic and gets 0."""
@@ -31,10 +28,12 @@ def advantages(
     if not scored.any():
         return table.per_token(np.zeros(len(table)))
     groups = table.group[scored]
-    spread = within(groups, rewards[scored], lambda group: np.full(len(group), np.ptp(group))) > 0
+    differs = within(groups, rewards[scored], np.ptp) > 0
     first = np.unique(groups, return_index=True)[1]
     advantage = np.zeros(len(table))
-    if spread.any() and (~spread[first]).mean() <= most_equal:
+    if differs.any() and (~differs[first]).mean() <= most_equal:
         centred = within(groups, rewards[scored], centre)
-        advantage[scored] = np.where(spread, centred / (centred[spread].std(ddof=ddof) + 1e-8), 0.0)
+        advantage[scored] = np.where(
+            differs, centred / (centred[differs].std(ddof=ddof) + 1e-8), 0.0
+        )
     return table.per_token(advantage)

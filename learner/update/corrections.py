@@ -13,15 +13,14 @@ A user's own correction is a function ``(logprobs, advantage, level=.., **option
 check their options without importing torch.
 """
 
-import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
 from coppice.common.numbers import NotNegative, Positive
-from coppice.common.options import check_choice, checked, imported
+from coppice.common.options import check_choice, checked, imported, with_defaults
 from coppice.learner.update.objective import Aggregation
 
 if TYPE_CHECKING:
@@ -70,16 +69,16 @@ a config for none. The default 3 is that of verl and of the code that OPRL relea
 
 
 class Declared(msgspec.Struct, frozen=True):
-    """What the learner must know about a correction."""
+    """What the learner must know about a correction. ratio: the policy in the numerator of a
+    segment's ratio; "" for a correction without a ratio. bounds_step: it limits how far several
+    optimizer steps of one update may move the policy. aggregation: the learner.aggregation with
+    which the method is defined; "" for any. near: the options that bound current / proximal, which
+    is 1 in the first step of an update."""
 
     ratio: Literal["current", "proximal", ""] = "current"
-    """The policy in the numerator of a segment's ratio; "" for a correction without a ratio."""
     bounds_step: bool = False
-    """Whether it limits how far several optimizer steps of one update may move the policy."""
     aggregation: Aggregation | Literal[""] = ""
-    """The learner.aggregation with which the method is defined; "" for any."""
     near: tuple[str, ...] = ()
-    """The options that bound current / proximal, which is 1 in the first step of an update."""
 
 
 def declares(**declared: Any) -> Callable[[Correction], Correction]:
@@ -94,36 +93,28 @@ def declares(**declared: Any) -> Callable[[Correction], Correction]:
 
 
 def log_ratio(
-    logprobs: Logprobs, level: Level, against: Literal["current", "proximal"] = "current"
+    logprobs: Logprobs, level: Level, proximal: bool = False, geometric: bool = False
 ) -> Tensor:
-    """Return the log of (current or proximal) / behaviour over each token's segment [tokens],
-    without gradient."""
-    newer = logprobs.current.detach() if against == "current" else logprobs.proximal
-    token = newer - logprobs.behaviour
-    if level == "token":
-        return token
-    segments = logprobs.segments[level]
-    return segments.outside.index_add(0, segments.ids, token)[segments.ids]
+    """Return the log of current (or ``proximal``) / behaviour over each token's segment [tokens],
+    without gradient: of the product of its token ratios, or of their ``geometric`` mean."""
+    newer = logprobs.proximal if proximal else logprobs.current.detach()
+    log = newer - logprobs.behaviour
+    if level != "token":
+        segments = logprobs.segments[level]
+        log = segments.outside.index_add(0, segments.ids, log)[segments.ids]
+        log = log / segments.tokens[segments.ids] if geometric else log
+    return log
 
 
-def mean_log_ratio(logprobs: Logprobs, level: Level) -> Tensor:
-    """Return ``log_ratio`` divided by the segment's tokens, which is the log of the geometric mean
-    of the segment's token ratios."""
-    total = log_ratio(logprobs, level)
-    if level == "token":
-        return total
-    segments = logprobs.segments[level]
-    return total / segments.tokens[segments.ids]
-
-
-def _ratio(log: Tensor) -> Tensor:
-    return log.clamp(-20, 20).exp()  # keeps products finite; e^20 is above every bound
+def ratio(logprobs: Logprobs, level: Level, **how: bool) -> Tensor:
+    """Return exp(``log_ratio``), clamped so that products stay finite; e^20 exceeds every bound."""
+    return log_ratio(logprobs, level, **how).clamp(-20, 20).exp()
 
 
 def _weighted(
     logprobs: Logprobs, advantage: Tensor, coefficient: Tensor, masked: Tensor | None = None
 ) -> Surrogate:
-    """Return the weighted score function, coefficient x A x exp(current - stop_gradient(current))."""
+    """Return the weighted score function, coefficient x A x exp(current - detached current)."""
     through = (logprobs.current - logprobs.current.detach()).exp()
     nothing = advantage.new_zeros(advantage.shape).bool()
     term = coefficient * advantage * through
@@ -159,8 +150,8 @@ def ppo_clip(
 ) -> Surrogate:  # fmt: skip
     """Maximise min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (Schulman et al. 2017). dual_clip c
     > 1 keeps it above c A where A < 0."""
-    ratio = _ratio(log_ratio(logprobs, level))
-    return _clipped(logprobs, advantage, ratio, clip_low, clip_high, dual_clip)
+    own = ratio(logprobs, level)
+    return _clipped(logprobs, advantage, own, clip_low, clip_high, dual_clip)
 
 
 _decouples = declares(
@@ -177,7 +168,7 @@ def decoupled(
 ) -> Surrogate:  # fmt: skip
     """Decoupled PPO (Hilton et al. 2022) as AReaL trains it: w = proximal / behaviour up to
     ``upper``, and 0 above it. For w = min(proximal / behaviour, upper) take ``tis``."""
-    weight = _weight(logprobs, level)
+    weight = ratio(logprobs, level, proximal=True)
     return _near(logprobs, advantage, weight, 0.0, upper, clip_low, clip_high, dual_clip)
 
 
@@ -189,7 +180,7 @@ def tis(
 ) -> Surrogate:  # fmt: skip
     """Truncated importance sampling (Yao et al. 2025): w = clip(proximal / behaviour, lower,
     upper), times PPO's clip of current / proximal."""
-    weight = _weight(logprobs, level).clamp(lower, upper)
+    weight = ratio(logprobs, level, proximal=True).clamp(lower, upper)
     return _near(logprobs, advantage, weight, lower, upper, clip_low, clip_high, dual_clip)
 
 
@@ -201,12 +192,8 @@ def icepop(
 ) -> Surrogate:  # fmt: skip
     """w = proximal / behaviour within [lower, upper], else 0, times PPO's clip of current /
     proximal (IcePop 2025)."""
-    weight = _weight(logprobs, level)
+    weight = ratio(logprobs, level, proximal=True)
     return _near(logprobs, advantage, weight, lower, upper, clip_low, clip_high, dual_clip)
-
-
-def _weight(logprobs: Logprobs, level: Level) -> Tensor:
-    return _ratio(log_ratio(logprobs, level, "proximal"))
 
 
 def _near(
@@ -216,9 +203,9 @@ def _near(
     """Return weight x PPO's clipped term of current / proximal, and 0 for the tokens whose weight
     is outside [lower, upper]."""
     outside = (weight < lower) | (weight > upper)
-    ratio = _ratio(logprobs.current.detach() - logprobs.proximal)
+    near = (logprobs.current.detach() - logprobs.proximal).clamp(-20, 20).exp()
     weight = weight.masked_fill(outside, 0.0)
-    surrogate = _clipped(logprobs, advantage, ratio, clip_low, clip_high, dual_clip, weight)
+    surrogate = _clipped(logprobs, advantage, near, clip_low, clip_high, dual_clip, weight)
     return msgspec.structs.replace(surrogate, clipped=surrogate.clipped & ~outside, masked=outside)
 
 
@@ -226,7 +213,7 @@ def aipo(
     logprobs: Logprobs, advantage: Tensor, level: Level = "token", upper: Positive = 4.0
 ) -> Surrogate:
     """C = min(r, upper): one-sided truncation (AIPO, LlamaRL 2025)."""
-    return _weighted(logprobs, advantage, _ratio(log_ratio(logprobs, level)).clamp(max=upper))
+    return _weighted(logprobs, advantage, ratio(logprobs, level).clamp(max=upper))
 
 
 def cispo(
@@ -235,8 +222,8 @@ def cispo(
 ) -> Surrogate:  # fmt: skip
     """C = clip(r, 1 - clip_low, 1 + clip_high). Only the weight is clipped, so no token loses its
     gradient (MiniMax-M1 2025)."""
-    ratio = _ratio(log_ratio(logprobs, level))
-    return _weighted(logprobs, advantage, ratio.clamp(1 - clip_low, 1 + clip_high))
+    coefficient = ratio(logprobs, level).clamp(1 - clip_low, 1 + clip_high)
+    return _weighted(logprobs, advantage, coefficient)
 
 
 def sequence_mask(
@@ -245,9 +232,9 @@ def sequence_mask(
 ) -> Surrogate:  # fmt: skip
     """C = R where the segment's ratio R is within [lower, upper], else 0: masked importance
     sampling of whole segments."""
-    ratio = _ratio(log_ratio(logprobs, level))
-    outside = (ratio < lower) | (ratio > upper)
-    return _weighted(logprobs, advantage, ratio.masked_fill(outside, 0.0), outside)
+    own = ratio(logprobs, level)
+    outside = (own < lower) | (own > upper)
+    return _weighted(logprobs, advantage, own.masked_fill(outside, 0.0), outside)
 
 
 def geometric_mask(
@@ -256,10 +243,10 @@ def geometric_mask(
 ) -> Surrogate:  # fmt: skip
     """C = r per token where the geometric mean of the segment's token ratios is within [lower,
     upper], else 0. Long segments are not rejected more often than short ones."""
-    mean = _ratio(mean_log_ratio(logprobs, level))
+    mean = ratio(logprobs, level, geometric=True)
     outside = (mean < lower) | (mean > upper)
-    ratio = _ratio(log_ratio(logprobs, "token"))
-    return _weighted(logprobs, advantage, ratio.masked_fill(outside, 0.0), outside)
+    coefficient = ratio(logprobs, "token").masked_fill(outside, 0.0)
+    return _weighted(logprobs, advantage, coefficient, outside)
 
 
 @declares(bounds_step=True, aggregation="trajectory")
@@ -269,13 +256,13 @@ def gspo(
 ) -> Surrogate:  # fmt: skip
     """Maximise min(s A, clip(s) A), where s is the geometric mean of the segment's token ratios
     (GSPO in its token form; Zheng et al. 2025, whose objective has no dual clip)."""
-    ratio = _ratio(mean_log_ratio(logprobs, level))
-    return _clipped(logprobs, advantage, ratio, clip_low, clip_high, dual_clip)
+    mean = ratio(logprobs, level, geometric=True)
+    return _clipped(logprobs, advantage, mean, clip_low, clip_high, dual_clip)
 
 
 _ALL = (none, ppo_clip, decoupled, tis, aipo, cispo, icepop, sequence_mask, geometric_mask, gspo)
 CORRECTIONS: dict[str, Correction] = {function.__name__: function for function in _ALL}
-LEVELS: tuple[Level, ...] = ("token", "turn", "sequence")
+LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 class Corrected(msgspec.Struct, frozen=True):
@@ -291,9 +278,8 @@ class Corrected(msgspec.Struct, frozen=True):
         return self.function(logprobs, advantage, **self.options)
 
     def needs_proximal(self, steps: int) -> bool:
-        """True if all tokens must be forwarded before the first of ``steps`` optimizer steps. With
-        one step the proximal policy is the current one, so only a sequence needs the
-        log-probabilities of its tokens in other micro-batches."""
+        """True if all tokens must be forwarded before the first of ``steps`` optimizer steps: with
+        one step, only for a sequence's tokens in other micro-batches."""
         return self.level == "sequence" or (self.declared.ratio == "proximal" and steps > 1)
 
     @property
@@ -303,8 +289,7 @@ class Corrected(msgspec.Struct, frozen=True):
         return self.declared.ratio == "current" and self.level == "sequence"
 
     def idle(self, steps: int) -> list[str]:
-        """Return the options that are set but have no effect with ``steps`` optimizer steps per
-        update."""
+        """Return the options that are set and have no effect with ``steps`` steps per update."""
         chosen = {name for name, value in self.options.items() if value is not None}
         return sorted(set(self.declared.near) & chosen) if steps == 1 else []
 
@@ -313,14 +298,15 @@ class Corrected(msgspec.Struct, frozen=True):
         doubts = []
         if steps > 1 and not self.declared.bounds_step:
             doubts.append(
-                f"learner.correction = {self.name!r} with {steps} optimizer steps per update (learner.epochs x learner.minibatches): nothing"
-                " limits how far the policy moves away from its state at the start of the update; take 'ppo_clip', 'decoupled', 'tis' or 'icepop',"
-                " or one step"
+                f"learner.correction = {self.name!r} with {steps} optimizer steps per update"
+                " (learner.epochs x learner.minibatches): nothing limits how far the policy moves"
+                " away from its state at the start of the update; take 'ppo_clip', 'decoupled',"
+                " 'tis' or 'icepop', or one step"
             )
         if self.declared.aggregation and aggregation not in ("auto", self.declared.aggregation):
             doubts.append(
-                f"learner.correction = {self.name!r} with learner.aggregation = {aggregation!r}: the method is defined with"
-                f" {self.declared.aggregation!r}, which 'auto' takes"
+                f"learner.correction = {self.name!r} with learner.aggregation = {aggregation!r}:"
+                f" the method is defined with {self.declared.aggregation!r}, which 'auto' takes"
             )
         return doubts
 
@@ -336,7 +322,7 @@ def load(name: str, options: dict[str, Any]) -> Corrected:
     options = checked(
         "learner.correction_options", f"correction {name!r}", function, options, others
     )
-    values = {p.name: p.default for p in inspect.signature(function).parameters.values()} | options
+    values = with_defaults(function, options)
     if "level" not in values:
         raise ValueError(
             f"{setting}: expected a function with an option level: Level (docs/extend.md)"
@@ -350,9 +336,18 @@ def load(name: str, options: dict[str, Any]) -> Corrected:
     return Corrected(name, function, options, level, declared)
 
 
-def k3(current: Tensor, reference: Tensor) -> Tensor:
-    """Return the k3 estimate of KL(current || reference) per token: exp(d) - d - 1 clamped to [-10,
-    10], where d = reference - current."""
-    # keeps exp and its gradient finite; the result's own clamp is tighter
-    d = (reference - current).clamp(-20, 20)
-    return (d.exp() - d - 1).clamp(-10, 10)
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def kl(estimator: Estimator, current: Tensor, reference: Tensor) -> Tensor:
+    """Return an estimate of KL(current || reference) per token [tokens], with gradient.
+
+    With d = current - reference on sampled tokens: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d
+    within [-10, 10] (Schulman 2020, "Approximating KL divergence"). On-policy, k1 and k3 are
+    unbiased values. As loss terms, k2 has the gradient of this KL, k3 that of KL(reference ||
+    current), and k1 one that is 0 in expectation; k1 belongs in the reward (objective.shaped).
+    """
+    d = (current - reference).clamp(-20, 20)  # keeps exp and its gradient finite
+    if estimator == "k3":
+        return ((-d).exp() + d - 1).clamp(-10, 10)
+    return d if estimator == "k1" else d**2 / 2

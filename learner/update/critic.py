@@ -4,7 +4,7 @@ Returns carry no gradient."""
 import numpy as np
 import torch
 
-from coppice.learner.config import CriticConfig, LearnerConfig, LoraConfig, OptimizerConfig
+from coppice.learner.config import CriticConfig, LearnerProcess, LoraConfig
 from coppice.learner.model.model import TreeModel
 from coppice.learner.model.optimizer import Stepper
 from coppice.learner.model.ranks import Ranks
@@ -25,15 +25,11 @@ class Critic:
     then ``learn`` for each step."""
 
     def __init__(
-        self, folder: str, learner: LearnerConfig, config: CriticConfig, lora: LoraConfig,
-        ranks: Ranks, seed: int,
-    ):  # fmt: skip
-        self.config, self.ranks = config, ranks
-        self.model = TreeModel(folder, learner, lora, 1.0, ranks, seed, values=True)
-        optimizer = OptimizerConfig(
-            config.lr, config.warmup_updates, 0, learner.betas, 0.0, config.grad_clip
-        )
-        self.stepper = Stepper("critic", self.model.trained(), optimizer, ranks)
+        self, process: LearnerProcess, config: CriticConfig, lora: LoraConfig, ranks: Ranks
+    ):
+        self.config, self.ranks, learner = config, ranks, process.learner
+        self.model = TreeModel(process.model, learner, 1.0, ranks, process.seed, lora, True)
+        self.stepper = Stepper("critic", self.model.trained(), config.optimizer(learner), ranks)
 
     def values(self, rows: Rows, steps: Plan) -> np.ndarray:
         """Return the value of each token's state, float32 [tokens]."""
@@ -46,13 +42,11 @@ class Critic:
     ) -> dict[str, float]:  # fmt: skip
         """Make one optimizer step towards ``returns`` on the tokens of ``chosen`` (bool [tokens]).
         Returns the step's metrics."""
-        device = self.ranks.device
-        count = max(1, int(chosen.sum()))
-        total = torch.zeros(1, dtype=torch.float64)
+        count, total = max(1, int(chosen.sum())), torch.zeros(1, dtype=torch.float64)
         for some, filler in steps.mine:
             index = rows.index(some)
             weight, before, target = (
-                torch.as_tensor(column[index], dtype=torch.float32, device=device)
+                torch.as_tensor(column[index], dtype=torch.float32, device=self.ranks.device)
                 for column in (chosen, old, returns)
             )
             values = self.model.read(rows.forest(some))[0]
@@ -60,15 +54,14 @@ class Critic:
             loss = (0.0 if filler else 1.0 / count) * (weight * losses).sum()
             (self.config.loss_factor * loss).backward()
             total += float(loss.detach())
-        metrics = {
-            "critic/grad_norm": self.stepper.step(version),
-            "critic/loss": float(self.ranks.add(total)),
-            "critic/value_mean": 0.0,
-            "critic/explained_variance": 0.0,
-        }
+        mean = explained = 0.0
         if chosen.any():
             variance, error = np.var(returns[chosen]), np.mean((returns - old)[chosen] ** 2)
-            metrics["critic/value_mean"] = float(old[chosen].mean())
-            if variance > 0:
-                metrics["critic/explained_variance"] = float(1 - error / variance)
-        return metrics
+            mean = float(old[chosen].mean())
+            explained = float(1 - error / variance) if variance > 0 else 0.0
+        return {
+            "critic/grad_norm": self.stepper.step(version),
+            "critic/loss": float(self.ranks.add(total)),
+            "critic/value_mean": mean,
+            "critic/explained_variance": explained,
+        }

@@ -8,12 +8,11 @@ import numpy as np
 import torch
 
 from coppice.learner.config import LearnerConfig
-from coppice.learner.model.model import Policy
+from coppice.learner.model.model import TreeModel
 from coppice.learner.model.optimizer import Stepper
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update import watch
-from coppice.learner.update.corrections import Corrected, Logprobs, Segments, k3
-from coppice.learner.update.kl import estimated
+from coppice.learner.update.corrections import Corrected, Logprobs, Segments, kl
 from coppice.learner.update.passes import Plan, Rows, plan
 from coppice.learner.update.stopwatch import Stopwatch
 from coppice.learner.update.table import TurnTable
@@ -46,7 +45,7 @@ class PolicyStep:
     """Makes the policy's optimizer steps: for each, ``plan`` and then ``step``."""
 
     def __init__(
-        self, policy: Policy, stepper: Stepper, correct: Corrected, config: LearnerConfig,
+        self, policy: TreeModel, stepper: Stepper, correct: Corrected, config: LearnerConfig,
         ranks: Ranks, timed: Stopwatch,
     ):  # fmt: skip
         self.policy, self.stepper, self.correct = policy, stepper, correct
@@ -80,8 +79,8 @@ class PolicyStep:
                 sums[:4] += self._micro_batch(objective, chosen, scale, record)
             if number == 0:
                 sums[4:] = torch.tensor([self.stepper.local_square(), sums[3], sums[3] ** 2])
-        surrogate, kl, tokens, weight, square, first, squares = self.ranks.add(sums).tolist()
-        metrics = {"learner/proximal_kl": kl / max(1.0, tokens)} if self.config.target_kl else {}
+        surrogate, moved, tokens, weight, square, first, squares = self.ranks.add(sums).tolist()
+        metrics = {"learner/proximal_kl": moved / max(1.0, tokens)} if self.config.target_kl else {}
         if self.config.target_kl and metrics["learner/proximal_kl"] > self.config.target_kl:
             self.stepper.adamw.zero_grad(set_to_none=True)
             return metrics
@@ -112,17 +111,17 @@ class PolicyStep:
         with self.timed("pack"):
             forest = rows.forest(chosen)
         with self.timed("forward"):
-            current, entropy = (values[live] for values in self.policy.logprobs(forest))
+            current, entropy = (values[live] for values in self.policy.read(forest))
 
         def here(column: np.ndarray) -> torch.Tensor:
             return torch.as_tensor(column[index], device=device)
 
         logprobs = self._compared(objective, index, current)
         surrogate = self.correct(logprobs, here(objective.advantages))
-        term, kl = surrogate.term, torch.zeros_like(current)
+        term, initial_kl = surrogate.term, torch.zeros_like(current)
         if objective.reference is not None:
-            kl = estimated(c.kl_estimator, current, here(objective.reference))
-            term = term - objective.kl_coef * kl
+            initial_kl = kl(c.kl_estimator, current, here(objective.reference))
+            term = term - objective.kl_coef * initial_kl
         if c.entropy_coef > 0:
             # d entropy = -E[(log pi + entropy) d log pi], estimated on the sampled tokens; unbiased
             # if on-policy
@@ -133,9 +132,16 @@ class PolicyStep:
             (-share).backward()
         if record is not None:
             cut = surrogate.clipped.float() + 2 * surrogate.masked.float()
-            columns = [current, entropy, kl, surrogate.coefficient, cut, torch.ones_like(cut)]
+            columns = [
+                current,
+                entropy,
+                initial_kl,
+                surrogate.coefficient,
+                cut,
+                torch.ones_like(cut),
+            ]
             record[:, index] = torch.stack([column.detach().float().cpu() for column in columns])
-        moved = k3(here(objective.proximal), current.detach()).sum()
+        moved = kl("k3", here(objective.proximal), current.detach()).sum()
         sums = float(share.detach()), float(moved), len(index), objective.weights[index].sum()
         return torch.tensor(sums, dtype=torch.float64)
 
@@ -162,11 +168,11 @@ class PolicyStep:
         return Logprobs(current, proximal, behaviour, {level: segments})
 
 
-def measured(
+def watched(
     table: TurnTable, objective: Objective, first: np.ndarray, record: np.ndarray, version: int
-) -> watch.Measured:
-    """Return the watch's measurements of the first epoch. record: [6, tokens] (``MEASURES``); its
-    last row is 0 for tokens without a forward.
+) -> dict[str, float]:
+    """Return the watch's metrics of the first epoch. record: [6, tokens] (``MEASURES``); its last
+    row is 0 for tokens without a forward.
 
     first: bool [turns], whether the turn was forwarded before the first optimizer step, when
     learner and engine had the same weights.
@@ -177,6 +183,4 @@ def measured(
     oldest = np.array([rows.versions[span].min() for span in rows.spans])
     fresh = table.per_token(first & (oldest == version))[forwarded]
     behaviour, turn = rows.behaviour[forwarded], table.per_token(table.turn)[forwarded]
-    return watch.Measured(
-        current, behaviour, entropy, kl, coefficient, cut == 1, cut == 2, stale, turn, fresh
-    )
+    return watch.metrics(current, behaviour, entropy, kl, coefficient, cut, stale, turn, fresh)

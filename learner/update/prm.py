@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import torch
 
-from coppice.learner.config import LearnerConfig, LoraConfig, OptimizerConfig, PrmConfig
-from coppice.learner.model.model import Policy
+from coppice.learner.config import LearnerProcess, LoraConfig, PrmConfig
+from coppice.learner.model.model import TreeModel
 from coppice.learner.model.optimizer import Stepper
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.passes import Plan, Rows, plan, sweep
@@ -35,23 +35,17 @@ def dpo(scores: np.ndarray, positive: np.ndarray, group: np.ndarray) -> Preferen
 
     scores: float64. positive: bool. group: the group of each trajectory. All are [trajectories].
     """
-    pairs = [
-        (i, j)
-        for g in np.unique(group)
-        for i in np.flatnonzero((group == g) & positive)
-        for j in np.flatnonzero((group == g) & ~positive)
-    ]
-    slope = np.zeros(len(scores))
-    if not pairs:
+    same = group[:, None] == group[None, :]
+    plus, minus = np.nonzero(same & positive[:, None] & ~positive[None, :])
+    slope, used = np.zeros(len(scores)), len(plus)
+    if not used:
         return Preference(0.0, slope, 0.0, 0)
-    plus, minus = np.array(pairs).T
     margin = scores[plus] - scores[minus]
-    pull = np.exp(-np.logaddexp(0.0, margin)) / len(pairs)
+    pull = np.exp(-np.logaddexp(0.0, margin)) / used
     np.add.at(slope, plus, -pull)
     np.add.at(slope, minus, pull)
-    return Preference(
-        float(np.logaddexp(0.0, -margin).mean()), slope, float((margin > 0).mean()), len(pairs)
-    )
+    loss, right = np.logaddexp(0.0, -margin).mean(), (margin > 0).mean()
+    return Preference(float(loss), slope, float(right), used)
 
 
 def cross_entropy(scores: np.ndarray, positive: np.ndarray) -> Preference:
@@ -69,23 +63,18 @@ class ImplicitPrm:
     """Scores tokens and learns which trajectories succeeded. Call ``score_and_learn`` once per
     update."""
 
-    def __init__(
-        self, folder: str, learner: LearnerConfig, config: PrmConfig, lora: LoraConfig,
-        ranks: Ranks, seed: int, temperature: float,
-    ):  # fmt: skip
+    def __init__(self, process: LearnerProcess, config: PrmConfig, lora: LoraConfig, ranks: Ranks):
+        learner, seed, temperature = process.learner, process.seed, process.temperature
         self.config, self.ranks, self.seed = config, ranks, seed
         self.micro_tokens, self.updates = learner.micro_tokens, 0
-        self.model = Policy(folder, learner, temperature, ranks, seed, lora)
-        optimizer = OptimizerConfig(
-            config.lr, config.warmup_updates, 0, learner.betas, 0.0, config.grad_clip
-        )
-        self.stepper = Stepper("prm", self.model.trained(), optimizer, ranks)
+        self.model = TreeModel(process.model, learner, temperature, ranks, seed, lora)
+        self.stepper = Stepper("prm", self.model.trained(), config.optimizer(learner), ranks)
 
     def rewards(self, rows: Rows, steps: Plan, reference: np.ndarray) -> np.ndarray:
         """Return beta (log pi_phi - log pi_reference) per token and 0 for forced tokens, float64
         [tokens]."""
         with self.model.inference():
-            current = sweep(rows, steps, self.ranks, lambda forest: self.model.logprobs(forest)[0])
+            current = sweep(rows, steps, self.ranks, lambda forest: self.model.read(forest)[0])
         ratio = current.astype(np.float64) - reference
         return np.where(rows.sampled, self.config.beta * ratio, 0.0)
 
@@ -155,7 +144,7 @@ class ImplicitPrm:
     def _step(self, rows: Rows, steps: Plan, slope: np.ndarray, version: int) -> float:
         """Backward the linear pass, make an optimizer step, and return the norm of the gradient."""
         for some, filler in steps.mine:
-            current = self.model.logprobs(rows.forest(some))[0]
+            current = self.model.read(rows.forest(some))[0]
             pull = torch.as_tensor(slope[rows.index(some)], dtype=torch.float32).to(current.device)
             ((0.0 if filler else 1.0) * pull * current).sum().backward()
         self.updates += 1

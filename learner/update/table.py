@@ -1,15 +1,16 @@
 """The table of turns, which is all that a scheme sees of a batch: one row per turn, and one flat
-axis of action tokens."""
+axis of action tokens. A scheme's ``trains`` says which turns train (``scored``, ``unequal``)."""
 
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 import numpy as np
 
+from coppice.common.statistics import within
 from coppice.common.support import decode
 from coppice.learner.forest.trees import Path
-from coppice.wire.messages import TrainGroup, TreeNode, Turn
+from coppice.wire.messages import TrainGroup, TreeNode
 
 
 class Trajectories(msgspec.Struct, frozen=True):
@@ -67,23 +68,27 @@ class TurnTable(msgspec.Struct, frozen=True):
     def only(self, kept: np.ndarray) -> "TurnTable":
         """Return the table of some of the turns. kept: bool [turns]."""
         tokens = self.per_token(kept)
+        identities = (self.tree, self.group, self.trajectory, self.turn, self.tokens)
         return TurnTable(
-            self.tree[kept], self.group[kept], self.trajectory[kept],
-            self.turn[kept], self.tokens[kept],
+            *(column[kept] for column in identities),
             {name: column[kept] for name, column in self.scores.items()},
             None if self.anchor is None else self.anchor[kept],
             None if self.sampled is None else self.sampled[tokens],
             {name: column[tokens] for name, column in self.token_scores.items()},
             [self.paths[row] for row in np.flatnonzero(kept)] if self.paths else [],
-        )  # fmt: skip
+        )
 
     def column(self, name: str) -> np.ndarray:
         """Return one score column. Raises KeyError that names the existing columns."""
-        return _named(self.scores, "score", name)
+        if name not in self.scores:
+            raise KeyError(f"no score column {name!r} in this batch: it has {sorted(self.scores)}")
+        return self.scores[name]
 
     def token_column(self, name: str) -> np.ndarray:
         """Return one token column. Raises KeyError that names the existing columns."""
-        return _named(self.token_scores, "token", name)
+        if name not in (columns := self.token_scores):
+            raise KeyError(f"no token column {name!r} in this batch: it has {sorted(columns)}")
+        return columns[name]
 
     def per_token(self, values: np.ndarray) -> np.ndarray:
         """Broadcast one value per turn [turns] to all tokens of the turn [tokens]."""
@@ -108,13 +113,18 @@ class TurnTable(msgspec.Struct, frozen=True):
         return np.ones(int(self.tokens.sum()), bool) if self.sampled is None else self.sampled
 
     def trajectories(self) -> Trajectories:
-        """Return the trajectories: the turns of one tree and group that share a trajectory number."""
+        """Return the trajectories: turns of one tree and group that share a trajectory number."""
         keys = np.stack([self.tree, self.group, self.trajectory], 1)
         names, of = np.unique(keys, axis=0, return_inverse=True)
         of = of.reshape(-1)
         order = np.lexsort((self.turn, of))
         rows = np.split(order, np.cumsum(np.bincount(of, minlength=len(names)))[:-1])
         return Trajectories(of, names[:, 0], rows)
+
+    def returns(self, column: str) -> tuple[Trajectories, np.ndarray]:
+        """Return the trajectories and the sum of a score column over each [trajectories]."""
+        trajectories = self.trajectories()
+        return trajectories, trajectories.total(self.column(column))
 
     def questions(self, parts: int, seed: Sequence[int]) -> list[np.ndarray]:
         """Return the questions (values of ``tree``) of each minibatch: at most ``parts`` random
@@ -137,10 +147,31 @@ class TurnTable(msgspec.Struct, frozen=True):
         return sums
 
 
-def _named(columns: dict[str, np.ndarray], kind: str, name: str) -> np.ndarray:
-    if name not in columns:
-        raise KeyError(f"no {kind} column {name!r} in this batch: it has {sorted(columns)}")
-    return columns[name]
+def scored(name: str) -> Callable[..., np.ndarray]:
+    """Return the rule that a trajectory trains if it has its score (``Trajectories.total``). If
+    not, the trajectory is left out of the whole update and enters no statistic. name: the score
+    column, or the option that names it. The rule returns bool [turns]."""
+
+    def rule(table: TurnTable, **options: str) -> np.ndarray:
+        trajectories, totals = table.returns(options.get(name, name))
+        return ~np.isnan(totals)[trajectories.of]
+
+    return rule
+
+
+def unequal(name: str) -> Callable[..., np.ndarray]:
+    """Return the rule of ``scored``, which also leaves a question out whose trajectories all score
+    the same, if the option ``leave_out_equal`` is True: whitening over a batch would give it an
+    advantage that compares nothing."""
+
+    def rule(table: TurnTable, leave_out_equal: bool, **options: str) -> np.ndarray:
+        trajectories, totals = table.returns(options.get(name, name))
+        kept = ~np.isnan(totals)
+        if leave_out_equal:
+            kept[kept] = within(trajectories.tree[kept], totals[kept], np.ptp) > 0
+        return kept[trajectories.of]
+
+    return rule
 
 
 def build(
@@ -166,34 +197,35 @@ def build(
         scores={
             n: column((t.scores.get(n, np.nan) for _, t, _ in rows), np.float64) for n in names
         },
-        anchor=column(_anchor(turn, nodes[group.tree, node.parent]) for group, turn, node in rows),
+        anchor=column(
+            zlib.crc32(nodes[group.tree, node.parent].tokens.tobytes())
+            if turn.anchor is None
+            else turn.anchor
+            for group, turn, node in rows
+        ),
         sampled=np.concatenate([path.sampled for path in paths]) if paths else np.zeros(0, bool),
         paths=paths,
     )
 
 
-def _anchor(turn: Turn, observation: TreeNode) -> int:
-    return zlib.crc32(observation.tokens.tobytes()) if turn.anchor is None else turn.anchor
-
-
 def _path(
     tree: int, node: TreeNode, nodes: dict[tuple[int, int], TreeNode], pictures: dict[int, bytes]
 ) -> Path:
-    pieces, parent = [node.tokens], node.parent
-    while parent >= 0:
-        ancestor = nodes[tree, parent]
-        pieces.append(ancestor.tokens)
-        parent = ancestor.parent
+    pieces, above = [node.tokens], node
+    while above.parent >= 0:
+        above = nodes[tree, above.parent]
+        pieces.append(above.tokens)
     if not len(node.tokens):
         raise ValueError(
-            f"tree {tree}, node {node.id}: a trained turn without a token; the strategy must not emit it"
+            f"tree {tree}, node {node.id}: a trained turn without a token; a strategy may emit none"
         )
     assert node.logprobs is not None and node.versions is not None, "a trained turn is an action"
     sampled = node.sampled if node.sampled is not None else np.ones(len(node.tokens), bool)
     support = decode(node.support, len(node.tokens))
     if support is not None and not (support.has(node.tokens) | ~sampled).all():
         raise ValueError(
-            f"tree {tree}, node {node.id}: a sampled token is not among those that top-p and top-k left: mend the engine's Sample.support"
+            f"tree {tree}, node {node.id}: a sampled token is not among those that top-p and top-k"
+            " left: mend the engine's Sample.support"
         )
     tokens = np.concatenate(pieces[::-1]).astype(np.int64)
     start = len(tokens) - len(node.tokens)

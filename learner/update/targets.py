@@ -12,13 +12,13 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from coppice.learner.update.statistics import whiten as whiten_tokens
+from coppice.common.statistics import whiten as whiten_tokens
 from coppice.learner.update.table import TurnTable
 
 Kind = Literal["gae", "vtrace", "retrace"]
 
 
-class Estimate(msgspec.Struct, frozen=True):
+class Advantages(msgspec.Struct, frozen=True):
     """The result of a scheme. advantages: float64 [tokens]. returns: float64 [tokens], the critic's
     targets, if the scheme has a critic. trained: bool [tokens], the sampled tokens that have weight
     in the objective; None for all of them."""
@@ -78,13 +78,9 @@ def needs(targets: Kind, kl_coef: float, rho_max: float = 1.0, c_max: float = 1.
     set without V-trace, or c_max > rho_max."""
     bounds = f"learner.scheme_options.rho_max = {rho_max}, c_max = {c_max}"
     if targets != "vtrace" and (rho_max, c_max) != (1.0, 1.0):
-        raise ValueError(
-            f"{bounds} have no effect with targets = {targets!r}: remove them, or set targets = 'vtrace'"
-        )
+        raise ValueError(f"{bounds} have no effect with targets = {targets!r}: set 'vtrace'")
     if c_max > rho_max:
-        raise ValueError(
-            f"{bounds}: expected c_max of at most rho_max (Espeholt et al. 2018, section 4.1)"
-        )
+        raise ValueError(f"{bounds}: expected c_max of at most rho_max (Espeholt et al. 2018, 4.1)")
     read = {"value": True, "kl": kl_coef > 0, "log_ratio": targets != "gae"}
     return {column for column, reads in read.items() if reads}
 
@@ -92,7 +88,7 @@ def needs(targets: Kind, kl_coef: float, rho_max: float = 1.0, c_max: float = 1.
 def estimate(
     table: TurnTable, rewards: np.ndarray, gamma: float, lam: float, whiten: bool, targets: Kind,
     kl_coef: float = 0.0, rho_max: float = 1.0, c_max: float = 1.0, whiten_ddof: int = 0,
-) -> Estimate:  # fmt: skip
+) -> Advantages:  # fmt: skip
     """Return the advantages, whitened over the sampled tokens of the batch if ``whiten``, and value
     targets of every trajectory. rewards: float64 [tokens]. kl_coef: weight of the k1 KL to the
     reference policy, which is subtracted from each sampled token's reward."""
@@ -113,4 +109,4 @@ def estimate(
         advantages[span], returns[span] = result
     if whiten:
         advantages = whiten_tokens(advantages, table.mask(), whiten_ddof)
-    return Estimate(advantages, returns)
+    return Advantages(advantages, returns)

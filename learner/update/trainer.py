@@ -12,21 +12,21 @@ import msgspec
 import numpy as np
 import torch
 
-from coppice.learner.config import LearnerProcess
+from coppice.learner.config import AdaptiveKl, LearnerProcess
 from coppice.learner.forest.selfcheck import check
-from coppice.learner.model.model import Policy, TreeModel
+from coppice.learner.model.model import TreeModel
 from coppice.learner.model.optimizer import Stepper
 from coppice.learner.model.ranks import Ranks
-from coppice.learner.update import kl, rewards, watch
+from coppice.learner.update import watch
 from coppice.learner.update.critic import Critic
-from coppice.learner.update.objective import token_weights
+from coppice.learner.update.objective import shaped, token_weights, truncated
 from coppice.learner.update.passes import Plan, Rows, plan, sweep
 from coppice.learner.update.plan import plan_of
-from coppice.learner.update.policy_step import MEASURES, Objective, PolicyStep, measured
+from coppice.learner.update.policy_step import MEASURES, Objective, PolicyStep, watched
 from coppice.learner.update.prm import ImplicitPrm
 from coppice.learner.update.stopwatch import Stopwatch
 from coppice.learner.update.table import TurnTable, build
-from coppice.learner.update.targets import Estimate
+from coppice.learner.update.targets import Advantages
 from coppice.wire.messages import TrainGroup, TreeNode
 
 
@@ -49,23 +49,22 @@ class Trainer:
     def __init__(self, process: LearnerProcess, ranks: Ranks):
         self.process, self.config, self.ranks = process, process.learner, ranks
         torch.set_num_threads(self.config.threads)
-        c, folder, seed = self.config, process.model, process.seed
-        self.timed = Stopwatch()
+        c, self.timed = self.config, Stopwatch()
         self.plan = plan_of(c)
         self.scheme, self.correct, models = self.plan.scheme, self.plan.correct, self.plan.models
-        self.policy = Policy(
-            folder, c, process.temperature, ranks, seed, reference=models["policy"].copy
+        self.policy = TreeModel(
+            process.model,
+            c,
+            process.temperature,
+            ranks,
+            process.seed,
+            reference=models["policy"].copy,
         )
         self.stepper = Stepper("policy", self.policy.trained(), c.optimizer, ranks)
         self.policy_step = PolicyStep(self.policy, self.stepper, self.correct, c, ranks, self.timed)
-        self.critic: Critic | None = None
-        self.prm: ImplicitPrm | None = None
-        if self.plan.critic is not None:
-            self.critic = Critic(folder, c, self.plan.critic, models["critic"].lora, ranks, seed)
-        if self.plan.prm is not None:
-            self.prm = ImplicitPrm(
-                folder, c, self.plan.prm, models["prm"].lora, ranks, seed, process.temperature
-            )
+        c_critic, c_prm = self.plan.critic, self.plan.prm
+        self.critic = c_critic and Critic(process, c_critic, models["critic"].lora, ranks)
+        self.prm = c_prm and ImplicitPrm(process, c_prm, models["prm"].lora, ranks)
         self.watch = watch.Watch(c.watch, self.policy.compute == torch.bfloat16)
         self.warnings: list[str] = []
         self.version = 0
@@ -77,16 +76,13 @@ class Trainer:
     @property
     def busy_s(self) -> float:
         """Seconds spent in updates, including the running update."""
-        since = self._since
-        return self._busy_s + (time.monotonic() - since if since is not None else 0.0)
+        return self._busy_s + (time.monotonic() - self._since if self._since else 0.0)
 
     def parts(self) -> dict[str, tuple[TreeModel, Stepper]]:
         """Return every model that trains with its optimizer, by its name in a checkpoint."""
-        parts: dict[str, tuple[TreeModel, Stepper]] = {"policy": (self.policy, self.stepper)}
-        for name, part in (("critic", self.critic), ("prm", self.prm)):
-            if part is not None:
-                parts[name] = (part.model, part.stepper)
-        return parts
+        others = {"critic": self.critic, "prm": self.prm}
+        parts = {name: (part.model, part.stepper) for name, part in others.items() if part}
+        return {"policy": (self.policy, self.stepper), **parts}
 
     def whole(self) -> dict[str, torch.Tensor] | None:
         """Return the policy's trained parameters, gathered by all ranks together for rank 0, or
@@ -98,11 +94,8 @@ class Trainer:
         sets ``warnings`` to those of the watch."""
         start = self._since = time.monotonic()
         nodes = {(tree, node.id): node for tree, node in batch.nodes}
-        metrics: dict[str, float] = {
-            "learner/groups": len(batch.groups),
-            "learner/questions": batch.questions,
-        }
-        self.warnings = []
+        metrics: dict[str, float] = {"learner/groups": len(batch.groups)}
+        metrics["learner/questions"], self.warnings = batch.questions, []
         if any(group.turns for group in batch.groups):
             with self.timed("pack"):
                 table = build(batch.groups, nodes, self.scheme.needs.columns)
@@ -128,25 +121,27 @@ class Trainer:
         with self.timed("score"):
             columns, prm_metrics = self._token_columns(table, rows, everything)
         table = msgspec.structs.replace(table, token_scores=columns)
-        estimate = self.scheme(rewards.shaped(table, self.scheme.needs.reward_column, c))
-        _check_finite(self.scheme.name, estimate)
+        estimate = self.scheme(shaped(table, self.scheme.needs.reward_column, c))
+        for name, values in (("advantages", estimate.advantages), ("returns", estimate.returns)):
+            bad = 0 if values is None else int((~np.isfinite(values)).sum())
+            if bad:
+                raise ValueError(
+                    f"scheme {self.scheme.name!r}: {bad} of {rows.tokens} {name} are not finite: a"
+                    " score is missing or infinite; coppice trees shows the trees of this update"
+                )
         trained = rows.sampled if estimate.trained is None else rows.sampled & estimate.trained
         if c.overlong_filter:
-            trained = trained & ~table.per_token(rewards.truncated(table))
-        weights = token_weights(
-            table, trained, self.plan.aggregation, c.mean_over_steps, c.constant_tokens
-        )
+            trained = trained & ~table.per_token(truncated(table))
+        weights = token_weights(table, trained, self.plan.aggregation, c.constant_tokens)
         objective = self._objective(table, rows, estimate, weights)
-        metrics = _table_metrics(table, objective, self.version) | prm_metrics
-        over = oldest(table, rows, self.version) > self.process.max_staleness
-        metrics["learner/over_stale"] = float(over.sum())
+        metrics = self._table_metrics(table, objective) | prm_metrics
         metrics |= self.scheme.metrics(table) | watch.explained_variance(table)
         metrics |= self._steps(table, objective, estimate, everything)
         if c.adaptive_kl is not None and "learner/kl" in metrics:
             metrics["learner/kl_factor"] = self.kl_factor
-            self.kl_factor = kl.adapted(
-                self.kl_factor, metrics["learner/kl"], c.adaptive_kl, len(table.trajectories().tree)
-            )
+            trajectories = len(table.trajectories().tree)
+            kl, factor = metrics["learner/kl"], self.kl_factor
+            self.kl_factor = adapted_kl(factor, kl, c.adaptive_kl, trajectories)
         return metrics
 
     def _token_columns(
@@ -159,34 +154,29 @@ class Trainer:
             columns["proximal"] = self._proximal(rows, steps)
             columns["log_ratio"] = np.where(rows.sampled, columns["proximal"] - rows.behaviour, 0.0)
         if self.plan.reference:
+            read = self.policy.reference_logprobs
             with self.policy.inference():
-                columns["reference"] = sweep(
-                    rows, steps, self.ranks, self.policy.reference_logprobs
-                )
+                columns["reference"] = sweep(rows, steps, self.ranks, read)
             # The k1 estimate is the log-ratio itself. Here the adaptive factor reaches every weight
             # of the KL in a reward.
-            columns["kl"] = self.kl_factor * np.where(
-                rows.sampled, rows.behaviour - columns["reference"], 0.0
-            )
+            gap = np.where(rows.sampled, rows.behaviour - columns["reference"], 0.0)
+            columns["kl"] = self.kl_factor * gap
         if self.critic is not None:
             columns["value"] = self.critic.values(rows, steps)
         if self.prm is not None:
-            column = {"recomputed": "proximal", "initial": "reference"}.get(
-                self.prm.config.reference, ""
-            )
-            reference = columns.get(column, rows.behaviour)
-            columns["prm"], metrics = self.prm.score_and_learn(
-                table, rows, steps, reference, self.version
-            )
+            column = {"behaviour": "", "recomputed": "proximal", "initial": "reference"}
+            reference = columns.get(column[self.prm.config.reference], rows.behaviour)
+            learnt = self.prm.score_and_learn(table, rows, steps, reference, self.version)
+            columns["prm"], metrics = learnt
         return {name: values.astype(np.float64) for name, values in columns.items()}, metrics
 
     def _proximal(self, rows: Rows, steps: Plan) -> np.ndarray:
         """Return the log-probabilities of all tokens under the current policy, float32 [tokens]."""
         with self.timed("score"), self.policy.inference():
-            return sweep(rows, steps, self.ranks, lambda forest: self.policy.logprobs(forest)[0])
+            return sweep(rows, steps, self.ranks, lambda forest: self.policy.read(forest)[0])
 
     def _objective(
-        self, table: TurnTable, rows: Rows, estimate: Estimate, weights: np.ndarray
+        self, table: TurnTable, rows: Rows, estimate: Advantages, weights: np.ndarray
     ) -> Objective:
         columns, turn = table.token_scores, table.row()
         sequence = self.correct.level == "sequence"
@@ -206,7 +196,7 @@ class Trainer:
         )
 
     def _steps(
-        self, table: TurnTable, objective: Objective, estimate: Estimate, everything: Plan
+        self, table: TurnTable, objective: Objective, estimate: Advantages, everything: Plan
     ) -> dict[str, float]:
         """Make epochs x minibatches optimizer steps of the policy, and of the critic if there is
         one. Returns their metrics.
@@ -231,8 +221,8 @@ class Trainer:
                         latest = self._proximal(rows, everything)
                         objective = msgspec.structs.replace(objective, latest=latest)
                     stepped = True
-                    watched = record if epoch == 0 else None
-                    result = self.policy_step.step(objective, steps, scale, self.version, watched)
+                    kept = record if epoch == 0 else None
+                    result = self.policy_step.step(objective, steps, scale, self.version, kept)
                     if "learner/grad_norm" in result:
                         metrics, questions = result, len(np.unique(table.tree[turns]))
                     else:
@@ -251,7 +241,7 @@ class Trainer:
             metrics["learner/stopped_steps"] = float(stopped)
         metrics |= self.watch.noise_scale(metrics, questions)
         whole = self.ranks.add(record).numpy()
-        return metrics | watch.metrics(measured(table, objective, first, whole, self.version))
+        return metrics | watched(table, objective, first, whole, self.version)
 
     def _minibatches(
         self, table: TurnTable, weights: np.ndarray, epoch: int
@@ -268,35 +258,28 @@ class Trainer:
             minibatches.append((np.flatnonzero(chosen).tolist(), float(scale)))
         return minibatches
 
-
-def _check_finite(scheme: str, estimate: Estimate) -> None:
-    for name, values in (("advantages", estimate.advantages), ("returns", estimate.returns)):
-        bad = 0 if values is None else int((~np.isfinite(values)).sum())
-        if bad:
-            raise ValueError(
-                f"scheme {scheme!r}: {bad} of {len(estimate.advantages)} {name} are not finite: a score that the scheme reads is missing or"
-                " infinite; coppice trees shows the trees of this update"
-            )
-
-
-def oldest(table: TurnTable, rows: Rows, version: int) -> np.ndarray:
-    """Return the staleness of each tree's oldest token in updates, int64 (trees,), in the order of
-    their ids."""
-    _, index = np.unique(table.per_token(table.tree), return_inverse=True)
-    ages = np.zeros(index.max(initial=-1) + 1, np.int64)
-    np.maximum.at(ages, index, version - rows.versions)
-    return ages
+    def _table_metrics(self, table: TurnTable, objective: Objective) -> dict[str, float]:
+        stale, trained = self.version - objective.rows.versions, objective.weights > 0
+        zeros = objective.advantages[trained] == 0
+        over = table.per_token(table.tree)[stale > self.process.max_staleness]
+        metrics = {
+            "learner/turns": float(len(table)),
+            "learner/trained_tokens": float(trained.sum()),
+            "learner/zero_advantage_share": float(np.mean(zeros)) if trained.any() else 1.0,
+            "learner/staleness_mean": float(stale.mean()),
+            "learner/staleness_max": float(stale.max()),
+            "learner/over_stale": float(len(np.unique(over))),
+        }
+        for name, scores in table.scores.items():
+            if not np.isnan(scores).all():
+                metrics[f"score/{name}"] = float(np.nanmean(scores))
+        return metrics
 
 
-def _table_metrics(table: TurnTable, objective: Objective, version: int) -> dict[str, float]:
-    stale, trained = version - objective.rows.versions, objective.weights > 0
-    zeros = objective.advantages[trained] == 0
-    metrics = {
-        "learner/turns": float(len(table)),
-        "learner/trained_tokens": float(trained.sum()),
-        "learner/zero_advantage_share": float(np.mean(zeros)) if trained.any() else 1.0,
-        "learner/staleness_mean": float(stale.mean()),
-        "learner/staleness_max": float(stale.max()),
-    }
-    scores = {name: values for name, values in table.scores.items() if not np.isnan(values).all()}
-    return metrics | {f"score/{name}": float(np.nanmean(scores[name])) for name in scores}
+def adapted_kl(factor: float, kl: float, config: AdaptiveKl, trajectories: int) -> float:
+    """Return the next factor of the KL's coefficients, factor x (1 + clip(kl / target - 1, -0.2,
+    0.2) x trajectories / horizon) (Ziegler et al. 2019, in the form of their released code). kl:
+    nats per token in the update just made, which had this many trajectories; more trajectories than
+    the horizon count as the horizon."""
+    error = min(0.2, max(-0.2, kl / config.target - 1))
+    return factor * (1 + error * min(1.0, trajectories / config.horizon))

@@ -2,36 +2,50 @@
 update still sane? A value beyond its threshold gives a warning that says what to do.
 """
 
-from collections import deque
-
 import msgspec
 import numpy as np
 
 from coppice.learner.config import WatchConfig
-from coppice.learner.update.lengths import Lengths
 from coppice.learner.update.table import TurnTable
 
-
-class Measured(msgspec.Struct, frozen=True):
-    """Measurements of the policy pass, each [tokens that carried weight].
-
-    current, behaviour: log-probabilities. entropy: nats. kl: KL to the initial policy (0 if not
-    measured). coefficient, clipped, masked: the correction's. staleness: updates between sampling
-    and training. fresh: bool, whether the version being trained sampled the whole turn. Engine and
-    learner must agree only on fresh turns, since a turn that spans a weight update attends to keys
-    and values of the older weights.
-    """
-
-    current: np.ndarray
-    behaviour: np.ndarray
-    entropy: np.ndarray
-    kl: np.ndarray
-    coefficient: np.ndarray
-    clipped: np.ndarray
-    masked: np.ndarray
-    staleness: np.ndarray
-    turn: np.ndarray
-    fresh: np.ndarray
+LIMITS = (
+    ("engine_gap", "watch/engine_gap_p99",
+     "log-probability difference of engine and learner on fresh turns (p99)",
+     "equal weights should give equal values: compare dtype, temperature and attention of engine"
+     " and learner; until then use correction = 'tis' or 'icepop'"),
+    ("clip_share", "learner/clip_share", "share of clipped tokens",
+     "lower learner.lr, scheduler.max_staleness or learner.epochs"),
+    ("mask_share", "learner/mask_share", "share of masked tokens",
+     "the data is too far off-policy: lower scheduler.max_staleness or widen the correction's"
+     " bounds"),
+    ("kl", "learner/kl", "KL to the initial policy",
+     "raise learner.kl_coef or lower learner.lr"),
+    ("sample_share", "watch/sample_share", "effective sample size per token",
+     "lower scheduler.max_staleness or learner.lr, or truncate harder"),
+    ("entropy", "learner/entropy", "entropy in nats",
+     "the policy has nearly stopped exploring; raise learner.entropy_coef or learner.kl_coef, or"
+     " lower learner.lr"),
+)  # fmt: skip
+"""What is compared with a threshold of ``WatchConfig``: its name, the metric, what the metric is,
+and the remedy."""
+FLOORS = ("sample_share", "entropy")
+"""The thresholds below which a value must not fall; it must not exceed the others."""
+NORMS = 20
+"""The number of gradients with which the newest is compared."""
+FIRST, LAST = 2, 3
+"""The number of updates over which the first length of trajectories and their present length are
+averaged."""
+_GROW = {
+    True: "a turn earns its process reward even if the outcome is bad:"
+    " scheme_options.normalisation = 'constant' ties it to the outcome",
+    False: "the policy may be learning length itself: try scheme_options.normalisation = 'sample',"
+    " or a smaller scheduler.budget",
+}
+"""Cause and remedy, by whether a turn of a wrong trajectory earns reward."""
+_SHRINK = (
+    "the cheapest policy acts less: make more initial trajectories succeed (lower temperature,"
+    " longer warm start), or lower learner.lr relative to learner.critic.lr"
+)
 
 
 def effective_share(ratio: np.ndarray) -> float:
@@ -40,40 +54,51 @@ def effective_share(ratio: np.ndarray) -> float:
     return float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())) if len(ratio) else 1.0
 
 
-def metrics(m: Measured) -> dict[str, float]:
-    """Return the metrics of an update by name."""
-    if not len(m.current):
+def metrics(
+    current: np.ndarray, behaviour: np.ndarray, entropy: np.ndarray, kl: np.ndarray,
+    coefficient: np.ndarray, cut: np.ndarray, staleness: np.ndarray, turn: np.ndarray,
+    fresh: np.ndarray,
+) -> dict[str, float]:  # fmt: skip
+    """Return the metrics of the policy pass by name. All are [tokens that carried weight].
+
+    current, behaviour: log-probabilities. entropy: nats. kl: KL to the initial policy (0 if not
+    measured). coefficient: the correction's; cut: 1 where it clipped, 2 where it masked. staleness:
+    updates between sampling and training. fresh: bool, whether the version being trained sampled
+    the whole turn. Engine and learner must agree only on fresh turns, since a turn that spans a
+    weight update attends to keys and values of the older weights.
+    """
+    if not len(current):
         return {}
-    gap = m.current - m.behaviour
+    gap, clipped = current - behaviour, cut == 1
     ratio = np.exp(np.clip(gap, -20, 20))
     results = {
         "learner/ratio_mean": ratio.mean(),
         "learner/ratio_max": ratio.max(),
         "learner/logprob_gap_mean": np.abs(gap).mean(),
         "learner/logprob_gap_max": np.abs(gap).max(),
-        "learner/clip_share": m.clipped.mean(),
-        "learner/mask_share": m.masked.mean(),
-        "learner/entropy": m.entropy.mean(),
-        "learner/kl": m.kl.mean(),
+        "learner/clip_share": clipped.mean(),
+        "learner/mask_share": (cut == 2).mean(),
+        "learner/entropy": entropy.mean(),
+        "learner/kl": kl.mean(),
         "watch/sample_share": effective_share(ratio),
-        "watch/coefficient_mean": m.coefficient.mean(),
+        "watch/coefficient_mean": coefficient.mean(),
     }
     for q in (1, 10, 50, 90, 99):
         results[f"watch/ratio_p{q:02d}"] = np.quantile(ratio, q / 100)
-    fresh = np.abs(gap[m.fresh])
-    if len(fresh):
-        results["watch/engine_gap_mean"] = fresh.mean()
-        results["watch/engine_gap_p99"] = np.quantile(fresh, 0.99)
-        results["watch/engine_gap_max"] = fresh.max()
-    for name, values in (("staleness", m.staleness), ("turn", m.turn)):
+    if fresh.any():
+        engine_gap = np.abs(gap[fresh])
+        results["watch/engine_gap_mean"] = engine_gap.mean()
+        results["watch/engine_gap_p99"] = np.quantile(engine_gap, 0.99)
+        results["watch/engine_gap_max"] = engine_gap.max()
+    for name, values in (("staleness", staleness), ("turn", turn)):
         groups = np.minimum(values, 8)
         for group in np.unique(groups):
             prefix, chosen = f"watch/{name}_{int(group)}", groups == group
             results[f"{prefix}/tokens"] = chosen.sum()
             results[f"{prefix}/gap_mean"] = np.abs(gap[chosen]).mean()
             results[f"{prefix}/sample_share"] = effective_share(ratio[chosen])
-            results[f"{prefix}/clip_share"] = m.clipped[chosen].mean()
-            results[f"{prefix}/entropy"] = m.entropy[chosen].mean()
+            results[f"{prefix}/clip_share"] = clipped[chosen].mean()
+            results[f"{prefix}/entropy"] = entropy[chosen].mean()
     return {name: float(value) for name, value in results.items()}
 
 
@@ -115,7 +140,7 @@ def explained_variance(table: TurnTable, outcome: str = "outcome") -> dict[str, 
     return results
 
 
-class WatchState(msgspec.Struct, frozen=True):
+class WatchState(msgspec.Struct):
     """What the watch compares with, for a checkpoint. norms: the last gradient norms. noise: signal
     and noise of the last gradients. first, last: the first and the last trajectory lengths, by
     group."""
@@ -127,28 +152,11 @@ class WatchState(msgspec.Struct, frozen=True):
 
 
 class Watch:
-    """Keeps the thresholds, the last gradient norms and the first lengths. Call ``warnings`` once
-    after each update, in order."""
+    """Holds the thresholds and compares with ``state``. Call ``warnings`` once after each update,
+    in order."""
 
     def __init__(self, config: WatchConfig, bfloat16: bool = False):
-        self.config, self.bfloat16 = config, bfloat16
-        self._norms: deque[float] = deque(maxlen=20)
-        self._noise: deque[tuple[float, float]] = deque(maxlen=20)
-        self.lengths = Lengths()
-
-    def state(self) -> WatchState:
-        """Return what it remembers now."""
-        last = {group: list(lengths) for group, lengths in self.lengths.last.items()}
-        return WatchState(list(self._norms), list(self._noise), self.lengths.first, last)
-
-    def restore(self, state: WatchState) -> None:
-        """Go on from what another watch remembered."""
-        for kept, saved in ((self._norms, state.norms), (self._noise, state.noise)):
-            kept.clear()
-            kept.extend(saved)  # pyright: ignore[reportArgumentType]
-        self.lengths.first |= state.first
-        for group, lengths in state.last.items():
-            self.lengths.last[group].extend(lengths)
+        self.config, self.bfloat16, self.state = config, bfloat16, WatchState()
 
     def noise_scale(self, values: dict[str, float], questions: int) -> dict[str, float]:
         """Return the simple noise scale B = tr(Sigma) / |G|^2 in questions: at this batch size,
@@ -161,61 +169,56 @@ class Watch:
         if "watch/gradient_noise" not in values:
             return {}
         noise = values["watch/gradient_noise"] * questions
-        self._noise.append((values["watch/gradient_signal"], noise))
-        signal, noise = np.mean(self._noise, axis=0)
+        self.state.noise = [*self.state.noise, (values["watch/gradient_signal"], noise)][-NORMS:]
+        signal, noise = np.mean(self.state.noise, axis=0)
         return {"watch/noise_scale": float(noise / signal)} if signal > 0 else {}
 
     def warnings(self, values: dict[str, float], grad_norm: float | None) -> list[str]:
         """Return one sentence for each value beyond its threshold. The sentence names value,
         threshold and remedy."""
-        c, sentences = self.config, []
-
-        def above(key: str, threshold: str, quantity: str, remedy: str) -> None:
-            limit = getattr(c, threshold)
-            if limit and values.get(key, 0.0) > limit:
+        sentences = []
+        for threshold, metric, quantity, remedy in LIMITS:
+            if threshold == "engine_gap" and self.bfloat16:
+                threshold = "engine_gap_bfloat16"
+            limit, value = getattr(self.config, threshold), values.get(metric)
+            sign = -1 if threshold in FLOORS else 1
+            if limit and value is not None and sign * value > sign * limit:
                 sentences.append(
-                    f"{quantity} is {values[key]:.3g} (watch.{threshold} = {limit:g}): {remedy}"
+                    f"{quantity} is {value:.3g} (watch.{threshold} = {limit:g}): {remedy}"
                 )
+        norms, limit = self.state.norms, self.config.grad_norm
+        if grad_norm is not None:
+            usual = float(np.median(norms)) if len(norms) >= 5 else 0.0
+            if usual and limit and grad_norm > limit * usual:
+                sentences.append(
+                    f"gradient norm {grad_norm:.3g} is {grad_norm / usual:.0f} times its median"
+                    f" (watch.grad_norm = {limit:g}): look at this update's trees with coppice"
+                    " trees; lower learner.grad_clip or learner.lr if it goes on"
+                )
+            self.state.norms = [*norms, grad_norm][-NORMS:]
+        lengths = (self._length(group, values) for group in ("correct", "wrong"))
+        return sentences + [sentence for sentence in lengths if sentence]
 
-        above(
-            "watch/engine_gap_p99", "engine_gap_bfloat16" if self.bfloat16 else "engine_gap", "log-probability difference of engine and learner on fresh turns (p99)",
-            "equal weights should give equal values: compare dtype, temperature and attention of engine and learner; until then use correction = 'tis' or 'icepop'",
-        )  # fmt: skip
-        above(
-            "learner/clip_share", "clip_share", "share of clipped tokens",
-            "lower learner.lr, scheduler.max_staleness or learner.epochs",
-        )  # fmt: skip
-        above(
-            "learner/mask_share", "mask_share", "share of masked tokens",
-            "the data is too far off-policy: lower scheduler.max_staleness or widen the bounds of the correction",
-        )  # fmt: skip
-        above(
-            "learner/kl",
-            "kl",
-            "KL to the initial policy",
-            "raise learner.kl_coef or lower learner.lr",
+    def _length(self, group: str, values: dict[str, float]) -> str:
+        """Return a warning of PPR's length side effect (methods.md 5): trajectories grow while a
+        turn earns reward, and shrink while a turn costs reward. values: the scheme's "ppr/turns_*"
+        and "ppr/turn_pay_*", which other schemes and a batch without this group lack."""
+        turns, pay = values.get(f"ppr/turns_{group}"), values.get(f"ppr/turn_pay_{group}", 0.0)
+        if turns is None:
+            return ""
+        first = self.state.first.setdefault(group, [])
+        if len(first) < FIRST:
+            first.append(turns)
+            return ""
+        last = self.state.last[group] = [*self.state.last.get(group, []), turns][-LAST:]
+        usual, now, limit = sum(first) / FIRST, sum(last) / len(last), self.config.turns
+        if limit and len(last) == LAST and now > limit * usual and pay > 0:
+            remedy = _GROW[values.get("ppr/turn_pay_wrong", 0.0) > 0]
+        elif limit and len(last) == LAST and now * limit < usual and pay < 0:
+            remedy = _SHRINK
+        else:
+            return ""
+        return (
+            f"{group} trajectories have {now:.1f} turns, {now / usual:.2f} times as many as at"
+            f" first (watch.turns = {limit:g}), and a judged turn pays {pay:+.2f} in them: {remedy}"
         )
-        share = values.get("watch/sample_share", 1.0)
-        if c.sample_share and share < c.sample_share:
-            sentences.append(
-                f"effective sample size is {share:.2f} of the tokens (watch.sample_share = {c.sample_share:g}): lower"
-                " scheduler.max_staleness or learner.lr, or truncate harder"
-            )
-        if c.entropy and values.get("learner/entropy", np.inf) < c.entropy:
-            sentences.append(
-                f"entropy is {values['learner/entropy']:.3g} nats (watch.entropy = {c.entropy:g}): the policy has nearly stopped"
-                " exploring; raise learner.entropy_coef or learner.kl_coef, or lower learner.lr"
-            )
-        return sentences + self._norm(grad_norm) + self.lengths.warnings(values, c.turns)
-
-    def _norm(self, norm: float | None) -> list[str]:
-        if norm is None:
-            return []
-        usual = float(np.median(self._norms)) if len(self._norms) >= 5 else None
-        self._norms.append(norm)
-        if usual and self.config.grad_norm and norm > self.config.grad_norm * usual:
-            return [
-                f"gradient norm {norm:.3g} is {norm / usual:.0f} times its median (watch.grad_norm = {self.config.grad_norm:g}):"
-                " look at this update's trees with coppice trees; lower learner.grad_clip or learner.lr if it goes on"
-            ]
-        return []

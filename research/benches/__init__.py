@@ -1,5 +1,4 @@
-"""The command coppice dev bench: it prints a table of benchmarks, each of which is a ratio measured in
-one run.
+"""The command coppice dev bench prints a table of benchmarks, each a ratio measured in one run.
 
 A benchmark is a module here with ``run(**settings)``, which returns a ``result``.
 """
@@ -26,7 +25,7 @@ def result(
     return {"name": name, "ratio": ratio, "goal": goal, "better": better} | more
 
 
-def _known() -> list[str]:
+def _names() -> list[str]:
     """The names of the benchmarks: the modules that define ``run``. They are read and not imported,
     which would cost seconds."""
     here = Path(__file__).parent
@@ -41,10 +40,10 @@ def parser() -> argparse.ArgumentParser:
         "coppice dev bench", "Measure benchmarks, each as a ratio with a goal.", EXAMPLES
     )
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"any of {', '.join(_known())} (default: all)"
+        "names", nargs="*", metavar="NAME", help=f"any of {', '.join(_names())} (default: all)"
     )
     parser.add_argument("--json", action="store_true", help="also print every measured value")
-    setting = "change a setting of the benchmarks, such as rounds=1 or model=NAME; an unknown one is refused with those that exist"
+    setting = "change a setting of the benchmarks, such as rounds=1 or model=NAME"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
     return parser
 
@@ -52,11 +51,11 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run the named benchmarks (default: all). Return 0, or 1 if a goal is missed, or 2 for an
     unknown name or setting."""
-    options, known = parser().parse_args(arguments), _known()
-    names = options.names or known
+    options, existing = parser().parse_args(arguments), _names()
+    names = options.names or existing
     try:
-        if unknown := set(names) - set(known):
-            raise ValueError(f"unknown {sorted(unknown)}; expected {known}")
+        if unknown := set(names) - set(existing):
+            raise ValueError(f"unknown {sorted(unknown)}; expected {existing}")
         settings = dict(option(text) for text in options.set)
         each = [
             checked("--set", f"benchmark {name}", _module(name).run, settings, ()) for name in names
@@ -77,9 +76,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
         missed += not good
         sign = ">=" if row["better"] == "higher" else "<="
-        print(
-            f"{row['name']:<58} {row['ratio']:>8.3f} {sign} {row['goal']:<5} {'' if good else 'MISSED'}"
-        )
+        verdict = "" if good else "MISSED"
+        print(f"{row['name']:<58} {row['ratio']:>8.3f} {sign} {row['goal']:<5} {verdict}")
         if options.json:
             print(json.dumps(row))
     return int(missed > 0)

@@ -43,7 +43,7 @@ def _seconds(folder: Path, model: Path, staleness: int) -> float:
     settings = {
         "model.name": f'"{model}"',
         "warm_start.steps": 0,
-        "judges.use": '{slate_rules = {}, "coppice.research.benches.asynchrony:SlowExactMatch" = {}}',
+        "judges.use": f'{{slate_rules = {{}}, "{__name__}:SlowExactMatch" = {{}}}}',
         "scheduler.strategy_options": "{k = 2}",
         "scheduler.budget": 1,
         "scheduler.max_action_tokens": 4,

@@ -56,7 +56,10 @@ SIZES = {
 }
 """Workers, calls that each takes at once, callers that each have one call open."""
 SERVICE = "judge.noop"
-SENTENCE = "The city of Ghent lies where the Scheldt meets the Lys and was once the largest north of the Alps. "
+SENTENCE = (
+    "The city of Ghent lies where the Scheldt meets the Lys and was once the largest north of the"
+    " Alps. "
+)
 REQUEST = JudgeRequest(
     [
         JudgedTurn(
@@ -80,15 +83,15 @@ GROWTH, TURNS, SHARED = 40, 4, 100
 prompts begin with."""
 
 
-class Answering:
-    """A transport whose peers answer at once. answers: the frames of an answer's body, by service."""
+class AnsweringTransport:
+    """A transport whose peers answer at once. answers: frames of an answer's body, by service."""
 
     endpoint, sender = "inproc", ""
 
     def __init__(self) -> None:
         self.keys: RunKeys | None = None
         self.answers: dict[str, list[Frame]] = {}
-        self._asked = deque[tuple[Frame, int, str]]()
+        self._requests = deque[tuple[Frame, int, str]]()
         self._deliver: Callable[[list[Frame]], None] = lambda frames: None
 
     def grant(self, public: str) -> Grant | None:
@@ -105,11 +108,11 @@ class Answering:
         identity, *parts = frames
         header = decode_header(parts)
         if isinstance(header, Request):
-            self._asked.append((identity, header.id, header.service))
+            self._requests.append((identity, header.id, header.service))
             asyncio.get_running_loop().call_soon(self._answer)
 
     def _answer(self) -> None:
-        identity, number, service = self._asked.popleft()
+        identity, number, service = self._requests.popleft()
         self._deliver([identity, encode(Result(number))[0], *self.answers[service]])
 
     def say(self, identity: bytes, message: Any) -> None:
@@ -172,7 +175,7 @@ async def measure(
 ) -> float:
     """Return what a call costs by ``meter``, over ``calls`` calls after as many that are not
     counted: by default seconds of processor time."""
-    transport, service = Answering(), "generate" if placed else SERVICE
+    transport, service = AnsweringTransport(), "generate" if placed else SERVICE
     transport.answers[service] = encode_body(generated() if placed else ANSWER)
     dispatcher = Dispatcher("", None, DispatchConfig(dead_after_s=3600.0), router=transport)
     await dispatcher.start()

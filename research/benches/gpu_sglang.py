@@ -48,14 +48,16 @@ from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sampling
 
-SHAPES = {
-    "0.5b": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
-             "intermediate_size": 4864, "tie_word_embeddings": True},
-    "3b": {"hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2,
-           "intermediate_size": 11008, "tie_word_embeddings": True},
-    "7b": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
-           "intermediate_size": 18944, "tie_word_embeddings": False},
-}  # fmt: skip
+_FIELDS = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size"
+_SIZES = {
+    "0.5b": (896, 24, 14, 2, 4864),
+    "3b": (2048, 36, 16, 2, 11008),
+    "7b": (3584, 28, 28, 4, 18944),
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    name: dict(zip(_FIELDS.split(), sizes, strict=True)) | {"tie_word_embeddings": name != "7b"}
+    for name, sizes in _SIZES.items()
+}
 """The shapes of Qwen2.5 models. All have a vocabulary of 151,936 words."""
 _IDEAL_BYTES = 2**30
 """Bytes for the prompts that the ideal cache remembers, at four bytes per token. No run here needs
@@ -76,7 +78,7 @@ position (about 25 tokens)."""
 Answered = list[tuple[GenerateRequest, GenerateResult]]
 
 
-class Work(msgspec.Struct, frozen=True):
+class TreeWork(msgspec.Struct, frozen=True):
     """The work of one measurement. SLATE trees: their number, steps and candidates, and the tokens
     of each part. MC-PR games: their number, continuations per state, tokens of a move, and the name
     of the prompt."""
@@ -94,7 +96,7 @@ class Work(msgspec.Struct, frozen=True):
     prompt: str = WHOLE
 
 
-class Server(msgspec.Struct, frozen=True):
+class SGLangServer(msgspec.Struct, frozen=True):
     """A running server. model: a folder with its tokenizer. python, environment: interpreter and
     variables of the measuring process."""
 
@@ -105,14 +107,14 @@ class Server(msgspec.Struct, frozen=True):
     environment: dict[str, str] = {}
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class WantedSample(msgspec.Struct, frozen=True):
     """One sample: its prompt, int32 [prompt], and its number of tokens."""
 
     prompt: np.ndarray
     tokens: int
 
 
-class AnyText(TicTacToe):
+class AnyMove(TicTacToe):
     """Tic-Tac-Toe against random play in which every text is a legal move, chosen by the checksum
     of the text."""
 
@@ -186,20 +188,20 @@ async def under_dispatcher(engine: SGLangEngine, grow: Grow) -> tuple[Answered, 
             await dispatcher.close()
     answered = recording.answered
     prefilled = engine.stats()["prefilled_tokens"] - before.get("prefilled_tokens", 0)
-    asked = sum(request.n * len(request.tokens) for request, _ in answered)
+    prompted = sum(request.n * len(request.tokens) for request, _ in answered)
     ideal, reachable = _ideal(answered)
     return answered, {
         "seconds": seconds,
         "tokens_s": _sampled(answered) / seconds,
         "requests": len(answered),
         "samples": sum(request.n for request, _ in answered),
-        "prompt_tokens": asked,
+        "prompt_tokens": prompted,
         "prefilled_tokens": prefilled,
         "ideal_prefill_tokens": ideal,
         "ideal_with_last_tokens": reachable,
         "prefilled_over_ideal": prefilled / reachable,
-        "hit_share": 1 - prefilled / asked,
-        "ideal_hit_share": 1 - reachable / asked,
+        "hit_share": 1 - prefilled / prompted,
+        "ideal_hit_share": 1 - reachable / prompted,
     }
 
 
@@ -225,14 +227,14 @@ def _sampled(answered: Answered) -> int:
 
 async def _flush(engine: SGLangEngine) -> None:
     for server in engine.way.servers:
-        await server.send("/flush_cache")
+        await server.client.send("POST", "/flush_cache", attempts=1)
 
 
 # ---------------------------------------------------------------------------------------------- the
 # trees that are grown
 
 
-def slate(vocabulary: int, work: Work) -> Grow:
+def slate(vocabulary: int, work: TreeWork) -> Grow:
     """Grow trees of SLATE's shape from random words, all concurrently. In each tree, a step begins
     when the step before is done."""
     rng = np.random.default_rng(0)
@@ -259,7 +261,7 @@ def slate(vocabulary: int, work: Work) -> Grow:
     return grow
 
 
-def mc_pr(model: Path, work: Work, most: int) -> Grow:
+def mc_pr(model: Path, work: TreeWork, most: int) -> Grow:
     """Play whole games by ``scheduler.strategies.mc_value``: from each state of a chain,
     continuations go to the end of the game.
 
@@ -268,7 +270,7 @@ def mc_pr(model: Path, work: Work, most: int) -> Grow:
     """
 
     async def grow(recording: Recording) -> None:
-        environment, counts = AnyText(work.prompt), Counter[str]()
+        environment, counts = AnyMove(work.prompt), Counter[str]()
         settings = SchedulerConfig(
             strategy="mc_value",
             judge="none",
@@ -277,10 +279,10 @@ def mc_pr(model: Path, work: Work, most: int) -> Grow:
         )
         with tempfile.TemporaryDirectory() as scratch:
             journal = Journal(Path(scratch) / "journal.sqlite")
-            runtime = Runtime(
-                recording,  # pyright: ignore[reportArgumentType] (it is called as the dispatcher is)
-                journal, Text(str(model)), environment, settings, counts, lambda tree, turns: None, most,
-            )  # fmt: skip
+            calls: Any = recording  # it is called as the dispatcher is
+            emit = lambda tree, turns: None  # noqa: E731
+            text = Text(str(model))
+            runtime = Runtime(calls, journal, text, environment, settings, counts, emit, most)
 
             async def game(number: int) -> None:
                 tree = Tree(number, "")
@@ -301,7 +303,7 @@ def mc_pr(model: Path, work: Work, most: int) -> Grow:
 
 
 async def at_once(engine: SGLangEngine, answered: Answered) -> float:
-    """Return the tokens per second of the same requests when the engine gets all of them together."""
+    """Return the tokens per second of the same requests when the engine gets all at once."""
     await _flush(engine)
     start = time.perf_counter()
     results = await gather(engine.generate(request) for request, _ in answered)
@@ -309,16 +311,16 @@ async def at_once(engine: SGLangEngine, answered: Answered) -> float:
     return sum(len(sample.tokens) for result in results for sample in result.samples) / seconds
 
 
-def samples(answered: Answered) -> Sequence[Wanted]:
+def samples(answered: Answered) -> Sequence[WantedSample]:
     """Return each sample as a request of its own."""
     return [
-        Wanted(request.tokens, len(s.tokens))
+        WantedSample(request.tokens, len(s.tokens))
         for request, result in answered
         for s in result.samples
     ]
 
 
-async def bench_serving(server: Server, wanted: Sequence[Wanted]) -> float:
+async def bench_serving(server: SGLangServer, wanted: Sequence[WantedSample]) -> float:
     """Return the sampled tokens per second. Raises RuntimeError, with the end of the output, if
     bench_serving fails or does other work."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -356,7 +358,7 @@ def _tokenizer(model: Path, folder: Path) -> Path:
     return copy
 
 
-def _command(server: Server, tokenizer: Path, folder: Path, count: int) -> list[str]:
+def _command(server: SGLangServer, tokenizer: Path, folder: Path, count: int) -> list[str]:
     # There are no warm-up requests: they would hold the chat message alone, which /generate does
     # not accept.
     settings = {
@@ -375,7 +377,7 @@ def _command(server: Server, tokenizer: Path, folder: Path, count: int) -> list[
     return [server.python, "-m", "sglang.bench_serving", *named, *switches]
 
 
-async def _run(server: Server, command: list[str], folder: Path) -> str:
+async def _run(server: SGLangServer, command: list[str], folder: Path) -> str:
     """Run the command and return the end of its output. The key is passed in a variable, because
     everyone can read command lines."""
     environment = (
@@ -405,12 +407,13 @@ async def _run(server: Server, command: list[str], folder: Path) -> str:
     return output
 
 
-def _check(result: dict[str, Any], wanted: Sequence[Wanted], output: str) -> None:
+def _check(result: dict[str, Any], wanted: Sequence[WantedSample], output: str) -> None:
     """Raises RuntimeError unless every request was answered with the intended numbers of prompt
     tokens and sampled tokens."""
     if errors := [error for error in result["errors"] if error]:
         raise RuntimeError(
-            f"sglang.bench_serving: {len(errors)} of {len(wanted)} requests failed, the first: {errors[0][-_SHOWN:]}"
+            f"sglang.bench_serving: {len(errors)} of {len(wanted)} requests failed, the first:"
+            f" {errors[0][-_SHOWN:]}"
         )
     for quantity, got, expected in (
         ("prompt lengths", result["input_lens"], [len(one.prompt) for one in wanted]),
@@ -418,12 +421,12 @@ def _check(result: dict[str, Any], wanted: Sequence[Wanted], output: str) -> Non
     ):
         if got != expected:
             raise RuntimeError(
-                f"sglang.bench_serving: {quantity} {got[:8]}.. (in all {sum(got)}), expected {expected[:8]}.. ({sum(expected)}):"
-                f" is it the one of sglang 0.5.23?\n{output}"
+                f"sglang.bench_serving: {quantity} {got[:8]}.. (in all {sum(got)}), expected"
+                f" {expected[:8]}.. ({sum(expected)}): is it the one of sglang 0.5.23?\n{output}"
             )
 
 
-async def measure(engine: SGLangEngine, server: Server, work: Work) -> dict[str, Any]:
+async def measure(engine: SGLangEngine, server: SGLangServer, work: TreeWork) -> dict[str, Any]:
     """Measure everything on one started engine and print each part at once, since a later part may
     fail. server: the engine's server."""
     vocabulary = json.loads((server.model / "config.json").read_text())["vocab_size"]
@@ -468,11 +471,11 @@ async def _one(name: str, tokenizer: Path) -> dict[str, Any]:
         engine = started(folder, {"mem_fraction_static": 0.6})
         await engine.start()
         way: Any = engine.way
-        server = Server(
+        server = SGLangServer(
             way.front.url, way.arguments["api_key"], folder, engine.config.sglang.python
         )
         try:
-            return await measure(engine, server, Work())
+            return await measure(engine, server, TreeWork())
         finally:
             await engine.close()
 

@@ -2,9 +2,8 @@
 flight, judges that join and leave, a slow learner.
 
 Its peers are real services whose answers cost next to nothing. The learner keeps its own record, so
-that an audit need not believe the scheduler. ``coppice dev bench load --set keep=RUN`` keeps the run
-folder, and ``--set read=RUN`` prints the figures of a run, also of a live one.
-"""
+that an audit need not believe the scheduler. ``coppice dev bench load --set keep=RUN`` keeps the
+run folder, and ``--set read=RUN`` prints the figures of a run, also of a live one."""
 
 import asyncio
 import itertools
@@ -62,7 +61,7 @@ TICK_S = 0.01
 ACTION = (
     "<think> The question asks for a city, so I search. </think><search> capital of Peru </search>"
 )
-COLUMNS = ("t", "cpu", "load", "trees", "growing", "nodes", "rss_mib", "journal_mib", "lag_p50", "lag_p99", "lag_max")  # fmt: skip
+COLUMNS = "t cpu load trees growing nodes rss_mib journal_mib lag_p50 lag_p99 lag_max".split()
 FAST, SLOW = "fast", "exact_match"
 """The judge of every turn, and the judge of every tree's outcome."""
 SECONDS = {FAST: 0.001, SLOW: 1.0}
@@ -80,7 +79,7 @@ ROLES = ("actor", "judge", "learner")
 # peers
 
 
-class Plan(msgspec.Struct, frozen=True):
+class LoadPlan(msgspec.Struct, frozen=True):
     """What the peers do, in RUN/load.json. questions: trees of an update. update_s: the time that
     an update takes. stay_s: how long a judge stays, on average. judges: how many are there, half of
     them fast. act, forced: token ids of an action and of a forced answer."""
@@ -97,7 +96,7 @@ class Actor:
     """Samples the same action again and again. Life cycle: its handlers are called by a
     ``Service``."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: LoadPlan):
         self.plan, self.version = plan, 0
 
     async def generate(self, request: GenerateRequest, call: Call) -> GenerateResult:
@@ -136,7 +135,7 @@ def judging(kind: str, rng: random.Random) -> Handler:
     return judge
 
 
-async def come_and_go(place: int, plan: Plan, endpoint: str, keys: PeerKeys) -> None:
+async def come_and_go(place: int, plan: LoadPlan, endpoint: str, keys: PeerKeys) -> None:
     """Keep one judge's place filled: each judge stays for a while and leaves, and another one comes
     under a new name, until dismissed."""
     rng, kind = random.Random(place), (FAST, SLOW)[place % 2]
@@ -157,7 +156,7 @@ class Learner:
     """Trains the oldest closed trees whose groups are all here, ``questions`` at a time. trained:
     the version of each group."""
 
-    def __init__(self, run: Path, plan: Plan):
+    def __init__(self, run: Path, plan: LoadPlan):
         self.run, self.plan, self.version = run, plan, 0
         self.here: set[int] = set()
         self.trained: dict[int, int] = {}
@@ -223,7 +222,7 @@ class Learner:
 
 async def serve(run: Path, role: str) -> None:
     """Run the peers of a role until the scheduler dismisses them."""
-    plan = msgspec.json.decode((run / "load.json").read_bytes(), type=Plan)
+    plan = msgspec.json.decode((run / "load.json").read_bytes(), type=LoadPlan)
     while not (run / "endpoint").exists():
         await asyncio.sleep(0.1)
     endpoint, keys = (run / "endpoint").read_text(), PeerKeys.load(run / "keys", role)
@@ -274,7 +273,7 @@ class Probed(scheduling.Run):
         super().__init__(*arguments)
         self.trees: weakref.WeakSet[Tree] = weakref.WeakSet()
         self.lags: list[float] = []
-        self._grow, self.forest._grow = self.forest._grow, self._watched_grow
+        self._grow, self.open_trees._grow = self.open_trees._grow, self._watched_grow
 
     async def _watched_grow(self, tree: Tree, context: Any) -> None:
         self.trees.add(tree)
@@ -309,7 +308,7 @@ class Probed(scheduling.Run):
             "cpu": time.process_time(),
             "load": os.getloadavg()[0],
             "trees": pacing.admitted - pacing.version * pacing.questions if pacing else 0,
-            "growing": len(self.forest.growing),
+            "growing": len(self.open_trees.growing),
             "nodes": sum(len(tree.nodes) for tree in trees),
             "rss_mib": psutil.Process().memory_info().rss / 2**20,
             "journal_mib": sum(file.stat().st_size for file in files if file.exists()) / 2**20,
@@ -336,7 +335,7 @@ def prepare(
     steps: int,
     questions: int,
     updates: int,
-    plan: Plan,
+    plan: LoadPlan,
     timing: DispatchConfig = DispatchConfig(),
 ) -> None:
     """Write what the processes read: tokenizer, tasks, prompt, the peers' plan and the scheduler's
@@ -361,9 +360,14 @@ def prepare(
     )
     (run / "load.json").write_bytes(msgspec.json.encode(plan))
     settings = SchedulerConfig(
-        budget=steps, judge=FAST, updates=updates, questions_per_update=questions, max_staleness=trees // questions - 1,
-        evaluation=EvaluationConfig(questions=0), dispatch=timing,
-    )  # fmt: skip
+        budget=steps,
+        judge=FAST,
+        updates=updates,
+        questions_per_update=questions,
+        max_staleness=trees // questions - 1,
+        evaluation=EvaluationConfig(questions=0),
+        dispatch=timing,
+    )
     tasks, options = str(run / "train.jsonl"), {"prompt": str(run / "prompt.txt")}
     process = SchedulerProcess(
         "scheduler",
@@ -406,9 +410,8 @@ def measure(run: Path, every_s: float) -> None:
             child.kill()
             child.wait()
     if status:
-        raise RuntimeError(
-            f"the scheduler ended with status {status}: {(run / 'scheduler.log').read_text()[-3000:]}"
-        )
+        end = (run / "scheduler.log").read_text()[-3000:]
+        raise RuntimeError(f"the scheduler ended with status {status}: {end}")
 
 
 def figures(run: Path) -> dict[str, Any]:
@@ -464,7 +467,7 @@ def run(
     folder = Path(read or keep or tempfile.mkdtemp())
     try:
         if not read:
-            plan = Plan(questions, 60 * minutes / updates, judges, stay_s, [], [])
+            plan = LoadPlan(questions, 60 * minutes / updates, judges, stay_s, [], [])
             prepare(folder, trees, max(1, nodes // trees // 6), questions, updates, plan)
             measure(folder, every_s)
         measured = figures(folder)

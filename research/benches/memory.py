@@ -1,5 +1,5 @@
-"""Peak memory of a whole run: the proportional set size (PSS) of every process of ``coppice launch``,
-sampled from outside.
+"""Peak memory of a whole run: the proportional set size (PSS) of every process of ``coppice
+launch``, sampled from outside.
 
 PSS divides a page among the processes that map it, so the sum over all processes is the memory that
 the run takes from the machine. ``coppice dev bench memory --set actors=1 --set learner=1 --set
@@ -65,10 +65,12 @@ class Peaks(msgspec.Struct):
     def table(self) -> str:
         """Return the peaks as lines of text."""
         lines = [
-            f"{'process':<14}{'count':>6}{'peak of one':>13}{'peak of all':>13}{'at the peak of the sum':>24}   GiB"
+            f"{'process':<14}{'count':>6}{'peak of one':>13}{'peak of all':>13}"
+            f"{'at the peak of the sum':>24}   GiB"
         ]
         lines += [
-            f"{kind:<14}{self.counts[kind]:>6}{self.each[kind]:>13.2f}{self.kinds[kind]:>13.2f}{self.at.get(kind, 0.0):>24.2f}"
+            f"{kind:<14}{self.counts[kind]:>6}{self.each[kind]:>13.2f}{self.kinds[kind]:>13.2f}"
+            f"{self.at.get(kind, 0.0):>24.2f}"
             for kind in sorted(self.kinds)
         ]
         return "\n".join(

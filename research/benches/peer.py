@@ -8,11 +8,10 @@ candidate as a sequence of its own. Rounds take turns. The first update is not c
 last of ours, beside which nothing is sampled. Every text consists of digits, each one token of the
 default tokenizer, so every length is known.
 
-``python -m coppice.research.benches.peer WORK.json`` is the process of TRL's side, in the environment
-that has trl, which is imported only there. Its settings should make TRL fast on a CPU: no gradient
-checkpointing, reference model, dropout, logging, evaluation or checkpoints, one batch of
-``generate`` for all prompts of one length, and one group of sequences per forward pass.
-"""
+``python -m coppice.research.benches.peer WORK.json`` is the process of TRL's side, in the
+environment that has trl, which is imported only there. Its settings should make TRL fast on a CPU:
+no gradient checkpointing, reference model, dropout, logging, evaluation or checkpoints, one batch
+of ``generate`` for all prompts of one length, and one group of sequences per forward pass."""
 
 import json
 import os
@@ -33,8 +32,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 from coppice.common.numbers import Count
 from coppice.research import venvs as environments
+from coppice.research.any_text import AnyText, EpisodeShape, TextState, reward
 from coppice.research.benches import result
-from coppice.research.benches.any_text import AnyText, Shape, State, reward
 from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.scheduler.growth.text import Text
 from coppice.tools.bootstrap import ROOT
@@ -66,11 +65,11 @@ END = "<|no end|>"
 # load of both sides
 
 
-class Load(msgspec.Struct, frozen=True):
+class PeerLoad(msgspec.Struct, frozen=True):
     """One shape of work: questions per update, samples per step, tokens per action, and rows
     (sequences) per forward pass of the peer."""
 
-    shape: Shape
+    shape: EpisodeShape
     questions: int
     samples: int
     action: int
@@ -88,15 +87,15 @@ class Load(msgspec.Struct, frozen=True):
 
 
 LOADS = {
-    "groups": Load(
-        Shape(steps=1, shared=27, question=12, observation=0),
+    "groups": PeerLoad(
+        EpisodeShape(steps=1, shared=27, question=12, observation=0),
         questions=8,
         samples=8,
         action=40,
         rows=8,
     ),
-    "slate": Load(
-        Shape(steps=3, shared=120, question=30, observation=60),
+    "slate": PeerLoad(
+        EpisodeShape(steps=3, shared=120, question=30, observation=60),
         questions=4,
         samples=5,
         action=40,
@@ -107,7 +106,7 @@ LOADS = {
 of the other SLATE benchmarks."""
 
 
-def prompts(load: Load, model: Path, seed: int, updates: int) -> list[str]:
+def prompts(load: PeerLoad, model: Path, seed: int, updates: int) -> list[str]:
     """Return the peer's prompts in order: by update, then by step, the whole prefix of each group
     of candidates once (TRL repeats it).
 
@@ -118,15 +117,15 @@ def prompts(load: Load, model: Path, seed: int, updates: int) -> list[str]:
     text, environment = Text(str(model)), AnyText(load.shape, DIGITS)
     if len(text.encode(environment.words("", 100))) != 100:
         raise ValueError(
-            f"{model}: its tokenizer merges digits, so the lengths of both sides would differ; choose another"
+            f"{model}: its tokenizer merges digits, so the lengths would differ; choose another"
         )
     tasks, all_texts = GeneratedTasks(environment.task, seed), []
     for update in range(updates):
         drawn = [tasks.at(update * load.questions + place) for place in range(load.questions)]
-        texts = [text.prompt(environment.prompt(task, State(task.seed))) for task in drawn]
+        texts = [text.prompt(environment.prompt(task, TextState(task.seed))) for task in drawn]
         for step in range(1, load.shape.steps + 1):
             all_texts += texts
-            after = [State(task.seed, step) for task in drawn]
+            after = [TextState(task.seed, step) for task in drawn]
             added = [
                 environment.words(f"action {one}", load.action) + environment.observation(one)
                 for one in after
@@ -144,7 +143,7 @@ def endless(model: Path, folder: Path) -> Path:
     end, rows = tokenizer.convert_tokens_to_ids(END), AutoConfig.from_pretrained(model).vocab_size
     if end < rows:
         raise ValueError(
-            f"{model}: a new token gets id {end} of {rows}, which can be sampled; choose another model"
+            f"{model}: a new token gets id {end} of {rows}, which can be sampled; choose another"
         )
     tokenizer.save_pretrained(folder)
     for weights in model.glob("*.safetensors*"):
@@ -170,7 +169,7 @@ class Update(msgspec.Struct, frozen=True):
     tokens: float
 
 
-class Look(msgspec.Struct, frozen=True):
+class ProcessLook(msgspec.Struct, frozen=True):
     """A side's processes from outside: updates done, CPU seconds of all, bytes of memory (what
     several share is counted once)."""
 
@@ -193,7 +192,7 @@ class Round(msgspec.Struct, frozen=True):
 
 def watched(
     command: Sequence[str], folder: Path, environment: dict[str, str], done: Path
-) -> list[Look]:
+) -> list[ProcessLook]:
     """Run ``command`` to its end, looking every ``LOOK_S``; it adds a line to ``done`` at the end
     of each update.
 
@@ -220,19 +219,23 @@ def watched(
     return looks
 
 
-def _look(pid: int, done: Path) -> list[Look]:
+def _look(pid: int, done: Path) -> list[ProcessLook]:
     """One look, or none while a process is just ending."""
     try:
         processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
         updates = done.read_bytes().count(b"\n") if done.exists() else 0
         cpu_s = sum(sum(process.cpu_times()[:2]) for process in processes)
-        return [Look(updates, cpu_s, sum(process.memory_full_info().pss for process in processes))]
+        return [
+            ProcessLook(
+                updates, cpu_s, sum(process.memory_full_info().pss for process in processes)
+            )
+        ]
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return []
 
 
-def rated(updates: Sequence[Update], looks: Sequence[Look], busy: float) -> Round:
-    """The round in which ``updates`` count, but for the first of them, which only starts the clock."""
+def rated(updates: Sequence[Update], looks: Sequence[ProcessLook], busy: float) -> Round:
+    """The round in which ``updates`` count but for the first one, which only starts the clock."""
     spent, tokens = (
         updates[-1].seconds - updates[0].seconds,
         sum(update.tokens for update in updates[1:]),
@@ -247,14 +250,23 @@ def rated(updates: Sequence[Update], looks: Sequence[Look], busy: float) -> Roun
     )
 
 
-def peer(load: Load, model: Path, folder: Path, dtype: str, counted: int) -> Round:
+def peer(load: PeerLoad, model: Path, folder: Path, dtype: str, counted: int) -> Round:
     """A round of TRL."""
     folder.mkdir()
     updates = counted + 1
     work = msgspec.to_builtins(load) | {
-        "model": str(model), "prompts": prompts(load, model, 0, updates), "sequences": load.sequences, "updates": updates,
-        "steps": load.shape.steps, "dtype": dtype, "threads": THREADS, "rank": RANK, "alpha": ALPHA, "lr": LR, "seed": 0,
-    }  # fmt: skip
+        "model": str(model),
+        "prompts": prompts(load, model, 0, updates),
+        "sequences": load.sequences,
+        "updates": updates,
+        "steps": load.shape.steps,
+        "dtype": dtype,
+        "threads": THREADS,
+        "rank": RANK,
+        "alpha": ALPHA,
+        "lr": LR,
+        "seed": 0,
+    }
     (folder / "work.json").write_bytes(msgspec.json.encode(work))
     python, busy = environments.python("trl", "peer", over_ours=True), os.getloadavg()[0]
     variables = {
@@ -275,7 +287,7 @@ def peer(load: Load, model: Path, folder: Path, dtype: str, counted: int) -> Rou
 
 
 def ours(
-    load: Load, model: Path, folder: Path, dtype: str, counted: int, rank_threads: int
+    load: PeerLoad, model: Path, folder: Path, dtype: str, counted: int, rank_threads: int
 ) -> Round:
     """A round of coppice launch; checkpoints are left out, as the peer's are."""
     folder.mkdir()
@@ -300,7 +312,7 @@ def ours(
 
 
 def _settings(
-    load: Load, model: Path, dtype: str, updates: int, rank_threads: int
+    load: PeerLoad, model: Path, dtype: str, updates: int, rank_threads: int
 ) -> dict[str, str]:
     """The config of a run: everything that the peer has too, no more."""
     shape = ", ".join(f"{key} = {value}" for key, value in msgspec.to_builtins(load.shape).items())
@@ -313,10 +325,10 @@ def _settings(
     )
     given = {
         "model.name": f'"{model}"',
-        "data.environment": '"coppice.research.benches.any_text:AnyText"',
+        "data.environment": '"coppice.research.any_text:AnyText"',
         "data.options": f'{{shape = {{{shape}}}, alphabet = "{DIGITS}"}}',
         "warm_start.steps": 0,
-        "judges.use": '{"coppice.research.benches.any_text:Checksum" = {}}',
+        "judges.use": '{"coppice.research.any_text:Checksum" = {}}',
         "scheduler.judge": '"checksum"',
         "scheduler.strategy": '"full"' if steps == 1 else '"slate"',
         "scheduler.strategy_options": f"{{k = {load.samples}}}",
@@ -347,20 +359,26 @@ def _settings(
     return {key: str(value) for key, value in given.items()}
 
 
-def _checked(load: Load, updates: list[Update]) -> list[Update]:
+def _checked(load: PeerLoad, updates: list[Update]) -> list[Update]:
     """Raises RuntimeError where a side trained fewer tokens than the load has (a group of equal
     rewards teaches nothing)."""
     for update in updates:
         if not 0.9 * load.tokens <= update.tokens <= load.tokens:
             raise RuntimeError(
-                f"an update trained {update.tokens:.0f} tokens: expected {load.tokens}, and at most a tenth less in groups whose rewards"
-                " are all equal; see research/benches/peer.py"
+                f"an update trained {update.tokens:.0f} tokens: expected {load.tokens}, and at most"
+                " a tenth less in groups whose rewards are all equal; see research/benches/peer.py"
             )
     return updates
 
 
 def compare(
-    load: Load, model: Path, folder: Path, dtype: str, rounds: int, counted: int, rank_threads: int
+    load: PeerLoad,
+    model: Path,
+    folder: Path,
+    dtype: str,
+    rounds: int,
+    counted: int,
+    rank_threads: int,
 ) -> dict[str, Any]:
     """Interleaved rounds of both; each ratio is the median over the rounds, above 1 where ours is
     faster, below where it is smaller."""
@@ -391,9 +409,8 @@ def table(found: dict[str, dict[str, Any]]) -> str:
             ratios = [a / b for a, b in zip(own, theirs, strict=True)]
             cells = [f"{statistics.median(values):.1f}" for values in (theirs, own)]
             each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-            lines.append(
-                f"| {load} | {what} | {' | '.join(cells)} | {statistics.median(ratios):.2f} ({each}) |"
-            )
+            cells.append(f"{statistics.median(ratios):.2f} ({each})")
+            lines.append(f"| {load} | {what} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -481,7 +498,7 @@ def train(work: dict[str, Any], folder: Path) -> None:
     """Train with TRL. At its end, each update appends to ``updates.jsonl`` the clock ("seconds")
     and the number of its trained "tokens"."""
     import torch
-    from datasets import Dataset  # pyright: ignore[reportMissingImports] (of the other environment, as trl)
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from peft import LoraConfig
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]

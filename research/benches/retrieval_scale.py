@@ -21,7 +21,7 @@ import numpy as np
 from coppice.common import loop
 from coppice.common.numbers import Count, Positive
 from coppice.judges.config import RetrieverConfig
-from coppice.judges.retriever import kinds
+from coppice.judges.retriever import index as indexes
 from coppice.judges.retriever.encoder import Encoder
 from coppice.judges.retriever.hot import HotQueries
 from coppice.judges.retriever.index import build
@@ -62,7 +62,8 @@ class Clusters:
     def blocks(self, count: int) -> Iterable[np.ndarray]:
         """Yield so many vectors in blocks."""
         return (
-            self.draw(min(kinds.BLOCK, count - at), 2 + at) for at in range(0, count, kinds.BLOCK)
+            self.draw(min(indexes.BLOCK, count - at), 2 + at)
+            for at in range(0, count, indexes.BLOCK)
         )
 
 
@@ -70,30 +71,35 @@ def rate(index: faiss.Index, queries: np.ndarray, batch: int, seconds: float) ->
     """Return queries per CPU second when ``batch`` of them are searched together."""
     start, done, spent = time.process_time(), 0, 0.0
     while spent < seconds:
-        index.search(np.take(queries, range(done, done + batch), axis=0, mode="wrap"), K)  # pyright: ignore[reportCallIssue]
+        some = np.take(queries, range(done, done + batch), axis=0, mode="wrap")
+        index.search(some, K)  # pyright: ignore[reportCallIssue]
         done, spent = done + batch, time.process_time() - start
     return done / spent
 
 
 def compared(
-    blocks: Callable[[], Iterable[np.ndarray]], count: int, queries: np.ndarray, names: tuple[str, ...],
-    batches: tuple[int, ...], seconds: float,
-) -> dict[str, Any]:  # fmt: skip
+    blocks: Callable[[], Iterable[np.ndarray]],
+    count: int,
+    queries: np.ndarray,
+    names: tuple[str, ...],
+    batches: tuple[int, ...],
+    seconds: float,
+) -> dict[str, Any]:
     """Build each kind and return what it takes and finds. names: kinds, and after a space search
     parameters; the first is exact."""
     rows, exact = dict[str, Any](), [set[int]()]
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             kind, _, search = name.partition(" ")
-            text, usual = kinds.factory(kind, count, queries.shape[1])
+            text, usual = indexes.factory(kind, count, queries.shape[1])
             file, row = Path(folder) / kind.replace("/", "_"), rows.setdefault(name, {"kind": text})
             if not file.exists():
-                index, start = kinds.empty(text, queries.shape[1]), time.process_time()
-                kinds.fill(index, blocks(), count, Path(folder) / "vectors")
+                index, start = indexes.empty(text, queries.shape[1]), time.process_time()
+                indexes.fill(index, blocks(), count, Path(folder) / "vectors")
                 faiss.write_index(index, str(file))
                 del index
                 row["build_s"] = time.process_time() - start
-            index = kinds.load(file, text, search or usual)
+            index = indexes.loaded(file, text, search or usual)
             found = [
                 set(one)
                 for part in np.array_split(queries, 10)
@@ -115,13 +121,13 @@ async def called(folder: Path, questions: list[str], count: int) -> dict[str, An
     """Ask a real index, 64 calls at once, some questions more often (Zipf). Returns CPU ms per call
     by what stands before the index."""
     shares, rows = 1 / (1 + np.arange(len(questions))), dict[str, Any]()
-    asked = np.random.default_rng(0).choice(questions, count, p=shares / shares.sum()).tolist()
+    queried = np.random.default_rng(0).choice(questions, count, p=shares / shares.sum()).tolist()
     async with opened(RetrieverConfig(str(folder), cache=0)) as local:
         for name, (size, batch) in BEFORE.items():
             hot, start = HotQueries(local.backend, size, batch), time.process_time()
             for first in range(0, count, CALLERS):
                 await asyncio.gather(
-                    *(hot.search([question], 3) for question in asked[first : first + CALLERS])
+                    *(hot.search([question], 3) for question in queried[first : first + CALLERS])
                 )
             rows[name] = {
                 "cpu_ms": 1000 * (time.process_time() - start) / count,
@@ -130,8 +136,16 @@ async def called(folder: Path, questions: list[str], count: int) -> dict[str, An
     return rows
 
 
-def run(passages: Count = 2_000, dimensions: Count = 384, queries: Count = 200, names: tuple[str, ...] = ("flat", "ivfpq", "refined", "hnsw"),
-        batches: tuple[int, ...] = (1, 32), seconds: Positive = 0.1, texts: Count = 300, calls: Count = 500) -> dict[str, Any]:  # fmt: skip
+def run(
+    passages: Count = 2_000,
+    dimensions: Count = 384,
+    queries: Count = 200,
+    names: tuple[str, ...] = ("flat", "ivfpq", "refined", "hnsw"),
+    batches: tuple[int, ...] = (1, 32),
+    seconds: Positive = 0.1,
+    texts: Count = 300,
+    calls: Count = 500,
+) -> dict[str, Any]:
     """Run the benchmark. texts: passages of the built-in corpus, whose index is compared too, and
     called. The ratio is the least recall of 10."""
     threads, facts = faiss.omp_get_max_threads(), ensure_facts(cache_folder())
@@ -150,7 +164,7 @@ def run(passages: Count = 2_000, dimensions: Count = 384, queries: Count = 200, 
                 b"".join((facts / "corpus.jsonl").read_bytes().splitlines(keepends=True)[:texts])
             )
             real = build(corpus, index, encoder).passages
-            asked = [
+            queried = [
                 msgspec.json.decode(row)["question"]
                 for row in (facts / "train.jsonl").read_bytes().splitlines()
             ]
@@ -158,12 +172,12 @@ def run(passages: Count = 2_000, dimensions: Count = 384, queries: Count = 200, 
             found = compared(
                 lambda: [vectors],
                 real,
-                encoder.embed(asked[:queries], "query"),
+                encoder.embed(queried[:queries], "query"),
                 names,
                 batches,
                 seconds,
             )
-            served = loop.run(called(index, asked, calls))
+            served = loop.run(called(index, queried, calls))
     finally:
         faiss.omp_set_num_threads(threads)
     least = min(one["recall"] for one in rows.values())

@@ -3,12 +3,11 @@ unshared packing (varlen).
 
 The speed-up is compared with the token ratio (path tokens over packed tokens) and with the most
 that sharing can save by arithmetic (``limit``). The model has ten layers of the default model's
-shape with random weights, all trained, on one thread. Only lengths and shared prefixes matter: those
-of ``slate`` come from a real batch, the others have half of their real lengths.
+shape with random weights, all trained, on one thread. Only lengths and shared prefixes matter:
+those of ``slate`` come from a real batch, the others have half of their real lengths.
 
-``python -m coppice.research.benches.tree_training`` measures a SLATE batch on a GPU; coppice dev gpu-check
-runs it.
-"""
+``python -m coppice.research.benches.tree_training`` measures a SLATE batch on a GPU; coppice dev
+gpu-check runs it."""
 
 import json
 import statistics
@@ -55,7 +54,14 @@ def _words(rng: np.random.Generator, count: int) -> list[int]:
     return rng.integers(0, VOCABULARY, count).tolist()
 
 
-def slate(rng: np.random.Generator, question: int = 200, steps: int = 4, k: int = 5, action: int = 80, retrieved: int = 400) -> list[Path]:  # fmt: skip
+def slate(
+    rng: np.random.Generator,
+    question: int = 200,
+    steps: int = 4,
+    k: int = 5,
+    action: int = 80,
+    retrieved: int = 400,
+) -> list[Path]:
     """Make one question with k actions from one prefix at every step, one of which is continued."""
     paths, prefix = [], _words(rng, question)
     for _ in range(steps):
@@ -115,9 +121,8 @@ def limit(paths: Sequence[Path], model: Dense) -> float:
 def make(folder: FilePath, lora: int = 0) -> TreeModel:
     """Return a model of the default model's shape with fewer layers."""
     random_copy(folder, num_hidden_layers=LAYERS)
-    return TreeModel(
-        str(folder), LearnerConfig(dtype="float32"), LoraConfig(rank=lora), 1.0, Ranks(60)
-    )
+    settings = LearnerConfig(dtype="float32", lora=LoraConfig(rank=lora))
+    return TreeModel(str(folder), settings, 1.0, Ranks(60))
 
 
 def forest(model: TreeModel, paths: Sequence[Path]) -> None:
@@ -235,7 +240,7 @@ def measure_gpu() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         random_copy(FilePath(folder))
         settings = LearnerConfig(dtype="bfloat16", kl_coef=0.0)
-        model = TreeModel(str(FilePath(folder)), settings, LoraConfig(rank=0), 1.0, Ranks(60))
+        model = TreeModel(str(FilePath(folder)), settings, 1.0, Ranks(60), lora=LoraConfig(rank=0))
         rng = np.random.default_rng(0)
         paths = [p for _ in range(4) for p in slate(rng)]
         forested = pack(paths)

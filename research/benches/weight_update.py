@@ -3,10 +3,9 @@
 The embedded engine samples from the default model while an adapter and then all weights are loaded.
 The pause is the longest gap between two tokens of one sample minus the median gap.
 
-``python -m coppice.research.benches.weight_update --size 7b`` measures the seconds of one update into
-SGLang by each transport, from the actor's call to the proof of the new weights; coppice dev gpu-check
-runs it. No requests run then.
-"""
+``python -m coppice.research.benches.weight_update --size 7b`` measures the seconds of one update
+into SGLang by each transport, from the actor's call to the proof of the new weights; coppice dev
+gpu-check runs it. No requests run then."""
 
 import argparse
 import asyncio
@@ -141,7 +140,7 @@ def run(model: str = DEFAULT) -> dict[str, Any]:
 # updates into SGLang
 
 
-class Trained:
+class AdapterPolicy:
     """A policy that trains an adapter, as far as ``learner.publish`` needs one. Its model has
     shapes and no weights."""
 
@@ -171,12 +170,12 @@ async def updates(
     """Return the seconds by transport for a started engine of the model in ``folder``, and print
     each as soon as it is measured."""
     seconds: dict[str, float] = {}
-    giver = WeightServer()
+    offers = WeightServer()
     try:
         for version, transport in enumerate(transports, engine.version + 1):
             with tempfile.TemporaryDirectory() as scratch:
                 published = _published(
-                    version, transport, folder, Path(scratch), giver, device, rank
+                    version, transport, folder, Path(scratch), offers, device, rank
                 )
                 way = "lora" if transport in ("adapter", "merged") else "weights"
                 engine.weights.config = msgspec.structs.replace(
@@ -187,7 +186,7 @@ async def updates(
                 ).seconds
             print(json.dumps({"transport": transport, "update_s": seconds[transport]}), flush=True)
     finally:
-        giver.close()
+        offers.close()
     return seconds
 
 
@@ -196,13 +195,14 @@ def _published(
     transport: str,
     model: Path,
     scratch: Path,
-    giver: WeightServer,
+    offers: WeightServer,
     device: str,
     rank: int,
 ) -> Published:
     """Publish the version as the learner does."""
     if transport in ("adapter", "merged"):
-        return publish(Trained(model, rank), version, scratch, keep=1)  # pyright: ignore[reportArgumentType]
+        policy: Any = AdapterPolicy(model, rank)
+        return publish(policy, version, scratch, keep=1)
     stored = model / FILES["full"]
     if transport == "disk":
         os.symlink(stored, scratch / FILES["full"])
@@ -213,7 +213,7 @@ def _published(
             for name, tensor in load_file(stored, device=device).items()
         }
         manifest = Manifest(
-            version, "full", fingerprint(own), False, giver.offer(Snapshot(version, own))
+            version, "full", fingerprint(own), False, offers.offer(Snapshot(version, own))
         )
     manifest.write(scratch)
     return Published(version, str(scratch), manifest.digest)

@@ -1,7 +1,7 @@
-"""The command coppice dev theory: it measures, from the definitions, the claims of four papers on process
-rewards and the bias of corrections.
+"""The command coppice dev theory measures, from the definitions, the claims of four papers on
+process rewards and the bias of corrections.
 
-Each paper is a module here with ``rows(seed) -> list[Row]`` and ``figures(folder)``. A row states
+Each paper is a module here with ``rows(seed)``, claims, and ``figures(folder)``. A row states
 what was measured to be true, even where the paper prints something else; docs/theory.md has both.
 """
 
@@ -25,7 +25,7 @@ STANDARD_ERRORS = 4.5
 STEP = 1e-5  # step of the central differences, with truncation and rounding errors both near 1e-11
 
 
-class Row(msgspec.Struct, frozen=True):
+class ClaimRow(msgspec.Struct, frozen=True):
     """One claim with the measured value, the expected value, and whether both agree within the
     sampling or rounding error."""
 
@@ -35,7 +35,7 @@ class Row(msgspec.Struct, frozen=True):
     agrees: bool
 
 
-class Estimate(msgspec.Struct, frozen=True):
+class BatchEstimate(msgspec.Struct, frozen=True):
     """A mean over independent batches and its standard error, [...] each."""
 
     value: NDArray[np.float64]
@@ -49,9 +49,9 @@ class Estimate(msgspec.Struct, frozen=True):
             )
         )
 
-    def at(self, index: int) -> "Estimate":
+    def at(self, index: int) -> "BatchEstimate":
         """Return one entry of the first axis."""
-        return Estimate(self.value[index], self.error[index])
+        return BatchEstimate(self.value[index], self.error[index])
 
     def __str__(self) -> str:
         return f"{show(self.value)} (se {np.max(self.error):.4f})"
@@ -59,17 +59,17 @@ class Estimate(msgspec.Struct, frozen=True):
 
 def estimate(
     statistic: Callable[[np.random.Generator], ArrayLike], rng: np.random.Generator
-) -> Estimate:
+) -> BatchEstimate:
     """Return the mean and standard error of ``statistic`` over BATCHES independent batches, which
     it draws from ``rng``."""
     values = np.array([statistic(rng) for _ in range(BATCHES)], dtype=np.float64)
-    return Estimate(values.mean(axis=0), values.std(axis=0, ddof=1) / BATCHES**0.5)
+    return BatchEstimate(values.mean(axis=0), values.std(axis=0, ddof=1) / BATCHES**0.5)
 
 
-def together(estimates: Iterable[Estimate]) -> Estimate:
+def stacked(estimates: Iterable[BatchEstimate]) -> BatchEstimate:
     """Stack several estimates into one along a new first axis."""
     collected = list(estimates)
-    return Estimate(
+    return BatchEstimate(
         np.stack([one.value for one in collected]), np.stack([one.error for one in collected])
     )
 
@@ -145,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     return int(not all(row.agrees for row in rows))
 
 
-def table(rows: Iterable[Row]) -> str:
+def table(rows: Iterable[ClaimRow]) -> str:
     """Return ``rows`` as aligned text with a heading, one line per row."""
     cells = [("claim", "measured", "expected", "agrees")]
     cells += [

@@ -14,7 +14,7 @@ import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from coppice.research.theories import Row, differences, magnitude, show
+from coppice.research.theories import ClaimRow, differences, magnitude, show
 from coppice.tools.inspecting.figures import save
 
 Array = NDArray[np.float64]
@@ -24,7 +24,7 @@ BETA = 0.5
 FITTED = 1e-5
 
 
-class Tree(msgspec.Struct, frozen=True):
+class ActionTree(msgspec.Struct, frozen=True):
     """The paths of a tree: states and actions, [paths, 2] each, and the probability of their chance
     events, [paths]."""
 
@@ -42,15 +42,15 @@ class Tree(msgspec.Struct, frozen=True):
         return self.chance * np.exp(self.step_log_probs(logits).sum(axis=1))
 
 
-def tree(outcomes: int = 1) -> Tree:
+def tree(outcomes: int = 1) -> ActionTree:
     """Return the tree of an action, one of ``outcomes`` equally likely states, and an action. With
     one outcome it is deterministic."""
     first, met, second = (axis.ravel() for axis in np.indices((ACTIONS, outcomes, ACTIONS)))
     states = np.stack([np.zeros_like(first), 1 + outcomes * first + met], axis=1)
-    return Tree(states, np.stack([first, second], axis=1), np.full(len(first), 1 / outcomes))
+    return ActionTree(states, np.stack([first, second], axis=1), np.full(len(first), 1 / outcomes))
 
 
-def random_logits(paths: Tree, rng: np.random.Generator) -> Array:
+def random_logits(paths: ActionTree, rng: np.random.Generator) -> Array:
     """Return the logits of a random policy, [states, 3]."""
     return rng.normal(size=(int(paths.states.max()) + 1, ACTIONS))
 
@@ -61,7 +61,7 @@ def log_softmax(logits: Array) -> Array:
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
-def fit(paths: Tree, reference: Array, utility_differences: Array, beta: float) -> Array:
+def fit(paths: ActionTree, reference: Array, utility_differences: Array, beta: float) -> Array:
     """Return the logits, [states, 3], of the global optimum of the DPO loss (eq. 2) over all pairs
     of paths of ``reference``.
 
@@ -99,12 +99,12 @@ def fit(paths: Tree, reference: Array, utility_differences: Array, beta: float) 
     return logits.detach().numpy()
 
 
-def step_rewards(paths: Tree, phi: Array, old: Array, beta: float) -> Array:
+def step_rewards(paths: ActionTree, phi: Array, old: Array, beta: float) -> Array:
     """Return the implicit step rewards beta log(pi_phi / pi_old), [paths, 2] (eq. 1)."""
     return beta * (paths.step_log_probs(phi) - paths.step_log_probs(old))
 
 
-def soft_shaping(paths: Tree, old: Array, utilities: Array, beta: float) -> Array:
+def soft_shaping(paths: ActionTree, old: Array, utilities: Array, beta: float) -> Array:
     """Return soft Q minus soft V under ``old`` on the paths of a deterministic tree, [paths, 2].
     Utility is paid at the end."""
     last = utilities.reshape(ACTIONS, ACTIONS)
@@ -114,7 +114,7 @@ def soft_shaping(paths: Tree, old: Array, utilities: Array, beta: float) -> Arra
     return np.stack([np.repeat(values - root, ACTIONS), (last - values[:, None]).ravel()], axis=1)
 
 
-def spread(values: Array) -> float:
+def deviation(values: Array) -> float:
     """Return the standard deviation over the paths, which is zero when all values are equal."""
     return float(values.std())
 
@@ -151,7 +151,7 @@ def stale_reference(rng: np.random.Generator, beta: float = BETA) -> tuple[float
     phi = fit(paths, reference, utilities[:, None] - utilities, beta)
     residual = step_rewards(paths, phi, old, beta).sum(axis=1) - utilities
     extra = beta * (paths.step_log_probs(reference) - paths.step_log_probs(old)).sum(axis=1)
-    return spread(residual), spread(residual - extra)
+    return deviation(residual), deviation(residual - extra)
 
 
 def chance_residual(rng: np.random.Generator, beta: float = BETA) -> float:
@@ -160,7 +160,7 @@ def chance_residual(rng: np.random.Generator, beta: float = BETA) -> float:
     paths = tree(outcomes=2)
     old, utilities = random_logits(paths, rng), rng.normal(size=len(paths.states))
     phi = fit(paths, old, utilities[:, None] - utilities, beta)
-    return spread(step_rewards(paths, phi, old, beta).sum(axis=1) - utilities)
+    return deviation(step_rewards(paths, phi, old, beta).sum(axis=1) - utilities)
 
 
 def one_step_gap(rng: np.random.Generator, beta: float = BETA) -> float:
@@ -204,7 +204,7 @@ def multi_step_gaps(rng: np.random.Generator, beta: float = BETA) -> Array:
     return np.array([np.abs(form - gradient).max() for form in forms])
 
 
-def score_form(paths: Tree, logits: Array, weights: Array) -> Array:
+def score_form(paths: ActionTree, logits: Array, weights: Array) -> Array:
     """Return E over paths of sum_t weights_t grad log pi(a_t | s_t), [states, 3]; ``weights``
     [paths, 2]."""
     policy = np.exp(log_softmax(logits))
@@ -233,39 +233,40 @@ def bound_ratios(old: Array, phi: Array) -> Array:
     )
 
 
-def rows(seed: int = 0) -> list[Row]:
+def rows(seed: int = 0) -> list[ClaimRow]:
     """Return OPRL's rows of methods.md 5, and one row on random transitions."""
     rng = np.random.default_rng(seed)
     return [*_theorem_3_3(rng), *_proposition_3_4(rng), *_bound(rng)]
 
 
-def _theorem_3_3(rng: np.random.Generator) -> list[Row]:
+def _theorem_3_3(rng: np.random.Generator) -> list[ClaimRow]:
     plain = telescoped(rng, 1.0)
     paper = telescoped(rng, 1 / BETA)
-    against_r = spread(paper.totals - paper.utilities)
-    predicted = (1 / BETA - 1) * spread(paper.utilities)
+    against_r = deviation(paper.totals - paper.utilities)
+    predicted = (1 / BETA - 1) * deviation(paper.utilities)
     without, with_term = stale_reference(rng)
     chance = chance_residual(rng)
     return [
-        _zero("std of sum r_phi - R, Pr = sigmoid(dR)", spread(plain.totals - plain.utilities)),
+        _zero("std of sum r_phi - R, Pr = sigmoid(dR)", deviation(plain.totals - plain.utilities)),
         _zero("largest |r_phi - (soft Q - soft V)|: potential shaping", plain.shaping_gap),
-        Row(
+        ClaimRow(
             f"OPRL Thm 3.3: std of sum r_phi - R, Pr = sigmoid(dR/beta), beta={BETA}: not R",
             show(against_r),
             show(predicted),
             abs(against_r - predicted) < FITTED,
         ),
         _zero(
-            "std of sum r_phi - R/beta, the same fit", spread(paper.totals - paper.utilities / BETA)
+            "std of sum r_phi - R/beta, the same fit",
+            deviation(paper.totals - paper.utilities / BETA),
         ),
-        Row(
+        ClaimRow(
             "OPRL Thm 3.3: std of sum r_phi - R, pi_old != pi_ref",
             show(without),
             "> 0",
             without > 0.1,
         ),
         _zero("the same less beta (log pi_ref - log pi_old)", with_term),
-        Row(
+        ClaimRow(
             "OPRL Thm 3.3: std of sum r_phi - R, random transitions: not constant",
             show(chance),
             "> 0",
@@ -274,11 +275,11 @@ def _theorem_3_3(rng: np.random.Generator) -> list[Row]:
     ]
 
 
-def _zero(claim: str, error: float) -> Row:
-    return Row(f"OPRL Thm 3.3: {claim}", magnitude(error), "0", error < FITTED)
+def _zero(claim: str, error: float) -> ClaimRow:
+    return ClaimRow(f"OPRL Thm 3.3: {claim}", magnitude(error), "0", error < FITTED)
 
 
-def _proposition_3_4(rng: np.random.Generator) -> list[Row]:
+def _proposition_3_4(rng: np.random.Generator) -> list[ClaimRow]:
     to_go, divergence, immediate = (float(gap) for gap in multi_step_gaps(rng))
     gaps = (
         ("grad J + beta grad KL, one step", one_step_gap(rng)),
@@ -286,34 +287,34 @@ def _proposition_3_4(rng: np.random.Generator) -> list[Row]:
         ("grad J + beta grad KL over whole paths, two steps", divergence),
     )
     results = [
-        Row(f"OPRL Prop 3.4: {claim}", magnitude(gap), "0", gap < 1e-9) for claim, gap in gaps
+        ClaimRow(f"OPRL Prop 3.4: {claim}", magnitude(gap), "0", gap < 1e-9) for claim, gap in gaps
     ]
     claim = "OPRL Prop 3.4: grad J less the printed immediate-reward form, two steps: off"
-    return [*results, Row(claim, f"{immediate:.4f}", "> 0", immediate > 1e-4)]
+    return [*results, ClaimRow(claim, f"{immediate:.4f}", "> 0", immediate > 1e-4)]
 
 
-def _bound(rng: np.random.Generator) -> list[Row]:
+def _bound(rng: np.random.Generator) -> list[ClaimRow]:
     policies = log_softmax(2 * rng.normal(size=(2, 10_000, ACTIONS)))
     upper, absolute, wider = (float(ratio) for ratio in bound_ratios(*policies))
     old, phi = np.log([[0.5, 0.5]]), np.log([[0.999, 0.001]])
     example = [float((phi - old).min()), float(-old.min())]
     return [
-        Row(
+        ClaimRow(
             "OPRL Prop 3.4: largest r over beta log(1/eps), 10,000 policies",
             show(upper),
             "<= 1",
             upper <= 1,
         ),
-        Row(
+        ClaimRow(
             "OPRL Prop 3.4: largest |r| over it: the printed bound fails",
             show(absolute, 2),
             "> 1",
             absolute > 1,
         ),
-        Row(
+        ClaimRow(
             "OPRL Prop 3.4: largest |r| with eps of both policies", show(wider), "<= 1", wider <= 1
         ),
-        Row(
+        ClaimRow(
             "OPRL Prop 3.4: r / beta and log(1/eps), pi_old (.5, .5), phi (.999, .001)",
             show(example, 2),
             "-6.21 / 0.69",

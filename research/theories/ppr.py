@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from coppice.research.theories import BATCHES, Estimate, Row, estimate, magnitude, show
+from coppice.research.theories import BATCHES, BatchEstimate, ClaimRow, estimate, magnitude, show
 from coppice.tools.inspecting.figures import save
 
 Array = NDArray[np.float64]
@@ -37,9 +37,9 @@ class Moments(msgspec.Struct, frozen=True):
         )
 
     def variance_bound(self) -> float:
-        """Return the bound of A.8 on the variance of X + Y - 1: sigma^2 + 1/4 + 2 |rho| sigma / 2."""
-        spread = (self.outcome_mean * (1 - self.outcome_mean)) ** 0.5
-        return self.score_variance + 0.25 + abs(self.covariance) / spread
+        """Return A.8's bound on the variance of X + Y - 1: sigma^2 + 1/4 + 2 |rho| sigma / 2."""
+        deviation = (self.outcome_mean * (1 - self.outcome_mean)) ** 0.5
+        return self.score_variance + 0.25 + abs(self.covariance) / deviation
 
 
 def exact_moments() -> Moments:
@@ -83,7 +83,7 @@ def sign_violations(rewards: Array, outcomes: Array) -> int:
     return int((wrong_sign | (np.abs(rewards) > 1)).sum())
 
 
-def estimates(rng: np.random.Generator, turns: int = 1_000_000) -> Estimate:
+def estimates(rng: np.random.Generator, turns: int = 1_000_000) -> BatchEstimate:
     """Estimate the class gap of ReNorm rewards, their variance, and E[(X-mu)(Y-pi)] with the true
     mu and pi, [3]."""
     exact = exact_moments()
@@ -104,7 +104,7 @@ def episode_return(outcome: float, score: float, judged_turns: int) -> float:
     return judged_turns * (score + outcome - 1) + outcome
 
 
-def rows(seed: int = 0) -> list[Row]:
+def rows(seed: int = 0) -> list[ClaimRow]:
     """Return PPR's rows of methods.md 5."""
     rng = np.random.default_rng(seed)
     scores, outcomes = sample(200_000, rng)
@@ -116,20 +116,20 @@ def rows(seed: int = 0) -> list[Row]:
     ]
 
 
-def _range_and_gap(scores: Array, outcomes: Array, rng: np.random.Generator) -> list[Row]:
+def _range_and_gap(scores: Array, outcomes: Array, rng: np.random.Generator) -> list[ClaimRow]:
     exact = exact_moments()
     broken = sign_violations(renorm(scores, outcomes), outcomes)
     centred = sign_violations(scores - scores.mean() + outcomes - outcomes.mean(), outcomes) / len(
         scores
     )
     results = [
-        Row(
+        ClaimRow(
             "PPR A.8: turns outside [-1, 1] or of the wrong sign, of 200,000",
             str(broken),
             "0",
             broken == 0,
         ),
-        Row(
+        ClaimRow(
             "PPR: the same as a share, with sample centring: sign rule broken",
             show(centred),
             "> 0",
@@ -145,12 +145,14 @@ def _range_and_gap(scores: Array, outcomes: Array, rng: np.random.Generator) -> 
         )
     ):
         results.append(
-            Row(claim, str(measured.at(index)), show(expected), measured.at(index).near(expected))
+            ClaimRow(
+                claim, str(measured.at(index)), show(expected), measured.at(index).near(expected)
+            )
         )
     return results
 
 
-def _identities(scores: Array, outcomes: Array) -> list[Row]:
+def _identities(scores: Array, outcomes: Array) -> list[ClaimRow]:
     moments = sample_moments(scores, outcomes)
     rewards = renorm(scores, outcomes)
     variance, bound = float(rewards.var()), moments.variance_bound()
@@ -165,10 +167,10 @@ def _identities(scores: Array, outcomes: Array) -> list[Row]:
             abs(float((rewards - rewards.mean()).var()) - variance),
         ),
     )
-    results = [Row(claim, magnitude(error), "0", error < 1e-12) for claim, error in errors]
+    results = [ClaimRow(claim, magnitude(error), "0", error < 1e-12) for claim, error in errors]
     return [
         *results,
-        Row(
+        ClaimRow(
             "PPR A.8: variance / its bound",
             show([variance, bound]),
             "first <= second",
@@ -177,7 +179,7 @@ def _identities(scores: Array, outcomes: Array) -> list[Row]:
     ]
 
 
-def _alignment(scores: Array, outcomes: Array) -> list[Row]:
+def _alignment(scores: Array, outcomes: Array) -> list[ClaimRow]:
     moments = sample_moments(scores, outcomes)
     sum_form = abs(
         float(((scores - moments.score_mean) + (outcomes - moments.outcome_mean)).mean())
@@ -185,7 +187,7 @@ def _alignment(scores: Array, outcomes: Array) -> list[Row]:
     claim = "PPR objective alignment: |E[(X-mu)+(Y-pi)]| / Cov(X, Y): not equal"
     measured = f"{magnitude(sum_form)} / {show(moments.covariance)}"
     return [
-        Row(
+        ClaimRow(
             claim,
             measured,
             f"0 / {show(exact_moments().covariance)}",
@@ -194,13 +196,15 @@ def _alignment(scores: Array, outcomes: Array) -> list[Row]:
     ]
 
 
-def _length() -> list[Row]:
+def _length() -> list[ClaimRow]:
     results = []
     for outcome, score, expected in ((1.0, 1.0, (3.0, 5.0)), (0.0, 0.8, (-0.4, -0.8))):
         returns = [episode_return(outcome, score, turns) for turns in (2, 4)]
         claim = f"PPR length: return of 2 / 4 judged turns, r_o={outcome:.0f}, r_hat={score}"
         results.append(
-            Row(claim, show(returns, 1), show(expected, 1), bool(np.allclose(returns, expected)))
+            ClaimRow(
+                claim, show(returns, 1), show(expected, 1), bool(np.allclose(returns, expected))
+            )
         )
     return results
 

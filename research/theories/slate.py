@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from coppice.research.theories import (
     BATCHES,
     STANDARD_ERRORS,
-    Estimate,
-    Row,
+    BatchEstimate,
+    ClaimRow,
     estimate,
     magnitude,
     show,
-    together,
+    stacked,
 )
 from coppice.tools.inspecting.figures import save
 
@@ -112,7 +112,7 @@ def variances(
 
 def variance_ratio(
     process: Process, horizon: int, rng: np.random.Generator, groups: int = 200_000
-) -> Estimate:
+) -> BatchEstimate:
     """Estimate truncated over full-trajectory variance for k = G = 5, averaged over the steps (eq.
     9 claims at most 1/T)."""
 
@@ -125,7 +125,7 @@ def variance_ratio(
 
 def future_covariance(
     process: Process, horizon: int, rng: np.random.Generator, groups: int = 200_000
-) -> Estimate:
+) -> BatchEstimate:
     """Estimate the covariance of r_1, whose prefix is empty, with later rewards (assumption 1
     requires it non-negative)."""
 
@@ -136,7 +136,7 @@ def future_covariance(
     return estimate(covariance, rng)
 
 
-def negated_variances(rng: np.random.Generator, groups: int = 200_000) -> Estimate:
+def negated_variances(rng: np.random.Generator, groups: int = 200_000) -> BatchEstimate:
     """Estimate the truncated variance at step 1 and the full variance when the second step takes
     back the first, [2]."""
 
@@ -147,7 +147,7 @@ def negated_variances(rng: np.random.Generator, groups: int = 200_000) -> Estima
     return estimate(both, rng)
 
 
-def extended_variances(rng: np.random.Generator, groups: int = 200_000) -> Estimate:
+def extended_variances(rng: np.random.Generator, groups: int = 200_000) -> BatchEstimate:
     """Estimate the truncated variance at step 2 of prefixes extended as SLATE extends them, and the
     full variance, [2].
 
@@ -159,8 +159,8 @@ def extended_variances(rng: np.random.Generator, groups: int = 200_000) -> Estim
     def both(rng: np.random.Generator) -> list[float]:
         shape = (groups // BATCHES, GROUP)
         first, second = rng.choice((-1.0, 1.0), shape), rng.choice((-3.0, 3.0), shape)
-        spread = first.std(axis=1, ddof=1, keepdims=True)
-        advantage = centred(first) / (spread + 1e-6)
+        deviation = first.std(axis=1, ddof=1, keepdims=True)
+        advantage = centred(first) / (deviation + 1e-6)
         # a draw from the softmax
         chosen = np.argmax(advantage / SELECTION + rng.gumbel(size=shape), axis=1)
         after = np.take_along_axis(first, chosen[:, None], axis=1) > 0
@@ -183,7 +183,7 @@ def chosen_share(k: int = GROUP) -> float:
 
 def mean_advantage_ratio(
     horizon: int, group: int, rng: np.random.Generator, groups: int = 20_000
-) -> Estimate:
+) -> BatchEstimate:
     """Estimate (1/k) truncated over (1/G) full variance at k = G/T for independent steps
     (Proposition 2 claims 1)."""
     k = group // horizon
@@ -195,7 +195,7 @@ def mean_advantage_ratio(
     return estimate(ratio, rng)
 
 
-def correlations(horizon: int, rng: np.random.Generator, groups: int = 200_000) -> Estimate:
+def correlations(horizon: int, rng: np.random.Generator, groups: int = 200_000) -> BatchEstimate:
     """Estimate how well each advantage predicts r_1 minus its group mean, for independent steps in
     groups of 5, [6].
 
@@ -210,9 +210,9 @@ def correlations(horizon: int, rng: np.random.Generator, groups: int = 200_000) 
         rewards = trajectories(independent, horizon, GROUP, groups // BATCHES, rng)
         step_one = centred(rewards[0])
         for advantage in (centred(rewards.sum(axis=0)), step_one):
-            spread = advantage.std(axis=-1)
-            kept = spread > 0
-            divided = advantage[kept] / spread[kept, None]
+            deviation = advantage.std(axis=-1)
+            kept = deviation > 0
+            divided = advantage[kept] / deviation[kept, None]
             coefficients += [
                 _correlation(advantage, step_one),
                 _correlation(divided, step_one[kept]),
@@ -223,13 +223,13 @@ def correlations(horizon: int, rng: np.random.Generator, groups: int = 200_000) 
     return estimate(statistics, rng)
 
 
-def rows(seed: int = 0) -> list[Row]:
+def rows(seed: int = 0) -> list[ClaimRow]:
     """Return SLATE's rows of methods.md 5."""
     rng = np.random.default_rng(seed)
     return [*_theorem_1(rng), *_scope(rng), *_proposition_2(rng), _selection(rng)]
 
 
-def _theorem_1(rng: np.random.Generator) -> list[Row]:
+def _theorem_1(rng: np.random.Generator) -> list[ClaimRow]:
     inverse = [1 / horizon for horizon in HORIZONS]
     dependent = [
         1 / sum((1 + DEPENDENCE * later) ** 2 for later in range(horizon)) for horizon in HORIZONS
@@ -240,8 +240,8 @@ def _theorem_1(rng: np.random.Generator) -> list[Row]:
         ("SLATE Thm 1: the same, prefix-dependent means: below 1/T", prefix_dependent, dependent),
         ("SLATE Thm 1: the same, steps cancel the past: bound 1/T fails", cancelling, [1.0] * 3),
     ):
-        ratios = together(variance_ratio(process, horizon, rng) for horizon in HORIZONS)
-        results.append(Row(claim, str(ratios), show(expected), ratios.near(expected)))
+        ratios = stacked(variance_ratio(process, horizon, rng) for horizon in HORIZONS)
+        results.append(ClaimRow(claim, str(ratios), show(expected), ratios.near(expected)))
     for claim, process, expected in (
         (
             "SLATE Thm 1: Cov(r_1, later), prefix-dependent means, T=4",
@@ -255,21 +255,23 @@ def _theorem_1(rng: np.random.Generator) -> list[Row]:
         ),
     ):
         covariance = future_covariance(process, 4, rng)
-        results.append(Row(claim, str(covariance), show(expected), covariance.near(expected)))
+        results.append(ClaimRow(claim, str(covariance), show(expected), covariance.near(expected)))
     both = negated_variances(rng)
     expected = [(1 - 1 / GROUP) * NOISE.var(), 0]
     claim = "SLATE Thm 1: r_2 = -r_1, truncated (step 1) and full variance: eq. 8 fails"
-    return [*results, Row(claim, str(both), show(expected), both.near(expected))]
+    return [*results, ClaimRow(claim, str(both), show(expected), both.near(expected))]
 
 
-def _selection(rng: np.random.Generator) -> Row:
+def _selection(rng: np.random.Generator) -> ClaimRow:
     extended = extended_variances(rng)
     expected = [(1 - 1 / GROUP) * 9 * chosen_share(), (1 - 1 / GROUP) * (1 + 9 / 2)]
-    claim = "SLATE Thm 1: prefixes extended by softmax(A / 0.7), truncated (step 2) and full: eq. 8 fails"
-    return Row(claim, str(extended), show(expected), extended.near(expected))
+    claim = (
+        "SLATE Thm 1: prefixes extended by softmax(A / 0.7), truncated (step 2), full: eq. 8 fails"
+    )
+    return ClaimRow(claim, str(extended), show(expected), extended.near(expected))
 
 
-def _scope(rng: np.random.Generator) -> list[Row]:
+def _scope(rng: np.random.Generator) -> list[ClaimRow]:
     horizon = 4
     measured = correlations(horizon, rng)
     full, divided, truncated, truncated_divided, *scales = measured.value
@@ -277,19 +279,19 @@ def _scope(rng: np.random.Generator) -> list[Row]:
     agrees = measured.at(0).near(limit) and abs(truncated - 1) < 1e-12
     within = divided <= limit + STANDARD_ERRORS * measured.error[1] and divided < truncated_divided
     return [
-        Row(
+        ClaimRow(
             "SLATE scope: correlation with the step-1 advantage, T=4, full / truncated",
             f"{show([full, truncated])} (se {measured.error[0]:.4f})",
             show([limit, 1]),
             bool(agrees),
         ),
-        Row(
+        ClaimRow(
             "SLATE scope: variance after division by the group's std, full / truncated",
             show(scales),
             show([1, 1]),
             bool(np.allclose(scales, 1, atol=1e-9)),
         ),
-        Row(
+        ClaimRow(
             "SLATE scope: correlation after that division, full / truncated",
             f"{show([divided, truncated_divided])} (se {measured.error[1]:.4f})",
             f"<= {limit:.4f} < truncated",
@@ -298,17 +300,17 @@ def _scope(rng: np.random.Generator) -> list[Row]:
     ]
 
 
-def _proposition_2(rng: np.random.Generator) -> list[Row]:
+def _proposition_2(rng: np.random.Generator) -> list[ClaimRow]:
     cases = ((4, 20), (2, 10), (5, 50))
-    ratios = together(mean_advantage_ratio(horizon, group, rng) for horizon, group in cases)
+    ratios = stacked(mean_advantage_ratio(horizon, group, rng) for horizon, group in cases)
     expected = [(1 - horizon / group) / (1 - 1 / group) for horizon, group in cases]
     claim = "SLATE Prop 2: per-mean variance ratio at k=G/T, (T,G)=(4,20)/(2,10)/(5,50): below 1"
     literal = float(
         np.abs(centred(candidates(independent, 4, GROUP, 1000, rng)).mean(axis=-1)).max()
     )
     return [
-        Row(claim, str(ratios), show(expected), ratios.near(expected)),
-        Row(
+        ClaimRow(claim, str(ratios), show(expected), ratios.near(expected)),
+        ClaimRow(
             "SLATE Prop 2: largest |mean of the centred advantages|: always 0",
             magnitude(literal),
             "0",

@@ -29,7 +29,7 @@ from coppice.learner.update.corrections import (
     load,
 )
 from coppice.learner.update.targets import gae, retrace, vtrace
-from coppice.research.theories import Row, magnitude, show
+from coppice.research.theories import ClaimRow, magnitude, show
 from coppice.tools.inspecting.figures import save
 
 Array = NDArray[np.float64]
@@ -42,12 +42,12 @@ STEP = 1.5
 TASKS = 10  # every number is a mean over this many random tasks
 UNTRUNCATED = 1e9  # a bound that no ratio comes near
 BOUNDS = (1.0, 1.25, 1.5, 2.0, UNTRUNCATED)
-MARKS = "osv^<>DPX*h"  # these tell lines apart that lie on one another
+MARKS = "osv^<>DPX*h"  # these tell lines gaps that lie on one another
 EXACT = 1e-12  # rounding error of an identity
 UNBIASED = load("tis", {"level": "sequence", "upper": UNTRUNCATED})
 
 
-class Task(msgspec.Struct, frozen=True):
+class TokenTask(msgspec.Struct, frozen=True):
     """The return of every sequence, [sequences], and the logits of the policy that samples the
     sequences, [states, actions]."""
 
@@ -55,7 +55,7 @@ class Task(msgspec.Struct, frozen=True):
     behaviour: Array
 
 
-class Measured(msgspec.Struct, frozen=True):
+class Bias(msgspec.Struct, frozen=True):
     """An estimator of the gradient, in units of the exact gradient's norm: the norm of its bias,
     the cosine between its mean and the exact gradient, and the standard deviation of one sequence's
     estimate (the root of the summed variances)."""
@@ -65,7 +65,7 @@ class Measured(msgspec.Struct, frozen=True):
     deviation: float
 
 
-Stale = list[tuple[Task, Array]]  # tasks, each with the current logits
+Stale = list[tuple[TokenTask, Array]]  # tasks, each with the current logits
 
 
 @cache
@@ -78,11 +78,11 @@ def paths() -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return states, actions
 
 
-def random_task(rng: np.random.Generator) -> Task:
+def random_task(rng: np.random.Generator) -> TokenTask:
     """Draw a task: a random third of the sequences succeeds, and the logits are standard normal."""
     returns = np.zeros(SEQUENCES)
     returns[rng.permutation(SEQUENCES)[: SEQUENCES // 3]] = 1
-    return Task(returns, rng.normal(size=(STATES, ACTIONS)))
+    return TokenTask(returns, rng.normal(size=(STATES, ACTIONS)))
 
 
 def log_policy(logits: Array) -> Array:
@@ -110,7 +110,7 @@ def given_prefix(logits: Array, values: Array) -> Array:
     return means
 
 
-def values(task: Task, logits: Array) -> Array:
+def values(task: TokenTask, logits: Array) -> Array:
     """Return V before every token: the expected return of the policy with ``logits`` after that
     prefix, [sequences, tokens]."""
     return given_prefix(logits, _each_token(task.returns))
@@ -127,12 +127,12 @@ def estimates(logits: Array, weights: Array) -> Array:
     return gradients
 
 
-def exact_gradient(task: Task, logits: Array) -> Array:
+def exact_gradient(task: TokenTask, logits: Array) -> Array:
     """Return the gradient of the mean return by the logits, [states, actions]."""
     return np.tensordot(chances(logits), estimates(logits, _each_token(task.returns)), axes=1)
 
 
-def stale(tasks: list[Task], staleness: int) -> Stale:
+def stale(tasks: list[TokenTask], staleness: int) -> Stale:
     """Return each task with the logits that are ``staleness`` exact gradient steps ahead of its
     behaviour policy."""
     pairs = []
@@ -160,8 +160,8 @@ def token_weights(
 
 
 def measure(
-    task: Task, logits: Array, correction: Corrected, advantages: Array | None = None
-) -> Measured:
+    task: TokenTask, logits: Array, correction: Corrected, advantages: Array | None = None
+) -> Bias:
     """Compare the correction's gradient over the sequences of ``behaviour`` with the exact gradient
     at ``logits``.
 
@@ -176,15 +176,15 @@ def measure(
     variance = float((chance[:, None, None] * (gradients - mean) ** 2).sum())
     norm, length = float(np.linalg.norm(exact)), float(np.linalg.norm(mean))
     cosine = float((mean * exact).sum()) / (norm * length) if length else 0.0
-    return Measured(float(np.linalg.norm(mean - exact)) / norm, cosine, variance**0.5 / norm)
+    return Bias(float(np.linalg.norm(mean - exact)) / norm, cosine, variance**0.5 / norm)
 
 
-def average(data: Stale, correction: Corrected) -> Measured:
+def average(data: Stale, correction: Corrected) -> Bias:
     """Return the mean of ``measure`` over the tasks."""
     return _mean([measure(task, logits, correction) for task, logits in data])
 
 
-def with_current_baseline(data: Stale, correction: Corrected) -> Measured:
+def with_current_baseline(data: Stale, correction: Corrected) -> Bias:
     """Return the mean of ``measure`` when the mean return of ``current`` is subtracted, as an
     up-to-date critic would do."""
     measured = []
@@ -194,7 +194,7 @@ def with_current_baseline(data: Stale, correction: Corrected) -> Measured:
     return _mean(measured)
 
 
-def with_vtrace_advantages(data: Stale) -> Measured:
+def with_vtrace_advantages(data: Stale) -> Bias:
     """Measure the untruncated token ratio with V-trace's advantages (no bounds, critic of the
     behaviour policy)."""
     token = load("tis", {"upper": UNTRUNCATED})
@@ -207,7 +207,7 @@ def with_vtrace_advantages(data: Stale) -> Measured:
 
 
 def off_policy(
-    task: Task, logits: Array, kind: str, critic: Array | None = None, **bounds: float
+    task: TokenTask, logits: Array, kind: str, critic: Array | None = None, **bounds: float
 ) -> tuple[Array, Array]:
     """Return the advantages and value targets of learner/update/targets.py with gamma = lambda = 1,
     [sequences, tokens] each.
@@ -246,14 +246,14 @@ def target_bias(data: Stale, kind: str, exact_critic: bool, **bounds: float) -> 
     return float(np.mean(squares)) ** 0.5
 
 
-def random_tasks(seed: int) -> list[Task]:
+def random_tasks(seed: int) -> list[TokenTask]:
     """Draw TASKS random tasks."""
     rng = np.random.default_rng(seed)
     return [random_task(rng) for _ in range(TASKS)]
 
 
-def rows(seed: int = 0) -> list[Row]:
-    """Return the rows on bias and noise of every correction, and on the bias of the value targets."""
+def rows(seed: int = 0) -> list[ClaimRow]:
+    """Return the rows on bias and noise of every correction, and on bias of the value targets."""
     data = {staleness: stale(random_tasks(seed), staleness) for staleness in STALENESS}
     return [
         _drift(data),
@@ -265,19 +265,19 @@ def rows(seed: int = 0) -> list[Row]:
     ]
 
 
-def _drift(data: dict[int, Stale]) -> Row:
+def _drift(data: dict[int, Stale]) -> ClaimRow:
     divergences = []
     for pairs in data.values():
-        apart = [
+        gaps = [
             (log_probs(task.behaviour) - log_probs(logits)).sum(axis=1) for task, logits in pairs
         ]
         divergences.append(
             np.mean(
-                [chances(pair[0].behaviour) @ gap for pair, gap in zip(pairs, apart, strict=True)]
+                [chances(pair[0].behaviour) @ gap for pair, gap in zip(pairs, gaps, strict=True)]
             )
             / TOKENS
         )
-    return Row(
+    return ClaimRow(
         f"Staleness: KL(behaviour || current) a token, {_steps()} steps",
         show(divergences),
         "grows from 0",
@@ -285,19 +285,21 @@ def _drift(data: dict[int, Stale]) -> Row:
     )
 
 
-def _by_staleness(data: dict[int, Stale]) -> list[Row]:
+def _by_staleness(data: dict[int, Stale]) -> list[ClaimRow]:
     results = []
     for name in CORRECTIONS:
         correction = load(name, {})
         bias = [average(pairs, correction).bias for pairs in data.values()]
         claim = f"Staleness: bias of {name} ({correction.level}), {_steps()} steps"
-        results.append(Row(claim, show(bias, 3), "0 at 0 only", bias[0] < EXACT < 1e-3 < bias[-1]))
+        results.append(
+            ClaimRow(claim, show(bias, 3), "0 at 0 only", bias[0] < EXACT < 1e-3 < bias[-1])
+        )
     bias = [average(pairs, UNBIASED).bias for pairs in data.values()]
     claim = "Staleness: largest bias of tis (sequence, no bound) at any staleness"
-    return [*results, Row(claim, magnitude(max(bias)), "0", max(bias) < EXACT)]
+    return [*results, ClaimRow(claim, magnitude(max(bias)), "0", max(bias) < EXACT)]
 
 
-def _at_one_staleness(pairs: Stale) -> list[Row]:
+def _at_one_staleness(pairs: Stale) -> list[ClaimRow]:
     """Return bias, cosine, deviation, and the number of sequences whose mean has noise as large as
     its bias."""
     limit, results = average(pairs, UNBIASED).deviation, []
@@ -307,12 +309,17 @@ def _at_one_staleness(pairs: Stale) -> list[Row]:
         claim = (
             f"Staleness {SHOWN}: bias / cosine / deviation / batch of {name} ({correction.level})"
         )
-        numbers = f"{show([measured.bias, measured.cosine], 3)} / {measured.deviation:.2f} / {(measured.deviation / measured.bias) ** 2:.0f}"
-        results.append(Row(claim, numbers, f"deviation < {limit:.2f}", measured.deviation < limit))
+        batch = (measured.deviation / measured.bias) ** 2
+        numbers = (
+            f"{show([measured.bias, measured.cosine], 3)} / {measured.deviation:.2f} / {batch:.0f}"
+        )
+        results.append(
+            ClaimRow(claim, numbers, f"deviation < {limit:.2f}", measured.deviation < limit)
+        )
     return results
 
 
-def _levels_and_bounds(pairs: Stale) -> list[Row]:
+def _levels_and_bounds(pairs: Stale) -> list[ClaimRow]:
     levels = [
         average(pairs, load("tis", {"level": level, "upper": UNTRUNCATED})) for level in LEVELS
     ]
@@ -343,13 +350,13 @@ def _levels_and_bounds(pairs: Stale) -> list[Row]:
             ),
         )
         results += [
-            Row(claim, show(measured, 3), expected, bool(agrees))
+            ClaimRow(claim, show(measured, 3), expected, bool(agrees))
             for claim, measured, expected, agrees in claims
         ]
     return results
 
 
-def _findings(data: dict[int, Stale]) -> list[Row]:
+def _findings(data: dict[int, Stale]) -> list[ClaimRow]:
     names = {name: load(name, {}) for name in CORRECTIONS}
     bias = {name: average(data[SHOWN], correction).bias for name, correction in names.items()}
     worse = [name for name, measured in bias.items() if measured > bias["none"]]
@@ -362,25 +369,25 @@ def _findings(data: dict[int, Stale]) -> list[Row]:
         with_current_baseline(data[SHOWN], correction).bias for correction in (names["none"], token)
     ]
     return [
-        Row(
+        ClaimRow(
             f"Staleness {SHOWN}: corrections with more bias than none",
             f"{len(worse)} of {len(bias) - 1}",
             "some: cutting is bias too",
             len(worse) > 0,
         ),
-        Row(
+        ClaimRow(
             f"Staleness {STALENESS[-1]}: cosine of ppo_clip / decoupled",
             show([clip, near], 3),
             "< 0 < decoupled",
             clip < 0 < near,
         ),
-        Row(
+        ClaimRow(
             f"Staleness {SHOWN}: bias of tis (token, no bound), return / V-trace advantages",
             show([plain, vtraced], 3),
             "V-trace less",
             vtraced < plain,
         ),
-        Row(
+        ClaimRow(
             f"Staleness {SHOWN}: bias of none / tis (token, no bound), baseline of current",
             show(kept_up, 3),
             f"more than before / {plain:.3f}",
@@ -398,7 +405,7 @@ TARGETS: tuple[tuple[str, str, dict[str, float]], ...] = (
 )
 
 
-def _targets(pairs: Stale) -> list[Row]:
+def _targets(pairs: Stale) -> list[ClaimRow]:
     results = []
     for name, kind, bounds in TARGETS:
         biases = [target_bias(pairs, kind, exact, **bounds) for exact in (False, True)]
@@ -409,7 +416,7 @@ def _targets(pairs: Stale) -> list[Row]:
         expected = " / ".join("0" if zero else "> 0" for zero in zeros)
         claim = f"Staleness {SHOWN}: bias of value targets, stale / exact critic: {name}"
         results.append(
-            Row(claim, show(np.where(np.array(biases) < EXACT, 0.0, biases)), expected, agrees)
+            ClaimRow(claim, show(np.where(np.array(biases) < EXACT, 0.0, biases)), expected, agrees)
         )
     return results
 
@@ -485,8 +492,8 @@ def _steps() -> str:
     return "/".join(str(staleness) for staleness in STALENESS)
 
 
-def _mean(measured: list[Measured]) -> Measured:
-    return Measured(*np.mean([msgspec.structs.astuple(one) for one in measured], axis=0).tolist())
+def _mean(measured: list[Bias]) -> Bias:
+    return Bias(*np.mean([msgspec.structs.astuple(one) for one in measured], axis=0).tolist())
 
 
 def _each_token(sequence: Array) -> Array:

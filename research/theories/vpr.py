@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from coppice.research.theories import Row, differences, magnitude, show
+from coppice.research.theories import ClaimRow, differences, magnitude, show
 from coppice.tools.inspecting.figures import save
 
 Array = NDArray[np.float64]
@@ -153,14 +153,14 @@ def outcome_peak(probability: float) -> float:
     return float(horizons[np.argmax(horizons * probability**horizons * (1 - probability))])
 
 
-def rows(seed: int = 0) -> list[Row]:
+def rows(seed: int = 0) -> list[ClaimRow]:
     """Return VPR's rows of methods.md 5."""
     rng = np.random.default_rng(seed)
     task = problem(rng)
     return [*_proposition_1(task, rng), *_proposition_2(task, rng), *_proposition_3()]
 
 
-def _proposition_1(task: Problem, rng: np.random.Generator) -> list[Row]:
+def _proposition_1(task: Problem, rng: np.random.Generator) -> list[ClaimRow]:
     gaps = gradient_gaps(task, rng)
     names = (
         "score form",
@@ -171,12 +171,12 @@ def _proposition_1(task: Problem, rng: np.random.Generator) -> list[Row]:
     claims.append("VPR Prop 1: with against without baseline")
     limits = (1e-9, 1e-9, 1e-9, 1e-14)
     return [
-        Row(c, magnitude(g), "0", bool(g < limit))
+        ClaimRow(c, magnitude(g), "0", bool(g < limit))
         for c, g, limit in zip(claims, gaps, limits, strict=True)
     ]
 
 
-def _proposition_2(task: Problem, rng: np.random.Generator) -> list[Row]:
+def _proposition_2(task: Problem, rng: np.random.Generator) -> list[ClaimRow]:
     draws = [random_flips(task, probability, rng) for probability in FLIP_PROBABILITIES]
     norm, mass, largest = np.concatenate(draws).T
     broken = int((norm > mass * largest * (1 + 1e-12)).sum())
@@ -185,19 +185,19 @@ def _proposition_2(task: Problem, rng: np.random.Generator) -> list[Row]:
     coherent = coherent_flips()
     ratio = coherent[:, 0] / (coherent[:, 1] * coherent[:, 2])
     return [
-        Row(
+        ClaimRow(
             f"VPR Prop 2: ||bias|| > eps Gmax, of {len(norm):,} draws",
             str(broken),
             "0",
             broken == 0,
         ),
-        Row(
+        ClaimRow(
             "VPR Prop 2: mean ||bias|| at the mean eps, flip rates .05 and .4",
             f"{few[0]:.3f} at {few[1]:.3f}, {many[0]:.3f} at {many[1]:.3f}",
             "sub-linear",
             bool(slopes[1] < slopes[0]),
         ),
-        Row(
+        ClaimRow(
             "VPR Prop 2: ||bias|| / (eps Gmax), coherent flips, least / most",
             show([ratio.min(), ratio.max()]),
             show([1, 1]),
@@ -206,7 +206,7 @@ def _proposition_2(task: Problem, rng: np.random.Generator) -> list[Row]:
     ]
 
 
-def _proposition_3() -> list[Row]:
+def _proposition_3() -> list[ClaimRow]:
     results = []
     probability = 0.9
     for horizon in (10, 50, 100):
@@ -217,7 +217,7 @@ def _proposition_3() -> list[Row]:
         )
         claim = f"VPR Prop 3: signal of step labels / of the outcome, p=.9, H={horizon}"
         results.append(
-            Row(
+            ClaimRow(
                 claim,
                 show(measured, 6),
                 show(expected, 6),
@@ -227,7 +227,7 @@ def _proposition_3() -> list[Row]:
     peak, expected = outcome_peak(probability), -1 / math.log(probability)
     return [
         *results,
-        Row(
+        ClaimRow(
             "VPR Prop 3: H of the largest outcome signal, p=.9: -1/ln p",
             show(peak, 2),
             show(expected, 2),

@@ -27,11 +27,11 @@ class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     heartbeat_s: Positive = 2.0
     """Seconds between two heartbeats of a worker."""
     dead_after_s: Positive = 20.0
-    """A worker that is silent for so many seconds is given up and its calls move on; well above a
-    long pause of a busy machine."""
+    """Seconds of silence after which a worker is given up and its calls move on; well above a long
+    pause of a busy machine."""
     replace_after_s: Positive = 120.0
-    """A process that is stopped or silent for so many seconds is killed and started again by the
-    launcher, which first asks for its stacks; far above any computation that holds up heartbeats."""
+    """Seconds of silence after which the launcher asks a process for its stacks and replaces it;
+    far above any computation that holds up heartbeats."""
     max_attempts: Count = 3
     """How often a call is made before its infrastructure fault is reported."""
 

@@ -4,11 +4,13 @@ an infrastructure fault or the death of a worker it moves to another worker; its
 attempts together. Late answers are only counted."""
 
 import asyncio
+import bisect
 import itertools
 import logging
+import operator
 import random
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,29 +19,13 @@ import msgspec
 from coppice.scheduler.dispatch.calls import Attempt, Check, DispatchConfig, Event, Pending, Worker
 from coppice.scheduler.dispatch.deadlines import Deadlines
 from coppice.scheduler.dispatch.placement import Place, backoff
-from coppice.scheduler.dispatch.pool import Pool, WaitingCalls
+from coppice.scheduler.dispatch.pool import Pool
 from coppice.scheduler.dispatch.roster import Roster, Transport
-from coppice.wire.arrays import (
-    Frame,
-    Limits,
-    decode_body,
-    decode_header,
-    encode,
-    encode_body,
-    encode_header,
-)
+from coppice.wire import arrays
+from coppice.wire import messages as wire
+from coppice.wire.arrays import Frame, encode
 from coppice.wire.faults import FAULTS, Fault, InfrastructureFault, WireError
 from coppice.wire.keys import RunKeys
-from coppice.wire.messages import (
-    Cancel,
-    Drain,
-    Error,
-    Goodbye,
-    Heartbeat,
-    Register,
-    Request,
-    Result,
-)
 from coppice.wire.service import REGISTER_AGAIN, service_types
 from coppice.wire.sockets import Router
 
@@ -48,16 +34,15 @@ __all__ = ["DispatchConfig", "Dispatcher", "Event", "Worker"]
 log = logging.getLogger("scheduler.dispatch")
 
 _LOOK_AHEAD = 64
-"""At most so many calls at the head of a queue are passed over (each waits for a certain worker)
-before those behind wait too."""
+"""The most queued calls that are passed over, because each waits for a certain worker."""
 _AT_DEADLINE_S = 1.0
-"""An error so shortly before the deadline of its call means that the worker gave the call up at the
+"""An error this short before the deadline of its call means that the worker gave the call up at the
 deadline, a moment before this process."""
 _TOLD = 8
-"""At most so many workers are named in the message of a call that found none."""
+"""The most workers that are named in the message of a call that found none."""
+_BY_ORDER = operator.attrgetter("order")
 _LOOK_AGAIN_S = 0.05
-"""Seconds until held-back calls are tried again although nothing happened, while workers have room.
-"""
+"""Seconds until held-back calls are tried again although nothing happened."""
 
 
 def _order(pending: Pending) -> tuple[Any, ...]:
@@ -69,21 +54,23 @@ def _order(pending: Pending) -> tuple[Any, ...]:
     )
 
 
+def _insert(queue: deque[Pending], pending: Pending) -> None:
+    if not queue or queue[-1].order <= pending.order:
+        queue.append(pending)
+    else:
+        bisect.insort(queue, pending, key=_BY_ORDER)
+
+
+def _forget(queue: deque[Pending], pending: Pending) -> None:
+    at = bisect.bisect_left(queue, pending.order, key=_BY_ORDER)
+    if at < len(queue) and queue[at] is pending:
+        del queue[at]
+
+
 class Dispatcher:
-    """Owns the calls, and the workers in its ``roster``, from ``start`` to ``close``. A run of one
-    call:
-
-        dispatcher = Dispatcher("tcp://127.0.0.1:0", keys)
-        await dispatcher.start()
-        await dispatcher.wait_for("retrieve", 1, timeout=60)
-        request = RetrieveRequest(["capital of Peru"], 3)
-        result = await dispatcher.call("retrieve", request, deadline=30)
-        await dispatcher.close()
-
-    counters: calls, retries, timeouts, failed, late_answers, malformed_peers, refused_peers,
-    dead_workers, lost_calls. on_fault(service, fault, caller). router, clock: the bound socket and
-    the seconds that a simulation replaces.
-    """
+    """Owns the calls, and the workers in its ``roster``, from ``start`` to ``close``. counters:
+    calls, retries, timeouts, failed, late_answers, malformed_peers, refused_peers, dead_workers,
+    lost_calls. on_fault(service, fault, caller). router, clock: what a simulation replaces."""
 
     on_event: Callable[[Event], None] | None = None
     on_fault: Callable[[str, Fault, str], None] | None = None
@@ -99,20 +86,16 @@ class Dispatcher:
     ):
         self.router, self.clock, self.config = router or Router(bind, keys), clock, config
         self.endpoint, self.counters = self.router.endpoint, Counter[str]()
-        self.roster = Roster(
-            self.router, config, clock, self.counters, self._pump_all, self._fail_all
-        )
+        told = self._pump_all, self._fail_all
+        self.roster = Roster(self.router, config, clock, self.counters, *told)
         self.workers, self.wait_for = self.roster.workers, self.roster.wait_for
         self._arrivals = itertools.count()
         self._rng = random.Random(seed)
         self._open = Deadlines(self._expire)
-        self._waiting: defaultdict[str, WaitingCalls] = defaultdict(WaitingCalls)
+        self._waiting: defaultdict[str, deque[Pending]] = defaultdict(deque)
         self._again_at: dict[str, asyncio.TimerHandle] = {}
-        self._limits = Limits()
+        self._limits = arrays.Limits()
         self._closed = False
-
-    # ------------------------------------------------------------------------------------------
-    # callers
 
     async def start(self) -> None:
         """Start to receive messages and to watch for dead workers."""
@@ -145,10 +128,8 @@ class Dispatcher:
         if self._closed:
             raise InfrastructureFault(f"{service} was called after the dispatcher was closed")
         since, result_type = self.clock(), service_types(service)[1]
-        pending = Pending(
-            service, encode_body(request), result_type, since + deadline, place, worker, caller,
-            since, check,
-        )  # fmt: skip
+        body, until = arrays.encode_body(request), since + deadline
+        pending = Pending(service, body, result_type, until, place, worker, caller, since, check)
         self.counters["calls"] += 1
         moment = self._open.add(pending, deadline)
         try:
@@ -158,7 +139,7 @@ class Dispatcher:
             self._open.discard(pending, moment)
             self._abandon(pending, "cancelled")
             if pending.done.cancelled():
-                self._waiting[pending.service].forget(pending)
+                _forget(self._waiting[pending.service], pending)
             # The future holds the error, whose traceback holds this frame: without this, a cycle
             # with the whole request in it.
             del pending
@@ -177,12 +158,12 @@ class Dispatcher:
             pending = queue[passed]
             kind = pending.place.waits_with() if pending.place is not None else None
             if pending.done.done():
-                queue.take(passed)  # its caller was cancelled and has not run since
+                del queue[passed]  # its caller was cancelled and has not run since
             elif kind in refused or (worker := self._place(pending, pool, least, now)) is None:
                 refused |= {kind} - {None}
                 passed += 1
             else:
-                queue.take(passed)
+                del queue[passed]
                 self._start(pending, worker)
                 if pending.place is not None:
                     self._reorder(queue, passed)
@@ -201,19 +182,15 @@ class Dispatcher:
         self._waiting.clear()
         await self.roster.close()
 
-    # ------------------------------------------------------------------------------------------
-    # calls
-
     def _enter(self, pending: Pending) -> None:
         if pending.worker is not None:
             # A call pinned to a worker never waits: new weights must reach an actor that is still
             # joining or that is full.
-            pinned = self.roster.named(pending.worker)
-            if pinned is not None:
+            if (pinned := self.roster.by_name.get(pending.worker)) is not None:
                 self._start(pending, pinned)
                 return
             self.counters["failed"] += 1
-            here = sorted(worker.name for worker in self.roster.everyone())
+            here = sorted(self.roster.by_name)
             fault = f"{pending.service}: no worker {pending.worker!r} is here, only {here}"
             pending.settle(InfrastructureFault(fault))
             return
@@ -222,15 +199,16 @@ class Dispatcher:
     def _queue(self, pending: Pending) -> None:
         pending.arrival = next(self._arrivals)
         pending.order = _order(pending)
-        self._waiting[pending.service].add(pending)
+        _insert(self._waiting[pending.service], pending)
         self.look_again(pending.service)
 
-    def _reorder(self, queue: WaitingCalls, at: int) -> None:
+    def _reorder(self, queue: deque[Pending], at: int) -> None:
         """Move the calls from ``at`` on whose ranks have changed: those of one begun tree."""
         while at < len(queue) and (order := _order(queue[at])) != queue[at].order:
-            moved = queue.take(at)
+            moved = queue[at]
+            del queue[at]
             moved.order = order
-            queue.add(moved)
+            _insert(queue, moved)
 
     def _look_later(self, service: str) -> None:
         def look() -> None:
@@ -243,10 +221,8 @@ class Dispatcher:
     def _place(self, pending: Pending, pool: Pool, least: Worker, now: float) -> Worker | None:
         if pending.place is None:
             return pool.least(now, pending.failed_on) if pending.failed_on else least
-        name = pending.place.choose(
-            pool.loads(now, pending.place.homes(), pending.failed_on), pending.failed_on
-        )
-        return pool.members.get(name) if name is not None else None
+        loads = pool.loads(now, pending.place.homes(), pending.failed_on)
+        return pool.members.get(pending.place.choose(loads, pending.failed_on) or "")
 
     def _changed(self, worker: Worker) -> None:
         worker.left_out = False
@@ -259,7 +235,9 @@ class Dispatcher:
         pending.tries += 1
         pending.attempt = worker.in_flight[number] = Attempt(number, pending, worker, now)
         self._changed(worker)
-        header = encode_header(Request(number, pending.service, max(0.001, pending.deadline - now)))
+        header = arrays.encode_header(
+            wire.Request(number, pending.service, max(0.001, pending.deadline - now))
+        )
         self.router.send([worker.identity, header, *pending.body])
         if pending.place is not None:
             pending.place.started(worker.name)
@@ -273,9 +251,15 @@ class Dispatcher:
         if pending.place is not None:
             pending.place.ended(worker.name, result)
         event = Event(
-            pending.service, worker.name, attempt.start, self.clock(), outcome, pending.caller,
-            getattr(result, "version", None), getattr(result, "phases", {}),
-        )  # fmt: skip
+            pending.service,
+            worker.name,
+            attempt.start,
+            self.clock(),
+            outcome,
+            pending.caller,
+            getattr(result, "version", None),
+            getattr(result, "phases", {}),
+        )
         worker.recent.append(event)
         if self.on_event is not None:
             self.on_event(event)
@@ -301,15 +285,14 @@ class Dispatcher:
             pending.settle(fault)
             return
         self.counters["retries"] += 1
-        asyncio.get_running_loop().call_later(
-            backoff(pending.tries, self._rng), self._again, pending
-        )
+        seconds = backoff(pending.tries, self._rng)
+        asyncio.get_running_loop().call_later(seconds, self._again, pending)
 
     def _wake_after_rest(self, worker: Worker, now: float) -> None:
         """If the worker rests from now on, look at the waiting calls when its rest is over."""
 
         def wake() -> None:
-            if self.roster.at(worker.identity) is worker:
+            if self.roster.by_identity.get(worker.identity) is worker:
                 self._changed(worker)
                 self._pump_all(worker)
 
@@ -327,23 +310,20 @@ class Dispatcher:
             return
         self.counters["timeouts"] += 1
         now, attempt = self.clock(), pending.attempt
-        here = self.workers(pending.service)
-        states = ", ".join(f"{worker.name} {worker.state(now)}" for worker in here[:_TOLD])
-        states += f" and {len(here) - _TOLD} more" if len(here) > _TOLD else ""
-        where = (
-            f"on {attempt.worker.name}, which {answer}"
-            if attempt
-            else f"with no free worker: {states or 'none offers it'}"
-        )
         before = f"; the attempt before failed: {pending.last_fault}" if pending.last_fault else ""
         if attempt:
+            where = f"on {attempt.worker.name}, which {answer}"
             attempt.worker.breaker.record(False, now)
             self._wake_after_rest(attempt.worker, now)
             attempt.worker.expires(attempt)
+        else:
+            states = [f"{w.name} {w.state(now)}" for w in self.workers(pending.service)]
+            shown = [*states[:_TOLD], *["..."] * (len(states) > _TOLD)]
+            where = f"with no free worker: {', '.join(shown) or 'none offers it'}"
         fault = InfrastructureFault(f"{pending.service} took over {deadline:.1f} s {where}{before}")
         self._report(pending, fault)
         pending.settle(fault)
-        self._waiting[pending.service].forget(pending)
+        _forget(self._waiting[pending.service], pending)
         self._abandon(pending, "deadline")
 
     def _report(self, pending: Pending, fault: Fault) -> None:
@@ -354,90 +334,79 @@ class Dispatcher:
     def _abandon(self, pending: Pending, outcome: str) -> None:
         """The caller has left: cancel the attempt that is still running, if there is one."""
         if (attempt := pending.attempt) is not None:
-            self.roster.send(attempt.worker, Cancel(attempt.number))
+            self.roster.send(attempt.worker, wire.Cancel(attempt.number))
             self._finish(attempt, outcome)
 
-    # ------------------------------------------------------------------------------------------
-    # messages
-
     def _receive(self, parts: list[Frame]) -> None:
-        identity, frames = bytes(parts[0]), parts[1:]
         try:
-            self._handle(identity, frames)
+            self._handle(bytes(parts[0]), parts[1:])
         except WireError as error:
-            self.roster.drop_malformed(identity, error)
+            self.roster.drop_malformed(bytes(parts[0]), error)
 
     def _handle(self, identity: bytes, frames: Sequence[Frame]) -> None:
-        header = decode_header(frames, self._limits)
-        worker = self.roster.at(identity)
+        header = arrays.decode_header(frames, self._limits)
+        worker = self.roster.by_identity.get(identity)
         if worker is not None and worker.key != self.router.sender:
-            self.roster.refuse(
-                identity, worker.name, "this connection belongs to a worker with another key"
-            )
+            reason = "this connection belongs to a worker with another key"
+            self.roster.refuse(identity, worker.name, reason)
             return
-        if isinstance(header, Register):
+        if isinstance(header, wire.Register):
             self.roster.join(identity, header)
             return
         if worker is None:
-            if not isinstance(header, Goodbye):
-                self.router.send([identity, *encode(Goodbye(REGISTER_AGAIN))])
+            if not isinstance(header, wire.Goodbye):
+                self.router.send([identity, *encode(wire.Goodbye(REGISTER_AGAIN))])
             return
         worker.heard = self.clock()
         match header:
-            case Result(id=number) | Error(id=number):
+            case wire.Result(id=number) | wire.Error(id=number):
                 self._answer(worker, number, header, frames)
-            case Heartbeat(stats=stats, open=listed, echo=echo):
+            case wire.Heartbeat(stats=stats, open=listed, echo=echo):
                 worker.stats, worker.beat_at = stats, worker.heard
                 self._compare(worker, set(listed), echo)
-                self.roster.send(
-                    worker, Heartbeat(len(worker.in_flight), {}, echo=next(self.roster.numbers))
-                )
+                answer = wire.Heartbeat(len(worker.in_flight), {}, echo=next(self.roster.numbers))
+                self.roster.send(worker, answer)
                 if worker.left_out:  # a rested worker may be usable again
                     self._changed(worker)
                 self._pump_all(worker)
-            case Drain():
+            case wire.Drain():
                 worker.draining = True
-            case Goodbye(reason=reason):
+            case wire.Goodbye(reason=reason):
                 self.roster.leave(worker, reason or "left")
             case _:
-                raise WireError(
-                    f"{worker.name} sent a {type(header).__name__}, which only a scheduler sends"
-                )
+                kind = type(header).__name__
+                raise WireError(f"{worker.name} sent a {kind}, which only a scheduler sends")
 
     def _compare(self, worker: Worker, listed: set[int], echo: int) -> None:
         """Fail attempts sent before an echo and not open there: they or their answers were lost."""
-        for attempt in [
-            a for a in worker.in_flight.values() if a.number < echo and a.number not in listed
-        ]:
-            self.counters["lost_calls"] += 1
-            lost = InfrastructureFault(
-                f"{worker.name} does not know of the call: it or its answer was lost"
-            )
-            # a connection loses all open calls at once, and the worker is well
-            self._fail(attempt, lost, blamed=False)
+        lost = f"{worker.name} does not know of the call: it or its answer was lost"
+        for attempt in list(worker.in_flight.values()):
+            if attempt.number < echo and attempt.number not in listed:
+                self.counters["lost_calls"] += 1
+                # a connection loses all open calls at once, and the worker is well
+                self._fail(attempt, InfrastructureFault(lost), blamed=False)
 
     def _answer(
-        self, worker: Worker, number: int, header: Result | Error, frames: Sequence[Frame]
+        self, worker: Worker, number: int, header: wire.Result | wire.Error, frames: Sequence[Frame]
     ) -> None:
         attempt = worker.in_flight.get(number)
         if attempt is None:
             self.counters["late_answers"] += 1
             return
         pending = attempt.pending
-        if isinstance(header, Error):
+        if isinstance(header, wire.Error):
             # a fault of the data is told as such whenever it comes
             if header.kind == "infrastructure":
                 # the worker gave it up there, before this process has looked
                 if self.clock() >= pending.deadline:
-                    self._expire(
-                        pending, pending.deadline - pending.since, f"answered: {header.message}"
-                    )
+                    seconds = pending.deadline - pending.since
+                    self._expire(pending, seconds, f"answered: {header.message}")
                     return
                 if self.clock() > pending.deadline - _AT_DEADLINE_S:
                     worker.expires(attempt)
             self._fail(attempt, FAULTS[header.kind](f"{worker.name}: {header.message}"))
             return
-        body = decode_body(frames, pending.result_type)
+        body = arrays.decode_body(frames, pending.result_type)
         try:
             if pending.check is not None:
                 pending.check(body)

@@ -5,6 +5,7 @@ forgets its least recently used leaves beyond the capacity, and everything at a 
 import heapq
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 
 import msgspec
@@ -51,7 +52,7 @@ class Prefixes:
         self._leaves: list[tuple[int, int, Edge]] = []
 
     def match(self, tokens: bytes) -> int:
-        """The length in tokens of the longest held prefix of ``tokens``. Does not count as a use."""
+        """The length in tokens of the longest held prefix of ``tokens``, which counts as no use."""
         return sum(shared for _, shared in self._walk(tokens))
 
     def insert(self, tokens: bytes) -> int:
@@ -71,7 +72,7 @@ class Prefixes:
         return held
 
     def shrink(self) -> None:
-        """Forget the least recently used leaves until the remaining tokens are within the capacity."""
+        """Forget the least recently used leaves until the tokens are within the capacity."""
         while self.tokens > self.capacity and self._leaves:
             used, _, edge = heapq.heappop(self._leaves)
             if not edge.alive or edge.children or edge.used != used or edge.parent is None:
@@ -111,12 +112,18 @@ class Prefixes:
             heapq.heappush(self._leaves, (edge.used, next(self._clock), edge))
 
 
-class Forecast(msgspec.Struct, frozen=True):
+class Forecast(msgspec.Struct):
     """Prompt tokens of served calls: all, predicted as cached, reported as cached."""
 
     prompt: int = 0
     predicted: int = 0
     reported: int = 0
+
+    def add(self, prompt: int, predicted: int, reported: int) -> None:
+        """Count one more call."""
+        self.prompt += prompt
+        self.predicted += predicted
+        self.reported += reported
 
     def values(self) -> dict[str, float]:
         """The metrics, as shares of the prompt tokens. Empty if no call was served."""
@@ -129,20 +136,12 @@ class Forecast(msgspec.Struct, frozen=True):
             "cache/prediction_error": (self.predicted - self.reported) / self.prompt,
         }
 
-    def with_call(self, prompt: int, predicted: int, reported: int) -> "Forecast":
-        """This forecast with one more call added."""
-        return Forecast(self.prompt + prompt, self.predicted + predicted, self.reported + reported)
-
-    @property
-    def short(self) -> bool:
-        """Whether the caches held much less than predicted."""
-        return self.predicted - self.reported > GAP * self.prompt
-
     def __str__(self) -> str:
         return (
-            f"actors found {self.reported / self.prompt:.0%} of {self.prompt} prompt tokens in their prefix caches where"
-            f" {self.predicted / self.prompt:.0%} were expected: a cache is smaller than kv_capacity_tokens says, something else"
-            " uses or empties it, or the engine does not share prefixes between requests"
+            f"actors found {self.reported / self.prompt:.0%} of {self.prompt} prompt tokens in"
+            f" their prefix caches where {self.predicted / self.prompt:.0%} were expected: a cache"
+            " is smaller than kv_capacity_tokens says, something else uses or empties it, or the"
+            " engine does not share prefixes between requests"
         )
 
 
@@ -150,53 +149,53 @@ class Residency:
     """The caches of all workers."""
 
     def __init__(self) -> None:
-        self._forecast = Forecast()
-        self._stretch = Forecast()
-        self._short = 0
-        self._doubt = ""
-        self._caches: dict[str, Prefixes] = {}
+        self._forecast, self._stretch = Forecast(), Forecast()
+        self._short, self._doubt = 0, ""
+        self._caches: defaultdict[str, Prefixes] = defaultdict(Prefixes)
         self._versions: dict[str, int] = {}
 
     def limit(self, worker: str, capacity: float) -> None:
         """Set the capacity of the worker's cache in tokens."""
-        cache = self._cache(worker)
+        cache = self._caches[worker]
         if cache.capacity != capacity:
             cache.capacity = capacity
             cache.shrink()
 
     def capacity(self, worker: str) -> float:
         """The capacity of the worker's cache in tokens; infinite while it is unknown."""
-        return self._cache(worker).capacity
+        return self._caches[worker].capacity
 
     def expect(self, worker: str, tokens: bytes) -> int:
         """How many prompt tokens should be cached; never the last, whose logits are needed."""
-        cache = self._caches.get(worker)
-        return min(cache.match(tokens), len(tokens) // _WIDTH - 1) if cache is not None else 0
+        return min(self._caches[worker].match(tokens), len(tokens) // _WIDTH - 1)
 
     def started(self, worker: str, tokens: bytes) -> int:
         """A call was sent: count its prompt as resident. Returns what ``expect`` said before."""
-        return min(self._cache(worker).insert(tokens), len(tokens) // _WIDTH - 1)
+        return min(self._caches[worker].insert(tokens), len(tokens) // _WIDTH - 1)
 
     def sampled(self, worker: str, tokens: bytes, version: int) -> None:
         """A prompt with its continuation is resident, unless older weights began the sample."""
         if version > self._versions.get(worker, version):
             self.emptied(worker, version)
         if version == self._versions.setdefault(worker, version):
-            self._cache(worker).insert(tokens)
+            self._caches[worker].insert(tokens)
 
     def compared(self, prompt: int, predicted: int, reported: int) -> None:
-        """A call was served: compare predicted with reported cached tokens."""
-        self._forecast = self._forecast.with_call(prompt, predicted, reported)
-        self._stretch = self._stretch.with_call(prompt, predicted, reported)
-        if self._stretch.prompt >= STRETCH:
-            self._short = self._short + 1 if self._stretch.short or self._short > 1 else 0
+        """A call was served: compare predicted with reported cached tokens. Two stretches in a row
+        that fell short are a doubt, which is raised once."""
+        self._forecast.add(prompt, predicted, reported)
+        stretch = self._stretch
+        stretch.add(prompt, predicted, reported)
+        if stretch.prompt >= STRETCH:
+            short = stretch.predicted - stretch.reported > GAP * stretch.prompt
+            self._short = self._short + 1 if short or self._short > 1 else 0
             if self._short == 2:
-                self._doubt = str(self._stretch)
+                self._doubt = str(stretch)
             self._stretch = Forecast()
 
     def emptied(self, worker: str, version: int) -> None:
         """The worker loaded weights of ``version``, so its cache is empty."""
-        self._cache(worker).clear()
+        self._caches[worker].clear()
         self._versions[worker] = version
 
     def forget(self, worker: str) -> None:
@@ -210,11 +209,6 @@ class Residency:
         return taken
 
     def doubt(self) -> str:
-        """The warning that two stretches in a row fell short, once per series, or ""."""
+        """The doubt that was raised since the last call, or ""."""
         warning, self._doubt = self._doubt, ""
         return warning
-
-    def _cache(self, worker: str) -> Prefixes:
-        if (cache := self._caches.get(worker)) is None:
-            cache = self._caches[worker] = Prefixes()
-        return cache

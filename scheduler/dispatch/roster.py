@@ -6,13 +6,13 @@ import itertools
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol
 
 from coppice.scheduler.dispatch.calls import DispatchConfig, Worker
 from coppice.scheduler.dispatch.pool import Pool
 from coppice.wire.arrays import Frame, encode
-from coppice.wire.faults import Fault, WireError
+from coppice.wire.faults import Fault, InfrastructureFault, WireError
 from coppice.wire.keys import Grant, RunKeys
 from coppice.wire.messages import Drain, Goodbye, Message, Register, Registered
 from coppice.wire.service import service_types
@@ -61,8 +61,8 @@ class Roster:
         self.pools: defaultdict[str, Pool] = defaultdict(Pool)
         self._came, self._gone = came, gone
         self._arrivals = itertools.count()
-        self._workers: dict[bytes, Worker] = {}
-        self._named: dict[str, Worker] = {}
+        self.by_identity: dict[bytes, Worker] = {}  # all that are here, also while they join
+        self.by_name: dict[str, Worker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._joined = asyncio.Event()
         self._draining = self._closed = False
@@ -77,7 +77,7 @@ class Roster:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for by_name in (self._workers, self._named, self.pools):
+        for by_name in (self.by_identity, self.by_name, self.pools):
             by_name.clear()
         self.router.close()
 
@@ -85,10 +85,10 @@ class Roster:
         """The ready workers that offer ``service``, or all ready workers."""
         if service is not None:
             return list(self.pools[service].members.values()) if service in self.pools else []
-        return [w for w in self._workers.values() if w.ready]
+        return [w for w in self.by_identity.values() if w.ready]
 
     async def wait_for(self, service: str, count: int, timeout: float) -> None:
-        """Wait until ``count`` workers offer ``service``. Raises TimeoutError."""
+        """Wait until ``count`` workers offer ``service``. Raises InfrastructureFault."""
         end = self.clock() + timeout
         while len(self.pools[service].members) < count:
             self._joined.clear()
@@ -96,27 +96,15 @@ class Roster:
                 async with asyncio.timeout(max(0.0, end - self.clock())):
                     await self._joined.wait()
             except TimeoutError:
-                raise TimeoutError(
-                    f"{len(self.workers(service))} of {count} workers for service {service!r} came within {timeout:.0f} s:"
-                    " see their logs in the run folder"
+                raise InfrastructureFault(
+                    f"{len(self.workers(service))} of {count} workers for service {service!r} came"
+                    f" within {timeout:.0f} s: see their logs in the run folder"
                 ) from None
-
-    def at(self, identity: bytes) -> Worker | None:
-        """The worker that is connected under an identity."""
-        return self._workers.get(identity)
-
-    def named(self, name: str) -> Worker | None:
-        """The worker of a name."""
-        return self._named.get(name)
-
-    def everyone(self) -> Collection[Worker]:
-        """All workers that are here, including those that are joining."""
-        return self._workers.values()
 
     async def drain(self) -> None:
         """Ask every worker to finish its calls and leave, also those that join from now on."""
         self._draining = True
-        for worker in self._workers.values():
+        for worker in self.by_identity.values():
             self.send(worker, Drain())
 
     def remove(self, worker: Worker, reason: str) -> None:
@@ -132,19 +120,16 @@ class Roster:
     def drop_malformed(self, identity: bytes, error: WireError) -> None:
         """Send away a peer that broke the protocol."""
         self.counters["malformed_peers"] += 1
-        worker = self._workers.get(identity)
-        if worker is not None and worker.key != self.router.sender:
-            worker = None  # somebody else sent it in this worker's name
+        worker, reason = self.by_identity.get(identity), f"sent a malformed message: {error}"
         log.error("dropped peer %s: %s", worker.name if worker else identity[:40], error)
-        reason = f"sent a malformed message: {error}"
-        if worker is not None:
+        if worker is not None and worker.key == self.router.sender:
             self.remove(worker, reason)
-        else:
+        else:  # unknown, or somebody sent it in the name of a worker
             self.router.send([identity, *encode(Goodbye(reason))])
 
     def join(self, identity: bytes, hello: Register) -> None:
         """Answer a registration. Raises WireError for one that this protocol does not have."""
-        if (worker := self._workers.get(identity)) is not None:
+        if (worker := self.by_identity.get(identity)) is not None:
             worker.heard = self.clock()
             self.send(worker, Registered(self.config.heartbeat_s, worker.admission))
             return
@@ -154,16 +139,14 @@ class Roster:
             self.refuse(identity, hello.worker, reason)
             return
         if hello.protocol != 1 or hello.capacity < 1:
-            raise WireError(
-                f"{hello.worker} registers with protocol {hello.protocol}, capacity {hello.capacity}: expected 1 and at least 1"
-            )
-        if (old := self._named.get(hello.worker)) is not None:
+            told = f"protocol {hello.protocol}, capacity {hello.capacity}"
+            raise WireError(f"{hello.worker} registers with {told}: expected 1 and at least 1")
+        if (old := self.by_name.get(hello.worker)) is not None:
             self.remove(old, f"replaced by a new process of the same name {old.name}")
-        worker = Worker(
-            identity, hello, self.clock(), f"{next(self.numbers):x}", self.router.sender
-        )
+        admission = f"{next(self.numbers):x}"
+        worker = Worker(identity, hello, self.clock(), admission, self.router.sender)
         worker.joined = next(self._arrivals)
-        self._workers[identity] = self._named[worker.name] = worker
+        self.by_identity[identity] = self.by_name[worker.name] = worker
         self.send(worker, Registered(self.config.heartbeat_s, worker.admission))
         if self._draining:
             self.send(worker, Drain())
@@ -176,8 +159,12 @@ class Roster:
             return "its key was revoked: ask for a new invitation (coppice serve --invite)"
         if extra := [service for service in hello.services if not grant.allows(service)]:
             return f"its key may offer {', '.join(grant.services)}, and not {', '.join(extra)}"
-        if (other := self._named.get(hello.worker)) is not None and other.key != self.router.sender:
-            return "a worker of this name is alive and has another key: choose another name (coppice serve --name)"
+        if (
+            other := self.by_name.get(hello.worker)
+        ) is not None and other.key != self.router.sender:
+            return (
+                "a living worker of this name has another key: take another (coppice serve --name)"
+            )
         return None
 
     def refuse(self, identity: bytes, name: str, reason: str) -> None:
@@ -195,7 +182,7 @@ class Roster:
                 log.error("worker %s could not join: %s", worker.name, fault)
                 self.remove(worker, f"could not join: {fault}")
                 return
-        if self._workers.get(worker.identity) is worker:
+        if self.by_identity.get(worker.identity) is worker:
             worker.ready = True
             for service in worker.hello.services:
                 self.pools[service].add(worker)
@@ -204,9 +191,9 @@ class Roster:
 
     def leave(self, worker: Worker, reason: str) -> None:
         """A worker has left or is given up."""
-        if self._workers.get(worker.identity) is not worker:
+        if self.by_identity.get(worker.identity) is not worker:
             return  # gone already
-        del self._workers[worker.identity], self._named[worker.name]
+        del self.by_identity[worker.identity], self.by_name[worker.name]
         worker.ready = False
         for service in worker.hello.services:
             self.pools[service].discard(worker)
@@ -221,21 +208,15 @@ class Roster:
             await asyncio.sleep(self.config.heartbeat_s)
             now = self.clock()
             if now - before > 2 * self.config.heartbeat_s:
-                # this process itself was held up, so the heartbeats that arrived meanwhile are not
-                # read yet
-                continue
-            self._send_away_revoked()
-            for worker in [
-                w for w in self._workers.values() if now - w.heard > self.config.dead_after_s
-            ]:
-                self.counters["dead_workers"] += 1
-                self.leave(worker, f"silent for {now - worker.heard:.0f} s")
-
-    def _send_away_revoked(self) -> None:
-        if self.router.keys is not None:
-            self.router.keys.reload()
-        for worker in [w for w in self._workers.values() if self.router.grant(w.key) is None]:
-            self.remove(worker, "its key was revoked")
+                continue  # this process was held up, and has not read the heartbeats of meanwhile
+            if self.router.keys is not None:
+                self.router.keys.reload()
+            for worker in list(self.by_identity.values()):
+                if self.router.grant(worker.key) is None:
+                    self.remove(worker, "its key was revoked")
+                elif now - worker.heard > self.config.dead_after_s:
+                    self.counters["dead_workers"] += 1
+                    self.leave(worker, f"silent for {now - worker.heard:.0f} s")
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)

@@ -36,7 +36,7 @@ class Versions(msgspec.Struct):
 
 
 def most_common(proofs: Sequence[str]) -> str:
-    """The most frequent proof that is not "", the first one on a tie; "" if no actor gives a proof."""
+    """The most frequent proof that is not "", the first on a tie; "" if no actor gives a proof."""
     return max(proofs, key=lambda proof: (bool(proof), proofs.count(proof)), default="")
 
 
@@ -68,9 +68,8 @@ class WeightSync:
                 self._drop(actor, _differs(proof, common))
         self.versions.proven = weights.version
         if not self.dispatcher.workers("generate"):
-            terminal.say(
-                f"no actor holds policy version {weights.version}: waiting for one to join"
-            )
+            version = weights.version
+            terminal.say(f"no actor holds policy version {version}: waiting for one to join")
 
     async def to(self, actor: Worker) -> None:
         """Give a joining actor the newest weights. Raises Fault without their proof."""
@@ -98,17 +97,16 @@ class WeightSync:
         )
         if (loaded.version, loaded.digest) != (weights.version, weights.digest):
             raise InfrastructureFault(
-                f"answered version {loaded.version}, digest {loaded.digest[:16]}, expected version {weights.version},"
-                f" digest {weights.digest[:16]}"
+                f"answered version {loaded.version}, digest {loaded.digest[:16]}, expected version"
+                f" {weights.version}, digest {weights.digest[:16]}"
             )
         self.residency.emptied(actor.name, weights.version)
         return loaded.proof
 
     def _drop(self, actor: Worker, reason: str) -> None:
         version = self.weights.version
-        terminal.say(
-            f"actor {actor.name} did not take policy version {version} and is dropped: {reason}"
-        )
+        what = f"did not take policy version {version} and is dropped"
+        terminal.say(f"actor {actor.name} {what}: {reason}")
         self.counts["failed_loads"] += 1
         self.dispatcher.roster.remove(actor, f"weights of version {version} were not proven")
 

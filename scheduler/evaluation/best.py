@@ -44,28 +44,21 @@ def keep(run: Path, weights: Weights, measure: str, value: float) -> bool:
     try:
         # a folder that exists already has a torn record
         with drafted(folder, replace=True, alone=True) as draft:
-            for path in _files(weights):
-                _link(path, draft / path.name)
-            (draft / "best.json").write_bytes(
-                msgspec.json.encode(Best(weights.version, measure, value))
-            )
+            source = Path(weights.path)
+            if weights.version:
+                manifest = (source / published.NAME).read_bytes()
+                if not msgspec.json.decode(manifest, type=published.Manifest).file:
+                    raise FileNotFoundError(f"{source} was given out of memory, without a file")
+                for path in sorted(source.iterdir()):
+                    _link(path, draft / path.name)
+            record = Best(weights.version, measure, value)
+            (draft / "best.json").write_bytes(msgspec.json.encode(record))
     except OSError as error:
         log.warning("version %d did best so far and could not be kept: %s", weights.version, error)
         return False
     if before is not None:
         shutil.rmtree(before[1], ignore_errors=True)
     return True
-
-
-def _files(weights: Weights) -> list[Path]:
-    if not weights.version:
-        return []
-    folder = Path(weights.path)
-    if not msgspec.json.decode(
-        (folder / published.NAME).read_bytes(), type=published.Manifest
-    ).file:
-        raise FileNotFoundError(f"{folder} has no file of weights: they were given out of memory")
-    return sorted(folder.iterdir())
 
 
 def _link(source: Path, target: Path) -> None:

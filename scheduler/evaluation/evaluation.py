@@ -79,15 +79,13 @@ def trivial_baselines(heldout: Sequence[Task], train: Sequence[Task]) -> dict[st
     """Exact match of random and of the best constant training answers; empty without golds."""
     if not all(task.golds for task in (*heldout, *train)):
         return {}
-    rng = random.Random(0)
-    answers = [task.golds[0] for task in train]
-    random_hits = [
-        float(rng.choice(answers).lower() in {g.lower() for g in task.golds}) for task in heldout
-    ]
-    best = Counter(gold.lower() for task in heldout for gold in set(task.golds)).most_common(1)
+    rng, answers = random.Random(0), [task.golds[0].lower() for task in train]
+    golds = [[gold.lower() for gold in set(task.golds)] for task in heldout]
+    hits = [rng.choice(answers) in each for each in golds]
+    ((_, most),) = Counter(gold for each in golds for gold in each).most_common(1)
     return {
-        "random_answer": sum(random_hits) / len(random_hits),
-        "best_constant_answer": best[0][1] / len(heldout) if best else 0.0,
+        "random_answer": sum(hits) / len(golds),
+        "best_constant_answer": most / len(golds),
     }
 
 

@@ -17,7 +17,7 @@ from coppice.scheduler.dispatch.weight_sync import WeightSync
 from coppice.scheduler.evaluation import best, evaluation
 from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.forest import Forest
+from coppice.scheduler.growth.open_trees import OpenTrees
 from coppice.scheduler.growth.services import Runtime, Services
 from coppice.scheduler.growth.tasks import GeneratedTasks, Tasks
 from coppice.scheduler.growth.tree import Tree
@@ -31,7 +31,7 @@ log = logging.getLogger("scheduler.examination")
 
 AT_ONCE = 96
 """The largest number of held-out trees that grow at the same time."""
-WORK = ("environment_steps", "continuation_steps", "generated_tokens")
+WORK = ["environment_steps", "continuation_steps", "generated_tokens"]
 """Counts of work against which a run's curves are drawn. They continue after a resume, and include
 work that a crash undid."""
 
@@ -39,8 +39,8 @@ work that a crash undid."""
 class Examination:
     """Evaluates the policy in force on the held-out ``tasks``; does nothing without tasks.
 
-    runtime: the run's; the evaluation uses a copy that trains nothing and counts nothing. environment:
-    the run's, with the options of [scheduler.evaluation]. forest: numbers and grows the trees.
+    environment: the run's, with the options of [scheduler.evaluation]. trees: numbers and grows the
+    trees of evaluations, which use a copy of ``runtime`` that trains nothing and counts nothing.
     """
 
     def __init__(
@@ -51,14 +51,13 @@ class Examination:
         weight_sync: WeightSync,
         metrics: Metrics,
         phases: Phases,
-        forest: Forest,
+        trees: OpenTrees,
     ):
         self.runtime, self.environment, self.tasks = runtime, environment, tasks
         self.weight_sync, self.metrics = weight_sync, metrics
-        self.phases, self.forest = phases, forest
-        self.strategy = strategies.evaluation(
-            runtime.settings.strategy, runtime.settings.strategy_options
-        )
+        self.phases, self.trees = phases, trees
+        settings = runtime.settings
+        self.strategy = strategies.evaluation(settings.strategy, settings.strategy_options)
 
     async def baselines(self, training: Tasks | GeneratedTasks) -> dict[str, float]:
         """The results on the held-out tasks that need no model."""
@@ -77,51 +76,40 @@ class Examination:
     async def evaluate_if_due(self, version: int, finished: bool) -> None:
         """Evaluate ``version`` once if it is due. The last one waits for the end."""
         every = self.runtime.settings.evaluation.every
-        done = {name for _, name, _ in self.runtime.journal.evaluations()}
-        if (
-            every > 0
-            and version > 0
-            and version % every == 0
-            and not finished
-            and f"v{version}" not in done
-        ):
-            await self.evaluate(f"v{version}")
+        if every and version and version % every == 0 and not finished:
+            done = {name for _, name, _ in self.runtime.journal.evaluations()}
+            if f"v{version}" not in done:
+                await self.evaluate(f"v{version}")
 
     async def evaluate(self, name: str) -> None:
         """Do all held-out tasks; journal and print the result, and keep the best version."""
-        if self.tasks:
-            phase = {"start": "first evaluation", "end": "last evaluation"}.get(
-                name, "evaluations between"
-            )
-            with self.phases.over(phase):
-                await self._evaluate(name)
+        if not self.tasks:
+            return
+        ends = {"start": "first evaluation", "end": "last evaluation"}
+        with self.phases.over(ends.get(name, "evaluations between")):
+            await self._evaluate(name)
 
     async def _evaluate(self, name: str) -> None:
         start, weights, journal = time.monotonic(), self.weight_sync.weights, self.runtime.journal
         settings = self.runtime.settings
         settings = msgspec.structs.replace(settings, temperature=settings.evaluation.temperature)
         room = asyncio.Semaphore(AT_ONCE)
-        pairs = await gather(
-            self._examine(i, task, settings, room) for i, task in enumerate(self.tasks)
-        )
-        result = evaluation.summarise(
-            weights.version, self.environment, [pair for pair in pairs if pair is not None]
-        )
+        runtime, tasks = self._runtime(settings), enumerate(self.tasks)
+        pairs = await gather(self._examine(i, task, runtime, room) for i, task in tasks)
+        done = [pair for pair in pairs if pair is not None]
+        result = evaluation.summarise(weights.version, self.environment, done)
         journal.save_evaluation(weights.version, name, msgspec.to_builtins(result))
-        if result.headline in result.measures:
-            best.keep(
-                self.metrics.run, weights, result.headline, result.measures[result.headline].mean
-            )
-        values = {f"heldout/{key}": measured.mean for key, measured in result.measures.items()}
-        values |= {
-            f"heldout/{key}_half": measured.half for key, measured in result.measures.items()
-        }
+        measures, headline = result.measures, result.headline
+        if headline in measures:
+            best.keep(self.metrics.run, weights, headline, measures[headline].mean)
+        values = {f"heldout/{key}": estimate.mean for key, estimate in measures.items()}
+        values |= {f"heldout/{key}_half": estimate.half for key, estimate in measures.items()}
         values |= {f"count/{key}": float(self.runtime.counts[key]) for key in WORK}
         self.metrics.record(weights.version, values)
         print(report.heldout_line(name, result, time.monotonic() - start), flush=True)
 
     async def _examine(
-        self, position: int, task: Task, settings: SchedulerConfig, room: asyncio.Semaphore
+        self, position: int, task: Task, runtime: Runtime, room: asyncio.Semaphore
     ) -> tuple[Task, Tree] | None:
         """Grow one held-out trajectory. Returns None if its task cannot work."""
 
@@ -131,13 +119,11 @@ class Examination:
             evaluation.measured(self.environment, task, tree)
 
         async with room:
-            tree, journal = Tree(self.forest.number(), task.id, "heldout"), self.runtime.journal
-            context = Context(
-                self._runtime(settings), task, tree, random.Random(f"heldout/{position}")
-            )
+            tree, journal = Tree(self.trees.number(), task.id, "heldout"), self.runtime.journal
+            context = Context(runtime, task, tree, random.Random(f"heldout/{position}"))
             journal.start_tree(tree, position, self.weight_sync.weights.version)
             try:
-                await self.forest.attempts(tree, context, grow)
+                await self.trees.attempts(tree, context, grow)
             except DataFault as fault:
                 log.error("held-out task %s is quarantined: %s", tree.task, fault)
                 journal.close_tree(tree, "quarantined", str(fault))

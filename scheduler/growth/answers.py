@@ -67,13 +67,18 @@ def _faults(sample: Sample, most: int, vocabulary: int, oldest: int, newest: int
     if not 1 <= len(tokens) <= most:
         yield f"a sample of {len(tokens)} tokens, expected 1 to {most}"
     elif not tokens.shape == logprobs.shape == versions.shape == (len(tokens),):
-        yield f"arrays of {tokens.shape} tokens, {logprobs.shape} log-probabilities and {versions.shape} versions, expected as many of each"
+        counts = (
+            f"{tokens.shape} tokens, {logprobs.shape} log-probabilities, {versions.shape} versions"
+        )
+        yield f"arrays of {counts}, expected as many of each"
     elif tokens.min() < 0 or tokens.max() >= vocabulary:
         yield f"the tokens {tokens.min()} to {tokens.max()}, expected 0 to {vocabulary - 1}"
     elif not (np.isfinite(logprobs).all() and logprobs.max() <= ABOVE_ZERO):
-        yield f"the log-probabilities {logprobs.min()} to {logprobs.max()}, expected finite ones of at most 0"
+        bounds = f"{logprobs.min()} to {logprobs.max()}"
+        yield f"the log-probabilities {bounds}, expected finite ones of at most 0"
     elif versions.min() < oldest or versions.max() > newest:
-        yield f"tokens of the policy versions {versions.min()} to {versions.max()}, expected {oldest} to {newest}"
+        bounds = f"{versions.min()} to {versions.max()}"
+        yield f"tokens of the policy versions {bounds}, expected {oldest} to {newest}"
     elif sample.support:
         try:
             support.decode(sample.support, len(tokens))

@@ -19,7 +19,6 @@ import numpy as np
 from coppice.actors.environments.base import Action, Dropped, Spent, Task, Transition
 from coppice.common import support
 from coppice.scheduler.growth import answers
-from coppice.scheduler.growth.ahead import Ahead, Drawn, How
 from coppice.scheduler.growth.services import Runtime, Services
 from coppice.scheduler.growth.text import Shown
 from coppice.scheduler.growth.tree import DROPPED, Fork, Node, Tree
@@ -27,11 +26,15 @@ from coppice.wire.messages import Sample, Turn
 
 log = logging.getLogger("scheduler.context")
 
+Drawn = tuple[list[Sample], int, int]
+"""What ``Services.sample_actions`` returns."""
+How = tuple[Any, ...]
+"""What a sample depends on: the tokens before it, the number of candidates, and their limits."""
+
 
 class Context:
     """One tree's growth: its services, actions and states, and the steps that a strategy takes.
-    ``scheduler.scoring`` has actions scored. Call ``plant`` first. state_type: that of the planted
-    tree's states."""
+    Call ``plant`` first, which sets ``state_type``, the type of the environment's states."""
 
     state_type: type = type(None)
     _state: tuple[Node | None, Any] = None, None
@@ -41,32 +44,27 @@ class Context:
         self.settings, self.environment = runtime.settings, runtime.environment
         self.services = Services(runtime, task, tree, rng)
         self.seed = rng.getrandbits(62)
-        self.ahead = Ahead()
+        # samples begun before their turn, by trajectory and call, as of an agent's parallel calls;
+        # one is taken only for the very tokens from which it was begun
+        self._begun: dict[tuple[int, str], tuple[How, asyncio.Task[Drawn]]] = {}
 
     async def plant(self) -> None:
         """Add the root unless there is one: the first prompt, or what all prompts share."""
-        self.ahead.forget()
+        self._forget()
         state = await asyncio.to_thread(self.environment.initial, self.task)
         self.state_type = type(state)
         if not self.tree.nodes:
             head, _ = self.services.rendered(state)
-            root = self.tree.add(
-                None,
-                "prompt",
-                self.services.encode(head),
-                head.text,
-                state=msgspec.to_builtins(state),
-            )
-            self.changed([root])
+            tokens, plain = self.services.encode(head), msgspec.to_builtins(state)
+            self.changed([self.tree.add(None, "prompt", tokens, head.text, state=plain)])
 
     async def tip(self, trajectory: int = 0) -> Node:
         """Where the trajectory stands: its last chosen node, or the prompt of its first turn."""
         node = self.tree.tip(trajectory)
         if node.parent >= 0 or (self.environment.begins_with_prompt and not self.environment.fresh):
             return node
-        return self._show(
-            await self.environment.open(self.after(node), self.services), trajectory, 0
-        )
+        state = await self.environment.open(self.after(node), self.services)
+        return self._show(state, trajectory, 0)
 
     async def generate(self, node: Node, n: int, trajectory: int | None = None) -> list[Node]:
         """Sample ``n`` actions from the prefix that ends in ``node``, and add them as its children.
@@ -75,9 +73,7 @@ class Context:
         state = None if node.state is None else self.after(node)
         trajectory = node.trajectory if trajectory is None else trajectory
         samples, cached, opening = await self._drawn(self.tree.prefix(node), n, state, trajectory)
-        actions = [
-            self._sampled(node, sample, opening, trajectory=trajectory) for sample in samples
-        ]
+        actions = [self._sampled(node, s, opening, trajectory=trajectory) for s in samples]
         actions[0].cached = cached
         return actions
 
@@ -98,9 +94,8 @@ class Context:
         prefix = np.concatenate([self.tree.prefix(place), action.tokens[:kept]])
         limit = 0 if state is None else self.environment.most(state)
         (sample,), cached = await self.services.sample(prefix, 1, stop, kept=kept, limit=limit)
-        left = support.spliced(
-            action.support, len(action.tokens), kept, sample.support or b"", len(sample.tokens)
-        )
+        after = sample.support or b"", len(sample.tokens)
+        left = support.spliced(action.support, len(action.tokens), kept, *after)
         spliced = {
             name: np.concatenate([getattr(action, name)[:kept], getattr(sample, name)])
             for name in ("tokens", "logprobs", "versions")
@@ -121,24 +116,24 @@ class Context:
             # the last: an observation without a next prompt ended the episode before a crash
             return None
         try:
-            transition = await self.environment.step(
-                self.state(node), self.action(node), self._tools(node)
-            )
+            state, action, tools = self.state(node), self.action(node), self._tools(node)
+            transition = await self.environment.step(state, action, tools)
         except BaseException as error:
-            self.ahead.forget(node.trajectory)  # nobody will ask for it
+            self._forget(node.trajectory)
             if isinstance(error, Dropped):
                 return self._drop(node, error)
             raise
         self.runtime.counts["environment_steps"] += 1
         columns = {} if transition.reward is None else {"step_reward": transition.reward}
         if transition.done:
-            columns |= transition.measures | (
-                {} if transition.outcome is None else {"outcome": transition.outcome}
-            )
-            self.runtime.crashes.note(transition.fault)
+            columns |= transition.measures
+            columns |= {} if transition.outcome is None else {"outcome": transition.outcome}
         if transition.fault:
             node.notes["crashed"] = transition.fault
             self.runtime.counts["crashed_episodes"] += 1
+            reason = transition.fault.partition("\n")[0]
+            whose = f"tree {self.tree.id}, task {self.tree.task}"
+            self.runtime.faults.failed("an episode", reason, whose)
         if columns:
             self._check(columns, node)
             node.scores |= columns
@@ -147,10 +142,10 @@ class Context:
         if transition.observation and fresh:
             self._observe(node, transition)
         if transition.done:
-            self.ahead.forget(node.trajectory)
+            self._forget(node.trajectory)
             return None
         place = self._next(node, transition)
-        if self._fits(place):
+        if self._room(self.tree.length(place)):
             return place
         self._outgrown(node, place, transition.state)
         return None
@@ -159,23 +154,18 @@ class Context:
         """The node at which the policy acts after ``node``, None when the trajectory is over. A
         used-up budget forces an answer, unless the environment ends its episodes itself."""
         place = await self.step(node) if node.kind == "action" else node
-        if (
-            place is not None
-            and self.environment.forced_prefix
-            and place.step >= self.settings.budget
-        ):
-            await self.force_answer(place)
-            return None
-        return place
+        forced = place is not None and place.step >= self.settings.budget
+        if place is None or not (forced and self.environment.forced_prefix):
+            return place
+        await self.force_answer(place)
+        return None
 
     async def force_answer(self, node: Node) -> Node:
         """Append the forced opening, and sample the answer, which is never trained."""
         prefix, tokens = self.environment.forced_prefix, self._forced
-        (sample,), _ = await self.services.sample(
-            np.concatenate([self.tree.prefix(node), tokens]), 1, ["</answer>"]
-        )
-        # Only now: after a fault of the call, the next attempt must not find an opening without its
-        # answer.
+        whole = np.concatenate([self.tree.prefix(node), tokens])
+        (sample,), _ = await self.services.sample(whole, 1, ["</answer>"])
+        # only now: after a fault of the call, an opening must not stay without its answer
         opening = self.tree.add(node, "observation", tokens, prefix, chosen=True, state=node.state)
         answer = self._sampled(opening, sample, forced=True, chosen=True)
         self.save([opening, answer])
@@ -189,18 +179,14 @@ class Context:
         context.services.attempt, context.services.top = services.attempt, services.top
         return context
 
-    # ------------------------------------------------------------------------------------------
-    # actions and states
-
     def action(self, node: Node) -> Action:
         """The parsed action of an action node. Each node is parsed once."""
         action = self.tree.actions_read.get(node.id)
         if action is None:
-            action = (
-                self.environment.parse_forced(node.text)
-                if node.forced
-                else self.environment.read(self.state(node), node.text)
-            )
+            if node.forced:
+                action = self.environment.parse_forced(node.text)
+            else:
+                action = self.environment.read(self.state(node), node.text)
             self.tree.actions_read[node.id] = action
         return action
 
@@ -220,9 +206,6 @@ class Context:
         children = self.tree.children(node)
         return next((child for child in children if child.kind == "observation"), None)
 
-    # ------------------------------------------------------------------------------------------
-    # keeping and sending
-
     def changed(self, nodes: Sequence[Node]) -> None:
         """Mark nodes that are new or have new columns. The tree's next transaction writes them."""
         self.tree.changed.update((node.id, node) for node in nodes)
@@ -239,17 +222,12 @@ class Context:
         for index, nodes in enumerate(trajectories):
             for node in nodes:
                 cut = float(node.finish == "length" or "ended" in node.notes)
-                scores, text = (
-                    node.scores | {"truncated": cut},
-                    self.environment.anchor(self.state(node)),
-                )
+                scores = node.scores | {"truncated": cut}
+                text = self.environment.anchor(self.state(node))
                 anchor = None if text is None else zlib.crc32(text.encode())
                 turns.append(Turn(node.id, index, node.step, scores, anchor))
         if turns:
             self.runtime.emit(self.tree, turns)
-
-    # ------------------------------------------------------------------------------------------
-    # inner workings
 
     @cached_property
     def _forced(self) -> np.ndarray:
@@ -258,16 +236,20 @@ class Context:
 
     async def _drawn(self, prefix: np.ndarray, n: int, state: Any, trajectory: int) -> Drawn:
         """Sample actions, or take what was begun ahead; meanwhile begin what else waits."""
-        others = None if state is None else self.environment.beside(state)
+        others = None if state is None else self.environment.meanwhile(state)
         if others is None:
             return await self.services.sample_actions(prefix, n, state)
-        begun = self.ahead.take(trajectory, self._how(prefix, n, state))
-        own = begun or asyncio.ensure_future(self.services.sample_actions(prefix, n, state))
+        how = self._how(prefix, n, state)
+        begun = [k for k, (what, _) in self._begun.items() if (k[0], what) == (trajectory, how)]
+        if begun:
+            own = self._begun.pop(begun[0])[1]
+        else:
+            own = asyncio.ensure_future(self.services.sample_actions(prefix, n, state))
         watching = asyncio.create_task(self._begin(others, n, trajectory))
         try:
             return await own
         except BaseException:
-            self.ahead.forget(trajectory)
+            self._forget(trajectory)
             raise
         finally:
             own.cancel()
@@ -280,13 +262,17 @@ class Context:
         async for call, transition in others:
             with contextlib.suppress(ValueError):
                 prefix, state = self._prefix(transition, trajectory), transition.state
-                if self._room(len(prefix)):
-                    self.ahead.begin(
-                        trajectory,
-                        call,
-                        self._how(prefix, n, state),
-                        self.services.sample_actions(prefix, n, state),
-                    )
+                if self._room(len(prefix)) and (trajectory, call) not in self._begun:
+                    work = self.services.sample_actions(prefix, n, state)
+                    task = asyncio.ensure_future(work)
+                    # an error is raised where the samples are taken
+                    task.add_done_callback(lambda task: task.cancelled() or task.exception())
+                    self._begun[trajectory, call] = self._how(prefix, n, state), task
+
+    def _forget(self, trajectory: int | None = None) -> None:
+        """Cancel what was begun for a trajectory, or for all: nobody will ask for it."""
+        for place in [place for place in self._begun if trajectory in (None, place[0])]:
+            self._begun.pop(place)[1].cancel()
 
     def _prefix(self, transition: Transition, trajectory: int) -> np.ndarray:
         """int32 [tokens]: what the policy reads after a transition, as ``_next`` adds it."""
@@ -294,9 +280,8 @@ class Context:
             _, tail = self.services.rendered(transition.state)
             return np.concatenate([self.tree.nodes[0].tokens, self.services.encode(tail)])
         node = self.tree.actions(trajectory)[transition.after]
-        return np.concatenate(
-            [self.tree.prefix(node), self.runtime.text.encode(self._answered(node, transition))]
-        )
+        answered = self.runtime.text.encode(self._answered(node, transition))
+        return np.concatenate([self.tree.prefix(node), answered])
 
     def _how(self, prefix: np.ndarray, n: int, state: Any) -> How:
         rules = self.environment
@@ -315,9 +300,8 @@ class Context:
         node.notes[DROPPED], node.invalid = str(fault), sorted({*node.invalid, "outcome"})
         log.warning("an episode of tree %d is dropped: %s", self.tree.id, fault)
         self.runtime.counts[fault.count] += 1
-        self.runtime.faults.failed(
-            fault.what, fault, f"tree {self.tree.id}, task {self.tree.task}: the episode is dropped"
-        )
+        whose = f"tree {self.tree.id}, task {self.tree.task}: the episode is dropped"
+        self.runtime.faults.failed(fault.what, fault, whose)
         self.changed([node])
 
     def _next(self, node: Node, transition: Transition) -> Node:
@@ -325,9 +309,8 @@ class Context:
         if self.environment.fresh or (transition.messages is not None and transition.after is None):
             return self._show(transition.state, node.trajectory, node.step)
         if transition.after is not None:
-            node = msgspec.structs.replace(
-                self.tree.actions(node.trajectory)[transition.after], step=node.step
-            )
+            before = self.tree.actions(node.trajectory)[transition.after]
+            node = msgspec.structs.replace(before, step=node.step)
         return self._observe(node, transition)
 
     def _observe(self, node: Node, transition: Transition) -> Node:
@@ -346,41 +329,35 @@ class Context:
     def _show(self, state: Any, trajectory: int, step: int) -> Node:
         """Add a fresh prompt below the root, which holds what all turns share."""
         _, tail = self.services.rendered(state)
-        place = {
-            "chosen": True,
-            "trajectory": trajectory,
-            "step": step,
-            "state": msgspec.to_builtins(state),
-        }
+        place: dict[str, Any] = {"trajectory": trajectory, "step": step, "chosen": True}
         prompt = self.tree.add(
-            self.tree.nodes[0], "prompt", self.services.encode(tail), tail.text, **place
+            self.tree.nodes[0],
+            "prompt",
+            self.services.encode(tail),
+            tail.text,
+            state=msgspec.to_builtins(state),
+            **place,
         )
         self.changed([prompt])
         return prompt
 
-    def _fits(self, place: Node) -> bool:
-        return self._room(self.tree.length(place))
-
     def _room(self, length: int) -> bool:
-        return (
-            not 0
-            < self.runtime.longest
-            < length + len(self._forced) + self.settings.max_action_tokens
-        )
+        """Whether an action fits into the context after ``length`` tokens."""
+        most = length + len(self._forced) + self.settings.max_action_tokens
+        return not self.runtime.longest or most <= self.runtime.longest
 
     def _check(self, scores: dict[str, float], node: Node) -> None:
         """Raise ValueError if the environment gave ``node`` a score that is no finite number."""
         try:
             answers.check_environment(self.environment.name, scores)
         except ValueError:
-            self.ahead.forget(node.trajectory)  # nobody will ask for it
+            self._forget(node.trajectory)
             raise
 
     def _outgrown(self, action: Node, place: Node, state: Any) -> None:
         place.chosen = False
-        action.notes["ended"] = (
-            f"the next prompt and an action exceed the context of {self.runtime.longest} tokens"
-        )
+        context = f"the context of {self.runtime.longest} tokens"
+        action.notes["ended"] = f"the next prompt and an action exceed {context}"
         if not self.environment.outcome_judge:
             end = self.environment.outgrown(state)
             columns = {"outcome": 0.0 if end.outcome is None else end.outcome, **end.measures}

@@ -1,6 +1,6 @@
 """Groups whose trajectories all earn the same teach nothing: count them, and replace their question
-(DAPO, Yu et al. 2025, section 3.2). A replaced tree gives its admission back (scheduler/ledger/pacing.py)
-and counts as no question of an update; its groups enter the next frontier without loss."""
+(DAPO, Yu et al. 2025, section 3.2). A replaced tree gives its admission back (ledger/pacing.py) and
+counts as no question of an update; its groups enter the next frontier without loss."""
 
 import math
 from collections import Counter
@@ -42,14 +42,15 @@ def counted(turns: Sequence[Turn], column: str, equal: Equal) -> Counter[str]:
 
 def summary(counts: Mapping[str, int]) -> str:
     """Return the line of the closing summary, or "" if no group was compared."""
-    rows = {
-        step: (counts.get(f"{EQUAL}{step}", 0), counts[f"{COMPARED}{step}"])
+    counted = [
+        (step, counts.get(f"{EQUAL}{step}", 0), counts[f"{COMPARED}{step}"])
         for step in range(1, LATEST_STEP + 1)
         if counts.get(f"{COMPARED}{step}")
-    }
-    if not rows:
+    ]
+    if not counted:
         return ""
-    each = ", ".join(f"step {step}: {equal} of {whole}" for step, (equal, whole) in rows.items())
-    equal, compared = (sum(row[i] for row in rows.values()) for i in (0, 1))
-    later = f" (step {LATEST_STEP}: or later)" if LATEST_STEP in rows else ""
-    return f"groups whose rewards are all equal, which teach nothing: {equal} of {compared} ({equal / compared:.0%}); {each}{later}"
+    each = ", ".join(f"step {step}: {equal} of {whole}" for step, equal, whole in counted)
+    equal, compared = (sum(row[i] for row in counted) for i in (1, 2))
+    later = f" (step {LATEST_STEP}: or later)" * (counted[-1][0] == LATEST_STEP)
+    share = f"{equal} of {compared} ({equal / compared:.0%})"
+    return f"groups whose rewards are all equal, which teach nothing: {share}; {each}{later}"

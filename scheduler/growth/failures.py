@@ -8,17 +8,9 @@ import traceback
 from coppice.scheduler.ledger.journal import JournalError
 
 ALIKE = 16
-"""Trees in a row that fail alike end the run. One odd task is never so many, nor are the odd ones
-of most updates; a mistake in an environment or a plug-in, which no tree survives, soon is."""
-MACHINE = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EIO,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOMEM,
-)
+"""This many trees in a row that fail alike end the run: odd tasks are fewer, and a mistake in an
+environment or a plug-in, which no tree survives, soon reaches it."""
+MACHINE = {getattr(errno, name) for name in "ENOSPC EDQUOT EROFS EIO EMFILE ENFILE ENOMEM".split()}
 """Errors of the system that the next tree would meet as well: a full disk, no more open files."""
 
 

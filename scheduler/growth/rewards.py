@@ -29,10 +29,8 @@ async def judge(ctx: Context, nodes: Sequence[Node], bonus: float) -> list[float
             if not action.valid:
                 node.scores["reward"] = INVALID_REWARD
             elif COMPONENTS & node.scores.keys():
-                answered = action.kind == "answer"
-                node.scores["reward"] = composite(
-                    node.scores, answered, node.step, ctx.settings.budget, bonus
-                )
+                when = action.kind == "answer", node.step, ctx.settings.budget
+                node.scores["reward"] = composite(node.scores, *when, bonus)
     return [node.scores.get("reward", math.nan) for node in nodes]
 
 

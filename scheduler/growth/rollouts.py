@@ -32,24 +32,17 @@ class Position(msgspec.Struct, frozen=True):
 
 def position_before(ctx: Context, action: Node) -> Position:
     """The position in which ``action`` was taken; fresh prompts are without thinking."""
-    state = ctx.state(action)
+    state, step = ctx.state(action), action.step - 1
     if ctx.environment.fresh:
-        return _shown(ctx, state, action.step - 1)
+        return _shown(ctx, state, step)
     parent = ctx.tree.parent(action)
     assert parent is not None, "an action has a prompt above it"
-    before = (
-        ()
-        if ctx.environment.begins_with_prompt
-        else ctx.tree.actions(action.trajectory)[: action.step - 1]
-    )
+    before = ctx.tree.actions(action.trajectory)[:step]
+    if ctx.environment.begins_with_prompt:
+        before = []
     ends = tuple(ctx.tree.prefix(node).tobytes() for node in before)
-    return Position(
-        ctx.tree.prefix(parent).tobytes(),
-        state,
-        action.step - 1,
-        ends,
-        tuple(n.text for n in before),
-    )
+    replies = tuple(node.text for node in before)
+    return Position(ctx.tree.prefix(parent).tobytes(), state, step, ends, replies)
 
 
 async def outcomes(ctx: Context, position: Position, n: int) -> list[float]:
@@ -70,15 +63,12 @@ async def advance(ctx: Context, position: Position, sample: Sample) -> Position 
     is used up without an answer, None if it is unknown."""
     environment, step = ctx.environment, position.step + 1
     action = environment.read(position.state, ctx.runtime.text.decode(sample.tokens))
-    spent, replies = (
-        Spent(len(position.prefix) // 4, 0, len(sample.tokens), sample.finish),
-        (*position.replies, action.text),
-    )
+    spent = Spent(len(position.prefix) // 4, 0, len(sample.tokens), sample.finish)
+    replies = (*position.replies, action.text)
+    tools = ctx.services.during(spent, replies)
     try:
         async with ctx.runtime.continuations:
-            transition = await environment.step(
-                position.state, action, ctx.services.during(spent, replies)
-            )
+            transition = await environment.step(position.state, action, tools)
     except Dropped as fault:
         log.warning("a continuation of tree %d is dropped: %s", ctx.tree.id, fault)
         ctx.runtime.counts[fault.count] += 1
@@ -89,38 +79,30 @@ async def advance(ctx: Context, position: Position, sample: Sample) -> Position 
         return transition.outcome
     if transition.done and not environment.outcome_judge:
         return None
+    state = transition.state
     if transition.done:
-        turn = environment.concluded(
-            ctx.task, position.state, action, transition.state, step, ctx.settings.budget
-        )
+        budget = ctx.settings.budget
+        turn = environment.concluded(ctx.task, position.state, action, state, step, budget)
         (judgement,) = await ctx.services.judgements(environment.outcome_judge, [turn])
         return judgement.scores.get("outcome", 0.0)
     if environment.forced_prefix and step >= ctx.settings.budget:
         return 0.0
     if environment.fresh:
-        return _shown(ctx, transition.state, step)
+        return _shown(ctx, state, step)
     end = position.prefix + sample.tokens.astype(np.int32).tobytes()
     if environment.begins_with_prompt:
-        return Position(
-            end + ctx.runtime.text.encode(transition.observation).tobytes(), transition.state, step
-        )
+        seen = ctx.runtime.text.encode(transition.observation)
+        return Position(end + seen.tobytes(), state, step)
     ends = (*position.ends, end)
     if transition.after is None or transition.messages is None:
-        return Position(
-            _shown(ctx, transition.state, step).prefix, transition.state, step, ends, replies
-        )
+        return Position(_shown(ctx, state, step).prefix, state, step, ends, replies)
     end = ends[transition.after]
-    seen = ctx.runtime.text.encode(
-        ctx.runtime.text.after(np.frombuffer(end, np.int32), transition.messages)
-    )
-    return Position(end + seen.tobytes(), transition.state, step, ends, replies)
+    text = ctx.runtime.text.after(np.frombuffer(end, np.int32), transition.messages)
+    seen = ctx.runtime.text.encode(text)
+    return Position(end + seen.tobytes(), state, step, ends, replies)
 
 
 def _shown(ctx: Context, state: Any, step: int) -> Position:
     head, tail = ctx.services.rendered(state, thinking=False)
-    root = ctx.tree.nodes[0]
-    shared = (
-        root.tokens if head.text == root.text and not head.pictures else ctx.services.encode(head)
-    )
-    prefix = np.concatenate([shared, ctx.services.encode(tail)])
+    prefix = np.concatenate([ctx.services.encode(head), ctx.services.encode(tail)])
     return Position(prefix.tobytes(), state, step)

@@ -3,18 +3,22 @@
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from coppice.scheduler.config import UNJUDGED
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.tree import Node, turns_of
 from coppice.wire.messages import JudgedTurn
 
+Pasts = dict[int, tuple[list[tuple[str, str]], str]]
+"""Earlier turns and the transcript, by the node that comes before the judged turn."""
+
 
 async def score(ctx: Context, nodes: Sequence[Node]) -> None:
     """Have actions judged, and write the judge's columns to them, if the run has a judge."""
     if not nodes or ctx.settings.judge == UNJUDGED:
         return
-    pasts: dict[int, tuple[list[tuple[str, str]], str]] = {}  # siblings have one past
+    pasts: Pasts = {}  # siblings have one past
     turns = [_judged(ctx, node, pasts) for node in nodes]
     judgements = await ctx.services.judgements(ctx.settings.judge, turns)
     scores, invalid = ctx.runtime.judged.note(judgements)
@@ -69,9 +73,7 @@ async def log_outcome(ctx: Context, node: Node) -> list[str]:
     return list(judgement.scores)
 
 
-def _judged(
-    ctx: Context, node: Node, pasts: dict[int, tuple[list[tuple[str, str]], str]]
-) -> JudgedTurn:
+def _judged(ctx: Context, node: Node, pasts: Pasts) -> JudgedTurn:
     state, action = ctx.state(node), ctx.action(node)
     turn = ctx.environment.judged(ctx.task, state, action, node.step, ctx.settings.budget)
     if ctx.environment.fresh:
@@ -89,23 +91,20 @@ def _judged(
 def _concluded(ctx: Context, node: Node) -> JudgedTurn:
     if not ctx.environment.fresh:
         return _judged(ctx, node, {})
-    action, answer = ctx.action(node), ctx.answer(node)
+    answer, state, action = ctx.answer(node), ctx.state(node), ctx.action(node)
     after = None if answer is None else ctx.after(answer)
-    return ctx.environment.concluded(
-        ctx.task, ctx.state(node), action, after, node.step, ctx.settings.budget
-    )
+    budget = ctx.settings.budget
+    return ctx.environment.concluded(ctx.task, state, action, after, node.step, budget)
 
 
 def _extent(ctx: Context, turns: Sequence[Node]) -> dict[str, float]:
     """A trajectory's columns of length (methods.md 2.4)."""
-    sampled = sum(
-        len(turn.tokens) if turn.sampled is None else int(turn.sampled.sum()) for turn in turns
-    )
+    marks = [np.ones(len(turn.tokens)) if turn.sampled is None else turn.sampled for turn in turns]
     whole = ctx.tree.length(turns[-1]) - len(ctx.tree.nodes[0].tokens)
     return {
         "turns": float(len(turns)),
         "searches": float(sum(ctx.action(turn).kind == "search" for turn in turns)),
         "answered": float(ctx.action(turns[-1]).kind == "answer"),
-        "sampled_tokens": float(sampled),
+        "sampled_tokens": float(sum(mark.sum() for mark in marks)),
         "response_tokens": float(whole),
     }

@@ -34,7 +34,7 @@ from coppice.scheduler.growth.text import Shown, Text
 from coppice.scheduler.growth.tree import Node, Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.ledger.node_codec import encode_node
-from coppice.scheduler.telemetry.alerts import EpisodeCrashes, Faults, JudgeTally
+from coppice.scheduler.telemetry.alerts import Faults, JudgeTally
 from coppice.scheduler.telemetry.fleet import Fleet
 from coppice.wire import messages as wire
 from coppice.wire.faults import DataFault
@@ -62,7 +62,6 @@ class Runtime(msgspec.Struct, frozen=True):
     """Bounds the calls for continuations, which wait for it before their deadlines start."""
     fleet: Fleet = msgspec.field(default_factory=Fleet)
     judged: JudgeTally = msgspec.field(default_factory=JudgeTally)
-    crashes: EpisodeCrashes = msgspec.field(default_factory=EpisodeCrashes)
     longest: int = 0
     """The most tokens of a prefix and its continuation; 0 sets no limit."""
     faults: Faults = msgspec.field(default_factory=lambda: Faults("scheduler"))
@@ -93,25 +92,24 @@ class Services(Tools):
         limit: int = 0,
     ) -> tuple[list[wire.Sample], int]:
         """Sample ``n`` continuations of a prefix together. Also returns its cached tokens.
-        background: for no trained trajectory, whose calls go first. kept: tokens at the end of the
-        prefix that count towards the action. limit: its most tokens, 0 for the run's. Raises
-        DataFault if the engine cuts the distribution and does not report what it left."""
+        background: for no trained trajectory. kept: tokens at the end of the prefix that count
+        towards the action. limit: the most tokens of the action, 0 for the run's. Raises DataFault
+        if the engine cuts the distribution and does not report what it left."""
         most = self.runtime.most
         pictures = self.runtime.journal.pictures(prefix)
         trained = self.tree.split == "train" and not background
-        requests = [
-            wire.GenerateRequest(
-                prefix, min(most, n - first), self._sampling(stop, trained, kept, limit), pictures
-            )
-            for first in range(0, n, most)
-        ]
+        requests = []
+        for count in (min(most, n - first) for first in range(0, n, most)):
+            sampling = self._sampling(stop, trained, kept, limit)
+            requests.append(wire.GenerateRequest(prefix, count, sampling, pictures))
         results = await gather(self._generate(request, background) for request in requests)
         samples = [sample for result in results for sample in result.samples]
         cuts = trained and requests[0].sampling.cuts
         if cuts and any(sample.support is None for sample in samples):
             raise DataFault(
-                f"scheduler.top_p = {self.settings.top_p} and top_k = {self.settings.top_k} with an engine that does not report which tokens they"
-                " left: expected Sample.support (docs/engines.md); set top_p = 1 and top_k = 0, or take another actors.engine"
+                f"scheduler.top_p = {self.settings.top_p} and top_k = {self.settings.top_k} with an"
+                " engine that does not report which tokens they left: expected Sample.support"
+                " (docs/engines.md); set top_p = 1 and top_k = 0, or take another actors.engine"
             )
         self.runtime.counts["generated_tokens"] += sum(len(sample.tokens) for sample in samples)
         return samples, results[0].cached_tokens
@@ -136,17 +134,11 @@ class Services(Tools):
         check = partial(answers.judged, len(turns))
         return (await self._call(f"judge.{judge}", wire.JudgeRequest(turns), check)).judgements
 
-    # ------------------------------------------------------------------------------------------
-    # what the policy reads
-
     def rendered(self, state: Any, thinking: bool | None = None) -> tuple[Shown, Shown]:
         """The prompt in ``state``: what all turns share ("" where they append), and the rest."""
-        messages = self.environment.prompt(self.task, state)
-        text = self.runtime.text.prompt(
-            messages,
-            self.settings.thinking if thinking is None else thinking,
-            self.environment.tools(state),
-        )
+        messages, tools = self.environment.prompt(self.task, state), self.environment.tools(state)
+        thinking = self.settings.thinking if thinking is None else thinking
+        text = self.runtime.text.prompt(messages, thinking, tools)
         if not self.environment.begins_with_prompt:
             return Shown(""), Shown(text)
         head, _, tail = text.partition(SPLIT)
@@ -164,7 +156,6 @@ class Services(Tools):
         numbered = [(self.runtime.journal.picture(png), png) for png in part.pictures]
         return self.runtime.text.encode(part.text, numbered)
 
-    # ------------------------------------------------------------------------------------------
     # the tools of an environment (``actors.environments.base.Tools``)
 
     def during(self, spent: Spent, replies: tuple[str, ...]) -> "Services":
@@ -207,14 +198,11 @@ class Services(Tools):
     async def say(
         self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]
     ) -> str:
-        messages = [
-            message | {"content": message["content"].replace(SPLIT, "")} for message in messages
-        ]
+        messages = [m | {"content": m["content"].replace(SPLIT, "")} for m in messages]
         self.runtime.counts["spoken_replies"] += 1
         if speaker != POLICY:
-            request = wire.SpeakRequest(
-                messages, max_tokens, self.settings.temperature, stop, self.rng.getrandbits(62)
-            )
+            drawing = self.settings.temperature, stop, self.rng.getrandbits(62)
+            request = wire.SpeakRequest(messages, max_tokens, *drawing)
             return (await self._call(f"speaker.{speaker}", request)).text
         text = self.runtime.text
         sampling = msgspec.structs.replace(self._sampling(stop), max_tokens=max_tokens)
@@ -223,8 +211,6 @@ class Services(Tools):
         tokens = result.samples[0].tokens
         self.runtime.counts["generated_tokens"] += len(tokens)
         return until(text.decode(tokens), stop)
-
-    # ------------------------------------------------------------------------------------------
 
     async def _call(
         self,
@@ -236,23 +222,20 @@ class Services(Tools):
     ) -> Any:
         """Call a service through the dispatcher, with this tree named as the caller."""
         attempt = f", attempt {self.attempt} of {ATTEMPTS}" if self.attempt else ""
+        caller, deadline = (
+            f"tree {self.tree.id}{attempt}",
+            deadline or self.settings.judge_deadline_s,
+        )
         return await self.runtime.dispatcher.call(
-            service,
-            request,
-            deadline=self.settings.judge_deadline_s if deadline is None else deadline,
-            place=place,
-            caller=f"tree {self.tree.id}{attempt}",
-            check=check,
+            service, request, deadline=deadline, place=place, caller=caller, check=check
         )
 
     async def _generate(
         self, request: wire.GenerateRequest, background: bool
     ) -> wire.GenerateResult:
-        runtime, versions = self.runtime, self.runtime.versions
-        place = runtime.fleet.call(self.tree.id, request, background)
-        check = partial(
-            answers.sampled, request, runtime.text.vocabulary, versions.proven, versions
-        )
+        place = self.runtime.fleet.call(self.tree.id, request, background)
+        vocabulary, versions = self.runtime.text.vocabulary, self.runtime.versions
+        check = partial(answers.sampled, request, vocabulary, versions.proven, versions)
         deadline = self.settings.generate_deadline_s
         return await self._call("generate", request, check, deadline, place)
 
@@ -261,10 +244,8 @@ class Services(Tools):
     ) -> wire.Sampling:
         s, seed = self.settings, self.rng.getrandbits(62)
         tokens = max(min(s.max_action_tokens, limit or s.max_action_tokens) - kept, 1)
-        return wire.Sampling(
-            tokens, s.temperature, s.top_p, s.top_k, stop, seed, top_logprobs=self.top,
-            support=trained,
-        )  # fmt: skip
+        shape = tokens, s.temperature, s.top_p, s.top_k, stop, seed
+        return wire.Sampling(*shape, top_logprobs=self.top, support=trained)
 
 
 def _opened(sample: wire.Sample, opening: np.ndarray) -> wire.Sample:

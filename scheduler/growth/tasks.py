@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable
 
 from coppice.actors.environments import registry
-from coppice.actors.environments.base import HELD_OUT_SEEDS, Environment, Rejected, Task
+from coppice.actors.environments.base import HELD_OUT_SEEDS, Environment, RejectedTask, Task
 from coppice.actors.environments.task_files import load_tasks, too_few, unusable
 from coppice.scheduler.config import SchedulerProcess
-from coppice.scheduler.growth.failures import ALIKE
+from coppice.scheduler.growth.failures import ALIKE, brief
 from coppice.wire.faults import DataFault
 
 
@@ -18,7 +18,7 @@ class Tasks:
 
     def __init__(self, source: str | list[str], seed: int, verbatim: bool = False):
         self.tasks: list[Task]
-        self.rejected: list[Rejected]
+        self.rejected: list[RejectedTask]
         self.tasks, self.rejected = load_tasks(source, verbatim)
         self.seed = seed
         self._epoch = -1
@@ -44,9 +44,8 @@ def held_out(
 ) -> tuple[list[Task], list[str]]:
     """The held-out tasks, the same for every seed, and what the user should know of them."""
     tasks, rejected = load_tasks(source, verbatim)
-    notes = unusable("held-out set", rejected, len(tasks)) + too_few(
-        "held-out set", len(tasks), count
-    )
+    notes = unusable("held-out set", rejected, len(tasks))
+    notes += too_few("held-out set", len(tasks), count)
     random.Random(0).shuffle(tasks)
     return tasks[:count], notes
 
@@ -57,7 +56,7 @@ class GeneratedTasks:
 
     def __init__(self, make: Callable[[int], Task], seed: int):
         self.make, self.seed = make, seed
-        self.rejected: list[Rejected] = []
+        self.rejected: list[RejectedTask] = []
 
     @property
     def evidence(self) -> bool:
@@ -73,16 +72,16 @@ class GeneratedTasks:
 
     def held_out(self, count: int) -> list[Task]:
         """The same tasks for every seed of the run. Raises DataFault if one cannot be made."""
-        return [self._held_out(seed) for seed in HELD_OUT_SEEDS[:count]]
-
-    def _held_out(self, seed: int) -> Task:
-        try:
-            return self.make(seed)
-        except Exception as error:
-            raise DataFault(
-                f"the environment cannot make its held-out task of seed {seed}: {type(error).__name__}: {error}."
-                " Its task(seed) must return a task for every seed"
-            ) from error
+        made = []
+        for seed in HELD_OUT_SEEDS[:count]:
+            try:
+                made.append(self.make(seed))
+            except Exception as error:
+                raise DataFault(
+                    f"the environment cannot make its held-out task of seed {seed}: {brief(error)}."
+                    " Its task(seed) must return a task for every seed"
+                ) from error
+        return made
 
 
 def load(
@@ -91,8 +90,7 @@ def load(
     """A run's training tasks, its held-out tasks, and what the user should know of those."""
     count = process.scheduler.evaluation.questions
     if registry.makes_tasks(environment):
-        made = GeneratedTasks(environment.task, process.seed)  # pyright: ignore[reportAttributeAccessIssue]
+        made = GeneratedTasks(getattr(environment, "task"), process.seed)  # noqa: B009
         return made, made.held_out(count), []
-    return Tasks(process.train, process.seed, environment.verbatim), *held_out(
-        process.heldout, count, environment.verbatim
-    )
+    training = Tasks(process.train, process.seed, environment.verbatim)
+    return training, *held_out(process.heldout, count, environment.verbatim)

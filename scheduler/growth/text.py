@@ -42,19 +42,15 @@ class Text:
     def __init__(self, folder: str, marks: Sequence[str] = ()):
         self.folder = path = Path(folder)
         if not (path / "tokenizer.json").is_file():
-            raise FileNotFoundError(
-                f"{path} has no tokenizer.json: expected a Hugging Face model folder"
-            )
+            expected = "expected a Hugging Face model folder"
+            raise FileNotFoundError(f"{path} has no tokenizer.json: {expected}")
         self.tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         self._template = ChatTemplate(path)
         self._renderer = Renderer(self._template)
         added = self.tokenizer.get_added_tokens_decoder()
         self._special = {token.content for token in added.values() if token.special}
-        self._unsaid = {
-            number
-            for number, token in added.items()
-            if token.special and token.content not in marks
-        }
+        said = self._special - {*marks}
+        self._unsaid = {number for number, token in added.items() if token.content in said}
         self.vocabulary = _embedded(path)
         self._tokens = functools.lru_cache(RECENT)(self._tokenized)
         self.vision = vision.Vision.of(folder)
@@ -67,14 +63,14 @@ class Text:
         at = np.flatnonzero(tokens == self.vision.token)
         if len(at) != len(pictures):
             raise ValueError(
-                f"a prompt of {len(pictures)} pictures has {len(at)} placeholders (token {self.vision.token}): the text of the prompt must not"
-                " contain the placeholder, and the model's chat template must write one for each picture"
+                f"a prompt of {len(pictures)} pictures has {len(at)} placeholders (token"
+                f" {self.vision.token}): the text of the prompt must not contain the placeholder,"
+                " and the model's chat template must write one for each picture"
             )
         pieces = np.split(tokens, np.sort(np.concatenate([at, at + 1])))
         sizes = [math.prod(self.vision.grid(png)) for _, png in pictures]
-        pieces[1::2] = [
-            vision.ids(number, size) for (number, _), size in zip(pictures, sizes, strict=True)
-        ]
+        numbers = [number for number, _ in pictures]
+        pieces[1::2] = [vision.ids(*picture) for picture in zip(numbers, sizes, strict=True)]
         return np.concatenate(pieces)
 
     def _tokenized(self, text: str) -> np.ndarray:
@@ -92,8 +88,8 @@ class Text:
         """Raise ValueError if the model cannot read pictures in its chat format."""
         if self.vision is None or not self._template.available:
             raise ValueError(
-                f"the environment shows pictures, which {self.folder} cannot read: expected a model of type {' or '.join(vision.FAMILY)} with"
-                " a chat template (model.name)"
+                f"the environment shows pictures, which {self.folder} cannot read: expected a model"
+                f" of type {' or '.join(vision.FAMILY)} with a chat template (model.name)"
             )
 
     def after(self, reply: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -123,13 +119,10 @@ class Text:
         else:
             texts = ["".join(map(str, texts)) for texts in parts]
             messages = [{**m, "content": t} for m, t in zip(messages, texts, strict=True)]
-        if tools or any(
-            message.get("tool_calls") or message.get("role") == "tool" for message in messages
-        ):
+        if tools or any(m.get("tool_calls") or m.get("role") == "tool" for m in messages):
             return self._renderer.whole([dict(message) for message in messages], tools)
         if not self._template.available:
             return "\n".join(message["content"] for message in messages) + "\n"
-        switches = (
-            {"enable_thinking": thinking} if "enable_thinking" in self._template.variables else {}
-        )
+        known = {"enable_thinking": thinking}
+        switches = {k: v for k, v in known.items() if k in self._template.variables}
         return self._template.render(messages, switches)

@@ -132,17 +132,12 @@ class Tree:
 
     def actions(self, trajectory: int = 0) -> list[Node]:
         """The actions of a trajectory in order, including forced ones and those before its fork."""
-        own = [
-            n
-            for n in self.nodes.values()
-            if n.kind == "action" and n.chosen and n.trajectory == trajectory
-        ]
+        spine = [n for n in self.nodes.values() if n.chosen and n.trajectory == trajectory]
+        own = [node for node in spine if node.kind == "action"]
         start = self.parent(own[0]) if own else None
         if start is None or start.trajectory == trajectory or not start.step:
             return own
-        return [
-            action for action in self.actions(start.trajectory) if action.step <= start.step
-        ] + own
+        return [n for n in self.actions(start.trajectory) if n.step <= start.step] + own
 
     def acted_in(self, node: Node) -> Node | None:
         """The nearest ancestor with an environment state: the state in which ``node`` was added."""
@@ -158,7 +153,6 @@ class Tree:
 
 
 def turns_of(path: Sequence[Node]) -> list[tuple[str, str]]:
-    """The actions on a path before its last node: the text of each, and what the policy read next."""
-    return [
-        (node.text, then.text) for node, then in itertools.pairwise(path) if node.kind == "action"
-    ]
+    """The actions on a path before its last node: the text of each, and what was read next."""
+    pairs = itertools.pairwise(path)
+    return [(node.text, after.text) for node, after in pairs if node.kind == "action"]

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from coppice.actors.environments.base import Rejected
+from coppice.actors.environments.base import RejectedTask
 from coppice.common import atomic, vision
 from coppice.common.shards import Shard
 from coppice.scheduler.growth.tree import Tree
@@ -25,22 +25,25 @@ from coppice.wire.messages import Turn
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS trees (
-    id INTEGER PRIMARY KEY, position INTEGER, task TEXT, split TEXT, status TEXT, version INTEGER, reason TEXT, time REAL);
-CREATE TABLE IF NOT EXISTS nodes (tree INTEGER, id INTEGER, body BLOB, PRIMARY KEY (tree, id)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS groups (id INTEGER PRIMARY KEY, tree INTEGER, turns BLOB, trained INTEGER);
+    id INTEGER PRIMARY KEY, position INTEGER, task TEXT, split TEXT, status TEXT, version INTEGER,
+    reason TEXT, time REAL);
+CREATE TABLE IF NOT EXISTS nodes (
+    tree INTEGER, id INTEGER, body BLOB, PRIMARY KEY (tree, id)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS groups (
+    id INTEGER PRIMARY KEY, tree INTEGER, turns BLOB, trained INTEGER);
 CREATE TABLE IF NOT EXISTS rejected (place TEXT PRIMARY KEY, reason TEXT);
-CREATE TABLE IF NOT EXISTS evaluations (version INTEGER, name TEXT, result TEXT, PRIMARY KEY (version, name));
+CREATE TABLE IF NOT EXISTS evaluations (
+    version INTEGER, name TEXT, result TEXT, PRIMARY KEY (version, name));
 CREATE TABLE IF NOT EXISTS pictures (number INTEGER PRIMARY KEY, digest TEXT UNIQUE, png BLOB);
 CREATE INDEX IF NOT EXISTS groups_by_tree ON groups (tree);
 """
-
 
 _UNITED = ("trees", "nodes", "groups", "pictures")
 """The tables that each scheduler has its own rows of: their numbers tell them apart."""
 
 LOG_PAGES = 16_384
-"""A commit moves the log into the file only when the log has so many pages (64 MiB); ``sync`` does
-it long before, beside the event loop."""
+"""The log's pages (64 MiB) from which a commit moves the log into the file; ``sync`` does it long
+before, beside the event loop."""
 
 
 class JournalError(OSError):
@@ -80,7 +83,12 @@ class Journal:
             if not path.is_file():
                 raise FileNotFoundError(f"no journal at {path}: is this a run folder?")
             self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-            self._join(others)
+            names = [f"other{number}" for number in range(len(others))]
+            for name, other in zip(names, others, strict=True):
+                self._db.execute(f"ATTACH ? AS {name}", (f"file:{other}?mode=ro",))
+            for table in _UNITED if others else ():
+                parts = (f"SELECT * FROM {name}.{table}" for name in ("main", *names))
+                self._db.execute(f"CREATE TEMP VIEW {table} AS {' UNION ALL '.join(parts)}")
         else:
             self._db = sqlite3.connect(path)
             try:
@@ -88,30 +96,16 @@ class Journal:
                 self._db.execute("PRAGMA synchronous=NORMAL")
                 self._db.execute(f"PRAGMA wal_autocheckpoint={LOG_PAGES}")
                 self._db.executescript(_SCHEMA)
-                self._check_whole()
+                # a file that was cut short opens without an error
+                ((found,),) = self._db.execute("PRAGMA quick_check(1)")
+                if found != "ok":
+                    raise sqlite3.DatabaseError(" ".join(found.split()))
             except sqlite3.DatabaseError as error:
                 self._db.close()
                 raise JournalError(
-                    f"journal {path} cannot be used ({error}): if its disk is full or read-only, mend that; if it is damaged, restore it from"
-                    " a copy; then resume the run"
+                    f"journal {path} cannot be used ({error}): if its disk is full or read-only,"
+                    " mend that; if it is damaged, restore it from a copy; then resume the run"
                 ) from error
-
-    def _join(self, others: Sequence[Path]) -> None:
-        """Let each table of ``_UNITED`` be a view of all journals."""
-        for number, path in enumerate(others):
-            self._db.execute(f"ATTACH ? AS other{number}", (f"file:{path}?mode=ro",))
-        for table in _UNITED if others else ():
-            parts = (
-                f"SELECT * FROM {name}.{table}"
-                for name in ("main", *(f"other{i}" for i in range(len(others))))
-            )
-            self._db.execute(f"CREATE TEMP VIEW {table} AS {' UNION ALL '.join(parts)}")
-
-    def _check_whole(self) -> None:
-        """Raise sqlite3.DatabaseError if the file was cut short, which opens without an error."""
-        ((found,),) = self._db.execute("PRAGMA quick_check(1)")
-        if found != "ok":
-            raise sqlite3.DatabaseError(" ".join(found.split()))
 
     def _write(self, *statements: tuple[str, Iterable[Sequence[object]]]) -> None:
         """Execute statements in this turn's transaction. Raises an earlier failure."""
@@ -137,17 +131,11 @@ class Journal:
         try:
             if due:
                 self._commit(due)
-        except (
-            sqlite3.Error,
-            ValueError,
-            OverflowError,
-        ) as error:  # also of a text or a number that SQLite cannot hold
-            full = isinstance(error, sqlite3.OperationalError)
-            remedy = (
-                "free some space"
-                if full
-                else "mend the task or the plug-in that gave what SQLite cannot hold"
-            )
+        except (sqlite3.Error, ValueError, OverflowError) as error:
+            # the last two: of a text or a number that SQLite cannot hold
+            remedy = "mend the task or the plug-in that gave what SQLite cannot hold"
+            if isinstance(error, sqlite3.OperationalError):
+                remedy = "free some space"
             self.failure = JournalError(
                 f"journal {self.path} could not be written ({error}): {remedy}, then resume the run"
             )
@@ -173,8 +161,8 @@ class Journal:
         self.flush()
         return self._db.execute(query, values)
 
-    # ------------------------------------------------------------------------------------------
-    # writing
+    def _number(self, selected: str) -> int:
+        return self._rows(f"SELECT {selected}").fetchone()[0]
 
     def start_tree(self, tree: Tree, position: int, version: int) -> None:
         """Record that a task was drawn, with its tree's nodes so far."""
@@ -195,9 +183,8 @@ class Journal:
 
     def close_tree(self, tree: Tree, status: str = "closed", reason: str | None = None) -> None:
         """Record that the tree grows no more, and write its changed nodes."""
-        self.save_nodes(
-            tree, ("UPDATE trees SET status=?, reason=? WHERE id=?", [(status, reason, tree.id)])
-        )
+        row = status, reason, tree.id
+        self.save_nodes(tree, ("UPDATE trees SET status=?, reason=? WHERE id=?", [row]))
 
     def mark_trained(self, group: int, version: int) -> None:
         """Record that ``version`` was trained on ``group``."""
@@ -206,32 +193,22 @@ class Journal:
     def picture(self, png: bytes) -> int:
         """The number of a picture (``common.vision``), which its first use writes."""
         digest = hashlib.sha256(png).hexdigest()
-        while (
-            row := self._rows("SELECT number FROM pictures WHERE digest=?", (digest,)).fetchone()
-        ) is None:
-            number = self._shard.after(
-                self._rows("SELECT COALESCE(MAX(number), 0) FROM pictures").fetchone()[0]
-            )
-            self._write(("INSERT INTO pictures VALUES (?,?,?)", [(number, digest, png)]))
-        return row[0]
+        query = "SELECT number FROM pictures WHERE digest=?"
+        if (row := self._rows(query, (digest,)).fetchone()) is not None:
+            return row[0]
+        number = self._shard.after(self._number("COALESCE(MAX(number), 0) FROM pictures"))
+        self._write(("INSERT INTO pictures VALUES (?,?,?)", [(number, digest, png)]))
+        return number
 
-    def reject(self, rejected: Iterable[Rejected]) -> None:
+    def reject(self, rejected: Iterable[RejectedTask]) -> None:
         """Record tasks that cannot work, with the reasons."""
-        self._write(
-            (
-                "INSERT OR REPLACE INTO rejected VALUES (?,?)",
-                [(r.where, r.reason) for r in rejected],
-            )
-        )
+        rows = [(row.where, row.reason) for row in rejected]
+        self._write(("INSERT OR REPLACE INTO rejected VALUES (?,?)", rows))
 
     def save_evaluation(self, version: int, name: str, result: dict[str, object]) -> None:
         """Write the result of an evaluation, which is committed at once."""
-        self._write(
-            (
-                "INSERT OR REPLACE INTO evaluations VALUES (?,?,?)",
-                [(version, name, json.dumps(result))],
-            )
-        )
+        row = version, name, json.dumps(result)
+        self._write(("INSERT OR REPLACE INTO evaluations VALUES (?,?,?)", [row]))
         self.flush()
 
     def sync(self) -> None:
@@ -239,11 +216,8 @@ class Journal:
         # SQLite has moved the log into the file, and synced that
         with contextlib.suppress(FileNotFoundError):
             atomic.sync(self.path.with_name(self.path.name + "-wal"))
-        with (
-            contextlib.suppress(sqlite3.OperationalError),
-            contextlib.closing(sqlite3.connect(self.path)) as other,
-        ):
-            # a full disk is told by the next commit
+        full = contextlib.suppress(sqlite3.OperationalError)  # the next commit tells a full disk
+        with full, contextlib.closing(sqlite3.connect(self.path)) as other:
             other.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def forget_training_after(self, version: int) -> None:
@@ -261,21 +235,18 @@ class Journal:
 
     def uproot(self, tree: int) -> None:
         """Remove the nodes and groups of a tree that is to grow anew."""
-        row = [(tree,)]
-        self._write(
-            ("DELETE FROM nodes WHERE tree=?", row), ("DELETE FROM groups WHERE tree=?", row)
-        )
+        for table in ("nodes", "groups"):
+            self._write((f"DELETE FROM {table} WHERE tree=?", [(tree,)]))
 
     def changes(self) -> int:
         """The number of rows that this start has written: it stands still without progress."""
         return self._db.total_changes
 
-    # ------------------------------------------------------------------------------------------
-    # reading
-
     def trees(self, where: str = "1", *values: object) -> list[TreeRow]:
         """The rows of trees that meet an SQL condition on their columns."""
-        query = f"SELECT id, position, task, split, status, version, reason, time FROM trees WHERE {where} ORDER BY id"
+        query = (
+            f"SELECT {', '.join(TreeRow.__struct_fields__)} FROM trees WHERE {where} ORDER BY id"
+        )
         return [TreeRow(*row) for row in self._rows(query, values)]
 
     def tree(self, row: TreeRow) -> Tree:
@@ -298,9 +269,7 @@ class Journal:
     def pictures(self, tokens: np.ndarray) -> dict[int, bytes]:
         """The PNG bytes of the pictures among ``tokens``, by number."""
         query = "SELECT png FROM pictures WHERE number=?"
-        return {
-            number: self._rows(query, (number,)).fetchone()[0] for number in vision.numbers(tokens)
-        }
+        return {n: self._rows(query, (n,)).fetchone()[0] for n in vision.numbers(tokens)}
 
     def untrained_trees(self) -> list[TreeRow]:
         """Training trees that grow, or have a group on which no version was trained."""
@@ -311,36 +280,31 @@ class Journal:
 
     def lacks(self, trained: Iterable[int]) -> list[int]:
         """The groups of ``trained`` that are not here, or whose tree still grows."""
-        ended = self._rows(
-            "SELECT groups.id FROM groups JOIN trees ON trees.id=tree WHERE status!='growing'"
-        )
-        return sorted(set(trained) - {group for (group,) in ended})
+        query = "SELECT groups.id FROM groups JOIN trees ON trees.id=tree WHERE status!='growing'"
+        return sorted(set(trained) - {group for (group,) in self._rows(query)})
 
     def tally(self) -> dict[str, int]:
         """The number of training trees by status."""
-        return dict(
-            self._rows("SELECT status, COUNT(*) FROM trees WHERE split='train' GROUP BY status")
-        )
+        query = "SELECT status, COUNT(*) FROM trees WHERE split='train' GROUP BY status"
+        return dict(self._rows(query))
 
     def next_tree(self) -> int:
         """An unused tree id."""
-        return self._rows("SELECT COALESCE(MAX(id), -1) + 1 FROM trees").fetchone()[0]
+        return self._number("COALESCE(MAX(id), -1) + 1 FROM trees")
 
     def next_group(self) -> int:
         """An unused group id."""
-        return self._rows("SELECT COALESCE(MAX(id), -1) + 1 FROM groups").fetchone()[0]
+        return self._number("COALESCE(MAX(id), -1) + 1 FROM groups")
 
     def next_position(self) -> int:
         """The first draw that was never made."""
-        query = "SELECT COALESCE(MAX(position), -1) + 1 FROM trees WHERE split='train'"
-        return self._rows(query).fetchone()[0]
+        return self._number("COALESCE(MAX(position), -1) + 1 FROM trees WHERE split='train'")
 
     def quarantined(self) -> list[tuple[str, str]]:
         """The rows and trees that could not work, as pairs of place and reason."""
+        trees = self.trees("status='quarantined'")
         rows = list(self._rows("SELECT place, reason FROM rejected"))
-        return rows + [
-            (f"task {t.task}", t.reason or "") for t in self.trees("status='quarantined'")
-        ]
+        return rows + [(f"task {tree.task}", tree.reason or "") for tree in trees]
 
     def evaluations(self) -> list[tuple[int, str, dict[str, float]]]:
         """The evaluations as (version, name, result), oldest first."""

@@ -24,9 +24,7 @@ def encode_node(node: Node, tree: Tree | None = None) -> bytes:
     if isinstance(state, dict) and isinstance(before, dict) and state.keys() == before.keys():
         difference = msgspec.msgpack.encode(_difference(state, before))
         node = msgspec.structs.replace(node, state=Ext(DIFFERENCE, difference))
-    return msgspec.msgpack.encode(
-        node, enc_hook=lambda array: [NAMES[array.dtype], array.tobytes()]
-    )
+    return msgspec.msgpack.encode(node, enc_hook=_plain)
 
 
 def decode_node(blob: bytes) -> Node:
@@ -48,10 +46,8 @@ def restore(tree: Tree, blobs: Iterable[bytes]) -> None:
             node.state = _whole(node.state, tree.state_before(node))
 
 
-def _difference(
-    state: dict[str, Any], before: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The items that sequences have beyond those of ``before``, and the other values that differ."""
+def _difference(state: dict[str, Any], before: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """The items that sequences have beyond those before, and the other values that differ."""
     longer, other = {}, {}
     for key, value in state.items():
         old = before[key]
@@ -73,6 +69,10 @@ def _whole(stored: Ext, before: Any) -> Any:
         raise ValueError(
             f"a state of the journal is damaged ({error}): restore journal.sqlite from a copy"
         ) from None
+
+
+def _plain(array: np.ndarray) -> list[Any]:
+    return [NAMES[array.dtype], array.tobytes()]
 
 
 def _array(_: type, value: Any) -> np.ndarray:

@@ -2,29 +2,26 @@
 (max_staleness + 1) * questions.
 
 A rollout starts only if the trees admitted so far, this one included, stay within ``(max_staleness
-+ version + 1) * questions``, where ``version`` updates have each taken ``questions`` trees: the
-oldest ones that were closed (learner/update/batches.py). The staleness of a tree is the version that its
-update started from minus the version at its admission, and no token of it is older. Hence:
++ version + 1) * questions``, where ``version`` updates have each taken the ``questions`` oldest
+closed trees (learner/update/batches.py). The staleness of a tree is the version that its update
+started from minus the version at its admission, and no token of it is older. Hence:
 - max_staleness = 0 is synchronous: every token of update v -> v + 1 was sampled by version v;
 - after every update the mean staleness of all trees trained so far is at most max_staleness;
 - a single tree is older than that only if it still grew when an update took a tree of a later
-  version; nothing bounds its age. It is trained with its true versions and counted in
-  ``learner/over_stale``. To bound every tree the learner would have to wait for the slowest one, or
-  its work would be thrown away.
-The module is pure: it owns no task and no client.
+  version. Nothing bounds its age: it is trained with its true versions and counted in
+  ``learner/over_stale``, as otherwise the learner would wait for it or its work would be lost.
 """
 
 
 class Pacing:
-    """Counts trees. ``updates`` bounds the run: no tree is admitted that no update would consume."""
+    """Counts trees; none is admitted that no update would consume. It owns no task or client."""
 
     def __init__(
         self, questions: int, max_staleness: int, updates: int, version: int = 0, untrained: int = 0
     ):
         if questions < 1 or max_staleness < 0:
-            raise ValueError(
-                f"questions={questions}, max_staleness={max_staleness}: expected at least 1 and at least 0"
-            )
+            values = f"questions={questions}, max_staleness={max_staleness}"
+            raise ValueError(f"{values}: expected at least 1 and at least 0")
         self.questions, self.max_staleness, self.updates = questions, max_staleness, updates
         self.version = version
         self.admitted = version * questions + untrained

@@ -40,21 +40,22 @@ learner tells all schedulers the same, and the clock is the first one's."""
 
 def joined(records: Sequence[Record]) -> Record:
     """Return the run's record of an update. records: those of its schedulers, in order."""
-    names = dict.fromkeys(name for record in records for name in record)
-    return {name: _joined(name, [record for record in records if name in record]) for name in names}
-
-
-def _joined(name: str, records: Sequence[Record]) -> float:
-    values = [record[name] for record in records]
-    rule = JOINED.get("count/*" if name.startswith("count/") else name)
-    if len(values) == 1 or not rule:
-        return values[0]
-    if rule in (SUM, LARGEST):
-        return sum(values) if rule == SUM else max(values)
-    weights = [record.get(rule, 1.0) for record in records]
-    if not sum(weights):
-        weights = [1.0] * len(records)
-    return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
+    whole: Record = {}
+    for name in dict.fromkeys(name for record in records for name in record):
+        having = [record for record in records if name in record]
+        values = [record[name] for record in having]
+        rule = JOINED.get("count/*" if name.startswith("count/") else name)
+        if len(values) == 1 or not rule:
+            whole[name] = values[0]
+        elif rule in (SUM, LARGEST):
+            whole[name] = sum(values) if rule == SUM else max(values)
+        else:
+            weights = [record.get(rule, 1.0) for record in having]
+            if not sum(weights):
+                weights = [1.0] * len(having)
+            products = (v * w for v, w in zip(values, weights, strict=True))
+            whole[name] = sum(products) / sum(weights)
+    return whole
 
 
 def parsed(text: bytes) -> Iterator[tuple[bytes, dict[str, float | None]]]:
@@ -92,7 +93,7 @@ class Reader:
         self._joined, self._records = Joined(1), dict[int, Record]()
 
     def read(self) -> list[Record]:
-        """Return the updates' records in order; of one that is there twice, the last."""
+        """Return the updates' records in order, of several for one update the last."""
         self.new()
         return [record for _, record in sorted(self._records.items())]
 

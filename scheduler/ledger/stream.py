@@ -23,8 +23,8 @@ _RESEND_WAIT_S = 1.0
 
 class Stream:
     """Owns the ``train`` and ``close`` calls until ``stop``. on_trained: awaited once per version
-    that is not in ``announced``, in order. replaced: replaced trees whose groups no update has taken.
-    failure: of a send."""
+    that is not in ``announced``, in order. replaced: replaced trees of which no update has taken a
+    group. failure: of a send."""
 
     failure: BaseException | None = None
     _learner: tuple[str, int] | None = None
@@ -54,8 +54,8 @@ class Stream:
         process = worker.hello.host, worker.hello.pid
         if self._learner not in (None, process):
             self.failure = InfrastructureFault(
-                f"the learner was started anew (process {process[1]} on {process[0]}) while the scheduler went on: resume the run, and it waits for"
-                " the learner's ranks again"
+                f"the learner was started anew (process {process[1]} on {process[0]}) while the"
+                " scheduler went on: resume the run, and it waits for the learner's ranks again"
             )
         self._learner = process
         self._sent.clear()

@@ -1,6 +1,5 @@
 """An endpoint for Prometheus: newest metrics, queues and workers, with the help texts of
-docs/metrics.md. A thread answers scrapes from objects that never change after they are published,
-so nobody waits."""
+docs/metrics.md. Its thread reads only objects that never change after they are published."""
 
 import fnmatch
 import functools
@@ -67,7 +66,8 @@ class Exporter:
             self._server = start_http_server(int(port), host, registry)
         except OSError as error:
             terminal.say(
-                f"no endpoint for Prometheus: scheduler.prometheus = {address!r} cannot be used ({error}): choose another port, or 0 for any"
+                f"no endpoint for Prometheus: scheduler.prometheus = {address!r} cannot be used"
+                f" ({error}): choose another port, or 0 for any"
             )
             return
         url = f"http://{host}:{self._server[0].server_port}/metrics"
@@ -80,7 +80,17 @@ class Exporter:
 
         report = self._health()
         gauges: dict[str, Mapping[str, float]] = {k: {"": v} for k, v in self._metrics().items()}
-        for name, values in (gauges | (_live(report) if report is not None else {})).items():
+        if report is not None:
+            here = [worker.services for worker in report.workers if worker.state == "here"]
+            for name in ("done", "evaluations", "growing", "updates", "version"):
+                gauges[f"health/{name}"] = {"": getattr(report, name)}
+            gauges["health/loop_lag"] = {"": report.lag_s}
+            gauges["health/idle"] = {"": time.monotonic() - report.progress_at}
+            queues = report.queues.items()
+            gauges["health/running"] = {name: queue.running for name, queue in queues}
+            gauges["health/waiting"] = {name: queue.waiting for name, queue in queues}
+            gauges["health/workers"] = Counter(service for services in here for service in services)
+        for name, values in gauges.items():
             unit, meaning = declaration(name) or ("", "a plug-in's own")
             labels = ["run"] if "" in values else ["run", "service"]
             gauge = GaugeMetricFamily(exported(name), f"{meaning} [{unit}]", labels=labels)
@@ -95,18 +105,3 @@ class Exporter:
             server.shutdown()
             server.server_close()
             thread.join()
-
-
-def _live(report: Health) -> dict[str, Mapping[str, float]]:
-    """The gauges of health: values by service, "" for those that have none."""
-    here = [worker.services for worker in report.workers if worker.state == "here"]
-    live: dict[str, Mapping[str, float]] = {
-        f"health/{name}": {"": getattr(report, name)}
-        for name in ("done", "evaluations", "growing", "updates", "version")
-    }
-    live["health/loop_lag"] = {"": report.lag_s}
-    live["health/idle"] = {"": time.monotonic() - report.progress_at}
-    live["health/running"] = {name: queue.running for name, queue in report.queues.items()}
-    live["health/waiting"] = {name: queue.waiting for name, queue in report.queues.items()}
-    live["health/workers"] = Counter(service for services in here for service in services)
-    return live

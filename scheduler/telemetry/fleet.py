@@ -1,8 +1,7 @@
-"""Which actor generates for which tree, and when: prefix affinity, depth first, no more trees at
-once than the caches hold. A tree begins on the least crowded actor and goes on where most of its
-prefix is. A call waits while older trees leave its tree no cache room; the oldest tree never waits,
-and an actor that has decoded less than a batch for ``PATIENCE_S`` takes a call anyway. So no call
-waits forever, and no engine waits for a slow judge. Pure but for the clock."""
+"""Which actor generates for which tree, and when (docs/placement.md). A tree begins on the least
+crowded actor and goes on where most of its prefix is. A call waits while older trees leave its tree
+no cache room. The oldest tree never waits, and an actor that has decoded less than a batch for
+``PATIENCE_S`` takes a call anyway, so no call waits forever. Pure but for the clock."""
 
 import bisect
 import itertools
@@ -28,9 +27,9 @@ PATIENCE_S = 0.2
 """Seconds within which a tree sends its next call after an answer, unless a judge or a tool is
 slow."""
 KEPT = 64
-"""The expected need of a tree is the mean over so many ended trees."""
+"""The number of ended trees whose mean need is the expected need of a tree."""
 HOMES = 4
-"""A tree's calls look for their prefix on so many actors where the tree has been last."""
+"""The number of actors, those where a tree was last, on which its calls look for their prefix."""
 MEMORY = 0.99
 """Weight of the earlier samples in the moving mean of the length of a sample."""
 CAPACITY = "kv_capacity_tokens"
@@ -71,7 +70,7 @@ class Fleet:
         self.decoding: Counter[str] = Counter()
         self.sample_length: float | None = None  # the moving mean
         self._low_since: dict[str, float] = {}
-        self._sums: dict[str, tuple[list[int], list[float]]] = {}
+        self.sums: dict[str, tuple[list[int], list[float]]] = {}  # what ``expected`` returned
         self._needs: deque[float] = deque(maxlen=KEPT)
         self._mean: float | None = None
 
@@ -87,17 +86,13 @@ class Fleet:
         if needs:
             self._needs.append(max(needs))
             self._mean = sum(self._needs) / len(self._needs)
-            self._sums.clear()
+            self.sums.clear()
 
     def left(self, worker: str) -> None:
         """Forget a worker that is gone, or whose name belongs to a new worker."""
         self.residency.forget(worker)
-        for by_worker in (self.seats, self._sums, self.decoding, self._low_since):
+        for by_worker in (self.seats, self.sums, self.decoding, self._low_since):
             by_worker.pop(worker, None)
-
-    def changed(self, worker: str) -> None:
-        """The needs of the trees on a worker have changed."""
-        self._sums.pop(worker, None)
 
     def decode(self, worker: str, samples: int) -> None:
         """Add samples to those being decoded, and note since when they are fewer than a batch."""
@@ -114,11 +109,11 @@ class Fleet:
 
     def expected(self, worker: str) -> tuple[list[int], list[float]]:
         """The trees on a worker, ascending, and the tokens of the first 0, 1, 2, ... of them."""
-        if worker not in self._sums:
+        if worker not in self.sums:
             seats = sorted(self.seats.get(worker, {}).items())
             sizes = (self.size(self.trees[tree], seat.need) for tree, seat in seats)
-            self._sums[worker] = [tree for tree, _ in seats], [0.0, *itertools.accumulate(sizes)]
-        return self._sums[worker]
+            self.sums[worker] = [tree for tree, _ in seats], [0.0, *itertools.accumulate(sizes)]
+        return self.sums[worker]
 
     def size(self, tree: Growing, need: float) -> float:
         """Tokens that a tree is expected to need in all."""
@@ -131,13 +126,6 @@ class Fleet:
         return load.share + taken, len(self.seats.get(load.worker, ()))
 
 
-class Sent(msgspec.Struct, frozen=True):
-    """An attempt in flight. expected: cached prompt tokens; sampling: tokens to sample."""
-
-    expected: int
-    sampling: float
-
-
 class Generation(Place):
     """The place of one generate call. tokens: the prompt as the bytes of int32 [length]."""
 
@@ -145,7 +133,8 @@ class Generation(Place):
         self.fleet, self.tree, self.request, self.background = fleet, tree, request, background
         self.tokens = request.tokens.astype(np.int32, copy=False).tobytes()
         self.length = len(request.tokens)
-        self._sent: dict[str, Sent] = {}
+        # of each attempt in flight: the cached prompt tokens and the sampled ones to expect
+        self._sent: dict[str, tuple[int, float]] = {}
 
     @property
     def begun(self) -> bool:
@@ -161,11 +150,9 @@ class Generation(Place):
         return None if self.begun else "new"
 
     def homes(self) -> list[str]:
-        """The actors that probably hold most of the prefix; none before the tree has begun."""
         return self.fleet.trees[self.tree].actors[-HOMES:] if self.begun else []
 
     def choose(self, loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
-        """The actor on which the call starts now, or None if it must wait."""
         fleet = self.fleet
         for load in loads:
             if CAPACITY in load.stats:
@@ -177,45 +164,42 @@ class Generation(Place):
         if not self.begun:
             return min(fitting, key=fleet.crowd).worker
         homes = {load.worker for load in free} if len(loads) <= FEW else set(tree.actors)
-        held = {
-            w: fleet.residency.expect(w, self.tokens) if w in homes else tree.shared
-            for w in (load.worker for load in free)
-        }
+        workers = [load.worker for load in free]
+        expect = fleet.residency.expect
+        held = {w: expect(w, self.tokens) if w in homes else tree.shared for w in workers}
         home = _nearest(free, held)
         best = home if home in fitting else _nearest(fitting, held)
         moved = held[best.worker] < held[home.worker]
         return None if moved and not fleet.low(best.worker) else best.worker
 
     def started(self, worker: str) -> None:
-        """The prompt is entering the worker's cache, and the tree takes room there."""
         fleet = self.fleet
         tree = fleet.trees[self.tree] = self._growing()
         for actor in tree.actors:
             seats = fleet.seats.get(actor, {})
             if actor != worker and self.tree in seats and not seats[self.tree].calls:
                 del seats[self.tree]  # the tree has moved
-                fleet.changed(actor)
+                fleet.sums.pop(actor, None)
         tree.actors = [actor for actor in tree.actors if actor != worker] + [worker]
-        sent = Sent(fleet.residency.started(worker, self.tokens), self._sampling())
-        self._sent[worker] = sent
+        sampling = self._sampling()
+        self._sent[worker] = fleet.residency.started(worker, self.tokens), sampling
         seat = fleet.seats.setdefault(worker, {}).setdefault(self.tree, Seat())
         seat.calls += 1
         seat.path = max(seat.path, self.length - tree.shared)
-        seat.sampling += sent.sampling
+        seat.sampling += sampling
         seat.need = max(seat.need, seat.path + seat.sampling)
-        fleet.changed(worker)
+        fleet.sums.pop(worker, None)
         fleet.decode(worker, self.request.n)
 
     def ended(self, worker: str, result: GenerateResult | None) -> None:
-        """The samples are in the worker's cache if the attempt was served."""
-        fleet, sent = self.fleet, self._sent.pop(worker)
+        fleet, (expected, sampling) = self.fleet, self._sent.pop(worker)
         if (seat := fleet.seats.get(worker, {}).get(self.tree)) is not None:
             seat.calls -= 1
-            seat.sampling -= sent.sampling
+            seat.sampling -= sampling
         fleet.decode(worker, -self.request.n)
         if result is None:
             return
-        fleet.residency.compared(result.prompt_tokens, sent.expected, result.cached_tokens)
+        fleet.residency.compared(result.prompt_tokens, expected, result.cached_tokens)
         for sample in result.samples:
             if length := len(sample.tokens):
                 before = fleet.sample_length or length

@@ -1,10 +1,8 @@
-"""What the scheduler knows of a run's health, in ``RUN/health.json``, for the launcher. It is
-written every heartbeat: a file that grows old means that the scheduler itself does not answer.
-Times that processes of this machine compare are monotonic seconds."""
+"""The scheduler's report of a run's health in ``RUN/health.json``, written every heartbeat: an old
+file means that the scheduler itself does not answer. Times are monotonic seconds."""
 
 import asyncio
 import contextlib
-import itertools
 import os
 import socket
 import time
@@ -22,24 +20,22 @@ from coppice.scheduler.telemetry import terminal
 
 NAME = "health.json"
 PAUSED = "paused"
-"""While a file of this name is in the run's folder, no new tree is admitted. ``Reporter`` looks for
-it every heartbeat."""
+"""While a file of this name is in the run's folder, no new tree is admitted."""
 LEARNING = ("train", "close")
 """The learner's services. Their calls stay open while no tree grows, because an update needs
 several trees."""
 REMEMBERED = 64
-"""The number of workers that have left and are reported, those that left last: judges of
-``coppice serve`` may come and go under ever new names."""
+"""The most workers that have left and are still reported."""
 TICK_S = 0.25
-"""The interval of the timer that measures the event loop's lag."""
+"""The interval of the timer that measures the event loop's lag, in seconds."""
 UNANSWERED = 3
-"""A worker that let so many calls in a row pass their deadline, and answered none meanwhile, is
-stuck although its heartbeats come."""
+"""A worker is stuck, although its heartbeats come, if this many calls in a row passed their
+deadline and it answered none meanwhile."""
 
 
 class WorkerHealth(msgspec.Struct, frozen=True):
-    """A worker. heard: when its last message came (monotonic seconds). state: "here", or why it
-    left. calls: its last calls, in words."""
+    """A worker. heard: when its last message came. state: "here", or why it left. calls: its last
+    calls, in words."""
 
     name: str
     pid: int
@@ -55,8 +51,8 @@ class WorkerHealth(msgspec.Struct, frozen=True):
 
 
 class Queue(msgspec.Struct, frozen=True):
-    """The open calls of a service. on: the workers that have them. since: when the oldest began
-    (monotonic); caller: who waits for it. offered: the number of workers that offer the service."""
+    """The open calls of a service, which ``offered`` workers offer. since: when the oldest call
+    began; caller: who waits for it. on: the workers that run the calls."""
 
     running: int
     waiting: int
@@ -76,12 +72,11 @@ class Queue(msgspec.Struct, frozen=True):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """One report. pid: the scheduler's. at, progress_at: monotonic seconds of the report and of the
-    last node, group or update. time: seconds of the epoch. began: whether a learner has joined.
-    done: training trees that ended; evaluations: those in the journal. stuck: the worker that
-    everything waits for if nothing moves ("" for the scheduler itself). fault: the last fault of a
-    service, with its time. lag_s: the longest that the scheduler's event loop kept a timer waiting
-    since the report before, in seconds. paused: whether no new tree is admitted."""
+    """One report. pid: the scheduler's. at, progress_at: when it was made, and when the last node,
+    group or update came. time: seconds of the epoch. began: whether a learner has joined. done:
+    training trees that ended. stuck: the worker that everything waits for if nothing moves, "" for
+    the scheduler itself. fault: the last fault of a service, with its time of the epoch. lag_s: the
+    event loop's longest delay of a timer since the report before. paused: no tree is admitted."""
 
     pid: int
     host: str
@@ -175,10 +170,8 @@ def _queues(calls: Iterable[Pending], dispatcher: Dispatcher) -> dict[str, Queue
     for service, each in by_service.items():
         oldest = min(each, key=lambda call: call.since)
         on = [call.attempt.worker.name for call in each if call.attempt is not None]
-        offered, waiting = len(dispatcher.workers(service)), len(each) - len(on)
-        queues[service] = Queue(
-            len(on), waiting, offered, oldest.since, oldest.caller, sorted(set(on))
-        )
+        count = len(on), len(each) - len(on), len(dispatcher.workers(service))
+        queues[service] = Queue(*count, oldest.since, oldest.caller, sorted(set(on)))
     return queues
 
 
@@ -192,18 +185,26 @@ def _stuck(calls: Iterable[Pending]) -> str:
 
 def _worker(worker: Worker, now: float, state: str = "here") -> WorkerHealth:
     calls = [
-        f"{event.service}{f' for {event.caller}' if event.caller else ''}: {event.outcome} after {event.end - event.start:.1f} s"
+        (event.service, event.caller, f"{event.outcome} after {event.end - event.start:.1f} s")
         for event in worker.recent
     ]
     calls += [
-        f"{a.pending.service} for {a.pending.caller}: open since {now - a.start:.1f} s"
-        for a in itertools.islice(worker.in_flight.values(), 2)
+        (attempt.pending.service, attempt.pending.caller, f"open since {now - attempt.start:.1f} s")
+        for attempt in list(worker.in_flight.values())[:2]
     ]
-    hello = worker.hello
     return WorkerHealth(
-        worker.name, hello.pid, hello.host, list(hello.services), worker.heard, state, len(worker.in_flight),
-        hello.capacity, worker.answered, worker.unanswered, calls,
-    )  # fmt: skip
+        name=worker.name,
+        pid=worker.hello.pid,
+        host=worker.hello.host,
+        services=list(worker.hello.services),
+        heard=worker.heard,
+        state=state,
+        in_flight=len(worker.in_flight),
+        capacity=worker.hello.capacity,
+        answered=worker.answered,
+        unanswered=worker.unanswered,
+        calls=[f"{name}{f' for {caller}' * bool(caller)}: {end}" for name, caller, end in calls],
+    )
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -219,8 +220,8 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class Reporter:
-    """Writes the reports, and says on the terminal when nothing has moved for ``watchdog_s``.
-    order: the file that pauses the run, if it is not in the folder of the reports."""
+    """Writes the reports, and says on the terminal when nothing has moved for ``watchdog_s``
+    seconds. order: the file that pauses the run, if it is not in the folder of the reports."""
 
     def __init__(
         self,
@@ -262,7 +263,12 @@ class Reporter:
         while True:
             self._pause(await asyncio.to_thread(self.order.is_file))
             self._remind(await self.write())
-            self._lag_s = await _longest_delay(self.dispatcher.config.heartbeat_s)
+            lag_s, loop = 0.0, asyncio.get_running_loop()
+            end = loop.time() + self.dispatcher.config.heartbeat_s
+            while (start := loop.time()) < end:
+                await asyncio.sleep(pause := min(TICK_S, end - start))
+                lag_s = max(lag_s, loop.time() - start - pause)
+            self._lag_s = lag_s
 
     async def write(self) -> Health:
         """Write the report of this moment, and return it. A full disk is the journal's to tell."""
@@ -274,33 +280,43 @@ class Reporter:
     def _pause(self, paused: bool) -> None:
         # the first scheduler says it for all
         if paused != self.paused and self.order.parent == self.run:
-            terminal.say(
-                f"paused: no new tree begins; trees in flight finish (resume with coppice watch, or remove {self.order})"
-                if paused
-                else "resumed"
-            )
+            how = f"resume with coppice watch, or remove {self.order}"
+            told = f"paused: no new tree begins; trees in flight finish ({how})"
+            terminal.say(told if paused else "resumed")
         self.paused = paused
 
     def report(self, now: float) -> Health:
         """The report of this moment. now: monotonic seconds. A paused run stands still on purpose
         as soon as only the learner's calls are open."""
-        progress, workers = self.progress(), list(self.dispatcher.roster.everyone())
+        progress, workers = self.progress(), list(self.dispatcher.roster.by_name.values())
         calls = self.dispatcher.open_calls()
         learnt = [
             (w.stats.get("passes", 0.0), w.stats.get("updates", 0.0))
             for w in workers
             if "train" in w.hello.services
         ]
-        marks = progress.phase, progress.marks, *learnt
+        fields = msgspec.structs.asdict(progress)
+        marks = progress.phase, fields.pop("marks"), *learnt
         idle = self.paused and all(call.service in LEARNING for call in calls)
         if marks != self._marks or idle:
             self._marks, self._progress_at = marks, now
         return Health(
-            os.getpid(), socket.gethostname(), now, time.time(), progress.phase, progress.version, progress.updates,
-            self.began, progress.growing, progress.done, progress.evaluations, self._progress_at, _stuck(calls),
-            _queues(calls, self.dispatcher), [_worker(w, now) for w in workers] + list(self._gone.values()),
-            self.dispatcher.config.replace_after_s, self.stall_s, self.fault, self._lag_s, self.paused,
-        )  # fmt: skip
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            at=now,
+            time=time.time(),
+            **fields,
+            began=self.began,
+            progress_at=self._progress_at,
+            stuck=_stuck(calls),
+            queues=_queues(calls, self.dispatcher),
+            workers=[_worker(w, now) for w in workers] + list(self._gone.values()),
+            replace_after_s=self.dispatcher.config.replace_after_s,
+            stall_s=self.stall_s,
+            fault=self.fault,
+            lag_s=self._lag_s,
+            paused=self.paused,
+        )
 
     def _remind(self, report: Health) -> None:
         if report.at - max(report.progress_at, self._said_at) > self.watchdog_s:
@@ -308,14 +324,3 @@ class Reporter:
             waits = "; ".join(report.waits()) or "no call is open"
             idle = report.at - report.progress_at
             terminal.say(f"  no progress for {idle:.0f} s ({report.phase}): {waits}")
-
-
-async def _longest_delay(seconds: float) -> float:
-    """Sleep, and return the longest delay of a timer meanwhile, in seconds."""
-    loop, longest = asyncio.get_running_loop(), 0.0
-    end = loop.time() + seconds
-    while (start := loop.time()) < end:
-        pause = min(TICK_S, end - start)
-        await asyncio.sleep(pause)
-        longest = max(longest, loop.time() - start - pause)
-    return longest

@@ -2,7 +2,6 @@
 TensorBoard scalars, and a line for the launcher. Of several schedulers each writes its own file,
 and the first shows an update when all have recorded it."""
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -34,31 +33,23 @@ _KINDS = {
 
 
 class Counters(msgspec.Struct, frozen=True):
-    """A worker's counters at its heartbeat of time ``at``, their growth, and the same per second."""
+    """A worker's counters at the heartbeat of time ``at``, their growth, and that per second."""
 
     at: float
     stats: dict[str, float]
     new: dict[str, float] = {}
     rates: dict[str, float] = {}
 
-    @classmethod
-    def of(cls, worker: Worker, before: "Counters | None") -> "Counters":
-        """The worker's counters now. If no heartbeat came since, they keep the earlier rates."""
-        if before is None:
-            return cls(worker.beat_at, worker.stats)
-        if worker.beat_at <= before.at:
-            return cls(before.at, before.stats, {}, before.rates)
-        new = {
-            name: max(0.0, value - before.stats.get(name, 0.0))
-            for name, value in worker.stats.items()
-        }
-        seconds = worker.beat_at - before.at
-        return cls(worker.beat_at, worker.stats, new, {k: v / seconds for k, v in new.items()})
 
-
-def _rates(workers: Sequence[Counters], counter: str, most: float = math.inf) -> list[float]:
-    """The growth of ``counter`` per second of each worker that has rates, at most ``most``."""
-    return [min(most, one.rates.get(counter, 0.0)) for one in workers if one.rates]
+def _counters(worker: Worker, before: Counters | None) -> Counters:
+    """The worker's counters now. If no heartbeat came since, they keep the earlier rates."""
+    if before is None:
+        return Counters(worker.beat_at, worker.stats)
+    if worker.beat_at <= before.at:
+        return Counters(before.at, before.stats, {}, before.rates)
+    new = {k: max(0.0, v - before.stats.get(k, 0.0)) for k, v in worker.stats.items()}
+    seconds = worker.beat_at - before.at
+    return Counters(worker.beat_at, worker.stats, new, {k: v / seconds for k, v in new.items()})
 
 
 class Metrics:
@@ -74,8 +65,8 @@ class Metrics:
         self._board = EventFileWriter(str(run / "tensorboard"), flush_secs=5)
         self._trace = (run / "trace.jsonl").open("ab")
         self._start = time.monotonic()
-        epoch = {"epoch": time.time()}
-        self._trace_line("i", STARTED, "scheduler", "scheduler", self._start, s="g", args=epoch)
+        begun = {"ts": self._start * 1e6, "args": {"epoch": time.time()}}
+        self._trace_line(name=STARTED, ph="i", pid="scheduler", tid="scheduler", s="g", **begun)
         self._counters: dict[str, Counters] = {}
         self._busy: defaultdict[str, float] = defaultdict(float)
         self._watched: defaultdict[str, float] = defaultdict(float)
@@ -109,10 +100,8 @@ class Metrics:
         write_whole(self._path, b"".join(lines[key] + b"\n" for key in sorted(lines)))
         self._file = self._path.open("ab")
         # TensorBoard drops the points from there on, which a crash took back
-        start = _Session(status=_Session.START)
-        self._board.add_event(
-            _BoardEvent(wall_time=time.time(), step=newest + 1, session_log=start)
-        )
+        log = _Session(status=_Session.START)
+        self._board.add_event(_BoardEvent(wall_time=time.time(), step=newest + 1, session_log=log))
         return {version for version, evaluation, _ in lines if not evaluation}
 
     def record(self, version: int, values: dict[str, float]) -> None:
@@ -139,16 +128,12 @@ class Metrics:
     def _show(self, record: dict[str, float]) -> None:
         # another object: the exporter's thread may be reading the one before
         self.newest = self.newest | record
+        step = int(record["version"])
         scalars = [
-            _Summary.Value(tag=name, simple_value=value)
-            for name, value in record.items()
-            if name != "version"
+            _Summary.Value(tag=k, simple_value=v) for k, v in record.items() if k != "version"
         ]
-        self._board.add_event(
-            _BoardEvent(
-                wall_time=time.time(), step=int(record["version"]), summary=_Summary(value=scalars)
-            )
-        )
+        summary = _Summary(value=scalars)
+        self._board.add_event(_BoardEvent(wall_time=time.time(), step=step, summary=summary))
 
     def counters(self, workers: Sequence[Worker]) -> dict[str, float]:
         """Metrics from the heartbeats since the last call, over the time between a worker's
@@ -156,53 +141,54 @@ class Metrics:
         absent."""
         before = self._counters
         self._counters = {
-            worker.admission: Counters.of(worker, before.get(worker.admission))
+            worker.admission: _counters(worker, before.get(worker.admission))
             for worker in workers
             if worker.stats
         }
+        by_service: dict[str, list[Counters]] = {"generate": [], "train": []}
         for worker in workers:
-            if worker.admission in before:
-                self._add_busy(
-                    worker, self._counters[worker.admission], before[worker.admission].at
-                )
-        engines, learners = (self._of(workers, service) for service in ("generate", "train"))
+            if (counters := self._counters.get(worker.admission)) is None:
+                continue
+            for service in by_service.keys() & worker.hello.services:
+                by_service[service].append(counters)
+            busy = [seconds for name, seconds in counters.new.items() if name.endswith("busy_s")]
+            if busy:
+                since = counters.at - before[worker.admission].at
+                offered = {service.partition(".")[0] for service in worker.hello.services}
+                for kind in {_KINDS[name] for name in offered & _KINDS.keys()}:
+                    self._busy[kind] += min(since, sum(busy))
+                    self._watched[kind] += since
+
+        def rates(service: str, counter: str) -> list[float]:
+            return [one.rates.get(counter, 0.0) for one in by_service[service] if one.rates]
+
+        engines = by_service["generate"]
         prefilled, ideal, saved = (
             sum(engine.new.get(name, 0.0) for engine in engines)
             for name in ("prefilled_tokens", "ideal_prefill_tokens", "cached_tokens")
         )
         values = {
-            "busy/engines": float(sum(bool(engine.rates) for engine in engines)),
+            "busy/engines": float(len(rates("generate", "busy_s"))),
             "cache/tokens_saved": saved,
             "cache/prefilled_over_ideal": prefilled / max(1.0, ideal),
             "cache/ideal_tokens": ideal,
         }
-        for name, busy in (("busy/engine", engines), ("busy/learner", learners)):
+        for name, service in (("busy/engine", "generate"), ("busy/learner", "train")):
             # engines that add up concurrent requests may exceed 1
-            if shares := _rates(busy, "busy_s", 1.0):
+            if shares := [min(1.0, share) for share in rates(service, "busy_s")]:
                 values[name] = sum(shares) / len(shares)
-        if rates := _rates(engines, "decoded_tokens"):
-            values["rate/decoded_tokens"] = sum(rates)
-        if rates := _rates(learners, "learner/forwarded_tokens"):
-            values["rate/learner_tokens"] = sum(rates)
+        if decoded := rates("generate", "decoded_tokens"):
+            values["rate/decoded_tokens"] = sum(decoded)
+        if learnt := rates("train", "learner/forwarded_tokens"):
+            values["rate/learner_tokens"] = sum(learnt)
         return values
-
-    def _add_busy(self, worker: Worker, now: Counters, since: float) -> None:
-        busy = [seconds for name, seconds in now.new.items() if name.endswith("busy_s")]
-        offered = {service.partition(".")[0] for service in worker.hello.services}
-        for kind in {_KINDS[name] for name in offered & _KINDS.keys()} if busy else ():
-            self._busy[kind] += min(now.at - since, sum(busy))
-            self._watched[kind] += now.at - since
 
     def busy(self) -> dict[str, float]:
         """The busy share per kind of worker over all heartbeats that ``counters`` has seen."""
         return {kind: self._busy[kind] / watched for kind, watched in self._watched.items()}
 
-    def _of(self, workers: Sequence[Worker], service: str) -> list[Counters]:
-        offering = [worker.admission for worker in workers if service in worker.hello.services]
-        return [self._counters[name] for name in offering if name in self._counters]
-
     def event(self, event: Event) -> None:
-        """Write one attempt of a call as a Chrome trace event. for: the caller; phases: seconds."""
+        """Write one attempt of a call as a line of Chrome's trace format, in microseconds."""
         args = {
             "outcome": event.outcome,
             "for": event.caller,
@@ -210,14 +196,11 @@ class Metrics:
             "phases": {name: round(seconds, 6) for name, seconds in event.phases.items()},
         }
         args = {name: value for name, value in args.items() if value not in ("", None, {})}
-        service, length = event.service, (event.end - event.start) * 1e6
-        self._trace_line("X", service, event.worker, service, event.start, dur=length, args=args)
+        place = {"name": event.service, "ph": "X", "pid": event.worker, "tid": event.service}
+        length = (event.end - event.start) * 1e6
+        self._trace_line(**place, ts=event.start * 1e6, dur=length, args=args)
 
-    def _trace_line(
-        self, ph: str, name: str, pid: str, tid: str, at: float, **more: object
-    ) -> None:
-        """Write a line of the trace with the names of Chrome's format. at: monotonic seconds."""
-        row = {"name": name, "ph": ph, "pid": pid, "tid": tid, "ts": at * 1e6, **more}
+    def _trace_line(self, **row: object) -> None:
         self._trace.write(msgspec.json.encode(row) + b",\n")
 
     def close(self) -> None:

@@ -93,17 +93,14 @@ def table(phases: Mapping[str, float], training: Training) -> list[str]:
     """Lines of less than 80 characters: the phases, then the time inside the updates."""
     wall, updates = sum(phases.values()), training.last - training.first
     resumed = f" (resumed at version {training.first})" if training.resumed else ""
-    lines = [f"  where the {wall:.1f} s of this start went{resumed}", *_lines(phases, wall)]
+    parts = [(f"where the {wall:.1f} s of this start went{resumed}", phases, wall)]
     if updates:
-        lines.append(
-            f"  {updates} update{'s' * (updates > 1)} in {training.seconds:.1f} s, {training.seconds / updates:.1f} s each; meanwhile, per process"
-        )
-        lines += _lines(training.rows(), training.seconds)
+        each = f"{training.seconds:.1f} s, {training.seconds / updates:.1f} s each"
+        heading = f"{updates} update{'s' * (updates > 1)} in {each}; meanwhile, per process"
+        parts.append((heading, training.rows(), training.seconds))
+    lines = []
+    for heading, rows, whole in parts:
+        lines.append(f"  {heading}")
+        for name, seconds in rows.items():
+            lines.append(f"    {name:<34} {seconds:>8.1f} s {seconds / max(whole, 1e-9):>6.1%}")
     return lines
-
-
-def _lines(rows: Mapping[str, float], whole: float) -> list[str]:
-    return [
-        f"    {name:<34} {seconds:>8.1f} s {seconds / max(whole, 1e-9):>6.1%}"
-        for name, seconds in rows.items()
-    ]

@@ -1,6 +1,6 @@
-"""Trackers follow RUN/metrics.jsonl, each in a process of its own: ``python -m coppice.scheduler.telemetry.tracking
-NAME RUN``. A tracker that hangs or dies takes only itself along. Invariant: each record is given at
-most once, and only when a checkpoint holds its update, because a crash takes later ones back."""
+"""Trackers follow RUN/metrics.jsonl, each in a process of its own, which may hang or die:
+``python -m coppice.scheduler.telemetry.tracking NAME RUN``. Invariant: each record is given at most
+once, and only when a checkpoint holds its update, because a crash takes later ones back."""
 
 import contextlib
 import fcntl
@@ -23,7 +23,7 @@ from coppice.common.process import die_with
 from coppice.scheduler.ledger.records import UPDATE, Reader, Record
 from coppice.scheduler.telemetry import terminal
 
-PROJECT = "coppice"
+PROJECT, MODULE = "coppice", "coppice.scheduler.telemetry.tracking"
 LOOK_S = 1.0
 """Seconds between two looks for new records."""
 FINISH_S, STOP_S = 25.0, 10.0
@@ -69,8 +69,9 @@ def check_installed(names: list[str]) -> None:
     """Raise ValueError with the remedy if the package of a tracker is missing."""
     for name in names:
         if importlib.util.find_spec(name) is None:
+            install = f"{sys.executable} -m pip install {name}"
             raise ValueError(
-                f"scheduler.trackers names {name!r}, which is not installed: {sys.executable} -m pip install {name}"
+                f"scheduler.trackers names {name!r}, which is not installed: {install}"
             )
 
 
@@ -79,11 +80,6 @@ class Delivered(msgspec.Struct, frozen=True):
 
     identity: str
     records: int = 0
-
-
-def durable(run: Path) -> int:
-    """The version of the newest checkpoint; 0 without one."""
-    return max((int(path.name[1:]) for path in (run / "checkpoints").glob("v??????")), default=0)
 
 
 def follow(name: str, run: Path, ended: Callable[[float], bool]) -> None:
@@ -106,14 +102,14 @@ def follow(name: str, run: Path, ended: Callable[[float], bool]) -> None:
         last = False
         while not last:
             last = ended(LOOK_S)
-            newest = durable(run)
+            checkpoints = (run / "checkpoints").glob("v??????")
+            durable = max((int(path.name[1:]) for path in checkpoints), default=0)
             updates = {int(record["version"]): record for record in reader.read()}
-            while record := _next(file, newest, updates):
+            while record := _next(file, durable, updates):
                 delivered = Delivered(delivered.identity, delivered.records + 1)
                 # before it is given, so that no crash lets it be given twice
                 write_whole(state, msgspec.json.encode(delivered))
-                version = int(record.pop("version"))
-                tracked.log(record, step=version)
+                tracked.log(record, step=int(record.pop("version")))
         tracked.finish()
 
 
@@ -140,19 +136,11 @@ class Trackers:
     def start(self) -> None:
         """Start them. Must be called when no earlier record of metrics.jsonl changes any more."""
         for name in self.names:
+            command = [sys.executable, "-m", MODULE, name, str(self.run)]
+            dying = partial(die_with, os.getpid())
             with (self.run / "logs" / f"{name}.log").open("ab") as log:
                 self._processes[name] = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-m",
-                        "coppice.scheduler.telemetry.tracking",
-                        name,
-                        str(self.run),
-                    ],
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=log,
-                    preexec_fn=partial(die_with, os.getpid()),
+                    command, stdin=subprocess.PIPE, stdout=log, stderr=log, preexec_fn=dying
                 )
 
     def check(self) -> None:
@@ -171,30 +159,28 @@ class Trackers:
         end = time.monotonic() + patience
         for name, process in self._processes.items():
             try:
-                failed = process.wait(max(0.0, end - time.monotonic()))
+                if process.wait(max(0.0, end - time.monotonic())):
+                    self._tell(name, "has failed")
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
                 self._tell(name, f"did not finish within {patience:.0f} s")
-            else:
-                if failed:
-                    self._tell(name, "has failed")
         self._processes.clear()
 
     def _tell(self, name: str, fault: str) -> None:
         lines = (self.run / "logs" / f"{name}.log").read_text(errors="replace").split("\n")
         cause = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+        later = f"python -m {MODULE} {name} {self.run} < /dev/null"
         self._say(
-            f"tracker {name} {fault}: {cause[:300]} (logs/{name}.log); the run goes on without it. To send the rest later:"
-            f" python -m coppice.scheduler.telemetry.tracking {name} {self.run} < /dev/null"
+            f"tracker {name} {fault}: {cause[:300]} (logs/{name}.log); the run goes on without it."
+            f" To send the rest later: {later}"
         )
 
 
 def _stdin_ended(seconds: float) -> bool:
     """Wait at most ``seconds`` for the end of stdin."""
-    return bool(select.select([sys.stdin], [], [], seconds)[0]) and not os.read(
-        sys.stdin.fileno(), 4096
-    )
+    ready, _, _ = select.select([sys.stdin], [], [], seconds)
+    return bool(ready) and not os.read(sys.stdin.fileno(), 4096)
 
 
 if __name__ == "__main__":

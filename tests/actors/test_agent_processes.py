@@ -12,10 +12,10 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from coppice.actors.environments.agents.episode import TAIL, Ended, Episode, Limits
-from coppice.actors.environments.agents.fork_server import ForkServer
+from coppice.actors.environments.agents.episode import TAIL, Ended, Episode, ForkServer
 from coppice.actors.environments.agents.gateway import Gateway
 
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
 TASK = {"id": "t", "question": "1 + 1", "golds": ["2"], "seed": 0}
 AGENTS = '''
 import os, signal, subprocess, sys, time
@@ -27,7 +27,8 @@ def opened(task):
     return subprocess.Popen(["sleep", "600"]).pid
 
 def nohup(task):
-    return subprocess.Popen(["nohup", "sleep", "600"], preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)).pid
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    return subprocess.Popen(["nohup", "sleep", "600"]).pid
 
 def detached(task):
     return subprocess.Popen(["setsid", "sleep", "600"]).pid
@@ -50,8 +51,8 @@ def printing(task):
     os.kill(os.getpid(), signal.SIGKILL)
 
 def files(task):
-    listed = subprocess.run(["ls", "/proc/self/fd"], capture_output=True, text=True, close_fds=False).stdout.split()
-    return len(set(listed) - {"0", "1", "2", "3"})
+    listed = subprocess.check_output(["ls", "/proc/self/fd"], text=True, close_fds=False)
+    return len(set(listed.split()) - {"0", "1", "2", "3"})
 
 def folder(task):
     place = os.environ["COPPICE_FOLDER"]
@@ -80,7 +81,8 @@ def deep(task):
         raise ValueError("two lines:\\n  the second") from None
 '''
 DETACHED = """
-const child = require("child_process").spawn("sleep", ["600"], { detached: true, stdio: "inherit" });
+const options = { detached: true, stdio: "inherit" };
+const child = require("child_process").spawn("sleep", ["600"], options);
 child.unref();
 fetch(process.env.OPENAI_BASE_URL + "/episode/reward", {
   method: "POST",
@@ -101,11 +103,11 @@ async def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 
 
 async def ended(
-    gateway: Gateway, server: ForkServer | str, limits: Limits = Limits(20.0), **columns: Any
+    gateway: Gateway, server: ForkServer | str, limits: tuple[float, ...] = (20.0,), **columns: Any
 ) -> Ended:
     """Play an episode of a process that does not ask the policy."""
     server = ForkServer([], f"agents_of_a_test:{server}") if isinstance(server, str) else server
-    episode = Episode(gateway, server, TASK | columns, limits)
+    episode = Episode(gateway, server, TASK | columns, *limits)
     try:
         await episode.start()
         event = await episode.next()
@@ -117,23 +119,18 @@ async def ended(
 
 
 @pytest.mark.parametrize("name", ["forked", "opened", "nohup", "detached", "daemon"])
-async def test_an_episode_ends_with_its_process_and_what_that_has_started_ends_too(
-    gateway: Gateway, name: str
-) -> None:
+async def test_all_that_a_process_has_started_ends_with_it(gateway: Gateway, name: str) -> None:
     end = await ended(gateway, name)
     assert end.fault == "" and end.reward is not None and end.reward > 1
     assert not psutil.pid_exists(int(end.reward)), "the agent's child has survived its episode"
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
-async def test_a_detached_child_of_node_ends_with_its_episode(
-    gateway: Gateway, tmp_path: Path
-) -> None:
+@needs_node
+async def test_a_detached_child_of_node_ends_too(gateway: Gateway, tmp_path: Path) -> None:
     (tmp_path / "agent.js").write_text(DETACHED)
     end = await ended(gateway, ForkServer(["node", str(tmp_path / "agent.js")]))
-    assert end.fault == "" and end.reward is not None and not psutil.pid_exists(int(end.reward)), (
-        end
-    )
+    assert end.fault == "" and end.reward is not None
+    assert not psutil.pid_exists(int(end.reward)), end
 
 
 async def test_a_process_gets_no_files_but_the_three(gateway: Gateway) -> None:
@@ -148,21 +145,19 @@ async def test_what_a_function_printed_is_kept_when_it_is_killed(gateway: Gatewa
     assert len(end.said) == TAIL
 
 
+NODE = (
+    "x\n  at\nTypeError: bad\n    at a.js:1\n    at b.js:2 {\n  code: 'E'\n}\n\nNode.js v20.1.0\n"
+)
+THROWN = "a.js:1\nthrow new Error('x')\n^\n\nError: x\n    at a.js:1:7\n\nNode.js v22.0.0"
+PYTHON = "Traceback (most recent call last):\n  File ...\n    x\nmine.Boom: one\ntwo\n"
+
+
 @pytest.mark.parametrize(
     ("said", "error"),
     [
-        (
-            "x\n  at\nTypeError: bad\n    at a.js:1\n    at b.js:2 {\n  code: 'E'\n}\n\nNode.js v20.1.0\n",
-            "TypeError: bad",
-        ),
-        (
-            "a.js:1\nthrow new Error('x')\n^\n\nError: x\n    at a.js:1:7\n\nNode.js v22.0.0",
-            "Error: x",
-        ),
-        (
-            "Traceback (most recent call last):\n  File ...\n    x\nmine.Boom: one\ntwo\n",
-            "mine.Boom: one",
-        ),
+        (NODE, "TypeError: bad"),
+        (THROWN, "Error: x"),
+        (PYTHON, "mine.Boom: one"),
         ("Error: tried again\nthe end", "the end"),
         ("", ""),
     ],
@@ -171,10 +166,8 @@ def test_the_error_of_an_episode_is_the_line_that_names_it(said: str, error: str
     assert Ended(None, "exit status 1", said).error == error
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
-async def test_the_death_of_a_node_agent_is_told_as_its_error(
-    gateway: Gateway, tmp_path: Path
-) -> None:
+@needs_node
+async def test_a_node_agent_dies_of_its_own_error(gateway: Gateway, tmp_path: Path) -> None:
     (tmp_path / "agent.js").write_text("JSON.parse(process.env.OPENAI_BASE_URL);")
     end = await ended(gateway, ForkServer(["node", str(tmp_path / "agent.js")]))
     assert end.fault == "exit status 1" and end.error.startswith("SyntaxError: ")
@@ -183,18 +176,13 @@ async def test_the_death_of_a_node_agent_is_told_as_its_error(
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        (
-            "text",
-            "ValueError: agents_of_a_test:text returned 'Paris': expected a finite number, the episode's reward",
-        ),
+        ("text", "ValueError: agents_of_a_test:text returned 'Paris': expected a finite number"),
         ("number", "ValueError: agents_of_a_test:number returned 'inf': expected a finite number"),
         ("deep", "ValueError: two lines:"),
         ("missing", "AttributeError: module 'agents_of_a_test' has no attribute 'missing'"),
     ],
 )
-async def test_a_fault_of_a_function_is_told_by_its_own_line(
-    gateway: Gateway, name: str, error: str
-) -> None:
+async def test_a_fault_is_told_by_its_own_line(gateway: Gateway, name: str, error: str) -> None:
     end = await ended(gateway, name)
     assert end.fault == "exit status 1" and end.error.startswith(error)
 
@@ -210,23 +198,18 @@ async def test_variables_with_the_names_of_secrets_pass_by_name_alone(
     secrets = "API_KEY ACCESS_KEY_ID TOKEN DB_PASSWORD CREDENTIALS CLIENT_SECRET PGPASSWD".split()
     for name in [*secrets, "TOKENIZERS_PARALLELISM", "KEYBOARD", "OTHER_API_KEY"]:
         monkeypatch.setenv(f"MINE_{name}", "1")
-    end = await ended(
-        gateway, ForkServer([], "agents_of_a_test:variables", pass_env=["MINE_OTHER_API_KEY"])
-    )
+    server = ForkServer([], "agents_of_a_test:variables", pass_env=["MINE_OTHER_API_KEY"])
+    end = await ended(gateway, server)
     assert end.error == "['MINE_KEYBOARD', 'MINE_OTHER_API_KEY', 'MINE_TOKENIZERS_PARALLELISM']"
 
 
-async def test_a_function_runs_in_the_python_that_is_named(
-    gateway: Gateway, tmp_path: Path
-) -> None:
+async def test_a_function_runs_in_the_named_python(gateway: Gateway, tmp_path: Path) -> None:
     other = tmp_path / "venv"
     (other / "bin").mkdir(parents=True)
     (other / "bin" / "python").symlink_to(Path(sys.executable).resolve())
     (other / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
-    end = await ended(
-        gateway, ForkServer([], "agents_of_a_test:python", python=str(other / "bin" / "python"))
-    )
-    assert end.error == str(other)
+    server = ForkServer([], "agents_of_a_test:python", python=str(other / "bin" / "python"))
+    assert (await ended(gateway, server)).error == str(other)
 
 
 async def test_a_task_that_no_variable_holds_is_in_stdin_alone(gateway: Gateway) -> None:
@@ -242,7 +225,7 @@ async def test_a_command_that_is_not_there_is_refused_with_its_name(gateway: Gat
 
 async def test_the_end_of_the_fork_server_ends_its_episodes(gateway: Gateway) -> None:
     server = ForkServer(["sleep", "600"])
-    episode = Episode(gateway, server, TASK, Limits())
+    episode = Episode(gateway, server, TASK)
     await episode.start()
     assert episode._process is not None and server._server is not None
     keeper = psutil.Process(episode._process.pid)

@@ -4,13 +4,21 @@ import asyncio
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import SPLIT
+from coppice.actors.environments.game import labelled
+from coppice.actors.environments.minesweeper.environment import MinesState
+from coppice.actors.environments.sokoban.environment import SokobanState
+from coppice.actors.environments.sudoku.environment import SudokuState
+from tests.games import play
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "tictactoe": {"history": 2, "boxed": True, "opponents": {"random": 1.0}},
@@ -20,13 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class RandomTools:
-    """Tools for the opponent "random"."""
-
-    rng = random.Random(0)
-
-
-TOOLS: Any = RandomTools()
+TOOLS: Any = SimpleNamespace(rng=random.Random(0))
 
 
 @pytest.fixture(params=OPTIONS)
@@ -47,7 +49,6 @@ def test_every_legal_move_is_read_from_its_own_notation(game: Any) -> None:
     moves = game.moves(state)
     assert len(set(moves)) == len(moves) > 1
     assert [game.read(state, reply).move for reply in game.replies(state)] == moves
-    assert all(game.legal(state, move) for move in moves)
 
 
 def test_the_last_block_counts_and_a_reply_without_one_is_invalid(game: Any) -> None:
@@ -90,8 +91,8 @@ def test_the_placeholders_of_every_prompt_are_filled_and_its_head_is_shared(game
                 text = "".join(part.get("text", "") for part in texts)
                 assert not re.search(r"\{\w+\}", text)
                 heads.add(text.split(SPLIT)[0])
-                action = prompted.read(state, written(prompted, prompted.moves(state)[-1]))  # pyright: ignore
-                state = asyncio.run(prompted.step(state, action, TOOLS)).state
+                last = prompted.notation(prompted.moves(state)[-1])
+                state = play(prompted, state, last, tools=TOOLS)[-1].state
         assert len(heads) == 1
 
 
@@ -99,15 +100,13 @@ def test_an_episode_ends_with_all_its_measures(game: Any) -> None:
     rng = random.Random(1)
     state, transition = opened(game, 5), None
     while transition is None or not transition.done:
-        action = game.read(state, written(game, rng.choice(game.moves(state))))
-        transition = asyncio.run(game.step(state, action, TOOLS))
+        move = game.notation(rng.choice(game.moves(state)))
+        (transition,) = play(game, state, move, tools=TOOLS)
         state = transition.state
     assert set(transition.measures) == set(game.measured)
     turn = {"valid": 1.0, "reward": 0.5, "outcome": transition.outcome, **transition.measures}
     measures = game.measures(game.task(5), [turn])
-    assert {
-        name: [value] for name, value in transition.measures.items()
-    }.items() <= measures.items()
+    assert all(measures[name] == [value] for name, value in transition.measures.items())
     assert (measures["return"], measures["oracle"]) == ([transition.outcome], [0.5])
     assert game.headline in measures
 
@@ -129,3 +128,112 @@ def test_a_prompt_that_cannot_work_is_refused(
         registry.load("sudoku", {"prompt": str(path), "history": history})
     with pytest.raises(FileNotFoundError, match="one of sudoku, sudoku_compact, or a path"):
         registry.load("sudoku", {"prompt": "sudoko"})
+
+
+SOLVED = "1234341221434321"
+OPENED = "#11#111F..11...."
+LAYOUT = "*......*........"
+"""4x4, mines in (1, 1) and (2, 4)."""
+HALF = SudokuState(4, "1..4.4.2" + SOLVED[8:], SOLVED, "1.34.4.2" + SOLVED[8:])
+STATES = {"sudoku": HALF, "minesweeper": MinesState(4, 4, 2, 0, OPENED, LAYOUT)}
+UNUSABLE = {
+    "sudoku": ["1 1 3", "1 5 3", "0 2 2", "1 2 5", "1 2 0", "1 2 x"],
+    "minesweeper": ["reveal 1 2", "reveal 2 4", "flag 1 2", "reveal 0 1", "flag 5 1", "dig 1 1"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [(name, text) for name, texts in UNUSABLE.items() for text in texts]
+)
+def test_an_unusable_action_loses_and_keeps_what_was_reached(name: str, text: str) -> None:
+    rules: Any = registry.load(name, {})
+    action = rules.read(STATES[name], f"<action>{text}</action>")
+    (end,) = play(rules, STATES[name], text)
+    assert (action.valid, end.done, end.outcome) == (False, True, -1.0)
+    expected = {"sudoku": 0.25, "minesweeper": 13 / 14}[name]
+    assert (end.measures["success"], end.measures["completion"]) == (0, pytest.approx(expected))
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "row"),
+    [
+        ("sudoku", SudokuState(4, "12.4" * 4, SOLVED, "12.4" * 4), "S" + SPLIT + "12.4" * 4),
+        ("minesweeper", STATES["minesweeper"], "M" + SPLIT + OPENED),
+        ("sokoban", SokobanState("#" * 6 + "#S√X_#" + "#____#" * 3 + "#" * 6), None),
+    ],
+)
+def test_the_compact_prompt_is_the_cells_in_one_ascii_line(
+    name: str, state: Any, row: str | None
+) -> None:
+    rules: Any = registry.load(name, {"prompt": f"{name}_compact", "history": 0})
+    expected = row or f"K{SPLIT}S*X_" + "_" * 12
+    assert rules.prompt(rules.task(0), state)[0]["content"] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden"),
+    [
+        ("sudoku", {"solution": "1" * 81}),
+        ("minesweeper", {"layout": "*" * 25, "seed": 1}),
+    ],
+)
+def test_the_prompt_shows_the_board_and_never_the_solution(
+    name: str, hidden: dict[str, Any]
+) -> None:
+    rules: Any = registry.load(name, {})
+    state = rules.initial(rules.task(5))
+    (message,) = rules.prompt(rules.task(5), state)
+    assert rules.view(state)["board"] in message["content"].split(SPLIT)[1]
+    assert rules.prompt(rules.task(5), msgspec.structs.replace(state, **hidden)) == [message]
+
+
+@pytest.mark.parametrize(("columns", "box"), [(4, 2), (9, 3), (12, 0), (1, 0)])
+@given(rng=st.randoms(use_true_random=False), rows=st.integers(1, 12))
+@settings(max_examples=30)
+def test_the_drawn_grid_can_be_read_back(
+    columns: int, box: int, rng: random.Random, rows: int
+) -> None:
+    rows = columns if box else rows
+    board = "".join(rng.choices("#F.12345678*", k=rows * columns))
+    head, *lines = labelled(board, columns, box).splitlines()
+    assert head.replace("|", "").split() == [f"C{column + 1}" for column in range(columns)]
+    labels = [line.split()[0] for line in lines if "-" not in line]
+    assert labels == [f"R{row + 1}" for row in range(rows)]
+    cells = [line.replace("|", "").split()[1:] for line in lines if "-" not in line]
+    assert "".join(map("".join, cells)) == board
+    assert {len(line) for line in lines} == {len(head)}
+
+
+def test_small_grids_are_drawn_with_labels_and_boxes() -> None:
+    assert labelled("#1.F..2*", 4) == "   C1 C2 C3 C4\nR1  #  1  .  F\nR2  .  .  2  *"
+    assert labelled("12.4...." + "." * 7 + "1", 4, 2).splitlines() == [
+        *["   C1 C2 | C3 C4", "R1  1  2 |  .  4", "R2  .  . |  .  .", "   ------+------"],
+        *["R3  .  . |  .  .", "R4  .  . |  .  1"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("sudoku", {"size": 5}, "size = 5: expected 9 or 4"),
+        ("sudoku", {"size": 4}, "blanks = 40: expected 1 to 12 for size 4"),
+        ("sudoku", {"blanks": 0}, "blanks = 0: expected 1 to 64 for size 9"),
+        ("minesweeper", {"mines": 0}, "mines = 0: expected 1 to 15 on 5x5"),
+        ("minesweeper", {"mines": 16}, "expected 1 to 15 on 5x5, .* one safe cell, must be free"),
+        ("minesweeper", {"mines": 17, "centre_start": False}, "mines = 17: expected 1 to 16"),
+        ("minesweeper", {"rows": 3, "columns": 3, "mines": 1}, "expected a board larger"),
+        ("tictactoe", {"opponents": {}}, "opponents = {}"),
+        ("tictactoe", {"opponents": {"a": 0.0}}, "not all of them 0"),
+        ("tictactoe", {"opponents": {"a": -1.0, "b": 2.0}}, "weights >= 0"),
+        ("tictactoe", {"opponents": {"a": float("nan")}}, "weights >= 0"),
+        ("tictactoe", {"opponents": {"": 1.0}}, "player names"),
+        ("tictactoe", {"opening": 4}, "opening = 4: .* at least 0 and at most 3"),
+        ("sokoban", {"size": 4}, "size = 4: expected 5 to 8"),
+        ("sokoban", {"boxes": 4}, "boxes = 4: expected 1 to 3"),
+        ("sokoban", {"prompt": "sokoban_compact"}, "history = 2 has no effect"),
+        ("sokoban", {"side": 256}, "side = 256: expected 0, or a prompt that has"),
+    ],
+)
+def test_an_impossible_option_is_refused(name: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        registry.load(name, options)

@@ -1,7 +1,6 @@
 """The Minesweeper environment; reveals are checked by a flood fill that works on the whole grid
 instead of a list of cells."""
 
-import asyncio
 import itertools
 import random
 from typing import Any
@@ -12,19 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coppice.actors.environments import registry
-from coppice.actors.environments.base import SPLIT, Transition
+from coppice.actors.environments.base import Transition
 from coppice.actors.environments.minesweeper import environment as minesweeper
 from coppice.actors.environments.minesweeper.environment import (
     MARK,
     REVEAL,
+    MinesState,
     Minesweeper,
-    State,
-    labelled,
     revealed,
 )
 from coppice.wire.faults import DataFault
+from tests import games
 
-NOBODY: Any = None
 SEEDS = st.integers(0, 2**31)
 LAYOUT = "*......*........"
 """4x4, mines in (1, 1) and (2, 4)."""
@@ -35,15 +33,11 @@ SIZES = st.sampled_from([(5, 5, 5), (4, 4, 3), (3, 6, 4), (8, 8, 10), (6, 4, 9),
 
 def numbered(rows: int, columns: int, layout: str) -> list[str]:
     """By cell: "*" for a mine, else what it shows when revealed."""
-    shown = []
-    for row in range(rows):
-        for column in range(columns):
-            block = [
-                layout[r * columns : (r + 1) * columns][max(column - 1, 0) : column + 2]
-                for r in range(max(row - 1, 0), min(row + 2, rows))
-            ]
-            around = "".join(block).count("*")
-            shown.append("*" if layout[row * columns + column] == "*" else str(around or "."))
+    lines, shown = [layout[at : at + columns] for at in range(0, len(layout), columns)], []
+    for row, column in itertools.product(range(rows), range(columns)):
+        block = [line[max(column - 1, 0) : column + 2] for line in lines[max(row - 1, 0) : row + 2]]
+        around = "".join(block).count("*")
+        shown.append("*" if lines[row][column] == "*" else str(around or "."))
     return shown
 
 
@@ -65,8 +59,8 @@ def flooded(rows: int, columns: int, layout: str, board: str, cell: int) -> str:
     return "".join(after)
 
 
-def small(board: str = "#" * 16, layout: str = LAYOUT, **more: Any) -> State:
-    return State(4, 4, layout.count("*"), 0, board, layout, **more)
+def small(board: str = "#" * 16, layout: str = LAYOUT, **more: Any) -> MinesState:
+    return MinesState(4, 4, layout.count("*"), 0, board, layout, **more)
 
 
 def game(**options: Any) -> Minesweeper:
@@ -80,36 +74,14 @@ def measures(success: float, reveal: float, flags: float, completion: float) -> 
     return {"success": float(success), **both, "completion": pytest.approx(completion)}
 
 
-def play(rules: Minesweeper, state: State, *moves: str) -> Transition:
-    transition = Transition(state, "", False)
-    for move in moves:
-        assert not transition.done
-        state = transition.state
-        transition = asyncio.run(
-            rules.step(state, rules.read(state, f"<action>{move}</action>"), NOBODY)
-        )
-    return transition
+def play(rules: Minesweeper, state: MinesState, *moves: str) -> Transition:
+    *before, last = games.play(rules, state, *moves)
+    assert not any(transition.done for transition in before)
+    return last
 
 
 # ----------------------------------------------------------------------------------------------
 # boards
-
-
-@given(SIZES, SEEDS, st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
-def test_the_first_reveal_places_all_mines_outside_the_3x3_and_opens_a_region(
-    size: tuple[int, int, int], seed: int, rng: random.Random
-) -> None:
-    rows, columns, mines = size
-    rules = Minesweeper(rows=rows, columns=columns, mines=mines, centre_start=False)
-    state = rules.initial(rules.task(seed))
-    assert (state.board, state.layout) == ("#" * rows * columns, "")
-    row, column = rng.randrange(rows), rng.randrange(columns)
-    after = play(rules, state, f"reveal {row + 1} {column + 1}").state
-    assert (after.layout.count("*"), len(after.layout)) == (mines, rows * columns)
-    cell = row * columns + column
-    assert numbered(rows, columns, after.layout)[cell] == after.board[cell] == "."
-    assert after.board == flooded(rows, columns, after.layout, state.board, cell)
 
 
 @given(SEEDS, st.sampled_from([(5, 5, 5, 12), (4, 4, 3, 10), (8, 8, 10, 36)]))
@@ -133,14 +105,9 @@ def test_mines_are_uniform_outside_the_free_region() -> None:
         counts = [count + (mark == "*") for count, mark in zip(counts, state.layout, strict=True)]
     ring = [count for count in counts if count]
     assert len(ring) == 16
-    assert all(
-        count == pytest.approx(1000, abs=4 * (3200 * 5 / 16 * 11 / 16) ** 0.5) for count in ring
-    )
-
-
-def test_the_board_of_a_seed_never_changes() -> None:
-    rules = Minesweeper()
-    assert rules.initial(rules.task(7)).layout == "*.*......*.........*....*"
+    assert ring == pytest.approx([1000] * 16, abs=4 * (3200 * 5 / 16 * 11 / 16) ** 0.5)
+    default = Minesweeper()  # whose boards never change
+    assert default.initial(default.task(7)).layout == "*.*......*.........*....*"
 
 
 def test_a_board_that_the_free_reveal_solves_is_drawn_again_and_after_all_tries_a_data_fault(
@@ -154,9 +121,8 @@ def test_a_board_that_the_free_reveal_solves_is_drawn_again_and_after_all_tries_
     monkeypatch.setattr(minesweeper, "TRIES", 1)
     for seed, state in enumerate(states):
         if seed in redrawn:
-            with pytest.raises(
-                DataFault, match=f"5x5 with 3 mines from seed {seed} solves it in each of 1 tries"
-            ):
+            said = f"5x5 with 3 mines from seed {seed} solves it in each of 1 tries"
+            with pytest.raises(DataFault, match=said):
                 rules.initial(rules.task(seed))
         else:
             assert rules.initial(rules.task(seed)) == state
@@ -175,14 +141,21 @@ def test_random_legal_play_keeps_the_rules(
     transition = Transition(state, "", False)
     hidden, cleared, marked, won = rows * columns, False, False, False
     while not transition.done:
-        ranges = (range(-1, most) for most in (3, rows + 1, columns + 1))
-        legal = {move for move in itertools.product(*ranges) if rules.legal(state, move)}
-        assert legal == set(rules.moves(state))
+        open_to = {REVEAL: "#", MARK: "#F"}
+        assert rules.moves(state) == [
+            (kind, *divmod(cell, columns))
+            for kind, marks in open_to.items()
+            for cell, mark in enumerate(state.board)
+            if mark in marks
+        ]
         kind, row, column = move = rng.choice(rules.moves(state))
         cell = row * columns + column
         before, transition = state, play(rules, state, rules.notation(move))
         state = transition.state
         assert (state.seed, state.mines, state.turn) == (before.seed, before.mines, before.turn + 1)
+        if kind == REVEAL and not before.layout:
+            assert (state.layout.count("*"), len(state.layout)) == (mines, rows * columns)
+            assert state.board[cell] == ".", "the mines lie outside the 3x3 around it"
         if kind == MARK or state.layout[cell] == "*":
             mark = {"#": "F", "F": "#"}[before.board[cell]] if kind == MARK else "*"
             assert state.board == before.board[:cell] + mark + before.board[cell + 1 :]
@@ -233,77 +206,27 @@ def test_the_last_turn_counts_as_lost_time_unless_it_decides(move: str, outcome:
     assert play(rules, small(OPENED, turn=5), "flag 1 1").done is False
 
 
-@pytest.mark.parametrize(
-    "text", ["reveal 1 2", "reveal 2 4", "flag 1 2", "reveal 0 1", "flag 5 1", "dig 1 1"]
-)
-def test_an_unusable_action_loses_and_keeps_what_was_revealed(text: str) -> None:
-    rules = game()
-    state = small(OPENED.replace("111#", "111F"))
-    action = rules.read(state, f"<action>{text}</action>")
-    transition = asyncio.run(rules.step(state, action, NOBODY))
-    assert not action.valid
-    assert (transition.done, transition.outcome) == (True, -1.0)
-    assert transition.measures == measures(0, 0, 0, 13 / 14)
-
-
 # ----------------------------------------------------------------------------------------------
 # texts
 
 
-@pytest.mark.parametrize(
-    ("text", "move"),
-    [
-        ("reveal 3 12", (REVEAL, 2, 11)),
-        (" CLICK  3,12 ", (REVEAL, 2, 11)),
-        ("Open\t3\n12", (REVEAL, 2, 11)),
-        ("flag 3 12", (MARK, 2, 11)),
-        ("MARK, 3, 12", (MARK, 2, 11)),
-        ("3 12", None),
-        ("reveal 3", None),
-        ("reveal 3 12 1", None),
-        ("reveal3 12", None),
-        ("reveal -3 12", None),
-        ("reveal ٣ 2", None),
-    ],
-)
-def test_a_move_is_a_word_and_a_cell_counted_from_1(
-    text: str, move: tuple[int, ...] | None
-) -> None:
-    assert Minesweeper().move(text) == move
+def test_a_move_is_a_word_and_a_cell_counted_from_1() -> None:
+    for text in ("reveal 3 12", " CLICK  3,12 ", "Open\t3\n12"):
+        assert Minesweeper().move(text) == (REVEAL, 2, 11), text
+    for text in ("flag 3 12", "MARK, 3, 12"):
+        assert Minesweeper().move(text) == (MARK, 2, 11), text
+    for text in ("3 12", "reveal 3", "reveal 3 12 1", "reveal3 12", "reveal -3 12", "reveal ٣ 2"):
+        assert Minesweeper().move(text) is None, text
 
 
-def test_a_small_grid_is_drawn_with_labels() -> None:
-    assert labelled("#1.F..2*", 4) == "   C1 C2 C3 C4\nR1  #  1  .  F\nR2  .  .  2  *"
-
-
-@given(st.integers(1, 12), st.integers(1, 12), st.randoms(use_true_random=False))
-@settings(max_examples=50)
-def test_the_drawn_grid_can_be_read_back(rows: int, columns: int, rng: random.Random) -> None:
-    board = "".join(rng.choices("#F.12345678*", k=rows * columns))
-    head, *lines = labelled(board, columns).splitlines()
-    assert head.split() == [f"C{column + 1}" for column in range(columns)]
-    assert [line.split()[0] for line in lines] == [f"R{row + 1}" for row in range(rows)]
-    assert "".join("".join(line.split()[1:]) for line in lines) == board
-    assert {len(line) for line in lines} == {len(head)}
-
-
-def test_the_prompt_shows_the_board_and_never_the_mines() -> None:
-    rules = Minesweeper()
-    state = rules.initial(rules.task(5))
-    state = play(rules, state, rules.notation(rules.moves(state)[-1])).state
+def test_the_prompt_says_what_wins() -> None:
+    rules, state = game(), small(OPENED)
+    state = play(rules, state, "flag 1 1").state
     (message,) = rules.prompt(rules.task(5), state)
-    shown = message["content"].split(SPLIT)[1]
-    assert labelled(state.board, 5) in shown
-    assert "5x5 and hides 5 mines; mines less flags: 4. To win, reveal every cell" in shown
-    other = msgspec.structs.replace(state, layout="*" * 25, seed=1)
-    assert rules.prompt(rules.task(5), other) == [message]
+    said = "4x4 and hides 2 mines; mines less flags: 1. To win, reveal every cell"
+    assert said in message["content"]
     (both,) = rules.prompt(rules.task(5), msgspec.structs.replace(state, flag_all=True))
     assert "without a mine, and flag every mine and nothing else." in both["content"]
-
-
-def test_the_compact_prompt_is_the_cells_alone() -> None:
-    rules = game(prompt="minesweeper_compact")
-    assert rules.prompt(rules.task(0), small(OPENED))[0]["content"] == f"M{SPLIT}{OPENED}"
 
 
 def test_the_history_keeps_the_last_moves_with_their_result() -> None:
@@ -313,23 +236,6 @@ def test_the_history_keeps_the_last_moves_with_their_result() -> None:
     assert state.past[2:] == ("flag 1 1 flagged", "reveal 4 4 safe")
     assert play(rules, state, "reveal 2 4").state.past[-1] == "reveal 2 4 mine"
     assert "\n".join(state.past) in rules.prompt(rules.task(0), state)[0]["content"]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"mines": 0}, "mines = 0: expected 1 to 15 on 5x5"),
-        (
-            {"mines": 16},
-            "mines = 16: expected 1 to 15 on 5x5, where the 3x3 .* and one safe cell, are kept free",
-        ),
-        ({"mines": 17, "centre_start": False}, "mines = 17: expected 1 to 16 on 5x5"),
-        ({"rows": 3, "columns": 3, "mines": 1}, "rows = 3, columns = 3: expected a board larger"),
-    ],
-)
-def test_an_impossible_option_is_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        registry.load("minesweeper", options)
 
 
 def test_as_many_mines_as_allowed_can_be_laid() -> None:

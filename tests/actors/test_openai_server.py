@@ -45,11 +45,15 @@ class Client:
         async with self.session.post(f"{self.url}/{path}", data=sent) as response:
             return response.status, await response.json()
 
+    async def get(self, path: str, **headers: str) -> tuple[int, Any]:
+        """Status and decoded reply."""
+        async with self.session.get(f"{self.url}/{path}", headers=headers) as response:
+            return response.status, await response.json()
+
     async def completions(self, **fields: Any) -> Any:
         """A completion that must succeed."""
-        status, reply = await self.post(
-            "completions", {"prompt": "a tree", "max_tokens": 8, **fields}
-        )
+        body = {"prompt": "a tree", "max_tokens": 8, **fields}
+        status, reply = await self.post("completions", body)
         assert status == 200, reply
         return reply
 
@@ -61,9 +65,8 @@ class Client:
 
     async def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The chunks of a stream that must end well."""
-        async with self.session.post(
-            f"{self.url}/{path}", json={**body, "stream": True}
-        ) as response:
+        body = {**body, "stream": True}
+        async with self.session.post(f"{self.url}/{path}", json=body) as response:
             assert response.status == 200, await response.text()
             assert response.content_type == "text/event-stream"
             *events, done, rest = (await response.text()).split("\n\n")
@@ -99,41 +102,25 @@ async def refusing(llama: Path) -> AsyncIterator[Client]:
 
 
 def encoded(folder: Path, text: str) -> list[int]:
-    return (
-        tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        .encode(text, add_special_tokens=False)
-        .ids
-    )
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 async def test_models_lists_the_one_model_served(client: Client, llama: Path) -> None:
-    async with client.session.get(f"{client.url}/models") as response:
-        listed = await response.json()
+    _, listed = await client.get("models")
     assert [(m["id"], m["object"]) for m in listed["data"]] == [(llama.name, "model")]
-    for name, status in ((llama.name, 200), ("meta/other", 404)):
-        async with client.session.get(f"{client.url}/models/{name}") as response:
-            assert response.status == status
-            answer = await response.json()
-        assert (
-            answer == listed["data"][0]
-            if status == 200
-            else answer["error"]["code"] == "model_not_found"
-        )
+    assert await client.get(f"models/{llama.name}") == (200, listed["data"][0])
+    status, answer = await client.get("models/meta/other")
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_a_chat_is_the_completion_of_its_rendered_template(
-    client: Client, llama: Path
-) -> None:
+async def test_a_chat_is_the_completion_of_its_template(client: Client, llama: Path) -> None:
     greedy = {"max_tokens": 12, "temperature": 0}
-    status, chat = await client.post("chat/completions", USER | greedy)
+    chat = await client.chat(**greedy)
     plain = await client.completions(prompt="<|user|>hi<|assistant|>", **greedy)
-    assert status == 200
-    assert chat["object"] == "chat.completion"
-    assert plain["object"] == "text_completion"
-    assert chat["choices"][0]["message"] == {
-        "role": "assistant",
-        "content": plain["choices"][0]["text"],
-    }
+    assert (chat["object"], plain["object"]) == ("chat.completion", "text_completion")
+    text = plain["choices"][0]["text"]
+    assert chat["choices"][0]["message"] == {"role": "assistant", "content": text}
     assert chat["usage"]["prompt_tokens"] == len(encoded(llama, "<|user|>hi<|assistant|>"))
 
 
@@ -163,10 +150,8 @@ async def test_completion_logprobs_are_those_of_a_full_forward(client: Client, l
     prompt = np.array(encoded(llama, "a tree"), np.int32)
     same = await client.engine.generate(GenerateRequest(prompt, 1, Sampling(8, seed=6)))
     expected = full_logprobs(reference(llama), prompt, same.samples[0].tokens)
-    assert len(choice["logprobs"]["tokens"]) == len(expected)
-    np.testing.assert_allclose(
-        choice["logprobs"]["token_logprobs"], expected, atol=GREATEST_DIFFERENCE
-    )
+    served = choice["logprobs"]["token_logprobs"]
+    np.testing.assert_allclose(served, expected, atol=GREATEST_DIFFERENCE)
 
 
 @pytest.mark.parametrize(
@@ -219,26 +204,36 @@ async def test_a_request_that_cannot_be_served_is_400_with_the_reason(
     assert refusing.engine.counts["decoded_tokens"] == 0
 
 
-async def test_a_template_that_refuses_a_conversation_is_400_with_its_reason(
-    tmp_path: Path,
-) -> None:
-    folder = tiny.save(tmp_path / "strict")
-    (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
-    async with serving(folder) as client:
+@asynccontextmanager
+async def with_template(folder: Path, template: str) -> AsyncIterator[Client]:
+    """A server of a model with another chat template."""
+    (tiny.save(folder) / "chat_template.jinja").write_text(template)
+    async with serving(folder) as made:
+        yield made
+
+
+async def test_a_template_that_refuses_a_conversation_is_400_and_its_reason(tmp_path: Path) -> None:
+    async with with_template(tmp_path, "{{ raise_exception('roles must alternate') }}") as client:
         status, reply = await client.post("chat/completions", USER)
         assert (status, reply["error"]["message"]) == (400, "roles must alternate")
 
 
-async def test_a_template_sees_the_special_tokens_and_may_live_in_the_tokenizer_settings(
-    tmp_path: Path,
-) -> None:
+async def test_a_switch_of_the_template_reaches_it(tmp_path: Path) -> None:
+    loud = "{% if loud %}HEY {% endif %}{{ messages[0]['content'] }}"
+    async with with_template(tmp_path, loud) as client:
+        for switches, text in (({}, "hi"), ({"loud": True}, "HEY hi")):
+            reply = await client.chat(chat_template_kwargs=switches)
+            assert reply["usage"]["prompt_tokens"] == len(encoded(tmp_path, text))
+
+
+async def test_a_template_in_the_tokenizer_settings_sees_special_tokens(tmp_path: Path) -> None:
     folder = tiny.save(tmp_path / "inline")
     (folder / "chat_template.jinja").unlink()
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["chat_template"] = "{{ bos_token }}{{ messages[0]['content'] }}"
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     async with serving(folder) as client:
-        _, reply = await client.post("chat/completions", USER | {"max_tokens": 1})
+        reply = await client.chat(max_tokens=1)
         # "<s>" is one token
         assert reply["usage"]["prompt_tokens"] == 1 + len(encoded(folder, "hi"))
 
@@ -256,19 +251,17 @@ async def test_a_client_that_hangs_up_frees_its_samples(client: Client) -> None:
 
 
 async def test_a_body_that_is_too_long_for_the_server_is_refused(client: Client) -> None:
-    async with client.session.post(
-        f"{client.url}/completions", data=io.BytesIO(b" " * (LARGEST_BODY + 1))
-    ) as response:
+    body = io.BytesIO(b" " * (LARGEST_BODY + 1))
+    async with client.session.post(f"{client.url}/completions", data=body) as response:
         assert response.status == 413
 
 
 @pytest.mark.parametrize(("path", "status"), [("nowhere", 404), ("completions", 405)])
-async def test_a_path_or_a_method_that_is_not_served_is_an_error_in_the_same_shape(
+async def test_another_path_or_method_is_such_an_error(
     client: Client, path: str, status: int
 ) -> None:
-    async with client.session.get(f"{client.url}/{path}") as response:
-        assert response.status == status
-        assert f"GET /v1/{path}" in (await response.json())["error"]["message"]
+    answered, reply = await client.get(path)
+    assert answered == status and f"GET /v1/{path}" in reply["error"]["message"]
 
 
 async def test_another_model_than_the_one_served_is_not_found(client: Client, llama: Path) -> None:
@@ -280,27 +273,14 @@ async def test_another_model_than_the_one_served_is_not_found(client: Client, ll
 
 async def test_fields_at_the_value_that_changes_nothing_are_accepted(client: Client) -> None:
     plain = await client.chat(seed=2)
-    fields: dict[str, Any] = {
-        "presence_penalty": 0,
-        "frequency_penalty": 0.0,
-        "user": "me",
-        "metadata": {"a": "b"},
-    }
-    fields |= {
-        "store": True,
-        "tools": None,
-        "stop": None,
-        "logit_bias": {},
-        "top_logprobs": 0,
-        "parallel_tool_calls": True,
-    }
+    zeros = {"presence_penalty": 0, "frequency_penalty": 0.0, "top_logprobs": 0, "logit_bias": {}}
+    unknown = {"user": "me", "metadata": {"a": "b"}, "store": True, "parallel_tool_calls": True}
+    fields: dict[str, Any] = {**zeros, **unknown, "tools": None, "stop": None}
     same = await client.chat(seed=2, response_format={"type": "text"}, **fields)
     assert same["choices"] == plain["choices"]
 
 
-async def test_token_ids_are_a_prompt_like_their_text_and_several_prompts_keep_their_order(
-    client: Client, llama: Path
-) -> None:
+async def test_token_ids_are_a_prompt_and_prompts_keep_order(client: Client, llama: Path) -> None:
     texts, fields = ["a tree", "two"], {"seed": 3, "n": 2}
     singles = [(await client.completions(prompt=text, **fields))["choices"] for text in texts]
     wanted = [choice["text"] for choices in singles for choice in choices]
@@ -317,17 +297,6 @@ async def test_a_chat_without_a_limit_may_use_what_is_left_of_the_context(client
     _, reply = await client.post("chat/completions", USER | {"regex": "a{1000}"})
     assert reply["choices"][0]["finish_reason"] == "length"
     assert reply["usage"]["total_tokens"] == SETTINGS.max_context
-
-
-async def test_a_switch_of_the_template_reaches_it(tmp_path: Path) -> None:
-    folder = tiny.save(tmp_path / "switch")
-    (folder / "chat_template.jinja").write_text(
-        "{% if loud %}HEY {% endif %}{{ messages[0]['content'] }}"
-    )
-    async with serving(folder) as client:
-        for switches, text in (({}, "hi"), ({"loud": True}, "HEY hi")):
-            reply = await client.chat(chat_template_kwargs=switches)
-            assert reply["usage"]["prompt_tokens"] == len(encoded(folder, text))
 
 
 GRADE = r"<explanation>[^<]{0,20}</explanation>\s{0,2}<score>(\+1|0|-1)</score>"
@@ -348,9 +317,7 @@ YES |= {"required": ["yes"], "additionalProperties": False}
     ],
     ids=str,
 )
-async def test_every_choice_matches_the_constraint_by_any_of_its_names(
-    client: Client, fields: dict[str, Any]
-) -> None:
+async def test_every_choice_matches_the_constraint(client: Client, fields: dict[str, Any]) -> None:
     reply = await client.chat(n=4, max_tokens=120, **fields)
     for choice in reply["choices"]:
         text = choice["message"]["content"]
@@ -371,31 +338,25 @@ def joined(chunks: list[dict[str, Any]], index: int) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("stop", [[], ["e", "no"], ["never to be seen"]])
-async def test_a_streamed_chat_put_together_is_the_whole_one(
-    client: Client, stop: list[str]
-) -> None:
+async def test_a_streamed_chat_joined_is_the_whole_one(client: Client, stop: list[str]) -> None:
     asked = USER | {"n": 3, "seed": 4, "max_tokens": 60, "stop": stop}
     _, whole = await client.post("chat/completions", asked)
     chunks = await client.stream("chat/completions", asked)
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
-    assert [chunk["choices"][0]["delta"] for chunk in chunks[:3]] == [
-        {"role": "assistant", "content": ""}
-    ] * 3
+    roles = [chunk["choices"][0]["delta"] for chunk in chunks[:3]]
+    assert roles == [{"role": "assistant", "content": ""}] * 3
     for choice in whole["choices"]:
         text, reasons = joined(chunks, choice["index"])
         assert (text, reasons) == (choice["message"]["content"], [choice["finish_reason"]])
     assert "usage" not in chunks[-1]
 
 
-async def test_a_streamed_completion_put_together_is_the_whole_one_and_its_usage_is_the_last_chunk(
-    client: Client,
-) -> None:
+async def test_a_streamed_completion_joined_is_the_whole_one_and_its_usage(client: Client) -> None:
     asked = {"prompt": ["a tree", "two"], "n": 2, "seed": 4, "max_tokens": 30, "logprobs": 0}
     whole = await client.completions(**asked)
-    *chunks, last = await client.stream(
-        "completions", asked | {"stream_options": {"include_usage": True}}
-    )
+    counted = asked | {"stream_options": {"include_usage": True}}
+    *chunks, last = await client.stream("completions", counted)
     for choice in whole["choices"]:
         text, reasons = joined(chunks, choice["index"])
         assert (text, reasons) == (choice["text"], [choice["finish_reason"]])
@@ -424,18 +385,10 @@ async def test_a_client_that_hangs_up_in_a_stream_frees_its_samples(client: Clie
     assert client.engine.counts["decoded_tokens"] < 8 * 250
 
 
-async def test_a_judge_reads_the_odds_of_its_answers_from_one_token(
-    client: Client, llama: Path
-) -> None:
+async def test_a_judge_reads_the_odds_of_answers_at_one_token(client: Client, llama: Path) -> None:
     """yes, no or maybe by their first letters, against a plain forward of transformers."""
-    asked = {
-        "regex": "yes|no|maybe",
-        "temperature": 0.7,
-        "logprobs": True,
-        "top_logprobs": 20,
-        "max_tokens": 5,
-    }
-    reply = await client.chat(**asked)
+    fields = {"regex": "yes|no|maybe", "temperature": 0.7, "max_tokens": 5}
+    reply = await client.chat(**fields, logprobs=True, top_logprobs=20)
     first = reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -446,24 +399,20 @@ async def test_a_judge_reads_the_odds_of_its_answers_from_one_token(
     for entry in first:
         assert abs(entry["logprob"] - expected[entry["token"]]) < GREATEST_DIFFERENCE
         assert entry["bytes"] == list(entry["token"].encode())
-    assert [entry["token"] for entry in first] == sorted(
-        expected, key=lambda letter: -expected[letter]
-    )
+    likely = sorted(expected, key=lambda letter: -expected[letter])
+    assert [entry["token"] for entry in first] == likely
 
 
 @pytest.mark.parametrize("logprobs", [0, 1, 5])
-async def test_a_completion_tells_the_most_probable_tokens_by_their_text_and_the_sampled_one(
-    client: Client, logprobs: int
-) -> None:
+async def test_a_completion_tells_the_most_probable_tokens(client: Client, logprobs: int) -> None:
     (choice,) = (await client.completions(seed=6, logprobs=logprobs, regex="[a-z]{8}"))["choices"]
     told = choice["logprobs"]
     if not logprobs:
         assert told["top_logprobs"] is None
         return
     sampled_is_extra = []
-    for token, logprob, top in zip(
-        told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True
-    ):
+    columns = (told[name] for name in ("tokens", "token_logprobs", "top_logprobs"))
+    for token, logprob, top in zip(*columns, strict=True):
         assert top[token] == logprob
         assert list(top.values()) == sorted(top.values(), reverse=True)
         assert len(top) in (logprobs, logprobs + 1)
@@ -471,16 +420,17 @@ async def test_a_completion_tells_the_most_probable_tokens_by_their_text_and_the
     assert any(sampled_is_extra)
 
 
+LIKELY = USER | {"logprobs": True}
+TREE = {"prompt": "a tree"}
+
+
 @pytest.mark.parametrize(
     ("path", "asked"),
     [
-        ("chat/completions", USER | {"logprobs": True, "top_logprobs": 4}),
-        (
-            "chat/completions",
-            USER | {"logprobs": True, "top_logprobs": 20, "top_k": 3, "stop": ["e", "no"]},
-        ),
-        ("completions", {"prompt": "a tree", "logprobs": 5, "temperature": 0}),
-        ("completions", {"prompt": "a tree", "logprobs": 3, "regex": "[ab]{4}"}),
+        ("chat/completions", LIKELY | {"top_logprobs": 4}),
+        ("chat/completions", LIKELY | {"top_logprobs": 20, "top_k": 3, "stop": ["e", "no"]}),
+        ("completions", TREE | {"logprobs": 5, "temperature": 0}),
+        ("completions", TREE | {"logprobs": 3, "regex": "[ab]{4}"}),
     ],
 )
 async def test_streamed_top_logprobs_put_together_are_the_whole_ones(
@@ -492,12 +442,8 @@ async def test_streamed_top_logprobs_put_together_are_the_whole_ones(
     _, whole = await client.post(path, asked)
     chunks = await client.stream(path, asked)
     for choice in whole["choices"]:
-        parts = [
-            c["logprobs"]
-            for chunk in chunks
-            for c in chunk["choices"]
-            if c["index"] == choice["index"]
-        ]
+        all_parts = [part for chunk in chunks for part in chunk["choices"]]
+        parts = [part["logprobs"] for part in all_parts if part["index"] == choice["index"]]
         for field, wanted in choice["logprobs"].items():
             told = [entry for part in parts if part for entry in part[field] or []]
             assert told == (wanted or [])
@@ -513,11 +459,8 @@ async def test_without_its_key_a_server_answers_health_alone(llama: Path) -> Non
             ("X-Api-Key", "s3cret", 200),
             ("Authorization", "Bearer s3cret", 200),
         ):
-            async with client.session.get(
-                f"{client.url}/models", headers={header: key}
-            ) as response:
-                assert response.status == status
-                reply = await response.json()
+            answered, reply = await client.get("models", **{header: key})
+            assert answered == status
         assert reply["data"][0]["id"] == "mine"
         async with client.session.get(client.url.replace("/v1", "/health")) as response:
             assert response.status == 200

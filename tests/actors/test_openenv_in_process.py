@@ -1,9 +1,9 @@
 """OpenEnv's classes in this process. COPPICE_OPENENV_PYTHON names a Python with openenv, in which
 these tests and the contract's run over the library."""
 
-import asyncio
 import json
 import os
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -18,10 +18,11 @@ pytest.importorskip("pydantic")
 ROOT = Path(__file__).parents[2]
 THERE = """
 import sys
-sys.path.append(sys.argv[1])  # after its own packages: the library keeps the versions that it was installed with
+sys.path.append(sys.argv[1])  # after its own packages, so that the library keeps its versions
 import pytest
 from openenv.core.env_server.interfaces import Environment
-sys.exit(pytest.main(["-v", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "(OpenEnv or openenv) and not itself", *sys.argv[2:]]))
+options = ["-v", "-p", "no:cacheprovider", "-p", "no:xdist"]
+sys.exit(pytest.main([*options, "-k", "(OpenEnv or openenv) and not itself", *sys.argv[2:]]))
 """
 NO_TOOLS: Any = None
 
@@ -50,9 +51,8 @@ async def test_the_policy_sees_the_fields_and_earns_the_rewards() -> None:
     last = await played(environment, 1, 2, 9)
     assert (last.done, last.outcome, last.measures) == (True, pytest.approx(1.2), {"success": 1.0})
     quiet = await played(counting("Unseeded"), 1, 9)
-    assert (quiet.done, quiet.outcome, quiet.measures) == (True, 0.0, {"success": 0.0}), (
-        "a reward of None earns nothing"
-    )
+    # a reward of None earns nothing
+    assert (quiet.done, quiet.outcome, quiet.measures) == (True, 0.0, {"success": 0.0})
 
 
 async def test_two_seeds_of_an_environment_that_takes_none_differ() -> None:
@@ -67,14 +67,11 @@ async def test_an_action_that_is_refused_ends_the_episode_with_what_it_earned(ac
 
 
 async def test_what_an_environment_raises_is_a_fault_of_its_task() -> None:
-    with pytest.raises(
-        DataFault,
-        match="Counting: the episode of seed 13 cannot begin: RuntimeError: no episode of",
-    ):
+    said = "Counting: the episode of seed 13 cannot begin: RuntimeError: no episode of"
+    with pytest.raises(DataFault, match=said):
         await played(counting(), 1, seed=13)
-    with pytest.raises(
-        DataFault, match=r'Counting: the action {"number": -1} fails: RuntimeError: only upwards'
-    ):
+    said = r'Counting: the action {"number": -1} fails: RuntimeError: only upwards'
+    with pytest.raises(DataFault, match=said):
         await played(counting(), 1, -1)
 
 
@@ -84,36 +81,19 @@ def test_a_class_that_is_not_there_is_named() -> None:
 
 
 @pytest.mark.slow
-async def test_the_library_itself_passes_in_its_own_python() -> None:
+def test_the_library_itself_passes_in_its_own_python() -> None:
     """openenv needs an older mcp than this Python has, so it is in one of its own, which finds this
     project's packages after its own."""
-    python = os.environ.get("COPPICE_OPENENV_PYTHON") or pytest.skip(
-        "COPPICE_OPENENV_PYTHON names no Python"
-    )
-    packages = sysconfig.get_paths()["purelib"]
-    files = [
-        str(ROOT / "tests" / "actors" / name)
-        for name in ("test_other_environments.py", Path(__file__).name)
-    ]
+    python = os.environ.get("COPPICE_OPENENV_PYTHON") or pytest.skip("no COPPICE_OPENENV_PYTHON")
+    code = "import sys; print(sys.version_info[:2])"
+    version = subprocess.run([python, "-c", code], stdout=-1, text=True, check=True).stdout.strip()
+    if version != str(sys.version_info[:2]):
+        pytest.skip("COPPICE_OPENENV_PYTHON of another version cannot load this project's packages")
+    folder, own = Path(__file__).parent, Path(__file__).name
+    files = [str(folder / name) for name in ("test_other_environments.py", own)]
+    command = [python, "-c", THERE, sysconfig.get_paths()["purelib"], *files]
     environment = os.environ | {"COPPICE_OPENENV_REAL": "1", "PYTHONPATH": str(ROOT)}
     environment.pop("PYTEST_ADDOPTS", None)
-    version = await asyncio.create_subprocess_exec(
-        python, "-c", "import sys; print(sys.version_info[:2])", stdout=asyncio.subprocess.PIPE
-    )
-    if (await version.communicate())[0].decode().strip() != str(sys.version_info[:2]):
-        pytest.skip(
-            "COPPICE_OPENENV_PYTHON is another version of Python, which cannot load this project's packages"
-        )
-    run = await asyncio.create_subprocess_exec(
-        python,
-        "-c",
-        THERE,
-        packages,
-        *files,
-        cwd=ROOT,
-        env=environment,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    said = (await run.communicate())[0].decode()
-    assert run.returncode == 0 and " passed" in said and "skipped" not in said, said[-4000:]
+    run = subprocess.run(command, cwd=ROOT, env=environment, stdout=-1, stderr=-2, text=True)
+    passed = run.returncode == 0 and " passed" in run.stdout and "skipped" not in run.stdout
+    assert passed, run.stdout[-4000:]

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from coppice.actors.environments.others.openenv import Full, OpenEnvServer
+from coppice.actors.environments.others.openenv import OpenEnvFull, OpenEnvServer
 from coppice.wire.faults import DataFault, InfrastructureFault
 
 COUNTER = Path(__file__).parents[1] / "openenv_counter.py"
@@ -57,9 +57,8 @@ class Server:
 @pytest_asyncio.fixture(params=["stand-in", "openenv"])
 async def serve(request: pytest.FixtureRequest) -> AsyncIterator[Callable[[int], Any]]:
     """Starts servers of a capacity."""
-    python = (
-        os.environ.get("COPPICE_OPENENV_PYTHON") if request.param == "openenv" else sys.executable
-    )
+    own = os.environ.get("COPPICE_OPENENV_PYTHON")
+    python = own if request.param == "openenv" else sys.executable
     if python is None:
         pytest.skip("COPPICE_OPENENV_PYTHON names no Python")
     servers: list[Server] = []
@@ -116,10 +115,8 @@ async def test_siblings_are_played_again_and_see_the_same(
     siblings = [await played(environment, state, number) for number in (3, 3, 4)]
     assert siblings[0] == siblings[1] != siblings[2]
     gc.collect()
-    unclosed = [told for told in recwarn.list if issubclass(told.category, ResourceWarning)]
-    assert not unclosed, (
-        "where two siblings stand in the same state, one session is kept and the other is closed"
-    )
+    # where two siblings stand in the same state, one session is kept and the other is closed
+    assert not [one for one in recwarn.list if issubclass(one.category, ResourceWarning)]
     assert await played(server.environment(), state, 3) == siblings[0], "another process"
 
 
@@ -152,7 +149,7 @@ async def test_on_a_server_that_stays_full_a_step_is_told_the_remedy(
 ) -> None:
     server = await serve(1)
     await opened(server.environment())
-    with pytest.raises(Full, match="max_concurrent_envs"):
+    with pytest.raises(OpenEnvFull, match="max_concurrent_envs"):
         await opened(server.environment(timeout_s=2.0))
 
 

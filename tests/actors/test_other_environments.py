@@ -14,13 +14,15 @@ import pytest
 import pytest_asyncio
 
 from coppice.actors.environments.base import Environment
-from coppice.actors.environments.others.gymnasium_text import Gymnasium
 from coppice.actors.environments.others.in_other_python.worker import Turned
-from coppice.actors.environments.others.mutable import InThisPython
+from coppice.actors.environments.others.in_process import (
+    Gymnasium,
+    InThisPython,
+    ReasoningGym,
+    TextArena,
+)
 from coppice.actors.environments.others.openenv import OpenEnv
 from coppice.actors.environments.others.other_python import OtherPython
-from coppice.actors.environments.others.reasoning import ReasoningGym
-from coppice.actors.environments.others.textarena_games import TextArena
 from coppice.wire.faults import DataFault
 
 
@@ -31,7 +33,7 @@ class Drawn(InThisPython):
     name = "drawn"
 
     def __init__(self, copies: bool = True):
-        self.copies = copies
+        self.copies, self.played = copies, 0
         super().__init__(horizon=6)
 
     def begin(self, seed: int) -> tuple[Any, Turned]:
@@ -40,6 +42,7 @@ class Drawn(InThisPython):
     def turn(self, game: Any, action: str) -> Turned:
         if action == "bad":
             raise ValueError("no such action")
+        self.played += 1
         game.append(game[-1] * random.random() + len(action))
         return Turned(str(game), random.random())
 
@@ -63,12 +66,12 @@ def other(python: str, game: str, **arguments: Any) -> OtherPython:
 
 def openenv(name: str) -> OpenEnv:
     """Return an environment of OpenEnv's shape in this process."""
-    return OpenEnv(
-        f"tests.openenv_shape:{name}", "tests.openenv_shape:Add", "You add.", field="number"
-    )
+    place = f"tests.openenv_shape:{name}"
+    return OpenEnv(place, "tests.openenv_shape:Add", "You add.", field="number")
 
 
 Talk: Any = _Talk
+GEM, TEXTWORLD = "COPPICE_GEM_PYTHON", "COPPICE_TEXTWORLD_PYTHON"
 ADAPTED: dict[str, tuple[Callable[[], Environment], list[str]]] = {
     "drawn": (Drawn, ["a", "bb", "ccc"]),
     "drawn, no copies": (lambda: Drawn(copies=False), ["a", "bb", "ccc"]),
@@ -80,23 +83,11 @@ ADAPTED: dict[str, tuple[Callable[[], Environment], list[str]]] = {
     "2048": (lambda: TextArena("2048-v0"), ["[left]", "[up]", "[right]"]),
     "TicTacToe": (lambda: TextArena("TicTacToe-v0", players=2, second=0.5), ["[4]", "[0]", "[8]"]),
     "other Python": (lambda: other("sys", "tests.drawn_game:Drawn"), ["a", "bb", "ccc"]),
-    "other Python, no copies": (
-        lambda: other("sys", "tests.drawn_game:Uncopied"),
-        ["a", "bb", "ccc"],
-    ),
-    "GEM 2048": (
-        lambda: other("COPPICE_GEM_PYTHON", "gem", id="game:Game2048-v0-easy"),
-        ["left", "up", "right"],
-    ),
-    "GEM Sudoku": (
-        lambda: other("COPPICE_GEM_PYTHON", "gem", id="game:Sudoku-v0-easy"),
-        ["1 1 1", "1 1 2", "1 1 3"],
-    ),
-    "TextWorld": (
-        lambda: other("COPPICE_TEXTWORLD_PYTHON", "textworld"),
-        ["look", "inventory", "go north"],
-    ),
-    "other Python, reasoning": (
+    "no copies there": (lambda: other("sys", "tests.drawn_game:Uncopied"), ["a", "bb", "ccc"]),
+    "GEM 2048": (lambda: other(GEM, "gem", id="game:Game2048-v0-easy"), ["left", "up", "right"]),
+    "GEM Sudoku": (lambda: other(GEM, "gem", id="game:Sudoku-v0-easy"), ["1 1 1", "1 1 2"]),
+    "TextWorld": (lambda: other(TEXTWORLD, "textworld"), ["look", "inventory", "go north"]),
+    "reasoning there": (
         lambda: other("sys", "reasoning_gym", name="word_ladder"),
         ["COLD,CORD", "x"],
     ),
@@ -131,6 +122,10 @@ def reply(action: str) -> str:
     return f"<action>{action}</action><answer>{action}</answer>"
 
 
+async def act(environment: Any, state: Any, action: str) -> Any:
+    return await environment.step(state, environment.read(state, reply(action)), Talk())
+
+
 async def episode(
     environment: Any, seed: int, actions: list[str], between: Callable[[], Any] | None = None
 ) -> list[Any]:
@@ -141,7 +136,7 @@ async def episode(
     for action in actions:
         if between is not None:
             await between()
-        transition = await environment.step(state, environment.read(state, reply(action)), Talk())
+        transition = await act(environment, state, action)
         seen.append(transition)
         state = transition.state
         if transition.done:
@@ -181,7 +176,7 @@ async def test_a_step_changes_no_state_and_a_stored_state_goes_on(
         for anew in (environment, make()):
             stored = msgspec.json.decode(bytes_, type=type(state))
             assert (stored, hash(stored)) == (state, hash(state))
-            assert await anew.step(stored, anew.read(stored, reply(action)), Talk()) == transition
+            assert await act(anew, stored, action) == transition
         assert msgspec.json.encode(state) == bytes_
         state = transition.state
 
@@ -191,18 +186,14 @@ async def test_a_step_that_is_cancelled_leaves_nothing_behind() -> None:
     environment = TextArena("TicTacToe-v0", players=2)
     task = environment.task(3)
     state = environment.initial(task)
-    expected = await environment.step(state, environment.read(state, reply("[4]")), Talk())
+    expected = await act(environment, state, "[4]")
     for copies in (True, False):
         environment.games.copies = copies
-        step = asyncio.create_task(
-            environment.step(state, environment.read(state, reply("[4]")), Talk())
-        )
+        step = asyncio.create_task(act(environment, state, "[4]"))
         await asyncio.sleep(0)
         step.cancel()
         await asyncio.gather(step, return_exceptions=True)
-        assert (
-            await environment.step(state, environment.read(state, reply("[4]")), Talk()) == expected
-        )
+        assert await act(environment, state, "[4]") == expected
 
 
 async def test_siblings_are_copies_and_what_cannot_be_copied_is_played_again() -> None:
@@ -210,23 +201,16 @@ async def test_siblings_are_copies_and_what_cannot_be_copied_is_played_again() -
         environment: Any = Drawn(copies)
         state = environment.initial(environment.task(5))
         for action in ("a", "b"):
-            state = (
-                await environment.step(state, environment.read(state, reply(action)), Talk())
-            ).state
-        children = [
-            await environment.step(state, environment.read(state, reply("c")), Talk())
-            for _ in range(4)
-        ]
+            state = (await act(environment, state, action)).state
+        children = [await act(environment, state, "c") for _ in range(4)]
         assert len({child.state.seen for child in children}) == 1
-        assert environment.games.turns == played
+        assert environment.played == played
 
 
-async def test_an_action_that_cannot_be_read_or_is_refused_ends_the_episode_with_what_it_earned() -> (
-    None
-):
+async def test_an_unreadable_or_refused_action_ends_the_episode_with_what_it_earned() -> None:
     environment: Any = Drawn()
     state = environment.initial(environment.task(5))
-    first = await environment.step(state, environment.read(state, reply("a")), Talk())
+    first = await act(environment, state, "a")
     for text in ("no block", "<action> </action>", reply("bad")):
         last = await environment.step(first.state, environment.read(first.state, text), Talk())
         assert (last.done, last.outcome, last.measures) == (True, first.reward, {"success": 0.0})
@@ -240,8 +224,7 @@ async def test_an_answer_at_which_a_set_fails_scores_0_and_leaves_its_question_a
     environment: Any = ReasoningGym("prime_factorization", {"min_value": 30, "max_value": 30})
     task = environment.task(3)
     for text, expected in ((answer, score), (task.golds[0], 1.0), (answer, score)):
-        state = environment.initial(task)
-        transition = await environment.step(state, environment.read(state, reply(text)), Talk())
+        transition = await act(environment, environment.initial(task), text)
         assert (transition.outcome, transition.done) == (expected, True)
 
 
@@ -250,7 +233,7 @@ async def test_a_question_that_another_process_made_otherwise_is_a_fault_and_no_
     environment: Any = ReasoningGym("basic_arithmetic")
     state = msgspec.structs.replace(environment.initial(environment.task(3)), seen="1 + 1")
     with pytest.raises(DataFault, match="another question of seed 3"):
-        await environment.step(state, environment.read(state, reply("2")), Talk())
+        await act(environment, state, "2")
 
 
 async def test_the_horizon_ends_an_episode() -> None:
@@ -284,9 +267,5 @@ async def test_first_states_that_are_made_in_threads_do_not_disturb_each_other()
     environment = Drawn()
     tasks = [environment.task(seed) for seed in expected]
     made = await asyncio.gather(*(asyncio.to_thread(environment.initial, task) for task in tasks))
-    played = [
-        await environment.step(state, environment.read(state, reply("a")), Talk()) for state in made
-    ]
-    for seed, transition in zip(expected, played, strict=True):
-        alone: Any = Drawn()
-        assert transition == await alone.step(expected[seed], alone.read(None, reply("a")), Talk())
+    for state, alone in zip(made, expected.values(), strict=True):
+        assert await act(environment, state, "a") == await act(Drawn(), alone, "a")

@@ -98,10 +98,8 @@ async def test_a_cancelled_step_leaves_no_answer_for_the_next_one(
             await asyncio.sleep(0)
         step.cancel()
         await asyncio.gather(step, return_exceptions=True)
-        both = await asyncio.gather(
-            played(environment, state, "a"), played(environment, state, "bb")
-        )
-        assert both == expected
+        again = (played(environment, state, action) for action in ("a", "bb"))
+        assert await asyncio.gather(*again) == expected
 
 
 async def test_tasks_are_dealt_to_the_processes_and_a_task_stays_with_its_own(
@@ -123,7 +121,7 @@ async def test_keys_of_this_process_do_not_reach_the_other(
     drawn: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "peeking.py").write_text(
-        "import os\nclass Peek:\n    def begin(self, seed): return str(sorted(os.environ))\n    def turn(self, action): return action, 0, True\n"
+        "import os\nclass Peek:\n    def begin(self, seed): return str(sorted(os.environ))\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SOME_API_KEY", "secret")
@@ -145,7 +143,6 @@ def test_what_cannot_be_started_is_refused_before_a_run(
     options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    usable = {"python": sys.executable, "game": "tests.drawn_game:Drawn"}
     with pytest.raises(ValueError, match=said):
-        load(
-            "other_python", {"python": sys.executable, "game": "tests.drawn_game:Drawn", **options}
-        )
+        load("other_python", usable | options)

@@ -13,23 +13,21 @@ import pytest
 import torch
 
 from coppice.actors.config import ActorsConfig, SGLangConfig
-from coppice.actors.engines.local import LocalEngine
 from coppice.actors.engines.sglang import SGLangEngine
 from coppice.actors.engines.sglang_api import linear_layers
 from coppice.common import vision
 from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.forest.trees import alone
-from coppice.learner.model.model import Policy
+from coppice.learner.model.model import TreeModel
 from coppice.learner.model.publish import publish
 from coppice.learner.model.ranks import Ranks
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling
 from tests import tiny
+from tests.actors.test_local_engine import GREATEST_DIFFERENCE, started
 from tests.pictures import squares
 from tests.updates import process
 
-BOUND = 2e-5
-"""Largest difference between the engine's and the learner's log-probability, both in float32."""
 PICTURES = {1: squares(1, 2, 3), 2: squares(2), 3: squares(3), 4: squares(4, 3, 4)}
 SIZES = {1: 6, 2: 4, 3: 4, 4: 12}
 
@@ -55,19 +53,11 @@ def asked(*numbers: int, n: int = 2, new: int = 8, **fields: Any) -> GenerateReq
     )
 
 
-async def started(folder: Path, **settings: Any) -> LocalEngine:
-    engine = LocalEngine(
-        str(folder), ActorsConfig(**{"dtype": "float32", "max_context": 256, **settings})
-    )
-    await engine.start()
-    return engine
+def policy(folder: Path, run: Path, rank: int = 0) -> TreeModel:
+    return TreeModel(str(folder), process(folder, run, rank).learner, 1.0, Ranks(60))
 
 
-def policy(folder: Path, run: Path, rank: int = 0) -> Policy:
-    return Policy(str(folder), process(folder, run, rank).learner, 1.0, Ranks(60))
-
-
-def assert_equal(learner: Policy, request: GenerateRequest, result: GenerateResult) -> None:
+def assert_equal(learner: TreeModel, request: GenerateRequest, result: GenerateResult) -> None:
     assert len(result.samples) == request.n
     for sample in result.samples:
         path = Tokens(
@@ -77,7 +67,7 @@ def assert_equal(learner: Policy, request: GenerateRequest, result: GenerateResu
         )
         with torch.no_grad():
             expected = learner.read(alone(path), attention="causal")[0].numpy()
-        assert np.abs(expected - sample.logprobs).max() < BOUND
+        assert np.abs(expected - sample.logprobs).max() < GREATEST_DIFFERENCE
 
 
 @pytest.mark.parametrize("chunk", [3, 512])
@@ -126,7 +116,7 @@ async def test_published_weights_come_into_force(
     engine, learner = await started(seeing), policy(seeing, tmp_path, rank)
     if train_vision:
         config = process(seeing, tmp_path, rank, train_vision=True).learner
-        learner = Policy(str(seeing), config, 1.0, Ranks(60))
+        learner = TreeModel(str(seeing), config, 1.0, Ranks(60))
     before = await engine.generate(asked(1, 2))
     torch.manual_seed(1)
     with torch.no_grad():
@@ -168,19 +158,20 @@ def test_sglang_is_sent_one_placeholder_per_picture_and_must_have_read_the_trees
     settings = SGLangConfig(way="url", urls=["http://127.0.0.1:1"])
     engine = SGLangEngine(str(seeing), ActorsConfig(max_context=256, sglang=settings))
     request = asked(1, 2, 1)
-    body = engine._body(request, ["a", "b"])
-    (ids, again), (images, _) = body["input_ids"], body["image_data"]
-    assert ids == again
+    bodies = engine._bodies(request)
+    body = bodies[0]
+    ids, images = body["input_ids"], body["image_data"]
+    assert ids == bodies[1]["input_ids"]
     assert ids == [*range(5), 260, 262, 261, 50, 260, 262, 261, 51, 260, 262, 261, 52, 7, 8]
     assert [base64.b64decode(one.partition(",")[2]) for one in images] == [
         PICTURES[n] for n in (1, 2, 1)
     ]
     assert body["return_prompt_token_ids"]
-    assert "image_data" not in engine._body(asked(), ["a", "b"])
+    assert "image_data" not in engine._bodies(asked())[0]
     read = np.where(request.tokens < 0, 262, request.tokens).tolist()
     engine._check_read(request, [{"prompt_token_ids": read}])
     for wrong in (read[1:], [9, *read[1:]], None):
         with pytest.raises(InfrastructureFault, match="expected the 32 of the tree"):
             engine._check_read(request, [{"prompt_token_ids": wrong}])
     with pytest.raises(DataFault, match="expected 2 x 2"):
-        engine._body(msgspec.structs.replace(asked(1), images={1: PICTURES[2]}), ["a", "b"])
+        engine._bodies(msgspec.structs.replace(asked(1), images={1: PICTURES[2]}))

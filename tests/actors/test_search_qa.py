@@ -28,20 +28,20 @@ class Shelf(Tools):
         ][:topk]
 
 
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("<think> a </think> <search> q </search>", "search"),
-        ("\n<think>a</think>\n<answer>x</answer> and more", "answer"),
-        ("<search> q </search>", "invalid"),
-        ("<think> a </think> <search> q", "invalid"),
-        ("<think> a </think> <search> q </answer>", "invalid"),
-        ("hello <think> a </think> <search> q </search>", "invalid"),
-        ("<think> <answer> x </answer> </think>", "invalid"),
-    ],
-)
-def test_an_action_is_one_think_block_then_one_search_or_answer_block(text: str, kind: str) -> None:
-    assert SearchQA().read(None, text).kind == kind
+def test_an_action_is_one_think_block_then_one_search_or_answer_block() -> None:
+    def kind(text: str) -> str:
+        return SearchQA().read(None, text).kind
+
+    assert kind("<think> a </think> <search> q </search>") == "search"
+    assert kind("\n<think>a</think>\n<answer>x</answer> and more") == "answer"
+    for text in (
+        "<search> q </search>",
+        "<think> a </think> <search> q",
+        "<think> a </think> <search> q </answer>",
+        "hello <think> a </think> <search> q </search>",
+        "<think> <answer> x </answer> </think>",
+    ):
+        assert kind(text) == "invalid", text
 
 
 @pytest.mark.parametrize(
@@ -80,11 +80,7 @@ def test_reading_takes_no_longer_than_the_text_is_long(piece: str, think: Any) -
     [
         ("required", "<think> x </think> <answer> It is <answer> Sofia </answer>", "x"),
         ("optional", "<think> x </think> <answer> It is <answer> Sofia </answer>", "x"),
-        (
-            "optional",
-            "<think> in <answer> tags </think> <answer> Sofia </answer>",
-            "in <answer> tags",
-        ),
+        ("optional", "<think> a <answer> b </think> <answer> Sofia </answer>", "a <answer> b"),
         ("optional", "I write <answer> and then <answer> Sofia </answer>", ""),
     ],
 )
@@ -94,16 +90,6 @@ def test_an_answer_begins_at_the_last_opening_tag_so_that_reward_and_table_agree
     action = SearchQA(think=think).read(None, text)
     assert (action.kind, action.think, action.argument) == ("answer", thought, "Sofia")
     assert extract_answer(text) == "Sofia"
-
-
-async def test_an_information_block_stands_between_as_many_newlines_as_asked() -> None:
-    environment = SearchQA("short", 1, newlines=2)
-    action = environment.read(None, "<think> t </think> <search> capital </search>")
-    moved = await environment.step(environment.initial(TASK), action, Shelf())
-    assert (
-        moved.observation
-        == "\n\n<information>Doc 1(Title: Bulgaria) Capital: Sofia</information>\n\n"
-    )
 
 
 async def test_stepping_is_pure_and_shows_passages_one_a_line() -> None:
@@ -118,6 +104,10 @@ async def test_stepping_is_pure_and_shows_passages_one_a_line() -> None:
     )
     assert moved.observation.endswith("</information>\n")
     assert len(moved.observation) == 60 + len("\n<information></information>\n")
+    two = await SearchQA("short", 1, newlines=2).step(state, action, Shelf())
+    passage = "Doc 1(Title: Bulgaria) Capital: Sofia"
+    assert two.observation == f"\n\n<information>{passage}</information>\n\n"
+    assert environment.render([]) == "\n<information>No results found.</information>\n"
     answer = environment.read(None, "<think>t</think><answer>Sofia</answer>")
     done = await environment.step(moved.state, answer, NO_TOOLS)
     assert (done.observation, done.done, done.state.done) == ("", True, True)
@@ -145,11 +135,8 @@ def test_prompts_hold_the_question_and_unknown_ones_are_refused() -> None:
         SearchQA("serch_r1")
 
 
-TAGS = [
-    *"<think> </think> <search> </search> <answer> </answer> <information>".split(),
-    " ",
-    "Sofia",
-]
+TAGS = ["<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>"]
+TAGS += ["<information>", " ", "Sofia"]
 
 
 @given(st.lists(st.sampled_from(TAGS), max_size=12).map("".join))
@@ -191,20 +178,11 @@ def test_think_and_content_are_read_stripped_whatever_follows_the_closing_tag(
     assert action.argument == content.strip()
 
 
-def test_a_search_that_finds_nothing_says_so() -> None:
-    assert SearchQA().render([]) == "\n<information>No results found.</information>\n"
-
-
-async def test_a_judge_sees_the_steps_before_the_action_and_only_usable_queries_as_past_ones() -> (
-    None
-):
+async def test_a_judge_sees_the_steps_before_the_action_and_their_usable_queries() -> None:
     environment = SearchQA("short", 1)
     task = Task("1", "Who?", ["a", "b"], evidence=["T\nField: a"])
-    searched = await environment.step(
-        environment.initial(task),
-        environment.read(None, "<think>s</think><search>q</search>"),
-        Shelf(),
-    )
+    action = environment.read(None, "<think>s</think><search>q</search>")
+    searched = await environment.step(environment.initial(task), action, Shelf())
     noticed = await environment.step(searched.state, environment.read(None, "?"), Shelf())
     turn = environment.judged(task, noticed.state, environment.parse_forced(" a "), 3, 3)
     assert turn.past_queries == ["q"]

@@ -27,9 +27,7 @@ def streamed(
 
 @settings(max_examples=300, deadline=None)
 @given(tokens=st.lists(st.integers(0, SPECIAL), max_size=30))
-def test_the_pieces_of_any_tokens_are_their_text(
-    words: tokenizers.Tokenizer, tokens: list[int]
-) -> None:
+def test_the_pieces_are_the_text_of_tokens(words: tokenizers.Tokenizer, tokens: list[int]) -> None:
     assert "".join(streamed(words, tokens, [])[0]) == words.decode(tokens, skip_special_tokens=True)
 
 

@@ -12,33 +12,37 @@ import pytest
 from tests.actors import test_openai_server
 from tests.actors.test_openai_server import SETTINGS, Client, serving
 
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"enum": [1, 2]}, "b": {"enum": [3]}},
-            "required": ["a", "b"],
-            "additionalProperties": False,
-        },
-    },
-}
-LOOK = {"type": "function", "function": {"name": "look"}}
+
+def schema(properties: dict[str, Any], *required: str, **more: Any) -> dict[str, Any]:
+    """The schema of an object that has these properties and no others."""
+    needed = list(required or properties)
+    fixed = {"type": "object", "required": needed, "additionalProperties": False}
+    return {**fixed, "properties": properties, **more}
+
+
+def tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+ADD = tool("add", schema({"a": {"enum": [1, 2]}, "b": {"enum": [3]}}))
+LOOK = named("look")
 ASKED = {"messages": [{"role": "user", "content": "1 + 3"}], "tools": [ADD], "max_tokens": 400}
 
 
 @pytest.fixture
 async def client(llama: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
     """A server of the tiny Llama, whose replies are noise and whose prompts with tools are long."""
-    monkeypatch.setattr(
-        test_openai_server, "SETTINGS", msgspec.structs.replace(SETTINGS, max_context=1024)
-    )
+    longer = msgspec.structs.replace(SETTINGS, max_context=1024)
+    monkeypatch.setattr(test_openai_server, "SETTINGS", longer)
     async with serving(llama) as opened:
         yield opened
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+@pytest.mark.parametrize("choice", ["required", named("add")])
 async def test_a_required_call_is_made_and_matches_its_schema(client: Client, choice: Any) -> None:
     answer = await client.chat(**ASKED, tool_choice=choice)
     (one,) = answer["choices"]
@@ -54,46 +58,25 @@ async def test_definitions_of_several_tools_with_equal_names_are_kept_apart(clie
     """As pydantic writes nested parameters: references that start at the root of each tool's own
     schema."""
 
-    def tool(name: str, value: int) -> dict[str, Any]:
-        inner = {
-            "type": "object",
-            "properties": {"v": {"enum": [value]}},
-            "required": ["v"],
-            "additionalProperties": False,
-        }
-        parameters = {
-            "type": "object", "$defs": {"Inner": inner}, "properties": {"x": {"$ref": "#/$defs/Inner"}},
-            "required": ["x"], "additionalProperties": False,
-        }  # fmt: skip
-        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+    def nested(name: str, value: int) -> dict[str, Any]:
+        definitions = {"Inner": schema({"v": {"enum": [value]}})}
+        return tool(name, schema({"x": {"$ref": "#/$defs/Inner"}}, **{"$defs": definitions}))
 
+    asked = ASKED | {"tools": [nested("one", 1), nested("two", 2)], "max_tokens": 190}
     for name, value in (("one", 1), ("two", 2)):
-        choice = {"type": "function", "function": {"name": name}}
-        for tool_choice in (choice, "required"):
-            answer = await client.chat(
-                **(ASKED | {"tools": [tool("one", 1), tool("two", 2)], "max_tokens": 190}),
-                tool_choice=tool_choice,
-            )
+        for choice in (named(name), "required"):
+            answer = await client.chat(**asked, tool_choice=choice)
             (call,) = answer["choices"][0]["message"]["tool_calls"]
             called = {"one": 1, "two": 2}[call["function"]["name"]]
             assert json.loads(call["function"]["arguments"]) == {"x": {"v": called}}
-            assert tool_choice == "required" or called == value
+            assert choice == "required" or called == value
 
 
 async def test_parameters_that_refer_to_themselves_stay_their_own(client: Client) -> None:
     """A reference to the root is one to the tool's parameters, not to the list of tools."""
-    properties = {"next": {"$ref": "#"}, "v": {"enum": [7]}}
-    parameters = {
-        "type": "object",
-        "properties": properties,
-        "required": ["v"],
-        "additionalProperties": False,
-    }
-    tool = {"type": "function", "function": {"name": "tree", "parameters": parameters}}
-    answer = await client.chat(
-        **(ASKED | {"tools": [LOOK, tool], "max_tokens": 190}),
-        tool_choice={"type": "function", "function": {"name": "tree"}},
-    )
+    tree = tool("tree", schema({"next": {"$ref": "#"}, "v": {"enum": [7]}}, "v"))
+    asked = ASKED | {"tools": [LOOK, tree], "max_tokens": 190}
+    answer = await client.chat(**asked, tool_choice=named("tree"))
     found = answer["choices"][0]["message"].get("tool_calls")
     if found is None:  # nested until the limit: still by the schema
         assert answer["choices"][0]["message"]["content"].count('"next"') > 1
@@ -119,15 +102,11 @@ async def test_a_call_that_is_cut_is_no_call(client: Client) -> None:
     assert "tool_calls" not in one["message"]
 
 
-async def test_calls_and_their_results_are_read_and_a_reply_without_a_call_is_text(
-    client: Client,
-) -> None:
+async def test_calls_and_results_are_read_and_a_reply_without_call_is_text(client: Client) -> None:
     call = {"id": "x", "function": {"name": "add", "arguments": '{"a": 1, "b": 3}'}}
-    history = [
-        *ASKED["messages"],
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "x", "content": "4"},
-    ]
+    calling = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "x", "content": "4"}
+    history = [*ASKED["messages"], calling, result]
     answer = await client.chat(messages=history, tools=[ADD], max_tokens=8)
     (one,) = answer["choices"]
     assert one["finish_reason"] in ("stop", "length")
@@ -136,11 +115,9 @@ async def test_calls_and_their_results_are_read_and_a_reply_without_a_call_is_te
 
 
 async def test_a_stream_is_the_same_call_in_deltas(client: Client) -> None:
-    chunks = await client.stream(
-        "chat/completions",
-        {**ASKED, "tool_choice": "required", "seed": 5, "stream_options": {"include_usage": True}},
-    )
-    whole = await client.chat(**ASKED, tool_choice="required", seed=5)
+    asked = {**ASKED, "tool_choice": "required", "seed": 5}
+    counted = {**asked, "stream_options": {"include_usage": True}}
+    chunks, whole = await client.stream("chat/completions", counted), await client.chat(**asked)
     deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
     (call,) = [call for delta in deltas for call in delta.get("tool_calls", [])]
     assert call["function"] == whole["choices"][0]["message"]["tool_calls"][0]["function"]
@@ -148,15 +125,9 @@ async def test_a_stream_is_the_same_call_in_deltas(client: Client) -> None:
 
 
 async def test_responses_answer_in_their_own_words(client: Client) -> None:
-    flat = {"type": "function", **ADD["function"]}
-    body = {
-        "input": "1 + 3",
-        "instructions": "Add.",
-        "tools": [flat],
-        "tool_choice": "required",
-        "max_output_tokens": 500,
-    }
-    status, answer = await client.post("responses", body)
+    calling = {"tools": [{"type": "function", **ADD["function"]}], "tool_choice": "required"}
+    body = {"input": "1 + 3", "instructions": "Add.", "max_output_tokens": 500}
+    status, answer = await client.post("responses", body | calling)
     assert (status, answer["status"]) == (200, "completed"), json.dumps(answer)
     (item,) = answer["output"]
     assert (item["type"], item["name"]) == ("function_call", "add")
@@ -164,9 +135,8 @@ async def test_responses_answer_in_their_own_words(client: Client) -> None:
     assert answer["output"][0]["type"] == "message"
     assert answer["usage"]["output_tokens"] <= 4
     form = {"format": {"type": "json_schema", "name": "n", "schema": {"enum": [7]}}}
-    status, answer = await client.post(
-        "responses", {"input": "hi", "max_output_tokens": 20, "text": form}
-    )
+    body = {"input": "hi", "max_output_tokens": 20, "text": form}
+    status, answer = await client.post("responses", body)
     assert answer["output"][0]["content"][0]["text"] == "7"
 
 
@@ -188,9 +158,7 @@ async def test_what_cannot_be_done_is_refused_by_name(
     assert word in answer["error"]["message"]
 
 
-async def test_several_replies_and_their_log_probabilities_come_beside_tools(
-    client: Client,
-) -> None:
+async def test_several_replies_and_their_logprobs_come_beside_tools(client: Client) -> None:
     asked = {**ASKED, "max_tokens": 12, "n": 3, "logprobs": True, "top_logprobs": 2, "seed": 5}
     answer = await client.chat(**asked)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
@@ -198,29 +166,21 @@ async def test_several_replies_and_their_log_probabilities_come_beside_tools(
     assert sum(counted) == answer["usage"]["completion_tokens"]
     for choice in answer["choices"]:
         assert all(len(entry["top_logprobs"]) == 2 for entry in choice["logprobs"]["content"])
-    chunks = [
-        choice
-        for chunk in await client.stream("chat/completions", asked)
-        for choice in chunk["choices"]
-    ]
+    stream = await client.stream("chat/completions", asked)
+    chunks = [choice for chunk in stream for choice in chunk["choices"]]
     for choice in answer["choices"]:
         own = [chunk for chunk in chunks if chunk["index"] == choice["index"]]
-        assert (
-            "".join(chunk["delta"].get("content", "") for chunk in own)
-            == choice["message"]["content"]
-        )
-        tokens = [
-            e["token"] for chunk in own if chunk["logprobs"] for e in chunk["logprobs"]["content"]
-        ]
+        text = "".join(chunk["delta"].get("content", "") for chunk in own)
+        assert text == choice["message"]["content"]
+        logprobs = [chunk["logprobs"]["content"] for chunk in own if chunk["logprobs"]]
+        tokens = [entry["token"] for part in logprobs for entry in part]
         assert tokens == [entry["token"] for entry in choice["logprobs"]["content"]]
     called = (await client.chat(**ASKED, n=2, tool_choice="required"))["choices"]
     assert len({choice["message"]["tool_calls"][0]["id"] for choice in called}) == 2
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses"])
-async def test_of_allowed_tools_one_is_called_and_all_stay_in_the_prompt(
-    client: Client, path: str
-) -> None:
+async def test_one_allowed_tool_is_called_and_all_are_in_prompt(client: Client, path: str) -> None:
     required = {"mode": "required", "tools": [{"type": "function", "name": "add"}]}
     if path == "responses":
         flat = [{"type": "function", **tool["function"]} for tool in (LOOK, ADD)]
@@ -241,30 +201,17 @@ async def test_of_allowed_tools_one_is_called_and_all_stay_in_the_prompt(
 
 
 @pytest.mark.parametrize("tools", [[], [ADD]])
-async def test_what_nobody_knows_changes_nothing_wherever_it_stands(
-    client: Client, tools: list[Any]
-) -> None:
-    """As clients write it: extensions of their own, and a reply's ``model_dump()`` in the history."""
+async def test_unknown_fields_change_nothing_anywhere(client: Client, tools: list[Any]) -> None:
+    """As clients write it: extensions, and a reply's ``model_dump()`` in the history."""
     fields = {"tools": tools, "max_tokens": 4, "seed": 1}
-    reply = {
-        "role": "assistant",
-        "content": "hi",
-        "refusal": None,
-        "annotations": [],
-        "tool_calls": None,
-    }
+    reply = {"role": "assistant", "content": "hi"}
+    dumped = {**reply, "refusal": None, "annotations": [], "tool_calls": None}
     more = {"reasoning_effort": "high", "provider_specific_fields": {"a": 1}, "extra": 1}
-    plain = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "hi"},
-        {"role": "user", "content": "so"},
-    ]
+    first, last = {"role": "user", "content": "hi"}, {"role": "user", "content": "so"}
+    plain = [first, reply, last]
     parts = [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]
-    told = [
-        {"role": "user", "content": parts, "provider_specific_fields": {}},
-        reply,
-        {"role": "user", "content": "so", "id": 3},
-    ]
+    extended = {"role": "user", "content": parts, "provider_specific_fields": {}}
+    told = [extended, dumped, {**last, "id": 3}]
     wanted = await client.chat(messages=plain, **fields)
     answer = await client.chat(messages=told, **fields, **more)
     assert answer["choices"] == wanted["choices"]
@@ -272,13 +219,9 @@ async def test_what_nobody_knows_changes_nothing_wherever_it_stands(
 
 
 async def test_the_messages_dialect_is_served_with_calls_and_counts(client: Client) -> None:
-    tool = {"name": "add", "input_schema": ADD["function"]["parameters"]}
-    body = {
-        "max_tokens": 400,
-        "messages": [{"role": "user", "content": "1 + 3"}],
-        "tools": [tool],
-        "tool_choice": {"type": "any"},
-    }
+    tools = [{"name": "add", "input_schema": ADD["function"]["parameters"]}]
+    body = {"max_tokens": 400, "messages": ASKED["messages"], "tools": tools}
+    body["tool_choice"] = {"type": "any"}
     status, message = await client.post("messages", body)
     (call,) = message["content"]
     assert (status, message["stop_reason"], call["name"]) == (200, "tool_use", "add")
@@ -286,51 +229,29 @@ async def test_the_messages_dialect_is_served_with_calls_and_counts(client: Clie
     counted = (await client.post("messages/count_tokens", body))[1]["input_tokens"]
     assert counted == message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"]
     result = {"type": "tool_result", "tool_use_id": call["id"], "content": "4"}
-    history = [
-        *body["messages"],
-        {"role": "assistant", "content": [call]},
-        {"role": "user", "content": [result]},
-    ]
-    _, message = await client.post(
-        "messages",
-        body
-        | {
-            "messages": history,
-            "tool_choice": {"type": "none"},
-            "max_tokens": 4,
-            "stop_sequences": ["~~"],
-        },
-    )
+    told = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    more = {"messages": [*body["messages"], *told], "tool_choice": {"type": "none"}}
+    limits = {"max_tokens": 4, "stop_sequences": ["~~"]}
+    _, message = await client.post("messages", body | more | limits)
     assert message["content"][0]["type"] == "text" and message["usage"]["output_tokens"] <= 4
     status, answer = await client.post("messages", body | {"model": "claude"})
     assert (status, answer["error"]["type"]) == (404, "not_found_error")
 
 
 async def test_a_stop_sequence_is_told_in_the_messages_dialect(client: Client) -> None:
-    body = {
-        "max_tokens": 20,
-        "messages": [{"role": "user", "content": "hi"}],
-        "stop_sequences": ["b", "c"],
-        "regex": "aaabc",
-    }
-    _, message = await client.post("messages", body)
-    assert (message["content"][0]["text"], message["stop_reason"], message["stop_sequence"]) == (
-        "aaa",
-        "stop_sequence",
-        "b",
-    )
+    body = {"max_tokens": 20, "messages": ASKED["messages"], "stop_sequences": ["b", "c"]}
+    _, message = await client.post("messages", body | {"regex": "aaabc"})
+    assert message["content"][0]["text"] == "aaa"
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "b")
 
 
 async def test_responses_are_known_again_by_their_ids(client: Client) -> None:
     limit = {"max_output_tokens": 4, "seed": 1}
     _, first = await client.post("responses", {"input": "hi", **limit})
-    whole = [{"role": "user", "content": "hi"}, *first["output"], {"role": "user", "content": "so"}]
+    hi, so = {"role": "user", "content": "hi"}, {"role": "user", "content": "so"}
+    whole = [hi, *first["output"], so]
     wanted = (await client.post("responses", {"input": whole, **limit}))[1]["usage"]["input_tokens"]
-    references = [
-        {"role": "user", "content": "hi"},
-        {"type": "item_reference", "id": first["output"][0]["id"]},
-        whole[-1],
-    ]
+    references = [hi, {"type": "item_reference", "id": first["output"][0]["id"]}, so]
     for body in ({"input": references}, {"input": "so", "previous_response_id": first["id"]}):
         status, answer = await client.post("responses", {**body, **limit})
         assert (status, answer["usage"]["input_tokens"]) == (200, wanted)

@@ -2,17 +2,15 @@
 PNG bytes."""
 
 import io
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from coppice.actors.environments.base import SPLIT
-from coppice.actors.environments.sokoban.environment import Sokoban
-from coppice.actors.environments.sokoban.pictures import SIDE, picture, pixels
+from coppice.actors.environments.sokoban.environment import SPRITE as SIDE
+from coppice.actors.environments.sokoban.environment import Sokoban, picture, pixels
 from coppice.actors.environments.sokoban.rooms import GLYPHS
-from coppice.actors.environments.sudoku.environment import Sudoku
 
 EVERY_KIND = "######" + "#S√XO#" + "#____#" * 3 + "######"
 
@@ -60,14 +58,3 @@ def test_the_prompt_shows_the_room_as_a_picture_and_no_board() -> None:
     assert "{" not in before["text"] + after["text"]
     assert SPLIT in before["text"]
     assert not set("√#_") & set(before["text"] + after["text"])
-
-
-def test_a_side_without_a_picture_and_a_picture_that_a_game_cannot_draw_are_refused(
-    tmp_path: Path,
-) -> None:
-    with pytest.raises(ValueError, match="side = 256: expected 0, or the pixels of a prompt"):
-        Sokoban(side=256)
-    path = tmp_path / "prompt.txt"
-    path.write_text("Look: {picture}")
-    with pytest.raises(ValueError, match="sudoku draws no pictures"):
-        Sudoku(prompt=str(path))

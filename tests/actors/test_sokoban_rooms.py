@@ -3,12 +3,13 @@
 import random
 import statistics
 from collections import deque
+from collections.abc import Callable
 
 import pytest
 
 from coppice.actors.environments.sokoban.rooms import (
     GLYPHS,
-    Position,
+    Room,
     cells_of,
     generate,
     layout_digest,
@@ -27,10 +28,9 @@ TWO = "######" + "#O__O#" + "#_XX_#" + "#_P__#" + "#____#" + "######"
 def searched(board: str) -> int | None:
     """The length of a shortest solution by forward search over sets of cells, which shares no code
     with the table of distances."""
-    at = {
-        glyph: {divmod(cell, 6) for cell, other in enumerate(board) if other == glyph}
-        for glyph in GLYPHS
-    }
+    at = {glyph: set[tuple[int, int]]() for glyph in GLYPHS}
+    for cell, glyph in enumerate(board):
+        at[glyph].add(divmod(cell, 6))
     walls, targets = at["#"], frozenset(at["O"] | at["√"] | at["S"])
     (player,) = at["P"] | at["S"]
     start = (player, frozenset(at["X"] | at["√"]))
@@ -40,10 +40,7 @@ def searched(board: str) -> int | None:
         if boxes == targets:
             return depth
         for down, across in ((-1, 0), (1, 0), (0, -1), (0, 1)):
-            there, beyond = (
-                (here[0] + down, here[1] + across),
-                (here[0] + 2 * down, here[1] + 2 * across),
-            )
+            there, beyond = ((here[0] + n * down, here[1] + n * across) for n in (1, 2))
             if there in walls or (there in boxes and (beyond in walls or beyond in boxes)):
                 continue
             after = (there, boxes - {there} | {beyond} if there in boxes else boxes)
@@ -122,10 +119,8 @@ def test_a_room_depends_on_its_seed_alone() -> None:
 
 
 def test_a_generator_that_finds_no_room_says_what_to_do() -> None:
-    with pytest.raises(
-        DataFault,
-        match="size 6 with 1 boxes and a solution of at most 15 steps from seed 3 in 4096 tries: ask",
-    ):
+    said = "size 6 with 1 boxes and a solution of at most 15 steps from seed 3 in 4096 tries: ask"
+    with pytest.raises(DataFault, match=said):
         generate(6, 1, 3, 15, wanted=lambda room: False)
 
 
@@ -138,17 +133,17 @@ def test_boards_survive_parsing_and_writing() -> None:
 
 
 def test_turned_and_mirrored_rooms_have_one_digest_and_others_another() -> None:
-    def turned(position: Position) -> Position:
+    def moved(position: Room, to: Callable[[int, int], int]) -> Room:
         def mask(cells: int) -> int:
-            return sum(1 << (cell % 6) * 6 + 5 - cell // 6 for cell in cells_of(cells))
+            return sum(1 << to(cell // 6, cell % 6) for cell in cells_of(cells))
 
         return position._replace(floor=mask(position.floor), targets=mask(position.targets))
 
-    def mirrored(position: Position) -> Position:
-        def mask(cells: int) -> int:
-            return sum(1 << cell // 6 * 6 + 5 - cell % 6 for cell in cells_of(cells))
+    def turned(position: Room) -> Room:
+        return moved(position, lambda row, column: column * 6 + 5 - row)
 
-        return position._replace(floor=mask(position.floor), targets=mask(position.targets))
+    def mirrored(position: Room) -> Room:
+        return moved(position, lambda row, column: row * 6 + 5 - column)
 
     room = parse("######" + "#P_O_#" + "#_X###" + "#_####" + "######" * 2)
     assert layout_digest(turned(room)) == layout_digest(mirrored(room)) == layout_digest(room)

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from coppice.actors.environments.agents.environment import Agent
+from coppice.actors.environments.agents.environment import AgentEnvironment
 from coppice.actors.environments.task_files import (
     HubSet,
     check_form,
@@ -58,23 +58,14 @@ def written(path: Path, *rows: object) -> str:
     return str(path)
 
 
-def test_a_file_without_a_byte_is_called_empty(tmp_path: Path) -> None:
-    (tmp_path / "e.jsonl").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"e\.jsonl holds no usable task: it is empty"):
-        load_tasks(str(tmp_path / "e.jsonl"))
-
-
-def test_unusable_held_out_rows_and_a_set_that_is_too_small_are_told_with_counts_and_the_first_line(
-    tmp_path: Path,
-) -> None:
+def test_unusable_held_out_rows_and_a_set_that_is_too_small_are_told(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     lines = [json.dumps(ROWS[0]), "", "{broken", '{"question": "No gold"}', json.dumps(ROWS[1])]
     path.write_text("\n".join(lines))
     tasks, (rows, few) = held_out(str(path), 5)
     assert len(tasks) == 2
-    assert rows.startswith(
-        f"held-out set: 2 of 4 rows cannot be used; the first: {path}:3: not JSON"
-    )
+    said = f"held-out set: 2 of 4 rows cannot be used; the first: {path}:3: not JSON"
+    assert rows.startswith(said)
     assert few == "held-out set: 5 questions are asked for and 2 are there, so all of them are used"
     assert held_out(written(path, ROWS[0]), 1)[1] == []
 
@@ -105,51 +96,38 @@ def test_a_file_in_utf_16_or_utf_32_is_refused_with_the_remedy(
 ) -> None:
     path = tmp_path / "t.jsonl"
     path.write_bytes(json.dumps(ROWS[0]).encode(encoding))
-    with pytest.raises(ValueError, match=r"t\.jsonl is not in UTF-8 .*iconv"):
+    with pytest.raises(ValueError, match=r"t\.jsonl is (not )?in UTF-.*iconv"):
         load_tasks(str(path))
 
 
-@pytest.mark.parametrize("golds", [[], ["  "], None, [1946]])
-def test_a_question_without_a_usable_gold_answer_is_set_aside(
-    tmp_path: Path, golds: object
-) -> None:
-    rows = ({"question": "q", "golden_answers": golds}, {"question": "r", "golden_answers": ["a"]})
-    source = written(tmp_path / "t.jsonl", *rows)
-    tasks, (rejected,) = load_tasks(source)
-    assert [task.question for task in tasks] == ["r?"]
-    assert (rejected.where, rejected.reason[:14]) == (f"{source}:1", "no gold answer")
+def test_a_row_becomes_a_task_or_is_set_aside_with_its_place(tmp_path: Path) -> None:
+    def row(question: str, golds: object = "a", **fields: object) -> dict[str, object]:
+        return {"question": question, "golden_answers": golds, **fields}
 
-
-def test_a_question_mark_is_added_only_where_a_sentence_has_no_end(tmp_path: Path) -> None:
-    rows = ({"question": text, "golden_answers": ["a"]} for text in ("who ", "Who?", "Go!", "It."))
-    tasks, _ = load_tasks(written(tmp_path / "t.jsonl", *rows))
-    assert [task.question for task in tasks] == ["who?", "Who?", "Go!", "It."]
-
-
-def test_evidence_becomes_passage_texts_and_counts_the_hops(tmp_path: Path) -> None:
-    evidence = [
-        {"title": "Bulgaria", "field": "Capital", "value": "Sofia"},
-        {"title": "B", "field": "F", "value": "v"},
-    ]
-    row = {"id": 7, "question": "q?", "golden_answers": ["v"], "data_source": "factbook"}
-    ((task,), _) = load_tasks(written(tmp_path / "t.jsonl", row | {"evidence": evidence}))
-    assert task.evidence == ["Bulgaria\nCapital: Sofia", "B\nF: v"]
-    assert (task.id, task.hops, task.source) == ("7", 2, "factbook")
-
-
-def test_a_row_without_an_id_takes_its_index_or_its_place(tmp_path: Path) -> None:
-    row = {"question": "q?", "golden_answers": ["a"]}
-    source = written(tmp_path / "t.jsonl", row | {"extra_info": {"index": 12}}, row)
-    tasks, _ = load_tasks(source)
-    assert [task.id for task in tasks] == ["12", f"{source}:2"]
-
-
-def test_a_search_r1_prompt_gives_the_question_after_its_last_marker(tmp_path: Path) -> None:
-    content = "Question: is an example. Rules. Question: who wrote it\n"
+    prompt = [{"role": "user", "content": "Question: an example. Rules. Question: who wrote it\n"}]
     truth = {"style": "rule", "ground_truth": {"target": ["x", "y"]}}
-    row = {"prompt": [{"role": "user", "content": content}], "reward_model": truth}
-    ((task,), _) = load_tasks(written(tmp_path / "t.jsonl", row))
-    assert (task.question, task.golds) == ("who wrote it?", ["x", "y"])
+    passage = {"title": "Bulgaria", "field": "Capital", "value": "Sofia"}
+    evidence = [passage, {"title": "B", "field": "F", "value": "v"}]
+    rows = [
+        *map(row, ("who ", "Who?", "Go!", "It.")),
+        row("q?", ["v"], id=7, data_source="factbook", evidence=evidence),
+        row("q?", extra_info={"index": 12}),
+        {"prompt": prompt, "reward_model": truth},
+        *(row("unusable", golds) for golds in ([], ["  "], None, [1946])),
+        row("q", evidence=[{"title": "no field"}]),
+    ]
+    source = written(tmp_path / "t.jsonl", *rows)
+    tasks, rejected = load_tasks(source)
+    questions = ["who?", "Who?", "Go!", "It.", "q?", "q?", "who wrote it?"]
+    assert [task.question for task in tasks] == questions
+    assert tasks[4].evidence == ["Bulgaria\nCapital: Sofia", "B\nF: v"]
+    assert (tasks[4].id, tasks[4].hops, tasks[4].source) == ("7", 2, "factbook")
+    # without an id, a row takes its index or its place
+    assert [task.id for task in tasks[5:]] == ["12", f"{source}:7"]
+    assert (tasks[6].golds, tasks[0].golds) == (["x", "y"], ["a"])
+    assert [one.where for one in rejected] == [f"{source}:{line}" for line in range(8, 13)]
+    assert {one.reason[:14] for one in rejected[:4]} == {"no gold answer"}
+    assert rejected[4].reason.startswith("evidence or hops")
 
 
 @pytest.mark.parametrize("source", ["a b", "none.parquet", "/no/such/folder", "./owner/name"])
@@ -174,10 +152,8 @@ def test_equal_ids_of_several_sources_stay_apart_and_those_of_one_stay_as_they_a
     one = written(tmp_path / "nq.jsonl", row | {"question": "Who?"}, {"question": "no gold"})
     two = written(tmp_path / "hotpotqa.jsonl", row | {"question": "Where?"})
     tasks, rejected = load_tasks([one, two])
-    assert [(task.id, task.question) for task in tasks] == [
-        (f"{one}#train_0", "Who?"),
-        (f"{two}#train_0", "Where?"),
-    ]
+    assert [task.id for task in tasks] == [f"{one}#train_0", f"{two}#train_0"]
+    assert [task.question for task in tasks] == ["Who?", "Where?"]
     assert [r.where for r in rejected] == [f"{one}:2"]
     assert [load_tasks(setting)[0][0].id for setting in ([one], one)] == ["train_0"] * 2
 
@@ -197,7 +173,7 @@ def test_one_source_of_several_that_cannot_be_read_ends_the_load_and_is_named(
     good = written(tmp_path / "a.jsonl", {"question": "q", "golden_answers": ["a"]})
     with pytest.raises(FileNotFoundError, match=r"gone\.jsonl"):
         load_tasks([good, str(tmp_path / "gone.jsonl")])
-    with pytest.raises(ValueError, match=r"b\.jsonl holds no usable task"):
+    with pytest.raises(ValueError, match=r"b\.jsonl holds no usable task: it is empty"):
         load_tasks([good, written(tmp_path / "b.jsonl")])
     with pytest.raises(ValueError, match="twice"):
         listed([good, good])
@@ -205,23 +181,13 @@ def test_one_source_of_several_that_cannot_be_read_ends_the_load_and_is_named(
         listed([])
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("owner/name", HubSet("owner/name", "", "")),
-        ("owner/name:test", HubSet("owner/name", "", "test")),
-        (f"{SET}/2wikimultihopqa:dev", HubSet(SET, "2wikimultihopqa", "dev")),
-        ("owner/na.me/folder", HubSet("owner/na.me", "folder", "")),
-        ("folder/file.jsonl", None),
-        ("owner/name/file.jsonl", None),
-        ("owner/name:", None),
-        ("a/b/c/d", None),
-        ("./owner/name", None),
-        ("word", None),
-    ],
-)
-def test_a_hub_set_is_told_from_a_path_by_its_form(source: str, found: HubSet | None) -> None:
-    assert hub_set_of(source) == found
+def test_a_hub_set_is_told_from_a_path_by_its_form() -> None:
+    assert hub_set_of("owner/name") == HubSet("owner/name", "", "")
+    assert hub_set_of("owner/name:test") == HubSet("owner/name", "", "test")
+    assert hub_set_of(f"{SET}/2wikimultihopqa:dev") == HubSet(SET, "2wikimultihopqa", "dev")
+    assert hub_set_of("owner/na.me/folder") == HubSet("owner/na.me", "folder", "")
+    paths = ["folder/file.jsonl", "owner/name/file.jsonl", "owner/name:", "a/b/c/d", "./owner/name"]
+    assert [source for source in [*paths, "word"] if hub_set_of(source)] == []
 
 
 def test_a_folder_of_the_hub_is_train_unless_a_split_is_named(
@@ -284,5 +250,5 @@ def test_a_task_that_is_taken_as_it_stands_has_all_columns_of_its_row_as_json_ha
     ((task,), _) = load_tasks(str(place), verbatim=True)
     assert task.row == row | {"due": "2026-01-02"}
     shown = task.row | {"id": "7", "golds": ["a"], "seed": 0}
-    assert Agent("module:run").initial(task).task == shown
+    assert AgentEnvironment("module:run").initial(task).task == shown
     assert load_tasks(str(place))[0][0].row == {}

@@ -1,5 +1,5 @@
-"""The command coppice dev chaos: it strikes small runs with many faults, one after another, and checks
-that nothing is lost.
+"""The command coppice dev chaos: it strikes small runs with many faults, one after another, and
+checks that nothing is lost.
 
 docs/reliability.md says what is struck, what must hold, and what was measured.
 """
@@ -28,39 +28,17 @@ EXAMPLES = """\
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of coppice dev chaos."""
-    parser = command_parser(
-        "coppice dev chaos",
-        "Strike a small run with faults, and check that nothing is lost.",
-        EXAMPLES,
-    )
-    parser.add_argument(
-        "--faults", type=int, default=100, help="how many faults (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="decides all faults and their order (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="folder in which a run is kept that broke an invariant (default: a new folder in /tmp)",
-    )
-    parser.add_argument(
-        "--schedulers",
-        type=int,
-        default=1,
-        help="how many schedulers each run has (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=sorted(KINDS),
-        metavar="KIND",
-        help="these kinds of faults alone (default: all)",
-    )
-    parser.add_argument("--list", action="store_true", help="print the kinds of faults and end")
+    what = "Strike a small run with faults, and check that nothing is lost."
+    parser, default = command_parser("coppice dev chaos", what, EXAMPLES), "(default: %(default)s)"
+    add = parser.add_argument
+    add("--faults", type=int, default=100, help=f"how many faults {default}")
+    add("--seed", type=int, default=0, help=f"decides all faults and their order {default}")
+    out = "folder in which a run is kept that broke an invariant (default: a new one in /tmp)"
+    add("--out", type=Path, help=out)
+    add("--schedulers", type=int, default=1, help=f"how many schedulers each run has {default}")
+    only = "these kinds of faults alone (default: all)"
+    add("--only", nargs="+", choices=sorted(KINDS), metavar="KIND", help=only)
+    add("--list", action="store_true", help="print the kinds of faults and end")
     return parser
 
 
@@ -73,44 +51,32 @@ def arguments(options: list[str] | None = None) -> argparse.Namespace:
     if parsed.faults < 1:
         command.error(f"--faults {parsed.faults}: expected at least 1")
     if parsed.schedulers not in (1, 2):
-        command.error(
-            f"--schedulers {parsed.schedulers}: expected 1 or 2, because its runs have two actors"
-        )
-    if (
-        parsed.out is not None
-        and parsed.out.exists()
-        and not (parsed.out.is_dir() and not any(parsed.out.iterdir()))
-    ):
-        command.error(f"--out {parsed.out}: expected a folder that is empty or not there")
+        command.error(f"--schedulers {parsed.schedulers}: expected 1 or 2, for two actors")
+    if (out := parsed.out) and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        command.error(f"--out {out}: expected a folder that is empty or not there")
     return parsed
 
 
 def main(options: list[str] | None = None) -> int:
     """Run the command and return its exit status: 1 if an invariant is broken, 130 after Ctrl-C."""
-    asked = arguments(options)
-    if asked.list:
+    given = arguments(options)
+    if given.list:
         for name, kind in KINDS.items():
             print(f"{name:<11} {kind.share:>3} of 100  {kind.text}; {', '.join(kind.places)}")
         return 0
     mounts = OWN in os.environ or _again()
     from tests.chaos.chapters import chaos
 
-    folder = asked.out or Path(tempfile.mkdtemp(prefix="coppice-chaos-"))
+    folder = given.out or Path(tempfile.mkdtemp(prefix="coppice-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    kinds = given.only or list(KINDS)
     try:
-        broken = chaos(
-            asked.seed,
-            asked.faults,
-            asked.only or list(KINDS),
-            folder.resolve(),
-            mounts,
-            asked.schedulers,
-        )
+        broken = chaos(given.seed, given.faults, kinds, folder.resolve(), mounts, given.schedulers)
     except KeyboardInterrupt:
         print(f"\nstopped; no process is left. {folder} holds what was written", file=sys.stderr)
         return 130
-    if not broken and asked.out is None:
+    if not broken and given.out is None:
         shutil.rmtree(folder)
     return int(broken)
 
@@ -118,11 +84,9 @@ def main(options: list[str] | None = None) -> int:
 def _again() -> bool:
     """Start this command anew where it may mount a disk that nobody else sees. Return False if the
     system does not let it."""
-    apart = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
-    if (
-        shutil.which("unshare")
-        and not subprocess.run([*apart, "true"], capture_output=True).returncode
-    ):
-        command = [*apart, sys.executable, *sys.orig_argv[1:]]
-        os.execvpe(apart[0], command, os.environ | {OWN: "1"})
+    own = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
+    trial = [*own, "true"]
+    if shutil.which("unshare") and not subprocess.run(trial, capture_output=True).returncode:
+        command = [*own, sys.executable, *sys.orig_argv[1:]]
+        os.execvpe(own[0], command, os.environ | {OWN: "1"})
     return False

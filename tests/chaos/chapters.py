@@ -67,7 +67,7 @@ def chaos(
 def _chapter(
     run: Struck, faults: list[Fault], struck: Counter[str], survived: Counter[str]
 ) -> list[str]:
-    """Strike one run with ``faults`` and bring it to its end. Return the invariants that it broke."""
+    """Strike one run and bring it to its end. Return the invariants that it broke."""
     start = time.monotonic()
     run.launch(*world.settings(len(run.homes)))
     try:
@@ -80,29 +80,25 @@ def _chapter(
             run.settle(3 if KINDS[fault.kind].starts else 2)
             survived[fault.kind] += 1
             seconds = time.monotonic() - began
-            line = f"{fault.number:>4} {fault.kind:<10} {fault.place:<11} {seconds:>5.1f} s  {' '.join(what.split())}"
-            print(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}...", flush=True)
+            where = f"{fault.number:>4} {fault.kind:<10} {fault.place:<11} {seconds:>5.1f} s"
+            print(f"{where}  {' '.join(what.split())}"[:WIDTH], flush=True)
         after = invariants.footprints(run)
         if (status := run.stop_and_end()) != 0:
             return [f"the run's end: exit status {status}, expected 0:\n{run.said()[-1500:]}"]
     except (Lost, OSError, psutil.Error) as lost:
         return [f"after {sum(survived.values())} faults: {lost}"]
-    broken = (
-        invariants.grown(before, after)
-        + invariants.left_behind(run)
-        + invariants.of_the_files(run.folder, world.QUESTIONS * len(run.homes))
-    )
+    broken = [*invariants.grown(before, after), *invariants.left_behind(run)]
+    broken += invariants.of_the_files(run.folder, world.QUESTIONS * len(run.homes))
     count = invariants.account(run.folder)
     print(
-        f"{count.drawn} drawn = {count.trained} trained + {count.quarantined} quarantined; {count.updates} updates,"
-        f" {run.launches} launches, {time.monotonic() - start:.0f} s\n{'holds':<10}  {'MiB: first':>10} {'last':>6}  {'files: first':>12} {'last':>4}"
+        f"{count.drawn} drawn = {count.trained} trained + {count.quarantined} quarantined;"
+        f" {count.updates} updates, {run.launches} launches, {time.monotonic() - start:.0f} s"
     )
+    row = "{:<10}  {:>10.6} {:>6.6}  {:>12} {:>4}"
+    print(row.format("holds", "first MiB", "last", "first files", "last"))
     for name, first in before.items():
-        last = after[name]
-        print(
-            f"{name:<10}  {first.mib:>10.0f} {last.mib:>6.0f}  {first.descriptors:>12} {last.descriptors:>4}",
-            flush=True,
-        )
+        last, mib = after[name], (f"{before[name].mib:.0f}", f"{after[name].mib:.0f}")
+        print(row.format(name, *mib, first.descriptors, last.descriptors), flush=True)
     return broken
 
 
@@ -114,10 +110,6 @@ def _keep(run: Struck, folder: Path) -> None:
 
 
 def _table(struck: Counter[str], survived: Counter[str]) -> None:
-    print(f"{'kind':<12}{'struck':>8}{'survived':>10}")
-    print(
-        "\n".join(
-            f"{kind:<12}{struck[kind]:>8}{survived[kind]:>10}" for kind in KINDS if struck[kind]
-        )
-    )
-    print(f"{'all':<12}{struck.total():>8}{survived.total():>10}", flush=True)
+    rows = [(kind, struck[kind], survived[kind]) for kind in KINDS if struck[kind]]
+    for row in (("kind", "struck", "survived"), *rows, ("all", struck.total(), survived.total())):
+        print("{:<12}{:>8}{:>10}".format(*row), flush=True)

@@ -76,7 +76,7 @@ def obey(kind: str, variant: int, tell: Callable[[str], Any]) -> None:
 
 
 def hold(seconds: float) -> None:
-    """Sleep without giving up the interpreter's lock, so that no other thread of this process runs."""
+    """Sleep with the interpreter's lock, so that no other thread of this process runs."""
     library = ctypes.PyDLL(None)
     library.usleep(int(seconds * 1e6)) if seconds < 1 else library.sleep(int(seconds))
 

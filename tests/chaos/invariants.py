@@ -40,11 +40,9 @@ class Account(msgspec.Struct, frozen=True):
 
 def footprints(run: Struck) -> dict[str, Footprint]:
     """Return what each process of a run holds, by name."""
-    processes = {name: psutil.Process(pid) for name, pid in run.pids().items()}
-    return {
-        name: Footprint(p.memory_full_info().pss / 2**20, p.num_fds())
-        for name, p in processes.items()
-    }
+    found = {name: psutil.Process(pid) for name, pid in run.pids().items()}
+    pss = {name: process.memory_full_info().pss / 2**20 for name, process in found.items()}
+    return {name: Footprint(pss[name], process.num_fds()) for name, process in found.items()}
 
 
 def grown(before: dict[str, Footprint], after: dict[str, Footprint]) -> list[str]:
@@ -53,13 +51,9 @@ def grown(before: dict[str, Footprint], after: dict[str, Footprint]) -> list[str
     for name, first in before.items():
         last = after[name]
         if last.mib > GROWTH * first.mib + ROOM_MIB:
-            faults.append(
-                f"flat memory: {name} held {first.mib:.0f} MiB at the start and holds {last.mib:.0f}"
-            )
-        if last.descriptors > first.descriptors + MORE_DESCRIPTORS:
-            faults.append(
-                f"flat descriptors: {name} had {first.descriptors} at the start and has {last.descriptors}"
-            )
+            faults.append(f"flat memory: {name} grew from {first.mib:.0f} to {last.mib:.0f} MiB")
+        if (now := last.descriptors) > first.descriptors + MORE_DESCRIPTORS:
+            faults.append(f"flat descriptors: {name} grew from {first.descriptors} to {now}")
     return faults
 
 
@@ -72,33 +66,26 @@ def account(folder: Path) -> Account:
     finally:
         journal.close()
     counted = [row for row in rows if len(versions[row.id]) == 1 and None not in versions[row.id]]
-    trained, quarantined = (
-        sum(row.status == status for row in some)
-        for some, status in ((counted, "closed"), (rows, "quarantined"))
-    )
-    newest = max(
-        (version for row in counted for version in versions[row.id] if version is not None),
-        default=0,
-    )
+    trained = sum(row.status == "closed" for row in counted)
+    quarantined = sum(row.status == "quarantined" for row in rows)
+    newest = max((version or 0 for row in counted for version in versions[row.id]), default=0)
     return Account(len(rows), trained, quarantined, len(counted), newest)
 
 
 def of_the_files(folder: Path, questions: int) -> list[str]:
-    """Return what is wrong in the folder of a run that has ended: what coppice watch --audit finds, and tasks
-    that are not accounted for. questions: the tasks of an update."""
+    """Return what is wrong in the folder of a run that has ended: what coppice watch --audit finds,
+    and tasks that are not accounted for. questions: the tasks of an update."""
     faults = [str(violation) for violation in audit(folder)]
     for home in shards.homes(folder):
         if not (home / "summary.json").exists():
             faults.append(f"the run is over: there is no {home / 'summary.json'}")
     count = account(folder)
     if count.drawn != count.trained + count.quarantined:
-        faults.append(
-            f"nothing lost: {count.drawn} drawn, {count.trained} trained and {count.quarantined} quarantined"
-        )
+        became = f"{count.trained} trained and {count.quarantined} quarantined"
+        faults.append(f"nothing lost: {count.drawn} drawn, {became}")
     if count.in_updates != count.updates * questions:
-        faults.append(
-            f"whole updates: {count.in_updates} tasks are in {count.updates} updates of {questions} tasks each"
-        )
+        updates = f"{count.updates} updates of {questions} tasks each"
+        faults.append(f"whole updates: {count.in_updates} tasks are in {updates}")
     return faults
 
 
@@ -107,13 +94,8 @@ def left_behind(run: Struck, patience_s: float = 60.0) -> list[str]:
     that it ever had."""
     end = time.monotonic() + patience_s
     while True:
-        segments = [
-            name for name in os.listdir("/dev/shm") if any(f"_{pid}_" in name for pid in run.seen)
-        ]
-        left = [
-            f"nothing stays: {what}"
-            for what in [*(f"process {line}" for line in run.alive()), *segments]
-        ]
+        left = [n for n in os.listdir("/dev/shm") if any(f"_{pid}_" in n for pid in run.seen)]
+        left += [f"process {line}" for line in run.alive()]
         if not left or time.monotonic() > end:
-            return left
+            return [f"nothing stays: {what}" for what in left]
         time.sleep(0.5)

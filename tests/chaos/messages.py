@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from coppice.actors.engines import local
 from coppice.learner.model.ranks import Ranks
@@ -50,8 +51,7 @@ def take(kind: str, wanted: bool = True) -> Callable[[str], None] | None:
 
 
 def wrap() -> None:
-    """Have the messages, the loads and the gradients of this process pass by the faults that are
-    armed."""
+    """Have the messages, loads and gradients of this process pass by the armed faults."""
     _wrap_messages()
     _wrap_loads()
     _wrap_gradients()
@@ -85,32 +85,23 @@ def _wrap_messages() -> None:
         if isinstance(header, Result) and (tell := take("stray")):
             tell("an answer to no request")
             header = Result(header.id + 10**9)
-        for kind in (
-            ("wrong", "nan", "huge")
-            if isinstance(header, Result) and not isinstance(body, LoadResult)
-            else ()
-        ):
-            if kind in armed and body is not None:
+        spoilt = isinstance(header, Result) and not isinstance(body, LoadResult | None)
+        for kind in SPOILERS if spoilt else ():
+            if kind in armed:
                 body, text = SPOILERS[kind](body, random.Random(armed[kind].variant))
                 armed.pop(kind).tell(text)
         answer(service, header, body)
 
     def accepts(service: Service, header: Request, frames: list[Frame]) -> None:
-        lost = (
-            header.service == "load" and "unloaded" in armed and armed["unloaded"].variant % 2 == 1
-        )
-        if tell := take("unloaded", lost):
+        loads = header.service == "load" and "unloaded" in armed
+        if tell := take("unloaded", loads and armed["unloaded"].variant % 2 == 1):
             tell("a load was lost")
         else:
             accept(service, header, frames)
 
-    put((sockets.Pump, "send", sends), (Service, "send", answers), (Service, "_accept", accepts))
-
-
-def put(*places: tuple[Any, str, Any]) -> None:
-    """Put functions of this module in the places of others, in this process alone. places: owner,
-    name and function."""
-    for owner, name, function in places:
+    for owner, name, function in (
+        (sockets.Pump, "send", sends), (Service, "send", answers), (Service, "_accept", accepts),
+    ):  # fmt: skip
         setattr(owner, name, function)
 
 
@@ -120,80 +111,58 @@ def _peer(pump: sockets.Pump, message: list[Frame]) -> bytes:
 
 def wrong(body: Any, rng: random.Random) -> tuple[Any, str]:
     """An answer with too few parts, or with parts that cannot be."""
-    replace = msgspec.structs.replace
     match body:
         case JudgeResult():
             return replace(body, judgements=body.judgements[1:]), "too few judgements"
         case RetrieveResult():
             return replace(body, passages=body.passages[1:]), "too few lists of passages"
         case GenerateResult(samples=[first, *rest]):
-            wrongs = {
-                "too few samples": rest,
-                "more tokens than log-probabilities": [
-                    replace(first, logprobs=first.logprobs[1:]),
-                    *rest,
-                ],
-                "more tokens than versions": [replace(first, versions=first.versions[1:]), *rest],
-                "a token that is not in the vocabulary": [
-                    replace(first, tokens=first.tokens + 10**6),
-                    *rest,
-                ],
-                "a version of the future": [replace(first, versions=first.versions + 1000), *rest],
-                "a sample without tokens": [
-                    replace(
-                        first,
-                        tokens=first.tokens[:0],
-                        logprobs=first.logprobs[:0],
-                        versions=first.versions[:0],
-                    ),
-                    *rest,
-                ],
+            tokens, logprobs, versions = first.tokens, first.logprobs, first.versions
+            nothing = {"tokens": tokens[:0], "logprobs": logprobs[:0], "versions": versions[:0]}
+            changes: dict[str, dict[str, Any] | None] = {
+                "too few samples": None,
+                "more tokens than log-probabilities": {"logprobs": logprobs[1:]},
+                "more tokens than versions": {"versions": versions[1:]},
+                "a token that is not in the vocabulary": {"tokens": tokens + 10**6},
+                "a version of the future": {"versions": versions + 1000},
+                "a sample without tokens": nothing,
             }
-            text = rng.choice(sorted(wrongs))
-            return replace(body, samples=wrongs[text]), text
+            change = changes[text := rng.choice(sorted(changes))]
+            spoiled = [] if change is None else [replace(first, **change)]
+            return replace(body, samples=[*spoiled, *rest]), text
     return body, "nothing"
 
 
 def nan(body: Any, rng: random.Random) -> tuple[Any, str]:
     """An answer with NaN for a number."""
-    replace, no = msgspec.structs.replace, float("nan")
+    no = float("nan")
     match body:
         case JudgeResult():
-            return replace(
-                body,
-                judgements=[
-                    replace(j, scores=dict.fromkeys(j.scores, no)) for j in body.judgements
-                ],
-            ), "scores"
+            every = [replace(j, scores=dict.fromkeys(j.scores, no)) for j in body.judgements]
+            return replace(body, judgements=every), "scores"
         case RetrieveResult():
-            return replace(
-                body, passages=[[replace(p, score=no) for p in some] for some in body.passages]
-            ), "passages"
+            lists = [[replace(p, score=no) for p in some] for some in body.passages]
+            return replace(body, passages=lists), "passages"
         case GenerateResult(samples=[first, *rest]):
-            return replace(
-                body, samples=[replace(first, logprobs=first.logprobs * np.float32(no)), *rest]
-            ), "log-probabilities"
+            spoiled = replace(first, logprobs=first.logprobs * np.float32(no))
+            return replace(body, samples=[spoiled, *rest]), "log-probabilities"
     return body, "nothing"
 
 
 def huge(body: Any, rng: random.Random) -> tuple[Any, str]:
     """An answer that is longer than a message may be, or than was asked for."""
-    replace, text = msgspec.structs.replace, "x " * (rng.choice([BEYOND, 4 * 2**20]) // 2)
+    text = "x " * (rng.choice([BEYOND, 4 * 2**20]) // 2)
     size = f"{len(text) / 2**20:.0f} MiB"
     match body:
         case JudgeResult(judgements=[first, *rest]):
-            return replace(
-                body, judgements=[replace(first, explanation=text), *rest]
-            ), f"an explanation of {size}"
+            judgements = [replace(first, explanation=text), *rest]
+            return replace(body, judgements=judgements), f"an explanation of {size}"
         case RetrieveResult(passages=[[first, *_], *rest]):
-            return replace(
-                body, passages=[[replace(first, text=text)], *rest]
-            ), f"a passage of {size}"
+            passages = [[replace(first, text=text)], *rest]
+            return replace(body, passages=passages), f"a passage of {size}"
         case GenerateResult(samples=[first, *rest]):
-            arrays = {
-                name: np.resize(getattr(first, name), 2**20)
-                for name in ("tokens", "logprobs", "versions")
-            }
+            names = ("tokens", "logprobs", "versions")
+            arrays = {name: np.resize(getattr(first, name), 2**20) for name in names}
             return replace(body, samples=[replace(first, **arrays), *rest]), "2^20 tokens"
     return body, "nothing"
 
@@ -211,7 +180,7 @@ def _wrap_loads() -> None:
             return LoadResult(request.version, request.digest, 0.0)
         return await load(engine, request)
 
-    put((local.LocalEngine, "load", loads))
+    setattr(local.LocalEngine, "load", loads)  # noqa: B010
 
 
 def _wrap_gradients() -> None:
@@ -224,4 +193,4 @@ def _wrap_gradients() -> None:
             tell("a gradient was NaN")
         add(ranks, parameters)
 
-    put((Ranks, "add_gradients", adds))
+    setattr(Ranks, "add_gradients", adds)  # noqa: B010

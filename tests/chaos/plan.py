@@ -30,47 +30,32 @@ class Kind(msgspec.Struct, frozen=True):
     starts: bool = False
 
 
+_ANSWERING = ("judges", "retriever", *ACTORS)
+_SENDING = ("scheduler", *WORKERS)
 KINDS: dict[str, Kind] = {
-    "kill": Kind(4, EVERYWHERE, "SIGKILL", starts=True),
-    "exit": Kind(
-        3,
-        EVERYWHERE,
-        "the process ends by itself with status 1; the launcher by SIGTERM",
-        starts=True,
-    ),
-    "stop": Kind(2, PROCESSES, "SIGSTOP for ever", starts=True),
-    "hang": Kind(2, EVERYWHERE, "no thread runs any more (the launcher: for 5 s)", starts=True),
-    "diverge": Kind(1, ("learner-0", "learner-1"), "a gradient is NaN", starts=True),
-    "part": Kind(1, ("learner-1",), "the ranks lose their connections to each other", starts=True),
-    "full": Kind(1, ("disk",), "the disk is full for a moment", starts=True),
-    "read-only": Kind(
-        1, ("disk",), "the run is resumed on a disk that cannot be written", starts=True
-    ),
-    "unwritable": Kind(2, WRITERS, "no file can be written by the process", starts=True),
-    "journal": Kind(
-        2, ("disk",), "after a kill of everything, a file of the journal is cut short", starts=True
-    ),
-    "checkpoint": Kind(
-        2, ("disk",), "after a kill of everything, the newest checkpoint is damaged", starts=True
-    ),
+    "kill": Kind(4, EVERYWHERE, "SIGKILL", True),
+    "exit": Kind(3, EVERYWHERE, "the process ends with status 1; the launcher by SIGTERM", True),
+    "stop": Kind(2, PROCESSES, "SIGSTOP for ever", True),
+    "hang": Kind(2, EVERYWHERE, "no thread runs any more (the launcher: for 5 s)", True),
+    "diverge": Kind(1, ("learner-0", "learner-1"), "a gradient is NaN", True),
+    "part": Kind(1, ("learner-1",), "the ranks lose their connections to each other", True),
+    "full": Kind(1, ("disk",), "the disk is full for a moment", True),
+    "read-only": Kind(1, ("disk",), "the run is resumed on a read-only disk", True),
+    "unwritable": Kind(2, WRITERS, "no file can be written by the process", True),
+    "journal": Kind(2, ("disk",), "all is killed, and a file of the journal cut short", True),
+    "checkpoint": Kind(2, ("disk",), "all is killed, and the newest checkpoint damaged", True),
     "pause": Kind(7, EVERYWHERE, "SIGSTOP for a second"),
     "slow": Kind(7, EVERYWHERE, "for two seconds the process runs a sixth of the time"),
     "clock": Kind(6, EVERYWHERE, "the process's date jumps by up to 30 days"),
-    "cut": Kind(10, ("scheduler", *WORKERS), "its TCP connections are shut down"),
-    "lose": Kind(8, ("scheduler", *WORKERS), "its next message is lost"),
-    "twice": Kind(8, ("scheduler", *WORKERS), "its next message is sent twice"),
-    "reorder": Kind(8, ("scheduler", *WORKERS), "its next two messages to one peer change places"),
-    "wrong": Kind(
-        8, ("judges", "retriever", *ACTORS), "an answer has too few parts, or parts that cannot be"
-    ),
+    "cut": Kind(10, _SENDING, "its TCP connections are shut down"),
+    "lose": Kind(8, _SENDING, "its next message is lost"),
+    "twice": Kind(8, _SENDING, "its next message is sent twice"),
+    "reorder": Kind(8, _SENDING, "its next two messages to one peer change places"),
+    "wrong": Kind(8, _ANSWERING, "an answer has too few parts, or parts that cannot be"),
     "stray": Kind(5, WORKERS, "an answer goes to a request that was never made"),
-    "nan": Kind(5, ("judges", "retriever", *ACTORS), "an answer has NaN for a number"),
-    "huge": Kind(
-        3, ("judges", "retriever", *ACTORS), "an answer is longer than anything that is allowed"
-    ),
-    "unloaded": Kind(
-        4, ACTORS, "new weights do not arrive, or are not taken although the answer says so"
-    ),
+    "nan": Kind(5, _ANSWERING, "an answer has NaN for a number"),
+    "huge": Kind(3, _ANSWERING, "an answer is longer than anything that is allowed"),
+    "unloaded": Kind(4, ACTORS, "new weights are lost, or not taken though the answer says so"),
 }
 
 
@@ -84,15 +69,15 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 def places(of_one: Iterable[str], schedulers: int) -> tuple[str, ...]:
-    """Return the places of a run with so many schedulers. of_one: those of a run with one."""
+    """Return the places of a run with several schedulers. of_one: those of a run with one."""
     return tuple(
         called(name, n) for name in of_one for n in range(schedulers if name in OF_EACH else 1)
     )
 
 
 def _struck(kind: str, schedulers: int) -> tuple[str, ...]:
-    together = (ALL,) if schedulers > 1 and kind in ("kill", "stop", "pause") else ()
-    return places(KINDS[kind].places, schedulers) + together
+    all_at_once = (ALL,) if schedulers > 1 and kind in ("kill", "stop", "pause") else ()
+    return places(KINDS[kind].places, schedulers) + all_at_once
 
 
 def plan(

@@ -47,16 +47,10 @@ class Struck(Run):
             return False
         if [report.pid for report in reports] != [pids[name] for name in self.schedulers]:
             return False
-        here = [
-            {worker.pid for worker in report.workers if worker.state == "here" and worker.answered}
-            for report in reports
-        ]
+        here = [{w.pid for w in r.workers if w.state == "here" and w.answered} for r in reports]
         workers = {pids[name] for name in plan.places(plan.WORKERS, len(self.homes))}
-        return (
-            set().union(*here) >= workers
-            and all(pids["learner-0"] in one for one in here)
-            and all(map(_runs, pids.values()))
-        )
+        led = all(pids["learner-0"] in one for one in here)
+        return set().union(*here) >= workers and led and all(map(_runs, pids.values()))
 
     @property
     def schedulers(self) -> list[str]:
@@ -64,7 +58,7 @@ class Struck(Run):
         return [shards.called("scheduler", number) for number in range(len(self.homes))]
 
     def settle(self, updates: int) -> None:
-        """Wait until so many more updates have been made by a whole run."""
+        """Wait until a whole run has made ``updates`` more updates."""
         mark = self.version() + updates
         self.wait(lambda: self.version() >= mark and self.whole(), f"version {mark}", PATIENCE_S)
 

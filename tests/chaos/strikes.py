@@ -53,9 +53,8 @@ def _end_launcher(run: Struck, number: signal.Signals) -> str:
     run.launcher.send_signal(number)
     status, expected = run.ended(), -number if number == signal.SIGKILL else INTERRUPTED
     if status != expected:
-        raise Lost(
-            f"{number.name} ended the launcher with status {status}, expected {expected}:\n{run.said()[-1500:]}"
-        )
+        ended = f"{number.name} ended the launcher with status {status}, expected {expected}"
+        raise Lost(f"{ended}:\n{run.said()[-1500:]}")
     run.resume()
     return f"{number.name}, then resumed"
 
@@ -65,14 +64,9 @@ def _refused(run: Struck, words: tuple[str, ...], status: int) -> str:
     the run ended as if all were well."""
     lines = [line for line in run.said().splitlines() if any(word in line for word in words)]
     if not status or status == INTERRUPTED or not lines:
-        raise Lost(
-            f"the run ended with status {status} and named none of {words}:\n{run.said()[-1500:]}"
-        )
+        unnamed = f"the run ended with status {status} and named none of {words}"
+        raise Lost(f"{unnamed}:\n{run.said()[-1500:]}")
     return lines[-1]
-
-
-# ------------------------------------------------------------------------------------------ the
-# disk
 
 
 def mount(place: Path, options: str, first: bool = False) -> bool:
@@ -110,9 +104,7 @@ def _read_only(run: Struck) -> str:
     end = time.monotonic() + DYING_S
     while not mount(disk, "ro"):  # a process that was killed while it started still holds its log
         if time.monotonic() > end:
-            raise Lost(
-                f"{disk} could not be made read-only within {DYING_S:.0f} s: who writes there?"
-            )
+            raise Lost(f"{disk} could not be made read-only in {DYING_S:.0f} s: who writes there?")
         time.sleep(0.05)
     run.resume()
     line = _refused(run, ("Read-only",), run.ended())
@@ -132,10 +124,6 @@ def _unwritable(run: Struck, place: str) -> str:
         process.rlimit(psutil.RLIMIT_FSIZE, (hard, hard))
         return f"no file could grow for {UNWRITABLE_S:.0f} s"
     return "no file could grow, so that it ended"
-
-
-# ------------------------------------------------------------------------------------------ damaged
-# files
 
 
 def _journal(run: Struck, rng: random.Random) -> str:

@@ -1,5 +1,5 @@
-"""The parts of coppice dev chaos: the plan of faults, the answers that are spoiled, the forks, and the
-checks, which find what is planted."""
+"""The parts of coppice dev chaos: the plan of faults, the answers that are spoiled, the forks, and
+the checks, which find what is planted."""
 
 import os
 import random
@@ -31,19 +31,16 @@ def test_a_seed_decides_the_faults_and_each_kind_has_its_share() -> None:
     assert faults == plan.plan(7, 1000)
     assert faults != plan.plan(8, 1000)
     assert [fault.number for fault in faults] == list(range(1, 1001))
-    assert Counter(fault.kind for fault in faults[:100]) == {
-        name: kind.share for name, kind in plan.KINDS.items()
-    }
-    assert {(f.kind, f.place) for f in faults} == {
-        (name, place) for name, k in plan.KINDS.items() for place in k.places
-    }
+    shares = {name: kind.share for name, kind in plan.KINDS.items()}
+    assert Counter(fault.kind for fault in faults[:100]) == shares
+    every = {(name, place) for name, kind in plan.KINDS.items() for place in kind.places}
+    assert {(fault.kind, fault.place) for fault in faults} == every
 
 
 def test_runs_of_two_schedulers_are_struck_at_each_and_at_both() -> None:
     struck = {(fault.kind, fault.place) for fault in plan.plan(7, 2000, schedulers=2)}
-    assert {
-        ("kill", place) for place in ("scheduler", "scheduler-1", plan.ALL, "judges-1", "actor-1")
-    } <= struck
+    killed = ("scheduler", "scheduler-1", plan.ALL, "judges-1", "actor-1")
+    assert {("kill", place) for place in killed} <= struck
     assert {("pause", plan.ALL), ("unwritable", "scheduler-1"), ("cut", "retriever-1")} <= struck
     assert not {place for _, place in struck} & {"learner-0-1", "launcher-1", "disk-1"}
 
@@ -89,10 +86,8 @@ def test_faults_that_strike_a_whole_run_lose_nothing(
     program = "import sys; from tests.chaos import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "--faults", str(faults), "--seed", "1"]
     command += ["--out", str(tmp_path / "chaos"), "--only", *sorted(kinds)]
-    done = subprocess.run(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1] == "every invariant holds"
     table = [line.split() for line in lines[lines.index("kind          struck  survived") :]]
@@ -104,16 +99,9 @@ def test_faults_that_strike_a_whole_run_lose_nothing(
 
 @pytest.mark.slow
 def test_no_answer_that_an_actor_spoils_enters_a_tree() -> None:
-    sample = Sample(
-        np.array([3, 4], np.int32),
-        np.array([-1.0, -2.0], np.float32),
-        np.array([1, 1], np.int32),
-        "stop",
-    )
-    result, request = (
-        GenerateResult([sample, sample], 1, 0),
-        GenerateRequest(np.zeros(1, np.int32), 2, Sampling(2)),
-    )
+    tokens, ones = np.array([3, 4], np.int32), np.array([1, 1], np.int32)
+    result = GenerateResult([Sample(tokens, -ones.astype(np.float32), ones, "stop")] * 2, 1, 0)
+    request = GenerateRequest(np.zeros(1, np.int32), 2, Sampling(2))
     told = set()
     for seed in range(100):
         for spoil in messages.SPOILERS.values():
@@ -157,13 +145,7 @@ def test_a_task_that_is_neither_trained_nor_quarantined_is_found(tmp_path: Path)
         journal.close_tree(tree)
     journal.close()
     count = invariants.account(tmp_path)
-    assert (count.drawn, count.trained, count.quarantined, count.in_updates, count.updates) == (
-        4,
-        4,
-        0,
-        4,
-        2,
-    )
+    assert count == invariants.Account(4, 4, 0, in_updates=4, updates=2)
     with sqlite3.connect(tmp_path / "journal.sqlite") as database:
         database.execute("UPDATE groups SET trained=NULL WHERE id=2")
     faults = invariants.of_the_files(tmp_path, 2)

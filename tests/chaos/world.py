@@ -4,7 +4,7 @@ two ranks, an update in a fraction of a second."""
 import asyncio
 
 from coppice.actors.environments.base import Action, Tools, Transition
-from coppice.actors.environments.search_qa.environment import SearchQA, State
+from coppice.actors.environments.search_qa.environment import SearchQA, SearchState
 
 QUESTIONS = 2
 PACE_S = 0.1
@@ -38,11 +38,11 @@ class Searching(SearchQA):
     """Every text that a policy with random weights writes is a search, so that the retriever is
     part of every tree."""
 
-    def read(self, state: State | None, text: str) -> Action:
+    def read(self, state: SearchState | None, text: str) -> Action:
         """Return a search for the text."""
         return Action("search", text, text[:20] or "capital", think="I look it up.")
 
-    async def step(self, state: State, action: Action, tools: Tools) -> Transition:
+    async def step(self, state: SearchState, action: Action, tools: Tools) -> Transition:
         """As in every search, a little later."""
         await asyncio.sleep(PACE_S)
         return await super().step(state, action, tools)

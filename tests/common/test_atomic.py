@@ -16,9 +16,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_folder_appears_at_the_end_and_nothing_is_left_of_work_that_failed(
-    tmp_path: Path,
-) -> None:
+def test_a_folder_appears_at_the_end_and_failed_work_leaves_nothing(tmp_path: Path) -> None:
     def fail() -> None:
         with drafted(tmp_path / "out") as draft:
             (draft / "half").touch()
@@ -58,9 +56,7 @@ def test_a_folder_that_is_there_is_kept_unless_it_is_to_be_replaced(tmp_path: Pa
     assert names(tmp_path / "out") == ["new"]
 
 
-def test_what_a_dead_process_left_of_a_folder_that_only_one_process_writes_is_written_over(
-    tmp_path: Path,
-) -> None:
+def test_a_dead_process_draft_of_a_folder_with_one_writer_is_replaced(tmp_path: Path) -> None:
     left = draft_of(tmp_path / "v000001", alone=True)
     left.mkdir()
     (left / "half").touch()
@@ -71,9 +67,7 @@ def test_what_a_dead_process_left_of_a_folder_that_only_one_process_writes_is_wr
     assert names(tmp_path / "v000001") == ["whole"]
 
 
-def test_a_file_that_cannot_be_written_leaves_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "result.json"
     write_whole(path, {"version": 1})
 

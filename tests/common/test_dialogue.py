@@ -20,7 +20,8 @@ QWEN = """{%- if tools %}<|im_start|>system
 <tool_response>{{ m.content }}</tool_response><|im_end|>
 {% else %}<|im_start|>{{ m.role }}
 {{ m.content }}{% for c in m.tool_calls or [] %}
-<tool_call>{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% set f = c.function %}<tool_call>{{ {'name': f.name, 'arguments': f.arguments} | tojson -}}
+</tool_call>{% endfor %}<|im_end|>
 {% endif %}{%- endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 PLAIN = """{%- for m in messages %}<|im_start|>{{ m.role }}
@@ -74,15 +75,19 @@ def test_equal_numbers_are_equal_arguments(sampled: str, sent: Any, equal: bool)
 
 
 def test_a_history_is_known_again_however_a_client_has_written_it() -> None:
+    def text(part: str) -> dict[str, str]:
+        return {"type": "text", "text": part}
+
     written_again: list[dict[str, Any]] = [
-        {"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}], "name": "s"},
+        {"role": "system", "content": [text("Be "), text("brief.")], "name": "s"},
         {"role": "user", "content": "Where?"},
         {
-            "role": "assistant", "content": "", "refusal": None, "reasoning_content": "hm", "provider_specific_fields": {},
+            "role": "assistant", "content": "", "refusal": None, "reasoning_content": "hm",
+            "provider_specific_fields": {},
             "tool_calls": [call("look", '{"b":[2],"a":1}', "c9"), call("look", {}, "y")],
         },
         {"role": "tool", "tool_call_id": "y", "content": "second", "name": "look"},
-        {"role": "tool", "tool_call_id": "c9", "content": [{"type": "text", "text": "first"}]},
+        {"role": "tool", "tool_call_id": "c9", "content": [text("first")]},
     ]  # fmt: skip
     assert histories(ASKED, TOOLS) == histories(written_again, TOOLS)
 
@@ -102,9 +107,7 @@ def test_a_history_is_known_again_however_a_client_has_written_it() -> None:
         (4, {"content": "First"}),
     ],
 )
-def test_another_history_has_other_digests_from_its_first_difference_on(
-    place: int, change: dict[str, Any]
-) -> None:
+def test_digests_differ_from_the_first_difference_on(place: int, change: dict[str, Any]) -> None:
     other = [message | change if i == place else message for i, message in enumerate(ASKED)]
     same = [a == b for a, b in zip(histories(ASKED, TOOLS), histories(other, TOOLS), strict=True)]
     assert same == [True] * (place + 1) + [False] * (len(ASKED) - place)
@@ -138,9 +141,7 @@ def test_different_conversations_have_different_digests(
     assert (histories(one)[-1] == histories(other)[-1]) == (read[0] == read[1])
 
 
-def test_a_reply_is_known_again_without_its_thoughts_and_a_question_with_other_text_is_not() -> (
-    None
-):
+def test_a_reply_is_known_without_its_thoughts_and_an_other_question_is_not() -> None:
     def said(role: str, text: str) -> str:
         return histories([{"role": "user", "content": "?"}, {"role": role, "content": text}])[-1]
 
@@ -156,9 +157,7 @@ def test_a_reply_is_known_again_without_its_thoughts_and_a_question_with_other_t
 
 
 @pytest.mark.parametrize("source", [QWEN, PLAIN], ids=["with tools", "without tools"])
-def test_what_follows_a_reply_is_what_the_whole_rendering_has_there(
-    tmp_path: Path, source: str
-) -> None:
+def test_after_a_reply_stands_what_the_whole_rendering_has(tmp_path: Path, source: str) -> None:
     rendered = renderer(tmp_path, source)
     reply = "I look.\n"
     history = [*ASKED[:2], {"role": "assistant", "content": reply}]

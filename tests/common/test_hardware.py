@@ -21,7 +21,8 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     text, program = tmp_path / "listed.txt", tmp_path / "nvidia-smi"
     text.write_text(LISTED)
     program.write_text(
-        f"#!{sys.executable}\nimport sys\nassert sys.argv[1:] == ['--list-gpus']\nprint(open({str(text)!r}).read(), end='')\n"
+        f"#!{sys.executable}\nimport sys\nassert sys.argv[1:] == ['--list-gpus']\n"
+        f"print(open({str(text)!r}).read(), end='')\n"
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -86,7 +87,7 @@ KIB = 2**10
     ],
 )
 @pytest.mark.parametrize("group", ["service/run", "service", ""])
-def test_the_limit_of_any_group_around_the_process_bounds_the_free_memory_and_cached_files_count_as_free(
+def test_the_limit_of_any_group_bounds_the_free_memory_and_cached_files_are_free(
     groups: Path, version: str, names: tuple[str, str, str], group: str
 ) -> None:
     folder = groups / version / group

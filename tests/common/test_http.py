@@ -69,18 +69,15 @@ async def test_an_answer_that_is_no_json_is_given_as_it_came() -> None:
 
     async with client(reply) as c:
         assert await c.send("POST", "/flush") == b"Cache flushed."
-        with pytest.raises(InfrastructureFault, match=r"/flush answered no JSON"):
-            await c.post("/flush", {})
-        assert c.counts == {"requests": 2, "failures": 1}
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b'{"a": "\xff"}', b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"", b"{", b"ok.", b"\xff", b'{"a": "\xff"}', b"[" * 100_000])
 async def test_an_answer_that_cannot_be_decoded_is_a_fault(body: bytes) -> None:
     async def reply(request: web.Request) -> web.Response:
         return web.Response(body=body)
 
     async with client(reply) as c:
-        with pytest.raises(InfrastructureFault, match="answered no JSON"):
+        with pytest.raises(InfrastructureFault, match="/x answered no JSON"):
             await c.get("/x")
         assert c.counts == {"requests": 1, "failures": 1}
 
@@ -178,9 +175,7 @@ async def test_a_server_that_is_not_there_and_an_address_that_is_none_are_faults
         await c.close()
 
 
-async def test_the_key_travels_as_a_bearer_token_and_stands_in_no_message(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_key_is_a_bearer_token_and_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_HTTP_KEY", " s3cret\n")
     seen: list[str] = []
 
@@ -239,9 +234,7 @@ async def test_no_more_requests_are_open_than_allowed_and_a_pause_takes_no_place
     assert most == 1
 
 
-async def test_a_missing_key_and_a_key_in_the_url_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_no_key_and_a_key_in_the_url_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TEST_HTTP_KEY", raising=False)
     with pytest.raises(ValueError, match=r"TEST_HTTP_KEY is empty.*http://h"):
         await JsonClient("http://h", api_key_env="TEST_HTTP_KEY").start()
@@ -263,9 +256,7 @@ def test_retry_after_is_a_number_or_a_date() -> None:
 
 
 @given(st.integers(1, 40), st.floats(0, 1e6), st.floats(0, 1, exclude_max=True))
-def test_a_pause_is_at_least_what_was_asked_up_to_the_longest_and_grows(
-    attempt: int, asked: float, chance: float
-) -> None:
+def test_a_pause_has_its_bounds_and_grows(attempt: int, asked: float, chance: float) -> None:
     pause = pause_s(attempt, 0.5, asked, chance)
     assert min(asked, LONGEST_WAIT_S) <= pause <= LONGEST_WAIT_S
     assert pause_s(attempt + 1, 0.5, asked, chance) >= pause

@@ -20,9 +20,7 @@ def test_all_shards_together_draw_what_one_scheduler_would(count: int, draws: in
 
 
 @given(COUNTS, st.data())
-def test_a_resumed_shard_goes_on_with_the_draw_behind_its_last(
-    count: int, data: st.DataObject
-) -> None:
+def test_a_resumed_shard_goes_on_behind_its_last_draw(count: int, data: st.DataObject) -> None:
     shard, draws = (
         Shard(data.draw(st.integers(0, count - 1)), count),
         data.draw(st.integers(0, 300)),

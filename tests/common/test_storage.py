@@ -43,9 +43,7 @@ def reload_configuration() -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "ftp"])
-def test_a_version_reaches_a_node_that_does_not_see_the_run_folder(
-    kind: str, server: str, tmp_path: Path
-) -> None:
+def test_a_version_reaches_a_node_without_the_run(kind: str, server: str, tmp_path: Path) -> None:
     url, weights = (
         {"file": f"file://{tmp_path}/store/run", "ftp": f"{server}/run"}[kind],
         tmp_path / "node" / "weights",
@@ -81,12 +79,12 @@ def test_a_version_without_its_manifest_is_not_whole_and_leaves_nothing(tmp_path
 def test_a_storage_with_errors_of_its_own_costs_a_try_and_no_task(
     server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wrong password is no OSError of ftplib, and an endpoint that is not reached none of s3fs."""
+    """A wrong password is no OSError of ftplib, and an endpoint out of reach none of s3fs."""
     url = f"{server.replace('//', f'//{ftp.USER}:wrong@')}/run"
     monkeypatch.setattr(storage, "_PAUSE_S", 0.0)
     with pytest.raises(InfrastructureFault, match="weights v000001 cannot be read"):
         storage.fetched("/x/v000001", url, tmp_path / "weights")
-    with pytest.raises(OSError, match="version v000001 could not be written"):
+    with pytest.raises(OSError, match="v000001 could not be written"):
         storage.put(version(tmp_path / "run", 1), url, keep=3)
     with pytest.raises(ValueError, match="expected such as 's3://"):
         storage.check(url)

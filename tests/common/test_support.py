@@ -46,9 +46,7 @@ def test_numbers_that_do_not_end_or_are_too_long_are_refused(blob: bytes) -> Non
 
 
 @given(st.lists(st.lists(ids, min_size=1, max_size=4), min_size=1, max_size=5))
-def test_joined_supports_are_the_support_of_the_stretches_in_order(
-    stretches: list[list[list[int]]],
-) -> None:
+def test_joined_supports_are_those_of_the_stretches(stretches: list[list[list[int]]]) -> None:
     parts = [decode(encode(stretch), len(stretch)) for stretch in stretches]
     expected = [row for stretch in stretches for row in stretch]
     whole = joined(parts, list(map(len, stretches)))

@@ -32,9 +32,7 @@ CALL = ToolCall("look", '{"a": "</x> é"}')
         ("mistral", f"Well.[TOOL_CALLS][{ONE}, {ONE}]", Parsed("Well.", [CALL, CALL])),
     ],
 )
-def test_calls_are_read_as_their_family_writes_them(
-    family: str, reply: str, expected: Parsed
-) -> None:
+def test_calls_are_read_as_a_family_writes_them(family: str, reply: str, expected: Parsed) -> None:
     assert parse(reply, family, ["look"]) == expected
 
 
@@ -77,9 +75,7 @@ def test_an_opening_begins_a_call_that_is_read(family: str) -> None:
         ("<tool_call>", "without a call"),
     ],
 )
-def test_a_call_that_cannot_be_read_makes_the_reply_invalid_and_is_explained(
-    reply: str, problem: str
-) -> None:
+def test_an_unreadable_call_makes_the_reply_invalid_and_says_why(reply: str, problem: str) -> None:
     parsed = parse(reply, "hermes", ["look"])
     assert (parsed.text, parsed.calls) == (reply, [])
     assert problem in parsed.problem
@@ -133,7 +129,8 @@ def test_arguments_that_no_client_can_read_are_an_invalid_call(value: str) -> No
 
 
 def test_the_family_is_that_of_the_template() -> None:
-    assert [family_of(t) for t in ("..<tool_call>..", "..<|python_tag|>..", "..[TOOL_CALLS][..", "none")] == [
+    templates = ("..<tool_call>..", "..<|python_tag|>..", "..[TOOL_CALLS][..", "none")
+    assert [family_of(template) for template in templates] == [
         "hermes", "llama3", "mistral", "hermes"
     ]  # fmt: skip
 

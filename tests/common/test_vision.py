@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from coppice.common import vision
-from coppice.common.vision import Run, Vision, ids, numbers, runs
+from coppice.common.vision import PictureRun, Vision, ids, numbers, runs
 from tests import tiny
 from tests.pictures import png, squares
 
@@ -40,9 +40,7 @@ def blank(height: int, width: int) -> bytes:
 
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
-def test_a_picture_has_as_many_tokens_as_the_processor_of_transformers_gives_it(
-    folder: Path, height: int, width: int
-) -> None:
+def test_a_picture_has_the_tokens_of_transformers(folder: Path, height: int, width: int) -> None:
     seen = Vision.of(folder)
     assert seen is not None
     picture = blank(height, width)
@@ -66,10 +64,10 @@ def test_pixel_values_are_those_of_the_processor_of_the_folder(seeing: Path) -> 
 
 def test_runs_are_the_pictures_in_order_and_numbers_name_each_once() -> None:
     tokens = np.array([5, -1, -1, 7, -4, 8, 9, -1, -1], np.int32)
-    assert runs(tokens) == [Run(1, 3, 1), Run(4, 5, 4), Run(7, 9, 1)]
+    assert runs(tokens) == [PictureRun(1, 3, 1), PictureRun(4, 5, 4), PictureRun(7, 9, 1)]
     assert sorted(numbers(tokens)) == [1, 4]
     assert runs(np.arange(3)) == [] == numbers(np.arange(3))
-    assert runs(ids(2, 4)) == [Run(0, 4, 2)]
+    assert runs(ids(2, 4)) == [PictureRun(0, 4, 2)]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -112,7 +110,7 @@ def test_wrong_pictures_are_refused(seeing: Path, llama: Path, tmp_path: Path) -
         seen.sequence(tokens, {1: squares(0, 3, 2)})
     with pytest.raises(ValueError, match="expected the bytes of a PNG"):
         seen.grid(b"GIF89a")
-    with pytest.raises(ValueError, match="ratio of at most 200"):
+    with pytest.raises(ValueError, match="at most 200"):
         seen.grid(blank(1, 201))
     with pytest.raises(ValueError, match=r"expected \{'type': 'text'"):
         list(vision.shown([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]))

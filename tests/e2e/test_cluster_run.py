@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 
 from coppice.judges.command import plug_in
 from coppice.scheduler.telemetry import health
-from coppice.tools.launching import control, holder, record
+from coppice.tools.launching import control, nodes, record
 from tests import ftp
 from tests.chaos.invariants import of_the_files
 from tests.forks import ROOT
@@ -76,7 +76,7 @@ def test_workers_come_and_go_and_a_node_dies_and_nothing_is_lost(
     for place in ("away", "store", "elsewhere"):
         (tmp_path / place).mkdir()
     away = tmp_path / "away"
-    second = cluster.add_node(num_cpus=3, env_vars={holder.PLACE: str(away)})
+    second = cluster.add_node(num_cpus=3, env_vars={nodes.PLACE: str(away)})
     with ftp.serving(tmp_path / "store") as url, monkeypatch.context() as secret:
         secret.setenv("FSSPEC_FTP_USERNAME", ftp.USER)
         secret.setenv("FSSPEC_FTP_PASSWORD", ftp.PASSWORD)

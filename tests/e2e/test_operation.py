@@ -19,7 +19,7 @@ import pytest
 from coppice.scheduler.telemetry import health
 from coppice.scheduler.telemetry.health import Health
 from coppice.tools.inspecting.audit import audit
-from coppice.tools.inspecting.watch import Table, Watch
+from coppice.tools.inspecting.watch import RowTable, WatchApp
 from coppice.tools.launching import record
 from coppice.tools.launching.status import Status, gather
 from tests.runs import Run
@@ -45,7 +45,8 @@ def report(run: Run) -> Health:
 def test_a_judge_in_an_endless_loop_is_diagnosed_and_replaced_and_the_run_ends_well(
     searching: Path, tmp_path: Path, launch: Callable[..., Run]
 ) -> None:
-    use = f"judges.use={{ 'tests.e2e.hanging:Hanging' = {{ gate = '{tmp_path}/gate' }}, slate_rules = {{}} }}"
+    hanging = f"'tests.e2e.hanging:Hanging' = {{ gate = '{tmp_path}/gate' }}"
+    use = f"judges.use={{ {hanging}, slate_rules = {{}} }}"
     run = launch(searching, *QUICK, use, "scheduler.updates=2")
     out = run.finish()
     line, *_ = [line for line in out.splitlines() if line.startswith("judges: ")]
@@ -111,7 +112,7 @@ async def test_the_keys_pause_resume_drain_and_stop_a_run(
             while not condition():
                 await asyncio.sleep(0.05)
 
-    app = Watch(run.folder)
+    app = WatchApp(run.folder)
     async with app.run_test(size=(80, 24)) as pilot:
         await until(lambda: app.usable["pause"])
         await pilot.press("p", "y")
@@ -125,7 +126,7 @@ async def test_the_keys_pause_resume_drain_and_stop_a_run(
         await pilot.press("r")
         await until(lambda: report(run).version > later.version + 1 and not report(run).paused)
 
-        table = app.query_one("#processes", Table)
+        table = app.query_one("#processes", RowTable)
         await pilot.press("tab")
         while table.chosen() != "actor-1":
             await pilot.press("down")

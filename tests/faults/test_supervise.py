@@ -14,9 +14,9 @@ import pytest
 
 from coppice.scheduler.dispatch.calls import DispatchConfig
 from coppice.tools.launching import children, failures, record, supervisor, watchdog
-from coppice.tools.launching.processes import Process
-from coppice.tools.launching.resuming import supervise
-from coppice.tools.launching.screen import Screen
+from coppice.tools.launching.processes import PlannedProcess
+from coppice.tools.launching.screen import RunScreen
+from coppice.tools.launching.supervisor import supervise
 
 STAYS, PEER = (
     [["ready", "stay"]],
@@ -36,18 +36,18 @@ class Crew:
         for name, told in zip(self.names, acts.values(), strict=True):
             (run / "processes" / f"{name}.json").write_text(json.dumps(told))
 
-    def plan(self) -> list[Process]:
+    def plan(self) -> list[PlannedProcess]:
         vital = ("scheduler", "learner")
         vitals = [n for n in self.names if n.startswith(vital) and n != "scheduler-1"]
         shard = {"scheduler": 0, "scheduler-1": 1, "actor-1": 1}
         return [
-            Process(n, "tests.faults.mortal", n, 1, n in vitals, shard=shard.get(n))
+            PlannedProcess(n, "tests.faults.mortal", n, 1, n in vitals, shard=shard.get(n))
             for n in self.names
         ]
 
     def ends(self, status: int) -> str:
         """Launch the run, which must end with this status, and return what the launcher said."""
-        assert supervise(self.run, self.plan, Screen(0)) == status
+        assert supervise(self.run, self.plan, RunScreen(0)) == status
         return self.capsys.readouterr().out
 
     def starts(self, *names: str) -> list[int]:
@@ -95,10 +95,6 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-# ------------------------------------------------------------------------------------------------
-# errors and deaths of vital processes
-
-
 def test_an_error_before_the_first_checkpoint_ends_the_run_with_cause_remedy_and_log(
     crew: Callable[..., Crew], tmp_path: Path
 ) -> None:
@@ -131,7 +127,8 @@ def test_a_kill_is_resumed_and_the_run_ends_as_if_it_had_not_been(
     told = {"scheduler": STAYS * 2, "learner_0": STAYS, "learner_1": STAYS}
     told[victim] = kills if victim == "scheduler" else [*kills, *STAYS]
     told["scheduler"] = [*told["scheduler"], ["ready", "leave"]]
-    line = f"{victim.replace('_', '-')}: {KILLED}, most likely by the system for want of memory; resuming the run in "
+    cause = f"{KILLED}, most likely by the system for want of memory"
+    line = f"{victim.replace('_', '-')}: {cause}; resuming the run in "
     assert crew(**told).ends(0).count(line) == 2
 
 
@@ -190,10 +187,6 @@ def test_a_rank_that_dies_before_the_training_began_leaves_the_start_of_the_othe
     assert (tmp_path / "ranks-0").exists() == (starts == 2)
 
 
-# ------------------------------------------------------------------------------------------------
-# workers
-
-
 def test_a_worker_is_started_again_until_it_dies_too_often(crew: Callable[..., Crew]) -> None:
     made = crew(scheduler=STAYS, learner_0=STAYS, actor_0=[["engine gone"]])
     said = made.ends(1)
@@ -234,10 +227,6 @@ def test_a_process_that_is_stopped_is_told_so_killed_and_started_again(
     assert (failure.process, failure.then.partition(" in ")[0]) == (name, then)
 
 
-# ------------------------------------------------------------------------------------------------
-# several schedulers
-
-
 def test_a_further_scheduler_that_is_killed_is_started_again_and_nothing_else_is(
     crew: Callable[..., Crew],
 ) -> None:
@@ -263,10 +252,6 @@ def test_a_shard_that_has_finished_is_not_missed_and_the_run_ends_with_the_last_
     last = [["ready", "wait", "leave"]]
     made = crew(scheduler=[["ready", "leave"]], scheduler_1=last, learner_0=STAYS, actor_1=STAYS)
     assert "it left" not in made.ends(0)
-
-
-# ------------------------------------------------------------------------------------------------
-# the end
 
 
 def test_everything_killed_at_once_is_resumed(crew: Callable[..., Crew]) -> None:
@@ -315,7 +300,7 @@ def test_a_stop_continues_stopped_processes_and_waits_once_for_schedulers_that_h
     def stopped() -> bool:
         launched = record.read(tmp_path)
         member = launched.members.get("learner-0") if launched is not None else None
-        return member is not None and "state T" in watchdog.state(member.pid)
+        return member is not None and "state T" in watchdog.activity(member.pid, Path("/"))[0]
 
     def stop() -> None:
         asked.append(time.monotonic())

@@ -18,10 +18,11 @@ from pathlib import Path
 CORPUS = Path(__file__).parent / "corpus"
 LONGEST = 4096
 _TOKENS = [
-    *(b"\x00", b"\xff", b"\x7f", b"\x80", b"\xff\xff\xff\xff", b"\x00\x00\x00\x80", b"\xc3\x28", b"\xed\xa0\x80", b"\n", b'"', b"\\"),
-    *(b"<", b">", b"</", b"{", b"}", b"[", b"]", b"[" * 600, b"{\"a\":" * 300, b"-", b"NaN", b"1e999", b"-0", b"9" * 400, b"null", b"="),
-    *("\u0663".encode(), "\u00b2".encode(), "\u2028".encode(), "\U0001d7ce".encode(), "\u0130".encode(), b"\x91" * 600, b"\xdf\xff\xff\xff\xff"),
-]  # fmt: skip
+    *b"\x00 \xff \x7f \x80 \xff\xff\xff\xff \x00\x00\x00\x80 \xc3\x28 \xed\xa0\x80".split(b" "),
+    *b'\n " \\ < > </ { } [ ] - NaN 1e999 -0 null = \xdf\xff\xff\xff\xff'.split(b" "),
+    *"\u0663 \u00b2 \u2028 \U0001d7ce \u0130".encode().split(b" "),
+    *(b"[" * 600, b'{"a":' * 300, b"9" * 400, b"\x91" * 600),
+]
 """Bytes at which parsers have stumbled: borders of integers, broken UTF-8, nesting, digits that are
 none, prefixes of huge containers."""
 
@@ -48,7 +49,9 @@ def mutated(rng: random.Random, inputs: list[bytes]) -> bytes:
     return bytes(data[:LONGEST])
 
 
-def search(target: Callable[[bytes], None], inputs: list[bytes], seed: int, most: int, seconds: float = 1e9) -> tuple[int, dict[str, bytes]]:  # fmt: skip
+def search(
+    target: Callable[[bytes], None], inputs: list[bytes], seed: int, most: int, seconds: float = 1e9
+) -> tuple[int, dict[str, bytes]]:
     """Run every input and then mutations of them. Returns the executions and one input for each
     place that failed."""
     rng, findings, count, end = random.Random(seed), {}, 0, time.monotonic() + seconds
@@ -74,34 +77,17 @@ def guided(target: str, seconds: float) -> None:
     """Hand over to atheris, which ends this process."""
     import atheris  # pyright: ignore  # an extra: pip install -e ".[fuzz]"
 
-    rooms = [
-        "actors",
-        "judges",
-        "coppice.learner.main",
-        "coppice.scheduler.growth.tree",
-        "coppice.tools.launching.config",
-        "wire",
-        "common",
-        "msgspec",
-        "tomllib",
-        "json",
-    ]
-    with atheris.instrument_imports(include=rooms):  # pyright: ignore[reportAttributeAccessIssue]
+    rooms = "actors judges coppice.learner.main coppice.scheduler.growth.tree wire common"
+    rooms += " coppice.tools.launching.config msgspec tomllib json"
+    with atheris.instrument_imports(include=rooms.split()):  # pyright: ignore
         from tests.fuzz.targets import TARGETS, seeds
     folder = CORPUS / target
     folder.mkdir(parents=True, exist_ok=True)
     for data in seeds(target):
         (folder / f"{hashlib.sha256(data).hexdigest()[:16]}.bin").write_bytes(data)
-    atheris.Setup(
-        [
-            sys.argv[0],
-            str(folder),
-            f"-max_total_time={seconds:.0f}",
-            f"-max_len={LONGEST}",
-            f"-artifact_prefix={folder}/crash-",
-        ],
-        TARGETS[target],
-    )
+    limits = [f"-max_total_time={seconds:.0f}", f"-max_len={LONGEST}"]
+    arguments = [sys.argv[0], str(folder), *limits, f"-artifact_prefix={folder}/crash-"]
+    atheris.Setup(arguments, TARGETS[target])
     atheris.Fuzz()
 
 
@@ -121,13 +107,11 @@ def main() -> int:
 
     failures = 0
     for name in [asked.target] if asked.target else TARGETS:
-        count, findings = search(
-            TARGETS[name], seeds(name) + corpus(name), asked.seed, 10**12, asked.seconds
-        )
+        count, findings = search(TARGETS[name], seeds(name), asked.seed, 10**12, asked.seconds)
         print(f"{name}: {count} executions, {len(findings)} findings", flush=True)
+        (CORPUS / name).mkdir(parents=True, exist_ok=True)
         for place, data in findings.items():
             print(f"  {place}\n    {data[:120]!r}")
-            (CORPUS / name).mkdir(parents=True, exist_ok=True)
             (CORPUS / name / f"crash-{hashlib.sha256(data).hexdigest()[:16]}.bin").write_bytes(data)
         failures += len(findings)
     return bool(failures)

@@ -2,12 +2,11 @@
 planted bug."""
 
 import json
-import random
 
 import pytest
 
 from tests.fuzz import targets
-from tests.fuzz.search import corpus, mutated, search
+from tests.fuzz.search import search
 from tests.fuzz.targets import TARGETS, seeds
 
 COUNT = {"settings": 60, "http_chat": 300, "actions": 300}
@@ -15,24 +14,23 @@ COUNT = {"settings": 60, "http_chat": 300, "actions": 300}
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_mutations_of_the_corpus_end_in_an_answer_or_in_the_parsers_own_error(name: str) -> None:
-    inputs = seeds(name) + corpus(name)
+    inputs = seeds(name)
     most = len(inputs) + COUNT.get(name, 500)
     count, findings = search(TARGETS[name], inputs, seed=17, most=most)
     assert (count, findings) == (most, {})
 
 
-def test_every_seed_is_good_enough_that_its_parser_reads_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_seed_is_read_by_its_parser() -> None:
     """A seed that is refused at its first byte would test nothing: without the suppression of its
     refusals no wire seed raises."""
-    for data in seeds("wire_header"):
+    for data in targets.built("wire_header"):
         targets.arrays.decode_header(targets.frames(data))
-    for data in seeds("journal_node"):
+    for data in targets.built("journal_node"):
         targets.decode_node(data)
-    for data in seeds("rank_batch"):
+    for data in targets.built("rank_batch"):
         targets.unpack_batch(data)
-    assert [targets.parse_score(data.decode()) for data in seeds("judge_replies")[:1]] == [1.0]
+    scores = [targets.parse_score(d.decode("utf-8", "replace")) for d in seeds("judge_replies")]
+    assert 1.0 in scores
 
 
 def test_the_search_finds_a_planted_bug_in_a_decoder_and_in_a_parser_of_text() -> None:
@@ -53,12 +51,3 @@ def test_the_search_finds_a_planted_bug_in_a_decoder_and_in_a_parser_of_text() -
         for data in findings.values():
             with pytest.raises((IndexError, ValueError)):
                 target(data)
-
-
-def test_the_mutations_are_the_same_for_the_same_seed() -> None:
-    first, second = (
-        [mutated(rng, [b"abc", b"{}"]) for _ in range(50)]
-        for rng in (random.Random(1), random.Random(1))
-    )
-    assert first == second
-    assert len(set(first)) > 40

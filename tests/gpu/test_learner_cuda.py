@@ -11,7 +11,7 @@ import torch
 from coppice.learner.config import LearnerConfig, LoraConfig
 from coppice.learner.forest.attention import FLEX_BUCKET, Layout, tree_attention
 from coppice.learner.forest.trees import pack
-from coppice.learner.model.model import Policy
+from coppice.learner.model.model import TreeModel
 from coppice.learner.model.ranks import Ranks
 from tests import tiny
 from tests.learner.forests import forest
@@ -63,7 +63,7 @@ def test_whole_models_train_on_forests_as_path_by_path(
     # FlexAttention's narrowest head
     folder = tiny.save(tmp_path / kind, kind, hidden_size=64, head_dim=16)
     config = LearnerConfig(dtype="float32", lora=LoraConfig(rank, 8.0), attention=backend)
-    model = Policy(str(folder), config, 1.0, Ranks(60))
+    model = TreeModel(str(folder), config, 1.0, Ranks(60))
     compare(model, forest(3, steps=3) if CUDA else forest(3, trees=1), 1e-3, 1e-2)
 
 

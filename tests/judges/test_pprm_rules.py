@@ -15,11 +15,20 @@ from coppice.wire.messages import JudgedTurn
 
 QUESTION = "What is the capital of the country whose currency is lev?"
 EVIDENCE = ["Bulgaria\nCurrency: lev", "Bulgaria\nCapital: Sofia"]
-HOP_1 = "\n<information>Doc 1(Title: Bulgaria) Currency: lev\nDoc 2(Title: Chad) Currency: franc</information>\n"
-HOP_2 = "\n<information>Doc 1(Title: Bulgaria) Capital: Sofia</information>\n"
-OTHER = "\n<information>Doc 1(Title: Chad) Currency: franc</information>\n"
+
+
+def block(*passages: str) -> str:
+    """What a search shows."""
+    listed = "\n".join(f"Doc {i}(Title: {text}" for i, text in enumerate(passages, 1))
+    return f"\n<information>{listed}</information>\n"
+
+
+HOP_1 = block("Bulgaria) Currency: lev", "Chad) Currency: franc")
+HOP_2, OTHER = block("Bulgaria) Capital: Sofia"), block("Chad) Currency: franc")
 BRIDGE = {"think": "I need the one whose currency is lev.", "query": "currency lev"}
 SECOND = {"think": "I need the capital of Bulgaria.", "query": "Bulgaria capital"}
+CHAD = SECOND | {"observation": OTHER, "past_observations": [HOP_1]}
+AGAIN = SECOND | {"past_queries": ["bulgaria CAPITAL"]}
 
 
 def turn(**fields: Any) -> JudgedTurn:
@@ -28,10 +37,8 @@ def turn(**fields: Any) -> JudgedTurn:
     said = "" if think is None else f"<think> {think} </think>"
     said += "" if query is None else f" <search> {query} </search>"
     said += "" if answer is None else f" <answer> {answer} </answer>"
-    given: dict[str, Any] = {
-        "question": QUESTION, "golds": ["Sofia"], "context": "", "response": said, "step": 1, "budget": 4, "evidence": EVIDENCE,
-    }  # fmt: skip
-    return JudgedTurn(**(given | fields))
+    given: dict[str, Any] = {"question": QUESTION, "golds": ["Sofia"], "context": "", "step": 1}
+    return JudgedTurn(**(given | {"response": said, "budget": 4, "evidence": EVIDENCE} | fields))
 
 
 def points(
@@ -61,8 +68,7 @@ def points(
         (SECOND | {"think": "Which capital?", "past_observations": [HOP_1]}, [0, 2, 2]),
         (SECOND | {"think": "The lev.", "past_observations": [HOP_1]}, [1, 2, 2]),
         (
-            SECOND
-            | {"think": "So it is Sofia.", "query": "Sofia", "past_observations": [HOP_1, HOP_2]},
+            {"think": "It is Sofia.", "query": "Sofia", "past_observations": [HOP_1, HOP_2]},
             [2, 0, 0],
         ),
         ({"think": "It is Sofia.", "answer": "Sofia", "past_observations": [HOP_1, HOP_2]}, [2, 2]),
@@ -80,25 +86,14 @@ def test_points_by_the_supporting_passages(fields: dict[str, Any], expected: lis
         (SECOND | {"observation": HOP_2, "past_observations": [HOP_1]}, [2, 2, 2]),
         (SECOND | {"observation": HOP_1, "past_observations": [HOP_1]}, [0, 2, 2]),
         # that passage was the second then
-        (SECOND | {"observation": OTHER, "past_observations": [HOP_1]}, [0, 2, 2]),
+        (CHAD, [0, 2, 2]),
         (SECOND | {"observation": None}, [0, 2, 2]),
-        (
-            SECOND | {"query": "franc", "observation": OTHER, "past_observations": [HOP_1]},
-            [0, 2, 2],
-        ),
+        (CHAD | {"query": "franc"}, [0, 2, 2]),
         (SECOND | {"query": "weather", "observation": OTHER}, [1, 0, 1]),
         (SECOND | {"query": "weather in Sofia, capital", "observation": OTHER}, [1, 1, 2]),
         (SECOND | {"observation": OTHER.replace("Currency", "Anthem")}, [0, 2, 2]),
         (SECOND | {"query": " ", "observation": OTHER}, [1, 0, 1]),
-        (
-            SECOND
-            | {
-                "past_queries": ["bulgaria CAPITAL"],
-                "observation": HOP_2,
-                "past_observations": [HOP_2],
-            },
-            [2, 0, 0],
-        ),
+        (AGAIN | {"observation": HOP_2, "past_observations": [HOP_2]}, [2, 0, 0]),
         ({"think": "t", "answer": "Sofia", "past_observations": [HOP_1, HOP_2]}, [2, 2]),
         ({"think": "t", "answer": "Chad", "past_observations": [HOP_1]}, [2, 0]),
         ({"think": "t", "answer": "Rome", "past_observations": [HOP_1, HOP_2]}, [0, 2]),
@@ -122,13 +117,10 @@ def test_without_evidence_the_evidence_view_grades_by_what_came_back() -> None:
         {"response": "<think> t </think> <search> open", "think": "t"},
         BRIDGE | {"response": "Well. <think> t </think> <search> currency lev </search>"},
         BRIDGE | {"response": "<think> t </think> then <search> currency lev </search>"},
-        BRIDGE
-        | {"response": "<think> a <think> b </think></think> <search> currency lev </search>"},
+        BRIDGE | {"response": "<think> a <think> b </think></think> <search> lev </search>"},
     ],
 )
-def test_text_outside_the_tags_or_a_turn_that_cannot_be_read_has_no_point(
-    view: Any, fields: dict[str, Any]
-) -> None:
+def test_text_outside_the_tags_has_no_point(view: Any, fields: dict[str, Any]) -> None:
     assert points(turn(**(fields | {"observation": HOP_2})), view) == ([], (0, 6))
 
 
@@ -141,8 +133,12 @@ def test_text_outside_the_tags_or_a_turn_that_cannot_be_read_has_no_point(
 def test_every_judgement_is_two_lines_that_the_pprm_could_have_written(
     query: str, think: str, seen: list[str], knows: bool
 ) -> None:
-    made = turn(think=think, query=query, past_observations=seen, observation=OTHER, response="<search></search>",
-                evidence=EVIDENCE if knows else [])  # fmt: skip
+    shown: Any = {
+        "past_observations": seen,
+        "observation": OTHER,
+        "evidence": EVIDENCE if knows else [],
+    }
+    made = turn(think=think, query=query, response="<search></search>", **shown)
     for view in ("evidence", "retrieval"):
         judgement = PprmRules(view).judge(made)
         analysis, scores = judgement.explanation.split("\n")
@@ -161,10 +157,8 @@ def test_reasons_name_a_passage_only_as_far_as_a_reader_of_the_turn_knows_it() -
     before = PprmRules().judge(turn(**BRIDGE)).explanation
     assert "the one whose currency is lev" in before
     assert "Bulgaria" not in before
-    assert (
-        "the capital of Bulgaria"
-        in PprmRules().judge(turn(**SECOND, past_observations=[HOP_1])).explanation
-    )
+    later = PprmRules().judge(turn(**SECOND, past_observations=[HOP_1])).explanation
+    assert "the capital of Bulgaria" in later
 
 
 def test_passages_and_answers_are_found_as_the_environment_shows_them() -> None:

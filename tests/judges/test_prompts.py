@@ -6,6 +6,7 @@ They share all up to the end of the context, which a server with a prefix cache 
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,9 +25,7 @@ NOWHERE = ChatEndpoint("http://127.0.0.1:1/v1", "m")
 
 
 @pytest.mark.parametrize("column", PLACEHOLDERS)
-def test_a_template_has_the_placeholders_of_its_component_and_states_the_output(
-    column: str,
-) -> None:
+def test_a_template_has_its_placeholders_and_states_the_output(column: str) -> None:
     text = (PROMPTS / f"slate_{column}.txt").read_text()
     assert set(re.findall(r"\{(\w+)\}", text)) == PLACEHOLDERS[column]
     assert re.search(r"<explanation>.*</explanation>\s*<score>.*</score>", text, re.DOTALL)
@@ -81,11 +80,11 @@ def test_the_templates_are_one_text_up_to_the_end_of_the_context() -> None:
 
 def candidates(context: str, count: int = 5) -> list[JudgedTurn]:
     """Of one context, the last an answer."""
+    parts: list[Any] = [{"query": f"query {i}"} for i in range(count - 1)]
     return [
-        JudgedTurn("Q", ["gold"], context, "", 1, 4, think=f"I think {i}", query=None if i == count - 1 else f"query {i}",
-                   answer="an answer" if i == count - 1 else None)
-        for i in range(count)
-    ]  # fmt: skip
+        JudgedTurn("Q", ["gold"], context, "", 1, 4, think=f"I think {i}", **part)
+        for i, part in enumerate([*parts, {"answer": "an answer"}])
+    ]
 
 
 def test_all_prompts_of_one_context_begin_with_the_same_head_and_context() -> None:
@@ -114,7 +113,7 @@ def test_a_later_context_goes_on_from_the_one_before_it() -> None:
 
 
 @given(st.integers(62, 4000))
-def test_a_reply_of_the_constrained_form_can_be_read_and_fits(max_tokens: int) -> None:
+def test_a_constrained_reply_is_read_and_fits(max_tokens: int) -> None:
     form = reply_form(max_tokens)
     room = max_tokens - 46
     longest = f"<explanation>{'x' * room}</explanation>\n<score>+1</score>"

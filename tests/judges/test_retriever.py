@@ -33,7 +33,7 @@ from coppice.judges.retriever.index import (
 from coppice.judges.retriever.worker import RetrieverProcess
 from coppice.tools.defaults.index_corpus import ensure_index
 from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.messages import Passage, RetrieveRequest, RetrieveResult
+from coppice.wire.messages import Passage, RetrieveRequest
 from tests.services import bench
 
 ROOT = Path(__file__).parent.parent.parent
@@ -54,10 +54,7 @@ def minilm() -> Encoder:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
-    rows = [
-        {"id": str(i), "contents": contents_of(title, text)}
-        for i, (title, text) in enumerate(FACTS.items())
-    ]
+    rows = [{"id": str(i), "contents": contents_of(*fact)} for i, fact in enumerate(FACTS.items())]
     path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
     return path
 
@@ -69,17 +66,9 @@ def folder(corpus: Path, minilm: Encoder, tmp_path_factory: pytest.TempPathFacto
     return made
 
 
-# ----------------------------------------------------------------------------------------------
-# encoder
-
-
-def test_an_embedding_is_the_unit_mean_of_its_tokens_whatever_it_is_padded_with(
-    minilm: Encoder,
-) -> None:
-    alone = minilm.embed(["lev"], "query")
-    beside = minilm.embed(
-        ["lev", "a much longer text about the mountains of Chile and their snow"], "query"
-    )
+def test_an_embedding_is_the_unit_mean_whatever_it_is_padded_with(minilm: Encoder) -> None:
+    longer = "a much longer text about the mountains of Chile and their snow"
+    alone, beside = minilm.embed(["lev"], "query"), minilm.embed(["lev", longer], "query")
     assert alone.shape == (1, minilm.dimensions)
     assert alone.dtype == np.float32
     np.testing.assert_allclose(np.linalg.norm(beside, axis=1), 1, atol=1e-5)
@@ -88,28 +77,19 @@ def test_an_embedding_is_the_unit_mean_of_its_tokens_whatever_it_is_padded_with(
 
 def test_passages_are_cut_at_180_tokens_and_queries_at_256(minilm: Encoder) -> None:
     words = ["lev"] * 178  # and the two special tokens
-    cut = minilm.embed([" ".join(words), " ".join([*words, "mountain"])], "passage")
-    whole = minilm.embed([" ".join(words), " ".join([*words, "mountain"])], "query")
+    texts = [" ".join(words), " ".join([*words, "mountain"])]
+    cut, whole = minilm.embed(texts, "passage"), minilm.embed(texts, "query")
     np.testing.assert_allclose(cut[0], cut[1], atol=1e-5)
     assert np.abs(whole[0] - whole[1]).max() > 1e-4
 
 
-def test_an_e5_encoder_prefixes_queries_and_passages_and_minilm_does_not(
-    minilm: Encoder, tmp_path: Path
-) -> None:
+def test_an_e5_encoder_prefixes_and_minilm_does_not(minilm: Encoder, tmp_path: Path) -> None:
     link = tmp_path / "e5-tiny"
     link.symlink_to(model_folder("minilm"))
     e5 = Encoder(str(link))
-    np.testing.assert_allclose(
-        e5.embed(["x"], "query"), minilm.embed(["query: x"], "query"), atol=1e-5
-    )
-    np.testing.assert_allclose(
-        e5.embed(["x"], "passage"), minilm.embed(["passage: x"], "passage"), atol=1e-5
-    )
-
-
-# ----------------------------------------------------------------------------------------------
-# index
+    for role in ("query", "passage"):
+        plain = minilm.embed([f"{role}: x"], role)
+        np.testing.assert_allclose(e5.embed(["x"], role), plain, atol=1e-5)
 
 
 def test_contents_are_the_quoted_title_a_newline_and_the_text() -> None:
@@ -117,17 +97,14 @@ def test_contents_are_the_quoted_title_a_newline_and_the_text() -> None:
     assert contents_of("Bulgaria", "Currency: lev") == '"Bulgaria"\nCurrency: lev'
 
 
-def test_search_ranks_by_inner_product_and_reads_the_passage_at_its_offset(
-    folder: Path, minilm: Encoder
-) -> None:
+def test_search_ranks_by_inner_product_and_reads_passages(folder: Path, minilm: Encoder) -> None:
     found = Index(folder, minilm).search([MOUNTAIN, EXPORT], topk=3)
     assert [row[0].title for row in found] == ["Chile", "Côte d'Ivoire"]
     assert found[1][0] == Passage("2", "Côte d'Ivoire", "Main export: cocoa", found[1][0].score)
     passages = minilm.embed([f"{title}. {text}" for title, text in FACTS.items()], "passage")
-    expected = np.sort(minilm.embed([MOUNTAIN, EXPORT], "query") @ passages.T, axis=1)[:, ::-1][
-        :, :3
-    ]
-    np.testing.assert_allclose([[p.score for p in row] for row in found], expected, atol=1e-5)
+    products = minilm.embed([MOUNTAIN, EXPORT], "query") @ passages.T
+    best, scores = -np.sort(-products, axis=1)[:, :3], [[p.score for p in row] for row in found]
+    np.testing.assert_allclose(scores, best, atol=1e-5)
 
 
 def test_a_topk_above_the_corpus_gives_the_whole_corpus(folder: Path, minilm: Encoder) -> None:
@@ -160,9 +137,7 @@ GOOD = b'{"id": "a", "contents": "\\"T\\"\\ntext"}'
         (b'{"id": "b", "more": ' + b"[" * 100_000, "nested too deeply"),
     ],
 )
-def test_a_bad_line_is_refused_with_its_number_and_reason(
-    tmp_path: Path, line: bytes, reason: str
-) -> None:
+def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, line: bytes, reason: str) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_bytes(b"\n".join([GOOD, line, GOOD.replace(b'"a"', b'"c"')]))
     with pytest.raises(BadCorpus, match=rf"corpus\.jsonl:2: .*(?i:{reason})"):
@@ -175,19 +150,17 @@ def test_a_bad_line_is_refused_with_its_number_and_reason(
 def test_a_corpus_is_refused_with_the_number_of_its_bad_lines(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_bytes(b"\n".join([GOOD, GOOD, b"{oops", GOOD.replace(b'"a"', b'"c"')]))
-    with pytest.raises(
-        BadCorpus, match=r"^2 of 4 lines .*corpus\.jsonl:2: id 'a' was used before .*--skip-bad"
+    told = r"^2 of 4 lines .*corpus\.jsonl:2: id 'a' was used before .*--skip-bad"
+    with pytest.raises(BadCorpus, match=told):
+        read_corpus(path)
+    for body, told in (
+        (b"", "it is empty"),
+        (b"{oops", r"corpus\.jsonl:1: "),
+        (GOOD.decode().encode("utf-16"), r"UTF-16.*iconv"),
     ):
-        read_corpus(path)
-    path.write_bytes(b"")
-    with pytest.raises(BadCorpus, match="it is empty"):
-        read_corpus(path)
-    path.write_bytes(b"{oops")
-    with pytest.raises(BadCorpus, match=r"corpus\.jsonl:1: "):
-        read_corpus(path, skip_bad=True)
-    path.write_bytes(GOOD.decode().encode("utf-16"))
-    with pytest.raises(BadCorpus, match=r"UTF-16.*iconv"):
-        read_corpus(path, skip_bad=True)
+        path.write_bytes(body)
+        with pytest.raises(BadCorpus, match=told):
+            read_corpus(path, skip_bad=True)
 
 
 def test_the_byte_order_mark_of_a_corpus_is_no_part_of_its_first_passage(tmp_path: Path) -> None:
@@ -197,37 +170,30 @@ def test_the_byte_order_mark_of_a_corpus_is_no_part_of_its_first_passage(tmp_pat
     assert (list(offsets), bad) == ([3, 3 + len(GOOD) + 1], [])
 
 
-def test_lines_passed_over_do_not_shift_the_passages_after_them(
-    tmp_path: Path, minilm: Encoder
-) -> None:
+def test_skipped_lines_do_not_shift_those_after_them(tmp_path: Path, minilm: Encoder) -> None:
     path = tmp_path / "corpus.jsonl"
     rows = [{"id": title, "contents": contents_of(title, text)} for title, text in FACTS.items()]
-    path.write_text(
-        "\n".join(["{bad", *map(json.dumps, rows[:2]), "{bad", *map(json.dumps, rows[2:]), ""])
-    )
+    lines = [json.dumps(row) for row in rows]
+    path.write_text("\n".join(["{bad", *lines[:2], "{bad", *lines[2:], ""]))
     build(path, tmp_path / "made", minilm, skip_bad=True)
     (row,) = Index(tmp_path / "made", minilm).search([MOUNTAIN], topk=1)
     assert row[0].id == row[0].title == "Chile"
 
 
-def test_an_index_of_another_encoder_is_refused_with_the_remedy(
+def test_an_index_of_another_encoder_is_refused(
     folder: Path, minilm: Encoder, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    manifest = msgspec.structs.replace(
-        read_manifest(folder), encoder="intfloat/e5-base-v2", dimensions=768
-    )
+    changes: Any = {"encoder": "intfloat/e5-base-v2", "dimensions": 768}
+    manifest = msgspec.structs.replace(read_manifest(folder), **changes)
     (other / "manifest.json").write_bytes(msgspec.json.encode(manifest))
-    with pytest.raises(
-        ValueError, match=r"e5-base-v2 \(768 dimensions\), not minilm \(384\).*coppice index"
-    ):
+    told = r"e5-base-v2 \(768 dimensions\), not minilm \(384\).*coppice index"
+    with pytest.raises(ValueError, match=told):
         Index(other, minilm)
 
 
-def test_a_folder_without_an_index_or_with_a_damaged_one_names_the_command_that_builds_it(
-    tmp_path: Path,
-) -> None:
+def test_without_a_sound_index_the_command_that_builds_it_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="coppice index CORPUS --out"):
         read_manifest(tmp_path)
     (tmp_path / "manifest.json").write_text("{")
@@ -235,9 +201,7 @@ def test_a_folder_without_an_index_or_with_a_damaged_one_names_the_command_that_
         read_manifest(tmp_path)
 
 
-def test_a_folder_that_holds_something_else_is_never_replaced(
-    corpus: Path, minilm: Encoder, tmp_path: Path
-) -> None:
+def test_another_folder_is_never_replaced(corpus: Path, minilm: Encoder, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(FileExistsError, match="holds no index"):
         build(corpus, tmp_path, minilm)
@@ -257,10 +221,6 @@ def test_an_index_is_built_once_for_a_corpus(
     assert ensure_index(changed, "minilm", tmp_path, threads=1) != made
 
 
-# ----------------------------------------------------------------------------------------------
-# Search-R1 protocol
-
-
 class Shelf:
     """A backend whose passages repeat the query; it remembers what it was asked."""
 
@@ -269,9 +229,9 @@ class Shelf:
 
     async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
         self.asked.append(queries)
+        rows = [(str(i), f"text {i}", 1.0 - i / 10) for i in range(topk)]
         return [
-            [Passage(str(i), f"title of {q}", f"text {i}", 1.0 - i / 10) for i in range(topk)]
-            for q in queries
+            [Passage(i, f"title of {q}", text, score) for i, text, score in rows] for q in queries
         ]
 
 
@@ -304,10 +264,7 @@ async def test_the_client_gets_from_the_server_what_the_backend_found(suffix: st
 
 
 async def post(url: str, body: bytes) -> tuple[int, Any]:
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(url + "/retrieve", data=body) as response,
-    ):
+    async with aiohttp.request("POST", url + "/retrieve", data=body) as response:
         return response.status, await response.json()
 
 
@@ -352,16 +309,12 @@ async def test_a_bad_request_is_answered_422_with_the_reason(body: bytes, reason
         (b'{"result": []}', 200, "0 results for 1 queries"),
     ],
 )
-async def test_a_server_that_answers_otherwise_is_a_fault_that_names_it(
+async def test_another_protocol_is_a_fault_of_the_server(
     body: bytes, status: int, message: str
 ) -> None:
     async with serving(answering(body, status)) as url, SearchR1Client(url, attempts=1) as client:
         with pytest.raises(InfrastructureFault, match=f"{url}/retrieve.*{message}"):
             await client.search(["x"], 1)
-
-
-# ----------------------------------------------------------------------------------------------
-# worker
 
 
 async def test_the_query_used_longest_ago_leaves_the_cache_first() -> None:
@@ -371,7 +324,7 @@ async def test_the_query_used_longest_ago_leaves_the_cache_first() -> None:
         await retriever.search([query], 1)
     assert shelf.asked == [["x"], ["y"], ["z"]]
     with pytest.raises(DataFault, match="topk 0"):
-        await retriever.handle(RetrieveRequest(["x"], 0), None)  # pyright: ignore[reportArgumentType]
+        await retriever.handle(RetrieveRequest(["x"], 0), None)  # pyright: ignore
 
 
 async def test_a_retriever_process_over_a_remote_server_serves_and_drains(tmp_path: Path) -> None:
@@ -379,18 +332,15 @@ async def test_a_retriever_process_over_a_remote_server_serves_and_drains(tmp_pa
     async with serving(application(shelf)) as url, bench(tmp_path) as b:
         (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)
         process = tmp_path / "retriever.json"
-        process.write_bytes(
-            msgspec.json.encode(RetrieverProcess("retriever", str(tmp_path), RetrieverConfig(url)))
-        )
+        settings = RetrieverProcess("retriever", str(tmp_path), RetrieverConfig(url))
+        process.write_bytes(msgspec.json.encode(settings))
         command = [sys.executable, "-m", "coppice.judges.retriever.worker", str(process)]
-        worker = await asyncio.create_subprocess_exec(
-            *command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}
-        )
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        worker = await asyncio.create_subprocess_exec(*command, cwd=ROOT, env=environment)
         try:
             await b.dispatcher.wait_for("retrieve", 1, 60)
-            result: RetrieveResult = await b.dispatcher.call(
-                "retrieve", RetrieveRequest(["x"], 1), deadline=30
-            )
+            request = RetrieveRequest(["x"], 1)
+            result: Any = await b.dispatcher.call("retrieve", request, deadline=30)
             assert result.passages == await Shelf().search(["x"], 1)
         finally:
             worker.terminate()

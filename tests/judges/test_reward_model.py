@@ -23,14 +23,10 @@ def turn(question: str = "Who?", response: str = "<think> a </think>", **fields:
     return JudgedTurn(question, ["gold"], "", response, 1, 4, **fields)
 
 
-TURNS = [
-    turn(),
-    turn(
-        transcript="<think> b </think> <search> c </search>",
-        observation="\n<information>found</information>\n",
-    ),
-    turn("What is much longer than the others?", "<answer> this </answer>"),
-]
+FOUND = "\n<information>found</information>\n"
+BEFORE = "<think> b </think> <search> c </search>"
+LONG = turn("What is much longer than the others?", "<answer> this </answer>")
+TURNS = [turn(), turn(transcript=BEFORE, observation=FOUND), LONG]
 
 
 def save(folder: Path, labels: int = 1, **shape: Any) -> Path:
@@ -50,11 +46,9 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def logit_of(folder: Path, text: str) -> float:
     """As the library gives it, one text at a time."""
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
-    ids = AutoTokenizer.from_pretrained(folder)(
-        text, add_special_tokens=False, return_tensors="pt"
-    )["input_ids"]
+    ids = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"]
     with torch.inference_mode():
-        return model(input_ids=ids).logits.item()
+        return model(input_ids=torch.tensor([ids])).logits.item()
 
 
 async def started(folder: Path, **options: Any) -> RewardModel:
@@ -64,14 +58,12 @@ async def started(folder: Path, **options: Any) -> RewardModel:
     return judge
 
 
-async def test_scores_are_the_sigmoid_of_the_logit_of_the_conversation_also_in_a_batch(
-    classifier: Path,
-) -> None:
+async def test_scores_are_the_sigmoid_of_the_logit_also_in_a_batch(classifier: Path) -> None:
     judge = await started(classifier)
     made = await judge.score(TURNS)
     texts = [
         "<|user|>Who?<|assistant|><think> a </think>",
-        "<|user|>Who?\n\n<think> b </think> <search> c </search><|assistant|><think> a </think>\n<information>found</information>\n",
+        f"<|user|>Who?\n\n{BEFORE}<|assistant|><think> a </think>{FOUND}",
         "<|user|>What is much longer than the others?<|assistant|><answer> this </answer>",
     ]
     expected = [1 / (1 + math.exp(-logit_of(classifier, text))) for text in texts]
@@ -85,22 +77,17 @@ async def test_of_a_long_text_the_end_is_read_and_it_is_counted(classifier: Path
     judge = await started(classifier, max_length=20)
     text = "<|user|>Who?<|assistant|><think> a </think>"
     (made,) = await judge.score([turn()])
-    assert (
-        AutoTokenizer.from_pretrained(classifier).decode(judge.end(judge.tokens(turn())))
-        == text[-20:]
-    )
-    assert made.scores["process"] == pytest.approx(
-        sigmoid(logit_of(classifier, text[-20:])), abs=1e-6
-    )
+    kept = judge.end(judge.tokens(turn()))
+    assert AutoTokenizer.from_pretrained(classifier).decode(kept) == text[-20:]
+    expected = sigmoid(logit_of(classifier, text[-20:]))
+    assert made.scores["process"] == pytest.approx(expected, abs=1e-6)
     whole = await started(classifier, max_length=len(text))
     assert await whole.score([turn()]) != [made]
     assert whole.stats()["truncated"] == 0
     assert judge.stats() == {"judged": 1, "truncated": 1}
 
 
-async def test_a_text_opened_by_a_special_token_keeps_it_when_it_is_cut(
-    classifier: Path, tmp_path: Path
-) -> None:
+async def test_a_cut_text_keeps_its_opening_token(classifier: Path, tmp_path: Path) -> None:
     folder = save(tmp_path / "opened")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "{{ bos_token }}" + tiny.TEMPLATE
@@ -123,16 +110,15 @@ async def test_a_tokenizer_without_a_chat_template_reads_the_two_texts(tmp_path:
     assert tokenizer.decode(judge.tokens(turn())) == "Who?\n\n<think> a </think>"
 
 
-async def test_a_model_without_a_padding_token_gives_the_same_scores(
+async def test_without_a_padding_token_scores_are_the_same(
     classifier: Path, tmp_path: Path
 ) -> None:
     bare = await started(save(tmp_path / "bare", pad_token_id=None))
     made, alone = await bare.score(TURNS), [(await bare.score([one]))[0] for one in TURNS]
     assert made == alone
     padded = await (await started(classifier)).score(TURNS)
-    assert [j.scores["process"] for j in made] == pytest.approx(
-        [j.scores["process"] for j in padded], abs=1e-6
-    )
+    expected = [j.scores["process"] for j in padded]
+    assert [j.scores["process"] for j in made] == pytest.approx(expected, abs=1e-6)
 
 
 async def test_what_is_no_reward_model_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -143,10 +129,7 @@ async def test_what_is_no_reward_model_is_refused_with_the_reason(tmp_path: Path
     with pytest.raises(ValueError, match="reads 64 tokens at most: lower max_length = 4096"):
         await started(save(tmp_path / "short", max_position_embeddings=64))
     for missing in (tmp_path / "nope", Path("/nope")):
-        with pytest.raises(
-            ValueError,
-            match=rf"model '{missing}' cannot be loaded: expected a folder with a sequence classifier",
-        ):
+        with pytest.raises(ValueError, match=rf"model '{missing}' cannot be loaded: expected a"):
             await started(missing)
     with pytest.raises(ValueError, match="max_length = 1"):
         make_worker("reward_model", {"model": "m", "max_length": 1})

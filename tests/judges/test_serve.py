@@ -5,13 +5,16 @@ import asyncio
 import math
 import os
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from coppice.judges.base import Judge, Player, checked
+from coppice.judges.base import Judge, Player, PlugIn, checked
 from coppice.judges.command import plug_in
 from coppice.judges.oracles.minesweeper import MinesweeperOracle
 from coppice.judges.oracles.sokoban import SokobanOracle
@@ -19,14 +22,7 @@ from coppice.judges.oracles.tictactoe import TicTacToeOracle
 from coppice.judges.serve import BUILT_IN, Batcher, JudgeProcess, make_worker, serve
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.keys import RunKeys
-from coppice.wire.messages import (
-    JudgedTurn,
-    Judgement,
-    JudgeRequest,
-    JudgeResult,
-    PlayRequest,
-    PlayResult,
-)
+from coppice.wire.messages import JudgedTurn, Judgement, JudgeRequest, PlayRequest, PlayResult
 from coppice.wire.service import Service
 from tests.services import Bench, bench
 
@@ -38,8 +34,21 @@ def turns(*questions: str) -> JudgeRequest:
 
 
 async def ask(b: Bench, service: str, *questions: str, deadline: float = 20) -> list[Judgement]:
-    result: JudgeResult = await b.dispatcher.call(service, turns(*questions), deadline=deadline)
+    result: Any = await b.dispatcher.call(service, turns(*questions), deadline=deadline)
     return result.judgements
+
+
+@asynccontextmanager
+async def serving(folder: Path, *workers: PlugIn) -> AsyncIterator[Bench]:
+    """A dispatcher with a worker of these plug-ins, which is drained at the end."""
+    async with bench(folder) as b:
+        worker = asyncio.create_task(
+            serve(workers, "w", b.dispatcher.endpoint, b.keys, signals=False)
+        )
+        await b.dispatcher.wait_for(workers[-1].service, 1, 10)
+        yield b
+        await b.dispatcher.roster.drain()
+        await asyncio.wait_for(worker, 10)
 
 
 class Length(Judge):
@@ -67,9 +76,7 @@ class Length(Judge):
         return [Judgement({"length": float(len(turn.question))}) for turn in turns]
 
 
-async def test_requests_that_wait_are_scored_together_and_never_more_than_the_batch(
-    tmp_path: Path,
-) -> None:
+async def test_requests_that_wait_are_scored_together_up_to_the_batch(tmp_path: Path) -> None:
     judge = Length(batch=4)
     batcher = Batcher(judge)
     questions = ["x" * n for n in range(1, 11)]
@@ -89,9 +96,7 @@ async def test_requests_that_wait_are_scored_together_and_never_more_than_the_ba
     assert batcher.stats()["invalid"] == 0
 
 
-async def test_a_request_larger_than_the_batch_is_split_and_put_together_in_order(
-    tmp_path: Path,
-) -> None:
+async def test_a_request_larger_than_the_batch_is_split_and_stays_in_order(tmp_path: Path) -> None:
     judge = Length(batch=4)
     judge.gate.set()
     async with bench(tmp_path) as b:
@@ -117,11 +122,9 @@ async def test_no_more_scorings_run_at_once_than_the_judge_declares(tmp_path: Pa
 
 async def test_turns_nobody_waits_for_any_more_are_not_scored() -> None:
     judge = Length(batch=1)
-    batcher = Batcher(judge)
-    no_call: Any = None
-    first, second, third = (
-        asyncio.create_task(batcher.handle(turns(q), no_call)) for q in ("a", "bb", "ccc")
-    )
+    batcher, no_call = Batcher(judge), None
+    handled = [batcher.handle(turns(q), no_call) for q in ("a", "bb", "ccc")]  # pyright: ignore
+    first, second, third = map(asyncio.create_task, handled)
     await judge.entered.wait()
     second.cancel()
     await asyncio.gather(second, return_exceptions=True)
@@ -130,9 +133,7 @@ async def test_turns_nobody_waits_for_any_more_are_not_scored() -> None:
     assert judge.batches == [["a"], ["ccc"]]
 
 
-async def test_a_judge_that_raised_scores_the_next_request_and_its_fault_keeps_its_kind(
-    tmp_path: Path,
-) -> None:
+async def test_a_judge_that_raised_scores_the_next_request(tmp_path: Path) -> None:
     judge = Length()
     judge.gate.set()
     batcher = Batcher(judge)
@@ -150,43 +151,30 @@ async def test_a_judge_that_raised_scores_the_next_request_and_its_fault_keeps_i
     [Judgement({"length": x}) for x in (math.nan, math.inf, -math.inf)]
     + [Judgement({"length": 1.0}, ["length"])],
 )
-def test_a_score_that_is_not_finite_or_said_to_be_invalid_is_none_and_is_counted(
-    judgement: Judgement,
-) -> None:
+def test_a_score_that_is_not_finite_or_invalid_is_none_and_counted(judgement: Judgement) -> None:
     made, bad = checked(Length(), turns("a", "b").turns, [judgement, Judgement({"length": 2.0})])
     assert made == [Judgement({}, ["length"]), Judgement({"length": 2.0})]
     assert bad == 1
 
 
 @pytest.mark.parametrize("judgement", [Judgement({"width": 1.0}), Judgement({}, ["width"])])
-def test_a_column_that_was_not_declared_is_refused_with_the_declared_ones(
-    judgement: Judgement,
-) -> None:
-    with pytest.raises(
-        InfrastructureFault, match=r"length returned columns \['width'\]; it declares \['length'\]"
-    ):
+def test_an_undeclared_column_is_refused_with_the_declared_ones(judgement: Judgement) -> None:
+    said = r"length returned columns \['width'\]; it declares \['length'\]"
+    with pytest.raises(InfrastructureFault, match=said):
         checked(Length(), turns("a").turns, [judgement])
 
 
-async def test_several_judges_share_one_worker_with_counters_of_their_own(tmp_path: Path) -> None:
+async def test_several_judges_share_one_worker(tmp_path: Path) -> None:
     judges = [make_worker("exact_match", {}), make_worker("slate_rules", {"query": "format"})]
-    async with bench(tmp_path) as b:
-        serving = asyncio.create_task(
-            serve(judges, "judges", b.dispatcher.endpoint, b.keys, signals=False)
-        )
-        await b.dispatcher.wait_for("judge.exact_match", 1, 10)
+    async with serving(tmp_path, *judges) as b:
         assert (await ask(b, "judge.exact_match", "q"))[0].scores == {"outcome": 1, "f1": 1}
         assert (await ask(b, "judge.slate_rules", "q", "r"))[1].scores == {"think": -1, "answer": 1}
         (worker,) = b.dispatcher.workers()
         assert worker.hello.services == ["judge.exact_match", "judge.slate_rules"]
         assert worker.hello.capacity == sum(judge.concurrency for judge in judges)
-        await b.dispatcher.roster.drain()
-        await asyncio.wait_for(serving, 10)
 
 
-async def test_a_judge_is_started_before_it_scores_and_closed_after_the_worker_left(
-    tmp_path: Path,
-) -> None:
+async def test_a_judge_starts_before_it_scores_and_closes_at_the_end(tmp_path: Path) -> None:
     happened: list[str] = []
 
     class Diary(Length):
@@ -201,31 +189,23 @@ async def test_a_judge_is_started_before_it_scores_and_closed_after_the_worker_l
         async def close(self) -> None:
             happened.append("close")
 
-    async with bench(tmp_path) as b:
-        serving = asyncio.create_task(
-            serve([Diary()], "w", b.dispatcher.endpoint, b.keys, signals=False)
-        )
-        await b.dispatcher.wait_for("judge.length", 1, 10)
+    async with serving(tmp_path, Diary()) as b:
         await ask(b, "judge.length", "x")
-        await b.dispatcher.roster.drain()
-        await asyncio.wait_for(serving, 10)
     assert happened == ["start", "score", "close"]
 
 
-async def test_the_judge_process_of_the_launcher_serves_built_in_and_own_judges_and_drains(
-    tmp_path: Path,
-) -> None:
+async def test_the_launchers_process_serves_built_in_and_own_judges(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "from coppice.judges.base import Judge\n"
         "from coppice.wire.messages import Judgement\n"
         "class Fixed(Judge):\n"
         "    name, columns = 'fixed', ('outcome',)\n"
         "    def __init__(self, value): self.value = value\n"
-        "    async def score(self, turns): return [Judgement({'outcome': self.value}) for _ in turns]\n"
+        "    async def score(self, turns):\n"
+        "        return [Judgement({'outcome': self.value}) for _ in turns]\n"
     )
-    process = JudgeProcess(
-        "judges", str(tmp_path), {"exact_match": {}, "own:Fixed": {"value": 0.25}}
-    )
+    judges = {"exact_match": {}, "own:Fixed": {"value": 0.25}}
+    process = JudgeProcess("judges", str(tmp_path), judges)
     (tmp_path / "judges.json").write_bytes(msgspec.json.encode(process))
     async with bench(tmp_path) as b:
         (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)
@@ -251,9 +231,7 @@ def test_the_built_in_judges_have_the_name_under_which_they_are_configured() -> 
 @pytest.mark.parametrize(
     ("name", "needs"), [("slate", "endpoint"), ("pprm", "endpoint"), ("reward_model", "model")]
 )
-def test_an_option_that_a_judge_cannot_do_without_is_asked_for_by_its_name(
-    name: str, needs: str
-) -> None:
+def test_a_missing_option_is_named(name: str, needs: str) -> None:
     with pytest.raises(ValueError, match=rf"judges\.use\.{name}: {name} needs \['{needs}'\]"):
         make_worker(name, {})
 
@@ -280,10 +258,8 @@ async def test_a_turn_that_cannot_be_scored_does_not_condemn_its_batch(tmp_path:
         asked = [ask(b, "judge.picky", question) for question in ("one", "bad", "three")]
         good, bad, long = await asyncio.gather(*asked, return_exceptions=True)
     assert isinstance(bad, DataFault)
-    assert [answer[0].scores for answer in (good, long) if isinstance(answer, list)] == [
-        {"length": 3.0},
-        {"length": 5.0},
-    ]
+    scores = [answer[0].scores for answer in (good, long) if isinstance(answer, list)]
+    assert scores == [{"length": 3.0}, {"length": 5.0}]
 
 
 class Mirror(Player):
@@ -296,21 +272,20 @@ class Mirror(Player):
 
 
 async def test_an_opponent_is_served_beside_judges(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
-        work: list[Judge | Player] = [Picky(), Mirror()]
-        serving = asyncio.create_task(
-            serve(work, "w", b.dispatcher.endpoint, b.keys, signals=False)
-        )
-        await b.dispatcher.wait_for("player.mirror", 1, 10)
+    async with serving(tmp_path, Picky(), Mirror()) as b:
         played = await b.dispatcher.call("player.mirror", PlayRequest({"cell": 4}, 9), deadline=10)
         assert played == PlayResult([4, 9])
         assert (await ask(b, "judge.picky", "two"))[0].scores == {"length": 3.0}
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
 
 
-@pytest.mark.parametrize("body", ["class J: name, columns = 'j', ('a',)", "class J(Judge): name = 'j'",
-                                  "class J(Judge): columns = ('a',)"])  # fmt: skip
+HALF_MADE = [
+    "class J: name, columns = 'j', ('a',)",
+    "class J(Judge): name = 'j'",
+    "class J(Judge): columns = ('a',)",
+]
+
+
+@pytest.mark.parametrize("body", HALF_MADE)
 def test_a_class_that_is_no_judge_or_has_no_name_or_columns_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
@@ -319,7 +294,7 @@ def test_a_class_that_is_no_judge_or_has_no_name_or_columns_is_refused(
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "half_made", raising=False)
     with pytest.raises(
-        ValueError, match=r"half_made:J.*subclass of judges\.base\.Judge with a name and columns"
+        ValueError, match=r"half_made:J.*judges\.base\.Judge with a name and columns"
     ):
         make_worker("half_made:J", {})
 
@@ -330,8 +305,8 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     run = tmp_path / "run"
     RunKeys.create(run / "keys")
     (run / "endpoint").write_text("tcp://127.0.0.1:1")
-    body = "from coppice.judges.base import Judge\nclass Plain(Judge): name, columns = 'plain', ('a',)\nmade = Plain()\n"
-    (tmp_path / "plugs.py").write_text(body)
+    body = "class Plain(Judge): name, columns = 'plain', ('a',)\nmade = Plain()\n"
+    (tmp_path / "plugs.py").write_text(f"from coppice.judges.base import Judge\n{body}")
     (tmp_path / "torn.py").write_text("class (")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -341,36 +316,24 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("judge", "run", "options", "said"),
     [
-        (["exact_match", "--run", "nowhere"], "nowhere is not a started run"),
-        (["exact_match", "--run", "plugs.py"], "plugs.py is not a started run"),
-        (["exact", "--run", "run"], "judge 'exact': did you mean 'exact_match'? expected one of"),
-        (
-            ["plugs:Nope", "--run", "run"],
-            "judge 'plugs:Nope': AttributeError: module 'plugs' has no attribute 'Nope'",
-        ),
-        (
-            ["nomod:Nope", "--run", "run"],
-            "judge 'nomod:Nope': ModuleNotFoundError: No module named 'nomod'; expected module:Class",
-        ),
-        (
-            ["torn:Nope", "--run", "run"],
-            "judge 'torn:Nope': SyntaxError: invalid syntax (torn.py, line 1)",
-        ),
-        (["plugs:made", "--run", "run"], "judge 'plugs:made': made is no class"),
-        (
-            ["plugs:Plain", "--run", "run", "--option", "a=1"],
-            "['a'] unknown to plugs:Plain, which takes no options",
-        ),
-        (["plugs:Plain", "--run", "run", "--option", "a"], "option 'a': expected KEY=VALUE"),
+        ("exact_match", "nowhere", [], "nowhere is not a started run"),
+        ("exact_match", "plugs.py", [], "plugs.py is not a started run"),
+        ("exact", "run", [], "judge 'exact': did you mean 'exact_match'? expected one of"),
+        ("plugs:Nope", "run", [], "AttributeError: module 'plugs' has no attribute 'Nope'"),
+        ("nomod:Nope", "run", [], "No module named 'nomod'; expected module:Class"),
+        ("torn:Nope", "run", [], "'torn:Nope': SyntaxError: invalid syntax (torn.py, line 1)"),
+        ("plugs:made", "run", [], "judge 'plugs:made': made is no class"),
+        ("plugs:Plain", "run", ["a=1"], "unknown to plugs:Plain, which takes no options"),
+        ("plugs:Plain", "run", ["a"], "option 'a': expected KEY=VALUE"),
     ],
 )
 @pytest.mark.usefixtures("started")
 def test_a_judge_that_cannot_be_plugged_in_is_one_line(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    judge: str, run: str, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plug_in(arguments) == 2
+    assert plug_in([judge, "--run", run, *(f"--option={option}" for option in options)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("coppice serve: ")
     assert said in error
@@ -380,12 +343,11 @@ def test_a_judge_that_cannot_be_plugged_in_is_one_line(
 def test_a_judge_of_a_run_that_has_ended_says_so(
     started: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        "coppice.judges.serve.Service", lambda *given: Service(*given, give_up_s=0.0)
-    )
+    gives_up = partial(Service, give_up_s=0.0)
+    monkeypatch.setattr("coppice.judges.serve.Service", gives_up)
     assert plug_in(["plugs:Plain", "--run", str(started)]) == 1
     error = capsys.readouterr().err
-    assert "coppice serve: plain-plugin: no scheduler answered for 0 s; giving up" in error
+    assert "coppice serve: plain-plugin: no scheduler answered for 0 s" in error
     assert "Traceback" not in error
 
 
@@ -399,15 +361,11 @@ def test_a_judge_follows_a_resumed_run_to_its_new_endpoint(
     monkeypatch.setattr("coppice.judges.serve.Service", resumed)
     assert plug_in(["plugs:Plain", "--run", str(started)]) == 1
     said = capsys.readouterr().out.splitlines()
-    assert [line.partition(" to ")[2].partition(";")[0] for line in said] == [
-        "tcp://127.0.0.1:1",
-        "tcp://127.0.0.1:2",
-    ]
+    endpoints = [line.partition(" to ")[2].partition(";")[0] for line in said]
+    assert endpoints == ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
 
 
-async def test_a_judge_that_hung_has_all_its_places_again_after_the_deadlines(
-    tmp_path: Path,
-) -> None:
+async def test_a_judge_that_hung_has_its_places_again_after_deadlines(tmp_path: Path) -> None:
     judge = Length(concurrency=2)
     batcher = Batcher(judge)
     async with bench(tmp_path) as b:

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from coppice.actors.environments.base import Action
-from coppice.actors.environments.sokoban.environment import Sokoban, State
-from coppice.judges.base import checked
+from coppice.actors.environments.sokoban.environment import Sokoban, SokobanState
 from coppice.judges.oracles.sokoban import SokobanOracle
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import JudgedTurn
+from tests import games
 
 NOBODY: Any = None
 ROOM = "######" + "#____#" + "#_PXO#" + "#____#" * 2 + "######"
@@ -24,16 +24,12 @@ RISK = "######" + "#____#" + "#_X__#" + "#_PO_#" + "#____#" + "######"
 
 
 def judged(board: str, move: list[int] | None) -> JudgedTurn:
-    return JudgedTurn(
-        "sokoban-1", [], "", "", 1, 15, state=msgspec.to_builtins(State(board)), move=move
-    )
+    plain = msgspec.to_builtins(SokobanState(board))
+    return JudgedTurn("sokoban-1", [], "", "", 1, 15, state=plain, move=move)
 
 
 def scores(turns: list[JudgedTurn], judge: SokobanOracle | None = None) -> list[dict[str, float]]:
-    oracle = judge or SokobanOracle()
-    judgements, bad = checked(oracle, turns, asyncio.run(oracle.score(turns)))
-    assert bad == 0
-    return [judgement.scores for judgement in judgements]
+    return games.scores(judge or SokobanOracle(), turns)
 
 
 @pytest.mark.parametrize(
@@ -71,31 +67,28 @@ def test_a_lost_room_rewards_no_step_and_has_no_distance() -> None:
 def test_following_the_oracle_solves_every_room_in_the_stated_number_of_steps() -> None:
     for seed in range(60):
         game, rng = Sokoban(boxes=1 + seed % 3), random.Random(seed)
-        state, steps = game.initial(game.task(seed)), 0
-        (first,) = scores(
-            [game.judged(game.task(seed), state, Action("move", "", move=(0,)), 1, 4)]
-        )
+        state, distances = game.initial(game.task(seed)), list[float]()
+        ways = [Action("move", "", move=(way,)) for way in range(4)]
         while not state.over:
-            turns = [
-                game.judged(game.task(seed), state, Action("move", "", move=(way,)), 1, 4)
-                for way in range(4)
-            ]
-            made = scores(
-                msgspec.msgpack.decode(msgspec.msgpack.encode(turns), type=list[JudgedTurn])
-            )
-            assert {column["valid_share"] for column in made} == {
-                sum(column["optimal"] for column in made) / 4
-            }
+            turns = [game.judged(game.task(seed), state, action, 1, 4) for action in ways]
+            made = scores(games.travelled(turns))
+            share = sum(column["optimal"] for column in made) / 4
+            assert {column["valid_share"] for column in made} == {share}
+            distances.append(made[0]["distance"])
             way = rng.choice([way for way, column in enumerate(made) if column["optimal"]])
-            state = asyncio.run(game.step(state, Action("move", "", move=(way,)), NOBODY)).state
-            steps += 1
-        assert steps == first["distance"]
+            state = asyncio.run(game.step(state, ways[way], NOBODY)).state
+        assert distances == list(range(len(distances), 0, -1))
         assert game.lost(state)["success"] == 1
 
 
 @pytest.mark.parametrize(
     "state",
-    [None, {"board": "..."}, {"size": 4}, msgspec.to_builtins(State(ROOM.replace("PXO", "_P√")))],
+    [
+        None,
+        {"board": "..."},
+        {"size": 4},
+        msgspec.to_builtins(SokobanState(ROOM.replace("PXO", "_P√"))),
+    ],
 )
 def test_a_turn_of_another_environment_or_of_a_solved_room_is_a_data_fault(state: Any) -> None:
     turn = JudgedTurn("other-7", [], "", "", 1, 4, state=state, move=[0])

@@ -10,34 +10,40 @@ import pytest
 from aiohttp import web
 
 from coppice.actors.environments.base import Task
-from coppice.actors.environments.sotopia.conversation import DIMENSIONS, Conversation, Turn
-from coppice.actors.environments.sotopia.environment import Sotopia, State
-from coppice.actors.environments.sotopia.scenarios import Condition, load
+from coppice.actors.environments.sotopia.environment import (
+    DIMENSIONS,
+    Dialogue,
+    Sotopia,
+    SotopiaState,
+    SotopiaTurn,
+)
+from coppice.actors.environments.sotopia.scenarios import GoalCondition, load
 from coppice.judges.llm import ChatEndpoint
 from coppice.judges.sotopia import SotopiaJudge, SotopiaRules, holds, parse, reply_form
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import JudgedTurn, Judgement
 from tests.judges.test_llm import chat, chat_server
 
-SCORES = {"believability": 9, "relationship": 2, "knowledge": 3, "secret": 0, "social_rules": -1, "financial_and_material_benefits": 1, "goal": 7}  # fmt: skip
+SCORES = dict(zip(DIMENSIONS, (9, 2, 3, 0, -1, 1, 7), strict=True))
 ENVIRONMENT = Sotopia()
 
 
 def reply(mine: dict[str, Any], other: dict[str, Any] = SCORES) -> str:
-    sides = {f"agent_{k}": {name: {"reasoning": "r", "score": score} for name, score in side.items()}
-             for k, side in ((1, mine), (2, other))}  # fmt: skip
-    return json.dumps(sides)
+    sides = [
+        {name: {"reasoning": "r", "score": score} for name, score in side.items()}
+        for side in (mine, other)
+    ]
+    return json.dumps({"agent_1": sides[0], "agent_2": sides[1]})
 
 
 def judged(combo: str, trained: int, *words: str) -> JudgedTurn:
     """What the judge sees of a conversation in which the sides say ``words`` in turn; "" does
     nothing."""
-    said = tuple(
-        Turn(k % 2, "speak", text) if text else Turn(k % 2, "none") for k, text in enumerate(words)
-    )
-    state = State(combo, trained, said)
+    turns = enumerate(words)
+    said = tuple(SotopiaTurn(k % 2, "speak" if text else "none", text) for k, text in turns)
+    state = SotopiaState(combo, trained, said)
     return ENVIRONMENT.concluded(
-        Task("t"), State(combo, trained), ENVIRONMENT.read(state, ""), state, 1, 4
+        Task("t"), SotopiaState(combo, trained), ENVIRONMENT.read(state, ""), state, 1, 4
     )
 
 
@@ -50,9 +56,8 @@ def test_the_scores_of_one_side_are_read() -> None:
 def test_a_score_outside_its_range_or_no_integer_is_invalid_alone(name: str) -> None:
     least, most = DIMENSIONS[name]
     for bad in (least - 1, most + 1, 0.5, "1", None, True):
-        assert parse(reply(SCORES | {name: bad}), 0) == {
-            k: v for k, v in SCORES.items() if k != name
-        }
+        others = {k: v for k, v in SCORES.items() if k != name}
+        assert parse(reply(SCORES | {name: bad}), 0) == others
     for good in (least, most):
         assert parse(reply(SCORES | {name: good}), 0)[name] == good
 
@@ -100,10 +105,8 @@ async def score(
 
 
 async def test_the_outcome_is_the_goal_or_the_mean_of_the_trained_side() -> None:
-    turn, seen = (
-        judged("scenario-03-2", 1, "Is Saturday free?", "", "Well?", "A party!"),
-        list[str](),
-    )
+    turn = judged("scenario-03-2", 1, "Is Saturday free?", "", "Well?", "A party!")
+    seen = list[str]()
     low = SCORES | {"goal": 2}
     judgement, stats = await score(reply(SCORES, low), turn, seen)
     assert judgement.scores == {**low, "outcome": 0.2} and judgement.invalid == []
@@ -120,12 +123,9 @@ async def test_the_outcome_is_the_goal_or_the_mean_of_the_trained_side() -> None
 @pytest.mark.parametrize(
     ("outcome", "invalid"), [("goal", ["secret"]), ("mean", ["outcome", "secret"])]
 )
-async def test_an_invalid_dimension_is_reported_and_spoils_the_outcome_made_of_it(
-    outcome: str, invalid: list[str]
-) -> None:
-    judgement, stats = await score(
-        reply(SCORES | {"secret": 3}), judged("scenario-01-1", 0, "Hello."), [], outcome=outcome
-    )
+async def test_an_invalid_dimension_spoils_the_outcome(outcome: str, invalid: list[str]) -> None:
+    turn, text = judged("scenario-01-1", 0, "Hello."), reply(SCORES | {"secret": 3})
+    judgement, stats = await score(text, turn, [], outcome=outcome)
     assert judgement.invalid == invalid and "secret" not in judgement.scores
     assert (stats["unparsed"], stats["judge_valid_rate"]) == (1, 0)
 
@@ -136,31 +136,28 @@ async def test_without_a_reply_every_column_is_invalid_and_the_cause_is_told() -
     assert "HTTP 400" in judgement.explanation and stats["failed"] == 1
 
 
-# ----------------------------------------------------------------------------------------------
-# rules
-
 EURO = r"(\d+)\s*euros?\b"
 
 
 @pytest.mark.parametrize(
     ("condition", "own", "other", "result"),
     [
-        (Condition(says="yes"), ["Yes!"], [], True),
-        (Condition(says="yes"), [], ["yes"], False),
-        (Condition("partner", says="yes"), [], ["yes"], True),
-        (Condition("each", says="yes"), [], ["yes"], True),
-        (Condition(never="yes"), ["no"], ["yes"], True),
-        (Condition(never="yes"), ["no", "YES"], [], False),
-        (Condition(agreed=EURO, least=40), ["50 euros", "45 euros?"], ["30 euros", "45 euros, fine"], True),
-        (Condition(agreed=EURO, least=46), ["45 euros"], ["45 euros"], False),
-        (Condition(agreed=EURO, most=44), ["45 euros"], ["45 euros"], False),
-        (Condition(agreed=EURO), ["45 euros"], ["44 euros"], False),
-        (Condition(agreed=EURO), ["45 euros"], ["yes"], False),
-        (Condition(agreed=EURO), [], [], False),
+        (GoalCondition(says="yes"), ["Yes!"], [], True),
+        (GoalCondition(says="yes"), [], ["yes"], False),
+        (GoalCondition("partner", says="yes"), [], ["yes"], True),
+        (GoalCondition("each", says="yes"), [], ["yes"], True),
+        (GoalCondition(never="yes"), ["no"], ["yes"], True),
+        (GoalCondition(never="yes"), ["no", "YES"], [], False),
+        (GoalCondition(agreed=EURO, least=40), ["50 euros", "45 euros?"], ["45 euros, fine"], True),
+        (GoalCondition(agreed=EURO, least=46), ["45 euros"], ["45 euros"], False),
+        (GoalCondition(agreed=EURO, most=44), ["45 euros"], ["45 euros"], False),
+        (GoalCondition(agreed=EURO), ["45 euros"], ["44 euros"], False),
+        (GoalCondition(agreed=EURO), ["45 euros"], ["yes"], False),
+        (GoalCondition(agreed=EURO), [], [], False),
     ],
-)  # fmt: skip
+)
 def test_a_condition_is_what_was_said(
-    condition: Condition, own: list[str], other: list[str], result: bool
+    condition: GoalCondition, own: list[str], other: list[str], result: bool
 ) -> None:
     assert holds(condition, own, other) is result
 
@@ -170,21 +167,18 @@ async def test_the_rule_judge_gives_goal_and_secret_of_the_trained_side_and_noth
     (planner,) = await SotopiaRules().score([judged("scenario-03-1", 0, *words)])
     assert planner.scores == {"outcome": 1, "goal": 10, "secret": 0} and planner.invalid == []
     (other,) = await SotopiaRules().score([judged("scenario-03-1", 1, *words)])
-    assert other.scores == {
-        "outcome": 0,
-        "goal": 0,
-    }  # the planner did not say the word, and nothing is known of this secret
+    # the planner did not say the word, and nothing is known of this secret
+    assert other.scores == {"outcome": 0, "goal": 0}
     (told,) = await SotopiaRules().score([judged("scenario-03-1", 0, *words, "Yes, a party.")])
     assert told.scores == {"outcome": 0, "goal": 0, "secret": -10}
 
 
 async def test_only_spoken_words_count() -> None:
     turn = judged("scenario-14-1", 0, "", "fox")
-    whole = msgspec.convert(turn.state, Conversation)
-    quiet = msgspec.structs.replace(whole, turns=(Turn(1, "action", "shows a note: fox"),))
-    results = await SotopiaRules().score(
-        [turn, msgspec.structs.replace(turn, state=msgspec.to_builtins(quiet))]
-    )
+    whole = msgspec.convert(turn.state, Dialogue)
+    quiet = msgspec.structs.replace(whole, turns=(SotopiaTurn(1, "action", "shows a note: fox"),))
+    shown = msgspec.structs.replace(turn, state=msgspec.to_builtins(quiet))
+    results = await SotopiaRules().score([turn, shown])
     assert [result.scores["goal"] for result in results] == [10, 0]
 
 
@@ -195,10 +189,8 @@ async def test_a_silent_conversation_reaches_no_goal() -> None:
             assert result.scores["goal"] == 0, combo.pk
 
 
-async def test_a_scenario_without_rules_is_refused() -> None:
+def test_a_scenario_without_rules_is_refused() -> None:
     turn = judged("scenario-01-1", 0, "Hello.")
-    state = msgspec.structs.replace(msgspec.convert(turn.state, Conversation), rules=None)
+    state = msgspec.structs.replace(msgspec.convert(turn.state, Dialogue), rules=None)
     with pytest.raises(DataFault, match="no rules"):
-        await SotopiaRules().score(
-            [msgspec.structs.replace(turn, state=msgspec.to_builtins(state))]
-        )
+        SotopiaRules().judge(msgspec.structs.replace(turn, state=msgspec.to_builtins(state)))

@@ -11,12 +11,13 @@ import pytest
 from aiohttp import web
 
 from coppice.judges.base import Speaker
-from coppice.judges.serve import built_in_service, make_worker, serve
-from coppice.judges.speakers import Chat
+from coppice.judges.llm import Chat
+from coppice.judges.serve import built_in_service, make_worker
 from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.messages import SpeakRequest, SpeakResult
+from coppice.wire.messages import SpeakRequest
 from tests.judges.test_llm import Reply, chat, chat_server
-from tests.services import Bench, bench
+from tests.judges.test_serve import serving
+from tests.services import Bench
 
 ASKED = SpeakRequest([{"role": "user", "content": "Hello?"}], 7, 0.25, ["\n"], 2**40 + 5)
 
@@ -24,18 +25,15 @@ ASKED = SpeakRequest([{"role": "user", "content": "Hello?"}], 7, 0.25, ["\n"], 2
 @asynccontextmanager
 async def served(folder: Path, reply: Reply, **options: Any) -> AsyncIterator[Bench]:
     """A dispatcher with the built-in speaker of such a server."""
-    async with chat_server(reply) as url, bench(folder) as b:
-        settings = {
-            "endpoint": {"url": url, "model": "m", "backoff_s": 1e-3} | options.pop("endpoint", {})
-        } | options
-        speaker = make_worker("chat", settings)
-        serving = asyncio.create_task(
-            serve([speaker], "w", b.dispatcher.endpoint, b.keys, signals=False)
-        )
-        await b.dispatcher.wait_for("speaker.chat", 1, 10)
-        yield b
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
+    async with chat_server(reply) as url:
+        endpoint = {"url": url, "model": "m", "backoff_s": 1e-3}
+        async with serving(folder, make_worker("chat", {"endpoint": endpoint, **options})) as b:
+            yield b
+
+
+async def spoken(b: Bench) -> str:
+    result: Any = await b.dispatcher.call("speaker.chat", ASKED, deadline=10)
+    return result.text
 
 
 async def test_the_request_reaches_the_endpoint_and_its_reply_comes_back(tmp_path: Path) -> None:
@@ -46,17 +44,9 @@ async def test_the_request_reaches_the_endpoint_and_its_reply_comes_back(tmp_pat
         return chat("Good day.") if len(seen) > 1 else web.Response(status=503)
 
     async with served(tmp_path, reply) as b:
-        assert await b.dispatcher.call("speaker.chat", ASKED, deadline=10) == SpeakResult(
-            "Good day."
-        )
-    expected = {
-        "model": "m",
-        "messages": ASKED.messages,
-        "max_tokens": 7,
-        "temperature": 0.25,
-        "stop": ["\n"],
-        "seed": 5,
-    }
+        assert await spoken(b) == "Good day."
+    expected = {"model": "m", "messages": ASKED.messages, "max_tokens": 7, "temperature": 0.25}
+    expected |= {"stop": ["\n"], "seed": 5}
     assert seen == [expected, expected]  # a busy server is asked again
 
 
@@ -65,7 +55,7 @@ async def test_a_speaker_may_have_a_temperature_of_its_own(tmp_path: Path) -> No
         return chat(str((await request.json())["temperature"]))
 
     async with served(tmp_path, reply, temperature=0.75) as b:
-        assert await b.dispatcher.call("speaker.chat", ASKED, deadline=10) == SpeakResult("0.75")
+        assert await spoken(b) == "0.75"
 
 
 async def test_a_refused_request_is_a_data_fault_that_names_the_cause(tmp_path: Path) -> None:
@@ -74,7 +64,7 @@ async def test_a_refused_request_is_a_data_fault_that_names_the_cause(tmp_path: 
 
     async with served(tmp_path, reply) as b:
         with pytest.raises(DataFault, match="too long"):
-            await b.dispatcher.call("speaker.chat", ASKED, deadline=10)
+            await spoken(b)
 
 
 async def test_a_reply_that_does_not_come_in_time_is_a_fault_with_its_limit() -> None:
@@ -83,9 +73,8 @@ async def test_a_reply_that_does_not_come_in_time_is_a_fault_with_its_limit() ->
         return chat("late")
 
     async with chat_server(reply) as url:
-        speaker: Any = make_worker(
-            "chat", {"endpoint": {"url": url, "model": "m", "patience_s": 0.05}}
-        )
+        endpoint = {"url": url, "model": "m", "patience_s": 0.05}
+        speaker: Any = make_worker("chat", {"endpoint": endpoint})
         await speaker.start()
         with pytest.raises(InfrastructureFault, match=r"0\.05 s \(patience_s\)"):
             await speaker.speak(ASKED)
@@ -100,11 +89,7 @@ def test_a_plug_in_names_its_own_service() -> None:
             return request.messages[-1]["content"]
 
     assert Echo().service == "speaker.echo"
-    assert [built_in_service(name) for name in ("chat", "frozen", "echo")] == [
-        "speaker.chat",
-        "speaker.frozen",
-        "",
-    ]
-    assert isinstance(
-        make_worker("frozen", {"endpoint": {"url": "http://127.0.0.1/v1", "model": "m"}}), Chat
-    )
+    services = [built_in_service(name) for name in ("chat", "frozen", "echo")]
+    assert services == ["speaker.chat", "speaker.frozen", ""]
+    endpoint = {"url": "http://127.0.0.1/v1", "model": "m"}
+    assert isinstance(make_worker("frozen", {"endpoint": endpoint}), Chat)

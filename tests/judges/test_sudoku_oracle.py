@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coppice.actors.environments.sudoku.environment import State, Sudoku
-from coppice.judges.base import checked
+from coppice.actors.environments.sudoku.environment import Sudoku, SudokuState
 from coppice.judges.oracles.sudoku import SudokuOracle
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import JudgedTurn
+from tests import games
 
 NOBODY: Any = None
 SOLVED = "1234341221434321"
@@ -25,17 +25,14 @@ and (4, 1)."""
 
 
 def judged(board: str, move: list[int] | None, turn: int = 0, budget: int = 100) -> JudgedTurn:
-    state = msgspec.to_builtins(State(4, board, SOLVED, board, turn))
+    state = msgspec.to_builtins(SudokuState(4, board, SOLVED, board, turn))
     return JudgedTurn("sudoku-1", [], "", "", turn + 1, budget, state=state, move=move)
 
 
 def scores(
     turns: list[JudgedTurn], reward: Literal["binary", "graded"] = "binary"
 ) -> list[dict[str, float]]:
-    judge = SudokuOracle(reward)
-    made, bad = checked(judge, turns, asyncio.run(judge.score(turns)))
-    assert bad == 0
-    return [judgement.scores for judgement in made]
+    return games.scores(SudokuOracle(reward), turns)
 
 
 @pytest.mark.parametrize(
@@ -116,16 +113,15 @@ def test_all_legal_moves_of_a_reached_state(
     moves = game.moves(state)
     actions = [game.read(state, f"<action>{game.notation(move)}</action>") for move in moves]
     turns = [game.judged(game.task(seed), state, action, 1, 4) for action in actions]
-    made = scores(msgspec.msgpack.decode(msgspec.msgpack.encode(turns), type=list[JudgedTurn]))
+    made = scores(games.travelled(turns))
     for move, column in zip(moves, made, strict=True):
         after = asyncio.run(game.apply(state, move, NOBODY)).state
         assert column["reward"] == (after.board != state.board)
         own = len(open_digits[move[0], move[1]])
         right = 2 if own == 1 else 1 if own == fewest else 0.5
         assert column["graded"] == (right if column["reward"] else -1)
-        assert column["valid_share"] == pytest.approx(
-            sum(other["reward"] for other in made) / len(made)
-        )
+        share = sum(other["reward"] for other in made) / len(made)
+        assert column["valid_share"] == pytest.approx(share)
 
 
 @pytest.mark.parametrize("state", [None, {"board": "........."}])

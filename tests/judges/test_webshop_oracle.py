@@ -1,53 +1,47 @@
 """The WebShop oracle: its distances against a breadth-first search of the shop, and the rewards of
 turns."""
 
-import asyncio
+import itertools
 import random
-from typing import Any
 
 import msgspec
 import pytest
 
-from coppice.actors.environments.webshop.environment import State, WebShop
+from coppice.actors.environments.webshop.environment import WebShop, WebShopState
 from coppice.actors.environments.webshop.goals import Goal, make_goals
 from coppice.actors.environments.webshop.invented import catalogue
-from coppice.actors.environments.webshop.shop import BUY, Place, Shop
-from coppice.judges.base import checked
+from coppice.actors.environments.webshop.store import BUY, Store, StorePlace
 from coppice.judges.oracles.webshop import WebShopOracle, distance
 from coppice.judges.serve import make_worker
 from coppice.wire.faults import DataFault
-from coppice.wire.messages import JudgedTurn, Judgement
+from coppice.wire.messages import JudgedTurn
+from tests import games
 
-NOBODY: Any = None
 ORACLE = WebShopOracle()
 SHOP = ORACLE.environment
 
 
-def judge(turns: list[JudgedTurn]) -> list[Judgement]:
-    judgements, bad = checked(ORACLE, turns, asyncio.run(ORACLE.score(turns)))
-    assert bad == 0
-    return judgements
+def judge(turns: list[JudgedTurn]) -> list[dict[str, float]]:
+    return games.scores(ORACLE, turns)
 
 
-def turn(state: State, command: str) -> JudgedTurn:
+def turn(state: WebShopState, command: str) -> JudgedTurn:
     task = msgspec.structs.replace(SHOP.task(0), id=f"webshop-{state.goal}")
-    return SHOP.judged(
-        task, state, SHOP.read(state, f"<think>x</think><action>{command}</action>"), 1, 4
-    )
-
-
-def after(state: State, command: str) -> State:
     action = SHOP.read(state, f"<think>x</think><action>{command}</action>")
-    return asyncio.run(SHOP.step(state, action, NOBODY)).state
+    return SHOP.judged(task, state, action, 1, 4)
 
 
-def shortest(shop: Shop, place: Place, goal: Goal) -> int:
+def after(state: WebShopState, command: str) -> WebShopState:
+    return games.play(SHOP, state, command)[-1].state
+
+
+def shortest(shop: Store, place: StorePlace, goal: Goal) -> int:
     """The least number of clicks and searches for the product's name that buy it with its options,
     by breadth-first search."""
     level, seen, steps = {msgspec.structs.replace(place, visited=())}, set(), 1
     while True:
         seen |= level
-        onward: set[Place] = set()
+        onward: set[StorePlace] = set()
         for at in level:
             names = shop.clickables(at)
             if (
@@ -56,9 +50,8 @@ def shortest(shop: Shop, place: Place, goal: Goal) -> int:
                 and set(map(str, goal.options)) <= set(map(str, at.options))
             ):
                 return steps
-            places = [shop.clicked(at, name) for name in names] + [
-                shop.searched(at, goal.product.name.lower())
-            ]
+            places = [shop.clicked(at, name) for name in names]
+            places.append(shop.searched(at, goal.product.name.lower()))
             onward |= {
                 msgspec.structs.replace(one, visited=(), options=tuple(sorted(one.options)))
                 for one in places
@@ -68,23 +61,17 @@ def shortest(shop: Shop, place: Place, goal: Goal) -> int:
 
 def test_distances_are_those_of_a_breadth_first_search() -> None:
     products = catalogue(count=66)
-    shop, goals, rng = Shop(products), make_goals(products, human=False), random.Random(3)
+    shop, goals, rng = Store(products), make_goals(products, human=False), random.Random(3)
     for goal in rng.sample(goals, 12):
-        place = Place()
+        place = StorePlace()
         for _ in range(8):
-            assert distance(shop, place, goal) == shortest(shop, place, goal), (
-                place,
-                goal.instruction,
-            )
+            assert distance(shop, place, goal) == shortest(shop, place, goal), place
             moves = [name for name in shop.clickables(place) if name != BUY]
-            own = [
-                name for name in moves if name == goal.product.asin.lower() or name in goal.values
-            ]
+            own = [name for name in moves if name in (goal.product.asin.lower(), *goal.values)]
             chance = rng.random()
             if place.page == "search" or chance < 0.15:
-                place = shop.searched(
-                    place, rng.choice([goal.product.name.lower(), goal.product.query, "solid wood"])
-                )
+                queries = [goal.product.name.lower(), goal.product.query, "solid wood"]
+                place = shop.searched(place, rng.choice(queries))
             else:
                 place = shop.clicked(place, rng.choice(own if own and chance < 0.5 else moves))
 
@@ -95,23 +82,14 @@ def test_distances_are_exact_where_the_name_leads_to_a_later_page() -> None:
         msgspec.structs.replace(first, asin=f"B{number}", options={"size": ("one", "two")})
         for number in range(25)
     ]
-    shop, goal = Shop(alike), Goal(alike[23], "", ("x",), (("size", "two"),), 1e6)
-    third = Place("results", first.name.lower(), 3)
+    shop, goal = Store(alike), Goal(alike[23], "", ("x",), (("size", "two"),), 1e6)
+    third = StorePlace("results", first.name.lower(), 3)
     other, own = shop.clicked(third, "b21"), shop.clicked(third, "b23")
-    places = [
-        Place(),
-        third,
-        shop.clicked(third, "< prev"),
-        other,
-        shop.clicked(other, "features"),
-        own,
-    ]
-    places += [
-        shop.clicked(own, "two"),
-        shop.clicked(own, "one"),
-        shop.clicked(shop.clicked(own, "two"), "reviews"),
-    ]
-    places += [msgspec.structs.replace(third, number=1), Place("results", "zebra")]
+    chosen = shop.clicked(own, "two")
+    places = [StorePlace(), third, shop.clicked(third, "< prev"), other]
+    places += [shop.clicked(other, "features"), own, chosen, shop.clicked(own, "one")]
+    places += [shop.clicked(chosen, "reviews"), msgspec.structs.replace(third, number=1)]
+    places.append(StorePlace("results", "zebra"))
     expected = [6, 3, 4, 4, 5, 2, 1, 2, 2, 5, 6]
     assert [distance(shop, place, goal) for place in places] == expected
     assert [shortest(shop, place, goal) for place in places] == expected
@@ -119,25 +97,21 @@ def test_distances_are_exact_where_the_name_leads_to_a_later_page() -> None:
 
 @pytest.mark.parametrize("number", range(0, 7000, 700))
 def test_each_action_of_a_shortest_purchase_is_right_and_brings_it_one_nearer(number: int) -> None:
-    goal, state = SHOP.goals[number], State(number, SHOP.shop.digest)
+    goal, state = SHOP.goals[number], WebShopState(number, SHOP.store.digest)
     commands = [f"search[{goal.product.name}]", f"click[{goal.product.asin}]"]
     commands += [*(f"click[{value}]" for value in goal.values), "click[buy now]"]
     for left, command in zip(range(len(commands), 0, -1), commands, strict=True):
         (judgement,) = judge([turn(state, command)])
-        assert judgement.scores == {"reward": 1.0, "distance": float(left)}
+        assert judgement == {"reward": 1.0, "distance": float(left)}
         state = after(state, command)
 
 
 def test_detours_are_worth_nothing_and_unusable_actions_less() -> None:
-    goal, state = SHOP.goals[0], State(0, SHOP.shop.digest)
+    goal, state = SHOP.goals[0], WebShopState(0, SHOP.store.digest)
     listed = after(state, f"search[{goal.product.name}]")
     item = after(listed, f"click[{goal.product.asin}]")
-    wrong = next(
-        value
-        for name, values in goal.product.options.items()
-        for value in values
-        if (name, value) not in goal.options
-    )
+    values = itertools.chain(*goal.product.options.values())
+    wrong = next(value for value in values if value not in goal.values)
     chosen = after(item, f"click[{goal.values[0]}]")
     expected = {
         (state, "search[zebra]"): 0,
@@ -154,11 +128,11 @@ def test_detours_are_worth_nothing_and_unusable_actions_less() -> None:
         (item, "look around"): -1,
     }
     judgements = judge([turn(*key) for key in expected])
-    assert [judgement.scores["reward"] for judgement in judgements] == list(expected.values())
+    assert [judgement["reward"] for judgement in judgements] == list(expected.values())
 
 
 def test_a_state_of_another_shop_is_a_data_fault() -> None:
-    state = State(0, "another")
+    state = WebShopState(0, "another")
     plain = JudgedTurn("t", [], "", "", 1, 4, state=msgspec.to_builtins(state))
     with pytest.raises(DataFault, match="catalogue 'another'"):
         judge([plain])

@@ -8,7 +8,7 @@ import numpy as np
 from coppice.learner import schemes
 from coppice.learner.forest.trees import Path
 from coppice.learner.update.table import TurnTable
-from coppice.learner.update.targets import Estimate
+from coppice.learner.update.targets import Advantages
 
 NO = np.nan
 
@@ -30,7 +30,7 @@ def acted(
     )
 
 
-def estimated(table: TurnTable, scheme: str, **options: Any) -> Estimate:
+def estimated(table: TurnTable, scheme: str, **options: Any) -> Advantages:
     """What an update makes of a table: turns on which the scheme does not train get 0."""
     loaded = schemes.load(scheme, options)
     kept = loaded.trains(table)
@@ -42,12 +42,12 @@ def estimated(table: TurnTable, scheme: str, **options: Any) -> Estimate:
         return whole
 
     if not kept.any():
-        return Estimate(np.zeros(len(tokens)))
+        return Advantages(np.zeros(len(tokens)))
     made = loaded(table.only(kept))
     returns, trained = (
         None if part is None else placed(part) for part in (made.returns, made.trained)
     )
-    return Estimate(placed(made.advantages), returns, trained)
+    return Advantages(placed(made.advantages), returns, trained)
 
 
 def made_of(

@@ -17,7 +17,7 @@ from coppice.learner.forest.attention import Layout, ancestor_rule, blocks, tree
 from coppice.learner.forest.head import token_logprobs
 from coppice.learner.forest.trees import Forest, Path, alone, filled, pack
 from coppice.learner.model import model as model_module
-from coppice.learner.model.model import Policy, TreeModel
+from coppice.learner.model.model import TreeModel
 from coppice.learner.model.ranks import Ranks
 from tests import tiny
 from tests.learner.forests import forest, random_paths
@@ -37,9 +37,7 @@ def ancestors(made: Forest) -> np.ndarray:
 
 @given(random_paths, st.integers(0, 20))
 @settings(deadline=None, max_examples=80)
-def test_the_cascades_blocks_hold_each_ancestor_pair_exactly_once(
-    paths: list[list[int]], small: int
-) -> None:
+def test_the_cascade_holds_each_ancestor_pair_once(paths: list[list[int]], small: int) -> None:
     made = packed(paths)
     seen = np.zeros((len(made.end),) * 2, int)
     for block in blocks(made, small):
@@ -63,7 +61,8 @@ def attend(
         torch.randn(1, h, n, 8, dtype=dtype, requires_grad=True) for h in (4, 2, 2)
     )
     layout = Layout(made, backend, "cpu")
-    out, _ = tree_attention(Layer(), query, key, value, None, sliding_window=window, layout=layout)  # pyright: ignore
+    layer: Any = Layer()
+    out, _ = tree_attention(layer, query, key, value, None, sliding_window=window, layout=layout)
     (out * torch.randn_like(out)).sum().backward()
     assert query.grad is not None
     assert key.grad is not None
@@ -91,9 +90,7 @@ def test_the_cascade_equals_the_dense_mask_in_values_and_gradients(
 
 @given(paths=random_paths, window=st.sampled_from([None, 2, 5]))
 @settings(deadline=None, max_examples=30)
-def test_flexattentions_rule_is_ancestry_and_fillers_see_and_are_seen_by_nothing_else(
-    paths: list[list[int]], window: int | None
-) -> None:
+def test_flex_sees_ancestors_and_fillers_alone(paths: list[list[int]], window: int | None) -> None:
     made = packed(paths)
     grown = filled(made, 16)
     size = len(grown.end)
@@ -117,10 +114,10 @@ def test_flexattentions_forward_equals_the_dense_mask() -> None:
     query, key, value = (torch.randn(1, h, n, 16) for h in (4, 2, 2))
     with torch.no_grad():
         mask = attention._flex_mask(made, None, "cpu")
-        ours = flex_attention(query, key, value, block_mask=mask, enable_gqa=True).transpose(1, 2)  # pyright: ignore
-        layout = Layout(made, "dense", "cpu")
-        dense, _ = tree_attention(Layer(), query, key, value, None, layout=layout)  # pyright: ignore
-    torch.testing.assert_close(ours, dense, atol=2e-5, rtol=2e-5)
+        ours: Any = flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
+        layer, layout = Layer(), Layout(made, "dense", "cpu")
+        dense, _ = tree_attention(layer, query, key, value, None, layout=layout)  # pyright: ignore
+    torch.testing.assert_close(ours.transpose(1, 2), dense, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize(("backend", "device"), [("flex", "cpu"), ("cascade", "meta")])
@@ -222,7 +219,7 @@ def test_packed_training_equals_path_by_path_training(
     config = LearnerConfig(
         dtype="float32", lora=lora, attention=backend, gradient_checkpointing=checkpointing
     )
-    model = Policy(str(folders[kind]), config, 1.0, Ranks(60))
+    model = TreeModel(str(folders[kind]), config, 1.0, Ranks(60))
     compare(model, forest(3, steps=3), LOGPROB_BOUND, GRADIENT_BOUND)
 
 
@@ -235,7 +232,7 @@ def test_packed_training_equals_path_by_path_training_to_float64_rounding(
     monkeypatch.setattr(attention, "SMALL_SUBTREE", 6)
     config = LearnerConfig(dtype="float32", lora=LoraConfig(0), attention=backend)
     monkeypatch.setattr("coppice.learner.model.model.token_logprobs", full_head)
-    model = Policy(str(folders[kind]), config, 1.0, Ranks(60))
+    model = TreeModel(str(folders[kind]), config, 1.0, Ranks(60))
     exact(model)
     for seed in (3, 4):
         compare(model, forest(seed, steps=3), 1e-12, 1e-11)
@@ -248,7 +245,8 @@ def test_the_critic_on_the_forest_equals_the_critic_path_by_path(
 ) -> None:
     monkeypatch.setattr(attention, "SMALL_SUBTREE", 6)
     config = LearnerConfig(dtype="float32", gradient_checkpointing=True)
-    model = TreeModel(str(folders[kind]), config, LoraConfig(4, 8.0), 1.0, Ranks(60), values=True)
+    lora = LoraConfig(4, 8.0)
+    model = TreeModel(str(folders[kind]), config, 1.0, Ranks(60), lora=lora, values=True)
     compare(model, forest(5), LOGPROB_BOUND, GRADIENT_BOUND)
 
 
@@ -270,9 +268,8 @@ def test_any_random_tree_trains_as_its_paths_do(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "SMALL_SUBTREE", small)
         config = LearnerConfig(dtype="float32", gradient_checkpointing=recomputed)
-        model = TreeModel(
-            str(folders[kind]), config, LoraConfig(rank, 8.0), 1.0, Ranks(60), values=critic
-        )
+        lora, place = LoraConfig(rank, 8.0), str(folders[kind])
+        model = TreeModel(place, config, 1.0, Ranks(60), lora=lora, values=critic)
         compare(model, forest(seed, trees=3, steps=steps), LOGPROB_BOUND, GRADIENT_BOUND)
 
 
@@ -292,6 +289,6 @@ def test_trained_tokens_that_paths_share_pass_the_head_once(
 
     monkeypatch.setattr(model_module, "token_logprobs", counted)
     config = LearnerConfig(dtype="float32", lora=LoraConfig(0, 8.0))
-    model = TreeModel(str(folders["llama"]), config, LoraConfig(0), 1.0, Ranks(60))
+    model = TreeModel(str(folders["llama"]), config, 1.0, Ranks(60))
     compare(model, paths, LOGPROB_BOUND, GRADIENT_BOUND)
     assert passed == [5 + 3 * 4, 9, 9, 9]

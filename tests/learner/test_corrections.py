@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_allclose
 
 from coppice.learner.update.corrections import (
     CORRECTIONS,
@@ -203,16 +204,14 @@ def test_terms_coefficients_and_gradients_are_those_of_the_formula_one_token_at_
         slope, made = gradient(b, name, options | {"level": level})
         expected = [formula(t) for t in seen(b, level)]
         terms, coefficients = np.array(expected).T
-        np.testing.assert_allclose(made.term.detach(), terms, rtol=2e-5, atol=1e-6)
-        np.testing.assert_allclose(made.coefficient, coefficients, rtol=2e-5, atol=1e-6)
-        np.testing.assert_allclose(slope, coefficients * b.advantage, rtol=2e-5, atol=1e-6)
+        assert_allclose(made.term.detach(), terms, rtol=2e-5, atol=1e-6)
+        assert_allclose(made.coefficient, coefficients, rtol=2e-5, atol=1e-6)
+        assert_allclose(slope, coefficients * b.advantage, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_on_policy_every_coefficient_is_one_and_the_gradient_is_that_of_none(
-    name: str, level: Level
-) -> None:
+def test_on_policy_every_coefficient_is_one_and_the_gradient_plain(name: str, level: Level) -> None:
     b = batch(3, far=0, moved=0)
     slope, made = gradient(b, name, {"level": level})
     np.testing.assert_array_equal(slope, gradient(b, "none", {})[0])
@@ -223,9 +222,7 @@ def test_on_policy_every_coefficient_is_one_and_the_gradient_is_that_of_none(
 
 @settings(max_examples=60, deadline=None)
 @given(SEEDS, st.sampled_from([(name, level) for name, level in EVERY if level != "token"]))
-def test_a_segment_split_over_two_micro_batches_has_the_gradients_of_one_piece(
-    seed: int, which: tuple[str, Level]
-) -> None:
+def test_a_split_segment_has_the_gradient_of_one_piece(seed: int, which: tuple[str, Level]) -> None:
     name, level = which
     # outside its micro-batch a segment counts with the policy of the start of the update
     b = batch(seed, moved=0)
@@ -234,14 +231,14 @@ def test_a_segment_split_over_two_micro_batches_has_the_gradients_of_one_piece(
     for part in (here, ~here):
         if part.any():
             slope, made = gradient(b, name, {"level": level}, part)
-            np.testing.assert_allclose(slope, expected[part], rtol=1e-4, atol=1e-6)
-            np.testing.assert_allclose(
+            assert_allclose(slope, expected[part], rtol=1e-4, atol=1e-6)
+            assert_allclose(
                 made.coefficient, together.coefficient[torch.as_tensor(part)], rtol=1e-4
             )
 
 
 def one(ratio: list[float], advantage: list[float]) -> tuple[Logprobs, torch.Tensor]:
-    """Tokens of the given ratios current / behaviour; the proximal policy is the behaviour policy."""
+    """Tokens of the given ratios current / behaviour, with proximal = behaviour."""
     zeros = torch.zeros(len(ratio))
     return Logprobs(torch.tensor(ratio).log().requires_grad_(), zeros, zeros), torch.tensor(
         advantage
@@ -254,8 +251,8 @@ def test_the_two_clip_bounds_are_apart_and_dual_clip_bounds_large_ratios_of_bad_
         *one(ratio, advantage)
     )
     assert made.clipped.tolist() == [False, True, False, True, False, True]
-    np.testing.assert_allclose(made.term.detach(), [1.25, 1.3, -0.85, -0.8, -2.0, -3.0], rtol=1e-6)
-    np.testing.assert_allclose(made.coefficient, [1.25, 0, 0.85, 0, 2.0, 0], rtol=1e-6)
+    assert_allclose(made.term.detach(), [1.25, 1.3, -0.85, -0.8, -2.0, -3.0], rtol=1e-6)
+    assert_allclose(made.coefficient, [1.25, 0, 0.85, 0, 2.0, 0], rtol=1e-6)
     plain = load("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": "null"})(
         *one(ratio, advantage)
     )
@@ -308,9 +305,7 @@ def test_a_zero_advantage_has_no_gradient_and_is_not_counted_as_clipped() -> Non
 
 @pytest.mark.parametrize("far", [30.0, 500.0])
 @pytest.mark.parametrize(("name", "level"), EVERY)
-def test_extreme_log_ratios_leave_terms_coefficients_and_gradients_finite(
-    name: str, level: Level, far: float
-) -> None:
+def test_extreme_log_ratios_leave_everything_finite(name: str, level: Level, far: float) -> None:
     for seed in range(3):
         b = batch(seed, far=far, moved=far)
         slope, made = gradient(b, name, {"level": level})

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from coppice.common import atomic, frontier
-from coppice.learner.model import checkpoint, rng
+from coppice.learner.model import checkpoint
 from coppice.wire import digest
 from tests.updates import batch, state, trainer
 
@@ -41,7 +41,7 @@ def test_every_file_has_a_digest_that_sha256sum_agrees_with(tmp_path: Path, llam
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
 
 
-def test_every_file_and_both_folders_are_synced_before_the_checkpoint_has_its_name_and_its_place_after(
+def test_all_is_synced_before_the_checkpoint_has_its_name_and_its_place_after(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two_checkpoints(tmp_path, llama)
@@ -101,9 +101,7 @@ class FirstOfTwo:
         return values + torch.ones(2)
 
 
-def test_a_rank_loads_nothing_of_a_checkpoint_in_which_another_rank_finds_damage(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_a_rank_loads_nothing_where_another_finds_damage(tmp_path: Path, llama: Path) -> None:
     _, second = two_checkpoints(tmp_path, llama)
     os.truncate(second / "rng-00000.json", 10)  # in the share of rank 1
     resumed = trainer(llama, tmp_path)
@@ -114,9 +112,7 @@ def test_a_rank_loads_nothing_of_a_checkpoint_in_which_another_rank_finds_damage
     assert all(torch.equal(value, before[key]) for key, value in state(resumed).items())
 
 
-def test_only_when_every_checkpoint_is_damaged_does_the_run_end_and_each_start_says_so(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_only_damage_of_every_checkpoint_ends_the_run(tmp_path: Path, llama: Path) -> None:
     first, second = two_checkpoints(tmp_path, llama)
     for folder in (first, second):
         flip(folder / "policy-00000.safetensors")
@@ -168,9 +164,10 @@ def test_random_states_and_what_the_watch_remembers_come_back(tmp_path: Path, ll
     seed(1)
     restored = checkpoint.restore(resumed, folder)
     assert draw() == drawn
-    assert resumed.watch.state() == learner.watch.state()
+    assert resumed.watch.state == learner.watch.state
     assert restored.records == {0: {"learner/loss": 0.5}}
-    assert msgspec.json.decode(msgspec.json.encode(rng.state()), type=rng.RngState) == rng.state()
+    states = checkpoint.random_state()
+    assert msgspec.json.decode(msgspec.json.encode(states), type=checkpoint.RngState) == states
 
 
 def test_a_frontier_is_stored_as_runs_and_the_newest_one_is_read(tmp_path: Path) -> None:

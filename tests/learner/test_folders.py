@@ -18,9 +18,7 @@ from coppice.wire.faults import InfrastructureFault
 from tests.updates import batch, trainer
 
 
-def test_a_disk_that_fills_up_while_a_checkpoint_is_written_leaves_the_one_before(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, llama: Path) -> None:
     made = trainer(llama, tmp_path)
     made.update(batch(0, 0))
     first = checkpoint.save(made, tmp_path, {1: 1}, 3)
@@ -54,9 +52,7 @@ def test_a_checkpoint_of_another_parametrisation_is_refused_and_not_called_damag
         checkpoint.restore(trainer(llama, tmp_path, rank), folder)
 
 
-def test_an_unfinished_checkpoint_is_never_the_newest_and_only_the_last_ones_are_kept(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_drafts_are_never_the_newest_and_the_last_are_kept(tmp_path: Path, llama: Path) -> None:
     made = trainer(llama, tmp_path)
     for version in range(4):
         made.version = version
@@ -71,9 +67,7 @@ def test_an_unfinished_checkpoint_is_never_the_newest_and_only_the_last_ones_are
     ]
 
 
-def test_published_whole_weights_taken_by_an_actor_equal_the_learners_policy(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_published_whole_weights_equal_the_policy(tmp_path: Path, llama: Path) -> None:
     made = trainer(llama, tmp_path, 0)
     made.update(batch(3, 0))
     published = publish(made.policy, 1, tmp_path, 2)
@@ -86,9 +80,7 @@ def test_published_whole_weights_taken_by_an_actor_equal_the_learners_policy(
         assert torch.equal(actor(ids).logits, made.policy.causal(ids).logits)
 
 
-def test_the_digest_of_published_weights_changes_with_them_and_a_changed_file_is_refused(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_the_digest_changes_with_the_weights_and_proves_them(tmp_path: Path, llama: Path) -> None:
     made = trainer(llama, tmp_path)
     first, again = publish(made.policy, 1, tmp_path, 9), publish(made.policy, 2, tmp_path, 9)
     assert first.digest == again.digest
@@ -103,9 +95,7 @@ def test_the_digest_of_published_weights_changes_with_them_and_a_changed_file_is
         weights.verified_file(Path(third.path), third.digest)
 
 
-def test_only_the_last_published_versions_are_kept_and_the_manifest_names_each(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_the_last_versions_are_kept_with_their_manifests(tmp_path: Path, llama: Path) -> None:
     made = trainer(llama, tmp_path)
     for version in range(1, 5):
         publish(made.policy, version, tmp_path, 2)
@@ -114,9 +104,7 @@ def test_only_the_last_published_versions_are_kept_and_the_manifest_names_each(
     assert (manifest["version"], manifest["kind"]) == (4, "lora")
 
 
-def test_a_model_too_large_for_this_machine_is_refused_before_it_is_loaded(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_a_model_too_large_is_refused_before_it_is_loaded(tmp_path: Path, llama: Path) -> None:
     (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
     with pytest.raises(FileNotFoundError, match="safetensors"):
         check_fits(tmp_path, LoraConfig(), Ranks(60))

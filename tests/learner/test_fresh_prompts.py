@@ -96,8 +96,8 @@ def test_sequence_ratios_follow_the_policy_through_two_epochs_of_minibatches_of_
     """A trajectory's turns lie in different forests; its ratio must still be that of the policy as
     it stands."""
     settings: dict[str, Any] = {
-        "scheme": "gae", "correction": "gspo", "critic": {"lr": 1e-2}, "epochs": 2, "minibatches": 2,
-        "correction_options": {"clip_low": 0.1, "clip_high": 0.1},
+        "scheme": "gae", "critic": {"lr": 1e-2}, "epochs": 2, "minibatches": 2,
+        "correction": "gspo", "correction_options": {"clip_low": 0.1, "clip_high": 0.1},
     }  # fmt: skip
 
     def trained(micro_tokens: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

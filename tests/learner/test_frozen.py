@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,16 +15,19 @@ from coppice.learner.config import LearnerConfig, LoraConfig
 from coppice.learner.forest.trees import Path as TokenPath
 from coppice.learner.forest.trees import pack
 from coppice.learner.model import loading
-from coppice.learner.model.model import Policy
+from coppice.learner.model.model import TreeModel
 from coppice.learner.model.ranks import Ranks
 from tests import tiny
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-def policy(folder: Path, dtype: str) -> Policy:
+def policy(folder: Path, dtype: str) -> TreeModel:
     """With adapters that already change what is computed."""
-    made = Policy(str(folder), LearnerConfig(dtype=dtype, lora=LoraConfig(4, 8.0)), 1.0, Ranks(60))  # pyright: ignore
+    kind: Any = dtype
+    made = TreeModel(
+        str(folder), LearnerConfig(dtype=kind, lora=LoraConfig(4, 8.0)), 1.0, Ranks(60)
+    )
     with torch.no_grad():
         for name, parameter in made.trained().items():
             if "lora_B" in name:
@@ -31,12 +35,12 @@ def policy(folder: Path, dtype: str) -> Policy:
     return made
 
 
-def read(made: Policy) -> list[torch.Tensor]:
+def read(made: TreeModel) -> list[torch.Tensor]:
     """Log-probabilities of a forest, those under the initial weights, and the gradients."""
     rng = np.random.default_rng(0)
     prefix = rng.integers(0, 250, 30).tolist()
     paths = [TokenPath(prefix + rng.integers(0, 250, 9).tolist(), 30) for _ in range(5)]
-    logprobs = made.logprobs(pack(paths))[0]
+    logprobs = made.read(pack(paths))[0]
     logprobs.sum().backward()
     gradients = [p.grad for p in made.trained().values() if p.grad is not None]
     return [logprobs.detach(), made.reference_logprobs(pack(paths)), *gradients]
@@ -68,13 +72,18 @@ from tests.learner.test_frozen import policy, read
 for dtype in ("float32", "bfloat16"):
     made = policy(Path(sys.argv[1]), dtype)
     frozen = [p for p in made.model.parameters() if not p.requires_grad]
-    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "frozen-weights" in line]
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    maps = [line.split() for line in lines if "frozen-weights" in line]
     places = [[int(place, 16) for place in one[0].split("-")] for one in maps]
-    own = [i for i, (start, end) in enumerate(places) if all(start <= p.data_ptr() and p.data_ptr() + p.nbytes <= end for p in frozen)]
+    own = [
+        i for i, (start, end) in enumerate(places)
+        if all(start <= p.data_ptr() and p.data_ptr() + p.nbytes <= end for p in frozen)
+    ]
     assert len(own) == 1, "private weights"
     result = torch.cat([t.double().flatten() for t in read(made)])
     shared = maps[own[0]]
-    print("RESULT", shared[4], os.stat(f"/proc/self/map_files/{shared[0]}").st_size, len(frozen), result.abs().sum().item())
+    size = os.stat(f"/proc/self/map_files/{shared[0]}").st_size
+    print("RESULT", shared[4], size, len(frozen), result.abs().sum().item())
     made.ranks.barrier()
 """
 
@@ -82,16 +91,12 @@ for dtype in ("float32", "bfloat16"):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
 def test_two_ranks_map_the_same_memory_and_compute_what_one_computes(llama: Path) -> None:
-    place = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29517",
-    }
+    place = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2") | {"OMP_NUM_THREADS": "1"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517", "PYTHONPATH": str(ROOT)}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", _RANK, str(llama)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-            env=os.environ | place | {"RANK": str(i), "LOCAL_RANK": str(i), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env=os.environ | place | dict.fromkeys(("RANK", "LOCAL_RANK"), str(i)),
         )
         for i in range(2)
     ]  # fmt: skip

@@ -10,14 +10,13 @@ import torch
 
 from coppice.learner.config import AdaptiveKl
 from coppice.learner.model import checkpoint
-from coppice.learner.update.kl import adapted, estimated
+from coppice.learner.update.corrections import kl
 from coppice.learner.update.passes import Rows, plan, sweep
+from coppice.learner.update.trainer import adapted_kl as adapted
 from tests.updates import batch, state, table_of, trainer
 
 
-def test_over_the_whole_vocabulary_k1_and_k3_are_the_kl_and_each_loss_term_has_the_gradient_of_its_docstring() -> (
-    None
-):
+def test_over_the_vocabulary_k1_and_k3_are_the_kl_and_each_has_its_gradient() -> None:
     logits = torch.tensor([0.3, -0.2, 0.9], requires_grad=True)
     reference = torch.tensor([-0.5, 0.4, 0.1]).log_softmax(0)
     current = logits.log_softmax(0)
@@ -27,13 +26,13 @@ def test_over_the_whole_vocabulary_k1_and_k3_are_the_kl_and_each_loss_term_has_t
         (reference.exp() * (reference - current)).sum(),
     )
     for estimator in ("k1", "k3"):
-        value = (probability * estimated(estimator, current, reference)).sum()
+        value = (probability * kl(estimator, current, reference)).sum()
         torch.testing.assert_close(value, reverse)
     gradients = {"k1": torch.zeros(3)}
     (gradients["k2"],) = torch.autograd.grad(reverse, logits, retain_graph=True)
     (gradients["k3"],) = torch.autograd.grad(forward, logits, retain_graph=True)
     for estimator, expected in gradients.items():
-        loss = (probability.detach() * estimated(estimator, current, reference)).sum()  # pyright: ignore[reportArgumentType]
+        loss = (probability.detach() * kl(estimator, current, reference)).sum()  # pyright: ignore
         (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
@@ -47,9 +46,7 @@ def test_the_adaptive_factor_follows_the_error_within_a_fifth() -> None:
     assert adapted(2.0, 0.0, config, 10**6) == pytest.approx(1.6)
 
 
-def test_the_adaptive_factor_scales_the_next_update_and_is_in_the_checkpoint(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_the_adaptive_factor_scales_the_next_update_and_lasts(tmp_path: Path, llama: Path) -> None:
     settings: dict[str, Any] = {"kl_coef": 0.5, "adaptive_kl": {"target": 1e-9, "horizon": 90}}
     adaptive, plain = (
         trainer(llama, tmp_path, **some) for some in (settings, dict[str, Any](kl_coef=0.5))
@@ -72,9 +69,7 @@ def test_the_adaptive_factor_scales_the_next_update_and_is_in_the_checkpoint(
     assert resumed.kl_factor == adaptive.kl_factor
 
 
-def test_the_steps_after_the_one_that_passed_the_target_kl_are_left_out_and_counted(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_steps_beyond_the_target_kl_are_left_out_and_counted(tmp_path: Path, llama: Path) -> None:
     one, stopping, unbounded = (
         trainer(llama, tmp_path, kl_coef=0.0, **some)
         for some in (
@@ -94,9 +89,7 @@ def test_the_steps_after_the_one_that_passed_the_target_kl_are_left_out_and_coun
     assert stopping.version == unbounded.version == 1
 
 
-def test_the_proximal_kl_of_the_second_step_is_the_mean_of_its_tokens(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_the_second_steps_proximal_kl_is_a_mean_over_tokens(tmp_path: Path, llama: Path) -> None:
     some = batch(0, 0)
     table = table_of(some)
     rows = Rows(table.paths)
@@ -105,11 +98,11 @@ def test_the_proximal_kl_of_the_second_step_is_the_mean_of_its_tokens(
         for epochs in (1, 2)
     )
     whole = plan(rows.trie, range(len(rows.paths)), 10**6, one.ranks)
-    before = sweep(rows, whole, one.ranks, lambda forest: one.policy.logprobs(forest)[0]).astype(
+    before = sweep(rows, whole, one.ranks, lambda forest: one.policy.read(forest)[0]).astype(
         np.float64
     )
     one.update(some)
-    after = sweep(rows, whole, one.ranks, lambda forest: one.policy.logprobs(forest)[0]).astype(
+    after = sweep(rows, whole, one.ranks, lambda forest: one.policy.read(forest)[0]).astype(
         np.float64
     )
     trained = one.scheme(table).advantages != 0

@@ -32,7 +32,7 @@ async def learner(
 ) -> AsyncIterator[tuple[Leader, Dispatcher]]:
     """A leader at work as the service ``learner``; stopped and checkpointed at the end."""
     made = trainer(model, run, **settings)
-    leader = Leader(made, run, Inbox(3, {}), Published(0, "", ""))
+    leader = Leader(made, run, Inbox(3, {}))
     async with bench(run) as here:
         await here.work("learner", {"train": leader.train, "close": leader.close}, capacity=64)
         working = asyncio.create_task(leader.work())
@@ -59,9 +59,7 @@ async def trained(dispatcher: Dispatcher, some: list[TrainGroup]) -> list[Traine
     return await asyncio.gather(*calls)
 
 
-async def test_every_group_is_answered_with_the_published_version_that_holds_it(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_every_group_is_answered_with_its_version(tmp_path: Path, llama: Path) -> None:
     async with learner(llama, tmp_path) as (leader, dispatcher):
         for version in (1, 2):
             answers = await trained(dispatcher, groups(version)[0])
@@ -77,9 +75,7 @@ async def test_every_group_is_answered_with_the_published_version_that_holds_it(
         assert leader.stats()["learner/forwarded_tokens"] > 0
 
 
-async def test_a_group_sent_again_while_its_update_runs_is_answered_by_that_update(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_a_group_sent_again_is_answered_by_its_update(tmp_path: Path, llama: Path) -> None:
     async with learner(llama, tmp_path) as (leader, dispatcher):
         started, go_on = threading.Event(), threading.Event()
         update = leader.trainer.update
@@ -103,9 +99,7 @@ async def test_a_group_sent_again_while_its_update_runs_is_answered_by_that_upda
         assert [answer.version for answer in await asyncio.gather(*calls, *again)] == [1] * 4
 
 
-async def test_a_trained_group_is_answered_at_once_also_before_a_checkpoint_holds_it(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_a_trained_group_is_answered_at_once(tmp_path: Path, llama: Path) -> None:
     async with learner(llama, tmp_path, checkpoint_every=2) as (_, dispatcher):
         for version, saved in ((1, False), (2, True)):
             some, _ = groups(version)
@@ -119,9 +113,7 @@ async def test_a_trained_group_is_answered_at_once_also_before_a_checkpoint_hold
         assert late.path.endswith("v000001")
 
 
-async def test_a_resumed_learner_knows_which_version_trained_a_group_and_the_metrics_of_that_update(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_a_resumed_learner_knows_versions_and_metrics(tmp_path: Path, llama: Path) -> None:
     async with learner(llama, tmp_path, checkpoint_every=2) as (_, dispatcher):
         told: list[Trained] = []
         for version in (1, 2):
@@ -129,8 +121,7 @@ async def test_a_resumed_learner_knows_which_version_trained_a_group_and_the_met
     resumed = trainer(llama, tmp_path)
     state, _ = checkpoint.restore_newest(resumed, tmp_path)
     assert set(state.groups().values()) == {1, 2}
-    leader = Leader(resumed, tmp_path, Inbox(3, state.groups()), Published(2, "", ""))
-    leader.records = dict(state.records)
+    leader = Leader(resumed, tmp_path, Inbox(3, state.groups()), records=state.records)
     for version, answer in zip((1, 2), told, strict=True):
         again = await leader.train(groups(version)[0][0], cast(Any, None))
         assert again.version == version
@@ -140,9 +131,7 @@ async def test_a_resumed_learner_knows_which_version_trained_a_group_and_the_met
         }
 
 
-async def test_a_scheduler_that_starts_beside_the_learner_reads_what_no_checkpoint_holds(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_a_new_scheduler_reads_what_no_checkpoint_holds(tmp_path: Path, llama: Path) -> None:
     async with learner(llama, tmp_path, checkpoint_every=2) as (_, dispatcher):
         for version, known in ((1, {1}), (2, {1, 2}), (3, {3})):
             some, _ = groups(version)
@@ -152,9 +141,7 @@ async def test_a_scheduler_that_starts_beside_the_learner_reads_what_no_checkpoi
             assert {group.id for group in some} <= set(announced.groups())
 
 
-async def test_a_group_whose_ancestors_never_came_is_refused_and_taken_with_them(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_a_group_without_its_ancestors_is_refused(tmp_path: Path, llama: Path) -> None:
     async with learner(llama, tmp_path) as (_, dispatcher):
         some, _ = groups(0)
         orphan = msgspec.structs.replace(some[0], nodes=some[0].nodes[1:])
@@ -171,13 +158,11 @@ async def test_a_tree_without_groups_counts_as_a_question(tmp_path: Path, llama:
         assert (first.metrics["learner/questions"], first.metrics["learner/groups"]) == (3, 2)
 
 
-async def test_the_groups_of_a_replaced_tree_are_answered_by_the_next_update_without_changing_it(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_groups_of_a_replaced_tree_change_nothing(tmp_path: Path, llama: Path) -> None:
     digests: list[str] = []
     for replaced in (0, 1):
         run = tmp_path / str(replaced)
-        leader = Leader(trainer(llama, run), run, Inbox(3, {}), Published(0, "", ""))
+        leader = Leader(trainer(llama, run), run, Inbox(3, {}))
         call = cast(Any, None)
         some, _ = groups(0, trees=3 + replaced)
         working = asyncio.create_task(leader.work())
@@ -196,9 +181,7 @@ async def test_the_groups_of_a_replaced_tree_are_answered_by_the_next_update_wit
     assert digests[0] == digests[1]
 
 
-async def test_stopping_leaves_a_checkpoint_of_the_last_version(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_stopping_leaves_a_checkpoint_of_the_newest(tmp_path: Path, llama: Path) -> None:
     async with learner(llama, tmp_path, checkpoint_every=10) as (_, dispatcher):
         some, _ = groups(0)
         await trained(dispatcher, some)

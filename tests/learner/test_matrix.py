@@ -330,9 +330,7 @@ def test_the_matrix_has_every_scheme() -> None:
 
 @pytest.mark.parametrize("correction", corrections.CORRECTIONS)
 @pytest.mark.parametrize("name", SCHEMES)
-def test_four_steps_on_a_stale_batch_raise_the_exact_objective_at_every_level(
-    name: str, correction: str
-) -> None:
+def test_four_stale_steps_raise_the_objective_at_every_level(name: str, correction: str) -> None:
     run, logits, prepared = first(name)
     for level in corrections.LEVELS:
         after = climb(prepared, corrections.load(correction, {"level": level}), logits, 4)
@@ -340,9 +338,7 @@ def test_four_steps_on_a_stale_batch_raise_the_exact_objective_at_every_level(
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_updates_on_data_one_version_old_raise_the_exact_objective_further_and_further(
-    name: str,
-) -> None:
+def test_updates_on_data_one_version_old_raise_the_exact_objective_further(name: str) -> None:
     run, correct = Run(name), corrections.load("decoupled", {})
     logits = torch.tensor(run.start, dtype=torch.float32)
     reached = [run.objective(logits)]

@@ -18,7 +18,8 @@ from coppice.learner.model.ranks import Ranks
 ranks = Ranks(60)
 told = ranks.broadcast(b"tensors only" if ranks.rank == 0 else None).decode()
 total = float(ranks.add(torch.ones(1) * (ranks.rank + 1)))
-open_ = [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+listening = (c for c in psutil.Process().net_connections("inet") if c.status == "LISTEN")
+open_ = [c.laddr.ip for c in listening]
 print(json.dumps([told, total, open_]))
 ranks.barrier()
 ranks.close()
@@ -52,13 +53,14 @@ def test_two_ranks_meet_at_the_file_and_listen_only_on_the_loopback(tmp_path: Pa
     shared = (
         os.environ
         | _meeting(tmp_path, LearnerConfig())
-        | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     )
     shared = {name: value for name, value in shared.items() if not name.startswith("MASTER_")}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK],
-            env=shared | {"CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+            env=shared | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
             stdout=subprocess.PIPE,
         )
         for rank in range(2)

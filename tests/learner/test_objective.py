@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose
 
 from coppice.learner.config import LearnerConfig
 from coppice.learner.forest.trees import Path as Tokens
-from coppice.learner.update.corrections import k3
+from coppice.learner.update.corrections import kl
 from coppice.learner.update.objective import Aggregation, token_weights
 from coppice.learner.update.plan import plan_of
 from coppice.learner.update.table import TurnTable
@@ -30,23 +31,19 @@ def sampled(turns: list[Tokens]) -> np.ndarray:
     return np.concatenate([turn.sampled for turn in turns])
 
 
-def test_slate_weights_are_token_mean_then_mean_over_candidates_then_sum_over_steps_then_mean_over_questions() -> (
-    None
-):
+def test_slate_weights_are_means_over_tokens_candidates_and_questions_summed_over_steps() -> None:
     # Question 0 has two steps of two candidates, question 1 one step.
     t, turns = batch([2, 4, 1, 1, 3, 5], [0, 0, 1, 1, 2, 2], [0, 1, 0, 1, 0, 1], [0, 0, 0, 0, 1, 1])
     weights = token_weights(t, sampled(turns), "turn")
     sums = [w.sum() for w in np.split(weights, np.cumsum(t.tokens)[:-1])]
     # 1/k * 1/questions each, so each step of a question sums to 1/2
-    np.testing.assert_allclose(sums, [0.25] * 6)
-    np.testing.assert_allclose(weights[:2], 0.125)
-    halved = token_weights(t, sampled(turns), "turn", mean_over_steps=True)
-    np.testing.assert_allclose(halved[:2], 0.0625)
+    assert_allclose(sums, [0.25] * 6)
+    assert_allclose(weights[:2], 0.125)
 
 
 def test_trajectory_weights_are_token_mean_over_a_whole_trajectory() -> None:
     t, turns = batch([2, 4, 3, 3], [0] * 4, [0, 0, 1, 1], [0] * 4)
-    np.testing.assert_allclose(token_weights(t, sampled(turns), "trajectory"), [1 / 12] * 12)
+    assert_allclose(token_weights(t, sampled(turns), "trajectory"), [1 / 12] * 12)
 
 
 def test_forced_tokens_weigh_nothing_and_do_not_dilute_the_others() -> None:
@@ -56,9 +53,7 @@ def test_forced_tokens_weigh_nothing_and_do_not_dilute_the_others() -> None:
 
 
 @pytest.mark.parametrize("aggregation", ["turn", "trajectory", "token", "constant"])
-def test_a_question_that_lost_all_its_outcomes_leaves_the_others_as_without_it(
-    aggregation: Aggregation,
-) -> None:
+def test_a_question_without_outcomes_leaves_the_others_alone(aggregation: Aggregation) -> None:
     both, turns = batch([2, 4, 3, 3], [0, 0, 1, 1], [0, 1, 0, 1], [7, 7, 9, 9])
     lost = both.only(np.array([True, True, False, False]))
     alone, own = batch([2, 4], [0, 0], [0, 1], [7, 7])
@@ -68,9 +63,7 @@ def test_a_question_that_lost_all_its_outcomes_leaves_the_others_as_without_it(
     )
 
 
-def test_auto_is_the_aggregation_of_the_scheme_s_source_unless_the_correction_declares_one() -> (
-    None
-):
+def test_auto_is_the_aggregation_of_the_schemes_source_unless_the_correction_has_one() -> None:
     def auto(scheme: str, **settings: Any) -> str:
         return plan_of(LearnerConfig(scheme=scheme, **settings)).aggregation
 
@@ -83,6 +76,6 @@ def test_auto_is_the_aggregation_of_the_scheme_s_source_unless_the_correction_de
 
 def test_k3_of_a_policy_that_left_the_reference_far_behind_has_a_finite_gradient() -> None:
     current = torch.tensor([-120.0, -1.0], requires_grad=True)
-    k3(current, torch.tensor([-1.0, -120.0])).sum().backward()
+    kl("k3", current, torch.tensor([-1.0, -120.0])).sum().backward()
     assert current.grad is not None
     assert torch.isfinite(current.grad).all()

@@ -1,4 +1,4 @@
-"""The gradient of a whole update against the objective written out turn by turn (methods.md 1.2)."""
+"""An update's gradient is that of the objective written out turn by turn (methods.md 1.2)."""
 
 from pathlib import Path
 

@@ -15,7 +15,7 @@ from coppice.learner.forest.selfcheck import PackingError, check
 from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.forest.trees import alone, pack
 from coppice.learner.main import pack_batch, unpack_batch
-from coppice.learner.model.model import Policy
+from coppice.learner.model.model import TreeModel
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.trainer import Batch
 from tests import tiny
@@ -44,7 +44,7 @@ def seen(tree: int = 0, seed: int = 0) -> list[Tokens]:
 
 
 def by_transformers(folder: Path, path: Tokens) -> torch.Tensor:
-    """The log-probabilities that the model's own forward gives, from pixel values and placeholders."""
+    """The log-probabilities of the model's own forward, from pixel values and placeholders."""
     model = vision.load(folder, torch.float32, "eager")
     eyes = Vision.of(folder)
     assert eyes is not None
@@ -65,16 +65,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["dense", "cascade"])
-def test_a_forest_with_pictures_reads_as_the_models_own_forward(
-    folder: Path, tmp_path: Path, attention: Any
-) -> None:
+def test_pictures_read_as_by_the_plain_model(folder: Path, tmp_path: Path, attention: Any) -> None:
     config = process(folder, tmp_path, rank=0, attention=attention).learner
-    policy = Policy(str(folder), config, 1.0, Ranks(60))
+    policy = TreeModel(str(folder), config, 1.0, Ranks(60))
     paths = seen()
     forest = pack(paths)
     assert forest.token_ratio > 1.5
     with torch.no_grad():
-        packed = policy.logprobs(forest)[0].split([len(p.tokens) - p.start for p in paths])
+        packed = policy.read(forest)[0].split([len(p.tokens) - p.start for p in paths])
         for path, logprobs in zip(paths, packed, strict=True):
             np.testing.assert_allclose(logprobs, by_transformers(folder, path), atol=2e-5)
             np.testing.assert_allclose(
@@ -114,7 +112,7 @@ def test_the_self_check_holds_with_pictures_and_refuses_wrong_positions(
 
 
 def pictured(seed: int, version: int) -> Batch:
-    """Episodes of fresh prompts, in which the root shows a picture and each turn one of two others."""
+    """Episodes of fresh prompts: the root shows a picture and each turn one of two others."""
     batch = episodes(seed, version, trees=2, turns=3, fresh=True)
     sizes = {1: 6, 2: 4, 3: 4}
 
@@ -143,9 +141,7 @@ def test_pictures_reach_the_rows_of_a_batch_also_on_other_ranks() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_an_update_trains_the_language_layers_and_leaves_the_vision_tower(
-    seeing: Path, tmp_path: Path, rank: int
-) -> None:
+def test_an_update_leaves_the_vision_tower(seeing: Path, tmp_path: Path, rank: int) -> None:
     made = trainer(seeing, tmp_path, rank, scheme="turn_grpo", gradient_checkpointing=rank == 4)
     assert made.policy.trained()
     assert not any("visual" in name for name in made.policy.trained())
@@ -157,9 +153,7 @@ def test_an_update_trains_the_language_layers_and_leaves_the_vision_tower(
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_a_trained_vision_tower_has_the_gradient_of_the_plain_paths(
-    seeing: Path, tmp_path: Path, rank: int
-) -> None:
+def test_a_vision_tower_trains_as_on_plain_paths(seeing: Path, tmp_path: Path, rank: int) -> None:
     policy = trainer(seeing, tmp_path, rank, train_vision=True).policy
     assert any("visual" in name for name in policy.trained())
     assert check(policy, seen() + seen(1))
@@ -169,10 +163,8 @@ def test_a_trained_vision_tower_has_the_gradient_of_the_plain_paths(
     )
 
 
-def test_settings_and_batches_that_need_a_model_with_vision_are_refused(
-    llama: Path, tmp_path: Path
-) -> None:
+def test_what_needs_a_model_with_vision_is_refused(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="train_vision has no effect"):
         trainer(llama, tmp_path, train_vision=True)
-    with pytest.raises(ValueError, match="the learner's model reads text only"):
+    with pytest.raises(ValueError, match="the model reads text only"):
         trainer(llama, tmp_path).update(pictured(6, 0))

@@ -71,7 +71,7 @@ def test_accuracy_rises_and_step_scores_follow_the_planted_values(
 
     def reference(rows: Rows, steps: Plan) -> np.ndarray:
         with made.policy.inference():
-            return sweep(rows, steps, made.ranks, lambda forest: made.policy.logprobs(forest)[0])
+            return sweep(rows, steps, made.ranks, lambda forest: made.policy.read(forest)[0])
 
     held_out, values = planted(99)
     before, _ = measured(held_out, learn=False)
@@ -83,9 +83,7 @@ def test_accuracy_rises_and_step_scores_follow_the_planted_values(
     assert np.corrcoef(scores, values)[0, 1] > 0.7
 
 
-def test_the_reward_model_makes_epochs_times_minibatches_steps_and_learns_more_from_them(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_more_steps_of_the_reward_model_learn_more(tmp_path: Path, llama: Path) -> None:
     def after(folder: str, **more: int) -> tuple[int, float]:
         made, prm = oprl(llama, tmp_path / folder, {"lr": 1e-2, "beta": 0.5} | more, lr=1e-9)
         batch, _ = planted(0)
@@ -119,9 +117,7 @@ def test_the_reference_is_one_in_every_number_type(
 
 
 @pytest.mark.parametrize("order", ["score_first", "update_first"])
-def test_the_order_of_scoring_and_updating_is_switchable(
-    tmp_path: Path, llama: Path, order: str
-) -> None:
+def test_scoring_and_updating_have_their_order(tmp_path: Path, llama: Path, order: str) -> None:
     """A model that never stepped gives exactly no step advantage."""
     options = {"variant": "process"}
     made, _ = oprl(llama, tmp_path, {"order": order, "lr": 1e-3}, scheme_options=options)
@@ -132,9 +128,7 @@ def test_the_order_of_scoring_and_updating_is_switchable(
     assert made.update(msgspec.structs.replace(batch, version=1))["learner/grad_norm"] > 0
 
 
-def test_a_batch_with_one_class_only_leaves_the_reward_model_alone(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_a_batch_of_one_class_teaches_no_reward_model(tmp_path: Path, llama: Path) -> None:
     made, prm = oprl(llama, tmp_path, {"threshold": 5.0})
     assert made.update(planted(0)[0])["prm/skipped"] == 1
     assert prm.updates == 0

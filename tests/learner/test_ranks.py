@@ -150,9 +150,7 @@ def test_one_rank_and_several_ranks_give_the_same_update(
             torch.testing.assert_close(value, expected[key], atol=1e-5, rtol=1e-4)
 
 
-def test_sharded_bfloat16_ranks_keep_float32_weights_and_move_as_float32_does(
-    ran: Path, tmp_path: Path, llama: Path
-) -> None:
+def test_sharded_bfloat16_ranks_move_as_float32(ran: Path, tmp_path: Path, llama: Path) -> None:
     start = everything(trainer(llama, tmp_path, 4))
     exact, mixed = alone(ran, llama, tmp_path, "lora"), load_file(ran / "mixed-0.safetensors")
     assert {value.dtype for value in mixed.values()} == {torch.float32}
@@ -164,9 +162,7 @@ def test_sharded_bfloat16_ranks_keep_float32_weights_and_move_as_float32_does(
 
 
 @pytest.mark.parametrize("name", CHECKED)
-def test_all_ranks_refuse_each_planted_fault_together_and_a_healthy_forest_never(
-    ran: Path, name: str
-) -> None:
+def test_all_ranks_refuse_each_planted_fault_and_no_healthy_forest(ran: Path, name: str) -> None:
     count = CHECKED[name][0]
     assert json.loads((ran / "codes.json").read_text())[name] == [0] * count
     for rank in range(count):
@@ -176,9 +172,7 @@ def test_all_ranks_refuse_each_planted_fault_together_and_a_healthy_forest_never
         assert all("in float32" in sentence for sentence in found.values()), found
 
 
-def test_a_sharded_checkpoint_is_read_by_one_rank_by_three_and_by_two_copies(
-    ran: Path, tmp_path: Path, llama: Path
-) -> None:
+def test_any_number_of_ranks_reads_a_sharded_state(ran: Path, tmp_path: Path, llama: Path) -> None:
     folder = ran / "sharded_full" / "checkpoints" / f"v{UPDATES:06d}"
     assert len(list(folder.glob("policy-*.safetensors"))) == 4
     made = trainer(llama, tmp_path, 0, micro_tokens=16)
@@ -192,9 +186,7 @@ def test_a_sharded_checkpoint_is_read_by_one_rank_by_three_and_by_two_copies(
             torch.testing.assert_close(value, expected[key], atol=1e-5, rtol=1e-4)
 
 
-def test_ranks_of_two_copies_write_each_row_once_and_any_ranks_read_it(
-    ran: Path, tmp_path: Path, llama: Path
-) -> None:
+def test_two_copies_write_each_row_once(ran: Path, tmp_path: Path, llama: Path) -> None:
     folder = ran / "hybrid_all" / "checkpoints" / f"v{UPDATES:06d}"
     assert [
         len(list(folder.glob(f"{part}-*.safetensors"))) for part in ("policy", "critic", "prm")
@@ -206,9 +198,7 @@ def test_ranks_of_two_copies_write_each_row_once_and_any_ranks_read_it(
 
 
 @pytest.mark.parametrize(("name", "shards"), [("mixed", 4), ("dead_hybrid", 2), ("dead", 1)])
-def test_a_sharded_rank_loads_and_holds_its_part_of_the_weights_alone(
-    ran: Path, name: str, shards: int
-) -> None:
+def test_a_sharded_rank_loads_and_holds_its_part_alone(ran: Path, name: str, shards: int) -> None:
     # in float32
     stored = [
         2 * tensor.nbytes for tensor in load_file(ran / "narrow" / "model.safetensors").values()
@@ -236,18 +226,14 @@ def test_a_rank_that_dies_in_an_update_ends_the_others_with_an_error(ran: Path, 
     assert json.loads((ran / "codes.json").read_text())[name] == [3, 3, 9, 3]
 
 
-def test_a_disk_full_for_one_rank_stops_all_of_them_with_the_reason_and_leaves_no_checkpoint(
-    ran: Path,
-) -> None:
+def test_one_ranks_full_disk_stops_all_with_the_reason(ran: Path) -> None:
     assert json.loads((ran / "codes.json").read_text())["full_disk"] == [4] * 4
     assert "No space left" in (ran / "full_disk-1.error").read_text()
     assert "another rank failed" in (ran / "full_disk-0.error").read_text()
     assert not list((ran / "full_disk" / "checkpoints").iterdir())
 
 
-def test_weights_trained_by_sharded_ranks_load_in_transformers(
-    ran: Path, tmp_path: Path, llama: Path
-) -> None:
+def test_sharded_weights_load_in_transformers(ran: Path, tmp_path: Path, llama: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama)
     trained = {
         k.removeprefix("policy/"): v

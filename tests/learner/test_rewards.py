@@ -7,12 +7,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
+from coppice.common.statistics import centre, within
 from coppice.learner.config import LearnerConfig, SoftOverlong
 from coppice.learner.schemes import grpo
-from coppice.learner.update import rewards
+from coppice.learner.update.objective import overlong, shaped
 from coppice.learner.update.policy_step import Objective
-from coppice.learner.update.statistics import centre, within
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.trainer import Trainer
 from tests.learner.tables import NO, made_of
@@ -41,13 +42,15 @@ def seen(made: Trainer, some: Any) -> tuple[Objective, dict[str, float]]:
 def test_the_soft_overlong_punishment_is_that_of_dapo() -> None:
     # L_max = 100, L_cache = 20: nothing up to 80, (80 - |y|) / 20 up to 100, then -1
     lengths = np.array([10, 80, 85, 90, 100, 300])
-    assert rewards.overlong(lengths, 100, 20).tolist() == [0, 0, 0.25, 0.5, 1, 1]
+    assert overlong(lengths, 100, 20).tolist() == [0, 0, 0.25, 0.5, 1, 1]
 
 
 def test_a_penalty_is_charged_to_the_first_score_at_its_turn_or_later() -> None:
     table = two_trajectories(reward=[NO, 1.0, 2.0, 3.0])
-    scores = rewards.charged(table, table.column("reward"), np.array([0.5, 0.25, 0.125, 1.0]))
-    np.testing.assert_array_equal(scores, [NO, 0.25, 1.875, 2.0])
+    kl = table.at_last_token(np.array([0.5, 0.25, 0.125, 1.0]))
+    table = msgspec.structs.replace(table, token_scores={"kl": kl})
+    charged = shaped(table, "reward", LearnerConfig(kl_reward_coef=1.0)).column("reward")
+    np.testing.assert_array_equal(charged, [NO, 0.25, 1.875, 2.0])
 
 
 def test_the_reward_is_scaled_then_clipped_and_the_penalties_come_after() -> None:
@@ -55,9 +58,8 @@ def test_the_reward_is_scaled_then_clipped_and_the_penalties_come_after() -> Non
     config = LearnerConfig(
         reward_scale=2.0, reward_clip=0.5, soft_overlong=SoftOverlong(max_tokens=4, cache_tokens=2)
     )
-    np.testing.assert_allclose(
-        rewards.shaped(table, "reward", config).column("reward"), [0.2, 0.0, -0.5, NO]
-    )
+    changed = shaped(table, "reward", config).column("reward")
+    assert_allclose(changed, [0.2, 0.0, -0.5, NO])
 
 
 def test_k1_in_the_reward_reaches_a_group_scheme_as_the_kl_of_whole_trajectories() -> None:
@@ -66,15 +68,13 @@ def test_k1_in_the_reward_reaches_a_group_scheme_as_the_kl_of_whole_trajectories
     table = two_trajectories(outcome=[NO, 1.0, NO, 1.0])
     kl = np.array([0.1, 0.1, 0.2, 0.1, 0.1, 0.1, -0.1, -0.1, -0.1, 0.0])
     table = msgspec.structs.replace(table, token_scores={"kl": kl})
-    shaped = rewards.shaped(table, "outcome", LearnerConfig(kl_reward_coef=0.5))
-    np.testing.assert_allclose(shaped.column("outcome"), [NO, 0.7, NO, 1.1])
-    advantages = grpo.advantages(shaped, "outcome", std=False)
-    np.testing.assert_allclose(advantages, np.repeat([-0.2, 0.2], 5))
+    charged = shaped(table, "outcome", LearnerConfig(kl_reward_coef=0.5))
+    assert_allclose(charged.column("outcome"), [NO, 0.7, NO, 1.1])
+    advantages = grpo.advantages(charged, "outcome", std=False)
+    assert_allclose(advantages, np.repeat([-0.2, 0.2], 5))
 
 
-def test_k1_in_the_reward_of_a_trainer_is_the_log_ratio_of_its_samples(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_k1_in_the_reward_is_the_log_ratio_of_the_samples(tmp_path: Path, llama: Path) -> None:
     settings: dict[str, Any] = {"kl_coef": 0.0, "scheme": "grpo", "scheme_options": {"std": False}}
     some = episodes(0, 0)
     before, after = (
@@ -87,7 +87,7 @@ def test_k1_in_the_reward_of_a_trainer_is_the_log_ratio_of_its_samples(
     trajectories = table.trajectories()
     centred = within(trajectories.tree, trajectories.total(kl), centre)[trajectories.of]
     gap = after.advantages - before.advantages
-    np.testing.assert_allclose(gap, -0.25 * table.per_token(centred), atol=1e-4)
+    assert_allclose(gap, -0.25 * table.per_token(centred), atol=1e-4)
 
 
 def test_advantages_are_scaled_then_clipped(tmp_path: Path, llama: Path) -> None:
@@ -95,7 +95,7 @@ def test_advantages_are_scaled_then_clipped(tmp_path: Path, llama: Path) -> None
     plain = seen(trainer(llama, tmp_path), batch(0, 0))[0].advantages
     changed = seen(scaling, batch(0, 0))[0].advantages
     assert np.abs(plain).max() > 0.75
-    np.testing.assert_allclose(changed, np.clip(2 * plain, -1.5, 1.5), rtol=1e-6)
+    assert_allclose(changed, np.clip(2 * plain, -1.5, 1.5), rtol=1e-6)
 
 
 @pytest.mark.parametrize("aggregation", ["token", "trajectory"])
@@ -121,7 +121,7 @@ def test_a_trajectory_with_a_cut_action_carries_no_loss_but_is_still_compared(
     expected = kept[0].weights[~out]
     if aggregation == "token":
         expected = np.full(len(expected), 1 / len(expected))
-    np.testing.assert_allclose(objective.weights[~out], expected, rtol=1e-6)
+    assert_allclose(objective.weights[~out], expected, rtol=1e-6)
     assert metrics["learner/trained_tokens"] == (~out).sum()
     assert kept[1]["learner/trained_tokens"] == len(out)
     assert metrics["score/truncated"] == pytest.approx(1 / len(table))

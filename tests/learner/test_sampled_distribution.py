@@ -2,7 +2,7 @@
 samples of the embedded engine."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -26,14 +26,14 @@ TEMPERATURE = 0.8
 CANDIDATES = 3
 
 
-async def sampled(model: Path, dtype: Dtype = "float32", **cut: float) -> Batch:
+async def sampled(model: Path, dtype: Dtype = "float32", **cut: Any) -> Batch:
     """Two questions of one step, whose candidates the embedded engine sampled from ``model``."""
     engine = LocalEngine(str(model), ActorsConfig(dtype=dtype, max_context=256))
     await engine.start()
     groups, nodes = [], []
     for tree in range(2):
         prompt = np.random.default_rng(tree).integers(0, 256, 20).astype(np.int32)
-        sampling = Sampling(12, TEMPERATURE, seed=tree, support=True, **cut)  # pyright: ignore[reportArgumentType]
+        sampling = Sampling(12, TEMPERATURE, seed=tree, support=True, **cut)
         result = await engine.generate(GenerateRequest(prompt, CANDIDATES, sampling))
         own = [TreeNode(0, -1, "prompt", prompt)]
         for i, sample in enumerate(result.samples):
@@ -94,7 +94,7 @@ async def test_logprobs_and_gradients_are_those_of_the_masked_softmax(
                 if "lora_B" in name:
                     parameter.normal_(0, 0.05)  # adapters whose gradient is not zero
     rows = Rows(table_of(some).paths)
-    packed = made.policy.logprobs(rows.forest(range(len(rows.paths))))[0]
+    packed = made.policy.read(rows.forest(range(len(rows.paths))))[0]
     upstream = torch.randn(len(packed), generator=torch.Generator().manual_seed(1))
     (packed * upstream).sum().backward()
     got = gradients(made)
@@ -125,9 +125,7 @@ async def test_engine_and_learner_agree_on_the_distribution_that_was_sampled(
     assert apart["watch/engine_gap_mean"] > 5 * metrics["watch/engine_gap_mean"]
 
 
-async def test_the_reward_model_begins_with_a_log_ratio_of_zero(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_the_reward_model_begins_at_a_log_ratio_of_0(tmp_path: Path, llama: Path) -> None:
     some = await sampled(llama, top_p=0.9)
     made = tempered(llama, tmp_path, scheme="oprl", prm={"lr": 1e-3}, kl_coef=0.0)
     rows = Rows(table_of(some).paths)

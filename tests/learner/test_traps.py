@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, GraniteConfig
 
+from coppice.common.statistics import leave_one_out, standardise, whiten
 from coppice.learner import schemes
-from coppice.learner.config import LoraConfig
 from coppice.learner.forest.selfcheck import check
 from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.main import Leader
 from coppice.learner.model.model import TreeModel
-from coppice.learner.model.publish import Published
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.batches import Inbox
-from coppice.learner.update.statistics import leave_one_out, standardise, whiten
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.trainer import Batch
 from coppice.wire.messages import TrainGroup, TreeClosed
@@ -42,9 +40,7 @@ def table(trajectories: int, **scores: list[float]) -> TurnTable:
 
 
 @pytest.mark.parametrize("base", ["grpo", "rloo", "reinforce_pp"])
-def test_an_invalid_step_among_equal_outcomes_costs_its_penalty_not_a_hundred_thousand(
-    base: str,
-) -> None:
+def test_an_invalid_step_among_equal_outcomes_costs_its_penalty_alone(base: str) -> None:
     t = table(4, outcome=[0, 0, 0, 0], valid=[1, 0, 1, 1])
     made = schemes.load("oprl", {"base": base})(t).advantages
     assert np.abs(made).max() < 2
@@ -63,9 +59,7 @@ def test_equal_scores_leave_exactly_no_advantage(value: float) -> None:
         assert not made.any()
 
 
-def test_an_infinite_score_is_named_with_the_scheme_that_read_it(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_an_infinite_score_is_named_with_its_scheme(tmp_path: Path, llama: Path) -> None:
     some, nodes = groups(7)
     turns = [msgspec.structs.replace(t, scores={"reward": float("inf")}) for t in some[0].turns[:1]]
     bad = TrainGroup(some[0].id, some[0].tree, some[0].nodes, turns + some[0].turns[1:])
@@ -83,9 +77,7 @@ def test_groups_without_turns_are_an_update_without_a_step(tmp_path: Path, llama
     assert made.version == 1
 
 
-def test_the_self_check_waits_for_a_batch_that_shares_something(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_the_self_check_waits_for_a_shared_prefix(tmp_path: Path, llama: Path) -> None:
     made = trainer(llama, tmp_path)
     assert not check(made.policy, [Tokens([1, 2, 3], 1), Tokens([4, 5, 6], 1)])
     assert check(made.policy, [Tokens([1, 2, 3, 4], 3), Tokens([1, 2, 3, 5], 3)])
@@ -93,27 +85,14 @@ def test_the_self_check_waits_for_a_batch_that_shares_something(
     assert made.checked
 
 
-def test_a_model_that_scales_its_logits_is_refused_by_the_key_that_says_so(
-    tmp_path: Path, llama: Path
-) -> None:
-    shape: dict[str, Any] = {
-        "vocab_size": 260,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-    }
+def test_a_model_that_scales_its_logits_is_refused(tmp_path: Path, llama: Path) -> None:
     config = GraniteConfig(
-        **shape, num_attention_heads=4, num_key_value_heads=2, logits_scaling=8.0
-    )
+        vocab_size=260, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, logits_scaling=8.0,
+    )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "granite")
     with pytest.raises(ValueError, match=r"logits_scaling = 8\.0"):
-        TreeModel(
-            str(tmp_path / "granite"),
-            process(llama, tmp_path).learner,
-            LoraConfig(4),
-            1.0,
-            Ranks(60),
-        )
+        TreeModel(str(tmp_path / "granite"), process(llama, tmp_path).learner, 1.0, Ranks(60))
 
 
 async def test_idle_ranks_hear_of_rank_0_also_while_groups_trickle_in(
@@ -123,7 +102,7 @@ async def test_idle_ranks_hear_of_rank_0_also_while_groups_trickle_in(
     heard = asyncio.Event()
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(made.ranks, "broadcast", lambda _: loop.call_soon_threadsafe(heard.set))
-    leader = Leader(made, tmp_path, Inbox(3, {}), Published(0, "", ""))
+    leader = Leader(made, tmp_path, Inbox(3, {}))
     call = cast(Any, None)
     working = asyncio.create_task(leader.work())
     async with asyncio.timeout(10):

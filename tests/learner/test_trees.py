@@ -11,9 +11,7 @@ from tests.learner.forests import forest, random_paths
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=8), min_size=1, max_size=8))
 @settings(deadline=None, max_examples=60)
-def test_a_forest_holds_each_distinct_prefix_once_and_ancestry_is_exact(
-    paths: list[list[int]],
-) -> None:
+def test_a_forest_holds_each_prefix_once_and_exact_ancestry(paths: list[list[int]]) -> None:
     made = pack([Path(p, 1) for p in paths])
     distinct = {tuple(p[:n]) for p in paths for n in range(1, len(p) + 1)}
     assert len(made.tokens) == len(distinct)
@@ -31,9 +29,7 @@ def test_a_forest_holds_each_distinct_prefix_once_and_ancestry_is_exact(
 
 @given(random_paths, st.integers(1, 40))
 @settings(deadline=None, max_examples=60)
-def test_micro_batches_keep_every_path_once_within_the_budget_and_know_their_packed_sizes(
-    tokens: list[list[int]], budget: int
-) -> None:
+def test_micro_batches_keep_every_path_and_the_budget(tokens: list[list[int]], budget: int) -> None:
     paths = [Path(t, 1) for t in tokens]
     where = cuts(paths)
     assert where.whole == pack(paths).nodes
@@ -52,7 +48,7 @@ def test_four_ranks_share_eight_questions_nearly_evenly() -> None:
     plans = []
     for rank in range(4):
         Four.rank = rank
-        plans.append(plan(Trie(paths), range(len(paths)), 10_000, Four()))  # pyright: ignore[reportArgumentType]
+        plans.append(plan(Trie(paths), range(len(paths)), 10_000, Four()))  # pyright: ignore
     loads = [sum(pack([paths[i] for i in rows]).nodes for rows, _ in made.mine) for made in plans]
     assert sum(loads) == plans[0].forwarded
     assert max(loads) <= 1.25 * plans[0].whole / 4
@@ -60,9 +56,7 @@ def test_four_ranks_share_eight_questions_nearly_evenly() -> None:
 
 @given(random_paths, st.data())
 @settings(deadline=None, max_examples=60)
-def test_a_part_taken_out_of_the_trie_is_the_forest_of_those_paths_alone(
-    tokens: list[list[int]], data: st.DataObject
-) -> None:
+def test_a_part_of_the_trie_is_a_whole_forest(tokens: list[list[int]], data: st.DataObject) -> None:
     paths = [Path(t, 1) for t in tokens]
     rows = data.draw(st.lists(st.integers(0, len(paths) - 1), min_size=1, unique=True))
     trie, alone = Trie(paths), [paths[i] for i in rows]

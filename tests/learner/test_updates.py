@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coppice.actors.engines import weights
@@ -47,13 +48,13 @@ def test_four_updates_equal_two_a_checkpoint_a_resume_and_two(
     for version in range(2):
         first.update(batch(version, version))
     # what lengths are compared with is part of the run
-    first.watch.lengths.first["wrong"] = [2.0, 3.0]
+    first.watch.state.first["wrong"] = [2.0, 3.0]
     checkpoint.save(first, tmp_path, {1: 1, 2: 1}, 3)
     resumed = trainer(llama, tmp_path, rank, dtype=dtype)
     found = checkpoint.newest(tmp_path)
     assert found is not None
     assert checkpoint.restore(resumed, found).groups() == {1: 1, 2: 1}
-    assert resumed.watch.lengths.first == {"correct": [], "wrong": [2.0, 3.0]}
+    assert resumed.watch.state.first == {"wrong": [2.0, 3.0]}
     for version in range(2, 4):
         resumed.update(batch(version, version))
     assert_equal(state(straight), state(resumed))
@@ -90,12 +91,10 @@ def test_with_one_optimizer_step_the_current_policy_is_the_proximal_one(
         for which in (name, direct)
     )
     assert plain.norm() > 1e-3
-    torch.testing.assert_close(published, plain)
+    assert_close(published, plain)
 
 
-def test_a_turn_of_zero_advantage_changes_nothing_and_an_update_of_them_is_skipped(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_turns_of_zero_advantage_change_nothing(tmp_path: Path, llama: Path) -> None:
     made = trainer(llama, tmp_path, kl_coef=0.0)
     before = state(made)
     assert made.update(rescored(batch(7, 0), lambda _: {"reward": 1.0}))["learner/skipped"] == 1
@@ -134,9 +133,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("scheme", MODELS)
-def test_an_update_is_that_of_the_batch_without_the_trajectories_that_lack_their_outcome(
-    tmp_path: Path, llama: Path, scheme: str
-) -> None:
+def test_no_trajectory_without_outcome_counts(tmp_path: Path, llama: Path, scheme: str) -> None:
     def known(tree: int, turn: Turn) -> float | None:
         return None if turn.trajectory == 0 else float(turn.trajectory == 1)
 
@@ -157,9 +154,7 @@ def test_an_update_is_that_of_the_batch_without_the_trajectories_that_lack_their
 
 
 @pytest.mark.parametrize("aggregation", ["trajectory", "token"])
-def test_an_update_is_that_of_the_batch_without_a_question_that_lost_all_its_outcomes(
-    tmp_path: Path, llama: Path, aggregation: str
-) -> None:
+def test_no_question_without_outcome_counts(tmp_path: Path, llama: Path, aggregation: str) -> None:
     some = episodes(8, 0)
 
     def known(tree: int, turn: Turn) -> float | None:
@@ -174,9 +169,7 @@ def test_an_update_is_that_of_the_batch_without_a_question_that_lost_all_its_out
 
 
 @pytest.mark.parametrize("scheme", ["slate", "grpo"])
-def test_an_update_without_a_single_score_moves_nothing_and_ends_nothing(
-    tmp_path: Path, llama: Path, scheme: str
-) -> None:
+def test_an_update_without_a_score_moves_nothing(tmp_path: Path, llama: Path, scheme: str) -> None:
     made = trainer(llama, tmp_path, scheme=scheme, kl_coef=0.0)
     before = state(made)
     assert made.update(rescored(batch(0, 0), lambda _: {}))["learner/skipped"] == 1
@@ -184,9 +177,7 @@ def test_an_update_without_a_single_score_moves_nothing_and_ends_nothing(
     assert_equal(before, state(made))
 
 
-def test_primes_reward_model_trains_on_the_questions_that_its_filter_keeps(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_primes_reward_model_trains_on_what_its_filter_keeps(tmp_path: Path, llama: Path) -> None:
     some = episodes(8, 0)
     easy = some.groups[0].tree
 
@@ -209,9 +200,7 @@ def test_primes_reward_model_trains_on_the_questions_that_its_filter_keeps(
     assert nothing["learner/left_out_trajectories"] == 9
 
 
-def test_published_adapters_merged_by_the_actor_equal_the_learners_policy(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_published_adapters_merged_equal_the_policy(tmp_path: Path, llama: Path) -> None:
     made = trainer(llama, tmp_path)
     made.update(batch(3, 0))
     published = publish(made.policy, 1, tmp_path, 2)
@@ -228,13 +217,11 @@ def test_published_adapters_merged_by_the_actor_equal_the_learners_policy(
     ids = torch.arange(20)[None]
     with torch.no_grad():
         expected = made.policy.causal(ids).logits
-        torch.testing.assert_close(actor(ids).logits, expected, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(exported(ids).logits, expected, atol=1e-4, rtol=1e-4)
+        assert_close(actor(ids).logits, expected, atol=1e-4, rtol=1e-4)
+        assert_close(exported(ids).logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_trees_are_counted_that_have_a_token_older_than_the_bound(
-    llama: Path, tmp_path: Path
-) -> None:
+def test_trees_with_a_token_older_than_the_bound_are_counted(llama: Path, tmp_path: Path) -> None:
     made = Trainer(msgspec.structs.replace(process(llama, tmp_path), max_staleness=1), Ranks(60))
     some = batch(0, 0)  # three trees, all tokens of version 0
     first = some.nodes[0][0]
@@ -292,9 +279,7 @@ def test_a_group_enters_one_batch_only_however_often_it_is_sent() -> None:
     assert inbox.ready() is None
 
 
-def test_the_groups_of_a_replaced_tree_leave_with_the_next_batch_and_are_no_question_of_it() -> (
-    None
-):
+def test_groups_of_a_replaced_tree_leave_with_the_next_batch_and_are_no_question() -> None:
     some, _ = groups(0, trees=4)
     inbox = Inbox(1, {3: 0})
     inbox.close(TreeClosed(0, [0], replaced=True))
@@ -316,9 +301,7 @@ def test_the_groups_of_a_replaced_tree_leave_with_the_next_batch_and_are_no_ques
     assert inbox.take([4], 1).replaced == [1]
 
 
-def test_a_critic_of_several_steps_is_nearer_to_the_returns_after_an_update(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_more_critic_steps_come_nearer_to_the_returns(tmp_path: Path, llama: Path) -> None:
     losses = []
     for steps in (1, 4):
         model = trainer(

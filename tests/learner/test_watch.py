@@ -4,13 +4,12 @@ passed."""
 import itertools
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
 from coppice.learner.config import WatchConfig
 from coppice.learner.update.watch import (
-    Measured,
+    FIRST,
     Watch,
     effective_share,
     explained_variance,
@@ -22,15 +21,18 @@ from tests.updates import batch, trainer
 
 
 def measured(
-    gap: list[float], staleness: list[int] | None = None, turn: list[int] | None = None
-) -> Measured:
+    gap: list[float], staleness: list[int] | None = None, turn: list[int] | None = None,
+    **columns: list[float],
+) -> dict[str, float]:  # fmt: skip
+    """The metrics of tokens with these log-ratios; ``columns`` replaces others."""
     n = len(gap)
-    zeros, no = np.zeros(n), np.zeros(n, bool)
-    behaviour = np.full(n, -1.0)
-    return Measured(
-        behaviour + gap, behaviour, zeros + 0.5, zeros, zeros + 1, no, no,
-        np.array(staleness or [0] * n), np.array(turn or [1] * n), np.array(staleness or [0] * n) == 0,
-    )  # fmt: skip
+    zeros, behaviour, stale = np.zeros(n), np.full(n, -1.0), np.array(staleness or [0] * n)
+    plain = {"entropy": zeros + 0.5, "kl": zeros, "coefficient": zeros + 1, "cut": zeros}
+    changed = {name: np.array(column) for name, column in columns.items()}
+    turns = np.array(turn or [1] * n)
+    return metrics(
+        behaviour + gap, behaviour, staleness=stale, turn=turns, fresh=stale == 0, **plain | changed
+    )
 
 
 def test_equal_weights_are_worth_all_their_samples_and_one_huge_weight_is_worth_one() -> None:
@@ -42,7 +44,7 @@ def test_equal_weights_are_worth_all_their_samples_and_one_huge_weight_is_worth_
 
 def test_quantiles_mean_and_largest_of_the_ratio_are_those_of_its_distribution() -> None:
     ratio = np.arange(1, 102) / 50
-    made = metrics(measured(np.log(ratio).tolist()))
+    made = measured(np.log(ratio).tolist())
     for q in (1, 10, 50, 90, 99):
         assert made[f"watch/ratio_p{q:02d}"] == pytest.approx((1 + q) / 50)
     assert made["learner/ratio_mean"] == pytest.approx(1.02)
@@ -51,16 +53,16 @@ def test_quantiles_mean_and_largest_of_the_ratio_are_those_of_its_distribution()
 
 
 def test_the_engine_gap_is_read_from_fresh_tokens_only() -> None:
-    made = metrics(measured([0.01, -0.03, 5.0, -5.0], [0, 0, 1, 3]))
+    made = measured([0.01, -0.03, 5.0, -5.0], [0, 0, 1, 3])
     assert made["watch/engine_gap_mean"] == pytest.approx(0.02)
     assert made["watch/engine_gap_max"] == pytest.approx(0.03)
     assert made["watch/engine_gap_p99"] == pytest.approx(0.0298)
     assert made["learner/logprob_gap_max"] == pytest.approx(5)
-    assert not [name for name in metrics(measured([0.5], [1])) if "engine_gap" in name]
+    assert not [name for name in measured([0.5], [1]) if "engine_gap" in name]
 
 
 def test_tokens_are_grouped_by_staleness_and_turn_and_the_far_end_shares_one_group() -> None:
-    made = metrics(measured([0.1, 0.2, 0.3, 0.4], [0, 2, 8, 11], [1, 1, 9, 2]))
+    made = measured([0.1, 0.2, 0.3, 0.4], [0, 2, 8, 11], [1, 1, 9, 2])
     assert made["watch/staleness_0/gap_mean"] == pytest.approx(0.1)
     assert made["watch/staleness_8/tokens"] == 2
     assert made["watch/staleness_8/gap_mean"] == pytest.approx(0.35)
@@ -70,8 +72,8 @@ def test_tokens_are_grouped_by_staleness_and_turn_and_the_far_end_shares_one_gro
 
 
 def test_no_tokens_measure_nothing_and_log_ratios_too_large_for_a_float_stay_finite() -> None:
-    assert metrics(measured([])) == {}
-    assert all(np.isfinite(v) for v in metrics(measured([800.0, -800.0, 0.0])).values())
+    assert measured([]) == {}
+    assert all(np.isfinite(v) for v in measured([800.0, -800.0, 0.0]).values())
 
 
 # threshold, its value, the metric, a value within, a value past it, what the sentence must tell to
@@ -87,7 +89,7 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(("threshold", "limit", "metric", "within", "past", "remedy"), LIMITS)
-def test_a_warning_fires_exactly_past_its_threshold_names_it_and_the_remedy_and_zero_switches_it_off(
+def test_a_warning_fires_exactly_past_its_threshold_and_zero_switches_it_off(
     threshold: str, limit: float, metric: str, within: float, past: float, remedy: str
 ) -> None:
     watch = Watch(WatchConfig(**{threshold: limit}))
@@ -122,9 +124,7 @@ def test_a_gradient_norm_is_held_against_the_median_of_the_twenty_before_it() ->
 
 
 @pytest.mark.parametrize("parts", [[[0], [1, 2]], [[0, 1]], [[0], [1], [2]]])
-def test_signal_and_noise_are_unbiased_for_unequal_parts_and_for_a_part_alone(
-    parts: list[list[int]],
-) -> None:
+def test_signal_and_noise_are_unbiased_for_unequal_parts(parts: list[list[int]]) -> None:
     # Three questions with gradients 2 +- 1, each a third of the loss: the mean is 2, the variance
     # of their mean 1 / 3.
     found = []
@@ -147,9 +147,7 @@ def test_the_noise_scale_is_the_ratio_of_the_means_in_questions() -> None:
     assert watch.noise_scale({}, 8) == {}
 
 
-def test_one_rank_has_a_noise_scale_once_its_step_has_several_micro_batches(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_one_rank_of_several_micro_batches_has_a_noise_scale(tmp_path: Path, llama: Path) -> None:
     one, several = (
         trainer(llama, tmp_path, micro_tokens=tokens).update(batch(0, 0)) for tokens in (4096, 24)
     )
@@ -173,16 +171,85 @@ def test_a_column_explains_its_squared_correlation_with_the_outcome() -> None:
 
 
 def test_clipped_and_masked_shares_entropy_kl_and_coefficient_are_means_over_tokens() -> None:
-    tokens = msgspec.structs.replace(
-        measured([0.0] * 4, turn=[1, 1, 2, 2]),
-        clipped=np.array([True, False, False, False]),
-        masked=np.array([False, True, True, False]),
-        entropy=np.array([0.2, 0.4, 0.6, 0.8]),
-        kl=np.array([0, 0, 0, 2.0]),
-        coefficient=np.array([0, 0, 0, 1.0]),
-    )
-    shares = metrics(tokens)
+    shares = measured(
+        [0.0] * 4, turn=[1, 1, 2, 2], cut=[1, 2, 2, 0], entropy=[0.2, 0.4, 0.6, 0.8],
+        kl=[0, 0, 0, 2.0], coefficient=[0, 0, 0, 1.0],
+    )  # fmt: skip
     names = ("learner/clip_share", "learner/mask_share", "learner/kl", "watch/coefficient_mean")
     assert [shares[name] for name in names] == [0.25, 0.5, 0.5, 0.25]
     assert shares["learner/entropy"] == pytest.approx(0.5)
     assert (shares["watch/turn_1/clip_share"], shares["watch/turn_2/clip_share"]) == (0.5, 0)
+
+
+LIMIT = 1.3
+# Turns and pay per turn of correct and of wrong trajectories, update by update, as runs of the
+# miniature recorded them (seed 0, training at temperature 1).
+RECORDED = {
+    "w/o Norm": [
+        (2.75, 2.75, 0.64, 0.49), (2.67, 3.16, 0.6, 0.5), (3.29, 3.39, 0.62, 0.51),
+        (3.67, 3.78, 0.56, 0.56), (4.0, 3.92, 0.71, 0.57), (3.33, 3.86, 0.52, 0.59),
+        (3.75, 3.88, 0.58, 0.56),
+    ],
+    "Rescale": [
+        (2.75, 2.75, 0.44, 0.3), (3.0, 3.07, 0.37, 0.26), (3.12, 3.29, 0.28, 0.24),
+        (2.75, 3.7, 0.48, 0.19), (3.25, 3.68, 0.3, 0.2), (3.0, 3.77, 0.36, 0.22),
+        (3.25, 3.87, 0.27, 0.2), (4.0, 3.88, 0.17, 0.21), (4.0, 3.91, 0.15, 0.21),
+    ],
+    "ReNorm": [
+        (2.75, 2.75, 0.64, -0.51), (2.14, 2.3, 0.81, -0.39), (2.12, 1.96, 0.83, -0.27),
+        (2.0, 1.97, 0.78, -0.17), (2.09, 1.85, 0.61, -0.43), (2.0, 1.79, 0.67, -0.43),
+    ],
+}  # fmt: skip
+KEYS = ("ppr/turns_correct", "ppr/turns_wrong", "ppr/turn_pay_correct", "ppr/turn_pay_wrong")
+
+
+def said(series: list[tuple[float, ...]], limit: float = LIMIT) -> list[str]:
+    """All that is said over a run."""
+    watch = Watch(WatchConfig(turns=limit))
+    return [s for row in series for s in watch.warnings(dict(zip(KEYS, row, strict=True)), None)]
+
+
+PLAIN = (2.0, 2.0, 0.5, -0.3)
+
+
+@pytest.mark.parametrize(
+    ("arm", "told"),
+    [
+        ("w/o Norm", "normalisation = 'constant'"),
+        ("Rescale", "normalisation = 'constant'"),
+        ("ReNorm", "wrong trajectories"),  # they shrink because turns cost
+    ],
+)
+def test_what_the_arms_did_is_told_with_its_remedy(arm: str, told: str) -> None:
+    sentences = said(RECORDED[arm])
+    assert sentences
+    assert all(told in sentence for sentence in sentences)
+    assert "watch.turns = 1.3" in sentences[0]
+
+
+def test_success_that_grows_while_failure_costs_points_to_the_normalisation() -> None:
+    (sentence,) = said([PLAIN] * FIRST + [(2.7, 2.0, 0.5, -0.3)] * 3)
+    assert "correct trajectories have 2.7 turns, 1.35 times" in sentence
+    assert "normalisation = 'sample'" in sentence
+
+
+@pytest.mark.parametrize(
+    ("later", "limit"),
+    [
+        ([(2.59, 2.0, 0.5, -0.3)] * 6, LIMIT),  # within the factor
+        ([(3.0, 3.0, -0.1, -0.3)] * 6, LIMIT),  # longer, and turns do not pay: they are needed
+        ([(1.0, 2.0, 0.5, -0.3)] * 6, LIMIT),  # success in fewer turns
+        ([PLAIN, (3.5, 2.0, 0.5, -0.3), PLAIN], LIMIT),  # one odd update
+        ([(9.0, 0.1, 0.5, -0.3)] * 5, 0.0),
+    ],
+)
+def test_what_is_no_side_effect_is_not_told(later: list[tuple[float, ...]], limit: float) -> None:
+    assert said([PLAIN] * FIRST + later, limit) == []
+
+
+def test_a_batch_without_a_group_changes_nothing() -> None:
+    watch = Watch(WatchConfig())
+    for _ in range(FIRST):
+        watch.warnings({"ppr/turns_wrong": 2.0}, None)
+    assert watch.warnings({"ppr/turns_correct": 9.0, "ppr/turn_pay_correct": 0.5}, None) == []
+    assert watch.state.first == {"correct": [9.0], "wrong": [2.0, 2.0]}

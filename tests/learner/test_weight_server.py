@@ -23,9 +23,7 @@ def outsider(memory: Memory) -> TCPStore:
     return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=20))
 
 
-def test_the_token_is_in_no_key_and_no_value_of_the_store_and_an_ask_without_it_is_not_served() -> (
-    None
-):
+def test_the_token_is_nowhere_in_the_store_and_no_ask_without_it_is_served() -> None:
     giver = WeightServer(timeout_s=20)
     try:
         memory = giver.offer(Snapshot(3, {"w": torch.ones(4)}))

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.agent_stage import TEMPLATE, Stage
+from tests.agent_stage import AGENT, TEMPLATE, Stage, Stages
 
 
 @pytest_asyncio.fixture
 async def stage(
     request: pytest.FixtureRequest, tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Callable[..., Stage]]:
+) -> AsyncIterator[Stages]:
     """Makes stages over the module's ``AGENTS``, with its ``CHAT``; ends what they have started."""
     if agents := getattr(request.module, "AGENTS", ""):
-        text = agents.replace("FOLDER", str(tmp_path))
+        text = AGENT + agents.replace("FOLDER", str(tmp_path))
         (tmp_path / "agents_of_a_test.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
     chat, stages = getattr(request.module, "CHAT", TEMPLATE), list[Stage]()

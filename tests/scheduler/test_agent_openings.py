@@ -1,8 +1,6 @@
 """Required calls that the run opens: the opening is in the tree, is no sample, and what follows it
 has the policy's own log-probabilities."""
 
-import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +15,27 @@ from coppice.actors.engines.local import LocalEngine
 from coppice.common.support import decode
 from coppice.learner.update.table import build
 from coppice.scheduler.growth import rollouts
-from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.strategies import chain, full
 from coppice.scheduler.growth.tree import Fork, Node
 from coppice.tools.evaluating.in_process import InProcess
 from coppice.wire.messages import Constraint, GenerateRequest, Sampling, TrainGroup
-from tests.agent_stage import Stage
+from tests.agent_stage import Stage, Stages
 
 AGENTS = '''
-import json, os, urllib.request
-
-def tool(name):
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
 
 def requiring(task):
     """Requires a call of one tool, then of one of two, then no call."""
-    messages, called = [{"role": "user", "content": "go"}], 0
-    for tools, choice in ((["add"], {"type": "function", "function": {"name": "add"}}), (["add", "look"], "required"), (["add"], "auto")):
-        body = {"model": "m", "messages": messages, "tools": [tool(name) for name in ("add", "look")], "tool_choice": choice, **(task["golds"] and json.loads(task["golds"][0]))}
-        request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(), {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
-        reply = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+    messages, called = [user("go")], 0
+    named = {"type": "function", "function": {"name": "add"}}
+    for wanted, choice in (("add", named), ("look", "required"), ("add", "auto")):
+        reply = call(messages, "add", "look", tool_choice=choice)
         calls = reply.get("tool_calls") or []
-        called += [call["function"]["name"] for call in calls] == [tools[-1]]
-        messages += [reply, *({"role": "tool", "tool_call_id": call["id"], "content": "seen"} for call in calls)]
+        called += [one["function"]["name"] for one in calls] == [wanted]
+        messages.append(reply)
+        for one in calls:
+            messages.append({"role": "tool", "tool_call_id": one["id"], "content": "seen"})
         if not calls:
-            messages.append({"role": "user", "content": "on"})
+            messages.append(user("on"))
     return called / 2
 '''
 NAMED = '<tool_call>\n{"name": "add", "arguments":'
@@ -49,15 +43,10 @@ ANY = '<tool_call>\n{"name":'
 
 
 @pytest.fixture
-def stage(stage: Callable[..., Stage]) -> Callable[..., Stage]:
+def stage(stage: Stages) -> Stages:
     """Makes stages whose runs open calls."""
 
-    def make(reply: Callable[[str, int], str], **options: Any) -> Stage:
-        made = stage(reply, "requiring", **{"open_calls": True, **options})
-        made.task = msgspec.structs.replace(made.task, golds=["{}"])
-        return made
-
-    return make
+    return lambda reply, **options: stage(reply, "requiring", **{"open_calls": True, **options})
 
 
 def goes_on(prompt: str, i: int) -> str:
@@ -70,27 +59,25 @@ def goes_on(prompt: str, i: int) -> str:
 def holds(s: Stage, action: Node, opening: str) -> None:
     """An action is the opening and the sample after it, below exactly the tokens that the policy
     was given before both."""
-    number = next(i for i, sample in enumerate(s.policy.samples) if action.tokens.tolist()[-len(sample.tokens) :] == sample.tokens.tolist())  # fmt: skip
+    samples, whole = s.policy.samples, action.tokens.tolist()
+    number = next(
+        i for i, one in enumerate(samples) if one.tokens.tolist() == whole[-len(one.tokens) :]
+    )
     sample, given, above = s.policy.samples[number], s.text.encode(opening), s.tree.parent(action)
     assert above is not None and action.logprobs is not None and action.versions is not None
     assert action.sampled is not None
     assert action.text.startswith(opening)
     np.testing.assert_array_equal(action.tokens, [*given, *sample.tokens])
-    np.testing.assert_array_equal(
-        np.concatenate([s.tree.prefix(above), given]), s.policy.asked[number]
-    )
-    np.testing.assert_array_equal(
-        action.sampled, [False] * len(given) + [True] * len(sample.tokens)
-    )
-    np.testing.assert_array_equal(
-        action.logprobs, np.float32([0] * len(given) + sample.logprobs.tolist())
-    )
+    read = np.concatenate([s.tree.prefix(above), given])
+    np.testing.assert_array_equal(read, s.policy.asked[number])
+    sampled = [False] * len(given) + [True] * len(sample.tokens)
+    np.testing.assert_array_equal(action.sampled, sampled)
+    logprobs = np.float32([0] * len(given) + sample.logprobs.tolist())
+    np.testing.assert_array_equal(action.logprobs, logprobs)
     np.testing.assert_array_equal(action.versions, np.zeros(len(action.tokens)))
 
 
-async def test_a_required_call_is_opened_and_the_agent_receives_it_whole(
-    stage: Callable[..., Stage],
-) -> None:
+async def test_a_required_call_is_opened_and_the_agent_receives_it_whole(stage: Stages) -> None:
     s = stage(goes_on)
     tree = await s.grow(chain)
     actions = tree.actions()
@@ -101,7 +88,7 @@ async def test_a_required_call_is_opened_and_the_agent_receives_it_whole(
         holds(s, action, opening)
 
 
-async def test_an_opening_is_not_trained_and_what_follows_is(stage: Callable[..., Stage]) -> None:
+async def test_an_opening_is_not_trained_and_what_follows_is(stage: Stages) -> None:
     s = stage(goes_on)
     tree = await s.grow(full, k=2)
     nodes = [node.travels({}) for node in tree.nodes.values()]
@@ -112,12 +99,10 @@ async def test_an_opening_is_not_trained_and_what_follows_is(stage: Callable[...
     assert all(turn.sampled[-1] for turn in tokens)
 
 
-async def test_a_fork_keeps_the_opening_and_so_do_continuations_outside_the_tree(
-    stage: Callable[..., Stage],
-) -> None:
+async def test_a_fork_and_a_continuation_keep_the_opening(stage: Stages) -> None:
     s = stage(goes_on)
     tree = await s.grow(chain)
-    context = Context(s.runtime, s.task, tree, random.Random(2))
+    context = s.anew(tree, 2)
     await context.plant()
     first = tree.actions()[0]
     given = len(s.text.encode(NAMED))
@@ -126,32 +111,25 @@ async def test_a_fork_keeps_the_opening_and_so_do_continuations_outside_the_tree
         assert fork.sampled is not None and fork.logprobs is not None
         assert len(fork.tokens) == len(fork.sampled) == len(fork.logprobs)
         assert int((~fork.sampled).sum()) == given and not fork.sampled[:given].any()
-        np.testing.assert_array_equal(
-            fork.tokens[: max(kept, given)], first.tokens[: max(kept, given)]
-        )
-    asked = len(s.policy.prompts)
-    assert await rollouts.outcomes(context, rollouts.position_before(context, first), 2) == [
-        1.0,
-        1.0,
-    ]
+        same = slice(max(kept, given))
+        np.testing.assert_array_equal(fork.tokens[same], first.tokens[same])
+    asked, before = len(s.policy.prompts), rollouts.position_before(context, first)
+    assert await rollouts.outcomes(context, before, 2) == [1.0, 1.0]
     assert [prompt.endswith(NAMED) for prompt in s.policy.prompts[asked:]] == [True, False, False]
     assert s.policy.prompts[asked + 1].endswith(ANY)
 
 
-async def test_samples_after_an_opening_have_the_log_probabilities_of_the_whole_distribution(
-    stage: Callable[..., Stage], llama: Path
-) -> None:
+async def test_samples_after_an_opening_are_free_of_a_grammar(stage: Stages, llama: Path) -> None:
     """So the importance ratio is 1 while the weights are the same. Under a grammar that forces the
     same text it would not be."""
     engine = LocalEngine(str(llama), ActorsConfig(dtype="float32", max_context=2048))
     s, services = stage(goes_on), InProcess(engine, [])
     await services.start()
     try:
-        settings = msgspec.structs.replace(
-            s.settings, judge="none", max_action_tokens=60, top_p=0.9
-        )
+        changes: Any = {"judge": "none", "max_action_tokens": 60, "top_p": 0.9}
+        settings = msgspec.structs.replace(s.settings, **changes)
         s.runtime = msgspec.structs.replace(s.runtime, dispatcher=services, settings=settings)
-        context = Context(s.runtime, s.task, s.tree, random.Random(1))
+        context = s.anew()
         context.services.top = 3
         await context.plant()
         place = await context.tip()
@@ -170,17 +148,11 @@ async def test_samples_after_an_opening_have_the_log_probabilities_of_the_whole_
         whole = await forward(llama, s.tree.prefix(place), action.tokens)
         for at in range(given, len(action.tokens)):
             among = whole[at, rows[at]].log_softmax(-1)
-            assert (
-                abs(float(among[list(rows[at]).index(action.tokens[at])]) - action.logprobs[at])
-                < 1e-3
-            )
-        forced = Sampling(
-            60,
-            constraint=Constraint("regex", r'<tool_call>\n\{"name": "add", "arguments": [a-z]{2}'),
-        )
-        (sample,) = (
-            await engine.generate(GenerateRequest(s.tree.prefix(place), 1, forced))
-        ).samples
+            logprob = float(among[list(rows[at]).index(action.tokens[at])])
+            assert abs(logprob - action.logprobs[at]) < 1e-3
+        form = Constraint("regex", r'<tool_call>\n\{"name": "add", "arguments": [a-z]{2}')
+        request = GenerateRequest(s.tree.prefix(place), 1, Sampling(60, constraint=form))
+        (sample,) = (await engine.generate(request)).samples
         plain = (await forward(llama, s.tree.prefix(place), sample.tokens)).log_softmax(-1)
         gap = sample.logprobs - plain[range(len(sample.tokens)), sample.tokens.tolist()].numpy()
         assert gap.max() > 1, "a grammar's log-probabilities are those of the masked distribution"
@@ -189,7 +161,7 @@ async def test_samples_after_an_opening_have_the_log_probabilities_of_the_whole_
 
 
 async def forward(folder: Path, prefix: np.ndarray, tokens: np.ndarray) -> torch.Tensor:
-    """The logits at each token after a prefix, from a plain forward, float32 [tokens, vocabulary]."""
+    """The logits at each token after a prefix, float32 [tokens, vocabulary]."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         scores = model(torch.tensor([[*prefix.tolist(), *tokens.tolist()]])).logits[0]

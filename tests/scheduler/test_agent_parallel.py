@@ -5,7 +5,6 @@ import asyncio
 import gc
 import random
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,26 +15,18 @@ from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.strategies import chain, full, mc_value, slate
 from coppice.scheduler.growth.tree import Tree
 from coppice.wire.messages import GenerateRequest
-from tests.agent_stage import Stage
+from tests.agent_stage import Stage, Stages
 
 AGENTS = '''
-import json, os, threading, urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
-def call(messages):
-    body = json.dumps({"messages": messages}).encode()
-    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
-    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
-
-def user(text):
-    return {"role": "user", "content": text}
-
 def fan(task):
-    """Asks one question, then six at the same time that go on from the reply, then one about all replies."""
+    """Asks one question, then six at the same time that go on from the reply, then a last one."""
     messages = [user("go")]
     messages.append(call(messages))
     with ThreadPoolExecutor(6) as pool:
-        replies = list(pool.map(lambda i: call([*messages, user(f"part {i}")])["content"], range(6)))
+        parts = [[*messages, user(f"part {i}")] for i in range(6)]
+        replies = [reply["content"] for reply in pool.map(call, parts)]
     call([user(" ".join(replies))])
     return float(len(replies))
 
@@ -80,7 +71,7 @@ def together(stage: Stage, number: int) -> None:
     ("strategy", "options", "at_once"), [(chain, {}, 6), (slate, {"k": 2}, 6), (full, {"k": 2}, 12)]
 )
 async def test_parallel_calls_are_all_sampled_before_any_is_answered(
-    stage: Callable[..., Stage], strategy: Any, options: dict[str, Any], at_once: int
+    stage: Stages, strategy: Any, options: dict[str, Any], at_once: int
 ) -> None:
     s = stage(parts, "fan")
     together(s, at_once)
@@ -93,7 +84,7 @@ async def test_parallel_calls_are_all_sampled_before_any_is_answered(
         assert tree.nodes[last.parent].parent == 0 and last.scores["outcome"] == 6.0
 
 
-async def test_calls_beyond_the_budget_are_not_sampled_ahead(stage: Callable[..., Stage]) -> None:
+async def test_calls_beyond_the_budget_are_not_sampled_ahead(stage: Stages) -> None:
     s = stage(parts, "fan", horizon=4)
     together(s, 3)
     tree = await s.grow(chain)
@@ -101,26 +92,24 @@ async def test_calls_beyond_the_budget_are_not_sampled_ahead(stage: Callable[...
     assert len(s.policy.samples) == 4 and tree.actions()[-1].scores["outcome"] == 6.0
 
 
-async def test_parallel_calls_are_given_their_replies_again_in_a_replay(
-    stage: Callable[..., Stage],
-) -> None:
+async def test_parallel_calls_are_given_their_replies_again_in_a_replay(stage: Stages) -> None:
     s = stage(parts, "fan")
     tree = await s.grow(mc_value, continuations=2)
     assert [action.scores["mc_value"] for action in tree.actions()] == [6.0] * 8
     assert s.environment.replayed > 0 and s.counts["dropped_branches"] == 0
 
 
-async def test_of_calls_whose_agent_is_gone_nothing_goes_on(stage: Callable[..., Stage]) -> None:
+async def test_of_calls_whose_agent_is_gone_nothing_goes_on(stage: Stages) -> None:
     s = stage(parts, "hasty")
     context = Context(s.runtime, s.task, s.tree, random.Random(1))
     await context.plant()
     await chain.grow(s.tree, context)
-    assert not context.ahead._begun
+    assert not context._begun
     assert all(action.parent >= 0 for action in s.tree.actions())
 
 
 async def test_an_ended_episode_leaves_neither_its_tree_nor_its_contexts_in_memory(
-    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+    stage: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive = {kind: weakref.WeakSet[Any]() for kind in (Context, Session, Episode, Tree)}
     for kind, ones in alive.items():

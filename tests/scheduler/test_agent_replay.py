@@ -4,9 +4,7 @@ replies."""
 
 import asyncio
 import os
-import random
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,85 +13,74 @@ import pytest
 from coppice.actors.environments.agents import environment
 from coppice.actors.environments.base import Task
 from coppice.common import loop
-from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.scoring import finish
 from coppice.scheduler.growth.strategies import chain, full, mc_value
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import JudgedTurn, JudgeRequest, Passage, RetrieveRequest, RetrieveResult
-from tests.agent_stage import Stage, adds
+from tests.agent_stage import AGENT, Stage, Stages, adds
 
 AGENTS = '''
-import json, os, random, urllib.request
+import random
 CALLS = 0
 
-def post(path, body):
-    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(), {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
-    return json.load(urllib.request.urlopen(request))
-
-def call(messages, tools=()):
-    return post("/chat/completions", {"model": "any", "messages": messages, "tools": list(tools)})["choices"][0]["message"]
-
-def tool(name):
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
-
 def counting(task):
-    messages = [{"role": "user", "content": task["question"]}]
-    while (reply := call(messages, [tool("add")])).get("tool_calls"):
-        results = [{"role": "tool", "tool_call_id": one["id"], "content": str(sum(json.loads(one["function"]["arguments"]).values()))} for one in reply["tool_calls"]]
-        messages += [reply, *results]
+    messages = [user(task["question"])]
+    while (reply := call(messages, "add")).get("tool_calls"):
+        messages.append(reply)
+        for one in reply["tool_calls"]:
+            result = str(sum(json.loads(one["function"]["arguments"]).values()))
+            messages.append({"role": "tool", "tool_call_id": one["id"], "content": result})
     return float(reply["content"].strip() == task["golds"][0])
 
 def nested(task):
-    messages = [{"role": "user", "content": "main"}]
-    messages += [call(messages), {"role": "user", "content": "more"}]
-    call([{"role": "system", "content": "You help."}, {"role": "user", "content": "sub"}])
-    messages += [call(messages), {"role": "user", "content": "last"}]
+    messages = [user("main")]
+    messages += [call(messages), user("more")]
+    call([{"role": "system", "content": "You help."}, user("sub")])
+    messages += [call(messages), user("last")]
     call(messages)
     return 1.0
 
 def drawing(task):
-    """Draws random numbers, which depend on the task alone, and forgets what another episode did to its module."""
+    """Draws random numbers, and counts the calls of its module."""
     global CALLS
     CALLS += 1
-    reply = call([{"role": "user", "content": f"{random.random()} {CALLS}"}])
-    call([{"role": "user", "content": "again"}, reply, {"role": "user", "content": str(random.random())}])
+    reply = call([user(f"{random.random()} {CALLS}")])
+    call([user("again"), reply, user(str(random.random()))])
     return 0.5
 
 def changing(task):
-    call([{"role": "user", "content": str(os.getpid())}])
-    call([{"role": "user", "content": "again"}])
+    call([user(str(os.getpid()))])
+    call([user("again")])
     return 1.0
 
 def importing(task):
     import sys
     known = f"late {'colorsys' in sys.modules} own {'own_module' in sys.modules}"
     import colorsys, own_module
-    call([{"role": "user", "content": known}])
+    call([user(known)])
 
 def slow(task):
     import time
-    messages = [{"role": "user", "content": "one"}]
-    messages += [call(messages), {"role": "user", "content": "two"}]
+    messages = [user("one")]
+    messages += [call(messages), user("two")]
     time.sleep(float(task["question"]))
     call(messages)
     return 1.0
 
 def searching(task):
-    messages = [{"role": "user", "content": task["question"]}]
-    while (reply := call(messages, [tool("search")])).get("tool_calls"):
+    messages = [user(task["question"])]
+    while (reply := call(messages, "search")).get("tool_calls"):
         (one,) = reply["tool_calls"]
-        (passages,) = post("/retrieve", {"queries": [json.loads(one["function"]["arguments"])["query"]], "topk": 1})["result"]
-        messages += [reply, {"role": "tool", "tool_call_id": one["id"], "content": passages[0]["contents"]}]
+        query = json.loads(one["function"]["arguments"])["query"]
+        ((passage,),) = post("/retrieve", {"queries": [query], "topk": 1})["result"]
+        result = {"role": "tool", "tool_call_id": one["id"], "content": passage["contents"]}
+        messages += [reply, result]
 '''
 
 
-def context(stage: Stage) -> Context:
-    return Context(stage.runtime, stage.task, stage.tree, random.Random(1))
-
-
-async def test_monte_carlo_values_of_an_agent(stage: Callable[..., Stage]) -> None:
+async def test_monte_carlo_values_of_an_agent(stage: Stages) -> None:
     s = stage(adds, "counting")
     tree = await s.grow(mc_value, continuations=4)
     values = [action.scores["mc_value"] for action in tree.actions()]
@@ -102,16 +89,14 @@ async def test_monte_carlo_values_of_an_agent(stage: Callable[..., Stage]) -> No
     assert all(prompt.startswith(s.policy.prompts[0]) for prompt in s.policy.prompts)
 
 
-async def test_continuations_of_an_agent_with_several_conversations_read_what_the_chain_read(
-    stage: Callable[..., Stage],
-) -> None:
+async def test_continuations_of_several_conversations_read_the_same(stage: Stages) -> None:
     s = stage(lambda prompt, i: "r" + str(prompt.count("<|im_start|>")), "nested")
     tree = await s.grow(mc_value, continuations=2)
     assert [action.scores["mc_value"] for action in tree.actions()] == [1.0] * 4
     assert len(set(s.policy.prompts)) == 4 < len(s.policy.prompts)
 
 
-async def test_random_numbers_and_modules_are_an_episodes_own(stage: Callable[..., Stage]) -> None:
+async def test_random_numbers_and_modules_are_an_episodes_own(stage: Stages) -> None:
     s = stage(lambda prompt, i: "r", "drawing")
     tree = await s.grow(mc_value, continuations=3)
     assert [action.scores["mc_value"] for action in tree.actions()] == [0.5, 0.5]
@@ -121,7 +106,7 @@ async def test_random_numbers_and_modules_are_an_episodes_own(stage: Callable[..
 def test_many_episodes_on_the_loop_of_a_run_leave_no_file_open(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "agents_of_a_test.py").write_text(AGENTS)
+    (tmp_path / "agents_of_a_test.py").write_text(AGENT + AGENTS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
 
     async def play() -> list[int]:
@@ -142,11 +127,11 @@ def test_many_episodes_on_the_loop_of_a_run_leave_no_file_open(
 
 
 async def test_an_episode_that_cannot_be_reached_again_is_dropped_and_its_task_stays(
-    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+    stage: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment, "PATIENCE_S", 0.0)
     s = stage(lambda prompt, i: "r", "changing")
-    ctx = context(s)
+    ctx = s.anew()
     await ctx.plant()
     (action,) = await ctx.generate(await ctx.tip(), 1)
     action.chosen = True
@@ -161,7 +146,7 @@ async def test_an_episode_that_cannot_be_reached_again_is_dropped_and_its_task_s
 
 
 async def test_values_without_a_single_continuation_are_a_fault_of_the_task(
-    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+    stage: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment, "PATIENCE_S", 0.0)
     s = stage(lambda prompt, i: "r", "changing")
@@ -170,11 +155,9 @@ async def test_values_without_a_single_continuation_are_a_fault_of_the_task(
     assert s.counts["dropped_branches"] >= 3
 
 
-async def test_a_lost_fork_server_is_a_fault_of_the_machine_and_another_one_is_opened(
-    stage: Callable[..., Stage],
-) -> None:
+async def test_a_lost_fork_server_is_a_fault_and_another_is_opened(stage: Stages) -> None:
     s = stage(adds, "counting")
-    ctx = context(s)
+    ctx = s.anew()
     await ctx.plant()
     (action,) = await ctx.generate(await ctx.tip(), 1)
     action.chosen = True
@@ -207,12 +190,11 @@ class Library:
 def looks(prompt: str, i: int) -> str:
     if "Capital" in prompt:
         return "<think> I know it. </think> Lima"
-    return '<think> I look. </think> <tool_call>{"name": "search", "arguments": {"query": "Peru capital"}}</tool_call>'
+    call = '{"name": "search", "arguments": {"query": "Peru capital"}}'
+    return f"<think> I look. </think> <tool_call>{call}</tool_call>"
 
 
-async def test_an_agent_asks_the_runs_retriever_and_a_judge_sees_queries_results_and_answers(
-    stage: Callable[..., Stage],
-) -> None:
+async def test_an_agent_asks_the_retriever_and_a_judge_sees_it(stage: Stages) -> None:
     s = stage(looks, "searching", retriever=True, outcome_judge="any")
     library = Library(s)
     tree = await s.grow(chain)
@@ -227,7 +209,7 @@ async def test_an_agent_asks_the_runs_retriever_and_a_judge_sees_queries_results
 
 
 async def test_calls_and_thoughts_in_special_tokens_are_read(
-    tmp_path: Path, llama: Path, stage: Callable[..., Stage]
+    tmp_path: Path, llama: Path, stage: Stages
 ) -> None:
     s = stage(lambda prompt, i: "7", "counting", family="mistral")
     tokenizer = s.text.tokenizer
@@ -239,9 +221,7 @@ async def test_calls_and_thoughts_in_special_tokens_are_read(
     assert "[TOOL_CALLS]" not in Text(str(tmp_path / "model")).decode(tokens)
 
 
-async def test_what_an_episode_imports_late_is_there_for_the_next_and_its_own_modules_are_not(
-    tmp_path: Path, stage: Callable[..., Stage]
-) -> None:
+async def test_late_imports_of_libraries_are_shared(tmp_path: Path, stage: Stages) -> None:
     (tmp_path / "own_module.py").write_text("")
     s, said = stage(lambda prompt, i: "r", "importing"), [""]
     async with asyncio.timeout(60):
@@ -259,7 +239,7 @@ async def test_what_an_episode_imports_late_is_there_for_the_next_and_its_own_mo
 @pytest.mark.slow
 @pytest.mark.parametrize(("question", "outcome"), [("0", 1.0), ("300", 0.0)])
 async def test_waiting_for_a_reply_is_not_the_agents_time(
-    stage: Callable[..., Stage], question: str, outcome: float
+    stage: Stages, question: str, outcome: float
 ) -> None:
     s = stage(lambda prompt, i: "r", "slow", seconds=8.0)
     s.task = Task("t", question)

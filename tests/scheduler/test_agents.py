@@ -2,108 +2,84 @@
 after a crash, limits and budgets."""
 
 import asyncio
-import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.strategies import chain, slate
 from coppice.wire.faults import DataFault
-from tests.agent_stage import Stage, adds
+from tests.agent_stage import Stages, adds
 
 AGENTS = '''
-import json, os, sys, urllib.request
-
-def post(path, body):
-    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(), {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
-    return json.load(urllib.request.urlopen(request))
-
-def call(messages, tools=()):
-    return post("/chat/completions", {"model": "any", "messages": messages, "tools": list(tools), "temperature": 0.1})["choices"][0]["message"]
-
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+import sys
 
 def counting(task):
     """Calls a tool as long as the policy wants, and writes its history in its own way."""
-    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": task["question"]}]
-    while True:
-        reply = call(messages, [ADD])
-        if not reply.get("tool_calls"):
-            return float(reply["content"].strip() == task["golds"][0])
-        told = {"role": "assistant", "content": reply["content"] or "", "tool_calls": []}
-        answers = []
+    messages = [{"role": "system", "content": "Add."}, user(task["question"])]
+    while (reply := call(messages, "add")).get("tool_calls"):
+        calls, answers = [], []
         for i, one in enumerate(reply["tool_calls"]):
             arguments = json.loads(one["function"]["arguments"])
-            told["tool_calls"].append({"id": f"mine{i}", "type": "function", "function": {"name": "add", "arguments": json.dumps(arguments, indent=2)}})
-            answers.append({"role": "tool", "tool_call_id": f"mine{i}", "content": [{"type": "text", "text": str(sum(arguments.values()))}]})
+            written = {"name": "add", "arguments": json.dumps(arguments, indent=2)}
+            calls.append({"id": f"mine{i}", "type": "function", "function": written})
+            content = [{"type": "text", "text": str(sum(arguments.values()))}]
+            answers.append({"role": "tool", "tool_call_id": f"mine{i}", "content": content})
+        told = {"role": "assistant", "content": reply["content"] or "", "tool_calls": calls}
         messages += [told, *answers]
+    return float(reply["content"].strip() == task["golds"][0])
 
 def nested(task):
-    """Asks a second agent in between, with a conversation of its own, and then goes on with the first."""
-    messages = [{"role": "user", "content": "main"}]
-    messages += [call(messages), {"role": "user", "content": "more"}]
-    call([{"role": "system", "content": "You help."}, {"role": "user", "content": "sub"}])
-    messages += [call(messages), {"role": "user", "content": "last"}]
+    """Asks a second agent in between, with a conversation of its own."""
+    messages = [user("main")]
+    messages += [call(messages), user("more")]
+    call([{"role": "system", "content": "You help."}, user("sub")])
+    messages += [call(messages), user("last")]
     call(messages)
     return 1.0
 
 def endless(task):
-    messages = [{"role": "user", "content": "go"}]
+    messages = [user("go")]
     while True:
-        messages += [call(messages), {"role": "user", "content": "on"}]
+        messages += [call(messages), user("on")]
         if "used up" in messages[-2]["content"]:
             return 0.25
 
 def crashing(task):
-    call([{"role": "user", "content": "one"}])
+    call([user("one")])
     raise RuntimeError("the agent's own fault")
 
 def silent(task):
     sys.exit("nothing to ask")
 
 def writing(task):
-    call([{"role": "user", "content": "one"}])
+    call([user("one")])
     while True:
         print("x" * 1000)
 
 def rewarded(task):
-    call([{"role": "user", "content": "one"}])
+    call([user("one")])
     post("/episode/reward", {"reward": 0.75})
 
 def unscored(task):
-    call([{"role": "user", "content": "one"}])
+    call([user("one")])
 '''
 
 
-async def test_a_conversation_is_one_path_of_exactly_the_tokens_that_were_read_and_sampled(
-    stage: Callable[..., Stage],
-) -> None:
+async def test_a_conversation_is_one_path_of_the_tokens_read_and_sampled(stage: Stages) -> None:
     s = stage(adds, "counting")
     tree = await s.grow(chain)
     actions = tree.actions()
     assert [a.scores["valid"] for a in actions] == [1, 1, 1]
     assert actions[-1].scores["outcome"] == 1.0
-    for action, prompt in zip(actions, s.policy.prompts, strict=True):
-        above = tree.parent(action)
-        assert above is not None
-        assert (
-            s.text.tokenizer.decode(tree.prefix(above).tolist(), skip_special_tokens=False)
-            == prompt
-        )
-    observation = tree.children(actions[0])[0]
-    assert (
-        observation.text
-        == "\n<|im_start|>user\n<tool_response>\n3\n</tool_response></s>\n<|im_start|>assistant\n"
-    )
-    whole = s.text.tokenizer.decode(tree.prefix(actions[-1]).tolist(), skip_special_tokens=False)
+    s.check(tree)
+    result = "user\n<tool_response>\n3\n</tool_response></s>"
+    observed = tree.children(actions[0])[0].text
+    assert observed == f"\n<|im_start|>{result}\n<|im_start|>assistant\n"
+    whole = s.read(tree, actions[-1])
     assert whole.count("</s>") == 2 + 3 + 2, "a reply's end was sampled and written again"
 
 
-async def test_slate_samples_candidates_for_an_agent_that_knows_nothing_of_it(
-    stage: Callable[..., Stage],
-) -> None:
+async def test_slate_samples_candidates_for_an_agent_unknown_to_it(stage: Stages) -> None:
     s = stage(adds, "counting")
     tree = await s.grow(slate, k=3, selection="best-of-k")
     chosen = tree.actions()
@@ -112,9 +88,7 @@ async def test_slate_samples_candidates_for_an_agent_that_knows_nothing_of_it(
     assert s.environment.replayed == 0
 
 
-async def test_another_conversation_is_a_branch_and_the_first_one_goes_on_where_it_was(
-    stage: Callable[..., Stage],
-) -> None:
+async def test_another_conversation_is_a_branch_and_the_first_goes_on(stage: Stages) -> None:
     s = stage(lambda prompt, i: "r" + str(prompt.count("<|im_start|>")), "nested")
     tree = await s.grow(chain)
     actions = tree.actions()
@@ -127,9 +101,9 @@ async def test_another_conversation_is_a_branch_and_the_first_one_goes_on_where_
     assert "You help." in above[1].text and "You help." not in s.policy.prompts[2]
 
 
-async def test_a_half_grown_tree_goes_on_by_replay(stage: Callable[..., Stage]) -> None:
+async def test_a_half_grown_tree_goes_on_by_replay(stage: Stages) -> None:
     s = stage(adds, "counting")
-    context = Context(s.runtime, s.task, s.tree, random.Random(1))
+    context = s.anew()
     await context.plant()
     node = await context.tip()
     for _ in range(2):
@@ -159,11 +133,7 @@ async def test_a_half_grown_tree_goes_on_by_replay(stage: Callable[..., Stage]) 
     ],
 )
 async def test_how_an_episode_ends(
-    stage: Callable[..., Stage],
-    name: str,
-    options: dict[str, Any],
-    outcome: float | None,
-    crashed: float,
+    stage: Stages, name: str, options: Any, outcome: float | None, crashed: float
 ) -> None:
     s = stage(lambda prompt, i: "r", name, **options)
     tree = await s.grow(chain)
@@ -172,18 +142,14 @@ async def test_how_an_episode_ends(
     assert len(tree.actions()) == (3 if name == "endless" else 1)
 
 
-async def test_an_agent_that_asks_nothing_is_a_fault_of_the_task(
-    stage: Callable[..., Stage],
-) -> None:
+async def test_an_agent_that_asks_nothing_is_a_fault_of_the_task(stage: Stages) -> None:
     with pytest.raises(DataFault, match=r"ended before it asked the policy .*nothing to ask"):
         await stage(lambda prompt, i: "r", "silent").grow(chain)
 
 
-async def test_no_process_is_left(stage: Callable[..., Stage]) -> None:
+async def test_no_process_is_left(stage: Stages) -> None:
     s = stage(adds, "counting")
-    await s.environment.open(
-        s.environment.initial(s.task), Context(s.runtime, s.task, s.tree, random.Random(1)).services
-    )
+    await s.environment.open(s.environment.initial(s.task), s.anew().services)
     ((_, episode, _),) = s.environment._waiting
     await s.environment.close()
     assert episode._process is not None and episode._process.returncode == -9

@@ -8,10 +8,7 @@ import pytest
 from coppice.scheduler.telemetry.alerts import (
     EVERY_S,
     EVERY_UPDATES,
-    FEWEST,
-    WINDOW,
     Attendance,
-    EpisodeCrashes,
     Faults,
     JudgeTally,
     Reminders,
@@ -21,7 +18,7 @@ from coppice.wire.messages import Judgement
 from coppice.wire.service import Call
 from tests.services import EchoRequest, EchoResult, bench
 
-GROWTH = "wrong trajectories have {} turns, {} times as many as at first (watch.turns = 1.5), and a judged turn pays {}"
+GROWTH = "wrong trajectories have {} turns, {} times as many as at first, and a turn pays {}"
 
 
 def told(clock: list[float]) -> tuple[Faults, list[str]]:
@@ -29,29 +26,20 @@ def told(clock: list[float]) -> tuple[Faults, list[str]]:
     return Faults("scheduler", lines.append, lambda: clock[0]), lines
 
 
-# ------------------------------------------------------------------------------------------ faults
-
-
-def test_later_faults_are_told_once_a_minute_with_their_number_and_each_service_for_itself() -> (
-    None
-):
+def test_later_faults_of_a_service_are_told_once_a_minute_with_their_number() -> None:
     clock = [100.0]
     faults, lines = told(clock)
     for _ in range(30):
         faults.failed("judge.a", InfrastructureFault("no"), "tree 1")
         clock[0] += EVERY_S / 10
     assert len(lines) == 3
-    assert (
-        lines[1]
-        == "judge.a fails, 10 times in the last 60 s: no (tree 1; more in logs/scheduler.log)"
-    )
+    often = "judge.a fails, 10 times in the last 60 s"
+    assert lines[1] == f"{often}: no (tree 1; more in logs/scheduler.log)"
     faults.failed("retrieve", InfrastructureFault("no"), "tree 1")
     assert lines[3].startswith("retrieve fails: no")
 
 
-async def test_each_fault_of_a_named_caller_is_told_also_where_the_call_is_tried_again(
-    tmp_path: Path,
-) -> None:
+async def test_each_fault_of_a_named_caller_is_told_also_of_retries(tmp_path: Path) -> None:
     heard: list[tuple[str, str, str]] = []
     faults: list[Exception] = [KeyError("my bug"), DataFault("not this one")]
 
@@ -59,9 +47,7 @@ async def test_each_fault_of_a_named_caller_is_told_also_where_the_call_is_tried
         raise faults.pop(0)
 
     async with bench(tmp_path) as b:
-        b.dispatcher.on_fault = lambda service, fault, caller: heard.append(
-            (service, str(fault), caller)
-        )
+        b.dispatcher.on_fault = lambda name, fault, caller: heard.append((name, str(fault), caller))
         await b.work("w", {"echo": failing})
         ask = EchoRequest(np.zeros(1, np.float32))
         with pytest.raises(DataFault):
@@ -69,13 +55,8 @@ async def test_each_fault_of_a_named_caller_is_told_also_where_the_call_is_tried
         faults.append(DataFault("nobody asks"))
         with pytest.raises(DataFault):
             await b.dispatcher.call("echo", ask, deadline=5)
-    assert heard == [
-        ("echo", "w: KeyError: 'my bug'", "tree 7"),
-        ("echo", "w: not this one", "tree 7"),
-    ]
-
-
-# ------------------------------------------------------------------------------------------ workers
+    bug = "w: KeyError: 'my bug'"
+    assert heard == [("echo", bug, "tree 7"), ("echo", "w: not this one", "tree 7")]
 
 
 def test_the_last_worker_of_a_needed_service_that_goes_and_the_next_that_comes_are_told() -> None:
@@ -99,19 +80,11 @@ def test_the_last_worker_of_a_needed_service_that_goes_and_the_next_that_comes_a
     ]
 
 
-# ------------------------------------------------------------------------------------------
-# warnings
-
-
 def test_a_warning_that_stays_is_told_every_tenth_update() -> None:
-    reminders = Reminders()
-    found = [
-        version
-        for version in range(1, 25)
-        if reminders.due(
-            version, [GROWTH.format(version / 3, 1.5 + version, f"{-version / 7:+.2f}")]
-        )
-    ]
+    reminders, found = Reminders(), list[int]()
+    for version in range(1, 25):
+        warning = GROWTH.format(version / 3, 1.5 + version, f"{-version / 7:+.2f}")
+        found += [version] * len(reminders.due(version, [warning]))
     assert found == [1, 1 + EVERY_UPDATES, 1 + 2 * EVERY_UPDATES]
 
 
@@ -124,18 +97,12 @@ def test_a_warning_that_was_gone_and_one_of_another_kind_are_told_at_once() -> N
     assert reminders.due(4, [growth]) == [growth]
 
 
-# ------------------------------------------------------------------------------------------ judged
-
-
 def given(valid: int, invalid: int) -> list[Judgement]:
-    return [Judgement({"think": 0.0, "query": 0.0})] * valid + [
-        Judgement({"think": 0.0}, ["query"])
-    ] * invalid
+    whole, half = Judgement({"think": 0.0, "query": 0.0}), Judgement({"think": 0.0}, ["query"])
+    return [whole] * valid + [half] * invalid
 
 
-def test_a_share_of_invalid_scores_warns_once_at_each_level_and_names_judge_columns_numbers_and_remedy() -> (
-    None
-):
+def test_invalid_scores_warn_once_at_each_level_with_columns_and_remedy() -> None:
     judged = JudgeTally("slate", Path("runs/a"))
     assert judged.take() == ""
     assert judged.share is None
@@ -145,8 +112,7 @@ def test_a_share_of_invalid_scores_warns_once_at_each_level_and_names_judge_colu
     assert judged.note(given(5, 5)) == (20, 5)
     warning = judged.take()
     assert judged.share == 0.75
-    assert "judge slate gave 5 invalid scores of 20" in warning
-    assert "(query 5 of 10)" in warning
+    assert "judge slate gave 5 invalid scores of 20 (query 5 of 10)" in warning
     assert "coppice trees runs/a" in warning
     assert "runs/a/logs" in warning
     judged.note(given(4, 6))
@@ -157,32 +123,3 @@ def test_a_share_of_invalid_scores_warns_once_at_each_level_and_names_judge_colu
     assert judged.take() == ""
     assert judged.take() == ""
     assert judged.share == 0  # nothing was judged since
-
-
-# ------------------------------------------------------------------------------------------
-# crashes
-
-
-def test_many_crashes_are_told_once_with_a_reason_and_the_remedy() -> None:
-    said: list[str] = []
-    crashes = EpisodeCrashes(Path("runs/a b"), said.append)
-    for _ in range(FEWEST - 1):
-        crashes.note("exit status 1: ValueError: no\n\nIts last output:\n...")
-    assert said == []
-    for _ in range(WINDOW):
-        crashes.note("exit status 1: ValueError: no\n\nIts last output:\n...")
-    (line,) = said
-    assert line.startswith(f"warning: {FEWEST} of the last {FEWEST} episodes crashed")
-    assert "exit status 1: ValueError: no. Mend" in line and "last output:" not in line
-    assert "coppice trees 'runs/a b' --where 'crashed_max = 1'" in line
-
-
-def test_a_few_crashes_among_many_episodes_are_no_warning_and_earlier_ones_are_forgotten() -> None:
-    said: list[str] = []
-    crashes = EpisodeCrashes(say=said.append)
-    for i in range(10 * WINDOW):
-        crashes.note("" if i % 8 else "killed by SIGKILL: ")
-    assert said == []
-    for _ in range(WINDOW // 4):
-        crashes.note("it ran longer than 600 s: ")
-    assert len(said) == 1, "a run that begins to crash is told, however long it went well"

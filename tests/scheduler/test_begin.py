@@ -22,20 +22,10 @@ from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.ledger.records import UPDATE
 from coppice.scheduler.main import Run
 from coppice.scheduler.telemetry import health
+from coppice.wire import messages as wire
 from coppice.wire import published
 from coppice.wire.faults import DataFault
 from coppice.wire.keys import RunKeys
-from coppice.wire.messages import (
-    Closed,
-    GenerateRequest,
-    GenerateResult,
-    LoadRequest,
-    LoadResult,
-    Sample,
-    Trained,
-    TrainGroup,
-    TreeClosed,
-)
 from coppice.wire.service import Call, Service
 
 QUESTIONS, UPDATES, HELD_OUT = 2, 2, 3
@@ -54,57 +44,49 @@ class House:
         **more: Any,
     ):
         settings = SchedulerConfig(
-            strategy="chain", judge="none", updates=UPDATES, questions_per_update=QUESTIONS, max_action_tokens=4,
-            dispatch=DispatchConfig(heartbeat_s=600.0, dead_after_s=6000.0), evaluation=EvaluationConfig(questions=HELD_OUT),
-        )  # fmt: skip
-        options = {"prompt": "tictactoe_compact", "opponents": {"random": 1.0}}
-        process = SchedulerProcess(
-            "scheduler",
-            str(folder),
-            0,
-            str(model),
-            "tictactoe",
-            options,
-            "",
-            "",
-            1,
-            [],
-            16,
-            settings,
+            strategy="chain",
+            judge="none",
+            updates=UPDATES,
+            questions_per_update=QUESTIONS,
+            max_action_tokens=4,
+            dispatch=DispatchConfig(heartbeat_s=600.0, dead_after_s=6000.0),
+            evaluation=EvaluationConfig(questions=HELD_OUT),
         )
+        options = {"prompt": "tictactoe_compact", "opponents": {"random": 1.0}}
+        place = "scheduler", str(folder), 0, str(model), "tictactoe", options
+        process = SchedulerProcess(*place, "", "", 1, [], 16, settings)
         process = msgspec.structs.replace(process, **more)
         self.folder, self.run, self.held, self.trained = folder, Run(process), held, version
         self.loads: list[tuple[int, list[str]]] = []
         self.in_force = 0
-        self.waiting: list[asyncio.Future[Trained]] = []
+        self.waiting: list[asyncio.Future[wire.Trained]] = []
 
-    async def generate(self, request: GenerateRequest, call: Call) -> GenerateResult:
+    async def generate(self, request: wire.GenerateRequest, call: Call) -> wire.GenerateResult:
         while request.sampling.temperature == 0.0 and not self.in_force and self.held(self):
             await asyncio.sleep(0.001)
         one = np.ones(1, np.int32)
-        sample = Sample(65 * one, np.zeros(1, np.float32), self.in_force * one, "stop")
-        return GenerateResult([sample] * request.n, len(request.tokens), 0)
+        sample = wire.Sample(65 * one, np.zeros(1, np.float32), self.in_force * one, "stop")
+        return wire.GenerateResult([sample] * request.n, len(request.tokens), 0)
 
-    async def load(self, request: LoadRequest, call: Call) -> LoadResult:
-        self.loads.append(
-            (request.version, [name for _, name, _ in self.run.journal.evaluations()])
-        )
+    async def load(self, request: wire.LoadRequest, call: Call) -> wire.LoadResult:
+        evaluated = [name for _, name, _ in self.run.journal.evaluations()]
+        self.loads.append((request.version, evaluated))
         self.in_force = request.version
-        return LoadResult(request.version, request.digest, 0.0)
+        return wire.LoadResult(request.version, request.digest, 0.0)
 
-    async def train(self, group: TrainGroup, call: Call) -> Trained:
-        answer: asyncio.Future[Trained] = asyncio.get_running_loop().create_future()
+    async def train(self, group: wire.TrainGroup, call: Call) -> wire.Trained:
+        answer: asyncio.Future[wire.Trained] = asyncio.get_running_loop().create_future()
         self.waiting.append(answer)
         if len(self.waiting) == QUESTIONS:
             self.trained += 1
             weights = publish(self.folder, self.trained)
             for one in self.waiting:
-                one.set_result(Trained(weights.version, weights.path, weights.digest, {}, []))
+                one.set_result(wire.Trained(weights.version, weights.path, weights.digest, {}, []))
             self.waiting.clear()
         return await answer
 
-    async def close(self, closed: TreeClosed, call: Call) -> Closed:
-        return Closed()
+    async def close(self, closed: wire.TreeClosed, call: Call) -> wire.Closed:
+        return wire.Closed()
 
     async def live(self, until: Callable[[Any], bool] = lambda house: False) -> None:
         """The whole run, or its beginning: it is dropped as soon as ``until`` is true."""
@@ -114,10 +96,8 @@ class House:
         actor = Service("actor-0", {"generate": self.generate, "load": self.load}, 16)
         learner = Service("learner", {"train": self.train, "close": self.close}, 64)
         main = asyncio.create_task(self.run.main())
-        workers = [
-            asyncio.create_task(each.run(endpoint, keys, signals=False))
-            for each in (actor, learner)
-        ]
+        running = (each.run(endpoint, keys, signals=False) for each in (actor, learner))
+        workers = [asyncio.create_task(run) for run in running]
         try:
             async with asyncio.timeout(300):
                 while not main.done() and not until(self):
@@ -144,34 +124,28 @@ def publish(folder: Path, version: int) -> Weights:
 def check(folder: Path) -> None:
     """All is evaluated by the version that the result names, and every tree was trained once."""
     journal = Journal(folder / "journal.sqlite", readonly=True)
-    assert [(version, name) for version, name, _ in journal.evaluations()] == [
-        (0, "start"),
-        (UPDATES, "end"),
-    ]
-    examined = [journal.tree(row) for row in journal.trees("split='heldout' AND status='closed'")]
-    for tree, row in zip(
-        examined, journal.trees("split='heldout' AND status='closed'"), strict=True
-    ):
-        sampled = [
-            set(node.versions.tolist()) for node in tree.nodes.values() if node.versions is not None
-        ]
+    evaluated = [(version, name) for version, name, _ in journal.evaluations()]
+    assert evaluated == [(0, "start"), (UPDATES, "end")]
+    examined = journal.trees("split='heldout' AND status='closed'")
+    for row in examined:
+        nodes = journal.tree(row).nodes.values()
+        sampled = [set(node.versions.tolist()) for node in nodes if node.versions is not None]
         assert sampled == [{row.version}] * len(sampled) != []
-    assert sorted(row.version for row in journal.trees("split='heldout' AND status='closed'")) == (
-        [0] * HELD_OUT + [UPDATES] * HELD_OUT
-    )
+    assert sorted(row.version for row in examined) == [0] * HELD_OUT + [UPDATES] * HELD_OUT
     rows = journal.trees("split='train'")
     assert [row.position for row in rows] == list(range(QUESTIONS * UPDATES))
-    assert [[version for _, version in journal.groups(row.id)] for row in rows] == [
-        [1],
-        [1],
-        [2],
-        [2],
-    ]
+    groups = [journal.groups(row.id) for row in rows]
+    assert [[version for _, version in each] for each in groups] == [[1], [1], [2], [2]]
 
 
-async def test_the_first_update_is_made_beside_the_first_evaluation_which_still_is_of_version_0(
-    tmp_path: Path, llama: Path
-) -> None:
+def checkpoint(folder: Path, version: int, trained: Any) -> None:
+    """A checkpoint that holds the groups ``trained``."""
+    path = folder / "checkpoints" / f"v{version:06d}" / "state.json"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(msgspec.json.encode({"version": version, "trained": trained}))
+
+
+async def test_the_first_evaluation_beside_an_update_is_of_v0(tmp_path: Path, llama: Path) -> None:
     grown: list[int] = []
     ended = tmp_path / "summary.json"
     ended.write_text("{}")  # of an end with fewer updates
@@ -192,7 +166,7 @@ async def test_the_first_update_is_made_beside_the_first_evaluation_which_still_
     assert house.loads == [(1, ["start"]), (2, ["start"])]
 
 
-async def test_a_run_that_died_between_its_first_update_and_its_first_evaluation_evaluates_version_0_first(
+async def test_a_run_resumed_after_its_update_first_examines_v0(
     tmp_path: Path, llama: Path
 ) -> None:
     dead = House(tmp_path, llama, held=lambda house: True)
@@ -200,51 +174,32 @@ async def test_a_run_that_died_between_its_first_update_and_its_first_evaluation
     assert dead.loads == []
     journal = Journal(tmp_path / "journal.sqlite", readonly=True)
     assert journal.evaluations() == []
-    (tmp_path / "checkpoints" / "v000001").mkdir(parents=True)
-    state = {
-        "version": 1,
-        "trained": frontier.runs(
-            {g: 1 for row in journal.trees() for g, _ in journal.groups(row.id)}
-        ),
-    }
-    (tmp_path / "checkpoints" / "v000001" / "state.json").write_bytes(msgspec.json.encode(state))
+    groups = [group for row in journal.trees() for group, _ in journal.groups(row.id)]
+    checkpoint(tmp_path, 1, frontier.runs(dict.fromkeys(groups, 1)))
     resumed = House(tmp_path, llama, version=1)
     await resumed.live()
     check(tmp_path)
     assert resumed.loads == [(1, ["start"]), (2, ["start"])]
 
 
-async def test_weights_without_a_journal_are_refused_before_anything_is_written_into_it(
-    tmp_path: Path, llama: Path
-) -> None:
-    (tmp_path / "checkpoints" / "v000004").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "v000004" / "state.json").write_bytes(
-        b'{"version": 4, "trained": []}'
-    )
+async def test_weights_without_a_journal_are_refused_at_once(tmp_path: Path, llama: Path) -> None:
+    checkpoint(tmp_path, 4, [])
     house = House(tmp_path, llama)
     with pytest.raises(DataFault, match="weights of version 4 and an empty journal"):
         await house.live()
     assert not Journal(tmp_path / "journal.sqlite", readonly=True).trees()
 
 
-async def test_a_journal_that_is_older_than_the_checkpoint_is_refused_before_anything_is_sent_or_marked(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_a_journal_older_than_the_checkpoint_is_refused(tmp_path: Path, llama: Path) -> None:
     dead = House(tmp_path, llama)
     await dead.live(until=lambda house: house.run.stream.version == 1)
     journal = Journal(tmp_path / "journal.sqlite", readonly=True)
     before = {row.id: journal.groups(row.id) for row in journal.trees()}
     lost = 1 + max(group for groups in before.values() for group, _ in groups)
-    folder = tmp_path / "checkpoints" / "v000001"
-    folder.mkdir(parents=True)
-    (folder / "state.json").write_bytes(
-        msgspec.json.encode({"version": 1, "trained": [(0, 1, 1), (lost, lost + 1, 1)]})
-    )
+    checkpoint(tmp_path, 1, [(0, 1, 1), (lost, lost + 1, 1)])
     resumed = House(tmp_path, llama, version=1)
-    with pytest.raises(
-        DataFault,
-        match=rf"lacks 2 groups \(first group {lost}\) .* version 1 .* restore its newest copy",
-    ):
+    told = rf"lacks 2 groups \(first group {lost}\) .* version 1 .* restore its newest copy"
+    with pytest.raises(DataFault, match=told):
         await resumed.live()
     assert resumed.waiting == []
     assert {row.id: journal.groups(row.id) for row in journal.trees()} == before
@@ -253,29 +208,27 @@ async def test_a_journal_that_is_older_than_the_checkpoint_is_refused_before_any
 class OneUpdate(House):
     """A run whose learner answers one update and no other, however long the run lives on."""
 
-    async def train(self, group: TrainGroup, call: Call) -> Trained:
+    async def train(self, group: wire.TrainGroup, call: Call) -> wire.Trained:
         if self.trained:
             await asyncio.get_running_loop().create_future()
         return await super().train(group, call)
 
 
 class Outlived(House):
-    """A run beside a learner that has trained the groups ``known`` and has written no checkpoint."""
+    """A run beside a learner that has trained the groups ``known``, without a checkpoint."""
 
     known: dict[int, int] = {}
     again: list[int] = []
 
-    async def train(self, group: TrainGroup, call: Call) -> Trained:
+    async def train(self, group: wire.TrainGroup, call: Call) -> wire.Trained:
         if group.id not in self.known:
             return await super().train(group, call)
         self.again.append(group.id)
         weights = self.folder / "weights" / "v000001"
-        return Trained(self.known[group.id], str(weights), "digest", {UPDATE: 2.0}, [])
+        return wire.Trained(self.known[group.id], str(weights), "digest", {UPDATE: 2.0}, [])
 
 
-async def test_an_update_whose_record_was_lost_is_recorded_and_its_trees_take_no_place_of_the_next(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_an_update_whose_record_was_lost_counts_once(tmp_path: Path, llama: Path) -> None:
     dead = OneUpdate(tmp_path, llama)
     await dead.live(until=lambda house: house.run.stream.version == 1)
     journal = Journal(tmp_path / "journal.sqlite", readonly=True)
@@ -284,17 +237,15 @@ async def test_an_update_whose_record_was_lost_is_recorded_and_its_trees_take_no
     # a mark, and no record of it
     assert 1 in {version for row in rows for _, version in journal.groups(row.id)}
     (tmp_path / "metrics.jsonl").write_bytes(b"")
-    announced = msgspec.json.decode((tmp_path / "learner.json").read_bytes()) | {
-        "trained": frontier.runs(trained)
-    }
+    announced = msgspec.json.decode((tmp_path / "learner.json").read_bytes())
+    announced["trained"] = frontier.runs(trained)
     (tmp_path / "learner.json").write_bytes(msgspec.json.encode(announced))
     resumed = Outlived(tmp_path, llama, version=1)
     resumed.known, resumed.again, resumed.in_force = trained, [], 1
     await resumed.live()
     check(tmp_path)
     assert sorted(resumed.again) == sorted(trained)
-    lines = [
-        msgspec.json.decode(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()
-    ]
+    records = (tmp_path / "metrics.jsonl").read_bytes()
+    lines = [msgspec.json.decode(line) for line in records.splitlines()]
     told = [line for line in lines if not any(name.startswith("heldout/") for name in line)]
     assert [int(line["version"]) for line in told] == list(range(1, UPDATES + 1))

@@ -57,12 +57,10 @@ class Services:
         self.left -= 1
         prompt = self.text.decode(request.tokens)
         self.asked.append((service, prompt))
-        tokens = self.text.encode(
-            self._reply("42 euros" if "your turn, Tobin" in prompt else "43 euros")
-        )
-        sample = Sample(
-            tokens, np.full(len(tokens), -1, np.float32), np.zeros(len(tokens), np.int32), "stop"
-        )
+        price = "42 euros" if "your turn, Tobin" in prompt else "43 euros"
+        tokens = self.text.encode(self._reply(price))
+        logprobs, versions = np.full(len(tokens), -1, np.float32), np.zeros(len(tokens), np.int32)
+        sample = Sample(tokens, logprobs, versions, "stop")
         return GenerateResult([sample] * request.n, len(request.tokens), 0)
 
     def _reply(self, words: str) -> str:
@@ -76,10 +74,9 @@ class Stage(Staged):
 
     def __init__(self, folder: Path, llama: Path, seed: int = 0, **options: Any):
         environment, text = Sotopia(turns=LIMIT, **options), Text(str(llama))
-        super().__init__(
-            folder / "journal", text, Services(text), environment, environment.task(seed),
-            SchedulerConfig(judge="none"), most=8,
-        )  # fmt: skip
+        task, settings = environment.task(seed), SchedulerConfig(judge="none")
+        parts = (text, Services(text), environment, task, settings)
+        super().__init__(folder / "journal", *parts, most=8)
 
     async def talk(self, tree: Tree | None = None, k: int = 2) -> Tree:
         return await self.grow(full, tree, k=k)
@@ -91,16 +88,15 @@ def told(tree: Tree, trajectory: int) -> list[str]:
     return [json.loads(n.text)["argument"] if n.kind == "action" else n.text for n in nodes]
 
 
-async def test_both_speakers_are_in_the_tree_and_the_trained_side_alone_is_trained(
+async def test_both_speakers_are_in_the_tree_and_one_is_trained(
     tmp_path: Path, llama: Path
 ) -> None:
     stage = Stage(tmp_path, llama)
     await stage.talk()
-    partner = 'Tobin Hask said: "42 euros"'
+    turn = ["43 euros", 'Tobin Hask said: "42 euros"']
     for trajectory in (0, 1):
-        assert told(stage.tree, trajectory) == [
-            "43 euros", partner, "43 euros", partner, "43 euros", "The conversation is over."
-        ]  # fmt: skip
+        expected = [*turn * 2, turn[0], "The conversation is over."]
+        assert told(stage.tree, trajectory) == expected
     (group,) = stage.groups
     assert [turn.turn for turn in group] == [1, 2, 3] * 2
     assert all("43 euros" in stage.tree.nodes[turn.node].text for turn in group)
@@ -113,9 +109,7 @@ async def test_both_speakers_are_in_the_tree_and_the_trained_side_alone_is_train
     assert stage.counts["spoken_replies"] == 4
 
 
-async def test_a_served_partner_is_asked_by_its_name_and_begins_if_it_is_the_first(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_a_served_partner_is_asked_by_name_and_may_begin(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, partner="ann", side="second")
     await stage.talk(k=1)
     speakers = [service for service, _ in stage.services.asked]
@@ -127,9 +121,7 @@ async def test_a_served_partner_is_asked_by_its_name_and_begins_if_it_is_the_fir
 
 
 @pytest.mark.parametrize("left", range(1, 10))
-async def test_a_half_grown_tree_goes_on_where_the_journal_ends(
-    tmp_path: Path, llama: Path, left: int
-) -> None:
+async def test_a_half_grown_conversation_goes_on(tmp_path: Path, llama: Path, left: int) -> None:
     stage = Stage(tmp_path, llama)
     stage.services.left = left
     with pytest.raises(InfrastructureFault):
@@ -140,20 +132,12 @@ async def test_a_half_grown_tree_goes_on_where_the_journal_ends(
     await stage.talk(half)
     whole = stage.reread()
     for trajectory in (0, 1):
-        assert [len(re.findall("euros", text)) for text in told(whole, trajectory)] == [
-            1,
-            1,
-            1,
-            1,
-            1,
-            0,
-        ]
+        prices = [len(re.findall("euros", text)) for text in told(whole, trajectory)]
+        assert prices == [1, 1, 1, 1, 1, 0]
     assert set(kept) <= {turn.node for turn in stage.groups[0]}
 
 
-async def test_a_continuation_is_judged_by_the_whole_conversation(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_a_continuation_is_judged_as_a_conversation(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, side="second", partner="ann")
     await stage.talk(k=1)
     context = stage.anew()

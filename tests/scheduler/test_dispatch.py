@@ -12,7 +12,7 @@ from coppice.scheduler.dispatch.dispatcher import DispatchConfig
 from coppice.scheduler.dispatch.placement import Load, Place
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault
 from coppice.wire.service import Call, Service
-from tests.services import EchoRequest, EchoResult, Prefer, bench
+from tests.services import Bench, EchoRequest, EchoResult, Prefer, bench
 
 QUICK = DispatchConfig(heartbeat_s=0.05, dead_after_s=0.4)
 
@@ -35,9 +35,7 @@ async def test_a_call_nobody_can_serve_ends_at_its_deadline_and_says_so(tmp_path
             await b.dispatcher.call("echo", ask(), deadline=0.2)
 
 
-async def test_a_deadline_names_the_workers_that_are_full_or_rest_and_those_that_hang(
-    tmp_path: Path,
-) -> None:
+async def test_a_deadline_names_workers_that_are_full_that_rest_or_hang(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         await b.work("hanger", {"echo": hang}, capacity=1)
         for state in ["hanger"] * 5 + ["hanger rests after 5 failed calls"]:
@@ -67,9 +65,7 @@ async def test_cancelling_the_caller_reaches_the_worker_and_frees_its_room(tmp_p
         await b.dispatcher.call("echo", ask(1), deadline=5)
 
 
-async def test_a_call_runs_where_its_place_says_and_the_place_learns_of_every_attempt(
-    tmp_path: Path,
-) -> None:
+async def test_a_call_runs_where_its_place_says_which_sees_each_attempt(tmp_path: Path) -> None:
     async def broken(request: EchoRequest, call: Call) -> EchoResult:
         raise InfrastructureFault("no luck")
 
@@ -85,6 +81,10 @@ async def test_a_call_runs_where_its_place_says_and_the_place_learns_of_every_at
         await b.dispatcher.call("echo", ask(), deadline=10, place=place)
         assert place.log[0] == ("broken", False)
         assert [served for _, served in place.log] == [False, True]
+
+
+def call(b: Bench, place: Place) -> asyncio.Task[EchoResult]:
+    return asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=30, place=place))
 
 
 class Ranked(Place):
@@ -109,10 +109,7 @@ async def test_waiting_calls_start_in_the_order_of_their_ranks(tmp_path: Path) -
     async with bench(tmp_path) as b:
         await b.work("w", {"echo": echo}, capacity=1)
         places = [Ranked(rank, started, free) for rank in (3, 1, 2, 0)]
-        calls = [
-            asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=10, place=p))
-            for p in places
-        ]
+        calls = [call(b, place) for place in places]
         await asyncio.sleep(0)
         free.set()
         b.dispatcher.look_again("echo")
@@ -120,19 +117,15 @@ async def test_waiting_calls_start_in_the_order_of_their_ranks(tmp_path: Path) -
     assert started == [0, 1, 2, 3]
 
 
-async def test_a_call_that_is_held_back_stops_no_other_and_is_tried_again_by_itself(
-    tmp_path: Path,
-) -> None:
+async def test_a_held_back_call_stops_no_other_and_is_tried_again(tmp_path: Path) -> None:
     started: list[int] = []
     held, free = asyncio.Event(), asyncio.Event()
     free.set()
     async with bench(tmp_path) as b:
         await b.work("w", {"echo": echo})
-        waits = asyncio.create_task(
-            b.dispatcher.call("echo", ask(), deadline=10, place=Ranked(0, started, held))
-        )
+        waits = call(b, Ranked(0, started, held))
         await asyncio.sleep(0)
-        await b.dispatcher.call("echo", ask(), deadline=10, place=Ranked(1, started, free))
+        await call(b, Ranked(1, started, free))
         await b.dispatcher.call("echo", ask(), deadline=10)
         assert started == [1]
         held.set()  # nobody tells the dispatcher
@@ -163,25 +156,19 @@ class Kin(Ranked):
         self.begun.add(self.family)
 
 
-async def test_of_calls_that_wait_together_one_is_asked_and_all_start_by_family(
-    tmp_path: Path,
-) -> None:
+async def test_of_calls_that_wait_together_only_one_is_asked(tmp_path: Path) -> None:
     asked, begun, started, free = list[int](), set[int](), list[int](), asyncio.Event()
     async with bench(tmp_path) as b:
         await b.work("w", {"echo": echo}, capacity=1)
         places = [Kin(number, number % 20, asked, begun, started, free) for number in range(60)]
-        calls = [
-            asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=30, place=place))
-            for place in places
-        ]
+        calls = [call(b, place) for place in places]
         await asyncio.sleep(0)
         assert set(asked) == {0} and len(asked) <= 60
         free.set()
         b.dispatcher.look_again("echo")
         await asyncio.gather(*calls)
-        assert len(asked) <= 60 + 60 + 5, (
-            "each call is asked once when it starts (and the timer may ask the first again)"
-        )
+        # each call is asked once when it starts, and the timer may ask the first again
+        assert len(asked) <= 60 + 60 + 5
     assert started == [number + 20 * sibling for number in range(20) for sibling in range(3)]
 
 
@@ -199,18 +186,14 @@ async def test_a_joining_worker_gets_no_work_before_its_hook_returns(tmp_path: P
         order.append("work")
         return EchoResult(request.tokens, 0)
 
+    async def load(request: Any, call: Call) -> Any:
+        raise DataFault("never mind")
+
     async with bench(tmp_path) as b:
-
-        async def prepare(worker: Any) -> None:
-            await b.dispatcher.call("load", ask(), deadline=5, worker=worker.name)
-            order.append("prepared")
-
-        async def load(request: Any, call: Call) -> Any:
-            raise DataFault("never mind")
 
         async def joined(worker: Any) -> None:
             with pytest.raises(Fault):
-                await prepare(worker)
+                await b.dispatcher.call("load", ask(), deadline=5, worker=worker.name)
             order.append("prepared")
 
         b.dispatcher.roster.on_join = joined

@@ -21,18 +21,9 @@ from coppice.scheduler.config import EvaluationConfig, SchedulerConfig
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
 from coppice.scheduler.growth.dynamic_sampling import differs
 from coppice.scheduler.ledger.journal import Journal
-from coppice.wire.messages import (
-    Closed,
-    GenerateRequest,
-    GenerateResult,
-    Sample,
-    Trained,
-    TrainGroup,
-    TreeClosed,
-    Turn,
-)
+from coppice.wire import messages as wire
 from coppice.wire.service import Call
-from tests.scheduler.test_begin import House, publish
+from tests.scheduler.test_begin import House, checkpoint, publish
 
 QUESTIONS, UPDATES, BUDGET = 2, 4, 2
 
@@ -70,28 +61,29 @@ class Learning(House):
     it makes no more updates than these."""
 
     def __init__(
-        self,
-        folder: Path,
-        model: Path,
-        trained: dict[int, int] | None = None,
-        version: int = 0,
-        budget: int = BUDGET,
+        self, folder: Path, model: Path, trained: dict[int, int] | None = None, version: int = 0
     ):
         settings = SchedulerConfig(
-            strategy="full", strategy_options={"k": 2}, judge="none", updates=UPDATES, questions_per_update=QUESTIONS,
-            dynamic_sampling_budget=budget, max_action_tokens=4, evaluation=EvaluationConfig(questions=0),
-            dispatch=DispatchConfig(dead_after_s=300.0),  # all share one thread, which a busy machine may hold up
-        )  # fmt: skip
-        super().__init__(
-            folder, model, version=version, scheduler=settings, environment=f"{__name__}:Coin", options={}, reward="outcome"
-        )  # fmt: skip
+            strategy="full",
+            strategy_options={"k": 2},
+            judge="none",
+            updates=UPDATES,
+            questions_per_update=QUESTIONS,
+            dynamic_sampling_budget=BUDGET,
+            max_action_tokens=4,
+            evaluation=EvaluationConfig(questions=0),
+            # all share one thread, which a busy machine may hold up
+            dispatch=DispatchConfig(dead_after_s=300.0),
+        )
+        world = {"environment": f"{__name__}:Coin", "options": {}, "reward": "outcome"}
+        super().__init__(folder, model, version=version, scheduler=settings, **world)
         self.inbox = Inbox(QUESTIONS, {**(trained or {})})
-        self.answers: dict[int, asyncio.Future[Trained]] = {}
+        self.answers: dict[int, asyncio.Future[wire.Trained]] = {}
         self.batches: list[Batch] = []
         self.most = UPDATES
         self.asked: defaultdict[str, int] = defaultdict(int)
 
-    async def generate(self, request: GenerateRequest, call: Call) -> GenerateResult:
+    async def generate(self, request: wire.GenerateRequest, call: Call) -> wire.GenerateResult:
         """The trajectories of a mixed task alternate between A and B; those of a flat task all say
         A."""
         text, samples = self.run.runtime.text, []
@@ -100,72 +92,61 @@ class Learning(House):
             tokens = text.encode("B" if "mixed" in prompt and self.asked[prompt] % 2 else "A")
             self.asked[prompt] += 1
             versions = np.full(len(tokens), self.in_force, np.int32)
-            samples.append(Sample(tokens, np.zeros(len(tokens), np.float32), versions, "stop"))
-        return GenerateResult(samples, len(request.tokens), 0)
+            samples.append(wire.Sample(tokens, np.zeros(len(tokens), np.float32), versions, "stop"))
+        return wire.GenerateResult(samples, len(request.tokens), 0)
 
-    async def train(self, group: TrainGroup, call: Call) -> Trained:
+    async def train(self, group: wire.TrainGroup, call: Call) -> wire.Trained:
         if not self.inbox.add(group) and group.id not in self.answers:
             return self.answer()
         future = self.answers.setdefault(group.id, asyncio.get_running_loop().create_future())
         self.update()
         return await asyncio.shield(future)
 
-    async def close(self, closed: TreeClosed, call: Call) -> Closed:
+    async def close(self, closed: wire.TreeClosed, call: Call) -> wire.Closed:
         self.inbox.close(closed)
         self.update()
-        return Closed()
+        return wire.Closed()
 
-    def answer(self) -> Trained:
+    def answer(self) -> wire.Trained:
         weights = publish(self.folder, self.trained)
-        return Trained(weights.version, weights.path, weights.digest, {}, [])
+        return wire.Trained(weights.version, weights.path, weights.digest, {}, [])
 
     def update(self) -> None:
         while len(self.batches) < self.most and (trees := self.inbox.ready()) is not None:
             batch = self.inbox.take(trees, self.trained)
             self.batches.append(batch)
             self.trained += 1
-            folder = self.folder / "checkpoints" / f"v{self.trained:06d}"
-            folder.mkdir(parents=True)
-            state = {"version": self.trained, "trained": frontier.runs(self.inbox.trained)}
-            (folder / "state.json").write_bytes(msgspec.json.encode(state))
-            for group in [*(group.id for group in batch.groups), *batch.replaced]:
+            checkpoint(self.folder, self.trained, frontier.runs(self.inbox.trained))
+            for group in in_update(batch):
                 self.answers.pop(group).set_result(self.answer())
 
 
-def check(folder: Path, batches: list[Batch], budget: int = BUDGET) -> None:
+def in_update(batch: Batch) -> list[int]:
+    """The groups of an update, also those of replaced trees."""
+    return [*(group.id for group in batch.groups), *batch.replaced]
+
+
+def check(folder: Path, batches: list[Batch]) -> None:
     """Every draw is made once, every group is in one update, and every update has its questions and
     at most its budget of replaced ones."""
     journal = Journal(folder / "journal.sqlite", readonly=True)
     rows = journal.trees("split='train'")
     assert [row.position for row in rows] == list(range(len(rows)))
-    taken = [
-        group for batch in batches for group in [*(g.id for g in batch.groups), *batch.replaced]
-    ]
-    assert sorted(taken) == [group for row in rows for group, _ in journal.groups(row.id)]
+    taken = [(group, batch.version + 1) for batch in batches for group in in_update(batch)]
+    assert sorted(taken) == [group for row in rows for group in journal.groups(row.id)]
     assert [batch.questions for batch in batches] == [QUESTIONS] * UPDATES
-    assert all(
-        len(batch.groups) == QUESTIONS and len(batch.replaced) <= budget for batch in batches
-    )
-    status = {group: row.status for row in rows for group, _ in journal.groups(row.id)}
-    flat = {
-        group: row.task.startswith("flat") for row in rows for group, _ in journal.groups(row.id)
-    }
+    by_group = {group: row for row in rows for group, _ in journal.groups(row.id)}
     for batch in batches:
-        assert {status[group] for group in batch.replaced} <= {"replaced"}
-        assert all(flat[group] for group in batch.replaced)
-        assert {status[group.id] for group in batch.groups} == {"closed"}
-    versions = {group: version for row in rows for group, version in journal.groups(row.id)}
-    assert versions == {
-        group: batch.version + 1
-        for batch in batches
-        for group in [*(g.id for g in batch.groups), *batch.replaced]
-    }
+        assert len(batch.groups) == QUESTIONS and len(batch.replaced) <= BUDGET
+        replaced = [by_group[group] for group in batch.replaced]
+        assert all(row.status == "replaced" and row.task.startswith("flat") for row in replaced)
+        assert {by_group[group.id].status for group in batch.groups} == {"closed"}
 
 
-def turns(*trajectories: list[float | None]) -> list[Turn]:
+def turns(*trajectories: list[float | None]) -> list[wire.Turn]:
     """A group whose trajectories have these rewards turn by turn, None for no score."""
     return [
-        Turn(0, number, step, {} if reward is None else {"reward": reward})
+        wire.Turn(0, number, step, {} if reward is None else {"reward": reward})
         for number, rewards in enumerate(trajectories)
         for step, reward in enumerate(rewards, 1)
     ]
@@ -183,13 +164,13 @@ def turns(*trajectories: list[float | None]) -> list[Turn]:
     ],
 )
 def test_a_group_has_a_spread_if_its_returns_or_for_some_schemes_its_turns_differ(
-    group: list[Turn], returns: bool, by_turn: bool
+    group: list[wire.Turn], returns: bool, by_turn: bool
 ) -> None:
     assert differs([group], "reward", "returns") == returns
     assert differs([turns([1.0], [1.0]), group], "reward", "turns") == by_turn
 
 
-async def test_questions_without_spread_are_replaced_up_to_the_budget_and_trained_once(
+async def test_questions_without_spread_are_replaced_within_budget(
     tmp_path: Path, llama: Path
 ) -> None:
     house = Learning(tmp_path, llama)
@@ -207,11 +188,11 @@ async def test_a_run_that_dies_with_a_replaced_tree_waiting_loses_and_repeats_no
 ) -> None:
     dead = Learning(tmp_path, llama)
     dead.most = updates_before  # the learner then waits, so that the moment is not missed
-    await dead.live(
-        until=lambda house: (
-            len(house.batches) == updates_before and len(house.run.stream.replaced) > 0
-        )
-    )
+
+    def until(house: Learning) -> bool:
+        return len(house.batches) == updates_before and len(house.run.stream.replaced) > 0
+
+    await dead.live(until)
     journal = Journal(tmp_path / "journal.sqlite", readonly=True)
     assert any(row.status == "replaced" for row in journal.untrained_trees())
     resumed = Learning(tmp_path, llama, dead.inbox.trained, dead.trained)

@@ -29,40 +29,24 @@ from coppice.scheduler.ledger.journal import Journal
 GAME = TicTacToe(prompt="tictactoe_compact", opponents={"random": 1.0})
 
 
-# ------------------------------------------------------------------------------------------ tasks
-
-
 def test_one_seed_gives_the_same_tasks_in_any_order_and_another_gives_others() -> None:
     made = [GeneratedTasks(GAME.task, 3).at(position) for position in range(50)]
     again = GeneratedTasks(GAME.task, 3)
     assert [again.at(position) for position in reversed(range(50))] == made[::-1]
     assert len({task.id for task in made}) == 50
-    assert not {task.id for task in made} & {
-        GeneratedTasks(GAME.task, 4).at(position).id for position in range(50)
-    }
-
-
-# ------------------------------------------------------------------------------------------
-# summaries
+    others = {GeneratedTasks(GAME.task, 4).at(position).id for position in range(50)}
+    assert not {task.id for task in made} & others
 
 
 def tree(*turns: dict[str, float], forced: bool = False) -> Tree:
     """A tree with one chosen action a turn, beside a sibling that was not chosen; the last may be
     forced."""
-    made = Tree(0, "t", "heldout")
-    node = made.add(None, "prompt", np.zeros(1, np.int32), "")
+    made, one = Tree(0, "t", "heldout"), np.zeros(1, np.int32)
+    node = made.add(None, "prompt", one, "")
     for place, scores in enumerate(turns, 1):
-        made.add(
-            node,
-            "action",
-            np.zeros(1, np.int32),
-            "",
-            scores={"outcome": 9.0, "reward": 9.0, "valid": 9.0},
-        )
-        last = forced and place == len(turns)
-        node = made.add(
-            node, "action", np.zeros(1, np.int32), "", scores=dict(scores), chosen=True, forced=last
-        )
+        made.add(node, "action", one, "", scores={"outcome": 9.0, "reward": 9.0, "valid": 9.0})
+        last = {"chosen": True, "forced": forced and place == len(turns)}
+        node = made.add(node, "action", one, "", scores=dict(scores), **last)
     return made
 
 
@@ -98,13 +82,10 @@ def test_search_episodes_are_summed_up_by_question_and_by_action() -> None:
 
 
 def test_games_are_summed_up_by_episode_by_turn_by_side_and_by_opponent() -> None:
-    game = TicTacToe(
-        prompt="tictactoe_compact", opponents={"random": 0.5, "tictactoe_minimax": 0.5}
-    )
-    starts = {
-        (game.initial(task).me, game.initial(task).opponent): task
-        for task in map(game.task, range(40))
-    }
+    opponents = {"random": 0.5, "tictactoe_minimax": 0.5}
+    game = TicTacToe(prompt="tictactoe_compact", opponents=opponents)
+    initial = [(game.initial(task), task) for task in map(game.task, range(40))]
+    starts = {(state.me, state.opponent): task for state, task in initial}
     first, second = starts["X", "random"], starts["O", "tictactoe_minimax"]
     won = tree(
         {"valid": 1.0, "reward": 1.0},
@@ -137,37 +118,31 @@ def test_an_estimate_is_the_mean_with_its_95_percent_interval() -> None:
 
 
 def test_the_best_constant_answer_is_found_on_the_held_out_tasks() -> None:
-    heldout = [
-        Task(str(i), golds=golds)
-        for i, golds in enumerate([["Rome"], ["rome", "Roma"], ["Sofia"], ["Oslo"]])
-    ]
+    golds = [["Rome"], ["rome", "Roma"], ["Sofia"], ["Oslo"]]
+    heldout = [Task(str(i), golds=each) for i, each in enumerate(golds)]
     found = trivial_baselines(heldout, [Task("t", golds=["SOFIA"])])
     assert found == {"random_answer": 0.25, "best_constant_answer": 0.5}
 
 
-# ------------------------------------------------------------------------------------------ players
-# without a model
-
-
 def services(tmp_path: Path, llama: Path, environment: Any) -> Callable[[Task, int], Services]:
     """Services without workers: random opponents need none."""
-    runtime = Runtime(
-        None, Journal(tmp_path / "journal"), Text(str(llama)), environment, SchedulerConfig(), Counter(), lambda *_: None  # pyright: ignore[reportArgumentType]
-    )  # fmt: skip
-    return lambda task, place: Services(
-        runtime, task, Tree(-1, task.id, "baseline"), random.Random(f"b/{place}")
-    )
+    nobody: Any = None
+    journal, text = Journal(tmp_path / "journal"), Text(str(llama))
+    config, silent = SchedulerConfig(), lambda *_: None
+    runtime = Runtime(nobody, journal, text, environment, config, Counter(), silent)
+
+    def made(task: Task, place: int) -> Services:
+        return Services(runtime, task, Tree(-1, task.id, "baseline"), random.Random(f"b/{place}"))
+
+    return made
 
 
-async def test_players_without_a_model_are_known_by_their_returns(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_players_without_a_model_have_their_returns(tmp_path: Path, llama: Path) -> None:
     tools = services(tmp_path, llama, GAME)
     tasks = GeneratedTasks(GAME.task, 0).held_out(1500)
     found = await play_baselines(GAME, tasks, tools)
     assert set(found) == {"random_legal_move", "first_legal_move"}
-    assert (
-        abs(found["random_legal_move"]) < 0.08
-    )  # random against random, either side begins; 3 standard errors are 0.07
+    # random against random, either side begins; 3 standard errors are 0.07
+    assert abs(found["random_legal_move"]) < 0.08
     assert found["first_legal_move"] > 0.08  # it fills a row
     assert await play_baselines(GAME, tasks, tools) == found

@@ -7,8 +7,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 
 from coppice.actors.environments.game import Game
@@ -21,18 +19,10 @@ from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.strategies import chain, full, mc_value
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
+from coppice.wire import messages as wire
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.messages import (
-    GenerateRequest,
-    GenerateResult,
-    JudgeRequest,
-    JudgeResult,
-    PlayRequest,
-    PlayResult,
-    Sample,
-)
 from tests.agent_stage import Staged
-from tests.scheduler.test_strategies import GOOD, RIGHT, WRONG
+from tests.scheduler.test_strategies import GOOD, RIGHT, WRONG, sample
 from tests.scheduler.test_strategies import Stage as SearchStage
 
 
@@ -41,29 +31,27 @@ class Services:
 
     def __init__(self, text: Text, game: Game, script: list[str]):
         self.text, self.game, self.script = text, game, script
-        self.oracle = (
-            SudokuOracle() if isinstance(game, Sudoku) else TicTacToeOracle(kind="minimax")
-        )
+        sudoku = isinstance(game, Sudoku)
+        self.oracle = SudokuOracle() if sudoku else TicTacToeOracle(kind="minimax")
         self.rng = random.Random(5)
-        self.generated: list[GenerateRequest] = []
+        self.generated: list[wire.GenerateRequest] = []
         self.hold: asyncio.Event | None = None
         self.judged = 0
 
     async def call(self, service: str, request: Any, **_: Any) -> Any:
-        if isinstance(request, GenerateRequest):
+        if isinstance(request, wire.GenerateRequest):
             self.generated.append(request)
             prompt = self.text.decode(request.tokens)
-            return GenerateResult(
-                [self._sample(self._move(prompt)) for _ in range(request.n)], len(request.tokens), 0
-            )
-        if isinstance(request, PlayRequest):
+            samples = [sample(self.text, self._move(prompt)) for _ in range(request.n)]
+            return wire.GenerateResult(samples, len(request.tokens), 0)
+        if isinstance(request, wire.PlayRequest):
             assert service == "player.tictactoe_minimax"
-            return PlayResult(list(await MinimaxPlayer().play(request.state, request.seed)))
-        assert isinstance(request, JudgeRequest)
+            return wire.PlayResult(list(await MinimaxPlayer().play(request.state, request.seed)))
+        assert isinstance(request, wire.JudgeRequest)
         if self.hold is not None:
             await self.hold.wait()
         self.judged += len(request.turns)
-        return JudgeResult(await self.oracle.score(request.turns))
+        return wire.JudgeResult(await self.oracle.score(request.turns))
 
     def _move(self, prompt: str) -> str:
         if self.script:
@@ -75,28 +63,25 @@ class Services:
         cell = self.rng.choice([i for i, c in enumerate(row) if c == "."])
         return f"<action>{cell // 4 + 1} {cell % 4 + 1} {self.rng.randint(1, 4)}</action>"
 
-    def _sample(self, text: str) -> Sample:
-        tokens = self.text.encode(text)
-        return Sample(
-            tokens, np.full(len(tokens), -1, np.float32), np.zeros(len(tokens), np.int32), "stop"
-        )
-
 
 class Stage(Staged):
     """A context over those services. A strategy gets the settings that are options of it."""
 
     services: Any
 
-    def __init__(self, tmp_path: Path, llama: Path, game: Game, seed: int = 3, script: list[str] | None = None, **settings: Any):  # fmt: skip
+    def __init__(
+        self,
+        tmp_path: Path,
+        llama: Path,
+        game: Game,
+        script: list[str] | None = None,
+        **options: Any,
+    ):
+        self.options = {key: options.pop(key) for key in ("k", "continuations") if key in options}
+        chosen = SchedulerConfig(**{"judge": "oracle", "max_action_tokens": 40} | options)
         text = Text(str(llama))
-        self.options = {key: settings.pop(key) for key in ("k", "continuations") if key in settings}
-        chosen = msgspec.structs.replace(
-            SchedulerConfig(judge="oracle", max_action_tokens=40), **settings
-        )
-        services = Services(text, game, script or [])
-        super().__init__(
-            tmp_path / "journal", text, services, game, game.task(seed), chosen, most=8
-        )
+        world = text, Services(text, game, script or []), game, game.task(3), chosen
+        super().__init__(tmp_path / "journal", *world, most=8)
 
     async def grow(self, strategy: Any, tree: Tree | None = None, **_: Any) -> Tree:
         takes = inspect.signature(strategy.grow).parameters
@@ -111,16 +96,15 @@ def tictactoe(**options: Any) -> TicTacToe:
 
 def _first_legal(prompt: str) -> str:
     """A policy without chance: the first number of the prompt's last line."""
-    return f"<action>{prompt.replace('<|assistant|>', '').strip().splitlines()[-1].split()[0]}</action>"
+    last = prompt.replace("<|assistant|>", "").strip().splitlines()[-1]
+    return f"<action>{last.split()[0]}</action>"
 
 
 def sudoku(**options: Any) -> Sudoku:
     return Sudoku(prompt="sudoku_compact", size=4, blanks=4, **options)
 
 
-async def test_a_chain_is_one_group_of_scored_turns_that_end_with_the_outcome(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_a_chain_is_one_group_of_scored_turns(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, tictactoe())
     await stage.grow(chain)
     (turns,) = stage.groups
@@ -132,15 +116,11 @@ async def test_a_chain_is_one_group_of_scored_turns_that_end_with_the_outcome(
     assert stage.counts["environment_steps"] == len(turns)
 
 
-async def test_each_turn_is_a_fresh_prompt_below_what_all_turns_share(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_each_turn_is_a_prompt_below_the_shared_part(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, tictactoe())
     await stage.grow(chain)
     root = stage.tree.nodes[0]
-    prompts = [
-        node for node in stage.tree.nodes.values() if node.kind == "prompt" and node is not root
-    ]
+    _, *prompts = [node for node in stage.tree.nodes.values() if node.kind == "prompt"]
     assert all(node.parent == root.id for node in prompts)
     assert len(prompts) == len(stage.groups[0])
     for request, node in zip(stage.services.generated, prompts, strict=True):
@@ -149,12 +129,11 @@ async def test_each_turn_is_a_fresh_prompt_below_what_all_turns_share(
         assert state["board"][:3] in stage.runtime.text.decode(request.tokens)
 
 
-@pytest.mark.parametrize(
-    "bad", ["hello", "<action>99</action>", "<action>1</action> <action>x</action>"]
-)
-async def test_an_unusable_action_is_data_and_ends_the_episode_as_a_loss(
-    tmp_path: Path, llama: Path, bad: str
-) -> None:
+BAD = ["hello", "<action>99</action>", "<action>1</action> <action>x</action>"]
+
+
+@pytest.mark.parametrize("bad", BAD)
+async def test_an_unusable_action_loses_the_episode(tmp_path: Path, llama: Path, bad: str) -> None:
     stage = Stage(tmp_path, llama, tictactoe(), script=[bad])
     await stage.grow(chain)
     ((turn,),) = stage.groups
@@ -162,9 +141,7 @@ async def test_an_unusable_action_is_data_and_ends_the_episode_as_a_loss(
     assert stage.counts["invalid_actions"] == 1
 
 
-async def test_the_next_turn_is_generated_while_an_oracle_thinks(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_turns_are_generated_while_an_oracle_thinks(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, tictactoe())
     stage.services.hold = asyncio.Event()
     growing = asyncio.create_task(stage.grow(chain))
@@ -178,7 +155,7 @@ async def test_the_next_turn_is_generated_while_an_oracle_thinks(
     assert stage.services.judged == len(stage.groups[0])
 
 
-async def test_a_chain_grown_halfway_goes_on_and_judges_what_was_not_judged(
+async def test_a_chain_grown_halfway_judges_what_was_not_judged(
     tmp_path: Path, llama: Path
 ) -> None:
     stage = Stage(tmp_path, llama, sudoku())
@@ -202,9 +179,7 @@ async def test_a_chain_grown_halfway_goes_on_and_judges_what_was_not_judged(
 
 
 @pytest.mark.parametrize("strategy", [chain, full, mc_value])
-async def test_a_group_is_emitted_once_whatever_comes_between_it_and_the_end_of_its_tree(
-    tmp_path: Path, llama: Path, strategy: Any
-) -> None:
+async def test_a_group_is_emitted_once(tmp_path: Path, llama: Path, strategy: Any) -> None:
     stage = Stage(tmp_path, llama, tictactoe(), k=2, continuations=2)
     await stage.grow(strategy)
     asked = len(stage.services.generated)
@@ -222,15 +197,12 @@ async def test_continuations_do_not_change_the_episode(tmp_path: Path, llama: Pa
         stage = Stage(folder, llama, tictactoe(), continuations=continuations)
         stage.services._move = _first_legal  # pyright: ignore[reportAttributeAccessIssue]
         await stage.grow(strategy)
-        boards.append(
-            [node.state["board"] for node in stage.tree.nodes.values() if node.kind == "prompt"]
-        )
+        prompts = [node for node in stage.tree.nodes.values() if node.kind == "prompt"]
+        boards.append([node.state["board"] for node in prompts])
     assert boards[0] == boards[1]
 
 
-async def test_monte_carlo_values_of_every_state_with_their_errors(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_every_state_has_a_monte_carlo_value_and_error(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, sudoku(terminate_on_wrong=True), continuations=20)
     await stage.grow(mc_value)
     (turns,) = stage.groups
@@ -245,9 +217,7 @@ async def test_monte_carlo_values_of_every_state_with_their_errors(
     assert stage.counts["environment_steps"] == len(turns)
 
 
-async def test_all_continuations_of_a_state_are_asked_for_together(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_the_continuations_of_a_state_are_one_request(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, tictactoe(), continuations=20)
     await stage.grow(mc_value)
     first = stage.services.generated[0].tokens.tolist()
@@ -266,7 +236,7 @@ async def test_monte_carlo_values_of_a_conversation(tmp_path: Path, llama: Path)
     scripted = stage.services.call
 
     async def call(service: str, request: Any, **kept: Any) -> Any:
-        if isinstance(request, GenerateRequest):
+        if isinstance(request, wire.GenerateRequest):
             searched = stage.runtime.text.decode(request.tokens).count("Capital: Sofia") > 0
             stage.services.script = [(texts[searched] * request.n)[: request.n]]
         return await scripted(service, request, **kept)
@@ -307,26 +277,17 @@ async def test_concurrent_work_has_one_fate() -> None:
     assert started[0].cancelled()
 
 
-async def test_a_finished_game_is_not_played_again_after_a_crash(
-    tmp_path: Path, llama: Path
+@pytest.mark.parametrize("strategy", [chain, mc_value])
+async def test_after_a_crash_no_finished_game_is_played_or_valued_again(
+    tmp_path: Path, llama: Path, strategy: Any
 ) -> None:
-    stage = Stage(tmp_path, llama, tictactoe(opponents={"tictactoe_minimax": 1.0}))
-    await stage.grow(chain)
+    game = tictactoe(opponents={"tictactoe_minimax": 1.0})
+    stage = Stage(tmp_path, llama, game, continuations=4)
+    await stage.grow(strategy)
     (turns,) = stage.groups
     asked = len(stage.services.generated)
     tree = stage.reread()
     tree.groups.clear()  # as if the crash had come just before the group
-    await stage.grow(chain, tree)
+    await stage.grow(strategy, tree)
     assert len(stage.services.generated) == asked
     assert stage.groups[1] == turns
-
-
-async def test_a_resumed_tree_keeps_the_values_it_has(tmp_path: Path, llama: Path) -> None:
-    stage = Stage(tmp_path, llama, tictactoe(), continuations=4)
-    await stage.grow(mc_value)
-    steps = stage.counts["continuation_steps"]
-    tree = stage.reread()
-    tree.groups.clear()
-    await stage.grow(mc_value, tree)
-    assert stage.counts["continuation_steps"] == steps
-    assert stage.groups[0] == stage.groups[1]

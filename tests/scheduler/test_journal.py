@@ -15,37 +15,37 @@ from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal, JournalError
 from coppice.scheduler.ledger.node_codec import decode_node, encode_node
 from coppice.wire.arrays import decode_body, encode_body
-from coppice.wire.messages import GenerateResult, Sample, TrainGroup, Turn
+from coppice.wire.messages import GenerateResult, Sample, TrainGroup
 
 ROOT = Path(__file__).parent.parent.parent
 
 
 def small(number: int) -> Tree:
-    tree = Tree(number, f"task-{number}")
-    root = tree.add(
-        None,
-        "prompt",
-        np.arange(4, dtype=np.int32),
-        "prompt",
-        state={"question": "q", "steps": [], "done": False},
-    )
-    tree.add(
-        root,
-        "action",
-        np.array([7, 8], np.int32),
-        "act",
-        logprobs=np.array([-0.5, -0.25], np.float32),
-        versions=np.array([0, 1], np.int32),
-        sampled=np.ones(2, bool),
-        scores={"reward": 1.0},
-        chosen=True,
-    )
+    tree, state = Tree(number, f"task-{number}"), {"question": "q", "steps": [], "done": False}
+    root = tree.add(None, "prompt", np.arange(4, dtype=np.int32), "prompt", state=state)
+    record: dict[str, Any] = {
+        "logprobs": np.array([-0.5, -0.25], np.float32),
+        "versions": np.array([0, 1], np.int32),
+        "sampled": np.ones(2, bool),
+        "scores": {"reward": 1.0},
+    }
+    tree.add(root, "action", np.array([7, 8], np.int32), "act", chosen=True, **record)
     return tree
 
 
-def test_a_state_is_stored_as_what_it_has_beside_the_one_above_and_comes_back_whole(
-    tmp_path: Path,
-) -> None:
+def journaled(path: Path, trees: int, closed: tuple[int, ...] = ()) -> Journal:
+    """A journal with small trees, each of which has a group of its number."""
+    journal = Journal(path)
+    for number in range(trees):
+        tree = small(number)
+        journal.start_tree(tree, number, 0)
+        journal.save_group(tree, number, [])
+        if number in closed:
+            journal.close_tree(tree)
+    return journal
+
+
+def test_a_state_is_stored_as_its_difference_and_comes_back_whole(tmp_path: Path) -> None:
     """Also after a restart, where sequences that were tuples are lists, and below a node whose
     state is stored whole, as an earlier release did."""
     states: list[Any] = [
@@ -96,13 +96,7 @@ def test_a_node_and_messages_from_before_there_was_a_support_are_read() -> None:
 def test_untrained_trees_are_those_that_grow_or_have_a_group_no_version_holds(
     tmp_path: Path,
 ) -> None:
-    journal = Journal(tmp_path / "j")
-    for number in range(3):
-        tree = small(number)
-        journal.start_tree(tree, number, 0)
-        journal.save_group(tree, number, [])
-    journal.close_tree(small(1))
-    journal.close_tree(small(2))
+    journal = journaled(tmp_path / "j", 3, closed=(1, 2))
     journal.mark_trained(2, 4)
     assert [row.id for row in journal.untrained_trees()] == [0, 1]
     journal.forget_training_after(3)  # the checkpoint that is resumed is older than version 4
@@ -143,15 +137,8 @@ def test_after_kill_9_everything_that_was_reported_is_there_once(tmp_path: Path)
         assert len(journal.tree(row).nodes) == 2
 
 
-def test_a_group_the_checkpoint_holds_is_trained_although_its_answer_was_lost(
-    tmp_path: Path,
-) -> None:
-    journal = Journal(tmp_path / "j")
-    for number in range(2):
-        tree = small(number)
-        journal.start_tree(tree, number, 0)
-        journal.save_group(tree, number, [])
-        journal.close_tree(tree)
+def test_a_group_of_the_checkpoint_is_trained_although_its_answer_was_lost(tmp_path: Path) -> None:
+    journal = journaled(tmp_path / "j", 2, closed=(0, 1))
     journal.adopt_frontier({0: 3, 77: 3})
     assert [row.id for row in journal.untrained_trees()] == [1]
     assert journal.groups(0) == [(0, 3)]
@@ -175,33 +162,22 @@ def test_a_full_disk_is_a_clear_error_and_what_was_committed_stays(tmp_path: Pat
     assert [row.id for row in rows] == list(range(len(rows)))
 
 
-def test_a_lost_version_takes_its_evaluations_along_and_a_tree_can_be_grown_anew(
-    tmp_path: Path,
-) -> None:
-    journal = Journal(tmp_path / "j")
+def test_a_lost_version_loses_its_evaluations_and_a_tree_can_be_uprooted(tmp_path: Path) -> None:
+    journal = journaled(tmp_path / "j", 2)
     for number in range(2):
-        tree = small(number)
-        journal.start_tree(tree, number, 0)
-        journal.save_group(tree, number, [])
         journal.save_evaluation(number, f"v{number}", {"em": 1.0})
     journal.forget_training_after(0)
     assert [version for version, _, _ in journal.evaluations()] == [0]
     journal.uproot(1)
-    assert [(len(journal.tree(row).nodes), journal.groups(row.id)) for row in journal.trees()] == [
-        (2, [(0, None)]),
-        (0, []),
-    ]
+    kept = [(len(journal.tree(row).nodes), journal.groups(row.id)) for row in journal.trees()]
+    assert kept == [(2, [(0, None)]), (0, [])]
 
 
-def test_a_sync_waits_for_the_file_that_holds_the_last_commits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sync_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path / "j")
     journal.start_tree(small(0), 0, 0)
-    synced: list[str] = []
-    monkeypatch.setattr(
-        os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    )
+    synced, link = list[str](), "/proc/self/fd/{}".format
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(link(file))))
     journal.sync()
     assert synced == [str(tmp_path / "j-wal")]
     journal.close()
@@ -216,32 +192,20 @@ def test_a_file_that_was_cut_short_is_refused_with_the_remedy(tmp_path: Path) ->
         journal.start_tree(small(number), number, 0)
     journal.close()
     os.truncate(path, path.stat().st_size - 5000)
-    with pytest.raises(
-        JournalError,
-        match=r"journal\.sqlite cannot be used \(.*\): .* if it is damaged, restore it from",
-    ):
+    with pytest.raises(JournalError, match=r"sqlite cannot be used \(.*\): .* restore it from"):
         Journal(path)
 
 
 def test_a_journal_that_is_older_than_the_checkpoint_lacks_groups(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal.sqlite")
-    for number in range(2):
-        tree = small(number)
-        journal.start_tree(tree, number, 0)
-        journal.save_group(tree, number, [Turn(1, 0, 1, {})])
-    journal.close_tree(small(0), "closed")
+    journal = journaled(tmp_path / "j", 2, closed=(0,))
     assert journal.lacks([0]) == []
     assert journal.lacks([0, 1, 7]) == [1, 7]  # tree 1 still grows, and group 7 was never written
 
 
-async def test_a_row_that_sqlite_cannot_hold_is_told_to_whoever_waits_and_is_not_lost_in_silence(
-    tmp_path: Path,
-) -> None:
+async def test_a_row_that_sqlite_cannot_hold_is_told_to_whoever_waits(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.sqlite")
     journal.start_tree(Tree(0, "a task with half a letter \ud800"), 0, 0)
-    with pytest.raises(
-        JournalError, match="mend the task or the plug-in that gave what SQLite cannot hold"
-    ):
+    with pytest.raises(JournalError, match="mend the task or the plug-in"):
         await journal.written()
     journal.close()
 

@@ -6,8 +6,8 @@ other.
 """
 
 import json
+import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from coppice.scheduler.config import EvaluationConfig, SchedulerConfig
 from coppice.scheduler.growth.strategies import chain, full
 from coppice.scheduler.ledger.journal import Journal
 from coppice.wire.faults import DataFault
-from tests.agent_stage import THINKING, Stage
+from tests.agent_stage import AGENT, THINKING, Stages
 from tests.scheduler.test_begin import QUESTIONS, UPDATES, House
 
 ALTERNATING = (
@@ -27,23 +27,11 @@ ALTERNATING = (
 )
 CHAT = ALTERNATING
 AGENTS = r'''
-import json, os, urllib.error, urllib.request
 from pathlib import Path
-
-def post(path, body):
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(), headers)
-    return urllib.request.urlopen(request).read()
-
-def user(text):
-    return {"role": "user", "content": text}
 
 def calling(arguments):
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
     return [user("go"), {"role": "assistant", "content": "", "tool_calls": [call]}, user("on")]
-
-def tool(**parameters):
-    return [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
 
 DEEP = "[" * 5000 + "]" * 5000
 ODD = {
@@ -52,11 +40,8 @@ ODD = {
     "a surrogate in arguments": {"messages": calling('{"at": "\\ud800"}')},
     "a surrogate in a prompt": {"messages": [user("a rewritten \ud800")]},
     "deep arguments": {"messages": calling('{"at": ' + DEEP + '}')},
-    "a huge integer of a tool": {"messages": [user("go")], "tools": tool(maximum=2**70)},
+    "a huge integer of a tool": {"messages": [user("go")], "tools": [tool("look", maximum=2**70)]},
 }
-
-def ask(messages):
-    return json.loads(post("/chat/completions", {"messages": messages}))["choices"][0]["message"]
 
 def odd(task):
     """Sends every odd request, first of all and after a reply, and goes on."""
@@ -66,10 +51,10 @@ def odd(task):
             for name, body in ODD.items():
                 body = {**body, "messages": [*messages[:-1], *body["messages"]]}
                 try:
-                    answers.append([name, 200, post("/chat/completions", body).decode()])
+                    answers.append([name, 200, str(post("/chat/completions", body))])
                 except urllib.error.HTTPError as error:
                     answers.append([name, error.code, error.read().decode()])
-        reply = ask(messages)
+        reply = call(messages)
         messages += [{"role": "assistant", "content": reply["content"]}, user("on")]
     if answers:
         Path(r"FOLDER", f"{os.getpid()}.answers").write_text(json.dumps(answers))
@@ -77,30 +62,30 @@ def odd(task):
 
 def dying(task):
     """Dies of an odd request, if it is told something bad."""
-    if ask([user("go")])["content"] == "bad":
+    if call([user("go")])["content"] == "bad":
         post("/chat/completions", ODD["two users"])
     return 1.0
 
 def mortal(task):
     """Dies of an odd request after its first reply, if its task is odd."""
-    ask([user("go")])
+    call([user("go")])
     if "odd" in task["question"]:
         post("/chat/completions", ODD["two users"])
     return 1.0
 
 def going_on(task):
     """Sends an odd request, goes on, and fails by itself in the end."""
-    ask([user("go")])
+    call([user("go")])
     try:
         post("/chat/completions", ODD["two users"])
     except urllib.error.HTTPError:
         pass
-    ask([user("something else")])
+    call([user("something else")])
     raise RuntimeError("its own fault")
 
 def rewarding(task):
     """Posts its reward after an odd request."""
-    ask([user("go")])
+    call([user("go")])
     try:
         post("/chat/completions", ODD["two users"])
     except urllib.error.HTTPError:
@@ -122,7 +107,7 @@ REASONS = {
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the agents are found and write."""
-    (tmp_path / "agents_of_a_test.py").write_text(AGENTS.replace("FOLDER", str(tmp_path)))
+    (tmp_path / "agents_of_a_test.py").write_text(AGENT + AGENTS.replace("FOLDER", str(tmp_path)))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
     return tmp_path
 
@@ -133,40 +118,26 @@ async def run_of(folder: Path, llama: Path, agent: str) -> Journal:
     model = folder / "model"
     shutil.copytree(llama, model)
     (model / "chat_template.jinja").write_text(ALTERNATING.replace("<|im_end|>", "</s>"))
-    for name, questions in (
-        ("train", ["odd", "plain", "plainer"]),
-        ("heldout", ["odd as well", "plain as well"]),
-    ):
-        rows = [{"id": text, "question": text, "golden_answers": ["7"]} for text in questions]
+    questions = {"train": ["odd", "plain", "plainer"], "heldout": ["odd as well", "plain as well"]}
+    for name, texts in questions.items():
+        rows = [{"id": text, "question": text, "golden_answers": ["7"]} for text in texts]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = SchedulerConfig(
-        strategy="chain",
-        judge="none",
-        updates=UPDATES,
-        questions_per_update=QUESTIONS,
-        max_action_tokens=4,
-        evaluation=EvaluationConfig(questions=2),
-    )
-    more: dict[str, Any] = {
-        "environment": "agent",
-        "options": {"run": f"agents_of_a_test:{agent}"},
-        "train": str(folder / "train.jsonl"),
-        "heldout": str(folder / "heldout.jsonl"),
-        "scheduler": settings,
-    }
-    await House(folder / "run", model, **more).live(until=lambda house: False)
+    shape: Any = {"updates": UPDATES, "questions_per_update": QUESTIONS, "max_action_tokens": 4}
+    evaluation = EvaluationConfig(questions=2)
+    settings = SchedulerConfig(strategy="chain", judge="none", evaluation=evaluation, **shape)
+    files = {name: str(folder / f"{name}.jsonl") for name in ("train", "heldout")}
+    more: dict[str, Any] = {"options": {"run": f"agents_of_a_test:{agent}"}, **files}
+    house = House(folder / "run", model, environment="agent", scheduler=settings, **more)
+    await house.live(until=lambda house: False)
     return Journal(folder / "run" / "journal.sqlite", readonly=True)
 
 
 @pytest.mark.slow
-async def test_odd_requests_are_answered_400_with_the_reason_and_the_run_goes_on(
-    folder: Path, llama: Path
-) -> None:
+async def test_odd_requests_get_their_reason_and_the_run_goes_on(folder: Path, llama: Path) -> None:
     journal = await run_of(folder, llama, "odd")
     rows = journal.trees()
-    assert {row.status for row in rows} == {"closed"} and {"odd", "plain", "odd as well"} <= {
-        row.task for row in rows
-    }
+    assert {row.status for row in rows} == {"closed"}
+    assert {"odd", "plain", "odd as well"} <= {row.task for row in rows}
     for row in rows:
         tree = journal.tree(row)
         assert [len(tree.actions()), tree.actions()[-1].scores["outcome"]] == [2, 1.0]
@@ -179,63 +150,50 @@ async def test_odd_requests_are_answered_400_with_the_reason_and_the_run_goes_on
 
 
 @pytest.mark.slow
-async def test_a_task_whose_agent_dies_of_a_refusal_trains_nothing_and_another_takes_its_place(
-    folder: Path, llama: Path
-) -> None:
+async def test_a_task_whose_agent_dies_of_a_refusal_is_replaced(folder: Path, llama: Path) -> None:
     journal = await run_of(folder, llama, "mortal")
     rows = journal.trees("split='train'")
     odd = [row for row in rows if row.task == "odd"]
     assert odd and {row.status for row in odd} == {"quarantined"}
-    reason = "no trajectory could be trained, because an episode was dropped: the agent ended after"
-    assert all(
-        str(row.reason).startswith(reason) and "roles must alternate" in str(row.reason)
-        for row in odd
-    )
+    for reason in (str(row.reason) for row in odd):
+        assert reason.startswith("no trajectory could be trained, because an episode was dropped")
+        assert "the agent ended after" in reason and "roles must alternate" in reason
     assert [row.status for row in rows].count("closed") == QUESTIONS * UPDATES
     for _, _, result in journal.evaluations():
         measures: Any = result["measures"]
         assert (result["questions"], measures["return"]["mean"]) == (2, 1.0)
-    records = [
-        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    records = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
     assert max(record.get("count/refused_episodes", 0) for record in records) >= 1
 
 
 async def test_an_agent_that_dies_of_a_refusal_has_no_outcome_and_the_others_of_its_group_do(
-    stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
+    stage: Stages, capsys: pytest.CaptureFixture[str]
 ) -> None:
     replies = iter(["bad", "good", "bad", "good"])
     s = stage(lambda prompt, i: next(replies), "dying")
     tree = await s.grow(full, k=4)
     (group,) = s.groups
-    trained = {
-        tree.nodes[turn.node].text.removesuffix("</s>"): turn.scores["outcome"] for turn in group
-    }
-    assert len(group) == 2 and trained == {"good": 1.0}
+    trained = [(tree.nodes[turn.node].text[:4], turn.scores["outcome"]) for turn in group]
+    assert trained == [("good", 1.0)] * 2
     bad = [node for node in tree.nodes.values() if node.text.startswith("bad")]
-    assert ["outcome" in node.scores or "crashed" in node.scores for node in bad] == [False, False]
-    assert all(
-        "400: " in node.notes["dropped"] and "roles must alternate" in node.notes["dropped"]
-        for node in bad
-    )
+    assert len(bad) == 2
+    for node in bad:
+        assert not {"outcome", "crashed"} & set(node.scores)
+        assert re.search("400: .*roles must alternate", node.notes["dropped"])
     assert s.counts["refused_episodes"] == 2
     said = capsys.readouterr().out
     assert said.count("an agent's request fails: ") == 1 and "roles must alternate" in said
 
 
 @pytest.mark.parametrize(("name", "outcome"), [("going_on", 0.0), ("rewarding", 0.5)])
-async def test_an_agent_that_goes_on_after_a_refusal_is_scored_as_any_other(
-    stage: Callable[..., Stage], name: str, outcome: float
-) -> None:
+async def test_an_agent_goes_on_after_a_refusal(stage: Stages, name: str, outcome: float) -> None:
     s = stage(lambda prompt, i: "r", name)
     tree = await s.grow(chain)
     assert tree.actions()[-1].scores["outcome"] == outcome
     assert s.counts["refused_episodes"] == 0
 
 
-async def test_an_agent_whose_first_request_is_refused_says_so_in_the_fault_of_its_task(
-    stage: Callable[..., Stage],
-) -> None:
+async def test_a_refusal_of_the_first_request_is_in_the_tasks_fault(stage: Stages) -> None:
     with pytest.raises(
         DataFault, match=r"ended before it asked the policy .* answered 400: .*roles must alternate"
     ):

@@ -1,4 +1,4 @@
-"""Pictures from the environment to the engine and the learner: tokens, journal, resume, messages."""
+"""Pictures from the environment to the engine and the learner."""
 
 import random
 from pathlib import Path
@@ -22,6 +22,12 @@ from tests.pictures import Colours, squares
 GOAL = squares(100, 2, 3)
 
 
+def sent(service: str, request: Any) -> Any:
+    """The request as it arrives over the wire."""
+    frames = arrays.encode(Request(1, service, 1.0), request)
+    return arrays.decode_body([bytes(frame) for frame in frames], type(request))
+
+
 class Services:
     """An engine that says a few letters, and keeps the requests as they arrive over the wire."""
 
@@ -30,25 +36,20 @@ class Services:
         self.rng = random.Random(0)
 
     async def call(self, service: str, request: GenerateRequest, **_: Any) -> GenerateResult:
-        frames = arrays.encode(Request(1, service, 1.0), request)
-        self.requests.append(
-            arrays.decode_body([bytes(frame) for frame in frames], GenerateRequest)
-        )
+        self.requests.append(sent(service, request))
         tokens = [self.text.encode("a" * self.rng.randint(1, 4)) for _ in range(request.n)]
         zeros = [(np.zeros(len(t), np.float32), np.zeros(len(t), np.int32)) for t in tokens]
-        return GenerateResult(
-            [Sample(t, *z, "stop") for t, z in zip(tokens, zeros, strict=True)], 0, 0
-        )
+        samples = [Sample(t, *z, "stop") for t, z in zip(tokens, zeros, strict=True)]
+        return GenerateResult(samples, 0, 0)
 
 
 class Stage(Staged):
     services: Any
 
     def __init__(self, run: Path, model: Path):
-        environment, text = Colours(turns=3), Text(str(model))
-        super().__init__(
-            run / "journal", text, Services(text), environment, environment.task(3), SchedulerConfig(judge="none")
-        )  # fmt: skip
+        colours, text = Colours(turns=3), Text(str(model))
+        world = text, Services(text), colours, colours.task(3), SchedulerConfig(judge="none")
+        super().__init__(run / "journal", *world)
 
 
 @pytest.fixture
@@ -60,15 +61,13 @@ def test_a_placeholder_becomes_the_tokens_of_its_picture(seeing: Path) -> None:
     text = Text(str(seeing))
     messages = Colours().prompt(Colours().task(3), Colours().initial(Colours().task(3)))
     shown = text.prompt(messages).replace("\x1e", "|")
-    assert shown == (
-        "<|user|>From<|vision_start|><|image_pad|><|vision_end|>to|<|vision_start|><|image_pad|><|vision_end|>how?<|assistant|>"
-    )
+    picture = "<|vision_start|><|image_pad|><|vision_end|>"
+    assert shown == f"<|user|>From{picture}to|{picture}how?<|assistant|>"
     tokens = text.encode(shown, [(1, squares(100, 2, 3)), (7, squares(3))])
     assert [(run.number, run.end - run.start) for run in vision.runs(tokens)] == [(1, 6), (7, 4)]
     kept = tokens[tokens >= 0]
-    assert text.tokenizer.decode(kept.tolist(), skip_special_tokens=False) == shown.replace(
-        "<|image_pad|>", ""
-    )
+    decoded = text.tokenizer.decode(kept.tolist(), skip_special_tokens=False)
+    assert decoded == shown.replace("<|image_pad|>", "")
     assert text.encode(shown).tolist().count(262) == 2
     with pytest.raises(ValueError, match="a prompt of 1 pictures has 2 placeholders"):
         text.encode(shown, [(1, GOAL)])
@@ -89,9 +88,7 @@ async def test_every_request_has_the_pictures_of_its_prefix_and_no_others(stage:
     assert "<|image_pad|>" in root.text
 
 
-async def test_a_picture_is_stored_once_and_keeps_its_number_after_a_restart(
-    stage: Stage, tmp_path: Path, seeing: Path
-) -> None:
+async def test_a_picture_keeps_its_number(stage: Stage, tmp_path: Path, seeing: Path) -> None:
     tree = await stage.grow(chain)
     first = {n: stage.journal.pictures(node.tokens) for n, node in tree.nodes.items()}
     stage.journal.close()
@@ -108,9 +105,7 @@ async def test_a_picture_is_stored_once_and_keeps_its_number_after_a_restart(
     assert readonly.pictures(back.nodes[0].tokens) == {1: GOAL}
 
 
-async def test_continuations_outside_the_tree_see_the_pictures_of_their_states(
-    stage: Stage,
-) -> None:
+async def test_continuations_see_the_pictures_of_their_states(stage: Stage) -> None:
     tree = await stage.grow(chain)
     context = stage.anew(tree)
     await context.plant()
@@ -126,19 +121,18 @@ async def test_continuations_outside_the_tree_see_the_pictures_of_their_states(
 
 async def test_the_learner_gets_each_picture_with_the_node_that_shows_it(stage: Stage) -> None:
     tree = await stage.grow(chain)
-    sent = list[TrainGroup]()
+    received = list[TrainGroup]()
 
     class Learner:
         async def call(self, service: str, request: TrainGroup, **_: Any) -> None:
-            frames = arrays.encode(Request(1, service, 1.0), request)
-            sent.append(arrays.decode_body([bytes(frame) for frame in frames], TrainGroup))
+            received.append(sent(service, request))
             raise InterruptedError
 
     learner: Any = Learner()
     stream = Stream(learner, stage.journal, lambda _: None)  # pyright: ignore
     with pytest.raises(InterruptedError):
         await stream._send(tree, 0, stage.groups[0])
-    (group,) = sent
+    (group,) = received
     by_id = {node.id: node for node in group.nodes}
     assert by_id[0].images == {1: GOAL}
     for node in group.nodes:

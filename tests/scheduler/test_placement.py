@@ -16,9 +16,7 @@ NAMES = st.frozensets(st.sampled_from("abcdef"))
 
 
 @given(LOADS, NAMES)
-def test_a_full_worker_is_never_chosen_and_a_failed_one_only_when_it_is_alone(
-    loads: list[Load], avoid: frozenset[str]
-) -> None:
+def test_no_full_worker_is_chosen(loads: list[Load], avoid: frozenset[str]) -> None:
     name = choose(loads, avoid)
     usable = [load for load in loads if load.worker not in avoid] or loads
     free = {load.worker: load for load in usable if load.in_flight < load.capacity}
@@ -26,12 +24,6 @@ def test_a_full_worker_is_never_chosen_and_a_failed_one_only_when_it_is_alone(
         assert not free
         return
     assert free[name].share == min(load.share for load in free.values())
-
-
-def test_a_retry_waits_for_another_worker_rather_than_going_back_to_the_one_that_failed() -> None:
-    loads = [Load("failed", 0, 4), Load("busy", 4, 4)]
-    assert choose(loads, avoid=frozenset({"failed"})) is None
-    assert choose(loads[:1], avoid=frozenset({"failed"})) == "failed"
 
 
 def test_a_breaker_rests_a_worker_after_failures_in_a_row_and_then_gives_it_one_chance() -> None:

@@ -1,21 +1,19 @@
-"""The pool and the queue against the plain definitions: every worker looked at, every call sorted."""
+"""The pool against the plain definition, which looks at every worker."""
 
-import asyncio
 import random
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from coppice.scheduler.dispatch.calls import Pending, Worker
+from coppice.scheduler.dispatch.calls import Worker
 from coppice.scheduler.dispatch.placement import Load, choose
-from coppice.scheduler.dispatch.pool import FEW, LOOKED_AT, Pool, WaitingCalls
+from coppice.scheduler.dispatch.pool import FEW, LOOKED_AT, Pool
 from coppice.wire.messages import Register
 
 
 class Fleet:
-    """A pool and the list of its workers, which change at random. now: the clock of the breakers."""
+    """A pool and its workers, which change at random. now: the clock of the breakers."""
 
     def __init__(self, rng: random.Random):
         self.rng, self.pool, self.now = rng, Pool(), 0.0
@@ -59,11 +57,8 @@ class Fleet:
                 self.pool.touch(worker)
 
     def usable(self) -> list[Load]:
-        return [
-            Load(w.name, len(w.in_flight), w.hello.capacity, w.stats)
-            for w in self.workers
-            if w.usable(self.now)
-        ]
+        usable = [worker for worker in self.workers if worker.usable(self.now)]
+        return [Load(w.name, len(w.in_flight), w.hello.capacity, w.stats) for w in usable]
 
 
 @pytest.fixture(params=range(20))
@@ -84,10 +79,8 @@ def test_the_least_loaded_worker_is_found_as_if_all_were_looked_at(fleets: Itera
     for fleet in fleets:
         avoid = frozenset(w.name for w in fleet.workers if fleet.rng.random() < 0.3)
         for names in (frozenset[str](), avoid, frozenset(w.name for w in fleet.workers)):
-            found, loads = (
-                fleet.pool.least(fleet.now, names),
-                {load.worker: load for load in fleet.usable()},
-            )
+            found = fleet.pool.least(fleet.now, names)
+            loads = {load.worker: load for load in fleet.usable()}
             expected = choose(list(loads.values()), names)
             assert (found is None) == (expected is None)
             if found is not None and expected is not None:
@@ -95,9 +88,7 @@ def test_the_least_loaded_worker_is_found_as_if_all_were_looked_at(fleets: Itera
                 assert (found.name in names) == (expected in names)
 
 
-def test_a_call_that_chooses_sees_all_of_few_and_of_many_the_least_loaded_and_its_homes(
-    fleets: Iterator[Fleet],
-) -> None:
+def test_a_call_sees_all_of_few_workers_and_some_of_many(fleets: Iterator[Fleet]) -> None:
     sizes = set[bool]()
     for fleet in fleets:
         usable, homes = fleet.usable(), [w.name for w in fleet.rng.sample(fleet.workers, 1)]
@@ -113,35 +104,3 @@ def test_a_call_that_chooses_sees_all_of_few_and_of_many_the_least_loaded_and_it
         least = {load.worker: load.share for load in usable}.get(choose(usable) or "")
         assert least is None or least in {load.share for load in shown}
     assert sizes == {True, False}
-
-
-async def test_the_queue_is_a_sorted_list_and_keeps_no_call_that_was_taken() -> None:
-    rng, queue = random.Random(1), WaitingCalls()
-    plain: list[Pending] = []
-    pending: Pending | None = None
-    for number in range(3000):
-        what = rng.random()
-        if what < 0.5 or not plain:
-            pending = Pending("s", [], dict, 0.0, None, None, "", 0.0)
-            pending.order = (
-                rng.random() < 0.9,
-                rng.randrange(5) if rng.random() < 0.2 else 5,
-                number,
-            )
-            queue.add(pending)
-            plain.append(pending)
-            plain.sort(key=lambda one: one.order)
-        elif what < 0.9:
-            at = min(len(plain) - 1, rng.choice([0, 0, 3, rng.randrange(len(plain))]))
-            assert queue.take(at) is plain.pop(at)
-        else:
-            gone = plain.pop(rng.randrange(len(plain)))
-            queue.forget(gone)
-            queue.forget(gone)  # a call that waits no more
-        assert len(queue) == len(plain)
-        assert all(queue[at] is call for at, call in enumerate(plain))
-    first = weakref.ref(queue.take(0).done)
-    plain.clear()
-    pending = None
-    await asyncio.sleep(0)
-    assert first() is None

@@ -1,4 +1,4 @@
-"""PPR's rounds against scripted services: what is judged, with what, and what a crash leaves to do."""
+"""PPR's rounds against scripted services: what is judged, with what, and after a crash."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from coppice.scheduler.growth.strategies import ppr
-from coppice.wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult
+from coppice.wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult, Turn
 from tests.scheduler.test_strategies import BAD, GOOD, RIGHT, TASK, Services, Stage
 
 FOUND = "\n<information>Doc 1(Title: Bulgaria) Capital: Sofia</information>\n"
@@ -28,32 +28,25 @@ class Judged(Services):
         return JudgeResult([self._one(self.scores.pop(0)) for _ in request.turns])
 
     def _one(self, score: float | None) -> Judgement:
-        return (
-            Judgement({}, ["process"], "no score block")
-            if score is None
-            else Judgement({"process": score})
-        )
+        if score is None:
+            return Judgement({}, ["process"], "no score block")
+        return Judgement({"process": score})
 
 
-def staged(
-    tmp_path: Path,
-    llama: Path,
-    script: list[list[str]],
-    scores: list[float | None],
-    budget: int = 3,
-) -> Stage:
-    stage = Stage(tmp_path, llama, script, budget=budget, judge="pprm")
+async def ran(
+    tmp_path: Path, llama: Path, says: list[str], scores: list[float | None], budget: int = 3
+) -> tuple[Stage, list[Turn]]:
+    """A stage on which PPR has grown its tree, and the group."""
+    stage = Stage(tmp_path, llama, [[said] for said in says], budget=budget, judge="pprm")
     stage.services = Judged(stage, scores)
     stage.use(dispatcher=stage.services)
-    return stage
-
-
-async def test_all_turns_but_the_last_are_judged_with_what_their_search_found(
-    tmp_path: Path, llama: Path
-) -> None:
-    stage = staged(tmp_path, llama, [[GOOD], [BAD], [RIGHT]], [0.5, 1.0])
     await stage.grow(ppr)
     (group,) = stage.groups
+    return stage, group
+
+
+async def test_turns_are_judged_with_what_their_search_found(tmp_path: Path, llama: Path) -> None:
+    stage, group = await ran(tmp_path, llama, [GOOD, BAD, RIGHT], [0.5, 1.0])
     assert [turn.scores.get("process") for turn in group] == [0.5, 1.0, None]
     assert [turn.scores.get("judge_valid") for turn in group] == [1.0, 1.0, None]
     assert group[-1].scores["outcome"] == 1
@@ -62,12 +55,8 @@ async def test_all_turns_but_the_last_are_judged_with_what_their_search_found(
     assert (second.transcript, second.response, second.observation) == (GOOD + FOUND, BAD, FOUND)
 
 
-async def test_the_budget_ends_the_rounds_and_no_answer_is_forced(
-    tmp_path: Path, llama: Path
-) -> None:
-    stage = staged(tmp_path, llama, [[GOOD], [GOOD]], [0.5], budget=2)
-    await stage.grow(ppr)
-    (group,) = stage.groups
+async def test_the_budget_ends_the_rounds_without_an_answer(tmp_path: Path, llama: Path) -> None:
+    _, group = await ran(tmp_path, llama, [GOOD, GOOD], [0.5], budget=2)
     assert [turn.scores.get("process") for turn in group] == [0.5, None]
     assert group[-1].scores["outcome"] == 0
     # the one of the final generation counts too (methods.md 2.4)
@@ -75,9 +64,7 @@ async def test_the_budget_ends_the_rounds_and_no_answer_is_forced(
 
 
 async def test_an_invalid_judgement_leaves_no_score(tmp_path: Path, llama: Path) -> None:
-    stage = staged(tmp_path, llama, [[GOOD], [RIGHT]], [None])
-    await stage.grow(ppr)
-    (group,) = stage.groups
+    stage, group = await ran(tmp_path, llama, [GOOD, RIGHT], [None])
     assert "process" not in group[0].scores
     assert group[0].scores["judge_valid"] == 0
     assert stage.counts["invalid_judgements"] == 1
@@ -88,14 +75,14 @@ async def test_a_tree_cut_off_anywhere_ends_with_every_turn_judged_once(
     tmp_path: Path, llama: Path, kept: int
 ) -> None:
     (tmp_path / "whole").mkdir()
-    whole = staged(tmp_path / "whole", llama, [[GOOD], [BAD], [RIGHT]], [0.5, 1.0])
-    await whole.grow(ppr)
+    whole, _ = await ran(tmp_path / "whole", llama, [GOOD, BAD, RIGHT], [0.5, 1.0])
     nodes = list(whole.tree.nodes.values())[:kept]
     for node in nodes[-2:]:  # their judgements were on the way
         node.scores = {"valid": 1.0} if node.kind == "action" else {}
-    left = [[[BAD], [RIGHT]], [[BAD], [RIGHT]], [[RIGHT]], [[RIGHT]]][kept - 2]
-    stage = staged(tmp_path, llama, left, [0.25] * 3)
-    stage.tree.__init__(0, TASK.id)
+    left = [[BAD], [RIGHT]] if kept < 4 else [[RIGHT]]
+    stage = Stage(tmp_path, llama, left, budget=3, judge="pprm")
+    stage.services = Judged(stage, [0.25] * 3)
+    stage.use(dispatcher=stage.services)
     for node in nodes:
         stage.tree.put(node)
     await stage.grow(ppr)
@@ -109,8 +96,7 @@ async def test_without_a_judge_nothing_is_said_of_any_turn(tmp_path: Path, llama
     await stage.grow(ppr)
     (group,) = stage.groups
     assert all(not {"judge_valid", "process", "reward"} & set(turn.scores) for turn in group)
-    measures = stage.context.environment.measures(
-        TASK, [{**t.scores, "forced": 0.0} for t in group]
-    )
+    columns = [{**turn.scores, "forced": 0.0} for turn in group]
+    measures = stage.context.environment.measures(TASK, columns)
     assert "return" not in measures
     assert measures["answered"] == [1.0]

@@ -1,7 +1,6 @@
 """Strategies against scripted services; the real ones run in tests/e2e."""
 
 import inspect
-import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,42 +14,32 @@ from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.learner.schemes import slate as slate_scheme
 from coppice.learner.update.table import TurnTable
 from coppice.scheduler.config import SchedulerConfig
-from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.strategies import chain, full, ppr, slate
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
-from coppice.wire.messages import (
-    GenerateRequest,
-    GenerateResult,
-    Judgement,
-    JudgeRequest,
-    JudgeResult,
-    Passage,
-    RetrieveRequest,
-    RetrieveResult,
-    Sample,
-    Turn,
-)
+from coppice.wire import messages as wire
 from tests.agent_stage import Staged
 
-GOOD, BAD = (
-    "<think> t </think> <search> good </search>",
-    "<think> t </think> <search> bad </search>",
-)
-RIGHT, WRONG = (
-    "<think> t </think> <answer> Sofia </answer>",
-    "<think> t </think> <answer> Rome </answer>",
-)
+GOOD, BAD = (f"<think> t </think> <search> {query} </search>" for query in ("good", "bad"))
+RIGHT, WRONG = (f"<think> t </think> <answer> {text} </answer>" for text in ("Sofia", "Rome"))
+WORTH = {"good": 1.0, "bad": -1.0, "Sofia": 1.0, "Rome": -1.0}
 NOTHING = "I do not know."
 OPTIONS = "k", "eta", "selection", "bonus", "ddof", "eps", "continuations"
 TASK = Task("t1", "What is the capital of Bulgaria?", ["Sofia"])
 
 
-def table_of(turns: list[Turn]) -> TurnTable:
+def table_of(turns: list[wire.Turn]) -> TurnTable:
     """The candidates of one step, of one token each."""
     zero, one = np.zeros(len(turns), np.int64), np.ones(len(turns), np.int64)
     rewards = np.array([turn.scores["reward"] for turn in turns])
     return TurnTable(zero, zero, np.arange(len(turns)), one, one, {"reward": rewards})
+
+
+def sample(text: Text, said: str) -> wire.Sample:
+    """A sample of a text, with log-probabilities of -1 and version 0."""
+    tokens = text.encode(said)
+    count = len(tokens)
+    return wire.Sample(tokens, np.full(count, -1, np.float32), np.zeros(count, np.int32), "stop")
 
 
 class Services:
@@ -62,38 +51,25 @@ class Services:
 
     async def call(self, service: str, request: Any, **_: Any) -> Any:
         self.requests.append(request)
-        if isinstance(request, GenerateRequest):
+        if isinstance(request, wire.GenerateRequest):
             texts = self.script.pop(0)
             assert len(texts) == request.n
-            return GenerateResult([self._sample(t) for t in texts], len(request.tokens), 0)
-        if isinstance(request, RetrieveRequest):
-            return RetrieveResult([[Passage("1", "Bulgaria", "Capital: Sofia", 1.0)]])
-        assert isinstance(request, JudgeRequest)
-        if service == "judge.exact_match":
-            return JudgeResult(
-                [
-                    Judgement({"outcome": float(t.answer == "Sofia"), "f1": 0.0})
-                    for t in request.turns
-                ]
-            )
-        return JudgeResult([self._judge(t) for t in request.turns])
+            samples = [sample(self.text, said) for said in texts]
+            return wire.GenerateResult(samples, len(request.tokens), 0)
+        if isinstance(request, wire.RetrieveRequest):
+            return wire.RetrieveResult([[wire.Passage("1", "Bulgaria", "Capital: Sofia", 1.0)]])
+        assert isinstance(request, wire.JudgeRequest)
+        judged = self._outcome if service == "judge.exact_match" else self._judge
+        return wire.JudgeResult([judged(turn) for turn in request.turns])
 
-    def _sample(self, text: str) -> Sample:
-        tokens = self.text.encode(text)
-        return Sample(
-            tokens, np.full(len(tokens), -1, np.float32), np.zeros(len(tokens), np.int32), "stop"
-        )
+    def _outcome(self, turn: Any) -> wire.Judgement:
+        return wire.Judgement({"outcome": float(turn.answer == "Sofia"), "f1": 0.0})
 
-    def _judge(self, turn: Any) -> Judgement:
-        column = "query" if turn.answer is None else "answer"
-        value = {"good": 1.0, "bad": -1.0, "Sofia": 1.0, "Rome": -1.0}[
-            str(turn.query or turn.answer)
-        ]
-        scores = {"think": 0.0, column: value}
-        return Judgement(
-            {c: v for c, v in scores.items() if c not in self.invalid},
-            [c for c in scores if c in self.invalid],
-        )
+    def _judge(self, turn: Any) -> wire.Judgement:
+        column, worth = "query" if turn.answer is None else "answer", str(turn.query or turn.answer)
+        scores = {"think": 0.0, column: WORTH[worth]}
+        invalid = [name for name in scores if name in self.invalid]
+        return wire.Judgement({k: v for k, v in scores.items() if k not in invalid}, invalid)
 
 
 class Stage(Staged):
@@ -107,14 +83,14 @@ class Stage(Staged):
         llama: Path,
         script: list[list[str]],
         invalid: list[str] | None = None,
-        **settings: Any,
+        **options: Any,
     ):
-        own = {name: settings.pop(name) for name in [*settings] if name in OPTIONS}
-        self.options = {"k": 3, **own}
-        text = Text(str(llama))
-        chosen = msgspec.structs.replace(SchedulerConfig(budget=2), **settings)
-        services = Services(text, script, invalid)
-        super().__init__(tmp_path / "journal", text, services, SearchQA("short", 1), TASK, chosen)
+        own = {name: options.pop(name) for name in [*options] if name in OPTIONS}
+        self.options, text = {"k": 3, **own}, Text(str(llama))
+        world = Services(text, script, invalid), SearchQA("short", 1), TASK
+        own_settings: dict[str, Any] = {"budget": 2} | options
+        settings = SchedulerConfig(**own_settings)
+        super().__init__(tmp_path / "journal", text, *world, settings)
         self.context = self.anew(seed=0)
 
     def use(self, **changes: Any) -> None:
@@ -133,9 +109,7 @@ class Stage(Staged):
         return [[turn.scores["reward"] for turn in group] for group in self.groups]
 
 
-async def test_slate_emits_all_candidates_of_every_step_and_continues_one(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_slate_emits_all_candidates_and_continues_one(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, [[GOOD, BAD, NOTHING], [RIGHT, RIGHT, RIGHT]])
     await stage.grow(slate)
     assert stage.rewards() == [[1, -1, -2], [1, 1, 1]]
@@ -146,9 +120,7 @@ async def test_slate_emits_all_candidates_of_every_step_and_continues_one(
     assert kinds == ["prompt", "action", "observation", "action"]
 
 
-async def test_when_all_fail_the_notice_is_shown_and_the_step_is_used_up(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_when_all_fail_the_notice_uses_the_step_up(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, [[NOTHING] * 3, [RIGHT] * 3])
     await stage.grow(slate)
     assert stage.rewards() == [[-2, -2, -2], [1, 1, 1]]
@@ -157,9 +129,7 @@ async def test_when_all_fail_the_notice_is_shown_and_the_step_is_used_up(
     assert stage.counts["invalid_actions"] == 3
 
 
-async def test_a_used_up_budget_forces_an_answer_that_is_logged_and_not_trained(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_a_used_up_budget_forces_an_untrained_answer(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, [[GOOD] * 3, [BAD] * 3, [" Sofia </answer>"]])
     await stage.grow(slate)
     assert len(stage.groups) == 2
@@ -170,29 +140,23 @@ async def test_a_used_up_budget_forces_an_answer_that_is_logged_and_not_trained(
     assert tip.id not in {turn.node for group in stage.groups for turn in group}
 
 
-async def test_slate_selects_by_the_advantage_on_which_it_trains(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_slate_selects_by_the_advantage_that_it_trains(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, [[GOOD, BAD, NOTHING], [RIGHT] * 3], ddof=0, eps=0.5)
     await stage.grow(slate)
     trained = slate_scheme.advantages(table_of(stage.groups[0]), ddof=0, eps=0.5)
     np.testing.assert_allclose([turn.scores["advantage"] for turn in stage.groups[0]], trained)
 
 
-async def test_candidates_of_a_judge_that_fails_differ_by_nothing(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_candidates_of_a_failing_judge_have_one_score(tmp_path: Path, llama: Path) -> None:
     script = [[RIGHT, GOOD, RIGHT], [RIGHT] * 3]
     stage = Stage(tmp_path, llama, script, invalid=["think", "query", "answer"])
     await stage.grow(slate)
-    assert all(
-        "reward" not in turn.scores and turn.scores["advantage"] == 0 for turn in stage.groups[0]
-    )
+    for turn in stage.groups[0]:
+        assert "reward" not in turn.scores
+        assert turn.scores["advantage"] == 0
 
 
-async def test_an_invalid_judgement_is_zero_in_the_reward_absent_in_the_columns_and_counted(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_an_invalid_judgement_adds_zero_and_is_counted(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, [[RIGHT] * 3], invalid=["answer"])
     await stage.grow(slate)
     (group,) = stage.groups
@@ -205,10 +169,9 @@ async def test_a_tree_grown_halfway_goes_on_where_it_stood(tmp_path: Path, llama
     stage = Stage(tmp_path, llama, [[GOOD, BAD, NOTHING]])
     with pytest.raises(IndexError):  # the services die when the second step is asked for
         await stage.grow(slate)
-    (row,) = stage.journal.trees()
-    tree = stage.journal.tree(row)
+    tree = stage.reread()
     stage.services.script = [[RIGHT, WRONG, NOTHING]]
-    again = Context(stage.runtime, TASK, tree, random.Random(1))
+    again = stage.anew(tree)
     await again.plant()
     await slate.grow(tree, again, 3)
     assert len(stage.groups) == 2
@@ -216,30 +179,17 @@ async def test_a_tree_grown_halfway_goes_on_where_it_stood(tmp_path: Path, llama
     assert tree.tip().step == 2
 
 
-@pytest.mark.parametrize(
-    ("strategy", "first"),
-    [(slate, [GOOD, GOOD, GOOD]), (full, [GOOD]), (chain, [GOOD]), (ppr, [GOOD])],
-)
-async def test_a_trajectory_that_outgrows_the_context_ends_as_a_failure_and_takes_nothing_else_away(
-    tmp_path: Path, llama: Path, strategy: Any, first: list[str]
+@pytest.mark.parametrize(("strategy", "count"), [(slate, 3), (full, 1), (chain, 1), (ppr, 1)])
+async def test_a_trajectory_that_outgrows_the_context_ends_as_a_failure_alone(
+    tmp_path: Path, llama: Path, strategy: Any, count: int
 ) -> None:
+    first = [GOOD] * count
     script = [first, [RIGHT]] if strategy is full else [first]
-    stage = Stage(
-        tmp_path,
-        llama,
-        script,
-        budget=4,
-        k=2 if strategy is full else len(first),
-        max_action_tokens=8,
-    )
+    k = 2 if strategy is full else len(first)
+    stage = Stage(tmp_path, llama, script, budget=4, k=k, max_action_tokens=8)
     await stage.context.plant()
-    prompt = len(stage.tree.nodes[0].tokens)
-    room = (
-        len(stage.runtime.text.encode(GOOD))
-        + 8
-        + len(stage.runtime.text.encode(stage.runtime.environment.forced_prefix))
-    )
-    stage.use(longest=prompt + room)
+    texts = stage.tree.nodes[0].text, GOOD, stage.runtime.environment.forced_prefix
+    stage.use(longest=8 + sum(len(stage.runtime.text.encode(text)) for text in texts))
     await stage.grow(strategy)
     (group,) = stage.groups
     assert len(group) == {slate: 3, full: 2}.get(strategy, 1)
@@ -250,11 +200,14 @@ async def test_a_trajectory_that_outgrows_the_context_ends_as_a_failure_and_take
 
     asked = len(stage.services.requests)  # a restart finds the tree as ended
     stage.journal.close_tree(stage.tree)
-    (row,) = stage.journal.trees()
-    again = Context(stage.runtime, TASK, stage.journal.tree(row), random.Random(1))
+    again = stage.anew(stage.reread())
     await again.plant()
     assert await again.onward(await again.tip()) is None
     assert len(stage.services.requests) == asked
+
+
+def scores(tree: Tree) -> dict[int, dict[str, float]]:
+    return {number: node.scores for number, node in tree.nodes.items()}
 
 
 def written(stage: Stage) -> tuple[list[str], Counter[int]]:
@@ -272,9 +225,7 @@ def written(stage: Stage) -> tuple[list[str], Counter[int]]:
     return commits, nodes
 
 
-async def test_a_step_of_slate_is_one_transaction_and_writes_each_node_once(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_a_step_of_slate_is_one_transaction(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, [[GOOD, GOOD, GOOD]] * 3 + [[RIGHT, RIGHT, RIGHT]], budget=4)
     commits, nodes = written(stage)
     await stage.grow(slate)
@@ -284,17 +235,11 @@ async def test_a_step_of_slate_is_one_transaction_and_writes_each_node_once(
     assert len(commits) == 5
     tip = stage.tree.tip().id
     assert nodes == {node: 1 + (node == tip) for node in stage.tree.nodes}
-    (row,) = stage.journal.trees()
-    back = stage.journal.tree(row)
-    assert {id: node.scores for id, node in back.nodes.items()} == {
-        n: x.scores for n, x in stage.tree.nodes.items()
-    }
+    assert scores(stage.reread()) == scores(stage.tree)
 
 
 @pytest.mark.parametrize("strategy", [chain, ppr])
-async def test_a_step_of_a_chain_is_one_transaction(
-    tmp_path: Path, llama: Path, strategy: Any
-) -> None:
+async def test_a_chains_step_is_one_transaction(tmp_path: Path, llama: Path, strategy: Any) -> None:
     stage = Stage(tmp_path, llama, [[GOOD]] * 3 + [[RIGHT]], budget=4, k=1)
     commits, nodes = written(stage)
     await stage.grow(strategy)
@@ -306,11 +251,7 @@ async def test_a_step_of_a_chain_is_one_transaction(
     actions = {node.id for node in stage.tree.actions()}
     assert all(nodes[node] == 1 for node in stage.tree.nodes if node not in actions)
     assert all(nodes[action] <= 2 for action in actions)  # sampled, then judged
-    (row,) = stage.journal.trees()
-    back = stage.journal.tree(row)
-    assert {id: node.scores for id, node in back.nodes.items()} == {
-        n: x.scores for n, x in stage.tree.nodes.items()
-    }
+    assert scores(stage.reread()) == scores(stage.tree)
 
 
 def test_nodes_that_the_journal_lacks_leave_their_numbers_unused() -> None:

@@ -1,4 +1,4 @@
-"""The versions of which the stream tells, whatever the order in which the learner's answers arrive."""
+"""Groups and closed trees on their way to the learner, and the versions that come back."""
 
 import asyncio
 import sqlite3
@@ -30,9 +30,15 @@ class LateLearner:
         return await self.answers[request.id]
 
 
-async def test_each_version_is_told_once_even_one_that_arrives_after_a_newer_one(
-    tmp_path: Path,
-) -> None:
+def planted(journal: Journal, number: int) -> Tree:
+    """A journaled tree that has a prompt."""
+    tree = Tree(number, "task")
+    tree.add(None, "prompt", np.arange(3, dtype=np.int32), "prompt")
+    journal.start_tree(tree, number, 0)
+    return tree
+
+
+async def test_each_version_is_told_once_also_after_a_newer_one(tmp_path: Path) -> None:
     journal, learner, told = Journal(tmp_path / "j"), LateLearner(), list[tuple[int, int]]()
 
     async def on_trained(trained: Trained) -> None:
@@ -40,9 +46,7 @@ async def test_each_version_is_told_once_even_one_that_arrives_after_a_newer_one
 
     stream = Stream(cast(Any, learner), journal, on_trained)
     stream.version, stream.announced = 1, {0, 1}
-    tree = Tree(0, "task")
-    tree.add(None, "prompt", np.arange(3, dtype=np.int32), "prompt")
-    journal.start_tree(tree, 0, 1)
+    tree = planted(journal, 0)
     for _ in range(5):
         stream.emit(tree, [Turn(0, 0, 1, {})])
     while len(learner.answers) < 5:
@@ -56,9 +60,7 @@ async def test_each_version_is_told_once_even_one_that_arrives_after_a_newer_one
     await stream.stop()
 
 
-async def test_trees_that_close_together_are_told_after_one_wait_for_the_disk(
-    tmp_path: Path,
-) -> None:
+async def test_trees_that_close_together_wait_once_for_the_disk(tmp_path: Path) -> None:
     journal, learner = Journal(tmp_path / "j"), LateLearner()
     stream = Stream(cast(Any, learner), journal, cast(Any, None))
     order: list[str] = []
@@ -75,21 +77,16 @@ async def test_trees_that_close_together_are_told_after_one_wait_for_the_disk(
 
     journal.sync, learner.call = counted, told
     for number in range(20):
-        tree = Tree(number, "task")
-        tree.add(None, "prompt", np.arange(3, dtype=np.int32), "prompt")
-        journal.start_tree(tree, number, 0)
+        tree = planted(journal, number)
         journal.close_tree(tree)
         stream.close(tree)
     await stream.settle(30.0)
-    assert [event for event in order if event != "sync"] == [
-        f"close {number}" for number in range(20)
-    ]
+    told_of = [event for event in order if event != "sync"]
+    assert told_of == [f"close {number}" for number in range(20)]
     assert order[0] == "sync" and order.count("sync") <= 2
 
 
-async def test_a_group_is_committed_before_it_is_sent_and_a_turn_of_the_loop_is_one_transaction(
-    tmp_path: Path,
-) -> None:
+async def test_a_group_is_committed_before_it_is_sent(tmp_path: Path) -> None:
     journal, learner = Journal(tmp_path / "j"), LateLearner()
     stream = Stream(cast(Any, learner), journal, cast(Any, None))
     commit, call, commits, sent = journal._commit, learner.call, list[int](), list[list[int]]()
@@ -99,16 +96,13 @@ async def test_a_group_is_committed_before_it_is_sent_and_a_turn_of_the_loop_is_
         commit(statements)
 
     async def told(service: str, request: Any, deadline: float) -> Any:
-        sent.append(
-            [group for group, _ in Journal(tmp_path / "j", readonly=True).groups(request.tree)]
-        )
+        groups = Journal(tmp_path / "j", readonly=True).groups(request.tree)
+        sent.append([group for group, _ in groups])
         return await call(service, request, deadline)
 
     journal._commit, learner.call = counted, told
     for number in range(50):
-        tree = Tree(number, "task")
-        tree.add(None, "prompt", np.arange(3, dtype=np.int32), "prompt")
-        journal.start_tree(tree, number, 0)
+        tree = planted(journal, number)
         stream.emit(tree, [Turn(0, 0, 1, {})])
     assert not commits
     while len(sent) < 50:
@@ -126,8 +120,7 @@ async def test_a_group_that_could_not_be_written_is_never_sent(tmp_path: Path) -
         raise sqlite3.OperationalError("database or disk is full")
 
     journal._commit = full
-    tree = Tree(0, "task")
-    tree.add(None, "prompt", np.arange(3, dtype=np.int32), "prompt")
+    tree = planted(journal, 0)
     stream.emit(tree, [Turn(0, 0, 1, {})])
     await stream.settle(30.0)
     assert not learner.answers
@@ -136,9 +129,7 @@ async def test_a_group_that_could_not_be_written_is_never_sent(tmp_path: Path) -
         journal.close_tree(tree)
 
 
-async def test_a_second_learner_process_in_one_start_ends_the_run_and_a_reconnected_one_does_not(
-    tmp_path: Path,
-) -> None:
+async def test_a_second_learner_process_in_one_start_ends_the_run(tmp_path: Path) -> None:
     stream = Stream(cast(Any, LateLearner()), Journal(tmp_path / "j"), cast(Any, None))
 
     def joined(pid: int, service: str = "train") -> None:

@@ -9,13 +9,13 @@ import asyncio
 import errno
 import sqlite3
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from coppice.actors.environments.base import Action, Environment, Task, Tools, Transition
-from coppice.actors.environments.tictactoe.environment import State, TicTacToe
+from coppice.actors.environments.tictactoe.environment import TicTacToe, TicTacToeState
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig
 from coppice.scheduler.growth.failures import ALIKE, InARow
 from coppice.scheduler.ledger.journal import Journal, JournalError, TreeRow
@@ -24,9 +24,12 @@ from tests.scheduler.test_begin import QUESTIONS, UPDATES, House
 
 HELD_OUT = 3
 SETTINGS = SchedulerConfig(
-    strategy="chain", judge="none", updates=UPDATES, questions_per_update=QUESTIONS, max_action_tokens=4,
-    evaluation=EvaluationConfig(questions=0),
-)  # fmt: skip
+    strategy="chain",
+    judge="none",
+    updates=UPDATES,
+    questions_per_update=QUESTIONS,
+    max_action_tokens=4,
+)
 
 
 class Failing(TicTacToe):
@@ -50,30 +53,23 @@ class Failing(TicTacToe):
             raise LookupError(f"no room for seed {seed}")
         return super().task(seed)
 
-    async def step(self, state: State, action: Action, tools: Tools) -> Transition:
+    async def step(self, state: TicTacToeState, action: Action, tools: Tools) -> Transition:
         """Return the result of the action, or raise the next error."""
         if not self.errors and self.always is None:
             return await super().step(state, action, tools)
         error = self.errors.pop(0) if self.errors else self.always
         if error is None:
-            huge: Any = 2**70
-            return Transition(
-                msgspec.structs.replace(state, opponent=huge),
-                "the end",
-                True,
-                1.0,
-                self.lost(state),
-            )
+            odd = msgspec.structs.replace(state, opponent=cast(Any, 2**70))
+            return Transition(odd, "the end", True, 1.0, self.lost(state))
         raise error
 
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> type[Failing]:
     """The environment, whose errors are those of one test."""
-    monkeypatch.setattr(Failing, "errors", [])
-    monkeypatch.setattr(Failing, "always", None)
-    monkeypatch.setattr(Failing, "unmakeable", set[int]())
-    monkeypatch.setattr(Failing, "asked", 0)
+    fresh = {"errors": [], "always": None, "unmakeable": set[int](), "asked": 0}
+    for name, value in fresh.items():
+        monkeypatch.setattr(Failing, name, value)
     return Failing
 
 
@@ -88,12 +84,8 @@ async def rows_of(folder: Path, model: Path, heldout: int = 0) -> list[TreeRow]:
 async def test_an_exception_of_one_tree_quarantines_it_with_the_traceback_and_the_run_goes_on(
     tmp_path: Path, llama: Path, failing: type[Failing], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    failing.errors = [
-        ValueError("odd \ud800"),
-        asyncio.CancelledError("nobody's"),
-        RecursionError("deep"),
-        None,
-    ]
+    cancelled, deep = asyncio.CancelledError("nobody's"), RecursionError("deep")
+    failing.errors = [ValueError("odd \ud800"), cancelled, deep, None]
     rows = await rows_of(tmp_path, llama)
     assert [row.status for row in rows].count("closed") == QUESTIONS * UPDATES
     reasons = sorted(str(row.reason) for row in rows if row.status == "quarantined")
@@ -108,7 +100,7 @@ async def test_an_exception_of_one_tree_quarantines_it_with_the_traceback_and_th
     assert "a tree fails: ValueError: odd \\ud800 (task " in capsys.readouterr().out
 
 
-async def test_a_task_that_cannot_be_made_quarantines_its_tree_and_the_run_goes_on(
+async def test_a_task_that_cannot_be_made_quarantines_its_tree(
     tmp_path: Path, llama: Path, failing: type[Failing]
 ) -> None:
     failing.unmakeable = {0, 2, 3}
@@ -116,10 +108,9 @@ async def test_a_task_that_cannot_be_made_quarantines_its_tree_and_the_run_goes_
     assert [row.status for row in rows].count("closed") == QUESTIONS * UPDATES
     odd = [row for row in rows if row.status == "quarantined"]
     assert odd and all(row.task == f"draw {row.position}" for row in odd)
-    assert all(
-        "LookupError: no room for seed" in str(row.reason) and "Traceback" in str(row.reason)
-        for row in odd
-    )
+    for row in odd:
+        assert "LookupError: no room for seed" in str(row.reason)
+        assert "Traceback" in str(row.reason)
 
 
 async def test_an_exception_of_one_held_out_tree_leaves_the_evaluation_to_the_others(
@@ -136,39 +127,29 @@ async def test_an_exception_of_one_held_out_tree_leaves_the_evaluation_to_the_ot
     monkeypatch.setattr(failing, "measures", once)
     rows = await rows_of(tmp_path, llama, HELD_OUT)
     (odd,) = [row for row in rows if row.status == "quarantined"]
-    assert (odd.split, odd.task) == ("heldout", failed[0]) and "ZeroDivisionError" in str(
-        odd.reason
-    )
+    assert (odd.split, odd.task) == ("heldout", failed[0])
+    assert "ZeroDivisionError" in str(odd.reason)
     evaluations = Journal(tmp_path / "journal.sqlite", readonly=True).evaluations()
-    assert [(name, result["questions"]) for _, name, result in evaluations] == [
-        ("start", 2),
-        ("end", 3),
-    ]
+    counts = [(name, result["questions"]) for _, name, result in evaluations]
+    assert counts == [("start", 2), ("end", 3)]
 
 
-async def test_many_trees_in_a_row_that_fail_alike_end_the_run_which_names_cause_task_and_environment(
+async def test_many_trees_in_a_row_that_fail_alike_end_the_run(
     tmp_path: Path, llama: Path, failing: type[Failing]
 ) -> None:
     failing.always = ZeroDivisionError("every time")
-    with pytest.raises(
-        Fault,
-        match=rf"^{ALIKE} trees in a row failed alike.*ZeroDivisionError: every time \(task .*Failing",
-    ):
+    told = rf"^{ALIKE} trees in a row failed alike.*ZeroDivisionError: every time \(task .*Failing"
+    with pytest.raises(Fault, match=told):
         await rows_of(tmp_path, llama)
     rows = Journal(tmp_path / "journal.sqlite", readonly=True).trees("status='quarantined'")
     assert len(rows) == ALIKE - 1
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, "full"),
-        JournalError("no room"),
-        sqlite3.OperationalError("disk I/O error"),
-        MemoryError(),
-    ],
-    ids=lambda error: type(error).__name__,
-)
+DISK = sqlite3.OperationalError("disk I/O error")
+OF_THE_RUN = [OSError(errno.ENOSPC, "full"), JournalError("no room"), DISK, MemoryError()]
+
+
+@pytest.mark.parametrize("error", OF_THE_RUN, ids=lambda error: type(error).__name__)
 async def test_a_full_disk_a_failing_journal_and_no_memory_are_the_runs(
     tmp_path: Path, llama: Path, failing: type[Failing], error: Exception
 ) -> None:

@@ -63,9 +63,7 @@ def test_the_proof_of_most_actors_counts(proofs: list[str], expected: str) -> No
     assert most_common(proofs) == expected
 
 
-async def test_whoever_fails_or_proves_others_is_sent_away_and_the_rest_goes_on(
-    tmp_path: Path,
-) -> None:
+async def test_who_fails_or_proves_other_weights_is_sent_away(tmp_path: Path) -> None:
     async with bench(tmp_path) as table:
         sync = made(table)
         actors = {"a": Actor(), "b": Actor("other"), "c": Actor(wrong=(1,)), "d": Actor()}
@@ -78,9 +76,7 @@ async def test_whoever_fails_or_proves_others_is_sent_away_and_the_rest_goes_on(
         assert [actor.loads for actor in actors.values()] == [[1]] * 4
 
 
-async def test_who_joins_during_an_update_gets_the_newer_version_before_any_work(
-    tmp_path: Path,
-) -> None:
+async def test_who_joins_during_an_update_gets_the_newer_version(tmp_path: Path) -> None:
     async with bench(tmp_path) as table:
         sync, late = made(table), Actor()
         await sync.everywhere(ONE)

@@ -21,10 +21,8 @@ def table(most: int) -> int:
         finding = planted.first_violation(fault, most)
         missed += finding is None
         seed, words = finding or ("none", "")
-        print(
-            f"| {fault.name} | {fault.like} | {seed} | {words.splitlines()[0][:110] if words else ''} |",
-            flush=True,
-        )
+        words = words.partition("\n")[0][:110]
+        print(f"| {fault.name} | {fault.like} | {seed} | {words} |", flush=True)
     return bool(missed)
 
 
@@ -41,40 +39,28 @@ def failures(seed: int) -> list[str]:
 
 
 def many(seeds: range, processes: int) -> int:
-    """Play ``seeds`` in several processes and tell each violation. Returns how many seeds had one."""
+    """Play ``seeds`` in several processes. Returns the number of seeds with a violation."""
     start, failed = time.perf_counter(), 0
     with ProcessPoolExecutor(processes, initializer=ready) as pool:
         for seed, found in zip(seeds, pool.map(failures, seeds, chunksize=20), strict=True):
             if found:
                 failed += 1
                 print(f"seed {seed}: {found[0][:300]}", flush=True)
-    seconds = time.perf_counter() - start
-    used = os.times()
+    seconds, used = time.perf_counter() - start, os.times()
     processor = used.children_user + used.children_system
-    print(
-        f"{len(seeds)} seeds in {seconds:.1f} s with {processes} processes, {processor:.1f} s of processor time"
-        f" ({len(seeds) / max(processor, 1e-9):.0f} seeds per second of it), {failed} with a violated invariant"
-    )
+    rate = f"{len(seeds) / max(processor, 1e-9):.0f} seeds per second of processor time"
+    print(f"{len(seeds)} seeds in {seconds:.1f} s ({rate}), {failed} with a violated invariant")
     return failed
 
 
 def main() -> int:
     """Returns 1 if an invariant was violated."""
     parser = argparse.ArgumentParser(description="Deterministic simulation of the scheduler.")
-    parser.add_argument(
-        "seed", type=int, nargs="?", help="the seed to replay; its history is printed"
-    )
-    parser.add_argument("--seeds", type=int, default=0, help="how many seeds to play")
+    parser.add_argument("seed", type=int, nargs="?", help="replay this seed, print its history")
+    parser.add_argument("--seeds", type=int, default=0, help="the number of seeds to play")
     parser.add_argument("--first", type=int, default=0, help="the first of these seeds")
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=len(os.sched_getaffinity(0)),
-        help="how many play them at once",
-    )
-    parser.add_argument(
-        "--planted", type=int, default=0, help="find every planted fault within so many seeds"
-    )
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--planted", type=int, default=0, help="seeds to find each planted fault")
     arguments = parser.parse_args()
     if arguments.seed is not None:
         history = simulate(arguments.seed)

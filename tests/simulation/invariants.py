@@ -1,6 +1,7 @@
 """What must hold after every run, read from the journal and the learner's own record, not from the
 scheduler's word."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -29,12 +30,13 @@ def of_the_journal(
     if versions != list(range(1, settings.updates + 1)):
         yield f"the learner made the versions {versions}, expected 1 to {settings.updates}"
     if any(len(update.trees) != settings.questions_per_update for update in record):
-        yield f"an update has not {settings.questions_per_update} questions: {[len(u.trees) for u in record]}"
+        sizes = [len(update.trees) for update in record]
+        yield f"an update has not {settings.questions_per_update} questions: {sizes}"
     yield from _admission(rows, record, plan)
     if settings.max_staleness == 0 and not lives:
         for update in record:
             if update.sampled - {update.version - 1}:
-                yield f"update {update.version} of a synchronous run trained on tokens of versions {update.sampled}"
+                yield f"synchronous update {update.version} has tokens of versions {update.sampled}"
     for row in journal.trees():
         yield from _well_formed(journal.tree(row), journal)
 
@@ -42,10 +44,8 @@ def of_the_journal(
 def _draws(rows: Sequence[TreeRow], shard: Shard) -> Iterator[str]:
     """Every task that was drawn is trained or quarantined with a reason, which is a peer's fault,
     and no draw of the shard is skipped or made twice."""
-    drawn, expected = (
-        sorted(row.position for row in rows),
-        [shard.position(draw) for draw in range(len(rows))],
-    )
+    drawn = sorted(row.position for row in rows)
+    expected = [shard.position(draw) for draw in range(len(rows))]
     if drawn != expected:
         yield f"the draws are {drawn}, expected {expected}"
     for row in rows:
@@ -66,10 +66,7 @@ def _trained_once(
     trained = Counter[int]()
     by_version: dict[int, int] = {}
     for update in record:
-        for group in (
-            *update.replaced,
-            *(group for some in update.trees.values() for group in some),
-        ):
+        for group in itertools.chain(update.replaced, *update.trees.values()):
             trained[group] += 1
             by_version[group] = update.version
     for group, count in trained.items():
@@ -85,7 +82,8 @@ def _trained_once(
         elif version is None:
             yield f"group {group} was trained and the journal does not say so"
         elif version != by_version[group]:
-            yield f"group {group} was trained into version {by_version[group]}, and the journal says {version}"
+            journaled = f"and the journal says {version}"
+            yield f"group {group} was trained into version {by_version[group]}, {journaled}"
 
 
 def _admission(rows: Sequence[TreeRow], record: Sequence[Update], plan: Plan) -> Iterator[str]:
@@ -98,12 +96,14 @@ def _admission(rows: Sequence[TreeRow], record: Sequence[Update], plan: Plan) ->
     for row in rows:
         admitted += row.id in counted
         if row.id in counted and admitted > (staleness + row.version + 1) * questions:
-            yield f"tree {row.id} was admitted at version {row.version} as number {admitted}, beyond the bound"
+            when = f"at version {row.version} as number {admitted}"
+            yield f"tree {row.id} was admitted {when}, beyond the bound"
     admitted_at, ages = {row.id: row.version for row in rows}, list[int]()
     for update in record:
         ages += [update.version - 1 - admitted_at[tree] for tree in update.trees]
         if sum(ages) > staleness * len(ages):
-            yield f"the trees trained up to version {update.version} are {ages} versions old, more than {staleness} in the mean"
+            bound = f"more than {staleness} in the mean"
+            yield f"trees up to version {update.version} are {ages} versions old, {bound}"
     for row in rows:
         if row.status == "closed" and row.id not in counted:
             yield f"tree {row.id} is closed, and no update has taken it"
@@ -111,25 +111,24 @@ def _admission(rows: Sequence[TreeRow], record: Sequence[Update], plan: Plan) ->
 
 def _well_formed(tree: Tree, journal: Journal) -> Iterator[str]:
     for node in tree.nodes.values():
-        if (node.parent < 0) != (node.id == 0) or (
-            node.parent >= 0 and node.parent not in tree.nodes
-        ):
+        unknown = node.parent >= 0 and node.parent not in tree.nodes
+        if (node.parent < 0) != (node.id == 0) or unknown:
             yield f"tree {tree.id}: node {node.id} has the parent {node.parent}"
         arrays = (node.logprobs, node.versions, node.sampled)
-        if node.kind == "action" and any(
-            array is None or len(array) != len(node.tokens) for array in arrays
-        ):
+        lacking = any(array is None or len(array) != len(node.tokens) for array in arrays)
+        if node.kind == "action" and lacking:
             yield f"tree {tree.id}: action {node.id} lacks log-probabilities or versions"
         yield from _answers_belong(tree, node)
     seen: dict[int, int] = {}
     for group in tree.groups:
         for turn in journal.turns(group):
+            where = f"tree {tree.id}: group {group}"
             if seen.setdefault(turn.node, group) != group:
-                yield f"tree {tree.id}: node {turn.node} is trained in the groups {seen[turn.node]} and {group}"
+                yield f"{where} trains on node {turn.node}, as group {seen[turn.node]} does"
             if turn.node not in tree.nodes or tree.nodes[turn.node].kind != "action":
-                yield f"tree {tree.id}: group {group} trains on node {turn.node}, which is no action of the tree"
+                yield f"{where} trains on node {turn.node}, which is no action of the tree"
             if not all(map(math.isfinite, turn.scores.values())):
-                yield f"tree {tree.id}: group {group} has the scores {turn.scores}"
+                yield f"{where} has the scores {turn.scores}"
 
 
 def _answers_belong(tree: Tree, node: Node) -> Iterator[str]:
@@ -151,9 +150,8 @@ def of_the_workers(run: Run) -> Iterator[str]:
         # a replaced tree came too late for the last update, so the learner has nothing to answer
         return
     for worker in run.dispatcher.workers():
-        if left := [
-            a.pending.service for a in worker.in_flight.values() if a.pending.service != "load"
-        ]:
+        services = [attempt.pending.service for attempt in worker.in_flight.values()]
+        if left := [service for service in services if service != "load"]:
             yield f"{worker.name} still holds the calls {left} when all is done"
 
 
@@ -167,7 +165,7 @@ def of_the_scheduler(run: Run) -> Iterator[str]:
     held = {
         "open calls": calls,
         "waiting calls": [service for service, queue in run.dispatcher._waiting.items() if queue],
-        "growing trees": run.forest.growing,
+        "growing trees": run.open_trees.growing,
         "trees in the fleet": run.runtime.fleet.trees,
         "seats": [name for name, seats in run.runtime.fleet.seats.items() if seats],
         "samples being decoded": +run.runtime.fleet.decoding,

@@ -14,29 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from coppice.wire import messages as wire
 from coppice.wire.arrays import Frame, decode_body, decode_header, encode
-from coppice.wire.messages import (
-    Cancel,
-    Drain,
-    Error,
-    GenerateRequest,
-    GenerateResult,
-    Goodbye,
-    Heartbeat,
-    Judgement,
-    JudgeRequest,
-    JudgeResult,
-    LoadRequest,
-    LoadResult,
-    Passage,
-    Register,
-    Registered,
-    Request,
-    Result,
-    RetrieveRequest,
-    RetrieveResult,
-    Sample,
-)
 from coppice.wire.service import PINNED_ROOM, REGISTER_AGAIN, service_types
 from tests.simulation.network import Network
 
@@ -103,7 +82,7 @@ class Peer:
         self.alive, self.frozen_until = True, 0.0
         identity = f"{self.name}/{self.life}".encode()
         self.connection = self.network.connect(self.name, identity, self._arrived)
-        self.calls: dict[int, Request] = {}
+        self.calls: dict[int, wire.Request] = {}
         self.registered, self.draining = False, False
         self.admission: str | None = None
         self.echo = 0
@@ -155,11 +134,11 @@ class Peer:
         if self.registered and self.agenda.now - self.heard > SILENCE_S:
             self.registered, self.pause = False, FIRST_RETRY_S
         if not self.registered:
-            self.send(Register(self.name, self.services, self.capacity, self.life, "simulated"))
+            self._register()
             self.later(self.pause, self._beat)
             self.pause = min(2 * self.pause, LAST_RETRY_S)
             return
-        self.send(Heartbeat(len(self.calls), self.stats(), list(self.calls), self.echo))
+        self.send(wire.Heartbeat(len(self.calls), self.stats(), list(self.calls), self.echo))
         self.later(self.beat_s, self._beat)
 
     def stats(self) -> dict[str, float]:
@@ -177,63 +156,55 @@ class Peer:
         self.heard = self.agenda.now
         self.note("from scheduler", self.name, header)
         match header:
-            case Request():
+            case wire.Request():
                 self._accept(header, frames)
-            case Cancel(id=number):
+            case wire.Cancel(id=number):
                 self.calls.pop(number, None)
-            case Registered(heartbeat_s=beat_s, admission=admission):
+            case wire.Registered(heartbeat_s=beat_s, admission=admission):
                 if self.admission not in (None, admission):
                     self.calls.clear()
                     self.echo = 0
                 self.admission, self.beat_s, self.registered = admission, beat_s, True
-            case Drain():
+            case wire.Drain():
                 self.draining = True
-                self.send(Drain())
+                self.send(wire.Drain())
                 self._leave_if_done()
-            case Goodbye(reason=reason):
+            case wire.Goodbye(reason=reason):
                 if reason != REGISTER_AGAIN:
                     self.die(restart_after=1.0)
                 elif self.registered:
                     self.registered, self.pause = False, FIRST_RETRY_S
-                    self._register_now()
-            case Heartbeat(echo=echo):
+                    self._register()
+            case wire.Heartbeat(echo=echo):
                 self.echo = echo
             case _:
                 pass
 
-    def _register_now(self) -> None:
-        self.send(Register(self.name, self.services, self.capacity, self.life, "simulated"))
+    def _register(self) -> None:
+        self.send(wire.Register(self.name, self.services, self.capacity, self.life, "simulated"))
 
     def _leave_if_done(self) -> None:
         if self.draining and not self.calls:
-            self.send(Goodbye("drained"))
+            self.send(wire.Goodbye("drained"))
             self.alive = False
 
     # ------------------------------------------------------------------------------------------
     # requests
 
-    def _accept(self, header: Request, frames: list[Frame]) -> None:
+    def _accept(self, header: wire.Request, frames: list[Frame]) -> None:
         if len(self.calls) >= self.capacity + PINNED_ROOM:
-            self.send(
-                Error(
-                    header.id,
-                    "infrastructure",
-                    f"{self.name} is over its capacity of {self.capacity}",
-                )
-            )
+            reason = f"{self.name} is over its capacity of {self.capacity}"
+            self.send(wire.Error(header.id, "infrastructure", reason))
             return
         self.calls[header.id] = header
-        pinned = header.service == "load"
-        if (
-            not pinned
-            and sum(call.service != "load" for call in self.calls.values()) > self.capacity
-        ):
+        unpinned = sum(call.service != "load" for call in self.calls.values())
+        if header.service != "load" and unpinned > self.capacity:
             self.violated(f"{self.name} has more requests than its capacity of {self.capacity}")
         self.later(header.deadline_s, lambda: self._expire(header))
         body = decode_body(frames, service_types(header.service)[0])
         self.accepted(header, body)
 
-    def accepted(self, header: Request, body: Any) -> None:
+    def accepted(self, header: wire.Request, body: Any) -> None:
         """Answer a request after a while, or not at all."""
         mean = self.manners.seconds.get(header.service.split(".")[0], 0.1)
         # a load that hangs may take 20 minutes
@@ -242,40 +213,34 @@ class Peer:
             return
         self.later(self.rng.random() * 2 * mean, lambda: self._answer(header, body))
 
-    def _expire(self, header: Request) -> None:
+    def _expire(self, header: wire.Request) -> None:
         if self.calls.pop(header.id, None) is not None:
-            self.send(
-                Error(
-                    header.id,
-                    "infrastructure",
-                    f"{header.service} on {self.name} passed its deadline",
-                )
-            )
+            reason = f"{header.service} on {self.name} passed its deadline"
+            self.send(wire.Error(header.id, "infrastructure", reason))
 
     def _strikes(self, share: float) -> bool:
         return share > 0 and self.faulty() and self.rng.random() < share
 
-    def _answer(self, header: Request, body: Any) -> None:
+    def _answer(self, header: wire.Request, body: Any) -> None:
         if header.id not in self.calls:
             return None
         if self._strikes(self.manners.error):
-            return self.reply(header.id, Error(header.id, "infrastructure", "an injected fault"))
-        if self._strikes(self.manners.data_fault) and header.service not in (
-            "load",
-            "train",
-            "close",
-        ):
-            return self.reply(header.id, Error(header.id, "data", "this task cannot work"))
+            fault = wire.Error(header.id, "infrastructure", "an injected fault")
+            return self.reply(header.id, fault)
+        own = header.service in ("load", "train", "close")
+        if self._strikes(self.manners.data_fault) and not own:
+            return self.reply(header.id, wire.Error(header.id, "data", "this task cannot work"))
         if self._strikes(self.manners.garbage):
             self.note("garbage", self.name, header.id)
             self.calls.pop(header.id)
-            self.network.to_scheduler(self.connection, [*encode(Result(header.id)), b"\xc1garbage"])
+            frames = [*encode(wire.Result(header.id)), b"\xc1garbage"]
+            self.network.to_scheduler(self.connection, frames)
             return None
-        self.reply(header.id, Result(header.id), self.handle(header, body))
+        self.reply(header.id, wire.Result(header.id), self.handle(header, body))
         return None
 
     def reply(
-        self, number: int, header: Result | Error, body: msgspec.Struct | None = None
+        self, number: int, header: wire.Result | wire.Error, body: msgspec.Struct | None = None
     ) -> None:
         """Answer an open request once; an ill-mannered peer answers twice."""
         if self.calls.pop(number, None) is None:
@@ -286,7 +251,7 @@ class Peer:
             self.later(self.rng.random() * 5, lambda: self.send(header, body))
         self._leave_if_done()
 
-    def handle(self, header: Request, body: Any) -> msgspec.Struct:
+    def handle(self, header: wire.Request, body: Any) -> msgspec.Struct:
         """The result of a request."""
         raise NotImplementedError
 
@@ -305,20 +270,20 @@ class Actor(Peer):
     def stats(self) -> dict[str, float]:
         return {"kv_capacity_tokens": float(self.kv)} if self.kv else {}
 
-    def handle(self, header: Request, body: Any) -> msgspec.Struct:
-        if isinstance(body, LoadRequest):
+    def handle(self, header: wire.Request, body: Any) -> msgspec.Struct:
+        if isinstance(body, wire.LoadRequest):
             self.version = body.version
-            return LoadResult(body.version, body.digest, 0.0)
-        assert isinstance(body, GenerateRequest)
+            return wire.LoadResult(body.version, body.digest, 0.0)
+        assert isinstance(body, wire.GenerateRequest)
         samples = [self._sample(first_logprob(body.tokens)) for _ in range(body.n)]
         if self._strikes(self.manners.short):
             samples = samples[:-1]
-        return GenerateResult(samples, len(body.tokens), 0)
+        return wire.GenerateResult(samples, len(body.tokens), 0)
 
-    def _sample(self, first: float) -> Sample:
+    def _sample(self, first: float) -> wire.Sample:
         tokens = self.rng.choice(self.texts)
         versions = np.full(len(tokens), self.version, np.int32)
-        return Sample(tokens, np.full(len(tokens), first, np.float32), versions, "stop")
+        return wire.Sample(tokens, np.full(len(tokens), first, np.float32), versions, "stop")
 
 
 class Judge(Peer):
@@ -329,25 +294,24 @@ class Judge(Peer):
         "judge.exact_match": ("outcome", "f1"),
     }
 
-    def handle(self, header: Request, body: Any) -> msgspec.Struct:
-        assert isinstance(body, JudgeRequest)
+    def handle(self, header: wire.Request, body: Any) -> msgspec.Struct:
+        assert isinstance(body, wire.JudgeRequest)
         judgements = [self._judged(header.service, turn.response) for turn in body.turns]
-        return JudgeResult(judgements[:-1] if self._strikes(self.manners.short) else judgements)
+        short = self._strikes(self.manners.short)
+        return wire.JudgeResult(judgements[:-1] if short else judgements)
 
-    def _judged(self, service: str, response: str) -> Judgement:
+    def _judged(self, service: str, response: str) -> wire.Judgement:
         scores = {column: score(response, column) for column in self.columns[service]}
         if self._strikes(self.manners.not_a_number):
-            column = self.rng.choice(sorted(scores))
-            return Judgement(
-                {name: value for name, value in scores.items() if name != column}, [column]
-            )
-        return Judgement(scores)
+            del scores[column := self.rng.choice(sorted(scores))]
+            return wire.Judgement(scores, [column])
+        return wire.Judgement(scores)
 
 
 class Retriever(Peer):
     """Finds the same passage for every query."""
 
-    def handle(self, header: Request, body: Any) -> msgspec.Struct:
-        assert isinstance(body, RetrieveRequest)
-        passages = [[Passage("1", "Peru", "Capital: Lima", 1.0)] for _ in body.queries]
-        return RetrieveResult(passages[:-1] if self._strikes(self.manners.short) else passages)
+    def handle(self, header: wire.Request, body: Any) -> msgspec.Struct:
+        assert isinstance(body, wire.RetrieveRequest)
+        passages = [[wire.Passage("1", "Peru", "Capital: Lima", 1.0)] for _ in body.queries]
+        return wire.RetrieveResult(passages[:-1] if self._strikes(self.manners.short) else passages)

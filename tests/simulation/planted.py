@@ -18,7 +18,7 @@ from coppice.scheduler.dispatch.dispatcher import Dispatcher
 from coppice.scheduler.dispatch.roster import Roster
 from coppice.scheduler.growth import answers
 from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.forest import Forest
+from coppice.scheduler.growth.open_trees import OpenTrees
 from coppice.scheduler.growth.strategies import chain
 from coppice.scheduler.growth.tree import Node
 from coppice.scheduler.ledger.journal import Journal, TreeRow
@@ -49,10 +49,6 @@ def _replace(owner: Any, name: str, value: Any) -> Change:
     return lambda stack: stack.enter_context(patch.object(owner, name, value))
 
 
-# ------------------------------------------------------------------------------------------ the
-# dispatcher
-
-
 def _deaf(self: Dispatcher, *arguments: Any, **options: Any) -> None:
     _original_dispatcher(self, *arguments, **options)
     self.roster._joined.set = lambda: None
@@ -62,8 +58,8 @@ _original_dispatcher = Dispatcher.__init__
 
 
 def _leave_without_calls(self: Roster, worker: Any, reason: str) -> None:
-    if self._workers.get(worker.identity) is worker:
-        del self._workers[worker.identity], self._named[worker.name]
+    if self.by_identity.get(worker.identity) is worker:
+        del self.by_identity[worker.identity], self.by_name[worker.name]
         worker.ready = False
         for service in worker.hello.services:
             self.pools[service].discard(worker)
@@ -97,10 +93,6 @@ def _abandon_in_silence(self: Dispatcher, pending: Any, outcome: str) -> None:
         self._finish(attempt, outcome)
 
 
-# ------------------------------------------------------------------------------------------
-# journal, stream and pacing
-
-
 _untrained = Journal.untrained_trees
 
 
@@ -130,15 +122,15 @@ def _one_more(self: Pacing) -> bool:
     return self.admitted < min(within, self.updates * self.questions)
 
 
-_quarantine = Forest._quarantine
+_quarantine = OpenTrees._quarantine
 
 
-def _quarantine_unwritten(self: Forest, tree: Any, reason: str) -> None:
+def _quarantine_unwritten(self: OpenTrees, tree: Any, reason: str) -> None:
     with patch.object(self.journal, "close_tree", lambda *arguments: None):
         _quarantine(self, tree, reason)
 
 
-def _quarantine_uncounted(self: Forest, tree: Any, reason: str) -> None:
+def _quarantine_uncounted(self: OpenTrees, tree: Any, reason: str) -> None:
     with patch.object(self.pacing, "withdraw", lambda: None):
         _quarantine(self, tree, reason)
 
@@ -149,7 +141,7 @@ async def _grow_again(tree: Any, ctx: Any, bonus: float = 0.1) -> None:
     await asyncio.sleep(0)
 
 
-def _count_without_groups(self: Forest, tree: Any, reason: str) -> None:
+def _count_without_groups(self: OpenTrees, tree: Any, reason: str) -> None:
     if tree.groups or not reason.startswith("no trajectory"):
         return _quarantine(self, tree, reason)
     self.journal.close_tree(tree, "closed")
@@ -191,88 +183,43 @@ def _nothing(*arguments: Any) -> None:
     """What the fault leaves out."""
 
 
-THIS = "this simulation"
+OURS = "this simulation"
 FAULTS = [
-    Planted(
-        "lost wake-up: a worker joins and wakes nobody", "", _replace(Dispatcher, "__init__", _deaf)
-    ),
-    Planted(
-        "a tree that crashed after its group emits it again",
-        "608484b",
-        _replace(chain, "grow", _grow_again),
-        hint=35,
-    ),
-    Planted(
-        "the calls of a lost worker stay with it",
-        "",
-        _replace(Roster, "leave", _leave_without_calls),
-        hint=50,
-    ),
-    Planted(
-        "a failed attempt keeps its place",
-        "b351ee5",
-        _replace(Dispatcher, "_finish", _finish_without_release),
-        hint=45,
-    ),
-    Planted("a resume skips the trees that were growing", "", _resumed_without("growing")),
-    Planted(
-        "a resume skips what a quarantined tree emitted", "7f5fe36", _resumed_without("quarantined")
-    ),
-    Planted("a cancellation is lost", "", _replace(Dispatcher, "_abandon", _abandon_in_silence)),
-    Planted("the admission bound is off by one", "", _replace(Pacing, "may_start", _one_more)),
-    Planted(
-        "a quarantine is not written", "", _replace(Forest, "_quarantine", _quarantine_unwritten)
-    ),
-    Planted(
-        "a quarantined tree keeps its admission",
-        "",
-        _replace(Forest, "_quarantine", _quarantine_uncounted),
-    ),
-    Planted("a duplicate answer is accepted", "", _replace(Dispatcher, "_finish", _finish_twice)),
-    Planted(
-        "a group is sent before it is in the journal", "", _replace(Stream, "emit", _emit_first)
-    ),
-    Planted(
-        "marks of lost updates survive a resume",
-        "",
-        _replace(Journal, "forget_training_after", _nothing),
-    ),
-    Planted(
-        "what a living learner has trained is admitted again",
-        THIS,
-        _replace(Run, "_wait_for_learner", _without_news),
-        hint=35,
-    ),
-    Planted(
-        "a group whose learner was lost is not sent again",
-        "",
-        _replace(Stream, "_send", _send_once),
-        hint=270,
-    ),
-    Planted(
-        "a call lost with its connection is not noticed",
-        THIS,
-        _replace(Dispatcher, "_compare", _nothing),
-        hint=90,
-    ),
-    Planted(
-        "the run ends before the last answers", THIS, _replace(Stream, "settle", _at_once), hint=135
-    ),
-    Planted(
-        "an answer with too few parts ends its tree", THIS, _replace(answers, "complete", _nothing)
-    ),
-    Planted(
-        "a tree without groups counts in an update",
-        THIS,
-        _replace(Forest, "_quarantine", _count_without_groups),
-        hint=75,
-    ),
-    Planted(
-        "a forced opening stays without its answer",
-        THIS,
-        _replace(Context, "force_answer", _open_before_the_answer),
-    ),
-]
+    Planted(name, like, change if callable(change) else _replace(*change), hint)
+    for name, like, hint, change in (
+        ("lost wake-up: a worker joins and wakes nobody", "", 0, (Dispatcher, "__init__", _deaf)),
+        ("a tree that crashed after its group emits it again", "608484b", 35,
+         (chain, "grow", _grow_again)),
+        ("the calls of a lost worker stay with it", "", 50,
+         (Roster, "leave", _leave_without_calls)),
+        ("a failed attempt keeps its place", "b351ee5", 45,
+         (Dispatcher, "_finish", _finish_without_release)),
+        ("a resume skips the trees that were growing", "", 0, _resumed_without("growing")),
+        ("a resume skips what a quarantined tree emitted", "7f5fe36", 0,
+         _resumed_without("quarantined")),
+        ("a cancellation is lost", "", 0, (Dispatcher, "_abandon", _abandon_in_silence)),
+        ("the admission bound is off by one", "", 0, (Pacing, "may_start", _one_more)),
+        ("a quarantine is not written", "", 0, (OpenTrees, "_quarantine", _quarantine_unwritten)),
+        ("a quarantined tree keeps its admission", "", 0,
+         (OpenTrees, "_quarantine", _quarantine_uncounted)),
+        ("a duplicate answer is accepted", "", 0, (Dispatcher, "_finish", _finish_twice)),
+        ("a group is sent before it is in the journal", "", 0, (Stream, "emit", _emit_first)),
+        ("marks of lost updates survive a resume", "", 0,
+         (Journal, "forget_training_after", _nothing)),
+        ("what a living learner has trained is admitted again", OURS, 35,
+         (Run, "_wait_for_learner", _without_news)),
+        ("a group whose learner was lost is not sent again", "", 270,
+         (Stream, "_send", _send_once)),
+        ("a call lost with its connection is not noticed", OURS, 90,
+         (Dispatcher, "_compare", _nothing)),
+        ("the run ends before the last answers", OURS, 135, (Stream, "settle", _at_once)),
+        ("an answer with too few parts ends its tree", OURS, 0, (answers, "complete", _nothing)),
+        ("a tree without groups counts in an update", OURS, 75,
+         (OpenTrees, "_quarantine", _count_without_groups)),
+        ("a forced opening stays without its answer", OURS, 0,
+         (Context, "force_answer", _open_before_the_answer)),
+    )
+]  # fmt: skip
 
 
 @contextmanager

@@ -79,7 +79,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def select(self, timeout: float | None) -> list[Any]:
         """Wait for the next event as a selector would."""
-        scheduled: list[asyncio.TimerHandle] = self._scheduled  # pyright: ignore[reportAttributeAccessIssue]
+        scheduled: list[asyncio.TimerHandle] = self._scheduled  # pyright: ignore
         while timeout != 0 and self.agenda.advance(scheduled[0].when() if scheduled else math.inf):
             timeout = 0 if self._ready else None  # pyright: ignore[reportAttributeAccessIssue]
         return []

@@ -11,7 +11,6 @@ import contextlib
 import gc
 import io
 import itertools
-import json
 import logging
 import random
 import shutil
@@ -42,8 +41,7 @@ DEADLINE_S = 3000.0
 """Virtual seconds after which a run counts as stuck; a healthy one takes at most a few hundred."""
 MOST_LIVES = 12
 BURIALS = 20
-"""How often the tasks of a dead scheduler are cancelled until none is left; some wait for others.
-"""
+"""How often the tasks of a dead scheduler are cancelled until none is left."""
 TEXTS = (
     "<think>a</think><search>b</search>",
     "<think>a</think><search>c</search>",
@@ -53,8 +51,7 @@ TEXTS = (
 
 
 class Killed(SystemExit):
-    """The scheduler dies here. A SystemExit leaves the event loop at once, wherever it is raised;
-    what ``finally`` does then, no one sees."""
+    """The scheduler dies here. A SystemExit leaves the event loop at once."""
 
 
 class History:
@@ -68,9 +65,8 @@ class History:
 
     def lines(self) -> list[str]:
         """One line per event."""
-        return [
-            f"{at:10.3f}  {kind:<15} {' '.join(map(plain, rest))}" for at, kind, rest in self.events
-        ]
+        line = "{:10.3f}  {:<15} {}".format
+        return [line(at, kind, " ".join(map(plain, rest))) for at, kind, rest in self.events]
 
 
 @cache
@@ -78,19 +74,17 @@ def materials() -> Path:
     """A folder with a tokenizer of bytes, a prompt, and task files, made once per process."""
     folder = scratch("materials")
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    core = tokenizers.Tokenizer(
-        tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, [])
-    )
-    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    ids = {letter: i for i, letter in enumerate(letters)}
+    core = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
+    splitting: Any = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.pre_tokenizer = splitting
     core.decoder = tokenizers.decoders.ByteLevel()  # pyright: ignore
     core.save(str(folder / "tokenizer.json"))
     (folder / "prompt.txt").write_text("Question: {question}\n")
+    row = '{{"id": "{0}{1}", "question": "q{1}?", "golden_answers": ["Lima"]}}\n'
     for name, count in (("train", 5), ("heldout", 2)):
-        rows = [
-            {"id": f"{name}{i}", "question": f"q{i}?", "golden_answers": ["Lima"]}
-            for i in range(count)
-        ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        lines = [row.format(name, i) for i in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
     return folder
 
 
@@ -102,10 +96,8 @@ def text() -> Text:
 
 def scratch(name: str) -> Path:
     """A new folder, in memory where the machine has such a file system."""
-    memory = Path("/dev/shm")
-    return Path(
-        tempfile.mkdtemp(prefix=f"simulation-{name}-", dir=memory if memory.is_dir() else None)
-    )
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    return Path(tempfile.mkdtemp(prefix=f"simulation-{name}-", dir=memory))
 
 
 class Records:
@@ -152,13 +144,8 @@ class World:
         rng = random.Random(f"world/{seed}")
         self.network = Network(self.agenda, rng, self.note, self.plan.slow, self.plan.spikes)
         self.rng = rng
-        self.learner = Learner(
-            self.network,
-            self._rng("learner"),
-            self.folder,
-            self.plan.settings.questions_per_update,
-            self.plan.checkpoint_every,
-        )
+        updates = self.plan.settings.questions_per_update, self.plan.checkpoint_every
+        self.learner = Learner(self.network, self._rng("learner"), self.folder, *updates)
         self.peers = [*self._workers(), self.learner]
         for peer in self.peers:
             peer.manners, peer.violated = self.plan.manners, self.violated
@@ -177,28 +164,14 @@ class World:
         self.history.failures.append(reason)
 
     def _workers(self) -> list[Peer]:
-        p = self.plan
-        texts = [text().encode(one) for one in TEXTS]
-        peers: list[Peer] = [
-            Actor(
-                self.network,
-                self._rng(f"actor-{i}"),
-                f"actor-{i}",
-                ["generate", "load"],
-                p.capacity,
-                texts=texts,
-                kv=p.kv,
-            )
-            for i in range(p.actors)
-        ]
-        peers += [
-            Judge(self.network, self._rng(name), name, services, 4)
-            for name, services in (
-                ("judge-0", ["judge.slate_rules"]),
-                ("judge-1", ["judge.slate_rules", "judge.exact_match"]),
-                ("judge-2", ["judge.exact_match"]),
-            )
-        ]
+        plan, texts = self.plan, [text().encode(one) for one in TEXTS]
+        peers: list[Peer] = []
+        for name in (f"actor-{i}" for i in range(plan.actors)):
+            process = self.network, self._rng(name), name, ["generate", "load"], plan.capacity
+            peers.append(Actor(*process, texts=texts, kv=plan.kv))
+        rules, exact = "judge.slate_rules", "judge.exact_match"
+        for i, services in enumerate([[rules], [rules, exact], [exact]]):
+            peers.append(Judge(self.network, self._rng(f"judge-{i}"), f"judge-{i}", services, 4))
         peers.append(Retriever(self.network, self._rng("retriever"), "retriever", ["retrieve"], 2))
         return peers
 
@@ -223,14 +196,11 @@ class World:
         except Stuck as stuck:
             self.violated(f"the run is stuck: {stuck}")
         else:
-            journal = Journal(
-                folder(self.folder, self.plan.shard.number) / "journal.sqlite", readonly=True
-            )
-            for failure in invariants.of_the_journal(
-                journal, self.plan, self.learner.record, self.lives
-            ):
-                self.violated(failure)
-            journal.close()
+            path = folder(self.folder, self.plan.shard.number) / "journal.sqlite"
+            with contextlib.closing(Journal(path, readonly=True)) as journal:
+                known = self.plan, self.learner.record, self.lives
+                for failure in invariants.of_the_journal(journal, *known):
+                    self.violated(failure)
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
         return self.history
@@ -286,9 +256,8 @@ class World:
             if not socket.alive:
                 self.note("CRASH", "while it was unwinding")
                 return False
-            self.violated(
-                f"the scheduler died of {error!r}: {''.join(traceback.format_exception(error)[-3:])}"
-            )
+            where = "".join(traceback.format_exception(error)[-3:])
+            self.violated(f"the scheduler died of {error!r}: {where}")
             raise Stuck("the scheduler died of a fault of its own") from error
         finally:
             socket.close()
@@ -307,23 +276,13 @@ class World:
 
     async def _born(self, socket: Any) -> scheduling.Run:
         p, place = self.plan, materials()
+        files = [str(place / f"{name}.jsonl") for name in ("train", "heldout")]
+        options = {"prompt": str(place / "prompt.txt")}
+        more: dict[str, Any] = {"reward": "reward", "shard": p.shard, "batch": p.batch}
         process = SchedulerProcess(
-            "scheduler",
-            str(self.folder),
-            self.seed,
-            str(place),
-            "search_qa",
-            {"prompt": str(place / "prompt.txt")},
-            str(place / "train.jsonl"),
-            str(place / "heldout.jsonl"),
-            p.actors,
-            ["retrieve"],
-            4,
-            p.settings,
-            reward="reward",
-            shard=p.shard,
-            batch=p.batch,
-        )
+            "scheduler", str(self.folder), self.seed, str(place), "search_qa", options,
+            files[0], files[1], p.actors, ["retrieve"], 4, p.settings, **more,
+        )  # fmt: skip
         run = scheduling.Run(process, socket, lambda: self.agenda.now)
         # not the time of the machine
         run.dispatcher.roster.numbers = itertools.count(1_000_000 * (self.lives + 1))

@@ -7,40 +7,9 @@ import sys
 
 import pytest
 
-from coppice.tools.check import (
-    ALL,
-    NUMERICAL,
-    PLAIN_KERNELS,
-    PROCESSES,
-    QUICK,
-    finish,
-    numerical,
-    start,
-    steps,
-)
+from coppice.tools.check import ALL, PLAIN_KERNELS, PROCESSES, QUICK, finish, start, steps
 
-FIRST = ["-k", "not sglang"]
 SIDE_BY_SIDE = ["-n", str(PROCESSES), "--dist", "worksteal"]
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ([], [*FIRST, *NUMERICAL]),
-        (["-x"], [*FIRST, "-x", *NUMERICAL]),
-        (["tests"], [*FIRST, *NUMERICAL]),
-        (["tests/actors"], [*FIRST, *NUMERICAL[3:]]),
-        (
-            ["-x", "tests/learner/test_head.py::test_one"],
-            [*FIRST, "-x", "tests/learner/test_head.py::test_one"],
-        ),
-        (["tests/learner/test_kl.py"], []),
-    ],
-)
-def test_the_numerical_tests_among_those_that_were_asked_for_run_with_plain_kernels(
-    given: list[str], expected: list[str]
-) -> None:
-    assert numerical(given) == expected
 
 
 @pytest.mark.slow
@@ -65,8 +34,8 @@ def test_each_run_leaves_out_what_it_says() -> None:
     assert everything["pytest, alone"][2:] == ["-m", "alone"]
     assert everything["pytest"][2:] == ["-m", "not alone", *SIDE_BY_SIDE]
     assert "tests/learner" in everything["pytest, plain kernels"]
-    assert normal["pytest, plain kernels"][1:3] == ["-m", "not long"]
-    assert steps(["-x"])["pytest"] == ["pytest", "--durations=30", "-x"]
+    assert normal["pytest, plain kernels"][1:5] == ["-k", "not sglang", "-m", "not long"]
+    assert list(steps(["-x"]).items())[-1] == ("pytest", ["pytest", "--durations=30", "-x"])
 
 
 def test_a_check_that_fails_is_named_and_what_it_said_is_printed(

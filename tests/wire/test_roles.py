@@ -51,7 +51,7 @@ async def test_a_living_workers_name_is_not_taken_over_by_another_key(tmp_path: 
     async with bench(tmp_path) as b:
         await b.work("actor-0", {"echo": honest})
         words = await refused(b, "actor-0", ["echo"], b.run_keys.mint("other", ("echo",)))
-        assert "a worker of this name is alive and has another key" in words
+        assert "a living worker of this name has another key" in words
         assert await answered_by(b) == 1
         assert b.dispatcher.counters["refused_peers"] == 1
 
@@ -71,9 +71,7 @@ async def test_the_same_key_takes_its_name_again_as_a_restarted_worker_does(tmp_
 
 
 @pytest.mark.parametrize("role", sorted(ROLES))
-async def test_every_role_offers_its_own_services_and_is_refused_every_other(
-    tmp_path: Path, role: str
-) -> None:
+async def test_every_role_offers_its_own_services_and_no_other(tmp_path: Path, role: str) -> None:
     async with bench(tmp_path) as b:
         keys = PeerKeys.load(tmp_path / "keys", role)
         for kind in sorted(set(SERVICES) - {"echo"} - set(ROLES[role])):
@@ -94,9 +92,7 @@ async def test_a_key_for_one_judge_serves_no_other_judge(tmp_path: Path) -> None
         assert "and not judge" in await refused(b, "j", ["judge"], invitation)
 
 
-async def test_a_key_minted_by_another_process_is_good_at_once_and_a_revoked_one_is_sent_away(
-    tmp_path: Path,
-) -> None:
+async def test_a_minted_key_is_good_at_once_and_a_revoked_one_sent_away(tmp_path: Path) -> None:
     async with bench(tmp_path, DispatchConfig(heartbeat_s=0.05)) as b:
         name, invitation = RunKeys.load(tmp_path / "keys").invite(
             "judge.mine", b.dispatcher.endpoint
@@ -114,9 +110,7 @@ async def test_a_key_minted_by_another_process_is_good_at_once_and_a_revoked_one
             await late.run(b.dispatcher.endpoint, invitation, signals=False)
 
 
-async def test_a_message_under_a_lost_workers_identity_is_refused_when_another_key_sends_it(
-    tmp_path: Path,
-) -> None:
+async def test_a_lost_workers_identity_is_refused_to_another_key(tmp_path: Path) -> None:
     """The identity is the peer's own choice: only the key that registered may speak for it, whether
     well or malformed."""
     async with bench(tmp_path) as b:
@@ -149,9 +143,7 @@ async def test_a_message_under_a_lost_workers_identity_is_refused_when_another_k
         asked.cancel()
 
 
-def test_a_damaged_key_file_grants_nothing_and_a_name_cannot_leave_the_folder(
-    tmp_path: Path,
-) -> None:
+def test_a_damaged_key_file_grants_nothing_and_names_stay_in_the_folder(tmp_path: Path) -> None:
     keys = RunKeys.create(tmp_path / "keys")
     pair = keys.mint("mine", ("judge",))
     (tmp_path / "keys" / "peers" / "mine.json").write_text('{"public": 3')
@@ -169,9 +161,7 @@ def test_a_damaged_key_file_grants_nothing_and_a_name_cannot_leave_the_folder(
 @pytest.mark.parametrize(
     "service", ["train", "generate", "close", "load", "retrieve", "judge/../x", "nothing", ""]
 )
-def test_nobody_is_invited_to_what_only_the_runs_own_processes_do(
-    tmp_path: Path, service: str
-) -> None:
+def test_nobody_is_invited_to_what_the_runs_processes_do(tmp_path: Path, service: str) -> None:
     with pytest.raises(ValueError, match="no peer can be invited"):
         RunKeys.create(tmp_path / "keys").invite(service, "tcp://127.0.0.1:1")
 

@@ -90,9 +90,9 @@ async def serving(service: Service, endpoint: str) -> AsyncIterator[asyncio.Task
 
 @asynccontextmanager
 async def pair(
-    handler: Any, capacity: int = 4, **options: float
+    handler: Any, capacity: int = 4, **options: Any
 ) -> AsyncIterator[tuple[Scheduler, Service]]:
-    scheduler, service = Scheduler(), Service("w", {"echo": handler}, capacity, **options)  # pyright: ignore[reportArgumentType]
+    scheduler, service = Scheduler(), Service("w", {"echo": handler}, capacity, **options)
     async with serving(service, scheduler.router.endpoint):
         await scheduler.admit()
         yield scheduler, service
@@ -195,9 +195,7 @@ async def test_a_request_cancelled_before_its_first_step_leaves_nothing_behind()
         assert not service.calls
 
 
-async def test_a_worker_refuses_what_is_over_its_capacity_and_the_room_for_pinned_requests() -> (
-    None
-):
+async def test_a_worker_refuses_what_is_over_its_capacity_and_pinned_room() -> None:
     async with pair(forever, capacity=2) as (scheduler, service):
         for number in range(2 + PINNED_ROOM + 1):
             scheduler.ask(number)
@@ -256,9 +254,7 @@ async def test_a_silent_scheduler_is_asked_again_and_the_open_work_goes_on() -> 
         assert (await scheduler.next(Result)).id == 1
 
 
-async def test_a_worker_whose_connection_broke_is_heard_before_the_scheduler_has_let_the_old_one_go() -> (
-    None
-):
+async def test_a_worker_is_heard_on_a_new_connection_while_the_old_one_stands() -> None:
     scheduler, heard = Scheduler(), asyncio.Queue[list[Frame]]()
     old = Dealer(scheduler.router.endpoint, None, b"w/1/a")
     old.send(encode(Heartbeat(1, {}, [], 0)))
@@ -286,9 +282,7 @@ async def test_an_old_worker_that_is_asked_to_register_again_has_the_whole_time_
         assert (await scheduler.next(Result)).id == 1
 
 
-async def test_a_new_scheduler_at_the_same_address_finds_the_worker_and_old_work_is_abandoned(
-    tmp_path: Path,
-) -> None:
+async def test_a_new_scheduler_finds_the_worker_and_old_work_is_abandoned(tmp_path: Path) -> None:
     entered, stopped = asyncio.Event(), asyncio.Event()
 
     async def first_hangs(request: EchoRequest, call: Call) -> EchoResult:

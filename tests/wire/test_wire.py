@@ -39,9 +39,7 @@ def test_arrays_survive_the_wire_with_dtype_and_shape(array: np.ndarray) -> None
 
 
 @pytest.mark.parametrize("length", [10, SMALL // 4])
-def test_neither_way_copies_a_large_array_and_a_small_one_keeps_no_message_alive(
-    length: int,
-) -> None:
+def test_large_arrays_are_not_copied_and_small_ones_keep_no_message_alive(length: int) -> None:
     array = np.arange(length, dtype=np.int32)
     frames = encode(Result(1), EchoRequest(array))
     assert np.shares_memory(np.frombuffer(frames[2], np.int32), array) == (array.nbytes >= SMALL)
@@ -118,9 +116,7 @@ async def test_a_stranger_without_the_runs_keys_never_reaches_the_decoder(tmp_pa
         context.term()
 
 
-async def test_garbage_from_a_peer_with_keys_drops_that_peer_and_harms_no_other(
-    tmp_path: Path,
-) -> None:
+async def test_garbage_from_a_peer_with_keys_drops_that_peer_alone(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         await b.work("honest", {"echo": echo})
         context = zmq.asyncio.Context()
@@ -145,9 +141,7 @@ async def test_garbage_from_a_peer_with_keys_drops_that_peer_and_harms_no_other(
         context.term()
 
 
-async def test_a_request_that_only_a_scheduler_sends_gets_its_sender_dropped(
-    tmp_path: Path,
-) -> None:
+async def test_a_worker_that_sends_requests_is_dropped(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         service = await b.work("odd", {"echo": echo})
         service.send(Request(1, "echo", 1.0), EchoRequest(np.zeros(1, np.float32)))
@@ -162,21 +156,3 @@ def test_a_digest_depends_on_names_types_shapes_and_bytes_not_on_order() -> None
     assert digest.tensors([a]) != digest.tensors([("a", "F32", (1, 2), b"12345678")])
     assert digest.tensors([a]) != digest.tensors([("a", "I32", (2,), b"12345678")])
     assert digest.tensors([a]) != digest.tensors([("a", "F32", (2,), b"12345679")])
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        ["object", [1], 0],
-        ["int32", [3], 0],
-        ["int32", [2], 7],
-        ["int32", [-2], 0],
-        "int32",
-        ["int32", [2]],
-        ["<U8", [1], 0],
-    ],
-)
-def test_a_malformed_array_header_is_refused(header: object) -> None:
-    body = msgspec.msgpack.encode({"tokens": header})
-    with pytest.raises(WireError):
-        decode_body([b"", body, b"\0" * 8], EchoRequest)

@@ -68,8 +68,11 @@ def sections(thing: griffe.Object, docstring: str) -> list[griffe.DocstringSecti
         fields = [one for one in attributes if "property" not in one.labels]
         docstring, descriptions = described(docstring, [field.name for field in fields])
         for field in fields:
-            own = field.docstring.value if field.docstring else ""
+            # a subclass has the fields of its base, whose docstrings became rows already
+            said = field.extra["row"]
+            own = field.docstring.value if field.docstring else said.get("text", "")
             if field.name in descriptions or field.annotation:
+                said["text"] = own
                 text = descriptions.get(field.name, own)
                 table.append(_row(field.name, field.annotation, field.value, text))
                 field.docstring = None  # the row says it

@@ -23,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
 
     whole = argparse.ArgumentParser("coppice evaluate")
     commands = whole.add_subparsers()
-    for name in (*registry.KNOWN, *MODULES):
+    for name in (*registry.BUILT_IN, *MODULES):
         commands.add_parser(name, parents=[_module(name).parser()], add_help=False, help=name)
     return whole
 

@@ -21,7 +21,7 @@ import msgspec
 
 from coppice.actors.environments.base import Environment, Task
 from coppice.common import loop
-from coppice.judges.serve import Worker
+from coppice.judges.serve import PlugIn
 from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.evaluation.evaluation import Estimate, estimate
@@ -220,7 +220,7 @@ class Evaluation:
 
     def __init__(
         self, out: Path, tasks: Sequence[tuple[str, Task]], concurrency: int,
-        workers: Sequence[Worker] = (), handlers: Mapping[str, Handler] = {},
+        workers: Sequence[PlugIn] = (), handlers: Mapping[str, Handler] = {},
     ):  # fmt: skip
         self.out, self.tasks, self.concurrency = out, tasks, concurrency
         self.workers, self.handlers = workers, handlers

@@ -19,7 +19,7 @@ from coppice.actors.environments.game import Game
 from coppice.common.atomic import write_whole
 from coppice.common.options import command_parser
 from coppice.judges.base import Player as Opponent
-from coppice.judges.base import Worker
+from coppice.judges.base import PlugIn
 from coppice.judges.serve import BUILT_IN, PLAYERS, make_worker
 from coppice.scheduler.config import UNJUDGED, SchedulerConfig
 from coppice.scheduler.evaluation.evaluation import BASELINES, lists_replies, measured
@@ -133,7 +133,7 @@ def parser() -> argparse.ArgumentParser:
         EXAMPLES,
         "coppice evaluate ENV PLAYER [options]",
     )
-    games = f"one of {', '.join(registry.KNOWN)}, or module:Class"
+    games = f"one of {', '.join(registry.BUILT_IN)}, or module:Class"
     parser.add_argument("environment", metavar="ENV", help=games)
     one = parser.add_argument_group("player").add_mutually_exclusive_group(required=True)
     add = one.add_argument
@@ -240,7 +240,7 @@ def _environment(name: str, options: dict[str, Any]) -> Any:
 
 def _opponents(
     flags: argparse.Namespace, environment: Environment, options: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]], list[Worker]]:
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]], list[PlugIn]]:
     """The environment's options with its opponents, the options of the served opponents, and the
     workers that serve them."""
     if not hasattr(environment, "opponents"):
@@ -262,7 +262,7 @@ def _opponents(
     return {"opponents": default} | options, served, workers
 
 
-def _worker(spec: str, options: dict[str, Any], flag: str) -> Worker:
+def _worker(spec: str, options: dict[str, Any], flag: str) -> PlugIn:
     try:
         worker = make_worker(spec, options)
     except (ValueError, ImportError, AttributeError) as error:
@@ -301,7 +301,7 @@ class GamesEvaluation(Evaluation):
 
     unit, done = "games", "played"
 
-    def __init__(self, row: PolicyRow, workers: Sequence[Worker], out: Path, concurrency: int):
+    def __init__(self, row: PolicyRow, workers: Sequence[PlugIn], out: Path, concurrency: int):
         s, self.row = row.settings, row
         make: Any = row.environment
         seeds = range(s.seed, s.seed + s.games * s.seeds)

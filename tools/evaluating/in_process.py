@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from coppice.actors.engines.base import Engine
-from coppice.judges.base import Judge, Player, Speaker, Worker
+from coppice.judges.base import Judge, Player, PlugIn, Speaker
 from coppice.judges.serve import Batcher, answering
 from coppice.scheduler.config import SchedulerConfig
 from coppice.wire.faults import InfrastructureFault
@@ -32,7 +32,7 @@ class InProcess:
     """
 
     def __init__(
-        self, engine: Engine | None, workers: Sequence[Worker], more: Mapping[str, Handler] = {}
+        self, engine: Engine | None, workers: Sequence[PlugIn], more: Mapping[str, Handler] = {}
     ):
         self.engine, self.workers = engine, workers
         self.handlers: dict[str, Handler] = dict(more)

@@ -1,28 +1,35 @@
-"""Trees as text for a terminal, as plain values for JSON, and as a graph for Graphviz."""
+"""Trees as text for a terminal, as plain values for JSON, as a graph for Graphviz, and as one HTML
+file, which needs no network: ``page.html`` and ``page.js`` with the trees' data inside
+(docs/dump.md)."""
 
 import difflib
 import json
+import string
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import polars as pl
+from tokenizers import Tokenizer
 
+from coppice.common import vision
 from coppice.common.support import decode
 from coppice.scheduler.growth.tree import FATES, Node, Tree
 from coppice.scheduler.ledger.journal import Journal, TreeRow
+from coppice.tools.inspecting import frames, replay
 
-SHOWN = 4
-"""The first and the last lines of a node's text that are shown; those between are folded."""
-_IN_WORDS = ("valid", "judge_valid")
-"""Scores that a node's title says in words."""
-_AS_IT_IS = "kind step trajectory text scores invalid notes chosen forced finish".split()
-"""Fields of a node that are plain values."""
+Newest = tuple[int | None, Mapping[tuple[int, int], np.ndarray]]
+"""What ``replay.newest`` returns, or None and nothing."""
+
+# ----------------------------------------------------------------------------------------------
+# values
 
 
 def as_json(journal: Journal, row: TreeRow) -> dict[str, Any]:
     """Return a tree as plain values that can be written as JSON."""
-    tree = journal.tree(row)
     return {
         "tree": row.id,
         "task": row.task,
@@ -31,16 +38,14 @@ def as_json(journal: Journal, row: TreeRow) -> dict[str, Any]:
         "reason": row.reason,
         "admitted_at_version": row.version,
         "groups": [{"id": g, "trained_by_version": v} for g, v in journal.groups(row.id)],
-        "nodes": [_plain(node) for node in tree.nodes.values()],
+        "nodes": [_plain(node) for node in journal.tree(row).nodes.values()],
     }
 
 
 def _plain(node: Node) -> dict[str, Any]:
     support = decode(node.support, len(node.tokens))
-    return {
-        "id": node.id,
-        "parent": node.parent,
-        **{name: getattr(node, name) for name in _AS_IT_IS},
+    own = "id parent kind step trajectory text scores invalid notes chosen forced finish".split()
+    return {name: getattr(node, name) for name in own} | {
         "tokens": node.tokens.tolist(),
         "logprobs": None if node.logprobs is None else [round(float(x), 6) for x in node.logprobs],
         "versions": None if node.versions is None else node.versions.tolist(),
@@ -61,6 +66,43 @@ def as_dot(journal: Journal, row: TreeRow) -> str:
     return "\n".join([*lines, "}"])
 
 
+def html(
+    journal: Journal,
+    rows: Sequence[TreeRow],
+    table: pl.DataFrame,
+    run: Path,
+    newest: Newest = (None, {}),
+) -> str:
+    """Return the page of the trees ``rows``. table: their ``frames.trees``."""
+    words, trees = replay.tokenizer(run), []
+    for row, values in zip(rows, table.iter_rows(named=True), strict=True):
+        means = [name for name in ("outcome", "reward") if values.get(name) is not None]
+        said = [row.status, *(f"{name} {values[name]:.2f}" for name in means)]
+        said += [f"{values['actions'] or 0} actions", *calls(values)]
+        trees.append(as_json(journal, row) | {"said": ", ".join(said)})
+        for node in trees[-1]["nodes"]:
+            tokens = np.array(node["tokens"], np.int32)
+            node["pictures"] = [vision.url(png) for png in journal.pictures(tokens).values()]
+            if node["logprobs"]:
+                node["pieces"] = replay.pieces(words, tokens)
+                if (values_now := newest[1].get((row.id, node["id"]))) is not None:
+                    node["newest"] = values_now.tolist()
+    name = (run if run.is_dir() else run.parent).resolve().name
+    data = {"title": f"{name}: {len(trees)} prefix trees", "newest": newest[0], "trees": trees}
+    here = Path(__file__).parent
+    # "<" cannot end the element that holds the data, whatever a policy wrote.
+    encoded = msgspec.json.encode(data).decode(errors="replace").replace("<", "\\u003c")
+    template = string.Template((here / "page.html").read_text())
+    return template.substitute(data=encoded, script=(here / "page.js").read_text())
+
+
+# ----------------------------------------------------------------------------------------------
+# text
+
+SHOWN = 4
+"""The first and the last lines of a node's text that are shown; those between are folded."""
+
+
 class Detail(msgspec.Struct, frozen=True):
     """How much of a tree is drawn. width: columns of the terminal. full: whole texts, with the
     judges' explanations. tokens: the lines that are drawn below an action, given its tree's
@@ -78,23 +120,28 @@ def as_text(journal: Journal, row: TreeRow, detail: Detail, calls: Sequence[str]
         f"{group} ({'not yet' if version is None else f'version {version}'})"
         for group, version in journal.groups(row.id)
     ]
-    head = f"tree {row.id}  task {row.task}  {row.split}, {row.status}  admitted at version {row.version}"
+    head = f"tree {row.id}  task {row.task}  {row.split}, {row.status}"
+    head += f"  admitted at version {row.version}"
     head += f"  reason: {row.reason}" if row.reason else ""
     lines = [head, f"groups trained: {', '.join(groups) or 'none'}"]
     lines += [f"calls: {', '.join(calls)}"] if calls else []
-    root = tree.nodes.get(0)
-    if root is not None:
+    if root := tree.nodes.get(0):
         lines += _folded(f"prompt, {len(root.tokens)} tokens: {root.text}", "", detail)
         lines += _below(tree, root, "", detail)
     return "\n".join(lines)
 
 
+def calls(values: Mapping[str, Any]) -> list[str]:
+    """Return how long a tree's calls took, in words. values: its row of ``frames.trees``."""
+    kinds = [name for name in values if name.endswith("_s") and name not in frames.TREE]
+    return [f"{name[:-2]} {values[name]:.1f} s" for name in kinds if values[name]]
+
+
 def _below(tree: Tree, node: Node, indent: str, detail: Detail) -> list[str]:
     lines: list[str] = []
     children = tree.children(node)
-    for place, child in enumerate(children):
-        last = place == len(children) - 1
-        branch, rest = ("└─ ", "   ") if last else ("├─ ", "│  ")
+    for child in children:
+        branch, rest = ("└─ ", "   ") if child is children[-1] else ("├─ ", "│  ")
         text = _wrapped(title(child), indent + rest, detail.width)
         text[0] = indent + branch + text[0].removeprefix(indent + rest)
         text += _folded(child.text.strip(), indent + rest + "  ", detail)
@@ -107,26 +154,33 @@ def _below(tree: Tree, node: Node, indent: str, detail: Detail) -> list[str]:
 
 
 def title(node: Node) -> str:
-    """Return what a node is, and all its scores, in one line. * marks an action that was continued."""
+    """Return what a node is, and all its scores, in one line; * marks a continued action."""
     mark = "*" if node.chosen and node.kind == "action" else " "
     parts = [f"{mark} {node.kind} {node.id}, {len(node.tokens)} tokens"]
-    if node.cached:
-        parts.append(f"{node.cached} cached")
-    if node.forced:
-        parts.append("forced, not trained")
-    if node.finish not in ("", "stop"):
-        parts.append(f"ended by {node.finish}")
+    parts += [f"{node.cached} cached"] if node.cached else []
+    parts += ["forced, not trained"] if node.forced else []
+    parts += [f"ended by {node.finish}"] if node.finish not in ("", "stop") else []
     if node.versions is not None and len(node.versions):
         low, high = int(node.versions.min()), int(node.versions.max())
         parts.append(f"version {low}" if low == high else f"versions {low}-{high}")
     if node.kind == "action" and not node.scores.get("valid", 1.0):
         parts.append("INVALID")
-    parts += [
-        f"{name} {value:+.3f}" for name, value in node.scores.items() if name not in _IN_WORDS
-    ]
-    if node.invalid:
-        parts.append(f"judge invalid: {', '.join(node.invalid)}")
+    scores = {k: value for k, value in node.scores.items() if k not in ("valid", "judge_valid")}
+    parts += [f"{name} {value:+.3f}" for name, value in scores.items()]
+    parts += [f"judge invalid: {', '.join(node.invalid)}"] if node.invalid else []
     return "  ".join(parts)
+
+
+def token_lines(words: Tokenizer | None, node: Node, newest: np.ndarray | None) -> list[str]:
+    """Return one line per token of an action: its log-probability when it was sampled, that under
+    the newest policy if it is known, its text."""
+    if node.logprobs is None or not len(node.logprobs):
+        return []
+    columns = [node.logprobs] if newest is None else [node.logprobs, newest]
+    values = ["".join(f"{value:9.4f}" for value in row) for row in zip(*columns, strict=True)]
+    texts = replay.pieces(words, node.tokens)
+    head = "  sampled" + ("   newest" if newest is not None else "") + "  token"
+    return [head, *(f"{row}  {text!r}" for row, text in zip(values, texts, strict=True))]
 
 
 def _folded(text: str, indent: str, detail: Detail) -> list[str]:
@@ -144,26 +198,19 @@ def _wrapped(text: str, indent: str, width: int) -> list[str]:
 
 
 def difference(first: list[Node], second: list[Node], width: int) -> str:
-    """Return how two paths from the root differ: the nodes that they share, then the texts line by
-    line, then every score of the last nodes."""
+    """Return how two paths from the root differ: the nodes that they share, then the titles (with
+    all scores) and texts of the others, line by line."""
     shared = 0
     for one, other in zip(first, second, strict=False):
         if one.kind != other.kind or one.tokens.tolist() != other.tokens.tolist():
             break
         shared += 1
     tokens = sum(len(node.tokens) for node in first[:shared])
-    lines = [f"the first {shared} nodes are equal ({tokens} tokens)"]
 
     def told(path: list[Node]) -> list[str]:
         nodes = [(title(node), *_wrapped(node.text.strip(), "  ", width)) for node in path[shared:]]
         return [line for node in nodes for line in node]
 
     compared = difflib.ndiff(told(first), told(second))
-    lines += [line for line in compared if not line.startswith("?")]
-    a, b = first[-1].scores, second[-1].scores
-    lines += [f"{name:<20} {_number(a, name):>10} {_number(b, name):>10}" for name in {**a, **b}]
-    return "\n".join(lines)
-
-
-def _number(scores: dict[str, float], name: str) -> str:
-    return f"{scores[name]:+.3f}" if name in scores else "-"
+    lines = [line for line in compared if not line.startswith("?")]
+    return "\n".join([f"the first {shared} nodes are equal ({tokens} tokens)", *lines])

@@ -8,27 +8,24 @@ import os
 import shutil
 import sqlite3
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import polars as pl
 
 from coppice.common.options import command_parser
-from coppice.scheduler.growth.tree import Node, Tree
+from coppice.scheduler.growth.tree import Node
 from coppice.scheduler.ledger.journal import Journal, TreeRow
-from coppice.tools.inspecting import drawing, frames, page, replay
+from coppice.tools.evaluating.examination import table as aligned
+from coppice.tools.inspecting import drawing, frames, replay
 
 EXAMPLES = """\
-  coppice trees RUN                               the last finished tree
-  coppice trees RUN --list                       one line per tree, newest first
-  coppice trees RUN --where "reward > 0.5 AND version > 3"
-                                               trees by their columns, in SQL
-  coppice trees RUN --text "capital of Peru"      trees with such a text
-  coppice trees RUN --surprising 3 --full      largest advantages, judges' words
-  coppice trees RUN --diff 12:4 12:9              two candidates of tree 12
-  coppice trees RUN --surprising 20 --html trees.html
-                                               a page to click through
-  coppice trees RUN --parquet FOLDER              trees.parquet and nodes.parquet"""
-LISTED = "tree task status version actions reward spread outcome invalid age_s".split()
+  coppice trees RUN                             the last finished tree
+  coppice trees RUN --where "reward > 0.5"      trees by their columns, in SQL
+  coppice trees RUN --surprising 3 --full       largest advantages, judges' words
+  coppice trees RUN --diff 12:4 12:9            two candidates of tree 12"""
+LISTED = "tree status version actions reward spread outcome invalid age_s task".split()
+ORDERS = (*frames.RANKS, "sort", "sample")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,12 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         # the reader (head, less) has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError) as error:
-        print(f"coppice trees: {error}", file=sys.stderr)
-        return 2
-    except sqlite3.DatabaseError as error:
+    except (OSError, ValueError, sqlite3.DatabaseError) as error:
         damaged = f"{options.run} is no journal of a run, or a damaged one ({error})"
-        print(f"coppice trees: {damaged}", file=sys.stderr)
+        said = damaged if isinstance(error, sqlite3.DatabaseError) else error
+        print(f"coppice trees: {said}", file=sys.stderr)
         return 2
     return 0
 
@@ -107,11 +102,9 @@ def parser() -> argparse.ArgumentParser:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     command = parser()
     options = command.parse_args(arguments)
-    orders = (*frames.RANKS, "sort", "sample")
-    if len(given := [name for name in orders if getattr(options, name) is not None]) > 1:
-        command.error(
-            f"--{' and --'.join(given)} put the trees in different orders: give one of them"
-        )
+    given = [f"--{name}" for name in ORDERS if getattr(options, name) is not None]
+    if len(given) > 1:
+        command.error(f"{' and '.join(given)} put the trees in different orders: give one of them")
     if options.newest and not (options.html or options.tokens):
         command.error("--newest has an effect with --html or --tokens")
     if options.reverse and not options.sort:
@@ -119,6 +112,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     if options.diff and _several(options):
         command.error("--diff names its two trees: leave the options that look for others out")
     return options
+
+
+def _several(options: argparse.Namespace) -> bool:
+    """Whether the command line asks for more than the last tree."""
+    ways = ("all", "list", "columns", "parquet", "where", "text", "limit", *ORDERS)
+    return any(getattr(options, way) not in (None, False) for way in ways)
 
 
 def show(journal: Journal, options: argparse.Namespace) -> None:
@@ -129,6 +128,12 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
         print(drawing.difference(one, other, width))
         return
     rows, table, below = find(journal, options)
+    values: Callable[[TreeRow], str] = lambda row: json.dumps(  # noqa: E731
+        drawing.as_json(journal, row), ensure_ascii=False
+    )
+    newest: drawing.Newest = (None, {})
+    if options.newest:
+        newest = replay.newest(journal, rows, options.run)
     if options.columns:
         print("\n".join(f"{name:<24} {kind}" for name, kind in table.schema.items()))
     elif options.parquet:
@@ -137,65 +142,60 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
             frame.write_parquet(options.parquet / f"{name}.parquet")
             print(f"{options.parquet / name}.parquet: {len(frame)} rows")
     elif options.html:
-        text = page.html(journal, rows, table, options.run, _newest(journal, rows, options))
+        text = drawing.html(journal, rows, table, options.run, newest)
         options.html.write_text(text, encoding="utf-8")
         print(f"{options.html}: {len(rows)} trees, {options.html.stat().st_size / 2**20:.1f} MiB")
     elif options.json:
-        values = [drawing.as_json(journal, row) for row in rows]
-        print(json.dumps(values[0] if len(values) == 1 else values, ensure_ascii=False))
+        print(values(rows[0]) if len(rows) == 1 else f"[{', '.join(map(values, rows))}]")
     elif options.jsonl:
-        for row in rows:
-            print(json.dumps(drawing.as_json(journal, row), ensure_ascii=False))
+        print("\n".join(map(values, rows)))
     elif options.dot:
         print("\n".join(drawing.as_dot(journal, row) for row in rows))
     elif options.list or (len(rows) > 1 and not (options.all or options.full or options.tokens)):
-        print(listed(table, width))
+        shown = table.select(name for name in LISTED if name in table.columns)
+        cells = [[_cell(value) for value in row] for row in shown.rows()]
+        print("\n".join(line[:width].rstrip() for line in aligned([shown.columns, *cells])))
     else:
-        version, newest = _newest(journal, rows, options)
-        detail = drawing.Detail(width, options.full)
-        if options.tokens:
-            words = replay.tokenizer(options.run)
+        words = replay.tokenizer(options.run) if options.tokens else None
 
-            def of_token(tree: int, node: Node) -> list[str]:
-                return replay.token_lines(words, node, newest.get((tree, node.id)))
+        def of_token(tree: int, node: Node) -> list[str]:
+            return drawing.token_lines(words, node, newest[1].get((tree, node.id)))
 
-            detail = drawing.Detail(width, options.full, of_token)
-        if version is not None:
-            print(f"newest: version {version}")
-        for row, values in zip(rows, table.iter_rows(named=True), strict=True):
-            print(drawing.as_text(journal, row, detail, frames.calls(values)) + "\n")
+        more = (of_token,) if options.tokens else ()
+        detail = drawing.Detail(width, options.full, *more)
+        if newest[0] is not None:
+            print(f"newest: version {newest[0]}")
+        for row, of_tree in zip(rows, table.iter_rows(named=True), strict=True):
+            print(drawing.as_text(journal, row, detail, drawing.calls(of_tree)) + "\n")
 
 
-def _newest(journal: Journal, rows: list[TreeRow], options: argparse.Namespace) -> page.Newest:
-    return replay.newest(journal, rows, options.run) if options.newest else (None, {})
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
+    return "-" if value is None else str(value)
 
 
 def _path(journal: Journal, place: str) -> list[Node]:
     """Return the path from the root to a node, TREE:NODE, or to the end of a tree's spine, TREE.
     TASK@VERSION is the task's last tree that was admitted at the version."""
-    task, at, _ = place.rpartition("@")
-    name, _, number = place[len(task) + len(at) :].partition(":")
+    task, at, rest = place.rpartition("@")
+    name, _, number = rest.partition(":")
     if at:
-        versions = sorted({row.version for row in journal.trees("task=?", task)})
-        if not name.isdecimal() or int(name) not in versions:
-            raise ValueError(
-                f"--diff {place}: task {task!r} has trees of the versions {versions or 'none'}"
-            )
-        rows = journal.trees("task=? AND version=?", task, int(name))[-1:]
+        of_task = journal.trees("task=?", task)
+        rows = [row for row in of_task if str(row.version) == name][-1:]
+        there = f"task {task!r} has trees of the versions {sorted({r.version for r in of_task})}"
     else:
         rows = journal.trees("id=?", int(name)) if name.isdecimal() else []
-    if not rows or not (not number or number.isdecimal()):
-        raise ValueError(
-            f"--diff {place}: expected TREE, TASK@VERSION or TREE:NODE, {_held(journal)}"
-        )
-    tree: Tree = journal.tree(rows[0])
-    if number and int(number) not in tree.nodes:
-        raise ValueError(
-            f"--diff {place}: tree {name} has the nodes {', '.join(map(str, tree.nodes))}"
-        )
-    if not tree.nodes:
-        raise ValueError(f"--diff {place}: tree {name} has no node yet")
-    return tree.path(tree.nodes[int(number)] if number else tree.tip())
+        there = _held(journal)
+    if not rows:
+        expected = "expected TREE, TASK@VERSION or TREE:NODE"
+        raise ValueError(f"--diff {place}: {expected}, and {there}")
+    tree = journal.tree(rows[0])
+    nodes = {str(node.id): node for node in tree.nodes.values()}
+    if not nodes or number not in ("", *nodes):
+        has = f"the nodes {', '.join(nodes)}" if nodes else "no node yet"
+        raise ValueError(f"--diff {place}: tree {name} has {has}")
+    return tree.path(nodes[number] if number else tree.tip())
 
 
 def _held(journal: Journal) -> str:
@@ -216,25 +216,17 @@ def find(
         rows = journal.trees("id=?", options.tree)
     else:
         split = "heldout" if options.heldout else "train"
-        finished = journal.trees("split=? AND status != 'growing'", split)
-        rows = finished or journal.trees("split=?", split)
-        if not _several(options):
-            rows = rows[-1:]
+        rows = journal.trees("split=? AND status != 'growing'", split)
+        rows = rows or journal.trees("split=?", split)
+        rows = rows if _several(options) else rows[-1:]
     if not rows:
         raise ValueError(f"no such tree: {_held(journal)}")
     below = frames.nodes(journal, rows)
     table = ordered(filtered(frames.trees(journal, rows, below), below, options), options)
     if table.is_empty():
         raise ValueError(f"none of {len(rows)} trees matches")
-    chosen = table["tree"].to_list()
-    by_id = {row.id: row for row in rows}
+    chosen, by_id = table["tree"].to_list(), {row.id: row for row in rows}
     return [by_id[one] for one in chosen], table, below.filter(pl.col("tree").is_in(chosen))
-
-
-def _several(options: argparse.Namespace) -> bool:
-    """Whether the command line asks for more than the last tree."""
-    ways = "all list columns parquet where text sort sample limit".split()
-    return any(getattr(options, way) not in (None, False) for way in (*ways, *frames.RANKS))
 
 
 def filtered(table: pl.DataFrame, below: pl.DataFrame, options: argparse.Namespace) -> pl.DataFrame:
@@ -247,10 +239,8 @@ def filtered(table: pl.DataFrame, below: pl.DataFrame, options: argparse.Namespa
             places = below.filter(pl.col("text").str.contains(options.text))["tree"].unique()
             table = table.filter(pl.col("tree").is_in(places.to_list()))
     except pl.exceptions.PolarsError as error:
-        said = str(error).splitlines()[0]
-        raise ValueError(
-            f"{said}; --columns lists the columns of --where, and --text takes a regular expression"
-        ) from None
+        takes = "--columns lists the columns of --where, and --text takes a regular expression"
+        raise ValueError(f"{str(error).splitlines()[0]}; {takes}") from None
     return table
 
 
@@ -264,41 +254,9 @@ def ordered(table: pl.DataFrame, options: argparse.Namespace) -> pl.DataFrame:
         table = table.sample(min(options.sample, len(table)), seed=0)
     elif options.sort:
         if options.sort not in table.columns:
-            raise ValueError(
-                f"--sort {options.sort}: no such column; expected one of {', '.join(table.columns)}"
-            )
+            columns = ", ".join(table.columns)
+            raise ValueError(f"--sort {options.sort}: no such column; expected one of {columns}")
         table = table.sort(options.sort, descending=not options.reverse, nulls_last=True)
     elif options.tree is None and not options.all:
         table = table.reverse()
     return table if options.limit is None else table.head(options.limit)
-
-
-def listed(table: pl.DataFrame, width: int) -> str:
-    """Return one line per tree: what it is, the mean reward of its actions, its spread, and the
-    outcome."""
-    names = [name for name in LISTED if name in table.columns]
-    rows = [
-        [_cell(value, name) for name, value in zip(names, row, strict=True)]
-        for row in table.select(names).rows()
-    ]
-    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-    place = names.index("task")
-    others = sum(widths) - widths[place]
-    gap = "  " if others + 8 + 2 * (len(widths) - 1) <= width else " "
-    widths[place] = max(8, min(widths[place], width - others - len(gap) * (len(widths) - 1)))
-    lines = [
-        gap.join(
-            cell[:size].ljust(size) if name in ("task", "status") else cell.rjust(size)
-            for name, cell, size in zip(names, row, widths, strict=True)
-        ).rstrip()
-        for row in (names, *rows)
-    ]
-    return "\n".join(lines)
-
-
-def _cell(value: object, name: str) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.0f}" if name == "age_s" else f"{value:.2f}"
-    return str(value)

@@ -16,7 +16,7 @@ from coppice.tools.evaluating import versions
 from coppice.tools.inspecting import replay
 from coppice.wire.faults import InfrastructureFault
 
-BESIDE = "*token* *.jinja generation_config.json vocab* merges* special* preprocessor_config.json".split()
+FILES = "*token* *.jinja vocab* merges* special* generation_config.json preprocessor_config.json"
 """The other files of the model folder that belong to the policy: tokenizer, chat template,
 generation settings, image processor."""
 
@@ -33,20 +33,20 @@ def export(
     """
     import torch  # here, because --help should not wait for it
 
-    process = replay.learner(run)
-    if process is None:
-        raise ValueError(f"{run}: no processes/learner.json there; expected the folder of a run")
+    base = replay.learner(run).model
     number, weights_folder = versions.chosen(run, version)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ValueError(
             f"--out {folder} holds something already: choose another folder, or remove that one"
         )
     with drafted(folder, "--out") as draft:
-        model: Any = vision.load(process.model, torch.float32, "sdpa")
+        model: Any = vision.load(base, torch.float32, "sdpa")
         if weights_folder is not None:
-            replay.apply_version(model, process.model, weights_folder)
+            replay.apply_version(model, base, weights_folder)
         try:
-            _save(model.to(getattr(torch, dtype)), Path(process.model), draft)
+            model.to(getattr(torch, dtype)).save_pretrained(draft)
+            for path in (path for pattern in FILES.split() for path in Path(base).glob(pattern)):
+                shutil.copy(path, draft / path.name)
         except (OSError, SafetensorError) as error:
             raise OSError(
                 f"the policy could not be written to {folder}: {error}; free some space"
@@ -54,23 +54,14 @@ def export(
     return number
 
 
-def _save(model: Any, source: Path, folder: Path) -> None:
-    model.save_pretrained(folder)
-    for pattern in BESIDE:
-        for path in source.glob(pattern):
-            shutil.copy(path, folder / path.name)
-
-
-EXAMPLES = """\
-  coppice export RUN --out FOLDER                     the newest weights
-  coppice export RUN --out FOLDER --version best      the best on held-out tasks
-  coppice export RUN --out FOLDER --dtype bfloat16    half the size"""
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the parser of coppice export."""
     parser = command_parser(
-        "coppice export", "Write the policy of a run as a Hugging Face folder.", EXAMPLES
+        "coppice export",
+        "Write the policy of a run as a Hugging Face folder.",
+        "  coppice export RUN --out FOLDER                     the newest weights\n"
+        "  coppice export RUN --out FOLDER --version best      the best on held-out tasks\n"
+        "  coppice export RUN --out FOLDER --dtype bfloat16    half the size",
     )
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="run folder")

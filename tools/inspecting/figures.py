@@ -23,33 +23,37 @@ _COLOURS = ("#3b82c4", "#d9752b", "#3a9d5d", "#c4507a", "#8a6fd1", "#a08a20", "#
 _STYLES = ("-", "--", "-.", ":")
 """Together with the colours they tell the lines apart without colours too."""
 _STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "coppice", "svg.fonttype": "none", "path.simplify_threshold": 0.5, "text.parse_math": False,
-    "font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
-}  # fmt: skip
-_NAMELESS = {"Date": None, "Creator": None}
+    "svg.hashsalt": "coppice",
+    "svg.fonttype": "none",
+    "path.simplify_threshold": 0.5,
+    "text.parse_math": False,
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+} | {f"{of}.color": INK for of in ("text", "xtick", "ytick")}
 POINTS = 30
-"""A line of at most so many points shows each."""
+"""A line of at most this many points shows each."""
 SMOOTHED = 4
-"""A panel of at most so many long lines without intervals also draws their running means."""
+"""A panel of at most this many long lines without intervals also draws their running means."""
 
 
 def save(figure: Figure, path: Path) -> None:
     """Write ``figure`` as a PNG or SVG file, as the suffix of ``path`` says."""
-    svg = path.suffix.lower() != ".png"
+    metadata = {"Software": None} if path.suffix.lower() == ".png" else {"Date": None}
+    kind = "png" if "Software" in metadata else "svg"
     with matplotlib.rc_context({"svg.hashsalt": path.name, "svg.fonttype": "none"}):
-        figure.savefig(
-            path, format="svg" if svg else "png", metadata={"Date": None} if svg else {"Software": None}, dpi=144,
-            bbox_inches="tight", facecolor="white",
-        )  # fmt: skip
+        size: dict[str, Any] = {"dpi": 144, "bbox_inches": "tight", "facecolor": "white"}
+        figure.savefig(path, format=kind, metadata=metadata, **size)
 
 
 def inline(figure: Figure, label: str) -> str:
     """Return ``figure`` as an element for a page, with a transparent ground; ``label`` is what a
     screen reader says."""
-    buffer = io.StringIO()
+    buffer, nameless = io.StringIO(), {"Date": None, "Creator": None}
     with matplotlib.rc_context(_STYLE):
-        figure.savefig(buffer, format="svg", metadata=_NAMELESS, transparent=True)
+        figure.savefig(buffer, format="svg", metadata=nameless, transparent=True)
     text = buffer.getvalue()
     element = text[text.index("<svg") :].replace(INK, "currentColor")
     # they would not be unique on a page of several figures
@@ -58,65 +62,52 @@ def inline(figure: Figure, label: str) -> str:
 
 
 def panels(
-    drawn: Mapping[str, Mapping[str, Curve]],
-    x_label: str,
-    limits: Mapping[str, float] = {},
-    columns: int = 2,
+    drawn: Mapping[str, Mapping[str, Curve]], x_label: str, limits: Mapping[str, float] = {}
 ) -> Figure:
     """Draw one panel per title, each with its curves by name. limits: titles with a value at which
     a dashed line stands."""
-    columns = min(columns, len(drawn))
+    columns = min(2, len(drawn))
     rows = -(-len(drawn) // columns)
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(4.4 * columns, 2.7 * rows), layout="constrained")
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axis, (title, curves) in zip(axes, drawn.items(), strict=False):
-            _panel(axis, title, curves, x_label, limits.get(title))
+            for place, (name, curve) in enumerate(curves.items()):
+                # a name has its colour in every panel, also where another has no points
+                if curve.x:
+                    _line(axis, place, name, curve, len(curves) <= SMOOTHED)
+            if all(abs(y) < 1e-9 for curve in curves.values() for y in curve.y):  # rounding only
+                axis.set_ylim(-1, 1)
+            if title in limits:
+                axis.axhline(limits[title], color=_COLOURS[3], linewidth=1, linestyle=(0, (2, 2)))
+            axis.set_title(title, fontsize=9.5, loc="left")
+            axis.set_xlabel(x_label)
+            axis.grid(alpha=0.25)
+            axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)
+            if len(curves) > 1:
+                axis.legend(fontsize=7.5, frameon=False)
         for axis in axes[len(drawn) :]:
             axis.set_visible(False)
     return figure
 
 
-def _panel(
-    axis: Axes, title: str, curves: Mapping[str, Curve], x_label: str, limit: float | None
-) -> None:
-    for i, (name, curve) in enumerate(
-        curves.items()
-    ):  # a name has its colour in every panel, also where another has no points
-        if not curve.x:
-            continue
-        few, colour = len(curve.x) <= POINTS, _COLOURS[i % len(_COLOURS)]
-        style = _STYLES[(i + i // len(_COLOURS)) % len(_STYLES)]
-        known = [
-            (x, y - half, y + half)
-            for x, y, half in zip(curve.x, curve.y, curve.half, strict=True)
-            if half == half
-        ]
-        bold = few or known or len(curves) > SMOOTHED
-        axis.plot(
-            curve.x, curve.y, marker="." if few else "", linewidth=1.3 if bold else 0.8, alpha=1 if bold else 0.45,
-            color=colour, linestyle=style if bold else "-", label=name if bold else None,
-        )  # fmt: skip
-        if not bold:
-            axis.plot(
-                curve.x, smooth(curve.y), linewidth=1.8, color=colour, linestyle=style, label=name
-            )
-        elif known:
-            x, low, high = zip(*known, strict=True)
-            if few:
-                axis.vlines(x, low, high, color=colour, linewidth=1.2)
-            else:
-                axis.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
-    if all(abs(y) < 1e-9 for curve in curves.values() for y in curve.y):  # rounding only
-        axis.set_ylim(-1, 1)
-    if limit:
-        axis.axhline(limit, color=_COLOURS[3], linewidth=1, linestyle=(0, (2, 2)))
-    axis.set_title(title, fontsize=9.5, loc="left")
-    axis.set_xlabel(x_label)
-    axis.grid(alpha=0.25)
-    axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)
-    if len(curves) > 1:
-        axis.legend(fontsize=7.5, frameon=False)
+def _line(axis: Axes, place: int, name: str, curve: Curve, smoothed: bool) -> None:
+    few, colour = len(curve.x) <= POINTS, _COLOURS[place % len(_COLOURS)]
+    style = _STYLES[(place + place // len(_COLOURS)) % len(_STYLES)]
+    points = zip(curve.x, curve.y, curve.half, strict=True)
+    spans = [(x, y - half, y + half) for x, y, half in points if half == half]
+    bold: dict[str, Any] = {"color": colour, "linestyle": style, "label": name}
+    if few or spans or not smoothed:
+        axis.plot(curve.x, curve.y, marker="." if few else "", linewidth=1.3, **bold)
+    else:
+        axis.plot(curve.x, curve.y, linewidth=0.8, alpha=0.45, color=colour)
+        axis.plot(curve.x, smooth(curve.y), linewidth=1.8, **bold)
+    if spans:
+        x, low, high = zip(*spans, strict=True)
+        if few:
+            axis.vlines(x, low, high, color=colour, linewidth=1.2)
+        else:
+            axis.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
 
 
 def smooth(values: Sequence[float]) -> list[float]:

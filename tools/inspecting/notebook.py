@@ -15,13 +15,12 @@ from matplotlib.figure import Figure
 
 from coppice.judges.base import Judge, checked
 from coppice.judges.serve import make_worker
-from coppice.learner.config import LearnerProcess
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.tools.evaluating import judged
 from coppice.tools.inspecting import frames, replay, runs, sections
 
 
-class Run:
+class OpenedRun:
     """A run folder. trees, nodes: the columns of docs/dump.md. split: train, or heldout. What is
     read stays as it was then: open the run again for what a live run has added. Raises
     FileNotFoundError if there is no journal."""
@@ -31,18 +30,10 @@ class Run:
         self.trees, self.nodes = frames.read(self.folder, split)
 
     @contextlib.contextmanager
-    def _journal(self) -> Iterator[tuple[Journal, list[TreeRow]]]:
+    def journal(self) -> Iterator[tuple[Journal, list[TreeRow]]]:
+        """The run's journal, and the rows of its trees."""
         with contextlib.closing(frames.opened(self.folder)) as journal:
             yield journal, journal.trees("split=?", self.split)
-
-    @property
-    def _learner(self) -> LearnerProcess:
-        process = replay.learner(self.folder)
-        if process is None:
-            raise ValueError(
-                f"{self.folder} holds no processes/learner.json: expected the folder of a run"
-            )
-        return process
 
     @cached_property
     def records(self) -> pl.DataFrame:
@@ -55,8 +46,8 @@ class Run:
 
         Raises ValueError for a scheme that reads what the journal lacks, or for a wrong option.
         """
-        with self._journal() as (journal, rows):
-            own = self._learner.learner
+        own = replay.learner(self.folder).learner
+        with self.journal() as (journal, rows):
             values = replay.advantages(journal, rows, own, scheme, **options)
         return _by_place(advantage=values)
 
@@ -76,7 +67,7 @@ class Run:
         if level not in ("token", "turn"):
             raise ValueError(f"level = {level!r}: expected token or turn")
         of = corrections.load(correction, options | {"level": level})
-        with self._journal() as (journal, rows):
+        with self.journal() as (journal, rows):
             _, newest = replay.newest(journal, rows, self.folder)
             table, places = replay.turns(journal, rows)
         ratios, weights = {}, {}
@@ -85,12 +76,11 @@ class Run:
                 torch.as_tensor(np.array(one)) for one in (newest[place], turn.logprobs)
             )
             size = len(turn.sampled)
-            tokens, lengths = torch.zeros(size, dtype=torch.long), torch.full((1,), float(size))
-            segments = {level: corrections.Segments(tokens, torch.zeros(1), lengths)}
+            ids, lengths = torch.zeros(size, dtype=torch.long), torch.full((1,), float(size))
+            segments = {level: corrections.Segments(ids, torch.zeros(1), lengths)}
             logprobs = corrections.Logprobs(current, current, behaviour, segments)
-            surrogate = of(logprobs, torch.ones(size))
             ratios[place] = float((current - behaviour).mean().exp())
-            weights[place] = float(surrogate.coefficient.mean())
+            weights[place] = float(of(logprobs, torch.ones(size)).coefficient.mean())
         return _by_place(ratio=ratios, weight=weights)
 
     def judge(self, judge: str, tree: int, **settings: Any) -> pl.DataFrame:
@@ -103,17 +93,17 @@ class Run:
         worker = make_worker(judge, settings)
         if not isinstance(worker, Judge):
             raise ValueError(f"judge {judge!r}: expected a judge, not an opponent or a speaker")
-        with self._journal() as (journal, rows):
+        with self.journal() as (journal, rows):
             row = next((row for row in rows if row.id == tree), None)
             if row is None:
                 raise ValueError(f"tree = {tree}: the journal has no such {self.split} tree")
             turns = judged.turns(self.folder, row, journal.tree(row))
-        scored = _wait(_scored(worker, [turn for _, turn in turns]))
-        nodes = pl.DataFrame(
-            {"node": [n.id for n, _ in turns], "chosen": [n.chosen for n, _ in turns]}
-        )
+        with ThreadPoolExecutor(1) as other:  # a notebook's own event loop is running
+            scores = _scored(worker, [turn for _, turn in turns])
+            scored = other.submit(asyncio.run, scores).result()
+        nodes = {"node": [n.id for n, _ in turns], "chosen": [n.chosen for n, _ in turns]}
         columns = {name: [one.get(name) for one in scored] for name in worker.columns}
-        return nodes.with_columns(**{name: pl.Series(of) for name, of in columns.items()})
+        return pl.DataFrame(nodes | columns)
 
     def plot(self, *metrics: str) -> Figure:
         """Return a figure of metrics over updates, which a notebook shows; ``.savefig(path)``
@@ -123,13 +113,12 @@ class Run:
         return sections.picture(runs.grouped([run]), metrics=metrics)
 
 
-def newest(runs: str | Path = "runs") -> Run:
+def newest(runs: str | Path = "runs") -> OpenedRun:
     """Open the run below ``runs`` that began last. Raises FileNotFoundError if there is none."""
-    began = lambda run: (run / "config.json").stat().st_mtime  # noqa: E731
     folders = [journal.parent for journal in Path(runs).glob("*/journal.sqlite")]
     if not folders:
         raise FileNotFoundError(f"no run is below {Path(runs).resolve()}: expected run folders")
-    return Run(max(folders, key=began))
+    return OpenedRun(max(folders, key=lambda run: (run / "config.json").stat().st_mtime))
 
 
 def _by_place(**columns: dict[tuple[int, int], float]) -> pl.DataFrame:
@@ -149,9 +138,3 @@ async def _scored(judge: Judge, turns: list[Any]) -> list[dict[str, float]]:
         return scores
     finally:
         await judge.close()
-
-
-def _wait(work: Any) -> Any:
-    """Run a coroutine to its end, also inside a notebook, whose own event loop is running."""
-    with ThreadPoolExecutor(1) as other:
-        return other.submit(asyncio.run, work).result()

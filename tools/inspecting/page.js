@@ -1,5 +1,5 @@
 "use strict";
-// The page of tools/dump --html. Texts of rollouts enter the document as text, never as markup.
+// The page of coppice trees --html. Texts of rollouts enter the document as text, never as markup.
 const data = JSON.parse(document.getElementById("data").textContent);
 const at = id => document.getElementById(id);
 const WIDTH = 250, HEIGHT = 66, ACROSS = 290, DOWN = 76, EDGE = 12, FADED = 0.7, SMALLEST = 0.2;
@@ -12,12 +12,13 @@ const number = value => value === null || value === undefined ? "–" : Math.abs
 // ------------------------------------------------------------------------------------------------ values and colours
 
 const sum = values => values ? values.reduce((a, b) => a + b, 0) : undefined;
+const span = node => node.versions && node.versions.length ? [Math.min(...node.versions), Math.max(...node.versions)] : undefined;
 const gap = node => node.newest ? sum(node.newest) - sum(node.logprobs) : undefined;
-const BUILT_IN = { "log-probability": node => sum(node.logprobs), "change of log-probability": gap, version: node => node.versions && node.versions[1], tokens: node => node.size };
+const BUILT_IN = { "log-probability": node => sum(node.logprobs), "change of log-probability": gap, version: node => span(node) && span(node)[1], tokens: node => node.tokens.length };
 const valueOf = (node, name) => name in BUILT_IN ? BUILT_IN[name](node) : node.scores[name];
 
 function scale(name) { // the range over all trees of the page, so that equal colours mean equal values
-  const values = data.trees.flatMap(one => one.nodes).filter(node => node.kind === "action").map(node => valueOf(node, name)).filter(value => value !== undefined);
+  const values = data.trees.flatMap(one => one.nodes).filter(node => node.kind === "action").map(node => valueOf(node, name)).filter(value => value !== undefined && value !== null);
   const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
   return { name, low, high, most: Math.max(Math.abs(low), Math.abs(high)) };
 }
@@ -190,11 +191,11 @@ function describe(node) {
 }
 
 function told(node) {
-  const words = [`${node.size} tokens`];
-  if (node.cached) words.push(`${node.cached} prompt tokens from the cache`);
+  const words = [`${node.tokens.length} tokens`];
+  if (node.cached_tokens) words.push(`${node.cached_tokens} prompt tokens from the cache`);
   if (node.kind === "action") words.push(node.chosen ? "continued" : "not continued", node.forced ? "forced, not trained" : "");
   if (node.finish && node.finish !== "stop") words.push(`ended by ${node.finish}`);
-  if (node.versions) words.push(node.versions[0] === node.versions[1] ? `version ${node.versions[0]}` : `versions ${node.versions.join(" to ")}`);
+  if (span(node)) words.push(span(node)[0] === span(node)[1] ? `version ${span(node)[0]}` : `versions ${span(node).join(" to ")}`);
   if (node.invalid.length) words.push(`a judge could not give ${node.invalid.join(", ")}`);
   return words.filter(word => word).join("; ");
 }
@@ -323,7 +324,7 @@ function begin() {
   for (const name of names) at("colour").append(element("option", name));
   if (names.length) at("colour").value = ["advantage", "reward", "outcome"].find(name => names.includes(name)) || names[0];
   for (const one of data.trees) {
-    const button = element("button", `${one.tree}  ${one.task}`), said = `version ${one.version}, ${one.said}`;
+    const button = element("button", `${one.tree}  ${one.task}`), said = `version ${one.admitted_at_version}, ${one.said}`;
     Object.assign(button.dataset, { tree: one.tree, said });
     button.addEventListener("click", () => show(one.tree));
     button.append(element("br"), element("small", said));

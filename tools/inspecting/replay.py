@@ -10,11 +10,12 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from coppice.common import shards
 from coppice.learner import schemes
 from coppice.learner.config import LearnerConfig, LearnerProcess, LoraConfig
-from coppice.learner.update import rewards
+from coppice.learner.update.objective import shaped
 from coppice.learner.update.table import TurnTable, build
-from coppice.scheduler.growth.tree import Node, Tree
+from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.wire import published
 from coppice.wire.messages import TrainGroup, Turn
@@ -25,31 +26,36 @@ AT_ONCE = 16
 """Trees whose tokens are packed for one pass of the policy, as in an update."""
 
 
-def learner(run: Path) -> LearnerProcess | None:
-    """Return the learner's process file of a run folder, or None if there is none."""
+def learner(run: Path) -> LearnerProcess:
+    """Return the learner's process file of a run folder. Raises ValueError if there is none."""
     file = run / "processes" / "learner.json"
-    return msgspec.json.decode(file.read_bytes(), type=LearnerProcess) if file.is_file() else None
+    if not file.is_file():
+        raise ValueError(f"{run} has no processes/learner.json: expected the folder of a run")
+    return msgspec.json.decode(file.read_bytes(), type=LearnerProcess)
+
+
+def _table(
+    journal: Journal, trees: Sequence[Tree], groups: list[TrainGroup]
+) -> tuple[TurnTable, Places]:
+    nodes = {
+        (tree.id, node.id): node.travels(journal.pictures(node.tokens))
+        for tree in trees
+        for node in tree.nodes.values()
+    }
+    return build(groups, nodes), [
+        (group.tree, turn.node) for group in groups for turn in group.turns
+    ]
 
 
 def turns(journal: Journal, rows: Sequence[TreeRow]) -> tuple[TurnTable, Places]:
     """Return the turns of all groups of the trees ``rows``, as the learner received them."""
-
-    def grouped(tree: Tree) -> list[TrainGroup]:
-        return [TrainGroup(g, tree.id, [], journal.turns(g)) for g, _ in journal.groups(tree.id)]
-
-    return _built(journal, rows, grouped)
-
-
-def _built(journal: Journal, rows: Sequence[TreeRow], grouped: Any) -> tuple[TurnTable, Places]:
-    groups: list[TrainGroup] = []
-    nodes = {}
-    for row in rows:
-        tree = Journal.tree(journal, row)
-        groups += grouped(tree)
-        for node in tree.nodes.values():
-            nodes[tree.id, node.id] = node.travels(journal.pictures(node.tokens))
-    places = [(group.tree, turn.node) for group in groups for turn in group.turns]
-    return build(groups, nodes), places
+    trees = [Journal.tree(journal, row) for row in rows]
+    groups = [
+        TrainGroup(group, tree.id, [], journal.turns(group))
+        for tree in trees
+        for group in tree.groups
+    ]
+    return _table(journal, trees, groups)
 
 
 def advantages(
@@ -62,12 +68,12 @@ def advantages(
     """Return the advantage that a scheme gives each turn of the trees ``rows``, the mean over its
     tokens, by tree and node.
 
-    scheme: None stands for the run's own scheme and options. Schemes that compare over the batch
-    see ``rows`` as one batch. Raises ValueError for a scheme that reads values of the learner's
-    models, which a journal lacks.
+    scheme: "" stands for the run's own scheme and options. Schemes that compare over the batch see
+    ``rows`` as one batch. Raises ValueError for a scheme that reads values of the learner's models,
+    which a journal lacks.
     """
     own = (config.scheme, config.scheme_options)
-    of = schemes.load(scheme, options) if scheme else schemes.load(*own)
+    of = schemes.load(*((scheme, options) if scheme else own))
     if of.needs.models or (config.kl_reward_coef and not scheme):
         raise ValueError(
             f"scheme {of.name!r} reads values of the learner's models, which are not in a journal"
@@ -75,17 +81,15 @@ def advantages(
     table, places = turns(journal, rows)
     if not len(table):
         return {}
-    lacking = of.needs.columns - table.scores.keys()
-    if lacking:
+    if lacking := of.needs.columns - table.scores.keys():
         raise ValueError(
             f"scheme {of.name!r} reads {sorted(lacking)}; the turns have {sorted(table.scores)}"
         )
     kept = of.trains(table)
     table = table.only(kept)
     places = [place for place, keep in zip(places, kept, strict=True) if keep]
-    column = of.needs.reward_column
-    if column and not scheme:
-        table = rewards.shaped(table, column, config)
+    if of.needs.reward_column and not scheme:
+        table = shaped(table, of.needs.reward_column, config)
     tokens = np.maximum(1, table.per_turn(np.ones(len(table.mask()))))
     return dict(zip(places, (table.per_turn(of(table).advantages) / tokens).tolist(), strict=True))
 
@@ -98,34 +102,38 @@ class Replayed(Journal):
     critic, a reward model) gives none.
     """
 
-    def __init__(self, path: Path, beside: Sequence[Path] = ()):
-        super().__init__(path, readonly=True, others=beside)
-        self._process = learner(path.parent)
-        self._known: dict[int, dict[tuple[int, int], float]] = {}
+    def __init__(self, path: Path, others: Sequence[Path] = ()):
+        super().__init__(path, readonly=True, others=others)
+        self._version = -1  # whose advantages are known
+        self._advantages: dict[tuple[int, int], float] = {}
 
     def tree(self, row: TreeRow) -> Tree:
         """The tree of a row, with its advantages."""
         tree = super().tree(row)
         trained = [version for _, version in self.groups(row.id) if version is not None]
         written = any("advantage" in node.scores for node in tree.nodes.values())
-        if self._process is None or not trained or written:
+        if not trained or written:
             return tree
-        if trained[0] not in self._known:
-            self._known = {trained[0]: self._advantages(trained[0])}
+        if trained[0] != self._version:
+            self._version = trained[0]
+            of_update = "id IN (SELECT tree FROM groups WHERE trained=?) AND status!='replaced'"
+            batch = self.trees(of_update, self._version)
+            try:
+                self._advantages = advantages(self, batch, learner(self.path.parent).learner)
+            except ValueError:
+                self._advantages = {}
         for node in tree.nodes.values():
-            value = self._known[trained[0]].get((tree.id, node.id))
-            if value is not None:
+            if (value := self._advantages.get((tree.id, node.id))) is not None:
                 node.scores = {**node.scores, "advantage": value}
         return tree
 
-    def _advantages(self, version: int) -> dict[tuple[int, int], float]:
-        assert self._process is not None
-        of_update = "id IN (SELECT tree FROM groups WHERE trained=?) AND status!='replaced'"
-        batch = self.trees(of_update, version)
-        try:
-            return advantages(self, batch, self._process.learner)
-        except ValueError:
-            return {}
+
+def opened(run: Path) -> Journal:
+    """Return the journals of a run folder as one, or the journal file itself, open for reading,
+    with advantages. Raises FileNotFoundError."""
+    homes = shards.homes(run) if run.is_dir() else []
+    first, *others = [home / "journal.sqlite" for home in homes] or [run]
+    return Replayed(first, [path for path in others if path.is_file()])
 
 
 def apply_version(model: Any, base: str, folder: Path) -> None:
@@ -147,51 +155,45 @@ def newest(
     among the tokens that top-p and top-k left. Raises ValueError without the run's folder or
     weights, InfrastructureFault for weights that fail their digest.
     """
-    from coppice.learner.model.model import Policy  # with torch, which takes seconds
+    from coppice.learner.model.model import TreeModel  # with torch, which takes seconds
     from coppice.learner.model.ranks import Ranks
     from coppice.learner.update.passes import Rows, plan, sweep
     from coppice.tools.evaluating import versions
 
     process = learner(run)
-    if process is None:
-        raise ValueError(
-            f"--newest needs the folder of the run: no processes/learner.json is in {run}"
-        )
-
-    def sampled(tree: Tree) -> list[TrainGroup]:
-        nodes = tree.nodes.values()
-        actions = [node for node in nodes if node.logprobs is not None and len(node.tokens)]
-        turns = [Turn(node.id, 0, node.step, {}) for node in actions]
-        return [TrainGroup(tree.id, tree.id, [], turns)]
-
     version, folder = versions.chosen(run, None)
-    ranks = Ranks(timeout_s=60.0)
-    config = process.learner
-    policy = Policy(process.model, config, process.temperature, ranks, lora=LoraConfig(rank=0))
+    ranks, config = Ranks(timeout_s=60.0), process.learner
+    policy = TreeModel(process.model, config, process.temperature, ranks, lora=LoraConfig(rank=0))
     if folder is not None:
         apply_version(policy.causal, process.model, folder)
-    known: dict[tuple[int, int], np.ndarray] = {}
+    values: dict[tuple[int, int], np.ndarray] = {}
     with policy.inference():
         for start in range(0, len(rows), AT_ONCE):
-            table, places = _built(journal, rows[start : start + AT_ONCE], sampled)
+            trees = [Journal.tree(journal, row) for row in rows[start : start + AT_ONCE]]
+            groups = []
+            for tree in trees:
+                sampled = [
+                    n for n in tree.nodes.values() if n.logprobs is not None and len(n.tokens)
+                ]
+                actions = [Turn(node.id, 0, node.step, {}) for node in sampled]
+                groups.append(TrainGroup(tree.id, tree.id, [], actions))
+            table, places = _table(journal, trees, groups)
             if len(table):
                 batch = Rows(table.paths)
                 steps = plan(batch.trie, range(len(table)), config.micro_tokens, ranks)
-                values = sweep(batch, steps, ranks, lambda forest: policy.logprobs(forest)[0])
-                known |= zip(places, (values[span] for span in batch.spans), strict=True)
-    return version, known
-
-
-# ----------------------------------------------------------------------------------------------
-# tokens
+                swept = sweep(batch, steps, ranks, lambda forest: policy.read(forest)[0])
+                values |= zip(places, (swept[span] for span in batch.spans), strict=True)
+    return version, values
 
 
 def tokenizer(run: Path) -> Tokenizer | None:
     """Return the tokenizer of a run's policy, or None if the run's folder or the policy's is not
     there."""
-    process = learner(run)
-    file = Path(process.model) / "tokenizer.json" if process is not None else None
-    return Tokenizer.from_file(str(file)) if file is not None and file.is_file() else None
+    try:
+        file = Path(learner(run).model) / "tokenizer.json"
+    except ValueError:
+        return None
+    return Tokenizer.from_file(str(file)) if file.is_file() else None
 
 
 def pieces(words: Tokenizer | None, tokens: np.ndarray) -> list[str]:
@@ -201,15 +203,3 @@ def pieces(words: Tokenizer | None, tokens: np.ndarray) -> list[str]:
         return [str(token) for token in tokens.tolist()]
     stream = DecodeStream(skip_special_tokens=False)
     return [stream.step(words, int(token)) or "" for token in tokens]
-
-
-def token_lines(words: Tokenizer | None, node: Node, newest: np.ndarray | None) -> list[str]:
-    """Return one line per token of an action: its log-probability when it was sampled, that under
-    the newest policy if it is known, its text."""
-    if node.logprobs is None or not len(node.logprobs):
-        return []
-    columns = [node.logprobs] if newest is None else [node.logprobs, newest]
-    values = ["".join(f"{value:9.4f}" for value in row) for row in zip(*columns, strict=True)]
-    shown = pieces(words, node.tokens)
-    head = "  sampled" + ("   newest" if newest is not None else "") + "  token"
-    return [head, *(f"{row}  {piece!r}" for row, piece in zip(values, shown, strict=True))]

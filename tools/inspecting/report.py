@@ -7,39 +7,13 @@ from pathlib import Path
 from coppice.common.options import command_parser
 from coppice.tools.inspecting import sections
 from coppice.tools.inspecting.figures import save
-from coppice.tools.inspecting.runs import Run, check_metrics, grouped, read
+from coppice.tools.inspecting.runs import RunFolder, check_metrics, grouped, read
 
 EXAMPLES = """\
   coppice report runs/slate-tiny-20261123-090049    report.html of one run
   coppice report A=slate B=slate C=slate D=grpo     three seeds against one run
-  coppice report RUN --out report.html --png FOLDER  every figure as a PNG, too
-  coppice report RUN --out curves.png --metric learner/kl --metric score/reward
-  coppice report A B --against time/run             curves against seconds"""
+  coppice report RUN --out curves.png --metric learner/kl --metric score/reward"""
 SUFFIXES = (".html", ".png", ".svg")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status."""
-    options = _parse(arguments)
-    try:
-        runs = [_named(text) for text in options.runs]
-        check_metrics(runs, options.metric)
-        groups = grouped(runs)
-        if len({(run.name, run.folder.resolve()) for run in runs}) < len(runs):
-            raise ValueError(
-                "a run is given twice under one name: leave one out, or give it another name"
-            )
-        if options.out.suffix == ".html":
-            _write_page(groups, options)
-        else:
-            save(sections.picture(groups, options.against, options.metric), options.out)
-    except (OSError, ValueError) as error:
-        print(f"coppice report: {error}", file=sys.stderr)
-        return 2
-    table = sections.results(groups)
-    print(sections.markdown(table) if table.rows else "no held-out evaluation yet")
-    print(f"report: {options.out}")
-    return 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,8 +24,7 @@ def parser() -> argparse.ArgumentParser:
         "other file. Runs may be live, stopped, failed or old.",
         EXAMPLES,
     )
-    add = parser.add_argument
-    runs = "run folders; those of one NAME are seeds of one group"
+    add, runs = parser.add_argument, "run folders; those of one NAME are seeds of one group"
     add("runs", nargs="+", metavar="RUN[=NAME]", help=runs)
     out, page = "FILE.html, .png or .svg (default: %(default)s)", Path("report.html")
     add("--out", type=Path, default=page, metavar="FILE", help=out)
@@ -64,31 +37,45 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
     command = parser()
     options = command.parse_args(arguments)
-    out = f"--out {options.out}"
-    if options.out.suffix not in SUFFIXES:
-        command.error(f"{out}: expected a name that ends with {', '.join(SUFFIXES)}")
-    if options.png and options.out.suffix != ".html":
-        command.error(f"--png has no effect with {out}: it writes the figures of a page")
-    return options
+    out: Path = options.out
+    if out.suffix not in SUFFIXES:
+        command.error(f"--out {out}: expected a name that ends with {', '.join(SUFFIXES)}")
+    if options.png and out.suffix != ".html":
+        command.error(f"--png has no effect with --out {out}: it writes the figures of a page")
+    try:
+        runs = [_named(text) for text in options.runs]
+        check_metrics(runs, options.metric)
+        groups = grouped(runs)
+        if len({(run.name, run.folder.resolve()) for run in runs}) < len(runs):
+            raise ValueError(
+                "a run is given twice under one name: leave one out, or give it another name"
+            )
+        if out.suffix == ".html":
+            parts = sections.sections(groups, options.against, options.metric)
+            out.write_bytes(sections.html(f"Coppice report: {', '.join(groups)}", parts))
+            for part in parts if options.png else ():
+                options.png.mkdir(parents=True, exist_ok=True)
+                for number, drawn in enumerate(part.figures, 1):
+                    save(drawn.figure, options.png / f"{part.anchor}-{number:02}.png")
+        else:
+            save(sections.picture(groups, options.against, options.metric), out)
+    except (OSError, ValueError) as error:
+        print(f"coppice report: {error}", file=sys.stderr)
+        return 2
+    table = sections.results(groups)
+    print(table.markdown() if table.rows else "no held-out evaluation yet")
+    print(f"report: {out}")
+    return 0
 
 
-def _named(text: str) -> Run:
+def _named(text: str) -> RunFolder:
     """Read FOLDER or FOLDER=NAME; both may have a = in them. Raises ValueError."""
     folder, name = text, ""
     while not Path(folder).is_dir() and "=" in folder:
         folder, _, last = folder.rpartition("=")
         name = f"{last}={name}" if name else last
     return read(Path(folder), name or None)
-
-
-def _write_page(groups: sections.Groups, options: argparse.Namespace) -> None:
-    parts = sections.sections(groups, options.against, options.metric)
-    options.out.write_bytes(sections.html(f"Coppice report: {', '.join(groups)}", parts))
-    if options.png:
-        options.png.mkdir(parents=True, exist_ok=True)
-        for part in parts:
-            for number, drawn in enumerate(part.figures, 1):
-                save(drawn.figure, options.png / f"{part.anchor}-{number:02}.png")

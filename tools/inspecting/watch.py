@@ -24,7 +24,7 @@ from textual.widgets import Footer, OptionList, Static
 
 from coppice.common.options import command_parser
 from coppice.tools.inspecting import drawing, frames, watched
-from coppice.tools.inspecting.watched import Look, Reader
+from coppice.tools.inspecting.watched import Look, Watcher
 from coppice.tools.launching import control, screen
 
 EXAMPLES = """\
@@ -45,7 +45,8 @@ class Question(ModalScreen[bool]):
 
     CSS = """
     Question { align: center middle; }
-    Question Static { width: 70; max-width: 90%; height: auto; border: round $warning; padding: 1 2; background: $surface; }
+    Question Static { width: 70; max-width: 90%; height: auto; padding: 1 2; }
+    Question Static { border: round $warning; background: $surface; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         ("y", "dismiss(True)", "Yes"),
@@ -96,7 +97,7 @@ class TreeScreen(Screen[None]):
         self.on_resize()
 
 
-class Table(OptionList):
+class RowTable(OptionList):
     """A table whose title names the columns. Its cursor stays at its row when rows come and go; at
     the top it stays with the newest."""
 
@@ -106,26 +107,17 @@ class Table(OptionList):
         super().__init__(id=name, compact=True, markup=False)
         self.columns = columns
         self.cells: watched.Rows = []
-        self.lines: list[str] = []
 
     def show(self, rows: watched.Rows, bad: tuple[str, ...] = ()) -> None:
-        """Show ``rows``, whose first cells tell them apart. bad: cells whose rows are red. Only
-        rows that have changed are drawn."""
+        """Show ``rows``, whose first cells tell them apart. bad: cells whose rows are red."""
         if rows == self.cells:
             return
-        place, key, before = self.highlighted or 0, self.chosen(), self.lines
-        self.border_title, *self.lines = watched.table([self.columns, *rows])
-        self.cells = rows
+        place, key = self.highlighted or 0, self.chosen()
+        self.border_title, *lines = watched.table([self.columns, *rows])
+        self.cells, names = rows, [row[0] for row in rows]
         styles = ["bold red" if set(bad) & set(row) else "" for row in rows]
-        prompts = [Text(*line) for line in zip(self.lines, styles, strict=True)]
-        if len(before) != len(rows):
-            self.set_options(prompts)
-            self.styles.height = len(rows) + 1
-        else:
-            for index, line in enumerate(self.lines):
-                if line != before[index]:
-                    self.replace_option_prompt_at_index(index, prompts[index])
-        names = [row[0] for row in rows]
+        self.set_options(Text(*line) for line in zip(lines, styles, strict=True))
+        self.styles.height = len(rows) + 1
         if names:
             kept = place and key in names
             self.highlighted = names.index(key) if kept else min(place, len(names) - 1)
@@ -135,7 +127,7 @@ class Table(OptionList):
         return "" if self.highlighted is None or not self.cells else self.cells[self.highlighted][0]
 
 
-class Watch(App[None]):
+class WatchApp(App[None]):
     """The view of one run. It only reads, and gives the orders of tools/launching/control.py when
     asked to."""
 
@@ -147,10 +139,11 @@ class Watch(App[None]):
     .-wide #page { layout: horizontal; }
     .-wide #words { width: 79; margin-right: 1; }
     .-wide #tables { width: 1fr; }
-    Table { border: none; border-top: solid $primary; padding: 0 0 0 1; scrollbar-size: 1 1; max-height: 14; text-wrap: nowrap; text-overflow: ellipsis; }
-    Table:focus { border: none; border-top: heavy $accent; }
+    RowTable { border: none; border-top: solid $primary; padding: 0 0 0 1; max-height: 14; }
+    RowTable { scrollbar-size: 1 1; text-wrap: nowrap; text-overflow: ellipsis; }
+    RowTable:focus { border: none; border-top: heavy $accent; }
     #trees { max-height: 9; }
-    .-wide Table, .-wide #trees { max-height: 48vh; }
+    .-wide RowTable, .-wide #trees { max-height: 48vh; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("p", "pause", "Pause"),
@@ -162,10 +155,10 @@ class Watch(App[None]):
 
     def __init__(self, run: Path):
         super().__init__()
-        self.run_, self.reader = run, Reader(run)
+        self.run_, self.reader = run, Watcher(run)
         self.look: Look | None = None
         self.usable: dict[str, bool] = dict.fromkeys(("pause", "resume", "drain", "stop"), False)
-        self.asked = asyncio.Event()
+        self.ordered = asyncio.Event()
 
     def compose(self) -> ComposeResult:
         """Words and tables, below each other on a narrow terminal."""
@@ -173,8 +166,8 @@ class Watch(App[None]):
             with Vertical(id="words"):
                 yield Static(id="text", markup=False)
             with Vertical(id="tables"):
-                yield Table("trees", watched.TREES)
-                yield Table("processes", watched.PROCESSES)
+                yield RowTable("trees", watched.TREES)
+                yield RowTable("processes", watched.PROCESSES)
         yield Footer()
 
     def on_mount(self) -> None:
@@ -192,8 +185,8 @@ class Watch(App[None]):
             every = EVERY_S if self.look.status.state == "running" else RESTING_S
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(pause, every)):
-                    await self.asked.wait()
-            self.asked.clear()
+                    await self.ordered.wait()
+            self.ordered.clear()
             now = time.process_time()
             if before:  # the first look draws everything
                 pause = min(LONGEST_S, (now - before) / SHARE)
@@ -205,7 +198,7 @@ class Watch(App[None]):
 
     def draw(self) -> None:
         """Show the newest look; what has not changed is not drawn again."""
-        if self.look is None:
+        if self.look is None or not self.query("#text"):  # it begins, or it closes
             return
         before = self.usable
         width = self.query_one("#words").content_size.width or 78
@@ -215,8 +208,8 @@ class Watch(App[None]):
             label.update(text, layout=text.count("\n") != str(label.content).count("\n"))
         running = self.look.status.state == "running"
         paused = self.look.status.paused.startswith("paus")
-        self.query_one("#trees", Table).show(self.look.trees)
-        self.query_one("#processes", Table).show(self.look.processes, BAD if running else ())
+        self.query_one("#trees", RowTable).show(self.look.trees)
+        self.query_one("#processes", RowTable).show(self.look.processes, BAD if running else ())
         self.usable = {"pause": running and not paused, "resume": running and paused}
         self.usable |= {"drain": running, "stop": running}
         if self.usable != before:
@@ -229,7 +222,7 @@ class Watch(App[None]):
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         """Open the tree under the cursor."""
         table = event.option_list
-        if isinstance(table, Table) and table.id == "trees":
+        if isinstance(table, RowTable) and table.id == "trees":
             self.push_screen(TreeScreen(self.run_, int(table.chosen())))
 
     def action_pause(self) -> None:
@@ -243,7 +236,7 @@ class Watch(App[None]):
 
     def action_drain(self) -> None:
         """Ask, then drain the worker under the cursor."""
-        table = self.query_one("#processes", Table)
+        table = self.query_one("#processes", RowTable)
         name = table.chosen()
         if self.focused is not table or not name:
             self.notify("choose a worker in the table of processes first (Tab)", severity="warning")
@@ -256,8 +249,8 @@ class Watch(App[None]):
 
     def action_stop(self) -> None:
         """Ask, then stop the run."""
-        end = "The learner writes a checkpoint and every process ends. coppice launch --resume goes on."
-        self.order(f"Stop the run? {end}", control.stop)
+        end = "The learner writes a checkpoint and every process ends."
+        self.order(f"Stop the run? {end} coppice launch --resume goes on.", control.stop)
 
     @work
     async def order(self, question: str, order: Callable[[Path], str]) -> None:
@@ -268,7 +261,7 @@ class Watch(App[None]):
             self.notify(order(self.run_))
         except (OSError, ValueError, psutil.Error) as error:
             self.notify(str(error), severity="error", timeout=15)
-        self.asked.set()
+        self.ordered.set()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -290,8 +283,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"coppice watch: {run}: {expected}", file=sys.stderr)
         return 2
     if sys.stdin.isatty() and sys.stdout.isatty():
-        Watch(run).run()
+        WatchApp(run).run()
     else:
-        page = "\n".join(watched.page(Reader(run).look(), 80))
-        screen.Screen(0).say(page, "summary")  # the reader (head, less) may close the pipe
+        page = "\n".join(watched.page(Watcher(run).look(), 80))
+        screen.RunScreen(0).say(page, "summary")  # the reader (head, less) may close the pipe
     return 0

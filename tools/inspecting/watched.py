@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 
 from coppice.scheduler.ledger.journal import Journal, TreeRow
-from coppice.scheduler.ledger.records import Reader as Records
+from coppice.scheduler.ledger.records import Reader
 from coppice.scheduler.telemetry import health
 from coppice.tools.evaluating.examination import table
 from coppice.tools.inspecting import frames
@@ -35,7 +36,6 @@ TAIL_BYTES = 2**24
 """How much of a long metrics.jsonl is read at first: the newest 4,000 updates or so."""
 TREES = ("tree", "status", "from", "trained", "actions", "reward", "outcome", "task")
 PROCESSES = ("process", "pid", "state", "age", "restarts", "memory", "heard", "calls")
-_BARS = "▁▂▃▄▅▆▇█"
 _STALENESS = "watch/staleness_"
 
 Rows = list[tuple[str, ...]]
@@ -51,15 +51,15 @@ class Look(msgspec.Struct, frozen=True):
     processes: Rows
 
 
-class Reader:
+class Watcher:
     """Looks at a run, or at a journal file, again and again. Each look reads only what is new of
     metrics.jsonl and of the newest trees."""
 
     def __init__(self, run: Path):
         self.run = run
-        self._records = Records(
-            run, lambda name: name in _SHOWN or name.startswith(_STALENESS), TAIL_BYTES
-        )
+        shown = {metric for name, metric, _ in COLUMNS if name in CURVES}
+        keep = lambda name: name in shown or name.startswith(_STALENESS)  # noqa: E731
+        self._records = Reader(run, keep, TAIL_BYTES)
         self._sums: dict[int, tuple[str, str, str]] = {}
 
     def look(self) -> Look:
@@ -80,49 +80,41 @@ class Reader:
             ended = journal.trees(newest.format("!"), ENDED)
             growing = journal.trees(newest.format(""), GROWING)
             self._sums = {row.id: self._sums.get(row.id) or _sums(journal, row) for row in ended}
-            return [self._row(journal, row) for row in (*reversed(ended), *reversed(growing))]
-
-    def _row(self, journal: Journal, row: TreeRow) -> tuple[str, ...]:
-        versions = [version for _, version in journal.groups(row.id) if version is not None]
-        trained = max(versions, default="-")
-        state = row.status if row.split == "train" else row.split
-        sums = self._sums.get(row.id, ("-", "-", "-"))
-        return str(row.id), state, str(row.version), str(trained), *sums, row.task
-
-
-_SHOWN = {metric for name, metric, _ in COLUMNS if name in CURVES}
+            rows: Rows = []
+            for row in (*reversed(ended), *reversed(growing)):
+                trained = [version for _, version in journal.groups(row.id) if version is not None]
+                state = row.status if row.split == "train" else row.split
+                versions = str(row.version), str(max(trained, default="-"))
+                sums = self._sums.get(row.id, ("-", "-", "-"))
+                rows.append((str(row.id), state, *versions, *sums, row.task))
+            return rows
 
 
 def _sums(journal: Journal, row: TreeRow) -> tuple[str, str, str]:
-    """Return the number of a tree's actions, their mean reward and the mean outcome."""
-    nodes = journal.tree(row).nodes.values()
-
-    def mean(name: str) -> str:
+    """The number of a tree's actions, their mean reward and the mean outcome."""
+    nodes, means = journal.tree(row).nodes.values(), []
+    for name in ("reward", "outcome"):
         values = [node.scores[name] for node in nodes if name in node.scores]
-        return f"{sum(values) / len(values):+.2f}" if values else "-"
-
-    return str(sum(node.kind == "action" for node in nodes)), mean("reward"), mean("outcome")
+        means.append(f"{fmean(values):+.2f}" if values else "-")
+    return str(sum(node.kind == "action" for node in nodes)), means[0], means[1]
 
 
 def _processes(run: Path, now: Status) -> Rows:
     """The launcher's processes, then the workers that joined from elsewhere."""
     report = health.joined(health.read_all(run)) if now.state == "running" else None
-    known = report.workers if report is not None else []
-    workers = {worker.pid: worker for worker in known if worker.state == "here"}
-    rows: Rows = []
-    for process in now.processes:
-        worker = workers.pop(process.pid, None)
-        rows.append((*status.cells(process), _calls(worker) if worker is not None else "-"))
+    joined = report.workers if report is not None else []
+    workers = {worker.pid: worker for worker in joined if worker.state == "here"}
+
+    def calls(worker: health.WorkerHealth | None) -> str:
+        limit = f"/{worker.capacity}" if worker and worker.capacity < 2**20 else ""
+        return f"{worker.in_flight}{limit}" if worker else "-"
+
+    rows: Rows = [(*status.cells(p), calls(workers.pop(p.pid, None))) for p in now.processes]
     for worker in workers.values():
         heard = span(report.at - worker.heard if report is not None else None)
         place = (worker.name, str(worker.pid), f"on {worker.host}", "-", "-", "-")
-        rows.append((*place, heard, _calls(worker)))
+        rows.append((*place, heard, calls(worker)))
     return rows
-
-
-def _calls(worker: health.WorkerHealth) -> str:
-    limited = worker.capacity < 2**20
-    return f"{worker.in_flight}/{worker.capacity}" if limited else str(worker.in_flight)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -138,10 +130,8 @@ def words(look: Look, width: int) -> list[str]:
         when = ago(time.time() - failure.time, failure.process)
         log = status.shown(Path(failure.log))
         said.append(f"failed {when}: {failure.cause}; {failure.then} (log: {log})")
-    if look.status.fault:
-        said.append(f"a call failed {look.status.fault}")
-    if look.status.do:
-        said.append(f"to do: {look.status.do}")
+    said += [f"a call failed {look.status.fault}"] if look.status.fault else []
+    said += [f"to do: {look.status.do}"] if look.status.do else []
     return lines + [line for text in said for line in status.told(text, width)]
 
 
@@ -166,10 +156,10 @@ def spark(values: Sequence[float], width: int) -> str:
     mean of its share of the values."""
     count = max(1, min(width, len(values)))
     ends = pairwise(len(values) * place // count for place in range(count + 1))
-    means = [sum(values[start:end]) / (end - start) for start, end in ends]
+    means = [fmean(values[start:end]) for start, end in ends]
     low, high = min(means), max(means)
     heights = [(mean - low) / (high - low) if high > low else 0.5 for mean in means]
-    return "".join(_BARS[round(height * (len(_BARS) - 1))] for height in heights)
+    return "".join("▁▂▃▄▅▆▇█"[round(height * 7)] for height in heights)
 
 
 def staleness(records: Sequence[dict[str, float]], width: int) -> list[str]:
@@ -180,22 +170,17 @@ def staleness(records: Sequence[dict[str, float]], width: int) -> list[str]:
         for key in record:
             if key.startswith(_STALENESS) and key.endswith("/tokens"):
                 tokens[key.removeprefix(_STALENESS).removesuffix("/tokens")] += int(record[key])
-    whole = tokens.total()
-    if not whole:
-        return []
-    bars = []
-    for name in sorted(tokens):
-        share = tokens[name] / whole
-        bars.append("\N{NO-BREAK SPACE}".join([name, "█" * round(10 * share), f"{share:.0%}"]))
+    shares = {name: tokens[name] / tokens.total() for name in sorted(tokens) if tokens.total()}
+    bars = [f"{name}\xa0{'█' * round(10 * share)}\xa0{share:.0%}" for name, share in shares.items()]
     heading = f"staleness of the tokens of the last {min(LATEST, len(records))} updates"
-    return status.told(f"{heading}: {'  '.join(bars)}", width)
+    return status.told(f"{heading}: {'  '.join(bars)}", width) if bars else []
 
 
 def page(look: Look, width: int) -> list[str]:
     """Everything, for a pipe."""
     lines = words(look, width)
-    parts = ("newest trees", TREES, look.trees), ("processes", PROCESSES, look.processes)
-    for title, names, rows in parts:
+    trees, processes = ("newest trees", TREES, look.trees), ("processes", PROCESSES, look.processes)
+    for title, names, rows in (trees, processes):
         shown = [f"  {line}" for line in table([names, *rows])]
         lines += [title, *shown] if rows else [f"{title}: none"]
     return lines

@@ -6,7 +6,7 @@ import os
 import random
 
 from coppice.actors.environments import registry
-from coppice.actors.environments.agents.environment import Agent
+from coppice.actors.environments.agents.environment import AgentEnvironment
 from coppice.actors.environments.base import Task, Tools
 from coppice.actors.environments.task_files import listed, load_tasks
 from coppice.common.process import in_subprocess
@@ -18,8 +18,7 @@ PATIENCE_S = 20.0
 """Seconds that an agent has for its first call in a trial. A slower one is no fault: a run gives it
 ``data.options.seconds``."""
 TASKS = 3
-"""An agent may have nothing to ask about a task. One that asks nothing about the first few is
-refused."""
+"""An agent may ask nothing about a task; one that asks nothing about the first few is refused."""
 DEFAULT = Task(
     "trial",
     QUESTION := "What is the capital of Peru?",
@@ -35,13 +34,12 @@ class _Rehearsal(Tools):
     rng = random.Random(0)
 
     async def retrieve(self, query: str, topk: int) -> list[Passage]:
-        return [
-            Passage(str(i), "A trial", f"No corpus is searched in a trial: {query}", 0.0)
-            for i in range(topk)
-        ]
+        said = f"No corpus is searched in a trial: {query}"
+        return [Passage(str(i), "A trial", said, 0.0) for i in range(topk)]
 
 
-REHEARSAL = _Rehearsal()  # pyright: ignore[reportAbstractUsage] (an agent's episode has no opponent and no speaker)
+# an agent's episode has no opponent and no speaker
+REHEARSAL = _Rehearsal()  # pyright: ignore[reportAbstractUsage]
 
 
 def check(config: Config) -> None:
@@ -55,18 +53,16 @@ def show(config: Config, reply: str) -> bool:
     """Play one episode on the first task, with ``reply`` in the place of every reply of a policy,
     and print it. Return False if it failed. Raises ValueError if there is no agent."""
     if config.data.environment != "agent":
-        raise ValueError(
-            "--try-agent has no effect without [data] agent: name one (docs/agents.md)"
-        )
+        remedy = "name one (docs/agents.md)"
+        raise ValueError(f"--try-agent has no effect without [data] agent: {remedy}")
     return in_subprocess(_show, config, reply)
 
 
 def _check(config: Config) -> None:
     for name in config.data.options.get("pass_env", ()):
         if name not in os.environ:
-            raise ValueError(
-                f"data.options.pass_env names {name!r}, which is not set: export it, or leave it out"
-            )
+            variable = f"data.options.pass_env names {name!r}, which is not set"
+            raise ValueError(f"{variable}: export it, or leave it out")
     asyncio.run(_first_calls(config))
 
 
@@ -87,8 +83,9 @@ async def _first_calls(config: Config) -> None:
     finally:
         await environment.close()
     raise ValueError(
-        f"data.agent = {environment.run!r}, tried on {len(faults)} tasks: {faults[-1]}. Mend the agent and try it with --try-agent, which shows all that"
-        " it writes; what another Python has installed is there with data.options.python"
+        f"data.agent = {environment.run!r}, tried on {len(faults)} tasks: {faults[-1]}. Mend the"
+        " agent and try it with --try-agent, which shows all that it writes; what another Python"
+        " has installed is there with data.options.python"
     )
 
 
@@ -97,17 +94,16 @@ def _show(config: Config, reply: str) -> bool:
 
 
 async def _episode(config: Config, reply: str) -> bool:
-    environment, tools = _agent(config), REHEARSAL
-    task, calls = _tasks(config)[0], 0
+    environment, calls = _agent(config), 0
     try:
-        state = await environment.open(environment.initial(task), tools)
+        state = await environment.open(environment.initial(_tasks(config)[0]), REHEARSAL)
         messages = list(state.messages)
         while True:
             calls += 1
             offered = f"   tools: {', '.join(state.offered)}" if state.offered else ""
-            asked = f"{messages[-1]['role']}: {messages[-1].get('content')}{offered}"
-            print(f"call {calls}: {asked}\n  reply: {reply}", flush=True)
-            step = await environment.step(state, environment.read(state, reply), tools)
+            print(f"call {calls}: {messages[-1]['role']}: {messages[-1].get('content')}{offered}")
+            print(f"  reply: {reply}", flush=True)
+            step = await environment.step(state, environment.read(state, reply), REHEARSAL)
             if step.done:
                 break
             state, messages = step.state, step.messages or list(step.state.messages)
@@ -121,9 +117,9 @@ async def _episode(config: Config, reply: str) -> bool:
     return not step.fault
 
 
-def _agent(config: Config) -> Agent:
+def _agent(config: Config) -> AgentEnvironment:
     environment = registry.load(config.data.environment, config.data.options)
-    assert isinstance(environment, Agent)
+    assert isinstance(environment, AgentEnvironment)
     return environment
 
 

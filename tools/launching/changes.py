@@ -1,11 +1,10 @@
-"""What a resume may change of a run's config, and the record of what it changed: ``RUN/config.json``
-is the newest config, and ``config-1.json``, ``config-2.json`` .. are the former ones, the oldest
-first."""
+"""What a resume may change of a run's config, and the record of what it changed:
+``RUN/config.json`` is the newest config; ``config-1.json`` .. are the former ones, oldest first."""
 
 import contextlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -63,12 +62,12 @@ class Change(msgspec.Struct, frozen=True):
     @property
     def refused(self) -> str:
         """Why a resume must not make this change, "" if it may."""
-        if any(fnmatchcase(self.key, free) for free in REACHED):
-            return ""
-        for why, keys in FIXED.items():
-            if any(fnmatchcase(self.key, key) for key in keys):
-                return why
-        return ""
+
+        def among(keys: Iterable[str]) -> bool:
+            return any(fnmatchcase(self.key, key) for key in keys)
+
+        whys = (why for why, keys in FIXED.items() if among(keys))
+        return "" if among(REACHED) else next(whys, "")
 
 
 def changes(run: Path, config: Config) -> list[Change]:
@@ -99,8 +98,8 @@ def check(run: Path, config: Config) -> None:
     refused = [f"{change} ({change.refused})" for change in changes(run, config) if change.refused]
     if refused:
         raise ConfigError(
-            f"--resume {run} cannot change {'; '.join(refused)}: remove the change, or begin another run with"
-            " --config and another --run-folder"
+            f"--resume {run} cannot change {'; '.join(refused)}: remove the change, or begin"
+            " another run with --config and another --run-folder"
         )
 
 
@@ -130,7 +129,7 @@ def check_free(run: Path) -> None:
     status = gather(run, time.monotonic())
     reached = f", update {status.version} of {status.updates}" if status.version is not None else ""
     trees = f", {sum(status.trees.values())} trees" if status.trees else ""
+    holds = f"{run} holds the run {status.name!r} already ({status.state}{reached}{trees})"
     raise ConfigError(
-        f"{run} holds the run {status.name!r} already ({status.state}{reached}{trees}): go on with it by"
-        f" {resume_command(run)}, or choose another --run-folder"
+        f"{holds}: go on with it by {resume_command(run)}, or choose another --run-folder"
     )

@@ -7,17 +7,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 
 import psutil
 
-from coppice.common.process import die_with
-from coppice.tools.defaults.settings import importable
 from coppice.tools.launching import watchdog
 from coppice.tools.launching.failures import Cause, Rate, cause_of
 from coppice.tools.launching.nodes import Away, Nodes
-from coppice.tools.launching.processes import Process, process_variables
+from coppice.tools.launching.processes import PlannedProcess, process_variables, spawn
 from coppice.tools.launching.watchdog import SCHEDULER
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -56,61 +53,46 @@ _TAIL_BYTES = 2**18
 """Bytes at the end of a log that are searched for the last traceback."""
 
 
-def _alone(launcher: int) -> None:
-    """Give the child, in which this runs, its own session, so that Ctrl-C reaches only the
-    launcher; have it killed with the launcher."""
-    os.setsid()
-    die_with(launcher)
-
-
 class Child:
-    """A process of the plan with its log and its restarts. The process starts with the object;
-    ``start`` starts it again after a death.
+    """A process of the plan with its log and its restarts. verdict: why the launcher killed it, if
+    it did."""
 
-    verdict: why the launcher killed it, if it did."""
+    process: subprocess.Popen[bytes] | Away
 
-    def __init__(self, spec: Process, run: Path, nodes: Nodes | None = None):
+    def __init__(self, spec: PlannedProcess, run: Path, nodes: Nodes | None = None):
         self.spec, self.run, self.nodes = spec, run, nodes
         self.log = run / "logs" / f"{spec.name}.log"
         self.rate = Rate()
+        self.start()
+
+    def start(self) -> None:
+        """Start the process, for the first time or again after a death."""
+        spec = self.spec
+        self.verdict: Cause | None = None
         self.again_at: float | None = None
         self.left_at = 0.0
-        self.verdict: Cause | None = None
-        self.process = self.start()
-
-    def start(self) -> subprocess.Popen[bytes] | Away:
-        """Start the process, for the first time or again."""
-        self.verdict = None
-        if self.nodes is not None and self.nodes.takes(self.spec):
-            self.log.touch()
-            self._log_start = self.log.stat().st_size
-            return self.nodes.start(self.spec, self.run, self.log)
-        inherited = {k: v for k, v in os.environ.items() if k not in self.spec.withheld}
-        environment = inherited | self.spec.environment | process_variables(self.spec.threads)
-        paths = [
-            path for path in (self.spec.environment.get("PYTHONPATH"), str(importable())) if path
-        ]
-        environment |= {"PYTHONPATH": os.pathsep.join(paths)}
-        process_file = str(self.run / "processes" / f"{self.spec.file}.json")
-        command = [self.spec.python or sys.executable, "-m", self.spec.module, process_file]
         with self.log.open("ab") as log:
             self._log_start = log.tell()
-            show = subprocess.PIPE if self.spec.name.startswith(SCHEDULER) else log
-            alone = partial(_alone, os.getpid())
-            return subprocess.Popen(
-                command, stdout=show, stderr=log, env=environment, preexec_fn=alone
-            )
+            if self.nodes is not None and self.nodes.takes(spec):
+                self.process = self.nodes.start(spec, self.run, self.log)
+                return
+            inherited = {k: v for k, v in os.environ.items() if k not in spec.withheld}
+            own = spec.environment | process_variables(spec.threads)
+            file = str(self.run / "processes" / f"{spec.file}.json")
+            show = subprocess.PIPE if spec.name.startswith(SCHEDULER) else log
+            command = [spec.python or sys.executable, "-m", spec.module, file]
+            self.process = spawn(command, inherited, own, stdout=show, stderr=log)
 
     @property
     def here(self) -> int:
         """The process's number if it was started on this machine, otherwise 0."""
         return 0 if isinstance(self.process, Away) else self.process.pid
 
-    def asked(self) -> tuple[str, str]:
-        """Return what the process does, and its stacks (watchdog.asked), wherever it runs."""
+    def activity(self) -> tuple[str, str]:
+        """Return watchdog.activity of the process, wherever it runs."""
         if isinstance(self.process, Away):
-            return self.process.asked()
-        return watchdog.asked(self.here, self.log)
+            return self.process.activity()
+        return watchdog.activity(self.here, self.log)
 
     def dead(self, now: float) -> bool:
         """True if the process failed, or exited with status 0 more than ``LEFT_S`` seconds ago.

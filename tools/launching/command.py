@@ -7,6 +7,7 @@ import fcntl
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,9 +34,9 @@ from coppice.tools.launching.memory import estimate, memory_warning, number_type
 from coppice.tools.launching.nodes import Nodes, reachable
 from coppice.tools.launching.prepare import lacking_files, lacking_machine, prepare
 from coppice.tools.launching.record import existing, no_space
-from coppice.tools.launching.resuming import supervise
-from coppice.tools.launching.screen import Screen
+from coppice.tools.launching.screen import RunScreen
 from coppice.tools.launching.settings import Assets
+from coppice.tools.launching.supervisor import supervise
 
 _EXAMPLES = """\
   tools/launch --actors 4 --learner 4           train the default task
@@ -50,40 +51,37 @@ _EXAMPLES = """\
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of coppice launch."""
-    parser = command_parser(
-        "coppice launch",
-        "Train a policy, or go on with a run; everything is set up on the first start.",
-        _EXAMPLES,
-    )
+    what = "Train a policy, or go on with a run; everything is set up on the first start."
+    parser = command_parser("coppice launch", what, _EXAMPLES)
     new = parser.add_argument_group("what to train")
-    default = f"TOML file (default: configs/{DEFAULT_CONFIG.name})"
+    file = f"TOML file (default: configs/{DEFAULT_CONFIG.name})"
+    new.add_argument("--config", type=Path, metavar="FILE", help=file)
     actors = "actor processes (default: the config's actors.count)"
-    ranks = "learner ranks (default: the config's learner.count)"
-    change = "change a key, e.g. method=grpo or learner.lr=1e-6; null takes a key or section away"
-    cluster = "where to run: ray (the cluster of this machine), ray://HOST:PORT; slurm or kuberay prints a job that does"
-    place = "where to put the run (default: runs/<name>-<time>)"
-    dry = "print the resolved config and the process plan, start nothing"
-    trial = "play one episode of [data] agent with REPLY in the place of the policy's replies, show it, start nothing"
-    new.add_argument("--config", type=Path, metavar="FILE", help=default)
     new.add_argument("--actors", type=int, help=actors)
+    ranks = "learner ranks (default: the config's learner.count)"
     new.add_argument("--learner", type=int, help=ranks)
+    change = "change a key, e.g. method=grpo or learner.lr=1e-6; null takes a key or section away"
     new.add_argument("changes", nargs="*", metavar="KEY=VALUE", help=change)
     same = {"action": "append", "default": [], "metavar": "KEY=VALUE"}
     new.add_argument("--set", **same, help="the same; repeatable")
-    new.add_argument("--cluster", metavar="WHERE", help=cluster)
+    cluster = "ray (the cluster of this machine), ray://HOST:PORT; slurm or kuberay prints a job"
+    new.add_argument("--cluster", metavar="WHERE", help=f"where to run: {cluster} that does")
+    place = "where to put the run (default: runs/<name>-<time>)"
     new.add_argument("--run-folder", type=Path, metavar="FOLDER", help=place)
+    dry = "print the resolved config and the process plan, start nothing"
     new.add_argument("--dry-run", action="store_true", help=dry)
+    trial = "play one episode of [data] agent with REPLY in place of the policy's, start nothing"
     new.add_argument("--try-agent", nargs="?", const="A trial.", metavar="REPLY", help=trial)
     old = parser.add_argument_group("a run that is there")
-    explain = "explain a live, stopped or broken run on one page"
     old.add_argument("--resume", type=Path, metavar="RUN", help="go on with a stopped run")
+    explain = "explain a live, stopped or broken run on one page"
     old.add_argument("--status", type=Path, metavar="RUN", help=explain)
     shown = parser.add_argument_group("what is shown")
-    track = f"also send the records to {' or '.join(tracking.TRACKERS)} (scheduler.trackers); repeatable"
-    quiet = "print the run folder, faults and the end only"
-    records = "print each record as a line of JSON on stdout, all else on stderr; with --status: the page as JSON"
+    track = f"also send the records to {' or '.join(tracking.TRACKERS)}; repeatable"
     shown.add_argument("--track", action="append", metavar="NAME", help=track)
+    quiet = "print the run folder, faults and the end only"
     shown.add_argument("--quiet", action="store_true", help=quiet)
+    records = "print records as JSON lines, all else on stderr; with --status: the page as JSON"
     shown.add_argument("--json", action="store_true", help=records)
     return parser
 
@@ -93,15 +91,12 @@ def arguments(options: list[str] | None = None) -> argparse.Namespace:
     command = parser()
     parsed = command.parse_intermixed_args(options)
     if parsed.quiet and (parsed.dry_run or parsed.status):
-        command.error(
-            "--quiet has no effect with --dry-run and --status, which print one page: remove it"
-        )
+        command.error("--quiet has no effect with --dry-run and --status: remove it")
     if parsed.json and parsed.dry_run:
         command.error("--json has no effect with --dry-run, which prints no records: remove it")
     if parsed.resume and (parsed.config or parsed.run_folder):
-        command.error(
-            "--resume goes on in its own folder with its own config: remove --config and --run-folder, change keys with --set"
-        )
+        own = "--resume goes on in its own folder with its own config"
+        command.error(f"{own}: remove --config and --run-folder, change keys with --set")
     return parsed
 
 
@@ -118,30 +113,16 @@ def resolve(options: argparse.Namespace) -> tuple[Config, Path]:
         return config, options.run_folder or Path(config.runs) / f"{config.name}-{stamp}"
     saved = options.resume / "config.json"
     if not saved.is_file():
-        raise ConfigError(
-            f"--resume {options.resume}: no config.json there; expected the folder of a run"
-        )
+        lacking = "no config.json there; expected the folder of a run"
+        raise ConfigError(f"--resume {options.resume}: {lacking}")
     try:
         tree = msgspec.json.decode(saved.read_bytes(), type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"--resume {options.resume}: its config.json is torn ({error}): restore it, or start anew"
-        ) from None
+        torn = f"its config.json is torn ({error}): restore it, or start anew"
+        raise ConfigError(f"--resume {options.resume}: {torn}") from None
     config = convert(tree, overrides)
     changes.check(options.resume, config)
     return config, options.resume
-
-
-def _check_place(run: Path, resumed: bool) -> None:
-    """Refuse a run folder that cannot be made or is another run's, before the set-up spends
-    minutes. Raises ConfigError."""
-    place = existing(run)
-    if not place.is_dir():
-        raise ConfigError(
-            f"run folder {run}: {place} is a file, expected a folder: choose another --run-folder"
-        )
-    if not resumed:
-        changes.check_free(run)
 
 
 def main(command: list[str] | None = None) -> int:
@@ -149,10 +130,17 @@ def main(command: list[str] | None = None) -> int:
     options = arguments(command)
     if options.status is not None:
         return status.show(options.status, options.json)
+    resumed = options.resume is not None
     with contextlib.ExitStack() as held:
         try:
             config, run = resolve(options)
-            _check_place(run, options.resume is not None)
+            if not (place := existing(run)).is_dir():
+                raise ConfigError(
+                    f"run folder {run}: {place} is a file, expected a folder: choose another"
+                    " --run-folder"
+                )
+            if not resumed:  # before the set-up, which may take minutes
+                changes.check_free(run)
             tracking.check_installed(config.scheduler.trackers)
             if options.cluster in jobs.WRITERS:
                 given = sys.argv[1:] if command is None else command
@@ -166,11 +154,11 @@ def main(command: list[str] | None = None) -> int:
                 return 0 if agent_trial.show(config, options.try_agent) else 1
             for lack in lacking_machine(config):
                 raise ConfigError(lack)
-            s = config.scheduler
-            screen = Screen(
-                s.updates, options.quiet, _records() if options.json else None, schedulers=s.shards
-            )
-            nodes = held.enter_context(_nodes(config, screen))
+            s, records = config.scheduler, _records() if options.json else None
+            screen = RunScreen(s.updates, options.quiet, records, schedulers=s.shards)
+            nodes = None
+            if config.cluster.on:
+                nodes = held.enter_context(contextlib.closing(Nodes(config, screen.say)))
             for number in (signal.SIGTERM, signal.SIGHUP):
                 # nohup ignores SIGHUP, and so do we then
                 if signal.getsignal(number) != signal.SIG_IGN:
@@ -181,15 +169,12 @@ def main(command: list[str] | None = None) -> int:
             print(f"coppice launch: {' '.join(str(error).split())}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
-            print(
-                "coppice launch: stopped during set-up; what was finished is cached",
-                file=sys.stderr,
-            )
+            stopped = "stopped during set-up; what was finished is cached"
+            print(f"coppice launch: {stopped}", file=sys.stderr)
             return 130
         try:
-            named = options.resume is not None or options.run_folder is not None
-            run = (run if named else fresh(run)).resolve()
-            return _launch(config, assets, run, screen, nodes, options.resume is not None)
+            run = (run if resumed or options.run_folder else fresh(run)).resolve()
+            return _launch(config, assets, run, screen, nodes, resumed)
         except (OSError, ValueError) as error:
             print(f"coppice launch: {_told(error, run)}", file=sys.stderr)
             return 2
@@ -206,8 +191,8 @@ def _told(error: OSError | ValueError, run: Path) -> str:
 
 
 def _records() -> TextIO:
-    """Return the stdout of now as a stream for records alone. From now on, what this process and
-    its children write there goes to stderr."""
+    """Return the stdout of now as a stream for records alone; what this process and its children
+    write there from now on goes to stderr."""
     sys.stdout.flush()
     records = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -218,36 +203,18 @@ def _records() -> TextIO:
 def _silence() -> Iterator[None]:
     """Have what this process and its children write to stdout go nowhere."""
     sys.stdout.flush()
-    stdout, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
+    stdout = os.dup(1)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
     try:
         yield
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
-        os.close(nowhere)
-
-
-@contextlib.contextmanager
-def _nodes(config: Config, screen: Screen) -> Iterator[Nodes | None]:
-    """Connect to the cluster on which the run shall be, if it shall be on one. Raises ConfigError."""
-    if not config.cluster.on:
-        yield None
-        return
-    nodes = Nodes(config, screen.say)
-    try:
-        yield nodes
-    finally:
-        nodes.close()
 
 
 def _launch(
-    config: Config,
-    assets: Assets,
-    run: Path,
-    screen: Screen,
-    nodes: Nodes | None = None,
-    resumed: bool = False,
+    config: Config, assets: Assets, run: Path, screen: RunScreen, nodes: Nodes | None, resumed: bool
 ) -> int:
     """Lock the run folder for this launch alone and run the processes in it. Raises OSError, and
     ValueError with the remedy."""
@@ -256,9 +223,8 @@ def _launch(
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(
-                f"{run} is in use by another launch: stop that one, or choose --run-folder"
-            ) from None
+            in_use = f"{run} is in use by another launch: stop that one, or choose --run-folder"
+            raise ValueError(in_use) from None
         if not resumed:  # another launch may have begun and ended here during the set-up
             changes.check_free(run)
         changed = changes.record(run, config)
@@ -270,7 +236,7 @@ def _launch(
 
 
 def _announce(
-    config: Config, model: Path, run: Path, screen: Screen, changed: list[changes.Change]
+    config: Config, model: Path, run: Path, screen: RunScreen, changed: list[changes.Change]
 ) -> None:
     """Show what a resume changes, the warnings about a config, its number type and the run folder.
     model: the policy's folder."""
@@ -278,7 +244,7 @@ def _announce(
     lines += [f"warning: {doubt}" for doubt in rules.doubts(config)]
     lines += [
         f"warning: method {config.method} with {departure}"
-        for departure in (_departures(config) if config.method else [])
+        for departure in _departures(config)
         if departure.startswith(("scheduler.strategy =", "learner.scheme ="))
     ]
     for line in (*lines, memory_warning(config, model), number_type(config, model)):
@@ -289,42 +255,33 @@ def _announce(
     screen.say(f"run folder {run}", "summary")
 
 
-def _method(config: Config) -> str:
-    """Say which method this is, and what the config sets otherwise."""
-    other = ", ".join(_departures(config))
-    return f"method {config.method}{f', with {other}' if other else ''}"
-
-
 def _departures(config: Config) -> list[str]:
-    return bundles.departures(msgspec.json.decode(msgspec.json.encode(config)))
+    tree = msgspec.json.decode(msgspec.json.encode(config))
+    return bundles.departures(tree) if config.method else []
 
 
 def dry_run(config: Config, run: Path) -> int:
     """Print the resolved config, the process plan and a memory estimate, and start nothing. Raises
     FileNotFoundError for a wrong model."""
-    import tempfile
-
     from coppice.tools.defaults.models import check_name  # it imports transformers
 
     check_name(config.model.name)
-    encoded = msgspec.json.encode(config)
-    print(msgspec.json.format(encoded, indent=1).decode())
+    print(msgspec.json.format(msgspec.json.encode(config), indent=1).decode())
     if config.method:
-        print(_method(config))
+        print(", ".join([f"method {config.method}", *(f"with {d}" for d in _departures(config))]))
     model = cache_folder() / "models" / config.model.name
     model = model if model.is_dir() else Path(config.model.name)
     with tempfile.TemporaryDirectory() as scratch:
         plan = processes.make(config, Assets("MODEL", "TRAIN", "HELDOUT", "INDEX"), Path(scratch))
-    here = (model / "config.json").is_file()
-    known = "" if here else " (the model is not here yet: its weights are counted as 0)"
-    screen = Screen(config.scheduler.updates)
+    screen = RunScreen(config.scheduler.updates)
     _announce(config, model, run, screen, changes.changes(run, config))
     for lack in lacking_machine(config):
         screen.say(f"warning: {lack}")
     print("processes:")
     for p in plan:
-        print(
-            f"  {p.name:<12} python -m {p.module} processes/{p.file}.json   {p.threads} thread(s)"
-        )
-    print(f"{estimate(config, model)}{known}")
+        command = f"python -m {p.module} processes/{p.file}.json"
+        print(f"  {p.name:<12} {command}   {p.threads} thread(s)")
+    here = (model / "config.json").is_file()
+    unknown = "" if here else " (the model is not here yet: its weights are counted as 0)"
+    print(f"{estimate(config, model)}{unknown}")
     return 0

@@ -15,16 +15,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from coppice.common.atomic import as_json
 from coppice.common.options import check_choice, option
 from coppice.tools.bootstrap import ROOT
-from coppice.tools.launching import bundles, engine_rules, rules
+from coppice.tools.launching import bundles, rules
 from coppice.tools.launching.method import option_table
 from coppice.tools.launching.record import shown
-from coppice.tools.launching.settings import Config, with_agent
+from coppice.tools.launching.settings import Config, with_adapters, with_agent
 
 DEFAULT_CONFIG = ROOT / "configs" / "slate-tiny.toml"
-
 
 _SYNONYMS = {
     "learning_rate": "lr",
@@ -58,68 +56,50 @@ def load(path: Path, overrides: list[str]) -> Config:
         if override.partition("=")[0].strip() == "method":
             _set(method, override)
     try:
-        tree = bundles.over(_read(_found(path)), method)
+        places = (path, ROOT / path, ROOT / "configs" / path)
+        found = next((place for place in places if os.path.exists(place)), path)
+        tree = bundles.over(_read(found), method)
         for override in overrides:
             _set(tree, override)
         tree = bundles.under(tree)
-        for section, part in bundles.NAMED:  # without the part, its options belong to nothing
-            if f"{section}.{part}=null" in overrides:
-                tree.get(section, {}).pop(f"{part}_options", None)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"config: {error}") from None
+    for section, part in bundles.NAMED:  # without the part, its options belong to nothing
+        if f"{section}.{part}=null" in overrides:
+            tree.get(section, {}).pop(f"{part}_options", None)
     return convert(tree, overrides)  # again, because a null takes a part of the method away, too
-
-
-def _found(path: Path) -> Path:
-    """Return a file that exists, or the shipped one of that name; ``path`` if there is neither."""
-    places = (path, ROOT / path, ROOT / "configs" / path)
-    return next((place for place in places if os.path.exists(place)), path)
 
 
 def _read(path: Path, *heirs: Path) -> dict[str, Any]:
     """The tables of a TOML file over those of the file that its key ``extends`` names, by a path
-    relative to its own folder.
-
-    heirs: the files that extend this one, the nearest last.
-    """
+    relative to its own folder. heirs: the files that extend this one, the nearest last."""
     named = f"config {path}" + (f", which {heirs[-1]} extends," if heirs else "")
+    there = (
+        f"there are {', '.join(str(shown(p)) for p in sorted((ROOT / 'configs').glob('*.toml')))}"
+    )
     if path.resolve() in [heir.resolve() for heir in heirs]:
-        raise ConfigError(
-            f"{named} extends itself: {' -> '.join(map(str, (*heirs, path)))}; remove one `extends`"
-        )
+        circle = " -> ".join(map(str, (*heirs, path)))
+        raise ConfigError(f"{named} extends itself: {circle}; remove one `extends`")
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{named} does not exist; there are {_shipped()}") from None
+        raise ConfigError(f"{named} does not exist; {there}") from None
     except IsADirectoryError:
-        raise ConfigError(
-            f"{named} is a folder: expected a TOML file; there are {_shipped()}"
-        ) from None
+        raise ConfigError(f"{named} is a folder: expected a TOML file; {there}") from None
     except OSError as error:
         raise ConfigError(f"{named} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{named} is not UTF-8 ({error}): save it in that encoding") from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{named} is not TOML: {error}") from None
-    if "extends" not in tree:
+    base = tree.pop("extends", None)
+    if base is None:
         return tree
-    base = tree.pop("extends")
     if not isinstance(base, str):
-        raise ConfigError(
-            f"{named} has extends = {base!r}: expected the path of one TOML file, from {path.parent}"
-        )
+        raise ConfigError(f"{named} has extends = {base!r}: expected the path of one TOML file")
     return bundles.over(_read(path.parent / base, *heirs, path), tree)
-
-
-def _shipped() -> str:
-    return ", ".join(str(shown(path)) for path in sorted((ROOT / "configs").glob("*.toml")))
-
-
-def saved(config: Config) -> bytes:
-    """The config as JSON, as a run folder keeps it."""
-    return as_json(config)
 
 
 def convert(tree: dict[str, Any], overrides: list[str]) -> Config:
@@ -129,16 +109,18 @@ def convert(tree: dict[str, Any], overrides: list[str]) -> Config:
     try:
         bundles.bundle(tree)
         _check_keys(tree, Config, "")
-        _check_finite(tree)
+        for path, value in _numbers(tree, ""):  # processes get JSON, which has no NaN
+            if not math.isfinite(value):
+                raise ValueError(f"{path} = {value}: expected a finite number")
         config = with_agent(msgspec.convert(tree, Config))
         rules.check(config)
     except msgspec.ValidationError as error:
-        raise ConfigError(_without_secrets(tree, f"config: {_located(tree, str(error))}")) from None
-    except ConfigError as error:
-        raise ConfigError(_without_secrets(tree, str(error))) from None
-    except (ValueError, FileNotFoundError) as error:  # a name or an option of a plug-in is wrong
-        raise ConfigError(_without_secrets(tree, f"config: {error}")) from None
-    return engine_rules.with_adapters(config)
+        fault = _located(tree, str(error))
+    except (ValueError, FileNotFoundError) as error:  # also of a name or an option of a plug-in
+        fault = str(error)
+    else:
+        return with_adapters(config)
+    raise ConfigError(f"config: {_without_secrets(tree, fault)}")
 
 
 def _without_secrets(value: Any, text: str) -> str:
@@ -160,22 +142,15 @@ def _located(tree: dict[str, Any], fault: str) -> str:
     """Put the path and its value before the text of msgspec's error, which is "Expected .. - at
     `$.path`"."""
     expected, _, place = fault.partition(" - at `$.")
-    if not place:  # of the file as a whole, such as a missing name
-        return fault
     value: Any = tree
     try:
         for part in re.findall(r"[^.\[\]`]+", place):
             value = value[int(part)] if isinstance(value, list) else value[part]
     except (KeyError, ValueError):
         return fault
-    return f"{place.rstrip('`')} = {value!r}: {expected[0].lower()}{expected[1:]}"
-
-
-def _check_finite(tree: dict[str, Any]) -> None:
-    """Refuse NaN and infinity, because processes get their numbers as JSON, which has neither."""
-    for path, value in _numbers(tree, ""):
-        if not math.isfinite(value):
-            raise ConfigError(f"config: {path} = {value}: expected a finite number")
+    # an error of the file as a whole, such as a missing name, has no place
+    told = f"{place.rstrip('`')} = {value!r}: {expected[0].lower()}{expected[1:]}"
+    return told if place else fault
 
 
 def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
@@ -213,11 +188,11 @@ def _check_keys(tree: dict[str, Any], kind: type, path: str) -> None:
     hints = typing.get_type_hints(kind)
     for key, value in tree.items():
         if key not in hints:
-            near = _nearest(path, key, list(hints))
             table = option_table(path, key)
-            guess = f"; did you mean {near}?" if near else f"; expected one of {sorted(hints)}"
-            guess = f"; it is an option of a plug-in: write {path}{table}.{key}" if table else guess
-            raise ConfigError(f"config: unknown key {path}{key} = {value!r}{guess}")
+            near = f"{path}{table}.{key}" if table else _nearest(path, key, list(hints))
+            guess = f"did you mean {near}?" if near else f"expected one of {sorted(hints)}"
+            guess = f"it is an option of a plug-in: write {near}" if table else guess
+            raise ValueError(f"unknown key {path}{key} = {value!r}; {guess}")
         if typing.get_origin(hints[key]) is Literal and isinstance(value, str):
             check_choice(f"{path}{key} = {value!r}", value, typing.get_args(hints[key]))
         inner = _struct(hints[key])
@@ -226,13 +201,13 @@ def _check_keys(tree: dict[str, Any], kind: type, path: str) -> None:
 
 
 def _nearest(path: str, key: str, here: list[str]) -> str:
-    """The key that somebody most likely meant: what a name of other libraries is called here, the
+    """The key that somebody most likely meant: the name here of what other libraries call so, the
     same key in another section, or the nearest spelling among those of the section, ``here``; "" if
     there is none."""
     name = _SYNONYMS.get(key, key)
     if name in here:
         return f"{path}{name}"
-    elsewhere = [known for known in _keys(Config) if known.rpartition(".")[2] == name]
+    elsewhere = [one for one in _keys(Config) if one.rpartition(".")[2] == name]
     near = [f"{path}{one}" for one in difflib.get_close_matches(key, here, 1)]
     return next(iter([*elsewhere, *near] if len(elsewhere) == 1 else near), "")
 

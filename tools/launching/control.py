@@ -19,7 +19,8 @@ def pause(run: Path) -> str:
     scheduler that is started again."""
     _running(run)
     (run / health.PAUSED).touch()
-    return "pausing at the scheduler's next heartbeat; trees in flight finish, and so does an evaluation that is due"
+    finish = "trees in flight finish, and so does an evaluation that is due"
+    return f"pausing at the scheduler's next heartbeat; {finish}"
 
 
 def resume(run: Path) -> str:
@@ -37,13 +38,13 @@ def draining(run: Path, name: str) -> str:
         own = offers.pop(name, [])
         alone += [service for service in own if service not in {*chain(*offers.values())}]
     lacking = f" No other worker offers {', '.join(alone)}: the run waits for it until then."
-    waits = lacking if alone else ""
-    return f"It finishes its calls and leaves; the launcher starts a fresh one about {LEFT_S:.0f} s later.{waits}"
+    fresh = f"the launcher starts a fresh one about {LEFT_S:.0f} s later."
+    return f"It finishes its calls and leaves; {fresh}{lacking if alone else ''}"
 
 
 def drain(run: Path, name: str) -> str:
-    """Have the launcher ask a worker, wherever it runs, to finish its calls and leave. It misses it
-    after ``LEFT_S`` and starts a fresh one."""
+    """Have the launcher ask a worker, wherever it runs, to finish its calls and leave. ``LEFT_S``
+    later it starts a fresh one."""
     _worker(run, name)
     (run / DRAIN).mkdir(exist_ok=True)
     (run / DRAIN / name).touch()
@@ -75,13 +76,17 @@ def stop(run: Path) -> str:
             f"the run is stopping already; a second request would kill it: kill {launched.pid}"
         )
     os.kill(launched.pid, signal.SIGTERM)
-    return f"stopping: the learner writes a checkpoint and every process ends; go on with {resume_command(run)}"
+    return (
+        "stopping: the learner writes a checkpoint and every process ends;"
+        f" go on with {resume_command(run)}"
+    )
 
 
 def _running(run: Path) -> record.Record:
     launched = record.read(run)
     if launched is None or not launched.alive:
         raise ValueError(
-            f"{shown(run)} does not run on this machine, so there is nothing to pause, drain or stop"
+            f"{shown(run)} does not run on this machine,"
+            " so there is nothing to pause, drain or stop"
         )
     return launched

@@ -62,11 +62,10 @@ def cause_of(status: int, log: str) -> Cause:
     """Return why a process ended. status: its exit status, negative for a signal. log: what it
     wrote since its last start."""
     if status < 0:
-        known = -status in set(signal.Signals)
-        name = f" ({signal.Signals(-status).name})" if known else ""
+        name = f" ({signal.Signals(-status).name})" if -status in set(signal.Signals) else ""
         guess = ", most likely by the system for want of memory"
-        guess = guess if -status == signal.SIGKILL else ""
-        return Cause(f"killed by signal {-status}{name}{guess}", True)
+        killed = f"killed by signal {-status}{name}"
+        return Cause(killed + guess * (-status == signal.SIGKILL), True)
     if status == 0:
         return Cause("it left, though the run goes on: somebody asked it to (SIGTERM)", True)
     text = _last_error(log)
@@ -103,14 +102,18 @@ def shortened(text: str) -> str:
 def remedy(cause: Cause, again: str) -> str:
     """Return what the user should do about ``cause``. again: the command that resumes the run."""
     if _NO_MEMORY.search(cause.text):
-        return f"if memory was short: fewer --actors or --learner, or a smaller actors.kv_cache_gib; go on with: {again}"
+        fewer = "if memory was short: fewer --actors or --learner, or a smaller actors.kv_cache_gib"
+        return f"{fewer}; go on with: {again}"
     if cause.stall:
-        return f"look at the stacks at the end of the logs for what hangs, mend or replace it; then {again}"
+        return f"look at the stacks at the end of the logs for what hangs, mend it; then {again}"
     if cause.passing:
         return f"go on with: {again}"
     if "ImportError" in cause.text or "ModuleNotFoundError" in cause.text:
         return f"make that module importable from here, or take out what names it; then {again}"
-    return f"mend what the cause names, or it will happen again; then {again} (--set KEY=VALUE changes a setting)"
+    return (
+        f"mend what the cause names, or it will happen again; then {again}"
+        " (--set KEY=VALUE changes a setting)"
+    )
 
 
 class Rate:

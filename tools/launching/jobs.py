@@ -1,6 +1,5 @@
-"""Writes the job that starts a run on a cluster: a script for SLURM's sbatch, or a RayJob for
-KubeRay's operator. Both start Ray on the nodes and the same command with ``--cluster ray`` on the
-first of them; a job that is started again goes on with its run."""
+"""Writes the job that starts a run on a cluster: a SLURM script, or a RayJob for KubeRay. Both start Ray on the nodes and the same command with ``--cluster ray`` on the first of them; a job
+that is started again goes on with its run."""
 
 import math
 import re
@@ -23,7 +22,10 @@ GRACE_S = 120
 """Seconds before the end of its time at which SLURM sends SIGTERM, for the learner's last
 checkpoint: to the script alone, which has the launcher stop in order. ``srun`` would send it to all
 processes of the step at once, and Ray would die before the run had ended."""
-_STOP = "import pathlib, sys; from coppice.tools.launching import control; print(control.stop(pathlib.Path(sys.argv[1])))"
+_STOP = (
+    "import pathlib, sys; from coppice.tools.launching import control;"
+    " print(control.stop(pathlib.Path(sys.argv[1])))"
+)
 _SHARED = "/runs"
 """Where the pods see the shared volume."""
 
@@ -35,9 +37,8 @@ def nodes(config: Config) -> int:
     if c.gpus:
         own = a.sglang.gpus * (a.sglang.way != "url") if a.engine == "sglang" else 1
         if own > c.gpus:
-            raise ConfigError(
-                f"actors.sglang.gpus = {own}: expected at most cluster.gpus = {c.gpus}, those of one node"
-            )
+            limit = f"cluster.gpus = {c.gpus}, those of one node"
+            raise ConfigError(f"actors.sglang.gpus = {own}: expected at most {limit}")
         of_actors = a.count / (c.gpus // own) if own else 0
         return max(1, math.ceil(w.count / c.gpus + of_actors))
     threads = a.count * a.threads + w.count * w.threads + config.retriever.threads + 3
@@ -47,14 +48,13 @@ def nodes(config: Config) -> int:
 def _command(given: list[str], run: str) -> tuple[str, str]:
     """Return the options of the first start and those of a later one. run: the run folder, unless
     the options name one."""
-    pairs = zip(given, ["", *given], strict=False)  # each word and the one before it
-    words = [word for word, before in pairs if "--cluster" not in (word, before)]
-    words = [word for word in words if not word.startswith("--cluster=")]
+    words = [word for word in given if not word.startswith("--cluster=")]
+    if "--cluster" in words:
+        del words[(place := words.index("--cluster")) : place + 2]
     named = [word for word in words if re.match(r"--(run-folder|resume)(=|$)", word)]
     if named:
-        raise ConfigError(
-            f"{named[0]} with --cluster slurm or kuberay: the job chooses its run folder, {run}: leave it out"
-        )
+        own = f"the job chooses its run folder, {run}"
+        raise ConfigError(f"{named[0]} with --cluster slurm or kuberay: {own}: leave it out")
     first = shlex.join([*words, "--cluster", "ray"])
     return f"{first} --run-folder {run}", f"--resume {run}"
 
@@ -92,23 +92,21 @@ def kuberay(config: Config, given: list[str]) -> str:
     c = config.cluster
     for key in ("image", "volume"):
         if not getattr(c, key):
-            raise ConfigError(
-                f'cluster.{key} = "": --cluster kuberay needs it, such as --set cluster.{key}={"registry/coppice:1" if key == "image" else "runs"}'
-            )
+            such = f"--set cluster.{key}={'registry/coppice:1' if key == 'image' else 'runs'}"
+            raise ConfigError(f'cluster.{key} = "": --cluster kuberay needs it, such as {such}')
     name = re.sub(r"[^a-z0-9-]+", "-", config.name.lower()).strip("-")
     first, later = _command(given, f"{_SHARED}/{name}")
-    start = f"cd {shlex.quote(c.folder)}; if [ -f {_SHARED}/{name}/config.json ]; then coppice launch {later}; else coppice launch {first}; fi"
-    count, groups = nodes(config), []
-    if count > 1:
-        shape = dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), count - 1)
-        groups = [
-            {"groupName": "nodes"}
-            | shape
-            | {"rayStartParams": {}, "template": _pod(config, "ray-worker")}
-        ]
+    start = (
+        f"cd {shlex.quote(c.folder)}; if [ -f {_SHARED}/{name}/config.json ];"
+        f" then coppice launch {later}; else coppice launch {first}; fi"
+    )
+    others = nodes(config) - 1
+    group = {"groupName": "nodes"}
+    group |= dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), others)
+    group |= {"rayStartParams": {}, "template": _pod(config, "ray-worker")}
     cluster = {
         "headGroupSpec": {"rayStartParams": {}, "template": _pod(config, "ray-head")},
-        "workerGroupSpecs": groups,
+        "workerGroupSpecs": [group] if others else [],
     }
     spec = {
         "entrypoint": f"bash -c {shlex.quote(start)}",
@@ -120,8 +118,7 @@ def kuberay(config: Config, given: list[str]) -> str:
 
 
 def _pod(config: Config, name: str) -> dict[str, Any]:
-    """Return the template of a pod that fills one node. Its variables are the entries of the
-    secret, and no file holds them."""
+    """Return the template of a pod that fills one node."""
     c = config.cluster
     limits = {"cpu": str(c.cpus), "memory": f"{c.memory_gib}Gi"}
     if c.gpus:
@@ -132,8 +129,8 @@ def _pod(config: Config, name: str) -> dict[str, Any]:
     ]
     mounts = [{"name": "runs", "mountPath": _SHARED}, {"name": "memory", "mountPath": "/dev/shm"}]
     container = {
-        "name": name, "image": c.image, "resources": {"limits": limits, "requests": dict(limits)}, "env": variables,
-        "volumeMounts": mounts,
+        "name": name, "image": c.image, "env": variables, "volumeMounts": mounts,
+        "resources": {"limits": limits, "requests": dict(limits)},
     }  # fmt: skip
     if c.secret:
         container["envFrom"] = [{"secretRef": {"name": c.secret}}]

@@ -1,5 +1,5 @@
-"""The process that serves [judges.model] to a run's own judges: it runs coppice serve --model on the
-loopback address."""
+"""The process that serves [judges.model] to a run's own judges: coppice serve --model on the
+loopback."""
 
 import argparse
 import sys
@@ -33,8 +33,7 @@ class JudgeModelProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 def main() -> None:
     """Serve until SIGTERM. If the engine dies, exit with status 1, so that the launcher starts the
     process again."""
-    # The launcher imports this module to write the process file and must not import torch, which
-    # serve_model imports.
+    # it imports torch, which the launcher must not, though it imports this module
     from coppice.tools.launching.serve_model import serve
 
     begin()

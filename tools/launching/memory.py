@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from coppice.common import hardware
 from coppice.learner.config import LearnerConfig
@@ -17,7 +18,6 @@ def typed(config: Config) -> Config:
     """Return the config with model.dtype written to the rooms that name no number type, and to the
     arguments of SGLang where actors start it."""
     dtype, a, w = config.model.dtype, config.actors, config.learner
-    replace = msgspec.structs.replace
     w = replace(w, dtype=dtype if w.dtype == "auto" else w.dtype)
     if a.engine != "sglang":
         a = replace(a, dtype=dtype if a.dtype == "auto" else a.dtype)
@@ -31,13 +31,17 @@ def number_type(config: Config, model: Path | None = None) -> str:
     changes it. model: the policy's folder."""
     config = typed(config)
     learner, why = hardware.dtype_and_reason(config.learner.dtype)
-    actors, reason = _acting(config, model)
+    actors, reason = _actors_type(config, model)
     if not actors:
-        return f"number type of the learner: {learner} ({why}; model.dtype); that of the SGLang servers is their own and must be the same"
+        return (
+            f"number type of the learner: {learner} ({why}; model.dtype);"
+            " that of the SGLang servers is their own and must be the same"
+        )
     if actors != learner:
         return (
-            f"warning: the learner computes in {learner} ({why}) and the actors in {actors} ({reason}): the log-probabilities of the same"
-            " tokens then differ by rounding, which the correction cannot tell from staleness; set model.dtype, and neither learner.dtype,"
+            f"warning: the learner computes in {learner} ({why}) and the actors in {actors}"
+            f" ({reason}): log-probabilities of the same tokens differ by rounding, which the"
+            " correction cannot tell from staleness; set model.dtype, and neither learner.dtype,"
             " actors.dtype nor actors.sglang.arguments.dtype"
         )
     chosen = learner == "bfloat16" and config.learner.dtype == "auto"
@@ -45,7 +49,7 @@ def number_type(config: Config, model: Path | None = None) -> str:
     return f"number type {learner} ({why}{change})"
 
 
-def _acting(config: Config, model: Path | None) -> tuple[str, str]:
+def _actors_type(config: Config, model: Path | None) -> tuple[str, str]:
     """Return the number type of the actors and the reason; "" if only a server that runs elsewhere,
     or a model not yet here, could tell."""
     a = config.actors
@@ -53,13 +57,11 @@ def _acting(config: Config, model: Path | None) -> tuple[str, str]:
         return hardware.dtype_and_reason(a.dtype)
     argument = str(a.sglang.arguments.get("dtype", "auto"))
     if argument != "auto":
-        argument = {"half": "float16", "float": "float32"}.get(argument, argument)
-        return argument, "actors.sglang.arguments.dtype"
+        names = {"half": "float16", "float": "float32"}
+        return names.get(argument, argument), "actors.sglang.arguments.dtype"
     stored = "" if model is None or a.sglang.way == "url" else model_shape(model).get("dtype", "")
-    if not stored:
-        return "", ""
     chosen = "bfloat16" if stored == "bfloat16" else "float16"
-    return chosen, f"SGLang's choice for weights stored in {stored}"
+    return (chosen, f"SGLang's choice for weights stored in {stored}") if stored else ("", "")
 
 
 def model_shape(model: Path) -> dict[str, Any]:
@@ -116,18 +118,14 @@ def rank_gib(
     fifth of the frozen weights at most. The frozen copy of the initial policy, which a policy whose
     weights all train may need, is in float32.
     """
-    models = plan_of(w).models.values()
-    hidden, inner, layers = (
-        shape.get(name, 0) for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
-    )
-    layer = _SAVED[0] * hidden + _SAVED[1] * inner
-    saved = w.micro_tokens * (
-        layer + layers * hidden if w.gradient_checkpointing else layers * layer
-    )
-    parts = w.shards
+    models, sizes = plan_of(w).models.values(), ("hidden_size", "intermediate_size")
+    hidden, inner = (shape.get(name, 0) for name in sizes)
+    layers, layer = shape.get("num_hidden_layers", 0), _SAVED[0] * hidden + _SAVED[1] * inner
+    kept = layer + layers * hidden if w.gradient_checkpointing else layers * layer
+    saved = w.micro_tokens * kept * (4 if size == 4 else 3)
     frozen = weights * size * sum(model.lora.rank > 0 for model in models)
     trained = weights * sum((0.8 if model.lora.rank else 16) + 4 * model.copy for model in models)
-    return frozen / parts / 2**30, (trained / parts + saved * (4 if size == 4 else 3)) / 2**30
+    return frozen / w.shards / 2**30, (trained / w.shards + saved) / 2**30
 
 
 def free_gib() -> float:
@@ -138,7 +136,7 @@ def free_gib() -> float:
 def memory_warning(config: Config, model: Path) -> str:
     """Return a warning that names the largest plan that fits, if a run on CPUs needs more memory
     than is free; "" otherwise."""
-    replace, free = msgspec.structs.replace, free_gib()
+    free = free_gib()
 
     def needed(actors: int, ranks: int) -> float:
         a, w = replace(config.actors, count=actors), replace(config.learner, count=ranks)
@@ -147,20 +145,25 @@ def memory_warning(config: Config, model: Path) -> str:
     need, fewest = needed(config.actors.count, config.learner.count), config.scheduler.shards
     if need <= free or hardware.visible_gpus() or config.cluster.on:
         return ""
-    warning = f"warning: this plan needs about {need:.1f} GiB of memory and {free:.1f} are free, so that the system may kill it: "
     actors, ranks = range(fewest, config.actors.count + 1), range(1, config.learner.count + 1)
     fitting = [size for size in itertools.product(actors, ranks) if needed(*size) <= free]
-    if fitting:
-        a, w = max(fitting, key=lambda size: (sum(size), size[0]))
-        return f"{warning}--actors {a} --learner {w} fits ({needed(a, w):.1f} GiB)"
+    a, w = max(fitting, key=lambda size: (sum(size), size[0]), default=(fewest, 1))
+    remedy = f"--actors {a} --learner {w} fits ({needed(a, w):.1f} GiB)"
+    if not fitting:
+        remedy = (
+            f"even --actors {a} --learner {w} needs {needed(a, w):.1f} GiB. Set a smaller"
+            f" actors.kv_cache_gib (now {config.actors.kv_cache_gib}) or learner.micro_tokens"
+            f" (now {config.learner.micro_tokens}), or take a smaller model"
+        )
     return (
-        f"{warning}even --actors {fewest} --learner 1 needs {needed(fewest, 1):.1f} GiB. Set a smaller actors.kv_cache_gib"
-        f" (now {config.actors.kv_cache_gib}) or learner.micro_tokens (now {config.learner.micro_tokens}), or take a smaller model"
+        f"warning: this plan needs about {need:.1f} GiB of memory and {free:.1f} are free, so that"
+        f" the system may kill it: {remedy}"
     )
 
 
 def estimate(config: Config, model: Path) -> str:
     """Tell the estimate of the memory, for --dry-run."""
-    uncounted = ", without the judges' model" if config.judges.model else ""
-    need, free = memory_gib(config, model), free_gib()
-    return f"memory: about {need:.1f} GiB of {free:.1f} GiB free (weights, caches, activations{uncounted})"
+    without = ", without the judges' model" if config.judges.model else ""
+    counted = f"(weights, caches, activations{without})"
+    need = f"{memory_gib(config, model):.1f} GiB of {free_gib():.1f} GiB free"
+    return f"memory: about {need} {counted}"

@@ -1,11 +1,16 @@
-"""Starts the processes of a run on the nodes of a Ray cluster, which places them by their resources
-and says when a node is lost. Each looks to the supervisor like one of this machine (``Away``). The
-scheduler, its journal and the model that judges are served with stay with the launcher."""
+"""Starts the processes of a run on the nodes of a Ray cluster. Each looks to the supervisor like a
+process of this machine (``Away``); on its node a ``Holder`` holds it while the launcher is
+connected. Scheduler and judges' model stay with the launcher."""
 
+import asyncio
 import contextlib
 import os
+import shutil
 import signal
+import socket
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +20,12 @@ import msgspec
 
 from coppice.common import shards
 from coppice.tools.defaults.settings import importable
+from coppice.tools.launching import watchdog
 from coppice.tools.launching.config import ConfigError
 from coppice.tools.launching.failures import Cause
-from coppice.tools.launching.holder import Delivery, Holder, Report
-from coppice.tools.launching.processes import Process, process_variables
+from coppice.tools.launching.processes import PlannedProcess, process_variables, spawn
 from coppice.tools.launching.settings import Config
+from coppice.wire.keys import write_private
 
 ROLE_OF = {
     "coppice.actors.worker": "actor",
@@ -27,8 +33,7 @@ ROLE_OF = {
     "coppice.judges.retriever.worker": "retriever",
     "coppice.learner.main": "learner",
 }
-"""The role of each module that may run on another node. A module that is not here runs with the
-launcher."""
+"""The role of each module that may run on another node; the others run with the launcher."""
 PASSED = ("COPPICE_", "HF_")
 """Variables of the launcher that processes on other nodes get, by how their names begin, beside the
 keys that their settings name."""
@@ -43,10 +48,132 @@ LOST = 1
 """The exit status of a process that ended with its node."""
 
 
+PLACE = "COPPICE_RUNS"
+"""Variable of a node: where the folders of processes lie there, although the node may see the run
+folder. Without it, they are temporary files."""
+PIECE = 2**20
+"""Bytes of a log that travel at once."""
+_TICK_S, _REPORT_S, _SEEN_S = 0.1, 2.0, 5.0
+"""Seconds between two looks at a process, before a report without news, and until a shared disk
+shows what was just written elsewhere."""
+
+
+class Delivery(msgspec.Struct, frozen=True):
+    """A process to start. command: the arguments of Python before the process file. python: "" for
+    the node's own interpreter. run: the folder of its scheduler. file: the path of the process
+    file, body its content. keys: files of RUN/keys, by their path there. environment: of the
+    process, beside the node's own. separable: whether the process can run where the run folder is
+    not seen. folder: the launcher's, in which it runs if the node has it, since plug-ins and
+    relative paths are found from there."""
+
+    command: list[str]
+    run: str
+    file: str
+    body: bytes
+    endpoint: str
+    keys: dict[str, str]
+    environment: dict[str, str]
+    python: str = ""
+    separable: bool = False
+    folder: str = ""
+
+
+class ProcessNews(msgspec.Struct, frozen=True):
+    """News of a process: what it wrote since the last report, and its exit status once it has ended
+    and all was reported."""
+
+    log: bytes
+    status: int | None
+
+
+def place(delivery: Delivery) -> tuple[Path, Path | None]:
+    """Return the process file, and the folder that was made for the process alone, if one was.
+    Raises FileNotFoundError with the remedy."""
+    run, end = Path(delivery.run), time.monotonic() + _SEEN_S
+    while PLACE not in os.environ:
+        if (run / "endpoint").is_file() and (run / "endpoint").read_text() == delivery.endpoint:
+            return Path(delivery.file), None
+        if not run.is_dir() or time.monotonic() > end:
+            break
+        time.sleep(_TICK_S)
+    if not delivery.separable:
+        raise FileNotFoundError(
+            f"{socket.gethostname()} does not see the run folder {run}: put runs on a disk that all"
+            " nodes share, or set learner.publish_url, so that actors and judges need none"
+        )
+    folder = Path(tempfile.mkdtemp(prefix=f"{run.name}-", dir=os.environ.get(PLACE)))
+    (folder / "processes").mkdir()
+    (folder / "keys" / "peers").mkdir(parents=True)
+    for name, text in delivery.keys.items():
+        write_private(folder / "keys" / name, text)
+    (folder / "endpoint").write_text(delivery.endpoint)
+    body = msgspec.json.decode(delivery.body, type=dict[str, Any]) | {"run": str(folder)}
+    file = folder / "processes" / Path(delivery.file).name
+    write_private(file, msgspec.json.encode(body).decode())
+    return file, folder
+
+
+class Holder:
+    """Holds one process from ``start`` until its end. Its methods are called from afar, one after
+    the other or side by side."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._own: Path | None = None
+
+    async def address(self) -> tuple[str, int]:
+        """Return this node's address and a free port of it, where the learner's ranks can meet."""
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    async def start(self, delivery: Delivery, meeting: tuple[str, int] | None) -> tuple[str, int]:
+        """Start the process, and return the host's name and the process's number. meeting: where
+        the learner's ranks meet."""
+        file, self._own = await asyncio.to_thread(place, delivery)
+        own, log = dict(delivery.environment), self._log
+        if meeting is not None:
+            own |= {"MASTER_ADDR": meeting[0], "MASTER_PORT": str(meeting[1])}
+        home = delivery.folder if os.path.isdir(delivery.folder) else importable()
+        command = [delivery.python or sys.executable, *delivery.command, str(file)]
+        self._process = spawn(command, os.environ, own, cwd=home, stdout=log, stderr=log)
+        return socket.gethostname(), self._process.pid
+
+    async def report(self, offset: int) -> ProcessNews:
+        """Return what the process wrote after the first ``offset`` bytes: at once if there is
+        something, or else within ``_REPORT_S``."""
+        assert self._process is not None, "report before start"
+        end = time.monotonic() + _REPORT_S
+        while True:
+            status = self._process.poll()  # before the look at the log, which is then whole
+            piece = os.pread(self._log.fileno(), PIECE, offset)
+            if status is not None and len(piece) < PIECE:
+                if self._own is not None:
+                    shutil.rmtree(self._own, ignore_errors=True)
+                return ProcessNews(piece, status)
+            if piece or time.monotonic() > end:
+                return ProcessNews(piece, None)
+            await asyncio.sleep(_TICK_S)
+
+    async def activity(self) -> tuple[str, str]:
+        """Return watchdog.activity of the process."""
+        assert self._process is not None, "activity before start"
+        log = Path(f"/proc/self/fd/{self._log.fileno()}")
+        return await asyncio.to_thread(watchdog.activity, self._process.pid, log)
+
+    async def signal(self, number: int) -> None:
+        """Send a signal to the process."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.Signals(number))
+
+
 class Away:
-    """A process on some node, with the part of ``subprocess.Popen`` that the supervisor uses. It is
-    asked for by its construction, and starts when the cluster has room. pid: 0 until then. verdict:
-    why it ended, if the process itself could not say."""
+    """A process on some node, with the part of ``subprocess.Popen`` that the supervisor uses. It
+    starts when the cluster has room. pid: 0 until then. verdict: why it ended, if the process
+    itself could not say."""
 
     stdout = None
 
@@ -87,14 +214,13 @@ class Away:
             if self.returncode is None:
                 self._over(-int(number))
 
-    def asked(self) -> tuple[str, str]:
-        """Return what the process does, and its stacks, which come to its log; "" for what its node
-        does not say."""
+    def activity(self) -> tuple[str, str]:
+        """Return watchdog.activity of the process, as far as its node says it."""
         ray = _ray()
         if not self.pid:
             return "no node has room for it yet", ""
         try:
-            return ray.get(self._holder.asked.remote(), timeout=ANSWER_S)
+            return ray.get(self._holder.activity.remote(), timeout=ANSWER_S)
         except ray.exceptions.RayError:
             return f"its node {self.host} does not answer", ""
 
@@ -125,7 +251,7 @@ class Away:
         return True
 
     def _take(self, answer: Any) -> None:
-        if isinstance(answer, Report):
+        if isinstance(answer, ProcessNews):
             self._offset += len(answer.log)
             with self._log.open("ab") as log:
                 log.write(answer.log)
@@ -155,8 +281,9 @@ class Nodes:
             ray.init(address, runtime_env={"env_vars": {"PYTHONPATH": str(importable())}}, **quiet)
         except (ConnectionError, ray.exceptions.RayError) as error:
             raise ConfigError(
-                f"cluster.on = {config.cluster.on!r}: no Ray cluster answers ({str(error).splitlines()[0]}): start one with `ray start --head`,"
-                " and `ray start --address HOST:6379` on each further node, or name it"
+                f"cluster.on = {config.cluster.on!r}: no Ray cluster answers"
+                f" ({str(error).splitlines()[0]}): start one with `ray start --head`, and"
+                " `ray start --address HOST:6379` on each further node, or name it"
             ) from None
         self.gpus = bool(ray.cluster_resources().get("GPU"))
         self.here = ray.get_runtime_context().get_node_id()
@@ -167,18 +294,18 @@ class Nodes:
         """Return the address of the launcher's machine as the cluster sees it."""
         return _ray().util.get_node_ip_address()
 
-    def takes(self, spec: Process) -> bool:
+    def takes(self, spec: PlannedProcess) -> bool:
         """Return whether the process runs on the cluster, and not with the launcher."""
         here = spec.module == "coppice.judges.serve" and self.config.judges.model
         return spec.module in ROLE_OF and not here
 
-    def start(self, spec: Process, run: Path, log: Path) -> Away:
+    def start(self, spec: PlannedProcess, run: Path, log: Path) -> Away:
         """Ask for a process. It starts when a node has room for it."""
         ray = _ray()
         options = self._resources(spec)
         needs = f"{spec.name} ({options['num_cpus']} CPU, {options['num_gpus']} GPU)"
         if spec.module == "coppice.learner.main":
-            options |= self._beside(spec, options)
+            options |= self._placement(spec, options)
         elif not options["num_gpus"]:
             options["scheduling_strategy"] = "SPREAD"
         holder = ray.remote(Holder).options(**options, max_concurrency=16, max_restarts=0).remote()
@@ -194,7 +321,7 @@ class Nodes:
         """End all that still runs there, and leave the cluster."""
         _ray().shutdown()
 
-    def _resources(self, spec: Process) -> dict[str, Any]:
+    def _resources(self, spec: PlannedProcess) -> dict[str, Any]:
         a, gpus = self.config.actors, 0
         if spec.module == "coppice.learner.main":
             gpus = 1
@@ -202,7 +329,7 @@ class Nodes:
             gpus = a.sglang.gpus * (a.sglang.way != "url") if a.engine == "sglang" else 1
         return {"num_cpus": spec.threads, "num_gpus": gpus if self.gpus else 0}
 
-    def _beside(self, spec: Process, options: dict[str, Any]) -> dict[str, Any]:
+    def _placement(self, spec: PlannedProcess, options: dict[str, Any]) -> dict[str, Any]:
         """Place the learner's ranks together, on as few nodes as hold them; without a disk that all
         nodes share, with the launcher."""
         from ray.util import scheduling_strategies as strategies
@@ -215,16 +342,15 @@ class Nodes:
         if rank == 0:
             if self._ranks is not None:
                 remove_placement_group(self._ranks)
-            bundle = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
-            bundle = {name: number for name, number in bundle.items() if number}
-            bundles = [bundle] * self.config.learner.count
-            self._ranks = placement_group(bundles, strategy="PACK")
+            bundle = {"CPU": options["num_cpus"]}
+            bundle |= {"GPU": options["num_gpus"]} if options["num_gpus"] else {}
+            self._ranks = placement_group([bundle] * self.config.learner.count, strategy="PACK")
         strategy = strategies.PlacementGroupSchedulingStrategy(
             self._ranks, placement_group_bundle_index=rank
         )
         return {"scheduling_strategy": strategy}
 
-    def _delivery(self, spec: Process, run: Path) -> Delivery:
+    def _delivery(self, spec: PlannedProcess, run: Path) -> Delivery:
         role, home = ROLE_OF[spec.module], shards.folder(run, spec.shard or 0)
         file, keys = run / "processes" / f"{spec.file}.json", home / "keys"
         names = ("server_public", f"peers/{role}.json")
@@ -234,10 +360,12 @@ class Nodes:
         # Ray sets that one
         theirs = {k: v for k, v in spec.environment.items() if k != "CUDA_VISIBLE_DEVICES"}
         environment = own | theirs | process_variables(spec.threads)
+        separable = role != "learner" and bool(self.config.learner.publish_url or role != "actor")
+        texts = {name: (keys / name).read_text() for name in names}
         return Delivery(
-            ["-m", spec.module], str(home), str(file), file.read_bytes(), (home / "endpoint").read_text(),
-            {name: (keys / name).read_text() for name in names}, environment, spec.python,
-            role != "learner" and bool(self.config.learner.publish_url or role != "actor"), str(Path.cwd()),
+            ["-m", spec.module], str(home), str(file), file.read_bytes(),
+            (home / "endpoint").read_text(), texts, environment, spec.python, separable,
+            str(Path.cwd()),
         )  # fmt: skip
 
 
@@ -248,9 +376,8 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError:
-        raise ConfigError(
-            "cluster.on names Ray, which is not installed: pip install 'coppice-rl[ray]', or leave out --cluster"
-        ) from None
+        remedy = "pip install 'coppice-rl[ray]', or leave out --cluster"
+        raise ConfigError(f"cluster.on names Ray, which is not installed: {remedy}") from None
     return ray
 
 

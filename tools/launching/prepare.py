@@ -37,13 +37,13 @@ _HAS_SGLANG = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sg
 def lacking_files(config: Config) -> Iterator[str]:
     """Yield the files that the config names and that are not here. Nothing is asked of the hub."""
     data = config.data
-    for key, setting in (
-        {} if config.cluster.on else {"train": data.train, "heldout": data.heldout}.items()
-    ):
-        for source in listed(setting):
+    if config.cluster.on:
+        return
+    for key, sources in (("train", data.train), ("heldout", data.heldout)):
+        for source in listed(sources):
             if source != "default" and not Path(source).exists() and hub_set_of(source) is None:
                 yield f"data.{key} = {source!r} does not exist: give {EXPECTED}"
-    if not config.cluster.on and data.corpus != "default" and not Path(data.corpus).exists():
+    if data.corpus != "default" and not Path(data.corpus).exists():
         yield f"data.corpus = {data.corpus!r} does not exist: give a JSONL file of {{id, contents}}"
 
 
@@ -54,8 +54,8 @@ def lacking_machine(config: Config) -> Iterator[str]:
         return
     if g.arguments.get("device") != "cpu" and not hardware.visible_gpus():
         yield (
-            "actors.engine = 'sglang' needs a GPU, and nvidia-smi and CUDA_VISIBLE_DEVICES show none here: start on a machine with"
-            " a GPU, or take a config for a CPU (configs/slate-cpu.toml)"
+            "actors.engine = 'sglang' needs a GPU, and nvidia-smi and CUDA_VISIBLE_DEVICES show"
+            " none here: start on a machine with a GPU, or take configs/slate-cpu.toml"
         )
     python = g.python or sys.executable
     try:
@@ -65,6 +65,6 @@ def lacking_machine(config: Config) -> Iterator[str]:
         return
     if not has:
         yield (
-            f"actors.engine = 'sglang', and {python} has no SGLang: install the extra `sglang` (start again with COPPICE_EXTRA=sglang), or"
-            " let actors.sglang.python name an interpreter that has it"
+            f"actors.engine = 'sglang', and {python} has no SGLang: start again with"
+            " COPPICE_EXTRA=sglang, or let actors.sglang.python name an interpreter that has it"
         )

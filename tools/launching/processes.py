@@ -1,16 +1,19 @@
 """The processes of a run: name, module, process file and environment of each."""
 
+import os
 import secrets
+import subprocess
 import sys
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from coppice.actors.config import ActorProcess
 from coppice.common import hardware, shards
-from coppice.common.process import free_port
+from coppice.common.process import die_with, free_port
 from coppice.judges.config import with_served_model
 from coppice.judges.retriever.worker import RetrieverProcess
 from coppice.judges.serve import PLAYERS, JudgeProcess, built_in_service
@@ -19,6 +22,7 @@ from coppice.learner import schemes
 from coppice.learner.config import LearnerConfig, LearnerProcess
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
 from coppice.scheduler.telemetry.tracking import KEYS
+from coppice.tools.defaults.settings import importable
 from coppice.tools.launching.config import Config
 from coppice.tools.launching.judge_model import JudgeModelProcess
 from coppice.tools.launching.memory import typed
@@ -26,7 +30,7 @@ from coppice.tools.launching.method import strategy_options
 from coppice.tools.launching.settings import Assets
 
 
-class Process(msgspec.Struct, frozen=True):
+class PlannedProcess(msgspec.Struct, frozen=True):
     """One process, ``python -m module RUN/processes/<file>.json``, started by the interpreter
     python ("" for the launcher's own). vital: when this process dies, the whole run stops or is
     resumed; other processes are restarted alone. withheld: variables of the launcher that it must
@@ -36,8 +40,8 @@ class Process(msgspec.Struct, frozen=True):
     name: str
     module: str
     file: str
-    threads: int
-    vital: bool
+    threads: int = 1
+    vital: bool = False
     environment: dict[str, str] = {}
     python: str = ""
     withheld: frozenset[str] = frozenset()
@@ -45,72 +49,86 @@ class Process(msgspec.Struct, frozen=True):
     shard: int | None = None
 
 
-def make(config: Config, assets: Assets, run: Path) -> list[Process]:
+def make(config: Config, assets: Assets, run: Path) -> list[PlannedProcess]:
     """Write the process files and return the plan, the schedulers first."""
     config = typed(config)
-    files, folder = _files(config, assets, str(run)), run / "processes"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, body in files.items():
+    w, s = config.learner, config.scheduler
+    # A schedule without an end of its own ends with the run.
+    settings = replace(w, decay_updates=w.decay_updates or s.updates)
+    learner = LearnerProcess(
+        "learner", str(run), config.seed, assets.model, s.questions_per_update, s.temperature,
+        settings, s.shards, s.max_staleness,
+    )  # fmt: skip
+    plan, bodies = list[PlannedProcess](), dict[str, Any](learner=learner)
+    for process, body in _planned(config, assets, run):
+        plan.append(process)
+        bodies[process.file] = body
+    if not w.outside:
+        plan += _ranks(w, {} if config.cluster.on else _meeting(run, w))
+    (run / "processes").mkdir(parents=True, exist_ok=True)
+    for name, body in bodies.items():
         text = msgspec.json.format(msgspec.json.encode(body), indent=1)
-        (folder / f"{name}.json").write_bytes(text)
-    needed = {file: key_variables(msgspec.to_builtins(body)) for file, body in files.items()}
+        (run / "processes" / f"{name}.json").write_bytes(text)
+    needed = {file: key_variables(msgspec.to_builtins(body)) for file, body in bodies.items()}
     needed["scheduler"] |= KEYS  # the first one starts the trackers
     everybody = frozenset().union(*needed.values())
-    plan, replace = _plan(config, files, run), msgspec.structs.replace
     return [replace(p, withheld=everybody - needed[p.file], needed=needed[p.file]) for p in plan]
 
 
-def _files(config: Config, assets: Assets, run: str) -> dict[str, Any]:
-    """Return the contents of the process files by name."""
-    replace, w = msgspec.structs.replace, config.learner
+def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[PlannedProcess, Any]]:
+    """Yield each process but the learner's ranks, with what its file holds."""
+    w, a, data = config.learner, config.actors, config.data
     s = replace(config.scheduler, strategy_options=strategy_options(config))
-    # A schedule without an end of its own ends with the run.
-    w = replace(w, decay_updates=w.decay_updates or s.updates)
     needs = schemes.load(w.scheme, w.scheme_options).needs
+    homes = [str(shards.folder(run, number)) for number in range(s.shards)]
+
+    def each(kind: str, module: str, **more: Any) -> Iterator[tuple[PlannedProcess, str, int]]:
+        """One process of a kind for each scheduler, with its folder and number."""
+        for number, home in enumerate(homes):
+            name = shards.called(kind, number)
+            yield PlannedProcess(name, module, name, shard=number, **more), home, number
+
     # A plug-in announces its own name, so only built-in services are waited for.
     services = [service for service in map(built_in_service, config.judges.use) if service]
     services += ["retrieve"] if assets.retriever else []
-    judges = {k: v for k, v in config.judges.use.items() if k not in PLAYERS}
-    files: dict[str, Any] = {}
-    if config.judges.model is not None:
-        served = files["judge-model"] = JudgeModelProcess(
-            "judge-model", run, assets.judge_model, free_port(), config.judges.model
-        )
-        judges = {k: with_served_model(v, served.url, served.model) for k, v in judges.items()}
-    files["learner"] = LearnerProcess(
-        "learner", run, config.seed, assets.model, s.questions_per_update, s.temperature, w,
-        s.shards, s.max_staleness,
-    )  # fmt: skip
-    players = {k: v for k, v in config.judges.use.items() if k in PLAYERS}
-    stored = f"{w.publish_url}/{Path(run).name}" if w.publish_url else ""
-    for number in range(s.shards):
-        name, home = partial(shards.called, number=number), str(shards.folder(Path(run), number))
-        actors = 1 if config.cluster.on else len(range(number, config.actors.count, s.shards))
-        files[name("scheduler")] = SchedulerProcess(
-            name("scheduler"), run, config.seed, assets.model, config.data.environment, config.data.options, assets.train,
-            assets.heldout, actors, services, max(1, config.actors.max_batch // 4), _share(s, number),
-            config.actors.max_context, needs.reward_column, needs.equal, config.deterministic,
-            shards.Shard(number, s.shards), config.actors.max_batch, reads_evidence(config),
+    # The death of the first scheduler resumes the whole run; another one is started again alone.
+    for process, _, number in each("scheduler", "coppice.scheduler.main"):
+        actors = 1 if config.cluster.on else len(range(number, a.count, s.shards))
+        yield replace(process, vital=not number), SchedulerProcess(
+            process.name, str(run), config.seed, assets.model, data.environment, data.options,
+            assets.train, assets.heldout, actors, services, max(1, a.max_batch // 4),
+            _share(s, number), a.max_context, needs.reward_column, needs.equal,
+            config.deterministic, shards.Shard(number, s.shards), a.max_batch,
+            reads_evidence(config),
         )  # fmt: skip
-        files[name("judges")] = JudgeProcess(name("judges"), home, judges)
-        # opponents run apart from the judges, because a slow oracle would keep them waiting
-        if players:
-            files[name("players")] = JudgeProcess(name("players"), home, players)
-        if assets.retriever:
-            # Joining depends on time, and a query's vector, in its last bits, on what it is joined
-            # with.
-            batch = 1 if config.deterministic else config.retriever.batch
-            retriever = msgspec.structs.replace(
-                config.retriever, backend=assets.retriever, batch=batch
-            )
-            files[name("retriever")] = RetrieverProcess(name("retriever"), home, retriever)
-    for i in range(config.actors.count):
-        home = str(shards.folder(Path(run), i % s.shards))
-        seed = config.seed * 1000 + i
-        files[f"actor-{i}"] = ActorProcess(
-            f"actor-{i}", home, seed, assets.model, config.actors, i, config.deterministic, stored
-        )
-    return files
+    judges = {k: v for k, v in config.judges.use.items() if k not in PLAYERS}
+    rest = _gpus_left(config)
+    if config.judges.model is not None:
+        name, threads, port = "judge-model", config.judges.model.threads, free_port()
+        served = JudgeModelProcess(name, str(run), assets.judge_model, port, config.judges.model)
+        judges = {k: with_served_model(v, served.url, served.model) for k, v in judges.items()}
+        module = "coppice.tools.launching.judge_model"
+        yield PlannedProcess(name, module, name, threads, environment=rest), served
+    for process, home, _ in each("judges", "coppice.judges.serve", environment=rest):
+        yield process, JudgeProcess(process.name, home, judges)
+    # opponents run apart from the judges, because a slow oracle would keep them waiting
+    if players := {k: v for k, v in config.judges.use.items() if k in PLAYERS}:
+        for process, home, _ in each("players", "coppice.judges.serve"):
+            yield process, JudgeProcess(process.name, home, players)
+    if assets.retriever:
+        # Joining depends on time, and a query's vector in its last bits on what it is joined with.
+        batch = 1 if config.deterministic else config.retriever.batch
+        settings = replace(config.retriever, backend=assets.retriever, batch=batch)
+        module = "coppice.judges.retriever.worker"
+        for process, home, _ in each("retriever", module, threads=settings.threads):
+            yield process, RetrieverProcess(process.name, home, settings)
+    stored = f"{w.publish_url}/{run.name}" if w.publish_url else ""
+    for place in range(a.count):
+        process, seed = _actor(config, place), config.seed * 1000 + place
+        yield process, ActorProcess(
+            process.name, homes[place % s.shards], seed, assets.model, a, place,
+            config.deterministic, stored,
+        )  # fmt: skip
 
 
 def reads_evidence(config: Config) -> bool:
@@ -127,44 +145,7 @@ def _share(s: SchedulerConfig, number: int) -> SchedulerConfig:
     parts: dict[str, Any] = {key: getattr(s, key) // s.shards for key in shared}
     if number:
         parts |= {"evaluation": EvaluationConfig(questions=0), "trackers": [], "prometheus": ""}
-    return msgspec.structs.replace(s, **parts)
-
-
-def _plan(config: Config, files: dict[str, Any], run: Path) -> list[Process]:
-    """Return the processes that read the files."""
-    rest, numbers = _rest(config), range(config.scheduler.shards)
-    # The death of the first scheduler resumes the whole run; another one is started again alone.
-    plan = [
-        _of_shard("scheduler", "coppice.scheduler.main", n, 1, {}, vital=not n) for n in numbers
-    ]
-    plan += [_of_shard("judges", "coppice.judges.serve", n, 1, rest) for n in numbers]
-    if served := files.get("judge-model"):
-        name, threads = "judge-model", served.model.threads
-        plan.append(
-            Process(name, "coppice.tools.launching.judge_model", name, threads, False, rest)
-        )
-    if "players" in files:
-        plan += [_of_shard("players", "coppice.judges.serve", n, 1, {}) for n in numbers]
-    if "retriever" in files:
-        module, threads = "coppice.judges.retriever.worker", config.retriever.threads
-        plan += [_of_shard("retriever", module, n, threads, {}) for n in numbers]
-    plan += [_actor(config, place) for place in range(config.actors.count)]
-    if config.learner.outside:
-        return plan
-    return plan + _ranks(config.learner, {} if config.cluster.on else _meeting(run, config.learner))
-
-
-def _of_shard(
-    kind: str,
-    module: str,
-    number: int,
-    threads: int,
-    environment: dict[str, str],
-    vital: bool = False,
-) -> Process:
-    """Plan a process that every shard has."""
-    name = shards.called(kind, number)
-    return Process(name, module, name, threads, vital, environment, shard=number)
+    return replace(s, **parts)
 
 
 def process_variables(threads: int) -> dict[str, str]:
@@ -176,6 +157,29 @@ def process_variables(threads: int) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
+
+
+def spawn(
+    command: list[str],
+    inherited: Mapping[str, str],
+    own: Mapping[str, str],
+    stdout: Any,
+    stderr: Any,
+    cwd: str | Path | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a process that finds this package. It gets a session of its own, so that Ctrl-C reaches
+    only the launcher, and is killed with this process. own: variables beside the inherited."""
+    launcher = os.getpid()
+
+    def alone() -> None:
+        os.setsid()
+        die_with(launcher)
+
+    paths = [path for path in (own.get("PYTHONPATH"), str(importable())) if path]
+    environment = {**inherited, **own, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.Popen(
+        command, env=environment, stdout=stdout, stderr=stderr, cwd=cwd, preexec_fn=alone
+    )
 
 
 def key_variables(settings: Any) -> frozenset[str]:
@@ -216,42 +220,39 @@ def _meeting(run: Path, learner: LearnerConfig) -> dict[str, str]:
     return {"COPPICE_RANKS": str(run / f"ranks-{secrets.token_hex(4)}")} | own
 
 
-def _ranks(learner: LearnerConfig, meeting: dict[str, str]) -> list[Process]:
+def _ranks(learner: LearnerConfig, meeting: dict[str, str]) -> Iterator[PlannedProcess]:
     """Plan the learner's ranks. A single rank meets nobody. meeting: where they meet; on a cluster,
     rank 0's node says so, and each has its own GPU."""
-    ranks: list[Process] = []
     for rank in range(learner.count):
-        environment = dict(_ALLOCATOR)
+        own = dict(_ALLOCATOR)
         if learner.count > 1:
-            environment |= meeting | {"WORLD_SIZE": str(learner.count), "RANK": str(rank)}
-            environment["LOCAL_WORLD_SIZE"] = str(learner.count) if meeting else "1"
-            environment["LOCAL_RANK"] = str(rank) if meeting else "0"
+            own |= meeting | {"WORLD_SIZE": str(learner.count), "RANK": str(rank)}
+            own["LOCAL_WORLD_SIZE"] = str(learner.count) if meeting else "1"
+            own["LOCAL_RANK"] = str(rank) if meeting else "0"
         name, threads = f"learner-{rank}", learner.threads
-        ranks.append(Process(name, "coppice.learner.main", "learner", threads, True, environment))
-    return ranks
+        yield PlannedProcess(name, "coppice.learner.main", "learner", threads, True, own)
 
 
-def _actor(config: Config, place: int) -> Process:
+def _actor(config: Config, place: int) -> PlannedProcess:
     """Plan one actor. With SGLang inside, it runs where sglang is installed; with
     actors.sglang.gpus it sees only its own GPUs."""
     a, name, shard = config.actors, f"actor-{place}", place % config.scheduler.shards
-    actor = Process(name, "coppice.actors.worker", name, a.threads, False, shard=shard)
+    actor = PlannedProcess(name, "coppice.actors.worker", name, a.threads, shard=shard)
     if a.engine != "sglang":
         return actor
     inside = a.sglang.way == "inside"
     shown = gpus_of(place, a.sglang.gpus, config.learner.here, hardware.visible_gpus())
     environment = dict(a.sglang.environment) if inside else {}
     environment |= {"CUDA_VISIBLE_DEVICES": ",".join(shown)} if shown else {}
-    python = a.sglang.python if inside else ""
-    return msgspec.structs.replace(actor, environment=environment, python=python)
+    return replace(actor, environment=environment, python=a.sglang.python if inside else "")
 
 
-def _rest(config: Config) -> dict[str, str]:
+def _gpus_left(config: Config) -> dict[str, str]:
     """Give the judges' models the GPUs that neither the learner nor the actors use; if none is
     left, they may use any GPU."""
-    gpus, a = hardware.visible_gpus(), config.actors
+    a = config.actors
     own = a.count * a.sglang.gpus if a.engine == "sglang" and a.sglang.way != "url" else 0
-    rest = gpus[config.learner.here + own :]
+    rest = hardware.visible_gpus()[config.learner.here + own :]
     return {"CUDA_VISIBLE_DEVICES": ",".join(rest)} if rest else {}
 
 
@@ -274,7 +275,9 @@ def torchrun(learner: LearnerConfig, run: Path) -> str:
     """Say how the ranks of a learner from outside are started (docs/learner.md, "Several
     machines")."""
     return (
-        f"the learner's {learner.count} ranks come from outside: start them from the repository's folder on each of N machines with\n"
-        f"  torchrun --nnodes N --node-rank I --nproc-per-node {learner.count}/N --master-addr FIRST --master-port PORT"
+        f"the learner's {learner.count} ranks come from outside:"
+        " start them from the repository's folder on each of N machines with\n"
+        f"  torchrun --nnodes N --node-rank I --nproc-per-node {learner.count}/N"
+        " --master-addr FIRST --master-port PORT"
         f" -m coppice.learner.main {run}/processes/learner.json"
     )

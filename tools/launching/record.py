@@ -20,8 +20,7 @@ from coppice.common.hardware import PROCESSOR, visible_gpus
 from coppice.tools.bootstrap import ROOT
 
 _FULL_BYTES = 2**24
-"""Bytes of free space below which the disk counts as full: the weights of one version, or minutes
-of logs, do not fit into less."""
+"""A disk with less free space counts as full: no weights of a version fit, nor minutes of logs."""
 
 
 def existing(path: Path) -> Path:
@@ -33,16 +32,16 @@ def existing(path: Path) -> Path:
 def no_space(run: Path) -> str:
     """Return the message for a full disk of the run, with the remedy."""
     again = resume_command(run) if (run / "config.json").is_file() else "start again"
-    return f"{shown(run)}'s disk has {_free_bytes(run) / 1e6:.1f} MB free: the processes cannot write; free some, then {again}"
+    free = shutil.disk_usage(existing(run)).free / 1e6
+    return (
+        f"{shown(run)}'s disk has {free:.1f} MB free:"
+        f" the processes cannot write; free some, then {again}"
+    )
 
 
 def full(run: Path) -> bool:
     """True if the disk of a run has hardly any free space."""
-    return _free_bytes(run) < _FULL_BYTES
-
-
-def _free_bytes(run: Path) -> int:
-    return shutil.disk_usage(existing(run)).free
+    return shutil.disk_usage(existing(run)).free < _FULL_BYTES
 
 
 def shown(path: Path) -> Path:
@@ -148,7 +147,7 @@ class Recorder:
 
 
 def read(run: Path) -> Record | None:
-    """Return the record of the newest launch of a run, or None if there is none that can be read."""
+    """Return the record of a run's newest launch, or None if there is none that can be read."""
     try:
         return msgspec.json.decode((run / NAME).read_bytes(), type=Record)
     except (OSError, msgspec.DecodeError):
@@ -158,55 +157,34 @@ def read(run: Path) -> Record | None:
 ENVIRONMENT = "environment.json"
 
 
-class Environment(msgspec.Struct, frozen=True):
-    """What computes a run. cores: those that this process may use. commit: of a git checkout, with
-    "-dirty" if files were changed, or "". gpus: "name, driver version" each. packages: version by
-    name."""
-
-    commit: str
-    python: str
-    system: str
-    processor: str
-    cores: int
-    memory_bytes: int
-    gpus: list[str]
-    packages: dict[str, str]
-
-
 def write_environment(run: Path) -> None:
-    """Write the record of this machine into the run folder. Raises OSError."""
-    write_whole(run / ENVIRONMENT, environment())
-
-
-def environment() -> Environment:
-    """Return the environment of this process."""
+    """Write what computes a run into its folder: commit (with "-dirty" if files were changed; "" if
+    there is no checkout), machine, the cores that this process may use, GPUs as "name, driver
+    version", and the versions of packages. Raises OSError."""
     lines = PROCESSOR.read_text().splitlines() if PROCESSOR.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    smi = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    smi = "nvidia-smi --query-gpu=name,driver_version --format=csv,noheader"
+    git = f"git -C {shlex.quote(str(ROOT))} describe --always --dirty --abbrev=40 --exclude='*'"
     affinity = getattr(os, "sched_getaffinity", None)
     packages = {d.name: d.version for d in importlib.metadata.distributions() if d.name}
-    describe = [
-        "git",
-        "-C",
-        str(ROOT),
-        *"describe --always --dirty --abbrev=40 --exclude=*".split(),
-    ]
-    return Environment(
-        commit=_said(describe) if (ROOT / ".git").exists() else "",
-        python=platform.python_version(),
-        system=platform.platform(),
-        processor=models[0] if models else platform.processor() or platform.machine(),
-        cores=len(affinity(0)) if affinity else os.cpu_count() or 1,
-        memory_bytes=psutil.virtual_memory().total,
-        gpus=_said(smi).splitlines() if visible_gpus() else [],
-        packages=dict(sorted(packages.items())),
-    )
+    environment = {
+        "commit": _said(git) if (ROOT / ".git").exists() else "",
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "processor": models[0] if models else platform.processor() or platform.machine(),
+        "cores": len(affinity(0)) if affinity else os.cpu_count() or 1,
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": _said(smi).splitlines() if visible_gpus() else [],
+        "packages": dict(sorted(packages.items())),
+    }
+    write_whole(run / ENVIRONMENT, environment)
 
 
-def _said(command: list[str]) -> str:
+def _said(command: str) -> str:
     """Return what a command prints, or "" if it is not there, fails or hangs."""
-    quiet = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 20}
     try:
-        return subprocess.check_output(command, **quiet).strip()
+        words = shlex.split(command)
+        done = subprocess.run(words, capture_output=True, check=True, text=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
         return ""
+    return done.stdout.strip()

@@ -1,17 +1,30 @@
-"""Check that settings fit together. Contradictions and settings without effect are refused when a
-config is read."""
+"""Settings must fit together: contradictions and settings without effect are refused."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+from coppice.actors.config import SGLangConfig
+from coppice.actors.engines import registry as engines
+from coppice.actors.environments import registry
+from coppice.actors.environments.base import POLICY, Environment
+from coppice.actors.environments.task_files import check_form, listed
 from coppice.common import storage
 from coppice.common.options import check_choice
-from coppice.judges.config import RetrieverConfig
+from coppice.judges.config import SERVED, RetrieverConfig, uses_served_model, with_served_model
+from coppice.judges.llm import PATIENCE_S
+from coppice.judges.serve import KINDS, make_worker
 from coppice.learner import schemes
 from coppice.learner.update import corrections
+from coppice.learner.update.plan import plan_of
+from coppice.scheduler.config import UNJUDGED
 from coppice.scheduler.telemetry.tracking import TRACKERS
-from coppice.tools.launching import engine_rules, learner_rules, plug_in_rules
-from coppice.tools.launching.settings import Config
+from coppice.tools.launching import method
+from coppice.tools.launching.method import Served
+from coppice.tools.launching.settings import ADAPTERS_AT_ONCE, Config, idle, setting
+
+_UNSERVED = {"judge": UNJUDGED, "player": "random", "speaker": POLICY}
+"""What a config may name of each kind although no worker serves it."""
 
 
 def check(config: Config) -> None:
@@ -22,105 +35,271 @@ def check(config: Config) -> None:
 
 
 def _faults(config: Config) -> Iterator[str]:
-    """Yield what is wrong, in order. The rules of each subject yield theirs; what a plug-in refuses
-    itself is raised."""
+    """Yield what is wrong, in order; what a plug-in refuses itself is raised."""
     s, a, encoder = config.scheduler, config.actors, config.retriever.encoder
-    d = s.dispatch
-    if d.dead_after_s <= d.heartbeat_s:
-        yield (
-            f"scheduler.dispatch.dead_after_s = {d.dead_after_s}: expected more than scheduler.dispatch.heartbeat_s ="
-            f" {d.heartbeat_s}, or every worker would be given up between two heartbeats"
-        )
+    if s.dispatch.dead_after_s <= s.dispatch.heartbeat_s:
+        least = setting(config, "scheduler.dispatch.heartbeat_s")
+        yield f"{setting(config, 'scheduler.dispatch.dead_after_s')}: expected more than {least}"
     if s.max_action_tokens >= a.max_context:
-        yield f"scheduler.max_action_tokens = {s.max_action_tokens} leaves no room for a prompt in actors.max_context = {a.max_context}"
+        limit = setting(config, "actors.max_context")
+        yield f"{setting(config, 'scheduler.max_action_tokens')}: expected less than {limit}"
     if "/" not in encoder and not Path(encoder).is_dir():
-        expected = [RetrieverConfig().encoder]
-        check_choice(
-            f"retriever.encoder = {encoder!r}",
-            encoder,
-            expected,
-            ", a folder, or a hub name with its owner",
-        )
-    yield from _exports(config)
-    yield from _shards(config)
-    served = yield from plug_in_rules.of_judges(config)
-    yield from engine_rules.faults(config)
-    yield from plug_in_rules.of_environment(config, served)
-    yield from learner_rules.faults(config)
+        names, others = [RetrieverConfig().encoder], ", a folder, or a hub name with its owner"
+        check_choice(setting(config, "retriever.encoder"), encoder, names, others)
+    for name in s.trackers:
+        check_choice(f"scheduler.trackers names {name!r}", name, TRACKERS)
+    host, _, port = s.prometheus.rpartition(":")
+    if s.prometheus and not (host and port.isdecimal() and int(port) < 2**16):
+        address = setting(config, "scheduler.prometheus")
+        yield f"{address}: expected host:port, such as '127.0.0.1:9100', or port 0 for a free one"
+    if s.shards > 1:
+        yield from _several_schedulers(config)
+    yield from _judge_model(config)
+    served = _make_judges(config)
+    yield from _engine(config)
+    yield from _environment(config, served)
+    yield from _learner(config)
     yield from _cluster(config)
     if config.deterministic and (s.max_staleness or a.engine != "local"):
-        yield (
-            f"deterministic = true with scheduler.max_staleness = {s.max_staleness} and actors.engine = {a.engine!r}: expected 0 and 'local',"
-            " since otherwise what is trained depends on time"
-        )
+        others = setting(config, "scheduler.max_staleness", "actors.engine")
+        yield f"deterministic = true with {others}: expected 0 and 'local', whose work repeats"
+
+
+def _several_schedulers(config: Config) -> Iterator[str]:
+    s, count = config.scheduler, config.scheduler.shards
+    several = f"with scheduler.shards = {count}: expected"
+    for key in ("questions_per_update", "dynamic_sampling_budget"):
+        if getattr(s, key) % count:
+            yield f"scheduler.{key} = {getattr(s, key)} {several} a multiple of {count}"
+    if config.actors.count < count:
+        actors = setting(config, "actors.count")
+        yield f"{actors} {several} at least {count}, one for each scheduler"
+    if not s.bind.endswith(":0"):
+        bind = setting(config, "scheduler.bind")
+        yield f"{bind} {several} port 0, since every scheduler needs a port of its own"
+    if config.deterministic:
+        yield f"deterministic = true {several} 1: a restarted scheduler grows other trees"
+
+
+def _make_judges(config: Config) -> Served:
+    """Make the judges, opponents and speakers of [judges.use] once, as their processes will make
+    them. Raises ValueError for an option that cannot work."""
+    judges, served, deadline = config.judges, Served(), config.scheduler.judge_deadline_s
+    for spec, options in judges.use.items():
+        if judges.model is not None:  # the port is chosen when the run starts
+            try:
+                options = with_served_model(options, "http://127.0.0.1/v1", judges.model)
+            except ValueError as error:
+                raise ValueError(f"judges.use.{spec}.{error}") from None
+        worker = make_worker(spec, options)
+        served[worker.service] = worker
+        endpoint = options.get("endpoint")
+        patience = endpoint.get("patience_s", PATIENCE_S) if isinstance(endpoint, dict) else 0.0
+        if patience >= deadline:  # a missing reply would fail the call, and be no invalid judgement
+            waits = f"judges.use.{spec}.endpoint.patience_s = {patience:g}"
+            less = f"expected less than scheduler.judge_deadline_s = {deadline:g}"
+            raise ValueError(f"{waits}: {less}")
+    return served
+
+
+def _judge_model(config: Config) -> Iterator[str]:
+    judges = config.judges
+    asking = [spec for spec, options in judges.use.items() if uses_served_model(options)]
+    if asking and judges.model is None:
+        endpoint = f"judges.use.{asking[0]}.endpoint.url = {SERVED!r}"
+        yield f"{endpoint} asks the run's own model: add [judges.model], or give a URL"
+    if judges.model and not asking:
+        yield f"[judges.model] has no effect: set url = {SERVED!r} of an endpoint, or remove it"
+
+
+def _engine(config: Config) -> Iterator[str]:
+    """Yield what the chosen engine, or the chosen way to reach it, would silently ignore."""
+    a, w, g = config.actors, config.learner, config.actors.sglang
+    say, engine = partial(setting, config), f"with actors.engine = {config.actors.engine!r}"
+    engines.check(a.engine, a.engine_options)
+    if a.engine != "sglang":
+        yield from idle(config, engine, "actors.sglang")
+        if w.publish == "memory" and a.engine == "local":
+            yield f"{say('learner.publish')}: the embedded engine reads files; expected 'file'"
+        return
+    own = "actors.sglang.arguments has mem_fraction_static and dtype"
+    yield from idle(config, f"{engine} ({own})", "actors.kv_cache_gib", "actors.dtype")
+    urls, way = say("actors.sglang.urls"), say("actors.sglang.way")
+    if (g.way == "url") != bool(g.urls):
+        yield f"{way} with {urls}: expected URLs with 'url', and only then"
+    if g.urls and a.count > len(g.urls):
+        count = say("actors.count")
+        yield f"{count} with {urls}: expected one URL per actor, which updates its own server"
+    if len(set(g.urls)) < len(g.urls):
+        yield f"{urls}: expected each URL once; a router spreads the requests of one actor"
+    useless = ("python", "arguments", "environment", "gpus") if g.way == "url" else ("api_key_env",)
+    yield from idle(config, f"with {way}", *(f"actors.sglang.{key}" for key in useless))
+    if (name := "SGLANG_RETURN_ORIGINAL_LOGPROB") in g.environment:
+        variable = f"actors.sglang.environment.{name}"
+        yield f"{variable} has no effect: log-probabilities are those after temperature; remove it"
+    if g.weights in ("tensor", "distributed") and (w.publish == "file" or w.lora.rank):
+        expected = "learner.publish = 'memory' or 'both', and learner.lora.rank = 0"
+        yield f"{say('actors.sglang.weights')}: expected {expected} (adapters travel as files)"
+    if w.lora.rank and g.lora == "adapter":
+        yield from _adapters(g, w.lora.rank, w.train_vision)
+
+
+def _adapters(g: SGLangConfig, rank: int, vision: bool) -> Iterator[str]:
+    """Yield the arguments under which SGLang would refuse the learner's adapters at the first
+    update, or ignore a part of them."""
+    adapters, arguments = f"learner.lora.rank = {rank}", "actors.sglang.arguments"
+    if vision:
+        applies = "SGLang applies adapters to the language layers only; expected 'merged'"
+        yield f"learner.train_vision with actors.sglang.lora = 'adapter': {applies}"
+    if g.arguments.get("enable_lora") is False:
+        remedy = "remove it, or set actors.sglang.lora = 'merged'"
+        yield f"{arguments}.enable_lora = False with {adapters}: {remedy}"
+    for key, value in {"max_lora_rank": rank, **ADAPTERS_AT_ONCE}.items():
+        limit = g.arguments.get(key)
+        if isinstance(limit, int) and limit < value:
+            yield f"{arguments}.{key} = {limit}: expected {value} or more for {adapters}"
+
+
+def _environment(config: Config, served: Served) -> Iterator[str]:
+    """Check the environment's options, the tasks' sources, the services that episodes need, and the
+    method."""
+    data, warm = config.data, setting(config, "warm_start.steps")
+    environment = registry.load(data.environment, data.options)
+    examined = registry.load(data.environment, data.options | config.scheduler.evaluation.options)
+    if registry.makes_tasks(environment):
+        own = f"because {data.environment!r} makes its own tasks"
+        yield from idle(config, own, "data.train", "data.heldout", "data.corpus")
+    if (environment.pictures or examined.pictures) and config.warm_start.steps:
+        yield f"{warm}: {data.environment!r} shows pictures, which no warm start reads: expected 0"
+    for key, sources in {"data.train": data.train, "data.heldout": data.heldout}.items():
+        try:
+            for source in listed(sources):
+                if source != "default":
+                    check_form(source)
+        except ValueError as error:
+            yield f"{key}: {error}"
+    yield from _services(config, served, environment, examined)
+    yield from method.faults(config, served, environment)
+
+
+def _services(
+    config: Config, served: Served, environment: Environment, examined: Environment
+) -> Iterator[str]:
+    """Refuse a judge, an opponent or a speaker that neither the run nor [judges.outside] serves,
+    because the run would wait for it forever."""
+    s, outside, named = config.scheduler, config.judges.outside, setting(config, "data.environment")
+    opponents = {**getattr(environment, "opponents", {}), **getattr(examined, "opponents", {})}
+    needed = {f"judge.{s.judge}": setting(config, "scheduler.judge")} if s.judge != UNJUDGED else {}
+    if judge := environment.outcome_judge:
+        needed[f"judge.{judge}"] = f"{named} has its outcomes of judge {judge!r}"
+    for name in opponents.keys() - {"random"}:
+        needed[f"player.{name}"] = f"the environment's opponents name {name!r}"
+    for name in {*environment.speakers, *examined.speakers} - {POLICY}:
+        needed[f"speaker.{name}"] = f"the environment speaks with {name!r}"
+    for service, said in needed.items():
+        kind, _, name = service.partition(".")
+        if service in served or name in outside:
+            continue
+        if name not in KINDS[kind]:
+            names = {one.partition(".")[2] for one in served if one.startswith(kind)}
+            bring = f"; for one that coppice serve brings, add --set 'judges.outside=[\"{name}\"]'"
+            check_choice(said, name, {*KINDS[kind], *names, _UNSERVED[kind]}, bring)
+        yield f"{said}, which nobody serves: add --set 'judges.use.{name}={{}}' (or its section)"
+    for name in outside:
+        if not any(f"{kind}.{name}" in needed for kind in KINDS):
+            names = [service.partition(".")[2] for service in needed]
+            check_choice(f"judges.outside names {name!r}, which the run does not ask", name, names)
+
+
+def _learner(config: Config) -> Iterator[str]:
+    """Yield the settings of the learner that contradict each other or the run's length, or would do
+    nothing."""
+    w, s, updates = config.learner, config.scheduler, setting(config, "scheduler.updates")
+    plan, long = plan_of(w), w.soft_overlong
+    say, no_effect = partial(setting, config), partial(idle, config)
+    one_step, of = "with one optimizer step per update", "learner.soft_overlong.max_tokens"
+    if (w.aggregation == "constant") != (w.constant_tokens > 0):
+        both = say("learner.constant_tokens", "learner.aggregation")
+        yield f"{both}: 'constant' needs a number of tokens, the others take none"
+    if without := plan.correct.idle(w.steps):
+        more = "raise learner.epochs or learner.minibatches, or remove them"
+        yield f"learner.correction_options {without} have no effect {one_step}: {more}"
+    if w.epochs * w.minibatches == 1:
+        yield from no_effect(one_step, "learner.target_kl")
+    if not plan.kl:
+        yield from no_effect("without a KL (kl_coef or kl_reward_coef)", "learner.adaptive_kl")
+    if not w.kl_coef:
+        yield from no_effect("with learner.kl_coef = 0", "learner.kl_estimator")
+    elif w.kl_reward_coef:
+        yield f"{say('learner.kl_coef', 'learner.kl_reward_coef')}: expected 0 for one of them"
+    if w.lr_schedule == "constant":
+        keys = "learner.decay_updates", "learner.lr_min_ratio"
+        yield from no_effect("with learner.lr_schedule = 'constant'", *keys)
+    if long and long.cache_tokens > long.max_tokens:
+        yield f"learner.soft_overlong = {long}: expected cache_tokens of at most max_tokens"
+    if long and long.max_tokens > s.max_action_tokens:
+        limit = say("scheduler.max_action_tokens")
+        yield f"{of} = {long.max_tokens} is never reached: expected at most {limit}"
+    if w.count == 1:
+        yield from no_effect("with learner.count = 1", "learner.sharding")
+    if w.sharding != "hybrid":
+        yield from no_effect(f"with {say('learner.sharding')}", "learner.shard_ranks")
+    elif (w.shards in (1, w.count) or w.count % w.shards) and (w.shard_ranks or not w.outside):
+        shards = say("learner.sharding", "learner.count", "learner.shard_ranks")
+        yield f"{shards}: expected a divisor of the ranks between 1 and all of them"
+    if 0 < w.decay_updates < s.updates:
+        yield f"{say('learner.decay_updates')}: expected 0 (just as many) or at least {updates}"
+    if w.critic is not None and w.critic.policy_frozen_updates >= s.updates:
+        frozen = say("learner.critic.policy_frozen_updates")
+        yield f"{frozen}: expected less than {updates}, or the policy never trains"
+    if "default" not in (config.data.train, config.data.corpus) and config.warm_start.steps:
+        steps = say("warm_start.steps")
+        yield f"{steps}: the warm start knows the default data only; set 0 (and use coppice sft)"
 
 
 def _cluster(config: Config) -> Iterator[str]:
-    """A cluster is of a known kind, and what leaves the machine has an address that is reached."""
     on, w = config.cluster.on, config.learner
     if on and on != "ray" and not on.startswith("ray://"):
         others = " or ray://HOST:PORT; slurm and kuberay as --cluster alone"
-        check_choice(f"cluster.on = {on!r}", on, ["ray", "slurm", "kuberay"], others)
+        check_choice(setting(config, "cluster.on"), on, ["ray", "slurm", "kuberay"], others)
     if on and w.publish != "file" and w.publish_host == "127.0.0.1":
-        yield f"learner.publish = {w.publish!r} on a cluster with learner.publish_host = '127.0.0.1': expected an address that the actors reach"
+        both = setting(config, "learner.publish", "learner.publish_host")
+        yield f"{both} on a cluster: expected an address that the actors reach"
     if w.publish_url and w.publish == "memory":
-        yield "learner.publish_url with learner.publish = 'memory': there are no files to copy; expected 'file' or 'both'"
+        both = setting(config, "learner.publish_url", "learner.publish")
+        yield f"{both}: there are no files to copy; expected 'file' or 'both'"
     if w.publish_url:
         storage.check(w.publish_url)
-
-
-def _exports(config: Config) -> Iterator[str]:
-    """The trackers are known, and Prometheus has an address."""
-    for name in config.scheduler.trackers:
-        check_choice(f"scheduler.trackers names {name!r}", name, TRACKERS)
-    address = config.scheduler.prometheus
-    host, _, port = address.rpartition(":")
-    if address and not (host and port.isdecimal() and int(port) < 2**16):
-        yield f"scheduler.prometheus = {address!r}: expected host:port, such as '127.0.0.1:9100', or port 0 for any free one"
-
-
-def _shards(config: Config) -> Iterator[str]:
-    """The parts of several schedulers are equal, and each of them has somebody who works for it."""
-    s, count = config.scheduler, config.scheduler.shards
-    beside = f"with scheduler.shards = {count}: expected"
-    if count == 1:
-        return
-    for key in ("questions_per_update", "dynamic_sampling_budget"):
-        if getattr(s, key) % count:
-            yield f"scheduler.{key} = {getattr(s, key)} {beside} a multiple of {count}, since every scheduler gives an equal part of each update"
-    if config.actors.count < count:
-        yield f"actors.count = {config.actors.count} {beside} at least {count}, one for each scheduler"
-    if not s.bind.endswith(":0"):
-        yield f"scheduler.bind = {s.bind!r} {beside} port 0, since every scheduler needs a port of its own"
-    if config.deterministic:
-        yield f"deterministic = true {beside} 1, since a scheduler that is started again alone grows its unfinished trees on"
 
 
 def doubts(config: Config) -> list[str]:
     """Warnings, printed when a run starts, about legal settings that do not do what their names
     promise."""
-    w = config.learner
+    w, say = config.learner, partial(setting, config)
     doubts = corrections.load(w.correction, w.correction_options).doubts(w.steps, w.aggregation)
     remedy = schemes.load(w.scheme, w.scheme_options).needs.pushes_equal
     if remedy and not config.scheduler.dynamic_sampling_budget:
         doubts.append(
-            f"learner.scheme = {w.scheme!r} whitens over the batch, so a question whose trajectories all earn the same still gets an advantage other"
-            f" than 0, though it compares nothing: set {remedy} to end that, or scheduler.dynamic_sampling_budget to replace it"
+            f"{say('learner.scheme')} whitens over the batch, so a question whose trajectories all"
+            " earn the same gets an advantage, though it compares nothing:"
+            f" set {remedy} to end that, or scheduler.dynamic_sampling_budget to replace it"
         )
     if w.kl_estimator == "k1" and w.kl_coef:
         doubts.append(
-            "learner.kl_estimator = 'k1': the gradient of this loss term is 0 in expectation; take 'k2' or 'k3', or learner.kl_reward_coef"
+            "learner.kl_estimator = 'k1': the gradient of this loss term is 0 in expectation;"
+            " take 'k2' or 'k3', or learner.kl_reward_coef"
         )
     if config.actors.max_context > w.micro_tokens:
         doubts.append(
-            f"actors.max_context = {config.actors.max_context} is more than learner.micro_tokens = {w.micro_tokens}: no path is divided over forwards"
-            " or ranks, so the activations of a longer one must fit into one rank; raise micro_tokens if they do, or lower max_context"
+            f"{say('actors.max_context')} is more than learner.micro_tokens = {w.micro_tokens}: no"
+            " path is divided over forwards or ranks, so a longer one must fit into one rank;"
+            " raise micro_tokens if it does, or lower max_context"
         )
     s, urls = config.scheduler, config.actors.sglang.urls
     # only the actor, which asks it, knows whether a URL is a router
     if urls and (s.top_p < 1 or s.top_k):
         doubts.append(
-            f"scheduler.top_p = {s.top_p} and top_k = {s.top_k} with actors.sglang.urls = {urls}: a router among them would refuse every call; give each server's"
-            " own URL, or set top_p = 1 and top_k = 0"
+            f"{say('scheduler.top_p', 'scheduler.top_k')} with actors.sglang.urls = {urls}: a"
+            " router among them would refuse every call; give each server's own URL, or remove both"
         )
     return doubts

@@ -1,6 +1,5 @@
-"""What the launcher shows of a run. On a terminal a progress bar is written anew in its place, above
-the rows that came since. Elsewhere, and with NO_COLOR, it comes as a plain line with each heading,
-and nothing is ever overwritten."""
+"""What the launcher shows of a run: rows, above a progress bar that is written anew in a terminal's
+last line. Elsewhere, and with NO_COLOR, the bar is a plain line before each heading."""
 
 import contextlib
 import io
@@ -45,9 +44,9 @@ metric. judged: the valid share of the judge's scores; search: searches per traj
 learner: busy shares of wall time per process; cache and saved: the share and the number of prompt
 tokens that the prefix cache served (docs/placement.md)."""
 _LEAST = (
-    "saved", "judged", "turns", "think", "cache", "outcome", "search", "tok/s", "stale", "learner", "engine", "answer", "query",
-    "process", "valid", "seconds", "reward",
-)  # fmt: skip
+    "saved judged turns think cache outcome search tok/s stale learner engine answer query process"
+    " valid seconds reward"
+).split()
 """Columns that a narrow terminal leaves out, in this order; metrics.jsonl has them all."""
 BLOCK = 20
 """Lines of the table between two headings."""
@@ -55,74 +54,66 @@ _PACE = 20
 """The number of last updates whose pace tells the time left."""
 
 
-class Table:
-    """Formats records. A heading comes first, after ``BLOCK`` lines, when a column or another width
-    comes, and after ``restart``."""
+class UpdateTable:
+    """Formats records as rows. A heading comes first, after ``BLOCK`` rows, and when a column or
+    another width comes."""
 
     def __init__(self) -> None:
-        self._known: set[str] = set()
+        self._seen: set[str] = set()
         self._heading = ""
-        self._lines = 0
-
-    def restart(self) -> None:
-        """Begin the next line with a heading."""
-        self._lines = 0
+        self._rows = 0
 
     def lines(self, record: Mapping[str, float], width: int, block: int = BLOCK) -> tuple[str, str]:
-        """Return the heading ("" if none is due) and the record's line, each at most ``width``
-        wide: a cell has seven characters, with two between."""
-        self._known |= record.keys()
-        columns = [column for column in COLUMNS if column[1] in self._known]
+        """Return the heading ("" if none is due) and the record's row, each at most ``width`` wide:
+        a cell has seven characters, with two between."""
+        self._seen |= record.keys()
+        columns = [column for column in COLUMNS if column[1] in self._seen]
         for least in _LEAST:
             if 9 * len(columns) - 2 <= width:
                 break
             columns = [column for column in columns if column[0] != least]
         heading = "  ".join(f"{name:>7}" for name, _, _ in columns)
-        due = self._lines % block == 0 or heading != self._heading
-        self._lines = 1 if due else self._lines + 1
+        due = self._rows % block == 0 or heading != self._heading
+        self._rows = 1 if due else self._rows + 1
         self._heading = heading
         cells = [form.format(record[key]) if key in record else "-" for _, key, form in columns]
         return heading if due else "", "  ".join(f"{cell:>7}" for cell in cells)
 
 
-class Progress:
+class ProgressBar:
     """How far the run is, of ``updates`` updates."""
 
     def __init__(self, updates: int, clock: Callable[[], float] = time.monotonic):
         self.updates, self._clock = updates, clock
-        self._seen: deque[tuple[float, int]] = deque(maxlen=_PACE + 1)
+        self._reached: deque[tuple[float, int]] = deque(maxlen=_PACE + 1)
 
     def reached(self, version: int) -> None:
         """An update was made. One that is made again, after a crash, begins a new pace."""
-        if self._seen and version <= self._seen[-1][1]:
-            self._seen.clear()
-        self._seen.append((self._clock(), version))
+        if self._reached and version <= self._reached[-1][1]:
+            self._reached.clear()
+        self._reached.append((self._clock(), version))
 
     @property
     def done(self) -> bool:
         """True once all updates are made."""
-        return bool(self._seen) and self._seen[-1][1] >= self.updates
+        return bool(self._reached) and self._reached[-1][1] >= self.updates
 
     def line(self, width: int) -> tuple[str, str, str]:
         """Return the bar's full part, its empty part and the words, together at most ``width``
         wide; a narrow terminal has no bar."""
-        version = self._seen[-1][1] if self._seen else 0
+        version, left = self._reached[-1][1] if self._reached else 0, ""
+        if self.done:
+            left = "done"
+        elif len(self._reached) > 1:
+            (start, first), (end, last) = self._reached[0], self._reached[-1]
+            left = f"{spoken((end - start) / (last - first) * (self.updates - version))} left"
         share = min(1.0, version / max(1, self.updates))
-        words = f"  {version} of {self.updates} updates  {share:4.0%}  {self._left(version)}"
-        words = words.rstrip()
+        words = f"  {version} of {self.updates} updates  {share:4.0%}  {left}".rstrip()
         room = min(40, width - len(words))
         if room < 5:
             return "", "", words.strip()[:width]
         full = round(share * room)
         return "#" * full, "." * (room - full), words
-
-    def _left(self, version: int) -> str:
-        if self.done:
-            return "done"
-        if len(self._seen) < 2:
-            return ""
-        (start, first), (end, last) = self._seen[0], self._seen[-1]
-        return f"{spoken((end - start) / (last - first) * (self.updates - version))} left"
 
 
 def spoken(seconds: float) -> str:
@@ -143,7 +134,7 @@ Level = Literal["detail", "fault", "summary"]
 """--quiet leaves out the details."""
 
 
-class Screen:
+class RunScreen:
     """Shows the lines of one command, from any thread. out: where they go. updates: how many the
     run makes; records: where records go as JSON instead of into the table, or None; quiet: show
     faults and the end only; schedulers: how many the run has. Their records are joined; of the
@@ -165,35 +156,44 @@ class Screen:
             self._out.reconfigure(errors="replace")
         plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         self._live = self._out.isatty() and not plain
-        self._table, self._copied, self._progress = Table(), Table(), Progress(updates)
+        self._table, self._copied = UpdateTable(), UpdateTable()
+        self._progress = ProgressBar(updates)
         self._lock = threading.Lock()
-        self._size = os.terminal_size((0, 0))
-        self._below = 0
-        """Lines between the bar and the cursor; 0 if no bar can be reached."""
+        self._last = ""
+        """The bar that stands in the last line, or "" if there is none."""
 
     def say(self, text: str, level: Level = "fault") -> None:
         """Show lines of the launcher's own."""
+        if self.quiet and level == "detail":
+            return
+        width = shutil.get_terminal_size().columns if self._out.isatty() else sys.maxsize
+        folded = [
+            textwrap.fill(
+                line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+            )
+            if len(line) > width
+            else line
+            for line in text.split("\n")
+        ]
         with self._lock:
-            for line in text.split("\n"):
-                self._print(line, level)
+            self._print([self._colour(line, _YELLOW * (level == "fault")) for line in folded])
 
     def relay(self, source: IO[bytes], copy: IO[bytes], number: int = 0) -> None:
         """Show the lines of a scheduler, and write them to a file. Neither a closed terminal (``|
         head``) nor a full disk stops the relay."""
         with copy:
             for line in source:
-                shown = self._take(line.decode(errors="replace").rstrip("\n"), number)
+                shown = self.take(line.decode(errors="replace").rstrip("\n"), number)
                 with contextlib.suppress(OSError):
                     copy.write(shown.encode())
 
-    def _take(self, line: str, number: int = 0) -> str:
+    def take(self, line: str, number: int = 0) -> str:
         """Show a line of a scheduler, and return what the copy has of it."""
-        level: Level = "summary" if line.startswith(NOTICE) else "detail"
-        if line.startswith(WARNING):
-            level = "fault"
         try:
             record = msgspec.json.decode(line, type=dict[str, float | None])
         except msgspec.DecodeError:  # words, or a record that a death cut off
+            level: Level = "summary" if line.startswith(NOTICE) else "detail"
+            level = "fault" if line.startswith(WARNING) else level
             line = line.removeprefix(WARNING).removeprefix(NOTICE)
             line = f"{shards.called('scheduler', number)}: {line}" if number else line
             if not number or level == "fault":
@@ -214,50 +214,28 @@ class Screen:
         return copied
 
     def _row(self, record: dict[str, float]) -> None:
-        """Show a record in the table, below the bar that belongs to its heading."""
-        size = shutil.get_terminal_size((WIDEST, 24))
-        if self._below + 1 >= size.lines or size != self._size:
-            self._below = 0
-        if self._live and not self._below:
-            self._table.restart()
-        self._size = size
+        """Show a record in the table. Elsewhere than on a terminal, each heading has a bar."""
+        columns, lines = shutil.get_terminal_size((WIDEST, 24))
+        width = columns if "COLUMNS" in os.environ else min(WIDEST, columns)
+        heading, row = self._table.lines(record, width, max(1, min(BLOCK, lines - 4)))
         self._progress.reached(int(record["version"]))
-        width = size.columns if "COLUMNS" in os.environ else min(WIDEST, size.columns)
-        heading, row = self._table.lines(record, width, max(1, min(BLOCK, size.lines - 4)))
-        if heading:
-            self._below = 0
-            self._print(self._bar(width), "detail", fold=False)
-            self._print(self._colour(heading, _BOLD), "detail", fold=False)
-            self._below = 2 if self._live else 0
-        self._print(row, "detail", fold=False)
-        if self._live and not heading:
-            up = self._below
-            self._write(self._out, f"\x1b[{up}A\r\x1b[K{self._bar(width)}\x1b[{up}B\r")
-        elif not heading and self._progress.done:
-            # nothing is written anew here, and the last bar tells of fewer updates
-            self._print(self._bar(width), "detail", fold=False)
-
-    def _bar(self, width: int) -> str:
         full, empty, words = self._progress.line(width - 1)
-        return self._colour(full, _GREEN) + empty + words
+        bar, done = self._colour(full, _GREEN) + empty + words, self._progress.done
+        rows = [self._colour(heading, _BOLD), row] if heading else [row]
+        if self._live:
+            self._print([*rows, bar] if done else rows, "" if done else bar)
+        else:
+            self._print([bar, *rows] if heading else [*rows, bar] if done else rows)
 
-    def _print(self, line: str, level: Level, fold: bool = True) -> None:
-        """Print one line, folded to the terminal's width."""
-        if self.quiet and level == "detail":
-            return
-        width = shutil.get_terminal_size().columns
-        if fold and len(line) > width and self._out.isatty():
-            line = textwrap.fill(
-                line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-            )
-        if self._below:
-            rows = [max(1, -(-len(part) // width)) for part in line.split("\n")]
-            self._below += sum(rows) if fold else 1
-        coloured = self._colour(line, _YELLOW) if level == "fault" else line
-        self._write(self._out, coloured + "\n")
+    def _print(self, lines: list[str], bar: str | None = None) -> None:
+        """Print lines above the bar, which is ``bar`` from now on, if it is named."""
+        start = "\x1b[1A\r\x1b[K" if self._last else ""
+        self._last = self._last if bar is None else bar
+        whole = [*lines, self._last] if self._last else lines
+        self._write(self._out, start + "\n".join(whole) + "\n")
 
     def _colour(self, text: str, colour: str) -> str:
-        return f"{colour}{text}{_PLAIN}" if self._live and text.strip() else text
+        return f"{colour}{text}{_PLAIN}" if self._live and colour and text.strip() else text
 
     def _write(self, out: TextIO, text: str) -> None:
         """Write at once. A terminal that is gone (a closed window, ``| head``) stops no run."""

@@ -46,8 +46,8 @@ async def _serve(options: argparse.Namespace, folder: Path, api_key: str) -> Non
     from coppice.actors.engines.local import LocalEngine
     from coppice.actors.serving.server import Server, runner
 
-    limits = {name: getattr(options, name) for name in NUMBERS}
-    engine = LocalEngine(str(folder), ActorsConfig(**limits))
+    limits = ActorsConfig(**{name: getattr(options, name) for name in NUMBERS})
+    engine = LocalEngine(str(folder), limits)
     await engine.start()
     server = Server(engine, folder, name=options.name, api_key=api_key)
     served = runner(server)
@@ -71,10 +71,12 @@ def main(arguments: list[str] | None = None) -> int:
         api_key = _api_key(options.api_key_env)
         if not is_loopback(options.host) and not api_key:
             raise ValueError(
-                f"--host {options.host} can be reached from other machines: name the variable that holds an API key"
-                " (--api-key-env), or use 127.0.0.1"
+                f"--host {options.host} can be reached from other machines: name the variable that"
+                " holds an API key (--api-key-env), or use 127.0.0.1"
             )
-        _quiet()
+        from transformers.utils import logging  # it imports torch
+
+        logging.disable_progress_bar()
         loop.run(serve(options, ensure_model(options.model, cache_folder()), api_key))
     except (ValueError, OSError, MemoryError) as error:
         command.exit(1, f"coppice serve --model: {error}\n")
@@ -112,12 +114,6 @@ def _api_key(variable: str) -> str:
     return key
 
 
-def _quiet() -> None:
-    from transformers.utils import logging  # it imports torch
-
-    logging.disable_progress_bar()
-
-
 EXAMPLES = """\
   coppice serve --model FOLDER                      at http://127.0.0.1:30000/v1
   coppice serve --model FOLDER --port 0 --threads 2   any free port, two threads
@@ -126,14 +122,11 @@ EXAMPLES = """\
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of coppice serve --model."""
-    parser = command_parser(
-        "coppice serve --model",
-        "Serve a model over the OpenAI-compatible protocol (docs/serve-model.md).",
-        EXAMPLES,
-    )
-    known = f"a folder, a hub id or a known name (default: {DEFAULT})"
-    parser.add_argument("model", nargs="?", default=DEFAULT, metavar="MODEL", help=known)
-    host = "address to listen at; others than this machine's own need --api-key-env (default: %(default)s)"
+    what = "Serve a model over the OpenAI-compatible protocol (docs/serve-model.md)."
+    parser = command_parser("coppice serve --model", what, EXAMPLES)
+    model = f"a folder, a hub id or a built-in name (default: {DEFAULT})"
+    parser.add_argument("model", nargs="?", default=DEFAULT, metavar="MODEL", help=model)
+    host = "address to listen at; one of the network needs --api-key-env (default: %(default)s)"
     parser.add_argument("--host", default="127.0.0.1", help=host)
     port = "0 takes a free one (default: %(default)s)"
     parser.add_argument("--port", type=int, default=30000, help=port)

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from coppice.actors.environments import registry
-from coppice.actors.environments.agents.environment import Agent
+from coppice.actors.environments.agents.environment import AgentEnvironment
 from coppice.actors.environments.base import POLICY
 from coppice.actors.environments.game import Game
 from coppice.actors.environments.search_qa.environment import SearchQA
@@ -22,7 +22,7 @@ from coppice.tools.defaults.tiny_agent import Calls
 from coppice.tools.defaults.tiny_search import NAME as TINY_SEARCH
 from coppice.tools.defaults.warm_start import ensure_warm_start
 from coppice.tools.launching.config import Config
-from coppice.tools.launching.settings import Assets
+from coppice.tools.launching.settings import Assets, setting
 
 
 def prepare(config: Config) -> Assets:
@@ -44,31 +44,25 @@ def prepare(config: Config) -> Assets:
 def _prepare(config: Config, model: Path, cache: Path) -> Assets:
     environment = registry.load(config.data.environment, config.data.options)
     if config.warm_start.skill and not isinstance(environment, Game):
-        raise ValueError(
-            f"warm_start.skill = {config.warm_start.skill}: only a game has good moves; set it to 0"
-        )
-    if isinstance(environment, SearchQA | Agent):
+        skill = setting(config, "warm_start.skill")
+        raise ValueError(f"{skill}: only a game has good moves; set it to 0")
+    if isinstance(environment, SearchQA | AgentEnvironment):
         return _for_questions(config, environment, model, cache)
     if isinstance(environment, Game):
         options, warm = config.data.options, config.warm_start
         model = ensure_legal_play(model, environment, options, warm, cache, config.threads)
         return Assets(str(model), "", "", "")
     if config.warm_start.steps:
-        raise ValueError(
-            f"warm_start.steps = {config.warm_start.steps}: there is no warm start for {config.data.environment!r}; set it to 0"
-        )
+        steps, named = setting(config, "warm_start.steps"), config.data.environment
+        raise ValueError(f"{steps}: there is no warm start for {named!r}; set it to 0")
     return Assets(str(model), config.data.train, config.data.heldout, config.retriever.backend)
 
 
 def _for_questions(
-    config: Config, environment: SearchQA | Agent, model: Path, cache: Path
+    config: Config, environment: SearchQA | AgentEnvironment, model: Path, cache: Path
 ) -> Assets:
-    data, warm, threads, encoder = (
-        config.data,
-        config.warm_start,
-        config.threads,
-        config.retriever.encoder,
-    )
+    data, warm, threads = config.data, config.warm_start, config.threads
+    encoder = config.retriever.encoder
     read = [*listed(data.train), *listed(data.heldout)]
     read += [data.corpus] if environment.searches else []
     facts = ensure_facts(cache) if "default" in read else None
@@ -79,9 +73,8 @@ def _for_questions(
         if facts is not None and data.corpus == "default":
             corpus = facts / "corpus.jsonl"
         if not corpus.is_file():
-            raise FileNotFoundError(
-                f"data.corpus {str(corpus)!r} does not exist: expected a JSONL file of {{id, contents}}"
-            )
+            expected = "expected a JSONL file of {id, contents}"
+            raise FileNotFoundError(f"data.corpus {str(corpus)!r} does not exist: {expected}")
         retriever = str(ensure_index(corpus, encoder, cache, threads))
     notation = Tags(environment) if isinstance(environment, SearchQA) else Calls()
     if config.model.name == (TINY_SEARCH if isinstance(environment, SearchQA) else TINY_AGENT):
@@ -89,8 +82,8 @@ def _for_questions(
         model = ensure_search_play(model, corpus, notation, warm, cache, threads)
     elif warm.steps and not isinstance(environment, SearchQA):
         raise ValueError(
-            f"warm_start.steps = {warm.steps}: agents have a warm start for model.name = {TINY_AGENT!r} alone; set it to 0"
-            " (coppice sft trains a model on conversations)"
+            f"warm_start.steps = {warm.steps}: agents have a warm start for model.name ="
+            f" {TINY_AGENT!r} alone; set it to 0 (coppice sft trains a model on conversations)"
         )
     elif warm.steps and facts is not None:
         assert isinstance(environment, SearchQA)
@@ -99,9 +92,8 @@ def _for_questions(
     return Assets(str(model), train, heldout, retriever)
 
 
-def _files(setting: str | list[str], facts: Path | None, split: str) -> str | list[str]:
-    """Return the sources of a setting, with "default" replaced by the file of built-in questions."""
+def _files(sources: str | list[str], facts: Path | None, split: str) -> str | list[str]:
+    """Return sources, with "default" replaced by the file of built-in questions."""
     own = str(facts / f"{split}.jsonl") if facts else "default"
-    if isinstance(setting, str):
-        return own if setting == "default" else setting
-    return [own if source == "default" else source for source in setting]
+    files = [own if source == "default" else source for source in listed(sources)]
+    return files[0] if isinstance(sources, str) else files

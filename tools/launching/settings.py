@@ -1,9 +1,12 @@
 """The settings of an experiment as typed structs: one section per room, and the settings of the
 launcher itself."""
 
+import operator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from coppice.actors.config import ActorsConfig
 from coppice.common.numbers import Count, Natural
@@ -17,15 +20,16 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [model]: the policy."""
 
     name: str = "smollm2-135m"
-    """The built-in "smollm2-135m", a model that Coppice makes ("tiny-search"), a Hugging Face folder or a hub id."""
+    """The built-in "smollm2-135m", a model that Coppice makes ("tiny-search"), a Hugging Face
+    folder or a hub id."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number type of actors and learner, which their own dtype overrides; "auto" is bfloat16 if the
     machine is faster in it, otherwise float32."""
 
 
 class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [data]: the tasks. "default" means the built-in corpus and its questions; other values
-    are paths (JSONL, Parquet) or hub datasets."""
+    """Section [data]: the tasks. "default" means the built-in corpus and its questions; other
+    values are paths (JSONL, Parquet) or hub datasets."""
 
     train: str | list[str] = "default"
     """One source of training tasks or a list of them (docs/data.md)."""
@@ -46,7 +50,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     job that ``--cluster slurm`` or ``--cluster kuberay`` writes."""
 
     on: str = ""
-    """Empty for this machine, "ray" for the Ray cluster of which it is a node, or "ray://HOST:PORT"."""
+    """Empty for this machine, "ray" for the cluster of which it is a node, or "ray://HOST:PORT"."""
     cpus: Count = 16
     """Processors of one node."""
     gpus: Natural = 8
@@ -94,8 +98,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Assets(msgspec.Struct, frozen=True):
-    """What a run needs before its processes start, with resolved paths. train and heldout are "" when
-    the environment makes its own tasks. retriever is an index folder, a URL, or "" for none.
+    """What a run needs before its processes start, with resolved paths. train and heldout are ""
+    when the environment makes its own tasks. retriever is an index folder, a URL, or "" for none.
     judge_model is the folder of [judges.model], or "" for none."""
 
     model: str
@@ -108,12 +112,46 @@ class Assets(msgspec.Struct, frozen=True):
 def with_agent(config: Config) -> Config:
     """The config with ``data.agent`` as what it stands for: the environment "agent" and its option
     ``run``. Raises ValueError."""
-    data, replace = config.data, msgspec.structs.replace
+    data = config.data
     if not data.agent:
         return config
     if data.environment not in (DataConfig().environment, "agent") or "run" in data.options:
         raise ValueError(
-            f"data.agent = {data.agent!r} takes the place of data.environment and data.options.run: leave those out"
+            f"data.agent = {data.agent!r}: leave out data.environment and data.options.run, whose"
+            " place it takes"
         )
     options = {**data.options, "run": data.agent}
-    return replace(config, data=replace(data, environment="agent", agent="", options=options))
+    data = replace(data, environment="agent", agent="", options=options)
+    return replace(config, data=data)
+
+
+ADAPTERS_AT_ONCE = {"max_loras_per_batch": 2, "max_loaded_loras": 3}
+"""SGLang's limits. Running requests keep the adapter with which they began, new requests use the
+newest one, and a third may be loading."""
+
+
+def with_adapters(config: Config) -> Config:
+    """Add the arguments that a server which actors start needs for adapters. Their target layers
+    follow from the model's files."""
+    g, rank = config.actors.sglang, config.learner.lora.rank
+    if config.actors.engine != "sglang" or g.way == "url" or g.lora != "adapter" or not rank:
+        return config
+    sglang = replace(g, arguments={"enable_lora": True, "max_lora_rank": rank} | g.arguments)
+    return replace(config, actors=replace(config.actors, sglang=sglang))
+
+
+_DEFAULT = Config("")
+
+
+def setting(config: Config, *keys: str) -> str:
+    """Name settings with their values: "learner.lr = 1e-06 and seed = 0"."""
+    return " and ".join(f"{key} = {operator.attrgetter(key)(config)!r}" for key in keys)
+
+
+def idle(config: Config, why: str, *keys: str) -> Iterator[str]:
+    """Yield a fault for each key that is set although it has no effect."""
+    for key in keys:
+        value = operator.attrgetter(key)(config)
+        if value != operator.attrgetter(key)(_DEFAULT):
+            shown = f"[{key}]" if isinstance(value, msgspec.Struct) else setting(config, key)
+            yield f"{shown} has no effect {why}: remove it"

@@ -1,7 +1,7 @@
-"""``coppice launch --status RUN``: what runs, how far it is, what waits for what, what failed last and
-what to do. It only reads, so it works on live, stopped and broken runs; what cannot be read is said
-and costs only its own lines. ``coppice watch`` shows its parts anew every second."""
+"""``coppice launch --status RUN``: what runs, how far it is, what waits for what, what failed last
+and what to do. It only reads, so it works on live, stopped and broken runs."""
 
+import contextlib
 import shlex
 import sqlite3
 import sys
@@ -43,9 +43,8 @@ class ProcessStatus(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct):
-    """The page. state: running, finished, stopped, failed, killed (the launcher is gone without a
-    word), or unknown. damaged: what could not be read. name: that of its config. do: what to do
-    next."""
+    """The page. state: running, finished, stopped, failed, killed (without a last word) or unknown.
+    damaged: what could not be read. name: that of its config. do: what to do next."""
 
     run: str
     state: str
@@ -70,10 +69,10 @@ def show(run: Path, as_json: bool) -> int:
     """Print the page, or the status as JSON. Return the exit status: 2 if ``run`` is not the folder
     of a run."""
     if not (run / "config.json").exists():
-        reason = "it is not a folder" if run.exists() else "nothing is there"
-        reason = "no config.json is there" if run.is_dir() else reason
+        why = "it is not a folder" if run.exists() else "nothing is there"
+        why = "no config.json is there" if run.is_dir() else why
         fault = (
-            f"coppice launch --status {run}: {reason}; expected the folder of a run, runs/NAME-TIME"
+            f"coppice launch --status {run}: {why}; expected the folder of a run, runs/NAME-TIME"
         )
         print(fault, file=sys.stderr)
         return 2
@@ -92,26 +91,43 @@ def gather(run: Path, now: float) -> Status:
     launched, reports = record.read(run), health.read_all(run)
     report = health.joined(reports)
     state, said = _state(run, launched)
+    running = state == "running"
     status = Status(str(shown(run)), state, said)
     for name, read in ((record.NAME, launched), (health.NAME, report)):
         if read is None:
             absent = "is not there: this run was not begun by this version"
             damage = "cannot be read" if (run / name).exists() else absent
             status.damaged.append(f"{name} {damage}")
-    _read_config(run, status)
+    try:
+        # Only the types: names of plug-ins would be imported, which a look at a run must not do.
+        config = msgspec.json.decode((run / "config.json").read_bytes(), type=Config)
+        status.name, status.updates = config.name, config.scheduler.updates
+    except (msgspec.DecodeError, OSError) as error:
+        torn = f"config.json is torn or of another version ({error}): restore it, or start anew"
+        status.damaged.append(torn)
     for home in shards.homes(run):
         where = "" if home == run else f"shards/{home.name}/"
         _read_journal(home / "journal.sqlite", status, where)
-    status.paused = _paused((run / health.PAUSED).exists(), report if state == "running" else None)
+    status.paused = _paused((run / health.PAUSED).exists(), report if running else None)
     if launched is not None:
-        status.processes = _processes(run, launched, reports if state == "running" else [], now)
+        heard = {worker.pid: worker.heard for worker in report.workers} if report else {}
+        heard |= {one.pid: one.at for one in reports}
+        status.processes = [
+            _process(
+                run,
+                name,
+                member,
+                now - heard[member.pid] if running and member.pid in heard else None,
+            )
+            for name, member in launched.members.items()
+        ]
         status.failure = launched.failures[-1] if launched.failures else None
     if report is not None:
         status.version, status.phase = report.version if report.began else None, report.phase
         status.fault = ago(time.time() - report.fault[0], report.fault[1]) if report.fault else ""
         alive = {process.pid for process in status.processes}
         newest = health.joined([one for one in reports if one.pid in alive])
-        if state == "running" and newest is not None:
+        if running and newest is not None:
             status.idle_s, status.waits = now - newest.progress_at, newest.waits()
     status.do = _advice(status, launched)
     return status
@@ -133,83 +149,49 @@ def _state(run: Path, launched: Record | None) -> tuple[str, str]:
     return launched.state, "its launcher has ended in order"
 
 
-def _read_config(run: Path, status: Status) -> None:
-    try:
-        # Only the types: names of plug-ins would be imported, which a look at a run must not do.
-        config = msgspec.json.decode((run / "config.json").read_bytes(), type=Config)
-        status.name, status.updates = config.name, config.scheduler.updates
-    except (msgspec.DecodeError, OSError) as error:
-        status.damaged.append(
-            f"config.json is torn or of another version ({error}): restore it, or start anew"
-        )
-
-
-def _paused(asked: bool, report: Health | None) -> str:
-    """Say whether the run is paused. asked: whether the file that asks for it is there. report: of
+def _paused(ordered: bool, report: Health | None) -> str:
+    """Say whether the run is paused. ordered: whether the file that orders it is there. report: of
     a running scheduler, which looks for the file at every heartbeat."""
     if report is None:
-        return "paused when it ended; a new launch lifts the pause" if asked else ""
-    if asked != report.paused:
-        return f"{'pausing' if asked else 'resuming'} at the scheduler's next heartbeat"
-    return f"paused: no new tree begins, {report.growing} still grow" if asked else ""
+        return "paused when it ended; a new launch lifts the pause" if ordered else ""
+    if ordered != report.paused:
+        return f"{'pausing' if ordered else 'resuming'} at the scheduler's next heartbeat"
+    return f"paused: no new tree begins, {report.growing} still grow" if ordered else ""
 
 
 def _read_journal(path: Path, status: Status, where: str = "") -> None:
     if not path.exists():
-        status.damaged.append(
-            f"{where}journal.sqlite is not there: no scheduler has begun in this folder"
-        )
+        absent = "journal.sqlite is not there: no scheduler has begun in this folder"
+        status.damaged.append(f"{where}{absent}")
         return
     try:
-        journal = Journal(path, readonly=True)
-        try:
+        with contextlib.closing(Journal(path, readonly=True)) as journal:
             status.trees = dict(Counter(status.trees) + Counter(journal.tally()))
             version, name, result = (journal.evaluations() or [(0, "", {})])[-1]
-        finally:
-            journal.close()
         if name:
             heldout = msgspec.convert(result, HeldOut)
             keys = [k for k in heldout.measures if k.startswith((heldout.headline, "valid"))]
             measures = ", ".join(f"{key} {heldout.measures[key]}" for key in sorted(keys))
             status.heldout = f"{name} (version {version}): {measures}"
     except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
-        status.damaged.append(
-            f"{where}journal.sqlite cannot be read ({error}): restore it from a copy, or start anew"
-        )
-
-
-def _processes(
-    run: Path, launched: Record, reports: list[Health], now: float
-) -> list[ProcessStatus]:
-    whole, members = health.joined(reports), launched.members.items()
-    workers = whole.workers if whole is not None else []
-    heard = {worker.pid: now - worker.heard for worker in workers}
-    heard |= {report.pid: now - report.at for report in reports}
-    return [_process(run, name, member, heard.get(member.pid)) for name, member in members]
-
-
-def living(run: Path, member: record.Member) -> psutil.Process:
-    """Return a process of the run. Another one may have its number by now, so it must have a
-    process file of this run. Raises psutil.Error."""
-    process = psutil.Process(member.pid)
-    if not any(argument.startswith(f"{run}/processes/") for argument in process.cmdline()):
-        raise psutil.NoSuchProcess(member.pid)
-    return process
+        unread = f"journal.sqlite cannot be read ({error}): restore it from a copy, or start anew"
+        status.damaged.append(f"{where}{unread}")
 
 
 def _process(run: Path, name: str, member: record.Member, heard: float | None) -> ProcessStatus:
-    mib = None
+    mib, age = None, time.time() - member.began
     if member.host or not member.pid:  # the launcher alone knows of its end
         state = f"on {member.host}" if member.host else "no room yet"
-    else:
-        try:
-            process = living(run, member)
-            state = process.status()
-            mib = process.memory_info().rss / 2**20
-        except psutil.Error:
-            return ProcessStatus(name, member.pid, "ended", member.restarts)
-    age = time.time() - member.began
-    return ProcessStatus(name, member.pid, state, member.restarts, age, mib, heard)
+        return ProcessStatus(name, member.pid, state, member.restarts, age, None, heard)
+    try:
+        process = psutil.Process(member.pid)
+        # another process may have its number by now
+        if any(word.startswith(f"{run}/processes/") for word in process.cmdline()):
+            state, mib = process.status(), process.memory_info().rss / 2**20
+            return ProcessStatus(name, member.pid, state, member.restarts, age, mib, heard)
+    except psutil.Error:
+        pass
+    return ProcessStatus(name, member.pid, "ended", member.restarts)
 
 
 def _advice(status: Status, launched: Record | None) -> str:
@@ -218,15 +200,18 @@ def _advice(status: Status, launched: Record | None) -> str:
     again = f"coppice launch --resume {run}"
     lost = [t for t in status.damaged if t.startswith("config") or "journal.sqlite cannot" in t]
     if status.state == "running" and launched is not None:
-        stopped = psutil.STATUS_STOPPED
-        hanging = [
-            p.name for p in status.processes if p.state == stopped or (p.heard_s or 0) > QUIET_S
-        ]
+        hanging = ", ".join(
+            p.name
+            for p in status.processes
+            if p.state == psutil.STATUS_STOPPED or (p.heard_s or 0) > QUIET_S
+        )
         if hanging or (status.idle_s or 0) > QUIET_S:
-            what = f"{', '.join(hanging)} hangs" if hanging else "nothing moves"
-            return f"{what}; the launcher will replace it. For all stacks in the logs: kill -QUIT {launched.pid}"
+            stacks = f"For all stacks in the logs: kill -QUIT {launched.pid}"
+            what = f"{hanging} hangs" if hanging else "nothing moves"
+            return f"{what}; the launcher will replace it. {stacks}"
         if status.paused.startswith("paus"):
-            return f"nothing; to go on: coppice watch {run} and the key r, or remove {run}/{health.PAUSED}"
+            key = f"coppice watch {run} and the key r"
+            return f"nothing; to go on: {key}, or remove {run}/{health.PAUSED}"
         return f"nothing, the run goes on. Look at a tree: coppice trees {run}"
     if lost:
         return f"mend what is damaged ({lost[0]}); then {again}"
@@ -238,11 +223,11 @@ def _advice(status: Status, launched: Record | None) -> str:
 
 def page(status: Status) -> list[str]:
     """The page, in lines of at most 80 columns, except where a path or a word is longer."""
-    lines = head(status)
+    lines, row = head(status), "  {:<14.13}{:>8}  {:<12}{:>10}{:>9}{:>10}{:>10}"
     if status.processes:
         heads = ("process", "pid", "state", "age", "restarts", "memory", "heard")
-        lines += ["what runs", _ROW.format(*heads)]
-        lines += [_row(process) for process in status.processes]
+        lines += ["what runs", row.format(*heads)]
+        lines += [row.format(*cells(process)) for process in status.processes]
     if status.state == "running":
         lines += ["what waits for what"]
         for text in status.waits or ["nothing: no call is open"]:
@@ -261,34 +246,28 @@ def page(status: Status) -> list[str]:
 
 def head(status: Status, width: int = WIDTH) -> list[str]:
     """What the run is and how far it is."""
-    lines = told(f"run {status.run}: {status.state} ({status.said})", width)
-    lines += [line for text in status.damaged for line in told(f"damaged: {text}", width)]
-    of = f" of {status.updates}" if status.updates is not None else ""
-    idle = f"; last progress {span(status.idle_s)} ago" if status.idle_s is not None else ""
+    texts = [f"run {status.run}: {status.state} ({status.said})"]
+    texts += [f"damaged: {text}" for text in status.damaged]
     if status.phase:  # a scheduler learns the version from the learner, when that has joined
+        of = f" of {status.updates}" if status.updates is not None else ""
         phase = f" ({status.phase})" if status.state != "finished" else ""
+        idle = f"; last progress {span(status.idle_s)} ago" if status.idle_s is not None else ""
         reached = f"update {status.version}{of}{phase}"
-        lines += told(f"{status.phase if status.version is None else reached}{idle}", width)
-    lines += told(status.paused, width)
+        texts += [f"{status.phase if status.version is None else reached}{idle}"]
+    texts += [status.paused]
     if status.trees:
-        counts = ", ".join(f"{count} {name}" for name, count in sorted(status.trees.items()))
-        lines += told(f"tasks: {counts}", width)
-    return lines + told(f"held out last: {status.heldout or 'not yet'}", width)
+        counts = (f"{count} {name}" for name, count in sorted(status.trees.items()))
+        texts += [f"tasks: {', '.join(counts)}"]
+    texts += [f"held out last: {status.heldout or 'not yet'}"]
+    return [line for text in texts for line in told(text, width)]
 
 
 def cells(process: ProcessStatus) -> tuple[str, ...]:
-    """Name, number, state, age, restarts, memory and last heartbeat; "-" where unknown."""
+    """Name, number, state, age, restarts, memory and time since the last heartbeat; "-" where
+    unknown."""
     memory = f"{process.mib:.0f} MiB" if process.mib is not None else "-"
     age, restarts, heard = span(process.age_s), str(process.restarts), span(process.heard_s)
     return process.name, str(process.pid), process.state, age, restarts, memory, heard
-
-
-_ROW = "  {:<14.13}{:>8}  {:<12}{:>10}{:>9}{:>10}{:>10}"
-
-
-def _row(process: ProcessStatus) -> str:
-    *others, heard = cells(process)
-    return _ROW.format(*others, f"{heard} ago" if process.heard_s is not None else heard)
 
 
 def told(text: str, width: int = WIDTH, indent: str = "") -> list[str]:

@@ -9,21 +9,23 @@ error that would repeat (failures.py), ends the run.
 """
 
 import faulthandler
+import os
 import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from coppice.common import shards
 from coppice.scheduler.telemetry import health
-from coppice.tools.launching import watchdog
+from coppice.tools.launching import record, watchdog
 from coppice.tools.launching.children import GRACE_S, Child, mapped_segments, sweep_segments
-from coppice.tools.launching.failures import Cause
+from coppice.tools.launching.failures import Cause, Resumes, remedy
 from coppice.tools.launching.nodes import Away, Nodes
-from coppice.tools.launching.processes import Process, forget_meeting
-from coppice.tools.launching.record import Recorder, shown
-from coppice.tools.launching.screen import Screen
+from coppice.tools.launching.processes import PlannedProcess, forget_meeting
+from coppice.tools.launching.record import Recorder, resume_command, shown
+from coppice.tools.launching.screen import RunScreen
 from coppice.tools.launching.watchdog import SCHEDULER, Watchdog
 
 
@@ -64,17 +66,16 @@ class Supervisor:
     """Owns the child processes of one start of a run; a resumed run gets a new Supervisor.
 
     Life cycle, all inside ``watch``: start every process, restart workers that die or hang, stop
-    every process. For example ``Supervisor(run, plan, Signals(), Recorder(run),
-    Screen(updates)).watch()`` returns 0 after a finished run.
+    every process.
     """
 
     def __init__(
         self,
         run: Path,
-        plan: list[Process],
+        plan: list[PlannedProcess],
         signals: Signals,
         recorder: Recorder,
-        screen: Screen,
+        screen: RunScreen,
         nodes: Nodes | None = None,
     ):
         self.run, self.plan, self.signals = run, plan, signals
@@ -85,8 +86,7 @@ class Supervisor:
         self.watchdogs = [
             Watchdog(home, name) for home, name in zip(self.homes, self.schedulers, strict=True)
         ]
-        self._look_at = 0.0
-        self._note_at = 0.0
+        self._look_at = self._note_at = 0.0
         self._segments: set[str] = set()
         self._relays: list[threading.Thread] = []
 
@@ -115,14 +115,12 @@ class Supervisor:
                 self._hire(spec)
         return None
 
-    def _hire(self, spec: Process) -> Child:
-        child = self.children[spec.name] = Child(spec, self.run, self.nodes)
-        self._started(child)
-        return child
-
-    def _started(self, child: Child) -> None:
-        """Record the start of a process. What a scheduler says is shown."""
-        name = child.spec.name
+    def _hire(self, spec: PlannedProcess) -> Child:
+        """Start a process, for the first time or again. What a scheduler says is shown."""
+        if (child := self.children.get(name := spec.name)) is None:
+            child = self.children[name] = Child(spec, self.run, self.nodes)
+        else:
+            child.start()
         self.recorder.started(name, child.process.pid)
         if name in self.schedulers and child.process.stdout is not None:
             copy = (self.run / "logs" / "scheduler.out").open("ab", buffering=0)
@@ -130,6 +128,7 @@ class Supervisor:
             relay = threading.Thread(target=self.screen.relay, args=source, daemon=True)
             self._relays.append(relay)
             relay.start()
+        return child
 
     def watch(self) -> Child | int:
         """Run until the end, then stop every process. Return the exit status, or the process whose
@@ -162,14 +161,12 @@ class Supervisor:
         return None if scheduler.poll() in (0, INTERRUPTED) else self.children[SCHEDULER]
 
     def _ended(self) -> bool:
-        """Whether the first scheduler has ended; if it ended well, the others too, because their
-        last words are in their journals then."""
+        """True once scheduler 0 failed, or all schedulers exited 0."""
         first, *others = (self.children[name].process.poll() for name in self.schedulers)
         return first is not None and (first != 0 or all(status == 0 for status in others))
 
     def _missed(self, child: Child) -> bool:
-        """Whether a process that ended should run: a shard that has finished dismisses its workers
-        before the others have."""
+        """Whether a process that ended should run: a finished shard dismisses its workers early."""
         shard = child.spec.shard
         return shard is None or self.children[self.schedulers[shard]].process.poll() != 0
 
@@ -181,8 +178,7 @@ class Supervisor:
                 self.recorder.placed(child.spec.name, child.process.pid, child.process.host)
             if child.again_at is not None:
                 if now >= child.again_at:
-                    child.process, child.again_at, child.left_at = child.start(), None, 0.0
-                    self._started(child)
+                    self._hire(child.spec)
             elif child.spec.name != SCHEDULER and self._missed(child) and child.dead(now):
                 first = self._first(child) if child.spec.vital else child
                 group = self._ranks() if child.spec.vital else [child]
@@ -200,13 +196,12 @@ class Supervisor:
         return None
 
     def announce(self, child: Child, cause: Cause, then: str) -> None:
-        """Print and record a death that does not end the run, and what follows."""
+        """Print and record a death that does not end the run. then: what follows."""
         self.screen.say(f"{child.spec.name}: {cause.text}; {then} (log: {shown(child.log)})")
         self.recorder.failed(child.spec.name, cause.text, child.log, then)
 
     def _ranks(self) -> list[Child]:
-        vital = [child for child in self.children.values() if child.spec.vital]
-        return [child for child in vital if child.spec.name != SCHEDULER]
+        return [c for c in self.children.values() if c.spec.vital and c.spec.name != SCHEDULER]
 
     def _served(self, child: Child) -> bool:
         """Whether a worker, or one of a scheduler's workers, answered calls since its last start,
@@ -251,20 +246,17 @@ class Supervisor:
         alive = {n: child for n, child in self.children.items() if child.process.poll() is None}
         if now >= self._note_at:
             self._note_at = now + NOTE_S
-            self._segments |= mapped_segments(child.here for child in alive.values() if child.here)
+            self._segments |= mapped_segments(c.here for c in alive.values() if c.here)
         pids = {name: child.here for name, child in alive.items() if child.here}
-        away = {
-            (p.host, p.pid): name
-            for name, child in alive.items()
-            if isinstance(p := child.process, Away)
-        }
+        elsewhere = [(n, c.process) for n, c in alive.items() if isinstance(c.process, Away)]
+        away = {(process.host, process.pid): name for name, process in elsewhere}
         finding = next(filter(None, [one.look(pids, now, away) for one in self.watchdogs]), None)
         if finding is None:
             return
         child = alive[finding.process]
         if finding.whole:
             self._stacks()
-        text = watchdog.diagnosis(finding, *child.asked())
+        text = watchdog.diagnosis(finding, *child.activity())
         child.verdict = Cause(text, True, finding.whole)
         child.process.kill()
         self._wait([child.spec.name], 5.0)
@@ -273,7 +265,7 @@ class Supervisor:
         """Have every process that can write its stacks to its log."""
         for name, child in self.children.items():
             if child.process.poll() is None:
-                doing, stacks = child.asked()
+                doing, stacks = child.activity()
                 said = f"its stacks are in {shown(child.log)}" if stacks else doing
                 self.screen.say(f"{name}: {said}")
 
@@ -287,9 +279,7 @@ class Supervisor:
     def stop(self) -> None:
         """End every process: workers drain on SIGTERM, and processes that stay are killed. Nothing
         of them stays in shared memory."""
-        self._segments |= mapped_segments(
-            child.here for child in self.children.values() if child.here
-        )
+        self._segments |= mapped_segments(c.here for c in self.children.values() if c.here)
         first = [*self.schedulers, "learner-0"]
         self._signal(first, signal.SIGTERM)
         self._wait(first, GRACE_S)
@@ -314,3 +304,51 @@ class Supervisor:
         awaited = [self.children[name].process for name in names if name in self.children]
         while time.monotonic() < end and any(process.poll() is None for process in awaited):
             time.sleep(0.05)
+
+
+def supervise(
+    run: Path,
+    make: Callable[[], list[PlannedProcess]],
+    screen: RunScreen,
+    nodes: Nodes | None = None,
+) -> int:
+    """Run the plan that ``make`` returns to its end, resuming the run where that helps. nodes: of a
+    cluster. Return the exit status. Raises OSError."""
+    signals, recorder = Signals(), Recorder(run)
+    signals.listen()
+    resumes, again = Resumes(*_progress(run)), resume_command(run)
+    while not signals.interrupted.is_set():
+        supervisor = Supervisor(run, make(), signals, recorder, screen, nodes)
+        ended = supervisor.watch()
+        if ended == 0:
+            recorder.end("finished")
+            return 0
+        if isinstance(ended, int):
+            break
+        cause, full = ended.cause(), record.full(run)
+        pause = None
+        if (ended.spec.vital or ended.spec.name in supervisor.schedulers) and not full:
+            pause = resumes.pause(time.monotonic(), cause, *_progress(run))
+        if pause is None:
+            advice = record.no_space(run) if full or cause.full_disk else remedy(cause, again)
+            recorder.failed(ended.spec.name, cause.text, ended.log, "the run ended")
+            recorder.end("failed", advice)
+            name, log = ended.spec.name, shown(ended.log)
+            screen.say(f"\n{name} failed: {cause.text}\nremedy: {advice}\nlog: {log}")
+            return 1
+        recorder.record.resumes += 1
+        supervisor.announce(ended, cause, f"resuming the run in {pause:.0f} s")
+        signals.interrupted.wait(pause)
+        # the summary counts from this start
+        os.environ["COPPICE_STARTED"] = f"{os.getpid()} {time.monotonic()}"
+    recorder.end("stopped", again)
+    screen.say(f"stopped; go on with: {again}", "summary")
+    return INTERRUPTED
+
+
+def _progress(run: Path) -> tuple[str, int]:
+    """Return the name of the newest checkpoint, "" if there is none, and how many trees and
+    evaluations the scheduler last reported as done."""
+    states, report = (run / "checkpoints").glob("v??????/state.json"), health.read(run)
+    newest = max((path.parent.name for path in states), default="")
+    return newest, report.progress() if report is not None else 0

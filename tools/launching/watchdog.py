@@ -29,15 +29,9 @@ _STATES = {
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[^\n]*\n((?:  File [^\n]*\n?)+)", re.MULTILINE)
 _FRAME = re.compile(r'  File "([^"]*)", line (\d+) in (\S+)')
 _IDLE = (
-    "/concurrent/futures/thread.py",
-    "/asyncio/",
-    "/threading.py",
-    "/selectors.py",
-    "/tqdm/",
-    "/queue.py",
+    "/concurrent/futures/thread.py /asyncio/ /threading.py /selectors.py /tqdm/ /queue.py".split()
 )
-"""Where a thread without work rests. A thread whose innermost frames are there is shown by the
-first frame outside."""
+"""Where a thread without work rests. Such a thread is shown by its first frame elsewhere."""
 _SHOWN = 3
 QUIET_S = 0.5
 
@@ -73,9 +67,7 @@ class Watchdog:
             self._stopped.clear()
         self._looked = now
         report = health.read(self.run)
-        self.health = (
-            report if report is not None and report.pid == pids.get(self.scheduler) else None
-        )
+        self.health = report if report and report.pid == pids.get(self.scheduler) else None
         limit = report.replace_after_s if report is not None else DispatchConfig().replace_after_s
         stopped = self._stopped_process(pids, now, limit)
         if stopped is not None or self.health is None or now - self._calm_since < limit:
@@ -109,8 +101,8 @@ class Watchdog:
                 if worker.state != "here" and not worker.state.startswith("silent"):
                     why = f"left {now - worker.heard:.0f} s ago ({worker.state}) and has not ended"
                 return Finding(name, why, worker.calls)
-            if worker.unanswered >= health.UNANSWERED:
-                why = f"answers heartbeats and let {worker.unanswered} calls in a row pass their deadline"
+            if (n := worker.unanswered) >= health.UNANSWERED:
+                why = f"answers heartbeats and let {n} calls in a row pass their deadline"
                 return Finding(name, why, worker.calls)
         return None
 
@@ -121,23 +113,16 @@ class Watchdog:
         if idle <= report.stall_s:
             return None
         waits = "; ".join(report.waits()) or "no call is open"
-        why = f"holds up the run: no node, group or update for {idle:.0f} s ({report.phase}). What waits: {waits}"
+        why = f"holds up the run: no node, group or update for {idle:.0f} s ({report.phase})"
+        why = f"{why}. What waits: {waits}"
         stuck = next((worker for worker in report.workers if worker.name == report.stuck), None)
-        culprit = self.scheduler
-        if stuck is not None:
-            culprit = names.get((stuck.host, stuck.pid), culprit)
-        if (
-            self._replaced != report.progress_at
-            and culprit != self.scheduler
-            and not culprit.startswith("learner")
-        ):
-            self._replaced = report.progress_at
-            return Finding(culprit, why, stuck.calls if stuck is not None else [])
-        if self._replaced == report.progress_at and idle <= 2 * report.stall_s:
-            return None
-        return Finding(
-            self.scheduler if self._replaced == report.progress_at else culprit, why, whole=True
-        )
+        culprit = names.get((stuck.host, stuck.pid)) if stuck is not None else None
+        if self._replaced == report.progress_at:  # a worker was replaced, and that did not help
+            return Finding(self.scheduler, why, whole=True) if idle > 2 * report.stall_s else None
+        if stuck is None or culprit is None or culprit.startswith((SCHEDULER, "learner")):
+            return Finding(culprit or self.scheduler, why, whole=True)
+        self._replaced = report.progress_at
+        return Finding(culprit, why, stuck.calls)
 
     def _calls(self, pid: int) -> list[str]:
         workers = self.health.workers if self.health is not None else []
@@ -151,19 +136,11 @@ def _status(pid: int) -> str:
         return ""
 
 
-def state(pid: int) -> str:
-    """Say what a process does, as far as the system knows."""
-    status = _status(pid)
-    return _STATES.get(status, f"its state is {status}" if status else "it is gone")
-
-
-def answers(pid: int) -> bool:
+def _answers(pid: int) -> bool:
     """True if the process would write its stacks on ``STACKS``, which ends a process that has not
     begun (common/process.py)."""
     try:
-        caught = re.search(
-            r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
-        )
+        caught = re.search(r"\nSigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text())
     except OSError:
         return False
     return caught is not None and bool(int(caught[1], 16) >> (STACKS - 1) & 1)
@@ -175,7 +152,7 @@ def stacks(pid: int, log: Path, wait_s: float = 5.0) -> str:
     The stacks of a process that is not given the processor come in pieces, so they count as whole
     after ``QUIET_S`` without a further piece.
     """
-    if _status(pid) == psutil.STATUS_STOPPED or not answers(pid):
+    if _status(pid) == psutil.STATUS_STOPPED or not _answers(pid):
         return ""
     with log.open("rb") as file:
         file.seek(0, os.SEEK_END)
@@ -189,10 +166,12 @@ def stacks(pid: int, log: Path, wait_s: float = 5.0) -> str:
     return text.decode(errors="replace")
 
 
-def asked(pid: int, log: Path) -> tuple[str, str]:
-    """Return what a process of this machine does, and its stacks, which it also writes to its log;
-    "" for what it cannot say."""
-    return state(pid), stacks(pid, log)
+def activity(pid: int, log: Path) -> tuple[str, str]:
+    """Return what a process of this machine does, as far as the system knows, and its stacks, which
+    it also writes to its log; "" for what it cannot say."""
+    status = _status(pid)
+    doing = _STATES.get(status, f"its state is {status}" if status else "it is gone")
+    return doing, stacks(pid, log)
 
 
 def where(text: str) -> str:
@@ -209,11 +188,8 @@ def where(text: str) -> str:
 
 
 def diagnosis(finding: Finding, doing: str, text: str) -> str:
-    """Return what is known of a stuck process, as one line. doing, text: what it answered
-    (``asked``)."""
-    known = [doing] if doing else []
-    if place := where(text):
-        known.append(f"its threads are in {place} (stacks in its log)")
-    if finding.calls:
-        known.append(f"its last calls: {'; '.join(finding.calls)}")
-    return "; ".join([finding.why, *known])
+    """Return what is known of a stuck process, as one line. doing, text: its ``activity``."""
+    place, calls = where(text), "; ".join(finding.calls)
+    threads = f"its threads are in {place} (stacks in its log)" if place else ""
+    parts = [finding.why, doing, threads, f"its last calls: {calls}" if calls else ""]
+    return "; ".join(filter(None, parts))

@@ -40,21 +40,19 @@ def parser() -> argparse.ArgumentParser:
         "coppice plan", "Predict what a run takes: tokens, FLOPs, memory, time, cost.", EXAMPLES
     )
     add, names = parser.add_argument, ", ".join(Assumed.__struct_fields__)
-    default = (
-        f"TOML file, as for coppice launch (default: that of --run, else {DEFAULT_CONFIG.name})"
-    )
+    default = f"default: that of --run, else {DEFAULT_CONFIG.name}"
     texts = "take texts, and without --gpus speeds, from this run that ended"
     measured = "compare what is predicted of this run with what it measured"
     change = "change a key, as for coppice launch; repeatable"
     kind = f"their kind: {', '.join(GPUS)} (default: h100)"
-    assumption = f"{names} (docs/plan.md); repeatable"
     shape = "folder of a config.json, if the model is not here"
-    add("--config", type=Path, metavar="FILE", help=default)
+    add("--config", type=Path, metavar="FILE", help=f"TOML file, as for coppice launch ({default})")
     add("--set", action="append", metavar="KEY=VALUE", help=change)
     add("--run", type=Path, metavar="RUN", help=texts)
     add("--against", type=Path, metavar="RUN", help=measured)
     add("--gpus", type=int, help="GPUs for actors and learner together")
     add("--gpu", default="h100", metavar="NAME", help=kind)
+    assumption = f"{names} (docs/plan.md); repeatable"
     add("--assume", action="append", default=[], metavar="KEY=VALUE", help=assumption)
     add("--shape", type=Path, metavar="FOLDER", help=shape)
     add("--json", action="store_true", help="print the plan as JSON")
@@ -68,13 +66,13 @@ def main(arguments: list[str] | None = None) -> int:
         given = checked("--assume", "coppice plan", Assumed, dict(map(option, options.assume)), ())
         check(options, set(given))
         told = against(options) if options.against else plan(options, given)
-        lines = compared(told) if isinstance(told, dict) else page(told)
     except runs.UNREADABLE as error:
         print(f"coppice plan: {error}", file=sys.stderr)
         return 2
     if options.json:
-        lines = [msgspec.json.format(msgspec.json.encode(told)).decode()]
-    print("\n".join(lines))
+        print(msgspec.json.format(msgspec.json.encode(told)).decode())
+    else:
+        print("\n".join(compared(told) if isinstance(told, dict) else page(told)))
     return 0
 
 
@@ -83,27 +81,29 @@ def check(options: argparse.Namespace, given: set[str]) -> None:
     that --assume sets."""
     check_choice(f"--gpu {options.gpu!r}", options.gpu, GPUS)
     if options.against and (options.gpus or options.set or options.config or given):
-        raise ValueError("--gpus, --set, --config and --assume have no effect with --against, which takes that run's: remove them")  # fmt: skip
+        others = "--gpus, --set, --config and --assume"
+        raise ValueError(
+            f"{others} have no effect with --against: it takes that run's; remove them"
+        )
     for name in sorted(given):
         if name in LENGTHS and options.run:
-            raise ValueError(
-                f"--assume {name} has no effect with --run, whose texts are known: remove it"
-            )
+            reason = "with --run, whose texts are known"
+            raise ValueError(f"--assume {name} has no effect {reason}: remove it")
         if name not in LENGTHS and options.gpus is None:
             raise ValueError(f"--assume {name} has no effect without --gpus: remove it")
 
 
-class Plan(msgspec.Struct, frozen=True):
+class RunPlan(msgspec.Struct, frozen=True):
     """What a run of ``config`` will take. texts: the lengths that nobody gave are marked as
-    assumed. apart, shared: FLOPs of the learner's update without and with shared prefixes. memory:
-    main memory of the processes, as (how many, GiB of each); none with GPUs, whose splits say
-    it."""
+    assumed. unshared, shared: FLOPs of the learner's update without and with shared prefixes.
+    memory: main memory of the processes, as (how many, GiB of each); none with GPUs, whose splits
+    say it."""
 
     config: Config
     weights: float
     texts: str
     work: Work
-    apart: float
+    unshared: float
     shared: float
     memory: dict[str, tuple[int, float]]
     gpu: str
@@ -111,7 +111,7 @@ class Plan(msgspec.Struct, frozen=True):
     splits: list[Split]
 
 
-def plan(options: argparse.Namespace, given: dict[str, Any]) -> Plan:
+def plan(options: argparse.Namespace, given: dict[str, Any]) -> RunPlan:
     """Return the plan of a config. given: what --assume sets."""
     changes, on_gpus, memory = options.set or [], options.gpus is not None, {}
     if options.run and not options.config:
@@ -125,15 +125,16 @@ def plan(options: argparse.Namespace, given: dict[str, Any]) -> Plan:
     else:
         source, lengths = prediction.made_up(config, assumed)
         marks = {name: "" if name in given else " (assumed)" for name in lengths}
-        texts = ", ".join(f"{name} {value:g}{marks[name]}" for name, value in lengths.items())
+        said = (f"{name} {value:g}{marks[name]}" for name, value in lengths.items())
+        texts = f"lengths: {', '.join(said)}"
     if not on_gpus:
         memory = memory_parts(config, msgspec.structs.asdict(model), model.weights)
         assumed = prediction.reached(options.run) if options.run else assumed
     work, timed = work_of(config, source), on_gpus or options.run
     splits = prediction.splits(config, model, work, assumed, options.gpus) if timed else []
-    apart, shared = (formulas.learner_flops(learner, model, work, one) for one in (False, True))
-    gpu = options.gpu if on_gpus else ""
-    return Plan(config, model.weights, texts, work, apart, shared, memory, gpu, assumed, splits)
+    unshared, shared = (formulas.learner_flops(learner, model, work, one) for one in (False, True))
+    gpu, totals = options.gpu if on_gpus else "", (unshared, shared)
+    return RunPlan(config, model.weights, texts, work, *totals, memory, gpu, assumed, splits)
 
 
 def against(options: argparse.Namespace) -> dict[str, tuple[float, float]]:
@@ -157,7 +158,7 @@ def compared(rows: dict[str, tuple[float, float]]) -> list[str]:
     return lines
 
 
-def page(told: Plan) -> list[str]:
+def page(told: RunPlan) -> list[str]:
     """Return what the terminal shows of a plan, at most 80 columns wide."""
     c, s, w = told.config, told.config.scheduler, told.work
     options = strategies.load(s.strategy, s.strategy_options).options
@@ -165,28 +166,31 @@ def page(told: Plan) -> list[str]:
     about = [
         f"plan of {c.name}: {s.strategy}{given}, budget {s.budget}",
         f"  {c.model.name}, {told.weights / 1e9:.3g} billion weights",
-        f"  {s.updates} updates of {s.questions_per_update} questions, max_staleness {s.max_staleness}",
-        f"  {told.texts if told.texts.startswith('texts') else f'lengths: {told.texts}'}",
+        f"  {s.updates} updates of {s.questions_per_update} questions"
+        f", max_staleness {s.max_staleness}",
+        f"  {told.texts}",
     ]
-    sums = f"{number(w.nodes)} nodes, {number(w.calls)} calls, {number(w.sampled)} tokens sampled, {number(w.turns)} turns trained"
-    rows = [
+    sums = {"nodes": w.nodes, "calls": w.calls, "tokens sampled": w.sampled}
+    sums |= {"turns trained": w.turns}
+    lines = [part for line in about for part in textwrap.wrap(line, 80, subsequent_indent="    ")]
+    counts = ", ".join(f"{number(value)} {name}" for name, value in sums.items())
+    lines += ["", *textwrap.wrap(f"an update: {counts}", 80)]
+    lines += [f"  {'':<34}{'unshared':>12}{'shared':>12}{'saved':>8}"]
+    for name, a, b in (
         ("tokens prefilled by actors", w.prompt, w.prefilled),
         ("tokens forwarded by the learner", w.path, w.forwarded),
-        ("FLOPs of the learner", told.apart, told.shared),
-    ]
-    lines = [part for line in about for part in textwrap.wrap(line, 80, subsequent_indent="    ")]
-    lines += ["", *textwrap.wrap(f"an update: {sums}", 80)]
-    lines += [f"  {'':<34}{'unshared':>12}{'shared':>12}{'saved':>8}"]
-    for name, a, b in rows:
+        ("FLOPs of the learner", told.unshared, told.shared),
+    ):
         lines += [f"  {name:<34}{number(a):>12}{number(b):>12}{1 - b / max(1, a):>8.0%}"]
     return [*lines, "", *memory(told), "", *times(told)]
 
 
-def memory(told: Plan) -> list[str]:
+def memory(told: RunPlan) -> list[str]:
     """Return the memory of each kind of process."""
     if told.gpu:
         best = told.splits[0]
-        actor = f"  an actor's GPU {best.actor_gib:8.1f}, with room for {number(best.cache)} tokens of cache"
+        room = f"with room for {number(best.cache)} tokens of cache"
+        actor = f"  an actor's GPU {best.actor_gib:8.1f}, {room}"
         return ["memory, GiB", actor, f"  a rank's GPU   {best.rank_gib:8.1f}"]
     total = sum(count * each for count, each in told.memory.values())
     kinds = told.memory.items()
@@ -194,48 +198,46 @@ def memory(told: Plan) -> list[str]:
     return ["main memory, GiB", *lines, f"  {'all':<24}{total:>8.2f}"]
 
 
-def times(told: Plan) -> list[str]:
+def times(told: RunPlan) -> list[str]:
     """Return the splits, the fastest first, and what the best one costs."""
     if not told.splits:
         return ["no times: give --gpus, or --run with a run of this machine"]
-    fastest, reached = (
-        "the fastest split first (*: the config's own)",
-        "at the speed of the run's processes",
-    )
-    lines = [f"seconds of an update, {fastest if told.gpu else reached}"]
+    fastest = "the fastest split first (*: the config's own)"
+    order = fastest if told.gpu else "at the speed of the run's processes"
+    lines = [f"seconds of an update, {order}"]
     lines += [" actors ranks  generate    learn  latency   period  waits for   stale    hours"]
     for one in told.splits:
         s, c = one.speed, told.config
-        own = (one.engines, one.ranks) == (c.actors.count, c.learner.count)
+        own = told.gpu and (one.engines, one.ranks) == (c.actors.count, c.learner.count)
         values = "".join(f"{number(value):>9}" for value in (s.learn, s.latency, s.period))
-        line = f"{one.actors:>7}{one.ranks:>6}{number(s.generate):>10}{values}  {s.bound:<10}{s.staleness:>7.1f}"
-        lines += [f"{line}{number(one.hours):>9}{' *' if own and told.gpu else ''}"]
+        line = f"{one.actors:>7}{one.ranks:>6}{number(s.generate):>10}{values}"
+        line += f"  {s.bound:<10}{s.staleness:>7.1f}{number(one.hours):>9}"
+        lines += [line + " *" * bool(own)]
         lines += [f"        does not fit: {one.lacks}"[:80]] if one.lacks else []
-    best = told.splits[0]
-    if not told.gpu:
-        return lines
+    return [*lines, *summed(told, told.splits[0])] if told.gpu else lines
+
+
+def summed(told: RunPlan, best: Split) -> list[str]:
+    """Return what the best split costs, and how many schedulers and judges it keeps busy, by
+    Little's law (docs/performance.md, "How many of what")."""
     if best.lacks:
-        return [
-            *lines,
-            "no split fits: more memory, fewer weights, sharding or a smaller micro_tokens",
-        ]
-    cost = f"cost {number(best.cost)}" if best.cost else "no price was given"
-    lines += [f"best: --set actors.count={best.engines} --set learner.count={best.ranks}"]
-    spent = f"{number(best.hours)} hours without evaluations, {number(best.gpu_hours)} GPU hours"
-    return [*lines, f"  {spent}, {cost}", *others(told, best), "", UNPROVEN]
-
-
-def others(told: Plan, best: Split) -> list[str]:
-    """Return how many schedulers and judges the best split keeps busy, by Little's law
-    (docs/performance.md, "How many of what")."""
+        more = "more memory, fewer weights, sharding or a smaller micro_tokens"
+        return [f"no split fits: {more}"]
     assumed, period, shards = told.assumed, best.speed.period, told.config.scheduler.shards
     trees = 3600 * told.config.scheduler.questions_per_update / period
     bears = 3600 * (1 - HEARTBEATS) * 1000 / assumed.tree_ms
     need = max(1, math.ceil(trees / bears))
+    scheduler = f"a scheduler bears {number(bears)} at {assumed.tree_ms:g} ms each (assumed)"
+    scheduler += f": --set scheduler.shards={need}" if need > shards else ""
+    judged = number(told.work.judged / period * assumed.wait)
+    cost = f"cost {number(best.cost)}" if best.cost else "no price was given"
+    hours = f"{number(best.hours)} hours without evaluations, {number(best.gpu_hours)} GPU hours"
     return [
-        f"  {number(trees)} trees an hour; a scheduler bears {number(bears)} at {assumed.tree_ms:g} ms each (assumed)"
-        + (f": --set scheduler.shards={need}" if need > shards else ""),
-        f"  {number(told.work.judged / period * assumed.wait)} actions at judges at once, each for {assumed.wait:g} s (assumed)",
+        f"best: --set actors.count={best.engines} --set learner.count={best.ranks}",
+        f"  {hours}, {cost}",
+        f"  {number(trees)} trees an hour; {scheduler}",
+        f"  {judged} actions at judges at once, each for {assumed.wait:g} s (assumed)",
+        *("", UNPROVEN),
     ]
 
 

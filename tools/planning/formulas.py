@@ -1,6 +1,6 @@
-"""The arithmetic of a plan: work into FLOPs, seconds and bytes. A multiplication with an addition is
-2 FLOPs, a backward costs two forwards (Kaplan et al. 2020, arXiv 2001.08361, section 2.1); decoding
-is bound by what it reads (Pope et al. 2022, arXiv 2211.05102). What a device reaches is an input."""
+"""The arithmetic of a plan: work into FLOPs, seconds and bytes. A multiplication with its addition
+is 2 FLOPs, a backward costs two forwards (Kaplan et al. 2020, arXiv 2001.08361, section 2.1);
+decoding is bound by what it reads (Pope et al. 2022, arXiv 2211.05102)."""
 
 import math
 from typing import Annotated, Any
@@ -32,29 +32,26 @@ class Dense(msgspec.Struct):
     @classmethod
     def of(cls, settings: dict[str, Any], name: str) -> "Dense":
         """Return the sizes that a config.json states. Raises ValueError."""
-        text = settings.get("text_config", settings)
-        for key in text:
-            if "experts" in key:
-                raise ValueError(
-                    f"model {name} has {key} = {text[key]!r}: expected a dense model, without experts"
-                )
+        text, expected = settings.get("text_config", settings), "expected a dense model"
+        if experts := [key for key in text if "experts" in key]:
+            mixed = f"{experts[0]} = {text[experts[0]]!r}"
+            raise ValueError(f"model {name} has {mixed}: {expected}, without experts")
         try:
             return msgspec.convert({k: v for k, v in text.items() if v is not None}, cls)
         except msgspec.ValidationError as error:
-            raise ValueError(f"config.json of {name}: {error}; expected a dense model of the Llama or Qwen family") from None  # fmt: skip
+            family = "of the Llama or Qwen family"
+            raise ValueError(f"config.json of {name}: {error}; {expected} {family}") from None
 
     @property
     def per_token(self) -> int:
-        """The weights that one token passes in all layers: queries and output, keys and values, and
-        the three of the MLP."""
+        """The weights that one token passes in all layers: of attention, and three of the MLP."""
         heads = self.num_attention_heads + self.num_key_value_heads
         attention = 2 * self.hidden_size * self.head_dim * heads
         return self.num_hidden_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
     @property
     def per_pair(self) -> int:
-        """The multiplications of one (query, key) pair in all layers: the score and the weighted
-        value."""
+        """The multiplications of one (query, key) pair in all layers: for score and value."""
         return 2 * self.num_hidden_layers * self.num_attention_heads * self.head_dim
 
     @property
@@ -83,10 +80,7 @@ SHAPES = {
     "Qwen2.5-7B": Dense(28, 3584, 18_944, 28, 152_064, 4, tie_word_embeddings=False),
     "Qwen3-4B": Dense(36, 2560, 9728, 32, 151_936, 8, 128),
 }
-"""Models of the shipped configs by the beginning of their names, for a machine that does not have
-them. From their config.json."""
-
-
+"""Models of the shipped configs, by the beginning of their names, from their config.json."""
 GPUS = {
     "a100": {"flops": 312e12, "bandwidth": 2.039e12, "memory": 80.0},
     "h100": {"flops": 989e12, "bandwidth": 3.35e12, "memory": 80.0},
@@ -96,8 +90,6 @@ GPUS = {
 }
 """Peaks from NVIDIA's data sheets (SXM where there is one, without sparsity). Prices differ by
 seller, so there are none."""
-
-
 Part = Annotated[float, msgspec.Meta(gt=0, le=1)]
 """A share that is not 0."""
 
@@ -107,15 +99,13 @@ class Assumed(msgspec.Struct, frozen=True):
     a GPU.
 
     Lengths in tokens, of texts that are made up: instruction, the part of a first prompt that all
-    questions share; prompt, the whole; action, sampled by one action (0: half of
-    max_action_tokens); observation, read after it (-1: a quarter of max_observation_characters, or
-    100); turns, actions of an episode (0: the budget). A GPU: flops, dense bfloat16 operations a
-    second; bandwidth, bytes a second of its memory; memory, GiB; price of an hour, in any currency.
-    learner_share: of the FLOPs in forwards and backwards (PaLM reached .46, arXiv 2204.02311,
-    appendix B; forests are irregular, so less). prefill_share: of the FLOPs where prompts are read.
-    decode_share: of the bandwidth where tokens are sampled. wait: seconds that a step of an episode
-    waits for judges, retrievers and the scheduler. tree_ms: a scheduler's processor time of a tree
-    (docs/performance.md).
+    questions share; prompt, the whole; action (0: half of max_action_tokens); observation (-1: a
+    quarter of max_observation_characters, or 100); turns, actions of an episode (0: the budget). A
+    GPU: flops, dense bfloat16 operations a second; bandwidth, bytes a second; memory, GiB; price of
+    an hour. learner_share: of the FLOPs in forwards and backwards (PaLM reached .46, arXiv
+    2204.02311, appendix B; forests are irregular, so less). prefill_share: of the FLOPs where
+    prompts are read. decode_share: of the bandwidth where tokens are sampled. wait: seconds that a
+    step waits for judges, retrievers and the scheduler. tree_ms: a scheduler's time of a tree.
     """
 
     instruction: Natural = 200
@@ -155,8 +145,7 @@ def learner_flops(w: LearnerConfig, model: Dense, work: Work, shared: bool = Tru
 
 
 def actor_flops(model: Dense, work: Work) -> tuple[float, float]:
-    """Return the FLOPs of an update's prefill, and of its decoding. A sampled token passes the
-    head, a prompt once."""
+    """Return the FLOPs of an update's prefill and of its decoding."""
     before = work.context / max(1, work.sampled)
     prefill = 2 * model.multiplications(work.prefilled, work.prefilled * before / 2, work.calls)
     return prefill, 2 * model.multiplications(work.sampled, work.context, work.sampled)

@@ -24,7 +24,7 @@ from coppice.scheduler.growth.rewards import COMPONENTS
 from coppice.scheduler.growth.services import Runtime
 from coppice.scheduler.growth.tree import Tree
 from coppice.tools.launching.settings import Config
-from coppice.tools.planning.samples import Sampled, Source, seeded
+from coppice.tools.planning.samples import MadeUp, RecordedTexts, Sampled, seeded
 from coppice.wire.messages import (
     GenerateRequest,
     GenerateResult,
@@ -35,17 +35,14 @@ from coppice.wire.messages import (
     Turn,
 )
 
+Source = MadeUp | RecordedTexts
 OUTCOME = frozenset({"outcome", "f1"})
 """What a judge of the outcome gives, and no other."""
-VOCABULARY = 2**17
-"""The size of a tokenizer, for strategies that ask for it."""
 CHARACTERS = 4
 """Characters of a token, for the opening of a forced answer."""
-TOKENS = 500_000
-"""Trees are simulated until all their samples with their prompts have so many tokens, and at least
-one: some seconds."""
-UPDATES = 16
-"""No more updates than this are simulated."""
+TOKENS, UPDATES = 500_000, 16
+"""Trees are simulated until all their samples with their prompts have this many tokens (some
+seconds), at least one tree and at most this many updates."""
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -79,48 +76,40 @@ class Work(msgspec.Struct, frozen=True):
     targets: float = 0
 
 
-class Unwritten:
+class NoJournal:
     """Stands for the journal: nothing is kept, and no text has pictures."""
 
     def save_nodes(self, tree: Tree) -> None:
-        """See ``Journal``."""
         tree.changed.clear()
 
     def pictures(self, tokens: np.ndarray) -> dict[int, bytes]:
-        """See ``Journal``."""
         return {}
 
 
 class Numbers:
-    """Stands for the tokenizer: a text is token ids with spaces between them."""
+    """Stands for the text and its tokenizer: a text is token ids with spaces between them."""
 
     vocabulary = 0
 
     @property
     def tokenizer(self) -> "Numbers":
-        """The tokenizer."""
         return self
 
     def get_vocab_size(self) -> int:
-        """Return ``VOCABULARY``."""
-        return VOCABULARY
+        return 2**17  # of a common tokenizer, for strategies that ask for it
 
     def encode(self, text: str, pictures: Sequence[tuple[int, bytes]] = ()) -> np.ndarray:
-        """Return int32 [tokens]."""
         return np.array(text.split(), np.int32)
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Return the text of the ids."""
         return " ".join(map(str, tokens.tolist()))
 
     def prompt(self, messages: Sequence[dict[str, Any]], *_: Any) -> str:
-        """Return the contents of the messages."""
         return "".join(message["content"] for message in messages)
 
 
-class Place(msgspec.Struct, frozen=True):
-    """The state of an episode: what the policy has read so far, as bytes of int32, and the number
-    of actions in it."""
+class EpisodeState(msgspec.Struct, frozen=True):
+    """What the policy has read so far, as bytes of int32, and the number of actions in it."""
 
     prefix: bytes
     turn: int = 0
@@ -135,15 +124,9 @@ class World(Environment):
     def __init__(self, config: Config, source: Source):
         self.source, self.text, self.actors = source, Numbers(), config.actors.count
         real = registry.load(config.data.environment, config.data.options)
-        self.fresh, self.outcome_judge, self.measured = (
-            real.fresh,
-            real.outcome_judge,
-            real.measured,
-        )
-        self.rewarded_by_judge = real.rewarded_by_judge
-        self.gives_step_rewards = real.gives_step_rewards
-        opening = -(-len(real.forced_prefix) // CHARACTERS)
-        self.forced_prefix = " ".join(["0"] * opening)
+        for name in "fresh outcome_judge measured rewarded_by_judge gives_step_rewards".split():
+            setattr(self, name, getattr(real, name))
+        self.forced_prefix = " ".join(["0"] * -(-len(real.forced_prefix) // CHARACTERS))
         s = config.scheduler
         self.strategy = strategies.load(s.strategy, s.strategy_options)
         needs, own = plan_of(config.learner).scheme.needs, self.strategy.gives
@@ -162,27 +145,23 @@ class World(Environment):
         self.offered: defaultdict[bytes, list[Sampled]] = defaultdict(list)  # by prefix and tokens
         self.taken: list[Sampled] = []
 
-    def initial(self, task: Task) -> Place:
-        """See ``Environment``."""
+    def initial(self, task: Task) -> EpisodeState:
         return self._place(self.source.prompt(task.seed), 0)
 
-    def prompt(self, task: Task, state: Place) -> list[dict[str, Any]]:
-        """See ``Environment``. All of a fresh prompt follows the separator: equal tokens are shared
-        whatever node they belong to."""
+    def prompt(self, task: Task, state: EpisodeState) -> list[dict[str, Any]]:
+        # all of a fresh prompt follows the separator: equal tokens are shared, whatever their node
         shown = self.text.decode(np.frombuffer(state.prefix, np.int32))
         return [{"content": f"{SPLIT}{shown}" if self.fresh else shown}]
 
-    def read(self, state: Place, text: str) -> Action:
-        """See ``Environment``. The number of the action among those taken stands for its move."""
+    def read(self, state: EpisodeState, text: str) -> Action:
+        # the number of the action among those taken stands for its move
         offered = self.offered[state.prefix + self.text.encode(text).tobytes()]
         action = offered.pop(0) if len(offered) > 1 else offered[0]
         self.taken.append(action)
         valid = "answer" if self._over(action, state) else "search"
-        kind = valid if action.valid else "invalid"
-        return Action(kind, text, move=(len(self.taken) - 1,))
+        return Action(valid if action.valid else "invalid", text, move=(len(self.taken) - 1,))
 
-    async def step(self, state: Place, action: Action, tools: Tools) -> Transition:
-        """See ``Environment``."""
+    async def step(self, state: EpisodeState, action: Action, tools: Tools) -> Transition:
         assert action.move is not None, "a forced answer is not stepped"
         taken, reward = self.taken[action.move[0]], 0.0 if self.gives_step_rewards else None
         if self._over(taken, state):
@@ -191,37 +170,37 @@ class World(Environment):
             measures = dict.fromkeys(self.measured, 0.0)
             return Transition(state, "", True, outcome, measures, reward=reward)
         assert taken.then is not None, "something follows an action that does not end"
-        if self.fresh:
-            return Transition(self._place(taken.then, state.turn + 1), "", False, reward=reward)
-        read = [np.frombuffer(state.prefix, np.int32), self.text.encode(action.text), taken.then]
-        place = self._place(np.concatenate(read), state.turn + 1)
-        return Transition(place, f" {self.text.decode(taken.then)}", False, reward=reward)
+        prefix, said = taken.then, ""
+        if not self.fresh:
+            read = [np.frombuffer(state.prefix, np.int32), self.text.encode(action.text)]
+            prefix, said = np.concatenate([*read, taken.then]), f" {self.text.decode(taken.then)}"
+        return Transition(self._place(prefix, state.turn + 1), said, False, reward=reward)
 
-    def _over(self, action: Sampled, state: Place) -> bool:
-        """Return whether an action ends the episode. An end at the horizon says nothing of the same
-        action in an earlier turn."""
+    def _over(self, action: Sampled, state: EpisodeState) -> bool:
+        """Whether an action ends the episode. An end at the horizon says nothing of the same action
+        in an earlier turn."""
         horizon = self.source.horizon
         return state.turn + 1 >= horizon or (action.ends and action.turn + 1 < horizon)
 
-    def _place(self, prefix: np.ndarray, turn: int) -> Place:
-        place = Place(prefix.astype(np.int32).tobytes(), turn)
+    def _place(self, prefix: np.ndarray, turn: int) -> EpisodeState:
+        place = EpisodeState(prefix.astype(np.int32).tobytes(), turn)
         self.turns[place.prefix] = turn
         return place
 
     async def call(self, service: str, request: Any, place: Any = None, **_: Any) -> Any:
-        """Answer as an actor or a judge does."""
+        """Answer as an actor or a judge does. A column that the run's judges did not give to an
+        action is drawn."""
         if isinstance(request, GenerateRequest):
             return self._generate(request, place.tree)
         self.counts["judged"] += len(request.turns)
         columns = OUTCOME if service == f"judge.{self.outcome_judge}" else self.columns - OUTCOME
-        return JudgeResult([Judgement(self._scored(turn, columns)) for turn in request.turns])
 
-    def _scored(self, turn: JudgedTurn, columns: frozenset[str]) -> dict[str, float]:
-        """Return the scores that the run's judges gave to an action; a column that it lacks is
-        drawn."""
-        known = self.taken[turn.move[0]].scores if turn.move else {}
-        rng = seeded(turn.response.encode())
-        return {name: known.get(name, float(rng.random() < 0.5)) for name in sorted(columns)}
+        def scored(turn: JudgedTurn) -> dict[str, float]:
+            scores = self.taken[turn.move[0]].scores if turn.move else {}
+            rng = seeded(turn.response.encode())
+            return {name: scores.get(name, float(rng.random() < 0.5)) for name in sorted(columns)}
+
+        return JudgeResult([Judgement(scored(turn)) for turn in request.turns])
 
     def _generate(self, request: GenerateRequest, tree: int) -> GenerateResult:
         prefix, n = request.tokens.astype(np.int32), request.n
@@ -271,24 +250,18 @@ def work_of(config: Config, source: Source) -> Work:
 
 def grown(config: Config, source: Source, size: int, updates: int) -> Work:
     """Grow ``updates`` updates of ``size`` trees. Returns the mean of what an update takes."""
-    return loop.run(_grown(config, World(config, source), size, updates))
-
-
-async def _grown(config: Config, world: World, size: int, updates: int) -> Work:
-    total: defaultdict[str, float] = defaultdict(float)
+    world, total = World(config, source), dict[str, float]()
     parts = max(1, round(config.learner.minibatches * size / config.scheduler.questions_per_update))
     for update in range(updates):
         world.begin()
-        numbers = range(update * size, (update + 1) * size)
-        planted = [Tree(number, str(number)) for number in numbers]
-        paths = await _grow(config, world, planted)
-        known = packed(paths, config.learner.micro_tokens, config.learner.count, parts)
-        known |= world.counts
-        known["nodes"] = sum(len(tree.nodes) for tree in planted)
-        known["longest"] = sum(sum(turns.values()) for turns in world.longest.values()) / size
-        known["steps"] = sum(map(len, world.longest.values())) / size
-        for name, value in known.items():
-            total[name] += value / updates
+        planted = [Tree(n, str(n)) for n in range(update * size, (update + 1) * size)]
+        paths = loop.run(_grow(config, world, planted))
+        work = packed(paths, config.learner.micro_tokens, config.learner.count, parts)
+        work |= world.counts
+        work["nodes"] = sum(len(tree.nodes) for tree in planted)
+        work["longest"] = sum(sum(turns.values()) for turns in world.longest.values()) / size
+        work["steps"] = sum(map(len, world.longest.values())) / size
+        total |= {name: total.get(name, 0.0) + value / updates for name, value in work.items()}
     return Work(**total)
 
 
@@ -305,7 +278,7 @@ async def _grow(config: Config, world: World, planted: Sequence[Tree]) -> list[l
             paths[tree.id].append(trees.Path(tokens, len(tokens) - len(node.tokens)))
 
     services: Any = world  # of which a context uses no more than stands here
-    journal: Any = Unwritten()
+    journal: Any = NoJournal()
     text: Any = world.text
     most, longest = max(1, config.actors.max_batch // 4), config.actors.max_context
     runtime = Runtime(services, journal, text, world, s, Counter(), emit, most, longest=longest)
@@ -319,14 +292,15 @@ async def _grow(config: Config, world: World, planted: Sequence[Tree]) -> list[l
     return list(paths.values())
 
 
-def packed(questions: Sequence[Sequence[trees.Path]], micro_tokens: int, ranks: int, minibatches: int = 1) -> dict[str, float]:  # fmt: skip
+def packed(
+    questions: Sequence[Sequence[trees.Path]], micro_tokens: int, ranks: int, minibatches: int = 1
+) -> dict[str, float]:
     """Return what the learner forwards for the turns of some questions, by the names of ``Work``.
     The minibatches share the questions."""
     paths = [path for own in questions for path in own]
     lengths = np.array([len(path.tokens) for path in paths])
-    parts = np.array_split(
-        np.cumsum([len(own) for own in questions]), min(minibatches, len(questions))
-    )
+    ends = np.cumsum([len(own) for own in questions])
+    parts = np.array_split(ends, min(minibatches, len(questions)))
     bounds = [0, *(int(part[-1]) for part in parts)]
     trie = trees.Trie(paths)
     cuts = [trie.cuts(range(a, b)) for a, b in itertools.pairwise(bounds) if b > a]

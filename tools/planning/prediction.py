@@ -4,6 +4,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 
@@ -17,7 +18,7 @@ from coppice.tools.launching.memory import model_shape, rank_gib, typed
 from coppice.tools.planning import formulas
 from coppice.tools.planning.formulas import Assumed, Dense, Speed
 from coppice.tools.planning.growth import Work, work_of
-from coppice.tools.planning.samples import MadeUp, Recorded
+from coppice.tools.planning.samples import MadeUp, RecordedTexts
 
 CUDA_GIB = 1.5
 """GiB of a GPU that a process takes beside what is counted (CUDA's context, libraries, buffers): an
@@ -56,11 +57,12 @@ def model_of(config: Config, given: Path | None = None) -> Dense:
     folder = given or (ensure_model(name, cache_folder()) if name in OURS else Path(name))
     if shape := model_shape(folder):
         return Dense.of(shape, str(folder))
-    for start, known in formulas.SHAPES.items():
+    for start, sizes in formulas.SHAPES.items():
         if not given and name.rpartition("/")[2].startswith(start):
-            return known
+            return sizes
+    lacking = f"{given or f'model.name = {name!r}'}: no config.json there"
     raise ValueError(
-        f"{given or f'model.name = {name!r}'}: no config.json there, so the model's sizes are unknown: expected --shape FOLDER, with the model's"
+        f"{lacking}, so the model's sizes are unknown: expected --shape FOLDER, with the model's"
         f" config.json in it, or a model that is here or known ({', '.join(formulas.SHAPES)})"
     )
 
@@ -69,9 +71,8 @@ def config_of(run: Path, changes: Sequence[str] = ()) -> Config:
     """Return the config of a run that ended, with ``a.b=value`` changes. Raises ValueError."""
     read = runs.read(run)
     if not read.records or "phases" not in read.summary.get("seconds", {}):
-        raise ValueError(
-            f"{run} has made no update or has no summary.json: expected the folder of a run that ended"
-        )
+        lacking = "has made no update or has no summary.json"
+        raise ValueError(f"{run} {lacking}: expected the folder of a run that ended")
     if any(change.partition("=")[0].strip() == "method" for change in changes):
         raise ValueError(
             "--set method has no effect with --run, whose config holds all parts: give --config"
@@ -82,41 +83,40 @@ def config_of(run: Path, changes: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{run}: {error}") from None
 
 
-def recorded(run: Path, config: Config) -> Recorded:
-    """Return the texts of a run, for a config."""
+def recorded(run: Path, config: Config) -> RecordedTexts:
+    """Return the texts of a run, for a config. Raises ValueError."""
     own, other = config_of(run).data, config.data
     source = registry.load(own.environment, own.options)
     if source.fresh != registry.load(other.environment, other.options).fresh:
+        kind = "" if source.fresh else " not"
         raise ValueError(
-            f"--run {run} is of the environment {own.environment!r}, whose turns are{'' if source.fresh else ' not'} fresh prompts, other than those of"
-            f" {other.environment!r}: expected a run of an environment like the config's"
+            f"--run {run} is of the environment {own.environment!r}, whose turns are{kind} fresh"
+            f" prompts, other than those of {other.environment!r}: expected a run of an environment"
+            " like the config's"
         )
-    return Recorded(run, source)
+    return RecordedTexts(run, source)
 
 
 def measured(run: Path) -> dict[str, float]:
     """Return what a run that ended measured, per update, by the names of ``Work`` and ``Speed``;
     nan where it has no record. Prompts are counted in updates beside which no evaluation ran."""
     read = runs.read(run)
-    evaluated = {round(e["version"]) for e in read.evaluations}
-    alone = [
-        r for r in read.records if not {round(r["version"]) - 1, round(r["version"])} & evaluated
-    ] or read.records
-    prefilled = [
-        r["cache/tokens_saved"] * (1 / r["cache/hit_rate"] - 1)
-        for r in alone
-        if r.get("cache/hit_rate")
-    ]
+    records, evaluated = read.records, {round(e["version"]) for e in read.evaluations}
+    near = [{round(r["version"]) - 1, round(r["version"])} & evaluated for r in records]
+    alone = [r for r, evaluations in zip(records, near, strict=True) if not evaluations]
+    rates = [(r["cache/tokens_saved"], r.get("cache/hit_rate")) for r in alone or records]
+    prefilled = [saved * (1 / rate - 1) for saved, rate in rates if rate]
     while len(prefilled) > 1 and not prefilled[0]:  # no heartbeat had come yet
         prefilled.pop(0)
-    period = read.summary["seconds"]["phases"]["updates"] / len(read.records)
+    period = read.summary["seconds"]["phases"]["updates"] / len(records)
 
     def mean(name: str) -> float:
-        return _mean([record[name] for record in read.records if name in record])
+        values = [record[name] for record in records if name in record]
+        return fmean(values) if values else math.nan
 
     return {
-        "sampled": read.summary["counts"]["generated_tokens"] / len(read.records),
-        "prefilled": _mean(prefilled),
+        "sampled": read.summary["counts"]["generated_tokens"] / len(records),
+        "prefilled": fmean(prefilled) if prefilled else math.nan,
         "turns": mean("learner/turns"),
         "path": mean("learner/path_tokens"),
         # it is of a step
@@ -126,10 +126,6 @@ def measured(run: Path) -> dict[str, float]:
         "learn": mean("learner/seconds"),
         "period": period,
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else math.nan
 
 
 def reached(run: Path) -> Assumed:
@@ -148,16 +144,14 @@ def reached(run: Path) -> Assumed:
     free = (config.scheduler.max_staleness + 1) * told["period"] - told["learn"] - told["generate"]
     waited = told["period"] > 1.05 * max(told["learn"], told["generate"])
     wait = max(0.0, free / max(1, work.steps)) if waited else 0.0
-    read = actor / learner
-    return Assumed(
-        flops=learner, learner_share=1.0, prefill_share=read, decode_share=1.0, wait=wait
-    )
+    shares = {"learner_share": 1.0, "prefill_share": actor / learner, "decode_share": 1.0}
+    return Assumed(flops=learner, wait=wait, **shares)
 
 
 def split(
     config: Config, model: Dense, work: Work, reach: Assumed, actors: int, ranks: int, gpus: bool
 ) -> Split:
-    """Return what follows if so many devices generate and so many train."""
+    """Return what follows if this many devices generate and train."""
     a, s = config.actors, config.scheduler
     learner = msgspec.structs.replace(typed(config).learner, count=ranks)
     size = 4 if not gpus and hardware.compute_dtype(learner.dtype) == "float32" else 2
@@ -175,7 +169,8 @@ def split(
     shape, lacks = msgspec.structs.asdict(model), ""
     rank = sum(rank_gib(learner, shape, model.weights, size)) + CUDA_GIB
     if cache < a.max_context:
-        lacks = f"an engine has {max(0.0, cache):.0f} tokens of cache, less than actors.max_context = {a.max_context}"
+        lacks = f"an engine has {max(0.0, cache):.0f} tokens of cache"
+        lacks += f", less than actors.max_context = {a.max_context}"
     elif rank > reach.memory:
         lacks = f"a rank needs {rank:.0f} GiB of {reach.memory:g}"
     spent = hours * (actors + ranks)
@@ -194,8 +189,7 @@ def splits(
     if not pairs:
         needed = f"{each} of an engine (actors.sglang.gpus) and 1 of the learner"
         raise ValueError(f"--gpus {gpus}: expected at least {each + 1}, {needed}")
-    on_gpus = gpus is not None
-    every = [split(config, model, work, reach, *pair, on_gpus) for pair in pairs]
+    every = [split(config, model, work, reach, *pair, gpus is not None) for pair in pairs]
     return sorted(every, key=lambda one: (bool(one.lacks), one.speed.period))
 
 
@@ -204,17 +198,15 @@ def made_up(config: Config, assumed: Assumed) -> tuple[MadeUp, dict[str, float]]
     s, options, a = config.scheduler, config.data.options, assumed
     seen = options.get("max_observation_characters", 400) // 4
     environment = registry.load(config.data.environment, options)
-    lengths: dict[str, int] = {
-        "instruction": min(a.instruction, a.prompt - 1),
-        "prompt": a.prompt,
-        "action": a.action or -(-s.max_action_tokens // 2),
-        "observation": seen if a.observation < 0 else a.observation,
-    }
-    turns = a.turns or float(s.budget)
-    if lengths["action"] > s.max_action_tokens:
+    instruction, action = min(a.instruction, a.prompt - 1), a.action or -(-s.max_action_tokens // 2)
+    observation, turns = seen if a.observation < 0 else a.observation, a.turns or float(s.budget)
+    if action > s.max_action_tokens:
         most = f"expected at most scheduler.max_action_tokens = {s.max_action_tokens}"
         raise ValueError(f"--assume action={a.action}: {most}")
     if not 1 <= turns <= (s.budget if environment.forced_prefix else math.inf):
-        raise ValueError(f"--assume turns={turns:g}: expected at least 1, and at most scheduler.budget = {s.budget} where that ends an episode")  # fmt: skip
-    source = MadeUp(**lengths, turns=turns, budget=s.budget, fresh=environment.fresh)
-    return source, {**lengths, "turns": turns}
+        most = f"at most scheduler.budget = {s.budget} where that ends an episode"
+        raise ValueError(f"--assume turns={turns:g}: expected at least 1, and {most}")
+    lengths = (instruction, a.prompt, action, observation)
+    source = MadeUp(*lengths, turns, s.budget, environment.fresh)
+    names = ("instruction", "prompt", "action", "observation", "turns")
+    return source, dict(zip(names, (*lengths, turns), strict=True))

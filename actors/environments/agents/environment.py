@@ -3,12 +3,10 @@ two calls is what the environment does.
 
 An agent is a live process. A state holds the task and the replies that the agent was given. A state
 whose process still waits goes on at once; any other is reached by replay, in which a new process is
-given the recorded replies to the requests that it makes again. So every strategy works for agents
-that ask the same when they are told the same, also one that goes back to an earlier turn.
+given the recorded replies to the requests that it makes again.
 
-The tree holds what the policy read and sampled, token by token: of a request that continues a
-conversation, only what the agent has added after the sampled reply is rendered; a request that
-continues none (another agent inside, a rewritten prompt) begins a branch.
+Of a request that continues a conversation, only what the agent has added after the sampled reply is
+rendered; a request that continues none (another agent inside, a rewritten prompt) begins a branch.
 """
 
 import asyncio
@@ -23,8 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from coppice.actors.environments.agents.episode import Ended, Episode, Limits
-from coppice.actors.environments.agents.fork_server import ForkServer
+from coppice.actors.environments.agents.episode import Ended, Episode, ForkServer
 from coppice.actors.environments.agents.gateway import Gateway
 from coppice.actors.environments.base import (
     Action,
@@ -37,7 +34,7 @@ from coppice.actors.environments.base import (
     TurnedAway,
 )
 from coppice.actors.serving.conversations import Conversation
-from coppice.actors.serving.protocol import Refused
+from coppice.actors.serving.protocol import RequestRefused
 from coppice.actors.serving.replies import Reply
 from coppice.common.dialogue import Message, histories, until
 from coppice.common.numbers import Count, NotNegative, Positive
@@ -56,22 +53,22 @@ PATIENCE_S = 5.0
 
 
 class Exchange(msgspec.Struct, frozen=True, array_like=True):
-    """A request and its reply, which is in the tree. asked, after: digests of the conversation
-    before and after the reply."""
+    """A request and its reply, which is in the tree. before, after: digests of the conversation
+    without and with the reply."""
 
-    asked: str
+    before: str
     after: str
     spent: Spent = Spent()
 
 
 class AgentState(msgspec.Struct, frozen=True):
-    """An agent that waits for a reply. asked: the digest of what it asks. offered, must_call: its
+    """An agent that waits for a reply. request: the digest of what it asks. offered, must_call: its
     tools. most: tokens of the reply, 0 for no limit. stop: strings that end it. messages, tools:
     the whole request where it begins a branch."""
 
     task: dict[str, Any]
     record: tuple[Exchange, ...] = ()
-    asked: str = ""
+    request: str = msgspec.field(default="", name="asked")
     offered: tuple[str, ...] = ()
     must_call: bool = False
     most: int = 0
@@ -80,26 +77,16 @@ class AgentState(msgspec.Struct, frozen=True):
     stop: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
-        return hash((self.asked, self.record))
+        return hash((self.request, self.record))
 
 
-class Agent(Environment):
+class AgentEnvironment(Environment):
     """run: "module:function", called with the task (id, question, golds, seed, and all columns of
     its row) in a process of its own, or a command line, which finds them as JSON in its stdin and
-    in COPPICE_TASK. Both find the policy at OPENAI_BASE_URL with OPENAI_API_KEY, and at
-    ANTHROPIC_BASE_URL with ANTHROPIC_API_KEY. horizon: calls of an episode. outcome_judge: the
-    judge that gives the outcome, read from the last reply; "" takes the reward that the function
-    returns or the agent posts to /v1/episode/reward. retriever: whether it may ask the run's
-    retriever, at /v1/retrieve. rewarded: "judge" takes a judge's column "reward", "slate" SLATE's
-    composite of its columns think, query and answer. step_rewards: whether the agent posts a reward
-    of every reply there, with its response_id and before it asks again; a reply without one is
-    unscored. kept: waiting processes that are kept: of more, the one that waits longest is ended,
-    and reached again by replay. seconds (without those in which it waits for replies), memory_gib,
-    output_mib: limits of a process. family: how the model writes tool calls (``common.tool_calls``).
-    open_calls: whether a reply that must call a tool begins with the opening of a call, which the
-    policy does not sample. python: runs functions in the place of the run's own Python; it must be
-    3.9 or newer, and needs none of the run's packages. pass_env: variables that agents get although
-    their names tell of a secret (``common.process.without_secrets``)."""
+    in COPPICE_TASK. horizon: the most calls of an episode. outcome_judge: judges the last reply; ""
+    takes the reward that the function returns or the agent posts. kept: waiting processes; beyond
+    them the oldest is ended, and replayed when it is needed. python: runs functions in place of the
+    run's own Python; it is 3.9 or newer. The other options stand in docs/agents.md."""
 
     name = "agent"
     fresh = False
@@ -128,20 +115,18 @@ class Agent(Environment):
     ):
         plain = ":" in run and not any(character.isspace() for character in run)
         if python and not plain:
-            raise ValueError(
-                f"python = {python!r} has no effect on the command line {run!r}: name the Python in it"
-            )
+            reason = f"has no effect on the command line {run!r}: name the Python in it"
+            raise ValueError(f"python = {python!r} {reason}")
         if python and shutil.which(python) is None:
-            raise ValueError(
-                f"python = {python!r}: there is no such program; expected the path of a Python, such as venv/bin/python"
-            )
+            reason = "there is no such program; expected a path such as venv/bin/python"
+            raise ValueError(f"python = {python!r}: {reason}")
         self.run = run
         command, function = ([], run) if plain else (shlex.split(run), "")
         self.fork_server = ForkServer(command, function, python or sys.executable, pass_env)
         self.horizon, self.outcome_judge, self.family = horizon, outcome_judge, family
         self.searches, self.rewarded_by_judge = retriever, rewarded == "judge"
         self.gives_step_rewards, self.kept, self.open_calls = step_rewards, kept, open_calls
-        self.limits = Limits(seconds, memory_gib, output_mib)
+        self.limits = seconds, memory_gib, output_mib
         self.gateway = Gateway()
         self._started: asyncio.Task[None] | None = None
         self._waiting: list[tuple[AgentState, Episode, Conversation]] = []
@@ -157,7 +142,7 @@ class Agent(Environment):
     async def open(self, state: AgentState, tools: Tools) -> AgentState:
         """Start the agent; return its first request's state. Raises DataFault if it has none."""
         episode, request = await self._begun(state, tools)
-        first = _state(state, (), request, whole=True)
+        first = _asking(state, (), request).state
         self._keep(first, episode, request)
         return first
 
@@ -189,14 +174,14 @@ class Agent(Environment):
         """Give the agent a reply, and return what it asks next, or how its episode ended."""
         episode, request = await self._waiting_in(state, tools)
         reply = self._reply(action.text, request, tools.spent())
-        record = (*state.record, Exchange(state.asked, _digest(request, reply), reply.spent))
+        record = (*state.record, Exchange(state.request, _digest(request, reply), reply.spent))
         episode.session.check = partial(_check, tools, state, record)
         try:
             episode.answer(request, reply)
             event = await episode.next()
             reward = episode.session.step_reward
-            if isinstance(event, Conversation) and len(record) >= self.horizon:
-                event = await _end_of_budget(episode)
+            if len(record) >= self.horizon:
+                event = await _end_of_budget(episode, event)
         except BaseException:
             self._end(episode)
             raise
@@ -204,13 +189,18 @@ class Agent(Environment):
             self._end(episode)
             if event.fault and episode.session.refused:
                 raise TurnedAway(f"the agent ended{_refused(episode)} ({event.told})")
-            transition = self._ended(state, record, event)
+            after = msgspec.structs.replace(state, record=record, request="", messages=(), tools=())
+            crashed = {"crashed": float(bool(event.fault))}
+            outcome = None if self.outcome_judge else event.reward
+            fault = f"{event.told}\n\nIts last output:\n{event.said}" if event.fault else ""
+            outcome = 0.0 if event.fault else outcome
+            transition = Transition(after, "", True, outcome, crashed, fault=fault)
         else:
             transition = _asking(state, record, event)
             self._keep(transition.state, episode, event)
         return msgspec.structs.replace(transition, reward=reward)
 
-    async def beside(self, state: AgentState) -> AsyncIterator[tuple[str, Transition]]:
+    async def meanwhile(self, state: AgentState) -> AsyncIterator[tuple[str, Transition]]:
         """Yield the other calls of the agent in ``state``, as long as the budget has room."""
         found = next((waiting for waiting in self._waiting if waiting[0] == state), None)
         if found is None:
@@ -287,40 +277,30 @@ class Agent(Environment):
         """Give a new agent the recorded replies; return its next request. Raises Diverged."""
         left = list(zip(state.record, tools.replies(), strict=False)) if state.record else []
         while True:
-            waiting = [(_asked(request), request) for request in episode.requests()]
-            recorded = [
-                (request, pair)
-                for digest, request in waiting
-                for pair in left
-                if pair[0].asked == digest
-            ]
-            if recorded:
-                request, (exchange, text) = recorded[0]
-                left.remove((exchange, text))
+            waiting = [(_digest(request), request) for request in episode.requests()]
+            here = [request for digest, request in waiting if state.request in ("", digest)]
+            pairs = (
+                (r, pair) for digest, r in waiting for pair in left if pair[0].before == digest
+            )
+            if recorded := next(pairs, None):
+                request, (exchange, text) = recorded
+                left.remove(recorded[1])
                 self.replayed += 1
                 episode.answer(request, self._reply(text, request, exchange.spent))
-                continue
-            here = [request for digest, request in waiting if state.asked in ("", digest)]
-            if here and not left:
+            elif here and not left:
                 return here[0]
-            await self._patience(episode, bool(waiting), len(left), len(state.record))
-
-    async def _patience(self, episode: Episode, waits: bool, left: int, of: int) -> None:
-        """Wait for another request in a replay that lacks ``left`` of ``of`` replies."""
-        if waits:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PATIENCE_S):
-                    await episode.news()
-                if not episode.over:
-                    return
-            after = f"after {of - left} of {of} replies of" if left else "at the end of"
-            raise Diverged(
-                f"the agent asks something else {after} a replay: expected one that asks the same when it is told the same"
-            )
-        if isinstance(event := await episode.next(), Ended):
-            raise Diverged(
-                f"the agent ended in a replay where it had gone on before ({event.fault or 'without a fault'})"
-            )
+            elif waiting:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(PATIENCE_S):
+                        await episode.news()
+                    if not episode.over:
+                        continue
+                place = f"{len(state.record) - len(left)} of {len(state.record)} replies"
+                wish = "expected one that asks the same when it is told the same"
+                raise Diverged(f"the agent asks something else after {place} of a replay: {wish}")
+            elif isinstance(event := await episode.next(), Ended):
+                fault = event.fault or "without a fault"
+                raise Diverged(f"the agent ended in a replay where it had gone on before ({fault})")
 
     def _reply(self, text: str, request: Conversation, spent: Spent) -> Reply:
         kept = until(text, request.stop)
@@ -332,7 +312,7 @@ class Agent(Environment):
         if self._started is None:
             self._started = asyncio.create_task(self.gateway.start())
         await asyncio.shield(self._started)
-        episode = Episode(self.gateway, self.fork_server, state.task, self.limits)
+        episode = Episode(self.gateway, self.fork_server, state.task, *self.limits)
         episode.session.check = partial(_check, tools, state, state.record)
         episode.session.count = lambda request: tools.count(request.messages, request.tools)
         if self.searches:
@@ -341,26 +321,16 @@ class Agent(Environment):
             await episode.start()
             event = await episode.next()
         except OSError as error:
-            raise InfrastructureFault(
-                f"the agent {self.run!r} cannot be started: {error}"
-            ) from None
+            fault = f"the agent {self.run!r} cannot be started: {error}"
+            raise InfrastructureFault(fault) from None
         except BaseException:
             self._end(episode)
             raise
         if isinstance(event, Ended):
             self._end(episode)
-            raise DataFault(
-                f"the agent ended before it asked the policy{_refused(episode)} ({event.told})"
-            )
+            end = f"{_refused(episode)} ({event.told})"
+            raise DataFault(f"the agent ended before it asked the policy{end}")
         return episode, event
-
-    def _ended(self, state: AgentState, record: tuple[Exchange, ...], event: Ended) -> Transition:
-        after = msgspec.structs.replace(state, record=record, asked="", messages=(), tools=())
-        crashed = float(bool(event.fault))
-        outcome = 0.0 if crashed else event.reward
-        scored = None if self.outcome_judge and not crashed else outcome
-        fault = f"{event.told}\n\nIts last output:\n{event.said}" if crashed else ""
-        return Transition(after, "", True, scored, {"crashed": crashed}, fault=fault)
 
     def _keep(self, state: AgentState, episode: Episode, request: Conversation) -> None:
         self._waiting.append((state, episode, request))
@@ -385,15 +355,14 @@ class Agent(Environment):
 def _check(
     tools: Tools, before: AgentState, record: tuple[Exchange, ...], request: Conversation
 ) -> None:
-    """Raise Refused unless the policy can be asked this and the journal can keep it."""
+    """Raise RequestRefused unless the policy can be asked this and the journal can keep it."""
     try:
         tools.check(_asking(before, record, request))
     # whatever fails, templates and tokenizers too, fails because of this request
     except Exception as error:
         reason = str(error).encode(errors="backslashreplace").decode()
-        raise Refused(
-            f"the policy cannot be asked this, or the journal cannot keep it: {type(error).__name__}: {reason}"
-        ) from error
+        fault = "the policy cannot be asked this, or the journal cannot keep it"
+        raise RequestRefused(f"{fault}: {type(error).__name__}: {reason}") from error
 
 
 def _refused(episode: Episode) -> str:
@@ -409,64 +378,50 @@ def _query(calls: Sequence[ToolCall]) -> str:
     return " ".join(texts) or " ".join(call.arguments for call in calls)
 
 
-def _asked(request: Conversation) -> str:
-    """The digest of what a request asks."""
-    return histories(request.messages, request.tools)[-1]
-
-
-def _state(
-    before: AgentState, record: tuple[Exchange, ...], request: Conversation, whole: bool
-) -> AgentState:
-    """Return the state in which a request waits. whole: it begins a branch."""
-    return AgentState(
+def _asking(before: AgentState, record: tuple[Exchange, ...], request: Conversation) -> Transition:
+    """Return a request that continues a reply of ``record`` or begins a branch."""
+    ends = {exchange.after: place for place, exchange in enumerate(record)}
+    digests = histories(request.messages, request.tools)
+    lengths = range(len(request.messages) - 1, 0, -1)
+    length = next((length for length in lengths if digests[length] in ends), 0)
+    messages, tools = tuple(request.messages), tuple(request.tools)
+    state = AgentState(
         before.task,
         record,
-        _asked(request),
+        digests[-1],
         tuple(request.offered),
         request.must_call,
         request.most,
-        tuple(request.messages) if whole else (),
-        tuple(request.tools) if whole else (),
+        () if length else messages,
+        () if length else tools,
         request.stop,
+    )
+    tail = request.messages[length:] if length else []
+    return Transition(
+        state, "", False, messages=tail, after=ends[digests[length]] if length else None
     )
 
 
-def _asking(before: AgentState, record: tuple[Exchange, ...], request: Conversation) -> Transition:
-    """Return a request that continues a reply of ``record`` or begins a branch."""
-    place, tail = _continued(record, request)
-    state = _state(before, record, request, place is None)
-    return Transition(state, "", False, messages=tail, after=place)
-
-
-def _digest(request: Conversation, reply: Reply) -> str:
-    """The digest of a conversation with its reply, as an agent will send it back."""
-    message: Message = {"role": "assistant", "content": reply.text}
-    if reply.calls:
-        message["tool_calls"] = [
+def _digest(request: Conversation, reply: Reply | None = None) -> str:
+    """The digest of a conversation, with the reply as an agent will send it back."""
+    messages = [*request.messages]
+    if reply is not None:
+        calls = [
             {"id": f"reply-{i}", "function": {"name": call.name, "arguments": call.arguments}}
             for i, call in enumerate(reply.calls)
         ]
-    return histories([*request.messages, message], request.tools)[-1]
+        messages.append({"role": "assistant", "content": reply.text, "tool_calls": calls})
+    return histories(messages, request.tools)[-1]
 
 
-def _continued(
-    record: tuple[Exchange, ...], request: Conversation
-) -> tuple[int | None, list[Message]]:
-    """Return which reply a request continues and what is new; None if it continues none."""
-    after = {exchange.after: place for place, exchange in enumerate(record)}
-    digests = histories(request.messages, request.tools)
-    for length in range(len(request.messages) - 1, 0, -1):
-        if digests[length] in after:
-            return after[digests[length]], request.messages[length:]
-    return None, []
-
-
-async def _end_of_budget(episode: Episode) -> Ended:
+async def _end_of_budget(episode: Episode, event: Conversation | Ended) -> Ended:
     """Answer all further calls that the budget is used up, until the agent ends."""
     for _ in range(MOST_OVER):
+        if isinstance(event, Ended):
+            return event
         for request in episode.requests():
             episode.answer(request, Reply(OVER))
         event = await episode.next()
-        if isinstance(event, Ended):
-            return event
+    if isinstance(event, Ended):
+        return event
     return Ended(None, f"it went on asking {MOST_OVER} times after its budget of calls was used up")

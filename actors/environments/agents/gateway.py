@@ -1,28 +1,26 @@
-"""A server of OpenAI's and Anthropic's protocols through which agents speak with the policy. Each key
-is the session of one episode.
+"""A server of OpenAI's and Anthropic's protocols through which agents speak with the policy. Each
+key is the session of one episode, in which a request waits until the episode answers it.
 
-A request waits in its session until the episode answers it. What an agent sends becomes a
-``Conversation``, and what is answered comes as a ``Reply``. Any model name is the policy's, and the
-run's sampling settings count, not the client's. A stream is a whole reply, replayed.
+Any model name is the policy's, and the run's sampling settings count, not the client's. A stream is
+a whole reply, replayed.
 """
 
 import asyncio
 import collections
 import contextlib
 import hashlib
-import json
 import secrets
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
 
-from coppice.actors.serving import anthropic
+from coppice.actors.serving import anthropic, protocol
 from coppice.actors.serving.conversations import Conversation, ResponseStore, chat_of, responses_of
-from coppice.actors.serving.http import Handler, body_of, errors, finish, stream
-from coppice.actors.serving.protocol import Refused, converted, shown
-from coppice.actors.serving.replies import ChatForm, Form, Reply, ResponsesForm
+from coppice.actors.serving.protocol import RequestRefused
+from coppice.actors.serving.replies import ChatForm, Reply, ResponsesForm
 from coppice.wire.messages import Passage
 
 LARGEST_BODY = 16 << 20
@@ -38,18 +36,16 @@ MOST_STOPS = 16
 MOST_PASSAGES = 1_000
 """The most passages of one query that an agent may ask for."""
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
+_PROBABILITIES = "none: log-probabilities stand in the tree (coppice trees)"
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), "candidates are the run's own (scheduler.strategy_options.k)"),
-    "response_format": (
-        ({"type": "text"},),
-        "the policy is trained as it samples, without a grammar: say in the prompt what you want, or offer a tool",
-    ),
-    "logprobs": ((False,), "log-probabilities stand in the tree (coppice trees)"),
-    "top_logprobs": ((0,), "log-probabilities stand in the tree (coppice trees)"),
-    "functions": (([],), "they are called `tools` now"),
-    "function_call": (("none", "auto"), "it is called `tool_choice` now"),
+    "n": ((1,), "1: candidates are the run's own (scheduler.strategy_options.k)"),
+    "response_format": (({"type": "text"},), "none: say it in the prompt, or offer a tool"),
+    "logprobs": ((False,), _PROBABILITIES),
+    "top_logprobs": ((0,), _PROBABILITIES),
+    "functions": (([],), "none: they are called `tools` now"),
+    "function_call": (("none", "auto"), "none: it is called `tool_choice` now"),
 }
-"""Fields that would change a reply: their values without effect, and the remedy."""
+"""Fields that would change a reply: their values without effect, and what is expected instead."""
 
 
 class _Fields(msgspec.Struct):
@@ -78,7 +74,7 @@ class Session:
     def __init__(self, key: str):
         self.key = key
         self.check: Callable[[Conversation], None] = lambda conversation: None
-        """Raises Refused for what the policy cannot be asked."""
+        """Raises RequestRefused for what the policy cannot be asked."""
         self.refused = ""
         """What the last call was refused with, "" once a later request was accepted."""
         self.requests: asyncio.Queue[tuple[Conversation, asyncio.Future[Reply]]] = asyncio.Queue()
@@ -95,7 +91,7 @@ class Session:
         self.count: Callable[[Conversation], int] | None = None
         """Returns the tokens of a request's prompt."""
         self.responses = ResponseStore()
-        self._asked: collections.Counter[str] = collections.Counter()
+        self._times: collections.Counter[str] = collections.Counter()
         self._answers: dict[str, asyncio.Future[Reply]] = {}
         self._keys: dict[tuple[str, str], str] = {}
 
@@ -109,13 +105,13 @@ class Session:
         if key:
             name = self._keys.get((key, digest), "")
         else:
-            name = f"{digest}{self._asked[digest]}" if again else ""
+            name = f"{digest}{self._times[digest]}" if again else ""
         if name in self._answers:
             return name, self._answers[name]
         self.check(conversation)
         self.refused = ""
-        self._asked[digest] += 1
-        name = f"{digest}{self._asked[digest]}"
+        self._times[digest] += 1
+        name = f"{digest}{self._times[digest]}"
         conversation = msgspec.structs.replace(conversation, id=name)
         answer = self._answers[name] = asyncio.get_running_loop().create_future()
         if key:
@@ -129,23 +125,21 @@ class Session:
         return name, answer
 
     def give(self, reward: float, response_id: str) -> None:
-        """Note the reward of the episode or of a reply. Raises Refused if its turn is recorded."""
+        """Keep the reward of the episode or a reply. Raises RequestRefused for a late one."""
         if not response_id:
             self.reward = reward
         elif self.open and response_id.endswith(f"-{self.open}"):
             self.step_reward = reward
         else:
-            raise Refused(
-                f"`response_id`: {response_id[:80]!r}: expected the reply that was given last, before anything else is asked and the episode ends",
-                409,
-            )
+            wish = "expected the reply that was given last, before another request and the end"
+            raise RequestRefused(f"`response_id`: {response_id[:80]!r}: {wish}", 409)
 
     def close(self, reason: str) -> None:
         """Refuse further requests and those that wait. Only the reason is kept."""
         self.closed, self.open, self.retrieve, self.count = reason, "", None, None
         self.check = lambda conversation: None  # it knew the tree
         waiting = [answer for answer in self._answers.values() if not answer.done()]
-        self._asked.clear()
+        self._times.clear()
         self._answers.clear()
         self.responses.clear()
         self._keys.clear()
@@ -154,9 +148,9 @@ class Session:
             answer.exception()  # nobody may be waiting for it any more
 
 
-def closed(reason: str) -> Refused:
+def closed(reason: str) -> RequestRefused:
     """Return the refusal of a call of an episode that is over."""
-    return Refused(f"this episode is over: {reason}", 409)
+    return RequestRefused(f"this episode is over: {reason}", 409)
 
 
 class Gateway:
@@ -170,18 +164,16 @@ class Gateway:
 
     async def start(self) -> None:
         """Listen. Raises OSError if the place is taken."""
-        app = web.Application(
-            client_max_size=LARGEST_BODY, middlewares=[self._noted, errors(LARGEST_BODY)]
-        )
-        for prefix in ("", "/s/{key}"):
-            app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
-            app.router.add_post(f"{prefix}/v1/responses", self._responses)
-            app.router.add_post(f"{prefix}/v1/messages", self._messages)
-            app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._count_tokens)
-            app.router.add_get(f"{prefix}/v1/models", self._models)
-            app.router.add_get(f"{prefix}/v1/models/{{name:.+}}", self._models)
-            app.router.add_post(f"{prefix}/v1/episode/reward", self._reward)
-            app.router.add_post(f"{prefix}/v1/retrieve", self._retrieve)
+        middlewares = [protocol.errors(LARGEST_BODY, self._keep_refusal)]
+        app = web.Application(client_max_size=LARGEST_BODY, middlewares=middlewares)
+        for prefix in ("/v1", "/s/{key}/v1"):
+            for dialect in ("chat/completions", "responses", "messages"):
+                app.router.add_post(f"{prefix}/{dialect}", self._answer)
+            app.router.add_post(f"{prefix}/messages/count_tokens", self._count_tokens)
+            app.router.add_get(f"{prefix}/models", self._models)
+            app.router.add_get(f"{prefix}/models/{{name:.+}}", self._models)
+            app.router.add_post(f"{prefix}/episode/reward", self._reward)
+            app.router.add_post(f"{prefix}/retrieve", self._retrieve)
         self._runner = web.AppRunner(
             app, handler_cancellation=False, shutdown_timeout=1.0, access_log=None
         )  # an answer that nobody takes is still the episode's
@@ -223,27 +215,12 @@ class Gateway:
                 return self.sessions[key]
             if key in self._ended:
                 raise closed(self._ended[key])
-        raise Refused(
-            "unknown key: expected the key of an episode as a bearer token, as x-api-key, in the path (/s/KEY/v1) or as"
-            " X-Session-ID",
-            401,
-        )
+        places = "a bearer token, x-api-key, X-Session-ID or in the path (/s/KEY/v1)"
+        raise RequestRefused(f"unknown key: expected an episode's key as {places}", 401)
 
-    @web.middleware
-    async def _noted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Note in its session what a call was refused with."""
-        said = "500: the gateway failed (the log says more)"
-        try:
-            response = await handler(request)
-            said = f"{response.status}: {_reason(response)}"
-        except web.HTTPException as error:
-            said = f"{error.status}: {error.reason}"
-            raise
-        finally:
-            if not said.startswith(("1", "2", "3")):
-                with contextlib.suppress(Refused):  # it names no session
-                    self._session(request).refused = said
-        return response
+    def _keep_refusal(self, request: web.Request, reason: str) -> None:
+        with contextlib.suppress(RequestRefused):  # it names no session
+            self._session(request).refused = reason
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
@@ -253,87 +230,67 @@ class Gateway:
 
     async def _reward(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        given = converted(body_of(await request.read()), _Reward)
+        given = protocol.converted(protocol.body_of(await request.read()), _Reward)
         session.give(given.reward, given.response_id or "")
         return web.json_response({"status": "ok"})
 
     async def _retrieve(self, request: web.Request) -> web.Response:
         """Search-R1's protocol, as of ``judges.retriever.http_server``."""
         session = self._session(request)
-        asked = converted(body_of(await request.read()), _Retrieval)
+        wanted = protocol.converted(protocol.body_of(await request.read()), _Retrieval)
         retrieve = session.retrieve  # forgotten when the episode ends, also while a body is read
         if retrieve is None:
-            raise Refused("this run has no retriever: set data.options.retriever = true", 404)
-        found = [await retrieve(query, asked.topk) for query in asked.queries]
+            fault = "this run has no retriever: set data.options.retriever = true"
+            raise RequestRefused(fault, 404)
+        found = [await retrieve(query, wanted.topk) for query in wanted.queries]
         rows = [[{"id": p.id, "contents": f'"{p.title}"\n{p.text}'} for p in row] for row in found]
         return web.json_response({"result": rows})
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = body_of(await request.read())
-        return await self._answer(request, body, chat_of(body), ChatForm(_model(body)))
-
-    async def _responses(self, request: web.Request) -> web.StreamResponse:
-        body = body_of(await request.read())
-        conversation, keep = responses_of(body, self._session(request).responses)
-        return await self._answer(request, body, conversation, ResponsesForm(_model(body), keep))
-
-    async def _messages(self, request: web.Request) -> web.StreamResponse:
-        body = body_of(await request.read())
-        chat, form = anthropic.chat_body(body), anthropic.MessagesForm(body, _model(body))
-        return await self._answer(request, chat, chat_of(chat), form)
-
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        session, body = self._session(request), body_of(await request.read())
+        session, body = self._session(request), protocol.body_of(await request.read())
         if session.count is None:
-            raise Refused("nobody here can count the tokens of a request", 404)
+            raise RequestRefused("nobody here can count the tokens of a request", 404)
         try:
             tokens = session.count(chat_of(anthropic.chat_body(body, counted=True)))
         except ValueError as error:  # of the chat template
-            raise Refused(str(error)) from None
+            raise RequestRefused(str(error)) from None
         return web.json_response({"input_tokens": tokens})
 
-    async def _answer(
-        self, request: web.Request, body: dict[str, Any], conversation: Conversation, form: Form
-    ) -> web.StreamResponse:
-        fields = converted(body, _Fields)
-        _check_supported(body, fields.text or {})
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request of any dialect, read as one of chat completions."""
+        body, form_of = protocol.body_of(await request.read()), ChatForm
+        if request.path.endswith("/responses"):
+            conversation, keep = responses_of(body, self._session(request).responses)
+            form_of = partial(ResponsesForm, keep=keep)
+        else:
+            if request.path.endswith("/messages"):
+                form_of, body = partial(anthropic.MessagesForm, body), anthropic.chat_body(body)
+            conversation = chat_of(body)
+        fields = protocol.converted(body, _Fields)
+        form = body.get("response_format") or (fields.text or {}).get("format")
+        wanted = {**body, "response_format": form}
+        for name, (neutral, wish) in UNSUPPORTED.items():
+            if wanted.get(name) is not None and wanted[name] not in neutral:
+                raise protocol.unexpected(name, wanted[name], wish)
         stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
         conversation = msgspec.structs.replace(conversation, stop=tuple(filter(None, stop)))
         digest = hashlib.blake2b(await request.read(), digest_size=8).hexdigest()
         again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         key = request.headers.get("Idempotency-Key", "")
         name, answer = self._session(request).ask(conversation, digest, again, key)
-        form.id += name
+        answered = form_of(fields.model or "policy")
+        answered.id += name
         if not fields.stream:
-            return web.json_response(form.whole(await asyncio.shield(answer)))
-        response = await stream(request)
+            return web.json_response(answered.whole(await asyncio.shield(answer)))
+        response = await protocol.stream(request)
         while not answer.done():
             await asyncio.wait([answer], timeout=KEEPALIVE_S)
             if not answer.done():
                 await response.write(b": waiting\n\n")
         usage = bool((fields.stream_options or {}).get("include_usage"))
         try:
-            events = form.events(answer.result(), usage)
-        except Refused as refused:  # the status is sent already
-            events = [form.refusal(refused)]
-        return await finish(response, events)
-
-
-def _reason(response: web.StreamResponse) -> str:
-    """The reason that the body of an error gives."""
-    try:
-        return json.loads(str(getattr(response, "text", "")))["error"]["message"]
-    except (ValueError, LookupError, TypeError):
-        return response.reason or ""
-
-
-def _model(body: dict[str, Any]) -> str:
-    return converted(body, _Fields).model or "policy"
-
-
-def _check_supported(body: dict[str, Any], text: dict[str, Any]) -> None:
-    """Raise Refused for a field that would change the reply and is not honoured."""
-    fields = {**body, "response_format": body.get("response_format") or text.get("format")}
-    for name, (neutral, remedy) in UNSUPPORTED.items():
-        if fields.get(name) is not None and fields[name] not in neutral:
-            raise Refused(f"`{name}`: {shown(fields[name])}: not supported here; {remedy}")
+            events = answered.events(answer.result(), usage)
+        except RequestRefused as refused:  # the status is sent already
+            body = refused.body(request.path)
+            events = [protocol.sse(body, body.get("type", ""))]
+        return await protocol.finish(response, events)

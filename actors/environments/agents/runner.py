@@ -1,11 +1,11 @@
-"""Entry point of the processes of agents. It imports nothing but the standard library and the agent,
-so that an episode begins at once, also in another Python.
+"""Entry point of the processes of agents. It imports only the standard library and the agent, so
+that an episode begins at once, also in another Python.
 
 ``python runner.py MODULE:FUNCTION FD`` imports what the module imports, once, and then forks an
-episode for each one that ``actors.environments.agents.fork_server`` asks for over the socket FD.
-What libraries import later, episodes tell, and it is there for those that follow. The module itself
-is imported in the episode's process, which knows the episode's key by then. A number that the
-function returns is the episode's reward. With "" for the function, episodes are command lines.
+episode for each one that ``actors.environments.agents.episode`` asks for over the socket FD.
+Episodes tell what libraries import later, so that it is there for those that follow. The module
+itself is imported in the episode's process, which knows the episode's key by then. A number that
+the function returns is the episode's reward. With "" for the function, episodes are command lines.
 
 An episode is two processes. The keeper adopts whatever the agent's own process leaves behind
 (PR_SET_CHILD_SUBREAPER), and ends as that one ends, after it has killed all of it::
@@ -50,22 +50,17 @@ def play(run: str, task: dict[str, Any]) -> None:
     result = getattr(importlib.import_module(module), name)(task)
     if inspect.isawaitable(result):
         result = asyncio.run(_awaited(result))
-    if result is not None:
-        reward = json.dumps(_reward(run, result))
-        sys.stdout.flush()
-        sys.stdout.buffer.write(b"\n" + REWARD + reward.encode() + b"\n")
-
-
-def _reward(run: str, result: Any) -> float:
+    if result is None:
+        return
     try:
         reward = float(result)
     except (TypeError, ValueError):
         reward = math.nan
     if not math.isfinite(reward):
-        raise ValueError(
-            f"{run} returned {str(result)[:200]!r}: expected a finite number, the episode's reward, or None for no reward"
-        )
-    return reward
+        wish = "expected a finite number, the episode's reward, or None for no reward"
+        raise ValueError(f"{run} returned {str(result)[:200]!r}: {wish}")
+    sys.stdout.flush()
+    sys.stdout.buffer.write(b"\n" + REWARD + json.dumps(reward).encode() + b"\n")
 
 
 async def _awaited(result: Any) -> Any:
@@ -73,8 +68,7 @@ async def _awaited(result: Any) -> Any:
 
 
 def serve(run: str, channel: socket.socket) -> None:
-    """Fork an episode for every byte that comes, with its files; tell each start and end in a
-    line."""
+    """Fork an episode for every byte that comes, with its files; tell each start and end."""
     here, package = os.getcwd(), str(Path(__file__).parent)
     sys.path[:] = [here, *(place for place in sys.path if place not in ("", here, package))]
     if run:
@@ -92,10 +86,13 @@ def serve(run: str, channel: socket.socket) -> None:
             _import(os.read(late, 1 << 16).decode().split("\n")[:-1])
         if heard in ready:
             heard.recv(4096)
-            _bury(channel)
+            with contextlib.suppress(ChildProcessError):
+                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                    code = os.waitstatus_to_exitcode(ended[1])
+                    _tell(channel, {"ended": ended[0], "code": code})
         if channel in ready:
-            asked, files, _, _ = socket.recv_fds(channel, 1, 2)
-            if not asked:
+            order, files, _, _ = socket.recv_fds(channel, 1, 2)
+            if not order:
                 return
             server, pid = os.getpid(), os.fork()
             if not pid:
@@ -105,19 +102,16 @@ def serve(run: str, channel: socket.socket) -> None:
                 _keep(run, server, files, tell)
             for file in files:
                 os.close(file)
-            channel.sendall(json.dumps({"born": pid}).encode() + b"\n")
+            _tell(channel, {"born": pid})
 
 
-def _bury(channel: socket.socket) -> None:
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            line = {"ended": ended[0], "code": os.waitstatus_to_exitcode(ended[1])}
-            channel.sendall(json.dumps(line).encode() + b"\n")
+def _tell(channel: socket.socket, event: dict[str, int]) -> None:
+    channel.sendall(json.dumps(event).encode() + b"\n")
 
 
 def _keep(run: str, server: int, files: list[int], tell: int) -> NoReturn:
-    """Be the keeper of an episode: start the agent's process with a folder of its own, wait for its
-    end or for SIGTERM, kill whatever it has left, and end as it ended."""
+    """Be an episode's keeper: start the agent's process with a folder of its own, wait for its end
+    or for SIGTERM, kill whatever it has left, and end as it ended."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
@@ -171,27 +165,15 @@ def _clear() -> None:
     with contextlib.suppress(ChildProcessError):  # none is left
         while True:
             if not os.waitpid(-1, os.WNOHANG)[0]:
-                killed = [pid for pid in _children() if _killed(pid)]
+                killed = 0
+                for entry in Path("/proc").glob("[0-9]*/stat"):
+                    with contextlib.suppress(OSError):  # it has gone, or may not be killed
+                        if int(entry.read_bytes().rpartition(b")")[2].split()[1]) == os.getpid():
+                            os.kill(int(entry.parent.name), signal.SIGKILL)
+                            killed += 1
                 if not killed:
                     return
                 os.waitpid(-1, 0)
-
-
-def _killed(pid: int) -> bool:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except OSError:
-        return False
-    return True
-
-
-def _children() -> list[int]:
-    children = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has gone
-            if int(entry.read_bytes().rpartition(b")")[2].split()[1]) == os.getpid():
-                children.append(int(entry.parent.name))
-    return children
 
 
 def _episode(run: str, files: list[int], folder: str, tell: int) -> NoReturn:

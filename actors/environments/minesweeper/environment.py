@@ -1,10 +1,8 @@
 """Minesweeper: reveal every cell without a mine, with one reveal or one flag per turn (methods.md
-3.4).
+3.4). The first reveal, by default a free one of the centre, places the mines outside its 3x3.
 
-The first reveal places the mines, from the seed of the state, outside the 3x3 around the revealed
-cell, so that it always opens a region. By default the first reveal is a free one, of the centre,
-before turn 1. If it already solves the board, the board is drawn again. This does not change the
-odds of the mines that a player faces, because a solved board would have shown other numbers.
+A board that the free reveal solves is drawn again. This does not change the odds of the mines that
+a player faces, because a solved board would have shown other numbers.
 """
 
 import random
@@ -17,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from coppice.actors.environments.base import Task, Tools, Transition
-from coppice.actors.environments.game import Game
+from coppice.actors.environments.game import STRIDE, TRIES, Game, labelled
 from coppice.common.numbers import Count, Natural
 from coppice.wire.faults import DataFault
 
@@ -28,8 +26,6 @@ MINE, SAFE = "*", "."
 """The marks of a layout."""
 REVEAL, MARK = 0, 1
 """The first integer of a move: whether it reveals or flags a cell."""
-TRIES, STRIDE = 256, 1_000_003
-"""Try n of a task draws its mines with the seed ``seed + n * STRIDE``, as in Sudoku."""
 
 _MOVE = re.compile(
     r"\s*(reveal|open|click|flag|mark)[\s,]+([0-9]{1,4})[\s,]+([0-9]{1,4})\s*",
@@ -37,7 +33,7 @@ _MOVE = re.compile(
 )
 
 
-class State(msgspec.Struct, frozen=True):
+class MinesState(msgspec.Struct, frozen=True):
     """A game under way. Boards are ``rows * columns`` characters row by row.
 
     board: what the player sees: "#" hidden, "F" flagged, "." for 0, "1".."8". layout: "*" where a
@@ -87,22 +83,20 @@ class Minesweeper(Game):
         most = rows * columns - min(rows, 3) * min(columns, 3) - centre_start
         if most < 1:
             raise ValueError(
-                f"rows = {rows}, columns = {columns}: expected a board larger than the 3x3 kept free of mines"
+                f"rows = {rows}, columns = {columns}: expected a board larger than 3x3"
             )
         if not 1 <= mines <= most:
-            kept = ", and one safe cell, are" if centre_start else " is"
             raise ValueError(
-                f"mines = {mines}: expected 1 to {most} on {rows}x{columns}, where the 3x3 around the first"
-                f" reveal{kept} kept free"
+                f"mines = {mines}: expected 1 to {most} on {rows}x{columns}, as the 3x3 around the"
+                f" first reveal{', and one safe cell,' * centre_start} must be free of mines"
             )
         self.rows, self.columns, self.mines, self.max_turns = rows, columns, mines, max_turns
         self.centre_start, self.flag_all = centre_start, success_rule == "flags"
 
-    def initial(self, task: Task) -> State:
-        """Return the first board of the task's seed. Raises DataFault when the free reveal solves
-        the board in every try."""
+    def initial(self, task: Task) -> MinesState:
         board = HIDDEN * (self.rows * self.columns)
-        state = State(self.rows, self.columns, self.mines, task.seed, board, flag_all=self.flag_all)
+        size = self.rows, self.columns, self.mines
+        state = MinesState(*size, task.seed, board, flag_all=self.flag_all)
         if not self.centre_start:
             return state
         centre = self.rows // 2 * self.columns + self.columns // 2
@@ -112,11 +106,11 @@ class Minesweeper(Game):
             if not all_revealed(opened):
                 return opened
         raise DataFault(
-            f"minesweeper: revealing the centre of {self.rows}x{self.columns} with {self.mines} mines from seed {task.seed}"
-            f" solves it in each of {TRIES} tries; ask for more mines"
+            f"minesweeper: revealing the centre of {self.rows}x{self.columns} with {self.mines}"
+            f" mines from seed {task.seed} solves it in each of {TRIES} tries; ask for more mines"
         )
 
-    def view(self, state: State) -> dict[str, str]:
+    def view(self, state: MinesState) -> dict[str, str]:
         """{board}: a labelled grid. {row}: its characters alone. {flags_left}: mines minus flags.
         Also {mines}, {goal}, {rows}, {columns}."""
         return {
@@ -131,55 +125,30 @@ class Minesweeper(Game):
         }
 
     def move(self, text: str) -> tuple[int, int, int] | None:
-        """Read "reveal R C" (or open, click) or "flag R C" (or mark) as (kind, row, column), counted
-        from 0."""
+        """Read "reveal R C" (or open, click) or "flag R C" (or mark) as (kind, row, column)."""
         match = _MOVE.fullmatch(text)
         if match is None:
             return None
         kind = MARK if match[1].lower() in ("flag", "mark") else REVEAL
         return kind, int(match[2]) - 1, int(match[3]) - 1
 
-    def legal(self, state: State, move: tuple[int, ...]) -> bool:
-        """Return whether the move is legal: a hidden cell may be revealed or flagged, a flagged
-        cell only unflagged."""
-        return cell_of(state, move) is not None
-
-    def moves(self, state: State) -> list[tuple[int, ...]]:
-        """Return every reveal, row by row, then every flag."""
-        if state.over:
-            return []
-        cells = [(mark, divmod(cell, state.columns)) for cell, mark in enumerate(state.board)]
-        return [
-            *((REVEAL, *place) for mark, place in cells if mark == HIDDEN),
-            *((MARK, *place) for mark, place in cells if mark in (HIDDEN, FLAG)),
-        ]
+    def moves(self, state: MinesState) -> list[tuple[int, ...]]:
+        return legal_moves(state)
 
     def notation(self, move: tuple[int, ...]) -> str:
         kind, row, column = move
         return f"{'flag' if kind == MARK else 'reveal'} {row + 1} {column + 1}"
 
-    async def apply(self, state: State, move: tuple[int, ...], tools: Tools) -> Transition:
+    async def apply(self, state: MinesState, move: tuple[int, ...], tools: Tools) -> Transition:
         """Toggle a flag or reveal a cell. The outcome is 1 when solved, -1 after a mine, 0 when out
         of turns (methods.md 3.4, 3.6)."""
         after = played(state, move)
-        cell = move[1] * state.columns + move[2]
-        result = {HIT: "mine", FLAG: "flagged", HIDDEN: "unflagged"}.get(after.board[cell], "safe")
-        outcome = None
-        if after.board[cell] == HIT:
-            outcome = self.loss
-        elif solved(after):
-            outcome = 1.0
-        elif state.turn + 1 >= self.max_turns:
-            outcome = 0.0
-        after = msgspec.structs.replace(
-            after,
-            turn=state.turn + 1,
-            past=self.remember(state.past, f"{self.notation(move)} {result}"),
-            over=outcome is not None,
-        )
-        return Transition(after, "", after.over, outcome, self.lost(after) if after.over else {})
+        mark = after.board[move[1] * state.columns + move[2]]
+        result = {HIT: "mine", FLAG: "flagged", HIDDEN: "unflagged"}.get(mark, "safe")
+        outcome = self.loss if mark == HIT else 1.0 if solved(after) else None
+        return self.turned(after, f"{self.notation(move)} {result}", outcome)
 
-    def lost(self, state: State) -> dict[str, float]:
+    def lost(self, state: MinesState) -> dict[str, float]:
         """Return success by the chosen rule, success_reveal and success_flags by each rule, and
         completion, the share of revealed safe cells."""
         cells = len(state.board)
@@ -217,19 +186,17 @@ def lay(rows: int, columns: int, mines: int, cell: int, seed: int) -> str:
     return "".join(MINE if other in laid else SAFE for other in range(rows * columns))
 
 
-def cell_of(state: State, move: Sequence[int]) -> int | None:
-    """Return the cell of a legal move, None when the move is not legal."""
-    if state.over or len(move) != 3:
-        return None
-    kind, row, column = move
-    if kind not in (REVEAL, MARK) or not (0 <= row < state.rows and 0 <= column < state.columns):
-        return None
-    cell = row * state.columns + column
-    open_to = (HIDDEN,) if kind == REVEAL else (HIDDEN, FLAG)
-    return cell if state.board[cell] in open_to else None
+def legal_moves(state: MinesState) -> list[tuple[int, ...]]:
+    """Return every reveal, row by row, then every flag: a hidden cell may be revealed or flagged,
+    and a flagged cell only unflagged."""
+    if state.over:
+        return []
+    cells = [(mark, divmod(cell, state.columns)) for cell, mark in enumerate(state.board)]
+    reveals = [(REVEAL, *place) for mark, place in cells if mark == HIDDEN]
+    return reveals + [(MARK, *place) for mark, place in cells if mark in (HIDDEN, FLAG)]
 
 
-def played(state: State, move: Sequence[int]) -> State:
+def played(state: MinesState, move: Sequence[int]) -> MinesState:
     """Return the state after a legal move."""
     kind, row, column = move
     cell = row * state.columns + column
@@ -239,7 +206,7 @@ def played(state: State, move: Sequence[int]) -> State:
     return msgspec.structs.replace(state, board=state.board[:cell] + mark + state.board[cell + 1 :])
 
 
-def revealed(state: State, cell: int) -> State:
+def revealed(state: MinesState, cell: int) -> MinesState:
     """Reveal the hidden ``cell``. A revealed cell without mines around it also reveals all its
     neighbours without a flag, and so on."""
     layout = state.layout or lay(state.rows, state.columns, state.mines, cell, state.seed)
@@ -255,7 +222,7 @@ def revealed(state: State, cell: int) -> State:
     return msgspec.structs.replace(state, board="".join(board), layout=layout)
 
 
-def all_revealed(state: State) -> bool:
+def all_revealed(state: MinesState) -> bool:
     """Return whether every cell without a mine is revealed."""
     return state.layout != "" and _closed(state.board) == state.mines
 
@@ -265,22 +232,11 @@ def _closed(board: str) -> int:
     return sum(map(board.count, (HIDDEN, FLAG, HIT)))
 
 
-def all_flagged(state: State) -> bool:
+def all_flagged(state: MinesState) -> bool:
     """Return whether exactly the mines have flags."""
     return "".join(MINE if mark == FLAG else SAFE for mark in state.board) == state.layout
 
 
-def solved(state: State) -> bool:
+def solved(state: MinesState) -> bool:
     """Return whether the game is won by its own rule."""
     return all_revealed(state) and (not state.flag_all or all_flagged(state))
-
-
-def labelled(board: str, columns: int) -> str:
-    """Return the board as a grid with R1.. and C1.. labels."""
-    rows = len(board) // columns
-    side, width = len(f"R{rows}"), len(f"C{columns}")
-    lines = [" ".join([" " * side, *(f"C{column + 1}".rjust(width) for column in range(columns))])]
-    for row in range(rows):
-        cells = board[row * columns : (row + 1) * columns]
-        lines.append(" ".join([f"R{row + 1}".ljust(side), *(cell.rjust(width) for cell in cells)]))
-    return "\n".join(lines)

@@ -1,33 +1,15 @@
 """Environments of other libraries under this project's contract: their objects change while they
-are played, our states do not.
-
-A state says how an episode was played: its seed and its actions. So every library's environment
-must be determined by its seed and its actions, which a contract test holds of each
-(tests/actors/test_other_environments.py).
-"""
+are played, our states do not. A state is seed and actions, which must determine the game."""
 
 import re
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from coppice.actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
-from coppice.actors.environments.others.in_other_python.worker import (
-    Games,
-    Refused,
-    Turned,
-    random_state,
-    set_random_state,
-)
+from coppice.actors.environments.others.in_other_python.worker import ActionRefused, Turned
 from coppice.common.numbers import Count
-
-_PLAYING = threading.RLock()
-"""Held while a game is played: first states are made in threads, and there is one random state of
-the process."""
-KEPT = 256
-"""Games in a cache."""
 
 
 class Played(msgspec.Struct, frozen=True):
@@ -61,8 +43,8 @@ class Mutable(Environment):
         self._block = re.compile(f"<{self.tag}>(.*?)</{self.tag}>", re.DOTALL)
 
     async def ask(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:
-        """Return what stands after an action, or before it if it is None. Raises Refused if the
-        library refuses it."""
+        """Return what stands after an action, or before it if it is None. Raises ActionRefused if
+        the library refuses it."""
         raise NotImplementedError
 
     async def others(
@@ -82,21 +64,17 @@ class Mutable(Environment):
         return Task(f"{self.name}-{seed}", seed=seed)
 
     def initial(self, task: Task) -> Played:
-        """Return the state before the library is asked."""
         return Played(task.seed, "")
 
     async def open(self, state: Played, tools: Tools) -> Played:
-        """Return the state of an episode that has begun."""
         shown = await self.ask(state.seed, (), None)
         return msgspec.structs.replace(state, seen=shown.seen)
 
     def prompt(self, task: Task, state: Played) -> list[dict[str, Any]]:
-        """Return one user message: the rules, then what the policy sees."""
         rules = f"{self.rules}\n" if self.rules else ""
         return [{"role": "user", "content": f"{rules}{self.format}\n{SPLIT}\n{state.seen}"}]
 
     def read(self, state: Played, text: str) -> Action:
-        """Return the action of the last action block."""
         blocks = self._block.findall(text)
         if not blocks:
             return Action("invalid", text)
@@ -108,14 +86,13 @@ class Mutable(Environment):
             return self.outgrown(state)
         try:
             turned = await self.ask(state.seed, state.actions, action.argument)
-        except Refused:
+        except ActionRefused:
             return self.outgrown(state)
         actions = (*state.actions, action.argument)
         moved = msgspec.structs.replace(state, actions=actions)
         turned, actions = await self.others(moved, turned, tools)
-        after = Played(
-            state.seed, turned.seen, actions, state.earned + turned.reward, state.turns + 1
-        )
+        earned, turns = state.earned + turned.reward, state.turns + 1
+        after = Played(state.seed, turned.seen, actions, earned, turns)
         if not turned.done and after.turns < self.horizon:
             return Transition(after, turned.seen, False, reward=turned.reward)
         success = after.earned > 0 if turned.success is None else turned.success
@@ -123,43 +100,5 @@ class Mutable(Environment):
         return Transition(after, turned.seen, True, after.earned, measures, turned.reward)
 
     def outgrown(self, state: Played) -> Transition:
-        """Return the end of an episode that cannot go on: what it has earned so far, and no
-        success."""
+        """Return the end of an episode: what it has earned so far, and no success."""
         return Transition(state, "", True, state.earned, {"success": 0.0}, 0.0)
-
-
-class InThisPython(Mutable):
-    """An adapter whose library is in this process. A subclass writes ``begin`` and ``turn``, and
-    says in ``copies`` whether a game can be copied."""
-
-    copies = True
-
-    def __init__(self, horizon: Count):
-        super().__init__(horizon)
-        self.games = Games(self.begin, self.turn, self.copies, KEPT)
-
-    def begin(self, seed: int) -> tuple[Any, Turned]:
-        """Return a new game, reset with ``seed``, and what its first player sees."""
-        raise NotImplementedError
-
-    def turn(self, game: Any, action: str) -> Turned:
-        """Play an action, which changes the game. Raises ValueError if the library refuses it."""
-        raise NotImplementedError
-
-    def stands(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:
-        """Like ``ask``. The random state of the process stays as it was."""
-        with _PLAYING:
-            before = random_state()
-            try:
-                return self.games.answer(seed, actions, action)
-            finally:
-                set_random_state(before)
-
-    async def ask(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:
-        return self.stands(seed, actions, action)
-
-    def initial(self, task: Task) -> Played:
-        return Played(task.seed, self.stands(task.seed, (), None).seen)
-
-    async def open(self, state: Played, tools: Tools) -> Played:
-        return state

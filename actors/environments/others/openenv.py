@@ -1,11 +1,5 @@
-"""Environments of OpenEnv: their class in this process, or a server of theirs over its WebSocket.
-
-data.environment = "openenv" with data.options.environment and .action ("package.module:Class"),
-where ``pip install openenv`` and the environment's own package are; or data.environment =
-"openenv_server" with data.options.url, which needs neither. The policy writes an action as a JSON
-object of its fields, or as bare text where the action has one field. It sees the observation's
-fields as JSON.
-"""
+"""Environments of OpenEnv: their class in this process, or a server of theirs over its WebSocket
+(docs/environments.md). Actions are JSON objects of their fields, observations are seen as JSON."""
 
 import asyncio
 import collections
@@ -16,8 +10,9 @@ from typing import Any
 
 import aiohttp
 
-from coppice.actors.environments.others.in_other_python.worker import Refused, Turned
-from coppice.actors.environments.others.mutable import InThisPython, Mutable
+from coppice.actors.environments.others.in_other_python.worker import ActionRefused, Turned
+from coppice.actors.environments.others.in_process import InThisPython
+from coppice.actors.environments.others.mutable import Mutable
 from coppice.common.numbers import Count, Positive
 from coppice.common.options import imported
 from coppice.wire.faults import DataFault, InfrastructureFault
@@ -26,8 +21,6 @@ LARGEST = 4 << 20
 """The most bytes of a server's answer."""
 FULL_S = 0.2
 """Seconds between two requests to a server that has no place free."""
-_OWN = ("done", "reward", "metadata")
-"""Fields that every observation has."""
 
 
 def _fields(text: str, field: str) -> str | None:
@@ -43,7 +36,9 @@ def _fields(text: str, field: str) -> str | None:
 
 
 def _turned(observation: dict[str, Any], reward: float | None = None, done: Any = False) -> Turned:
-    shown = {name: value for name, value in observation.items() if name not in _OWN}
+    shown = dict(observation)
+    for name in ("done", "reward", "metadata"):  # of every observation
+        shown.pop(name, None)
     return Turned(json.dumps(shown, ensure_ascii=False), float(reward or 0.0), bool(done))
 
 
@@ -70,7 +65,9 @@ class OpenEnv(InThisPython):
     def begin(self, seed: int) -> tuple[Any, Turned]:
         try:
             game = self._make()
-            seeded = {"seed": seed} if _takes_seed(game.reset) else {}
+            options = inspect.signature(game.reset).parameters.values()
+            takes_seed = any(one.name == "seed" or one.kind is one.VAR_KEYWORD for one in options)
+            seeded = {"seed": seed} if takes_seed else {}
             return game, _turned(game.reset(**seeded).model_dump(mode="json"))
         except Exception as error:
             raise self._fault(error, f"the episode of seed {seed} cannot begin") from error
@@ -85,17 +82,11 @@ class OpenEnv(InThisPython):
             raise self._fault(error, f"the action {action[:200]} fails") from error
 
     def _fault(self, error: Exception, said: str) -> DataFault:
-        return DataFault(
-            f"OpenEnv environment {self._make.__name__}: {said}: {type(error).__name__}: {error}"
-        )
+        reason = f"{said}: {type(error).__name__}: {error}"
+        return DataFault(f"OpenEnv environment {self._make.__name__}: {reason}")
 
     def allowed(self, text: str) -> str | None:
         return _fields(text, self.field)
-
-
-def _takes_seed(reset: Any) -> bool:
-    parameters = inspect.signature(reset).parameters
-    return "seed" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 class OpenEnvServer(Mutable):
@@ -123,10 +114,7 @@ class OpenEnvServer(Mutable):
         super().__init__(horizon)
         self.url, self.rules, self.field, self.timeout_s = url.rstrip("/"), rules, field, timeout_s
         self.kept, self.turns = sessions, 0
-        self._sessions: collections.OrderedDict[tuple[int, tuple[str, ...]], _Session] = (
-            collections.OrderedDict()
-        )
-        self._closing: set[asyncio.Task[None]] = set()
+        self._sessions = collections.OrderedDict[tuple[int, tuple[str, ...]], _Session]()
 
     def allowed(self, text: str) -> str | None:
         return _fields(text, self.field)
@@ -134,30 +122,19 @@ class OpenEnvServer(Mutable):
     async def ask(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:
         """Play an action in the session that stands there, or in a new one that plays the episode
         again."""
-        session = None if action is None else self._sessions.pop((seed, actions), None)
+        session = self._sessions.pop((seed, actions), None)
         if session is not None and action is not None:
             with contextlib.suppress(InfrastructureFault):  # it may have gone since
                 return await self._act(session, seed, actions, action)
-        session, first = await self._begin(seed)
+        elif session is not None:
+            await session.close()
+        session, shown = await self._begin(seed)
         for earlier in actions:
-            await self._ask(session, earlier)
+            shown = await self._step(session, earlier)
         if action is not None:
             return await self._act(session, seed, actions, action)
-        self._keep((seed, actions), session)
-        return first
-
-    async def _act(
-        self, session: "_Session", seed: int, actions: tuple[str, ...], action: str
-    ) -> Turned:
-        try:
-            turned = await self._ask(session, action)
-        except ValueError as error:
-            raise Refused(str(error)) from error
-        if turned.done or len(actions) + 1 >= self.horizon:
-            self._close(session)
-        else:
-            self._keep((seed, (*actions, action)), session)
-        return turned
+        await self._keep((seed, actions), session)
+        return shown
 
     async def _begin(self, seed: int) -> tuple["_Session", Turned]:
         loop = asyncio.get_running_loop()
@@ -165,8 +142,8 @@ class OpenEnvServer(Mutable):
         while True:
             session = _Session(self.url, self.timeout_s)
             try:
-                return session, await self._ask(session, None, seed)
-            except Full:
+                return session, await session.ask("reset", {"seed": seed})
+            except OpenEnvFull:
                 if loop.time() > until:
                     raise
             except ValueError as error:
@@ -174,63 +151,66 @@ class OpenEnvServer(Mutable):
                     f"OpenEnv server {self.url}: the episode of seed {seed} cannot begin: {error}"
                 ) from None
             if self._sessions:
-                self._close(self._sessions.popitem(last=False)[1])
+                await self._sessions.popitem(last=False)[1].close()
             await asyncio.sleep(FULL_S)
 
-    async def _ask(self, session: "_Session", action: str | None, seed: int = 0) -> Turned:
-        """Send an action, or a reset where there is none."""
-        message = {"type": "reset", "data": {"seed": seed}}
-        if action is not None:
-            self.turns += 1
-            message = {"type": "step", "data": json.loads(action)}
+    async def _act(
+        self, session: "_Session", seed: int, actions: tuple[str, ...], action: str
+    ) -> Turned:
         try:
-            answer = await session.ask(message)
-            return _turned(answer["observation"], answer.get("reward"), answer.get("done"))
-        except BaseException:
-            # also when the caller is cancelled: nobody knows what the session has played
-            self._close(session)
-            raise
+            turned = await self._step(session, action)
+        except ValueError as error:
+            raise ActionRefused(str(error)) from error
+        if turned.done or len(actions) + 1 >= self.horizon:
+            await session.close()
+        else:
+            await self._keep((seed, (*actions, action)), session)
+        return turned
 
-    def _keep(self, key: tuple[int, tuple[str, ...]], session: "_Session") -> None:
-        if key in self._sessions:  # a sibling has played the same
-            self._close(self._sessions.pop(key))
+    async def _step(self, session: "_Session", action: str) -> Turned:
+        self.turns += 1
+        return await session.ask("step", json.loads(action))
+
+    async def _keep(self, key: tuple[int, tuple[str, ...]], session: "_Session") -> None:
+        sibling = self._sessions.pop(key, None)  # it has played the same
         self._sessions[key] = session
-        while len(self._sessions) > self.kept:
-            self._close(self._sessions.popitem(last=False)[1])
-
-    def _close(self, session: "_Session") -> None:
-        """Close the session, which frees its place on the server."""
-        closing = asyncio.get_running_loop().create_task(session.close())
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        if len(self._sessions) > self.kept:
+            sibling = self._sessions.popitem(last=False)[1]
+        if sibling is not None:
+            await sibling.close()
 
     async def close(self) -> None:
-        """Close all sessions."""
         while self._sessions:
-            self._close(self._sessions.popitem()[1])
-        await asyncio.gather(*self._closing)
+            await self._sessions.popitem()[1].close()
 
 
-class Full(InfrastructureFault):
+class OpenEnvFull(InfrastructureFault):
     """A server that has no place for a session."""
 
 
 class _Session:
-    """A connection with an episode of its own. Raises InfrastructureFault where the server does not
-    answer, Full where it has no place, and ValueError for a message that it, or its environment,
-    refuses."""
+    """A connection with an episode of its own. An answer that does not come, or is cancelled, ends
+    it, because nobody knows what it has played."""
 
     def __init__(self, url: str, timeout_s: float):
         self.url, self.timeout_s = url, timeout_s
-        self._client: aiohttp.ClientSession | None = None
+        self._client = aiohttp.ClientSession()
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 
-    async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send a message and return the data of the answer."""
+    async def ask(self, kind: str, data: dict[str, Any]) -> Turned:
+        """Send a message and return what stands after it. Raises InfrastructureFault where the
+        server does not answer, OpenEnvFull where it has no place, and ValueError for a message that
+        it, or its environment, refuses."""
+        try:
+            return await self._answer({"type": kind, "data": data})
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _answer(self, message: dict[str, Any]) -> Turned:
         try:
             async with asyncio.timeout(self.timeout_s):
                 if self._socket is None:
-                    self._client = aiohttp.ClientSession()
                     self._socket = await self._client.ws_connect(
                         f"{self.url}/ws", max_msg_size=LARGEST
                     )
@@ -238,32 +218,23 @@ class _Session:
                 with contextlib.suppress(ConnectionResetError):
                     await self._socket.send_json(message)
                 answer = await self._socket.receive_json()
-                kind, data = answer["type"], answer["data"]
-        except (
-            aiohttp.ClientError,
-            TimeoutError,
-            TypeError,
-            ValueError,
-            KeyError,
-            ConnectionError,
-        ) as error:
+            kind, data = answer["type"], answer["data"]
+            if kind == "observation":
+                return _turned(data["observation"], data.get("reward"), data.get("done"))
+        except (aiohttp.ClientError, OSError, TypeError, ValueError, KeyError) as error:
             raise InfrastructureFault(
                 f"OpenEnv server {self.url}: {type(error).__name__}: {error}"
             ) from None
-        if kind == "observation":
-            return data
         code = data.get("code") if kind == "error" else None
         if code in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
             raise ValueError(data.get("message"))
         if code == "CAPACITY_REACHED":
-            raise Full(
-                f"OpenEnv server {self.url} is full: {data.get('message')}; give it a greater max_concurrent_envs"
+            raise OpenEnvFull(
+                f"OpenEnv server {self.url} is full: {data.get('message')}; give it a greater"
+                " max_concurrent_envs"
             )
         raise InfrastructureFault(f"OpenEnv server {self.url} answered {kind}: {data}")
 
     async def close(self) -> None:
-        """Close the connection."""
-        if self._socket is not None:
-            await self._socket.close()
-        if self._client is not None:
-            await self._client.close()
+        """Close the connection, which frees its place on the server."""
+        await self._client.close()

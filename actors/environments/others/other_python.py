@@ -1,14 +1,6 @@
 """Games of libraries that cannot live in this process, because their licence or the versions that
-they pin forbid it: another Python plays them.
-
-data.environment = "other_python", data.options.python = the path of that Python, data.options.game
-= "gem" (``pip install gem-llm`` there), "textworld" (``pip install textworld`` there),
-"reasoning_gym" or your own "module:Class" (``in_other_python/worker.py`` says what it must have).
-data.options.arguments.id = "game:Sudoku-v0-easy".
-
-The other Python gets with every step the seed and all actions, so that it can be killed at any
-time: a new one plays the game again.
-"""
+they pin forbid it: another Python plays them (docs/environments.md). It gets the seed and all
+actions with every step, so it can be killed at any time."""
 
 import asyncio
 import contextlib
@@ -19,8 +11,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from coppice.actors.environments.others.in_other_python.worker import Refused, Turned
-from coppice.actors.environments.others.mutable import KEPT, Mutable
+from coppice.actors.environments.others.in_other_python.worker import ActionRefused, Turned
+from coppice.actors.environments.others.mutable import Mutable
 from coppice.common.numbers import Count, Positive
 from coppice.common.process import die_with, without_secrets
 from coppice.wire.faults import DataFault, InfrastructureFault
@@ -57,16 +49,12 @@ class OtherPython(Mutable):
         super().__init__(horizon)
         self.rules = rules
         place = GAMES.get(game, game)
-        command = [python, str(WORKER), place, json.dumps(arguments or {}), str(KEPT)]
+        command = [python, str(WORKER), place, json.dumps(arguments or {})]
         if ":" not in place:
             raise ValueError(f"game = {game!r}: expected one of {sorted(GAMES)}, or module:Class")
         try:
             trial = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=timeout_s,
-                env=_environment(),
+                command, input=b"", capture_output=True, timeout=timeout_s, env=_environment()
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ValueError(f"python = {python!r}, game = {game!r}: {error}") from None
@@ -78,7 +66,7 @@ class OtherPython(Mutable):
     async def ask(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:
         answer = await self._children[seed % len(self._children)].ask(seed, actions, action)
         if "refused" in answer:
-            raise Refused(answer["refused"])
+            raise ActionRefused(answer["refused"])
         if "failed" in answer:
             raise DataFault(
                 f"the game of seed {seed} after {len(actions)} actions raised {answer['failed']}"
@@ -86,17 +74,16 @@ class OtherPython(Mutable):
         return Turned(**answer)
 
     async def close(self) -> None:
-        """End the processes."""
         await asyncio.gather(*(child.close() for child in self._children))
 
 
 class _Child:
-    """A process that answers one request after the other. It is started when it is needed, also
-    after it has died."""
+    """A process that answers one request at a time. It is started when it is needed, also after it
+    has died."""
 
     def __init__(self, command: list[str], timeout_s: float):
         self.command, self.timeout_s = command, timeout_s
-        self._one, self._asked = asyncio.Lock(), 0
+        self._one, self._number = asyncio.Lock(), 0
         self._process: asyncio.subprocess.Process | None = None
 
     async def ask(self, *request: Any) -> dict[str, Any]:
@@ -108,9 +95,9 @@ class _Child:
                     return await self._exchanged(request)
             except (OSError, TimeoutError, ValueError) as error:
                 await self.close()
-                late = f"no answer in {self.timeout_s:g} s"
-                reason = late if isinstance(error, TimeoutError) else str(error)
-                game, python = self.command[2], self.command[0]
+                late = isinstance(error, TimeoutError)
+                reason = f"no answer in {self.timeout_s:g} s" if late else error
+                python, _, game = self.command[:3]
                 raise InfrastructureFault(f"{game} in {python}: {reason}") from None
 
     async def close(self) -> None:
@@ -123,30 +110,27 @@ class _Child:
 
     async def _exchanged(self, request: tuple[Any, ...]) -> dict[str, Any]:
         if self._process is None or self._process.returncode is not None:
-            self._process = await self._started()
+            parent = os.getpid()
+            self._process = await asyncio.create_subprocess_exec(
+                *self.command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=LARGEST,
+                env=_environment(),
+                start_new_session=True,
+                preexec_fn=lambda: die_with(parent),
+            )
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
-        self._asked += 1
-        stdin.write(json.dumps([self._asked, *request]).encode() + b"\n")
+        self._number += 1
+        stdin.write(json.dumps([self._number, *request]).encode() + b"\n")
         await stdin.drain()
         while line := await stdout.readline():
             answer = json.loads(line)
             # the one before it may have been asked by a step that was cancelled
-            if answer.pop("id") == self._asked:
+            if answer.pop("id") == self._number:
                 return answer
         raise ConnectionResetError("the process has died; its own words are in the log")
-
-    async def _started(self) -> asyncio.subprocess.Process:
-        parent = os.getpid()
-        return await asyncio.create_subprocess_exec(
-            *self.command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=LARGEST,
-            env=_environment(),
-            start_new_session=True,
-            preexec_fn=lambda: die_with(parent),
-        )
 
 
 def _environment() -> dict[str, str]:

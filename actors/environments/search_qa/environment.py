@@ -1,13 +1,8 @@
-"""Question answering with a search tool: think, then search or answer. A search appends its
-passages (methods.md 1.4, 1.5).
-
-An action is ``<think> .. </think> <search> query </search>`` or ``<think> .. </think> <answer>
-answer </answer>``.
-"""
+"""Question answering with a search tool: ``<think> .. </think>``, then ``<search> query
+</search>`` or ``<answer> answer </answer>``. A search appends passages (methods.md 1.4, 1.5)."""
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from math import fsum
 from pathlib import Path
 from typing import Any, Literal
@@ -26,8 +21,8 @@ from coppice.common.numbers import Count, Natural
 from coppice.wire.messages import JudgedTurn, Passage
 
 INVALID_NOTICE = (
-    "\nThat action could not be used. Write <search> query </search> to look something up, or <answer> answer </answer>"
-    " to finish, after a <think> block. Try once more.\n"
+    "\nThat action could not be used. Write <search> query </search> to look something up, or"
+    " <answer> answer </answer> to finish, after a <think> block. Try once more.\n"
 )
 
 _OPENS = re.compile(r"\s*<think>")
@@ -47,7 +42,7 @@ class Step(msgspec.Struct, frozen=True):
     observation: str
 
 
-class State(msgspec.Struct, frozen=True):
+class SearchState(msgspec.Struct, frozen=True):
     """Everything that happened in an episode so far."""
 
     question: str
@@ -93,14 +88,13 @@ class SearchQA(Environment):
         depends."""
         return [self.template, self.topk, self.max_observation_characters, self.newlines]
 
-    def initial(self, task: Task) -> State:
-        return State(task.question)
+    def initial(self, task: Task) -> SearchState:
+        return SearchState(task.question)
 
-    def prompt(self, task: Task, state: State | None = None) -> list[dict[str, str]]:
-        """Return the chat messages that open the episode."""
+    def prompt(self, task: Task, state: SearchState | None = None) -> list[dict[str, str]]:
         return [{"role": "user", "content": self.template.replace("{question}", task.question)}]
 
-    def read(self, state: State | None, text: str) -> Action:
+    def read(self, state: SearchState | None, text: str) -> Action:
         """Return the action in generated text: a think block (unless optional), then a search or
         answer block; otherwise it is invalid."""
         parts = _strict(text) if self.think == "required" else _free(text)
@@ -110,32 +104,29 @@ class SearchQA(Environment):
         return Action(kind, text, content, think=think)
 
     def parse_forced(self, text: str) -> Action:
-        """Return the answer generated after ``forced_prefix``: the text from the last opening tag
-        to the closing tag."""
+        """Return the answer: the text from the last opening tag to the closing tag."""
         return Action("answer", text, _last(text.split("</answer>")[0], "answer").strip())
 
-    async def step(self, state: State, action: Action, tools: Tools) -> Transition:
+    async def step(self, state: SearchState, action: Action, tools: Tools) -> Transition:
         """An answer ends the episode, a search shows passages, and an invalid action shows a
         notice. Each of them uses one step."""
         if action.kind == "answer":
             return Transition(msgspec.structs.replace(state, done=True), "", True)
-        query = action.argument or ""
-        observation = INVALID_NOTICE
+        query, observation = action.argument or "", INVALID_NOTICE
         if action.kind == "search":
             observation = self.render(await tools.retrieve(query, self.topk))
         steps = (*state.steps, Step(action.think or "", query, observation))
         return Transition(msgspec.structs.replace(state, steps=steps), observation, False)
 
     def render(self, passages: list[Passage]) -> str:
-        """Return the information block of methods.md 1.5, cut at ``max_observation_characters``."""
+        """Return the information block of methods.md 1.5, cut at the most characters."""
         lines = "\n".join(f"Doc {i}(Title: {p.title}) {p.text}" for i, p in enumerate(passages, 1))
         lines = lines[: self.max_observation_characters] or "No results found."
         around = "\n" * self.newlines
         return f"{around}<information>{lines}</information>{around}"
 
     @staticmethod
-    @lru_cache(maxsize=1)  # candidates of one state are judged together
-    def context(state: State) -> str:
+    def context(state: SearchState) -> str:
         """Return the judge's context of methods.md 1.3: the bare question, then each past step."""
         lines = [f"Question: {state.question}"]
         for step in state.steps:
@@ -145,7 +136,7 @@ class SearchQA(Environment):
         return "\n".join(lines)
 
     def judged(
-        self, task: Task, state: State, action: Action, step: int, budget: int
+        self, task: Task, state: SearchState, action: Action, step: int, budget: int
     ) -> JudgedTurn:
         return JudgedTurn(
             question=task.question,
@@ -171,14 +162,15 @@ class SearchQA(Environment):
         """
         own = [turn for turn in turns if not turn["forced"]]
         em, last = [turns[-1].get("outcome", 0.0)], own[-1]
+        answered, searches = not turns[-1]["forced"], sum("query" in turn for turn in own)
         results = {
             "em": em,
             f"em_{task.hops}_hop": em,
             "f1": [turns[-1].get("f1", 0.0)],
             "valid": [turn.get("valid", 0.0) for turn in own],
-            "answered": [last.get("answered", float(not turns[-1]["forced"]))],
+            "answered": [last.get("answered", float(answered))],
             "turns": [float(len(own))],
-            "searches": [last.get("searches", float(sum("query" in turn for turn in own)))],
+            "searches": [last.get("searches", float(searches))],
         }
         for name in ("process", "judge_valid", "response_tokens"):
             if values := [turn[name] for turn in own if name in turn]:

@@ -1,26 +1,28 @@
 """Sokoban: push every box onto a target, one step of the player per turn (methods.md 4.6).
 
-A step costs 0.1, a box that comes onto a target or leaves one brings +1 or -1, and the solution
-brings +10. A step against a wall or against a box that is stuck is legal and changes nothing. A
-reply that cannot be read changes nothing either, costs the step, and the episode goes on. The
-episode ends with the solution or after ``horizon`` turns; a position that can no longer be solved
-does not end it.
+A blocked step is legal and changes nothing, and so does a reply that cannot be read. The episode
+ends with the solution or after ``horizon`` turns, not where the solution is lost.
 """
 
+import io
+from functools import cache
 from math import isqrt
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+import numpy as np
+from PIL import Image
 
 from coppice.actors.environments.base import HELD_OUT_SEEDS, Action, Task, Tools, Transition
 from coppice.actors.environments.game import ACTION, Game
-from coppice.actors.environments.sokoban import pictures, rooms
+from coppice.actors.environments.sokoban import rooms
 from coppice.actors.environments.sokoban.rooms import (
     BOXES,
+    GLYPHS,
     PLACED,
     SIZES,
-    Position,
+    Room,
     layout_digest,
     parse,
     pushed,
@@ -34,12 +36,14 @@ STILL = "still"
 STEP, ON_TARGET, SOLUTION = -0.1, 1.0, 10.0
 """What a step, a box that comes onto a target, and the solution bring."""
 HELD_OUT_SHARE = 8
-"""One layout in so many is held out."""
+"""One layout in eight is held out."""
+SPRITE = 16
+"""Pixels of a cell in each direction."""
 ROW_PLACED = "*"
 """The box on a target in {row}, which a character tokenizer of ASCII must be able to read."""
 
 
-class State(msgspec.Struct, frozen=True):
+class SokobanState(msgspec.Struct, frozen=True):
     """An episode under way. board: see ``rooms``. turn: turns used. score: the rewards so far.
     past: the last boards and what was done there. over: no move can be made any more.
     """
@@ -88,22 +92,21 @@ class Sokoban(Game):
                 raise ValueError(f"{option} = {value}: expected {expected[0]} to {expected[-1]}")
         if side and not self.pictures:
             raise ValueError(
-                f"side = {side}: expected 0, or the pixels of a prompt that has a {{picture}}, such as sokoban_picture"
+                f"side = {side}: expected 0, or a prompt that has a {{picture}}: sokoban_picture"
             )
         self.size, self.boxes, self.max_turns, self.side = size, boxes, horizon, side
         self.split, self.reading, self.outcome = split, reading, outcome
 
-    def initial(self, task: Task) -> State:
-        """Return the room of the task's seed. Raises DataFault if there is none."""
+    def initial(self, task: Task) -> SokobanState:
         held_out = task.seed in HELD_OUT_SEEDS
 
-        def wanted(room: Position) -> bool:
+        def wanted(room: Room) -> bool:
             return self.split == "released" or held_out == is_held_out(room)
 
         room = rooms.generate(self.size, self.boxes, task.seed, self.max_turns, wanted)
-        return State(written(room))
+        return SokobanState(written(room))
 
-    def view(self, state: State) -> dict[str, str]:
+    def view(self, state: SokobanState) -> dict[str, str]:
         """{board}: one line per row. {row}: the cells inside the outer walls without a break.
         {left}: the turns left. {size} and {boxes} are the room's."""
         lines = [state.board[at : at + self.size] for at in range(0, len(state.board), self.size)]
@@ -115,14 +118,13 @@ class Sokoban(Game):
             "boxes": str(self.boxes),
         }
 
-    def picture(self, state: State) -> bytes:
-        return pictures.picture(state.board, self.side)
+    def picture(self, state: SokobanState) -> bytes:
+        return picture(state.board, self.side)
 
-    def anchor(self, state: State) -> str:
-        """Return the board, without the turn and the history."""
+    def anchor(self, state: SokobanState) -> str:
         return shown(state.board)
 
-    def read(self, state: State, text: str) -> Action:
+    def read(self, state: SokobanState, text: str) -> Action:
         """Return the step that a reply means. reading = "released" looks for words inside the first
         action block (methods.md 4.6)."""
         if self.reading == "strict":
@@ -138,23 +140,17 @@ class Sokoban(Game):
         word = text.strip().lower()
         return (WORDS.index(word),) if word in WORDS else None
 
-    def legal(self, state: State, move: tuple[int, ...]) -> bool:
-        """Return whether the episode goes on. Every step may be tried."""
-        return not state.over
-
-    def moves(self, state: State) -> list[tuple[int, ...]]:
+    def moves(self, state: SokobanState) -> list[tuple[int, ...]]:
         """Return up, down, left and right, also against walls."""
         return [] if state.over else [(direction,) for direction in range(len(WORDS))]
 
-    def good_moves(self, state: State) -> list[tuple[int, ...]]:
-        """Return the steps with which a shortest solution begins."""
-        best = [] if state.over else rooms.optimal(parse(state.board))
-        return [(direction,) for direction in best]
+    def good_moves(self, state: SokobanState) -> list[tuple[int, ...]]:
+        return [] if state.over else [(way,) for way in rooms.optimal(parse(state.board))]
 
     def notation(self, move: tuple[int, ...]) -> str:
         return (*WORDS, STILL)[move[0]]
 
-    async def step(self, state: State, action: Action, tools: Tools) -> Transition:
+    async def step(self, state: SokobanState, action: Action, tools: Tools) -> Transition:
         """Take a step. An invalid action changes nothing, but costs the step and the turn."""
         move = action.move if action.valid else None
         before = parse(state.board)
@@ -165,18 +161,18 @@ class Sokoban(Game):
         past = self.remember(state.past, f"{shown(state.board)}\nYou did: {word}\n")
         # all rewards are tenths, so this only removes rounding errors
         score = round(state.score + reward, 1)
-        reached = State(written(after), state.turn + 1, score, past, over)
+        reached = SokobanState(written(after), state.turn + 1, score, past, over)
         if not over:
             return Transition(reached, "", False, reward=reward)
         outcome = score if self.outcome == "return" else float(after.solved)
         return Transition(reached, shown(reached.board), True, outcome, self.lost(reached), reward)
 
-    def outgrown(self, state: State) -> Transition:
+    def outgrown(self, state: SokobanState) -> Transition:
         """Return the end that the last turn would bring in ``state``, which is not solved."""
         outcome = state.score if self.outcome == "return" else 0.0
         return Transition(state, "", True, outcome, self.lost(state))
 
-    def lost(self, state: State) -> dict[str, float]:
+    def lost(self, state: SokobanState) -> dict[str, float]:
         """Return success (1 when every box is on a target) and completion (the share of the boxes
         on targets)."""
         position = parse(state.board)
@@ -186,7 +182,7 @@ class Sokoban(Game):
         }
 
 
-def is_held_out(room: Position) -> bool:
+def is_held_out(room: Room) -> bool:
     """Return whether the split "rooms" holds a room out. All rooms with the same walls and targets
     are on the same side."""
     return layout_digest(room)[0] % HELD_OUT_SHARE == 0
@@ -196,3 +192,27 @@ def shown(board: str) -> str:
     """Return a board with one line per row and a space between its glyphs."""
     size = isqrt(len(board))
     return "\n".join(" ".join(board[at : at + size]) for at in range(0, len(board), size))
+
+
+def picture(board: str, side: int = 0) -> bytes:
+    """Return a board as a PNG of ``side`` x ``side`` RGB pixels, whose sprites repeat the nearest
+    pixel. 0: ``SPRITE`` times the room's size."""
+    image = pixels(board)
+    at = np.arange(side or len(image)) * len(image) // (side or len(image))
+    file = io.BytesIO()
+    Image.fromarray(image[at][:, at]).save(file, "PNG", compress_level=9)
+    return file.getvalue()
+
+
+def pixels(board: str) -> np.ndarray:
+    """Return the colours of a board, uint8 [height, width, 3]."""
+    size, cells = isqrt(len(board)), [_sprites()[glyph] for glyph in board]
+    return np.concatenate([np.hstack(cells[at : at + size]) for at in range(0, len(board), size)])
+
+
+@cache
+def _sprites() -> dict[str, np.ndarray]:
+    """Return the sprite of every glyph, uint8 [SPRITE, SPRITE, 3]. They show the kinds of cell of
+    the released code with other pixels; the player stands on the frame of a target."""
+    sheet = np.asarray(Image.open(Path(__file__).with_name("sprites.png")).convert("RGB"))
+    return dict(zip(GLYPHS, np.split(sheet, len(GLYPHS), axis=1), strict=True))

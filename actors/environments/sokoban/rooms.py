@@ -1,13 +1,9 @@
 """Sokoban rooms: boards, pushes, exact distances to the solution, and a generator whose rooms are
 always solvable.
 
-A board is ``size * size`` characters row by row, with the glyphs of the released text observation.
-Its outer cells are walls. Sets of cells are bit masks, bit ``cell`` for each cell. A position is
-``boxes << CELL_BITS | player``.
-
-The distances come from reverse play: from every solved position the player walks and pulls instead
-of pushing, breadth first. The generator starts a room only at a position that reverse play has
-reached, and the oracle looks moves up in the same table.
+A board is ``size * size`` characters row by row, with walls around. Sets of cells are bit masks.
+The distances come from reverse play: from every solved position the player walks and pulls, breadth
+first. A room starts only where reverse play has been, and the oracle reads the same table.
 """
 
 import hashlib
@@ -34,7 +30,7 @@ opens a cell beside its way as well."""
 ROOMS_CACHED, TRIES = 64, 4096
 
 
-class Position(NamedTuple):
+class Room(NamedTuple):
     """A parsed board. floor: all cells that are not walls. targets, boxes: sets of cells. key: the
     position among those of its room. placed: the number of boxes on targets."""
 
@@ -62,7 +58,7 @@ def directions(size: int) -> tuple[int, int, int, int]:
     return -size, size, -1, 1
 
 
-def parse(board: str) -> Position:
+def parse(board: str) -> Room:
     """Return the position of a board. Raises ValueError unless it is a walled square with one
     player and as many boxes as targets."""
     size = isqrt(len(board))
@@ -75,15 +71,17 @@ def parse(board: str) -> Position:
     square = size * size == len(board) and size in SIZES
     if not square or set(board) - set(GLYPHS) or border & ~cells[WALL]:
         raise ValueError(
-            f"board {board!r}: expected a square of size {SIZES[0]} to {SIZES[-1]} of {GLYPHS!r} inside walls"
+            f"board {board!r}: expected a square of size {SIZES[0]} to {SIZES[-1]} of {GLYPHS!r}"
+            " inside walls"
         )
     count = boxes.bit_count()
     if players.bit_count() != 1 or count != targets.bit_count() or count not in BOXES:
         raise ValueError(
-            f"board {board!r}: expected one player, and as many boxes as targets, {BOXES[0]} to {BOXES[-1]}"
+            f"board {board!r}: expected one player, and as many boxes as targets,"
+            f" {BOXES[0]} to {BOXES[-1]}"
         )
     floor = ~cells[WALL] & (1 << size * size) - 1
-    return Position(size, floor, targets, boxes, players.bit_length() - 1)
+    return Room(size, floor, targets, boxes, players.bit_length() - 1)
 
 
 def inside_of(size: int) -> int:
@@ -92,22 +90,20 @@ def inside_of(size: int) -> int:
     return sum(1 << row * size + column for row in inner for column in inner)
 
 
-def written(position: Position) -> str:
+def written(position: Room) -> str:
     """Return the board of a position."""
     size, floor, targets, boxes, player = position
+    kinds = ((1 << player, PLAYER, PLAYER_ON_TARGET), (boxes, BOX, PLACED), (floor, FLOOR, TARGET))
 
     def glyph(cell: int) -> str:
-        bit = 1 << cell
-        if cell == player:
-            return PLAYER_ON_TARGET if bit & targets else PLAYER
-        if bit & boxes:
-            return PLACED if bit & targets else BOX
-        return TARGET if bit & targets else FLOOR if bit & floor else WALL
+        on_target = targets >> cell & 1
+        held = (marks[on_target] for cells, *marks in kinds if cells >> cell & 1)
+        return next(held, WALL)
 
     return "".join(map(glyph, range(size * size)))
 
 
-def pushed(position: Position, direction: int) -> Position:
+def pushed(position: Room, direction: int) -> Room:
     """Return the position after a move (0 up, 1 down, 2 left, 3 right). A move against a wall, or
     against a box that is stuck, changes nothing."""
     step = directions(position.size)[direction]
@@ -123,7 +119,7 @@ def pushed(position: Position, direction: int) -> Position:
 
 @lru_cache(maxsize=ROOMS_CACHED)
 def distances(size: int, floor: int, targets: int) -> dict[int, int]:
-    """Return the fewest steps to the solution by ``Position.key``, for every position of the room
+    """Return the fewest steps to the solution by ``Room.key``, for every position of the room
     from which it can be solved."""
     frontier = [targets << CELL_BITS | player for player in cells_of(floor & ~targets)]
     table, steps = dict.fromkeys(frontier, 0), directions(size)
@@ -147,12 +143,12 @@ def distances(size: int, floor: int, targets: int) -> dict[int, int]:
     return table
 
 
-def shortest(position: Position) -> int | None:
+def shortest(position: Room) -> int | None:
     """Return the steps of a shortest solution, None if the position cannot be solved any more."""
     return distances(position.size, position.floor, position.targets).get(position.key)
 
 
-def optimal(position: Position) -> list[int]:
+def optimal(position: Room) -> list[int]:
     """Return the directions with which a shortest solution begins, in ascending order, none if the
     position cannot be solved."""
     steps = shortest(position)
@@ -166,14 +162,12 @@ def cells_of(mask: int) -> list[int]:
     return [cell for cell in range(mask.bit_length()) if mask >> cell & 1]
 
 
-def layout_digest(position: Position) -> bytes:
+def layout_digest(position: Room) -> bytes:
     """Return a digest of the walls and targets, the same for all turned and mirrored forms of a
     room and for all positions in it."""
-    layout = [
-        (position.floor >> cell & 1) + (position.targets >> cell & 1)
-        for cell in range(position.size**2)
-    ]
-    grid = np.array(layout, np.uint8).reshape(position.size, position.size)
+    size, floor, targets = position[:3]
+    layout = [(floor >> cell & 1) + (targets >> cell & 1) for cell in range(size**2)]
+    grid = np.array(layout, np.uint8).reshape(size, size)
     forms = (np.rot90(side, turns) for side in (grid, grid.T) for turns in range(4))
     return hashlib.sha256(min(form.tobytes() for form in forms)).digest()
 
@@ -199,8 +193,8 @@ def generate(
     boxes: int,
     seed: int,
     longest: int,
-    wanted: Callable[[Position], bool] = lambda room: True,
-) -> Position:
+    wanted: Callable[[Room], bool] = lambda room: True,
+) -> Room:
     """Return the first room of ``seed`` that is ``wanted``. By construction it has a solution of
     ``longest`` steps or fewer.
 
@@ -214,7 +208,7 @@ def generate(
         if len(cells) < 2 * boxes + 1:
             continue
         targets = sum(1 << cell for cell in rng.sample(cells, boxes))
-        room = Position(size, floor, targets, targets, cells[0])
+        room = Room(size, floor, targets, targets, cells[0])
         if not wanted(room):
             continue
         table = distances(size, floor, targets)
@@ -223,6 +217,6 @@ def generate(
             key = rng.choice(starts)
             return room._replace(boxes=key >> CELL_BITS, player=key & (1 << CELL_BITS) - 1)
     raise DataFault(
-        f"sokoban: no room of size {size} with {boxes} boxes and a solution of at most {longest} steps from seed {seed} in {TRIES}"
-        " tries: ask for fewer boxes or a longer horizon"
+        f"sokoban: no room of size {size} with {boxes} boxes and a solution of at most {longest}"
+        f" steps from seed {seed} in {TRIES} tries: ask for fewer boxes or a longer horizon"
     )

@@ -1,13 +1,10 @@
 """SOTOPIA: two agents with private goals talk to each other, and one of them is trained
-(docs/sotopia.md).
-
-Each turn of the trained side is a fresh prompt. The partner replies while the environment steps, so
-the partner's words are observations: they stand in the tree and in the next prompt, and no loss is
-taken on their tokens. A judge gives the outcome of the whole conversation.
-"""
+(docs/sotopia.md). The partner replies while the environment steps, so its words are observations:
+no loss is taken on their tokens. A judge gives the outcome of the whole conversation."""
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -22,9 +19,7 @@ from coppice.actors.environments.base import (
     Tools,
     Transition,
 )
-from coppice.actors.environments.sotopia import conversation
-from coppice.actors.environments.sotopia.conversation import DIMENSIONS, Conversation, Turn
-from coppice.actors.environments.sotopia.scenarios import Agent, Combo, Scenario, load, shown
+from coppice.actors.environments.sotopia.scenarios import Agent, Combo, Rules, Scenario, load, shown
 from coppice.common.numbers import Count
 from coppice.wire.messages import JudgedTurn
 
@@ -34,15 +29,62 @@ never sees."""
 TRIES = 2
 """How often the partner is asked until its reply can be read. After that its turn counts as "none".
 """
+INSTRUCTIONS = (Path(__file__).parent / "prompt.txt").read_text().strip()
+"""What a side is told. The text before {split} is the same in all turns of a conversation."""
+KINDS = ("none", "speak", "non-verbal communication", "action", "leave")
+DIMENSIONS = {
+    "believability": (0, 10),
+    "relationship": (-5, 5),
+    "knowledge": (0, 10),
+    "secret": (-10, 0),
+    "social_rules": (-10, 0),
+    "financial_and_material_benefits": (-5, 5),
+    "goal": (0, 10),
+}
+"""The dimensions by which a side is judged, each with its least and its greatest score."""
+QUIET = 3
+"""A conversation ends after three turns in a row in which nobody did anything."""
+FAREWELLS = ("left", "leave", "bye", "have a good")
+"""The words that end a conversation in OPRL's released code, wherever they stand in the last turn
+(option ``word_endings``)."""
+RELATIONSHIPS = (
+    "You have never met before.",
+    "You know each other by name only.",
+    "You are acquainted with each other.",
+    "You are friends.",
+    "You are in a romantic relationship.",
+    "You are family.",
+)
 
 
-class State(msgspec.Struct, frozen=True):
+class SotopiaTurn(msgspec.Struct, frozen=True):
+    """One turn. side: 0 or 1. argument: what was said or done, "" for none and leave."""
+
+    side: int
+    kind: str
+    argument: str = ""
+
+
+class Dialogue(msgspec.Struct, frozen=True):
+    """A finished conversation as a judge sees it. Pairs are in the order of the sides; trained: the
+    side that is judged."""
+
+    scenario: str
+    names: tuple[str, str]
+    profiles: tuple[str, str]
+    goals: tuple[str, str]
+    trained: int
+    turns: tuple[SotopiaTurn, ...]
+    rules: tuple[Rules, Rules] | None = None
+
+
+class SotopiaState(msgspec.Struct, frozen=True):
     """A conversation. combo: the key of the scenario with its agents. trained: the side that the
     policy plays for training."""
 
     combo: str
     trained: int
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[SotopiaTurn, ...] = ()
 
 
 class Sotopia(Environment):
@@ -77,7 +119,8 @@ class Sotopia(Environment):
         unruled = [key for key, scenario in self.library.envs.items() if scenario.rules is None]
         if judge == "sotopia_rules" and unruled:
             raise ValueError(
-                f"judge = 'sotopia_rules': scenario {unruled[0]!r} has no rules to check; use judge = 'sotopia'"
+                f"judge = 'sotopia_rules': scenario {unruled[0]!r} has no rules to check;"
+                " use judge = 'sotopia'"
             )
         self.partner, self.partner_tokens, self.speakers = partner, partner_tokens, (partner,)
         self.side, self.turns, self.outcome_judge = side, turns, judge
@@ -90,8 +133,8 @@ class Sotopia(Environment):
             self._training = [combo for combo in self._training if combo.env_id not in kept]
         if not self._held_out or not self._training:
             raise ValueError(
-                f"split = 'scenarios': {len(self.library.envs)} scenarios leave no episode to train on or to hold out; expected"
-                f" {HELD_OUT_EVERY} or more, or split = 'all'"
+                f"split = 'scenarios': {len(self.library.envs)} scenarios leave no episode to train"
+                f" on or to hold out; expected {HELD_OUT_EVERY} or more, or split = 'all'"
             )
 
     # --------------------------------------------------------------------------------------- tasks
@@ -99,93 +142,91 @@ class Sotopia(Environment):
     def task(self, seed: int) -> Task:
         """Return the episode of ``seed``: seeds in a row take all episodes in turn, and then all
         with the other side."""
-        combos, number = self._drawn(seed)
-        combo = combos[number % len(combos)]
-        codename = self.library.envs[combo.env_id].codename
+        codename = self.library.envs[self._drawn(seed)[0].env_id].codename
         return Task(f"{self.name}-{seed}", source=codename, seed=seed)
 
-    def initial(self, task: Task) -> State:
-        combos, number = self._drawn(task.seed)
-        sides = {"first": 0, "second": 1, "random": number // len(combos) % 2}
-        return State(combos[number % len(combos)].pk, sides[self.side])
+    def initial(self, task: Task) -> SotopiaState:
+        combo, lap = self._drawn(task.seed)
+        return SotopiaState(combo.pk, {"first": 0, "second": 1, "random": lap % 2}[self.side])
 
-    def _drawn(self, seed: int) -> tuple[list[Combo], int]:
-        if seed in HELD_OUT_SEEDS:
-            return self._held_out, seed - HELD_OUT_SEEDS.start
-        return self._training, seed
+    def _drawn(self, seed: int) -> tuple[Combo, int]:
+        held_out = seed in HELD_OUT_SEEDS
+        combos = self._held_out if held_out else self._training
+        lap, place = divmod(seed - HELD_OUT_SEEDS.start if held_out else seed, len(combos))
+        return combos[place], lap
 
     # --------------------------------------------------------------------------------------- turns
 
-    def prompt(self, task: Task, state: State) -> list[dict[str, str]]:
+    def prompt(self, task: Task, state: SotopiaState) -> list[dict[str, str]]:
         return self._told(state, state.trained)
 
-    def read(self, state: State, text: str) -> Action:
-        """Return the action of the last JSON object in ``text``; its kind is one of the five, or
-        "invalid"."""
-        turn = conversation.read(text, 0)
-        if turn is None:
-            return Action("invalid", text)
-        return Action(turn.kind, text, turn.argument)
+    def read(self, state: SotopiaState, text: str) -> Action:
+        turn = read_turn(text, 0)
+        return Action("invalid", text) if turn is None else Action(turn.kind, text, turn.argument)
 
-    def replies(self, state: State) -> list[str]:
+    def replies(self, state: SotopiaState) -> list[str]:
         """Return the replies without words: to do nothing and to leave."""
         return [json.dumps({"action_type": kind, "argument": ""}) for kind in ("none", "leave")]
 
-    async def open(self, state: State, tools: Tools) -> State:
+    async def open(self, state: SotopiaState, tools: Tools) -> SotopiaState:
         """Let the partner begin if the trained side is the second. A partner that leaves at once
         has done nothing instead."""
         if state.trained == 0 or state.turns:
             return state
         first = await self._reply(state, tools)
-        first = Turn(0, "none") if first.kind == "leave" else first
+        first = SotopiaTurn(0, "none") if first.kind == "leave" else first
         return msgspec.structs.replace(state, turns=(first,))
 
-    async def step(self, state: State, action: Action, tools: Tools) -> Transition:
+    async def step(self, state: SotopiaState, action: Action, tools: Tools) -> Transition:
         """Add the turn of the trained side and, unless it ended the conversation, the partner's. An
         invalid reply does nothing."""
-        turns = (*state.turns, _turn(action, state.trained))
-        if not self._over(turns):
-            turns = (*turns, await self._reply(msgspec.structs.replace(state, turns=turns), tools))
-        after, done = msgspec.structs.replace(state, turns=turns), self._over(turns)
-        names = [agent.name for agent in self._cast(state)[1]]
-        answers = turns[len(state.turns) + 1 :]
-        lines = [conversation.line(turn, names[turn.side]) for turn in answers]
-        lines += ["The conversation is over."] if done else []
+        turns, lines = (*state.turns, _turn(action, state.trained)), list[str]()
+        if not self.over(turns):
+            answer = await self._reply(msgspec.structs.replace(state, turns=turns), tools)
+            turns = (*turns, answer)
+            lines.append(line(answer, self._cast(state)[1][answer.side].name))
+        after, done = msgspec.structs.replace(state, turns=turns), self.over(turns)
+        lines += ["The conversation is over."] * done
         return Transition(after, "\n".join(lines), done)
 
-    async def _reply(self, state: State, tools: Tools) -> Turn:
+    async def _reply(self, state: SotopiaState, tools: Tools) -> SotopiaTurn:
         side = 1 - state.trained
         for _ in range(TRIES):
             text = await tools.say(self.partner, self._told(state, side), self.partner_tokens, [])
             action = self.read(state, text)
             if action.valid:
                 return _turn(action, side)
-        return Turn(side, "none")
+        return SotopiaTurn(side, "none")
 
-    def _over(self, turns: Sequence[Turn]) -> bool:
-        return conversation.over(turns, self.turns, self.word_endings)
+    def over(self, turns: Sequence[SotopiaTurn]) -> bool:
+        """Return whether the conversation has ended: at the limit, when a side left, or after
+        ``QUIET`` turns of nothing."""
+        quiet = len(turns) >= QUIET and all(turn.kind == "none" for turn in turns[-QUIET:])
+        last = turns[-1] if turns else SotopiaTurn(0, "none")
+        farewell = self.word_endings and any(word in last.argument.lower() for word in FAREWELLS)
+        return len(turns) >= self.turns or last.kind == "leave" or quiet or farewell
 
-    def _cast(self, state: State) -> tuple[Scenario, list[Agent]]:
+    def _cast(self, state: SotopiaState) -> tuple[Scenario, list[Agent]]:
         combo = self._combos[state.combo]
         agents = [self.library.agents[key] for key in combo.agent_ids]
         return self.library.envs[combo.env_id], agents
 
-    def _told(self, state: State, side: int) -> list[dict[str, str]]:
+    def _told(self, state: SotopiaState, side: int) -> list[dict[str, str]]:
         scenario, agents = self._cast(state)
         me, other, viewer = agents[side], agents[1 - side], f"agent_{side}"
         level = scenario.relationship
-        known = level if self.profiles == "relationship" else min(level, 1)
-        names = [other.name if known else conversation.STRANGER] * 2
+        familiar = level if self.profiles == "relationship" else min(level, 1)
+        names = [other.name if familiar else "the other person"] * 2
         names[side] = me.name
-        text = conversation.INSTRUCTIONS.format(
+        text = INSTRUCTIONS.format(
             scenario=shown(scenario.scenario, viewer),
-            relationship=conversation.RELATIONSHIPS[level],
-            own=conversation.profile(me, 5, own=True),
-            other=conversation.profile(other, known),
+            relationship=RELATIONSHIPS[level],
+            own=profile(me, 5, own=True),
+            other=profile(other, familiar),
             goal=shown(scenario.agent_goals[side], viewer),
             limit=self.turns,
             split=SPLIT,
-            history=conversation.history(state.turns, names) or "Nobody has done anything yet.",
+            history=history(state.turns, names) or "Nobody has done anything yet.",
             number=len(state.turns) + 1,
             name=me.name,
         )
@@ -194,29 +235,30 @@ class Sotopia(Environment):
     # ------------------------------------------------------------------------------------- judging
 
     def concluded(
-        self, task: Task, before: State, action: Action, after: State | None, step: int, budget: int
+        self,
+        task: Task,
+        before: SotopiaState,
+        action: Action,
+        after: SotopiaState | None,
+        step: int,
+        budget: int,
     ) -> JudgedTurn:
         """Return the whole conversation, both sides, as the outcome judge sees it
-        (``JudgedTurn.state`` is a ``Conversation``)."""
+        (``JudgedTurn.state`` is a ``Dialogue``)."""
         turns = after.turns if after else (*before.turns, _turn(action, before.trained))
         scenario, agents = self._cast(before)
-        names = (agents[0].name, agents[1].name)
-        told = [conversation.profile(agent, 5, own=True) for agent in agents]
-        goals = [shown(goal, f"agent_{side}") for side, goal in enumerate(scenario.agent_goals)]
-        whole = Conversation(
+        names, goals = (agents[0].name, agents[1].name), scenario.agent_goals
+        whole = Dialogue(
             scenario=shown(scenario.scenario, "environment"),
             names=names,
-            profiles=(told[0], told[1]),
-            goals=(goals[0], goals[1]),
+            profiles=(profile(agents[0], 5, own=True), profile(agents[1], 5, own=True)),
+            goals=(shown(goals[0], "agent_0"), shown(goals[1], "agent_1")),
             trained=before.trained,
             turns=turns,
             rules=scenario.rules,
         )
-        turn = super().judged(task, before, action, step, budget)
-        transcript = conversation.history(turns, names)
-        return msgspec.structs.replace(
-            turn, state=msgspec.to_builtins(whole), transcript=transcript
-        )
+        turn, state = super().judged(task, before, action, step, budget), msgspec.to_builtins(whole)
+        return msgspec.structs.replace(turn, state=state, transcript=history(turns, names))
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
         """Return the outcome, the dimensions that the judge gave, the number of the trained side's
@@ -227,5 +269,70 @@ class Sotopia(Environment):
         return {"goal": []} | results | {"turns": [float(len(turns))], "valid": valid}
 
 
-def _turn(action: Action, side: int) -> Turn:
-    return Turn(side, action.kind, action.argument or "") if action.valid else Turn(side, "none")
+def _turn(action: Action, side: int) -> SotopiaTurn:
+    return (
+        SotopiaTurn(side, action.kind, action.argument or "")
+        if action.valid
+        else SotopiaTurn(side, "none")
+    )
+
+
+# ------------------------------------------------------------------------- turns and profiles
+
+
+def read_turn(text: str, side: int) -> SotopiaTurn | None:
+    """Return the turn that the last JSON object of a reply describes, None if it describes none.
+
+    A kind is written exactly as in ``KINDS``. The three kinds with words need some; other keys,
+    such as ``to``, are ignored.
+    """
+    decoder, last, place = json.JSONDecoder(), None, text.find("{")
+    while place >= 0:
+        try:
+            last, end = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            end = place + 1
+        place = text.find("{", end)
+    if not isinstance(last, dict):
+        return None
+    kind, argument = last.get("action_type"), last.get("argument", "")
+    if kind not in KINDS or not isinstance(argument, str):
+        return None
+    if kind in ("none", "leave"):
+        return SotopiaTurn(side, kind)
+    words = " ".join(argument.split())  # a line break could imitate another turn of the history
+    return SotopiaTurn(side, kind, words) if words else None
+
+
+def line(turn: SotopiaTurn, name: str) -> str:
+    """Return the turn in the words of SOTOPIA's history."""
+    if turn.kind == "speak":
+        return f'{name} said: "{turn.argument}"'
+    if turn.kind in ("none", "leave"):
+        return f"{name} {'did nothing' if turn.kind == 'none' else 'left the conversation'}"
+    return f"{name} [{turn.kind}] {turn.argument}"
+
+
+def history(turns: Sequence[SotopiaTurn], names: Sequence[str]) -> str:
+    """Return the turns, one per line, numbered from 1."""
+    return "\n".join(
+        f"Turn #{number}: {line(turn, names[turn.side])}" for number, turn in enumerate(turns, 1)
+    )
+
+
+def profile(agent: Agent, relationship: int, own: bool = False) -> str:
+    """Return what somebody in this relationship knows of an agent. own: the agent itself, who knows
+    everything and has a secret."""
+    parts: list[str] = []
+    if relationship >= 1:
+        pronoun = f" ({agent.gender_pronoun})" if agent.gender_pronoun else ""
+        parts.append(f"{agent.name}{pronoun}.")
+    if relationship >= 2:
+        parts += [f"Age {agent.age}, {agent.occupation}.", agent.public_info]
+    if relationship >= 3:
+        style = agent.decision_making_style
+        parts.append(agent.personality_and_values)
+        parts.append(f"Makes decisions in this way: {style}." if style else "")
+    if own and agent.secret:
+        parts.append(f"Secret, which nobody else knows: {agent.secret}")
+    return " ".join(part for part in parts if part) or "You know nothing about this person."

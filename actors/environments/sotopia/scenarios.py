@@ -3,15 +3,15 @@ which a rule judge can judge."""
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 OWN = Path(__file__).with_name("scenarios.json")
 _FILES = {"agents": "agents.json", "envs": "envs.json", "combos": "env_agent_combos.json"}
+"""The file of each field of a ``Library``."""
 _VIEWED = re.compile(r"<p viewer=[\"'](\w+)[\"']>(.*?)</p>", re.DOTALL)
 _TAG = re.compile(r"</?(?:extra_info|strategy_hint|clarification_hint)>")
-T = TypeVar("T")
 
 
 class Agent(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ class Agent(msgspec.Struct, frozen=True):
         return f"{self.first_name} {self.last_name}".strip()
 
 
-class Condition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GoalCondition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A checkable part of a goal: exactly one of says, never and agreed, which are regular
     expressions in any case.
 
@@ -53,7 +53,7 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the rule judge checks of one agent. goal: all must hold. secret: an expression of the
     words that reveal the agent's secret."""
 
-    goal: tuple[Condition, ...]
+    goal: tuple[GoalCondition, ...]
     secret: str = ""
 
 
@@ -92,22 +92,27 @@ def load(path: str) -> Library:
     """
     place = Path(path) if path else OWN
     if place.is_dir():
-        read = {key: _decoded(place / name, _TYPES[key]) for key, name in _FILES.items()}
-        library = msgspec.convert(read, Library)
+        read = {key: _decoded(place / name, Any) for key, name in _FILES.items()}
+        try:
+            library = msgspec.convert(read, Library)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"scenarios: {place}: {error}") from None
     else:
         library = _decoded(place, Library)
     for combo in library.combos:
         if combo.env_id not in library.envs or not set(combo.agent_ids) <= set(library.agents):
             raise ValueError(
-                f"{place}: combo {combo.pk!r} names {combo.env_id!r} and {combo.agent_ids}, which are missing"
+                f"{place}: combo {combo.pk!r} names {combo.env_id!r} and {combo.agent_ids}, which"
+                " are missing"
             )
     if not library.combos:
         raise ValueError(
-            f"{place} has no combos: expected at least one scenario with its two agents"
+            f"{place} has no combos: expected at least one, a scenario with two agents"
         )
     for key, scenario in library.envs.items():
         for rules in scenario.rules or ():
-            _check(rules, f"{place}: scenario {key!r}")
+            for condition in (GoalCondition(says=rules.secret or "."), *rules.goal):
+                _check(condition, f"{place}: scenario {key!r}: {condition}")
     return library
 
 
@@ -118,14 +123,11 @@ def shown(text: str, viewer: str) -> str:
     return " ".join(_TAG.sub("", text).split())
 
 
-_TYPES = {"agents": dict[str, Agent], "envs": dict[str, Scenario], "combos": list[Combo]}
-
-
-def _decoded(file: Path, kind: type[T]) -> T:
+def _decoded(file: Path, kind: Any) -> Any:
     if not file.is_file():
         raise FileNotFoundError(
-            f"scenarios: no file {file}; expected a JSON file with agents, envs and combos, or a folder with"
-            f" {', '.join(_FILES.values())}"
+            f"scenarios: no file {file}; expected a JSON file with agents, envs and combos, or a"
+            f" folder with {', '.join(_FILES.values())}"
         )
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind)
@@ -133,15 +135,14 @@ def _decoded(file: Path, kind: type[T]) -> T:
         raise ValueError(f"scenarios: {file}: {error}") from None
 
 
-def _check(rules: Rules, where: str) -> None:
-    """Raises ValueError for rules that the rule judge could not apply."""
-    for condition in (Condition(says=rules.secret or "."), *rules.goal):
-        patterns = list(filter(None, (condition.says, condition.never, condition.agreed)))
-        try:
-            groups = [re.compile(pattern).groups for pattern in patterns]
-        except re.error as error:
-            raise ValueError(f"{where}: {condition} has no regular expression: {error}") from None
-        if len(patterns) != 1 or (condition.agreed and groups != [1]):
-            raise ValueError(
-                f"{where}: {condition}: expected exactly one of says, never and agreed, and one group in agreed"
-            )
+def _check(condition: GoalCondition, where: str) -> None:
+    """Raises ValueError for a condition that the rule judge could not apply."""
+    patterns = list(filter(None, (condition.says, condition.never, condition.agreed)))
+    try:
+        groups = [re.compile(pattern).groups for pattern in patterns]
+    except re.error as error:
+        raise ValueError(f"{where} has no regular expression: {error}") from None
+    if len(patterns) != 1 or (condition.agreed and groups != [1]):
+        raise ValueError(
+            f"{where}: expected exactly one of says, never and agreed, and one group in agreed"
+        )

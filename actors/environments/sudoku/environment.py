@@ -1,24 +1,23 @@
 """Sudoku, 9x9 or 4x4: one digit per turn. A wrong digit is not written and costs the turn
 (methods.md 3.3).
 
-Puzzles are made like GEM's: in a random full grid, cells are emptied in random order as long as the
-solution stays unique, with one attempt per blank wanted. A puzzle gets all its blanks only if every
-attempt succeeds, so a try is one uniqueness check of the grid with all these cells empty. (If GEM
-refused a removal, the grid without that cell would have a second solution, and so would this
-emptier grid.)
+Puzzles are GEM's: cells of a random full grid are emptied in random order, and a try counts if the
+solution stays unique. One check of the emptied grid is enough, because a second solution of a
+fuller grid would be one of this grid, too.
 """
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 from functools import cache
+from itertools import islice
 from math import isqrt
 from pathlib import Path
 
 import msgspec
 
 from coppice.actors.environments.base import Task, Tools, Transition
-from coppice.actors.environments.game import Game
+from coppice.actors.environments.game import STRIDE, TRIES, Game, labelled
 from coppice.common.numbers import Count, Natural
 from coppice.wire.faults import DataFault
 
@@ -26,13 +25,11 @@ BLANK = "."
 MOST_BLANKS = {4: 12, 9: 64}
 """The most blanks by size: a puzzle with fewer than 4 (4x4) or 17 (9x9) clues has more than one
 solution."""
-TRIES, STRIDE = 256, 1_000_003
-"""Try n of a task uses the seed ``seed + n * STRIDE`` (methods.md 3.3)."""
 
 _MOVE = re.compile(r"\s*([0-9]{1,3})[\s,]+([0-9]{1,3})[\s,]+([0-9]{1,3})\s*")
 
 
-class State(msgspec.Struct, frozen=True):
+class SudokuState(msgspec.Struct, frozen=True):
     """A puzzle under way. Boards are ``size * size`` characters row by row, "." for a blank.
 
     turn: turns used. past: the last moves, each with "right" or "wrong". over: no move can be
@@ -74,27 +71,26 @@ class Sudoku(Game):
         super().__init__(prompt, history, boxed, stop_at_action)
         if size not in MOST_BLANKS:
             raise ValueError(f"size = {size}: expected 9 or 4")
-        if not 1 <= blanks <= MOST_BLANKS[size]:
-            raise ValueError(
-                f"blanks = {blanks}: expected 1 to {MOST_BLANKS[size]} for size {size}"
-            )
+        most = MOST_BLANKS[size]
+        if not 1 <= blanks <= most:
+            raise ValueError(f"blanks = {blanks}: expected 1 to {most} for size {size}")
         self.size, self.blanks = size, blanks
         self.terminate_on_wrong, self.max_turns = terminate_on_wrong, max_turns
 
-    def initial(self, task: Task) -> State:
-        """Return the puzzle of the task's seed. Raises DataFault when no try gives all blanks."""
+    def initial(self, task: Task) -> SudokuState:
         puzzle, solution = generate(self.size, self.blanks, task.seed)
-        return State(self.size, puzzle, solution, puzzle)
+        return SudokuState(self.size, puzzle, solution, puzzle)
 
-    def view(self, state: State) -> dict[str, str]:
+    def view(self, state: SudokuState) -> dict[str, str]:
         """{board}: a labelled grid. {row}: its characters alone. {blanks}: the number of empty
         cells. {size}, {box}."""
+        box = isqrt(state.size)
         return {
-            "board": labelled(state.board),
+            "board": labelled(state.board, state.size, box),
             "row": state.board,
             "blanks": str(state.board.count(BLANK)),
             "size": str(state.size),
-            "box": str(isqrt(state.size)),
+            "box": str(box),
         }
 
     def move(self, text: str) -> tuple[int, int, int] | None:
@@ -103,47 +99,26 @@ class Sudoku(Game):
         match = _MOVE.fullmatch(text)
         return None if match is None else (int(match[1]) - 1, int(match[2]) - 1, int(match[3]))
 
-    def legal(self, state: State, move: tuple[int, ...]) -> bool:
-        """Return whether the cell is blank. Any digit may be tried there."""
-        row, column, digit = move
-        cell = cell_of(state.size, row, column, digit)
-        return cell is not None and not state.over and state.board[cell] == BLANK
-
-    def moves(self, state: State) -> list[tuple[int, ...]]:
-        """Return every digit in every blank cell, row by row."""
-        blanks = [cell for cell, content in enumerate(state.board) if content == BLANK]
-        digits = [] if state.over else range(1, state.size + 1)
-        return [(*divmod(cell, state.size), digit) for cell in blanks for digit in digits]
+    def moves(self, state: SudokuState) -> list[tuple[int, ...]]:
+        return legal_moves(state)
 
     def notation(self, move: tuple[int, ...]) -> str:
         row, column, digit = move
         return f"{row + 1} {column + 1} {digit}"
 
-    async def apply(self, state: State, move: tuple[int, ...], tools: Tools) -> Transition:
+    async def apply(self, state: SudokuState, move: tuple[int, ...], tools: Tools) -> Transition:
         """Write a right digit or refuse a wrong one. The outcome is 1 when solved, -1 when lost, 0
         when out of turns (methods.md 3.6)."""
-        row, column, digit = move
-        cell = row * state.size + column
-        right = state.solution[cell] == str(digit)
-        board = state.board[:cell] + str(digit) + state.board[cell + 1 :] if right else state.board
-        outcome = None
-        if BLANK not in board:
-            outcome = 1.0
-        elif not right and self.terminate_on_wrong:
-            outcome = self.loss
-        elif state.turn + 1 >= self.max_turns:
-            outcome = 0.0
+        cell, digit, board = move[0] * state.size + move[1], str(move[2]), state.board
+        right = state.solution[cell] == digit
+        if right:
+            board = board[:cell] + digit + board[cell + 1 :]
+        lost = not right and self.terminate_on_wrong
+        outcome = 1.0 if BLANK not in board else self.loss if lost else None
         line = f"{self.notation(move)} {'right' if right else 'wrong'}"
-        after = msgspec.structs.replace(
-            state,
-            board=board,
-            turn=state.turn + 1,
-            past=self.remember(state.past, line),
-            over=outcome is not None,
-        )
-        return Transition(after, "", after.over, outcome, self.lost(after) if after.over else {})
+        return self.turned(msgspec.structs.replace(state, board=board), line, outcome)
 
-    def lost(self, state: State) -> dict[str, float]:
+    def lost(self, state: SudokuState) -> dict[str, float]:
         """Return success (1 when all blanks are filled) and completion (the share of the puzzle's
         blanks that are filled)."""
         blanks, left = state.puzzle.count(BLANK), state.board.count(BLANK)
@@ -153,28 +128,11 @@ class Sudoku(Game):
 # -------------------------------------------------------------------------------------- boards
 
 
-def cell_of(size: int, row: int, column: int, digit: int) -> int | None:
-    """Return the cell of a move, None when the row, the column or the digit is outside the grid."""
-    inside = 0 <= row < size and 0 <= column < size and 1 <= digit <= size
-    return row * size + column if inside else None
-
-
-def labelled(board: str) -> str:
-    """Return the board as a grid with R1.. and C1.. labels and lines between the boxes."""
-    size = isqrt(len(board))
-    box = isqrt(size)
-
-    def line(label: str, cells: Sequence[str]) -> str:
-        parts = [cells[at : at + box] for at in range(0, size, box)]
-        return f"{label} {' | '.join(' '.join(cell.rjust(2) for cell in part) for part in parts)}"
-
-    lines = [line("  ", [f"C{column + 1}" for column in range(size)])]
-    rule = "   " + "".join("+" if mark == "|" else "-" for mark in lines[0][3:])
-    for row in range(size):
-        if row and row % box == 0:
-            lines.append(rule)
-        lines.append(line(f"R{row + 1}", board[row * size : (row + 1) * size]))
-    return "\n".join(lines)
+def legal_moves(state: SudokuState) -> list[tuple[int, ...]]:
+    """Return every digit in every blank cell, row by row."""
+    blanks = [cell for cell, content in enumerate(state.board) if content == BLANK]
+    digits = [] if state.over else range(1, state.size + 1)
+    return [(*divmod(cell, state.size), digit) for cell in blanks for digit in digits]
 
 
 @cache
@@ -209,68 +167,45 @@ def candidates(board: str) -> dict[int, int]:
     }
 
 
-def solutions(board: str, limit: int) -> list[str]:
-    """Return at most ``limit`` solutions, none if digits clash. Searches depth first, always in the
-    cell with the fewest candidates."""
-    size, cells, solved, free = isqrt(len(board)), list(board), list[str](), _free(board)
-    filled = size * size - board.count(BLANK)
-    held = [size - digits.bit_count() for digits in free]
-    if any(sum(held[first : first + size]) != filled for first in (0, size, 2 * size)):
-        return solved
+def solutions(board: str, rng: random.Random | None = None) -> Iterator[str]:
+    """Yield the solutions, none if digits clash. Searches depth first, always in the cell with the
+    fewest candidates; with ``rng``, in the order of the cells with digits in random order."""
+    size, cells, free = isqrt(len(board)), list(board), _free(board)
+    if sum(size - left.bit_count() for left in free) != 3 * (size**2 - board.count(BLANK)):
+        return
 
-    def search(blank: list[tuple[int, int, int, int]]) -> None:
+    def search(blank: list[tuple[int, int, int, int]]) -> Iterator[str]:
         if not blank:
-            solved.append("".join(cells))
+            yield "".join(cells)
             return
-        best, fewest = 0, size + 1
+        best, fewest = 0, 0 if rng else size + 1
         for place, (_, row, column, box) in enumerate(blank):
+            if fewest < 2:
+                break
             count = (free[row] & free[column] & free[box]).bit_count()
             if count < fewest:
                 best, fewest = place, count
-                if count < 2:
-                    break
         cell, *units = blank[best]
-        rest = blank[:best] + blank[best + 1 :]
-        digits = free[units[0]] & free[units[1]] & free[units[2]]
-        while digits and len(solved) < limit:
-            bit = digits & -digits
-            digits ^= bit
-            cells[cell] = str(bit.bit_length())
-            _toggle(free, units, bit)
-            search(rest)
-            _toggle(free, units, bit)
+        rest, digits = blank[:best] + blank[best + 1 :], list(range(1, size + 1))
+        if rng:
+            rng.shuffle(digits)
+        left = free[units[0]] & free[units[1]] & free[units[2]]
+        for digit in digits:
+            bit = 1 << (digit - 1)
+            if left & bit:
+                cells[cell] = str(digit)
+                for unit in units:
+                    free[unit] ^= bit
+                yield from search(rest)
+                for unit in units:
+                    free[unit] ^= bit
 
-    search([place for place in _places(size) if board[place[0]] == BLANK])
-    return solved
-
-
-def _toggle(free: list[int], units: Sequence[int], bit: int) -> None:
-    for unit in units:
-        free[unit] ^= bit
+    yield from search([place for place in _places(size) if board[place[0]] == BLANK])
 
 
 def full_grid(size: int, rng: random.Random) -> str:
-    """Return a solved grid. Cells are filled in order with digits in random order, by backtracking."""
-    places, cells, free = _places(size), [0] * (size * size), _free(BLANK * (size * size))
-
-    def fill(at: int) -> bool:
-        if at == len(places):
-            return True
-        cell, *units = places[at]
-        digits = list(range(1, size + 1))
-        rng.shuffle(digits)
-        for digit in digits:
-            bit = 1 << (digit - 1)
-            if free[units[0]] & free[units[1]] & free[units[2]] & bit:
-                cells[cell] = digit
-                _toggle(free, units, bit)
-                if fill(at + 1):
-                    return True
-                _toggle(free, units, bit)
-        return False
-
-    fill(0)
-    return "".join(map(str, cells))
+    """Return a solved grid, drawn by backtracking."""
+    return next(solutions(BLANK * size**2, rng))
 
 
 def generate(size: int, blanks: int, seed: int) -> tuple[str, str]:
@@ -283,9 +218,9 @@ def generate(size: int, blanks: int, seed: int) -> tuple[str, str]:
         rng.shuffle(order)
         emptied = set(order[:blanks])
         puzzle = "".join(BLANK if cell in emptied else digit for cell, digit in enumerate(solution))
-        if len(solutions(puzzle, 2)) == 1:
+        if len(list(islice(solutions(puzzle), 2))) == 1:
             return puzzle, solution
     raise DataFault(
-        f"sudoku: no puzzle of size {size} with {blanks} blanks and one solution from seed {seed} in {TRIES} tries;"
-        " ask for fewer blanks"
+        f"sudoku: no puzzle of size {size} with {blanks} blanks and one solution from seed {seed}"
+        f" in {TRIES} tries; ask for fewer blanks"
     )

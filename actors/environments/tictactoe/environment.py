@@ -1,15 +1,11 @@
-"""Tic-Tac-Toe against an opponent (methods.md 3.2).
-
-An action is ``<action>N</action>``, where N is a cell number from 1 to 9, row by row from the top
-left. Inside the program a move is ``(cell,)``, and cells count from 0. A board is a string of nine
-characters of "XO."; X moves first.
-"""
+"""Tic-Tac-Toe against an opponent (methods.md 3.2). A board is nine characters of "XO.", row by
+row; X moves first. Actions count cells from 1, moves ``(cell,)`` from 0."""
 
 import random
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from math import isfinite
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -55,7 +51,7 @@ def play(board: str, cell: int) -> str:
 
 
 def returns(board: str, mark: str) -> float:
-    """Return the result of a finished game for ``mark``: 1 for a win, 0 for a draw, -1 for a loss."""
+    """Return the result of a finished game for ``mark``: 1, 0 or -1 (a win, a draw, a loss)."""
     won = winner(board)
     return 0.0 if not won else 1.0 if won == mark else -1.0
 
@@ -78,7 +74,7 @@ def optimal(board: str) -> tuple[int, ...]:
 # ----------------------------------------------------------------------------- the environment
 
 
-class State(msgspec.Struct, frozen=True):
+class TicTacToeState(msgspec.Struct, frozen=True):
     """A position of an episode. me: the policy's mark. opponent: the other player's name. past: the
     last moves of the policy, as written."""
 
@@ -114,31 +110,29 @@ class TicTacToe(Game):
     ):
         super().__init__(prompt, history, boxed, stop_at_action)
         weights = {"tictactoe_mcts": 0.5, RANDOM: 0.5} if opponents is None else opponents
-        total = sum(weights.values())
-        positive = all(weight >= 0 for weight in weights.values()) and total > 0
-        if "" in weights or not (positive and isfinite(total)):
+        if "" in weights or not 0 < sum(weights.values()) < inf or min(weights.values()) < 0:
             raise ValueError(
-                f"opponents = {weights}: expected player names with weights >= 0, one of them above 0"
+                f"opponents = {weights}: expected player names with weights >= 0, not all of them 0"
             )
         self.opponents = {name: weights[name] for name in sorted(weights)}
         self.second, self.opening = second, opening
 
-    def initial(self, task: Task) -> State:
-        """Return the position after the opening. If the opponent begins, it is the opponent's turn."""
+    def initial(self, task: Task) -> TicTacToeState:
+        """Return the position after the opening, which may be the opponent's turn."""
         rng = random.Random(f"tictactoe/{task.seed}")
         opponent = rng.choices(list(self.opponents), list(self.opponents.values()))[0]
         begins = rng.random() >= self.second
         board = EMPTY
         for _ in range(self.opening):
             board = play(board, rng.choice(legal_cells(board)))
-        return State(board, to_move(board) if begins else _other(to_move(board)), opponent)
+        return TicTacToeState(board, to_move(board) if begins else _other(to_move(board)), opponent)
 
-    async def open(self, state: State, tools: Tools) -> State:
+    async def open(self, state: TicTacToeState, tools: Tools) -> TicTacToeState:
         if to_move(state.board) == state.me:
             return state
         return msgspec.structs.replace(state, board=await _reply(state, tools))
 
-    def view(self, state: State) -> dict[str, str]:
+    def view(self, state: TicTacToeState) -> dict[str, str]:
         """{board}: 3 lines. {row}: the board in one line. {legal}: the numbers of the free cells.
         {me}, {opponent_mark}: X or O."""
         return {
@@ -153,16 +147,13 @@ class TicTacToe(Game):
         match = _CELL.fullmatch(text)
         return (int(match[1]) - 1,) if match else None
 
-    def legal(self, state: State, move: tuple[int, ...]) -> bool:
-        return move in self.moves(state)
-
-    def moves(self, state: State) -> list[tuple[int, ...]]:
+    def moves(self, state: TicTacToeState) -> list[tuple[int, ...]]:
         return [(cell,) for cell in legal_cells(state.board)]
 
     def notation(self, move: tuple[int, ...]) -> str:
         return str(move[0] + 1)
 
-    async def apply(self, state: State, move: tuple[int, ...], tools: Tools) -> Transition:
+    async def apply(self, state: TicTacToeState, move: tuple[int, ...], tools: Tools) -> Transition:
         """Play the policy's move and, if the game goes on, the opponent's. Raises
         InfrastructureFault when the opponent's is not legal."""
         past = self.remember(state.past, self.notation(move))
@@ -175,7 +166,7 @@ class TicTacToe(Game):
         measures = {"success": float(outcome > 0), "draw": float(outcome == 0)}
         return Transition(after, "", True, outcome, measures)
 
-    def lost(self, state: State) -> dict[str, float]:
+    def lost(self, state: TicTacToeState) -> dict[str, float]:
         return {"success": 0.0, "draw": 0.0}
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
@@ -194,7 +185,7 @@ def _other(mark: str) -> str:
     return "O" if mark == "X" else "X"
 
 
-async def _reply(state: State, tools: Tools) -> str:
+async def _reply(state: TicTacToeState, tools: Tools) -> str:
     """Return the board after the opponent's move."""
     free = legal_cells(state.board)
     if state.opponent == RANDOM:
@@ -202,6 +193,7 @@ async def _reply(state: State, tools: Tools) -> str:
     move = tuple(await tools.play(state.opponent, state))
     if len(move) != 1 or move[0] not in free:
         raise InfrastructureFault(
-            f"player {state.opponent} played {move} on {state.board}: expected one free cell of {free}, counted from 0"
+            f"player {state.opponent} played {move} on {state.board}: expected one free cell of"
+            f" {free}, counted from 0"
         )
     return play(state.board, move[0])

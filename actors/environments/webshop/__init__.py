@@ -1,1 +1,1 @@
-"""WebShop: buy the product that an instruction describes in a shop of text pages (docs/webshop.md)."""
+"""WebShop: buy the product that an instruction describes in a shop of text pages."""

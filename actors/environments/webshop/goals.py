@@ -40,10 +40,9 @@ class Goal(msgspec.Struct, frozen=True):
 
 
 def make_goals(products: Sequence[Product], human: bool) -> list[Goal]:
-    """Return the goals of all products in the shuffled order, which is the same in every process."""
-    goals = [
-        goal for product in products for goal in (_human(product) if human else _synthetic(product))
-    ]
+    """Return the goals of all products in shuffled order, which every process has alike."""
+    of = _human if human else _synthetic
+    goals = [goal for product in products for goal in of(product)]
     random.Random(SHUFFLE_SEED).shuffle(goals)
     return goals
 
@@ -52,14 +51,19 @@ def _synthetic(product: Product) -> list[Goal]:
     """Return one goal for each combination of option values. They share one price cap."""
     if not product.instruction:
         return []
+    if not product.instruction_attributes:
+        raise ValueError(
+            f"product {product.asin}: an instruction without instruction_attributes; expected at"
+            " least one, since the reward divides by their number"
+        )
     cap, text = draw_cap(product.price, f"cap/{product.asin}")
     names = sorted(product.options)
     goals = []
     for values in itertools.product(*(product.options[name] for name in names)):
         options = tuple(zip(names, values, strict=True))
-        asked = ", and ".join(f"{name}: {value}" for name, value in options)
-        instruction = f"{product.instruction}{f' with {asked}' if asked else ''}{text}"
-        goals.append(Goal(product, instruction, _attributes(product), options, cap))
+        wish = ", and ".join(f"{name}: {value}" for name, value in options)
+        instruction = f"{product.instruction}{f' with {wish}' if wish else ''}{text}"
+        goals.append(Goal(product, instruction, product.instruction_attributes, options, cap))
     return goals
 
 
@@ -72,15 +76,6 @@ def _human(product: Product) -> list[Goal]:
             instruction = written.instruction.strip(".") + text
             goals.append(Goal(product, instruction, written.attributes, written.options, cap))
     return goals
-
-
-def _attributes(product: Product) -> tuple[str, ...]:
-    if not product.instruction_attributes:
-        raise ValueError(
-            f"product {product.asin}: an instruction without instruction_attributes; expected at least one, since the"
-            " reward divides by their number"
-        )
-    return product.instruction_attributes
 
 
 def draw_cap(price: float, seed: str) -> tuple[float, str]:
@@ -106,16 +101,14 @@ def split(goals: Sequence[Goal], how: str) -> tuple[list[int], list[int]]:
     if how == "products":
         asins = sorted({goal.product.asin for goal in goals})
         random.Random(SHUFFLE_SEED).shuffle(asins)
-        apart = set(asins[: max(1, round(HELD_OUT_PRODUCTS * len(asins)))])
-        parts = [goal.product.asin in apart for goal in goals]
+        kept = set(asins[: max(1, round(HELD_OUT_PRODUCTS * len(asins)))])
+        held_out = [index for index, goal in enumerate(goals) if goal.product.asin in kept]
     else:
-        parts = [index < RELEASED_HELD_OUT for index in range(len(goals))]
-    training, held_out = [
-        [i for i, part in enumerate(parts) if part is kept] for kept in (False, True)
-    ]
+        held_out = list(range(len(goals)))[:RELEASED_HELD_OUT]
+    training = sorted(set(range(len(goals))).difference(held_out))
     if not training or not held_out:
         raise ValueError(
-            f"split = {how!r}: {len(goals)} goals of {len({goal.product.asin for goal in goals})} products leave"
-            f" {len(training)} for training and {len(held_out)} held out; expected more products or goals"
+            f"split = {how!r}: {len(goals)} goals leave {len(training)} for training and"
+            f" {len(held_out)} held out; expected more products or goals"
         )
     return training, held_out

@@ -1,11 +1,8 @@
-"""The embedded catalogue: 1,000 invented products with options, attributes, prices and
-instructions, made from a seed in a fraction of a second.
+"""The embedded catalogue: 1,000 invented products, made from a seed and the words of
+catalogue.toml.
 
-Products of one type share query, category and pool of attributes, so that an instruction describes
-several of them and search must be narrowed. The words are in catalogue.toml. The generator knows
-the nouns of the names that it builds, so the embedded shop needs no spaCy. No text is taken from a
-real shop.
-"""
+Products of one type share query, category and pool of attributes, so that search must be narrowed.
+The nouns of their names are known, so the embedded shop needs no spaCy."""
 
 import random
 import tomllib
@@ -13,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coppice.actors.environments.webshop.products import PATH_SEPARATOR, Product, made
+from coppice.actors.environments.webshop.products import PATH_SEPARATOR, Product, product_of
 
 SEED = 7
 COUNT = 1000
@@ -51,81 +48,54 @@ KINDS = [Kind(*kind) for kind in WORDS["kinds"]]
 def catalogue(seed: int = SEED, count: int = COUNT) -> list[Product]:
     """Return ``count`` products. The same seed makes the same products in every process."""
     rng = random.Random(seed)
-    rows, described = [], {}
-    brands = _brands(rng, max(1, count // 4))
-    for number in range(count):
-        row, attributes = _product(KINDS[number % len(KINDS)], number, brands, rng)
-        rows.append(row)
-        described[row["asin"]] = attributes
-    return made(rows, described)
-
-
-def _brands(rng: random.Random, count: int) -> list[str]:
-    """Return invented brand names. Several products share each of them."""
     syllables, endings = WORDS["syllables"].split(), WORDS["endings"].split()
-    names: dict[str, None] = {}
-    while len(names) < count:
+    brands: dict[str, None] = {}  # several products share each of them
+    while len(brands) < max(1, count // 4):
         middle = rng.choice(syllables) * rng.randrange(2)
-        names[f"{rng.choice(syllables)}{middle}{rng.choice(endings)}".capitalize()] = None
-    return list(names)
+        brands[f"{rng.choice(syllables)}{middle}{rng.choice(endings)}".capitalize()] = None
+    names = list(brands)
+    return [_product(KINDS[n % len(KINDS)], n, names, rng) for n in range(count)]
 
 
-def _product(
-    kind: Kind, number: int, brands: Sequence[str], rng: random.Random
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a product and its attributes as rows of the original layout."""
+def _product(kind: Kind, number: int, brands: Sequence[str], rng: random.Random) -> Product:
     attributes = rng.sample(WORDS["pools"][kind.pool].split(";"), rng.randint(*SHOWN_ATTRIBUTES))
     brand, head = rng.choice(brands), rng.choice(kind.heads.split("|"))
     line = rng.choice(WORDS["lines"].split())
-    named = attributes[: rng.randint(1, 2)]
-    row = {
+    named = [attribute.title() for attribute in attributes[: rng.randint(1, 2)]]
+    words = head.lower().replace("-", " ").replace("'", " ").split()
+    row: dict[str, Any] = {
         "asin": f"C{number:03X}{rng.randrange(16**6):06X}",
-        "name": f"{brand} {line} {head}, {', '.join(attribute.title() for attribute in named)}",
-        "nouns": [brand.lower(), *nouns_of(head)],
+        "name": f"{brand} {line} {head}, {', '.join(named)}",
+        "nouns": [brand.lower(), *(word for word in words if word not in NOT_NOUNS)],
         "query": kind.query,
         "category": kind.path.split(" > ")[0].lower(),
         "product_category": kind.path.replace(">", PATH_SEPARATOR),
-        "full_description": _description(brand, head, attributes, rng),
-        "small_description": [
-            f"{attribute.capitalize()}: made {rng.choice(WORDS['praise'])}"
-            for attribute in rng.sample(attributes, len(attributes))
-        ],
-        "pricing": _pricing(kind, rng),
-        "customization_options": _choices(kind.groups.split(), rng),
     }
-    asked = rng.sample(attributes, rng.randint(*ASKED_ATTRIBUTES))
-    wish = f"Find me {', '.join(asked)} {kind.query}"
-    return row, {"attributes": attributes, "instruction": wish, "instruction_attributes": asked}
-
-
-def nouns_of(head: str) -> list[str]:
-    """Return the nouns of the end of a name: its words, cut at hyphens and apostrophes, without
-    adjectives."""
-    words = head.lower().replace("-", " ").replace("'", " ").split()
-    return [word for word in words if word not in NOT_NOUNS]
-
-
-def _description(brand: str, head: str, attributes: Sequence[str], rng: random.Random) -> str:
     first, second = rng.sample(WORDS["praise"], 2)
-    told = rng.choice(attributes)
-    return f"The {head.lower()} of {brand} is made {first}. It is {told}, and it is chosen {second} too."
-
-
-def _pricing(kind: Kind, rng: random.Random) -> str | None:
-    low = rng.randint(kind.low, kind.high) + rng.choice((0.0, 0.49, 0.95, 0.99))
-    chance = rng.random()
-    if chance < UNPRICED:
-        return None
-    if chance < UNPRICED + RANGES:
-        return f"${low:.2f} - ${low * rng.uniform(1.1, 1.6):.2f}"
-    return f"${low:.2f}"
-
-
-def _choices(groups: Sequence[str], rng: random.Random) -> dict[str, list[dict[str, str]]]:
-    choices = {}
+    row["full_description"] = (
+        f"The {head.lower()} of {brand} is made {first}. It is {rng.choice(attributes)}, and it is"
+        f" chosen {second} too."
+    )
+    row["small_description"] = [
+        f"{attribute.capitalize()}: made {rng.choice(WORDS['praise'])}"
+        for attribute in rng.sample(attributes, len(attributes))
+    ]
+    low, chance = (
+        rng.randint(kind.low, kind.high) + rng.choice((0.0, 0.49, 0.95, 0.99)),
+        rng.random(),
+    )
+    row["pricing"] = f"${low:.2f}" if chance >= UNPRICED else None
+    if UNPRICED <= chance < UNPRICED + RANGES:
+        row["pricing"] = f"${low:.2f} - ${low * rng.uniform(1.1, 1.6):.2f}"
+    row["customization_options"], groups = {}, kind.groups.split()
     for group in groups:
         values = WORDS["options"][group].split(";")
         count = rng.randint(2, min(MOST_VALUES[len(groups)], len(values)))
         kept = sorted(rng.sample(range(len(values)), count))
-        choices[WORDS["names"].get(group, group)] = [{"value": values[place]} for place in kept]
-    return choices
+        name = WORDS["names"].get(group, group)
+        row["customization_options"][name] = [{"value": values[place]} for place in kept]
+    wanted = rng.sample(attributes, rng.randint(*ASKED_ATTRIBUTES))
+    wish = f"Find me {', '.join(wanted)} {kind.query}"
+    return product_of(
+        row, {"attributes": attributes, "instruction": wish, "instruction_attributes": wanted}
+    )

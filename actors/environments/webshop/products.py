@@ -3,7 +3,7 @@
 
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,41 +54,32 @@ class Product(msgspec.Struct, frozen=True):
 
 def read_products(products: str, attributes: str, human: str, pipeline: str) -> list[Product]:
     """Return the products of three files in the original layout. human: "" for none. pipeline: of
-    spaCy, for names without the field "nouns".
+    spaCy, for names without the field "nouns". A product whose asin is longer than ten characters,
+    "nan" or a repetition is left out.
 
     Raises FileNotFoundError for a missing file and ValueError for a file of another layout.
     """
-    rows = _json(products, list)
     described = _json(attributes, dict)
     instructions = _json(human, dict) if human else {}
     try:
-        return made(rows, described, instructions, lambda names: spacy_nouns(names, pipeline))
+        rows: dict[str, dict[str, Any]] = {}
+        for row in _json(products, list):
+            if row["asin"] != "nan" and len(row["asin"]) <= LONGEST_ASIN:
+                rows.setdefault(row["asin"], row)
+        unparsed = [row for row in rows.values() if "nouns" not in row]
+        if unparsed:
+            found = spacy_nouns([row["name"] for row in unparsed], pipeline)
+            for row, nouns in zip(unparsed, found, strict=True):
+                row["nouns"] = nouns
+        return [
+            product_of(row, described.get(asin, {}), instructions.get(asin, ()))
+            for asin, row in rows.items()
+        ]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"products = {products!r}, attributes = {attributes!r}: {type(error).__name__}: {error}; expected the layout of"
-            " WebShop's items_shuffle and items_ins_v2 (docs/webshop.md)"
+            f"{products = }, {attributes = }: {type(error).__name__}: {error}; expected the layout"
+            " of WebShop's items_shuffle and items_ins_v2 (docs/webshop.md)"
         ) from None
-
-
-def made(
-    rows: Sequence[Mapping[str, Any]],
-    attributes: Mapping[str, Mapping[str, Any]],
-    human: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
-    nouns: Callable[[Sequence[str]], list[tuple[str, ...]]] = lambda names: [() for _ in names],
-) -> list[Product]:
-    """Return the products of rows in the original layout. A row whose asin is longer than ten
-    characters, "nan" or a repetition is left out. nouns: finds the nouns of names without the field
-    "nouns"."""
-    first: dict[str, Mapping[str, Any]] = {}
-    for row in rows:
-        if row["asin"] != "nan" and len(row["asin"]) <= LONGEST_ASIN:
-            first.setdefault(row["asin"], row)
-    unknown = [row["name"] for row in first.values() if "nouns" not in row]
-    parsed = dict(zip(unknown, nouns(unknown), strict=True)) if unknown else {}
-    return [
-        _product(row, attributes.get(asin, {}), (human or {}).get(asin, ()), parsed)
-        for asin, row in first.items()
-    ]
 
 
 def spacy_nouns(names: Sequence[str], pipeline: str) -> list[tuple[str, ...]]:
@@ -105,8 +96,9 @@ def spacy_nouns(names: Sequence[str], pipeline: str) -> list[tuple[str, ...]]:
         parser = spacy.load(pipeline, exclude=["parser", "ner"])
     except (ImportError, OSError):
         raise ValueError(
-            f"{missing}, and it finds the nouns of product names: install the extra `webshop` and the pipeline"
-            " (python -m spacy download en_core_web_sm), or give each product of the file a list `nouns`"
+            f"{missing}, and it finds the nouns of product names: install the extra `webshop` and"
+            " the pipeline (python -m spacy download en_core_web_sm), or give each product of the"
+            " file a list `nouns`"
         ) from None
     return [
         tuple(token.text.lower() for token in document if token.pos_ in NOUNS)
@@ -114,14 +106,19 @@ def spacy_nouns(names: Sequence[str], pipeline: str) -> list[tuple[str, ...]]:
     ]
 
 
-def _product(
+def product_of(
     row: Mapping[str, Any],
     described: Mapping[str, Any],
-    human: Sequence[Mapping[str, Any]],
-    parsed: Mapping[str, tuple[str, ...]],
+    human: Sequence[Mapping[str, Any]] = (),
 ) -> Product:
-    bullets = row["small_description"]
-    price, tag = _price(row.get("pricing"), row["asin"])
+    """Return the product of a row of the product file, with its nouns, and its rows of the files of
+    attributes and of human instructions."""
+    bullets, (price, tag) = row["small_description"], _price(row.get("pricing"), row["asin"])
+    people = [
+        (one["instruction"], one["instruction_attributes"], one["instruction_options"])
+        for one in human
+    ]
+    groups = row.get("customization_options") or {}
     return Product(
         asin=row["asin"],
         name=row["name"],
@@ -132,39 +129,24 @@ def _product(
         bullets=tuple(bullets) if isinstance(bullets, list | tuple) else (bullets or "",),
         price=price,
         tag=tag,
-        options=_options(row.get("customization_options") or {}),
+        options={
+            name.lower(): tuple(one["value"].strip().replace("/", " | ").lower() for one in values)
+            for name, values in groups.items()
+            if values is not None
+        },
         attributes=tuple(described.get("attributes", NO_ATTRIBUTES)),
         instruction=described.get("instruction") or "",
         instruction_attributes=tuple(described.get("instruction_attributes") or ()),
-        human=tuple(
-            Human(
-                one["instruction"],
-                tuple(one["instruction_attributes"]),
-                tuple(one["instruction_options"]),
-            )
-            for one in human
-        ),
-        nouns=tuple(row["nouns"] if "nouns" in row else parsed.get(row["name"], ())),
+        human=tuple(Human(said, tuple(asks), tuple(values)) for said, asks, values in people),
+        nouns=tuple(row["nouns"]),
     )
-
-
-def _options(
-    groups: Mapping[str, Sequence[Mapping[str, Any]] | None],
-) -> dict[str, tuple[str, ...]]:
-    return {
-        name.lower(): tuple(one["value"].strip().replace("/", " | ").lower() for one in contents)
-        for name, contents in groups.items()
-        if contents is not None
-    }
 
 
 def _price(pricing: str | None, asin: str) -> tuple[float, str]:
     """Return the price in dollars and its tag. The price of a range is drawn uniformly, and the
     draw depends on the product alone."""
     found = re.findall(r"\$\s*([\d,]*\.?\d+)", pricing or "")
-    numbers = [float(number.replace(",", "")) for number in found]
-    if not numbers:
-        return DEFAULT_PRICE, f"${DEFAULT_PRICE}"
+    numbers = [float(number.replace(",", "")) for number in found] or [DEFAULT_PRICE]
     if len(numbers) == 1:
         return numbers[0], f"${numbers[0]}"
     low, high = numbers[:2]
@@ -173,13 +155,10 @@ def _price(pricing: str | None, asin: str) -> tuple[float, str]:
 
 def _json(path: str, kind: type) -> Any:
     file = Path(path)
+    expected = "expected a JSON file of WebShop's layout (docs/webshop.md)"
     if not file.is_file():
-        raise FileNotFoundError(
-            f"webshop: no file {path!r}; expected a JSON file of WebShop's layout (docs/webshop.md)"
-        )
+        raise FileNotFoundError(f"webshop: no file {path!r}; {expected}")
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind)
     except msgspec.DecodeError as error:
-        raise ValueError(
-            f"webshop: {path!r}: {error}; expected a JSON file of WebShop's layout"
-        ) from None
+        raise ValueError(f"webshop: {path!r}: {error}; {expected}") from None

@@ -10,11 +10,14 @@ from coppice.actors.environments.webshop.goals import Goal
 from coppice.actors.environments.webshop.products import PATH_SEPARATOR, Product
 
 COLOURS = """
-alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel camo caramel champagne charcoal cheetah
-chestnut chocolate christmas coffee cognac copper coral cranberry cream crystal dark denim eggplant elephant espresso fuchsia gold granite grape
-graphite grass gray green grey heather indigo ivory ivy khaki lavender lemon leopard light lilac lime magenta maroon mauve merlot midnight mint
-mocha multicolor mushroom mustard natural navy nude olive orange peach pewter pink plum purple rainbow red rose royal rust sand sapphire seashell
-silver skull slate steel stone stonewash sunflower tan taupe teal tiger turquoise violet walnut wheat white wine yellow
+alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown
+burgundy camel camo caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac
+copper coral cranberry cream crystal dark denim eggplant elephant espresso fuchsia gold granite
+grape graphite grass gray green grey heather indigo ivory ivy khaki lavender lemon leopard light
+lilac lime magenta maroon mauve merlot midnight mint mocha multicolor mushroom mustard natural navy
+nude olive orange peach pewter pink plum purple rainbow red rose royal rust sand sapphire seashell
+silver skull slate steel stone stonewash sunflower tan taupe teal tiger turquoise violet walnut
+wheat white wine yellow
 """.split()
 """The 102 colour words of the released code, in its order."""
 ALIKE = 85
@@ -27,8 +30,8 @@ def reward(product: Product, chosen: Sequence[str], goal: Goal) -> float:
     attributes = sum(_has(product, attribute) for attribute in goal.attributes)
     values = [colour_of(value) for value in chosen]
     options = sum(
-        any(similarity(value, asked) > ALIKE for value in values)
-        for asked in map(colour_of, goal.options)
+        any(similarity(value, wanted) > ALIKE for value in values)
+        for wanted in map(colour_of, goal.options)
     )
     right = attributes + options + (product.price <= goal.cap)
     return type_factor(product, goal) * right / (len(goal.attributes) + len(goal.options) + 1)

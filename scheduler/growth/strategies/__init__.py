@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from coppice.common.declared import StrategyGives
-from coppice.common.options import checked, declared, modules, plugin
+from coppice.common.options import checked, declared, modules, plugin, with_defaults
 
 
 class Strategy(msgspec.Struct, frozen=True):
@@ -38,7 +38,7 @@ def load(name: str, options: dict[str, Any] | None = None) -> Strategy:
     options = checked(
         "scheduler.strategy_options", f"strategy {name!r}", function, options or {}, ("tree", "ctx")
     )
-    gives = declared(setting, module, "gives", StrategyGives, function, options)
+    gives = declared(setting, module, "gives", StrategyGives, with_defaults(function, options))
     return Strategy(name, function, options, gives, getattr(module, "EVALUATION", "chain"))
 
 

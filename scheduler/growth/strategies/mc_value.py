@@ -48,7 +48,8 @@ async def value(ctx: Context, action: Node, continuations: int) -> None:
     samples = await outcomes(valuing, position_before(ctx, action), continuations)
     if not samples:
         raise DataFault(
-            "no continuation of an action has an outcome: expected an environment that gives one, or repeats itself"
+            "no continuation of an action has an outcome: expected an environment that gives one,"
+            " or repeats itself"
         )
     mean = math.fsum(samples) / len(samples)
     variance = math.fsum((x - mean) ** 2 for x in samples) / max(1, len(samples) - 1)

@@ -25,9 +25,8 @@ def gives(k: int, eta: float, selection: Selection, **_: object) -> StrategyGive
     """Declare ``k`` candidates per prefix, each trained by its own reward; the trained candidates
     have no outcome."""
     if selection == "best-of-k" and eta != ETA:
-        raise ValueError(
-            f"scheduler.strategy_options.eta = {eta} has no effect with selection = 'best-of-k': remove it"
-        )
+        setting = f"scheduler.strategy_options.eta = {eta}"
+        raise ValueError(f"{setting} has no effect with selection = 'best-of-k': remove it")
     return StrategyGives(
         group="step",
         size=k,

@@ -19,9 +19,7 @@ from coppice.scheduler.growth.tree import Tree
 def gives(branching: tuple[int, ...], **_: object) -> StrategyGives:
     """Declare whole trajectories per task: the product of the branchings if no path ends early."""
     if not branching:
-        raise ValueError(
-            "scheduler.strategy_options.branching = []: expected the number of children at one level or more"
-        )
+        raise ValueError("scheduler.strategy_options.branching = []: expected numbers of children")
     return StrategyGives(group="task", size=math.prod(branching), columns=frozenset({"weight"}))
 
 

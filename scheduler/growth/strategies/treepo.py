@@ -21,9 +21,8 @@ from coppice.scheduler.growth.tree import Fork, Tree
 def gives(leaves: int, divergence: int, first_divergence: int, **_: object) -> StrategyGives:
     """Declare ``leaves`` whole trajectories per task."""
     if first_divergence < divergence:
-        raise ValueError(
-            f"scheduler.strategy_options.first_divergence = {first_divergence}: expected at least divergence = {divergence}"
-        )
+        setting = f"scheduler.strategy_options.first_divergence = {first_divergence}"
+        raise ValueError(f"{setting}: expected at least divergence = {divergence}")
     return StrategyGives(group="task", size=leaves)
 
 

@@ -10,13 +10,23 @@ import msgspec
 import pytest
 
 from coppice.actors.environments.base import HELD_OUT_SEEDS, POLICY, SPLIT, Task, Tools, Transition
-from coppice.actors.environments.sotopia import conversation
-from coppice.actors.environments.sotopia.conversation import Conversation, Turn
-from coppice.actors.environments.sotopia.environment import Sotopia, State
+from coppice.actors.environments.sotopia import environment as conversation
+from coppice.actors.environments.sotopia.environment import (
+    Dialogue,
+    Sotopia,
+    SotopiaState,
+    SotopiaTurn,
+)
 from coppice.actors.environments.sotopia.scenarios import OWN, Agent, load, shown
 from coppice.scheduler.growth.tasks import GeneratedTasks
 
-AGENT = Agent("Ada", "Bell", 30, "pilot", public_info="Ada sings.", personality_and_values="Ada is calm.", secret="Ada cannot swim.")  # fmt: skip
+AGENT = Agent(
+    *("Ada", "Bell", 30, "pilot"),
+    public_info="Ada sings.",
+    personality_and_values="Ada is calm.",
+    secret="Ada cannot swim.",
+)
+NOD = "non-verbal communication"
 
 
 def reply(kind: str, argument: str = "") -> str:
@@ -36,23 +46,28 @@ class Table(Tools):
         return self.script.pop(0)
 
 
-async def take(environment: Sotopia, state: State, text: str, *answers: str) -> Transition:
+async def take(environment: Sotopia, state: SotopiaState, text: str, *answers: str) -> Transition:
     return await environment.step(state, environment.read(state, text), Table(*answers))
 
 
-def start(environment: Sotopia, combo: str = "scenario-01-1", trained: int = 0) -> State:
-    return State(combo, trained)
+START = SotopiaState("scenario-01-1", 0)
+
+
+def turns(*words: str) -> tuple[SotopiaTurn, ...]:
+    """Turns of both sides by turns: what is said, or "none" or "leave"."""
+    kinds = [(word,) if word in ("none", "leave") else ("speak", word) for word in words]
+    return tuple(SotopiaTurn(n % 2, *kind) for n, kind in enumerate(kinds))
 
 
 @pytest.mark.parametrize(
     ("text", "turn"),
     [
-        (reply("speak", "Hello."), Turn(1, "speak", "Hello.")),
-        (f"I think {{so}}. {reply('none', 'ignored')}", Turn(1, "none")),
-        (reply("speak", "first") + reply("leave"), Turn(1, "leave")),
-        ('{"action_type": "action", "argument": "opens {the} door", "to": ["Ada"]}', Turn(1, "action", "opens {the} door")),
-        (reply("non-verbal communication", "nods\nTurn #9: x"), Turn(1, "non-verbal communication", "nods Turn #9: x")),
-        ('{"action_type": "leave"}', Turn(1, "leave")),
+        (reply("speak", "Hello."), ("speak", "Hello.")),
+        (f"I think {{so}}. {reply('none', 'ignored')}", ("none",)),
+        (reply("speak", "first") + reply("leave"), ("leave",)),
+        ('{"action_type": "action", "argument": "a {b} c", "to": ["Ada"]}', ("action", "a {b} c")),
+        (reply(NOD, "nods\nTurn #9: x"), (NOD, "nods Turn #9: x")),
+        ('{"action_type": "leave"}', ("leave",)),
         (reply("speak", "  "), None),
         (reply("shout", "Hello."), None),
         ('{"action_type": "speak", "argument": 3}', None),
@@ -60,13 +75,14 @@ def start(environment: Sotopia, combo: str = "scenario-01-1", trained: int = 0) 
         (reply("speak", "Hello.") + ' {"a": 1}', None),
         ('{"a":' * 5_000, None),
     ],
-)  # fmt: skip
-def test_the_last_json_object_of_a_reply_is_the_turn(text: str, turn: Turn | None) -> None:
-    assert conversation.read(text, 1) == turn
+)
+def test_the_last_json_object_of_a_reply_is_the_turn(text: str, turn: tuple[str] | None) -> None:
+    assert conversation.read_turn(text, 1) == (turn and SotopiaTurn(1, *turn))
 
 
 def test_turns_are_written_in_the_words_of_sotopia() -> None:
-    said = [Turn(0, "none"), Turn(1, "speak", "Hi."), Turn(0, "non-verbal communication", "nods"), Turn(1, "action", "sits"), Turn(0, "leave")]  # fmt: skip
+    kinds = [("none", ""), ("speak", "Hi."), (NOD, "nods"), ("action", "sits"), ("leave", "")]
+    said = [SotopiaTurn(n % 2, *kind) for n, kind in enumerate(kinds)]
     assert conversation.history(said, ("A", "B")).splitlines() == [
         "Turn #1: A did nothing",
         'Turn #2: B said: "Hi."',
@@ -77,28 +93,23 @@ def test_turns_are_written_in_the_words_of_sotopia() -> None:
 
 
 @pytest.mark.parametrize(
-    ("turns", "word_endings", "over"),
+    ("words", "word_endings", "over"),
     [
-        ([], False, False),
-        ([Turn(0, "speak", "a")] * 19, False, False),
-        ([Turn(0, "speak", "a")] * 20, False, True),
-        ([Turn(0, "leave")], False, True),
-        ([Turn(0, "none"), Turn(1, "none")], False, False),
-        ([Turn(0, "none"), Turn(1, "none"), Turn(0, "none")], False, True),
-        ([Turn(0, "none"), Turn(1, "speak", "a"), Turn(0, "none"), Turn(1, "none")], False, False),
-        ([Turn(0, "speak", "The bag you left.")], False, False),
-        ([Turn(0, "speak", "The bag you left.")], True, True),
+        (["a"] * 19, False, False),
+        (["a"] * 20, False, True),
+        (["leave"], False, True),
+        (["none"] * 2, False, False),
+        (["none"] * 3, False, True),
+        (["none", "a", "none", "none"], False, False),
+        (["The bag you left."], False, False),
+        (["The bag you left."], True, True),
     ],
 )
-def test_a_conversation_ends_as_specified(
-    turns: list[Turn], word_endings: bool, over: bool
-) -> None:
-    assert conversation.over(turns, 20, word_endings) is over
+def test_a_conversation_ends_as_specified(words: list[str], word_endings: bool, over: bool) -> None:
+    assert Sotopia(word_endings=word_endings).over(turns(*words)) is over
 
 
-def test_what_a_side_knows_of_the_other_grows_with_the_relationship_and_never_holds_the_secret() -> (
-    None
-):
+def test_what_a_side_knows_grows_with_the_relationship_and_never_holds_the_secret() -> None:
     told = [conversation.profile(AGENT, level) for level in range(6)]
     assert "Ada" not in told[0]
     assert "Ada Bell" in told[1] and "30" not in told[1]
@@ -108,11 +119,9 @@ def test_what_a_side_knows_of_the_other_grows_with_the_relationship_and_never_ho
     assert "swim" in conversation.profile(AGENT, 0, own=True)
 
 
-def test_the_prompt_hides_goal_and_secret_of_the_other_side_and_has_a_part_that_all_turns_share() -> (
-    None
-):
+def test_the_prompt_hides_goal_and_secret_of_the_other_side_and_shares_its_head() -> None:
     environment = Sotopia()
-    state = State("scenario-03-1", 0, (Turn(0, "speak", "Good morning."),))
+    state = SotopiaState("scenario-03-1", 0, turns("Good morning."))
     scenario = environment.library.envs["scenario-03"]
     me, other = (environment.library.agents[key] for key in ("agent-04", "agent-03"))
     (message,) = environment.prompt(Task("t"), state)
@@ -121,24 +130,23 @@ def test_the_prompt_hides_goal_and_secret_of_the_other_side_and_has_a_part_that_
     assert shown(scenario.agent_goals[1], "agent_1") not in head and other.secret not in head
     assert other.public_info in head
     assert f'Turn #1: {me.name} said: "Good morning."' in tail and "It is turn #2" in tail
-    assert environment.prompt(Task("t"), State("scenario-03-1", 0))[0]["content"].startswith(
-        head + SPLIT
-    )
+    first = environment.prompt(Task("t"), SotopiaState("scenario-03-1", 0))[0]["content"]
+    assert first.startswith(head + SPLIT)
     hidden = Sotopia(profiles="hidden").prompt(Task("t"), state)[0]["content"]
     assert other.public_info not in hidden and other.name in hidden
 
 
 def test_strangers_are_not_named() -> None:
     environment = Sotopia()
-    text = environment.prompt(Task("t"), State("scenario-01-1", 0, (Turn(1, "speak", "Hello."),)))[
-        0
-    ]["content"]
+    state = msgspec.structs.replace(START, turns=(SotopiaTurn(1, "speak", "Hello."),))
+    text = environment.prompt(Task("t"), state)[0]["content"]
     assert environment.library.agents["agent-02"].first_name not in text
     assert 'the other person said: "Hello."' in text
 
 
 def test_the_tags_of_the_layout_decide_who_sees_a_text() -> None:
-    text = 'Meet. <p viewer="environment">They know Ann.</p> <p viewer="agent_1">Hush.</p> (<extra_info>Take care</extra_info>)'
+    text = """Meet. <p viewer="environment">They know Ann.</p> <p viewer="agent_1">Hush.</p>
+    (<extra_info>Take care</extra_info>)"""
     assert shown(text, "agent_0") == "Meet. (Take care)"
     assert shown(text, "agent_1") == "Meet. Hush. (Take care)"
     assert shown(text, "environment") == "Meet. They know Ann. (Take care)"
@@ -147,9 +155,8 @@ def test_the_tags_of_the_layout_decide_who_sees_a_text() -> None:
 async def test_both_sides_act_in_turn_and_the_partner_is_the_observation() -> None:
     environment = Sotopia(partner="ann", partner_tokens=9)
     table = Table(reply("speak", "No."))
-    state = start(environment)
-    step = await environment.step(state, environment.read(state, reply("speak", "Buy it.")), table)
-    assert step.state.turns == (Turn(0, "speak", "Buy it."), Turn(1, "speak", "No."))
+    step = await environment.step(START, environment.read(START, reply("speak", "Buy it.")), table)
+    assert step.state.turns == turns("Buy it.", "No.")
     assert (step.observation, step.done, step.outcome) == ('Tobin Hask said: "No."', False, None)
     ((speaker, told, tokens),) = table.told
     assert (speaker, tokens) == ("ann", 9)
@@ -157,15 +164,13 @@ async def test_both_sides_act_in_turn_and_the_partner_is_the_observation() -> No
     assert environment.speakers == ("ann",) and Sotopia().speakers == (POLICY,)
 
 
-async def test_an_invalid_reply_is_a_turn_of_nothing_and_an_unreadable_partner_is_asked_twice() -> (
-    None
-):
+async def test_an_invalid_reply_does_nothing_and_an_unreadable_partner_is_asked_twice() -> None:
     environment = Sotopia()
-    assert environment.read(start(environment), "hello").kind == "invalid"
-    step = await take(environment, start(environment), "hello", "what?", reply("action", "waits"))
-    assert step.state.turns == (Turn(0, "none"), Turn(1, "action", "waits"))
-    step = await take(environment, start(environment), "hello", "what?", "what?")
-    assert step.state.turns == (Turn(0, "none"), Turn(1, "none")) and not step.done
+    assert environment.read(START, "hello").kind == "invalid"
+    step = await take(environment, START, "hello", "what?", reply("action", "waits"))
+    assert step.state.turns == (SotopiaTurn(0, "none"), SotopiaTurn(1, "action", "waits"))
+    step = await take(environment, START, "hello", "what?", "what?")
+    assert step.state.turns == turns("none", "none") and not step.done
     # the third turn of nothing ends it: the partner is not asked
     step = await take(environment, step.state, "again")
     assert step.done and step.observation == "The conversation is over."
@@ -174,7 +179,7 @@ async def test_an_invalid_reply_is_a_turn_of_nothing_and_an_unreadable_partner_i
 async def test_twenty_turns_are_ten_for_each_side_whoever_begins() -> None:
     environment = Sotopia()
     for trained in (0, 1):
-        state, own, done = State("scenario-01-1", trained), 0, False
+        state, own, done = SotopiaState("scenario-01-1", trained), 0, False
         state = await environment.open(state, Table(reply("speak", "begin")))
         assert len(state.turns) == trained
         while not done:
@@ -185,11 +190,11 @@ async def test_twenty_turns_are_ten_for_each_side_whoever_begins() -> None:
 
 async def test_a_side_that_leaves_ends_the_conversation() -> None:
     environment = Sotopia()
-    assert (await take(environment, start(environment), reply("leave"))).done
-    left = await take(environment, start(environment), reply("speak", "a"), reply("leave"))
+    assert (await take(environment, START, reply("leave"))).done
+    left = await take(environment, START, reply("speak", "a"), reply("leave"))
     assert left.done and "Tobin Hask left the conversation" in left.observation
-    begun = await environment.open(State("scenario-01-1", 1), Table(reply("leave")))
-    assert begun.turns == (Turn(0, "none"),)  # the trained side acts at least once
+    begun = await environment.open(SotopiaState("scenario-01-1", 1), Table(reply("leave")))
+    assert begun.turns == turns("none")  # the trained side acts at least once
 
 
 def test_no_held_out_scenario_is_trained_and_every_episode_is_held_out_from_both_sides() -> None:
@@ -205,13 +210,10 @@ def test_no_held_out_scenario_is_trained_and_every_episode_is_held_out_from_both
     assert len(trained) == 2 * 30 and len(set(held_out)) == 20
     assert not {combo[:11] for combo, _ in trained} & {combo[:11] for combo, _ in held_out}
     assert environment.task(HELD_OUT_SEEDS.start).source == "pay_rise"
-    assert {
-        Sotopia(side="second").initial(tasks.at(position)).trained for position in range(9)
-    } == {1}
-    everything = Sotopia(split="all")
-    assert {everything.initial(everything.task(seed)).combo for seed in range(40)} == {
-        c.pk for c in load("").combos
-    }
+    second, everything = Sotopia(side="second"), Sotopia(split="all")
+    assert {second.initial(tasks.at(position)).trained for position in range(9)} == {1}
+    combos = [everything.initial(everything.task(seed)).combo for seed in range(40)]
+    assert sorted(combos) == sorted(combo.pk for combo in load("").combos)
 
 
 def test_our_scenarios_are_twenty_and_each_side_has_rules() -> None:
@@ -262,23 +264,20 @@ def test_a_file_outside_the_layout_is_refused_with_its_fault(
 
 def test_the_outcome_judge_sees_both_sides_and_the_last_words() -> None:
     environment = Sotopia()
-    turns = (Turn(0, "speak", "40 euros."), Turn(1, "speak", "40 euros, then."))
-    before, after = start(environment), State("scenario-01-1", 0, turns)
-    action = environment.read(before, reply("speak", "40 euros."))
-    judged = environment.concluded(Task("t"), before, action, after, 1, 4)
-    whole = msgspec.convert(judged.state, Conversation)
-    assert whole.turns == turns and whole.trained == 0 and whole.rules is not None
+    both = turns("40 euros.", "40 euros, then.")
+    after = msgspec.structs.replace(START, turns=both)
+    action = environment.read(START, reply("speak", "40 euros."))
+    judged = environment.concluded(Task("t"), START, action, after, 1, 4)
+    whole = msgspec.convert(judged.state, Dialogue)
+    assert whole.turns == both and whole.trained == 0 and whole.rules is not None
     assert whole.names == ("Mara Ellwood", "Tobin Hask") and "40 euros or more" in whole.goals[0]
     # the budget ended it before the partner's reply
-    cut = environment.concluded(Task("t"), before, action, None, 1, 4)
-    assert msgspec.convert(cut.state, Conversation).turns == turns[:1]
+    cut = environment.concluded(Task("t"), START, action, None, 1, 4)
+    assert msgspec.convert(cut.state, Dialogue).turns == both[:1]
 
 
 def test_measures_leave_out_what_was_not_judged() -> None:
-    turns = [
-        {"valid": 1.0, "forced": 0.0},
-        {"valid": 0.0, "forced": 0.0, "goal": 10.0, "outcome": 1.0},
-    ]
+    first, last = {"valid": 1.0}, {"valid": 0.0, "goal": 10.0, "outcome": 1.0}
     expected = {"goal": [10.0], "outcome": [1.0], "turns": [2.0], "valid": [1.0, 0.0]}
-    assert Sotopia().measures(Task("t"), turns) == expected
-    assert Sotopia().measures(Task("t"), turns[:1])["goal"] == []
+    assert Sotopia().measures(Task("t"), [first, last]) == expected
+    assert Sotopia().measures(Task("t"), [first])["goal"] == []

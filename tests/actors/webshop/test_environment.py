@@ -1,7 +1,6 @@
 """The WebShop environment: replies, prompts, steps, tasks, and product files of the original
 layout."""
 
-import asyncio
 import json
 import random
 import sys
@@ -13,42 +12,32 @@ import pytest
 
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import SPLIT, Task, Transition
-from coppice.actors.environments.webshop.environment import WebShop
-from coppice.actors.environments.webshop.episode import LONGEST_PROMPT, read_reply
+from coppice.actors.environments.webshop.environment import LONGEST_PROMPT, WebShop, read_reply
 from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.tools.defaults.legal_play import FIRST_SEED
 from coppice.wire.faults import DataFault
+from tests import games
 
-NOBODY: Any = None
 SHOP = WebShop()
-CLICKABLES = ["back to search", "< prev", "buy now", "red"]
 
 
 def said(command: str) -> str:
     return f"<think> so </think><action>{command}</action>"
 
 
+UNREADABLE = [said("search[]"), said("buy[red]"), "<action>click[red]</action>"]
+UNREADABLE += ["<think>so</think>click[red]", "<think>so</think><action>click[red]"]
+UNREADABLE += ["<think>\u597d</think><action>click[red]</action>"]
+
+
 def play(environment: WebShop, task: Task, commands: list[str]) -> list[Transition]:
-    """The transitions of whole replies, or of commands."""
-    state, transitions = environment.initial(task), []
-    for command in commands:
-        reply = command if "<" in command[:1] else said(command)
-        transitions.append(
-            asyncio.run(environment.step(state, environment.read(state, reply), NOBODY))
-        )
-        state = transitions[-1].state
-    return transitions
+    return games.play(environment, environment.initial(task), *commands)
 
 
 def perfect(environment: WebShop, task: Task) -> list[str]:
     goal = environment.goal(environment.initial(task))
-    choices = [f"click[{value}]" for value in goal.values]
-    return [
-        f"search[{goal.product.name}]",
-        f"click[{goal.product.asin}]",
-        *choices,
-        "click[Buy Now]",
-    ]
+    clicks = [goal.product.asin, *goal.values, "Buy Now"]
+    return [f"search[{goal.product.name}]", *(f"click[{name}]" for name in clicks)]
 
 
 @pytest.mark.parametrize(
@@ -60,21 +49,15 @@ def perfect(environment: WebShop, task: Task) -> list[str]:
         (said("click[blue]"), "click", None, None),
         (said("click[search]"), "click", None, None),
         (said("search[a]") + "<action>click[red]</action>", "search", "a", None),
-        (said("search[]"), "invalid", None, None),
-        (said("buy[red]"), "invalid", None, None),
-        ("<action>click[red]</action>", "invalid", None, None),
-        ("<think>so</think>click[red]", "invalid", None, None),
-        ("<think>so</think><action>click[red]", "invalid", None, None),
-        ("<think>\u597d</think><action>click[red]</action>", "invalid", None, None),
         ("<THINK>so</THINK><ACTION>click[red]</ACTION>", "click", None, (3,)),
+        *((text, "invalid", None, None) for text in UNREADABLE),
     ],
 )
 def test_a_reply_is_read_as_documented(
     text: str, kind: str, query: str | None, move: tuple[int, ...] | None
 ) -> None:
-    action = read_reply(
-        text, [*CLICKABLES, "search"] if "search]" in text else CLICKABLES, "required"
-    )
+    clickables = ["back to search", "< prev", "buy now", "red"] + ["search"] * ("search]" in text)
+    action = read_reply(text, clickables, "required")
     assert (action.kind, action.argument, action.move) == (kind, query, move)
     assert action.valid == (kind != "invalid")
 
@@ -82,12 +65,12 @@ def test_a_reply_is_read_as_documented(
 @pytest.mark.parametrize(("outcome", "imperfect"), [("success", 0.0), ("score", 10 * 2 / 3)])
 def test_a_purchase_ends_the_episode_with_its_outcome(outcome: Any, imperfect: float) -> None:
     environment = WebShop(outcome=outcome)
-    task = next(
-        task
-        for task in map(environment.task, range(100))
-        if len(environment.goal(environment.initial(task)).attributes) == 3
-        and len(environment.goal(environment.initial(task)).options) == 2
-    )
+
+    def sizes(task: Task) -> tuple[int, int]:
+        goal = environment.goal(environment.initial(task))
+        return len(goal.attributes), len(goal.options)
+
+    task = next(task for task in map(environment.task, range(100)) if sizes(task) == (3, 2))
     commands = perfect(environment, task)
     *before, last = play(environment, task, commands)
     assert not any(transition.done for transition in before)
@@ -107,31 +90,23 @@ def test_an_episode_without_a_purchase_ends_at_the_horizon_with_nothing() -> Non
     transitions = play(SHOP, task, ["search[mug]", "click[x]", *["click[next >]"] * 8])
     assert [transition.done for transition in transitions] == [False] * 9 + [True]
     shown = [transition.observation for transition in transitions if transition.observation]
-    assert shown == [
-        "This action does nothing here.",
-        "The actions are used up without a purchase.",
-    ]
+    assert shown[0] == "This action does nothing here."
+    assert shown[1:] == ["The actions are used up without a purchase."]
     assert (transitions[-1].outcome, transitions[-1].reward) == (0.0, 0.0)
     assert transitions[-1].measures == {"success": 0.0, "score": 0.0}
 
 
-@pytest.mark.parametrize(
-    "reply", ["nonsense", "<action>search[mug]</action>", said("click[buy now]"), said("click[x]")]
-)
+@pytest.mark.parametrize("reply", ["nonsense", "<action>search[mug]</action>", "click[buy now]"])
 def test_an_invalid_or_impossible_action_leaves_the_page_and_uses_a_step(reply: str) -> None:
-    state = SHOP.initial(SHOP.task(5))
-    after = asyncio.run(SHOP.step(state, SHOP.read(state, reply), NOBODY)).state
-    assert (after.place, after.step) == (state.place, 1)
+    after = play(SHOP, SHOP.task(5), [reply])[0].state
+    assert (after.place, after.step) == (SHOP.initial(SHOP.task(5)).place, 1)
 
 
 def test_an_oracle_player_buys_perfectly_within_ten_steps() -> None:
-    solved = 0
     for seed in random.Random(0).sample(range(10**6), 200):
-        task = SHOP.task(seed)
-        commands = perfect(SHOP, task)
-        last = play(SHOP, task, commands)[-1]
-        solved += last.measures["success"] == 1.0 and len(commands) <= 10
-    assert solved == 200
+        commands = perfect(SHOP, SHOP.task(seed))
+        assert len(commands) <= 10
+        assert play(SHOP, SHOP.task(seed), commands)[-1].measures["success"] == 1.0
 
 
 # ----------------------------------------------------------------------------------------------
@@ -147,10 +122,8 @@ def test_the_task_stands_before_the_split_and_the_page_after_it() -> None:
     instruction = SHOP.instruction(last.state)
     assert instruction in head
     assert instruction not in tail
-    assert (
-        first[1]
-        == "\n\nActions taken: 0\nCurrent page: 'Search'\nActions:\n'search[<your query>]',\n"
-    )
+    begin = "\n\nActions taken: 0\nCurrent page: 'Search'\nActions:\n'search[<your query>]',\n"
+    assert first[1] == begin
     assert tail.startswith("\n\nActions taken: 3\n[Observation 2: 'Back to Search' [SEP] 'Page 1")
     assert ", Action 2: 'none']\n[Observation 3: 'Back to Search' [SEP] 'Page 1" in tail
     assert ", Action 3: 'click[next >]']\nCurrent page: 'Back to Search' [SEP] 'Page 2" in tail
@@ -161,13 +134,11 @@ def test_the_task_stands_before_the_split_and_the_page_after_it() -> None:
 def test_long_prompts_leave_the_history_out() -> None:
     state = SHOP.initial(SHOP.task(5))
     seen = "x" * (LONGEST_PROMPT - 1500)
-    short, long = (
-        msgspec.structs.replace(state, step=1, past=((seen * n, "search[a]"),)) for n in (1, 2)
-    )
-    assert "Observation 1" in SHOP.prompt(SHOP.task(5), short)[0]["content"]
-    content = SHOP.prompt(SHOP.task(5), long)[0]["content"]
-    assert "Observation" not in content
-    assert "Actions taken: 1" in content
+    for times in (1, 2):
+        long = msgspec.structs.replace(state, step=1, past=((seen * times, "search[a]"),))
+        content = SHOP.prompt(SHOP.task(5), long)[0]["content"]
+        assert ("Observation 1" in content) == (times == 1)
+        assert "Actions taken: 1" in content
 
 
 def test_equal_situations_have_equal_anchors_whatever_came_before() -> None:
@@ -216,48 +187,38 @@ NAMES = ("Alder Mug", "Birch Mug", "Cedar Mug")
 def files(folder: Path, **fields: Any) -> dict[str, Any]:
     """Write three products in the original layout; fields: further fields of each. Return the
     environment's options."""
-    rows = [
-        {
-            "asin": f"B{number}", "name": name, "query": "Mugs ", "category": "kitchen", "product_category": "Kitchen \u203a Mugs",
-            "full_description": None, "small_description": "Holds tea", "pricing": ["", "$1,005.50", "$10.00 - $20.00"][number], "images": ["x"],
-            "customization_options": {"Color": [{"value": "Red/Blue ", "image": None}, {"value": "green"}]}, **fields,
-        }
+    colours = [{"value": "Red/Blue ", "image": None}, {"value": "green"}]
+    same = {"query": "Mugs ", "category": "kitchen", "product_category": "Kitchen \u203a Mugs"}
+    same |= {"full_description": None, "small_description": "Holds tea", "images": ["x"]}
+    same |= {"customization_options": {"Color": colours}, **fields}
+    prices = ("", "$1,005.50", "$10.00 - $20.00")
+    rows: list[dict[str, Any]] = [
+        {"asin": f"B{number}", "name": name, "pricing": prices[number], **same}
         for number, name in enumerate(NAMES)
-    ]  # fmt: skip
-    rows += [{"asin": "nan"}, {"asin": "B0"}, {"asin": "eleven-long"}]
-    wish = {
-        "attributes": ["clay"],
-        "instruction": "Find me clay mugs",
-        "instruction_attributes": ["clay"],
-    }
-    (folder / "products.json").write_text(json.dumps(rows))
-    (folder / "attributes.json").write_text(
-        json.dumps({"B0": wish, "B2": wish, "B1": {"attributes": ["clay"]}})
-    )
-    people = [
-        {
-            "instruction": "i want a clay mug..",
-            "instruction_attributes": ["clay"],
-            "instruction_options": ["green"],
-        },
-        {"instruction": "anything", "instruction_attributes": [], "instruction_options": []},
     ]
-    (folder / "human.json").write_text(json.dumps({"B1": people, "B2": people}))
-    return {
-        "products": str(folder / "products.json"),
-        "attributes": str(folder / "attributes.json"),
-    }
+    rows += [{"asin": "nan"}, {"asin": "B0"}, {"asin": "eleven-long"}]
+    wish = {"instruction": "Find me clay mugs", "instruction_attributes": ["clay"]}
+    wish |= {"attributes": ["clay"]}
+    described = {"B0": wish, "B2": wish, "B1": {"attributes": ["clay"]}}
+
+    def person(instruction: str, attributes: list[str], options: list[str]) -> dict[str, Any]:
+        asks = {"instruction_attributes": attributes, "instruction_options": options}
+        return {"instruction": instruction, **asks}
+
+    people = [person("i want a clay mug..", ["clay"], ["green"]), person("anything", [], [])]
+    contents = {"products": rows, "attributes": described, "human": {"B1": people, "B2": people}}
+    for name, content in contents.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return {name: str(folder / f"{name}.json") for name in ("products", "attributes")}
 
 
 def test_products_of_the_original_layout_are_read_by_path(tmp_path: Path) -> None:
     environment = WebShop(**files(tmp_path, nouns=["mug"]))
-    products = environment.shop.products
+    products = environment.store.products
     assert list(products) == ["B0", "B1", "B2"]
     assert products["B0"].options == {"color": ("red | blue", "green")}
-    assert (products["B0"].price, products["B0"].tag) == (100.0, "$100.0")
-    assert (products["B1"].price, products["B1"].tag) == (1005.5, "$1005.5")
-    assert 10 < products["B2"].price < 20
-    assert products["B2"].tag == "$10.0 to $20.0"
+    assert [product.price for product in products.values()][:2] == [100.0, 1005.5]
+    assert [goal.product.asin for goal in environment.goals].count("B0") == 2
     assert {goal.product.asin for goal in environment.goals} == {"B0", "B2"}
     assert len(environment.goals) == 4
 
@@ -272,9 +233,8 @@ def test_human_goals_ask_for_values_without_groups(tmp_path: Path) -> None:
     # no multiple of ten up to 990 lies above the price
     assert goal.instruction == "i want a clay mug"
     task = Task(f"webshop-{environment.goals.index(goal)}")
-    *_, last = play(
-        environment, task, ["search[birch mug]", "click[b1]", "click[green]", "click[buy now]"]
-    )
+    commands = ["search[birch mug]", "click[b1]", "click[green]", "click[buy now]"]
+    *_, last = play(environment, task, commands)
     assert last.measures["success"] == 1.0
 
 
@@ -286,11 +246,8 @@ def test_nouns_come_from_a_real_spacy_pipeline(tmp_path: Path) -> None:
         tagger.add([[{"ORTH": name}]], {"POS": tag})
     pipeline.to_disk(tmp_path / "pipeline")
     environment = WebShop(**files(tmp_path), pipeline=str(tmp_path / "pipeline"))
-    assert [product.nouns for product in environment.shop.products.values()] == [
-        ("alder", "mug"),
-        ("mug",),
-        ("mug",),
-    ]
+    nouns = [product.nouns for product in environment.store.products.values()]
+    assert nouns == [("alder", "mug"), ("mug",), ("mug",)]
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -301,10 +258,8 @@ def test_files_without_nouns_need_spacy_and_say_the_remedy(
         pytest.importorskip("spacy")
     else:
         monkeypatch.setitem(sys.modules, "spacy", None)
-    with pytest.raises(
-        ValueError,
-        match=r"python -m spacy download en_core_web_sm.*or give each product of the file",
-    ):
+    remedy = r"python -m spacy download en_core_web_sm.*or give each product of the file"
+    with pytest.raises(ValueError, match=remedy):
         registry.load("webshop", {**files(tmp_path), "pipeline": "no_such_pipeline"})
 
 
@@ -323,10 +278,11 @@ def test_missing_and_foreign_files_are_refused_with_the_reason(tmp_path: Path) -
     ("options", "message"),
     [
         ({"pages": "html"}, "pages"),
-        ({"products": "a.json"}, "expected the first two together"), ({"human_goals": True}, "exactly if human_goals is on"),
+        ({"products": "a.json"}, "expected the first two together"),
+        ({"human_goals": True}, "exactly if human_goals is on"),
         ({"human": "a.json"}, "exactly if human_goals is on"),
     ],
-)  # fmt: skip
+)
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         registry.load("webshop", options)

@@ -1,5 +1,7 @@
 """Goals: prices and caps, synthetic and human goals, and the splits."""
 
+import itertools
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -33,33 +35,30 @@ def test_synthetic_goals_are_all_combinations_of_sorted_option_groups() -> None:
     product = max(PRODUCTS, key=lambda one: len(one.options))
     own = [goal for goal in GOALS if goal.product is product]
     first, second = sorted(product.options)
-    assert {goal.options for goal in own} == {
-        ((first, one), (second, other))
-        for one in product.options[first]
-        for other in product.options[second]
-    }
+    pairs = itertools.product(product.options[first], product.options[second])
+    assert {tuple(goal.values) for goal in own} == set(pairs)
     for goal in own:
-        one, other = goal.values
-        assert goal.instruction.startswith(
-            f"{product.instruction} with {first}: {one}, and {second}: {other}"
-        )
+        asks = f" with {first}: {goal.values[0]}, and {second}: {goal.values[1]}"
+        assert goal.instruction.startswith(product.instruction + asks)
+        assert goal.options == tuple(zip((first, second), goal.values, strict=True))
     assert len({goal.cap for goal in own}) == 1
 
 
 @pytest.mark.slow
 def test_goals_prices_and_search_are_equal_in_every_process() -> None:
     code = (
-        "from coppice.actors.environments.webshop.shop import Shop;"
-        "from tests.actors.webshop.test_goals import GOALS, PRODUCTS; shop = Shop(PRODUCTS);"
-        "print(shop.digest, hash(tuple(g.cap for g in GOALS)), GOALS[7].instruction, shop.search.results('solid wood table'))"
+        "from coppice.actors.environments.webshop.store import Store;"
+        "from tests.actors.webshop.test_goals import GOALS, PRODUCTS; store = Store(PRODUCTS);"
+        "print(store.digest, hash(tuple(goal.cap for goal in GOALS)), GOALS[7].instruction);"
+        "print(store.results('solid wood table'))"
     )
-    shown = {
-        subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, env={"PYTHONHASHSEED": seed}, text=True, capture_output=True, check=True
-        ).stdout
-        for seed in ("1", "2")
-    }  # fmt: skip
-    assert len(shown) == 1
+
+    def shown(seed: str) -> bytes:
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, cwd=ROOT, env=environment, stdout=-1, check=True).stdout
+
+    assert shown("1") == shown("2")
 
 
 def test_no_product_has_goals_in_two_parts_of_the_split_by_products() -> None:
@@ -90,12 +89,8 @@ def test_every_goal_of_the_invented_shop_can_be_bought_perfectly() -> None:
 
 
 def test_the_invented_shop_has_the_size_of_the_original() -> None:
-    assert (
-        len(PRODUCTS)
-        == len({product.asin for product in PRODUCTS})
-        == len({product.name for product in PRODUCTS})
-        == 1000
-    )
+    names = {product.name for product in PRODUCTS}
+    assert len({product.asin for product in PRODUCTS}) == len(names) == len(PRODUCTS) == 1000
     assert 6000 < len(GOALS) < 10_000
     assert all(len(product.asin) == 10 and product.nouns for product in PRODUCTS)
     assert catalogue() == PRODUCTS

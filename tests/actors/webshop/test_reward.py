@@ -6,57 +6,50 @@ import msgspec
 import pytest
 
 from coppice.actors.environments.webshop.goals import NO_CAP, Goal
-from coppice.actors.environments.webshop.products import PATH_SEPARATOR, Product
+from coppice.actors.environments.webshop.products import PATH_SEPARATOR, Product, product_of
 from coppice.actors.environments.webshop.reward import colour_of, reward, similarity, type_factor
 
 
-def product(
-    name: str,
-    nouns: str,
-    query: str,
-    path: str,
-    attributes: list[str],
-    price: float = 0.0,
-    **texts: Any,
-) -> Product:
-    return Product(
-        asin="A", name=name, query=query, category="", product_category=path.replace(">", PATH_SEPARATOR), price=price,
-        description=texts.get("description", ""), bullets=tuple(texts.get("bullets", ())), tag="", options={},
-        attributes=tuple(attributes), instruction="", instruction_attributes=(), human=(), nouns=tuple(nouns.split()),
-    )  # fmt: skip
+def product(name: str, query: str, path: str, *attributes: str, **texts: Any) -> Product:
+    """The nouns of a product are all words of its name."""
+    nouns = name.lower().replace("'s", "").replace("-", " ").split()
+    row = {"asin": "A", "name": name, "nouns": nouns, "query": query, "category": ""}
+    row |= {"product_category": path.replace(">", PATH_SEPARATOR), "full_description": ""}
+    row |= {"small_description": ()} | texts
+    return product_of(row, {"attributes": attributes})
 
 
 SHIRT = product(
-    "Alder Men's Cotton T-Shirt", "alder men cotton t shirt", "men's t-shirts", "Clothing > Men > Shirts > T-Shirts",
-    ["machine wash", "short sleeve"],
-)  # fmt: skip
-POLO = product(
-    "Birch Men's Polo Shirt", "birch men polo shirt", "polo shirts", "Clothing > Men > Shirts > Polos",
-    ["machine washable"], description="Has a short sleeve and a collar.",
-)  # fmt: skip
-PICNIC = product(
-    "Pine Picnic Table", "pine picnic table", "picnic tables", "Patio > Furniture > Picnic", ["solid wood"],
-    bullets=["easy assemble"],
-)  # fmt: skip
-LAMP = product(
-    "Cedar Desk Lamp",
-    "cedar desk lamp",
+    "Alder Men's Cotton T-Shirt",
     "men's t-shirts",
-    "Home > Lighting > Lamps",
-    ["machine wash", "short sleeve"],
+    "Clothing > Men > Shirts > T-Shirts",
+    *("machine wash", "short sleeve"),
+)
+POLO = product(
+    "Birch Men's Polo Shirt",
+    "polo shirts",
+    "Clothing > Men > Shirts > Polos",
+    "machine washable",
+    full_description="Has a short sleeve and a collar.",
+)
+PICNIC = product(
+    "Pine Picnic Table",
+    "picnic tables",
+    "Patio > Furniture > Picnic",
+    "solid wood",
+    small_description=["easy assemble"],
+)
+LAMP = product(
+    "Cedar Desk Lamp", "men's t-shirts", "Home > Lighting > Lamps", "machine wash", "short sleeve"
 )
 G = Goal(SHIRT, "", SHIRT.attributes, (("color", "dark blue"), ("size", "x-large")), 30.0)
-OAK = product(
-    "Oak Coffee Table Drawer Shelf Storage", "oak coffee table drawer shelf storage", "coffee tables",
-    "Home > Furniture > Tables", [],
-)  # fmt: skip
-H = Goal(OAK, "", ("Easy Assemble", "solid wood"), ("black",), NO_CAP)
-LONG = msgspec.structs.replace(
-    H,
-    product=msgspec.structs.replace(
-        OAK, nouns=(*OAK.nouns, *["desk", "cabinet", "stand", "rack", "bench"])
-    ),
+LONG = product(
+    "Oak Coffee Table Drawer Shelf Storage Desk Cabinet Stand Rack Bench",
+    "coffee tables",
+    "Home > Furniture > Tables",
 )
+OAK = msgspec.structs.replace(LONG, nouns=LONG.nouns[:6])
+H = Goal(OAK, "", ("Easy Assemble", "solid wood"), ("black",), NO_CAP)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +61,7 @@ LONG = msgspec.structs.replace(
         (SHIRT, ["red", "small"], 31, G, 0.4),
         (POLO, ["navy", "x-large"], 30, G, 0.8),
         (PICNIC, ["matte black"], 999, H, 0.375),
-        (PICNIC, ["matte black"], 999, LONG, 0.075),
+        (PICNIC, ["matte black"], 999, msgspec.structs.replace(H, product=LONG), 0.075),
         (PICNIC, [], 999, msgspec.structs.replace(H, options=()), 1 / 3),
         (LAMP, ["dark blue", "x-large"], 24, G, 0),
     ],
@@ -83,10 +76,10 @@ def test_the_nine_known_answers(
 @pytest.mark.parametrize(
     ("option", "expected"),
     [
-        ("dark blue", "blue"), ("titanium", "tan"), ("standard", "tan"), ("large", "large"), (("color", "red"), "red"),
-        (("color", "dark blue"), ("color", "dark blue")),
+        *[("dark blue", "blue"), ("titanium", "tan"), ("standard", "tan"), ("large", "large")],
+        *[(("color", "red"), "red"), (("color", "dark blue"), ("color", "dark blue"))],
     ],
-)  # fmt: skip
+)
 def test_the_first_colour_word_replaces_an_option(
     option: str | tuple[str, str], expected: str | tuple[str, str]
 ) -> None:
@@ -100,13 +93,9 @@ def test_similarity_is_rounded_and_ignores_case_marks_and_order() -> None:
 
 
 def test_type_falls_to_a_half_without_shared_query_category_or_title() -> None:
-    alike = msgspec.structs.replace(PICNIC, query="coffee tables")
-    assert type_factor(PICNIC, H) == 0.5
-    assert type_factor(alike, H) == 1.0
-    assert (
-        type_factor(msgspec.structs.replace(PICNIC, product_category=OAK.product_category), H)
-        == 1.0
-    )
-    nameless = msgspec.structs.replace(H, product=msgspec.structs.replace(OAK, nouns=()))
-    assert type_factor(alike, nameless) == 1.0
-    assert type_factor(PICNIC, nameless) == 0.5
+    replace = msgspec.structs.replace
+    alike = replace(PICNIC, query="coffee tables")
+    assert (type_factor(PICNIC, H), type_factor(alike, H)) == (0.5, 1.0)
+    assert type_factor(replace(PICNIC, product_category=OAK.product_category), H) == 1.0
+    nameless = replace(H, product=replace(OAK, nouns=()))
+    assert (type_factor(alike, nameless), type_factor(PICNIC, nameless)) == (1.0, 0.5)

@@ -1,51 +1,48 @@
 """The table of docs/webshop.md, measured again. Run it with -s to see the numbers."""
 
-import asyncio
 import random
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
-from coppice.actors.environments.webshop.environment import State, WebShop
+from coppice.actors.environments.webshop.environment import WebShop, WebShopState
 from coppice.tools.launching.config import load
+from tests import games
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "webshop.md").read_text()
-NOBODY: Any = None
 SHOP = WebShop()
 GOALS = [SHOP.initial(SHOP.task(2**30 + seed)).goal for seed in range(500)]
 
 
-def words(state: State) -> str:
+def words(state: WebShopState) -> str:
     return SHOP.instruction(state).partition(", and price")[0]
 
 
-def start(number: int) -> State:
+def start(number: int) -> WebShopState:
     return msgspec.structs.replace(SHOP.initial(SHOP.task(0)), goal=number)
 
 
-def play(number: int, player: Callable[[State], str]) -> dict[str, float]:
+def play(number: int, player: Callable[[WebShopState], str]) -> dict[str, float]:
     """The measures of one episode."""
     state = start(number)
     while True:
-        action = SHOP.read(state, f"<think>.</think><action>{player(state)}</action>")
-        transition = asyncio.run(SHOP.step(state, action, NOBODY))
+        (transition,) = games.play(SHOP, state, player(state))
         if transition.done:
             return transition.measures
         state = transition.state
 
 
-def first_result(state: State, choose: bool) -> str:
+def first_result(state: WebShopState, choose: bool) -> str:
     place = state.place
     if place.page == "search":
         return f"search[{words(state)}]"
     if place.page == "results":
         return f"click[{SHOP.clickables(state)[2]}]"
-    groups = SHOP.shop.products[place.asin].options
+    groups = SHOP.store.products[place.asin].options
     asked = [
         value
         for name, values in groups.items()
@@ -65,50 +62,46 @@ def test_the_ranks_are_those_of_the_table() -> None:
     ranks = []
     for number in GOALS:
         goal = SHOP.goals[number]
-        results = SHOP.shop.search.results(words(start(number)).lower())
+        results = SHOP.store.results(words(start(number)).lower())
         ranks.append(results.index(goal.product.asin) if goal.product.asin in results else 1000)
     shares = [sum(rank < most for rank in ranks) / 500 for most in (1, 10, 50)]
     print("ranks", shares)
-    assert row("the goal's product is the first result for its instruction") == [
-        round(shares[0], 3)
-    ]
-    assert row(".. on the first page") == [round(shares[1], 3)]
-    assert row(".. among the 50 results") == [round(shares[2], 3)]
+    first = "the goal's product is the first result for its instruction"
+    names = (first, ".. on the first page", ".. among the 50 results")
+    assert [row(name) for name in names] == [[round(share, 3)] for share in shares]
 
 
 @pytest.mark.slow
 def test_the_players_are_those_of_the_table() -> None:
     rng = random.Random(0)
 
-    def random_clicks(state: State) -> str:
+    def random_clicks(state: WebShopState) -> str:
         names = SHOP.clickables(state)
         return f"search[{words(state)}]" if names == ["search"] else f"click[{rng.choice(names)}]"
 
-    players: dict[str, Callable[[State], str]] = {
+    players: dict[str, Callable[[WebShopState], str]] = {
         "search the instruction, then random clicks: success, score": random_clicks,
         "search, open the first result, buy": lambda state: first_result(state, choose=False),
-        "search, open the first result, choose the options that the instruction names, buy": lambda state: (
-            first_result(state, choose=True)
-        ),
     }
+    last = "search, open the first result, choose the options that the instruction names, buy"
+    players[last] = lambda state: first_result(state, choose=True)
     for name, player in players.items():
         measures = [play(number, player) for number in GOALS]
-        success, score = (
-            sum(measure[column] for measure in measures) / 500 for column in ("success", "score")
-        )
+        columns = ("success", "score")
+        success, score = (sum(one[column] for one in measures) / 500 for column in columns)
         print(name, success, score)
         assert row(name) == [round(success, 3), round(score, 1)]
 
 
 def test_the_size_of_the_invented_shop_is_as_told() -> None:
     assert f"with {len(SHOP.goals):,} goals" in TEXT
-    assert f"of {len({product.query for product in SHOP.shop.products.values()})} types" in TEXT
+    assert f"of {len({product.query for product in SHOP.store.products.values()})} types" in TEXT
 
 
 ON_OUTCOMES = [
-    "warm_start.steps=0", "scheduler.strategy=full", "scheduler.judge=none", "learner.scheme=grpo",
-    'learner.scheme_options={column = "outcome"}',
-]  # fmt: skip
+    *["warm_start.steps=0", "scheduler.strategy=full", "scheduler.judge=none"],
+    *["learner.scheme=grpo", 'learner.scheme_options={column = "outcome"}'],
+]
 
 
 @pytest.mark.parametrize(("place", "more"), [(0, []), (1, ON_OUTCOMES)])

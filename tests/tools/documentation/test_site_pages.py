@@ -37,7 +37,7 @@ REFERENCE = {"learner": ["coppice.learner.update.table", "coppice.learner.scheme
         ("docs/figures/watch.svg", "figures/watch.svg"),
         ("docs/notebook.ipynb", "notebook.ipynb.md"),
         ("learner/update/table.py", "reference/learner.md#coppice.learner.update.table"),
-        ("learner/update/kl.py", "source/learner/update/kl.py.md"),
+        ("learner/update/critic.py", "source/learner/update/critic.py.md"),
         ("learner/schemes", "reference/learner.md#coppice.learner.schemes"),
         ("LICENSE", "source/LICENSE.md"),
     ],

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from coppice.actors.config import ActorProcess, ActorsConfig
 from coppice.actors.engines.endpoint import EndpointEngine, EndpointText, whole
 from coppice.actors.environments.base import HELD_OUT_SEEDS, SPLIT
-from coppice.actors.environments.sotopia.conversation import DIMENSIONS
+from coppice.actors.environments.sotopia.environment import DIMENSIONS
 from coppice.common.http import Reached
 from coppice.scheduler.config import SchedulerConfig, SchedulerProcess
 from coppice.scheduler.ledger.journal import Journal

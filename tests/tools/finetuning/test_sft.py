@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from coppice.actors.environments.base import Task
-from coppice.actors.environments.search_qa.environment import SearchQA, State
+from coppice.actors.environments.search_qa.environment import SearchQA, SearchState
 from coppice.actors.environments.search_qa.environment import Step as PastStep
 from coppice.judges.base import Judge
 from coppice.judges.pprm import parse_final_score
@@ -80,9 +80,9 @@ def tree_of(number: int, name: str, searches: Sequence[int]) -> Tree:
     """A tree whose trajectories search so often and then answer; the first rightly, the others
     wrongly."""
     tree, nothing = Tree(number, name), np.zeros(1, np.int32)
-    root = tree.add(None, "prompt", nothing, "PROMPT", state=plain(State(QUESTION)))
+    root = tree.add(None, "prompt", nothing, "PROMPT", state=plain(SearchState(QUESTION)))
     for trajectory, count in enumerate(searches):
-        state, node = State(QUESTION), root
+        state, node = SearchState(QUESTION), root
         for i in range(count):
             node = tree.add(node, "action", nothing, action(i), chosen=True, trajectory=trajectory)
             past = PastStep(f"think {i}", f"query {i}", found(i))
@@ -103,7 +103,7 @@ def found(i: int) -> str:
     return f"\n<information>Doc 1(Title: T{i}) F: v</information>\n"
 
 
-def plain(state: State) -> Any:
+def plain(state: SearchState) -> Any:
     return msgspec.to_builtins(state)
 
 
@@ -120,7 +120,7 @@ def test_a_trajectory_holds_every_turn_but_the_last_as_a_judge_sees_it(
     assert contexts == [QUESTION, f"{QUESTION}\n\n{action(0)}{found(0)}"]
     assert [step.response for step in second.steps] == [action(0) + found(0), action(1) + found(1)]
     turn = record.judged_turn(second, second.steps[1])
-    state = State(QUESTION, (PastStep("think 0", "query 0", found(0)),))
+    state = SearchState(QUESTION, (PastStep("think 0", "query 0", found(0)),))
     environment = SearchQA("short", 2)
     task = Task("t1", second.question, second.golden_answers, second.evidence)
     expected = environment.judged(task, state, environment.read(state, action(1)), 2, 3)

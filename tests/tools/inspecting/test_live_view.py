@@ -3,12 +3,12 @@ little it reads."""
 
 import asyncio
 import contextlib
-import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,15 +21,14 @@ from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.telemetry import health
 from coppice.scheduler.telemetry.health import Health, Queue, WorkerHealth
 from coppice.tools.inspecting import watched
-from coppice.tools.inspecting.watch import Table, Watch, main
-from coppice.tools.inspecting.watched import Reader, page, spark, staleness
+from coppice.tools.inspecting.watch import RowTable, WatchApp, main
+from coppice.tools.inspecting.watched import Watcher, page, spark, staleness
 from coppice.tools.launching import control, record, status
 from coppice.tools.launching.config import DEFAULT_CONFIG, load
 from coppice.tools.launching.record import Failure, Member, Record
 from coppice.tools.launching.status import ProcessStatus
 from coppice.wire.messages import Turn
 
-SCREENS = Path(__file__).parent / "screens"
 NOW, MONOTONIC = 1_800_000_000.0, 5_000.0
 MEMBERS = ("scheduler", "judges", "retriever", "actor-0", "actor-1", "learner-0", "learner-1")
 STATES = {"actor-1": "stopped", "learner-1": "disk-sleep"}
@@ -44,10 +43,12 @@ def plant(journal: Journal, number: int, status: str = "closed") -> None:
     tree = Tree(number, f"task {number}")
     root = tree.add(None, "prompt", ids(1, 2), f"What is the capital of country {number}?")
     for reward in (number / 10, -number / 20):
+        scores = {"reward": reward, "outcome": 1.0}
         node = tree.add(
-            root, "action", ids(3, 4, 5), f"<answer> city {number} </answer>", scores={"reward": reward, "outcome": 1.0},
-            logprobs=np.full(3, -0.5, np.float32), versions=ids(3, 3, 3), chosen=reward > 0, notes={"slate_rules": "it is right"},
-        )  # fmt: skip
+            root, "action", ids(3, 4, 5), f"<answer> city {number} </answer>", scores=scores
+        )
+        node.logprobs, node.versions = np.full(3, -0.5, np.float32), ids(3, 3, 3)
+        node.chosen, node.notes = reward > 0, {"slate_rules": "it is right"}
     journal.start_tree(tree, number, number // 3)
     if status != "growing":
         journal.save_group(tree, number, [Turn(node.id, 0, 0, {"reward": 1.0})])
@@ -56,24 +57,19 @@ def plant(journal: Journal, number: int, status: str = "closed") -> None:
 
 
 def a_record(version: int) -> dict[str, float]:
-    values = {
-        "score/reward": version / 10 - 0.5,
-        "rollout/outcome": version / 10,
-        "score/valid": 1.0,
-        "busy/engine": 0.5 + version / 40,
-    }
-    values |= {
-        "busy/learner": 0.75,
-        "cache/hit_rate": 0.4,
-        "rate/decoded_tokens": 900.0 + version,
-        "learner/staleness_mean": 0.75,
-    }
     return {
         "version": version,
         "learner/groups": 8.0,
         "watch/staleness_0/tokens": 25.0,
         "watch/staleness_1/tokens": 75.0,
-        **values,
+        "score/reward": version / 10 - 0.5,
+        "rollout/outcome": version / 10,
+        "score/valid": 1.0,
+        "busy/engine": 0.5 + version / 40,
+        "busy/learner": 0.75,
+        "cache/hit_rate": 0.4,
+        "rate/decoded_tokens": 900.0 + version,
+        "learner/staleness_mean": 0.75,
     }
 
 
@@ -84,26 +80,22 @@ def lines(*versions: int) -> bytes:
 def reported(run: Path, paused: bool = False) -> None:
     """Write the scheduler's report."""
 
-    def worker(
-        name: str, service: str, pid: int, busy: int = 0, silent_s: float = 1.0
-    ) -> WorkerHealth:
-        return WorkerHealth(
-            name, pid, "here", [service], MONOTONIC - silent_s, "here", busy, 64, 9, 0, []
-        )
+    def worker(name: str, service: str, pid: int, busy: int = 0, silent_s: float = 1.0) -> Any:
+        heard = MONOTONIC - silent_s
+        return WorkerHealth(name, pid, "here", [service], heard, "here", busy, 64, 9, 0, [])
 
     workers = [
         worker("judges", "judge.slate_rules", 101, 3),
         worker("retriever", "retrieve", 102),
         worker("actor-0", "generate", 103, 12),
+        worker("actor-1", "generate", 104, 5, 70.0),
+        worker("mine-0", "judge.mine", 900),
     ]
-    workers += [worker("actor-1", "generate", 104, 5, 70.0), worker("mine-0", "judge.mine", 900)]
-    queues = {
-        "generate": Queue(17, 4, 2, MONOTONIC - 7, "tree 8, attempt 1 of 5", ["actor-0", "actor-1"])
-    }
-    body = Health(
-        100, "here", MONOTONIC - 1, NOW, "updates", 8, 9, True, 3, 5, 1, MONOTONIC - 2, "actor-1", queues, workers, 120.0, 1800.0,
-        (NOW - 5, "judge.slate_rules: mine-0 gave 2 judgements for 3 turns"), paused=paused,
-    )  # fmt: skip
+    queue = Queue(17, 4, 2, MONOTONIC - 7, "tree 8, attempt 1 of 5", ["actor-0", "actor-1"])
+    progress = ("updates", 8, 9, True, 3, 5, 1, MONOTONIC - 2, "actor-1")
+    fault = (NOW - 5, "judge.slate_rules: mine-0 gave 2 judgements for 3 turns")
+    told = ({"generate": queue}, workers, 120.0, 1800.0, fault)
+    body = Health(100, "here", MONOTONIC - 1, NOW, *progress, *told, paused=paused)
     write_whole(run / health.NAME, body)
 
 
@@ -116,42 +108,26 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     write_whole(folder / "config.json", load(DEFAULT_CONFIG, ["scheduler.updates=9"]))
     journal = Journal(folder / "journal.sqlite")
     for number in range(12):
-        plant(
-            journal, number, "growing" if number > 9 else "quarantined" if number == 4 else "closed"
-        )
-    measures = {
-        name: {"mean": mean, "half": 0.08}
-        for name, mean in (("em", 0.41), ("em_2_hop", 0.11), ("f1", 0.5), ("valid", 0.99))
-    }
-    journal.save_evaluation(
-        0, "start", {"version": 0, "questions": 128, "headline": "em", "measures": measures}
-    )
+        status_of = "growing" if number > 9 else "quarantined" if number == 4 else "closed"
+        plant(journal, number, status_of)
+    means = {"em": 0.41, "em_2_hop": 0.11, "f1": 0.5, "valid": 0.99}
+    measures = {name: {"mean": mean, "half": 0.08} for name, mean in means.items()}
+    result = {"version": 0, "questions": 128, "headline": "em", "measures": measures}
+    journal.save_evaluation(0, "start", result)
     journal.close()
     (folder / "metrics.jsonl").write_bytes(lines(*range(1, 9)) + b'{"version": 9, "learner/gro')
     members = {
         name: Member(100 + place, NOW - 200, int(name == "actor-0"))
         for place, name in enumerate(MEMBERS)
     }
-    death = Failure(
-        NOW - 60,
-        "actor-0",
-        "killed by signal 9 (SIGKILL)",
-        str(folder / "logs" / "actor-0.log"),
-        "starting it again in 1 s",
-    )
+    killed, log = "killed by signal 9 (SIGKILL)", str(folder / "logs" / "actor-0.log")
+    death = Failure(NOW - 60, "actor-0", killed, log, "starting it again in 1 s")
     write_whole(folder / record.NAME, Record(99, NOW - 250, members=members, failures=[death]))
     reported(folder)
 
     def process(run: Path, name: str, member: Member, heard: float | None) -> ProcessStatus:
-        return ProcessStatus(
-            name,
-            member.pid,
-            STATES.get(name, "sleeping"),
-            member.restarts,
-            NOW - member.began,
-            100.0,
-            heard,
-        )
+        state, age = STATES.get(name, "sleeping"), NOW - member.began
+        return ProcessStatus(name, member.pid, state, member.restarts, age, 100.0, heard)
 
     clock = SimpleNamespace(time=lambda: NOW, monotonic=lambda: MONOTONIC)
     for module in (status, watched):
@@ -175,40 +151,43 @@ async def until(condition: Callable[[], object]) -> None:
 @contextlib.asynccontextmanager
 async def watching(
     run: Path, width: int = 80, height: int = 24
-) -> AsyncIterator[tuple[Watch, Pilot[None]]]:
+) -> AsyncIterator[tuple[WatchApp, Pilot[None]]]:
     """The view after its first look."""
-    app = Watch(run)
+    app = WatchApp(run)
     async with app.run_test(size=(width, height), notifications=True) as pilot:
         await until(lambda: app.look)
         await pilot.pause()
         yield app, pilot
 
 
-def screen(app: Watch) -> str:
+def screen(app: WatchApp) -> str:
     """What is on the screen, as text."""
     strips = app.screen._compositor.render_strips()
     return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips) + "\n"
 
 
-async def check(name: str, app: Watch) -> None:
-    """Wait until the screen is the stored one. WRITE_SCREENS=1 stores what is there after some
-    seconds."""
-    file = SCREENS / f"{name}.txt"
-    if os.environ.get("WRITE_SCREENS"):
-        await asyncio.sleep(3)
-        file.write_text(screen(app))
-    with contextlib.suppress(TimeoutError):
-        await until(lambda: screen(app) == file.read_text())
-    assert screen(app) == file.read_text(), screen(app)
+SEEN = {
+    40: ["update 8 of 9 (updates)"],
+    80: [
+        "reward -0.40 ▁▂▃▄▅▆▇█ +0.30 valid 1.00",
+        "waits for generate: 17 at actor-0, actor-1, 4 waiting; the oldest since 6 s",
+        "(60 s ago) actor-0: killed by signal 9 (SIGKILL); starting it again in 1 s",
+        "to do: actor-1 hangs; the launcher will replace it",
+        "9 closed 3 4 2 +0.23 +1.00 task 9",
+    ],
+    160: [
+        "10 growing 3 - - - - task 10",
+        "actor-1 104 stopped 3 min 0 100 MiB 70 s 5/64",
+        "mine-0 900 on here - - - 0 s 0/64",
+    ],
+}
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (160, 40), (40, 15)])
 async def test_a_live_run_fits_the_terminal(run: Path, width: int, height: int) -> None:
-    async with watching(run, width, height) as (app, pilot):
-        await check(f"live-{width}x{height}", app)
-        if width == 80:
-            await pilot.press("tab", "down")
-            await check("live-80x24-processes", app)
+    async with watching(run, width, height) as (app, _):
+        await until(lambda: all(words in " ".join(screen(app).split()) for words in SEEN[width]))
+        assert max(map(len, screen(app).splitlines())) <= width
 
 
 async def test_a_paused_run_says_so_and_offers_to_resume(run: Path) -> None:
@@ -218,7 +197,7 @@ async def test_a_paused_run_says_so_and_offers_to_resume(run: Path) -> None:
     reported(run, paused=True)
     async with watching(run) as (app, pilot):
         assert "paused: no new tree begins, 3 still grow" in screen(app)
-        assert "r Resume" in screen(app)
+        await until(lambda: "r Resume" in screen(app))
         assert "Pause" not in screen(app)
         await pilot.press("r")
         await until(lambda: not (run / health.PAUSED).exists())
@@ -242,28 +221,23 @@ async def test_enter_opens_the_tree_under_the_cursor_and_its_texts_unfold(run: P
 @pytest.mark.parametrize(
     ("keys", "order", "asks", "said"),
     [
-        (["p"], "pause", "Pause the run?", ("run",)),
-        (["s"], "stop", "Stop the run?", ("run",)),
-        (["tab", *["down"] * 3, "d"], "drain", "Drain actor-0?", ("run", "actor-0")),
+        ("p", "pause", "Pause the run?", ["run"]),
+        ("s", "stop", "Stop the run?", ["run"]),
+        ("tab down down down d", "drain", "Drain actor-0?", ["run", "actor-0"]),
     ],
 )
 async def test_every_key_that_harms_asks_once_more(
-    run: Path,
-    keys: list[str],
-    order: str,
-    asks: str,
-    said: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
+    run: Path, keys: str, order: str, asks: str, said: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    orders: list[tuple[str, ...]] = []
+    orders: list[list[Any]] = []
 
-    def ordered(run: Path, name: str = "") -> str:
-        orders.append((run.name, name) if name else (run.name,))
+    def ordered(run: Path, **worker: str) -> str:
+        orders.append([run.name, *worker.values()])
         return "it is done"
 
     monkeypatch.setattr(control, order, ordered)
     async with watching(run) as (app, pilot):
-        await pilot.press(*keys)
+        await pilot.press(*keys.split())
         await until(lambda: asks in screen(app))
         await pilot.press("n")
         await until(lambda: asks not in screen(app))
@@ -277,14 +251,14 @@ async def test_every_key_that_harms_asks_once_more(
 
 async def test_the_cursor_stays_with_its_tree_and_at_the_top_with_the_newest(run: Path) -> None:
     async with watching(run) as (app, pilot):
-        table = app.query_one("#trees", Table)
+        table = app.query_one("#trees", RowTable)
         assert table.chosen() == "9"
         for number, keys, there in ((12, [], "12"), (13, ["down", "down"], "8")):
             await pilot.press(*keys)
             journal = Journal(run / "journal.sqlite")
             plant(journal, number)
             journal.close()
-            app.asked.set()
+            app.ordered.set()
             await until(lambda newest=str(number): table.cells[0][0] == newest)
             assert table.chosen() == there
 
@@ -299,6 +273,14 @@ def no_run(run: Path) -> None:
             path.unlink()
 
 
+def no_database(run: Path) -> None:
+    (run / "journal.sqlite").write_text("no database" * 100)
+
+
+def torn_metrics(run: Path) -> None:
+    (run / "metrics.jsonl").write_bytes(b"\xff\n[1]\n{}\n")
+
+
 def torn_journal(run: Path) -> None:
     body = (run / "journal.sqlite").read_bytes()
     (run / "journal.sqlite").write_bytes(body[: len(body) // 2])
@@ -309,17 +291,11 @@ def torn_journal(run: Path) -> None:
     [
         (no_run, "damaged: journal.sqlite is not there"),
         (torn_journal, "cannot be read (database disk image is malformed)"),
-        (
-            lambda run: (run / "journal.sqlite").write_text("no database" * 100),
-            "damaged: journal.sqlite cannot be read",
-        ),
+        (no_database, "damaged: journal.sqlite cannot be read"),
         (lambda run: (run / health.NAME).write_text("["), "damaged: health.json cannot be read"),
         (lambda run: (run / record.NAME).unlink(), "damaged: launcher.json is not there"),
         (lambda run: (run / "config.json").write_text("{"), "damaged: config.json is torn"),
-        (
-            lambda run: (run / "metrics.jsonl").write_bytes(b"\xff\n[1]\n{}\n"),
-            "curves: no update is recorded yet",
-        ),
+        (torn_metrics, "curves: no update is recorded yet"),
         (lambda run: (run / "metrics.jsonl").unlink(), "curves: no update is recorded yet"),
     ],
 )
@@ -363,14 +339,9 @@ def test_a_sparkline_spans_its_least_to_its_largest_value() -> None:
 
 def test_the_histogram_counts_the_tokens_of_the_last_updates() -> None:
     records = [{"watch/staleness_0/tokens": 1000.0}] * 5
-    records += [
-        {"watch/staleness_0/tokens": 30.0, "watch/staleness_2/tokens": 70.0}
-    ] * watched.LATEST
-    (line,) = staleness(records, 120)
-    assert (
-        line
-        == "staleness of the tokens of the last 20 updates: 0\xa0███\xa030%  2\xa0███████\xa070%"
-    )
+    newest = {"watch/staleness_0/tokens": 30.0, "watch/staleness_2/tokens": 70.0}
+    (line,) = staleness(records + [newest] * watched.LATEST, 120)
+    assert line.endswith("of the last 20 updates: 0\xa0███\xa030%  2\xa0███████\xa070%")
     assert staleness([{"score/reward": 1.0}], 80) == []
 
 
@@ -383,6 +354,6 @@ def test_without_a_terminal_one_page_is_printed(
 ) -> None:
     assert main([str(run)]) == 0
     said = capsys.readouterr().out
-    assert said.splitlines() == page(Reader(run).look(), 80)
+    assert said.splitlines() == page(Watcher(run).look(), 80)
     assert "newest trees\n  tree  status" in said
     assert "  actor-1    104  stopped" in said

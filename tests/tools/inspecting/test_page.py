@@ -1,22 +1,22 @@
-"""The page of coppice trees --html: what it holds, and what a person can do with it in a real browser."""
+"""The page of coppice trees --html: what it holds, and what a person can do in a browser."""
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page
 
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.inspecting.dump import main
 
-EVIL = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\"> Lima & more"
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync"]  # fmt: skip
+TAKES = "document.title = 'taken'"
+EVIL = f'</script><script>{TAKES}</script><img src=x onerror="{TAKES}"> Lima & more'
+TRUNK = ["prompt 0", "action 2 continued", "observation 3", "action 5 continued", "observation 6"]
 LARGE = 5000
 
 
@@ -35,15 +35,17 @@ def tree(number: int, text: str, steps: int) -> Tree:
     for step in range(steps):
         action = None
         for k in range(2):
-            action = grown.add(
-                tip, "action", np.arange(3, dtype=np.int32), f"{text} {step}.{k}", chosen=bool(k), notes={"rules": "because"},
-                scores={"reward": k - 0.5, "advantage": 2.0 * k - 1}, logprobs=np.array([-0.1, -2.0, -0.3], np.float32),
-                versions=np.full(3, step, np.int32),
-            )  # fmt: skip
+            tokens, scores = (
+                np.arange(3, dtype=np.int32),
+                {"reward": k - 0.5, "advantage": 2.0 * k - 1},
+            )
+            action = grown.add(tip, "action", tokens, f"{text} {step}.{k}", scores=scores)
+            action.chosen, action.notes = bool(k), {"rules": "because"}
+            action.logprobs = np.array([-0.1, -2.0, -0.3], np.float32)
+            action.versions = np.full(3, step, np.int32)
         assert action is not None
-        tip = grown.add(
-            action, "observation", np.arange(2, dtype=np.int32), f"found {step}", chosen=True
-        )
+        seen = np.arange(2, dtype=np.int32)
+        tip = grown.add(action, "observation", seen, f"found {step}", chosen=True)
     return grown
 
 
@@ -69,32 +71,14 @@ def test_the_page_holds_every_node_and_no_markup_of_a_rollout(page: Path) -> Non
     action = trees[1]["nodes"][1]
     assert action["text"] == f"{EVIL} 0.0"
     assert action["scores"] == {"reward": -0.5, "advantage": -1.0}
-    assert (action["logprobs"], action["pieces"], action["versions"]) == (
-        [-0.1, -2.0, -0.3],
-        ["0", "1", "2"],
-        [0, 0],
-    )
+    assert action["logprobs"] == [-0.1, -2.0, -0.3]
+    assert (action["pieces"], action["versions"]) == (["0", "1", "2"], [0, 0, 0])
     assert "<img" not in page.read_text() and page.read_text().count("<script") == 2
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", page.read_text())
 
 
 # ---------------------------------------------------------------------------------------------- in
 # a browser
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    program = (
-        shutil.which("chromium")
-        or shutil.which("chromium-browser")
-        or shutil.which("google-chrome")
-    )
-    if program is None:
-        pytest.skip("no Chromium on PATH (Debian: apt-get install chromium)")
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=program, args=FLAGS)
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture
@@ -104,10 +88,8 @@ def window(browser: Any) -> Iterator[Page]:
     wrong: list[str] = []
     window.on("pageerror", lambda error: wrong.append(str(error)))
     window.on("console", lambda said: wrong.append(said.text))
-    window.on(
-        "request",
-        lambda asked: wrong.append(asked.url) if not asked.url.endswith("/trees.html") else None,
-    )
+    outside = lambda request: not request.url.endswith("/trees.html")  # noqa: E731
+    window.on("request", lambda request: wrong.append(request.url) if outside(request) else None)
     yield window
     window.close()
     assert not wrong
@@ -123,15 +105,11 @@ def shown(window: Page) -> list[str]:
 def test_a_node_is_read_folded_and_found(page: Path, window: Page) -> None:
     window.goto(page.as_uri())
     assert window.title().endswith("3 prefix trees")
-    assert shown(window) == ["prompt 0", "action 2 continued", "observation 3", "action 5 continued", "observation 6", "action 4", "action 1"]  # fmt: skip
+    assert shown(window) == [*TRUNK, "action 4", "action 1"]
     window.click("text=action 4")
     said = window.inner_text("#details")
-    assert (
-        "search 1.0" in said
-        and "reward\t-0.5" in said
-        and "Said by rules" in said
-        and "lowest -2 at “1”" in said
-    )
+    expected = ("search 1.0", "reward\t-0.5", "Said by rules", "lowest -2 at “1”")
+    assert [text for text in expected if text not in said] == []
     window.keyboard.press("ArrowLeft")  # to the parent, observation 3
     assert "observation 3" in window.inner_text("#details h2")
     window.keyboard.press("ArrowLeft")  # fold it
@@ -176,22 +154,21 @@ def test_colours_follow_the_chosen_value_and_the_trunk_stands_alone(
     page: Path, window: Page
 ) -> None:
     window.goto(page.as_uri())
-    tint = "([value, box]) => { const c = document.getElementById('colour'); c.value = value; c.dispatchEvent(new Event('change')); return getComputedStyle(document.querySelector(box)).backgroundImage }"
+    tint = """([value, box]) => {
+        const colour = document.getElementById('colour');
+        colour.value = value;
+        colour.dispatchEvent(new Event('change'));
+        return getComputedStyle(document.querySelector(box)).backgroundImage }"""
     low, high = (window.evaluate(tint, ["advantage", f"[data-node='{node}']"]) for node in (1, 2))
     assert low != high and "217, 95, 2" in low and "31, 120, 180" in high
     assert window.inner_text("#scale") == "from -1 to 1"
     # the lowest version
     assert window.evaluate(tint, ["version", "[data-node='2']"]).endswith("0))")
     assert "rgba(31, 120, 180" in window.evaluate(tint, ["version", "[data-node='5']"])
-    assert window.locator("#colour option").all_inner_texts() == ["advantage", "reward", "log-probability", "version", "tokens"]  # fmt: skip
+    options = "advantage reward log-probability version tokens".split()
+    assert window.locator("#colour option").all_inner_texts() == options
     window.click("#trunk")
-    assert shown(window) == [
-        "prompt 0",
-        "action 2 continued",
-        "observation 3",
-        "action 5 continued",
-        "observation 6",
-    ]
+    assert shown(window) == TRUNK
     assert window.get_attribute("#trunk", "aria-pressed") == "true"
     window.keyboard.press("/")
     window.keyboard.type("search 0.0")
@@ -205,29 +182,15 @@ def test_of_thousands_of_nodes_only_those_in_view_are_drawn(tmp_path: Path, wind
     while len(large.nodes) < LARGE:
         tip = tips.pop(0)
         for k in range(4):
-            action = large.add(
-                tip,
-                "action",
-                np.arange(2, dtype=np.int32),
-                f"node {len(large.nodes)}",
-                chosen=not k,
-            )
-            tips += [
-                large.add(action, "observation", np.arange(2, dtype=np.int32), "o", chosen=not k)
-            ] * (k < 2)
+            text, two = f"node {len(large.nodes)}", np.arange(2, dtype=np.int32)
+            action = large.add(tip, "action", two, text, chosen=not k)
+            tips += [large.add(action, "observation", two, "o", chosen=not k)] * (k < 2)
     journal(tmp_path, large)
     assert main([str(tmp_path), "--html", str(tmp_path / "trees.html")]) == 0
     window.goto((tmp_path / "trees.html").as_uri())
     assert 1 < window.locator("[role=treeitem]").count() < 100
-    last, drawn = (
-        max(large.nodes),
-        [
-            int(x)
-            for x in window.locator("[role=treeitem]").evaluate_all(
-                "all => all.map(box => box.dataset.node)"
-            )
-        ],
-    )
+    numbers = "all => all.map(box => +box.dataset.node)"
+    last, drawn = max(large.nodes), window.locator("[role=treeitem]").evaluate_all(numbers)
     assert drawn == sorted(drawn, key=window.evaluate("order.map(([node]) => node.id)").index)
     window.evaluate(f"reveal({last})")
     assert window.evaluate("document.activeElement.dataset.node") == str(last)
@@ -246,10 +209,8 @@ def in_view(window: Page, node: int) -> bool:
     """Whether the node's box stands in the part of the tree that is seen."""
     if not window.locator(f"[data-node='{node}']").count():
         return False
-    box, view = (
-        window.locator(f"[data-node='{node}']").bounding_box(),
-        window.locator("#view").bounding_box(),
-    )
+    places = f"[data-node='{node}']", "#view"
+    box, view = (window.locator(place).bounding_box() for place in places)
     assert box is not None and view is not None
     across = view["x"] <= box["x"] < view["x"] + view["width"]
     return across and view["y"] <= box["y"] < view["y"] + view["height"]

@@ -27,7 +27,8 @@ def grown(folder: Path, model: Path, **settings: object) -> list[Tree]:
     """Journal two trees of three candidates each, trained together into version 1, with the process
     file of their learner."""
     (folder / "processes").mkdir()
-    of_run = msgspec.structs.replace(process(model, folder, **settings), temperature=TEMPERATURE)  # pyright: ignore
+    of_run = process(model, folder, **settings)  # pyright: ignore[reportArgumentType]
+    of_run = msgspec.structs.replace(of_run, temperature=TEMPERATURE)
     (folder / "processes" / "learner.json").write_bytes(msgspec.json.encode(of_run))
     words = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
     journal, trees = Journal(folder / "journal.sqlite"), []
@@ -37,16 +38,9 @@ def grown(folder: Path, model: Path, **settings: object) -> list[Tree]:
         turns = []
         for k, reward in enumerate(rewards):
             tokens = np.array(words.encode(LETTERS[: 3 + k]).ids, np.int32)
-            record = np.full(len(tokens), -1.5, np.float32), np.zeros(len(tokens), np.int32)
-            node = tree.add(
-                root,
-                "action",
-                tokens,
-                "a",
-                scores={"reward": reward},
-                logprobs=record[0],
-                versions=record[1],
-            )
+            node = tree.add(root, "action", tokens, "a", scores={"reward": reward})
+            node.logprobs = np.full(len(tokens), -1.5, np.float32)
+            node.versions = np.zeros(len(tokens), np.int32)
             turns.append(Turn(node.id, k, 1, {"reward": reward}))
         journal.start_tree(tree, i, 0)
         journal.save_group(tree, i, turns)
@@ -60,9 +54,8 @@ def grown(folder: Path, model: Path, **settings: object) -> list[Tree]:
 def column(folder: Path) -> list[float | None]:
     """The advantages of the actions, tree by tree."""
     _, nodes = frames.read(folder)
-    return (
-        nodes.filter(frames.ACTION)["advantage"].to_list() if "advantage" in nodes.columns else []
-    )
+    actions = nodes.filter(frames.ACTION)
+    return actions["advantage"].to_list() if "advantage" in nodes.columns else []
 
 
 def test_a_turn_has_the_advantage_that_the_runs_scheme_gives_it(
@@ -97,11 +90,9 @@ def test_trees_can_be_seen_through_another_scheme(tmp_path: Path, llama: Path) -
     grown(tmp_path, llama, scheme="rloo")
     journal = frames.opened(tmp_path)
     own = replay.learner(tmp_path)
-    assert own is not None
     given = replay.advantages(journal, journal.trees(), own.learner, "slate", ddof=0, eps=1e-9)
-    assert [given[0, node] for node in (1, 2, 3)] == pytest.approx(
-        (np.array(REWARDS[0]) - 3) / np.std(REWARDS[0])
-    )
+    expected = (np.array(REWARDS[0]) - 3) / np.std(REWARDS[0])
+    assert [given[0, node] for node in (1, 2, 3)] == pytest.approx(expected)
     with pytest.raises(ValueError, match=r"'vineppo' reads .*'mc_value'"):
         replay.advantages(journal, journal.trees(), own.learner, "vineppo")
     with pytest.raises(ValueError, match="'gae' reads values of the learner's models"):
@@ -144,12 +135,11 @@ def test_tokens_are_printed_with_their_log_probabilities(
     assert main([str(tmp_path), "--tree", "1", "--tokens", "--newest"]) == 0
     lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "newest: version 0"
-    assert [
-        line.split()[-1] for line in lines[lines.index("sampled   newest  token") + 1 :][:3]
-    ] == [f"{x!r}" for x in LETTERS[:3]]
+    place = lines.index("sampled   newest  token")
+    assert [line.split()[-1] for line in lines[place + 1 :][:3]] == [repr(x) for x in LETTERS[:3]]
     (tmp_path / "processes" / "learner.json").unlink()
     assert main([str(tmp_path), "--tree", "1", "--tokens"]) == 0
     # the number of the token
     assert f"-1.5000  '{trees[1].nodes[1].tokens[0]}'" in capsys.readouterr().out
     assert main([str(tmp_path), "--tokens", "--newest"]) == 2
-    assert f"no processes/learner.json is in {tmp_path}" in capsys.readouterr().err
+    assert f"{tmp_path} has no processes/learner.json" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from coppice.common.shards import Shard, folder
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.telemetry import health
 from coppice.scheduler.telemetry.health import Health, Queue, WorkerHealth
-from coppice.tools.inspecting import critical, dump, frames, notebook, report, runs, trace, watched
+from coppice.tools.inspecting import dump, frames, notebook, report, runs, trace, watched
 from coppice.tools.launching import control, record, status
 from tests import run_folder
 
@@ -22,11 +22,8 @@ from tests import run_folder
 def run(tmp_path: Path) -> Path:
     """Three updates of two trees, one of each scheduler."""
     for number in range(2):
-        run_folder.make(
-            folder(tmp_path / "run", number),
-            exact={} if number else {0: 0.25, 3: 0.75},
-            shard=Shard(number, 2),
-        )
+        home, exact = folder(tmp_path / "run", number), {} if number else {0: 0.25, 3: 0.75}
+        run_folder.make(home, exact=exact, shard=Shard(number, 2))
     return tmp_path / "run"
 
 
@@ -34,9 +31,8 @@ def test_dump_finds_the_trees_of_all_journals(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert dump.main([str(run), "--list"]) == 0
-    assert [
-        line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]
-    ] == "5 4 3 2 1 0".split()
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[0] for line in lines] == "5 4 3 2 1 0".split()
     assert dump.main([str(run), "--tree", "5", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tree"] == 5
     assert dump.main([str(folder(run, 1)), "--list"]) == 0
@@ -47,20 +43,17 @@ def test_frames_have_the_seconds_of_every_scheduler_s_calls(run: Path) -> None:
     trees, nodes = frames.read(run)
     assert trees["generate_s"].to_list() == [run_folder.GENERATED_S] * 6
     assert nodes["tree"].n_unique() == 6
-    assert len(notebook.Run(run).records) == 3
+    assert len(notebook.OpenedRun(run).records) == 3
 
 
 def test_the_trace_has_the_calls_of_all_actors(run: Path) -> None:
-    start = critical.recorded(run, runs.read(run).records)
-    assert {call.worker for call in start.calls if call.start >= start.began} == {
-        "actor-0",
-        "actor-1",
-    }
+    start = trace.recorded(run, runs.read(run).records)
+    workers = {call.worker for call in start.calls if call.start >= start.began}
+    assert workers == {"actor-0", "actor-1"}
     assert [update.trees for update in start.updates] == [{0, 1}, {2, 3}, {4, 5}]
     assert trace.main([str(run), "--out", str(run / "trace.json")]) == 0
-    names = re.findall(
-        r'"name":"(actor-\d|learner)"', (run / "trace.json").read_text().replace(" ", "")
-    )
+    text = (run / "trace.json").read_text().replace(" ", "")
+    names = re.findall(r'"name":"(actor-\d|learner)"', text)
     assert {"actor-0", "actor-1", "learner"} <= set(names)
 
 
@@ -73,16 +66,14 @@ def test_the_report_counts_all_trees_and_shows_the_rollouts_of_both(run: Path) -
 
 
 def test_watch_and_status_see_both(run: Path) -> None:
-    look = watched.Reader(run).look()
+    look = watched.Watcher(run).look()
     assert [row[0] for row in look.trees] == ["5", "4", "3", "2", "1", "0"]
     assert len(look.records) == 3
     assert status.gather(run, 0.0).trees == {"closed": 6}
     (folder(run, 1) / "journal.sqlite").write_bytes(b"no journal" * 100)
     damaged = status.gather(run, 0.0)
     assert damaged.trees == {"closed": 3}
-    assert any(
-        text.startswith("shards/1/journal.sqlite cannot be read") for text in damaged.damaged
-    )
+    assert any("shards/1/journal.sqlite cannot be read" in text for text in damaged.damaged)
     assert damaged.do.startswith("mend what is damaged (shards/1/journal.sqlite")
 
 
@@ -90,14 +81,16 @@ def test_pictures_of_several_journals_have_numbers_of_their_own(run: Path) -> No
     known: dict[int, bytes] = {}
     for number in range(2):
         journal = Journal(folder(run, number) / "journal.sqlite", shard=Shard(number, 2))
-        known |= {
-            journal.picture(png): png for png in (b"first of %d" % number, b"second of %d" % number)
-        }
+        for png in (b"first of %d" % number, b"second of %d" % number):
+            known[journal.picture(png)] = png
         journal.close()
     assert sorted(known) == [1, 2, 3, 4]
     journal = frames.opened(run)
     assert journal.pictures(-np.arange(1, 5)) == known
     journal.close()
+
+
+LEARNER = ("learner", 20, "train")
 
 
 @pytest.fixture
@@ -108,16 +101,13 @@ def reported(run: Path) -> Path:
     for number in range(2):
         workers = [
             WorkerHealth(name, pid, "here", [service], now - number, "here", 1, 4, 9, 0, [])
-            for name, pid, service in (
-                (f"actor-{number}", 11 + number, "generate"),
-                ("learner", 20, "train"),
-            )
+            for name, pid, service in ((f"actor-{number}", 11 + number, "generate"), LEARNER)
         ]
         queue = Queue(1, 2 - number, 1, now - 5 - number, f"tree {number}", [f"actor-{number}"])
-        report = Health(
-            31 + number, "here", now, time.time(), "updates", 4, 9, not number, 2, 5, 1 - number, now - 3 * number, "",
-            {"generate": queue}, workers, 120.0, 1800.0, (now + number, f"fault {number}"), 0.5 * number, not number,
-        )  # fmt: skip
+        idle, fault = now - 3 * number, (now + number, f"fault {number}")
+        progress = ("updates", 4, 9, not number, 2, 5, 1 - number, idle, "")
+        told = ({"generate": queue}, workers, 120.0, 1800.0, fault, 0.5 * number, not number)
+        report = Health(31 + number, "here", now, time.time(), *progress, *told)
         write_whole(folder(run, number) / health.NAME, report)
     return run
 
@@ -126,33 +116,20 @@ def test_one_report_has_everybody_s_workers_and_calls(reported: Path) -> None:
     reports = health.read_all(reported)
     whole = health.joined(reports)
     assert whole is not None
-    assert (whole.growing, whole.done, whole.evaluations, whole.lag_s, whole.paused) == (
-        4,
-        10,
-        1,
-        0.5,
-        False,
-    )
+    assert (whole.growing, whole.done, whole.evaluations) == (4, 10, 1)
+    assert (whole.lag_s, whole.paused) == (0.5, False)
     assert whole.progress_at == reports[0].progress_at
-    assert whole.fault is not None
-    assert whole.fault[1] == "fault 1"
-    assert whole.waits() == [
-        "generate: 2 at actor-0, actor-1, 3 waiting; the oldest since 6 s, for tree 1"
-    ]
-    assert [(w.name, w.in_flight) for w in whole.workers] == [
-        ("actor-0", 1),
-        ("learner", 2),
-        ("actor-1", 1),
-    ]
+    assert whole.fault is not None and whole.fault[1] == "fault 1"
+    (waits,) = whole.waits()
+    assert waits == "generate: 2 at actor-0, actor-1, 3 waiting; the oldest since 6 s, for tree 1"
+    calls = {worker.name: worker.in_flight for worker in whole.workers}
+    assert calls == {"actor-0": 1, "learner": 2, "actor-1": 1}
     assert health.joined([]) is None
 
 
 def test_draining_an_actor_says_what_its_own_scheduler_would_lack(
     reported: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        control,
-        "_running",
-        lambda run: record.Record(1, 0.0, members={"actor-1": record.Member(12, 0.0)}),
-    )
+    running = record.Record(1, 0.0, members={"actor-1": record.Member(12, 0.0)})
+    monkeypatch.setattr(control, "_running", lambda run: running)
     assert "No other worker offers generate" in control.draining(reported, "actor-1")

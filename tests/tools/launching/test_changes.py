@@ -20,11 +20,7 @@ JUDGED = [
     'judges.use.slate.endpoint={url = "http://127.0.0.1:1/v1", model = "m"}',
     "scheduler.judge=slate",
 ]
-CHAIN = [
-    "scheduler.strategy=chain",
-    "scheduler.strategy_options=null",
-    "learner.scheme=turn_grpo",
-]
+CHAIN = ["scheduler.strategy=chain", "scheduler.strategy_options=null", "learner.scheme=turn_grpo"]
 
 
 @pytest.fixture

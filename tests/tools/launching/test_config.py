@@ -13,13 +13,14 @@ import pytest
 
 from coppice.actors.environments import registry
 from coppice.actors.environments.task_files import hub_set_of, listed, load_tasks
+from coppice.common.atomic import as_json
 from coppice.judges.config import JudgeModelConfig, JudgesConfig
 from coppice.learner.config import CriticConfig, LearnerConfig, LoraConfig, PrmConfig
 from coppice.scheduler.config import SchedulerProcess
 from coppice.tools.launching import processes, set_up
 from coppice.tools.launching.bundles import bundles
 from coppice.tools.launching.command import arguments, resolve
-from coppice.tools.launching.config import Config, ConfigError, convert, load, saved
+from coppice.tools.launching.config import Config, ConfigError, convert, load
 from coppice.tools.launching.processes import gpus_of
 from coppice.tools.launching.rules import doubts
 from coppice.tools.launching.settings import Assets
@@ -27,6 +28,10 @@ from coppice.tools.launching.settings import Assets
 ROOT = Path(__file__).parents[3]
 DEFAULT = ROOT / "configs" / "slate-cpu.toml"
 """The default task with a language model and adapters: most settings have an effect there."""
+CLEAN = ["actors.dtype=auto", "actors.kv_cache_gib=1.0"]
+SGLANG = [*CLEAN, "actors.engine=sglang"]
+URL = [*SGLANG, "actors.sglang.way=url", 'actors.sglang.urls=["http://h"]']
+ARGUMENTS, RETURNED = "actors.sglang.arguments", "SGLANG_RETURN_ORIGINAL_LOGPROB"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.stem)
@@ -50,19 +55,16 @@ def test_the_papers_configs_train_on_nq_and_hotpotqa(
     def download(repository: str, file: str, repo_type: str) -> str:
         assert (repository, repo_type) == ("RUC-NLPIR/FlashRAG_datasets", "dataset")
         made = tmp_path / file.replace("/", "-")
-        made.write_text(
-            json.dumps({"id": "train_0", "question": f"{file}?", "golden_answers": ["a"]})
-        )
+        task = {"id": "train_0", "question": f"{file}?", "golden_answers": ["a"]}
+        made.write_text(json.dumps(task))
         return str(made)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     data = load(ROOT / "configs" / f"{name}.toml", []).data
     for given, split in ((data.train, "train"), (data.heldout, "dev")):
         tasks, _ = load_tasks(given)
-        assert [task.question for task in tasks] == [
-            f"nq/{split}.jsonl?",
-            f"hotpotqa/{split}.jsonl?",
-        ]
+        expected = [f"nq/{split}.jsonl?", f"hotpotqa/{split}.jsonl?"]
+        assert [task.question for task in tasks] == expected
         assert len({task.id for task in tasks}) == 2
 
 
@@ -71,24 +73,15 @@ def test_a_run_is_given_all_sources_and_the_built_in_questions_by_their_file(
 ) -> None:
     monkeypatch.setattr(set_up, "ensure_facts", lambda cache: tmp_path)
     monkeypatch.setattr(set_up, "ensure_model", lambda name, cache: tmp_path)
-    config = load(
-        DEFAULT,
-        [
-            "data.train=['default', 'mine.jsonl']",
-            "warm_start.steps=0",
-            "retriever.backend=http://localhost:1",
-        ],
-    )
+    sources = ["data.train=['default', 'mine.jsonl']", "warm_start.steps=0"]
+    config = load(DEFAULT, [*sources, "retriever.backend=http://localhost:1"])
     found = set_up.prepare(config)
-    assert (found.train, found.heldout) == (
-        [f"{tmp_path}/train.jsonl", "mine.jsonl"],
-        f"{tmp_path}/heldout.jsonl",
-    )
+    assert found.train == [f"{tmp_path}/train.jsonl", "mine.jsonl"]
+    assert found.heldout == f"{tmp_path}/heldout.jsonl"
     processes.make(config, found, tmp_path)
-    written = msgspec.json.decode(
-        (tmp_path / "processes" / "scheduler.json").read_bytes(), type=SchedulerProcess
-    )
-    assert (written.train, written.heldout) == (found.train, found.heldout)
+    written = (tmp_path / "processes" / "scheduler.json").read_bytes()
+    scheduler = msgspec.json.decode(written, type=SchedulerProcess)
+    assert (scheduler.train, scheduler.heldout) == (found.train, found.heldout)
 
 
 def test_the_7b_config_holds_the_papers_settings() -> None:
@@ -175,10 +168,7 @@ def test_a_bad_key_or_value_is_refused_with_its_path(override: str, message: str
         ("learner.betas=[0.9, nan]", "learner.betas[1] = nan"),
         ("learner.prm.threshold=-inf", "learner.prm.threshold = -inf"),
         ("learner.correction_options.clip_low=nan", "learner.correction_options.clip_low = nan"),
-        (
-            "scheduler.evaluation.options={second = nan}",
-            "scheduler.evaluation.options.second = nan",
-        ),
+        ("scheduler.evaluation.options={second=nan}", "scheduler.evaluation.options.second = nan"),
     ],
 )
 def test_a_number_that_is_none_is_refused_wherever_it_stands(override: str, named: str) -> None:
@@ -216,6 +206,7 @@ def test_every_number_of_the_config_has_a_range() -> None:
             convert(msgspec.to_builtins(whole), [f"{key}=-1"])
 
 
+OPTIONS = "learner.correction_options"
 _KL_TWICE = ["method=search-r1", "learner.scheme_options.kl_coef=0.1", "learner.kl_coef=0.1"]
 
 
@@ -224,10 +215,7 @@ _KL_TWICE = ["method=search-r1", "learner.scheme_options.kl_coef=0.1", "learner.
     [
         (["scheduler.strategy_options={selection='best-of-k', eta=0.5}"], "no effect"),
         (["learner.critic.lr=1e-5"], "no effect"),
-        (
-            ["learner.correction=decoupled", "learner.correction_options.clip_high=0.3"],
-            "no effect",
-        ),
+        (["learner.correction=decoupled", "learner.correction_options.clip_high=0.3"], "no effect"),
         (["scheduler.strategy=full", "learner.scheme=prime"], "cross_entropy"),
         (_KL_TWICE, "count it again"),
         (["learner.sharding=fsdp", "learner.count=1"], "no effect"),
@@ -256,14 +244,8 @@ def test_a_context_above_one_forward_is_warned_of_because_no_path_is_divided() -
 
 
 def test_top_p_for_a_url_that_may_be_a_router_is_doubted_before_a_call_is_refused() -> None:
-    url = [
-        "actors.engine=sglang",
-        "actors.kv_cache_gib=null",
-        "actors.sglang.way=url",
-        'actors.sglang.urls=["http://router:30000"]',
-        "actors.count=1",
-    ]
-    told = "scheduler.top_p = 0.9 and top_k = 0 with actors.sglang.urls = ['http://router:30000']: a router"
+    url = [*URL, "actors.count=1"]
+    told = "scheduler.top_p = 0.9 and scheduler.top_k = 0 with actors.sglang.urls = ['http://h"
     assert any(one.startswith(told) for one in doubts(load(DEFAULT, [*url, "scheduler.top_p=0.9"])))
     for changes in (url, ["scheduler.top_p=0.9"]):
         assert "router among" not in str(doubts(load(DEFAULT, changes)))
@@ -324,20 +306,16 @@ def write(folder: Path, **files: str) -> Path:
 
 def test_a_config_states_only_what_differs_from_the_one_it_extends(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
-    write(
-        tmp_path / "shared",
-        far='name = "far"\n[learner]\nlr = 1e-3\nbetas = [0.5, 0.6]\nlora = { rank = 4, alpha = 8.0 }',
-        near='extends = "far.toml"\nseed = 3\n[scheduler]\nbudget = 2',
-    )
-    path = write(
-        tmp_path,
-        mine='extends = "shared/near.toml"\nname = "mine"\n[learner]\nbetas = [0.7, 0.8]\nlora = { rank = 0 }',
-    )
+    learner = "lr = 1e-3\nbetas = [0.5, 0.6]\nlora = { rank = 4, alpha = 8.0 }"
+    far = f'name = "far"\n[learner]\n{learner}'
+    write(tmp_path / "shared", far=far, near='extends="far.toml"\nseed=3\n[scheduler]\nbudget=2')
+    own = "[learner]\nbetas = [0.7, 0.8]\nlora = { rank = 0 }"
+    path = write(tmp_path, mine=f'extends = "shared/near.toml"\nname = "mine"\n{own}')
     config = load(path, ["scheduler.budget=3"])
     assert (config.name, config.seed, config.scheduler.budget) == ("mine", 3, 3)
     w = config.learner
     assert (w.lr, w.betas, w.lora.rank, w.lora.alpha) == (1e-3, (0.7, 0.8), 0, 8.0)
-    assert "extends" not in json.loads(saved(config))
+    assert "extends" not in json.loads(as_json(config))
 
 
 @pytest.mark.parametrize(
@@ -384,6 +362,9 @@ def test_no_shipped_config_repeats_what_it_extends_or_what_its_method_brings() -
     assert heirs > 10
 
 
+TALK = 'data={environment="sotopia",options={partner="PARTNER",judge="exact_match"}}'
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -396,19 +377,10 @@ def test_no_shipped_config_repeats_what_it_extends_or_what_its_method_brings() -
         ("data.environment=sudku", "did you mean 'sudoku'?"),
         ("judges.use.slaterules={}", "judge 'slaterules': did you mean 'slate_rules'"),
         ("scheduler.judge=slate_rule", "did you mean 'slate_rules'"),
-        (
-            "scheduler.judge=typo",
-            "that coppice serve brings, add --set 'judges.outside=[\"typo\"]'",
-        ),
+        ("scheduler.judge=typo", "coppice serve brings, add --set 'judges.outside=[\"typo\"]'"),
         ("scheduler.judge=slate_em", "which nobody serves: add --set 'judges.use.slate_em={}'"),
-        (
-            'data={environment="sotopia",options={partner="frozen",judge="exact_match"}}',
-            "speaks with 'frozen', which nobody serves: add --set 'judges.use.frozen={}'",
-        ),
-        (
-            'data={environment="sotopia",options={partner="frozn",judge="exact_match"}}',
-            "'frozn': did you mean 'frozen'",
-        ),
+        (TALK.replace("PARTNER", "frozen"), "nobody serves: add --set 'judges.use.frozen={}'"),
+        (TALK.replace("PARTNER", "frozn"), "'frozn': did you mean 'frozen'"),
         ("judges.use={slate_rules={}}", "nobody serves: add --set 'judges.use.exact_match={}'"),
         ("judges.outside=['graded']", "'graded', which the run does not ask: expected one of"),
     ],
@@ -452,6 +424,9 @@ def test_a_judge_of_ones_own_is_served_by_the_run_or_said_to_come_from_outside(m
     assert load(DEFAULT, ["scheduler.judge=graded", more]).scheduler.judge == "graded"
 
 
+OWN = "actors.engine=engine_here:Own"
+
+
 @pytest.mark.usefixtures("plug_ins")
 @pytest.mark.parametrize(
     ("overrides", "said"),
@@ -465,10 +440,7 @@ def test_a_judge_of_ones_own_is_served_by_the_run_or_said_to_come_from_outside(m
         (["judges.use.graded_here:Outcome={}", "scheduler.judge=outcome"], "'query', 'think']"),
         (["actors.engine=torn_here:Own"], "module named 'nothing_like_it'; expected module:Class"),
         (["actors.engine=engine_here:Onw"], "has no attribute 'Onw'; expected module:Class"),
-        (
-            ["actors.engine=engine_here:Own", "actors.engine_options={ puase_s = 1 }"],
-            "actors.engine_options: ['puase_s'] unknown to engine_here:Own, which takes ['pause_s']",
-        ),
+        ([OWN, "actors.engine_options={ puase_s = 1 }"], "['puase_s'] unknown to engine_here:Own"),
         (["data.environment=raises_here:Game"], "= 'raises_here:Game': KeyError: 'key'"),
     ],
 )
@@ -527,81 +499,44 @@ def test_the_game_configs_hold_the_papers_settings(game: str) -> None:
     assert environment.stop == []
 
 
-_TWICE = [
-    "actors.engine=sglang",
-    "actors.sglang.way=url",
-    'actors.sglang.urls=["http://h", "http://h"]',
-]
-
-
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["actors.sglang.gpus=1"], "no effect with actors.engine = 'local'"),
         (["learner.publish=memory"], "the embedded engine reads files"),
-        (["actors.engine=sglang", "actors.kv_cache_gib=2.0"], "mem_fraction_static"),
-        (["actors.engine=sglang", "actors.sglang.way=url"], "expected URLs with 'url'"),
-        (["actors.engine=sglang", 'actors.sglang.urls=["http://h"]'], "expected URLs with 'url'"),
-        (
-            [
-                "actors.engine=sglang",
-                "actors.sglang.way=url",
-                'actors.sglang.urls=["http://h"]',
-                "actors.count=2",
-            ],
-            "expected one URL per actor",
-        ),
-        (["actors.engine=sglang", "actors.sglang.weights=tensor"], "learner.publish = 'memory'"),
-        ([*_TWICE, "actors.count=2"], "expected each URL once"),
-        (
-            [
-                "actors.engine=sglang",
-                'actors.sglang.environment.SGLANG_RETURN_ORIGINAL_LOGPROB="1"',
-            ],
-            "after temperature",
-        ),
-        (
-            ["actors.engine=sglang", "actors.sglang.arguments.max_lora_rank=8"],
-            "max_lora_rank = 8: expected 16 or more",
-        ),
-        (
-            ["actors.engine=sglang", "actors.sglang.arguments.max_loras_per_batch=1"],
-            "max_loras_per_batch = 1: expected 2 or more",
-        ),
-        (
-            ["actors.engine=sglang", "actors.sglang.arguments.enable_lora=false"],
-            "enable_lora = False with learner.lora.rank = 16",
-        ),
+        ([*SGLANG, "actors.kv_cache_gib=2.0"], "mem_fraction_static"),
+        ([*SGLANG, "actors.sglang.way=url"], "expected URLs with 'url'"),
+        ([*SGLANG, 'actors.sglang.urls=["http://h"]'], "expected URLs with 'url'"),
+        ([*URL, "actors.count=2"], "expected one URL per actor"),
+        ([*SGLANG, "actors.sglang.weights=tensor"], "learner.publish = 'memory'"),
+        ([*URL, 'actors.sglang.urls=["http://h", "http://h"]'], "expected each URL once"),
+        ([*SGLANG, f'actors.sglang.environment={{{RETURNED}="1"}}'], "after temperature"),
+        ([*SGLANG, f"{ARGUMENTS}.max_lora_rank=8"], "max_lora_rank = 8: expected 16 or more"),
+        ([*SGLANG, f"{ARGUMENTS}.max_loras_per_batch=1"], "_batch = 1: expected 2 or more"),
+        ([*SGLANG, f"{ARGUMENTS}.enable_lora=false"], "= False with learner.lora.rank = 16"),
     ],
 )
 def test_a_setting_of_another_engine_or_way_is_refused(overrides: list[str], said: str) -> None:
-    clean = ["actors.dtype=auto", "actors.kv_cache_gib=1.0"]
     with pytest.raises(ConfigError, match=said):
-        load(DEFAULT, [*clean, *overrides])
+        load(DEFAULT, [*CLEAN, "actors.count=2", *overrides])
 
 
 @pytest.mark.parametrize(
-    ("overrides", "arguments"),
+    ("overrides", "rank"),
     [
-        ([], {"enable_lora": True, "max_lora_rank": 16}),
-        (
-            ["learner.lora.rank=4", "actors.sglang.way=inside"],
-            {"enable_lora": True, "max_lora_rank": 4},
-        ),
-        (["actors.sglang.arguments.max_lora_rank=64"], {"enable_lora": True, "max_lora_rank": 64}),
-        (["learner.lora.rank=0"], {}),
-        (["actors.sglang.lora=merged"], {}),
-        (["actors.sglang.way=url", 'actors.sglang.urls=["http://h"]', "actors.count=1"], {}),
+        ([], 16),
+        (["learner.lora.rank=4", "actors.sglang.way=inside"], 4),
+        ([f"{ARGUMENTS}.max_lora_rank=64"], 64),
+        (["learner.lora.rank=0"], None),
+        (["actors.sglang.lora=merged"], None),
+        ([*URL, "actors.count=1"], None),
     ],
 )
 def test_a_server_that_an_actor_starts_takes_the_learners_adapters(
-    overrides: list[str], arguments: dict[str, Any]
+    overrides: list[str], rank: int | None
 ) -> None:
-    made = load(
-        DEFAULT,
-        ["actors.engine=sglang", "actors.dtype=auto", "actors.kv_cache_gib=1.0", *overrides],
-    )
-    assert made.actors.sglang.arguments == arguments
+    expected = {"enable_lora": True, "max_lora_rank": rank} if rank else {}
+    assert load(DEFAULT, [*SGLANG, *overrides]).actors.sglang.arguments == expected
 
 
 def test_the_documented_policy_and_judge_on_two_servers_load() -> None:

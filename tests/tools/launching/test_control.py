@@ -12,12 +12,15 @@ import pytest
 from coppice.common.atomic import write_whole
 from coppice.scheduler.telemetry import health
 from coppice.tools.launching import control, record
-from coppice.tools.launching.processes import Process
+from coppice.tools.launching.processes import PlannedProcess
 from coppice.tools.launching.record import Member, Record, Recorder
-from coppice.tools.launching.screen import Screen
+from coppice.tools.launching.screen import RunScreen
 from coppice.tools.launching.supervisor import DRAIN, LOOK_S, Signals, Supervisor
 
-WAITS = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print(flush=True); signal.pause()"
+WAITS = (
+    "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7));"
+    " print(flush=True); signal.pause()"
+)
 """A process that ends with status 7 on SIGTERM."""
 
 
@@ -69,8 +72,8 @@ def test_the_launcher_drains_the_worker_that_is_named_and_forgets_the_orders_to_
 ) -> None:
     (tmp_path / "waits.py").write_text(f"open({str(tmp_path / 'endpoint')!r}, 'w')\n{WAITS}")
     names, paths = ("scheduler", "actor-0", "actor-1"), {"PYTHONPATH": str(tmp_path)}
-    plan = [Process(name, "waits", name, 1, name == "scheduler", paths) for name in names]
-    supervisor = Supervisor(tmp_path, plan, Signals(), Recorder(tmp_path), Screen(0))
+    plan = [PlannedProcess(name, "waits", name, 1, name == "scheduler", paths) for name in names]
+    supervisor = Supervisor(tmp_path, plan, Signals(), Recorder(tmp_path), RunScreen(0))
     (tmp_path / DRAIN).mkdir()
     (tmp_path / DRAIN / "actor-1").touch()
     try:

@@ -1,5 +1,4 @@
-"""coppice launch: what it says of folders it cannot use, of torn configs and of a full disk; what its
-supervisor leaves behind."""
+"""coppice launch: what it says of folders it cannot use, of torn configs and of a full disk."""
 
 import errno
 import io
@@ -15,12 +14,12 @@ from typing import IO, Any
 import pytest
 
 from coppice.tools.launching.command import main
-from coppice.tools.launching.processes import Process
-from coppice.tools.launching.resuming import supervise
-from coppice.tools.launching.screen import Screen
+from coppice.tools.launching.processes import PlannedProcess
+from coppice.tools.launching.screen import RunScreen
 from coppice.tools.launching.settings import Assets
+from coppice.tools.launching.supervisor import supervise
 
-ENDS_AT_ONCE = Process("scheduler", "no_such_module", "scheduler", 1, True)
+ENDS_AT_ONCE = PlannedProcess("scheduler", "no_such_module", "scheduler", 1, True)
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +174,7 @@ def test_a_process_that_died_of_a_full_disk_says_so_though_its_log_cannot(
     usage = shutil.disk_usage(tmp_path)._replace(free=free)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
     (tmp_path / "config.json").touch()
-    assert supervise(tmp_path, lambda: [ENDS_AT_ONCE], Screen(0)) == 1
+    assert supervise(tmp_path, lambda: [ENDS_AT_ONCE], RunScreen(0)) == 1
     cause, *rest = capsys.readouterr().out.strip().splitlines()
     assert cause == f"scheduler failed: {sys.executable}: No module named no_such_module"
     again = f"coppice launch --resume {tmp_path}"
@@ -198,13 +197,16 @@ def test_the_schedulers_lines_are_read_to_the_end_though_one_place_does_not_take
     source, sound = io.BytesIO(b"one\ntwo\n"), (tmp_path / "lines").open("wb", buffering=0)
     copy: IO[bytes] = Full() if where == "copy" else sound
     terminal = io.TextIOWrapper(Full() if where == "terminal" else sound, write_through=True)
-    Screen(0, out=terminal).relay(source, copy)
+    RunScreen(0, out=terminal).relay(source, copy)
     assert source.read() == b""
     assert (tmp_path / "lines").read_bytes() == b"one\ntwo\n"
 
 
 def test_a_terminal_that_is_gone_stops_no_launcher() -> None:
-    code = "from coppice.tools.launching.screen import Screen; s = Screen(0); [s.say(f'line {i}') for i in range(3)]; s.say('x' * 100_000)"
+    code = (
+        "from coppice.tools.launching.screen import RunScreen; s = RunScreen(0);"
+        " [s.say(f'line {i}') for i in range(3)]; s.say('x' * 100_000)"
+    )
     reader, writer = os.pipe()
     process = subprocess.Popen([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)

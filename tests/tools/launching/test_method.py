@@ -6,13 +6,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from coppice.common.atomic import as_json
 from coppice.learner import schemes
 from coppice.learner.update import corrections
 from coppice.scheduler.growth import strategies
 from coppice.tools.bootstrap import ROOT
 from coppice.tools.launching import rules
 from coppice.tools.launching.bundles import bundles, departures
-from coppice.tools.launching.config import ConfigError, convert, load, saved
+from coppice.tools.launching.config import ConfigError, convert, load
 from coppice.tools.launching.method import mismatch
 
 SLATE, PPR, GAME = (
@@ -22,6 +23,10 @@ ARPO, SPO = (ROOT / "configs" / f"{name}.toml" for name in ("arpo-tiny", "spo-ti
 FULL = ["scheduler.strategy=full"]
 SGLANG = ["actors.engine=sglang", "actors.kv_cache_gib=null", "actors.dtype=null"]
 EACH_0 = "so every advantage would be 0"
+GRPO, GIGPO = [*FULL, "learner.scheme=grpo"], [*FULL, "learner.scheme=gigpo"]
+RULES, EXACT = "judges.use={exact_match={}, pprm_rules={}}", "scheduler.judge=exact_match"
+TURNED = "learner.correction_options={lower=3, upper=2}"
+PATIENT = "judges.use.pprm.endpoint={url='http://h/v1', model='m', patience_s=120.0}"
 JUDGED_OTHERWISE = [
     "scheduler.judge=sudoku",
     "judges.use.sudoku={}",
@@ -37,27 +42,11 @@ JUDGED_OTHERWISE = [
         (GAME, ["learner.scheme=slate_full"], EACH_0),
         (SLATE, [*FULL, "scheduler.strategy_options.k=1", "learner.scheme=grpo"], EACH_0),
         (SLATE, [*FULL, "scheduler.strategy_options.k=1", "learner.scheme=rloo"], EACH_0),
-        (
-            SLATE,
-            FULL,
-            "compares the candidates of one prefix, and scheduler.strategy = 'full' emits whole trajectories",
-        ),
+        (SLATE, FULL, "one prefix, and scheduler.strategy = 'full' emits whole trajectories"),
         (SLATE, ["learner.scheme=gae"], "and scheduler.strategy = 'slate' emits the candidates"),
-        (
-            SLATE,
-            [*FULL, "learner.scheme=grpo", "scheduler.judge=none"],
-            "'reward', which nobody gives (scheduler.judge is 'none')",
-        ),
-        (
-            SLATE,
-            [*FULL, "learner.scheme=grpo", "learner.scheme_options.column=outcme"],
-            "did you mean 'outcome'?",
-        ),
-        (
-            SLATE,
-            ["scheduler.judge=pprm_rules", "judges.use={exact_match={}, pprm_rules={}}"],
-            "judge 'pprm_rules' lacks",
-        ),
+        (SLATE, [*GRPO, "scheduler.judge=none"], "which nobody gives (scheduler.judge is 'none')"),
+        (SLATE, [*GRPO, "learner.scheme_options.column=outcme"], "did you mean 'outcome'?"),
+        (SLATE, ["scheduler.judge=pprm_rules", RULES], "judge 'pprm_rules' lacks"),
         (SLATE, ["scheduler.judge=none"], "= 'slate' without scores: name a judge"),
         (GAME, ["learner.scheme=mc_pr"], "parts that fit, such as those of method = 'mc-pr' or "),
         (ARPO, SGLANG, "strategy_options.top = 0"),
@@ -65,17 +54,9 @@ JUDGED_OTHERWISE = [
         (SLATE, ["actors.engine_options={a=1}"], "actors.engine_options ['a'] have no effect"),
         (SLATE, ["learner.correction_options.dual_clip=0.5"], "expected a number, more than 1"),
         (SLATE, ["learner.correction_options.clip_low=-1"], "= -1: expected a number, at least 0"),
-        (
-            SLATE,
-            ["learner.correction=tis", "learner.correction_options={lower=3, upper=2}"],
-            "lower = 3.0: expected at most upper = 2.0",
-        ),
+        (SLATE, ["learner.correction=tis", TURNED], "lower = 3.0: expected at most upper = 2.0"),
         (SLATE, ["learner.scheme_options.ddof=5"], "a whole number, at least 0 and at most 1"),
-        (
-            SLATE,
-            [*FULL, "learner.scheme=gigpo", "learner.scheme_options.gamma=7"],
-            "gamma = 7: expected a number",
-        ),
+        (SLATE, [*GIGPO, "learner.scheme_options.gamma=7"], "gamma = 7: expected a number"),
         (GAME, ["scheduler.judge=slate_rules", "judges.use.slate_rules={}"], "it for 'tictactoe'"),
         (GAME, ["data.train=tasks.jsonl"], "makes its own tasks"),
         (GAME, ["data.options.opponents={deep_blue=1.0}"], "'deep_blue'"),
@@ -91,17 +72,9 @@ JUDGED_OTHERWISE = [
         (PPR, ["scheduler.strategy_options.bonus=0.2"], "which takes no options"),
         (PPR, ["scheduler.judge=none"], "reads column 'process', which nobody gives"),
         (PPR, ["scheduler.judge=exact_match"], "reads column 'process', which nobody gives"),
-        (
-            PPR,
-            ["judges.use.pprm.endpoint={url='http://h/v1', model='m', patience_s=120.0}"],
-            "less than",
-        ),
+        (PPR, [PATIENT], "less than"),
         (PPR, ["learner.scheme=turn_grpo"], "scheduler.strategy = 'ppr' makes none"),
-        (
-            SLATE,
-            [*FULL, "learner.scheme=slate_full", "scheduler.judge=exact_match"],
-            "'slate_full' reads",
-        ),
+        (SLATE, [*FULL, "learner.scheme=slate_full", EXACT], "'slate_full' reads"),
     ],
 )
 def test_what_cannot_learn_is_refused_with_the_reason(
@@ -120,7 +93,7 @@ def test_one_word_brings_the_parts_of_its_method(word: str, tmp_path: Path) -> N
         ["judges.use.exact_match={}"] + [f"judges.outside=['{judge}']"] * (judge != "none"),
     )
     assert config.method == word
-    assert departures(msgspec.json.decode(saved(config))) == []
+    assert departures(msgspec.json.decode(as_json(config))) == []
 
 
 def written(folder: Path, text: str, name: str = "mine") -> Path:
@@ -137,7 +110,7 @@ def test_what_a_config_states_stands_and_is_told(tmp_path: Path) -> None:
         "scheduler.strategy = 'full' instead of 'mc_value'",
         "learner.scheme = 'spo' instead of 'vineppo'",
     ]
-    assert departures(msgspec.json.decode(saved(config))) == told
+    assert departures(msgspec.json.decode(as_json(config))) == told
 
 
 def test_another_method_takes_away_what_was_stated_for_parts_that_it_does_not_have() -> None:
@@ -175,7 +148,7 @@ def test_an_unknown_method_is_refused_with_the_nearest_and_all_words(tmp_path: P
 
 
 def test_a_saved_config_holds_all_parts_and_its_method_is_but_a_name() -> None:
-    tree = msgspec.json.decode(saved(load(SLATE, ["scheduler.strategy_options.k=null"])))
+    tree = msgspec.json.decode(as_json(load(SLATE, ["scheduler.strategy_options.k=null"])))
     again = convert(tree, [])
     assert (again.method, again.scheduler.strategy_options) == ("slate", {})
 
@@ -207,10 +180,10 @@ def test_a_scheme_of_ones_own_must_declare_itself() -> None:
     [
         (
             ["learner.scheme=narrow_scheme:advantages"],
-            "'narrow_scheme:advantages': narrow_scheme.needs got an unexpected keyword argument 'gamma'. It is called with every option of"
-            " advantages, ['gamma']: name each of them as a parameter, or take the rest with **_",
+            "narrow_scheme.needs got an unexpected keyword argument 'gamma'. It is called with"
+            " every option, ['gamma']: name each as a parameter",
         ),
-        (["scheduler.strategy=greedy_strategy:grow"], "is called with every option of grow, ['k']"),
+        (["scheduler.strategy=greedy_strategy:grow"], "is called with every option, ['k']"),
     ],
 )
 def test_a_declaration_that_does_not_take_the_options_is_refused_with_its_name(
@@ -230,25 +203,18 @@ def plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     (tmp_path / "mute_scheme.py").write_text(body)
     (tmp_path / "own_scheme.py").write_text(declared + body)
-    (tmp_path / "narrow_scheme.py").write_text(
-        "def needs(): ...\ndef advantages(table, gamma=1.0): ...\n"
-    )
-    (tmp_path / "greedy_strategy.py").write_text(
-        "def gives(k, size): ...\nasync def grow(tree, ctx, k=3): ...\n"
-    )
+    narrow = "def needs(): ...\ndef advantages(table, gamma=1.0): ...\n"
+    (tmp_path / "narrow_scheme.py").write_text(narrow)
+    greedy = "def gives(k, size): ...\nasync def grow(tree, ctx, k=3): ...\n"
+    (tmp_path / "greedy_strategy.py").write_text(greedy)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-def test_a_scheme_that_pushes_questions_without_a_spread_is_told_with_the_setting_that_ends_it() -> (
-    None
-):
+def test_a_scheme_that_pushes_equal_questions_is_told_with_the_setting_that_ends_it() -> None:
     def told(path: Path, *overrides: str) -> list[str]:
-        return [
-            doubt
-            for doubt in rules.doubts(load(path, list(overrides)))
-            if "though it compares nothing" in doubt
-        ]
+        doubts = rules.doubts(load(path, list(overrides)))
+        return [doubt for doubt in doubts if "though it compares nothing" in doubt]
 
     (doubt,) = told(SPO, "learner.scheme_options.form=paper")
     assert "set learner.scheme_options.form = 'released' to end that" in doubt
@@ -267,12 +233,8 @@ def test_what_is_legal_and_not_what_its_name_promises_is_told() -> None:
     (doubt,) = rules.doubts(load(SLATE, [*gspo, "learner.aggregation=token"]))
     assert "the method is defined with 'trajectory', which 'auto' takes" in doubt
     for name, count in (("tis", 0), ("icepop", 0), ("decoupled", 0), ("aipo", 1), ("cispo", 1)):
-        several = [
-            f"learner.correction={name}",
-            "learner.correction_options={}",
-            "learner.epochs=2",
-        ]
-        doubts = rules.doubts(load(SLATE, several))
+        several = ["learner.correction_options={}", "learner.epochs=2"]
+        doubts = rules.doubts(load(SLATE, [f"learner.correction={name}", *several]))
         assert len(doubts) == count
         assert all("nothing limits how far the policy moves" in doubt for doubt in doubts)
 
@@ -283,27 +245,15 @@ def test_dual_clip_is_on_unless_it_is_null() -> None:
         options = corrections.load(config.correction, config.correction_options).options
         return options.get("dual_clip", "default")
 
-    null = "learner.correction_options.dual_clip=null"
-    assert dual(["learner.correction_options={}"]) == "default"
-    assert dual(["learner.correction_options={}", null]) is None
-    assert dual(["learner.correction_options={ dual_clip = 2 }", null]) is None
-    assert dual(["learner.correction_options={ dual_clip = 2 }"]) == 2
-    cleared = load(
-        SLATE,
-        [
-            "learner.correction_options={ clip_low = 0.1 }",
-            "learner.correction_options.clip_low=null",
-        ],
-    )
+    options = "learner.correction_options"
+    null, unclipped = f"{options}.dual_clip=null", f"{options}.clip_low=null"
+    assert dual([f"{options}={{}}"]) == "default"
+    assert dual([f"{options}={{}}", null]) is None
+    assert dual([f"{options}={{ dual_clip = 2 }}", null]) is None
+    assert dual([f"{options}={{ dual_clip = 2 }}"]) == 2
+    cleared = load(SLATE, [f"{options}={{ clip_low = 0.1 }}", unclipped])
     assert corrections.load("ppo_clip", cleared.learner.correction_options).options == {}
-    load(
-        SLATE,
-        [
-            "learner.correction=none",
-            "learner.correction_options={}",
-            "learner.correction_options.clip_low=null",
-        ],
-    )
+    load(SLATE, ["learner.correction=none", f"{options}={{}}", unclipped])
 
 
 def test_only_candidates_of_one_prefix_must_decode_together() -> None:

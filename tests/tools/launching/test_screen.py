@@ -12,13 +12,12 @@ import pytest
 
 from coppice.tools.launching.command import arguments, main
 from coppice.tools.launching.screen import (
-    _LEAST,
     BLOCK,
     COLUMNS,
     WIDEST,
-    Progress,
-    Screen,
-    Table,
+    ProgressBar,
+    RunScreen,
+    UpdateTable,
     spoken,
 )
 from tests.terminals import output, seen
@@ -27,8 +26,9 @@ ROOT = Path(__file__).parent.parent.parent.parent
 UPDATES = 50
 SHOW = """
 import sys
-from coppice.tools.launching.screen import Screen
-Screen(int(sys.argv[1])).relay(sys.stdin.buffer if len(sys.argv) < 3 else open(sys.argv[2], "rb"), open(sys.argv[2] + ".out", "wb"))
+from coppice.tools.launching.screen import RunScreen
+source, copy = open(sys.argv[2], "rb"), open(sys.argv[2] + ".out", "wb")
+RunScreen(int(sys.argv[1])).relay(source, copy)
 """
 
 
@@ -54,16 +54,12 @@ def lines(updates: int = UPDATES) -> bytes:
 def shown(tmp_path: Path, size: tuple[int, int], **environment: str) -> tuple[str, list[str]]:
     (tmp_path / "lines").write_bytes(lines())
     command = [sys.executable, "-c", SHOW, str(UPDATES), str(tmp_path / "lines")]
-    written = output(command, *size, PYTHONPATH=str(ROOT), **environment)
+    written = output(command, *size, PYTHONPATH=str(ROOT / "src"), **environment)
     return written, seen(written, *size)
 
 
-# ------------------------------------------------------------------------------------------ on a
-# terminal
-
-
 @pytest.mark.parametrize("size", [(24, 80), (50, 200), (10, 40)])
-def test_a_terminal_shows_every_update_once_under_a_bar_that_moves_in_its_place(
+def test_a_terminal_shows_every_update_once_above_a_bar_that_stays_in_the_last_line(
     size: tuple[int, int], tmp_path: Path
 ) -> None:
     written, rows = shown(tmp_path, size)
@@ -73,15 +69,16 @@ def test_a_terminal_shows_every_update_once_under_a_bar_that_moves_in_its_place(
     table = [row for row in rows if row.strip().split(" ")[0].isdigit() and "updates" not in row]
     assert max(map(len, table)) <= WIDEST
     assert [int(row.split()[0]) for row in table] == list(range(1, UPDATES + 1))
-    bars = [place for place, row in enumerate(rows) if f"of {UPDATES} updates" in row]
-    for bar, after in zip(bars, [*bars[1:], len(rows)], strict=True):
-        assert rows[bar + 1].split()[0] == "update"
-        block = [row for row in rows[bar + 2 : after] if row in table]
-        assert 1 <= len(block) <= BLOCK
-        reached = int(rows[bar].split(f" of {UPDATES}")[0].split()[-1])
-        assert reached == int(block[-1].split()[0])  # the bar tells of the last row below it
-    assert rows[-2] == "summary"
-    assert "100%  done" in rows[bars[-1]]
+    headings = [place for place, row in enumerate(rows) if row.strip().startswith("update ")]
+    for start, end in zip(headings, [*headings[1:], len(rows)], strict=True):
+        assert 1 <= len([row for row in rows[start:end] if row in table]) <= BLOCK
+    assert [row for row in rows if f"of {UPDATES} updates" in row] == [rows[-4]]
+    assert "50 of 50 updates  100%  done" in rows[-4]
+    assert rows[-3:] == ["", "summary", ""]
+    # while the run goes on, the bar is the last line and tells of the last row
+    rows = seen(written[: written.index("30 of 50 updates")] + "30 of 50\n", *size)
+    assert rows[-3].split()[0] == "30"
+    assert rows[-2].strip(".#m 2130\x1b[") == "of 5"
     assert not any("heldout" in row for row in rows)
 
 
@@ -95,7 +92,7 @@ def test_a_terminal_without_colour_gets_no_code_at_all(tmp_path: Path) -> None:
 
 
 def test_a_pipe_gets_lines_of_at_most_a_hundred_columns_and_no_code(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     environment.pop("COLUMNS", None)
     (tmp_path / "lines").write_bytes(lines())
     command = [sys.executable, "-c", SHOW, str(UPDATES), str(tmp_path / "lines")]
@@ -110,13 +107,9 @@ def test_a_pipe_gets_lines_of_at_most_a_hundred_columns_and_no_code(tmp_path: Pa
     assert told == (tmp_path / "lines.out").read_text().splitlines()
 
 
-# ------------------------------------------------------------------------------------------ less,
-# and for machines
-
-
 def test_quiet_shows_faults_and_the_end_and_the_file_has_everything(tmp_path: Path) -> None:
     out, copy = io.StringIO(), tmp_path / "copy"
-    Screen(UPDATES, quiet=True, out=out).relay(io.BytesIO(lines()), copy.open("wb"))
+    RunScreen(UPDATES, quiet=True, out=out).relay(io.BytesIO(lines()), copy.open("wb"))
     told = [line[:21] for line in out.getvalue().splitlines()]
     assert told == ["warning, update 30: t", "", "summary"]
     assert copy.read_text().count("\n") == 1 + UPDATES + 3 + 1 + 2
@@ -124,7 +117,7 @@ def test_quiet_shows_faults_and_the_end_and_the_file_has_everything(tmp_path: Pa
 
 def test_records_go_out_as_json_evaluations_too_and_words_elsewhere(tmp_path: Path) -> None:
     out, records = io.StringIO(), io.StringIO()
-    Screen(UPDATES, records=records, out=out).relay(
+    RunScreen(UPDATES, records=records, out=out).relay(
         io.BytesIO(lines()), (tmp_path / "copy").open("wb")
     )
     read = [json.loads(line) for line in records.getvalue().splitlines()]
@@ -137,7 +130,7 @@ def test_two_schedulers_have_one_row_an_update_and_the_second_one_s_faults_its_n
     tmp_path: Path,
 ) -> None:
     out, copy = io.StringIO(), tmp_path / "copy"
-    screen = Screen(3, out=out, schedulers=2)
+    screen = RunScreen(3, out=out, schedulers=2)
     for number, more in enumerate(
         (b"waiting for workers\n", b"waiting for workers\n<4>judge.slate fails: no\n<5>summary\n")
     ):
@@ -147,7 +140,7 @@ def test_two_schedulers_have_one_row_an_update_and_the_second_one_s_faults_its_n
     assert [line.split()[0] for line in lines[4:]] == ["1", "2"]
     assert "scheduler-1: summary\n" in copy.read_text()
     out, records = io.StringIO(), io.StringIO()
-    screen = Screen(3, records=records, out=out, schedulers=2)
+    screen = RunScreen(3, records=records, out=out, schedulers=2)
     for number in range(2):
         screen.relay(io.BytesIO(record(1, **{"count/calls": 4.0})), copy.open("ab"), number)
     assert [json.loads(line)["count/calls"] for line in records.getvalue().splitlines()] == [8.0]
@@ -158,7 +151,7 @@ def test_neither_a_cut_off_record_nor_a_letter_that_the_terminal_lacks_ends_the_
 ) -> None:
     written = io.BytesIO()
     out = io.TextIOWrapper(written, encoding="ascii", write_through=True)
-    Screen(3, out=out).relay(
+    RunScreen(3, out=out).relay(
         io.BytesIO('{"version":1.0,"sco\nem 0.5 ±0.1\nnext\n'.encode()),
         (tmp_path / "copy").open("wb"),
     )
@@ -166,31 +159,36 @@ def test_neither_a_cut_off_record_nor_a_letter_that_the_terminal_lacks_ends_the_
     assert (tmp_path / "copy").read_text() == '{"version":1.0,"sco\nem 0.5 ±0.1\nnext\n'
 
 
-CALL = "import sys; from coppice.tools.launching import command; {}; sys.exit(command.main(sys.argv[1:]))"
-SET_UP = (
-    "from coppice.tools.launching.settings import Assets; import subprocess;"
-    " command.prepare = lambda c: (subprocess.run(['echo', 'set up']), Assets('MODEL', 'T', 'H', 'I'))[1];"
-    ' command.supervise = lambda run, make, screen, nodes: screen._take(\'{"version":1.0,"learner/groups":3.0}\') and 0'
-)
+LAUNCH = """
+import subprocess, sys
+from coppice.tools.launching import command
+from coppice.tools.launching.settings import Assets
+
+def prepare(config):
+    subprocess.run(["echo", "set up"])
+    return Assets("MODEL", "T", "H", "I")
+
+def supervise(run, make, screen, nodes):
+    screen.take('{"version":1.0,"learner/groups":3.0}')
+    return 0
+
+command.prepare, command.supervise = prepare, supervise
+sys.exit(command.main(sys.argv[1:]))
+"""
 
 
 @pytest.mark.parametrize(
     ("flag", "on_stdout", "on_stderr"),
     [
-        (
-            "--json",
-            ['{"version":1.0,"learner/groups":3.0}'],
-            ["set up", "number type float32", "run folder"],
-        ),
+        ("--json", ['{"version":1.0,'], ["set up", "number type float32", "run folder"]),
         ("--quiet", ["run folder"], []),
     ],
 )
 def test_a_launch_keeps_its_outlets_apart(
     flag: str, on_stdout: list[str], on_stderr: list[str], tmp_path: Path
 ) -> None:
-    code, folder = CALL.format(SET_UP), str(tmp_path / "run")
-    command = [sys.executable, "-c", code, "--run-folder", folder, flag]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", LAUNCH, "--run-folder", str(tmp_path / "run"), flag]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
     for written, expected in ((done.stdout, on_stdout), (done.stderr, on_stderr)):
@@ -209,12 +207,8 @@ def test_a_flag_without_effect_is_refused(
     assert f"{flags[0]} has no effect with --" in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------------------------------ the
-# table and the progress
-
-
 def test_the_table_tells_its_headings_again_when_a_column_comes() -> None:
-    table = Table()
+    table = UpdateTable()
     values: dict[str, Any] = {"version": 1.0, "score/reward": 1.0}
     assert table.lines(values, 100)[0].split() == ["update", "reward"]
     assert table.lines(values, 100)[0] == ""
@@ -227,16 +221,15 @@ def test_any_width_shows_as_many_columns_as_it_has_room_for_and_the_update_alway
     names = {name: key for name, key, _ in COLUMNS}
     values = dict.fromkeys(names.values(), 1.0)
     for width in range(7, 200):
-        heading, row = Table().lines(values, width)
+        heading, row = UpdateTable().lines(values, width)
         assert len(heading) == len(row) <= width
         assert len(heading.split()) == min(len(names), (width + 2) // 9)
         assert heading.split()[0] == "update"
-    assert sorted(_LEAST) == sorted(set(names) - {"update"})
 
 
 def test_the_time_left_is_of_the_pace_of_the_last_updates() -> None:
     clock = [0.0]
-    progress = Progress(100, lambda: clock[0])
+    progress = ProgressBar(100, lambda: clock[0])
     assert progress.line(80)[2] == "  0 of 100 updates    0%"
     for version in range(1, 61):
         clock[0] += 60.0 if version <= 30 else 2.0
@@ -251,10 +244,6 @@ def test_the_time_left_is_of_the_pace_of_the_last_updates() -> None:
     assert [spoken(s) for s in (0.4, 59.4, 59.6, 3599, 3600, 90_000)] == [
         "0 s", "59 s", "1 min 00 s", "59 min 59 s", "1 h 00 min", "25 h 00 min",
     ]  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------
-# trackers
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
 """The scheduler's cost for a call and for a node, in executed bytecode instructions: the same
 numbers on every machine and under every load.
 
-Work in C is not counted (sorting without a key, encoding, tokenizing); ``coppice dev bench call_cost``
-times a call.
-"""
+Work in C is not counted (sorting without a key, encoding, tokenizing); the benchmark call_cost
+times a call."""
 
 import asyncio
 import contextlib
@@ -14,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,12 +46,8 @@ pytestmark = pytest.mark.slow
 TREES = 8
 """Trees that are counted. They grow together, and so share transactions of the journal, as in a
 run."""
-PASSAGE = Passage(
-    "1",
-    "Peru",
-    "The capital of Peru is Lima, on the coast, where a third of its people live. " * 4,
-    1.0,
-)
+TEXT = "The capital of Peru is Lima, on the coast, where a third of its people live. " * 4
+PASSAGE = Passage("1", "Peru", TEXT, 1.0)
 """About 80 tokens; a search shows three."""
 
 
@@ -84,9 +79,9 @@ def instructions() -> Iterator[Instructions]:
 def test_a_call_costs_the_same_with_many_workers_and_many_open_calls(
     instructions: Instructions, placed: bool
 ) -> None:
-    def cost(workers: int, capacity: int, callers: int) -> float:
+    def cost(workers: int, capacity: int, calls: int) -> float:
         work = call_cost.measure(
-            workers, capacity, callers, placed, 400, lambda: instructions.executed
+            workers, capacity, calls, placed, 400, lambda: instructions.executed
         )
         return asyncio.run(work)
 
@@ -100,27 +95,23 @@ class Answers:
     """Stands for the dispatcher: answers every call at once."""
 
     def __init__(self, act: np.ndarray):
-        self.sample = Sample(
-            act, np.full(len(act), -1, np.float32), np.zeros(len(act), np.int32), "stop"
-        )
+        zeros = np.zeros(len(act), np.int32)
+        self.sample = Sample(act, np.full(len(act), -1, np.float32), zeros, "stop")
 
     async def call(self, service: str, request: Any, **_: Any) -> Any:
         """Answer as an actor, a retriever or a judge does."""
         if isinstance(request, GenerateRequest):
             return GenerateResult([self.sample] * request.n, len(request.tokens), 0)
         if isinstance(request, JudgeRequest):
-            return JudgeResult(
-                [Judgement({"think": 1.0, "query": 0.0, "answer": 0.0}) for _ in request.turns]
-            )
+            scores = {"think": 1.0, "query": 0.0, "answer": 0.0}
+            return JudgeResult([Judgement(scores) for _ in request.turns])
         return RetrieveResult([[PASSAGE] * 3])
 
 
 async def grow(runtime: Runtime, number: int) -> int:
     """Grow one tree to its end, and return its number of nodes."""
-    tree, task = (
-        Tree(number, f"t{number}"),
-        Task(f"t{number}", f"What is the capital of country {number}?", golds=["Lima"]),
-    )
+    tree, question = Tree(number, f"t{number}"), f"What is the capital of country {number}?"
+    task = Task(tree.task, question, golds=["Lima"])
     context = Context(runtime, task, tree, random.Random(number))
     runtime.journal.start_tree(tree, number, 0)
     await context.plant()
@@ -135,16 +126,12 @@ async def node_cost(
 ) -> dict[str, float]:
     """Grow SLATE trees whose calls are all answered at once. Returns instructions and bytes of the
     journal for a node, and the nodes of a tree."""
-    path, groups, answers = (
-        folder / f"{budget}.sqlite",
-        itertools.count(),
-        cast(Any, Answers(text.encode(ACTION))),
-    )
+    path, groups = folder / f"{budget}.sqlite", itertools.count()
+    answers: Any = Answers(text.encode(ACTION))
     with contextlib.closing(Journal(path)) as journal:
-        runtime = Runtime(
-            answers, journal, text, SearchQA(), SchedulerConfig(budget=budget, judge="any"), Counter(),
-            lambda tree, turns: journal.save_group(tree, next(groups), turns),
-        )  # fmt: skip
+        settings = SchedulerConfig(budget=budget, judge="any")
+        emit = lambda tree, turns: journal.save_group(tree, next(groups), turns)  # noqa: E731
+        runtime = Runtime(answers, journal, text, SearchQA(), settings, Counter(), emit)
         await grow(runtime, -1)
         began = instructions.executed
         nodes = sum(await gather(grow(runtime, number) for number in range(TREES)))
@@ -156,10 +143,10 @@ async def node_cost(
 def test_a_node_costs_the_same_in_a_deep_tree(
     instructions: Instructions, tmp_path: Path, llama: Path
 ) -> None:
-    text = Text(str(llama))
-    small, large = (
-        asyncio.run(node_cost(text, tmp_path, budget, instructions)) for budget in (4, 20)
-    )
+    text, costs = Text(str(llama)), []
+    for budget in (4, 20):
+        costs.append(asyncio.run(node_cost(text, tmp_path, budget, instructions)))
+    small, large = costs
     assert (small["nodes"], large["nodes"]) == (27, 123)
     assert large["cost"] < 1.3 * small["cost"]
     assert large["bytes"] < 2 * small["bytes"]

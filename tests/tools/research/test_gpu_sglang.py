@@ -4,6 +4,7 @@ imply."""
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from coppice.research.benches import gpu_sglang, weight_update
-from coppice.research.benches.gpu_sglang import COMPACT, Server, Wanted
+from coppice.research.benches.gpu_sglang import COMPACT, SGLangServer, WantedSample
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sample, Sampling
 from tests.actors.test_engine_contract import restore
 from tests.sglang_cpu import environment
@@ -22,30 +23,29 @@ from tests.sglang_cpu.shared import KEY, Shared
 
 pytestmark = pytest.mark.slow
 
-WORK = gpu_sglang.Work(
-    questions=3, steps=2, candidates=2, instruction=40, question=8, observation=12, action=6,
-    games=1, continuations=3, move=3, prompt=COMPACT,
-)  # fmt: skip
+SIZES = {"questions": 3, "steps": 2, "candidates": 2, "instruction": 40, "question": 8}
+SIZES |= {"observation": 12, "action": 6, "games": 1, "continuations": 3, "move": 3}
+WORK = gpu_sglang.TreeWork(prompt=COMPACT, **SIZES)
 ADAPTER_RANK = 8
 """The most that the session's server takes."""
 
 
 @pytest.fixture
-def server(sglang_server: Shared, llama: Path, tmp_path: Path) -> Server:
+def server(sglang_server: Shared, llama: Path, tmp_path: Path) -> SGLangServer:
     """The session's server, and an interpreter that can run sglang.bench_serving."""
     key = os.environ[KEY]
     if torch.cuda.is_available():
-        return Server(
+        return SGLangServer(
             sglang_server.url, key, llama, os.environ.get("COPPICE_SGLANG_PYTHON", sys.executable)
         )
     # sglang.bench_serving imports it for a data set of pictures; the CPU environment is without.
     (tmp_path / "datasets.py").write_text("load_dataset = None\n")
     variables = VARIABLES | {"PYTHONPATH": f"{SITE}{os.pathsep}{tmp_path}"}
-    return Server(sglang_server.url, key, llama, str(environment.python()), variables)
+    return SGLangServer(sglang_server.url, key, llama, str(environment.python()), variables)
 
 
 async def test_it_counts_tokens_and_compares_with_bench_serving(
-    llama: Path, tmp_path: Path, sglang_server: Shared, server: Server
+    llama: Path, tmp_path: Path, sglang_server: Shared, server: SGLangServer
 ) -> None:
     engine = sglang_server.engine()
     await engine.start()
@@ -114,8 +114,8 @@ async def test_it_times_each_transport_and_the_server_then_samples_from_the_last
 
 
 def test_its_adapter_is_one_of_the_learners_files(llama: Path, tmp_path: Path) -> None:
-    giver: object = None
-    made = weight_update._published(4, "adapter", llama, tmp_path, giver, "cpu", 16)  # pyright: ignore[reportArgumentType]
+    offers: Any = None
+    made = weight_update._published(4, "adapter", llama, tmp_path, offers, "cpu", 16)
     tensors = load_file(Path(made.path) / "adapter_model.safetensors")
     assert (Path(made.path) / "adapter_config.json").is_file()
     assert len(tensors) == 2 * 7 * 2  # two matrices for each of seven layers, in two blocks
@@ -127,7 +127,7 @@ def test_its_adapter_is_one_of_the_learners_files(llama: Path, tmp_path: Path) -
 # baseline that goes wrong
 
 
-def scripted(folder: Path, code: str) -> Server:
+def scripted(folder: Path, code: str) -> SGLangServer:
     """An interpreter whose sglang.bench_serving is ``code``, on no server; ``path("--x")`` is the
     path that its argument --x names."""
     package = folder / "sglang"
@@ -137,23 +137,30 @@ def scripted(folder: Path, code: str) -> Server:
     (package / "bench_serving.py").write_text(head + code)
     for name in ("tokenizer.json", "config.json"):
         (folder / name).write_text("{}")
-    return Server(
+    return SGLangServer(
         "http://127.0.0.1:9", "secret-key", folder, sys.executable, {"PYTHONPATH": str(folder)}
     )
 
 
 ANSWER = """
-found = {"output_throughput": 12.5, "errors": ["", ""], "input_lens": [3, 2], "output_lens": [4, 5]} | CHANGES
+found = {"output_throughput": 12.5, "errors": ["", ""], "input_lens": [3, 2]}
+found |= {"output_lens": [4, 5]} | CHANGES
 open(path("--output-file"), "w").write(json.dumps(found))
 """
-TWO = [Wanted(np.array([1, 2, 3], np.int32), 4), Wanted(np.array([1, 2], np.int32), 5)]
+
+
+def answers(changes: str) -> str:
+    return ANSWER.replace("CHANGES", changes)
+
+
+TWO = [WantedSample(np.array([1, 2, 3], np.int32), 4), WantedSample(np.array([1, 2], np.int32), 5)]
 
 
 async def test_its_requests_carry_the_token_ids(tmp_path: Path) -> None:
     copy = "open('COPY', 'w').write(open(path('--dataset-path')).read())".replace(
         "COPY", str(tmp_path / "seen")
     )
-    made = scripted(tmp_path, copy + ANSWER.replace("CHANGES", "{}"))
+    made = scripted(tmp_path, copy + answers("{}"))
     assert await gpu_sglang.bench_serving(made, TWO) == 12.5
     rows = [msgspec.json.decode(line) for line in (tmp_path / "seen").read_bytes().splitlines()]
     assert [(row["input_ids"], row["max_tokens"]) for row in rows] == [([1, 2, 3], 4), ([1, 2], 5)]
@@ -162,13 +169,13 @@ async def test_its_requests_carry_the_token_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "told"),
     [
-        ("print('no server, key secret-key'); sys.exit(3)", r"status 3\):\n.*no server, key \(key\)"),
+        ("print('key secret-key'); sys.exit(3)", r"status 3\):\n.*key \(key\)"),
         ("print('nothing')", r"left no result .*"),
-        (ANSWER.replace("CHANGES", '{"errors": ["", "Bad Request: x"]}'), "1 of 2 requests failed, the first: Bad Request: x"),
-        (ANSWER.replace("CHANGES", '{"input_lens": [1, 1]}'), r"prompt lengths \[1, 1\].. \(in all 2\), expected \[3, 2\]"),
-        (ANSWER.replace("CHANGES", '{"output_lens": [4, 1]}'), r"sampled tokens \[4, 1\].."),
+        (answers('{"errors": ["", "Bad: x"]}'), "1 of 2 requests failed, the first: Bad: x"),
+        (answers('{"input_lens": [1, 1]}'), r"lengths \[1, 1\].. \(in all 2\), expected \[3, 2\]"),
+        (answers('{"output_lens": [4, 1]}'), r"sampled tokens \[4, 1\].."),
     ],
-)  # fmt: skip
+)
 async def test_a_baseline_that_fails_or_does_other_work_says_so(
     tmp_path: Path, code: str, told: str
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from coppice.common import frontier
 from coppice.research.benches import load
-from coppice.research.benches.load import FAST, SLOW, Plan
+from coppice.research.benches.load import FAST, SLOW, LoadPlan
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.inspecting.audit import audit
@@ -25,7 +25,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("load")
     timing = DispatchConfig(heartbeat_s=0.2, dead_after_s=3.0)
     load.prepare(
-        folder, TREES, 3, QUESTIONS, UPDATES, Plan(QUESTIONS, 0.5, JUDGES, 1.0, [], []), timing
+        folder, TREES, 3, QUESTIONS, UPDATES, LoadPlan(QUESTIONS, 0.5, JUDGES, 1.0, [], []), timing
     )
     load.measure(folder, 0.2)
     return folder

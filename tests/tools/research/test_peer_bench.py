@@ -6,27 +6,26 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from coppice.research.any_text import AnyText, EpisodeShape, TextState
 from coppice.research.benches import peer
-from coppice.research.benches.any_text import AnyText, Shape, State
-from coppice.research.benches.peer import DIGITS, LOADS, Load, Look, Round, Update, endless, prompts
+from coppice.research.benches.peer import (
+    DIGITS,
+    LOADS,
+    PeerLoad,
+    ProcessLook,
+    Round,
+    Update,
+    endless,
+    prompts,
+)
 from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.scheduler.growth.text import Text
 
+ONE = EpisodeShape(steps=1, shared=6, question=4, observation=0)
+TWO = EpisodeShape(steps=2, shared=6, question=4, observation=3)
 SMALL = {
-    "groups": Load(
-        Shape(steps=1, shared=6, question=4, observation=0),
-        questions=3,
-        samples=4,
-        action=5,
-        rows=4,
-    ),
-    "slate": Load(
-        Shape(steps=2, shared=6, question=4, observation=3),
-        questions=2,
-        samples=3,
-        action=5,
-        rows=3,
-    ),
+    "groups": PeerLoad(ONE, questions=3, samples=4, action=5, rows=4),
+    "slate": PeerLoad(TWO, questions=2, samples=3, action=5, rows=3),
 }
 
 
@@ -43,10 +42,10 @@ def test_the_peer_gets_the_questions_of_a_run_and_prefixes_as_long_as_its_own(
         update, rest = divmod(place, load.questions * load.shape.steps)
         step, question = divmod(rest, load.questions)
         task = drawn.at(update * load.questions + question)
-        root = text.encode(text.prompt(environment.prompt(task, State(task.seed))))
+        root = text.encode(text.prompt(environment.prompt(task, TextState(task.seed))))
         trunk = step * load.action
         for after in range(1, step + 1):
-            trunk += len(text.encode(environment.observation(State(task.seed, after))))
+            trunk += len(text.encode(environment.observation(TextState(task.seed, after))))
         ids = peers(text=prompt)["input_ids"]
         assert ids[: len(root)] == root.tolist()
         assert len(ids) == len(root) + trunk
@@ -68,13 +67,9 @@ def test_the_end_of_text_of_the_copy_has_no_row_in_the_model(llama: Path, tmp_pa
 
 def test_the_first_update_only_starts_the_clock() -> None:
     updates = [Update(10.0, 999.0), Update(14.0, 100.0), Update(20.0, 100.0)]
-    looks = [
-        Look(0, 1.0, 2**30),
-        Look(1, 3.0, 3 * 2**30),
-        Look(2, 8.0, 2**30),
-        Look(3, 13.0, 2**30),
-        Look(3, 50.0, 5),
-    ]
+    gib = 2**30
+    seen = [(0, 1.0, gib), (1, 3.0, 3 * gib), (2, 8.0, gib), (3, 13.0, gib), (3, 50.0, 5)]
+    looks = [ProcessLook(*look) for look in seen]
     assert peer.rated(updates, looks, 0.5) == Round(20.0, 5.0, 20.0, 3.0, 0.5)
 
 
@@ -86,16 +81,11 @@ def test_a_side_that_trained_less_is_refused() -> None:
 
 
 def test_the_table_has_medians_and_the_ratio_of_every_round() -> None:
-    sides = {
-        "peer": [
-            {"tokens_s": t, "tokens_cpu_s": t, "update_s": 60 / t, "peak_gib": 8.0}
-            for t in (10.0, 20.0, 30.0)
-        ],
-        "ours": [
-            {"tokens_s": t, "tokens_cpu_s": t, "update_s": 60 / t, "peak_gib": 4.0}
-            for t in (30.0, 40.0, 30.0)
-        ],
-    }
+    def rounds(gib: float, *tokens_s: float) -> list[dict[str, float]]:
+        rates = [{"tokens_s": t, "tokens_cpu_s": t, "update_s": 60 / t} for t in tokens_s]
+        return [rate | {"peak_gib": gib} for rate in rates]
+
+    sides = {"peer": rounds(8.0, 10.0, 20.0, 30.0), "ours": rounds(4.0, 30.0, 40.0, 30.0)}
     lines = peer.table({"groups": sides}).splitlines()
     assert "| groups | trained tokens a second | 20.0 | 30.0 | 2.00 (3.00, 2.00, 1.00) |" in lines
     assert "| groups | peak memory, GiB | 8.0 | 4.0 | 0.50 (0.50, 0.50, 0.50) |" in lines
@@ -108,16 +98,10 @@ def test_the_whole_bench_runs_both_trainers_on_equal_work(
     monkeypatch.setattr(peer, "LOOK_S", 0.05)
     monkeypatch.setattr(peer, "LOADS", SMALL)
     row = peer.run(str(llama), ("groups", "slate"), rounds=1, counted=1)
-    for name in SMALL:
-        for side in ("peer", "ours"):
-            (found,) = row[name][side]
-            assert found["tokens_s"] * found["update_s"] == pytest.approx(
-                SMALL[name].tokens, rel=0.1
-            )
+    for name, load in SMALL.items():
+        for (found,) in (row[name]["peer"], row[name]["ours"]):
+            assert found["tokens_s"] * found["update_s"] == pytest.approx(load.tokens, rel=0.1)
             assert found["peak_gib"] > 0.1
-        assert row[name]["tokens_ratio"] > 0
-    worst = min(
-        min(row[n]["tokens_ratio"] / peer.GOALS[n], 1 / row[n]["memory_ratio"]) for n in SMALL
-    )
-    assert row["ratio"] == worst
+        assert row["ratio"] <= row[name]["tokens_ratio"] / peer.GOALS[name]
+        assert row["ratio"] <= 1 / row[name]["memory_ratio"]
     assert row["versions"]["trl"].startswith("1.16")

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from coppice.research.replication import STUDIES, Curve, at, curve, interval, main, slug, table
+from coppice.research.replication import STUDIES, StudyCurve, at, curve, interval, main, slug, table
 
 
 def evaluation(
-    version: int, steps: float, tokens: float, value: float, aside: float | None = None
+    version: int, steps: float, tokens: float, value: float, continued: float | None = None
 ) -> dict[str, float]:
-    """A held-out record. aside: continuation steps, where the run had some."""
-    made = {"version": version, "count/environment_steps": steps, "count/generated_tokens": tokens}
-    made |= {"heldout/return": value, "heldout/return_half": 0.1}
-    return made | ({} if aside is None else {"count/continuation_steps": aside})
+    """A held-out record. continued: continuation steps, where the run had some."""
+    counts = {"count/environment_steps": steps, "count/generated_tokens": tokens}
+    counts |= {} if continued is None else {"count/continuation_steps": continued}
+    return {"version": version, "heldout/return": value, "heldout/return_half": 0.1} | counts
 
 
 def folder(run: Path, records: list[dict[str, float]], finished: bool = True) -> Path:
@@ -23,10 +23,8 @@ def folder(run: Path, records: list[dict[str, float]], finished: bool = True) ->
     run.mkdir(parents=True)
     lines = []
     for record in records:
-        update = {
-            key: max(0.0, n - 2) if key.startswith("count/") else n for key, n in record.items()
-        }
-        update = {key: n for key, n in update.items() if not key.startswith("heldout/")}
+        update = {key: n for key, n in record.items() if not key.startswith("heldout/")}
+        update |= {key: max(0.0, n - 2) for key, n in update.items() if key.startswith("count/")}
         lines += [json.dumps(update), json.dumps(record)]
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     if finished:
@@ -35,53 +33,42 @@ def folder(run: Path, records: list[dict[str, float]], finished: bool = True) ->
     return run
 
 
+START = evaluation(0, 0, 0, -0.5)
+
+
 def test_a_curve_holds_the_evaluations_only_by_environment_and_continuation_steps(
     tmp_path: Path,
 ) -> None:
-    run = folder(
-        tmp_path / "run",
-        [
-            evaluation(0, 0, 0, -0.5, 0),
-            evaluation(8, 100, 300, 0.25, 40),
-            evaluation(9, 150, 500, 1),
-        ],
-    )
-    assert curve(run, "return") == Curve(
-        [0, 8, 9], [0, 140, 150], [0, 300, 500], [-0.5, 0.25, 1], 12
-    )
+    later = [evaluation(8, 100, 300, 0.25, 40), evaluation(9, 150, 500, 1)]
+    run = folder(tmp_path / "run", [evaluation(0, 0, 0, -0.5, 0), *later])
+    expected = StudyCurve([0, 8, 9], [0, 140, 150], [0, 300, 500], [-0.5, 0.25, 1], 12)
+    assert curve(run, "return") == expected
 
 
 def test_a_version_evaluated_twice_counts_once_as_it_was_last(tmp_path: Path) -> None:
     """A run that crashed after an evaluation makes it again when it is resumed."""
-    twice = [
-        evaluation(8, 100, 300, 0.25),
-        evaluation(16, 190, 600, 0.5),
-        evaluation(16, 200, 700, 0.75),
-    ]
-    run = folder(tmp_path / "run", [evaluation(0, 0, 0, -0.5), *twice])
-    assert curve(run, "return") == Curve(
-        [0, 8, 16], [0, 100, 200], [0, 300, 700], [-0.5, 0.25, 0.75], 12
-    )
+    twice = [evaluation(16, 190, 600, 0.5), evaluation(16, 200, 700, 0.75)]
+    run = folder(tmp_path / "run", [START, evaluation(8, 100, 300, 0.25), *twice])
+    expected = StudyCurve([0, 8, 16], [0, 100, 200], [0, 300, 700], [-0.5, 0.25, 0.75], 12)
+    assert curve(run, "return") == expected
 
 
-@pytest.mark.parametrize("aside", [None, 0.0])
+@pytest.mark.parametrize("continued", [None, 0.0])
 def test_steps_that_decrease_are_refused_with_the_folder(
-    tmp_path: Path, aside: float | None
+    tmp_path: Path, continued: float | None
 ) -> None:
-    run = folder(
-        tmp_path / "run",
-        [evaluation(0, 0, 0, 0), evaluation(8, 100, 300, 0, 7), evaluation(9, 106, 9, 0, aside)],
-    )
+    later = [evaluation(8, 100, 300, 0, 7), evaluation(9, 106, 9, 0, continued)]
+    run = folder(tmp_path / "run", [START, *later])
     with pytest.raises(ValueError, match=f"{run}.*decrease"):
         curve(run, "return")
 
 
 def test_an_evaluation_recorded_without_counts_has_those_of_its_update(tmp_path: Path) -> None:
-    run = folder(tmp_path / "run", [evaluation(0, 0, 0, -0.5), evaluation(8, 100, 300, 0.25, 40)])
+    run = folder(tmp_path / "run", [START, evaluation(8, 100, 300, 0.25, 40)])
     lines = (run / "metrics.jsonl").read_text().splitlines()
     lines[-1] = json.dumps({"version": 8, "heldout/return": 0.25})
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert curve(run, "return") == Curve([0, 8], [0, 98 + 38], [0, 298], [-0.5, 0.25], 12)
+    assert curve(run, "return") == StudyCurve([0, 8], [0, 98 + 38], [0, 298], [-0.5, 0.25], 12)
 
 
 def test_a_measure_that_was_never_evaluated_is_refused_with_the_folder(tmp_path: Path) -> None:
@@ -91,25 +78,19 @@ def test_a_measure_that_was_never_evaluated_is_refused_with_the_folder(tmp_path:
 
 
 def test_intervals_are_students() -> None:
-    mean, half = interval([0.0, 1.0])
-    assert (mean, half) == (0.5, pytest.approx(12.706 * 0.5, abs=1e-3))  # s / sqrt(2) = 1/2
-    # 1, 2, 3, 4, 5: s^2 = 2.5, t(4) = 2.776
-    assert interval([5.0, 1.0, 4.0, 2.0, 3.0]) == (3.0, pytest.approx(2.776 * 0.5**0.5, abs=1e-3))
-    # 0 to 9: s^2 = 9.1667, t(9) = 2.262
-    assert interval([float(i) for i in range(10)])[1] == pytest.approx(
-        2.262 * 0.916667**0.5, abs=1e-3
-    )
-    assert interval([2.0, 2.0, 2.0]) == (2.0, 0.0)
-
-
-def test_one_seed_has_a_mean_and_no_interval() -> None:
+    for values, mean, half in (
+        ([0.0, 1.0], 0.5, 12.706 * 0.5),  # s / sqrt(2) = 1/2
+        ([5.0, 1.0, 4.0, 2.0, 3.0], 3.0, 2.776 * 0.5**0.5),  # s^2 = 2.5, t(4) = 2.776
+        ([float(i) for i in range(10)], 4.5, 2.262 * 0.916667**0.5),  # s^2 = 9.1667, t(9) = 2.262
+        ([2.0, 2.0, 2.0], 2.0, 0.0),
+    ):
+        assert interval(values) == (mean, pytest.approx(half, abs=1e-3))
     mean, half = interval([0.25])
-    assert mean == 0.25
-    assert half != half
+    assert mean == 0.25 and half != half  # one seed has no interval
 
 
 def test_between_evaluations_the_measure_is_on_the_line() -> None:
-    made = Curve([0, 8, 16], [0, 100, 300], [0, 1000, 1500], [0.0, 0.5, 1.0])
+    made = StudyCurve([0, 8, 16], [0, 100, 300], [0, 1000, 1500], [0.0, 0.5, 1.0])
     assert at(made, made.steps, 50) == pytest.approx(0.25)
     assert at(made, made.steps, 150) == pytest.approx(0.625)
     assert at(made, made.tokens, 1250) == pytest.approx(0.75)
@@ -117,52 +98,19 @@ def test_between_evaluations_the_measure_is_on_the_line() -> None:
 
 
 def test_the_table_compares_where_the_shortest_run_of_all_arms_ended() -> None:
-    fast = [
-        Curve([0, 8], [0, 200], [0, 1000], [0.0, 1.0], 50),
-        Curve([0, 8], [0, 300], [0, 2000], [0.2, 0.8], 70),
-    ]
-    slow = [Curve([0, 4], [0, 100], [0, 4000], [0.0, 0.4])]
+    fast = [StudyCurve([0, 8], [0, 200], [0, 1000], [0.0, 1.0], 50)]
+    fast += [StudyCurve([0, 8], [0, 300], [0, 2000], [0.2, 0.8], 70)]
+    slow = [StudyCurve([0, 4], [0, 100], [0, 4000], [0.0, 0.4])]
     lines = table({"fast": fast, "slow": slow}, "return").splitlines()
     assert lines[0].startswith("Held-out return")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-    assert rows[0] == [
-        "arm",
-        "seeds",
-        "start",
-        "at 4 updates",
-        "at 100 steps",
-        "at 1,000 tokens",
-        "end",
-        "steps",
-        "tokens",
-        "CPU seconds",
-    ]
+    heads = "| arm | seeds | start | at 4 updates | at 100 steps | at 1,000 tokens | end |"
+    assert lines[2] == f"{heads} steps | tokens | CPU seconds |"
     # At 4 updates 0.5 twice, at 100 steps 0.5 and 0.4, at 1,000 tokens 1 and 0.5: s / sqrt(2) is
     # half the difference, t(1) = 12.706.
-    assert rows[2] == [
-        "fast",
-        "2",
-        "0.100 ±1.271",
-        "0.500 ±0.000",
-        "0.450 ±0.635",
-        "0.750 ±3.176",
-        "0.900 ±1.271",
-        "250",
-        "1,500",
-        "60",
-    ]
-    assert rows[3] == [
-        "slow",
-        "1",
-        "0.000",
-        "0.400",
-        "0.400",
-        "0.100",
-        "0.400",
-        "100",
-        "4,000",
-        "not counted",
-    ]
+    at = "0.500 ±0.000 | 0.450 ±0.635 | 0.750 ±3.176 | 0.900 ±1.271"
+    assert lines[4] == f"| fast | 2 | 0.100 ±1.271 | {at} | 250 | 1,500 | 60 |"
+    numbers = "0.000 | 0.400 | 0.400 | 0.100 | 0.400 | 100 | 4,000"
+    assert lines[5] == f"| slow | 1 | {numbers} | not counted |"
 
 
 @pytest.fixture
@@ -184,29 +132,21 @@ def test_a_report_is_made_of_the_finished_runs_there_are(
     report = (study / "return.md").read_text()
     assert report.strip() in capsys.readouterr().out
     assert "at 1,000 steps" in report
-    rows = {
-        line.split("|")[1].strip(): line for line in report.splitlines() if line.startswith("| ")
-    }
-    assert set(rows) == {"arm", "VPR", "MC-PR"}
-    assert rows["VPR"].startswith(
-        "| VPR | 2 | 0.050 ±0.635 | 0.350 ±0.635 | 0.550 ±0.635 | 0.550 ±0.635 |"
-    )
-    assert rows["MC-PR"].endswith("| 0.250 | 2,000 | 9,000 | 12 |")
+    _, vpr, mc_pr = (line for line in report.splitlines() if line.startswith("| "))
+    at = "0.350 ±0.635 | 0.550 ±0.635 | 0.550 ±0.635"
+    assert vpr.startswith(f"| VPR | 2 | 0.050 ±0.635 | {at} |")
+    assert mc_pr.startswith("| MC-PR |") and mc_pr.endswith("| 0.250 | 2,000 | 9,000 | 12 |")
     drawn = (study / "return.svg").read_text()
     assert "<svg" in drawn
     assert "MC-PR" in drawn
 
 
 def test_a_report_of_some_arms_and_seeds(study: Path) -> None:
-    assert (
-        main(["vpr-tictactoe", "--out", str(study), "--report", "--only", "VPR", "--seeds", "1"])
-        == 0
-    )
-    assert (
-        "| VPR | 1 | 0.000 | 0.500 | 0.500 | 0.500 | 0.500 | 1,000 | 5,000 | 12 |"
-        in (study / "return.md").read_text()
-    )
-    assert "MC-PR" not in (study / "return.md").read_text()
+    some = ["--report", "--only", "VPR", "--seeds", "1"]
+    assert main(["vpr-tictactoe", "--out", str(study), *some]) == 0
+    text = (study / "return.md").read_text()
+    assert "| VPR | 1 | 0.000 | 0.500 | 0.500 | 0.500 | 0.500 | 1,000 | 5,000 | 12 |" in text
+    assert "MC-PR" not in text
 
 
 def test_another_measure_has_a_report_of_its_own(
@@ -229,21 +169,16 @@ def test_a_folder_whose_steps_decrease_makes_no_report(
     assert not (study / "return.md").exists()
 
 
-def test_an_unknown_arm_is_refused_with_the_known_ones(
-    study: Path, capsys: pytest.CaptureFixture[str]
+def test_an_unknown_arm_and_a_folder_without_runs_are_refused(
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["vpr-tictactoe", "--out", str(study), "--report", "--only", "VRP"]) == 2
     said = capsys.readouterr().err
     assert "'VRP'" in said
     assert all(repr(arm) in said for arm in STUDIES["vpr-tictactoe"].arms)
     assert not (study / "return.md").exists()
-
-
-def test_a_folder_without_finished_runs_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["vpr-tictactoe", "--out", str(tmp_path), "--report"]) == 2
-    assert f"no finished run in {tmp_path}" in capsys.readouterr().err
+    assert main(["vpr-tictactoe", "--out", str(tmp_path / "other"), "--report"]) == 2
+    assert f"no finished run in {tmp_path / 'other'}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", STUDIES)

@@ -1,5 +1,5 @@
-"""The claims of four papers: every row of coppice dev theory agrees, and the numbers that a person can
-work out are those of the code."""
+"""The claims of four papers: every row of coppice dev theory agrees, and the numbers that a person
+can work out are those of the code."""
 
 import math
 import xml.etree.ElementTree
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from coppice.research import theories
-from coppice.research.theories import Row, differences, main, oprl, ppr, slate, staleness, vpr
+from coppice.research.theories import ClaimRow, differences, main, oprl, ppr, slate, staleness, vpr
 
 GROUPS = 20_000
 SLOW = {"slate": slate, "ppr": ppr, "vpr": vpr, "oprl": oprl}
@@ -96,9 +96,9 @@ def test_oprl_theorem_3_3_with_its_own_assumption_gives_utility_over_beta(
     beta: float, rng: np.random.Generator
 ) -> None:
     found = oprl.telescoped(rng, 1 / beta, beta)
-    assert oprl.spread(found.totals - found.utilities / beta) < oprl.FITTED
-    off = oprl.spread(found.totals - found.utilities)
-    assert off == pytest.approx((1 / beta - 1) * oprl.spread(found.utilities), abs=oprl.FITTED)
+    assert oprl.deviation(found.totals - found.utilities / beta) < oprl.FITTED
+    off = oprl.deviation(found.totals - found.utilities)
+    assert off == pytest.approx((1 / beta - 1) * oprl.deviation(found.utilities), abs=oprl.FITTED)
 
 
 def test_the_command_prints_a_table_and_returns_1_when_a_row_disagrees(
@@ -106,7 +106,7 @@ def test_the_command_prints_a_table_and_returns_1_when_a_row_disagrees(
 ) -> None:
     assert main(["vpr"]) == 0
     assert "VPR Prop 3" in capsys.readouterr().out
-    monkeypatch.setattr(vpr, "rows", lambda seed: [Row("a claim", "1", "2", False)])
+    monkeypatch.setattr(vpr, "rows", lambda seed: [ClaimRow("a claim", "1", "2", False)])
     assert main(["vpr"]) == 1
     assert "NO" in capsys.readouterr().out
     assert main(["nobody"]) == 2

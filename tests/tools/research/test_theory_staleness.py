@@ -10,7 +10,7 @@ from coppice.research.theories import differences, staleness
 from coppice.research.theories.staleness import (
     EXACT,
     Stale,
-    Task,
+    TokenTask,
     average,
     chances,
     log_probs,
@@ -23,13 +23,13 @@ EVERY = [(name, level) for name in CORRECTIONS for level in LEVELS]
 
 
 @pytest.fixture
-def tasks() -> list[Task]:
+def tasks() -> list[TokenTask]:
     rng = np.random.default_rng(3)
     return [staleness.random_task(rng) for _ in range(3)]
 
 
 @pytest.fixture
-def old(tasks: list[Task]) -> Stale:
+def old(tasks: list[TokenTask]) -> Stale:
     return stale(tasks, 8)
 
 
@@ -63,7 +63,7 @@ def test_the_estimators_mean_is_the_gradient_of_the_expected_surrogate(old: Stal
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "level"), EVERY)
 def test_every_correction_at_every_level_is_unbiased_without_staleness(
-    name: str, level: str, tasks: list[Task]
+    name: str, level: str, tasks: list[TokenTask]
 ) -> None:
     fresh = stale(tasks, 0)
     found, plain = average(fresh, load(name, {"level": level})), average(fresh, load("none", {}))
@@ -73,7 +73,7 @@ def test_every_correction_at_every_level_is_unbiased_without_staleness(
 
 @pytest.mark.parametrize("steps", staleness.STALENESS)
 def test_the_untruncated_sequence_ratio_is_unbiased_at_every_staleness(
-    steps: int, tasks: list[Task]
+    steps: int, tasks: list[TokenTask]
 ) -> None:
     found = average(stale(tasks, steps), staleness.UNBIASED)
     assert found.bias < EXACT

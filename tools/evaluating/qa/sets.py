@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from coppice.actors.environments.base import Rejected, Task
+from coppice.actors.environments.base import RejectedTask, Task
 from coppice.actors.environments.task_files import load_tasks, too_few, unusable, with_split
 from coppice.tools.evaluating.examination import repeated
 
@@ -94,7 +94,7 @@ def _read(name: str, source: str, count: int | None, seed: int) -> QuestionSet:
     return QuestionSet(name, source, subset(tasks, count, seed), _counted(rejected), notes)
 
 
-def _counted(rejected: Sequence[Rejected]) -> dict[str, int]:
+def _counted(rejected: Sequence[RejectedTask]) -> dict[str, int]:
     """The number of rejected rows by reason, without the details of a reason."""
     return dict(Counter(re.split("[:,(]", row.reason)[0].strip() for row in rejected))
 

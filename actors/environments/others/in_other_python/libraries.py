@@ -27,13 +27,13 @@ class Gem:
     def turn(self, action: str) -> tuple[str, float, bool]:
         """Play an action, which GEM reads in \\boxed{}."""
         boxed = action if "\\boxed{" in action else f"\\boxed{{{action}}}"
-        observation, reward, terminated, truncated, known = self.environment.step(boxed)
+        observation, reward, terminated, truncated, details = self.environment.step(boxed)
         self.said.append(f"> {boxed}")
-        return self._shown(observation, known), reward, terminated or truncated
+        return self._shown(observation, details), reward, terminated or truncated
 
-    def _shown(self, observation: str, known: dict[str, Any]) -> str:
+    def _shown(self, observation: str, details: dict[str, Any]) -> str:
         self.said.append(observation.strip())
-        return "\n".join([*self.said, known.get("suffix", "")]).strip()
+        return "\n".join([*self.said, details.get("suffix", "")]).strip()
 
 
 class Reasoning:

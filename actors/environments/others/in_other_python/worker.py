@@ -1,15 +1,14 @@
 """Games of a library between their steps, and what another Python runs for ``OtherPython``:
-``python worker.py MODULE:CLASS ARGUMENTS KEPT``. It needs the standard library alone.
+``python worker.py MODULE:CLASS ARGUMENTS``. It needs the standard library alone.
 
 A request is a line [id, seed, actions so far, action] of stdin, and its answer a line of what
-stands after the action; an action of null asks for what stands before. So a request says all that
-it needs: nothing is lost with this process, and the games in its cache only save time.
+stands after the action; an action of null asks for what stands before. So nothing is lost with this
+process, and the games in its cache only save time.
 
 The class has ``begin(seed)``, which returns what the player sees first, and ``turn(action)``, which
-returns the beginning of a ``Turned``, or raises ValueError for an action that it refuses. What the
-player sees is all that it needs to know, because nothing else is shown to it. An episode has an
-object of its own, and ``copies = False`` in the class says that ``copy.deepcopy`` of one does not
-play on alike.
+returns the beginning of a ``Turned``, or raises ValueError for an action that it refuses. The
+player sees nothing else. An episode has an object of its own, and ``copies = False`` in the class
+says that ``copy.deepcopy`` of one does not play on alike.
 """
 
 import collections
@@ -27,6 +26,9 @@ try:
     import numpy
 except ModuleNotFoundError:
     numpy = None
+
+KEPT = 256
+"""The most games in a cache."""
 
 
 class Turned(NamedTuple):
@@ -49,7 +51,7 @@ class Live(NamedTuple):
     dice: tuple[Any, Any]
 
 
-class Refused(ValueError):
+class ActionRefused(ValueError):
     """A game refuses an action."""
 
 
@@ -59,8 +61,8 @@ class Games:
     of the whole process; each game has its own, which stands there while the game is played.
 
     begin: makes the game of a seed. turn: plays an action, which changes the game. copies: whether
-    ``copy.deepcopy`` of a game gives one that plays on alike. kept: the most games in the cache;
-    the one that was used longest ago leaves. turns: actions that were played, also again.
+    ``copy.deepcopy`` of a game gives one that plays on alike. From a full cache, the game that was
+    used longest ago leaves.
     """
 
     def __init__(
@@ -68,50 +70,43 @@ class Games:
         begin: Callable[[int], tuple[Any, Turned]],
         turn: Callable[[Any, str], Turned],
         copies: bool,
-        kept: int,
     ):
-        self.begin, self.turn, self.copies, self.kept = begin, turn, copies, kept
-        self.turns = 0
-        self._cache: collections.OrderedDict[tuple[int, tuple[str, ...]], Live] = (
-            collections.OrderedDict()
-        )
+        self.begin, self.turn, self.copies = begin, turn, copies
+        self._cache = collections.OrderedDict[tuple[int, tuple[str, ...]], Live]()
 
     def answer(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:
-        """Return what stands after an action, or before it if it is None. Raises Refused for an
-        action that the game refuses; what goes wrong before it is raised as it is."""
-        if (seed, actions) not in self._cache:
-            self._play_again(seed, actions)
-        self._cache.move_to_end((seed, actions))
-        live = self._cache[seed, actions]
+        """Return what stands after an action, or before it if it is None. Raises ActionRefused if
+        the game refuses it; what goes wrong before it is raised as it is."""
+        live = self._cache.pop((seed, actions), None) or self._played_again(seed, actions)
+        if action is None or self.copies:
+            self._keep((seed, actions), live)
         if action is None:
             return live.shown
-        live = copy.deepcopy(live) if self.copies else self._cache.pop((seed, actions))
         try:
-            after = self._after(live, action)
+            after = self._after(copy.deepcopy(live) if self.copies else live, action)
         except ValueError as error:
-            raise Refused(str(error)) from error
+            raise ActionRefused(str(error)) from error
         if not after.shown.done:
             self._keep((seed, (*actions, action)), after)
         return after.shown
 
-    def _play_again(self, seed: int, actions: tuple[str, ...]) -> None:
+    def _played_again(self, seed: int, actions: tuple[str, ...]) -> Live:
         random.seed(seed)
         if numpy is not None:
             numpy.random.seed(seed % 2**32)
         live = Live(*self.begin(seed), random_state())
         for action in actions:
             live = self._after(live, action)
-        self._keep((seed, actions), live)
+        return live
 
     def _after(self, live: Live, action: str) -> Live:
         set_random_state(live.dice)
-        self.turns += 1
         return Live(live.game, self.turn(live.game, action), random_state())
 
     def _keep(self, key: tuple[int, tuple[str, ...]], live: Live) -> None:
+        self._cache.pop(key, None)
         self._cache[key] = live
-        self._cache.move_to_end(key)
-        if len(self._cache) > self.kept:
+        if len(self._cache) > KEPT:
             self._cache.popitem(last=False)
 
 
@@ -121,17 +116,24 @@ def random_state() -> tuple[Any, Any]:
 
 
 def set_random_state(dice: tuple[Any, Any]) -> None:
-    """Have them be ``dice``."""
+    """Set both to ``dice``."""
     random.setstate(dice[0])
     if numpy is not None:
         numpy.random.set_state(dice[1])
 
 
-def games_of(kind: Any, arguments: dict[str, Any], kept: int) -> Games:
-    """Return the games of a class."""
+def main(place: str, arguments: str) -> None:
+    """Answer until stdin ends. What a library prints goes to stderr."""
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    sys.path.append(os.getcwd())
+    module, _, name = place.partition(":")
+    kind, options = getattr(importlib.import_module(module), name), json.loads(arguments)
+    kind(**options)  # wrong arguments end the process before the first request
 
     def begin(seed: int) -> tuple[Any, Turned]:
-        game = kind(**arguments)
+        game = kind(**options)
         return game, Turned(game.begin(seed))
 
     def turn(game: Any, action: str) -> Turned:
@@ -139,24 +141,12 @@ def games_of(kind: Any, arguments: dict[str, Any], kept: int) -> Games:
         won = float(success[0]) if success and success[0] is not None else None
         return Turned(str(seen), float(reward), bool(done), won)
 
-    return Games(begin, turn, getattr(kind, "copies", True), kept)
-
-
-def main(place: str, arguments: str, kept: str) -> None:
-    """Answer until stdin ends. What a library prints goes to stderr."""
-    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    sys.path.append(os.getcwd())
-    module, _, name = place.partition(":")
-    kind = getattr(importlib.import_module(module), name)
-    kind(**json.loads(arguments))  # wrong arguments end the process before the first request
-    games = games_of(kind, json.loads(arguments), int(kept))
+    games = Games(begin, turn, getattr(kind, "copies", True))
     for line in requests:
         number, seed, actions, action = json.loads(line)
         try:
             answer: dict[str, Any] = games.answer(seed, tuple(actions), action)._asdict()
-        except Refused as error:
+        except ActionRefused as error:
             answer = {"refused": str(error)}
         except Exception as error:  # noqa: BLE001
             traceback.print_exc()

@@ -1,0 +1,249 @@
+"""Draw tasks, grow their trees under pacing, and end each: closed, replaced or quarantined."""
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from coppice.actors.environments.base import Task
+from coppice.scheduler.config import SchedulerProcess
+from coppice.scheduler.growth import strategies
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.dynamic_sampling import differs
+from coppice.scheduler.growth.failures import ALIKE, InARow, brief, is_of_the_run, traced
+from coppice.scheduler.growth.services import ATTEMPTS, Runtime
+from coppice.scheduler.growth.tasks import GeneratedTasks, Tasks
+from coppice.scheduler.growth.tree import DROPPED, Tree
+from coppice.scheduler.ledger.journal import TreeRow
+from coppice.scheduler.ledger.pacing import Pacing
+from coppice.scheduler.ledger.stream import Stream
+from coppice.scheduler.telemetry.health import Reporter
+from coppice.scheduler.telemetry.phases import Phases
+from coppice.wire.faults import DataFault, Fault, InfrastructureFault
+
+log = logging.getLogger("scheduler.open_trees")
+
+Grow = Callable[[Tree, Context], Awaitable[None]]
+
+ADMITTED_AT_ONCE = 32
+"""The number of trees that are started before messages and other trees get their turn."""
+
+
+class OpenTrees:
+    """The trees of a run. Invariant: every drawn task ends closed, replaced or quarantined. Until
+    ``begun`` is set, only the first update's trees grow; ``admit`` must follow ``moved``. outcomes:
+    of trajectories that ended since it was cleared. failure: of a tree's task; it ends the run."""
+
+    pacing: Pacing
+    failure: BaseException | None = None
+
+    def __init__(
+        self,
+        process: SchedulerProcess,
+        runtime: Runtime,
+        stream: Stream,
+        tasks: Tasks | GeneratedTasks,
+        reporter: Reporter,
+    ):
+        self.process, self.settings, self.shard = process, process.scheduler, process.shard
+        self.runtime, self.journal, self.counts = runtime, runtime.journal, runtime.counts
+        self.stream, self.tasks, self.reporter = stream, tasks, reporter
+        self.strategy = strategies.load(self.settings.strategy, self.settings.strategy_options)
+        self.phases = Phases("no trees")
+        self.moved, self.begun = asyncio.Event(), asyncio.Event()
+        self.unfinished: deque[TreeRow] = deque()
+        self.in_a_row = InARow()
+        self.growing: dict[int, asyncio.Task[None]] = {}
+        self.outcomes: list[float] = []
+        self.done = sum(n for status, n in self.journal.tally().items() if status != "growing")
+        self.next_tree = self.shard.after(self.journal.next_tree() - 1)
+        self.next_draw = self.shard.draws(self.journal.next_position())
+
+    def begin(self, pacing: Pacing, newest: dict[int, int]) -> None:
+        """Take up what earlier starts left. newest: groups that are trained already."""
+        self.pacing = pacing
+        for row in self.journal.untrained_trees():
+            trained = any(group in newest for group, _ in self.journal.groups(row.id))
+            if row.status == "replaced" or trained:
+                # it counts in no update, or in one that ``version`` counts already
+                self._take_up(row)
+            else:
+                self.unfinished.append(row)
+        self.admit()
+
+    async def stop(self) -> None:
+        """Abandon the trees that grow. The journal keeps what was written to it."""
+        for task in list(self.growing.values()):
+            task.cancel()
+        await asyncio.gather(*self.growing.values(), return_exceptions=True)
+
+    def number(self) -> int:
+        """Take the next tree's number."""
+        number, self.next_tree = self.next_tree, self.shard.after(self.next_tree)
+        return number
+
+    def admit(self) -> None:
+        """Start trees while pacing admits them and the run is not paused: first those of an earlier
+        start, the oldest first, so that an update takes the trees that it would have taken without
+        a crash."""
+        first = self.settings.questions_per_update
+        for _ in range(ADMITTED_AT_ONCE):
+            begun = self.begun.is_set() or self.pacing.admitted < first
+            if self.reporter.paused or not (begun and self.pacing.may_start()):
+                return
+            if self.unfinished:
+                self.pacing.start()
+                self._take_up(self.unfinished.popleft())
+            else:
+                self._plant()
+        self.moved.set()
+
+    async def attempts(self, tree: Tree, context: Context, grow: Grow) -> None:
+        """Plant and grow a tree, again after an infrastructure fault. Raises the last attempt's
+        InfrastructureFault, and DataFault for what is the tree's: also an exception of a plug-in,
+        unless ``ALIKE`` trees in a row failed alike."""
+        try:
+            with self.phases.over("trees"):
+                await self._attempt(tree, context, grow)
+            self.in_a_row.grew()
+        except Fault:
+            raise
+        except (Exception, asyncio.CancelledError) as error:
+            if is_of_the_run(error):
+                raise
+            # What is not written yet may be what cannot be written. The step is lost, as in a
+            # crash.
+            tree.changed.clear()
+            raise self._own_fault(tree, error) from error
+        finally:
+            self.runtime.fleet.ended(tree.id)
+            self.runtime.dispatcher.look_again("generate")
+            self.moved.set()
+
+    def _own_fault(self, tree: Tree, error: BaseException) -> DataFault:
+        """A tree's own fault. Raises Fault after ``ALIKE`` trees that failed alike."""
+        if self.in_a_row.failed(error):
+            raise Fault(
+                f"{ALIKE} trees in a row failed alike, the last one with {brief(error)}"
+                f" ({self._whose(tree)}): mend what the log's traceback names, then resume the run"
+            ) from error
+        self.runtime.faults.failed("a tree", brief(error), f"{self._whose(tree)}: quarantined")
+        return DataFault(traced(error))
+
+    def _plant(self) -> None:
+        draw, self.next_draw = self.next_draw, self.next_draw + 1
+        position = self.shard.position(draw)
+        drawn = self._drawn(position)
+        tree = Tree(self.number(), drawn.id if isinstance(drawn, Task) else f"draw {position}")
+        self.pacing.start()
+        self.journal.start_tree(tree, position, self.pacing.version)
+        self._spawn(tree, drawn, position)
+
+    def _drawn(self, position: int) -> Task | Exception:
+        """Return the task of a draw, or the error of the environment that could not make it."""
+        try:
+            return self.tasks.at(position)
+        except Exception as error:
+            if is_of_the_run(error):
+                raise
+            return error
+
+    def _take_up(self, row: TreeRow) -> None:
+        """Continue a tree of an earlier start: resend its untrained groups, and grow what is
+        missing. A deterministic run grows it anew, as its random numbers depend on all that was
+        drawn before."""
+        if row.status == "growing" and self.process.deterministic:
+            self.journal.uproot(row.id)
+        tree = self.journal.tree(row)
+        for group, trained in self.journal.groups(row.id):
+            if trained is None:
+                self.stream.resend(tree, group)
+        if row.status != "growing":
+            self.stream.close(tree, row.status == "replaced")
+            return
+        self._spawn(tree, self._drawn(row.position), row.position)
+
+    def _spawn(self, tree: Tree, drawn: Task | Exception, position: int) -> None:
+        if isinstance(drawn, Exception):
+            self._quarantine(tree, str(self._own_fault(tree, drawn)))
+            return
+        rng = random.Random(f"{self.process.seed}/{tree.split}/{position}/{len(tree.nodes)}")
+        task = asyncio.create_task(self._grow(tree, Context(self.runtime, drawn, tree, rng)))
+        self.growing[tree.id] = task
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self.growing.pop(tree.id, None)
+            self.done += not task.cancelled() and task.exception() is None
+            if not task.cancelled() and task.exception() is not None:
+                self.failure = task.exception()
+            self.moved.set()
+
+        task.add_done_callback(ended)
+
+    async def _grow(self, tree: Tree, context: Context) -> None:
+        """Grow one tree to its end. A task that cannot work is quarantined."""
+        try:
+            await self.attempts(tree, context, self.strategy)
+        except DataFault as fault:
+            self._quarantine(tree, str(fault))
+            return
+        if not tree.groups:
+            # an update of such trees alone would be answered to nobody: the run would wait forever
+            dropped = [n.notes[DROPPED] for n in tree.nodes.values() if DROPPED in n.notes]
+            why = f"an episode was dropped: {dropped[0]}" if dropped else "no judge gave an outcome"
+            self._quarantine(tree, f"no trajectory could be trained, because {why}")
+            return
+        replaced = self._replaces(tree)
+        self.journal.close_tree(tree, "replaced" if replaced else "closed")
+        self.stream.close(tree, replaced)
+        if replaced:
+            self.counts["replaced"] += 1
+            self.pacing.withdraw()
+        tips = [tree.tip(number) for number in {node.trajectory for node in tree.nodes.values()}]
+        self.outcomes += [tip.scores["outcome"] for tip in tips if "outcome" in tip.scores]
+
+    def _replaces(self, tree: Tree) -> bool:
+        """Whether another question takes the tree's place in the next update."""
+        if len(self.stream.replaced) >= self.settings.dynamic_sampling_budget:
+            return False
+        groups = map(self.journal.turns, tree.groups)
+        return not differs(groups, self.process.reward, self.process.equal)
+
+    async def _attempt(self, tree: Tree, context: Context, grow: Grow) -> None:
+        for attempt in range(1, ATTEMPTS + 1):
+            context.services.attempt = attempt
+            try:
+                await context.plant()
+                await grow(tree, context)
+                context.save([])  # so that what cannot be written fails here, with the tree
+                return
+            except InfrastructureFault as fault:
+                log.warning("tree %d, attempt %d: %s", tree.id, attempt, fault)
+                if attempt == ATTEMPTS:
+                    raise InfrastructureFault(
+                        f"tree {tree.id} failed {ATTEMPTS} times; the last time: {fault}. Mend or"
+                        " replace the worker (its log says more), then resume the run"
+                        f" ({self._whose(tree)})"
+                    ) from fault
+                self.counts["tree_retries"] += 1
+
+    def _quarantine(self, tree: Tree, reason: str) -> None:
+        log.error("task %s is quarantined: %s", tree.task, reason)
+        self.counts["quarantined"] += 1
+        self.journal.close_tree(tree, "quarantined", reason)
+        if tree.groups:
+            self.stream.close(tree)  # the groups it has emitted are trained
+        else:
+            self.pacing.withdraw()
+        if self.counts["quarantined"] > 20 + self.pacing.admitted // 2:
+            cause = reason.partition("\n")[0]
+            raise DataFault(
+                f"{self.counts['quarantined']} tasks were quarantined; the last reason: {cause}"
+                f" ({self._whose(tree)})"
+            )
+
+    def _whose(self, tree: Tree) -> str:
+        """What an error names besides its cause."""
+        agent = self.process.options.get("run")
+        return f"task {tree.task} of {f'the agent {agent}' if agent else self.process.environment}"

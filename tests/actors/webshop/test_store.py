@@ -1,0 +1,144 @@
+"""The embedded shop: pages in both renderings, what can be clicked, and where it leads."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from coppice.actors.environments.webshop.products import product_of
+from coppice.actors.environments.webshop.store import Store, StorePlace, observation, pieces
+
+GROUPS: dict[str, Any] = {
+    "Color": [{"value": " Red "}, {"value": "Blue/Grey"}],
+    "Size": [{"value": "one"}, {"value": "red"}],
+    "Fit": None,
+}
+
+
+def mug(number: int, **fields: Any) -> dict[str, Any]:
+    return {
+        "asin": f"B{number}",
+        "name": f"Oak Mug {number}",
+        "query": " Mugs ",
+        "category": "kitchen",
+        "product_category": "Kitchen \u203a Mugs",
+        "full_description": f"A mug numbered {number}.",
+        "small_description": ["Holds tea", "Made of clay"],
+        "pricing": "$12.50" if number else "$10 - $20",
+        "nouns": ["oak", "mug"],
+        "customization_options": GROUPS,
+    } | fields
+
+
+STORE = Store([product_of(mug(number), {}) for number in range(25)])
+RESULTS = STORE.searched(StorePlace(), "mug")
+ITEM = STORE.clicked(RESULTS, "b0")
+BACK = "'Back to Search' [SEP] '< Prev'"
+
+
+def text(place: StorePlace, rich: bool = False) -> str:
+    return observation(pieces(STORE, place), rich)
+
+
+def test_the_pages_in_text_are_those_of_the_released_templates() -> None:
+    assert text(StorePlace()) == "'Search'"
+    parts = text(RESULTS).split(" [SEP] ")
+    assert parts[:3] == ["'Back to Search'", "'Page 1 (Total results: 25)'", "'Next >'"]
+    first = ["'B0'", "'Oak Mug 0'", "'$10.0 to $20.0'", "'B1'", "'Oak Mug 1'", "'$12.5'"]
+    assert parts[3:9] == first and len(parts) == 3 + 3 * 10
+    second = text(STORE.clicked(RESULTS, "next >")).split(" [SEP] ")
+    assert second[1:4] == ["'Page 2 (Total results: 25)'", "'< Prev'", "'Next >'"]
+    assert text(ITEM) == (
+        f"{BACK} [SEP] 'color' [SEP] 'red' [SEP] 'blue | grey' [SEP] 'size' [SEP] 'one'"
+        " [SEP] 'red' [SEP] 'Oak Mug 0' [SEP] 'Price: $10.0 to $20.0' [SEP] 'Rating: N.A.'"
+        " [SEP] 'Description' [SEP] 'Features' [SEP] 'Reviews' [SEP] 'Buy Now'"
+    )
+    assert text(STORE.clicked(ITEM, "description")) == f"{BACK} [SEP] 'A mug numbered 0.'"
+    features = f"{BACK} [SEP] 'Holds tea' [SEP] 'Made of clay'"
+    assert text(STORE.clicked(ITEM, "features")) == features
+    assert text(STORE.clicked(ITEM, "reviews")) == BACK
+
+
+def test_the_rich_pages_mark_what_is_clickable_and_what_was_clicked() -> None:
+    def buttons(*names: str) -> list[str]:
+        return [f"[button] {name} [button_]" for name in names]
+
+    chosen = STORE.clicked(ITEM, "one")
+    assert text(chosen, rich=True).splitlines() == [
+        *["You have clicked one.", *buttons("Back to Search", "< Prev")],
+        *["color", "  [button] red [button_]", "  [button] blue | grey [button_]"],
+        *["size", "  [clicked button] one [clicked button_]", "  [button] red [button_]"],
+        *["Oak Mug 0", "Price: $10.0 to $20.0", "Rating: N.A."],
+        *buttons("Description", "Features", "Reviews", "Buy Now"),
+    ]
+    both = text(STORE.clicked(chosen, "blue | grey"), rich=True)
+    assert both.startswith("You have clicked one.\nYou have clicked blue | grey.\n[button] Back")
+    back = text(STORE.clicked(chosen, "< prev"), rich=True)
+    assert "\n\n[clicked button] B0 [clicked button_]\nOak Mug 0\n" in back
+    assert "\n\n[button] B1 [button_]\n" in back
+
+
+def test_what_can_be_clicked_is_listed_in_order() -> None:
+    assert list(STORE.clickables(StorePlace())) == ["search"]
+    asins = [f"b{number}" for number in range(10)]
+    assert list(STORE.clickables(RESULTS)) == ["back to search", "next >", *asins]
+    second = list(STORE.clickables(STORE.clicked(RESULTS, "next >")))
+    assert second[:3] == ["back to search", "< prev", "next >"]
+    buttons = ["back to search", "< prev", "description", "features", "reviews", "buy now"]
+    assert list(STORE.clickables(ITEM)) == [*buttons, "red", "blue | grey", "one"]
+    assert list(STORE.clickables(STORE.clicked(ITEM, "features"))) == ["back to search", "< prev"]
+
+
+def test_a_choice_replaces_the_earlier_one_of_its_group_and_survives_sub_pages() -> None:
+    # of two groups with equal values the last is chosen
+    assert STORE.clicked(ITEM, "red").options == (("size", "red"),)
+    chosen = STORE.clicked(STORE.clicked(STORE.clicked(ITEM, "one"), "blue | grey"), "red")
+    assert dict(chosen.options) == {"size": "red", "color": "blue | grey"}
+    assert STORE.clicked(STORE.clicked(chosen, "description"), "< prev") == chosen
+
+
+def test_leaving_an_item_forgets_its_options_but_not_the_query() -> None:
+    place = STORE.clicked(STORE.clicked(STORE.clicked(RESULTS, "next >"), "b11"), "one")
+    assert STORE.clicked(place, "< prev") == StorePlace("results", "mug", 2, visited=("B11",))
+    assert STORE.searched(place, "clay") == StorePlace("results", "clay", visited=("B11",))
+    assert STORE.clicked(place, "back to search") == StorePlace()
+
+
+def test_pages_go_on_beyond_the_results() -> None:
+    place = RESULTS
+    for _ in range(5):
+        place = STORE.clicked(place, "next >")
+    assert place.number == 6
+    assert list(STORE.clickables(place)) == ["back to search", "< prev", "next >"]
+    assert "Page 6 (Total results: 25)" in text(place)
+
+
+def test_at_most_fifty_results_in_the_order_of_the_products_that_share_a_word() -> None:
+    many = Store([product_of(mug(number, asin=f"C{number}"), {}) for number in range(75)])
+    assert len(many.results("mug")) == 50
+    assert STORE.results("bicycle") == STORE.results("the") == ()
+    assert STORE.results("numbered 7")[0] == "B7"
+    assert STORE.results("mugs")[:4] == ("B0", "B1", "B2", "B3")
+    for words in ("<r> mug", "<q> mugs", "<c> kitchen", "<a> x mug"):  # the original's back doors
+        assert set(STORE.results(words)) <= set(STORE.products)
+
+
+def test_another_catalogue_has_another_digest() -> None:
+    other = Store([msgspec.structs.replace(one, price=1.0) for one in STORE.products.values()])
+    assert other.digest != STORE.digest
+
+
+@pytest.mark.parametrize(
+    ("pricing", "least", "most", "tag"),
+    [
+        ("", 100, 100, "$100.0"),
+        ("$1,005.50", 1005.5, 1005.5, "$1005.5"),
+        ("$10.00 - $20.00", 10, 20, "$10.0 to $20.0"),
+    ],
+)
+def test_a_price_is_read_drawn_from_its_range_or_100(
+    pricing: str, least: float, most: float, tag: str
+) -> None:
+    product = product_of(mug(1, pricing=pricing), {})
+    assert least <= product.price <= most and product.tag == tag
+    assert product == product_of(mug(1, pricing=pricing), {})

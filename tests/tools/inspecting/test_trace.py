@@ -1,0 +1,173 @@
+"""Traces and the causes of the wall time: planted delays come out as they were planted, and the
+causes sum to the wall time."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coppice.tools.inspecting import runs
+from coppice.tools.inspecting.trace import (
+    CHECKPOINT,
+    PUBLISH,
+    TracedCall,
+    TracedStart,
+    TracedUpdate,
+    budget,
+    main,
+    shares,
+    window,
+)
+from tests.run_folder import make
+
+UPDATES = "learner: updates"
+
+
+def test_planted_delays_come_out_as_they_were_planted() -> None:
+    """Trees 1 and 2 make update 1, tree 3 makes update 2, tree 4 none; 9 and 10 are held out."""
+    calls = [
+        TracedCall("generate", 1.0, 3.0, 9),
+        TracedCall("generate", 1.0, 2.0, 1),
+        TracedCall("judge.rules", 2.0, 2.5, 1),
+        TracedCall("generate", 3.5, 5.0, 2),
+        TracedCall("judge.rules", 5.0, 7.0, 2),
+        TracedCall("retrieve", 5.0, 6.0, 2),
+        TracedCall("retrieve", 7.0, 8.0, 2),
+        TracedCall("generate", 9.0, 9.5, 3),
+        TracedCall("load", 10.5, 11.0),
+        TracedCall("generate", 10.75, 12.0, 4),
+        TracedCall("judge.rules", 12.0, 13.0, 3),
+        TracedCall("generate", 14.0, 15.0, 10),
+    ]
+    first = TracedUpdate(
+        1, [(UPDATES, 8.5, 10.0), (PUBLISH, 10.0, 10.25), (CHECKPOINT, 10.25, 10.5)], {1, 2}
+    )
+    second = TracedUpdate(2, [(UPDATES, 13.0, 14.0)], {3})
+    assert shares(calls, [first, second], {9, 10}, 0.0, 15.0) == {
+        "starting processes": 1.0,
+        "held-out evaluation": 3.0,
+        "scheduler": 1.0,
+        "rollouts: generate": 1.5,
+        "rollouts: judge": 3.0,
+        "rollouts: retrieve": 1.0,
+        UPDATES: 2.5,
+        PUBLISH: 0.25,
+        CHECKPOINT: 0.25,
+        "new weights": 0.5,
+        "other trees": 1.0,
+    }
+
+
+def test_of_several_calls_of_the_last_tree_the_one_that_ends_last_counts() -> None:
+    calls = [TracedCall("generate", 0.0, 1.0, 1), TracedCall("judge.a", 0.5, 4.0, 1)]
+    calls += [TracedCall("generate", 0.0, 3.0, 2)]
+    update = TracedUpdate(1, [(UPDATES, 4.0, 5.0)], {1, 2})
+    expected = {"rollouts: judge": 3.5, UPDATES: 1.0, "rollouts: generate": 0.5}
+    assert shares(calls, [update], set(), 0.0, 5.0) == expected
+
+
+def test_a_phase_of_a_call_and_of_an_update_is_a_cause_of_its_own() -> None:
+    phases = (("queue", 0.0, 0.25), ("prefill", 0.25, 1.0), ("decode", 1.0, 2.75))
+    update = TracedUpdate(1, [("learner: pack", 3.0, 3.5), ("learner: backward", 3.5, 4.0)], {1})
+    call = TracedCall("generate", 0.0, 3.0, 1, phases=phases)
+    assert shares([call], [update], set(), 0.0, 4.0) == {
+        "rollouts: generate (decode)": 1.75,
+        "rollouts: generate (prefill)": 0.75,
+        "rollouts: generate (queue)": 0.25,
+        "rollouts: generate": 0.25,
+        "learner: pack": 0.5,
+        "learner: backward": 0.5,
+    }
+
+
+TIMES = st.integers(0, 40).map(lambda i: i / 4)
+SERVICES = st.sampled_from(["generate", "judge.rules", "retrieve", "load"])
+CALLS = st.builds(
+    lambda service, times, tree: TracedCall(service, min(times), max(times), tree),
+    SERVICES,
+    st.tuples(TIMES, TIMES),
+    st.sampled_from([None, 0, 1, 2, 9]),
+)
+
+
+@given(st.lists(CALLS, max_size=12), st.lists(TIMES, max_size=6), st.tuples(TIMES, TIMES))
+def test_the_causes_sum_to_the_wall_time_whatever_happens(
+    calls: list[TracedCall], cuts: list[float], window: tuple[float, float]
+) -> None:
+    cuts = sorted(cuts)
+    updates = [
+        TracedUpdate(i, [(UPDATES, a, b)], {i})
+        for i, (a, b) in enumerate(zip(cuts[::2], cuts[1::2], strict=False))
+    ]
+    causes = shares(calls, updates, {9}, min(window), max(window))
+    assert sum(causes.values()) == pytest.approx(max(window) - min(window))
+    assert all(seconds > 0 for seconds in causes.values())
+
+
+def test_a_run_is_divided_from_its_newest_start_on(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", rewards=[1.0, 2.0])
+    trace = run / "trace.jsonl"
+    lines = trace.read_text()
+    assert '"for":"tree 1, attempt 1 of 5"' in lines
+    began, *rest = lines.splitlines(keepends=True)
+    at = json.loads(began.removesuffix(",\n"))["ts"]
+    before = '{"name":"generate","ph":"X","ts":1.0,"dur":1e12,"args":{"for":"tree 0"}},\n'
+    # an update of the start before, whose answer was lost
+    told = {"ph": "X", "pid": "x", "ts": at, "dur": 0, "args": {"outcome": "ok", "version": 0}}
+    again = "".join(json.dumps({"name": name} | told) + ",\n" for name in ("load", "train"))
+    trace.write_text(before + began + again + "".join(rest) + '{"name":"gen')
+    causes = budget(run, runs.read(run).records)
+    expected = {
+        "rollouts: generate (decode)": 1.52,
+        "rollouts: generate (prefill)": 0.48,
+        "learner: updates, other work": 0.22,
+        "learner: forward": 0.2,
+        PUBLISH: 0.08,
+    }
+    assert causes == pytest.approx(expected, abs=1e-3)
+    assert sum(causes.values()) == pytest.approx(2.5, abs=1e-3)
+
+
+def test_a_window_has_lanes_names_and_arrows_from_sampling_to_the_update() -> None:
+    calls = [
+        TracedCall("generate", 1.0, 3.0, 1, "actor-0"),
+        TracedCall("generate", 2.0, 4.0, 1, "actor-0"),
+        TracedCall("generate", 4.0, 5.0, 2, "actor-0"),
+        TracedCall("judge.rules", 4.0, 4.5, 1, "judges", "deadline"),
+    ]
+    update = TracedUpdate(7, [(UPDATES, 6.0, 7.0), (PUBLISH, 7.0, 7.0)], {1})
+    run = TracedStart(0.5, 9.0, calls, [update], set())
+    events = window(run, 2.5, 8.0)
+    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    keys = ("tid", "name", "ts", "dur", "args")
+    slices = [(names[e["pid"]], *(e[k] for k in keys)) for e in events if e["ph"] == "X"]
+    assert slices == [
+        ("actor-0", 1, "generate", 0.5e6, 2e6, {"outcome": "ok", "tree": 1}),
+        ("actor-0", 2, "generate", 1.5e6, 2e6, {"outcome": "ok", "tree": 1}),
+        ("actor-0", 1, "generate", 3.5e6, 1e6, {"outcome": "ok", "tree": 2}),
+        ("judges", 1, "judge.rules", 3.5e6, 0.5e6, {"outcome": "deadline", "tree": 1}),
+        ("learner", 1, "updates", 5.5e6, 1e6, {"version": 7}),
+    ]
+    starts, ends = (
+        {e["id"]: (names[e["pid"]], e["ts"]) for e in events if e["ph"] == kind} for kind in "sf"
+    )
+    assert sorted(starts.values()) == [("actor-0", 0.5e6), ("actor-0", 1.5e6)]
+    assert dict.fromkeys(starts, ("learner", 5500000.0)) == ends
+    assert not [event for event in window(run, 7.5, 8.0) if event["ph"] == "X"]
+
+
+def test_the_command_writes_a_trace_and_says_when_a_window_is_empty(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = make(tmp_path / "run"), tmp_path / "trace.json"
+    assert main([str(run), "--out", str(out)]) == 0
+    kinds = Counter(event["ph"] for event in json.loads(out.read_text())["traceEvents"])
+    # calls, their phases, and the parts of the updates
+    assert kinds == {"M": 2, "X": 3 + 6 + 9, "i": 3, "s": 3, "f": 3}
+    assert main([str(run), "--from", "100", "--to", "200", "--out", str(out)]) == 2
+    assert "nothing ran between 100 s and 200 s; the start lasted 3.8 s" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 2
+    assert "no run folder" in capsys.readouterr().err
