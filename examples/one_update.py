@@ -108,7 +108,7 @@ async def main(run: Path, updates: int) -> list[float]:
     model = str(run / "model")
     save_model(Path(model))
     engine = LocalEngine(model, ActorsConfig(dtype="float32", max_context=64))
-    services = InProcess(engine, [NextDigit()])  # in a run: the dispatcher, with workers behind it
+    services: Any = InProcess(engine, [NextDigit()])  # in a run: the dispatcher, with workers
     await services.start()
     learning = LearnerConfig(scheme="slate", lr=1e-2, dtype="float32", lora=LoraConfig(rank=0))
     process = LearnerProcess("learner", str(run), 0, model, QUESTIONS, 1.0, learning)
@@ -123,8 +123,7 @@ async def main(run: Path, updates: int) -> list[float]:
         inbox.add(TrainGroup(tree.groups[-1], tree.id, sent, turns))
 
     settings = SchedulerConfig(judge="next_digit", max_action_tokens=1, budget=STEPS)
-    seen: Any = services
-    runtime = Runtime(seen, journal, Text(model), Counting(), settings, Counter(), emit)
+    runtime = Runtime(services, journal, Text(model), Counting(), settings, Counter(), emit)
     rewards = list[float]()
     for update in range(updates):
         # 1. Trees grow, here one after the other; in a run they grow at once, during the updates.

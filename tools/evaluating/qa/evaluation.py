@@ -211,7 +211,7 @@ class QaEvaluation(Evaluation):
         return RowResult(
             row.name, row.settings, measured, macro(list(measured.values())),
             macro(multi) if len(multi) == len(MULTI_HOP) else {}, examined.undone, costs.seconds,
-            tokens, queries, hits, {key: value for key, value in engine.items() if key in _COUNTERS},
+            tokens, queries, hits, {k: value for k, value in engine.items() if k in _COUNTERS},
         )  # fmt: skip
 
 
