@@ -157,7 +157,8 @@ def required(task: dict[str, Any]) -> float:
     """Requires a call twice: of any tool, then of a named one."""
     import openai
 
-    create, user = openai.OpenAI().chat.completions.create, {"role": "user", "content": "call"}
+    create: Any = openai.OpenAI().chat.completions.create
+    user = {"role": "user", "content": "call"}
     names = ("add", "other")
     tools: Any = [{"type": "function", "function": {**ADD, "name": name}} for name in names]
     named: Any = {"type": "function", "function": {"name": "other"}}
@@ -287,7 +288,8 @@ def _smol(kind: str) -> Any:
 
     base, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
     model = smolagents.OpenAIModel("any", api_base=base, api_key=key)
-    return getattr(smolagents, kind)(tools=[add], model=model, verbosity_level=0)
+    agent: Any = getattr(smolagents, kind)
+    return agent(tools=[add], model=model, verbosity_level=0)
 
 
 def smol_tools(task: dict[str, Any]) -> float:

@@ -80,7 +80,7 @@ def test_the_templates_are_one_text_up_to_the_end_of_the_context() -> None:
 
 def candidates(context: str, count: int = 5) -> list[JudgedTurn]:
     """Of one context, the last an answer."""
-    parts: list[Any] = [{"query": f"query {i}"} for i in range(count - 1)]
+    parts: list[dict[str, Any]] = [{"query": f"query {i}"} for i in range(count - 1)]
     return [
         JudgedTurn("Q", ["gold"], context, "", 1, 4, think=f"I think {i}", **part)
         for i, part in enumerate([*parts, {"answer": "an answer"}])
