@@ -43,68 +43,29 @@ def make(
     (folder / "config.json").write_bytes(as_json(load(DEFAULT_CONFIG, list(changes))))
     record.write_environment(folder)
     journal, metrics = Journal(folder / "journal.sqlite"), Metrics(folder)
-    at, phases = (
-        metrics._start,
-        {"prefill": 0.24, "decode": 9.0},
-    )  # a worker whose clock runs ahead: a phase ends with its call
+    # a worker whose clock runs ahead: a phase ends with its call
+    at, phases, actor = metrics._start, {"prefill": 0.24, "decode": 9.0}, f"actor-{shard.number}"
     tree = -1
     for i, reward in enumerate(rewards):
         tree = shard.after(tree)
         _grow(journal, tree, i, reward, text, scores)
-        metrics.event(
-            Event(
-                "generate",
-                f"actor-{shard.number}",
-                at,
-                at + GENERATED_S,
-                "ok",
-                f"tree {tree}, attempt 1 of 5",
-                phases=phases,
-            )
-        )
+        times, caller = (at, at + GENERATED_S), f"tree {tree}, attempt 1 of 5"
+        metrics.event(Event("generate", actor, *times, "ok", caller, phases=phases))
         at += GENERATED_S + WAITED_S
         metrics.event(Event("train", "learner", at - 0.21, at, "ok", version=i + 1))
-        values = {
-            "learner/groups": 1.0,
-            "learner/seconds": 0.21,
-            "time/update_forward": 0.1,
-            "time/publish": 0.04,
-            "time/run": 10.0 * i,
-        }
-        tokens = {"watch/staleness_0/tokens": 30.0, "watch/staleness_1/tokens": 10.0} if i else {}
-        metrics.record(
-            i + 1,
-            {
-                **values,
-                **tokens,
-                "learner/entropy": 0.5,
-                **({"score/reward": reward} if scores else {}),
-            },
-        )
+        values = {"learner/groups": 1.0, "learner/seconds": 0.21, "time/update_forward": 0.1}
+        values |= {"time/publish": 0.04, "time/run": 10.0 * i, "learner/entropy": 0.5}
+        values |= {"watch/staleness_0/tokens": 30.0, "watch/staleness_1/tokens": 10.0} if i else {}
+        metrics.record(i + 1, values | ({"score/reward": reward} if scores else {}))
     for version, mean in exact.items():
         name = "start" if version == 0 else f"v{version}"
         held = HeldOut(version, 16, "em", {"em": Estimate(mean, 0.1), "f1": Estimate(0.5, 0.2)})
         journal.save_evaluation(version, name, msgspec.to_builtins(held))
     if ended:
-        training = Training(
-            (0),
-            len(rewards),
-            False,
-            3.0,
-            {"updates": 1.0, "waiting for trees": 2.0},
-            {"actors": 0.5},
-            0.5,
-            0.25,
-        )
-        report.write(
-            folder,
-            journal,
-            {"random_answer": 0.125},
-            Counter(),
-            Counter(),
-            {"set-up": 1.0, "updates": 3.0},
-            training,
-        )
+        spent = ({"updates": 1.0, "waiting for trees": 2.0}, {"actors": 0.5})
+        training = Training(0, len(rewards), False, 3.0, *spent, 0.5, 0.25)
+        phases, none = {"set-up": 1.0, "updates": 3.0}, Counter[str]()
+        report.write(folder, journal, {"random_answer": 0.125}, none, none, phases, training)
     journal.close()
     metrics.close()
     return folder
@@ -113,23 +74,16 @@ def make(
 def _grow(
     journal: Journal, number: int, version: int, reward: float, text: str, scores: bool
 ) -> None:
-    tree = Tree(number, f"task{number}")
-    root = tree.add(
-        None, "prompt", np.array([1, 2], np.int32), f"What is the capital of country {number}?"
-    )
+    tree, question = Tree(number, f"task{number}"), f"What is the capital of country {number}?"
+    root = tree.add(None, "prompt", np.array([1, 2], np.int32), question)
     for sign in (1, -1):
-        known = (
-            {"reward": sign * reward, "outcome": float(sign > 0), "valid": 1.0} if scores else {}
-        )
-        node = tree.add(
-            root,
-            "action",
+        tokens, of = (
             np.array([3, 4, 5 + sign], np.int32),
-            f"{text} {sign}",
-            scores=known,
-            chosen=sign > 0,
-            finish="stop",
+            {"outcome": float(sign > 0), "valid": 1.0},
         )
+        judged = {"reward": sign * reward, **of} if scores else {}
+        node = tree.add(root, "action", tokens, f"{text} {sign}", scores=judged)
+        node.chosen, node.finish = sign > 0, "stop"
     journal.start_tree(tree, number, version)
     journal.save_group(tree, number, [Turn(node.id, 0, 0, {"reward": reward})])
     journal.mark_trained(number, version + 1)

@@ -21,7 +21,7 @@ from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.scheduler.ledger.records import UPDATE
 from coppice.tools.launching import changes
-from coppice.tools.launching.screen import Screen
+from coppice.tools.launching.screen import RunScreen
 from coppice.wire import digest
 
 Trees = list[tuple[TreeRow, dict[int, int | None]]]
@@ -230,5 +230,5 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"coppice watch --audit: {error}", file=sys.stderr)
         return 2
     said = "\n".join(map(str, violations)) or f"{run}: every invariant holds"
-    Screen(0).say(said, "summary")  # the reader (head, less) may close the pipe
+    RunScreen(0).say(said, "summary")  # the reader (head, less) may close the pipe
     return 1 if violations else 0

@@ -206,7 +206,7 @@ def made_up(config: Config, assumed: Assumed) -> tuple[MadeUp, dict[str, float]]
     if not 1 <= turns <= (s.budget if environment.forced_prefix else math.inf):
         most = f"at most scheduler.budget = {s.budget} where that ends an episode"
         raise ValueError(f"--assume turns={turns:g}: expected at least 1, and {most}")
-    lengths = (instruction, a.prompt, action, observation, turns)
+    lengths = (instruction, a.prompt, action, observation)
+    source = MadeUp(*lengths, turns, s.budget, environment.fresh)
     names = ("instruction", "prompt", "action", "observation", "turns")
-    source = MadeUp(*lengths, s.budget, environment.fresh)
-    return source, dict(zip(names, lengths, strict=True))
+    return source, dict(zip(names, (*lengths, turns), strict=True))

@@ -79,8 +79,10 @@ def instructions() -> Iterator[Instructions]:
 def test_a_call_costs_the_same_with_many_workers_and_many_open_calls(
     instructions: Instructions, placed: bool
 ) -> None:
-    def cost(*fleet: int) -> float:
-        work = call_cost.measure(*fleet, placed, 400, lambda: instructions.executed)
+    def cost(workers: int, capacity: int, calls: int) -> float:
+        work = call_cost.measure(
+            workers, capacity, calls, placed, 400, lambda: instructions.executed
+        )
         return asyncio.run(work)
 
     one = cost(1, 64, 64)
