@@ -81,4 +81,4 @@ class ActorProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deterministic: bool = False
     """Answers depend on weights and requests alone (docs/reliability.md)."""
     weights_url: str = ""
-    """Where versions are copied for an actor that does not see the run folder (common/storage.py)."""
+    """Where versions are copied for an actor that does not see the run folder."""

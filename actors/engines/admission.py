@@ -13,7 +13,7 @@ import collections
 import time
 
 from coppice.actors.engines.attend import Chunk, grouped
-from coppice.actors.engines.memory import Memory
+from coppice.actors.engines.memory import KVMemory
 from coppice.actors.engines.radix import RadixCache, common_length
 from coppice.actors.engines.samples import ActiveRequest
 
@@ -25,7 +25,7 @@ class Admission:
     """Waiting and prefilling requests. places: samples that may still start."""
 
     def __init__(
-        self, memory: Memory, places: int, prefill_tokens: int, counts: collections.Counter[str]
+        self, memory: KVMemory, places: int, prefill_tokens: int, counts: collections.Counter[str]
     ):
         self.memory, self.prefill_tokens, self.counts = memory, prefill_tokens, counts
         self.places = self._all_places = places
@@ -39,7 +39,7 @@ class Admission:
     def admit(self, version: int) -> None:
         """Move the requests that can start from waiting to prefilling."""
         later: list[ActiveRequest] = []
-        tokens = sum(self._missing(active) for active in self.prefilling)
+        tokens = sum(active.missing for active in self.prefilling)
         while self.waiting and tokens < self.prefill_tokens:
             if self.waiting[0].request.n > self.places:
                 break
@@ -50,7 +50,7 @@ class Admission:
             if not self._start(active, version):
                 self.waiting.appendleft(active)
                 break
-            tokens += self._missing(active)
+            tokens += active.missing
         self.waiting.extendleft(reversed(later))
 
     def chunks(self) -> list[Chunk]:
@@ -58,7 +58,7 @@ class Admission:
         left = self.prefill_tokens
         chunks: list[Chunk] = []
         for active in self.prefilling:
-            count = min(left, self._missing(active))
+            count = min(left, active.missing)
             if count:
                 chunks.append(Chunk(active.prefix, count))
                 left -= count
@@ -67,9 +67,8 @@ class Admission:
 
     def ready(self) -> list[ActiveRequest]:
         """Remove and return the requests whose whole prompt is computed."""
-        done = [active for active in self.prefilling if not self._missing(active)]
-        if done:
-            self.prefilling = [active for active in self.prefilling if self._missing(active)]
+        done = [active for active in self.prefilling if not active.missing]
+        self.prefilling = [active for active in self.prefilling if active.missing]
         return done
 
     def remove(self, active: ActiveRequest) -> None:
@@ -116,6 +115,3 @@ class Admission:
         self.counts["cached_tokens"] += match.length
         self.counts["ideal_prefill_tokens"] += self.ideal.insert(prompt)
         return True
-
-    def _missing(self, active: ActiveRequest) -> int:
-        return len(active.prompt) - active.prefix.length

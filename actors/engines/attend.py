@@ -40,9 +40,9 @@ class _Padded:
         count = self.groups * self.widest
         self.plain = list(placed.items()) == [(self.first + i, i) for i in range(count)]
         if not self.plain:
-            padded: list[int] = []
-            for group in groups:
-                padded += [*group, *[self.first] * (self.widest - len(group))]
+            padded = [self.first] * count
+            for row, place in placed.items():
+                padded[place] = row
             self._into = torch.tensor(padded, device=device)
             self._back = torch.tensor([placed[row] for row in self.rows], device=device)
 
@@ -58,29 +58,24 @@ class _Padded:
         return flat if self.plain else flat[self._back]
 
 
-class _Past:
-    """Queries, grouped by row, over the first ``lengths`` tokens of rows of one shelf."""
+_Attended = tuple[torch.Tensor, torch.Tensor]
+"""The outputs [rows, heads, head_dim] and log-sum-exps [rows, heads] of some rows of a step."""
 
-    def __init__(
-        self,
-        shelf: Shelf,
-        rows: Sequence[int],
-        lengths: Sequence[int],
-        queries: Sequence[Sequence[int]],
-    ):
+
+class _Past:
+    """Queries over the first tokens of rows of one shelf. reads: row, tokens, queries; by row."""
+
+    def __init__(self, shelf: Shelf, reads: Sequence[tuple[int, int, Sequence[int]]]):
         self.shelf, device = shelf, shelf.kv.device
-        self.padded = _Padded(queries, device)
+        rows, lengths = [row for row, _, _ in reads], [length for _, length, _ in reads]
+        self.padded = _Padded([queries for _, _, queries in reads], device)
         self.longest = max(lengths)
         self.mask = _mask(lengths, self.longest, shelf.kv)
-        following = list(rows) == list(range(rows[0], rows[0] + len(rows)))
-        self.rows = (
-            slice(rows[0], rows[0] + len(rows)) if following else torch.tensor(rows, device=device)
-        )
+        first, end = rows[0], rows[0] + len(rows)
+        following = rows == list(range(first, end))
+        self.rows = slice(first, end) if following else torch.tensor(rows, device=device)
 
-    def attend(
-        self, layer: int, query: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the outputs [rows, heads, head_dim] and log-sum-exps [rows, heads] of the queries."""
+    def attend(self, layer: int, query: torch.Tensor, scale: float) -> _Attended:
         keys, values = self.shelf.kv[layer][:, :, :, : self.longest][:, self.rows]
         kv_heads, width = keys.shape[1], keys.shape[3]
         groups, widest, heads = self.padded.groups, self.padded.widest, query.shape[1]
@@ -106,15 +101,11 @@ class _InlineAttention:
         at = [prefix.length + tail.length for prefix, tail in pairs]
         self.shelf, self.own = prefixes[0].shelf, slice(first, first + len(at))
         rows = [prefix.row for prefix in prefixes]
-        order = sorted(range(len(rows)), key=rows.__getitem__)
-        ends = [at[i] + 1 for i in order]
-        self.past = _Past(self.shelf, [rows[i] for i in order], ends, [[first + i] for i in order])
+        reads = sorted((row, at[i] + 1, [first + i]) for i, row in enumerate(rows))
+        self.past = _Past(self.shelf, reads)
         self.rows, self.at = torch.tensor([rows, at], device=self.shelf.kv.device)
 
-    def attend(
-        self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like ``_Tails.attend``."""
+    def attend(self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float) -> _Attended:
         self.shelf.kv[layer][:, self.rows, :, self.at] = new[self.own]
         return self.past.attend(layer, query, scale)
 
@@ -132,10 +123,7 @@ class _Tails:
         self.index = torch.arange(self.count, device=shelf.kv.device)
         self.ends = torch.tensor(lengths, device=shelf.kv.device) - 1
 
-    def attend(
-        self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like ``_Past.attend``. new: the new keys and values [rows, 2, kv_heads, head_dim]."""
+    def attend(self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float) -> _Attended:
         own = slice(self.first, self.first + self.count)
         kv = self.shelf.kv[layer]
         kv[:, self.index, :, self.ends] = new[own]
@@ -163,14 +151,10 @@ class _Chunks:
         self.end = first
         at = [chunk.prefix.length + i for chunk in chunks for i in range(chunk.count)]
         self.at = torch.tensor(at, device=device)
-        self.rows = torch.tensor(
-            [c.prefix.row for c in chunks for _ in range(c.count)], device=device
-        )
+        rows = [chunk.prefix.row for chunk in chunks for _ in range(chunk.count)]
+        self.rows = torch.tensor(rows, device=device)
 
-    def attend(
-        self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like ``_Tails.attend``."""
+    def attend(self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float) -> _Attended:
         self.shelf.kv[layer][:, self.rows, :, self.at] = new[self.padded.first : self.end]
         keys, values = self.padded.pad(new).permute(2, 0, 3, 1, 4)
         shared = query.shape[1] // keys.shape[1]
@@ -181,7 +165,7 @@ class _Chunks:
         return self.padded.collect(out.transpose(1, 2)), self.padded.collect(lse.transpose(1, 2))
 
 
-class Plan:
+class AttentionPlan:
     """The attention of one step, built once and used by every layer. Its rows: one token per tail,
     shelf by shelf, then the chunks' tokens."""
 
@@ -202,24 +186,20 @@ class Plan:
                 branches.setdefault(prefix.shelf, {}).setdefault(prefix.row, []).append(rows)
                 rows += 1
         for shelf, queries in branches.items():
-            places = sorted(queries)
-            lengths = [shelf.held[row].length for row in places]
-            self._past.append(_Past(shelf, places, lengths, [queries[row] for row in places]))
+            reads = [(row, shelf.held[row].length, queries[row]) for row in sorted(queries)]
+            self._past.append(_Past(shelf, reads))
         for group in grouped(chunks):
             part = _Chunks(group, rows)
             self._own.append(part)
-            later = [(c, q) for c, q in zip(group, part.queries, strict=True) if c.prefix.length]
+            pairs = [(c.prefix, q) for c, q in zip(group, part.queries, strict=True)]
+            later = [(prefix.row, prefix.length, q) for prefix, q in pairs if prefix.length]
             if later:
-                places = [c.prefix.row for c, _ in later]
-                lengths = [c.prefix.length for c, _ in later]
-                self._past.append(_Past(part.shelf, places, lengths, [q for _, q in later]))
+                self._past.append(_Past(part.shelf, later))
             rows = part.end
         covered = [row for past in self._past for row in past.padded.rows]
-        everything = covered == list(range(rows))
         self._covered = None
-        if covered and not everything:
-            device = self._past[0].shelf.kv.device
-            self._covered = torch.tensor(covered, device=device)
+        if covered and covered != list(range(rows)):
+            self._covered = torch.tensor(covered, device=self._past[0].shelf.kv.device)
 
     def attend(
         self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float
@@ -244,7 +224,7 @@ def grouped(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
     return list(groups.values())
 
 
-def _joined(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+def _joined(parts: list[_Attended]) -> _Attended:
     if len(parts) == 1:
         return parts[0]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
@@ -256,16 +236,13 @@ def _mask(lengths: Sequence[int], longest: int, like: torch.Tensor) -> torch.Ten
         return None
     ends = torch.tensor(lengths, device=like.device)[:, None]
     beyond = torch.arange(longest, device=like.device)[None] >= ends
-    mask = torch.zeros(beyond.shape, dtype=like.dtype, device=like.device).masked_fill_(
-        beyond, -torch.inf
-    )
-    return mask[:, None, None]
+    return like.new_zeros(beyond.shape).masked_fill_(beyond, -torch.inf)[:, None, None]
 
 
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
     causal: bool, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> _Attended:  # fmt: skip
     """Return outputs [batch, heads, queries, head_dim] and float32 log-sum-exps."""
     if query.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -277,7 +254,7 @@ def _attention(
 def by_products(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
     causal: bool, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> _Attended:  # fmt: skip
     """Compute the same as ``_attention`` by plain matrix products, on any device."""
     scores = torch.matmul(query, key.transpose(-1, -2)).float() * scale
     if mask is not None:
@@ -296,7 +273,7 @@ def attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    plan: Plan | None = None,
+    plan: AttentionPlan | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function. Without a plan it is plain causal attention."""

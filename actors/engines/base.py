@@ -1,5 +1,4 @@
-"""The interface of every inference engine: token ids in and out, behaviour log-probabilities,
-versions and counts of the prefix cache. Also the checks of requests that no engine can serve."""
+"""The interface of every inference engine, and the checks of requests that no engine can serve."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,25 +9,23 @@ import numpy as np
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult
 
-OnTokens = Callable[[int, list[int], list[float]], None]
-"""Called in the event loop with a sample's index, its new tokens and their log-probabilities."""
-OnTop = Callable[[int, list[int], list[float], list[dict[int, float]]], None]
-"""Like ``OnTokens``, with ``Sample.top`` of the new tokens ([] if the request does not ask)."""
+OnTokens = Callable[[int, list[int], list[float], list[dict[int, float]]], None]
+"""Called in the event loop with a sample's index, its new tokens, their log-probabilities, and
+``Sample.top`` of these tokens ([] if the request does not ask)."""
 
 
 class Engine(Protocol):
-    """One policy: ``start``, then any number of ``generate`` and ``load`` at once, then ``close``.
-    Cancelling ``generate`` aborts its samples. Log-probabilities are of the distribution really
-    sampled from (after temperature, top-p/k and constraint), at temperature 0 of the untempered
-    one. ``stats``: counters prompt_tokens, cached_tokens, prefilled_tokens, decoded_tokens, busy_s;
-    gauges version and kv_capacity_tokens (of the prefix cache)."""
+    """One policy, from token ids to token ids: ``start``, then any number of ``generate`` and
+    ``load`` at once, then ``close``. Cancelling ``generate`` aborts its samples. Log-probabilities
+    are of the distribution really sampled from (after temperature, top-p/k and constraint), at
+    temperature 0 of the untempered one. ``stats``: counters prompt_tokens, cached_tokens,
+    prefilled_tokens, decoded_tokens, busy_s; gauges version and kv_capacity_tokens (of the prefix
+    cache)."""
 
     async def start(self) -> None: ...
 
-    async def generate(
-        self, request: GenerateRequest, on_tokens: OnTokens | None = None
-    ) -> GenerateResult:
-        """Raises DataFault when the request can never fit. ``on_tokens`` gets tokens as sampled."""
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Raises DataFault when the request can never fit."""
         ...
 
     async def load(self, request: LoadRequest) -> LoadResult:
@@ -50,20 +47,18 @@ MOST_TOP = 20
 
 def check_request(request: GenerateRequest, most: int, longest: int) -> None:
     """Raise DataFault for a request that never fits. most: samples. longest: tokens in all."""
-    sampling, prompt = request.sampling, len(request.tokens)
+    sampling, prompt, new = request.sampling, len(request.tokens), request.sampling.max_tokens
     if not 1 <= request.n <= most:
         raise DataFault(f"n={request.n}: expected 1 to actors.max_batch={most}")
-    if prompt < 1 or sampling.max_tokens < 1 or prompt + sampling.max_tokens > longest:
+    if prompt < 1 or new < 1 or prompt + new > longest:
         raise DataFault(
-            f"a prompt of {prompt} tokens and {sampling.max_tokens} new ones: expected at least one of each and at most"
-            f" {longest} together (actors.max_context, or the model's own limit)"
+            f"a prompt of {prompt} tokens and {new} new ones: expected at least one of each and at"
+            f" most {longest} together (actors.max_context, or the model's own limit)"
         )
-    if (
-        not (sampling.temperature == 0 or sampling.temperature >= 1e-3)
-        or not 0 < sampling.top_p <= 1
-    ):
+    heat, top_p = sampling.temperature, sampling.top_p
+    if not (heat == 0 or heat >= 1e-3) or not 0 < top_p <= 1:
         raise DataFault(
-            f"temperature {sampling.temperature} and top_p {sampling.top_p}: expected 0 (greedy) or at least 0.001,"
+            f"temperature {heat} and top_p {top_p}: expected 0 (greedy) or at least 0.001,"
             " and a top_p in (0, 1]"
         )
     if not 0 <= sampling.top_logprobs <= MOST_TOP:
@@ -71,12 +66,12 @@ def check_request(request: GenerateRequest, most: int, longest: int) -> None:
 
 
 def check_tokens(ids: np.ndarray, vocabulary: int, folder: Path) -> None:
-    """Raise DataFault for an empty list, and for ids outside the model's embedding, which would fail
-    every request of the step. vocabulary: its rows, 0 when unknown."""
+    """Raise DataFault for an empty list, and for ids outside the model's embedding, which would
+    fail every request of the step. vocabulary: its rows, 0 when unknown."""
     if not len(ids):
         raise DataFault("0 tokens: expected at least one")
     if ids.min() < 0 or (vocabulary and ids.max() >= vocabulary):
         raise DataFault(
-            f"token ids from {ids.min()} to {ids.max()}: expected 0 to {vocabulary - 1}, the ids of {folder};"
-            " the request was made with another model's tokenizer"
+            f"token ids from {ids.min()} to {ids.max()}: expected 0 to {vocabulary - 1}, the ids of"
+            f" {folder}; the request was made with another model's tokenizer"
         )

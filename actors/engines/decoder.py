@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from coppice.actors.engines.attend import Plan
+from coppice.actors.engines.attend import AttentionPlan
 from coppice.common import vision
 
 PLAIN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -21,14 +21,10 @@ _HEAD_ROWS = 2048
 
 def decoder(model: Any, longest: int) -> "PlainDecoder | WholeDecoder":
     """Return the decoder of a causal language model for positions below ``longest``."""
-    rotary = getattr(model.get_decoder(), "rotary_emb", None)
-    # the angles never change
-    constant = getattr(rotary, "rope_type", "") in ("default", "linear", "llama3", "yarn")
-    return (
-        PlainDecoder(model, longest)
-        if constant and type(model).__name__ in PLAIN
-        else WholeDecoder(model)
-    )
+    rope = getattr(getattr(model.get_decoder(), "rotary_emb", None), "rope_type", "")
+    # the table needs angles that never change
+    plain = type(model).__name__ in PLAIN and rope in ("default", "linear", "llama3", "yarn")
+    return PlainDecoder(model, longest) if plain else WholeDecoder(model)
 
 
 class WholeDecoder:
@@ -41,7 +37,7 @@ class WholeDecoder:
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        plan: Plan,
+        plan: AttentionPlan,
         features: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Map tokens [rows], positions [rows] or [3, rows] to hidden states [rows, hidden]."""
@@ -72,7 +68,7 @@ class PlainDecoder:
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        plan: Plan,
+        plan: AttentionPlan,
         features: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Like ``WholeDecoder.forward``. These models read no pictures."""
@@ -97,13 +93,20 @@ class _Layer:
         self.before, self.between = layer.input_layernorm, layer.post_attention_layernorm
         self.norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         _transposed([attention.o_proj.weight])
-        self.mixed, self.down = _Added(attention.o_proj), _Added(mlp.down_proj)
-        self.gate, self.up, self.activation = mlp.gate_proj, mlp.up_proj, mlp.act_fn
+        self.gate, self.up = mlp.gate_proj, mlp.up_proj
+        added = attention.o_proj, mlp.down_proj
+        self.out, self.down = ((linear, linear.weight.t()) for linear in added)
+        self.activation = mlp.act_fn
 
     def forward(
-        self, number: int, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: Plan
+        self,
+        number: int,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        plan: AttentionPlan,
     ) -> torch.Tensor:
-        """Apply the layer. hidden: [rows, hidden], changed in place. cos, sin: [rows, 1, head_dim]."""
+        """Apply the layer. hidden: [rows, hidden], overwritten. cos, sin: [rows, 1, head_dim]."""
         rows = len(hidden)
         qkv = torch.mm(_normed(hidden, self.before), self.qkv)
         if self.qkv_bias is not None:
@@ -117,24 +120,20 @@ class _Layer:
         torch.addcmul(rotated * cos, rotated.roll(self.width // 2, -1), sin, out=rotated)
         new = qkv[:, self.heads :].view(rows, 2, self.kv_heads, self.width)
         attended = plan.attend(number, qkv[:, : self.heads], new, self.scale)
-        hidden = self.mixed.to(hidden, attended.reshape(rows, -1))
+        hidden = _added(hidden, attended.reshape(rows, -1), *self.out)
         normed = _normed(hidden, self.between)
         gate = self.activation(functional.linear(normed, self.gate.weight, self.gate.bias))
         gate.mul_(functional.linear(normed, self.up.weight, self.up.bias))
-        return self.down.to(hidden, gate)
+        return _added(hidden, gate, *self.down)
 
 
-class _Added:
-    """A linear layer added to the residual stream, in one operation if it has no bias."""
-
-    def __init__(self, linear: Any):
-        self.linear = linear
-        self.transposed = linear.weight.t()
-
-    def to(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        if self.linear.bias is not None:
-            return hidden + functional.linear(rows, self.linear.weight, self.linear.bias)
-        return hidden.addmm_(rows, self.transposed)
+def _added(
+    hidden: torch.Tensor, rows: torch.Tensor, linear: Any, transposed: torch.Tensor
+) -> torch.Tensor:
+    """Add a linear layer to the residual stream, in one operation if it has no bias."""
+    if linear.bias is not None:
+        return hidden + functional.linear(rows, linear.weight, linear.bias)
+    return hidden.addmm_(rows, transposed)
 
 
 def _transposed(weights: list[torch.nn.Parameter]) -> torch.Tensor:

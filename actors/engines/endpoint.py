@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from coppice.actors.engines.base import OnTokens
 from coppice.actors.environments.base import SPLIT
 from coppice.common import vision
 from coppice.common.http import CHAT, Reached
@@ -51,15 +50,10 @@ class EndpointText:
         """Return the messages as JSON. thinking: has no effect, because the endpoint renders its
         own template. Raises ValueError for tools."""
         if tools:
-            raise ValueError(
-                "an endpoint does not play agents, whose tools it would have to be sent"
-            )
-        sent = [
-            message | {"content": _content(message["content"])} for message in map(dict, messages)
-        ]
-        return _ESCAPED_SPLIT.sub(
-            lambda match: match[1] + SPLIT, json.dumps(sent, ensure_ascii=False)
-        )
+            raise ValueError("an endpoint does not play agents: it would have to be sent tools")
+        sent = [dict(one) | {"content": _content(one["content"])} for one in messages]
+        text = json.dumps(sent, ensure_ascii=False)
+        return _ESCAPED_SPLIT.sub(lambda match: match[1] + SPLIT, text)
 
 
 class EndpointEngine:
@@ -84,22 +78,19 @@ class EndpointEngine:
         """Close the connection pool."""
         await self.client.close()
 
-    # ------------------------------------------------------------------------------------------
-    # requests
-
-    async def generate(
-        self, request: GenerateRequest, on_tokens: OnTokens | None = None
-    ) -> GenerateResult:
-        """Return ``request.n`` replies. ``on_tokens`` gets each reply at once. Raises DataFault
-        when the endpoint refuses the request, and InfrastructureFault after the last attempt."""
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Return ``request.n`` replies. Raises DataFault when the endpoint refuses the request,
+        and InfrastructureFault after the last attempt."""
         sampling = request.sampling
         if sampling.constraint is not None:
             raise DataFault(
-                f"{self.url}: each server has its own field for a {sampling.constraint.kind}: set that field in `fields`"
+                f"{self.url}: each server has its own field for a {sampling.constraint.kind}: set"
+                " that field in `fields`"
             )
         if sampling.top_logprobs:
             raise DataFault(
-                f"{self.url}: top_logprobs {sampling.top_logprobs}: ask an actor with the local engine"
+                f"{self.url}: top_logprobs {sampling.top_logprobs}: ask an actor with the local"
+                " engine"
             )
         body = {
             "model": self.endpoint.model,
@@ -120,15 +111,13 @@ class EndpointEngine:
             prompt, cached = self._count(reply.get("usage") or {})
         except (KeyError, TypeError, AttributeError) as error:
             raise InfrastructureFault(
-                f"{self.url} answered what is not the chat protocol ({type(error).__name__}: {error}): is it the right URL?"
+                f"{self.url} answered what is not the chat protocol ({type(error).__name__}:"
+                f" {error}): is it the right URL?"
             ) from None
         if len(samples) != request.n:
             raise InfrastructureFault(
                 f"{self.url} answered {len(samples)} choices, expected n = {request.n}"
             )
-        for index, sample in enumerate(samples):
-            if on_tokens is not None:
-                on_tokens(index, sample.tokens.tolist(), sample.logprobs.tolist())
         return GenerateResult(samples, prompt or len(request.tokens), cached)
 
     async def load(self, request: LoadRequest) -> LoadResult:
@@ -138,23 +127,20 @@ class EndpointEngine:
         """Return counters. Tokens are those of the replies' ``usage``."""
         return {**self.counts, **self.client.counts, "busy_s": self.client.busy_s, "version": 0}
 
-    # ------------------------------------------------------------------------------------------
-    # inner workings
-
     def _messages(self, tokens: np.ndarray) -> list[dict[str, Any]]:
         try:
             return msgspec.json.decode(self.text.decode(tokens), type=list[dict[str, Any]])
         except msgspec.DecodeError as error:
             raise DataFault(
-                f"a prefix that is not one prompt ({error}): an endpoint plays environments with a fresh prompt each turn"
+                f"a prefix that is not one prompt ({error}): an endpoint plays environments with a"
+                " fresh prompt each turn"
             ) from None
 
     def _sample(self, choice: dict[str, Any], stop: list[str]) -> Sample:
         tokens = self.text.encode(whole(choice, stop))
         finish = "length" if choice.get("finish_reason") == "length" else "stop"
-        return Sample(
-            tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), finish
-        )
+        nothing = np.zeros(len(tokens))
+        return Sample(tokens, nothing.astype(np.float32), nothing.astype(np.int32), finish)
 
     def _count(self, usage: dict[str, Any]) -> tuple[int, int]:
         """Count a reply's tokens. Return those of the prompt and how many were cached."""

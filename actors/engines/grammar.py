@@ -43,7 +43,7 @@ class Matcher:
     def mask(self, logits: torch.Tensor) -> None:
         """Set the logits [vocabulary] of forbidden tokens to -inf, in place. End tokens are allowed
         where a match may end or where nothing else is."""
-        allowed = self._allowed(len(logits))
+        allowed = self.allowed(len(logits))
         if not allowed.any():
             allowed[[token for token in self._end_tokens if token < len(allowed)]] = True
         logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), -torch.inf)
@@ -66,11 +66,7 @@ class Matcher:
         """Return a matcher for another continuation from the same point."""
         return Matcher(self._inner.deep_copy(), self._end_tokens)
 
-    def allowed(self, vocabulary: int) -> list[int]:
-        """Return the tokens that may come next, for tests and for people."""
-        return np.flatnonzero(self._allowed(vocabulary)).tolist()
-
-    def _allowed(self, vocabulary: int) -> np.ndarray:
+    def allowed(self, vocabulary: int) -> np.ndarray:
         """Return which tokens may come next, bool [vocabulary]."""
         packed = np.frombuffer(self._inner.compute_bitmask(), np.uint8)
         bits = np.unpackbits(packed, count=vocabulary, bitorder="little")
@@ -103,33 +99,33 @@ class Grammar:
         named = f"{constraint.kind.replace('_', ' ')} {shown!r}"
         if len(constraint.text) > LONGEST:
             raise DataFault(
-                f"{named}: {len(constraint.text)} characters are too many, expected at most {LONGEST}"
+                f"{named}: {len(constraint.text)} characters are too many, expected at most"
+                f" {LONGEST}"
             )
         if not self._end_tokens:
             raise DataFault(
-                f"{named}: the model has no end-of-sequence token, so no match could end; set its eos_token_id"
+                f"{named}: the model has no end-of-sequence token, so no match could end; set its"
+                " eos_token_id"
             )
-        inner = llguidance.LLMatcher(self._words, _source(constraint, named), log_level=0)
+        if constraint.kind == "regex":
+            source = llguidance.LLMatcher.grammar_from_regex(constraint.text)
+        else:
+            space = {"whitespace_pattern": _JSON_WHITESPACE}
+            try:
+                source = llguidance.LLMatcher.grammar_from_json_schema(
+                    constraint.text, overrides=space
+                )
+            except ValueError as error:
+                raise DataFault(f"{named}: {error}; expected a JSON object or a boolean") from None
+        inner = llguidance.LLMatcher(self._words, source, log_level=0)
         matcher = Matcher(inner, self._end_tokens)
         # computed now, so that too large a grammar is refused here
-        first = set(matcher.allowed(self._vocabulary))
+        first = set(np.flatnonzero(matcher.allowed(self._vocabulary)).tolist())
         if matcher.problem:
             raise DataFault(f"{named}: {matcher.problem}")
         if first <= self._end_tokens and not inner.is_accepting():
             raise DataFault(f"{named}: {_reason('NoExtension')}")
         return matcher
-
-
-def _source(constraint: Constraint, named: str) -> str:
-    """Return the constraint in the library's own grammar language."""
-    if constraint.kind == "regex":
-        return llguidance.LLMatcher.grammar_from_regex(constraint.text)
-    try:
-        return llguidance.LLMatcher.grammar_from_json_schema(
-            constraint.text, overrides={"whitespace_pattern": _JSON_WHITESPACE}
-        )
-    except ValueError as error:
-        raise DataFault(f"{named}: {error}; expected a JSON object or a boolean") from None
 
 
 def _reason(error: str) -> str:

@@ -5,17 +5,13 @@ A prompt's new tokens are prefilled once for all its samples and children, in ch
 samples that decode. A decode step reads a prefix once for all its branches. Weights are swapped
 between two steps: running samples keep their keys and values, their later tokens carry the new
 version, and the prefix cache is emptied, so that no request reads another version's cache.
-
-All computation runs on one thread (``thread``). ``admission`` decides which requests start,
-``memory`` holds keys and values, ``attend`` and ``decoder`` are the forward of a step, ``samples``
-holds the requests, and ``sampling`` draws their next tokens.
 """
 
 import asyncio
 import collections
+import contextlib
 import functools
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +23,17 @@ from transformers import AutoConfig
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines import attend, decoder, weights
 from coppice.actors.engines.admission import Admission
-from coppice.actors.engines.base import OnTokens, OnTop, check_request, check_tokens
+from coppice.actors.engines.base import OnTokens, check_request, check_tokens
 from coppice.actors.engines.grammar import Grammar
-from coppice.actors.engines.memory import Memory, Shape
+from coppice.actors.engines.memory import KVMemory, Stretch
 from coppice.actors.engines.pictures import Pictures
-from coppice.actors.engines.radix import RadixCache
-from coppice.actors.engines.samples import ActiveRequest, Running, StopStrings, Stream
+from coppice.actors.engines.samples import ActiveRequest, Running, StopStrings
 from coppice.actors.engines.sampling import pick, uniforms
 from coppice.actors.engines.thread import EngineThread
 from coppice.common import vision
 from coppice.common.hardware import compute_dtype, free_memory, torch_device
 from coppice.common.heads import check_head
-from coppice.wire.faults import DataFault, InfrastructureFault
+from coppice.wire.faults import DataFault, Fault, InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult
 
 
@@ -69,21 +64,21 @@ class LocalEngine:
         self.counts: collections.Counter[str] = collections.Counter()
         self.busy_s = 0.0
         self._running = 0
-        self._thread = EngineThread(self._has_work, self._timed_step, self._fail_open)
-        self._open: set[ActiveRequest] = set()
-        """Requests that the thread holds. Only the thread may use this set."""
+        self._thread = EngineThread(self._has_work, self._timed_step, self._free)
+        self._news: list[_News] = []
+        """The tokens of this step that callers want at once."""
         self._loading = asyncio.Lock()
         self._requests = 0
 
     async def start(self) -> None:
         """Load the model. Raises MemoryError when it does not fit, ValueError if unsupported."""
+        self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._load_model)
         self._thread.tell(self._set_up_thread)
         self._thread.start()
 
     def _load_model(self) -> None:
-        torch.set_num_threads(self.config.threads)
-        torch.set_grad_enabled(False)
+        self._set_up_thread()
         settings = AutoConfig.from_pretrained(self.folder).get_text_config()
         self._check_fits(settings)
         self.model: Any = vision.load(self.folder, self.dtype, attend.ATTENTION).to(self.device)
@@ -95,34 +90,30 @@ class LocalEngine:
         self.end_tokens = frozenset(end if isinstance(end, list) else [] if end is None else [end])
         self.longest = min(self.config.max_context, settings.max_position_embeddings)
         heads = settings.num_key_value_heads
-        width = (
-            getattr(settings, "head_dim", None)
-            or settings.hidden_size // settings.num_attention_heads
-        )
-        shape = Shape(settings.num_hidden_layers, heads, width, self.dtype, self.device)
-        self.memory = Memory(shape, int(self.config.kv_cache_gib * 2**30), self.longest)
+        width = getattr(settings, "head_dim", None)
+        width = width or settings.hidden_size // settings.num_attention_heads
+        shape = (settings.num_hidden_layers, 2, heads, width)
+        token = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.memory = KVMemory(token, int(self.config.kv_cache_gib * 2**30), self.longest)
+        self.cache = self.memory.cache
         self._admission = Admission(
             self.memory, self.config.max_batch, self.config.prefill_tokens, self.counts
         )
         self._decoder = decoder.decoder(self.model, self.longest)
         self._head = decoder.Head(self.model)
-        self._stops, self._stream = StopStrings(self.tokenizer), Stream()
+        self._stops = StopStrings(self.tokenizer)
 
     def _set_up_thread(self) -> None:
         """Set what torch keeps separately for each thread."""
         torch.set_grad_enabled(False)
         torch.set_num_threads(self.config.threads)
 
-    @property
-    def cache(self) -> RadixCache:
-        return self.memory.cache
-
     def _check_fits(self, settings: Any) -> None:
         kinds = set(getattr(settings, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
             raise ValueError(
-                f"{self.folder}: layers of kind {sorted(kinds)}; the local engine has full attention only."
-                " Serve this model with another engine"
+                f"{self.folder}: layers of kind {sorted(kinds)}; the local engine has full"
+                " attention only. Serve this model with another engine"
             )
         check_head(str(self.folder), settings)
         ours = hasattr(settings, "num_key_value_heads") and not hasattr(settings, "kv_lora_rank")
@@ -132,22 +123,20 @@ class LocalEngine:
                 " Llama has; serve this model with another engine (docs/models.md)"
             )
         size = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
-        stored = 2 if getattr(settings, "dtype", None) in (torch.bfloat16, torch.float16) else 4
-        needed = (
-            size / stored * (2 if self.dtype == torch.bfloat16 else 4)
-            + self.config.kv_cache_gib * 2**30
-        )
-        free = torch.cuda.mem_get_info()[0] if self.device == "cuda" else free_memory()
         if not size:
             raise FileNotFoundError(f"model folder {self.folder} holds no .safetensors file")
+        stored = 2 if getattr(settings, "dtype", None) in (torch.bfloat16, torch.float16) else 4
+        needed = size / stored * self.dtype.itemsize + self.config.kv_cache_gib * 2**30
+        free = torch.cuda.mem_get_info()[0] if self.device == "cuda" else free_memory()
         if needed > free:
             raise MemoryError(
-                f"{self.folder} needs about {needed / 2**30:.1f} GiB (weights, keys and values), {free / 2**30:.1f} GiB are"
-                " free: use a smaller model, fewer processes or a smaller cache (actors.kv_cache_gib, --kv-cache-gib)"
+                f"{self.folder} needs about {needed / 2**30:.1f} GiB (weights, keys and values),"
+                f" {free / 2**30:.1f} GiB are free: use a smaller model, fewer processes or a"
+                " smaller cache (actors.kv_cache_gib, --kv-cache-gib)"
             )
 
     async def died(self) -> str:
-        """Return the reason when an error has ended the thread. After ``close`` this never returns."""
+        """Return the reason when an error has ended the thread; never return after ``close``."""
         return await self._thread.died()
 
     @property
@@ -160,39 +149,33 @@ class LocalEngine:
         await self._thread.close()
 
     async def generate(
-        self,
-        request: GenerateRequest,
-        on_tokens: OnTokens | None = None,
-        *,
-        on_top: OnTop | None = None,
+        self, request: GenerateRequest, on_tokens: OnTokens | None = None
     ) -> GenerateResult:
-        """Sample ``request.n`` continuations. At most one of the callbacks may be set."""
+        """Sample ``request.n`` continuations. ``on_tokens`` gets tokens as they are sampled."""
         self._check(request)
         if self._alone is None:
-            return await self._generate(request, on_tokens, on_top)
+            return await self._generate(request, on_tokens)
         async with self._alone:
             try:
-                return await self._generate(request, on_tokens, on_top)
+                return await self._generate(request, on_tokens)
             finally:
                 await self._thread.run(self._forget)
 
     async def _generate(
-        self, request: GenerateRequest, on_tokens: OnTokens | None, on_top: OnTop | None
+        self, request: GenerateRequest, on_tokens: OnTokens | None
     ) -> GenerateResult:
         constraint, matcher = request.sampling.constraint, None
         if constraint is not None:
             matcher = await asyncio.to_thread(lambda: self._grammar.matcher(constraint))
         self._requests += 1
-        callback = on_top if on_tokens is None else _without_top(on_tokens)
-        stream = (asyncio.get_running_loop(), callback) if callback is not None else None
         positions = self._pictures.positions(request) if self._pictures is not None else None
-        active = ActiveRequest(
-            request, hash((self.seed, self._requests)), matcher, stream, positions
-        )
-        self._thread.ask(active.future, lambda: self._arrive(active))
+        seed = hash((self.seed, self._requests))
+        active = ActiveRequest(request, seed, matcher, on_tokens, positions)
+        self._thread.ask(active.future, lambda: self._admission.waiting.append(active))
         try:
             return await asyncio.wrap_future(active.future)
         except asyncio.CancelledError:
+            active.on_tokens = None
             self._thread.tell(lambda: self._abort(active))
             raise
 
@@ -216,7 +199,7 @@ class LocalEngine:
             "running": self._running,
             "kv_cache_bytes": self.cache.bytes,
             "kv_running_bytes": self.memory.running_bytes,
-            "kv_capacity_tokens": self.cache.budget // self.memory.shape.bytes_per_token,
+            "kv_capacity_tokens": self.cache.budget // self.memory.token.nbytes,
         }
 
     def _check(self, request: GenerateRequest) -> None:
@@ -225,8 +208,9 @@ class LocalEngine:
         needed = self.memory.needed(prompt, request.n, sampling.max_tokens)
         if needed > self.memory.budget:
             raise DataFault(
-                f"{request.n} samples of {sampling.max_tokens} tokens after {prompt} need {needed / 2**30:.4f} GiB of keys and"
-                f" values: expected at most actors.kv_cache_gib={self.config.kv_cache_gib:.4f}"
+                f"{request.n} samples of {sampling.max_tokens} tokens after {prompt} need"
+                f" {needed / 2**30:.4f} GiB of keys and values: expected at most"
+                f" actors.kv_cache_gib={self.config.kv_cache_gib:.4f}"
             )
         words = request.tokens
         if self._pictures is not None:
@@ -235,9 +219,8 @@ class LocalEngine:
 
     @functools.cached_property
     def _grammar(self) -> Grammar:
-        return Grammar(
-            self.tokenizer, self.model.get_output_embeddings().weight.shape[0], self.end_tokens
-        )
+        vocabulary = len(self.model.get_output_embeddings().weight)
+        return Grammar(self.tokenizer, vocabulary, self.end_tokens)
 
     def _has_work(self) -> bool:
         return bool(self._admission) or self._running > 0
@@ -249,19 +232,11 @@ class LocalEngine:
         finally:
             self.busy_s += time.monotonic() - start
 
-    def _arrive(self, active: ActiveRequest) -> None:
-        self._open.add(active)
-        self._admission.waiting.append(active)
-
-    def _fail_open(self, reason: str) -> int:
-        """Free all memory, fail every open request, and return their number."""
-        failed, self._open = self._open, set()
+    def _free(self) -> None:
+        """Free the memory of all requests after a failure."""
         self._admission.clear()
         self.memory.clear()
-        self._stream, self._running = Stream(), 0
-        for active in failed:
-            active.fail(InfrastructureFault(reason))
-        return len(failed)
+        self._news, self._running = [], 0
 
     def _decoding(self) -> list[Running]:
         """Return the running samples in the order of their rows."""
@@ -273,20 +248,18 @@ class LocalEngine:
         chunks = self._admission.chunks()
         decoding = self._decoding()
         hidden = self._forward(decoding, chunks) if decoding or chunks else None
-        ends = {
-            id(chunk.prefix): len(decoding) + end - 1
-            for chunk, end in zip(chunks, _ends(chunks), strict=True)
-        }
         for running in decoding:
             running.tail.length += 1
+        end, ends = len(decoding), dict[Stretch, int]()
         for chunk in chunks:
             chunk.prefix.length += chunk.count
+            end = ends[chunk.prefix] = end + chunk.count
         rows = [hidden[: len(decoding)]] if hidden is not None and decoding else []
         copies = [1] * len(decoding)
         for active in self._admission.ready():
             if active.ending is None:
                 assert hidden is not None
-                active.ending = hidden[ends[id(active.prefix)]].clone()
+                active.ending = hidden[ends[active.prefix] - 1].clone()
             rows.append(active.ending[None])
             copies.append(active.request.n)
             decoding += self._branch(active)
@@ -298,7 +271,9 @@ class LocalEngine:
 
     def _forward(self, decoding: list[Running], chunks: list[attend.Chunk]) -> torch.Tensor:
         """Return final hidden states [rows, hidden]: decoding samples, then chunks' tokens."""
-        plan = attend.Plan([shelf for shelf in self.memory.tails.values() if shelf.held], chunks)
+        plan = attend.AttentionPlan(
+            [shelf for shelf in self.memory.tails.values() if shelf.held], chunks
+        )
         tokens: list[Any] = [np.array([r.tokens[-1] for r in decoding], np.int64)]
         positions = [np.array([r.position for r in decoding], np.int64)]
         for chunk in chunks:
@@ -324,11 +299,11 @@ class LocalEngine:
 
             self.memory.keep(active.prompt, read, active.ending)
         active.clock["decode"] = time.monotonic()
-        branches = [
-            Running(active, index, active.tails.put(None)) for index in range(active.request.n)
-        ]
-        for running in branches:
-            running.tail.owner = running
+        branches: list[Running] = []
+        for index in range(active.request.n):
+            tail = active.tails.put(None)
+            tail.owner = Running(active, index, tail)
+            branches.append(tail.owner)
         self._running += len(branches)
         return branches
 
@@ -343,13 +318,25 @@ class LocalEngine:
         )
         finished: list[tuple[Running, str]] = []
         for row, (one, token, logprob) in enumerate(zip(running, tokens, logprobs, strict=True)):
-            one.grow(token, logprob, self.version, top.get(row), left.get(row))
-            self._stream.add(one)
+            one.tokens.append(token)
+            one.logprobs.append(logprob)
+            one.versions.append(self.version)
+            if one.top is not None:
+                one.top.append(top[row])
+            if row in left:
+                one.support.append(left[row])
+            if one.owner.on_tokens is not None:
+                news = [] if one.top is None else one.top[-1:]
+                self._news.append((one.owner, one.index, token, logprob, news))
             finish = self._finish(one)
             if finish:
                 finished.append((one, finish))
         self.counts["decoded_tokens"] += len(running)
-        self._stream.send()
+        if self._news:
+            # before the step's results, so that a caller gets its tokens before its result
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody listens
+                self._loop.call_soon_threadsafe(_deliver, self._loop, self._news)
+            self._news = []
         for one, finish in finished:
             self._leave(one, finish)
 
@@ -360,7 +347,8 @@ class LocalEngine:
         if running.matcher is not None:
             running.matcher.accept(token)
             if running.matcher.problem:
-                running.owner.fail(DataFault(f"{sampling.constraint}: {running.matcher.problem}"))
+                fault = DataFault(f"{sampling.constraint}: {running.matcher.problem}")
+                _settle(running.owner, fault)
             if running.matcher.done:
                 return "stop"
         if sampling.stop and self._stops.found(running.tokens, sampling.stop):
@@ -383,19 +371,17 @@ class LocalEngine:
         if active.left:
             return
         active.prefix.shelf.drop(active.prefix)
-        self._open.discard(active)
         samples = [sample for sample in active.samples if sample is not None]
         if len(samples) == len(active.samples):
-            active.answer(
-                GenerateResult(samples, len(active.prompt), active.cached, active.phases())
-            )
+            phases = active.phases()
+            _settle(active, GenerateResult(samples, len(active.prompt), active.cached, phases))
 
     def _abort(self, active: ActiveRequest) -> None:
         self._admission.remove(active)
         for running in self._decoding():
             if running.owner is active:
                 self._leave(running, "abort")
-        self._open.discard(active)
+        _settle(active, InfrastructureFault("the caller has left"))
 
     def _swap(self, kind: str, path: Path, version: int) -> None:
         weights.apply(self.model, self.folder, kind, path)
@@ -410,10 +396,23 @@ class LocalEngine:
         self._admission.ideal.clear()
 
 
-def _without_top(on_tokens: OnTokens) -> OnTop:
-    return lambda index, tokens, logprobs, _: on_tokens(index, tokens, logprobs)
+_News = tuple[ActiveRequest, int, int, float, list[dict[int, float]]]
+"""A request, the index of its sample, a new token, its log-probability, and the most probable
+tokens if they are asked for."""
 
 
-def _ends(chunks: Iterable[attend.Chunk]) -> list[int]:
-    """Return the end of each chunk's rows."""
-    return np.cumsum([chunk.count for chunk in chunks]).tolist()
+def _deliver(loop: asyncio.AbstractEventLoop, news: list[_News]) -> None:
+    for owner, index, token, logprob, top in news:
+        if owner.on_tokens is not None:
+            # Each callback is scheduled alone, so that one that raises does not stop the others.
+            loop.call_soon(owner.on_tokens, index, [token], [logprob], top)
+
+
+def _settle(active: ActiveRequest, outcome: GenerateResult | Fault) -> None:
+    """Answer or fail a request, unless this was done before."""
+    if active.future.done():
+        return
+    if isinstance(outcome, Fault):
+        active.future.set_exception(outcome)
+    else:
+        active.future.set_result(outcome)

@@ -12,7 +12,6 @@ same row, so that one call of attention reads both.
 
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
@@ -20,20 +19,6 @@ from coppice.actors.engines.radix import RadixCache, Read
 
 SHORTEST_PREFIX, SHORTEST_TAIL = 128, 16
 """The least tokens in a row. Calls cost more than padding."""
-
-
-class Shape(msgspec.Struct, frozen=True):
-    """The shape, number type and device of one token's keys and values."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: str
-
-    @property
-    def bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 class Stretch:
@@ -70,20 +55,17 @@ class Tail(Stretch):
 class Shelf:
     """Rows of ``capacity`` tokens: kv [layers, 2, rows, kv_heads, capacity, head_dim]. Rows 0 to
     ``len(held) - 1`` are in use, so attention reads one view. ``promised`` counts used and reserved
-    rows. inline: the tails in the same rows."""
+    rows. token: see ``KVMemory``. inline: the tails in the same rows."""
 
-    def __init__(self, shape: Shape, capacity: int, inline: "InlineTails | None" = None):
-        self.shape, self.capacity, self.promised, self.inline = shape, capacity, 0, inline
+    def __init__(self, token: torch.Tensor, capacity: int, inline: "InlineTails | None" = None):
+        self.token, self.capacity, self.promised, self.inline = token, capacity, 0, inline
+        self.row_bytes = capacity * token.nbytes
         self.held: list[Stretch] = []
         self.kv = self._rows(0)
 
     @property
     def rows(self) -> int:
         return self.kv.shape[2]
-
-    @property
-    def row_bytes(self) -> int:
-        return self.capacity * self.shape.bytes_per_token
 
     def resize(self, rows: int) -> None:
         """Make room for exactly ``rows`` rows."""
@@ -109,20 +91,18 @@ class Shelf:
 
     def _rows(self, rows: int) -> torch.Tensor:
         # The rows are zeroed, because padding is masked but must still be finite.
-        s = self.shape
-        return torch.zeros(
-            s.layers, 2, rows, s.kv_heads, self.capacity, s.head_dim, dtype=s.dtype, device=s.device
-        )
+        layers, _, heads, width = self.token.shape
+        return self.token.new_zeros(layers, 2, rows, heads, self.capacity, width)
 
 
 class InlineTails(Shelf):
     """The tails in the rows of another shelf, behind its prefixes."""
 
-    def __init__(self, shape: Shape):
-        super().__init__(shape, 0)
+    def __init__(self, token: torch.Tensor):
+        super().__init__(token, 0)
 
     def put(self, owner: Any) -> Stretch:
-        """Like ``Shelf.put``. ``owner`` must be a sample, or be set to one before the tail is used."""
+        """Like ``Shelf.put``. The owner must be a sample when the tail is used."""
         tail = Tail(self, len(self.held), owner)
         self.held.append(tail)
         return tail
@@ -132,11 +112,13 @@ class InlineTails(Shelf):
         return next((tail.length for tail in self.held if tail.owner.owner.prefix is prefix), 0)
 
 
-class Memory:
-    """The cache and the shelves. longest: most tokens of a prompt and its continuation."""
+class KVMemory:
+    """The cache and the shelves. token: [layers, 2, kv_heads, head_dim], of the shape, number type
+    and device of one token's keys and values. longest: most tokens of a prompt and its
+    continuation."""
 
-    def __init__(self, shape: Shape, budget: int, longest: int):
-        self.shape, self.budget, self.longest = shape, budget, longest
+    def __init__(self, token: torch.Tensor, budget: int, longest: int):
+        self.token, self.budget, self.longest = token, budget, longest
         self.cache = RadixCache(budget)
         self.prefixes: dict[tuple[int, ...], Shelf] = {}
         self.tails: dict[tuple[int, ...], Shelf] = {}
@@ -148,7 +130,7 @@ class Memory:
     def needed(self, prompt: int, n: int, new: int) -> int:
         """Return the bytes that one request needs when nothing else runs."""
         rows, inline, tail = self._rows(prompt, n, new)
-        return (rows + inline + n * tail) * self.shape.bytes_per_token
+        return (rows + inline + n * tail) * self.token.nbytes
 
     def reserve(self, prompt: int, n: int, new: int) -> tuple[Shelf, Shelf] | None:
         """Promise rows and return the shelves of a request's prefix and of its ``n`` tails. Return
@@ -156,12 +138,12 @@ class Memory:
         rows, inline, tail_rows = self._rows(prompt, n, new)
         key = (rows, inline, _power(n, 1))
         if (prefix := self.prefixes.get(key)) is None:
-            tails = InlineTails(self.shape) if inline else None
-            prefix = self.prefixes[key] = Shelf(self.shape, rows + inline, tails)
+            tails = InlineTails(self.token) if inline else None
+            prefix = self.prefixes[key] = Shelf(self.token, rows + inline, tails)
         if prefix.inline is not None:
             tail = self.tails[key] = prefix.inline
         elif (tail := self.tails.get((tail_rows,))) is None:
-            tail = self.tails[tail_rows,] = Shelf(self.shape, tail_rows)
+            tail = self.tails[tail_rows,] = Shelf(self.token, tail_rows)
         if not self._grow({prefix: 1, tail: n}):
             return None
         prefix.promised += 1
@@ -170,9 +152,10 @@ class Memory:
 
     def keep(self, tokens: np.ndarray, read: Read, ending: torch.Tensor | None = None) -> None:
         """Put tokens into the cache. If the cache is full, unused shelves are freed first."""
-        full = self.cache.bytes + len(tokens) * self.shape.bytes_per_token > self.cache.budget
+        full = self.cache.bytes + len(tokens) * self.token.nbytes > self.cache.budget
         if full and any(shelf.rows and not shelf.promised for shelf in self._shelves()):
-            self._forget_idle()
+            self.prefixes = {key: shelf for key, shelf in self.prefixes.items() if shelf.promised}
+            self.tails = {key: shelf for key, shelf in self.tails.items() if shelf.promised}
             self.cache.limit(self.budget - self.running_bytes)
         self.cache.insert(tokens, read, ending)
 
@@ -184,28 +167,24 @@ class Memory:
         self.cache.limit(self.budget)
 
     def _grow(self, asked: dict[Shelf, int]) -> bool:
-        """Make room for ``asked`` rows: double the shelves, or take just enough from the cache."""
-        wanted = {shelf: shelf.promised + more for shelf, more in asked.items()}
-        if all(rows <= shelf.rows for shelf, rows in wanted.items()):
+        """Make room for these rows: double the shelves, or take just enough from the cache."""
+        exact = {shelf: max(shelf.promised + n, shelf.rows) for shelf, n in asked.items()}
+        grown = {shelf: rows for shelf, rows in exact.items() if rows > shelf.rows}
+        if not grown:
             return True
-        exact = {shelf: max(rows, shelf.rows) for shelf, rows in wanted.items()}
-        ample = {
-            shelf: rows if rows == shelf.rows else max(rows, 2 * shelf.rows)
-            for shelf, rows in exact.items()
-        }
+        ample = {shelf: max(rows, 2 * shelf.rows) for shelf, rows in grown.items()}
         if self._after(ample) + self.cache.bytes <= self.budget:
             chosen = ample
         elif self._after(exact) <= self.budget:
             chosen = exact
         else:  # as a last resort, take the unused rows of other shelves
-            chosen = {shelf: shelf.promised for shelf in self._shelves()} | wanted
+            chosen = {shelf: shelf.promised + asked.get(shelf, 0) for shelf in self._shelves()}
         if self._after(chosen) > self.budget:
             return False
         # shrink before growing
         for shelf, rows in sorted(chosen.items(), key=lambda item: item[1] - item[0].rows):
-            self.cache.limit(
-                max(0, min(self.cache.budget, self.budget - self._after({shelf: rows})))
-            )
+            room = min(self.cache.budget, self.budget - self._after({shelf: rows}))
+            self.cache.limit(max(0, room))
             if rows != shelf.rows:
                 shelf.resize(rows)
         self.cache.limit(self.budget - self.running_bytes)
@@ -214,10 +193,6 @@ class Memory:
     def _after(self, rows: dict[Shelf, int]) -> int:
         """Return the bytes of all shelves if these shelves had ``rows`` rows."""
         return sum(rows.get(shelf, shelf.rows) * shelf.row_bytes for shelf in self._shelves())
-
-    def _forget_idle(self) -> None:
-        self.prefixes = {key: shelf for key, shelf in self.prefixes.items() if shelf.promised}
-        self.tails = {key: shelf for key, shelf in self.tails.items() if shelf.promised}
 
     def _shelves(self) -> list[Shelf]:
         return [*self.prefixes.values(), *self.tails.values()]

@@ -1,5 +1,5 @@
-"""The pictures of prompts in the embedded engine: positions when a request arrives, features when its
-tokens are computed."""
+"""The pictures of prompts in the embedded engine: positions when a request arrives, features when
+its tokens are computed."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -18,16 +18,15 @@ KEPT = 64
 
 
 class Pictures:
-    """The pictures of one engine. Kept features are of the current weights: new weights must be
-    followed by ``forget``. ``positions`` may be called anywhere, the rest on the engine's thread."""
+    """Features are kept for the current weights: new weights must be followed by ``forget``.
+    ``positions`` may be called anywhere, the rest on the engine's thread."""
 
     def __init__(self, model: Any, processor: vision.Vision):
         self._model, self._processor = model, processor
         self._features: OrderedDict[bytes, torch.Tensor] = OrderedDict()
 
     def positions(self, request: GenerateRequest) -> np.ndarray | None:
-        """Return a prompt's positions, int64 [3, prompt]; None without pictures. Raises
-        DataFault."""
+        """Return a prompt's positions, int64 [3, prompt]; None without pictures."""
         if not (request.tokens < 0).any():
             return None
         try:

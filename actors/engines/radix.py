@@ -75,7 +75,7 @@ class RadixCache:
         self._order: OrderedDict[Segment, None] = OrderedDict()
 
     def match(self, tokens: np.ndarray) -> Match:
-        """Return the longest cached prefix of ``tokens``, int32 [tokens], and mark it as used now."""
+        """Return the longest cached prefix of ``tokens``, int32 [tokens], now marked as used."""
         path, length, shared = self._walk(tokens)
         self._touch(path)
         pieces = [segment.kv for segment in path if segment.kv is not None]

@@ -1,24 +1,21 @@
 """A request and its samples. The request waits, is prefilled (its prefix grows chunk by chunk),
 then has n samples that decode."""
 
-import asyncio
-import contextlib
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import tokenizers
 import torch
 
-from coppice.actors.engines.base import OnTop
+from coppice.actors.engines.base import OnTokens
 from coppice.actors.engines.grammar import Matcher
 from coppice.actors.engines.memory import Shelf, Stretch
 from coppice.actors.engines.sampling import key
 from coppice.common.support import encode
 from coppice.common.vision import runs
-from coppice.wire.faults import Fault
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sample
 
 
@@ -30,10 +27,10 @@ class ActiveRequest:
         request: GenerateRequest,
         seed: int,
         matcher: Matcher | None = None,
-        stream: "tuple[asyncio.AbstractEventLoop, OnTop] | None" = None,
+        on_tokens: OnTokens | None = None,
         positions: np.ndarray | None = None,
     ):
-        self.request, self.matcher, self.stream = request, matcher, stream
+        self.request, self.matcher, self.on_tokens = request, matcher, on_tokens
         self.prompt = np.ascontiguousarray(request.tokens, np.int32)
         self.positions = positions
         self.shown = runs(self.prompt) if positions is not None else []
@@ -43,8 +40,7 @@ class ActiveRequest:
         self.future: Future[GenerateResult] = Future()
         self.samples: list[Sample | None] = [None] * request.n
         self.left = request.n
-        base = request.sampling.seed if request.sampling.seed is not None else seed
-        self.keys = [key(base, index) for index in range(request.n)]
+        self.seed = request.sampling.seed if request.sampling.seed is not None else seed
         self.cached = 0
         self.version = 0
         """The policy version when the request was admitted."""
@@ -57,33 +53,28 @@ class ActiveRequest:
         self.ending: torch.Tensor | None = None
         """The final hidden state of the last prompt token, if known."""
 
+    @property
+    def missing(self) -> int:
+        """The prompt tokens that are not computed yet, once the request is admitted."""
+        return len(self.prompt) - self.prefix.length
+
     def where(self, start: int, end: int) -> np.ndarray:
         """Return the positions of prompt tokens, int64 [tokens] or [3, tokens]."""
         return np.arange(start, end) if self.positions is None else self.positions[:, start:end]
 
     def phases(self) -> dict[str, float]:
-        """Return the seconds of each phase that has ended, if now the last one ends."""
+        """Return the seconds of each phase, of which the last ends now."""
         ends = [*self.clock.values(), time.monotonic()][1:]
         phases = zip(self.clock.items(), ends, strict=True)
         return {name: end - start for (name, start), end in phases}
-
-    def answer(self, result: GenerateResult) -> None:
-        """Give the caller the result, unless the caller has left."""
-        # the caller may leave at any moment, on its own thread
-        with contextlib.suppress(InvalidStateError):
-            self.future.set_result(result)
-
-    def fail(self, fault: Fault) -> None:
-        """Give the caller the fault, unless the caller has left or was answered."""
-        with contextlib.suppress(InvalidStateError):
-            self.future.set_exception(fault)
 
 
 class Running:
     """One sample that decodes, with a tail of keys and values of all its tokens but the last."""
 
     def __init__(self, owner: ActiveRequest, index: int, tail: Stretch):
-        self.owner, self.index, self.tail, self.key = owner, index, tail, owner.keys[index]
+        self.owner, self.index, self.tail = owner, index, tail
+        self.key = key(owner.seed, index)
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
@@ -96,19 +87,6 @@ class Running:
     def position(self) -> int:
         """The position of the last token, which is not in the tail yet."""
         return self.owner.end + len(self.tokens) - 1
-
-    def grow(
-        self, token: int, logprob: float, version: int, top: dict[int, float] | None,
-        left: np.ndarray | None,
-    ) -> None:  # fmt: skip
-        """Append a sampled token. top: see ``Sample.top``. left: ids that top-p and top-k left."""
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
-        if self.top is not None and top is not None:
-            self.top.append(top)
-        if left is not None:
-            self.support.append(left)
 
     def context(self) -> np.ndarray:
         """Return the tokens whose keys and values exist, int32 [tokens]."""
@@ -141,9 +119,13 @@ class StopStrings:
         self._texts: dict[int, str] = {}
 
     def found(self, tokens: list[int], stops: Sequence[str]) -> bool:
-        """Return whether the text of ``tokens`` has one of ``stops``. The text without the last
-        token must not have had one."""
-        text = self._text(tokens[-1])
+        """Return whether the text of ``tokens`` has one of ``stops``, which the text without the
+        last token must not have had."""
+        last = tokens[-1]
+        if last not in self._texts:
+            # decoded twice in a row, because some decoders drop a space at the start
+            self._texts[last] = self._tokenizer.decode([last, last], skip_special_tokens=False)
+        text = self._texts[last]
         if not any(not stop or stop[-1] in text for stop in stops) and "\ufffd" not in text:
             return False
         enough = max(map(len, stops)) + self.MARGIN
@@ -153,45 +135,3 @@ class StopStrings:
             if len(ending) >= enough or count >= len(tokens):
                 return any(stop in ending for stop in stops)
             count *= 2
-
-    def _text(self, token: int) -> str:
-        # decoded twice in a row, because some decoders drop a space at the start
-        if token not in self._texts:
-            self._texts[token] = self._tokenizer.decode([token, token], skip_special_tokens=False)
-        return self._texts[token]
-
-
-_NewToken = tuple[ActiveRequest, int, int, float, list[dict[int, float]]]
-"""A request, the index of its sample, a new token, its log-probability, and the most probable
-tokens if they are asked for."""
-
-
-class Stream:
-    """The new tokens of a step, for the callers that want tokens as soon as they are sampled:
-    ``add`` for each sample, then ``send``."""
-
-    def __init__(self) -> None:
-        self._new: dict[asyncio.AbstractEventLoop, list[_NewToken]] = {}
-
-    def add(self, running: Running) -> None:
-        """Note the last token of a sample, if its caller wants it."""
-        owner = running.owner
-        if owner.stream is not None:
-            top = [] if running.top is None else running.top[-1:]
-            entry = (owner, running.index, running.tokens[-1], running.logprobs[-1], top)
-            self._new.setdefault(owner.stream[0], []).append(entry)
-
-    def send(self) -> None:
-        """Call once into each event loop. This must precede the step's results, so that a caller
-        gets its tokens before its result."""
-        for loop, entries in self._new.items():
-            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody listens
-                loop.call_soon_threadsafe(_deliver, loop, entries)
-        self._new = {}
-
-
-def _deliver(loop: asyncio.AbstractEventLoop, entries: list[_NewToken]) -> None:
-    for owner, index, token, logprob, top in entries:
-        if owner.stream is not None and not owner.future.cancelled():
-            # Each callback is scheduled alone, so that one that raises does not stop the others.
-            loop.call_soon(owner.stream[1], index, [token], [logprob], top)

@@ -51,11 +51,9 @@ def pick(
             restricted.setdefault((s.top_p, s.top_k), []).append(row)
     support: dict[int, np.ndarray] = {}
     for (top_p, top_k), rows in restricted.items():
-        left = restrict(torch.log_softmax(scores[rows], -1), top_p, top_k)
-        support |= {
-            row: _support(one) for row, one in zip(rows, left, strict=True) if sampling[row].support
-        }
-        scores[rows] = left
+        scores[rows] = left = restrict(torch.log_softmax(scores[rows], -1), top_p, top_k)
+        pairs = zip(rows, left, strict=True)
+        support |= {row: _support(one) for row, one in pairs if sampling[row].support}
     cold = [s.temperature == 0 for s in sampling]
     greedy = scores.argmax(-1, keepdim=True) if any(cold) else None
     # In place, because with a large vocabulary new memory costs more than the computation.
@@ -70,7 +68,7 @@ def pick(
 
 
 def _support(logprobs: torch.Tensor) -> np.ndarray:
-    """Return the ids of one row that have any probability, int32 ascending, or no id if all have."""
+    """Return the ids of one row that have any probability, int32 ascending; none if all have."""
     ids = (logprobs > -torch.inf).nonzero()[:, 0].to(torch.int32).cpu().numpy()
     return ids if len(ids) < len(logprobs) else ids[:0]
 

@@ -1,4 +1,4 @@
-"""SGLang as an engine: a server that the actor starts, an engine in its process, or running servers.
+"""SGLang as an engine: a server that the actor starts, one in its process, or running servers.
 
 SGLang's log-probabilities refer to the distribution after temperature. If top-p or top-k cut the
 distribution, its sampling mask gives the log-probabilities of the rest; a constraint is applied
@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from coppice.actors.config import ActorsConfig
-from coppice.actors.engines import sglang_weights
-from coppice.actors.engines.base import OnTokens, check_request, check_tokens
+from coppice.actors.engines.base import check_request, check_tokens
 from coppice.actors.engines.sglang_api import Facts, Launched, Remote, Way
-from coppice.actors.engines.sglang_fleet import LOOK_S, PATIENCE_S, Fleet
+from coppice.actors.engines.sglang_fleet import LOOK_S, PATIENCE_S, SGLangFleet
 from coppice.actors.engines.sglang_inside import Inside
+from coppice.actors.engines.sglang_weights import Ready, SGLangWeights, UpdateRefused
 from coppice.common import support, vision
 from coppice.common.http import pause_s
 from coppice.wire.faults import DataFault, InfrastructureFault
@@ -41,7 +41,7 @@ from coppice.wire.messages import (
 log = logging.getLogger("actors.sglang")
 
 _FINISHES = ("stop", "length")
-_ROWS = ("input_ids", "rid", "sampling_params", "image_data")
+_ROWS = ("input_ids", "rid", "sampling_params", "image_data", "extra_key", "lora_path")
 """Fields of a body that have one value per sample, where there are several."""
 
 
@@ -54,13 +54,14 @@ def ways(model: str, config: ActorsConfig, place: int) -> Way:
         return Inside(model, config)
     if not settings.urls:
         raise ValueError(
-            'actors.sglang.way = "url" and actors.sglang.urls is empty: expected the URLs of running servers'
+            'actors.sglang.way = "url" and actors.sglang.urls is empty: expected the URLs of'
+            " running servers"
         )
     return Remote(settings.urls[place % len(settings.urls)], model, config)
 
 
 class SGLangEngine:
-    """Implements ``actors.engines.base.Engine``. ``on_tokens`` gets a sample's tokens at its end.
+    """Implements ``actors.engines.base.Engine``.
 
     serving --whole weights--> requests wait --success--> serving; after a failure every request
     fails until a load succeeds."""
@@ -70,7 +71,7 @@ class SGLangEngine:
     ):
         self.folder, self.config, self.seed = Path(model), config, seed
         self.way: Way = ways(model, config, place)
-        self.weights = sglang_weights.Weights(self.way, self.folder, config.sglang)
+        self.weights = SGLangWeights(self.way, self.folder, config.sglang)
         self._vision = vision.Vision.of(model)
         self.version = 0
         self.counts: Counter[str] = Counter()
@@ -94,15 +95,18 @@ class SGLangEngine:
             self.facts = facts = self.weights.facts
             self.longest = min(self.config.max_context, facts.context or self.config.max_context)
             if facts.updated:  # an earlier run did it, or this actor before it was restarted
-                self._broken = f"it holds weight version {facts.version} from before and waits for this run's weights; start it anew for a new run"
+                self._broken = (
+                    f"it holds weight version {facts.version} from before and waits for this run's"
+                    " weights; start it anew for a new run"
+                )
         except BaseException:
             await self.way.close()
             raise
         self._open.set()
         if isinstance(self.way, Remote) and self.way.elastic:
-            self._following = asyncio.create_task(self._follow(Fleet(self.way, self.weights)))
+            self._following = asyncio.create_task(self._follow(SGLangFleet(self.way, self.weights)))
 
-    async def _follow(self, fleet: Fleet) -> None:
+    async def _follow(self, fleet: SGLangFleet) -> None:
         """Look after the servers behind a router every ``LOOK_S`` seconds, and whenever a request
         met one that is not ready. Generation goes on."""
         try:
@@ -139,47 +143,49 @@ class SGLangEngine:
         finally:
             dying.cancel()
 
-    async def generate(
-        self, request: GenerateRequest, on_tokens: OnTokens | None = None
-    ) -> GenerateResult:
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Sample ``request.n`` continuations. When one fails, all are aborted."""
         check_request(request, self.config.max_batch, self.longest)
         words = request.tokens if self._vision is None else request.tokens[request.tokens >= 0]
         check_tokens(words, self.facts.vocabulary, self.folder)
         if request.sampling.top_logprobs:
             raise DataFault(
-                f"top_logprobs {request.sampling.top_logprobs}: expected 0, because SGLang's may not be of the distribution really sampled"
-                ' from; ask the embedded engine (actors.engine = "local", coppice serve --model)'
+                f"top_logprobs {request.sampling.top_logprobs}: expected 0, because SGLang's may"
+                " not be of the distribution really sampled from; ask the embedded engine"
+                ' (actors.engine = "local", coppice serve --model)'
             )
         if request.sampling.cuts and self.way.elastic:
             raise DataFault(
-                "scheduler.top_p and top_k behind a router: it drops the request for the tokens they left, so log-probabilities would be of"
-                " another distribution; set top_p = 1 and top_k = 0"
+                "scheduler.top_p and top_k behind a router: it drops the request for the tokens"
+                " they left, so log-probabilities would be of another distribution; set top_p = 1"
+                " and top_k = 0"
             )
-        names = [f"coppice-{uuid.uuid4().hex}" for _ in range(request.n)]
-        self._enter()
+        bodies = self._bodies(request)
+        if not self._in_flight:
+            self._busy_since = time.monotonic()
+        self._in_flight += 1
         try:
-            begun = time.monotonic()
-            prefix = None if request.n == 1 else await self._prefill(request, names[0])
+            begun, prefix = time.monotonic(), list[dict[str, Any]]()
+            if request.n > 1:  # the prefix is computed once, before all samples together
+                nothing = {"max_new_tokens": 0, "temperature": 0.0}
+                body = {"sampling_params": nothing, "rid": f"{bodies[0]['rid']}-prefix"}
+                prefix = await self._ask([self._prompt(request) | body])
             prefilled = time.monotonic()
-            answers = await self._ask(self._body(request, names))
+            answers = await self._ask(bodies)
             ended = time.monotonic()
         finally:
-            self._leave()
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._busy_s += time.monotonic() - self._busy_since
         if len(answers) != request.n:
             raise InfrastructureFault(
                 f"{self.way.name} answered {len(answers)} samples, expected n = {request.n}"
             )
         self._check_read(request, answers)
         samples = [self._sample(answer, request.sampling) for answer in answers]
-        cached = self._count(answers, prefix)
-        for index, sample in enumerate(samples):
-            if on_tokens is not None:
-                on_tokens(index, sample.tokens.tolist(), sample.logprobs.tolist())
+        phases = {"prefill": prefilled - begun, "decode": ended - prefilled} if prefix else {}
+        cached = self._count([answer["meta_info"] for answer in prefix + answers])
         self.counts["decoded_tokens"] += sum(len(sample.tokens) for sample in samples)
-        phases = (
-            {} if prefix is None else {"prefill": prefilled - begun, "decode": ended - prefilled}
-        )
         return GenerateResult(samples, len(request.tokens), cached, phases)
 
     async def load(self, request: LoadRequest) -> LoadResult:
@@ -189,7 +195,7 @@ class SGLangEngine:
             start = time.monotonic()
             try:
                 ready = await self.weights.prepare(request)
-            except sglang_weights.Refused as refused:  # nothing has changed anywhere
+            except UpdateRefused as refused:  # nothing has changed anywhere
                 raise InfrastructureFault(str(refused)) from None
             size, proof = await self._update(ready)
             self.counts["loaded_bytes"] += size
@@ -197,7 +203,7 @@ class SGLangEngine:
             await self.weights.tidy()
             return LoadResult(request.version, request.digest, time.monotonic() - start, proof)
 
-    async def _update(self, ready: sglang_weights.Ready) -> tuple[int, str]:
+    async def _update(self, ready: Ready) -> tuple[int, str]:
         """Change weights and ``version`` in one step of the event loop."""
         version = ready.request.version
         if ready.chosen != "adapter":
@@ -208,7 +214,10 @@ class SGLangEngine:
             return moved
         except BaseException as error:
             self._failures += 1
-            self._broken = f"the update to version {version} failed ({error!r}); weights are unknown until one succeeds"
+            self._broken = (
+                f"the update to version {version} failed ({error!r}); weights are unknown until one"
+                " succeeds"
+            )
             if isinstance(error, Exception) and not isinstance(error, InfrastructureFault):
                 raise InfrastructureFault(
                     f"{self.way.name}: {type(error).__name__}: {error}"
@@ -227,7 +236,7 @@ class SGLangEngine:
         }
         return {**self.counts, "busy_s": busy, **gauges}
 
-    def _prompt(self, request: GenerateRequest) -> dict[str, list[Any]]:
+    def _prompt(self, request: GenerateRequest) -> dict[str, Any]:
         """Return ids with one placeholder per picture, which SGLang repeats, and pictures."""
         tokens = request.tokens
         if self._vision is None or not (tokens < 0).any():
@@ -252,17 +261,14 @@ class SGLangEngine:
             read = np.asarray(answer.get("prompt_token_ids") or [])
             if read.shape != text.shape or (read != request.tokens)[text].any():
                 raise InfrastructureFault(
-                    f"{self.way.name} read {len(read)} tokens of a prefix with pictures, expected the {len(text)} of the tree: it must be"
-                    " sglang 0.5.23 or newer, with SGLANG_MM_AVOID_RETOKENIZE on and the processor settings of the learner's model"
+                    f"{self.way.name} read {len(read)} tokens of a prefix with pictures, expected"
+                    f" the {len(text)} of the tree: it must be sglang 0.5.23 or newer, with"
+                    " SGLANG_MM_AVOID_RETOKENIZE on and the processor settings of the learner's"
+                    " model"
                 )
 
-    async def _prefill(self, request: GenerateRequest, name: str) -> dict[str, Any]:
-        """Compute the prefix once, before all its samples are requested together."""
-        nothing = {"max_new_tokens": 0, "temperature": 0.0}
-        body = {"sampling_params": nothing, "rid": f"{name}-prefix"}
-        return (await self._ask(self._prompt(request) | body))[0]
-
-    def _body(self, request: GenerateRequest, names: list[str]) -> dict[str, Any]:
+    def _bodies(self, request: GenerateRequest) -> list[dict[str, Any]]:
+        """Return the bodies of POST /generate, one per sample."""
         sampling, prompt = request.sampling, self._prompt(request)
         settings: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens,
@@ -273,22 +279,19 @@ class SGLangEngine:
         settings |= {"stop": sampling.stop} if sampling.stop else {}
         if sampling.constraint is not None:
             settings[sampling.constraint.kind] = sampling.constraint.text
-        body: dict[str, Any] = {"return_logprob": True, "logprob_start_len": -1}
-        body |= {"return_prompt_token_ids": True} if "image_data" in prompt else {}
+        prompt |= {"return_logprob": True, "logprob_start_len": -1}
+        prompt |= {"return_prompt_token_ids": True} if "image_data" in prompt else {}
         if sampling.cuts:
-            body["return_sampling_mask"] = True
+            prompt["return_sampling_mask"] = True
             settings["top_k"] = self._most(sampling)
-        # SGLang uses seeds only if it was started with enable_deterministic_inference
-        seeds = (
-            [{"sampling_seed": (sampling.seed * 1000003 + i) % 2**31} for i in range(request.n)]
-            if sampling.seed is not None
-            else [{}] * request.n
-        )
-        rows = [settings | seed for seed in seeds]
-        if request.n == 1:
-            return body | prompt | {"rid": names[0], "sampling_params": rows[0]}
-        prompts = {key: [value] * request.n for key, value in prompt.items()}
-        return body | prompts | {"rid": names, "sampling_params": rows}
+        bodies: list[dict[str, Any]] = []
+        for i in range(request.n):
+            # SGLang uses seeds only if it was started with enable_deterministic_inference
+            seed = sampling.seed
+            own = {} if seed is None else {"sampling_seed": (seed * 1000003 + i) % 2**31}
+            name = f"coppice-{uuid.uuid4().hex}"
+            bodies.append(prompt | {"rid": name, "sampling_params": settings | own})
+        return bodies
 
     def _most(self, sampling: Sampling) -> int:
         """Return a top-k with which SGLang reports the mask; without one, it cuts nothing."""
@@ -296,22 +299,20 @@ class SGLangEngine:
         wanted = sampling.top_k or self.facts.vocabulary or limit + 1
         if wanted > limit:
             raise DataFault(
-                f"top_p {sampling.top_p} and top_k {sampling.top_k}: expected a top_k of at most {limit} beside it, or SGLang started with"
-                f" sampling_mask_max_tokens = {self.facts.vocabulary} (actors.sglang.arguments): else it cannot say what was left to sample from"
+                f"top_p {sampling.top_p} and top_k {sampling.top_k}: expected a top_k of at most"
+                f" {limit} beside it, or SGLang started with sampling_mask_max_tokens ="
+                f" {self.facts.vocabulary} (actors.sglang.arguments): else it cannot say what was"
+                " left to sample from"
             )
         return wanted
 
-    async def _ask(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return one answer per sequence. Behind a router each is a request of its own."""
+    async def _ask(self, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return one answer per body. Behind a router each is a request of its own."""
         if not self.way.elastic:
-            return await self._once(body)
-        if not isinstance(body["rid"], list):
-            return await self._again(body)
-        rows = [name for name in _ROWS if name in body]
-        single = [body | {name: body[name][i] for name in rows} for i in range(len(body["rid"]))]
-        tasks = [asyncio.create_task(self._again(one)) for one in single]
+            return await self._once(bodies)
+        tasks = [asyncio.create_task(self._again(body)) for body in bodies]
         try:
-            return [answers[0] for answers in await asyncio.gather(*tasks)]
+            return [answer for answers in await asyncio.gather(*tasks) for answer in answers]
         except BaseException:  # one failure is the answer of the whole request
             for task in tasks:
                 task.cancel()
@@ -319,12 +320,11 @@ class SGLangEngine:
             raise
 
     async def _again(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Ask for one sequence, again when the server behind the router was leaving or not
-        ready."""
+        """Ask again when the server behind the router was leaving or not ready."""
         end = time.monotonic() + PATIENCE_S
         for attempt in itertools.count(1):
             try:
-                return await self._once(body | {"rid": f"{body['rid']}-{attempt}"})
+                return await self._once([body | {"rid": f"{body['rid']}-{attempt}"}])
             except InfrastructureFault:
                 if self._broken or time.monotonic() > end:
                     raise
@@ -333,22 +333,23 @@ class SGLangEngine:
             await asyncio.sleep(min(LOOK_S, pause_s(attempt, 0.1, 0.0, random.random())))
         raise AssertionError
 
-    async def _once(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the answers for one or several sequences, sampled with the version now in force. A
-        request that nobody waits for is aborted."""
+    async def _once(self, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the answers, sampled with the version now in force or a newer one, with the
+        version of each token as "versions". A request that nobody waits for is aborted."""
         await self._open.wait()
         if self._broken:
             raise InfrastructureFault(f"{self.way.name}: {self._broken}")
         version, named, failures = self.version, self.weights.named, self._failures
         adapter = self.weights.adapter
-        names = body["rid"] if isinstance(body["rid"], list) else [body["rid"]]
         fields = {"extra_key": adapter or named} | ({"lora_path": adapter} if adapter else {})
-        if isinstance(body["rid"], list):
-            fields = {key: [value] * len(names) for key, value in fields.items()}
+        asked = [body | fields for body in bodies]
+        body = asked[0]
+        if len(asked) > 1:
+            body = body | {key: [one[key] for one in asked] for key in _ROWS if key in body}
         try:
-            answer = await self.way.generate(body | fields)
+            answer = await self.way.generate(body)
         except BaseException as fault:
-            await asyncio.shield(self.way.abort(names))
+            await asyncio.shield(self.way.abort([one["rid"] for one in bodies]))
             # somebody else has restarted the server
             if isinstance(fault, DataFault) and "never been loaded" in str(fault):
                 raise InfrastructureFault(
@@ -368,61 +369,31 @@ class SGLangEngine:
             # a failed update or SGLang itself aborted it; a part of an action is useless
             if reason.get("type") == "abort":
                 raise InfrastructureFault(
-                    f"{self.way.name} aborted a request: {reason.get('message') or 'no reason given'}"
+                    f"{self.way.name} aborted a request:"
+                    f" {reason.get('message') or 'no reason given'}"
                 )
-            if adapter:  # one adapter serves a request from its first to its last token
-                row["meta_info"] |= {"weight_version": str(version), "weight_versions": None}
-            else:
-                self._check_named(row["meta_info"], named)
+            # one adapter serves a request from its first to its last token
+            count = len(row.get("output_ids") or [])
+            row["versions"] = (
+                np.full(count, version, np.int32)
+                if adapter
+                else self._versions(row["meta_info"], count, named)
+            )
         return answers
 
-    def _check_named(self, meta: dict[str, Any], named: str) -> None:
-        """Raise InfrastructureFault unless this actor has proven all weights that sampled an
-        answer, the last of them no older than ``named``."""
-        spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
+    def _versions(self, meta: dict[str, Any], count: int, named: str) -> np.ndarray:
+        """Return each token's version, int32 [count]. Raises InfrastructureFault unless this actor
+        has proven all weights that sampled them, the last of them no older than ``named``."""
+        spans: list[dict[str, Any]] = meta.get("weight_versions") or [
+            {"version": meta.get("weight_version"), "start": 0, "end": count}
+        ]
         order = [self.weights.order(span["version"]) for span in spans]
         if min(order) < 0 or order[-1] < self.weights.order(named):
             names = ", ".join(repr(span["version"]) for span in spans)
             raise InfrastructureFault(
-                f"{self.way.name} sampled with weights named {names}, expected {named!r} or newer ones of this actor: somebody started or updated"
-                " a server, or it has just joined"
+                f"{self.way.name} sampled with weights named {names}, expected {named!r} or newer"
+                " ones of this actor: somebody started or updated a server, or it has just joined"
             )
-
-    def _sample(self, answer: dict[str, Any], sampling: Sampling) -> Sample:
-        meta = answer["meta_info"]
-        try:
-            tokens = np.array(answer["output_ids"], np.int32)
-            logprobs = np.array(
-                [row[0] for row in meta.get("output_token_logprobs") or []], np.float32
-            )
-            left = b"" if sampling.support else None
-            if sampling.cuts and len(tokens):
-                logprobs = np.array(meta["output_token_sampling_logprobs"], np.float32).reshape(-1)
-                if sampling.support:
-                    left = self._support(meta["output_token_sampling_mask"], len(tokens))
-            finish = meta["finish_reason"]["type"]
-            if finish not in _FINISHES:
-                raise ValueError(f"finish reason {finish!r}")
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._strange(error) from None
-        if len(tokens) != len(logprobs):
-            raise InfrastructureFault(
-                f"{self.way.name} gave {len(tokens)} tokens and {len(logprobs)} log-probabilities: is it sglang 0.5.23 or newer?"
-            )
-        versions = self._versions(meta, len(tokens))
-        return Sample(tokens, logprobs, versions, finish, support=left)  # pyright: ignore[reportArgumentType]
-
-    def _support(self, masks: list[list[int]], count: int) -> bytes:
-        """Return ``Sample.support``. masks: the ids that were left for each token."""
-        if len(masks) != count:
-            raise ValueError(f"{len(masks)} masks of {count} tokens")
-        return support.encode([[] if len(ids) == self.facts.vocabulary else ids for ids in masks])
-
-    def _versions(self, meta: dict[str, Any], count: int) -> np.ndarray:
-        """Return each token's version, int32 [count]. Raises InfrastructureFault."""
-        spans: list[dict[str, Any]] = meta.get("weight_versions") or [
-            {"version": meta.get("weight_version"), "start": 0, "end": count}
-        ]
         versions = np.full(count, -1, np.int32)
         for span in spans:
             versions[span["start"] : span["end"]] = int(span["version"].partition("@")[0])
@@ -432,31 +403,45 @@ class SGLangEngine:
             )
         return versions
 
-    def _count(self, answers: list[dict[str, Any]], prefix: dict[str, Any] | None) -> int:
-        """Count a request's tokens and return the cached ones of its prompt. prefix: the answer of
-        ``_prefill``."""
-        first = (prefix or answers[0])["meta_info"]
-        prompt, cached = int(first.get("prompt_tokens") or 0), int(first.get("cached_tokens") or 0)
-        rows = [row["meta_info"] for row in ([prefix, *answers] if prefix else answers)]
-        self.counts["prompt_tokens"] += prompt
-        self.counts["cached_tokens"] += cached
-        self.counts["prefilled_tokens"] += sum(
-            int(r.get("prompt_tokens") or 0) - int(r.get("cached_tokens") or 0) for r in rows
-        )
+    def _sample(self, answer: dict[str, Any], sampling: Sampling) -> Sample:
+        meta = answer["meta_info"]
+        try:
+            tokens = np.array(answer["output_ids"], np.int32)
+            rows = meta.get("output_token_logprobs") or []
+            logprobs = np.array([row[0] for row in rows], np.float32)
+            left = b"" if sampling.support else None
+            if sampling.cuts and len(tokens):
+                logprobs = np.array(meta["output_token_sampling_logprobs"], np.float32).reshape(-1)
+                if sampling.support:
+                    masks = meta["output_token_sampling_mask"]
+                    if len(masks) != len(tokens):
+                        raise ValueError(f"{len(masks)} masks of {len(tokens)} tokens")
+                    whole = self.facts.vocabulary
+                    left = support.encode([[] if len(ids) == whole else ids for ids in masks])
+            finish = meta["finish_reason"]["type"]
+            if finish not in _FINISHES:
+                raise ValueError(f"finish reason {finish!r}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._strange(error) from None
+        if len(tokens) != len(logprobs):
+            raise InfrastructureFault(
+                f"{self.way.name} gave {len(tokens)} tokens and {len(logprobs)} log-probabilities:"
+                " is it sglang 0.5.23 or newer?"
+            )
+        return Sample(tokens, logprobs, answer["versions"], finish, support=left)  # pyright: ignore
+
+    def _count(self, rows: list[dict[str, Any]]) -> int:
+        """Count a request's tokens, and return the cached ones of its prompt."""
+        prompts = [int(row.get("prompt_tokens") or 0) for row in rows]
+        cached = [int(row.get("cached_tokens") or 0) for row in rows]
+        self.counts["prompt_tokens"] += prompts[0]
+        self.counts["cached_tokens"] += cached[0]
+        self.counts["prefilled_tokens"] += sum(prompts) - sum(cached)
         self.counts["retractions"] += sum(int(row.get("num_retractions") or 0) for row in rows)
-        return cached
+        return cached[0]
 
     def _strange(self, error: Exception) -> InfrastructureFault:
         return InfrastructureFault(
-            f"{self.way.name} answered what /generate of sglang 0.5.23 does not ({type(error).__name__}: {error})"
+            f"{self.way.name} answered what /generate of sglang 0.5.23 does not"
+            f" ({type(error).__name__}: {error})"
         )
-
-    def _enter(self) -> None:
-        if not self._in_flight:
-            self._busy_since = time.monotonic()
-        self._in_flight += 1
-
-    def _leave(self) -> None:
-        self._in_flight -= 1
-        if not self._in_flight:
-            self._busy_s += time.monotonic() - self._busy_since

@@ -10,7 +10,6 @@ import re
 import secrets
 import signal
 import sys
-import tempfile
 import time
 from collections import deque
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 
 import msgspec
 
-import coppice
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.weights import BaseWeights
 from coppice.common import jsonl
@@ -34,7 +32,6 @@ spends 65 s on dumps before it ends."""
 FIXED = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 """Environment variables, whatever the user sets. If this one were 1, log-probabilities would be
 those before temperature."""
-_PACKAGE = Path(coppice.__file__).parent
 _STEP_S = 0.5
 """Seconds between two looks for a server that starts."""
 _GRACE_S = 7.0
@@ -76,27 +73,21 @@ class Http:
     def __init__(self, url: str, key: str, timeout_s: float, concurrency: int, model: str):
         self.url, self.timeout_s, self.model = url.rstrip("/"), timeout_s, model
         self.name = f"SGLang at {self.url}"
-        self._client = JsonClient(
+        self.client = JsonClient(
             self.url, key=key, timeout_s=timeout_s, attempts=1, concurrency=max(64, 4 * concurrency)
         )
 
     async def start(self) -> None:
-        await self._client.start()
+        await self.client.start()
 
     async def close(self) -> None:
-        await self._client.close()
+        await self.client.close()
 
-    async def healthy(self) -> bool:
-        """Return whether the server is ready. It is not while it starts or its generation pauses."""
-        return await self._answers("/health")
-
-    async def alive(self) -> bool:
-        """Return whether the server's process answers, even while generation pauses."""
-        return await self._answers("/model_info")
-
-    async def _answers(self, path: str) -> bool:
+    async def answers(self, path: str) -> bool:
+        """Return whether the server answers GET ``path``. "/health" fails while it starts or its
+        generation pauses; "/model_info" tells whether the process lives."""
         try:
-            await self._client.send("GET", path, timeout_s=5.0, attempts=1)
+            await self.client.send("GET", path, timeout_s=5.0, attempts=1)
         except (InfrastructureFault, DataFault):
             return False
         return True
@@ -104,7 +95,7 @@ class Http:
     async def workers(self) -> dict[str, str] | None:
         """Return a router's numbers of its servers by their URLs; None if this is a server."""
         try:
-            answer = await self._client.get("/workers", timeout_s=10.0, attempts=1)
+            answer = await self.client.get("/workers", timeout_s=10.0, attempts=1)
             return {
                 _AT_RANK.sub("", worker["url"]).rstrip("/"): worker["id"]
                 for worker in answer["workers"]
@@ -115,30 +106,31 @@ class Http:
             raise
         except (KeyError, TypeError) as error:
             raise InfrastructureFault(
-                f"{self.url}/workers answered what the router of sglang-router 0.3.2 does not ({type(error).__name__}: {error})"
+                f"{self.url}/workers answered what the router of sglang-router 0.3.2 does not"
+                f" ({type(error).__name__}: {error})"
             ) from None
 
     async def remove(self, worker: str) -> None:
         """Tell the router to send nothing more to the server of this number."""
-        await self._client.send("DELETE", f"/workers/{worker}", timeout_s=10.0, attempts=1)
+        await self.client.send("DELETE", f"/workers/{worker}", timeout_s=10.0, attempts=1)
 
     async def weights_name(self) -> str:
         """Return the name of the weights that the server holds."""
-        info = await self._client.get("/model_info", timeout_s=10.0, attempts=1)
+        info = await self.client.get("/model_info", timeout_s=10.0, attempts=1)
         return str(info.get("weight_version") or "")
 
     async def facts(self) -> Facts:
         """Return what the server reports about itself."""
-        info = await self._client.get("/server_info", timeout_s=30.0, attempts=3)
+        info = await self.client.get("/server_info", timeout_s=30.0, attempts=3)
         # /model_info has what updates have changed since the start
-        info |= await self._client.get("/model_info", timeout_s=30.0, attempts=3)
+        info |= await self.client.get("/model_info", timeout_s=30.0, attempts=3)
         return read_facts(self.model, info)
 
     async def call(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Return the answer to POST ``path``. Raises InfrastructureFault when the call fails or
         takes longer than ``timeout_s``, and DataFault when /generate refuses the request."""
         try:
-            text = await self._client.send("POST", path, body, timeout_s=timeout_s, attempts=1)
+            text = await self.client.send("POST", path, body, timeout_s=timeout_s, attempts=1)
             answer = msgspec.json.decode(text) if text else {}
         except jsonl.MALFORMED as error:
             raise InfrastructureFault(
@@ -149,14 +141,9 @@ class Http:
                 raise
             raise InfrastructureFault(str(fault)) from None
         if isinstance(answer, dict) and answer.get("success") is False:
-            raise InfrastructureFault(
-                f"{self.name}: {path} failed: {answer.get('message') or answer.get('error_message')}"
-            )
+            reason = answer.get("message") or answer.get("error_message")
+            raise InfrastructureFault(f"{self.name}: {path} failed: {reason}")
         return answer or {}
-
-    async def send(self, path: str) -> None:
-        """POST without a body to a path whose answer is not JSON (/flush_cache)."""
-        await self._client.send("POST", path, attempts=1)
 
     async def abort(self, names: list[str]) -> None:
         """Stop requests. A request that has already ended is not an error."""
@@ -195,7 +182,7 @@ class Way:
         await asyncio.gather(*(server.abort(names) for server in self.servers))
 
     async def died(self) -> str:
-        """Return the reason once SGLang is gone."""
+        """Return the reason when SGLang is gone."""
         raise NotImplementedError
 
     async def close(self) -> None:
@@ -219,24 +206,18 @@ class Launched(Way):
         self._process: asyncio.subprocess.Process | None = None
         self._log: deque[str] = deque(maxlen=_TAIL)
         self._reading: asyncio.Task[None] | None = None
-        # SGLang's Python may be another one: it finds Coppice alone there, none of our packages
-        self._path = tempfile.TemporaryDirectory(prefix="coppice-sglang-")
-        (Path(self._path.name) / _PACKAGE.name).symlink_to(_PACKAGE)
 
     async def start(self) -> None:
         """Start the server and wait for it. Raises InfrastructureFault with the end of its log."""
-        own = {"PYTHONPATH": self._path.name, "PYTHONUNBUFFERED": "1", "SGL_FORCE_SHUTDOWN": "1"}
-        environment = NO_DUMPS | os.environ | own | self.config.environment
-        if "PYTHONPATH" in self.config.environment:
-            paths = self.config.environment["PYTHONPATH"], self._path.name
-            environment["PYTHONPATH"] = os.pathsep.join(paths)
-        environment |= FIXED
+        # SGLang's Python may be another one, for which our PYTHONPATH holds wrong packages
+        own = {"PYTHONPATH": "", "PYTHONUNBUFFERED": "1", "SGL_FORCE_SHUTDOWN": "1"}
         python = self.config.python or sys.executable
         try:
             self._process = await asyncio.create_subprocess_exec(
-                python, "-m", "coppice.actors.engines.sglang_process",
-                limit=_LONGEST_LINE, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-                env=environment, start_new_session=True,
+                python, Path(__file__).with_name("sglang_process.py"), limit=_LONGEST_LINE,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT, start_new_session=True,
+                env=NO_DUMPS | os.environ | own | self.config.environment | FIXED,
             )  # fmt: skip
         except OSError as error:
             raise InfrastructureFault(
@@ -255,16 +236,17 @@ class Launched(Way):
 
     async def _ready(self) -> None:
         end = time.monotonic() + self.config.start_timeout_s
-        while not await self.front.healthy():
+        while not await self.front.answers("/health"):
             assert self._process is not None
             if self._process.returncode is not None:
                 raise InfrastructureFault(
-                    f"the SGLang server ended with status {self._process.returncode} while starting:\n{self._said()}"
+                    f"the SGLang server ended with status {self._process.returncode} while"
+                    f" starting:\n{self._said()}"
                 )
             if time.monotonic() > end:
                 raise InfrastructureFault(
-                    f"the SGLang server did not answer within actors.sglang.start_timeout_s = {self.config.start_timeout_s:g} s:\n"
-                    f"{self._said()}"
+                    "the SGLang server did not answer within actors.sglang.start_timeout_s ="
+                    f" {self.config.start_timeout_s:g} s:\n{self._said()}"
                 )
             await asyncio.sleep(_STEP_S)
 
@@ -293,15 +275,13 @@ class Launched(Way):
 
     async def close(self) -> None:
         """End the server and its children."""
-        self._path.cleanup()
         await self.front.close()
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None:
             # The signal goes to the server alone: it ends its children itself, but waits to
             # diagnose children that it finds dead.
-            self._process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
                 await asyncio.wait_for(self._process.wait(), _GRACE_S)
-        if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 # its scheduler and detokenizer are in the same session
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -318,38 +298,39 @@ class Remote(Way):
         self._key = os.environ.get(settings.api_key_env, "").strip() if settings.api_key_env else ""
         if settings.api_key_env and not self._key:
             raise ValueError(
-                f"environment variable {settings.api_key_env} is empty: it must hold the API key of {url}"
+                f"environment variable {settings.api_key_env} is empty: it must hold the API key of"
+                f" {url}"
             )
         self.start_s = settings.start_timeout_s
         super().__init__(Http(url, self._key, settings.request_timeout_s, config.capacity, model))
 
     async def start(self) -> None:
-        """Open the connections. Raises InfrastructureFault when nothing answers."""
+        """Open the connections. Behind a router, wait for a server at most ``start_s`` seconds.
+        Raises InfrastructureFault when nothing answers."""
         try:
             await self._connect(self.front)
-            if (listed := await self.front.workers()) is not None:
-                self.elastic = True
-                await self._first(listed)
+            listed = await self.front.workers()
+            self.elastic = listed is not None
+            if listed is not None:
+                self.servers, end = [], time.monotonic() + self.start_s
+                while not await self._first(listed):
+                    if time.monotonic() > end:
+                        raise InfrastructureFault(
+                            f"none of the {len(listed)} servers behind the router {self.front.url}"
+                            f" answered in actors.sglang.start_timeout_s = {self.start_s:g} s: add"
+                            " one (POST /workers)"
+                        )
+                    await asyncio.sleep(_STEP_S)
+                    listed = await self.front.workers() or {}
         except BaseException:
             await self.close()
             raise
 
-    async def _first(self, listed: dict[str, str]) -> None:
-        """Wait until a server behind the router answers, at most ``start_s`` seconds."""
-        self.servers, end = [], time.monotonic() + self.start_s
-        while True:
-            for url in listed:
-                with contextlib.suppress(InfrastructureFault):
-                    self.servers.append(await self.reached(url))
-            if self.servers:
-                return
-            if time.monotonic() > end:
-                raise InfrastructureFault(
-                    f"none of the {len(listed)} servers behind the router {self.front.url} answered in actors.sglang.start_timeout_s ="
-                    f" {self.start_s:g} s: add one (POST /workers)"
-                )
-            await asyncio.sleep(_STEP_S)
-            listed = await self.front.workers() or {}
+    async def _first(self, listed: dict[str, str]) -> list[Any]:
+        for url in listed:
+            with contextlib.suppress(InfrastructureFault):
+                self.servers.append(await self.reached(url))
+        return self.servers
 
     async def reached(self, url: str) -> Http:
         """Return a further server behind the router. Raises InfrastructureFault."""
@@ -367,22 +348,22 @@ class Remote(Way):
         for path in ("/end_weight_update", "/continue_generation"):
             with contextlib.suppress(InfrastructureFault):
                 await server.call(path, {}, 10.0)
-        if not await server.healthy():
+        if not await server.answers("/health"):
             raise InfrastructureFault(
                 f"{server.name} does not answer /health: is it running there?"
             )
 
     async def died(self) -> str:
-        """Return the reason when the URL or all servers behind it were silent three times in a row."""
+        """Return the reason when the URL or all servers behind it were silent three times."""
         silent = 0
         while silent < 3:
             await asyncio.sleep(10.0)
-            alive = await asyncio.gather(*(server.alive() for server in self.servers))
-            answers = any(alive) and (not self.elastic or await self.front.healthy())
+            asked = (server.answers("/model_info") for server in self.servers)
+            alive = await asyncio.gather(*asked)
+            answers = any(alive) and (not self.elastic or await self.front.answers("/health"))
             silent = 0 if answers else silent + 1
-        return f"{self.name} no longer answers" + (
-            ", or no server behind it" if self.elastic else " /model_info"
-        )
+        what = ", or no server behind it" if self.elastic else " /model_info"
+        return f"{self.name} no longer answers{what}"
 
 
 def arguments(model: str, config: ActorsConfig) -> dict[str, Any]:
@@ -403,29 +384,27 @@ def arguments(model: str, config: ActorsConfig) -> dict[str, Any]:
 
 def linear_layers(model: Path) -> list[str]:
     """Names of the layers that PEFT's "all-linear" adapters change."""
-    shapes = BaseWeights(model).shapes()
-    linear = (
-        name for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight")
-    )
-    names = [name.split(".") for name in linear if not name.startswith("visual.")]
-    return sorted({parts[-2] for parts in names} - {"embed_tokens", "lm_head"})
+    layers = {
+        name.split(".")[-2]
+        for name, shape in BaseWeights(model).shapes.items()
+        if len(shape) == 2 and name.endswith(".weight") and not name.startswith("visual.")
+    }
+    return sorted(layers - {"embed_tokens", "lm_head"})
 
 
 def read_facts(model: str, info: dict[str, Any]) -> Facts:
     """Read SGLang's description of itself and, if there is one, the model's configuration."""
-    settings: dict[str, Any] = {}
-    path = Path(model) / "config.json"
+    path, settings = Path(model) / "config.json", dict[str, Any]()
     if path.is_file():
         settings = json.loads(path.read_text())
         settings |= settings.get("text_config") or {}
-    context = info.get("context_length") or settings.get("max_position_embeddings") or 0
     return Facts(
-        int(info.get("max_total_num_tokens") or 0),
-        int(context),
-        int(settings.get("vocab_size") or 0),
-        str(info.get("device") or ""),
-        str(info.get("dtype") or ""),
-        int(info.get("tp_size") or 1),
-        str(info.get("weight_version") or ""),
-        int(info.get("sampling_mask_max_tokens") or 4096),
+        capacity=int(info.get("max_total_num_tokens") or 0),
+        context=int(info.get("context_length") or settings.get("max_position_embeddings") or 0),
+        vocabulary=int(settings.get("vocab_size") or 0),
+        device=str(info.get("device") or ""),
+        dtype=str(info.get("dtype") or ""),
+        tp=int(info.get("tp_size") or 1),
+        version=str(info.get("weight_version") or ""),
+        mask=int(info.get("sampling_mask_max_tokens") or 4096),
     )

@@ -10,7 +10,7 @@ import logging
 from typing import Any
 
 from coppice.actors.engines.sglang_api import Remote
-from coppice.actors.engines.sglang_weights import Refused, Weights
+from coppice.actors.engines.sglang_weights import SGLangWeights, UpdateRefused
 from coppice.wire.faults import InfrastructureFault
 
 log = logging.getLogger("actors.sglang")
@@ -21,10 +21,10 @@ PATIENCE_S = 120.0
 """Seconds of repeated requests. The router blocks a server that failed ten times for 60 s."""
 
 
-class Fleet:
+class SGLangFleet:
     """One engine's servers behind a router. ``look`` must not run while weights are loaded."""
 
-    def __init__(self, way: Remote, weights: Weights):
+    def __init__(self, way: Remote, weights: SGLangWeights):
         self.way, self.weights = way, weights
         self._connected = set(way.servers)
         self._refused: dict[str, str] = {}
@@ -61,7 +61,7 @@ class Fleet:
             else:
                 if name == self.weights.named:
                     return
-                reason = f"its weights are named {name!r}: it was started anew, or somebody else has updated it"
+                reason = f"its weights are named {name!r}, not by this actor in this run"
         log.warning("%s has left: %s", server.name, reason)
         self.way.servers.remove(server)
 
@@ -75,11 +75,11 @@ class Fleet:
             return  # it is still starting, or dead, which the router notices itself
         try:
             how = await self.weights.join(server)
-        except Refused as refused:
+        except UpdateRefused as refused:
             self._refused[number] = self.weights.named
             log.warning("%s stays out until the next version: %s", server.name, refused)
         except InfrastructureFault as fault:
-            if await server.alive():
+            if await server.answers("/model_info"):
                 await self._expel(server, number, fault)
         else:
             self.way.servers.append(server)
@@ -98,7 +98,7 @@ class Fleet:
             await self.way.front.remove(number)
             done = "was taken out of the router: mend it and add it again (POST /workers)"
         except InfrastructureFault as fault:
-            done = f"must be taken out of the router (DELETE /workers/{number}), which refused it here ({fault})"
+            done = f"must be taken out of the router (DELETE /workers/{number}: {fault})"
         log.warning(
             "%s cannot be brought to the weights in force and %s: %s", server.name, done, reason
         )

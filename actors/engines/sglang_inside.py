@@ -6,6 +6,7 @@ The engine spawns its children, so importing the main module must not run it.
 """
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 from multiprocessing.process import BaseProcess
@@ -15,24 +16,6 @@ from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.sglang_api import FIXED, NO_DUMPS, Facts, Way, arguments, read_facts
 from coppice.wire.faults import DataFault, InfrastructureFault
 
-_CALLS = {
-    "/update_weights_from_disk": "UpdateWeightFromDiskReqInput",
-    "/update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
-    "/update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput",
-    "/init_weights_update_group": "InitWeightsUpdateGroupReqInput",
-    "/destroy_weights_update_group": "DestroyWeightsUpdateGroupReqInput",
-    "/begin_weight_update": "BeginWeightUpdateReqInput",
-    "/end_weight_update": "EndWeightUpdateReqInput",
-    "/pause_generation": "PauseGenerationReqInput",
-    "/continue_generation": "ContinueGenerationReqInput",
-    "/load_lora_adapter": "LoadLoRAAdapterReqInput",
-    "/unload_lora_adapter": "UnloadLoRAAdapterReqInput",
-    "/weights_checker": "CheckWeightsReqInput",
-    "/update_weight_version": "UpdateWeightVersionReqInput",
-}
-"""The request structs by path of the HTTP server. The tokenizer manager's coroutine has the name of
-the path, but for ``/weights_checker``."""
-_ONE_ARGUMENT = frozenset({"pause_generation", "continue_generation", "update_weight_version"})
 _STEP_S = 0.5
 """Seconds between two checks of the children."""
 
@@ -57,11 +40,11 @@ class Inside(Way):
             os.environ.setdefault(name, value)
         os.environ.update(FIXED)
         try:
-            from sglang import Engine  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+            from sglang import Engine  # pyright: ignore
         except ImportError as error:
             raise InfrastructureFault(
-                f"sglang cannot be imported here ({error}): install the sglang extra, set actors.sglang.python to an interpreter that"
-                ' has it, or use actors.sglang.way = "server"'
+                f"sglang cannot be imported here ({error}): install the sglang extra, set"
+                ' actors.sglang.python to an interpreter that has it, or use way = "server"'
             ) from None
         try:
             self._engine = Engine(**self.arguments)
@@ -76,30 +59,25 @@ class Inside(Way):
         self._children = multiprocessing.active_children()
 
     async def facts(self) -> Facts:
-        info = (
-            self._engine.server_args.resolved_dict()
-            | self._engine._scheduler_init_result.scheduler_infos[0]
-        )
-        return read_facts(self.arguments["model_path"], info | self._engine.get_model_info())
+        info = self._engine.server_args.resolved_dict() | self._engine.get_model_info()
+        info |= self._engine._scheduler_init_result.scheduler_infos[0]
+        return read_facts(self.arguments["model_path"], info)
 
     async def generate(self, body: dict[str, Any]) -> Any:
         """Generate one or several sequences, like POST /generate."""
-        from fastapi import HTTPException  # pyright: ignore[reportMissingImports]
-        from sglang.srt.managers.io_struct import GenerateReqInput  # pyright: ignore[reportMissingImports]
+        from fastapi import HTTPException  # pyright: ignore
+        from sglang.srt.managers.io_struct import GenerateReqInput  # pyright: ignore
 
-        answers: list[Any] = []
+        manager, limit = self._engine.tokenizer_manager, self.config.request_timeout_s
         try:
-            async with asyncio.timeout(self.config.request_timeout_s):
-                async for answer in self._engine.tokenizer_manager.generate_request(
-                    GenerateReqInput(**body), None
-                ):
-                    # There is one answer. The loop must run to its end, which releases the lock
-                    # that updates wait for.
-                    answers.append(answer)
+            async with asyncio.timeout(limit):
+                # There is one answer. The loop must run to its end, which releases the lock that
+                # updates wait for.
+                answers = [
+                    a async for a in manager.generate_request(GenerateReqInput(**body), None)
+                ]
         except TimeoutError:
-            raise InfrastructureFault(
-                f"{self.name}: no answer within {self.config.request_timeout_s:g} s"
-            ) from None
+            raise InfrastructureFault(f"{self.name}: no answer within {limit:g} s") from None
         except HTTPException as error:
             raise InfrastructureFault(f"{self.name}: {error.status_code} {error.detail}") from None
         except ValueError as error:
@@ -112,20 +90,22 @@ class Inside(Way):
 
     async def call(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Do what POST ``path`` does. Raises InfrastructureFault when it fails or times out."""
-        from sglang.srt.managers import io_struct  # pyright: ignore[reportMissingImports]
+        from sglang.srt.managers import io_struct  # pyright: ignore
 
         manager = self._engine.tokenizer_manager
         if path == "/abort_request":
             manager.abort_request(rid=body.get("rid", ""), abort_all=body.get("abort_all", False))
             return {}
-        method = "check_weights" if path == "/weights_checker" else path.removeprefix("/")
-        request = getattr(io_struct, _CALLS[path])(**body)
-        arguments = (request,) if method in _ONE_ARGUMENT else (request, None)
         if self._late:  # its late answer would be taken for the answer to the next call of its kind
             raise InfrastructureFault(
-                f"{self.name}: {self._late} was given up and has not ended: this actor must start anew"
+                f"{self.name}: {self._late} was given up and has not ended: this actor must start"
+                " anew"
             )
-        running = asyncio.ensure_future(getattr(manager, method)(*arguments))
+        # the coroutine behind a path has its name, and says which struct it takes
+        name = "check_weights" if path == "/weights_checker" else path.removeprefix("/")
+        method = getattr(manager, name)
+        request = getattr(io_struct, method.__annotations__["obj"])(**body)
+        running = asyncio.ensure_future(method(request))
         try:
             done = await asyncio.wait_for(asyncio.shield(running), timeout_s)
         except (TimeoutError, asyncio.CancelledError) as error:
@@ -136,38 +116,29 @@ class Inside(Way):
             raise InfrastructureFault(
                 f"{self.name}: {path} took longer than {timeout_s:g} s"
             ) from None
-        return _answer(path, done, self.name)
+        if done is None:
+            return {}
+        if isinstance(done, tuple):  # the checker adds ranks and checksum
+            names = ("success", "message", "ranks", "per_engine_checksum")
+            answer: dict[str, Any] = dict(zip(names, done, strict=False))
+        else:
+            answer = {"success": done.success, "message": done.error_message}
+        if not answer["success"]:
+            raise InfrastructureFault(f"{self.name}: {path} failed: {answer['message']}")
+        return answer
 
     def _caught_up(self, ended: "asyncio.Future[Any]") -> None:
         self._late = ""
-        if not ended.cancelled():
+        with contextlib.suppress(asyncio.CancelledError):
             ended.exception()
 
     async def died(self) -> str:
         """Return the reason when a child has ended. SGLang may end this process first."""
-        while True:
-            for child in self._children:
-                if not child.is_alive():
-                    return (
-                        f"{self.name}: its process {child.name} ended with status {child.exitcode}"
-                    )
+        while not (dead := [child for child in self._children if not child.is_alive()]):
             await asyncio.sleep(_STEP_S)
+        return f"{self.name}: its process {dead[0].name} ended with status {dead[0].exitcode}"
 
     async def close(self) -> None:
         """End the engine's children."""
         if self._engine is not None:
             self._engine.shutdown()
-
-
-def _answer(path: str, done: Any, name: str) -> dict[str, Any]:
-    """Return the JSON that the server would answer. Raises InfrastructureFault for a failure."""
-    if done is None:
-        return {}
-    if isinstance(done, tuple):  # success and message; the checker adds ranks and checksum
-        more = ["ranks", "per_engine_checksum"] if path == "/weights_checker" else []
-        answer: dict[str, Any] = dict(zip(["success", "message", *more], done, strict=False))
-    else:
-        answer = {"success": done.success, "message": done.error_message}
-    if not answer["success"]:
-        raise InfrastructureFault(f"{name}: {path} failed: {answer['message']}")
-    return answer

@@ -1,8 +1,7 @@
-"""The SGLang server as a child process: ``python -m coppice.actors.engines.sglang_process <
-ARGUMENTS.json``.
+"""The SGLang server as a child process: ``python sglang_process.py < ARGUMENTS.json``.
 
 The arguments come through standard input, so that no process list shows the API key. The process
-runs under the interpreter that has sglang, which need not have Coppice's packages. This module
+runs under the interpreter that has sglang, which need not have Coppice or its packages. This module
 therefore imports only the standard library.
 """
 
@@ -22,6 +21,8 @@ def main() -> None:
     if os.getppid() == 1:  # the actor was gone before that call
         sys.exit("the actor that started this server is gone")
     arguments = json.load(sys.stdin)
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path = [path for path in sys.path if path != here]  # its sglang.py is not the package
     try:
         from sglang.launch_server import run_server  # pyright: ignore[reportMissingImports]
         from sglang.srt.plugins import load_plugins  # pyright: ignore[reportMissingImports]
@@ -29,8 +30,8 @@ def main() -> None:
         from sglang.srt.utils import kill_process_tree  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         sys.exit(
-            f"{sys.executable} cannot import sglang ({error}): install the sglang extra there, or name another interpreter in"
-            " actors.sglang.python"
+            f"{sys.executable} cannot import sglang ({error}): install the sglang extra there, or"
+            " name another interpreter in actors.sglang.python"
         )
     load_plugins()
     try:

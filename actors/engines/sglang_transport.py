@@ -1,5 +1,6 @@
-"""How weights reach SGLang: from the version's file, or bucket by bucket out of the learner's memory
-(on the same GPU, or by a broadcast), as agreed at the learner's rendezvous (``learner.model.weight_server``).
+"""How weights reach SGLang: from the version's file, or bucket by bucket out of the learner's
+memory (on the same GPU, or by a broadcast), as agreed at the learner's rendezvous
+(``learner.model.weight_server``).
 
 SGLang takes handles of shared memory as a pickle that SGLang made. The pickle goes from the learner
 to the server, and Coppice never reads it. An answer that is not sealed with the run's token is
@@ -19,8 +20,11 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
 
+from safetensors.torch import save_file
+
 from coppice.actors.config import SGLangConfig
 from coppice.actors.engines.sglang_api import Facts
+from coppice.actors.engines.weights import BaseWeights, merged
 from coppice.common import hardware
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.published import FILES, Manifest, Memory, opened, prefix, sealed
@@ -38,16 +42,15 @@ def choose(
 ) -> Transport:
     """Return the transport of one version. host, gpus: where SGLang runs ("" and empty when
     unknown). Raises InfrastructureFault when the version is not published as the config asks."""
+    memory = manifest.memory
     if manifest.kind == "lora":
         return config.lora
-    memory = manifest.memory
     if config.weights != "auto":
-        have = manifest.file if config.weights == "disk" else memory is not None
-        if not have:
-            need = "file" if config.weights == "disk" else "memory"
+        need = "file" if config.weights == "disk" else "memory"
+        if not manifest.file if need == "file" else memory is None:
             raise InfrastructureFault(
-                f'actors.sglang.weights = "{config.weights}", but version {manifest.version} is not published that way: set'
-                f' learner.publish to "{need}" or "both"'
+                f'actors.sglang.weights = "{config.weights}", but version {manifest.version} is not'
+                f' published that way: set learner.publish to "{need}" or "both"'
             )
         return config.weights
     if memory is None:
@@ -72,10 +75,6 @@ def place(config: SGLangConfig, servers: Sequence[Any]) -> tuple[str, frozenset[
 
 def merge(base: Path, adapter: Path) -> tempfile.TemporaryDirectory[str]:
     """Write an adapter merged into the base weights, in their number type, to a new folder."""
-    from safetensors.torch import save_file
-
-    from coppice.actors.engines.weights import BaseWeights, merged
-
     stored = BaseWeights(base)
     tensors = {
         name: tensor.to(stored.get(name).dtype).contiguous()
@@ -90,17 +89,16 @@ async def prepare(
     chosen: Transport, servers: Mapping[Any, Facts], manifest: Manifest, config: SGLangConfig
 ) -> dict[Any, "Pull"]:
     """Ask the learner to offer this version to all servers at once, before generation pauses.
-    Raises InfrastructureFault when it does not offer it to one of them; nothing has changed then."""
+    Raises InfrastructureFault when it refuses one of them; nothing has changed then."""
     pulls = {
         server: Pull(server, facts, chosen, manifest, config) for server, facts in servers.items()
     }
-    asked = await asyncio.gather(
-        *(asyncio.to_thread(pull.ask) for pull in pulls.values()), return_exceptions=True
-    )
-    faults = [outcome for outcome in asked if isinstance(outcome, BaseException)]
-    if faults:
-        await asyncio.gather(*(pull.release() for pull in pulls.values()))
-        raise faults[0]
+    asks = (asyncio.to_thread(pull.ask) for pull in pulls.values())
+    outcomes = await asyncio.gather(*asks, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            await asyncio.gather(*(pull.release() for pull in pulls.values()))
+            raise outcome
     return pulls
 
 
@@ -112,13 +110,12 @@ class Pull:
     ):
         assert manifest.memory is not None
         self.server, self.memory, self.timeout_s = server, manifest.memory, config.update_timeout_s
-        self.flush = config.pause == "retract"
+        self.flush, self.broadcast = config.pause == "retract", chosen == "distributed"
         gpus = self.memory.device == facts.device == "cuda"
         self.request = {
             "version": manifest.version, "transport": chosen, "ranks": facts.tp,
             "backend": "nccl" if gpus else "gloo", "group": f"coppice-{uuid.uuid4().hex[:12]}",
         }  # fmt: skip
-        self.broadcast = chosen == "distributed"
         self.offer: dict[str, Any] = {}
         self._rendezvous: Rendezvous | None = None
 
@@ -130,11 +127,18 @@ class Pull:
 
     async def take(self) -> int:
         """Move all weights and return their bytes. Releases everything after a failure."""
-        buckets = self.offer["buckets"]
+        buckets, group = self.offer["buckets"], {"group_name": self.request["group"]}
+        path = f"/update_weights_from_{self.request['transport']}"
         try:
             await self._begin()
             for index, bucket in enumerate(buckets):
-                await self._bucket(bucket, self.flush and index == len(buckets) - 1)
+                body = {"flush_cache": self.flush and index == len(buckets) - 1}
+                if self.broadcast:
+                    body |= {name: bucket[name] for name in ("names", "dtypes", "shapes")}
+                    body |= group | {"load_format": "flattened_bucket"}
+                else:
+                    body |= {"serialized_named_tensors": bucket["payloads"]}
+                await self._call(path, body)
             await self._call("/end_weight_update", {})
         except BaseException:
             await self._clean_up("/end_weight_update", {})
@@ -142,7 +146,6 @@ class Pull:
         finally:
             await self.release()
             if self.broadcast:
-                group = {"group_name": self.request["group"]}
                 await self._clean_up("/destroy_weights_update_group", group)
         return sum(bucket["bytes"] for bucket in buckets)
 
@@ -154,8 +157,9 @@ class Pull:
     async def _begin(self) -> None:
         if self.broadcast:
             await self._call("/init_weights_update_group", {
-                "master_address": self.offer["address"], "master_port": self.offer["port"], "rank_offset": 1,
-                "world_size": 1 + self.request["ranks"], "group_name": self.request["group"], "backend": self.request["backend"],
+                "master_address": self.offer["address"], "master_port": self.offer["port"],
+                "world_size": 1 + self.request["ranks"], "rank_offset": 1,
+                "group_name": self.request["group"], "backend": self.request["backend"],
             })  # fmt: skip
         try:
             await self._call("/begin_weight_update", {})
@@ -164,16 +168,6 @@ class Pull:
                 raise
             await self._call("/end_weight_update", {})  # ends an earlier update that was cut off
             await self._call("/begin_weight_update", {})
-
-    async def _bucket(self, bucket: dict[str, Any], flush: bool) -> None:
-        body: dict[str, Any] = {"flush_cache": flush}
-        if not self.broadcast:
-            body["serialized_named_tensors"] = bucket["payloads"]
-            await self._call("/update_weights_from_tensor", body)
-            return
-        body |= {name: bucket[name] for name in ("names", "dtypes", "shapes")}
-        body |= {"group_name": self.request["group"], "load_format": "flattened_bucket"}
-        await self._call("/update_weights_from_distributed", body)
 
     async def _call(self, path: str, body: dict[str, Any]) -> None:
         await self.server.call(path, body, self.timeout_s)
@@ -190,7 +184,7 @@ class Rendezvous:
     """A conversation at the learner's rendezvous: ``ask``, then ``done``. Its calls block."""
 
     def __init__(self, memory: Memory, timeout_s: float):
-        from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+        from torch.distributed import PrefixStore, TCPStore  # pyright: ignore
 
         self.memory = memory
         host, _, port = memory.store.rpartition(":")
@@ -207,9 +201,13 @@ class Rendezvous:
         """Return the learner's answer. Raises InfrastructureFault when it refuses or is gone."""
         try:
             self._number = self._store.add("asked", 1)
-            ask, answered = f"ask/{self._number}", f"answer/{self._number}"
-            self._store.set(ask, sealed(self.memory.token, ask, json.dumps(request)))
-            answer = json.loads(opened(self.memory.token, answered, self._store.get(answered)))
+            token, question, reply = (
+                self.memory.token,
+                f"ask/{self._number}",
+                f"answer/{self._number}",
+            )
+            self._store.set(question, sealed(token, question, json.dumps(request)))
+            answer = json.loads(opened(token, reply, self._store.get(reply)))
         except (RuntimeError, ValueError) as error:
             raise InfrastructureFault(
                 f"the learner at {self.memory.store} did not answer: {error}"

@@ -1,5 +1,5 @@
-"""Load a policy version into SGLang: pause generation, move the weights (``sglang_transport``), prove
-that they arrived, name them, and continue. Adapters are small files and are loaded without a pause.
+"""Load a policy version into SGLang: pause generation, move the weights, prove that they arrived,
+name them, and continue. Adapters are small files and are loaded without a pause.
 
 Every server of one engine takes part in each step, and a step that fails on any server fails the
 update. Behind a router a server that fails is let go instead while another is left, and ``join``
@@ -37,7 +37,7 @@ _ADAPTERS_KEPT = 2
 """The newest adapter and the previous one, which requests that began earlier still use."""
 
 
-class Refused(Exception):
+class UpdateRefused(Exception):
     """The update was refused before anything changed."""
 
 
@@ -58,7 +58,7 @@ class Ready(msgspec.Struct, frozen=True):
             self.scratch.cleanup()
 
 
-class Weights:
+class SGLangWeights:
     """The weights of one engine's servers: ``start``, for each version ``prepare``, ``update`` and
     ``tidy``, then ``close``. adapter: the adapter of new requests, "" for none. named: the whole
     weights in force."""
@@ -106,7 +106,7 @@ class Weights:
         servers: list[Any] | None = None,
         config: SGLangConfig | None = None,
     ) -> Ready:
-        """Do all that can be done while requests go on. Raises Refused; nothing has changed."""
+        """Do all that can be done while requests go on. Raises UpdateRefused."""
         servers, config = servers or self.way.servers, config or self.config
         begun, folder, scratch, pulls = time.monotonic(), Path(request.path), None, {}
         try:
@@ -116,8 +116,8 @@ class Weights:
             )
             if chosen == "adapter" and self.facts.updated and self._whole is None:
                 raise InfrastructureFault(
-                    f"{self.way.name} holds weight version {self.facts.version} from before, but an adapter needs the base model's weights:"
-                    " start it anew"
+                    f"{self.way.name} holds weight version {self.facts.version} from before, but an"
+                    " adapter needs the base model's weights: start it anew"
                 )
             if chosen in ("adapter", "disk", "merged"):
                 await asyncio.to_thread(self._verify, folder, request.digest)
@@ -130,7 +130,7 @@ class Weights:
                     chosen, dict(zip(servers, facts, strict=True)), manifest, config
                 )
         except (InfrastructureFault, ValueError, OSError) as fault:
-            raise Refused(str(fault)) from None
+            raise UpdateRefused(str(fault)) from None
         return Ready(request, chosen, folder, pulls, scratch, begun)
 
     async def update(self, ready: Ready) -> tuple[int, str]:
@@ -146,26 +146,27 @@ class Weights:
         finally:
             ready.clean_up()
         seconds = time.monotonic() - ready.begun
-        adapter = request.digest if self.adapter else ""
+        adapter, mb = request.digest if self.adapter else "", size / 1e6
         proof = hashlib.sha256(f"{self._checksum}{adapter}".encode()).hexdigest()
         log.info(
-            "version %d by %s: %.1f MB in %.2f s (%.0f MB/s), generation paused for %.2f s, checksum %s",
-            request.version, chosen, size / 1e6, seconds, size / 1e6 / seconds, pause, proof[:16],
-        )  # fmt: skip
+            f"version {request.version} by {chosen}: {mb:.1f} MB in {seconds:.2f} s"
+            f" ({mb / seconds:.0f} MB/s), generation paused for {pause:.2f} s, checksum {proof[:8]}"
+        )
         return size, proof
 
     async def join(self, server: Any) -> str:
-        """Bring a new server to the version in force; say how. Raises Refused or a fault."""
+        """Bring a new server to the version in force; say how. Raises UpdateRefused or a fault."""
         (answer,) = await self._checksums([server])
-        checksum, how = _checksum(answer), "it holds it"
-        if set(_tensors(answer)) != self._tensors:
+        checksum, tensors, how = _checksum(answer), _tensors(answer), "it holds it"
+        if set(tensors) != self._tensors:
             raise InfrastructureFault(
-                f"{server.name} serves another model: {len(_tensors(answer))} tensors of other names"
+                f"{server.name} serves another model: {len(tensors)} tensors of other names"
             )
         if checksum != self._checksum:
             if self._whole is None:
                 raise InfrastructureFault(
-                    f"{server.name} holds other weights (checksum {checksum[:16]}) than the model of the run ({self._checksum[:16]}): start it with that model"
+                    f"{server.name} holds other weights (checksum {checksum[:16]}) than the model"
+                    f" of the run ({self._checksum[:16]}): start it with that model"
                 )
             # What it has cached is of other weights and must go, whatever ``pause`` says.
             config = msgspec.structs.replace(self.config, pause="retract")
@@ -191,10 +192,7 @@ class Weights:
     def _verify(self, folder: Path, expected: str) -> None:
         """Refuse what SGLang would not: damage, wrong shapes, missing or unknown names."""
         kind, path = weights.verified_file(folder, expected)
-        weights.check(kind, path, weights.BaseWeights(self.base).shapes())
-
-    # ------------------------------------------------------------------------------------------
-    # whole weights
+        weights.check(kind, path, weights.BaseWeights(self.base).shapes)
 
     async def _load_whole(
         self, ready: Ready, servers: list[Any], config: SGLangConfig
@@ -250,13 +248,15 @@ class Weights:
         if joining:
             if held != self._checksum:
                 raise InfrastructureFault(
-                    f"{servers[0].name} holds checksum {held[:16]} after the update, the others {self._checksum[:16]}"
+                    f"{servers[0].name} holds checksum {held[:16]} after the update, the others"
+                    f" {self._checksum[:16]}"
                 )
             return
         if held == self._checksum and request.digest != (self._whole.digest if self._whole else ""):
             if self._whole is not None:
                 raise InfrastructureFault(
-                    f"{self.way.name} reports success, but its weights are those from before version {request.version}"
+                    f"{self.way.name} reports success, but its weights are those from before"
+                    f" version {request.version}"
                 )
             log.warning(
                 "version %d did not change the weights that the servers started with",
@@ -264,11 +264,9 @@ class Weights:
             )
         if ready.chosen in ("disk", "merged") and self.facts.device == "cpu" and self.facts.tp == 1:
             path = ready.folder / published.FILES["full"]
+            dtype = _STORED.get(self.facts.dtype, "")
             for answer in answers:
-                checksums = answer["ranks"][0]["checksums"]
-                await asyncio.to_thread(
-                    _compare, path, checksums, _STORED.get(self.facts.dtype, "")
-                )
+                await asyncio.to_thread(_compare, path, _tensors(answer), dtype)
         self._checksum, self._whole, self.adapter = held, request, ""
 
     async def _checksums(self, servers: list[Any]) -> list[dict[str, Any]]:
@@ -278,22 +276,18 @@ class Weights:
         """Return the common checksum, else raise. Behind a router, let differing servers go."""
         sums = [_checksum(answer) for answer in answers]
         common = Counter(sums).most_common(1)[0][0] if sums else ""
+        pairs = list(zip(servers, sums, strict=True))
         if not common or (len(set(sums)) != 1 and not self.way.elastic):
-            listed = ", ".join(
-                f"{s.name}: {one[:16] or 'none'}" for s, one in zip(servers, sums, strict=True)
-            )
+            listed = ", ".join(f"{server.name}: {one[:16] or 'none'}" for server, one in pairs)
             raise InfrastructureFault(
                 f"servers of one engine hold different weights ({listed}): start them anew"
             )
-        for server, one in list(zip(servers, sums, strict=True)):
+        for server, one in pairs:
             if one != common:
                 reason = f"its weights have checksum {one[:16]}, most have {common[:16]}"
                 _lose(servers, server, reason)
         self._tensors = frozenset(_tensors(answers[sums.index(common)]))
         return common
-
-    # ------------------------------------------------------------------------------------------
-    # adapters
 
     async def _load_adapter(self, request: LoadRequest, folder: Path) -> int:
         """Load an adapter under a random name and return its bytes. Servers outlive actors and
@@ -306,8 +300,9 @@ class Weights:
         held = self._agreed(servers, await self._checksums(servers))
         if held != self._checksum:
             raise InfrastructureFault(
-                f"{self.way.name} holds other base weights (checksum {held[:16]}) than when this actor last saw them ({self._checksum[:16]}): was"
-                " it started anew with another model, or updated by somebody else? Start it with the run's model, then this actor"
+                f"{self.way.name} holds other base weights (checksum {held[:16]}) than when this"
+                f" actor last saw them ({self._checksum[:16]}): was it started anew with another"
+                " model, or updated by somebody else? Start it with the run's model"
             )
         self.adapter = name
         return size
@@ -315,36 +310,25 @@ class Weights:
     async def _unload(self, name: str) -> None:
         """Unload an adapter. A failure is only logged: an adapter costs only memory."""
         del self._adapters[name]
-        body, limit = {"lora_name": name}, self.config.update_timeout_s
-        calls = [s.call("/unload_lora_adapter", body, limit) for s in self.way.servers]
-        for outcome in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(outcome, InfrastructureFault):
-                log.warning("adapter %s stays loaded: %s", name, outcome)
-            elif isinstance(outcome, BaseException):
-                raise outcome
+        for server in self.way.servers:
+            try:
+                await self._all([server], "/unload_lora_adapter", {"lora_name": name})
+            except InfrastructureFault as fault:
+                log.warning("adapter %s stays loaded: %s", name, fault)
 
-    async def _all(
-        self, servers: list[Any], path: str, body: dict[str, Any]
-    ) -> list[dict[str, Any]]:
+    async def _all(self, servers: list[Any], path: str, body: dict[str, Any]) -> list[Any]:
         """Make the same call to every server at once, see ``_each``."""
-        return await self._each(
-            servers, lambda server: server.call(path, body, self.config.update_timeout_s)
-        )
+        limit = self.config.update_timeout_s
+        return await self._each(servers, lambda server: server.call(path, body, limit))
 
     async def _each(self, servers: list[Any], call: Callable[[Any], Awaitable[Any]]) -> list[Any]:
         """Return all answers. Behind a router, a server that fails is let go if one is left."""
         done = await asyncio.gather(*(call(server) for server in servers), return_exceptions=True)
-        failed = {
-            server: one
-            for server, one in zip(servers, done, strict=True)
-            if isinstance(one, BaseException)
-        }
-        for server, fault in failed.items():
-            if (
-                not self.way.elastic
-                or len(failed) == len(done)
-                or not isinstance(fault, InfrastructureFault)
-            ):
+        pairs = list(zip(servers, done, strict=True))
+        failed = [(server, one) for server, one in pairs if isinstance(one, BaseException)]
+        for server, fault in failed:
+            lasting = not self.way.elastic or len(failed) == len(done)
+            if lasting or not isinstance(fault, InfrastructureFault):
                 raise fault
             _lose(servers, server, str(fault))
         return [one for one in done if not isinstance(one, BaseException)]

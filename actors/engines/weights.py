@@ -24,7 +24,8 @@ def verified_file(folder: Path, expected: str) -> tuple[str, Path]:
     manifest = published.read(folder, expected)
     if not manifest.file:
         raise InfrastructureFault(
-            f"weights {folder} are only in the learner's memory: set learner.publish to 'file' or 'both'"
+            f"weights {folder} are only in the learner's memory: set learner.publish to 'file' or"
+            " 'both'"
         )
     path = folder / published.FILES[manifest.kind]
     try:
@@ -35,7 +36,8 @@ def verified_file(folder: Path, expected: str) -> tuple[str, Path]:
         ) from None
     if actual != expected:
         raise InfrastructureFault(
-            f"weights {folder}: digest {actual[:16]}, expected {expected[:16]}; the old weights stay in force"
+            f"weights {folder}: digest {actual[:16]}, expected {expected[:16]}; the old weights"
+            " stay in force"
         )
     return manifest.kind, path
 
@@ -80,29 +82,39 @@ def whole(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def check(kind: str, path: Path, held: dict[str, list[int]]) -> None:
     """Raises ValueError unless ``held`` has the name and shape of every weight in ``path``."""
-    if kind == "full":
-        with safe_open(path, framework="pt") as file:
-            shapes = {name: _shape(file, name) for name in file.keys()}  # noqa: SIM118
-    else:
-        shapes = adapter_targets(path)
+    shapes = shapes_of(path) if kind == "full" else adapter_targets(path)
     for name, shape in shapes.items():
         expected = held.get(name, "no such tensor")
         if expected != shape:
             raise ValueError(
-                f"{path}: tensor {name} {shape}, the model has {expected}: the weights belong to another model and none was loaded"
+                f"{path}: tensor {name} {shape}, the model has {expected}: the weights belong to"
+                " another model and none was loaded"
             )
 
 
+def shapes_of(path: Path) -> dict[str, list[int]]:
+    """Return the names and shapes of a file's tensors."""
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+
+
 def adapter_targets(path: Path) -> dict[str, list[int]]:
-    """Return names and shapes of the weights that an adapter changes. Raises ValueError."""
-    _check_plain(json.loads((path.parent / "adapter_config.json").read_bytes()), path)
-    with safe_open(path, framework="pt") as adapter:
-        shapes = {}
-        for name in adapter.keys():  # noqa: SIM118
-            if name.endswith("lora_A.weight"):
-                rows = _shape(adapter, name.replace("lora_A", "lora_B"))[0]
-                shapes[_target(name)] = [rows, _shape(adapter, name)[1]]
-        return shapes
+    """Return names and shapes of the weights that an adapter changes. Raises ValueError unless
+    the merged weights are base + lora_alpha / r * B A."""
+    settings = json.loads((path.parent / "adapter_config.json").read_bytes())
+    unmerged = {name: settings[name] for name in _UNMERGED if settings.get(name)}
+    if settings.get("bias", "none") != "none":
+        unmerged["bias"] = settings["bias"]
+    if unmerged:
+        raise ValueError(
+            f"{path}: adapter settings {unmerged} cannot be merged here: expected a plain LoRA"
+        )
+    shapes = shapes_of(path)
+    return {
+        _target(name): [shapes[name.replace("lora_A", "lora_B")][0], shape[1]]
+        for name, shape in shapes.items()
+        if name.endswith("lora_A.weight")
+    }
 
 
 @torch.inference_mode()
@@ -127,41 +139,20 @@ def _target(name: str) -> str:
 _UNMERGED = (
     "use_rslora", "use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save",
 )  # fmt: skip
-"""With one of these settings, merged weights are not base + lora_alpha / r * B A."""
-
-
-def _check_plain(settings: dict[str, Any], path: Path) -> None:
-    unmerged = {name: settings[name] for name in _UNMERGED if settings.get(name)}
-    if settings.get("bias", "none") != "none":
-        unmerged["bias"] = settings["bias"]
-    if unmerged:
-        raise ValueError(
-            f"{path}: adapter settings {unmerged} cannot be merged here: expected a plain LoRA"
-        )
-
-
-def _shape(file: Any, name: str) -> list[int]:
-    return file.get_slice(name).get_shape()
 
 
 class BaseWeights:
     """The tensors of a model folder by name. An open file would keep every page that was read."""
 
     def __init__(self, folder: Path):
+        self.shapes: dict[str, list[int]] = {}
         self._where: dict[str, Path] = {}
         for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                self._where |= dict.fromkeys(file.keys(), path)
+            shapes = shapes_of(path)
+            self.shapes |= shapes
+            self._where |= dict.fromkeys(shapes, path)
 
     def get(self, name: str) -> torch.Tensor:
-        """One tensor as stored."""
+        """Return one tensor as stored."""
         with safe_open(self._where[name], framework="pt") as file:
             return file.get_tensor(name)
-
-    def shapes(self) -> dict[str, list[int]]:
-        """The shapes of all tensors, by name."""
-        shapes = {}
-        for path in set(self._where.values()):
-            with safe_open(path, framework="pt") as file:
-                shapes |= {name: _shape(file, name) for name in file.keys()}  # noqa: SIM118
-        return shapes

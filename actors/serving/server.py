@@ -175,8 +175,9 @@ class Server:
 
         running = []
         for i, request in enumerate(requests):
-            on_top = None if on_grown is None else partial(grown, i * request.n)
-            running.append(asyncio.ensure_future(self.engine.generate(request, on_top=on_top)))
+            on_tokens = None if on_grown is None else partial(grown, i * request.n)
+            work = self.engine.generate(request, on_tokens=on_tokens)
+            running.append(asyncio.ensure_future(work))
         try:
             return await asyncio.gather(*running)
         finally:

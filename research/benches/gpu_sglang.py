@@ -227,7 +227,7 @@ def _sampled(answered: Answered) -> int:
 
 async def _flush(engine: SGLangEngine) -> None:
     for server in engine.way.servers:
-        await server.send("/flush_cache")
+        await server.client.send("POST", "/flush_cache", attempts=1)
 
 
 # ---------------------------------------------------------------------------------------------- the

@@ -463,7 +463,7 @@ async def test_tokens_are_told_as_they_come_in_order_and_before_the_result(llama
     told: dict[int, list[tuple[int, float]]] = {0: [], 1: [], 2: []}
     steps: list[int] = []
 
-    def on_tokens(index: int, tokens: list[int], logprobs: list[float]) -> None:
+    def on_tokens(index: int, tokens: list[int], logprobs: list[float], top: Any) -> None:
         told[index] += zip(tokens, logprobs, strict=True)
         steps.append(index)
         if len(steps) == 4:

@@ -20,7 +20,7 @@ from coppice.actors import worker
 from coppice.actors.config import ActorProcess, ActorsConfig
 from coppice.actors.engines import local, radix
 from coppice.actors.engines.local import LocalEngine
-from coppice.actors.engines.memory import Memory, Shelf
+from coppice.actors.engines.memory import KVMemory, Shelf
 from coppice.actors.engines.radix import RadixCache
 from coppice.actors.engines.thread import FAILED_STEPS
 from coppice.actors.serving.server import Server, runner
@@ -112,9 +112,9 @@ SIBLINGS = [GenerateRequest(np.concatenate([HEAD, ids(61, 3)]), 2, Sampling(6)) 
     ("owner", "name", "call"),
     [
         (Shelf, "resize", 1),  # the first starts
-        (Memory, "reserve", 2),  # the third starts, while the second waits for the first's prefix
+        (KVMemory, "reserve", 2),  # the third starts, while the second waits for the first's prefix
         (LocalEngine, "_forward", 3),  # samples decode
-        (Memory, "keep", 1),  # a prompt is whole
+        (KVMemory, "keep", 1),  # a prompt is whole
         (LocalEngine, "_leave", 2),  # a sample is done
     ],
 )
@@ -159,7 +159,7 @@ async def test_tokens_of_a_step_that_failed_are_not_told_after_the_failure(
     monkeypatch.setattr(engine, "_finish", failing_once(engine._finish, RuntimeError("no memory")))
     with pytest.raises(InfrastructureFault):
         await engine.generate(
-            GenerateRequest(ids(1, 5), 2, Sampling(3)), lambda index, tokens, _: told.append(index)
+            GenerateRequest(ids(1, 5), 2, Sampling(3)), lambda index, *_: told.append(index)
         )
     await engine.generate(GenerateRequest(ids(1, 5), 1, Sampling(3)), lambda *_: None)
     assert told == []
@@ -181,7 +181,7 @@ async def test_whatever_fails_and_wherever_every_request_is_answered_rightly_or_
         return failing
 
     places = [
-        (Shelf, "resize"), (Shelf, "put"), (Shelf, "drop"), (Memory, "reserve"), (Memory, "keep"),
+        (Shelf, "resize"), (Shelf, "put"), (Shelf, "drop"), (KVMemory, "reserve"), (KVMemory, "keep"),
         (radix, "_part"), (RadixCache, "match"), (LocalEngine, "_forward"), (local, "pick"),
     ]  # fmt: skip
     with monkeypatch.context() as patched:

@@ -168,19 +168,20 @@ def test_sglang_is_sent_one_placeholder_per_picture_and_must_have_read_the_trees
     settings = SGLangConfig(way="url", urls=["http://127.0.0.1:1"])
     engine = SGLangEngine(str(seeing), ActorsConfig(max_context=256, sglang=settings))
     request = asked(1, 2, 1)
-    body = engine._body(request, ["a", "b"])
-    (ids, again), (images, _) = body["input_ids"], body["image_data"]
-    assert ids == again
+    bodies = engine._bodies(request)
+    body = bodies[0]
+    ids, images = body["input_ids"], body["image_data"]
+    assert ids == bodies[1]["input_ids"]
     assert ids == [*range(5), 260, 262, 261, 50, 260, 262, 261, 51, 260, 262, 261, 52, 7, 8]
     assert [base64.b64decode(one.partition(",")[2]) for one in images] == [
         PICTURES[n] for n in (1, 2, 1)
     ]
     assert body["return_prompt_token_ids"]
-    assert "image_data" not in engine._body(asked(), ["a", "b"])
+    assert "image_data" not in engine._bodies(asked())[0]
     read = np.where(request.tokens < 0, 262, request.tokens).tolist()
     engine._check_read(request, [{"prompt_token_ids": read}])
     for wrong in (read[1:], [9, *read[1:]], None):
         with pytest.raises(InfrastructureFault, match="expected the 32 of the tree"):
             engine._check_read(request, [{"prompt_token_ids": wrong}])
     with pytest.raises(DataFault, match="expected 2 x 2"):
-        engine._body(msgspec.structs.replace(asked(1), images={1: PICTURES[2]}), ["a", "b"])
+        engine._bodies(msgspec.structs.replace(asked(1), images={1: PICTURES[2]}))

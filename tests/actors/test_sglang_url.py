@@ -71,13 +71,13 @@ async def test_a_model_that_cannot_be_read_leaves_no_session_open(
     engine = SGLangEngine("no model folder", ActorsConfig(sglang=settings))
     way: Any = engine.way
 
-    async def healthy() -> bool:
+    async def answers(path: str) -> bool:
         return True
 
     async def workers() -> None: ...
 
-    monkeypatch.setattr(way.front, "healthy", healthy)
+    monkeypatch.setattr(way.front, "answers", answers)
     monkeypatch.setattr(way.front, "workers", workers)
     with pytest.raises(InfrastructureFault):
         await engine.start()
-    assert way.front._client._session.closed
+    assert way.front.client._session.closed

@@ -99,7 +99,8 @@ class Stage(Staged):
         own = {name: options.pop(name) for name in [*options] if name in OPTIONS}
         self.options, text = {"k": 3, **own}, Text(str(llama))
         world = Services(text, script, invalid), SearchQA("short", 1), TASK
-        settings = SchedulerConfig(**{"budget": 2} | options)
+        own_settings: dict[str, Any] = {"budget": 2} | options
+        settings = SchedulerConfig(**own_settings)
         super().__init__(tmp_path / "journal", text, *world, settings)
         self.context = self.anew(seed=0)
 

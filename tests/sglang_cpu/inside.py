@@ -32,13 +32,11 @@ class Patient(SGLangEngine):
     """Mixes versions for certain: samples do not end before all their tokens are there, and
     ``sampling`` tells when some are."""
 
-    def _body(self, request: GenerateRequest, names: list[str]) -> dict[str, Any]:
-        body = super()._body(request, names)
-        if request.n == ACROSS:
-            body["sampling_params"] = [
-                one | {"ignore_eos": True} for one in body["sampling_params"]
-            ]
-        return body
+    def _bodies(self, request: GenerateRequest) -> list[dict[str, Any]]:
+        bodies = super()._bodies(request)
+        for body in bodies if request.n == ACROSS else []:
+            body["sampling_params"]["ignore_eos"] = True
+        return bodies
 
     async def sampling(self, held: int) -> None:
         """Wait until SGLang holds so many tokens of running requests."""

@@ -76,7 +76,10 @@ def sections(thing: griffe.Object, docstring: str) -> list[griffe.DocstringSecti
         ]
         docstring, descriptions = described(docstring, [field.name for field in own])
         for field in own:
-            described_here = field.docstring.value if field.docstring else ""
+            # a subclass has the fields of its base, whose docstrings became rows already
+            described_here = (
+                field.docstring.value if field.docstring else field.extra["row"].get("is", "")
+            )
             if field.name in descriptions or field.annotation:
                 table.append(
                     _row(
@@ -86,6 +89,7 @@ def sections(thing: griffe.Object, docstring: str) -> list[griffe.DocstringSecti
                         descriptions.get(field.name, described_here),
                     )
                 )
+                field.extra["row"]["is"] = described_here
                 field.docstring = None  # the row says it
     title = "Parameters:" if isinstance(thing, griffe.Function) else "Fields:"
     text = griffe.DocstringSectionText(readable(docstring))

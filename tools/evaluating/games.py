@@ -133,7 +133,7 @@ def parser() -> argparse.ArgumentParser:
         EXAMPLES,
         "coppice evaluate ENV PLAYER [options]",
     )
-    games = f"one of {', '.join(registry.KNOWN)}, or module:Class"
+    games = f"one of {', '.join(registry.BUILT_IN)}, or module:Class"
     parser.add_argument("environment", metavar="ENV", help=games)
     one = parser.add_argument_group("player").add_mutually_exclusive_group(required=True)
     add = one.add_argument

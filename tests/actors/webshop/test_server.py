@@ -68,7 +68,8 @@ class Handler(BaseHTTPRequestHandler):
                 f"<!-- note --><h4>Instruction: <br>{html.escape(goal.instruction)}</h4>"
             )
             body += "".join(self._shown(piece, session, place) for piece in pieces(STORE, place))
-        return self.wfile.write(body.encode()) and None
+        self.wfile.write(body.encode())
+        return None
 
     def _address(self, session: str, place: StorePlace, kind: str = "at") -> str:
         if place == StorePlace():

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from coppice.actors.engines.base import OnTokens
 from coppice.actors.engines.endpoint import EndpointEngine, EndpointText
 from coppice.common.http import Reached
 from coppice.wire.faults import DataFault
@@ -37,12 +36,10 @@ class ChatEngine(EndpointEngine):
         super().__init__(endpoint)
         self.text = ChatText()
 
-    async def generate(
-        self, request: GenerateRequest, on_tokens: OnTokens | None = None
-    ) -> GenerateResult:
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
         """See ``EndpointEngine.generate``. If the prefix opens a forced answer, the opening is
         removed from the reply."""
-        result = await super().generate(request, on_tokens)
+        result = await super().generate(request)
         forced = self.text.decode(request.tokens).endswith(_OPENING)
         samples = [self._own(sample, forced) for sample in result.samples]
         return msgspec.structs.replace(result, samples=samples)
