@@ -27,19 +27,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from coppice.common.process import die_with
+from coppice.tools.launching.processes import process_variables
 
 ROOT = Path(__file__).parent.parent
 _POLL_S = 0.02
 _TITLE = 1000
 """Bytes of the server's command line, in which forks write theirs."""
-_WHEN_LOADED = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONUNBUFFERED": "1",
-    "MALLOC_ARENA_MAX": "2",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-}
+_WHEN_LOADED = process_variables(1) | {"MALLOC_ARENA_MAX": "2"}
 """Libraries read these when they are loaded, which happens once for all forks. With one thread the
 server starts no pool of threads, which a fork would not have."""
 _MODULES = (
@@ -75,7 +69,8 @@ class Fork:
     ):
         self.returncode: int | None = None
         self.stdout: IO[bytes] | None = None
-        reading, writing = os.pipe() if stdout == subprocess.PIPE else (-1, stdout.fileno())  # pyright: ignore
+        piped = stdout == subprocess.PIPE
+        reading, writing = os.pipe() if piped else (-1, stdout.fileno())  # pyright: ignore
         errors = writing if stderr == subprocess.STDOUT else stderr.fileno()  # pyright: ignore
         sys.stdout.flush()
         self.pid = os.fork()
@@ -206,7 +201,8 @@ def _launch(arguments: Sequence[str], cwd: str, begin: str) -> None:
         if [*command[:2]] == [sys.executable, "-m"] and command[2] in _MODULES:
 
             def work() -> None:
-                subprocess.Popen, multiprocessing.get_context = popen, get_context  # pyright: ignore
+                subprocess.Popen = popen  # pyright: ignore[reportAttributeAccessIssue]
+                multiprocessing.get_context = get_context  # pyright: ignore
                 _become(*command[2:], begin=begin)
 
             return Fork(work, **options)

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
@@ -47,13 +47,8 @@ class Run:
         begin: str = "",
         cwd: Path = ROOT,
     ):
-        self.config, self.folder, self.server, self.begin, self.cwd = (
-            config,
-            folder,
-            server,
-            begin,
-            cwd,
-        )
+        self.config, self.folder, self.server = config, folder, server
+        self.begin, self.cwd = begin, cwd
         self.homes = [shards.folder(folder, number) for number in range(schedulers)]
         self.out = folder.with_name(f"{folder.name}.out")
         self.launches = 0
@@ -82,15 +77,9 @@ class Run:
                 return
             self.launcher = subprocess.Popen(
                 [sys.executable, "-c", _LAUNCH, *arguments],
-                cwd=self.cwd,
-                env=environment,
-                stdout=out,
-                stderr=subprocess.STDOUT,
+                cwd=self.cwd, env=environment, stdout=out, stderr=subprocess.STDOUT,
                 start_new_session=True,
-            )
-
-    # ------------------------------------------------------------------------------------------
-    # what is seen
+            )  # fmt: skip
 
     def said(self) -> str:
         """What the launcher has said since its last launch."""
@@ -129,27 +118,23 @@ class Run:
                     lines.append(line)
         return lines
 
-    # ------------------------------------------------------------------------------------------
-    # what is awaited and done
-
     def wait(
         self, condition: Callable[[], Any], awaited: str, patience_s: float = PATIENCE_S
     ) -> None:
-        """Wait until ``condition`` holds. Raises Lost when the launcher ends or the patience does."""
+        """Wait until ``condition`` holds. Raises Lost at the end of launcher or patience."""
         end = time.monotonic() + patience_s
         while not condition():
-            if self.launcher.poll() is not None:
-                raise Lost(
-                    f"the run ended with status {self.launcher.poll()} before {awaited}:\n{self.said()[-3000:]}"
-                )
+            if (status := self.launcher.poll()) is not None:
+                self._lost(f"the run ended with status {status} before {awaited}")
             if time.monotonic() > end:
-                raise Lost(
-                    f"{awaited} did not come within {patience_s:.0f} s:\n{self.said()[-3000:]}"
-                )
+                self._lost(f"{awaited} did not come within {patience_s:.0f} s")
             time.sleep(_LOOK_S)
 
+    def _lost(self, what: str) -> NoReturn:
+        raise Lost(f"{what}:\n{self.said()[-5000:]}") from None
+
     def moved(self, updates: int = 1) -> None:
-        """Wait until so many more updates have been made."""
+        """Wait until ``updates`` more updates have been made."""
         mark = self.version() + updates
         self.wait(lambda: self.version() >= mark, f"version {mark}")
 
@@ -158,9 +143,7 @@ class Run:
         try:
             status = self.launcher.wait(patience_s)
         except subprocess.TimeoutExpired:
-            raise Lost(
-                f"the launcher did not end within {patience_s:.0f} s:\n{self.said()[-3000:]}"
-            ) from None
+            self._lost(f"the launcher did not end within {patience_s:.0f} s")
         end = time.monotonic() + 60
         while left := self.alive():
             if time.monotonic() > end:
@@ -171,7 +154,7 @@ class Run:
     def finish(self, status: int = 0) -> str:
         """Wait for the end, which must have this status, and return what the launcher said."""
         if (ended := self.ended()) != status:
-            raise Lost(f"status {ended}, expected {status}:\n{self.said()[-5000:]}")
+            self._lost(f"status {ended}, expected {status}")
         return self.said()
 
     def kill_all(self) -> None:
@@ -189,18 +172,14 @@ class Run:
             self.launcher.kill()
             self.launcher.wait()
 
-    # ------------------------------------------------------------------------------------------
-    # what it leaves
-
     def summary(self) -> dict[str, Any]:
         """The run's summary.json."""
         return json.loads((self.folder / "summary.json").read_text())
 
     def records(self) -> list[dict[str, float]]:
         """The run's records."""
-        return [
-            json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()
-        ]
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
 
     def trained(self) -> list[dict[str, float]]:
         """The records of updates that had a gradient."""

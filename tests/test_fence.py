@@ -114,43 +114,14 @@ def imported(path: Path, paths: dict[str, Path]) -> set[str]:
 
 def test_reading_a_config_imports_nothing_that_computes() -> None:
     code = (
-        "import sys; from coppice.tools.launching.config import DEFAULT_CONFIG, load; load(DEFAULT_CONFIG, []);"
+        "import sys; from coppice.tools.launching.config import DEFAULT_CONFIG, load;"
+        " load(DEFAULT_CONFIG, []);"
         " sys.exit(str(sorted({'torch', 'faiss', 'peft', 'transformers'} & set(sys.modules))))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True
     )
     assert done.stderr.strip() == "[]"
-
-
-def test_nothing_is_pickled_and_no_model_text_is_evaluated() -> None:
-    banned = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
-    calls = {
-        "eval",
-        "exec",
-        "recv_pyobj",
-        "send_pyobj",
-        "broadcast_object_list",
-        "all_gather_object",
-        "scatter_object_list",
-    }
-    for room in ROOMS:
-        for path in modules(room):
-            assert not {name.split(".")[0] for name in imports(path)} & banned, path
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Call):
-                    name = (
-                        node.func.attr
-                        if isinstance(node.func, ast.Attribute)
-                        else getattr(node.func, "id", "")
-                    )
-                    owner = getattr(getattr(node.func, "value", None), "id", "")
-                    # torch.nn.Module.eval()
-                    plain_eval = name == "eval" and isinstance(node.func, ast.Attribute)
-                    assert name not in calls or plain_eval, f"{path}:{node.lineno} {name}"
-                    assert (owner, name) not in {("torch", "load"), ("torch", "save")}, (
-                        f"{path}:{node.lineno}"
-                    )
 
 
 def test_the_scheduler_never_imports_torch() -> None:

@@ -20,26 +20,20 @@ from coppice.wire.published import inside
 ROOT = Path(__file__).parent.parent
 SECRET = "planted-6f1c0b7e4d2a"
 JUDGED = [
-    'judges.use.slate={ endpoint = { url = "http://127.0.0.1:9/v1", model = "m", api_key_env = "PLANTED_KEY" } }',
+    'judges.use.slate.endpoint={ url = "http://h/v1", model = "m", api_key_env = "PLANTED_KEY" }',
     "judges.use.exact_match={}",
     "scheduler.judge=slate",
 ]
 
 
 def plan(run: Path) -> list[PlannedProcess]:
-    return processes.make(
-        config.load(config.DEFAULT_CONFIG, JUDGED),
-        Assets("MODEL", "TRAIN", "HELDOUT", "INDEX"),
-        run,
-    )
+    assets = Assets("MODEL", "TRAIN", "HELDOUT", "INDEX")
+    return processes.make(config.load(config.DEFAULT_CONFIG, JUDGED), assets, run)
 
 
 def holding(folder: Path) -> list[Path]:
-    return [
-        path
-        for path in folder.rglob("*")
-        if path.is_file() and SECRET.encode() in path.read_bytes()
-    ]
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return [path for path in files if SECRET.encode() in path.read_bytes()]
 
 
 @pytest.mark.slow
@@ -79,7 +73,8 @@ class _Waiting(subprocess.Popen):  # pyright: ignore[reportMissingTypeArgument]
 
 def test_a_plain_key_is_no_setting_anywhere() -> None:
     for key in ("api_key", "key", "token"):
-        settings = f'judges.use.slate={{ endpoint = {{ url = "http://h/v1", model = "m", {key} = "{SECRET}" }} }}'
+        endpoint = f'{{ url = "http://h/v1", model = "m", {key} = "{SECRET}" }}'
+        settings = f"judges.use.slate.endpoint={endpoint}"
         overrides = [settings, "scheduler.judge=slate", "judges.use.exact_match={}"]
         with pytest.raises(config.ConfigError, match=f"`{key}`|'{key}'") as error:
             config.load(config.DEFAULT_CONFIG, overrides)
@@ -102,8 +97,9 @@ def test_a_path_in_a_message_cannot_leave_the_run_folder(tmp_path: Path) -> None
     beside.mkdir()
     assert inside(run, str(good)) == str(good)
     for path in (
-        "/etc/passwd", str(good / ".." / ".." / ".." / "x"), "../x", "", str(run / "weights"), str(run / "weights" / "link" / "ssh"),
-        str(run / "weights" / "link"), str(beside), str(run / "keys"),
+        "/etc/passwd", str(good / ".." / ".." / ".." / "x"), "../x", "", str(run / "weights"),
+        str(run / "weights" / "link" / "ssh"), str(run / "weights" / "link"), str(beside),
+        str(run / "keys"),
     ):  # fmt: skip
         with pytest.raises(InfrastructureFault, match="are refused: expected a folder inside"):
             inside(run, path)

@@ -90,10 +90,10 @@ def main() -> int:
         parser().print_help()
         return 0
     checks, failed = steps(arguments), list[str]()
-    beside = start("pyright", checks.pop("pyright"), subprocess.PIPE)
+    types = start("pyright", checks.pop("pyright"), subprocess.PIPE)
     for name, command in checks.items():
         failed += finish(name, start(name, command))
-    failed += finish("pyright", beside)
+    failed += finish("pyright", types)
     if failed:
         print(f"failed: {', '.join(failed)}")
     return int(bool(failed))

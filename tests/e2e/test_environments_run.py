@@ -31,7 +31,8 @@ def shown(run: Run, capsys: pytest.CaptureFixture[str], *options: str) -> str:
 # Tic-Tac-Toe
 
 GAME = (
-    "data.options={ prompt = 'tictactoe_compact', opponents = { tictactoe_minimax = 0.5, random = 0.5 } }",
+    "data.options.prompt=tictactoe_compact",
+    "data.options.opponents={ tictactoe_minimax = 0.5, random = 0.5 }",
     "scheduler.judge=tictactoe",
     "judges.use={ tictactoe = { kind = 'minimax' }, tictactoe_minimax = {} }",
     "scheduler.max_action_tokens=3",

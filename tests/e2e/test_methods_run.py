@@ -73,7 +73,7 @@ def test_a_tree_method_trains_on_all_its_leaves(
     assert max(gaps) < 1e-3  # copied log-probabilities are those of the tokens they belong to
 
 
-def test_ppr_gives_every_turn_but_the_last_a_valid_process_reward_and_its_critic_learns_through_kill_9(
+def test_ppr_rewards_every_turn_but_the_last_and_its_critic_learns_through_kill_9(
     searching: Path, launch: Callable[..., Run], tmp_path: Path
 ) -> None:
     """Rounds of search are judged by a language model that the run serves itself, held to its

@@ -45,7 +45,8 @@ def report(run: Run) -> Health:
 def test_a_judge_in_an_endless_loop_is_diagnosed_and_replaced_and_the_run_ends_well(
     searching: Path, tmp_path: Path, launch: Callable[..., Run]
 ) -> None:
-    use = f"judges.use={{ 'tests.e2e.hanging:Hanging' = {{ gate = '{tmp_path}/gate' }}, slate_rules = {{}} }}"
+    hanging = f"'tests.e2e.hanging:Hanging' = {{ gate = '{tmp_path}/gate' }}"
+    use = f"judges.use={{ {hanging}, slate_rules = {{}} }}"
     run = launch(searching, *QUICK, use, "scheduler.updates=2")
     out = run.finish()
     line, *_ = [line for line in out.splitlines() if line.startswith("judges: ")]

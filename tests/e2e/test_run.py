@@ -131,15 +131,14 @@ def test_checkpoints_without_a_journal_end_the_run_at_once_with_cause_remedy_and
     run = launch(searching)
     out = run.finish(1)
     cause, remedy, log = out.strip().splitlines()[-3:]
-    assert cause.startswith(
-        f"scheduler failed: {run.folder} holds weights of version 1 and an empty journal"
-    ), out
+    holds = f"{run.folder} holds weights of version 1 and an empty journal"
+    assert cause.startswith(f"scheduler failed: {holds}"), out
     assert remedy.startswith("remedy: mend what the cause names")
     assert log == f"log: {run.folder}/logs/scheduler.log"
     assert "resuming" not in out
 
 
-def test_policy_critic_and_reward_model_train_on_sharded_ranks_and_survive_kill_9_and_a_damaged_checkpoint(
+def test_three_models_train_on_sharded_ranks_and_survive_kill_9_and_a_damaged_checkpoint(
     searching: Path, launch: Callable[..., Run]
 ) -> None:
     run = launch(

@@ -90,26 +90,24 @@ def arm(point: str) -> None:
 def processes(folder: Path, plan: Plan) -> tuple[SchedulerProcess, ActorProcess, LearnerProcess]:
     """The process files of the run's three parts."""
     settings = SchedulerConfig(
-        strategy="full", strategy_options={"k": 3}, judge="none", updates=UPDATES, questions_per_update=QUESTIONS,
-        max_staleness=plan.staleness, max_action_tokens=3, evaluation=EvaluationConfig(questions=0),
+        strategy="full", strategy_options={"k": 3}, judge="none", updates=UPDATES,
+        questions_per_update=QUESTIONS, max_staleness=plan.staleness, max_action_tokens=3,
+        evaluation=EvaluationConfig(questions=0),
     )  # fmt: skip
     options = {"prompt": "tictactoe_compact", "opponents": {"random": 1.0}}
     scheduler = SchedulerProcess(
-        "scheduler", str(folder), 0, plan.model, "tests.games:AnyText", options, "", "", 1, [], 16, settings, 96,
-        deterministic=plan.deterministic,
+        "scheduler", str(folder), 0, plan.model, "tests.games:AnyText", options, "", "", 1, [], 16,
+        settings, 96, deterministic=plan.deterministic,
     )  # fmt: skip
     actors = ActorsConfig(dtype="float32", kv_cache_gib=0.01, max_context=96)
     config = LearnerConfig(
-        count=1, scheme="grpo", scheme_options={"column": "outcome"}, lr=1e-2, kl_coef=0.01, dtype="float32",
-        lora=LoraConfig(4, 8.0), checkpoint_every=plan.checkpoint_every,
+        count=1, scheme="grpo", scheme_options={"column": "outcome"}, lr=1e-2, kl_coef=0.01,
+        dtype="float32", lora=LoraConfig(4, 8.0), checkpoint_every=plan.checkpoint_every,
     )  # fmt: skip
-    return (
-        scheduler,
-        ActorProcess(
-            "actor-0", str(folder), 0, plan.model, actors, deterministic=plan.deterministic
-        ),
-        LearnerProcess("learner", str(folder), 0, plan.model, QUESTIONS, 1.0, config),
-    )
+    repeats = plan.deterministic
+    actor = ActorProcess("actor-0", str(folder), 0, plan.model, actors, deterministic=repeats)
+    learner = LearnerProcess("learner", str(folder), 0, plan.model, QUESTIONS, 1.0, config)
+    return scheduler, actor, learner
 
 
 async def live(folder: Path, plan: Plan) -> None:

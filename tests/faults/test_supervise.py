@@ -95,10 +95,6 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-# ------------------------------------------------------------------------------------------------
-# errors and deaths of vital processes
-
-
 def test_an_error_before_the_first_checkpoint_ends_the_run_with_cause_remedy_and_log(
     crew: Callable[..., Crew], tmp_path: Path
 ) -> None:
@@ -131,7 +127,8 @@ def test_a_kill_is_resumed_and_the_run_ends_as_if_it_had_not_been(
     told = {"scheduler": STAYS * 2, "learner_0": STAYS, "learner_1": STAYS}
     told[victim] = kills if victim == "scheduler" else [*kills, *STAYS]
     told["scheduler"] = [*told["scheduler"], ["ready", "leave"]]
-    line = f"{victim.replace('_', '-')}: {KILLED}, most likely by the system for want of memory; resuming the run in "
+    cause = f"{KILLED}, most likely by the system for want of memory"
+    line = f"{victim.replace('_', '-')}: {cause}; resuming the run in "
     assert crew(**told).ends(0).count(line) == 2
 
 
@@ -190,10 +187,6 @@ def test_a_rank_that_dies_before_the_training_began_leaves_the_start_of_the_othe
     assert (tmp_path / "ranks-0").exists() == (starts == 2)
 
 
-# ------------------------------------------------------------------------------------------------
-# workers
-
-
 def test_a_worker_is_started_again_until_it_dies_too_often(crew: Callable[..., Crew]) -> None:
     made = crew(scheduler=STAYS, learner_0=STAYS, actor_0=[["engine gone"]])
     said = made.ends(1)
@@ -234,10 +227,6 @@ def test_a_process_that_is_stopped_is_told_so_killed_and_started_again(
     assert (failure.process, failure.then.partition(" in ")[0]) == (name, then)
 
 
-# ------------------------------------------------------------------------------------------------
-# several schedulers
-
-
 def test_a_further_scheduler_that_is_killed_is_started_again_and_nothing_else_is(
     crew: Callable[..., Crew],
 ) -> None:
@@ -263,10 +252,6 @@ def test_a_shard_that_has_finished_is_not_missed_and_the_run_ends_with_the_last_
     last = [["ready", "wait", "leave"]]
     made = crew(scheduler=[["ready", "leave"]], scheduler_1=last, learner_0=STAYS, actor_1=STAYS)
     assert "it left" not in made.ends(0)
-
-
-# ------------------------------------------------------------------------------------------------
-# the end
 
 
 def test_everything_killed_at_once_is_resumed(crew: Callable[..., Crew]) -> None:

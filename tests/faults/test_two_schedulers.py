@@ -27,7 +27,7 @@ OTHERS = ("scheduler", "learner-0", "actor-0", "actor-1", "judges-1", "retriever
 
 def paused(run: Struck, wanted: bool) -> None:
     """Wait until both schedulers say that they are paused, or that they are not."""
-    run.wait(lambda: all(health.read(home).paused == wanted for home in run.homes), "the pause", 20)  # pyright: ignore
+    run.wait(lambda: {one.paused for one in health.read_all(run.folder)} == {wanted}, "pause", 20)
 
 
 def scraped(run: Struck, *samples: str) -> None:
@@ -112,7 +112,10 @@ def test_every_task_of_both_is_trained_once_within_the_bound(
     updates = max(version for version in trained[0] if version is not None)
     assert updates >= 15
     assert trained == [dict.fromkeys(range(1, updates + 1), 2)] * 2
-    groups = {g: v for journal, rows in zip(journals, trees, strict=True) for tree in rows for g, v in journal.groups(tree.id)}  # fmt: skip
+    groups: dict[int, int | None] = {}
+    for journal, rows in zip(journals, trees, strict=True):
+        for tree in rows:
+            groups |= journal.groups(tree.id)
     assert frontier.read(run, updates).groups() == groups
 
 

@@ -201,7 +201,8 @@ async def test_the_launchers_process_serves_built_in_and_own_judges(tmp_path: Pa
         "class Fixed(Judge):\n"
         "    name, columns = 'fixed', ('outcome',)\n"
         "    def __init__(self, value): self.value = value\n"
-        "    async def score(self, turns): return [Judgement({'outcome': self.value}) for _ in turns]\n"
+        "    async def score(self, turns):\n"
+        "        return [Judgement({'outcome': self.value}) for _ in turns]\n"
     )
     judges = {"exact_match": {}, "own:Fixed": {"value": 0.25}}
     process = JudgeProcess("judges", str(tmp_path), judges)

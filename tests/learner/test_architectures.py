@@ -85,6 +85,7 @@ LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8, "v_head_dim": 8,
 }  # fmt: skip
+MAMBA: dict[str, Any] = {"hybrid_override_pattern": "M*"}
 WIDTH: dict[str, Any] = {"head_dim": 8}
 SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 32}
 CONFIGS: dict[str, Any] = {
@@ -121,7 +122,7 @@ CONFIGS: dict[str, Any] = {
         **SHAPE, layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_state=8,
         num_local_experts=0, shared_intermediate_size=64,
     ),
-    "nemotron_h": NemotronHConfig(**(SHAPE | {"hybrid_override_pattern": "M*"})),
+    "nemotron_h": NemotronHConfig(**(SHAPE | MAMBA)),
     "gpt_oss": GptOssConfig(**SHAPE, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
     "gemma2": Gemma2Config(**SHAPE, head_dim=8),
     "cohere": CohereConfig(**SHAPE),

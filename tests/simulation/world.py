@@ -51,7 +51,7 @@ TEXTS = (
 
 
 class Killed(SystemExit):
-    """The scheduler dies here. A SystemExit leaves the event loop at once, wherever it is raised."""
+    """The scheduler dies here. A SystemExit leaves the event loop at once."""
 
 
 class History:

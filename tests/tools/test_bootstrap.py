@@ -10,45 +10,38 @@ import tempfile
 import venv
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coppice.tools import bootstrap
 from coppice.tools.bootstrap import ROOT
 
-SHOW = "import os; print(os.environ['ONEDNN_PRIMITIVE_CACHE_CAPACITY'], os.environ['LRU_CACHE_CAPACITY'])"
+ONEDNN, LRU = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"
 
 
-def test_every_process_of_a_tool_inherits_the_limits_of_the_kernel_caches_and_the_users_own_values() -> (
-    None
-):
-    tool = f"import subprocess, sys; from coppice.tools.bootstrap import ensure; ensure(); subprocess.run([sys.executable, '-c', {SHOW!r}])"
-    shell = {
-        name: value
-        for name, value in os.environ.items()
-        if name != "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
-    }
-    shell |= {"LRU_CACHE_CAPACITY": "7", "COPPICE_VENV": sys.prefix}
-    started = subprocess.run(
-        [sys.executable, "-c", tool],
-        cwd=ROOT,
-        env=shell,
-        capture_output=True,
-        text=True,
-        check=True,
+def started(*command: str | Path, **given: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, **given)
+
+
+def test_every_process_inherits_the_limits_of_the_kernel_caches_and_the_users_own_values() -> None:
+    show = f"import os; print(os.environ['{ONEDNN}'], os.environ['{LRU}'])"
+    tool = (
+        "import subprocess, sys; from coppice.tools.bootstrap import ensure; ensure();"
+        f"subprocess.run([sys.executable, '-c', {show!r}])"
     )
-    assert started.stdout == "32 7\n"
+    shell = os.environ | {LRU: "7", "COPPICE_VENV": sys.prefix}
+    shell.pop(ONEDNN, None)
+    assert started(sys.executable, "-c", tool, cwd=ROOT, env=shell).stdout == "32 7\n"
 
 
 @pytest.mark.parametrize("tool", ["launch", "dump"])
 def test_the_tools_start_where_python_does_not_put_a_scripts_folder_on_its_path(tool: str) -> None:
     shell = os.environ | {"PYTHONSAFEPATH": "1", "COPPICE_VENV": sys.prefix}
     shell.pop("PYTHONPATH", None)
-    started = subprocess.run(
-        [str(ROOT / "tools" / tool), "--help"], cwd="/", env=shell, capture_output=True, text=True
-    )
-    assert started.returncode == 0, started.stderr
-    assert "usage: " in started.stdout
+    done = started(ROOT / "tools" / tool, "--help", cwd="/", env=shell)
+    assert done.returncode == 0, done.stderr
+    assert "usage: " in done.stdout
 
 
 @pytest.mark.parametrize(("tool", "said"), [("test", "--quick"), ("launch", "module")])
@@ -60,40 +53,33 @@ def test_a_help_installs_nothing(tool: str, said: str, packages: list[str], tmp_
     before = sorted(tmp_path.rglob("*"))
     shell = os.environ | {"COPPICE_VENV": str(tmp_path / "venv"), "PYTHONDONTWRITEBYTECODE": "1"}
     # -S: without the packages of this environment
-    command = [sys.executable, "-S", ROOT / "tools" / tool, "--help"]
-    started = subprocess.run(command, env=shell, capture_output=True, text=True)
-    assert (started.returncode, started.stderr) == (0, "")
-    assert said in started.stdout
+    done = started(sys.executable, "-S", ROOT / "tools" / tool, "--help", env=shell)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert said in done.stdout
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_tool_starts_alike_with_a_closed_stdin_a_plain_ascii_shell_and_a_proxy() -> None:
     show = (
         "import os, sys; from coppice.tools.bootstrap import ensure; ensure();"
-        "print(os.readlink('/proc/self/fd/0'), open(sys.argv[1]).read(), os.environ['no_proxy'], os.environ['NO_PROXY'])"
+        "print(os.readlink('/proc/self/fd/0'), open(sys.argv[1]).read(),"
+        " os.environ['no_proxy'], os.environ['NO_PROXY'])"
     )
     shell = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
+    shell |= {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     shell |= {
-        "LC_ALL": "C",
-        "PYTHONCOERCECLOCALE": "0",
-        "PYTHONUTF8": "0",
         "PYTHONIOENCODING": "ascii",
+        "COPPICE_VENV": sys.prefix,
+        "COPPICE_EXTRA": "cpu",
+        "NO_PROXY": "inside.example",
     }
-    shell |= {"COPPICE_VENV": sys.prefix, "COPPICE_EXTRA": "cpu", "NO_PROXY": "inside.example"}
     with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
         file.write("0.8 ±0.1")
         file.flush()
-        command = [sys.executable, "-c", show, file.name]
-        started = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=shell,
-            capture_output=True,
-            text=True,
-            preexec_fn=lambda: os.close(0),
-        )
+        command = sys.executable, "-c", show, file.name
+        done = started(*command, cwd=ROOT, env=shell, preexec_fn=lambda: os.close(0))
     direct = "inside.example,127.0.0.1,localhost"
-    assert started.stdout == f"/dev/null 0.8 ?0.1 {direct} {direct}\n", started.stderr
+    assert done.stdout == f"/dev/null 0.8 ?0.1 {direct} {direct}\n", done.stderr
 
 
 def test_a_driver_without_a_gpu_asks_for_no_gpu_packages(
@@ -112,13 +98,9 @@ def test_an_environment_whose_python_is_gone_is_named_with_the_remedy(tmp_path: 
     (tmp_path / "bin" / "python").symlink_to(tmp_path / "removed")
     (tmp_path / ".coppice").write_text("cpu")
     shell = os.environ | {"COPPICE_VENV": str(tmp_path)}
-    started = subprocess.run(
-        [sys.executable, ROOT / "tools" / "launch"], env=shell, capture_output=True, text=True
-    )
-    assert (
-        f"{tmp_path}/bin/python leads to a Python that is gone: remove the environment (rm -r"
-        in started.stderr
-    )
+    said = started(sys.executable, ROOT / "tools" / "launch", env=shell).stderr
+    gone = "leads to a Python that is gone: remove the environment (rm -r"
+    assert f"{tmp_path}/bin/python {gone}" in said
 
 
 def test_an_environment_in_a_place_that_cannot_be_written_is_named_with_the_remedy(
@@ -126,13 +108,9 @@ def test_an_environment_in_a_place_that_cannot_be_written_is_named_with_the_reme
 ) -> None:
     (tmp_path / "file").touch()
     shell = os.environ | {"COPPICE_VENV": str(tmp_path / "file" / "venv")}
-    started = subprocess.run(
-        [sys.executable, ROOT / "tools" / "launch"], env=shell, capture_output=True, text=True
-    )
-    expected = (
-        "file/venv cannot be made: File exists; let COPPICE_VENV name a folder that you may write\n"
-    )
-    assert started.stderr.endswith(expected)
+    said = started(sys.executable, ROOT / "tools" / "launch", env=shell).stderr
+    remedy = "let COPPICE_VENV name a folder that you may write\n"
+    assert said.endswith(f"file/venv cannot be made: File exists; {remedy}")
 
 
 @contextlib.contextmanager
@@ -142,20 +120,19 @@ def set_up_at_its_pip(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Pat
     place, reached, go_on = folder / "venv", folder / "reached", folder / "go_on"
     (place / "bin").mkdir(parents=True)
     (place / "bin" / "pip").touch()
-    (place / "bin" / "python").write_text(
-        f"#!/bin/sh\necho reached > {reached}\nread line < {go_on}\n"
-    )
+    python = f"#!/bin/sh\necho reached > {reached}\nread line < {go_on}\n"
+    (place / "bin" / "python").write_text(python)
     (place / "bin" / "python").chmod(0o755)
     for pipe in (reached, go_on):
         os.mkfifo(pipe)
-    listen = (
-        # a shell's background ignores it
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    # a shell's background ignores SIGINT
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "from pathlib import Path; from coppice.tools.bootstrap import _install;"
+        f"_install(Path({str(place)!r}), Path('no'), ['cpu'])"
     )
-    command = f"{listen}; from pathlib import Path; from coppice.tools.bootstrap import _install; _install(Path({str(place)!r}), Path('no'), ['cpu'])"
-    with subprocess.Popen(
-        [sys.executable, "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    ) as set_up:
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as set_up:
         assert reached.read_text() == "reached\n"
         yield set_up, Path(f"{place}.lock"), go_on
 

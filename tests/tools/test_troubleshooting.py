@@ -16,31 +16,23 @@ from coppice.tools.launching.settings import Config
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 FOLDERS = (
-    "wire",
-    "common",
-    "scheduler",
-    "learner",
-    "actors/engines",
-    "judges",
-    "tools/launching",
-    "tools/defaults",
+    "wire common scheduler learner actors/engines judges tools/launching tools/defaults".split()
 )
-FILES = [*(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))), ROOT / "actors/worker.py", ROOT / "actors/environments/task_files.py", ROOT / "tools/bootstrap.py"]  # fmt: skip
+FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+MORE = "actors/worker.py actors/environments/task_files.py tools/bootstrap.py".split()
+FILES += [ROOT / name for name in MORE]
 TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in FILES}
 HOLE = "\0"
 """A value that a message names, in a template. The page writes it as three dots."""
 LETTERS = 12
 """A message with fewer letters of its own says only what its values say."""
-FAULTS = {"InfrastructureFault", "DataFault", "JournalError", "CheckpointError", "DamagedError", "PackingError", "Rejected", "MemoryError", "TimeoutError"}  # fmt: skip
-SAID = {
-    "terminal.say",
-    "self._say",
-    "screen.say",
-    "self.screen.say",
-    "log.warning",
-    "log.error",
-    "log.exception",
-}
+FAULTS = (
+    "InfrastructureFault DataFault JournalError CheckpointError DamagedError PackingError Rejected"
+    " MemoryError TimeoutError"
+).split()
+SAID = (
+    "terminal.say self._say screen.say self.screen.say log.warning log.error log.exception".split()
+)
 FUNCTIONS = {
     "tools/launching/failures.py": ("cause_of", "remedy"),
     "tools/launching/rules.py": ("doubts",),
@@ -70,7 +62,8 @@ def template(node: ast.expr) -> str:
         case ast.Constant(value=str(text)):
             return re.sub(r"%[sdr]|%\.\d[a-z]", HOLE, text)
         case ast.JoinedStr(values=parts):
-            return "".join(part.value if isinstance(part, ast.Constant) else HOLE for part in parts)  # pyright: ignore[reportReturnType, reportArgumentType, reportCallIssue]
+            values = [str(p.value) if isinstance(p, ast.Constant) else HOLE for p in parts]
+            return "".join(values)
     return ""
 
 
@@ -110,16 +103,10 @@ def told() -> Iterator[tuple[str, str]]:
                 case ast.Call(func=called, args=[message, *_]) if ast.unparse(called) in SAID:
                     yield f"{name}:{node.lineno}", template(message)
                 case ast.FunctionDef(name=function) | ast.AsyncFunctionDef(name=function):
-                    if function in FUNCTIONS.get(name, ()):
-                        texts = (
-                            text
-                            for text in templates(node)
-                            if " " in text
-                            and not text.startswith(
-                                ("coppice launch --resume", f"coppice launch: {HOLE}")
-                            )
-                        )
-                        yield from ((f"{name}: {function}", text) for text in texts)
+                    begun = ("coppice launch --resume", f"coppice launch: {HOLE}")
+                    for text in templates(node) if function in FUNCTIONS.get(name, ()) else ():
+                        if " " in text and not text.startswith(begun):
+                            yield f"{name}: {function}", text
 
 
 def test_every_quoted_message_is_one_of_the_code() -> None:
@@ -136,13 +123,19 @@ def test_every_message_of_a_failure_has_an_entry() -> None:
     messages = {" ".join(text.split()): place for place, text in told() if letters(text) >= LETTERS}
     assert len(messages) > 150, "the messages were not found"
     patterns = [pattern(quoted) for quoted in QUOTED]
-    missing = [f"{place}: {text.replace(HOLE, '...')}" for text, place in messages.items() if not any(p.search(text) for p in patterns)]  # fmt: skip
+    missing = [
+        f"{place}: {text.replace(HOLE, '...')}"
+        for text, place in messages.items()
+        if not any(p.search(text) for p in patterns)
+    ]
     assert missing == [], "write what it means and what to do into docs/troubleshooting.md"
 
 
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))
 def test_the_functions_whose_sentences_are_read_exist(name: str) -> None:
-    functions = {node.name for node in ast.walk(TREES[name]) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}  # fmt: skip
+    nodes = ast.walk(TREES[name])
+    kinds = ast.FunctionDef, ast.AsyncFunctionDef
+    functions = {getattr(node, "name", "") for node in nodes if isinstance(node, kinds)}
     assert set(FUNCTIONS[name]) <= functions
 
 

@@ -163,12 +163,12 @@ def write_environment(run: Path) -> None:
     version", and the versions of packages. Raises OSError."""
     lines = PROCESSOR.read_text().splitlines() if PROCESSOR.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    smi = "nvidia-smi --query-gpu=name,driver_version --format=csv,noheader".split()
-    describe = "describe --always --dirty --abbrev=40 --exclude=*".split()
+    smi = "nvidia-smi --query-gpu=name,driver_version --format=csv,noheader"
+    git = f"git -C {shlex.quote(str(ROOT))} describe --always --dirty --abbrev=40 --exclude='*'"
     affinity = getattr(os, "sched_getaffinity", None)
     packages = {d.name: d.version for d in importlib.metadata.distributions() if d.name}
     environment = {
-        "commit": _said(["git", "-C", str(ROOT), *describe]) if (ROOT / ".git").exists() else "",
+        "commit": _said(git) if (ROOT / ".git").exists() else "",
         "python": platform.python_version(),
         "system": platform.platform(),
         "processor": models[0] if models else platform.processor() or platform.machine(),
@@ -180,10 +180,11 @@ def write_environment(run: Path) -> None:
     write_whole(run / ENVIRONMENT, environment)
 
 
-def _said(command: list[str]) -> str:
+def _said(command: str) -> str:
     """Return what a command prints, or "" if it is not there, fails or hangs."""
     try:
-        done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=20)
+        words = shlex.split(command)
+        done = subprocess.run(words, capture_output=True, check=True, text=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()

@@ -63,7 +63,8 @@ def test_the_agent_of_the_page_is_tried_as_the_page_says(
 def test_a_crash_in_a_trial_is_shown_with_the_output_and_the_columns_of_the_row(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    agent = "from examples.ten_lines import ask\ndef run(task):\n    ask([{'role': 'user', 'content': task['unit']}])\n    return 'no'\n"
+    body = "    ask([{'role': 'user', 'content': task['unit']}])\n    return 'no'\n"
+    agent = f"from examples.ten_lines import ask\ndef run(task):\n{body}"
     (folder / "own.py").write_text(agent)
     assert main(["--config", "agent.toml", "--set", "data.agent=own:run", "--try-agent"]) == 1
     said = capfd.readouterr().out

@@ -17,7 +17,10 @@ from coppice.tools.launching.record import Member, Record, Recorder
 from coppice.tools.launching.screen import RunScreen
 from coppice.tools.launching.supervisor import DRAIN, LOOK_S, Signals, Supervisor
 
-WAITS = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print(flush=True); signal.pause()"
+WAITS = (
+    "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7));"
+    " print(flush=True); signal.pause()"
+)
 """A process that ends with status 7 on SIGTERM."""
 
 

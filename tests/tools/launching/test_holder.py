@@ -15,7 +15,10 @@ from coppice.tools.launching.nodes import Delivery, Holder
 
 def delivery(run: Path, separable: bool = True, command: list[str] | None = None) -> Delivery:
     """A process that prints its process file and its endpoint."""
-    code = "import pathlib, sys; f = pathlib.Path(sys.argv[1]); print(f.read_text(), (f.parents[1] / 'endpoint').read_text())"
+    code = (
+        "import pathlib, sys; f = pathlib.Path(sys.argv[1]);"
+        " print(f.read_text(), (f.parents[1] / 'endpoint').read_text())"
+    )
     keys = {"server_public": "public", "peers/judge.json": "secret"}
     body = msgspec.json.encode({"name": "judges", "run": str(run)})
     command, endpoint = command or ["-c", code], "tcp://10.0.0.1:7"
@@ -83,7 +86,7 @@ async def test_a_log_is_reported_whole_in_pieces_and_a_signal_arrives(
 
 
 @pytest.mark.parametrize("begun", [True, False])
-async def test_a_process_of_another_node_is_asked_for_its_stacks_and_survives_though_it_has_not_begun(
+async def test_a_process_of_another_node_that_has_not_begun_survives_the_question_for_stacks(
     begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(nodes.PLACE, str(tmp_path))

@@ -89,10 +89,9 @@ def test_the_script_starts_the_same_command_on_rays_first_node_and_goes_on_when_
     words = done.stdout.splitlines()
     assert words[1:5] == ["ray", "symmetric-run", "--address", "first:6379"]
     launch = words[words.index("--") + 1 :]
-    asked = ["--resume", str(run)] if again else [
-        "--actors", "4", "--set", 'judges.outside=["a b"]', "--cluster", "ray", "--run-folder", str(run)
-    ]  # fmt: skip
-    assert launch == ["coppice", "launch", *asked]
+    first = ["--actors", "4", "--set", 'judges.outside=["a b"]', "--cluster", "ray", "--run-folder"]
+    first = ["--resume"] if again else first
+    assert launch == ["coppice", "launch", *first, str(run)]
     lines = [line for line in script.splitlines() if line.startswith("#SBATCH")]
     options = ("nodes=1", "gpus-per-node=8", "partition=h100")
     assert {f"#SBATCH --{option}" for option in options} <= set(lines)
@@ -117,7 +116,8 @@ def test_slurms_signal_stops_the_launcher_and_the_job_ends_with_the_launchers_st
     The run is that of an earlier job."""
     (tmp_path / "launcher.py").write_text(LAUNCHER)
     (tmp_path / "job").write_text(jobs.slurm(config(), []))
-    stand_ins = f"scontrol() {{ echo first; }}; srun() {{ exec python {tmp_path}/launcher.py {tmp_path}; }}; export -f scontrol srun"
+    srun = f"srun() {{ exec python {tmp_path}/launcher.py {tmp_path}; }}"
+    stand_ins = f"scontrol() {{ echo first; }}; {srun}; export -f scontrol srun"
     environment = os.environ | SLURM | {"COPPICE_VENV": sys.prefix, "PYTHONPATH": str(ROOT)}
     command = ["bash", "-c", f"{stand_ins}; exec bash {tmp_path}/job {tmp_path}"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as job:

@@ -24,7 +24,8 @@ from tests.services import bench
 
 pytestmark = pytest.mark.slow
 
-ASKS = "judges.use.pprm.endpoint.url=served"
+AT = "judges.use.pprm.endpoint"
+ASKS = f"{AT}.url=served"
 MODEL = [
     f"judges.model.name={TINY}",
     "judges.model.max_context=512",
@@ -47,17 +48,16 @@ def test_a_judge_that_asks_for_the_served_model_gets_its_address_and_what_it_can
     process = msgspec.convert(files["judge-model"], JudgeModelProcess)
     assert (process.folder, process.model.name, process.model.max_context) == ("JUDGE", TINY, 512)
     assert files["judges"]["judges"]["pprm"] == {
-        "endpoint": {"url": f"http://{HOST}:{process.port}/v1", "model": TINY, "constrain": "sglang", "concurrency": 3,
-                     "max_tokens": 128, "wait_s": 300.0}
+        "endpoint": {
+            "url": f"http://{HOST}:{process.port}/v1", "model": TINY, "constrain": "sglang",
+            "concurrency": 3, "max_tokens": 128, "wait_s": 300.0,
+        },
     }  # fmt: skip
     assert files["judges"]["judges"]["slate_rules"] == {"query": "evidence"}
-    (spec,) = (p for p in processes.make(load(DEFAULT_CONFIG, [ASKS, *MODEL]), Assets("M", "T", "H", "I", "J"), tmp_path)
-               if p.name == "judge-model")  # fmt: skip
-    assert (spec.module, spec.threads, spec.vital) == (
-        "coppice.tools.launching.judge_model",
-        1,
-        False,
-    )
+    config, assets = load(DEFAULT_CONFIG, [ASKS, *MODEL]), Assets("M", "T", "H", "I", "J")
+    (spec,) = (p for p in processes.make(config, assets, tmp_path) if p.name == "judge-model")
+    module = "coppice.tools.launching.judge_model"
+    assert (spec.module, spec.threads, spec.vital) == (module, 1, False)
 
 
 def test_what_a_served_endpoint_says_itself_is_kept() -> None:
@@ -80,14 +80,14 @@ def test_a_run_without_a_judge_model_has_no_process_for_it(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ([ASKS], r"judges\.use\.pprm\.endpoint\.url = 'served' .* add \[judges\.model\], or give a URL"),
+        ([ASKS], r"pprm\.endpoint\.url = 'served' .* add \[judges\.model\], or give a URL"),
         (MODEL, r"\[judges\.model\] has no effect"),
         ([ASKS, "judges.model.threads=0"], r"judges\.model\.threads = 0: expected `int` >= 1"),
-        ([ASKS, *MODEL, "judges.use.pprm.endpoint.model=x"], r"judges\.use\.pprm\.endpoint\.model = 'x': \[judges\.model\] is"),
-        ([ASKS, *MODEL, "judges.use.pprm.endpoint.max_tokens=512"], r"pprm\.endpoint\.max_tokens = 512 leaves no room"),
-        ([ASKS, *MODEL, "judges.use.pprm.endpoint.max_tokens=60"], "max_tokens 60: a constrained reply needs"),
-        ([ASKS, *MODEL, "judges.use.pprm.endpoint.tokens=60"], r"judges\.use\.pprm\.endpoint"),
-        ([ASKS, "judges.model.nane=x"], r"judges\.model\.nane = 'x'; did you mean judges\.model\.name"),
+        ([ASKS, *MODEL, f"{AT}.model=x"], r"pprm\.endpoint\.model = 'x': \[judges\.model\] is"),
+        ([ASKS, *MODEL, f"{AT}.max_tokens=512"], r"endpoint\.max_tokens = 512 leaves no room"),
+        ([ASKS, *MODEL, f"{AT}.max_tokens=60"], "max_tokens 60: a constrained reply needs"),
+        ([ASKS, *MODEL, f"{AT}.tokens=60"], r"judges\.use\.pprm\.endpoint"),
+        ([ASKS, "judges.model.nane=x"], r"nane = 'x'; did you mean judges\.model\.name"),
     ],
 )  # fmt: skip
 def test_a_served_model_that_cannot_work_is_refused_with_the_remedy(
@@ -124,12 +124,8 @@ async def process(module: str, file: Path) -> AsyncIterator[asyncio.subprocess.P
 async def test_a_judge_started_before_its_model_waits_for_it_and_every_turn_has_a_score(
     tmp_path: Path, llama: Path
 ) -> None:
-    settings = [
-        "judges.model.max_context=4096",
-        "judges.model.kv_cache_gib=0.1",
-        "judges.use.pprm.endpoint.max_tokens=80",
-    ]
-    files = made(tmp_path, [ASKS, f"judges.model.name={llama}", *settings], str(llama))
+    model = f'judges.model={{ name = "{llama}", max_context = 4096, kv_cache_gib = 0.1 }}'
+    files = made(tmp_path, [ASKS, model, f"{AT}.max_tokens=80"], str(llama))
     only = JudgeProcess("judges", str(tmp_path), {"pprm": files["judges"]["judges"]["pprm"]})
     (tmp_path / "judges.json").write_bytes(msgspec.json.encode(only))
     turns = [

@@ -1,5 +1,4 @@
-"""coppice launch: what it says of folders it cannot use, of torn configs and of a full disk; what its
-supervisor leaves behind."""
+"""coppice launch: what it says of folders it cannot use, of torn configs and of a full disk."""
 
 import errno
 import io
@@ -204,7 +203,10 @@ def test_the_schedulers_lines_are_read_to_the_end_though_one_place_does_not_take
 
 
 def test_a_terminal_that_is_gone_stops_no_launcher() -> None:
-    code = "from coppice.tools.launching.screen import RunScreen; s = RunScreen(0); [s.say(f'line {i}') for i in range(3)]; s.say('x' * 100_000)"
+    code = (
+        "from coppice.tools.launching.screen import RunScreen; s = RunScreen(0);"
+        " [s.say(f'line {i}') for i in range(3)]; s.say('x' * 100_000)"
+    )
     reader, writer = os.pipe()
     process = subprocess.Popen([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)

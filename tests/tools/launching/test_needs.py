@@ -102,7 +102,7 @@ def test_a_config_for_a_gpu_is_refused_without_one(
     monkeypatch.setattr("coppice.tools.launching.prepare.hardware.visible_gpus", lambda: [])
     said = line(capsys, overrides=SGLANG)
     assert (
-        "coppice launch: actors.engine = 'sglang' needs a GPU, and nvidia-smi and CUDA_VISIBLE_DEVICES show none"
+        "coppice launch: actors.engine = 'sglang' needs a GPU, and nvidia-smi and CUDA_VISIBLE"
         in said
     )
     assert "or take configs/slate-cpu" in said

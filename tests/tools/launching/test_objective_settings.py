@@ -19,6 +19,7 @@ from coppice.tools.launching.settings import Assets
 SLATE = Path(__file__).parents[3] / "configs" / "slate-cpu.toml"
 PPR, SUDOKU = SLATE.with_name("ppr-cpu.toml"), SLATE.with_name("vpr-sudoku-cpu.toml")
 FULL = ["scheduler.strategy=full"]
+ALONE = [*FULL, "scheduler.strategy_options={k=1}"]
 GAE = [*FULL, "learner.scheme=gae"]
 OPTIONS = "learner.scheme_options"
 
@@ -39,7 +40,7 @@ OPTIONS = "learner.scheme_options"
         ([*GAE, "learner.scheme_options={targets='vtrace', c_max=2.0}"], "at most rho_max"),
         ([*GAE, "learner.critic.policy_frozen_updates=100000"], "never trains"),
         ([*GAE, "scheduler.dynamic_sampling_budget=4"], "no effect"),
-        ([*FULL, "scheduler.strategy_options={k=1}", "learner.scheme=outcome", "scheduler.dynamic_sampling_budget=4"], "no effect"),
+        ([*ALONE, "learner.scheme=outcome", "scheduler.dynamic_sampling_budget=4"], "no effect"),
         (["learner.kl_estimator=k4"], "expected one of"),
     ],
 )  # fmt: skip

@@ -27,7 +27,8 @@ UPDATES = 50
 SHOW = """
 import sys
 from coppice.tools.launching.screen import RunScreen
-RunScreen(int(sys.argv[1])).relay(sys.stdin.buffer if len(sys.argv) < 3 else open(sys.argv[2], "rb"), open(sys.argv[2] + ".out", "wb"))
+source, copy = open(sys.argv[2], "rb"), open(sys.argv[2] + ".out", "wb")
+RunScreen(int(sys.argv[1])).relay(source, copy)
 """
 
 
@@ -55,10 +56,6 @@ def shown(tmp_path: Path, size: tuple[int, int], **environment: str) -> tuple[st
     command = [sys.executable, "-c", SHOW, str(UPDATES), str(tmp_path / "lines")]
     written = output(command, *size, PYTHONPATH=str(ROOT / "src"), **environment)
     return written, seen(written, *size)
-
-
-# ------------------------------------------------------------------------------------------ on a
-# terminal
 
 
 @pytest.mark.parametrize("size", [(24, 80), (50, 200), (10, 40)])
@@ -108,10 +105,6 @@ def test_a_pipe_gets_lines_of_at_most_a_hundred_columns_and_no_code(tmp_path: Pa
     assert len(written.splitlines()) == 3 * 2 + UPDATES + 1 + 4
     told = [line for line in written.splitlines() if "of 50 updates" not in line]
     assert told == (tmp_path / "lines.out").read_text().splitlines()
-
-
-# ------------------------------------------------------------------------------------------ less,
-# and for machines
 
 
 def test_quiet_shows_faults_and_the_end_and_the_file_has_everything(tmp_path: Path) -> None:
@@ -166,30 +159,35 @@ def test_neither_a_cut_off_record_nor_a_letter_that_the_terminal_lacks_ends_the_
     assert (tmp_path / "copy").read_text() == '{"version":1.0,"sco\nem 0.5 ±0.1\nnext\n'
 
 
-CALL = "import sys; from coppice.tools.launching import command; {}; sys.exit(command.main(sys.argv[1:]))"
-SET_UP = (
-    "from coppice.tools.launching.settings import Assets; import subprocess;"
-    " command.prepare = lambda c: (subprocess.run(['echo', 'set up']), Assets('MODEL', 'T', 'H', 'I'))[1];"
-    ' command.supervise = lambda run, make, screen, nodes: screen.take(\'{"version":1.0,"learner/groups":3.0}\') and 0'
-)
+LAUNCH = """
+import subprocess, sys
+from coppice.tools.launching import command
+from coppice.tools.launching.settings import Assets
+
+def prepare(config):
+    subprocess.run(["echo", "set up"])
+    return Assets("MODEL", "T", "H", "I")
+
+def supervise(run, make, screen, nodes):
+    screen.take('{"version":1.0,"learner/groups":3.0}')
+    return 0
+
+command.prepare, command.supervise = prepare, supervise
+sys.exit(command.main(sys.argv[1:]))
+"""
 
 
 @pytest.mark.parametrize(
     ("flag", "on_stdout", "on_stderr"),
     [
-        (
-            "--json",
-            ['{"version":1.0,"learner/groups":3.0}'],
-            ["set up", "number type float32", "run folder"],
-        ),
+        ("--json", ['{"version":1.0,'], ["set up", "number type float32", "run folder"]),
         ("--quiet", ["run folder"], []),
     ],
 )
 def test_a_launch_keeps_its_outlets_apart(
     flag: str, on_stdout: list[str], on_stderr: list[str], tmp_path: Path
 ) -> None:
-    code, folder = CALL.format(SET_UP), str(tmp_path / "run")
-    command = [sys.executable, "-c", code, "--run-folder", folder, flag]
+    command = [sys.executable, "-c", LAUNCH, "--run-folder", str(tmp_path / "run"), flag]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
@@ -207,10 +205,6 @@ def test_a_flag_without_effect_is_refused(
     with pytest.raises(SystemExit):
         arguments(flags)
     assert f"{flags[0]} has no effect with --" in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------------------------------ the
-# table and the progress
 
 
 def test_the_table_tells_its_headings_again_when_a_column_comes() -> None:
@@ -250,10 +244,6 @@ def test_the_time_left_is_of_the_pace_of_the_last_updates() -> None:
     assert [spoken(s) for s in (0.4, 59.4, 59.6, 3599, 3600, 90_000)] == [
         "0 s", "59 s", "1 min 00 s", "59 min 59 s", "1 h 00 min", "25 h 00 min",
     ]  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------
-# trackers
 
 
 @pytest.mark.parametrize(

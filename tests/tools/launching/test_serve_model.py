@@ -1,4 +1,4 @@
-"""coppice serve --model: a process that serves the protocol until it is interrupted, and says in one
+"""coppice serve --model serves the protocol until it is interrupted, and says in one
 line why it does not."""
 
 import re

@@ -1,4 +1,4 @@
-"""A model server whose engine dies says why and ends with status 1, as coppice serve --model and inside
+"""A model server whose engine dies says why and ends with status 1, as coppice serve --model and in
 a run."""
 
 import subprocess
@@ -90,7 +90,8 @@ def test_serve_model_ends_with_the_third_step_in_a_row_that_fails_of_an_error_th
         assert b"3 steps failed one after another" in said[2]
         _, errors = made.communicate(timeout=ENOUGH_S)
     assert made.returncode == 1
-    reason = "the engine's thread has ended: RuntimeError('3 steps failed one after another, the last with: boom')"
+    steps = "3 steps failed one after another, the last with: boom"
+    reason = f"the engine's thread has ended: RuntimeError('{steps}')"
     assert (
         errors.splitlines()[-1]
         == f"coppice serve --model: {reason}; its traceback is above. Start the server again"

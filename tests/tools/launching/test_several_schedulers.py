@@ -46,33 +46,29 @@ def test_every_shard_has_its_own_workers_and_its_part_of_an_update(tmp_path: Pat
     assert (first.shard, second.shard) == (Shard(0, 2), Shard(1, 2))
     assert (first.actors, second.actors) == (2, 1)
     assert (first.scheduler.questions_per_update, second.scheduler.questions_per_update) == (3, 3)
-    assert (first.scheduler.evaluation, second.scheduler.evaluation.questions) == (
-        config.scheduler.evaluation,
-        0,
-    )
+    assert first.scheduler.evaluation == config.scheduler.evaluation
+    assert second.scheduler.evaluation.questions == 0
     assert (first.scheduler.trackers, second.scheduler.trackers) == (["trackio"], [])
     learner = read(tmp_path, "learner", LearnerProcess)
     assert (learner.run, learner.questions_per_update, learner.shards) == (str(tmp_path), 6, 2)
     assert read(tmp_path, "actor-1", ActorProcess).run == str(folder(tmp_path, 1))
     assert read(tmp_path, "judges-1", JudgeProcess).run == str(folder(tmp_path, 1))
-    assert (
-        read(tmp_path, "actor-2", ActorProcess).run
-        == read(tmp_path, "judges", JudgeProcess).run
-        == str(tmp_path)
-    )
+    assert read(tmp_path, "actor-2", ActorProcess).run == str(tmp_path)
+    assert read(tmp_path, "judges", JudgeProcess).run == str(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("scheduler.questions_per_update=5", "questions_per_update = 5 with scheduler.shards = 2: expected a multiple of 2"),
-        ("scheduler.dynamic_sampling_budget=3", "dynamic_sampling_budget = 3 with scheduler.shards = 2: expected a mult"),
-        ("actors.count=1", "actors.count = 1 with scheduler.shards = 2: expected at least 2, one for each scheduler"),
-        ("scheduler.bind='tcp://127.0.0.1:7000'", "scheduler.shards = 2: expected port 0"),
-        ("deterministic=true", "deterministic = true with scheduler.shards = 2: expected 1"),
+        ("scheduler.questions_per_update=5", "questions_per_update = 5 WITH a multiple of 2"),
+        ("scheduler.dynamic_sampling_budget=3", "dynamic_sampling_budget = 3 WITH a mult"),
+        ("actors.count=1", "actors.count = 1 WITH at least 2, one for each scheduler"),
+        ("scheduler.bind='tcp://127.0.0.1:7000'", "WITH port 0"),
+        ("deterministic=true", "deterministic = true WITH 1"),
     ],
-)  # fmt: skip
+)
 def test_what_several_schedulers_cannot_share_is_refused(override: str, said: str) -> None:
+    said = said.replace("WITH", "with scheduler.shards = 2: expected")
     with pytest.raises(ConfigError, match=said):
         load(DEFAULT_CONFIG, [*TWO, override])
 
@@ -86,7 +82,4 @@ def test_a_run_is_not_resumed_with_another_number_of_schedulers(
     (tmp_path / "config.json").write_bytes(as_json(load(DEFAULT_CONFIG, TWO)))
     assert main(["--resume", str(tmp_path), "--set", "scheduler.shards=3"]) == 2
     said = capsys.readouterr().err
-    assert (
-        f"{tmp_path} cannot change scheduler.shards: 2 -> 3 (its tasks and ids were drawn by it): remove"
-        in said
-    )
+    assert f"{tmp_path} cannot change scheduler.shards: 2 -> 3 (its tasks and ids were" in said

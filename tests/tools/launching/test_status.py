@@ -47,7 +47,7 @@ def launched(run: Path, state: str, pid: int = NOBODY, **members: Member) -> Non
     born = psutil.Process(pid).create_time() if pid != NOBODY else 0.0
     log, killed = str(run / "logs" / "actor-0.log"), "killed by signal 9 (SIGKILL)"
     death = Failure(time.time() - 30, "actor-0", killed, log, "starting it again")
-    body = Record(pid, born, state, members, [death], 2, "free some memory")  # pyright: ignore[reportArgumentType]
+    body = Record(pid, born, state, members, [death], 2, "free some memory")  # pyright: ignore
     write_whole(run / record.NAME, body)
 
 
@@ -59,8 +59,8 @@ def reported(
     judge = WorkerHealth("judges", NOBODY, "here", ["judge.x"], now, "here", 3, 4, 9, 0, [])
     health = Health(
         pid, "here", now, time.time(), "updates", version, 9, True, 2, 5, 1, now - idle_s, "judges",
-        {"judge.x": Queue(3, 1, 1, now - 7, "tree 4", ["judges"])}, [judge], 120.0, 1800.0, (time.time() - 5, "judge.x: late"),
-        paused=paused,
+        {"judge.x": Queue(3, 1, 1, now - 7, "tree 4", ["judges"])}, [judge], 120.0, 1800.0,
+        (time.time() - 5, "judge.x: late"), paused=paused,
     )  # fmt: skip
     write_whole(run / "health.json", health)
 

@@ -110,8 +110,8 @@ def test_what_holds_up_the_run_is_replaced_and_if_that_does_not_help_the_run_is_
     assert first is not None
     assert (first.process, first.whole) == ("judges", False)
     assert first.why == (
-        "holds up the run: no node, group or update for 1001 s (updates). What waits: judge.x: 3 at judges, 1 waiting;"
-        " the oldest since 7 s, for tree 4"
+        "holds up the run: no node, group or update for 1001 s (updates). What waits:"
+        " judge.x: 3 at judges, 1 waiting; the oldest since 7 s, for tree 4"
     )
     assert dog.look(PIDS, 5001.5) is None
     report(tmp_path, 5002.0 + STALL, 5000.0 - STALL, "judges")
@@ -147,7 +147,8 @@ pool = concurrent.futures.ThreadPoolExecutor(2)
 pool.submit(int).result()
 pool.submit(never_unlocked)
 begin()
-while 11 not in [frame.f_lineno for frame in sys._current_frames().values() if frame.f_code is never_unlocked.__code__]:
+code = never_unlocked.__code__
+while (code, 11) not in [(f.f_code, f.f_lineno) for f in sys._current_frames().values()]:
     time.sleep(0.01)
 endless_judgement()
 """
