@@ -144,8 +144,10 @@ def reached(run: Path) -> Assumed:
     free = (config.scheduler.max_staleness + 1) * told["period"] - told["learn"] - told["generate"]
     waited = told["period"] > 1.05 * max(told["learn"], told["generate"])
     wait = max(0.0, free / max(1, work.steps)) if waited else 0.0
-    shares = {"learner_share": 1.0, "prefill_share": actor / learner, "decode_share": 1.0}
-    return Assumed(flops=learner, wait=wait, **shares)
+    read = actor / learner
+    return Assumed(
+        flops=learner, learner_share=1.0, prefill_share=read, decode_share=1.0, wait=wait
+    )
 
 
 def split(
