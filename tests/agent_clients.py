@@ -287,9 +287,9 @@ def _smol(kind: str) -> Any:
         return a + b
 
     base, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
-    model = smolagents.OpenAIModel("any", api_base=base, api_key=key)
-    agent: Any = getattr(smolagents, kind)
-    return agent(tools=[add], model=model, verbosity_level=0)
+    kinds: Any = smolagents
+    model = kinds.OpenAIModel("any", api_base=base, api_key=key)
+    return getattr(smolagents, kind)(tools=[add], model=model, verbosity_level=0)
 
 
 def smol_tools(task: dict[str, Any]) -> float:

@@ -166,9 +166,9 @@ class KVMemory:
         self.cache.clear()
         self.cache.limit(self.budget)
 
-    def _grow(self, asked: dict[Shelf, int]) -> bool:
+    def _grow(self, wanted: dict[Shelf, int]) -> bool:
         """Make room for these rows: double the shelves, or take just enough from the cache."""
-        exact = {shelf: max(shelf.promised + n, shelf.rows) for shelf, n in asked.items()}
+        exact = {shelf: max(shelf.promised + n, shelf.rows) for shelf, n in wanted.items()}
         grown = {shelf: rows for shelf, rows in exact.items() if rows > shelf.rows}
         if not grown:
             return True
@@ -178,7 +178,7 @@ class KVMemory:
         elif self._after(exact) <= self.budget:
             chosen = exact
         else:  # as a last resort, take the unused rows of other shelves
-            chosen = {shelf: shelf.promised + asked.get(shelf, 0) for shelf in self._shelves()}
+            chosen = {shelf: shelf.promised + wanted.get(shelf, 0) for shelf in self._shelves()}
         if self._after(chosen) > self.budget:
             return False
         # shrink before growing

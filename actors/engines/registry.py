@@ -8,7 +8,7 @@ from coppice.actors.config import ActorProcess
 from coppice.actors.engines.base import Engine
 from coppice.common.options import check_choice, checked, imported
 
-KNOWN = {
+BUILT_IN = {
     "local": "coppice.actors.engines.local:LocalEngine",
     "sglang": "coppice.actors.engines.sglang:SGLangEngine",
 }
@@ -22,7 +22,7 @@ def check(name: str, options: dict[str, Any]) -> None:
         _imported(name, options)
         return
     entry = f"actors.engine = {name!r}"
-    check_choice(entry, name, KNOWN, ", or module:Class")
+    check_choice(entry, name, BUILT_IN, ", or module:Class")
     if options:
         raise ValueError(
             f"actors.engine_options {sorted(options)} have no effect with {entry}: remove them"
@@ -40,5 +40,5 @@ def load(process: ActorProcess) -> Engine:
 
 def _imported(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return an engine's class, and its options as the types that the constructor declares."""
-    kind = imported(f"actors.engine = {name!r}", KNOWN.get(name, name))
+    kind = imported(f"actors.engine = {name!r}", BUILT_IN.get(name, name))
     return kind, checked("actors.engine_options", name, kind.__init__, options, ("self", *_OWN))

@@ -299,7 +299,8 @@ class SGLangEngine:
         if wanted > limit:
             raise DataFault(
                 f"top_p {sampling.top_p}, top_k {sampling.top_k}: expected a top_k of at most"
-                f" {limit}, or sampling_mask_max_tokens = {self.facts.vocabulary} in actors.sglang.arguments"
+                f" {limit}, or sampling_mask_max_tokens = {self.facts.vocabulary} in"
+                " actors.sglang.arguments"
             )
         return wanted
 
@@ -339,10 +340,10 @@ class SGLangEngine:
         version, named, failures = self.version, self.weights.named, self._failures
         adapter = self.weights.adapter
         fields = {"extra_key": adapter or named} | ({"lora_path": adapter} if adapter else {})
-        asked = [body | fields for body in bodies]
-        body = asked[0]
-        if len(asked) > 1:
-            body = body | {key: [one[key] for one in asked] for key in _ROWS if key in body}
+        rows = [body | fields for body in bodies]
+        body = rows[0]
+        if len(rows) > 1:
+            body = body | {key: [one[key] for one in rows] for key in _ROWS if key in body}
         try:
             answer = await self.way.generate(body)
         except BaseException as fault:

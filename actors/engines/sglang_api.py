@@ -351,8 +351,8 @@ class Remote(Way):
         silent = 0
         while silent < 3:
             await asyncio.sleep(10.0)
-            asked = (server.answers("/model_info") for server in self.servers)
-            alive = await asyncio.gather(*asked)
+            answers = (server.answers("/model_info") for server in self.servers)
+            alive = await asyncio.gather(*answers)
             answers = any(alive) and (not self.elastic or await self.front.answers("/health"))
             silent = 0 if answers else silent + 1
         what = ", or no server behind it" if self.elastic else " /model_info"

@@ -123,6 +123,6 @@ class Text:
             return self._renderer.whole([dict(message) for message in messages], tools)
         if not self._template.available:
             return "\n".join(message["content"] for message in messages) + "\n"
-        known = {"enable_thinking": thinking}
-        switches = {k: v for k, v in known.items() if k in self._template.variables}
+        values = {"enable_thinking": thinking}
+        switches = {k: v for k, v in values.items() if k in self._template.variables}
         return self._template.render(messages, switches)

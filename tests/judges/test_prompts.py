@@ -81,8 +81,9 @@ def test_the_templates_are_one_text_up_to_the_end_of_the_context() -> None:
 def candidates(context: str, count: int = 5) -> list[JudgedTurn]:
     """Of one context, the last an answer."""
     parts: list[dict[str, Any]] = [{"query": f"query {i}"} for i in range(count - 1)]
+    turn: Any = JudgedTurn
     return [
-        JudgedTurn("Q", ["gold"], context, "", 1, 4, think=f"I think {i}", **part)
+        turn("Q", ["gold"], context, "", 1, 4, think=f"I think {i}", **part)
         for i, part in enumerate([*parts, {"answer": "an answer"}])
     ]
 

@@ -32,7 +32,9 @@ def fields(thing: griffe.Object) -> list[griffe.DocstringParameter]:
 def test_a_docstring_is_split_at_the_names_of_its_fields_and_nowhere_else() -> None:
     kind = 'one of\n"a" or b: c. Not: a field.'
     docstring = f"Section [x]. lr: the rate (0: none). epochs, steps: how many;\nkind: {kind}"
-    assert described(f"{docstring}\n\nA second paragraph.", "lr epochs steps kind b".split()) == (
+    assert described(
+        f"{docstring}\n\nA second paragraph.", ["lr", "epochs", "steps", "kind", "b"]
+    ) == (
         "Section [x].\n\nA second paragraph.",
         {"lr": "the rate (0: none).", "epochs": "how many", "steps": "how many", "kind": kind},
     )
