@@ -43,68 +43,31 @@ def make(
     (folder / "config.json").write_bytes(as_json(load(DEFAULT_CONFIG, list(changes))))
     record.write_environment(folder)
     journal, metrics = Journal(folder / "journal.sqlite"), Metrics(folder)
-    at, phases = (
-        metrics._start,
-        {"prefill": 0.24, "decode": 9.0},
-    )  # a worker whose clock runs ahead: a phase ends with its call
-    tree = -1
+    # a worker whose clock runs ahead: a phase ends with its call
+    at, phases, tree = metrics._start, {"prefill": 0.24, "decode": 9.0}, -1
     for i, reward in enumerate(rewards):
         tree = shard.after(tree)
         _grow(journal, tree, i, reward, text, scores)
-        metrics.event(
-            Event(
-                "generate",
-                f"actor-{shard.number}",
-                at,
-                at + GENERATED_S,
-                "ok",
-                f"tree {tree}, attempt 1 of 5",
-                phases=phases,
-            )
-        )
+        actor, call = f"actor-{shard.number}", f"tree {tree}, attempt 1 of 5"
+        end = at + GENERATED_S
+        metrics.event(Event("generate", actor, at, end, "ok", call, phases=phases))
         at += GENERATED_S + WAITED_S
         metrics.event(Event("train", "learner", at - 0.21, at, "ok", version=i + 1))
         values = {
-            "learner/groups": 1.0,
-            "learner/seconds": 0.21,
-            "time/update_forward": 0.1,
-            "time/publish": 0.04,
-            "time/run": 10.0 * i,
-        }
-        tokens = {"watch/staleness_0/tokens": 30.0, "watch/staleness_1/tokens": 10.0} if i else {}
-        metrics.record(
-            i + 1,
-            {
-                **values,
-                **tokens,
-                "learner/entropy": 0.5,
-                **({"score/reward": reward} if scores else {}),
-            },
-        )
+            "learner/groups": 1.0, "learner/seconds": 0.21, "time/update_forward": 0.1,
+            "time/publish": 0.04, "time/run": 10.0 * i, "learner/entropy": 0.5,
+        }  # fmt: skip
+        values |= {"watch/staleness_0/tokens": 30.0, "watch/staleness_1/tokens": 10.0} if i else {}
+        metrics.record(i + 1, values | ({"score/reward": reward} if scores else {}))
     for version, mean in exact.items():
         name = "start" if version == 0 else f"v{version}"
         held = HeldOut(version, 16, "em", {"em": Estimate(mean, 0.1), "f1": Estimate(0.5, 0.2)})
         journal.save_evaluation(version, name, msgspec.to_builtins(held))
     if ended:
-        training = Training(
-            (0),
-            len(rewards),
-            False,
-            3.0,
-            {"updates": 1.0, "waiting for trees": 2.0},
-            {"actors": 0.5},
-            0.5,
-            0.25,
-        )
-        report.write(
-            folder,
-            journal,
-            {"random_answer": 0.125},
-            Counter(),
-            Counter(),
-            {"set-up": 1.0, "updates": 3.0},
-            training,
-        )
+        learner = {"updates": 1.0, "waiting for trees": 2.0}
+        training = Training(0, len(rewards), False, 3.0, learner, {"actors": 0.5}, 0.5, 0.25)
+        none, seconds = Counter[str](), {"set-up": 1.0, "updates": 3.0}
+        report.write(folder, journal, {"random_answer": 0.125}, none, none, seconds, training)
     journal.close()
     metrics.close()
     return folder
@@ -114,22 +77,14 @@ def _grow(
     journal: Journal, number: int, version: int, reward: float, text: str, scores: bool
 ) -> None:
     tree = Tree(number, f"task{number}")
-    root = tree.add(
-        None, "prompt", np.array([1, 2], np.int32), f"What is the capital of country {number}?"
-    )
+    question = f"What is the capital of country {number}?"
+    root = tree.add(None, "prompt", np.array([1, 2], np.int32), question)
     for sign in (1, -1):
-        known = (
-            {"reward": sign * reward, "outcome": float(sign > 0), "valid": 1.0} if scores else {}
-        )
+        judged = {"reward": sign * reward, "outcome": float(sign > 0), "valid": 1.0}
         node = tree.add(
-            root,
-            "action",
-            np.array([3, 4, 5 + sign], np.int32),
-            f"{text} {sign}",
-            scores=known,
-            chosen=sign > 0,
-            finish="stop",
-        )
+            root, "action", np.array([3, 4, 5 + sign], np.int32), f"{text} {sign}",
+            scores=judged if scores else {}, chosen=sign > 0, finish="stop",
+        )  # fmt: skip
     journal.start_tree(tree, number, version)
     journal.save_group(tree, number, [Turn(node.id, 0, 0, {"reward": reward})])
     journal.mark_trained(number, version + 1)

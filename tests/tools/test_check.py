@@ -15,13 +15,8 @@ SIDE_BY_SIDE = ["-n", str(PROCESSES), "--dist", "worksteal"]
 @pytest.mark.slow
 def test_plain_kernels_are_used() -> None:
     program = "import torch; print(torch.backends.cpu.get_cpu_capability())"
-    made = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | PLAIN_KERNELS,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command, shell = [sys.executable, "-c", program], os.environ | PLAIN_KERNELS
+    made = subprocess.run(command, env=shell, capture_output=True, text=True, check=True)
     assert made.stdout.strip() in ("DEFAULT", "NO AVX")
 
 
@@ -51,12 +46,9 @@ def test_a_check_that_fails_is_named_and_what_it_said_is_printed(
 def test_whole_runs_are_slow_and_measurements_on_a_gpu_are_long(
     request: pytest.FixtureRequest,
 ) -> None:
-    for marker, folders in {
-        "not slow": ["tests/e2e", "tests/faults", "tests/gpu"],
-        "not long": ["tests/gpu"],
-    }.items():
+    slow, long = ["tests/e2e", "tests/faults", "tests/gpu"], ["tests/gpu"]
+    for marker, folders in (("not slow", slow), ("not long", long)):
         command = [sys.executable, "-m", "pytest", "--collect-only", "-m", marker, *folders]
-        left = subprocess.run(
-            command, cwd=request.config.rootpath, capture_output=True, text=True, check=False
-        )
+        place = request.config.rootpath
+        left = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
         assert left.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, left.stdout
