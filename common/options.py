@@ -128,7 +128,8 @@ def check_takes(setting: str, module: Any, name: str, *tables: Any, **options: A
     """Refuse a module whose function ``name``, if it has one, cannot be called with ``tables`` and
     every option. Raises ValueError, which begins with ``setting``."""
     try:
-        name in vars(module) and inspect.signature(vars(module)[name]).bind(*tables, **options)
+        if hasattr(module, name):
+            inspect.signature(getattr(module, name)).bind(*tables, **options)
     except TypeError as error:
         raise ValueError(
             f"{setting}: {module.__name__}.{name} {error}. It is called with every option,"

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import tokenizers
@@ -42,7 +43,7 @@ class Number(msgspec.Struct, frozen=True):
 
 
 class Counting(Environment):
-    """The policy reads a digit and should say the next one. Then it reads the right one, and so on."""
+    """The policy reads a digit and should say the next one. Then it reads the right one."""
 
     name, fresh = "counting", False
 
@@ -79,7 +80,7 @@ def save_model(folder: Path) -> None:
     """Write a random Llama with one layer whose tokens are the ten digits."""
     numbers = {word: number for number, word in enumerate(["<pad>", "</s>", *"0123456789"])}
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="<pad>"))
-    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()  # pyright: ignore
     words = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="</s>")
     words.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     words.save_pretrained(folder)
@@ -107,7 +108,7 @@ async def main(run: Path, updates: int) -> list[float]:
     model = str(run / "model")
     save_model(Path(model))
     engine = LocalEngine(model, ActorsConfig(dtype="float32", max_context=64))
-    services = InProcess(engine, [NextDigit()])  # in a run: the dispatcher, with workers behind it
+    services: Any = InProcess(engine, [NextDigit()])  # in a run: the dispatcher, with workers
     await services.start()
     learning = LearnerConfig(scheme="slate", lr=1e-2, dtype="float32", lora=LoraConfig(rank=0))
     process = LearnerProcess("learner", str(run), 0, model, QUESTIONS, 1.0, learning)
@@ -122,7 +123,7 @@ async def main(run: Path, updates: int) -> list[float]:
         inbox.add(TrainGroup(tree.groups[-1], tree.id, sent, turns))
 
     settings = SchedulerConfig(judge="next_digit", max_action_tokens=1, budget=STEPS)
-    runtime = Runtime(services, journal, Text(model), Counting(), settings, Counter(), emit)  # pyright: ignore[reportArgumentType]
+    runtime = Runtime(services, journal, Text(model), Counting(), settings, Counter(), emit)
     rewards = list[float]()
     for update in range(updates):
         # 1. Trees grow, here one after the other; in a run they grow at once, during the updates.

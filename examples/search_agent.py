@@ -13,12 +13,12 @@ set_tracing_disabled(True)
 @function_tool
 def search(query: str) -> str:
     """Return the two passages that are nearest to a query."""
-    asked = urllib.request.Request(
+    request = urllib.request.Request(
         f"{os.environ['OPENAI_BASE_URL']}/retrieve",
         json.dumps({"queries": [query], "topk": 2}).encode(),
         {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
     )
-    (passages,) = json.load(urllib.request.urlopen(asked))["result"]
+    (passages,) = json.load(urllib.request.urlopen(request))["result"]
     rows = [passage["contents"].split("\n", 1) for passage in passages]
     return "\n".join(
         f"Doc {i}(Title: {title[1:-1]}) {text}" for i, (title, text) in enumerate(rows, 1)

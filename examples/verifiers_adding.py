@@ -40,13 +40,16 @@ class Sums(vf.Taskset[SumTask]):
             yield SumTask(data, self.config.task)
 
 
-class Chat(vf.Harness[vf.HarnessConfig]):
+class AddingChat(vf.Harness[vf.HarnessConfig]):
     """Asks, and asks once more if the reply is wrong."""
 
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
-    async def launch(self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any, **more: Any) -> Any:  # fmt: skip
+    async def launch(
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any,
+        data: Any, **more: Any,
+    ) -> Any:  # fmt: skip
         client = openai.AsyncOpenAI(base_url=endpoint, api_key=secret)
         messages: list[Any] = [{"role": "user", "content": data.prompt}]
         for _ in range(2):
@@ -61,4 +64,4 @@ class Chat(vf.Harness[vf.HarnessConfig]):
         return vf.ProgramResult(0, "", "")
 
 
-__all__ = ["Chat", "Sums"]
+__all__ = ["AddingChat", "Sums"]

@@ -49,24 +49,20 @@ def configured(taskset: str, options: argparse.Namespace) -> tuple[Any, list[str
     roles = list(agent_config_fields(resolve_env_config({"taskset": {"id": taskset}})))
     learns = options.learns.split(",") if options.learns else roles
     if (len(learns) > 1 and not options.learns) or not set(learns) <= set(roles):
-        sys.exit(
-            f"--learns {options.learns}: expected one of the roles of {taskset}, {', '.join(roles)}, or some with commas"
-        )
+        known_roles = f"one of the roles of {taskset}, {', '.join(roles)}, or some with commas"
+        sys.exit(f"--learns {options.learns}: expected {known_roles}")
     if not options.others and len(learns) < len(roles):
-        sys.exit(
-            f"--learns {options.learns}: expected --others URL MODEL, which answers {', '.join(sorted({*roles} - {*learns}))}"
-        )
+        others = ", ".join(sorted({*roles} - {*learns}))
+        sys.exit(f"--learns {options.learns}: expected --others URL MODEL, which answers {others}")
     role: dict[str, Any] = {"runtime": {"type": "subprocess"}}
     if options.harness:
         role["harness"] = {"id": options.harness}
-    other = {}
+    other: dict[str, Any] = {}
     if options.others:
         os.environ.setdefault(OTHERS_KEY, "none")
         url, model = options.others
-        other = {
-            "model": model,
-            "client": {"type": "eval", "base_url": url, "api_key_var": OTHERS_KEY},
-        }
+        client = {"type": "eval", "base_url": url, "api_key_var": OTHERS_KEY}
+        other = {"model": model, "client": client}
     agents = {name: role if name in learns else role | other for name in roles}
     return resolve_env_config({**agents, "taskset": {"id": taskset}}), learns
 
@@ -89,35 +85,20 @@ async def run(task: dict[str, Any], options: argparse.Namespace) -> float:
         raise RuntimeError(
             [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         )
-    (trace,) = [
-        trace
-        for trace in episode.traces
-        if len(episode.traces) == 1 or trace.agent.name == learns[0]
-    ]
+    traces = episode.traces
+    (trace,) = [one for one in traces if len(traces) == 1 or one.agent.name == learns[0]]
     return trace.reward
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--learns",
-        default="",
-        metavar="ROLE[,ROLE]",
-        help="roles that ask the policy; the first one's reward is the episode's",
-    )
-    parser.add_argument(
-        "--others",
-        nargs=2,
-        metavar=("URL", "MODEL"),
-        help=f"OpenAI-compatible endpoint of the other roles; its key is in {OTHERS_KEY}",
-    )
-    parser.add_argument(
-        "--harness",
-        default="",
-        metavar="ID",
-        help="harness of all roles, instead of those that the environment names",
-    )
+    learns = "roles that ask the policy; the first one's reward is the episode's"
+    parser.add_argument("--learns", default="", metavar="ROLE[,ROLE]", help=learns)
+    others = f"OpenAI-compatible endpoint of the other roles; its key is in {OTHERS_KEY}"
+    parser.add_argument("--others", nargs=2, metavar=("URL", "MODEL"), help=others)
+    harness = "harness of all roles, instead of those that the environment names"
+    parser.add_argument("--harness", default="", metavar="ID", help=harness)
     return parser
 
 

@@ -15,7 +15,7 @@ import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 from verifiers.v1.dialects.chat import message_to_wire  # pyright: ignore[reportMissingImports]
 
 
-class Chat(vf.Harness[vf.HarnessConfig]):
+class InProcessChat(vf.Harness[vf.HarnessConfig]):
     """Asks until a reply calls no tool."""
 
     APPENDS_SYSTEM_PROMPT = True
@@ -24,14 +24,16 @@ class Chat(vf.Harness[vf.HarnessConfig]):
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
-    async def launch(self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any, **more: Any) -> Any:  # fmt: skip
+    async def launch(
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any,
+        data: Any, **more: Any,
+    ) -> Any:  # fmt: skip
         system, prompt = self.resolve_prompt(data)
-        asked = (
-            [{"role": "user", "content": prompt}]
-            if isinstance(prompt, str)
-            else map(message_to_wire, prompt or [])
-        )
-        messages: list[Any] = [*([{"role": "system", "content": system}] if system else []), *asked]
+        messages: list[Any] = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += map(message_to_wire, prompt or [])
         client = openai.AsyncOpenAI(base_url=endpoint, api_key=secret)
         async with contextlib.AsyncExitStack() as stack:
             servers = {
@@ -43,10 +45,15 @@ class Chat(vf.Harness[vf.HarnessConfig]):
                 for name, server in servers.items()
                 for tool in (await server.list_tools()).tools
             }
-            tools: Any = [
-                {"type": "function", "function": {"name": name, "description": tool.description or "", "parameters": tool.input_schema}}
+            functions = [
+                {
+                    "name": name,
+                    "description": tool.description or "",
+                    "parameters": tool.input_schema,
+                }
                 for name, (_, tool) in places.items()
-            ]  # fmt: skip
+            ]
+            tools: Any = [{"type": "function", "function": one} for one in functions]
             while True:
                 answer = await client.chat.completions.create(
                     model=ctx.model, messages=messages, tools=tools or openai.omit
@@ -62,4 +69,4 @@ class Chat(vf.Harness[vf.HarnessConfig]):
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
 
 
-__all__ = ["Chat"]
+__all__ = ["InProcessChat"]

@@ -122,22 +122,21 @@ def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> tuple[list[
     """Return what ``judge.score`` returned for ``turns``, with scores that are NaN or infinite
     moved to ``invalid``, and the number of invalid scores. Raises InfrastructureFault unless it is
     one Judgement per turn, of declared columns and numbers."""
-    returns = f"judge {judge.name} returned"
+    who = f"judge {judge.name}"
     if not isinstance(returned, list | tuple):
-        wish = "expected a list of Judgement, one per turn"
-        raise InfrastructureFault(f"{returns} {_short(returned)}; {wish}")
+        fault = f"returned {_short(returned)}; expected a list of Judgement, one per turn"
+        raise InfrastructureFault(f"{who} {fault}")
     if len(returned) != len(turns):
-        raise InfrastructureFault(f"{returns} {len(returned)} judgements for {len(turns)} turns")
+        fault = f"{len(returned)} judgements for {len(turns)} turns"
+        raise InfrastructureFault(f"{who} returned {fault}")
     judgements, bad = [], 0
     for judgement in returned:
         if not isinstance(judgement, Judgement):
-            wish = "expected a wire.messages.Judgement"
-            raise InfrastructureFault(f"{returns} {_short(judgement)} for a turn; {wish}")
+            fault = f"{_short(judgement)} for a turn; expected a wire.messages.Judgement"
+            raise InfrastructureFault(f"{who} returned {fault}")
         if unknown := {*judgement.scores, *judgement.invalid} - {*judge.columns}:
-            declared = list(judge.columns)
-            raise InfrastructureFault(
-                f"{returns} columns {sorted(unknown)}; it declares {declared}"
-            )
+            fault = f"returned columns {sorted(unknown)}; it declares {list(judge.columns)}"
+            raise InfrastructureFault(f"{who} {fault}")
         scores, invalid = dict[str, float](), set(judgement.invalid)
         for column, value in judgement.scores.items():
             try:  # text is refused, even if it reads like a number
@@ -146,8 +145,9 @@ def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> tuple[list[
             except (TypeError, ValueError, OverflowError, RuntimeError):
                 score = None
             if score is None:
+                fault = f"returned {_short(value)} in column {column!r}"
                 wish = "expected a number, or the column in Judgement.invalid"
-                raise InfrastructureFault(f"{returns} {_short(value)} in column {column!r}; {wish}")
+                raise InfrastructureFault(f"{who} {fault}; {wish}")
             if math.isfinite(score) and column not in invalid:
                 scores[column] = score
             else:

@@ -1,5 +1,5 @@
-"""The command coppice serve: it plugs a judge, an opponent or a speaker into a live run, and invites
-one from another machine."""
+"""The command coppice serve, which plugs a judge, an opponent or a speaker into a live run, and
+invites one from another machine."""
 
 import argparse
 import contextlib

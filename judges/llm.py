@@ -52,8 +52,8 @@ class ChatClient:
         self.counts = self.http.counts
 
     async def start(self) -> None:
-        """Open the connection pool and, with ``wait_s``, wait for the server. Raises ValueError when
-        the API key is not set, and InfrastructureFault when the server does not answer."""
+        """Open the connection pool and, with ``wait_s``, wait for the server. Raises ValueError
+        without an API key, and InfrastructureFault when the server does not answer."""
         await self.http.start()
         wait_s, end = self.endpoint.wait_s, time.monotonic() + self.endpoint.wait_s
         while wait_s:

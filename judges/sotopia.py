@@ -130,8 +130,7 @@ class SotopiaRules(RuleJudge):
         """Return the judgement of a conversation. Raises DataFault for a scenario without rules."""
         whole = msgspec.convert(turn.state, Dialogue)
         if whole.rules is None:
-            fault = "the scenario has no rules to check; use the judge sotopia"
-            raise DataFault(f"judge sotopia_rules: {fault}")
+            raise DataFault("judge sotopia_rules: the scenario has no rules to check; use sotopia")
         rules, side = whole.rules[whole.trained], whole.trained
         spoken = [turn for turn in whole.turns if turn.kind == "speak"]
         own = [turn.argument for turn in spoken if turn.side == side]

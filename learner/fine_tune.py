@@ -64,8 +64,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Losses(msgspec.Struct, frozen=True):
-    """The losses of a training. held_out: mean over held-out completion tokens before and after, or
-    None without held-out examples."""
+    """The losses of a training. held_out: mean over held-out completion tokens before and after."""
 
     last: float
     held_out: tuple[float, float] | None
@@ -126,10 +125,7 @@ def train(
     held_out: Sequence[Example] = (),
 ) -> Losses:  # fmt: skip
     """Train ``model`` for ``recipe.steps`` batches, and save it as a Hugging Face model with merged
-    adapters in ``folder``.
-
-    Raises ValueError if the model changes the logits of its head, and torch.OutOfMemoryError.
-    """
+    adapters in ``folder``. Raises ValueError if the model changes the logits of its head."""
     torch.set_num_threads(threads)
     torch.manual_seed(recipe.shuffle or 0)
     student = Student(model, recipe)

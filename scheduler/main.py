@@ -41,19 +41,15 @@ from coppice.scheduler.telemetry.metrics import Metrics
 from coppice.scheduler.telemetry.phases import LEARNER, LOADING, Phases, Training, learner_seconds
 from coppice.scheduler.telemetry.tracking import FINISH_S, STOP_S, Trackers
 from coppice.wire import published
-from coppice.wire.faults import Fault, InfrastructureFault
+from coppice.wire.faults import Fault
 from coppice.wire.keys import RunKeys
 from coppice.wire.messages import Trained, Turn
 
 log = logging.getLogger("scheduler.main")
 
 INTERRUPTED = 130
-REPORTED = (
-    WORK
-    + (
-        "judged_scores invalid_judgements outgrown_trajectories refused_episodes crashed_episodes"
-    ).split()
-)
+REPORTED = [*WORK, "judged_scores", "invalid_judgements"]
+REPORTED += ["outgrown_trajectories", "refused_episodes", "crashed_episodes"]
 """Counts of the summary that continue after a resume."""
 CHECK_S = 2.0
 """Seconds within which the death of a background task is noticed; it ends the run."""
@@ -133,18 +129,10 @@ class Run:
         examined = registry.load(process.environment, process.options | s.evaluation.options)
         if self.environment.pictures or examined.pictures:
             self.runtime.text.check_vision()
+        records = self.metrics, self.phases
         self.examination = Examination(
-            self.runtime,
-            examined,
-            heldout,
-            self.weight_sync,
-            self.metrics,
-            self.phases,
-            self.open_trees,
+            self.runtime, examined, heldout, self.weight_sync, *records, self.open_trees
         )
-
-    # ------------------------------------------------------------------------------------------
-    # the run
 
     async def main(self) -> None:
         """Do the whole run, from waiting for the first worker to writing the summary."""
@@ -200,28 +188,19 @@ class Run:
     async def _wait_for_workers(self) -> None:
         """Wait for all workers that growing trees needs. The learner may come later."""
         services = {"generate": self.process.actors} | dict.fromkeys(self.process.services, 1)
-        services |= {
-            f"judge.{name}": 1
-            for name in (self.settings.judge, self.environment.outcome_judge)
-            if name not in ("", UNJUDGED)
-        }
+        judges = {self.settings.judge, self.environment.outcome_judge} - {"", UNJUDGED}
+        services |= {f"judge.{name}": 1 for name in sorted(judges)}
         needed = {**services, "train": 1}
         expected = ", ".join(f"{count} x {name}" for name, count in needed.items())
         own = f" of {self.process.name}, one of {self.shard.count}" if self.shard.count > 1 else ""
         print(f"waiting for workers{own}: {expected}", flush=True)
         self.attendance.needed = needed
         for service, count in services.items():
-            await self._wait_for(service, count)
-
-    async def _wait_for(self, service: str, count: int = 1) -> None:
-        try:
             await self.dispatcher.wait_for(service, count, self.settings.startup_timeout_s)
-        except TimeoutError as missing:
-            raise InfrastructureFault(str(missing)) from None
 
     async def _wait_for_learner(self) -> dict[int, int]:
         """Give the actors its version. Return what it has trained since its checkpoint."""
-        await self._wait_for("train")
+        await self.dispatcher.wait_for("train", 1, self.settings.startup_timeout_s)
         weights, newest = resume.announced(self.home)
         self.stream.version = weights.version
         if weights.version:
@@ -303,9 +282,6 @@ class Run:
     def _faulted(self, service: str, fault: Fault, caller: str) -> None:
         self.faults.failed(service, fault, caller)
         self.reporter.failed(service, fault)
-
-    # ------------------------------------------------------------------------------------------
-    # weights
 
     async def _trained(self, trained: Trained) -> None:
         """A version was trained: give its weights to the actors, record its metrics, let pacing

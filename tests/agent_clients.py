@@ -11,18 +11,13 @@ import urllib.request
 from typing import Any
 
 ASKED = "Add with the tool: "
-PARAMETERS = {
-    "type": "object",
-    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
-ADD: Any = {
-    "name": "add",
-    "description": "Add two numbers.",
-    "parameters": PARAMETERS,
-    "strict": True,
-}
+NUMBERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+PARAMETERS = {"type": "object", "properties": NUMBERS, "required": ["a", "b"]}
+PARAMETERS |= {"additionalProperties": False}
+ABOUT = "Add two numbers."
+ADD: Any = {"name": "add", "description": ABOUT, "parameters": PARAMETERS, "strict": True}
+TOOLS: Any = [{"type": "function", "function": ADD}]
+FLAT: Any = [{"type": "function", **ADD}]
 
 
 def right(task: dict[str, Any], answer: Any) -> float:
@@ -33,30 +28,37 @@ def total(arguments: str) -> str:
     return str(sum(json.loads(arguments).values()))
 
 
+def asked(task: dict[str, Any]) -> list[Any]:
+    """A conversation that begins with the task."""
+    return [{"role": "user", "content": ASKED + task["question"]}]
+
+
+def results(calls: list[Any]) -> list[dict[str, Any]]:
+    """The results of calls of chat completions, as the SDK's objects have them."""
+    texts = [(call.id, total(call.function.arguments)) for call in calls]
+    return [{"role": "tool", "tool_call_id": name, "content": text} for name, text in texts]
+
+
+def outputs(calls: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """The results of calls of responses, by their ids and arguments."""
+    kind = {"type": "function_call_output"}
+    return [{**kind, "call_id": name, "output": total(arguments)} for name, arguments in calls]
+
+
 def chat(task: dict[str, Any]) -> float:
     """openai's chat completions; history as the SDK's own objects."""
     import openai
 
-    client, messages = (
-        openai.OpenAI(),
-        list[Any]([{"role": "user", "content": ASKED + task["question"]}]),
-    )
+    client, messages = openai.OpenAI(), asked(task)
     while True:
-        reply = client.chat.completions.create(
-            model="gpt-any", messages=messages, tools=[{"type": "function", "function": ADD}]
-        )
+        reply = client.chat.completions.create(model="gpt-any", messages=messages, tools=TOOLS)
         message: Any = reply.choices[0].message
         assert reply.choices[0].finish_reason == ("tool_calls" if message.tool_calls else "stop")
-        assert (
-            reply.usage is not None and reply.usage.total_tokens > reply.usage.completion_tokens > 0
-        )
+        usage: Any = reply.usage
+        assert usage.total_tokens > usage.completion_tokens > 0
         if not message.tool_calls:
             return right(task, message.content)
-        messages.append(message)
-        messages += [
-            {"role": "tool", "tool_call_id": c.id, "content": total(c.function.arguments)}
-            for c in message.tool_calls
-        ]
+        messages += [message, *results(message.tool_calls)]
 
 
 def chat_streamed(task: dict[str, Any]) -> float:
@@ -64,18 +66,11 @@ def chat_streamed(task: dict[str, Any]) -> float:
     ids and null for no text."""
     import openai
 
-    client, messages = (
-        openai.OpenAI(),
-        list[Any]([{"role": "user", "content": ASKED + task["question"]}]),
-    )
+    client, messages = openai.OpenAI(), asked(task)
+    options: Any = {"stream_options": {"include_usage": True}, "tools": TOOLS}
     while True:
-        options: Any = {
-            "stream_options": {"include_usage": True},
-            "tools": [{"type": "function", "function": ADD}],
-        }
-        with client.chat.completions.stream(
-            model="gpt-any", messages=messages, **options
-        ) as stream:
+        request: Any = {"model": "gpt-any", "messages": messages, **options}
+        with client.chat.completions.stream(**request) as stream:
             kinds = [event.type for event in stream]
             reply = stream.get_final_completion()
         message = reply.choices[0].message
@@ -84,74 +79,46 @@ def chat_streamed(task: dict[str, Any]) -> float:
             assert "content.done" in kinds
             return right(task, message.content)
         assert "tool_calls.function.arguments.done" in kinds
-        calls = [
-            {"id": f"x{len(messages)}{i}", "type": "function", "function": {"name": c.function.name, "arguments": c.function.arguments.replace(" ", "")}}
-            for i, c in enumerate(message.tool_calls)
-        ]  # fmt: skip
-        messages.append({"role": "assistant", "content": None, "tool_calls": calls})
-        messages += [
-            {"role": "tool", "tool_call_id": c["id"], "content": total(c["function"]["arguments"])}
-            for c in calls
-        ]
+        calls, answers = list[Any](), results(message.tool_calls)
+        for i, call in enumerate(message.tool_calls):
+            function = call.function.model_dump()
+            function = {"name": "add", "arguments": function["arguments"].replace(" ", "")}
+            name = answers[i]["tool_call_id"] = f"x{len(messages)}{i}"
+            calls.append({"id": name, "type": "function", "function": function})
+        messages += [{"role": "assistant", "content": None, "tool_calls": calls}, *answers]
 
 
 def responses(task: dict[str, Any]) -> float:
     """openai's responses."""
     import openai
 
-    client, items = (
-        openai.OpenAI(),
-        list[Any]([{"role": "user", "content": ASKED + task["question"]}]),
-    )
-    tools: Any = [{"type": "function", **ADD}]
+    client, items = openai.OpenAI(), asked(task)
+    fields: Any = {"model": "gpt-any", "instructions": "You add.", "tools": FLAT}
     while True:
-        reply = client.responses.create(
-            model="gpt-any", instructions="You add.", input=items, tools=tools
-        )
-        assert (
-            reply.status == "completed"
-            and reply.usage is not None
-            and reply.usage.output_tokens > 0
-        )
+        reply = client.responses.create(input=items, **fields)
+        assert reply.status == "completed" and reply.usage.output_tokens > 0
         if not (calls := [item for item in reply.output if item.type == "function_call"]):
             return right(task, reply.output_text)
-        items += reply.output
-        items += [
-            {"type": "function_call_output", "call_id": c.call_id, "output": total(c.arguments)}
-            for c in calls
-        ]
+        items += [*reply.output, *outputs([(call.call_id, call.arguments) for call in calls])]
 
 
 def responses_streamed(task: dict[str, Any]) -> float:
     """openai's streamed responses, put together by the SDK."""
     import openai
 
-    client, items = (
-        openai.OpenAI(),
-        list[Any]([{"role": "user", "content": ASKED + task["question"]}]),
-    )
+    client, items = openai.OpenAI(), asked(task)
     while True:
-        tools: Any = [{"type": "function", **ADD}]
-        with client.responses.stream(model="gpt-any", input=items, tools=tools) as stream:
+        with client.responses.stream(model="gpt-any", input=items, tools=FLAT) as stream:
             kinds = [event.type for event in stream]
             reply = stream.get_final_response()
         assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
         if not (calls := [item for item in reply.output if item.type == "function_call"]):
             assert "response.output_text.delta" in kinds
             return right(task, reply.output_text)
-        items += [
-            {
-                "type": "function_call",
-                "call_id": c.call_id,
-                "name": c.name,
-                "arguments": c.arguments,
-            }
-            for c in calls
-        ]
-        items += [
-            {"type": "function_call_output", "call_id": c.call_id, "output": total(c.arguments)}
-            for c in calls
-        ]
+        for call in calls:
+            written = {"call_id": call.call_id, "name": call.name, "arguments": call.arguments}
+            items.append({"type": "function_call", **written})
+        items += outputs([(call.call_id, call.arguments) for call in calls])
 
 
 def retried(task: dict[str, Any]) -> float:
@@ -159,9 +126,8 @@ def retried(task: dict[str, Any]) -> float:
     import openai
 
     client = openai.OpenAI(timeout=1.0, max_retries=100)
-    first = client.chat.completions.create(
-        model="any", messages=[{"role": "user", "content": "one"}]
-    )
+    one: Any = [{"role": "user", "content": "one"}]
+    first = client.chat.completions.create(model="any", messages=one)
     second = client.responses.create(model="any", input="two")
     return float((first.choices[0].message.content, second.output_text) == ("reply 1", "reply 2"))
 
@@ -171,29 +137,19 @@ def cut(task: dict[str, Any]) -> float:
     streamed."""
     import openai
 
-    client, messages = openai.OpenAI(), list[Any]([{"role": "user", "content": "long"}])
-    told = client.chat.completions.create(model="any", messages=messages, max_tokens=5)
-    assert told.usage is not None
+    client, request = openai.OpenAI(), {"model": "any"}
+    chat: Any = {**request, "messages": [{"role": "user", "content": "long"}]}
+    flat: Any = {**request, "input": "long"}
+    told: Any = client.chat.completions.create(**chat, max_tokens=5)
     assert (told.choices[0].finish_reason, told.usage.completion_tokens) == ("length", 5)
-    chunks = list(
-        client.chat.completions.create(
-            model="any", messages=messages, max_completion_tokens=6, stream=True
-        )
-    )
+    chunks = list(client.chat.completions.create(**chat, max_completion_tokens=6, stream=True))
     assert chunks[-1].choices[0].finish_reason == "length"
-    response = client.responses.create(model="any", input="long", max_output_tokens=7)
-    assert response.incomplete_details is not None and response.usage is not None
-    assert (response.status, response.incomplete_details.reason, response.usage.output_tokens) == (
-        "incomplete",
-        "max_output_tokens",
-        7,
-    )
-    *_, last = client.responses.create(model="any", input="long", max_output_tokens=8, stream=True)
+    response: Any = client.responses.create(**flat, max_output_tokens=7)
+    assert (response.status, response.usage.output_tokens) == ("incomplete", 7)
+    assert response.incomplete_details.reason == "max_output_tokens"
+    *_, last = client.responses.create(**flat, max_output_tokens=8, stream=True)
     assert last.type == "response.incomplete"
-    assert (
-        client.chat.completions.create(model="any", messages=messages).choices[0].finish_reason
-        == "stop"
-    )
+    assert client.chat.completions.create(**chat).choices[0].finish_reason == "stop"
     return 1.0
 
 
@@ -201,20 +157,16 @@ def required(task: dict[str, Any]) -> float:
     """Requires a call twice: of any tool, then of a named one."""
     import openai
 
-    client, messages = openai.OpenAI(), list[Any]([{"role": "user", "content": "call"}])
-    tools: Any = [
-        {"type": "function", "function": {**ADD, "name": name}} for name in ("add", "other")
-    ]
+    create: Any = openai.OpenAI().chat.completions.create
+    user = {"role": "user", "content": "call"}
+    names = ("add", "other")
+    tools: Any = [{"type": "function", "function": {**ADD, "name": name}} for name in names]
     named: Any = {"type": "function", "function": {"name": "other"}}
-    first = client.chat.completions.create(
-        model="any", messages=messages, tools=tools, tool_choice="required"
-    )
-    second = client.chat.completions.create(
-        model="any", messages=[*messages, *messages], tools=tools, tool_choice=named
-    )
-    return float(bool(first.choices[0].message.tool_calls)) + 2 * float(
-        bool(second.choices[0].message.tool_calls)
-    )
+    fields: Any = {"model": "any", "tools": tools}
+    first = create(messages=[user], tool_choice="required", **fields)
+    second = create(messages=[user, user], tool_choice=named, **fields)
+    called = [bool(reply.choices[0].message.tool_calls) for reply in (first, second)]
+    return float(called[0] + 2 * called[1])
 
 
 def _openai_agent(model: Any) -> Any:
@@ -234,9 +186,8 @@ def agents_responses(task: dict[str, Any]) -> float:
     """openai-agents at its default endpoint."""
     import agents
 
-    return right(
-        task, agents.Runner.run_sync(_openai_agent("any"), ASKED + task["question"]).final_output
-    )
+    result = agents.Runner.run_sync(_openai_agent("any"), ASKED + task["question"])
+    return right(task, result.final_output)
 
 
 async def agents_streamed(task: dict[str, Any]) -> float:
@@ -264,10 +215,8 @@ def agents_chat(task: dict[str, Any]) -> float:
     """openai-agents with chat completions."""
     import agents
 
-    return right(
-        task,
-        agents.Runner.run_sync(_openai_agent(_chat_model()), ASKED + task["question"]).final_output,
-    )
+    result = agents.Runner.run_sync(_openai_agent(_chat_model()), ASKED + task["question"])
+    return right(task, result.final_output)
 
 
 async def agents_chat_streamed(task: dict[str, Any]) -> float:
@@ -306,9 +255,8 @@ def pydantic_structured(task: dict[str, Any]) -> float:
     class Sum(pydantic.BaseModel):
         total: int
 
-    return right(
-        task, _pydantic_agent(output_type=Sum).run_sync(ASKED + task["question"]).output.total
-    )
+    agent = _pydantic_agent(output_type=Sum)
+    return right(task, agent.run_sync(ASKED + task["question"]).output.total)
 
 
 def langgraph(task: dict[str, Any]) -> float:
@@ -321,10 +269,8 @@ def langgraph(task: dict[str, Any]) -> float:
         return a + b
 
     agent = create_react_agent(ChatOpenAI(model="any"), [add])
-    return right(
-        task,
-        agent.invoke({"messages": [("user", ASKED + task["question"])]})["messages"][-1].content,
-    )
+    result = agent.invoke({"messages": [("user", ASKED + task["question"])]})
+    return right(task, result["messages"][-1].content)
 
 
 def _smol(kind: str) -> Any:
@@ -340,10 +286,10 @@ def _smol(kind: str) -> Any:
         """
         return a + b
 
-    model = smolagents.OpenAIModel(
-        "any", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"]
-    )  # pyright: ignore
-    return getattr(smolagents, kind)(tools=[add], model=model, verbosity_level=0)
+    base, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+    model = smolagents.OpenAIModel("any", api_base=base, api_key=key)
+    agent: Any = getattr(smolagents, kind)
+    return agent(tools=[add], model=model, verbosity_level=0)
 
 
 def smol_tools(task: dict[str, Any]) -> float:
@@ -366,26 +312,16 @@ def post(url: str, body: dict[str, Any], **headers: str) -> Any:
 def messages(task: dict[str, Any], stream: bool = False) -> float:
     """Anthropic's dialect as Claude Code speaks it: a system prompt of which a line differs in
     every call, and results in blocks."""
-    url, key = (
-        os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages",
-        {"x-api-key": os.environ["ANTHROPIC_API_KEY"]},
-    )
-    tool = {"name": "add", "description": ADD["description"], "input_schema": PARAMETERS}
-    history = list[Any](
-        [{"role": "user", "content": [{"type": "text", "text": ASKED + task["question"]}]}]
-    )
+    url = os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages"
+    key = {"x-api-key": os.environ["ANTHROPIC_API_KEY"]}
+    tool = {"name": "add", "description": ABOUT, "input_schema": PARAMETERS}
+    first = {"type": "text", "text": ASKED + task["question"]}
+    history = list[Any]([{"role": "user", "content": [first]}])
     while True:
-        system = [
-            {"type": "text", "text": f"x-anthropic-billing-header: cch={len(history)};"},
-            {"type": "text", "text": "You add."},
-        ]
-        body = {
-            "model": "claude-any",
-            "max_tokens": 200,
-            "system": system,
-            "messages": history,
-            "tools": [tool],
-        }
+        lines = (f"x-anthropic-billing-header: cch={len(history)};", "You add.")
+        system = [{"type": "text", "text": line} for line in lines]
+        body = {"model": "claude-any", "max_tokens": 200, "system": system, "tools": [tool]}
+        body["messages"] = history
         (counted,) = post(url + "/count_tokens", body, **key)
         assert json.loads(counted)["input_tokens"] > 0
         lines = post(url, {**body, "stream": stream}, **key)
@@ -394,14 +330,12 @@ def messages(task: dict[str, Any], stream: bool = False) -> float:
         assert message["stop_reason"] == ("tool_use" if calls else "end_turn")
         if not calls:
             return right(task, message["content"][0]["text"])
-        results = [
-            {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": str(sum(call["input"].values()))}]}
-            for call in calls
-        ]  # fmt: skip
-        history += [
-            {"role": "assistant", "content": message["content"]},
-            {"role": "user", "content": results},
-        ]
+        answers = list[Any]()
+        for call in calls:
+            content = [{"type": "text", "text": str(sum(call["input"].values()))}]
+            answers.append({"type": "tool_result", "tool_use_id": call["id"], "content": content})
+        history.append({"role": "assistant", "content": message["content"]})
+        history.append({"role": "user", "content": answers})
 
 
 def messages_streamed(task: dict[str, Any]) -> float:
@@ -428,38 +362,19 @@ def streamed_message(lines: list[str]) -> dict[str, Any]:
 def references(task: dict[str, Any], previous: bool = False) -> float:
     """The responses dialect of a client that sends the ids of what it was answered, as the AI SDK
     does."""
-    url, key = (
-        os.environ["OPENAI_BASE_URL"] + "/responses",
-        f"Bearer {os.environ['OPENAI_API_KEY']}",
-    )
-    items, more = (
-        list[Any]([{"role": "user", "content": ASKED + task["question"]}]),
-        dict[str, str](),
-    )
+    url = os.environ["OPENAI_BASE_URL"] + "/responses"
+    key = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    items, more = asked(task), dict[str, str]()
     while True:
-        body = {
-            "input": items,
-            "instructions": "You add.",
-            "tools": [{"type": "function", **ADD}],
-            **more,
-        }
-        reply = json.loads(post(url, body, Authorization=key)[0])
+        body = {"input": items, "instructions": "You add.", "tools": FLAT, **more}
+        reply = json.loads(post(url, body, **key)[0])
         calls = [item for item in reply["output"] if item["type"] == "function_call"]
         if not calls:
             return right(task, reply["output"][0]["content"][0]["text"])
-        outputs = [
-            {
-                "type": "function_call_output",
-                "call_id": call["call_id"],
-                "output": total(call["arguments"]),
-            }
-            for call in calls
-        ]
-        items += [
-            {"type": "item_reference", "id": item["id"]} for item in reply["output"]
-        ] + outputs
+        new = outputs([(call["call_id"], call["arguments"]) for call in calls])
+        items += [{"type": "item_reference", "id": item["id"]} for item in reply["output"]] + new
         if previous:
-            items, more = outputs, {"previous_response_id": reply["id"]}
+            items, more = new, {"previous_response_id": reply["id"]}
 
 
 def previous_response(task: dict[str, Any]) -> float:

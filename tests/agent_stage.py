@@ -61,7 +61,9 @@ THINKING = """{%- if tools %}<|im_start|>system
 {% endif %}{%- for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}
 {% if m.role == 'tool' %}<tool_response>
 {{ m.content }}
-</tool_response>{% else %}{{ m.content.split('</think>')[-1].lstrip('\\n') if m.role == 'assistant' else m.content }}{% for c in m.tool_calls or [] %}
+</tool_response>{% else %}{% if m.role == 'assistant' %}\
+{{ m.content.split('</think>')[-1].lstrip('\\n') }}\
+{% else %}{{ m.content }}{% endif %}{% for c in m.tool_calls or [] %}
 <tool_call>
 {{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}
 </tool_call>{% endfor %}{% endif %}<|im_end|>

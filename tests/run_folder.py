@@ -44,19 +44,17 @@ def make(
     record.write_environment(folder)
     journal, metrics = Journal(folder / "journal.sqlite"), Metrics(folder)
     # a worker whose clock runs ahead: a phase ends with its call
-    at, phases, tree = metrics._start, {"prefill": 0.24, "decode": 9.0}, -1
+    at, phases, actor = metrics._start, {"prefill": 0.24, "decode": 9.0}, f"actor-{shard.number}"
+    tree = -1
     for i, reward in enumerate(rewards):
         tree = shard.after(tree)
         _grow(journal, tree, i, reward, text, scores)
-        actor, call = f"actor-{shard.number}", f"tree {tree}, attempt 1 of 5"
-        end = at + GENERATED_S
-        metrics.event(Event("generate", actor, at, end, "ok", call, phases=phases))
+        times, caller = (at, at + GENERATED_S), f"tree {tree}, attempt 1 of 5"
+        metrics.event(Event("generate", actor, *times, "ok", caller, phases=phases))
         at += GENERATED_S + WAITED_S
         metrics.event(Event("train", "learner", at - 0.21, at, "ok", version=i + 1))
-        values = {
-            "learner/groups": 1.0, "learner/seconds": 0.21, "time/update_forward": 0.1,
-            "time/publish": 0.04, "time/run": 10.0 * i, "learner/entropy": 0.5,
-        }  # fmt: skip
+        values = {"learner/groups": 1.0, "learner/seconds": 0.21, "time/update_forward": 0.1}
+        values |= {"time/publish": 0.04, "time/run": 10.0 * i, "learner/entropy": 0.5}
         values |= {"watch/staleness_0/tokens": 30.0, "watch/staleness_1/tokens": 10.0} if i else {}
         metrics.record(i + 1, values | ({"score/reward": reward} if scores else {}))
     for version, mean in exact.items():
@@ -64,10 +62,10 @@ def make(
         held = HeldOut(version, 16, "em", {"em": Estimate(mean, 0.1), "f1": Estimate(0.5, 0.2)})
         journal.save_evaluation(version, name, msgspec.to_builtins(held))
     if ended:
-        learner = {"updates": 1.0, "waiting for trees": 2.0}
-        training = Training(0, len(rewards), False, 3.0, learner, {"actors": 0.5}, 0.5, 0.25)
-        none, seconds = Counter[str](), {"set-up": 1.0, "updates": 3.0}
-        report.write(folder, journal, {"random_answer": 0.125}, none, none, seconds, training)
+        spent = ({"updates": 1.0, "waiting for trees": 2.0}, {"actors": 0.5})
+        training = Training(0, len(rewards), False, 3.0, *spent, 0.5, 0.25)
+        phases, none = {"set-up": 1.0, "updates": 3.0}, Counter[str]()
+        report.write(folder, journal, {"random_answer": 0.125}, none, none, phases, training)
     journal.close()
     metrics.close()
     return folder
@@ -76,15 +74,16 @@ def make(
 def _grow(
     journal: Journal, number: int, version: int, reward: float, text: str, scores: bool
 ) -> None:
-    tree = Tree(number, f"task{number}")
-    question = f"What is the capital of country {number}?"
+    tree, question = Tree(number, f"task{number}"), f"What is the capital of country {number}?"
     root = tree.add(None, "prompt", np.array([1, 2], np.int32), question)
     for sign in (1, -1):
-        judged = {"reward": sign * reward, "outcome": float(sign > 0), "valid": 1.0}
-        node = tree.add(
-            root, "action", np.array([3, 4, 5 + sign], np.int32), f"{text} {sign}",
-            scores=judged if scores else {}, chosen=sign > 0, finish="stop",
-        )  # fmt: skip
+        tokens, of = (
+            np.array([3, 4, 5 + sign], np.int32),
+            {"outcome": float(sign > 0), "valid": 1.0},
+        )
+        judged = {"reward": sign * reward, **of} if scores else {}
+        node = tree.add(root, "action", tokens, f"{text} {sign}", scores=judged)
+        node.chosen, node.finish = sign > 0, "stop"
     journal.start_tree(tree, number, version)
     journal.save_group(tree, number, [Turn(node.id, 0, 0, {"reward": reward})])
     journal.mark_trained(number, version + 1)

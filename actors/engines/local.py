@@ -26,8 +26,7 @@ from coppice.actors.engines.admission import Admission
 from coppice.actors.engines.base import OnTokens, check_request, check_tokens
 from coppice.actors.engines.grammar import Grammar
 from coppice.actors.engines.memory import KVMemory, Stretch
-from coppice.actors.engines.pictures import Pictures
-from coppice.actors.engines.samples import ActiveRequest, Running, StopStrings
+from coppice.actors.engines.samples import ActiveRequest, Pictures, Running, StopStrings
 from coppice.actors.engines.sampling import pick, uniforms
 from coppice.actors.engines.thread import EngineThread
 from coppice.common import vision

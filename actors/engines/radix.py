@@ -40,6 +40,8 @@ class Segment:
         self.tokens, self.kv, self.parent = tokens, kv, parent
         self.ending: torch.Tensor | None = None
         self.children: dict[int, Segment] = {}
+        if parent is not None:
+            parent.children[int(tokens[0])] = self
 
     @property
     def bytes(self) -> int:
@@ -96,7 +98,7 @@ class RadixCache:
         if new:
             kv = read(length, len(tokens)) if read is not None else None
             leaf = Segment(tokens[length:].copy(), kv, path[-1] if path else self._root)
-            self._hang(leaf)
+            self._order[leaf] = None
             self.bytes += leaf.bytes
             path.append(leaf)
         if ending is not None and path and path[-1].ending is None:
@@ -136,15 +138,10 @@ class RadixCache:
         for segment in reversed(path):
             self._order.move_to_end(segment)
 
-    def _hang(self, segment: Segment) -> None:
-        assert segment.parent is not None
-        segment.parent.children[int(segment.tokens[0])] = segment
-        self._order[segment] = None
-
     def _split(self, segment: Segment, at: int) -> Segment:
         """Cut an edge in two and return its first part, which the caller must touch."""
         head = Segment(segment.tokens[:at].copy(), _part(segment.kv, 0, at), segment.parent)
-        self._hang(head)
+        self._order[head] = None
         segment.kv = _part(segment.kv, at, len(segment.tokens))
         segment.tokens, segment.parent = segment.tokens[at:].copy(), head
         head.children[int(segment.tokens[0])] = segment

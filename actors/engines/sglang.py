@@ -22,10 +22,9 @@ import numpy as np
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.base import check_request, check_tokens
-from coppice.actors.engines.sglang_api import Facts, Launched, Remote, Way
-from coppice.actors.engines.sglang_fleet import LOOK_S, PATIENCE_S, SGLangFleet
+from coppice.actors.engines.sglang_api import Facts, Launched, Remote
 from coppice.actors.engines.sglang_inside import Inside
-from coppice.actors.engines.sglang_weights import Ready, SGLangWeights, UpdateRefused
+from coppice.actors.engines.sglang_weights import Ready, SGLangFleet, SGLangWeights, UpdateRefused
 from coppice.common import support, vision
 from coppice.common.http import pause_s
 from coppice.wire.faults import DataFault, InfrastructureFault
@@ -40,12 +39,16 @@ from coppice.wire.messages import (
 
 log = logging.getLogger("actors.sglang")
 
+LOOK_S = 5.0
+"""Seconds between two looks at the router's list."""
+PATIENCE_S = 120.0
+"""Seconds of repeated requests. The router blocks a server that failed ten times for 60 s."""
 _FINISHES = ("stop", "length")
 _ROWS = ("input_ids", "rid", "sampling_params", "image_data", "extra_key", "lora_path")
 """Fields of a body that have one value per sample, where there are several."""
 
 
-def ways(model: str, config: ActorsConfig, place: int) -> Way:
+def ways(model: str, config: ActorsConfig, place: int) -> Launched | Inside | Remote:
     """Return the way that ``config.sglang`` names, for the actor at ``place`` (from 0)."""
     settings = config.sglang
     if settings.way == "server":
@@ -54,8 +57,7 @@ def ways(model: str, config: ActorsConfig, place: int) -> Way:
         return Inside(model, config)
     if not settings.urls:
         raise ValueError(
-            'actors.sglang.way = "url" and actors.sglang.urls is empty: expected the URLs of'
-            " running servers"
+            'actors.sglang.way = "url", but actors.sglang.urls is empty: name running servers'
         )
     return Remote(settings.urls[place % len(settings.urls)], model, config)
 
@@ -70,7 +72,7 @@ class SGLangEngine:
         self, model: str, config: ActorsConfig = ActorsConfig(), seed: int = 0, place: int = 0
     ):
         self.folder, self.config, self.seed = Path(model), config, seed
-        self.way: Way = ways(model, config, place)
+        self.way = ways(model, config, place)
         self.weights = SGLangWeights(self.way, self.folder, config.sglang)
         self._vision = vision.Vision.of(model)
         self.version = 0
@@ -126,11 +128,11 @@ class SGLangEngine:
             await fleet.let_go()
 
     async def close(self) -> None:
-        """Unload this engine's adapters and end the SGLang that it started."""
+        """Unload this engine's adapters, and end an SGLang that it started."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
-        await self.weights.close()
+        await self.weights.unload(0)
         await self.way.close()
 
     async def died(self) -> str:
@@ -150,15 +152,13 @@ class SGLangEngine:
         check_tokens(words, self.facts.vocabulary, self.folder)
         if request.sampling.top_logprobs:
             raise DataFault(
-                f"top_logprobs {request.sampling.top_logprobs}: expected 0, because SGLang's may"
-                " not be of the distribution really sampled from; ask the embedded engine"
-                ' (actors.engine = "local", coppice serve --model)'
+                f"top_logprobs {request.sampling.top_logprobs}: expected 0 with SGLang; ask the"
+                ' embedded engine (actors.engine = "local", coppice serve --model)'
             )
         if request.sampling.cuts and self.way.elastic:
             raise DataFault(
-                "scheduler.top_p and top_k behind a router: it drops the request for the tokens"
-                " they left, so log-probabilities would be of another distribution; set top_p = 1"
-                " and top_k = 0"
+                "scheduler.top_p and top_k behind a router, which drops the request for the tokens"
+                " they left: set top_p = 1 and top_k = 0"
             )
         bodies = self._bodies(request)
         if not self._in_flight:
@@ -200,7 +200,7 @@ class SGLangEngine:
             size, proof = await self._update(ready)
             self.counts["loaded_bytes"] += size
             self.counts["updates"] += 1
-            await self.weights.tidy()
+            await self.weights.unload()
             return LoadResult(request.version, request.digest, time.monotonic() - start, proof)
 
     async def _update(self, ready: Ready) -> tuple[int, str]:
@@ -262,9 +262,8 @@ class SGLangEngine:
             if read.shape != text.shape or (read != request.tokens)[text].any():
                 raise InfrastructureFault(
                     f"{self.way.name} read {len(read)} tokens of a prefix with pictures, expected"
-                    f" the {len(text)} of the tree: it must be sglang 0.5.23 or newer, with"
-                    " SGLANG_MM_AVOID_RETOKENIZE on and the processor settings of the learner's"
-                    " model"
+                    f" the {len(text)} of the tree: is it sglang 0.5.23 or newer, set up as in"
+                    " docs/engines.md#pictures?"
                 )
 
     def _bodies(self, request: GenerateRequest) -> list[dict[str, Any]]:
@@ -299,10 +298,8 @@ class SGLangEngine:
         wanted = sampling.top_k or self.facts.vocabulary or limit + 1
         if wanted > limit:
             raise DataFault(
-                f"top_p {sampling.top_p} and top_k {sampling.top_k}: expected a top_k of at most"
-                f" {limit} beside it, or SGLang started with sampling_mask_max_tokens ="
-                f" {self.facts.vocabulary} (actors.sglang.arguments): else it cannot say what was"
-                " left to sample from"
+                f"top_p {sampling.top_p}, top_k {sampling.top_k}: expected a top_k of at most"
+                f" {limit}, or sampling_mask_max_tokens = {self.facts.vocabulary} in actors.sglang.arguments"
             )
         return wanted
 
@@ -372,13 +369,10 @@ class SGLangEngine:
                     f"{self.way.name} aborted a request:"
                     f" {reason.get('message') or 'no reason given'}"
                 )
-            # one adapter serves a request from its first to its last token
             count = len(row.get("output_ids") or [])
-            row["versions"] = (
-                np.full(count, version, np.int32)
-                if adapter
-                else self._versions(row["meta_info"], count, named)
-            )
+            row["versions"] = np.full(count, version, np.int32)
+            if not adapter:  # one adapter serves a request from its first to its last token
+                row["versions"] = self._versions(row["meta_info"], count, named)
         return answers
 
     def _versions(self, meta: dict[str, Any], count: int, named: str) -> np.ndarray:

@@ -47,8 +47,8 @@ _AT_RANK = re.compile(r"@\d+$")
 
 class Facts(msgspec.Struct, frozen=True):
     """What SGLang reports about itself. capacity, context: tokens. vocabulary: rows of the
-    embedding, 0 when unknown. version: the name of its weights, "" or "default" when nobody named
-    them. mask: the most tokens that SGLang can list as left by top-p and top-k."""
+    embedding, 0 when unknown. version: the name of its weights, "" or "default" when they have
+    none. mask: the most tokens that SGLang can list as left by top-p and top-k."""
 
     capacity: int = 0
     context: int = 0
@@ -156,17 +156,14 @@ class Http:
 
 class Way:
     """How one engine reaches SGLang: requests go to ``front``, updates of weights to all
-    ``servers``. elastic: the servers come and go behind a router."""
+    ``servers``. elastic: the servers come and go behind a router. Each way has ``start``, which
+    raises InfrastructureFault, and ``died``, which returns the reason when SGLang is gone."""
 
     elastic = False
 
     def __init__(self, front: Any):
         self.front, self.name = front, str(front.name)
         self.servers: list[Any] = [front]
-
-    async def start(self) -> None:
-        """Raises InfrastructureFault when SGLang does not start or answer."""
-        raise NotImplementedError
 
     async def facts(self) -> Facts:
         """Return the facts of the first server, with the capacity of all servers together."""
@@ -180,10 +177,6 @@ class Way:
     async def abort(self, names: list[str]) -> None:
         """Stop requests wherever they run."""
         await asyncio.gather(*(server.abort(names) for server in self.servers))
-
-    async def died(self) -> str:
-        """Return the reason when SGLang is gone."""
-        raise NotImplementedError
 
     async def close(self) -> None:
         """Close the connections. Servers that this actor did not start go on."""

@@ -21,8 +21,9 @@ def main() -> None:
     if os.getppid() == 1:  # the actor was gone before that call
         sys.exit("the actor that started this server is gone")
     arguments = json.load(sys.stdin)
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path = [path for path in sys.path if path != here]  # its sglang.py is not the package
+    here = os.path.dirname(os.path.realpath(__file__))
+    # sglang.py in this folder is not the package
+    sys.path = [path for path in sys.path if os.path.realpath(path) != here]
     try:
         from sglang.launch_server import run_server  # pyright: ignore[reportMissingImports]
         from sglang.srt.plugins import load_plugins  # pyright: ignore[reportMissingImports]

@@ -24,7 +24,7 @@ import msgspec
 from coppice.actors.config import SGLangConfig
 from coppice.actors.engines import sglang_transport as transport
 from coppice.actors.engines import weights
-from coppice.actors.engines.sglang_api import Facts, Way
+from coppice.actors.engines.sglang_api import Facts, Remote, Way
 from coppice.wire import digest, published
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import LoadRequest
@@ -33,6 +33,7 @@ log = logging.getLogger("actors.sglang")
 
 MOVING = "moving-"
 """The beginning of a server's weight version while an update is in progress."""
+_CHECKSUMS = "/weights_checker", {"action": "checksum"}
 _ADAPTERS_KEPT = 2
 """The newest adapter and the previous one, which requests that began earlier still use."""
 
@@ -59,8 +60,8 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class SGLangWeights:
-    """The weights of one engine's servers: ``start``, for each version ``prepare``, ``update`` and
-    ``tidy``, then ``close``. adapter: the adapter of new requests, "" for none. named: the whole
+    """The weights of one engine's servers: ``start``, then for each version ``prepare``, ``update``
+    and ``unload``. adapter: the adapter of new requests, "" for none. named: the whole
     weights in force."""
 
     def __init__(self, way: Way, base: Path, config: SGLangConfig):
@@ -79,7 +80,7 @@ class SGLangWeights:
     async def start(self) -> None:
         """Name the servers' weights. Raises InfrastructureFault when they differ."""
         servers = self.way.servers
-        self._checksum = self._agreed(servers, await self._checksums(servers))
+        self._checksum, _ = await self._agreed(servers)
         self.facts = await self.way.facts()
         if not self.facts.updated:
             self.named = self._new_name(0)
@@ -94,11 +95,6 @@ class SGLangWeights:
         name = f"{version}@{uuid.uuid4().hex[:12]}"
         self._names[name] = len(self._names)
         return name
-
-    async def close(self) -> None:
-        """Unload this engine's adapters, because the servers may outlive this actor."""
-        for name in list(self._adapters):
-            await self._unload(name)
 
     async def prepare(
         self,
@@ -120,7 +116,7 @@ class SGLangWeights:
                     " adapter needs the base model's weights: start it anew"
                 )
             if chosen in ("adapter", "disk", "merged"):
-                await asyncio.to_thread(self._verify, folder, request.digest)
+                await asyncio.to_thread(_verify, self.base, folder, request.digest)
             if chosen == "merged":
                 scratch = await asyncio.to_thread(transport.merge, self.base, folder)
                 folder = Path(scratch.name)
@@ -156,7 +152,7 @@ class SGLangWeights:
 
     async def join(self, server: Any) -> str:
         """Bring a new server to the version in force; say how. Raises UpdateRefused or a fault."""
-        (answer,) = await self._checksums([server])
+        (answer,) = await self._all([server], *_CHECKSUMS)
         checksum, tensors, how = _checksum(answer), _tensors(answer), "it holds it"
         if set(tensors) != self._tensors:
             raise InfrastructureFault(
@@ -184,15 +180,16 @@ class SGLangWeights:
         await self._all([server], "/continue_generation", {})
         return how
 
-    async def tidy(self) -> None:
-        """Unload adapters that no new request uses."""
-        for name in list(self._adapters)[:-_ADAPTERS_KEPT]:
-            await self._unload(name)
-
-    def _verify(self, folder: Path, expected: str) -> None:
-        """Refuse what SGLang would not: damage, wrong shapes, missing or unknown names."""
-        kind, path = weights.verified_file(folder, expected)
-        weights.check(kind, path, weights.BaseWeights(self.base).shapes)
+    async def unload(self, kept: int = _ADAPTERS_KEPT) -> None:
+        """Unload all but the newest adapters, because servers may outlive this actor. A failure is
+        only logged: an adapter costs only memory."""
+        for name in list(self._adapters)[: len(self._adapters) - kept]:
+            del self._adapters[name]
+            for server in self.way.servers:
+                try:
+                    await self._all([server], "/unload_lora_adapter", {"lora_name": name})
+                except InfrastructureFault as fault:
+                    log.warning("adapter %s stays loaded: %s", name, fault)
 
     async def _load_whole(
         self, ready: Ready, servers: list[Any], config: SGLangConfig
@@ -243,8 +240,7 @@ class SGLangWeights:
         """Raise InfrastructureFault unless all servers hold the same new weights and, for a file on
         a CPU, those of the file. On a GPU the learner's watch notices other weights."""
         request = ready.request
-        answers = await self._checksums(servers)
-        held = self._agreed(servers, answers)
+        held, answers = await self._agreed(servers)
         if joining:
             if held != self._checksum:
                 raise InfrastructureFault(
@@ -269,11 +265,10 @@ class SGLangWeights:
                 await asyncio.to_thread(_compare, path, _tensors(answer), dtype)
         self._checksum, self._whole, self.adapter = held, request, ""
 
-    async def _checksums(self, servers: list[Any]) -> list[dict[str, Any]]:
-        return await self._all(servers, "/weights_checker", {"action": "checksum"})
-
-    def _agreed(self, servers: list[Any], answers: list[dict[str, Any]]) -> str:
-        """Return the common checksum, else raise. Behind a router, let differing servers go."""
+    async def _agreed(self, servers: list[Any]) -> tuple[str, list[dict[str, Any]]]:
+        """Return the common checksum and all answers, or raise. Behind a router, let differing
+        servers go."""
+        answers = await self._all(servers, *_CHECKSUMS)
         sums = [_checksum(answer) for answer in answers]
         common = Counter(sums).most_common(1)[0][0] if sums else ""
         pairs = list(zip(servers, sums, strict=True))
@@ -287,7 +282,7 @@ class SGLangWeights:
                 reason = f"its weights have checksum {one[:16]}, most have {common[:16]}"
                 _lose(servers, server, reason)
         self._tensors = frozenset(_tensors(answers[sums.index(common)]))
-        return common
+        return common, answers
 
     async def _load_adapter(self, request: LoadRequest, folder: Path) -> int:
         """Load an adapter under a random name and return its bytes. Servers outlive actors and
@@ -297,7 +292,7 @@ class SGLangWeights:
         servers, self._adapters[name] = self.way.servers, folder
         adapter = {"lora_name": name, "lora_path": str(folder)}
         await self._all(servers, "/load_lora_adapter", adapter)
-        held = self._agreed(servers, await self._checksums(servers))
+        held, _ = await self._agreed(servers)
         if held != self._checksum:
             raise InfrastructureFault(
                 f"{self.way.name} holds other base weights (checksum {held[:16]}) than when this"
@@ -306,15 +301,6 @@ class SGLangWeights:
             )
         self.adapter = name
         return size
-
-    async def _unload(self, name: str) -> None:
-        """Unload an adapter. A failure is only logged: an adapter costs only memory."""
-        del self._adapters[name]
-        for server in self.way.servers:
-            try:
-                await self._all([server], "/unload_lora_adapter", {"lora_name": name})
-            except InfrastructureFault as fault:
-                log.warning("adapter %s stays loaded: %s", name, fault)
 
     async def _all(self, servers: list[Any], path: str, body: dict[str, Any]) -> list[Any]:
         """Make the same call to every server at once, see ``_each``."""
@@ -332,6 +318,96 @@ class SGLangWeights:
                 raise fault
             _lose(servers, server, str(fault))
         return [one for one in done if not isinstance(one, BaseException)]
+
+
+class SGLangFleet:
+    """The servers behind a router during a run, which the router lists (``GET /workers``). ``look``
+    must not run while weights are loaded.
+
+    listed --reached, brought to the version, proven--> generating (in ``Remote.servers``)
+    listed --answers, but cannot be brought to the version--> taken out of the router
+    generating --unlisted, silent, or restarted--> gone
+    """
+
+    def __init__(self, way: Remote, weights: SGLangWeights):
+        self.way, self.weights = way, weights
+        self._connected = set(way.servers)
+        self._refused: dict[str, str] = {}
+        """The name of the weights that a server could not get, by the router's number of it."""
+
+    async def look(self) -> bool:
+        """Let servers go and take servers in, as the router lists them. Return whether the fleet
+        has changed. Raises InfrastructureFault when the router does not answer."""
+        listed = await self.way.front.workers()
+        if listed is None:
+            raise InfrastructureFault(f"{self.way.front.url}/workers is gone: there was a router")
+        await asyncio.gather(*(self._check(server, listed) for server in list(self.way.servers)))
+        here = {server.url for server in self.way.servers}
+        await asyncio.gather(
+            *(self._take(url, number) for url, number in listed.items() if url not in here)
+        )
+        return await self.let_go()
+
+    async def let_go(self) -> bool:
+        """Close connections to servers that left. Return whether the fleet has changed."""
+        before, self._connected = self._connected, set(self.way.servers)
+        for server in before - self._connected:
+            await server.close()
+        return before != self._connected
+
+    async def _check(self, server: Any, listed: dict[str, str]) -> None:
+        """Let a server go that is unlisted, silent, or holds weights that are not ours."""
+        reason = "the router no longer lists it"
+        if server.url in listed:
+            try:
+                name = await server.weights_name()
+            except InfrastructureFault as fault:
+                reason = f"it does not answer ({fault})"
+            else:
+                if name == self.weights.named:
+                    return
+                reason = f"its weights are named {name!r}, not by this actor in this run"
+        log.warning("%s has left: %s", server.name, reason)
+        self.way.servers.remove(server)
+
+    async def _take(self, url: str, number: str) -> None:
+        """Bring a server to the version in force, or take it out of the router."""
+        if self._refused.get(number) == self.weights.named:
+            return
+        try:
+            server = await self.way.reached(url)
+        except InfrastructureFault:
+            return  # it is still starting, or dead, which the router notices itself
+        try:
+            how = await self.weights.join(server)
+        except UpdateRefused as refused:
+            self._refused[number] = self.weights.named
+            log.warning("%s stays out until the next version: %s", server.name, refused)
+        except InfrastructureFault as fault:
+            if not await server.answers("/model_info"):
+                return
+            self._refused[number] = self.weights.named
+            try:  # the router would go on sending requests to it
+                await self.way.front.remove(number)
+                done = "was taken out of the router: mend it and add it again (POST /workers)"
+            except InfrastructureFault as refusal:
+                done = f"must be taken out of the router (DELETE /workers/{number}: {refusal})"
+            log.warning(
+                "%s cannot be brought to the weights in force and %s: %s", server.name, done, fault
+            )
+        else:
+            self.way.servers.append(server)
+            version = self.weights.named.partition("@")[0]
+            log.info("%s has joined with version %s (%s)", server.name, version, how)
+        finally:
+            if server not in self.way.servers:  # also when this actor stops meanwhile
+                await server.close()
+
+
+def _verify(base: Path, folder: Path, expected: str) -> None:
+    """Refuse what SGLang would not: damage, wrong shapes, missing or unknown names."""
+    kind, path = weights.verified_file(folder, expected)
+    weights.check(kind, path, weights.BaseWeights(base).shapes)
 
 
 def _lose(servers: list[Any], server: Any, reason: str) -> None:

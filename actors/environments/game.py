@@ -1,10 +1,8 @@
 """The common part of the games: each turn a fresh prompt shows the full state, and an unusable
-action ends the episode as a loss.
+action ends the episode as a loss (methods.md 3.1).
 
 A prompt file has the placeholders of its game ({board}, ..) and {past}, and {picture} in a game
-that draws its states. The text before the first placeholder is the same in every turn and is
-prefilled once. Only the last ``<action> .. </action>`` counts, so that a policy may think first
-(methods.md 3.1).
+that draws its states. The text before the first placeholder is the same in every turn.
 """
 
 import re
@@ -75,10 +73,6 @@ class Game(Environment):
         self._pattern = _ACTION_OR_BOX if boxed else ACTION
 
     # ----------------------------------------------------------------------------- of each game
-
-    def initial(self, task: Task) -> Any:
-        """Return the first state of the task."""
-        raise NotImplementedError
 
     def view(self, state: Any) -> dict[str, str]:
         """Return the texts of the prompt's placeholders, including {board}."""

@@ -1,11 +1,6 @@
-"""Read tasks in the Search-R1 / FlashRAG format (methods.md 1.8) from JSONL or Parquet files and
-from data sets of the Hugging Face hub.
-
-A data set is ``owner/name[:split]``, or ``owner/name/folder[:split]`` for a folder with one file
-per split; the default split is train. The hub is asked only when no file of this machine has the
-name. A row without a question or a gold answer is rejected with its place and the reason, and so is
-a line that is not JSON. No row is dropped silently.
-"""
+"""Read tasks in the Search-R1 / FlashRAG format (methods.md 1.8) from JSONL or Parquet files, or
+from a data set of the Hugging Face hub if no file has its name. Every row that cannot be used is
+rejected with its place and the reason."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence

@@ -1,9 +1,6 @@
 """Tic-Tac-Toe: the oracle that rewards moves, and the opponents (methods.md 3.2). Moves are cells
-counted from 0.
-
-The search is OpenSpiel's UCT with random rollouts; 1,000 simulations of 10 rollouts take 7 ms. It
-holds Python's global lock, so for more searches at once serve more processes.
-"""
+counted from 0. The search, OpenSpiel's UCT, holds Python's global lock (7 ms for 1,000 simulations
+of 10 rollouts), so for more searches at once serve more processes."""
 
 import asyncio
 import random

@@ -1,10 +1,5 @@
 """The WebShop oracle: it judges whether an action brings a perfect purchase nearer
-(docs/webshop.md).
-
-The distance of a place is the smallest number of actions that buy the goal's own product with its
-options from there: a search for the product's name if need be, clicks to its results page and on
-its code, one click for each option not yet chosen, and the purchase.
-"""
+(docs/webshop.md), by the smallest number of actions that buy the goal's own product."""
 
 from typing import Any
 

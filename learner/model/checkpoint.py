@@ -11,16 +11,19 @@ number of ranks, sharded or not, can read what any other number has written.
 
 import contextlib
 import logging
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from safetensors import SafetensorError
 
 from coppice.common import atomic, frontier
-from coppice.learner.model import rng, shards
+from coppice.learner.model import shards
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.trainer import Trainer
 from coppice.learner.update.watch import WatchState
@@ -33,8 +36,8 @@ DAMAGED = ".damaged"
 
 
 class State(frontier.Frontier, frozen=True):
-    """The frontier and what the trainer remembers. prm_updates: steps that the implicit reward
-    model made. kl_factor: the adaptive factor of the KL's weights. watch: what it compares with."""
+    """The frontier and what the trainer remembers. prm_updates: the reward model's steps so far.
+    kl_factor: the adaptive factor of the KL's weights. watch: what it compares with."""
 
     prm_updates: int = 0
     kl_factor: float = 1.0
@@ -69,7 +72,7 @@ def save(
     def write() -> None:
         for part, (_, stepper) in trainer.parts().items():
             shards.save(draft, part, stepper, ranks)
-        (draft / f"rng-{ranks.rank:05d}.json").write_bytes(msgspec.json.encode(rng.state()))
+        (draft / f"rng-{ranks.rank:05d}.json").write_bytes(msgspec.json.encode(random_state()))
         own = sorted(draft.glob(f"*-{ranks.rank:05d}.*"))
         for path in own:  # here, because only the machine that wrote a file can wait for it
             atomic.sync(path)
@@ -151,8 +154,7 @@ def _set_aside(folder: Path) -> None:
 
 def newest(run: Path) -> Path | None:
     """Return the newest complete checkpoint of a run, if there is one."""
-    folders = sorted((run / "checkpoints").glob("v??????"))
-    return folders[-1] if folders else None
+    return max((run / "checkpoints").glob("v??????"), default=None)
 
 
 def restore_newest(trainer: Trainer, run: Path) -> tuple[State, list[str]]:
@@ -225,7 +227,7 @@ def _load(trainer: Trainer, folder: Path, state: State) -> None:
         files = sorted(folder.glob("rng-?????.json"))
         if files:  # only rank 0 of replicated ranks writes one, and all draw alike
             own = files[min(trainer.ranks.rank, len(files) - 1)]
-            rng.restore(msgspec.json.decode(own.read_bytes(), type=rng.RngState))
+            draw_on(msgspec.json.decode(own.read_bytes(), type=RngState))
     if trainer.prm is not None:
         trainer.prm.updates = state.prm_updates
     trainer.version, trainer.kl_factor = state.version, state.kl_factor
@@ -243,3 +245,39 @@ def _damage(folder: Path) -> Iterator[None]:
         ) from error
     except (OSError, SafetensorError, msgspec.DecodeError, KeyError, ValueError) as error:
         raise DamagedError(f"checkpoint {folder} is damaged: {error}") from error
+
+
+class RngState(msgspec.Struct, frozen=True):
+    """The random states of a rank, from which plug-ins and layers with dropout draw; the learner's
+    own draws depend on seed and version alone. cuda: one entry per device."""
+
+    python: tuple[int, list[int], float | None]
+    numpy: tuple[str, list[int], int, int, float]
+    torch: bytes
+    cuda: list[bytes]
+
+
+def random_state() -> RngState:
+    """Return the generators' states now."""
+    version, words, spare = random.getstate()
+    name, key, *rest = np.random.get_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    numpy: Any = (name, np.asarray(key).tolist(), *rest)
+    own, *devices = (one.numpy().tobytes() for one in (torch.get_rng_state(), *cuda))
+    return RngState((version, list(words), spare), numpy, own, devices)
+
+
+def draw_on(saved: RngState) -> None:
+    """Put the generators into saved states. Devices without a saved state keep theirs."""
+    version, words, spare = saved.python
+    random.setstate((version, tuple(words), spare))
+    name, key, *rest = saved.numpy
+    state: Any = (name, np.array(key, np.uint32), *rest)
+    np.random.set_state(state)
+    torch.set_rng_state(_unpacked(saved.torch))
+    for device, packed in enumerate(saved.cuda[: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(_unpacked(packed), device)
+
+
+def _unpacked(packed: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)

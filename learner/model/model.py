@@ -241,8 +241,8 @@ def check_layers(folder: str, model: Any) -> None:
     decoder = model.get_decoder()
     if not hasattr(decoder, "layers"):
         raise ValueError(
-            f"{folder} ({model.config.model_type}) has no decoder with layers: expected a model built"
-            " as Llama is; train another model (docs/models.md)"
+            f"{folder} ({model.config.model_type}) has no decoder with layers: expected a model"
+            " built as Llama is; train another model (docs/models.md)"
         )
     kinds = set(getattr(decoder.config, "layer_types", None) or []) - _FOLLOWS
     if any(isinstance(module, torch.nn.Conv1d) for module in decoder.layers.modules()):
@@ -251,8 +251,9 @@ def check_layers(folder: str, model: Any) -> None:
         kinds.add("attention sinks")
     if kinds:
         raise ValueError(
-            f"{folder} ({model.config.model_type}) has {', '.join(sorted(kinds))}: expected layers of"
-            " softmax attention alone, which can follow a tree; train another model (docs/models.md)"
+            f"{folder} ({model.config.model_type}) has {', '.join(sorted(kinds))}: expected layers"
+            " of softmax attention alone, which can follow a tree; train another model"
+            " (docs/models.md)"
         )
 
 

@@ -94,17 +94,17 @@ class Ranks:
 
     def add_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
         """Sum every gradient over the ranks; with FSDP2 this is done already."""
+        if self.sharded:
+            return
         for p in parameters:
-            if p.grad is None and not self.sharded:
-                p.grad = torch.zeros_like(p)
-        if self.sharded or self.count == 1:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        if self.count == 1:
             return
         flat = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])
         dist.all_reduce(flat)
-        start = 0
-        for p in parameters:
-            p.grad = flat[start : start + p.numel()].view_as(p)
-            start += p.numel()
+        parts = flat.split([p.numel() for p in parameters])
+        for p, gradient in zip(parameters, parts, strict=True):
+            p.grad = gradient.view_as(p)
 
     def add(self, values: torch.Tensor) -> torch.Tensor:
         """Sum values elementwise over the ranks, possibly in place. Returns the sum on the CPU."""

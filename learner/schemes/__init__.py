@@ -1,10 +1,10 @@
 """Advantage schemes, one per file. A scheme knows nothing of models and staleness.
 
-A scheme's file has ``advantages(table, **options)``, which returns float64 [tokens], or an
-``Advantages`` if the scheme also computes targets for a critic. Its other functions get the value of
-every option: ``needs(**options)`` declares as a ``SchemeNeeds`` what the scheme reads; the optional
-``trains(table, **options)`` says which turns train (as ``scored`` of learner/update/table.py;
-``advantages`` sees only these), and the optional ``metrics(table, **options)`` measures each batch.
+A scheme's file has ``advantages(table, **options)``, which returns float64 [tokens], or
+``Advantages`` if the scheme also computes targets for a critic. Its other functions get the value
+of every option: ``needs(**options)`` declares what the scheme reads; the optional ``trains(table,
+**options)`` says which turns train (as ``scored`` of learner/update/table.py; ``advantages`` sees
+only these), and the optional ``metrics(table, **options)`` measures each batch.
 ``learner.scheme`` names a file in this folder or a user's own "module:advantages".
 """
 

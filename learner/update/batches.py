@@ -8,7 +8,6 @@ their turns.
 """
 
 import itertools
-from collections import OrderedDict
 
 from coppice.common.shards import Shard
 from coppice.learner.update.trainer import Batch
@@ -26,8 +25,8 @@ class Inbox:
         self.shards = [Shard(number, shards) for number in range(shards)]
         self._nodes: dict[int, dict[int, TreeNode]] = {}
         self._groups: dict[int, TrainGroup] = {}
-        self._closed: OrderedDict[int, list[int]] = OrderedDict()
-        self._replaced: OrderedDict[int, list[int]] = OrderedDict()
+        self._closed: dict[int, list[int]] = {}
+        self._replaced: dict[int, list[int]] = {}
         self._done_trees: set[int] = set()
 
     def add(self, group: TrainGroup) -> bool:
@@ -81,16 +80,13 @@ class Inbox:
         self.trained.update(dict.fromkeys(left_ids, version + 1))
         return Batch(version, len(trees), groups, nodes, replaced)
 
-    def _whole(self, closed: OrderedDict[int, list[int]]) -> list[int]:
+    def _whole(self, closed: dict[int, list[int]]) -> list[int]:
         """Return the trees whose groups are all here or trained."""
-
-        def here(group: int) -> bool:
-            return group in self._groups or group in self.trained
-
-        return [tree for tree, groups in closed.items() if all(map(here, groups))]
+        here, trained = self._groups, self.trained
+        return [t for t, groups in closed.items() if all(g in here or g in trained for g in groups)]
 
     def _leave(
-        self, tree: int, closed: OrderedDict[int, list[int]]
+        self, tree: int, closed: dict[int, list[int]]
     ) -> tuple[list[TrainGroup], dict[int, TreeNode]]:
         groups = [self._groups.pop(group) for group in closed.pop(tree) if group in self._groups]
         self._done_trees.add(tree)

@@ -14,7 +14,7 @@ check their options without importing torch.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -69,16 +69,16 @@ a config for none. The default 3 is that of verl and of the code that OPRL relea
 
 
 class Declared(msgspec.Struct, frozen=True):
-    """What the learner must know about a correction."""
+    """What the learner must know about a correction. ratio: the policy in the numerator of a
+    segment's ratio; "" for a correction without a ratio. bounds_step: it limits how far several
+    optimizer steps of one update may move the policy. aggregation: the learner.aggregation with
+    which the method is defined; "" for any. near: the options that bound current / proximal, which
+    is 1 in the first step of an update."""
 
     ratio: Literal["current", "proximal", ""] = "current"
-    """The policy in the numerator of a segment's ratio; "" for a correction without a ratio."""
     bounds_step: bool = False
-    """Whether it limits how far several optimizer steps of one update may move the policy."""
     aggregation: Aggregation | Literal[""] = ""
-    """The learner.aggregation with which the method is defined; "" for any."""
     near: tuple[str, ...] = ()
-    """The options that bound current / proximal, which is 1 in the first step of an update."""
 
 
 def declares(**declared: Any) -> Callable[[Correction], Correction]:
@@ -262,7 +262,7 @@ def gspo(
 
 _ALL = (none, ppo_clip, decoupled, tis, aipo, cispo, icepop, sequence_mask, geometric_mask, gspo)
 CORRECTIONS: dict[str, Correction] = {function.__name__: function for function in _ALL}
-LEVELS: tuple[Level, ...] = ("token", "turn", "sequence")
+LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 class Corrected(msgspec.Struct, frozen=True):
@@ -278,9 +278,8 @@ class Corrected(msgspec.Struct, frozen=True):
         return self.function(logprobs, advantage, **self.options)
 
     def needs_proximal(self, steps: int) -> bool:
-        """True if all tokens must be forwarded before the first of ``steps`` optimizer steps. With
-        one step the proximal policy is the current one, so only a sequence needs the
-        log-probabilities of its tokens in other micro-batches."""
+        """True if all tokens must be forwarded before the first of ``steps`` optimizer steps: with
+        one step, only for a sequence's tokens in other micro-batches."""
         return self.level == "sequence" or (self.declared.ratio == "proximal" and steps > 1)
 
     @property
@@ -290,8 +289,7 @@ class Corrected(msgspec.Struct, frozen=True):
         return self.declared.ratio == "current" and self.level == "sequence"
 
     def idle(self, steps: int) -> list[str]:
-        """Return the options that are set but have no effect with ``steps`` optimizer steps per
-        update."""
+        """Return the options that are set and have no effect with ``steps`` steps per update."""
         chosen = {name for name, value in self.options.items() if value is not None}
         return sorted(set(self.declared.near) & chosen) if steps == 1 else []
 

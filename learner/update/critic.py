@@ -42,13 +42,11 @@ class Critic:
     ) -> dict[str, float]:  # fmt: skip
         """Make one optimizer step towards ``returns`` on the tokens of ``chosen`` (bool [tokens]).
         Returns the step's metrics."""
-        device = self.ranks.device
-        count = max(1, int(chosen.sum()))
-        total = torch.zeros(1, dtype=torch.float64)
+        count, total = max(1, int(chosen.sum())), torch.zeros(1, dtype=torch.float64)
         for some, filler in steps.mine:
             index = rows.index(some)
             weight, before, target = (
-                torch.as_tensor(column[index], dtype=torch.float32, device=device)
+                torch.as_tensor(column[index], dtype=torch.float32, device=self.ranks.device)
                 for column in (chosen, old, returns)
             )
             values = self.model.read(rows.forest(some))[0]
@@ -56,15 +54,14 @@ class Critic:
             loss = (0.0 if filler else 1.0 / count) * (weight * losses).sum()
             (self.config.loss_factor * loss).backward()
             total += float(loss.detach())
-        metrics = {
-            "critic/grad_norm": self.stepper.step(version),
-            "critic/loss": float(self.ranks.add(total)),
-            "critic/value_mean": 0.0,
-            "critic/explained_variance": 0.0,
-        }
+        mean = explained = 0.0
         if chosen.any():
             variance, error = np.var(returns[chosen]), np.mean((returns - old)[chosen] ** 2)
-            metrics["critic/value_mean"] = float(old[chosen].mean())
-            if variance > 0:
-                metrics["critic/explained_variance"] = float(1 - error / variance)
-        return metrics
+            mean = float(old[chosen].mean())
+            explained = float(1 - error / variance) if variance > 0 else 0.0
+        return {
+            "critic/grad_norm": self.stepper.step(version),
+            "critic/loss": float(self.ranks.add(total)),
+            "critic/value_mean": mean,
+            "critic/explained_variance": explained,
+        }

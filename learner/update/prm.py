@@ -35,23 +35,17 @@ def dpo(scores: np.ndarray, positive: np.ndarray, group: np.ndarray) -> Preferen
 
     scores: float64. positive: bool. group: the group of each trajectory. All are [trajectories].
     """
-    pairs = [
-        (i, j)
-        for g in np.unique(group)
-        for i in np.flatnonzero((group == g) & positive)
-        for j in np.flatnonzero((group == g) & ~positive)
-    ]
-    slope = np.zeros(len(scores))
-    if not pairs:
+    same = group[:, None] == group[None, :]
+    plus, minus = np.nonzero(same & positive[:, None] & ~positive[None, :])
+    slope, used = np.zeros(len(scores)), len(plus)
+    if not used:
         return Preference(0.0, slope, 0.0, 0)
-    plus, minus = np.array(pairs).T
     margin = scores[plus] - scores[minus]
-    pull = np.exp(-np.logaddexp(0.0, margin)) / len(pairs)
+    pull = np.exp(-np.logaddexp(0.0, margin)) / used
     np.add.at(slope, plus, -pull)
     np.add.at(slope, minus, pull)
-    return Preference(
-        float(np.logaddexp(0.0, -margin).mean()), slope, float((margin > 0).mean()), len(pairs)
-    )
+    loss, right = np.logaddexp(0.0, -margin).mean(), (margin > 0).mean()
+    return Preference(float(loss), slope, float(right), used)
 
 
 def cross_entropy(scores: np.ndarray, positive: np.ndarray) -> Preference:

@@ -10,7 +10,7 @@ import numpy as np
 from coppice.common.statistics import within
 from coppice.common.support import decode
 from coppice.learner.forest.trees import Path
-from coppice.wire.messages import TrainGroup, TreeNode, Turn
+from coppice.wire.messages import TrainGroup, TreeNode
 
 
 class Trajectories(msgspec.Struct, frozen=True):
@@ -68,15 +68,15 @@ class TurnTable(msgspec.Struct, frozen=True):
     def only(self, kept: np.ndarray) -> "TurnTable":
         """Return the table of some of the turns. kept: bool [turns]."""
         tokens = self.per_token(kept)
+        identities = (self.tree, self.group, self.trajectory, self.turn, self.tokens)
         return TurnTable(
-            self.tree[kept], self.group[kept], self.trajectory[kept],
-            self.turn[kept], self.tokens[kept],
+            *(column[kept] for column in identities),
             {name: column[kept] for name, column in self.scores.items()},
             None if self.anchor is None else self.anchor[kept],
             None if self.sampled is None else self.sampled[tokens],
             {name: column[tokens] for name, column in self.token_scores.items()},
             [self.paths[row] for row in np.flatnonzero(kept)] if self.paths else [],
-        )  # fmt: skip
+        )
 
     def column(self, name: str) -> np.ndarray:
         """Return one score column. Raises KeyError that names the existing columns."""
@@ -197,24 +197,24 @@ def build(
         scores={
             n: column((t.scores.get(n, np.nan) for _, t, _ in rows), np.float64) for n in names
         },
-        anchor=column(_anchor(turn, nodes[group.tree, node.parent]) for group, turn, node in rows),
+        anchor=column(
+            zlib.crc32(nodes[group.tree, node.parent].tokens.tobytes())
+            if turn.anchor is None
+            else turn.anchor
+            for group, turn, node in rows
+        ),
         sampled=np.concatenate([path.sampled for path in paths]) if paths else np.zeros(0, bool),
         paths=paths,
     )
 
 
-def _anchor(turn: Turn, observation: TreeNode) -> int:
-    return zlib.crc32(observation.tokens.tobytes()) if turn.anchor is None else turn.anchor
-
-
 def _path(
     tree: int, node: TreeNode, nodes: dict[tuple[int, int], TreeNode], pictures: dict[int, bytes]
 ) -> Path:
-    pieces, parent = [node.tokens], node.parent
-    while parent >= 0:
-        ancestor = nodes[tree, parent]
-        pieces.append(ancestor.tokens)
-        parent = ancestor.parent
+    pieces, above = [node.tokens], node
+    while above.parent >= 0:
+        above = nodes[tree, above.parent]
+        pieces.append(above.tokens)
     if not len(node.tokens):
         raise ValueError(
             f"tree {tree}, node {node.id}: a trained turn without a token; a strategy may emit none"

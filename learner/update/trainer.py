@@ -62,12 +62,9 @@ class Trainer:
         )
         self.stepper = Stepper("policy", self.policy.trained(), c.optimizer, ranks)
         self.policy_step = PolicyStep(self.policy, self.stepper, self.correct, c, ranks, self.timed)
-        self.critic: Critic | None = None
-        self.prm: ImplicitPrm | None = None
-        if self.plan.critic is not None:
-            self.critic = Critic(process, self.plan.critic, models["critic"].lora, ranks)
-        if self.plan.prm is not None:
-            self.prm = ImplicitPrm(process, self.plan.prm, models["prm"].lora, ranks)
+        c_critic, c_prm = self.plan.critic, self.plan.prm
+        self.critic = c_critic and Critic(process, c_critic, models["critic"].lora, ranks)
+        self.prm = c_prm and ImplicitPrm(process, c_prm, models["prm"].lora, ranks)
         self.watch = watch.Watch(c.watch, self.policy.compute == torch.bfloat16)
         self.warnings: list[str] = []
         self.version = 0
@@ -79,16 +76,13 @@ class Trainer:
     @property
     def busy_s(self) -> float:
         """Seconds spent in updates, including the running update."""
-        since = self._since
-        return self._busy_s + (time.monotonic() - since if since is not None else 0.0)
+        return self._busy_s + (time.monotonic() - self._since if self._since else 0.0)
 
     def parts(self) -> dict[str, tuple[TreeModel, Stepper]]:
         """Return every model that trains with its optimizer, by its name in a checkpoint."""
-        parts: dict[str, tuple[TreeModel, Stepper]] = {"policy": (self.policy, self.stepper)}
-        for name, part in (("critic", self.critic), ("prm", self.prm)):
-            if part is not None:
-                parts[name] = (part.model, part.stepper)
-        return parts
+        others = {"critic": self.critic, "prm": self.prm}
+        parts = {name: (part.model, part.stepper) for name, part in others.items() if part}
+        return {"policy": (self.policy, self.stepper), **parts}
 
     def whole(self) -> dict[str, torch.Tensor] | None:
         """Return the policy's trained parameters, gathered by all ranks together for rank 0, or

@@ -132,7 +132,7 @@ def _limit(engine: LocalEngine, prompts: list[np.ndarray]) -> dict[str, Any]:
     prefixes = sum(map(len, prompts))
     moved = 4 * weights + engine.memory.token.nbytes * (prefixes + batch * middle)
     settings = engine.model.config
-    width = settings.num_attention_heads * engine.memory.shape.head_dim
+    width = settings.num_attention_heads * engine.memory.token.shape[-1]
     attended = SAMPLES * prefixes + batch * middle
     operations = 2 * weights * batch + 4 * settings.num_hidden_layers * width * attended
     read, peak = bandwidth(), matrix_peak()

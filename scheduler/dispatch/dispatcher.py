@@ -22,19 +22,10 @@ from coppice.scheduler.dispatch.placement import Place, backoff
 from coppice.scheduler.dispatch.pool import Pool
 from coppice.scheduler.dispatch.roster import Roster, Transport
 from coppice.wire import arrays
+from coppice.wire import messages as wire
 from coppice.wire.arrays import Frame, encode
 from coppice.wire.faults import FAULTS, Fault, InfrastructureFault, WireError
 from coppice.wire.keys import RunKeys
-from coppice.wire.messages import (
-    Cancel,
-    Drain,
-    Error,
-    Goodbye,
-    Heartbeat,
-    Register,
-    Request,
-    Result,
-)
 from coppice.wire.service import REGISTER_AGAIN, service_types
 from coppice.wire.sockets import Router
 
@@ -77,20 +68,9 @@ def _forget(queue: deque[Pending], pending: Pending) -> None:
 
 
 class Dispatcher:
-    """Owns the calls, and the workers in its ``roster``, from ``start`` to ``close``. A run of one
-    call:
-
-        dispatcher = Dispatcher("tcp://127.0.0.1:0", keys)
-        await dispatcher.start()
-        await dispatcher.wait_for("retrieve", 1, timeout=60)
-        request = RetrieveRequest(["capital of Peru"], 3)
-        result = await dispatcher.call("retrieve", request, deadline=30)
-        await dispatcher.close()
-
-    counters: calls, retries, timeouts, failed, late_answers, malformed_peers, refused_peers,
-    dead_workers, lost_calls. on_fault(service, fault, caller). router, clock: the bound socket and
-    the seconds that a simulation replaces.
-    """
+    """Owns the calls, and the workers in its ``roster``, from ``start`` to ``close``. counters:
+    calls, retries, timeouts, failed, late_answers, malformed_peers, refused_peers, dead_workers,
+    lost_calls. on_fault(service, fault, caller). router, clock: what a simulation replaces."""
 
     on_event: Callable[[Event], None] | None = None
     on_fault: Callable[[str, Fault, str], None] | None = None
@@ -116,9 +96,6 @@ class Dispatcher:
         self._again_at: dict[str, asyncio.TimerHandle] = {}
         self._limits = arrays.Limits()
         self._closed = False
-
-    # ------------------------------------------------------------------------------------------
-    # callers
 
     async def start(self) -> None:
         """Start to receive messages and to watch for dead workers."""
@@ -205,9 +182,6 @@ class Dispatcher:
         self._waiting.clear()
         await self.roster.close()
 
-    # ------------------------------------------------------------------------------------------
-    # calls
-
     def _enter(self, pending: Pending) -> None:
         if pending.worker is not None:
             # A call pinned to a worker never waits: new weights must reach an actor that is still
@@ -262,7 +236,7 @@ class Dispatcher:
         pending.attempt = worker.in_flight[number] = Attempt(number, pending, worker, now)
         self._changed(worker)
         header = arrays.encode_header(
-            Request(number, pending.service, max(0.001, pending.deadline - now))
+            wire.Request(number, pending.service, max(0.001, pending.deadline - now))
         )
         self.router.send([worker.identity, header, *pending.body])
         if pending.place is not None:
@@ -360,18 +334,14 @@ class Dispatcher:
     def _abandon(self, pending: Pending, outcome: str) -> None:
         """The caller has left: cancel the attempt that is still running, if there is one."""
         if (attempt := pending.attempt) is not None:
-            self.roster.send(attempt.worker, Cancel(attempt.number))
+            self.roster.send(attempt.worker, wire.Cancel(attempt.number))
             self._finish(attempt, outcome)
 
-    # ------------------------------------------------------------------------------------------
-    # messages
-
     def _receive(self, parts: list[Frame]) -> None:
-        identity, frames = bytes(parts[0]), parts[1:]
         try:
-            self._handle(identity, frames)
+            self._handle(bytes(parts[0]), parts[1:])
         except WireError as error:
-            self.roster.drop_malformed(identity, error)
+            self.roster.drop_malformed(bytes(parts[0]), error)
 
     def _handle(self, identity: bytes, frames: Sequence[Frame]) -> None:
         header = arrays.decode_header(frames, self._limits)
@@ -380,28 +350,28 @@ class Dispatcher:
             reason = "this connection belongs to a worker with another key"
             self.roster.refuse(identity, worker.name, reason)
             return
-        if isinstance(header, Register):
+        if isinstance(header, wire.Register):
             self.roster.join(identity, header)
             return
         if worker is None:
-            if not isinstance(header, Goodbye):
-                self.router.send([identity, *encode(Goodbye(REGISTER_AGAIN))])
+            if not isinstance(header, wire.Goodbye):
+                self.router.send([identity, *encode(wire.Goodbye(REGISTER_AGAIN))])
             return
         worker.heard = self.clock()
         match header:
-            case Result(id=number) | Error(id=number):
+            case wire.Result(id=number) | wire.Error(id=number):
                 self._answer(worker, number, header, frames)
-            case Heartbeat(stats=stats, open=listed, echo=echo):
+            case wire.Heartbeat(stats=stats, open=listed, echo=echo):
                 worker.stats, worker.beat_at = stats, worker.heard
                 self._compare(worker, set(listed), echo)
-                answer = Heartbeat(len(worker.in_flight), {}, echo=next(self.roster.numbers))
+                answer = wire.Heartbeat(len(worker.in_flight), {}, echo=next(self.roster.numbers))
                 self.roster.send(worker, answer)
                 if worker.left_out:  # a rested worker may be usable again
                     self._changed(worker)
                 self._pump_all(worker)
-            case Drain():
+            case wire.Drain():
                 worker.draining = True
-            case Goodbye(reason=reason):
+            case wire.Goodbye(reason=reason):
                 self.roster.leave(worker, reason or "left")
             case _:
                 kind = type(header).__name__
@@ -417,14 +387,14 @@ class Dispatcher:
                 self._fail(attempt, InfrastructureFault(lost), blamed=False)
 
     def _answer(
-        self, worker: Worker, number: int, header: Result | Error, frames: Sequence[Frame]
+        self, worker: Worker, number: int, header: wire.Result | wire.Error, frames: Sequence[Frame]
     ) -> None:
         attempt = worker.in_flight.get(number)
         if attempt is None:
             self.counters["late_answers"] += 1
             return
         pending = attempt.pending
-        if isinstance(header, Error):
+        if isinstance(header, wire.Error):
             # a fault of the data is told as such whenever it comes
             if header.kind == "infrastructure":
                 # the worker gave it up there, before this process has looked

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from coppice.scheduler.dispatch.calls import DispatchConfig, Worker
 from coppice.scheduler.dispatch.pool import Pool
 from coppice.wire.arrays import Frame, encode
-from coppice.wire.faults import Fault, WireError
+from coppice.wire.faults import Fault, InfrastructureFault, WireError
 from coppice.wire.keys import Grant, RunKeys
 from coppice.wire.messages import Drain, Goodbye, Message, Register, Registered
 from coppice.wire.service import service_types
@@ -88,7 +88,7 @@ class Roster:
         return [w for w in self.by_identity.values() if w.ready]
 
     async def wait_for(self, service: str, count: int, timeout: float) -> None:
-        """Wait until ``count`` workers offer ``service``. Raises TimeoutError."""
+        """Wait until ``count`` workers offer ``service``. Raises InfrastructureFault."""
         end = self.clock() + timeout
         while len(self.pools[service].members) < count:
             self._joined.clear()
@@ -96,7 +96,7 @@ class Roster:
                 async with asyncio.timeout(max(0.0, end - self.clock())):
                     await self._joined.wait()
             except TimeoutError:
-                raise TimeoutError(
+                raise InfrastructureFault(
                     f"{len(self.workers(service))} of {count} workers for service {service!r} came"
                     f" within {timeout:.0f} s: see their logs in the run folder"
                 ) from None

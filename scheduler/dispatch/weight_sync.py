@@ -92,8 +92,9 @@ class WeightSync:
 
     async def _give(self, actor: Worker, weights: Weights) -> str:
         request = LoadRequest(weights.version, weights.path, weights.digest)
-        calling = self.dispatcher.call("load", request, deadline=LOAD_S, worker=actor.name)
-        loaded: LoadResult = await calling
+        loaded: LoadResult = await self.dispatcher.call(
+            "load", request, deadline=LOAD_S, worker=actor.name
+        )
         if (loaded.version, loaded.digest) != (weights.version, weights.digest):
             raise InfrastructureFault(
                 f"answered version {loaded.version}, digest {loaded.digest[:16]}, expected version"
@@ -104,9 +105,8 @@ class WeightSync:
 
     def _drop(self, actor: Worker, reason: str) -> None:
         version = self.weights.version
-        terminal.say(
-            f"actor {actor.name} did not take policy version {version} and is dropped: {reason}"
-        )
+        what = f"did not take policy version {version} and is dropped"
+        terminal.say(f"actor {actor.name} {what}: {reason}")
         self.counts["failed_loads"] += 1
         self.dispatcher.roster.remove(actor, f"weights of version {version} were not proven")
 

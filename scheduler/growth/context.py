@@ -19,13 +19,17 @@ import numpy as np
 from coppice.actors.environments.base import Action, Dropped, Spent, Task, Transition
 from coppice.common import support
 from coppice.scheduler.growth import answers
-from coppice.scheduler.growth.ahead import Ahead, Drawn, How
 from coppice.scheduler.growth.services import Runtime, Services
 from coppice.scheduler.growth.text import Shown
 from coppice.scheduler.growth.tree import DROPPED, Fork, Node, Tree
 from coppice.wire.messages import Sample, Turn
 
 log = logging.getLogger("scheduler.context")
+
+Drawn = tuple[list[Sample], int, int]
+"""What ``Services.sample_actions`` returns."""
+How = tuple[Any, ...]
+"""What a sample depends on: the tokens before it, the number of candidates, and their limits."""
 
 
 class Context:
@@ -40,11 +44,13 @@ class Context:
         self.settings, self.environment = runtime.settings, runtime.environment
         self.services = Services(runtime, task, tree, rng)
         self.seed = rng.getrandbits(62)
-        self.ahead = Ahead()
+        # samples begun before their turn, by trajectory and call, as of an agent's parallel calls;
+        # one is taken only for the very tokens from which it was begun
+        self._begun: dict[tuple[int, str], tuple[How, asyncio.Task[Drawn]]] = {}
 
     async def plant(self) -> None:
         """Add the root unless there is one: the first prompt, or what all prompts share."""
-        self.ahead.forget()
+        self._forget()
         state = await asyncio.to_thread(self.environment.initial, self.task)
         self.state_type = type(state)
         if not self.tree.nodes:
@@ -113,7 +119,7 @@ class Context:
             state, action, tools = self.state(node), self.action(node), self._tools(node)
             transition = await self.environment.step(state, action, tools)
         except BaseException as error:
-            self.ahead.forget(node.trajectory)  # nobody will ask for it
+            self._forget(node.trajectory)
             if isinstance(error, Dropped):
                 return self._drop(node, error)
             raise
@@ -136,7 +142,7 @@ class Context:
         if transition.observation and fresh:
             self._observe(node, transition)
         if transition.done:
-            self.ahead.forget(node.trajectory)
+            self._forget(node.trajectory)
             return None
         place = self._next(node, transition)
         if self._room(self.tree.length(place)):
@@ -173,9 +179,6 @@ class Context:
         context.services.attempt, context.services.top = services.attempt, services.top
         return context
 
-    # ------------------------------------------------------------------------------------------
-    # actions and states
-
     def action(self, node: Node) -> Action:
         """The parsed action of an action node. Each node is parsed once."""
         action = self.tree.actions_read.get(node.id)
@@ -203,9 +206,6 @@ class Context:
         children = self.tree.children(node)
         return next((child for child in children if child.kind == "observation"), None)
 
-    # ------------------------------------------------------------------------------------------
-    # keeping and sending
-
     def changed(self, nodes: Sequence[Node]) -> None:
         """Mark nodes that are new or have new columns. The tree's next transaction writes them."""
         self.tree.changed.update((node.id, node) for node in nodes)
@@ -229,9 +229,6 @@ class Context:
         if turns:
             self.runtime.emit(self.tree, turns)
 
-    # ------------------------------------------------------------------------------------------
-    # inner workings
-
     @cached_property
     def _forced(self) -> np.ndarray:
         """int32 [tokens]: the forced opening of an answer; empty if the environment forces none."""
@@ -242,13 +239,17 @@ class Context:
         others = None if state is None else self.environment.meanwhile(state)
         if others is None:
             return await self.services.sample_actions(prefix, n, state)
-        begun = self.ahead.take(trajectory, self._how(prefix, n, state))
-        own = begun or asyncio.ensure_future(self.services.sample_actions(prefix, n, state))
+        how = self._how(prefix, n, state)
+        begun = [k for k, (what, _) in self._begun.items() if (k[0], what) == (trajectory, how)]
+        if begun:
+            own = self._begun.pop(begun[0])[1]
+        else:
+            own = asyncio.ensure_future(self.services.sample_actions(prefix, n, state))
         watching = asyncio.create_task(self._begin(others, n, trajectory))
         try:
             return await own
         except BaseException:
-            self.ahead.forget(trajectory)
+            self._forget(trajectory)
             raise
         finally:
             own.cancel()
@@ -261,9 +262,17 @@ class Context:
         async for call, transition in others:
             with contextlib.suppress(ValueError):
                 prefix, state = self._prefix(transition, trajectory), transition.state
-                if self._room(len(prefix)):
+                if self._room(len(prefix)) and (trajectory, call) not in self._begun:
                     work = self.services.sample_actions(prefix, n, state)
-                    self.ahead.begin(trajectory, call, self._how(prefix, n, state), work)
+                    task = asyncio.ensure_future(work)
+                    # an error is raised where the samples are taken
+                    task.add_done_callback(lambda task: task.cancelled() or task.exception())
+                    self._begun[trajectory, call] = self._how(prefix, n, state), task
+
+    def _forget(self, trajectory: int | None = None) -> None:
+        """Cancel what was begun for a trajectory, or for all: nobody will ask for it."""
+        for place in [place for place in self._begun if trajectory in (None, place[0])]:
+            self._begun.pop(place)[1].cancel()
 
     def _prefix(self, transition: Transition, trajectory: int) -> np.ndarray:
         """int32 [tokens]: what the policy reads after a transition, as ``_next`` adds it."""
@@ -342,7 +351,7 @@ class Context:
         try:
             answers.check_environment(self.environment.name, scores)
         except ValueError:
-            self.ahead.forget(node.trajectory)  # nobody will ask for it
+            self._forget(node.trajectory)
             raise
 
     def _outgrown(self, action: Node, place: Node, state: Any) -> None:

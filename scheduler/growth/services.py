@@ -134,9 +134,6 @@ class Services(Tools):
         check = partial(answers.judged, len(turns))
         return (await self._call(f"judge.{judge}", wire.JudgeRequest(turns), check)).judgements
 
-    # ------------------------------------------------------------------------------------------
-    # what the policy reads
-
     def rendered(self, state: Any, thinking: bool | None = None) -> tuple[Shown, Shown]:
         """The prompt in ``state``: what all turns share ("" where they append), and the rest."""
         messages, tools = self.environment.prompt(self.task, state), self.environment.tools(state)
@@ -159,7 +156,6 @@ class Services(Tools):
         numbered = [(self.runtime.journal.picture(png), png) for png in part.pictures]
         return self.runtime.text.encode(part.text, numbered)
 
-    # ------------------------------------------------------------------------------------------
     # the tools of an environment (``actors.environments.base.Tools``)
 
     def during(self, spent: Spent, replies: tuple[str, ...]) -> "Services":
@@ -215,8 +211,6 @@ class Services(Tools):
         tokens = result.samples[0].tokens
         self.runtime.counts["generated_tokens"] += len(tokens)
         return until(text.decode(tokens), stop)
-
-    # ------------------------------------------------------------------------------------------
 
     async def _call(
         self,

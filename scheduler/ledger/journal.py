@@ -164,9 +164,6 @@ class Journal:
     def _number(self, selected: str) -> int:
         return self._rows(f"SELECT {selected}").fetchone()[0]
 
-    # ------------------------------------------------------------------------------------------
-    # writing
-
     def start_tree(self, tree: Tree, position: int, version: int) -> None:
         """Record that a task was drawn, with its tree's nodes so far."""
         row = (tree.id, position, tree.task, tree.split, "growing", version, None, time.time())
@@ -244,9 +241,6 @@ class Journal:
     def changes(self) -> int:
         """The number of rows that this start has written: it stands still without progress."""
         return self._db.total_changes
-
-    # ------------------------------------------------------------------------------------------
-    # reading
 
     def trees(self, where: str = "1", *values: object) -> list[TreeRow]:
         """The rows of trees that meet an SQL condition on their columns."""

@@ -150,11 +150,9 @@ class Generation(Place):
         return None if self.begun else "new"
 
     def homes(self) -> list[str]:
-        """The actors that probably hold most of the prefix; none before the tree has begun."""
         return self.fleet.trees[self.tree].actors[-HOMES:] if self.begun else []
 
     def choose(self, loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
-        """The actor on which the call starts now, or None if it must wait."""
         fleet = self.fleet
         for load in loads:
             if CAPACITY in load.stats:
@@ -175,7 +173,6 @@ class Generation(Place):
         return None if moved and not fleet.low(best.worker) else best.worker
 
     def started(self, worker: str) -> None:
-        """The prompt is entering the worker's cache, and the tree takes room there."""
         fleet = self.fleet
         tree = fleet.trees[self.tree] = self._growing()
         for actor in tree.actors:
@@ -195,7 +192,6 @@ class Generation(Place):
         fleet.decode(worker, self.request.n)
 
     def ended(self, worker: str, result: GenerateResult | None) -> None:
-        """The samples are in the worker's cache if the attempt was served."""
         fleet, (expected, sampling) = self.fleet, self._sent.pop(worker)
         if (seat := fleet.seats.get(worker, {}).get(self.tree)) is not None:
             seat.calls -= 1

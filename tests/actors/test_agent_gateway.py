@@ -30,12 +30,12 @@ SANE = [
     {"reward": 1.0},
 ]
 FIELDS = (
-    "messages input instructions tools tool_choice model max_tokens stream stream_options text n stop"
-    " response_format logprobs functions previous_response_id reward response_id queries topk"
+    "messages input instructions tools tool_choice model max_tokens stream stream_options text n"
+    " stop response_format logprobs functions previous_response_id reward response_id queries topk"
 ).split()
 WORDS = (
-    "role content type text tool_calls tool_call_id function name arguments call_id output parameters"
-    " format id"
+    "role content type text tool_calls tool_call_id function name arguments call_id output"
+    " parameters format id"
 ).split()
 PATHS = ["chat/completions", "responses", "episode/reward", "retrieve"]
 

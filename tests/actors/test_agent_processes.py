@@ -81,7 +81,8 @@ def deep(task):
         raise ValueError("two lines:\\n  the second") from None
 '''
 DETACHED = """
-const child = require("child_process").spawn("sleep", ["600"], { detached: true, stdio: "inherit" });
+const options = { detached: true, stdio: "inherit" };
+const child = require("child_process").spawn("sleep", ["600"], options);
 child.unref();
 fetch(process.env.OPENAI_BASE_URL + "/episode/reward", {
   method: "POST",

@@ -18,7 +18,7 @@ from coppice.actors.engines import attend, decoder, weights
 from coppice.actors.engines.attend import Chunk
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.engines.samples import Running
-from coppice.actors.engines.sampling import key, pick, restrict, uniforms
+from coppice.actors.engines.sampling import key, pick, uniforms
 from coppice.actors.engines.sglang import SGLangEngine
 from coppice.wire import digest
 from coppice.wire.faults import DataFault, InfrastructureFault
@@ -73,14 +73,6 @@ async def test_greedy_equals_transformers_generate_token_for_token(
         for sample in result.samples:
             assert sample.tokens.tolist() == generated[0, len(prompt) :].tolist()
     assert worst(model, list(zip(prompts, results, strict=True))) < GREATEST_DIFFERENCE
-
-
-def test_restricted_distribution_is_renormalised_over_what_top_p_and_top_k_leave() -> None:
-    logprobs = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    np.testing.assert_allclose(restrict(logprobs, 0.79, 0).exp(), [0.625, 0.375, 0, 0], atol=1e-6)
-    np.testing.assert_allclose(
-        restrict(logprobs, 1.0, 3).exp(), np.array([0.5, 0.3, 0.15, 0]) / 0.95, atol=1e-6
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -145,26 +137,14 @@ def test_a_draw_takes_the_token_where_the_cumulated_odds_pass_it(vocabulary: int
     np.testing.assert_allclose(logprobs, np.log(odds[np.arange(300), tokens]), atol=2e-6)
 
 
-async def test_a_prefix_is_prefilled_once_for_all_samples_and_children(llama: Path) -> None:
-    engine = await started(llama)
-    prompt = ids(2, 40)
-    first = await engine.generate(GenerateRequest(prompt, 4, Sampling(8)))
-    assert engine.counts["prefilled_tokens"] == 40
-    child = np.concatenate([prompt, first.samples[0].tokens, ids(3, 5)])
-    second = await engine.generate(GenerateRequest(child, 4, Sampling(8)))
-    await engine.close()
-    # Of the sampled action only the last token was never forwarded.
-    assert second.cached_tokens == len(child) - 6
-    assert engine.counts["prefilled_tokens"] == engine.counts["ideal_prefill_tokens"] == 46
-
-
 async def test_requests_that_arrive_together_prefill_their_common_prefix_once(llama: Path) -> None:
     engine = await started(llama)
     common = ids(4, 30)
     prompts = [np.concatenate([common, ids(10 + i, 4)]) for i in range(4)]
     await asyncio.gather(*(engine.generate(GenerateRequest(p, 2, Sampling(4))) for p in prompts))
     await engine.close()
-    assert engine.counts["prefilled_tokens"] == 30 + 4 * 4
+    computed = engine.counts["prefilled_tokens"], engine.counts["ideal_prefill_tokens"]
+    assert computed == (30 + 4 * 4, 30 + 4 * 4)
 
 
 async def test_eviction_under_a_small_budget_keeps_answers_right(llama: Path) -> None:
@@ -553,7 +533,7 @@ async def test_sglang_refuses_to_tell_the_most_probable_tokens_and_names_who_doe
 ) -> None:
     sglang = SGLangConfig(way="url", urls=["http://127.0.0.1:1"])
     engine = SGLangEngine(str(tmp_path), ActorsConfig(engine="sglang", sglang=sglang))
-    with pytest.raises(DataFault, match=r"top_logprobs 3: expected 0, .* ask the embedded engine"):
+    with pytest.raises(DataFault, match=r"top_logprobs 3: expected 0 .* ask the embedded engine"):
         await engine.generate(GenerateRequest(ids(1, 5), 1, Sampling(2, top_logprobs=3)))
 
 
@@ -578,11 +558,10 @@ async def test_overlapping_loads_are_done_in_the_order_in_which_they_were_asked_
         for i, (folder, proof, _) in enumerate(folders)
     ]
     await asyncio.gather(*loads)
-    (sample,) = (await engine.generate(GREEDY)).samples
+    result = await engine.generate(GREEDY)
     await engine.close()
-    assert {*sample.versions.tolist(), engine.version} == {2}
-    expected = full_logprobs(folders[1][2], GREEDY.tokens, sample.tokens)
-    assert np.abs(expected - sample.logprobs).max() < GREATEST_DIFFERENCE
+    assert {*result.samples[0].versions.tolist(), engine.version} == {2}
+    assert worst(folders[1][2], [(GREEDY.tokens, result)]) < GREATEST_DIFFERENCE
 
 
 async def test_a_swap_while_a_prompt_is_prefilled_keeps_its_mixed_keys_out_of_the_cache(

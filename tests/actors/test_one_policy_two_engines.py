@@ -7,16 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest_asyncio
 
-from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.base import Engine
-from coppice.actors.engines.local import LocalEngine
 from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
 from tests.actors.test_engine_contract import adapter_folder, restore
-from tests.actors.test_local_engine import ids, version_folder
+from tests.actors.test_local_engine import GREATEST_DIFFERENCE, ids, started, version_folder
 from tests.sglang_cpu.shared import Shared
 
-BOUND = 2e-5
-"""Largest difference of a log-probability between the engines, both in float32."""
+BOUND = GREATEST_DIFFERENCE
 UPDATES = 10
 
 
@@ -25,9 +22,7 @@ async def pair(
     llama: Path, tmp_path: Path, sglang_server: Shared
 ) -> AsyncIterator[tuple[Engine, Engine]]:
     """Both engines with the base weights."""
-    local = LocalEngine(str(llama), ActorsConfig(dtype="float32", max_context=512, max_batch=8))
-    sglang = sglang_server.engine()
-    await local.start()
+    local, sglang = await started(llama), sglang_server.engine()
     await sglang.start()
     await restore(sglang, llama, tmp_path)
     yield local, sglang

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from coppice.actors.config import ActorsConfig, SGLangConfig
-from coppice.actors.engines.local import LocalEngine
 from coppice.actors.engines.sglang import SGLangEngine
 from coppice.actors.engines.sglang_api import linear_layers
 from coppice.common import vision
@@ -25,11 +24,10 @@ from coppice.learner.model.ranks import Ranks
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling
 from tests import tiny
+from tests.actors.test_local_engine import GREATEST_DIFFERENCE, started
 from tests.pictures import squares
 from tests.updates import process
 
-BOUND = 2e-5
-"""Largest difference between the engine's and the learner's log-probability, both in float32."""
 PICTURES = {1: squares(1, 2, 3), 2: squares(2), 3: squares(3), 4: squares(4, 3, 4)}
 SIZES = {1: 6, 2: 4, 3: 4, 4: 12}
 
@@ -55,14 +53,6 @@ def asked(*numbers: int, n: int = 2, new: int = 8, **fields: Any) -> GenerateReq
     )
 
 
-async def started(folder: Path, **settings: Any) -> LocalEngine:
-    engine = LocalEngine(
-        str(folder), ActorsConfig(**{"dtype": "float32", "max_context": 256, **settings})
-    )
-    await engine.start()
-    return engine
-
-
 def policy(folder: Path, run: Path, rank: int = 0) -> TreeModel:
     return TreeModel(str(folder), process(folder, run, rank).learner, 1.0, Ranks(60))
 
@@ -77,7 +67,7 @@ def assert_equal(learner: TreeModel, request: GenerateRequest, result: GenerateR
         )
         with torch.no_grad():
             expected = learner.read(alone(path), attention="causal")[0].numpy()
-        assert np.abs(expected - sample.logprobs).max() < BOUND
+        assert np.abs(expected - sample.logprobs).max() < GREATEST_DIFFERENCE
 
 
 @pytest.mark.parametrize("chunk", [3, 512])

@@ -202,7 +202,7 @@ async def test_one_allowed_tool_is_called_and_all_are_in_prompt(client: Client, 
 
 @pytest.mark.parametrize("tools", [[], [ADD]])
 async def test_unknown_fields_change_nothing_anywhere(client: Client, tools: list[Any]) -> None:
-    """As clients write it: extensions of their own, and a reply's ``model_dump()`` in the history."""
+    """As clients write it: extensions, and a reply's ``model_dump()`` in the history."""
     fields = {"tools": tools, "max_tokens": 4, "seed": 1}
     reply = {"role": "assistant", "content": "hi"}
     dumped = {**reply, "refusal": None, "annotations": [], "tool_calls": None}

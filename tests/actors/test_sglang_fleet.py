@@ -23,7 +23,7 @@ from aiohttp import ClientError, ClientSession, web
 from safetensors.torch import load_file, save_file
 
 from coppice.actors.config import ActorsConfig, SGLangConfig
-from coppice.actors.engines import sglang, sglang_transport
+from coppice.actors.engines import sglang, sglang_transport, sglang_weights
 from coppice.learner.model.weight_server import Snapshot, WeightServer
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling
@@ -464,7 +464,7 @@ async def test_what_a_dying_server_computed_is_asked_again_elsewhere(fleet: Flee
 async def test_an_adapter_reaches_a_server_that_joins(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet.engine.weights, "_verify", lambda *_: None)
+    monkeypatch.setattr(sglang_weights, "_verify", lambda *_: None)
     await fleet.engine.load(adapter(fleet.folder, 2))
     third = await fleet.joins(Server())
     fleet.router.newest = True

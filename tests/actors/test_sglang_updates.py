@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from coppice.actors.config import ActorsConfig, SGLangConfig
-from coppice.actors.engines import sglang
+from coppice.actors.engines import sglang, sglang_weights
 from coppice.actors.engines.sglang_api import Facts
 from coppice.wire import digest
 from coppice.wire.faults import InfrastructureFault
@@ -73,9 +73,7 @@ class Scripted:
 
     async def close(self) -> None: ...
 
-    async def call(
-        self, path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1
-    ) -> dict[str, Any]:
+    async def call(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         self.calls.append(path)
         if path == "/pause_generation":
             self.paused = True
@@ -169,20 +167,27 @@ async def test_a_request_that_was_on_its_way_does_not_answer_with_half_an_update
         await running
 
 
+class Held:
+    """Calls of ``path`` stand still from where the server has taken them until ``release``."""
+
+    def __init__(self, server: Scripted, path: str):
+        self.path, self.answer = path, server.call
+        self.reached, self.release = asyncio.Event(), asyncio.Event()
+        server.call = self.call  # pyright: ignore[reportAttributeAccessIssue]
+
+    async def call(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        answer = await self.answer(path, body, timeout_s)
+        if path == self.path:
+            self.reached.set()
+            await self.release.wait()
+        return answer
+
+
 async def test_a_cancelled_update_leaves_no_server_paused(server: Scripted, tmp_path: Path) -> None:
     engine = await started(tmp_path)
-    answer = server.call
-
-    async def slow(
-        path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1
-    ) -> dict[str, Any]:
-        found = await answer(path, body, timeout_s)
-        await asyncio.sleep(0.3 if path == "/pause_generation" else 0)
-        return found
-
-    server.call = slow  # pyright: ignore[reportAttributeAccessIssue]
+    pausing = Held(server, "/pause_generation")
     task = asyncio.create_task(engine.load(version(tmp_path, 2)))
-    await asyncio.sleep(0.1)
+    await pausing.reached.wait()
     assert server.paused
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -209,10 +214,8 @@ async def test_a_new_actor_takes_no_weights_of_an_update_that_was_cut_off(
     server: Scripted, tmp_path: Path
 ) -> None:
     server.version = "moving-1"
-    base = tmp_path / "base"
-    base.mkdir()
-    save_file({"a": torch.zeros(4)}, base / "model.safetensors")
-    engine = sglang.SGLangEngine(str(base), ActorsConfig(max_batch=8, max_context=512))
+    (tmp_path / "base").mkdir()
+    engine = sglang.SGLangEngine(str(tmp_path / "base"), ActorsConfig(max_batch=8, max_context=512))
     await engine.start()
     with pytest.raises(InfrastructureFault, match="moving-1"):
         await engine.generate(REQUEST)
@@ -239,11 +242,11 @@ async def test_requests_go_on_while_a_version_is_verified(
     verifying, verified = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
-    def slow(folder: Path, expected: str) -> None:
+    def slow(*_: Any) -> None:
         loop.call_soon_threadsafe(verifying.set)
         verified.wait(30)
 
-    monkeypatch.setattr(engine.weights, "_verify", slow)
+    monkeypatch.setattr(sglang_weights, "_verify", slow)
     update = asyncio.create_task(engine.load(version(tmp_path, 2)))
     await verifying.wait()
     try:
@@ -256,29 +259,11 @@ async def test_requests_go_on_while_a_version_is_verified(
     assert (await engine.generate(REQUEST)).samples[0].versions.tolist() == [2]
 
 
-class Held:
-    """Calls of ``path`` stand still from where the server has taken them until ``release``."""
-
-    def __init__(self, server: Scripted, path: str):
-        self.path, self.answer = path, server.call
-        self.reached, self.release = asyncio.Event(), asyncio.Event()
-        server.call = self.call  # pyright: ignore[reportAttributeAccessIssue]
-
-    async def call(
-        self, path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1
-    ) -> dict[str, Any]:
-        answer = await self.answer(path, body, timeout_s)
-        if path == self.path:
-            self.reached.set()
-            await self.release.wait()
-        return answer
-
-
 async def test_an_adapter_comes_into_force_without_a_pause_and_the_oldest_goes_after_it(
     server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = await started(tmp_path)
-    monkeypatch.setattr(engine.weights, "_verify", lambda *_: None)
+    monkeypatch.setattr(sglang_weights, "_verify", lambda *_: None)
     for number in (2, 3):
         await engine.load(adapter(tmp_path, number))
     server.calls.clear()
@@ -298,7 +283,7 @@ async def test_an_adapter_on_other_base_weights_is_noticed(
     server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = await started(tmp_path)
-    monkeypatch.setattr(engine.weights, "_verify", lambda *_: None)
+    monkeypatch.setattr(sglang_weights, "_verify", lambda *_: None)
     was, server.weights = server.weights, "of another model"
     with pytest.raises(InfrastructureFault, match="other base weights"):
         await engine.load(adapter(tmp_path, 2))
@@ -309,6 +294,16 @@ async def test_an_adapter_on_other_base_weights_is_noticed(
     assert (await engine.generate(REQUEST)).samples[0].versions.tolist() == [3]
 
 
+async def test_two_servers_of_one_engine_with_different_weights_are_noticed(
+    server: Scripted, tmp_path: Path
+) -> None:
+    engine = await started(tmp_path)
+    server.servers.append(Scripted())
+    server.weights = "of another model"
+    with pytest.raises(InfrastructureFault, match="different weights"):
+        await engine.weights.start()
+
+
 async def test_no_adapter_goes_onto_whole_weights_of_a_run_before(
     server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,7 +311,7 @@ async def test_no_adapter_goes_onto_whole_weights_of_a_run_before(
     (tmp_path / "base").mkdir()
     engine = sglang.SGLangEngine(str(tmp_path / "base"), ActorsConfig(max_batch=8, max_context=512))
     await engine.start()
-    monkeypatch.setattr(engine.weights, "_verify", lambda *_: None)
+    monkeypatch.setattr(sglang_weights, "_verify", lambda *_: None)
     with pytest.raises(InfrastructureFault, match="weight version 7 from before"):
         await engine.load(adapter(tmp_path, 1))
     assert "/load_lora_adapter" not in server.calls

@@ -66,18 +66,10 @@ async def test_a_model_that_cannot_be_read_leaves_no_session_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A start that fails after the connections are there is closed by the engine."""
-    monkeypatch.setenv(KEY, "any")
-    settings = SGLangConfig(way="url", urls=["http://127.0.0.1:9"], api_key_env=KEY)
+    settings = SGLangConfig(way="url", urls=["http://127.0.0.1:9"])
     engine = SGLangEngine("no model folder", ActorsConfig(sglang=settings))
     way: Any = engine.way
-
-    async def answers(path: str) -> bool:
-        return True
-
-    async def workers() -> None: ...
-
-    monkeypatch.setattr(way.front, "answers", answers)
-    monkeypatch.setattr(way.front, "workers", workers)
+    monkeypatch.setattr(way, "_connect", lambda _: way.front.start())
     with pytest.raises(InfrastructureFault):
         await engine.start()
     assert way.front.client._session.closed

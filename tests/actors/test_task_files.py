@@ -96,7 +96,7 @@ def test_a_file_in_utf_16_or_utf_32_is_refused_with_the_remedy(
 ) -> None:
     path = tmp_path / "t.jsonl"
     path.write_bytes(json.dumps(ROWS[0]).encode(encoding))
-    with pytest.raises(ValueError, match=r"t\.jsonl is not in UTF-8 .*iconv"):
+    with pytest.raises(ValueError, match=r"t\.jsonl .*UTF-16 .*iconv"):
         load_tasks(str(path))
 
 

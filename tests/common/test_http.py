@@ -69,18 +69,15 @@ async def test_an_answer_that_is_no_json_is_given_as_it_came() -> None:
 
     async with client(reply) as c:
         assert await c.send("POST", "/flush") == b"Cache flushed."
-        with pytest.raises(InfrastructureFault, match=r"/flush answered no JSON"):
-            await c.post("/flush", {})
-        assert c.counts == {"requests": 2, "failures": 1}
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b'{"a": "\xff"}', b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"", b"{", b"ok.", b"\xff", b'{"a": "\xff"}', b"[" * 100_000])
 async def test_an_answer_that_cannot_be_decoded_is_a_fault(body: bytes) -> None:
     async def reply(request: web.Request) -> web.Response:
         return web.Response(body=body)
 
     async with client(reply) as c:
-        with pytest.raises(InfrastructureFault, match="answered no JSON"):
+        with pytest.raises(InfrastructureFault, match="/x answered no JSON"):
             await c.get("/x")
         assert c.counts == {"requests": 1, "failures": 1}
 

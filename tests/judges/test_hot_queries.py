@@ -127,7 +127,7 @@ def test_whatever_is_asked_together_each_gets_its_own_and_nothing_twice_at_once(
         while not all(task.done() for task in tasks):
             await settled()
             if waiting := [future for future in gate.gates if not future.done()]:
-                order.choice(waiting).set_result(None)  # pyright: ignore[reportAttributeAccessIssue]
+                order.choice(waiting).set_result(None)  # pyright: ignore
         for (queries, topk), task in zip(calls, tasks, strict=True):
             assert task.result() == await Shelf().search(queries, topk)
         assert gate.most <= at_once

@@ -4,6 +4,7 @@ loaded is refused with the remedy."""
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import faiss
 import msgspec
@@ -24,7 +25,7 @@ PASSAGES, DIMENSIONS = 2000, 32
 class Numbers(Encoder):
     """An encoder of texts that are numbers: the vector of passage i, and near it the query i."""
 
-    dimensions = DIMENSIONS  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    dimensions = DIMENSIONS  # pyright: ignore
 
     def __init__(self) -> None:
         self.name = "numbers"
@@ -203,7 +204,7 @@ def test_the_command_says_the_kind_and_its_bytes_and_refuses_in_one_line(
 
 @pytest.mark.slow
 def test_the_bench_measures_recall_memory_and_queries() -> None:
-    size = {"passages": 1500, "dimensions": 32, "queries": 40, "texts": 260, "calls": 120}
+    size: Any = {"passages": 1500, "dimensions": 32, "queries": 40, "texts": 260, "calls": 120}
     row = retrieval_scale.run(**size, seconds=0.01)
     flat, ivfpq, hnsw = (row["synthetic"][name] for name in ("flat", "ivfpq", "hnsw"))
     assert flat["recall"] == 1 >= hnsw["recall"] > 0.9

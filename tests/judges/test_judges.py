@@ -25,7 +25,12 @@ SHOWN = "<information>Doc 1(Title: Bulgaria) Currency: lev</information>"
 
 
 def turn(**fields: Any) -> JudgedTurn:
-    given = {"question": QUESTION, "golds": ["Sofia"], "context": "", "response": ""}
+    given: dict[str, Any] = {
+        "question": QUESTION,
+        "golds": ["Sofia"],
+        "context": "",
+        "response": "",
+    }
     return JudgedTurn(**(given | {"step": 1, "budget": 4, "think": "t"} | fields))
 
 

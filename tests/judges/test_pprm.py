@@ -39,7 +39,7 @@ Reply = Callable[[int, dict[str, Any]], Awaitable[web.Response]]
 SAID = "<think> {query_str} </think> <search> q </search>"
 SEEN = "\n<information>Doc 1(Title: T) F: v</information>\n"
 BEFORE = "<think> a </think> <search> b </search> BEFORE"
-PARTS = {"think": "{query_str}", "query": "q", "observation": SEEN, "transcript": BEFORE}
+PARTS: Any = {"think": "{query_str}", "query": "q", "observation": SEEN, "transcript": BEFORE}
 TURN = JudgedTurn("Who?", ["gold"], "CONTEXT", SAID, 2, 4, **PARTS)
 
 

@@ -133,7 +133,11 @@ def test_text_outside_the_tags_has_no_point(view: Any, fields: dict[str, Any]) -
 def test_every_judgement_is_two_lines_that_the_pprm_could_have_written(
     query: str, think: str, seen: list[str], knows: bool
 ) -> None:
-    shown = {"past_observations": seen, "observation": OTHER, "evidence": EVIDENCE if knows else []}
+    shown: Any = {
+        "past_observations": seen,
+        "observation": OTHER,
+        "evidence": EVIDENCE if knows else [],
+    }
     made = turn(think=think, query=query, response="<search></search>", **shown)
     for view in ("evidence", "retrieval"):
         judgement = PprmRules(view).judge(made)

@@ -6,6 +6,7 @@ They share all up to the end of the context, which a server with a prefix cache 
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -79,11 +80,11 @@ def test_the_templates_are_one_text_up_to_the_end_of_the_context() -> None:
 
 def candidates(context: str, count: int = 5) -> list[JudgedTurn]:
     """Of one context, the last an answer."""
+    parts: list[dict[str, Any]] = [{"query": f"query {i}"} for i in range(count - 1)]
     return [
-        JudgedTurn("Q", ["gold"], context, "", 1, 4, think=f"I think {i}", query=None if i == count - 1 else f"query {i}",
-                   answer="an answer" if i == count - 1 else None)
-        for i in range(count)
-    ]  # fmt: skip
+        JudgedTurn("Q", ["gold"], context, "", 1, 4, think=f"I think {i}", **part)
+        for i, part in enumerate([*parts, {"answer": "an answer"}])
+    ]
 
 
 def test_all_prompts_of_one_context_begin_with_the_same_head_and_context() -> None:

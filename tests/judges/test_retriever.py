@@ -185,7 +185,7 @@ def test_an_index_of_another_encoder_is_refused(
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    changes = {"encoder": "intfloat/e5-base-v2", "dimensions": 768}
+    changes: Any = {"encoder": "intfloat/e5-base-v2", "dimensions": 768}
     manifest = msgspec.structs.replace(read_manifest(folder), **changes)
     (other / "manifest.json").write_bytes(msgspec.json.encode(manifest))
     told = r"e5-base-v2 \(768 dimensions\), not minilm \(384\).*coppice index"
@@ -324,7 +324,7 @@ async def test_the_query_used_longest_ago_leaves_the_cache_first() -> None:
         await retriever.search([query], 1)
     assert shelf.asked == [["x"], ["y"], ["z"]]
     with pytest.raises(DataFault, match="topk 0"):
-        await retriever.handle(RetrieveRequest(["x"], 0), None)  # pyright: ignore[reportArgumentType]
+        await retriever.handle(RetrieveRequest(["x"], 0), None)  # pyright: ignore
 
 
 async def test_a_retriever_process_over_a_remote_server_serves_and_drains(tmp_path: Path) -> None:

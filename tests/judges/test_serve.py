@@ -201,7 +201,8 @@ async def test_the_launchers_process_serves_built_in_and_own_judges(tmp_path: Pa
         "class Fixed(Judge):\n"
         "    name, columns = 'fixed', ('outcome',)\n"
         "    def __init__(self, value): self.value = value\n"
-        "    async def score(self, turns): return [Judgement({'outcome': self.value}) for _ in turns]\n"
+        "    async def score(self, turns):\n"
+        "        return [Judgement({'outcome': self.value}) for _ in turns]\n"
     )
     judges = {"exact_match": {}, "own:Fixed": {"value": 0.25}}
     process = JudgeProcess("judges", str(tmp_path), judges)
@@ -346,7 +347,7 @@ def test_a_judge_of_a_run_that_has_ended_says_so(
     monkeypatch.setattr("coppice.judges.serve.Service", gives_up)
     assert plug_in(["plugs:Plain", "--run", str(started)]) == 1
     error = capsys.readouterr().err
-    assert "coppice serve: plain-plugin: no scheduler answered for 0 s; giving up" in error
+    assert "coppice serve: plain-plugin: no scheduler answered for 0 s" in error
     assert "Traceback" not in error
 
 

@@ -55,7 +55,7 @@ from coppice.learner.config import LearnerConfig, LoraConfig
 from coppice.learner.forest.selfcheck import PackingError, check
 from coppice.learner.forest.trees import Path as TokenPath
 from coppice.learner.model import model as model_module
-from coppice.learner.model.model import Policy
+from coppice.learner.model.model import TreeModel
 from coppice.learner.model.publish import publish
 from coppice.learner.model.ranks import Ranks
 from coppice.wire.messages import GenerateRequest, Sampling
@@ -64,23 +64,30 @@ from tests.learner.forests import forest
 from tests.tiny import SHAPE
 
 SLIDING = ["sliding_attention", "full_attention"]
-MOE = {**SHAPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-ROUTED = {
+MOE: dict[str, Any] = {
+    **SHAPE,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+ROUTED: dict[str, Any] = {
     **SHAPE, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
-DELTA = {
+DELTA: dict[str, Any] = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
-OLD = {
+OLD: dict[str, Any] = {
     "vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4
 }  # fmt: skip
-LATENT = {
+LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8, "v_head_dim": 8,
 }  # fmt: skip
-SHARED = {"shared_expert_intermediate_size": 32}
+MAMBA: dict[str, Any] = {"hybrid_override_pattern": "M*"}
+WIDTH: dict[str, Any] = {"head_dim": 8}
+SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 32}
 CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(**SHAPE),
     "mistral": MistralConfig(**SHAPE),
@@ -96,11 +103,11 @@ CONFIGS: dict[str, Any] = {
     "gemma3_text": tiny.config("gemma3"),
     "gpt_neox": GPTNeoXConfig(**OLD, intermediate_size=64),
     "qwen2_moe": Qwen2MoeConfig(**MOE, **SHARED),
-    "qwen3_moe": Qwen3MoeConfig(**MOE, head_dim=8),
+    "qwen3_moe": Qwen3MoeConfig(**(MOE | WIDTH)),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
     "olmoe": OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2),
     "granitemoe": GraniteMoeConfig(**SHAPE, num_local_experts=4),
-    "glm4_moe": Glm4MoeConfig(**ROUTED, head_dim=8),
+    "glm4_moe": Glm4MoeConfig(**(ROUTED | WIDTH)),
     "deepseek_v3": DeepseekV3Config(**(ROUTED | LATENT)),
     "qwen3_next": Qwen3NextConfig(**MOE, **SHARED, **DELTA, head_dim=8),
     "qwen3_5_text": Qwen3_5TextConfig(**SHAPE, **DELTA, head_dim=8),
@@ -115,7 +122,7 @@ CONFIGS: dict[str, Any] = {
         **SHAPE, layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_state=8,
         num_local_experts=0, shared_intermediate_size=64,
     ),
-    "nemotron_h": NemotronHConfig(**SHAPE, hybrid_override_pattern="M*"),
+    "nemotron_h": NemotronHConfig(**(SHAPE | MAMBA)),
     "gpt_oss": GptOssConfig(**SHAPE, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
     "gemma2": Gemma2Config(**SHAPE, head_dim=8),
     "cohere": CohereConfig(**SHAPE),
@@ -138,9 +145,9 @@ def made(folder: Path, kind: str) -> Path:
     return folder
 
 
-def policy(folder: Path, rank: int = 0) -> Policy:
+def policy(folder: Path, rank: int = 0) -> TreeModel:
     config = LearnerConfig(dtype="float32", lora=LoraConfig(rank))
-    return Policy(str(folder), config, 1.0, Ranks(60))
+    return TreeModel(str(folder), config, 1.0, Ranks(60))
 
 
 def logits(model: Any) -> torch.Tensor:

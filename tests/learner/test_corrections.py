@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_allclose
 
 from coppice.learner.update.corrections import (
     CORRECTIONS,
@@ -203,9 +204,9 @@ def test_terms_coefficients_and_gradients_are_those_of_the_formula_one_token_at_
         slope, made = gradient(b, name, options | {"level": level})
         expected = [formula(t) for t in seen(b, level)]
         terms, coefficients = np.array(expected).T
-        np.testing.assert_allclose(made.term.detach(), terms, rtol=2e-5, atol=1e-6)
-        np.testing.assert_allclose(made.coefficient, coefficients, rtol=2e-5, atol=1e-6)
-        np.testing.assert_allclose(slope, coefficients * b.advantage, rtol=2e-5, atol=1e-6)
+        assert_allclose(made.term.detach(), terms, rtol=2e-5, atol=1e-6)
+        assert_allclose(made.coefficient, coefficients, rtol=2e-5, atol=1e-6)
+        assert_allclose(slope, coefficients * b.advantage, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -230,8 +231,8 @@ def test_a_split_segment_has_the_gradient_of_one_piece(seed: int, which: tuple[s
     for part in (here, ~here):
         if part.any():
             slope, made = gradient(b, name, {"level": level}, part)
-            np.testing.assert_allclose(slope, expected[part], rtol=1e-4, atol=1e-6)
-            np.testing.assert_allclose(
+            assert_allclose(slope, expected[part], rtol=1e-4, atol=1e-6)
+            assert_allclose(
                 made.coefficient, together.coefficient[torch.as_tensor(part)], rtol=1e-4
             )
 
@@ -250,8 +251,8 @@ def test_the_two_clip_bounds_are_apart_and_dual_clip_bounds_large_ratios_of_bad_
         *one(ratio, advantage)
     )
     assert made.clipped.tolist() == [False, True, False, True, False, True]
-    np.testing.assert_allclose(made.term.detach(), [1.25, 1.3, -0.85, -0.8, -2.0, -3.0], rtol=1e-6)
-    np.testing.assert_allclose(made.coefficient, [1.25, 0, 0.85, 0, 2.0, 0], rtol=1e-6)
+    assert_allclose(made.term.detach(), [1.25, 1.3, -0.85, -0.8, -2.0, -3.0], rtol=1e-6)
+    assert_allclose(made.coefficient, [1.25, 0, 0.85, 0, 2.0, 0], rtol=1e-6)
     plain = load("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": "null"})(
         *one(ratio, advantage)
     )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from coppice.common import atomic, frontier
-from coppice.learner.model import checkpoint, rng
+from coppice.learner.model import checkpoint
 from coppice.wire import digest
 from tests.updates import batch, state, trainer
 
@@ -166,7 +166,8 @@ def test_random_states_and_what_the_watch_remembers_come_back(tmp_path: Path, ll
     assert draw() == drawn
     assert resumed.watch.state == learner.watch.state
     assert restored.records == {0: {"learner/loss": 0.5}}
-    assert msgspec.json.decode(msgspec.json.encode(rng.state()), type=rng.RngState) == rng.state()
+    states = checkpoint.random_state()
+    assert msgspec.json.decode(msgspec.json.encode(states), type=checkpoint.RngState) == states
 
 
 def test_a_frontier_is_stored_as_runs_and_the_newest_one_is_read(tmp_path: Path) -> None:

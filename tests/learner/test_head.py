@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 
 from coppice.common.support import Support, decode, encode
 from coppice.learner.forest import head
@@ -73,7 +74,7 @@ def compare(
         sides.append([logprobs.detach(), entropy.detach(), *slopes])
     for got, expected in zip(*sides, strict=True):
         scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
-        torch.testing.assert_close(got.double(), expected.double(), atol=bound * scale, rtol=0)
+        assert_close(got.double(), expected.double(), atol=bound * scale, rtol=0)
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -125,7 +126,7 @@ def test_the_support_of_one_token_has_probability_one_and_no_gradient() -> None:
     logprobs.sum().backward()
     for zero in (logprobs.detach(), entropy, hidden.grad, weight.grad):
         assert zero is not None
-        torch.testing.assert_close(zero, torch.zeros_like(zero), atol=BOUND, rtol=0)
+        assert_close(zero, torch.zeros_like(zero), atol=BOUND, rtol=0)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
@@ -144,8 +145,8 @@ def test_narrow_inputs_are_reduced_in_float32(trained: bool) -> None:
     made, entropy = token_logprobs(inputs[0], inputs[1], inputs[2], 0.8)
     expected = full(inputs[0], inputs[1], inputs[2], 0.8)
     assert made.dtype == entropy.dtype == torch.float32
-    torch.testing.assert_close(made.double(), expected[0], atol=BOUND, rtol=0)
-    torch.testing.assert_close(entropy.double(), expected[1], atol=BOUND, rtol=0)
+    assert_close(made.double(), expected[0], atol=BOUND, rtol=0)
+    assert_close(entropy.double(), expected[1], atol=BOUND, rtol=0)
     compare(inputs, 0.8, trained, bound=2**-7)  # the gradients are handed back in bfloat16
 
 
@@ -177,8 +178,8 @@ def test_without_gradients_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     plain = token_logprobs(hidden.detach(), weight.detach(), targets)
     for got in (made, plain):
         assert not got[0].requires_grad
-        torch.testing.assert_close(got[0], expected[0].detach(), atol=BOUND, rtol=0)
-    torch.testing.assert_close(plain[1], expected[1], atol=BOUND, rtol=0)
+        assert_close(got[0], expected[0].detach(), atol=BOUND, rtol=0)
+    assert_close(plain[1], expected[1], atol=BOUND, rtol=0)
     assert made[1].isnan().all()  # nothing reads them there
 
 
@@ -188,4 +189,4 @@ def test_a_float32_weight_under_narrow_hidden_states_keeps_its_gradient_wide() -
     (token_logprobs(hidden, weight, targets)[0] * upstream).sum().backward()
     slope, weight.grad = weight.grad, None
     (full(hidden, weight, targets, 1.0)[0] * upstream).sum().backward()
-    torch.testing.assert_close(slope, weight.grad, atol=1e-4, rtol=0)
+    assert_close(slope, weight.grad, atol=1e-4, rtol=0)

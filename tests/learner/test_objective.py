@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose
 
 from coppice.learner.config import LearnerConfig
 from coppice.learner.forest.trees import Path as Tokens
@@ -36,13 +37,13 @@ def test_slate_weights_are_means_over_tokens_candidates_and_questions_summed_ove
     weights = token_weights(t, sampled(turns), "turn")
     sums = [w.sum() for w in np.split(weights, np.cumsum(t.tokens)[:-1])]
     # 1/k * 1/questions each, so each step of a question sums to 1/2
-    np.testing.assert_allclose(sums, [0.25] * 6)
-    np.testing.assert_allclose(weights[:2], 0.125)
+    assert_allclose(sums, [0.25] * 6)
+    assert_allclose(weights[:2], 0.125)
 
 
 def test_trajectory_weights_are_token_mean_over_a_whole_trajectory() -> None:
     t, turns = batch([2, 4, 3, 3], [0] * 4, [0, 0, 1, 1], [0] * 4)
-    np.testing.assert_allclose(token_weights(t, sampled(turns), "trajectory"), [1 / 12] * 12)
+    assert_allclose(token_weights(t, sampled(turns), "trajectory"), [1 / 12] * 12)
 
 
 def test_forced_tokens_weigh_nothing_and_do_not_dilute_the_others() -> None:
@@ -52,9 +53,7 @@ def test_forced_tokens_weigh_nothing_and_do_not_dilute_the_others() -> None:
 
 
 @pytest.mark.parametrize("aggregation", ["turn", "trajectory", "token", "constant"])
-def test_a_question_without_outcomes_leaves_the_others_alone(
-    aggregation: Aggregation,
-) -> None:
+def test_a_question_without_outcomes_leaves_the_others_alone(aggregation: Aggregation) -> None:
     both, turns = batch([2, 4, 3, 3], [0, 0, 1, 1], [0, 1, 0, 1], [7, 7, 9, 9])
     lost = both.only(np.array([True, True, False, False]))
     alone, own = batch([2, 4], [0, 0], [0, 1], [7, 7])

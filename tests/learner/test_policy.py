@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.forest.trees import alone, pack, share
@@ -16,14 +17,10 @@ PATHS = [Tokens([1, 2, 3, 4, 5], 3), Tokens([1, 2, 3, 9, 8, 7], 3), Tokens([1, 2
 def test_the_reference_stays_the_initial_policy(tmp_path: Path, llama: Path, rank: int) -> None:
     made = trainer(llama, tmp_path, rank)
     initial = torch.cat([made.policy.read(alone(path), attention="causal")[0] for path in PATHS])
-    torch.testing.assert_close(
-        made.policy.reference_logprobs(pack(PATHS)), initial, atol=2e-5, rtol=1e-5
-    )
+    assert_close(made.policy.reference_logprobs(pack(PATHS)), initial, atol=2e-5, rtol=1e-5)
     for version in range(2):
         made.update(batch(version, version))
-    torch.testing.assert_close(
-        made.policy.reference_logprobs(pack(PATHS)), initial, atol=2e-5, rtol=1e-5
-    )
+    assert_close(made.policy.reference_logprobs(pack(PATHS)), initial, atol=2e-5, rtol=1e-5)
     assert (made.policy.read(pack(PATHS))[0] - initial).abs().max() > 1e-3
     assert made.policy.read(pack(PATHS))[0].requires_grad  # the adapters are on again
 
@@ -42,7 +39,7 @@ def test_logprobs_are_taken_at_the_sampling_temperature(tmp_path: Path, llama: P
         expected.append(
             scores.log_softmax(-1).gather(1, torch.tensor(path.tokens[path.start :])[:, None])[:, 0]
         )
-    torch.testing.assert_close(got, torch.cat(expected), atol=2e-5, rtol=1e-5)
+    assert_close(got, torch.cat(expected), atol=2e-5, rtol=1e-5)
 
 
 def test_gradient_checkpointing_changes_memory_not_the_update(tmp_path: Path, llama: Path) -> None:
@@ -52,7 +49,7 @@ def test_gradient_checkpointing_changes_memory_not_the_update(tmp_path: Path, ll
     for made in (plain, saving):
         made.update(batch(0, 0))
     for name, value in state(plain).items():
-        torch.testing.assert_close(state(saving)[name], value, atol=1e-6, rtol=1e-5)
+        assert_close(state(saving)[name], value, atol=1e-6, rtol=1e-5)
 
 
 def test_bfloat16_keeps_float32_masters_and_is_near_float32(tmp_path: Path, llama: Path) -> None:

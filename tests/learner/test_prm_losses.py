@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_allclose
 
 from coppice.learner.config import PrmConfig
 from coppice.learner.update.critic import value_loss
@@ -64,7 +65,7 @@ def test_dpo_loss_and_slopes_are_those_of_the_pairs_written_out(seed: int, n: in
     loss = pair_loss(leaf, positive, group)
     (slope,) = torch.autograd.grad(loss, leaf)
     assert made.loss == pytest.approx(float(loss.detach()), abs=1e-12)
-    np.testing.assert_allclose(made.slope, slope.numpy(), atol=1e-12)
+    assert_allclose(made.slope, slope.numpy(), atol=1e-12)
 
 
 def test_the_accuracy_is_the_share_of_pairs_in_the_right_order() -> None:
@@ -87,7 +88,7 @@ def test_cross_entropy_loss_and_slopes_are_those_of_torch(seed: int, n: int) -> 
     )
     (slope,) = torch.autograd.grad(loss, leaf)
     assert made.loss == pytest.approx(float(loss.detach()), abs=1e-12)
-    np.testing.assert_allclose(made.slope, slope.numpy(), atol=1e-12)
+    assert_allclose(made.slope, slope.numpy(), atol=1e-12)
     assert made.used == n
 
 
@@ -133,7 +134,7 @@ def test_a_tokens_slope_is_that_of_the_loss_in_its_log_probability(loss: str, sc
         )
     (expected,) = torch.autograd.grad(made, leaf)
     assert np.abs(slope).max() > 1e-3
-    np.testing.assert_allclose(slope, expected.numpy(), atol=1e-12)
+    assert_allclose(slope, expected.numpy(), atol=1e-12)
     assert (slope[~sampled] == 0).all()
 
 
@@ -150,7 +151,7 @@ def test_the_losses_of_two_halves_of_the_questions_are_parts_of_the_whole_loss(l
     assert (first[1][4:8] == 0).all()
     assert (second[1][[0, 1, 2, 3, 8, 9, 10, 11]] == 0).all()
     share = uses / uses.sum()
-    np.testing.assert_allclose(first[1] * share[0] + second[1] * share[1], slope, atol=1e-12)
+    assert_allclose(first[1] * share[0] + second[1] * share[1], slope, atol=1e-12)
     assert first[0].loss * share[0] + second[0].loss * share[1] == pytest.approx(whole.loss)
 
 
@@ -164,7 +165,7 @@ def test_a_trajectory_without_an_outcome_is_neither_positive_nor_negative(loss: 
     found, each = preference(table, rewards, config)
     assert found.loss == pytest.approx(expected.loss)
     assert found.used == expected.used > 0
-    np.testing.assert_allclose(each[known], slope)
+    assert_allclose(each[known], slope)
     assert each[1] == 0
     nothing = msgspec.structs.replace(table, scores={"outcome": np.full(4, np.nan)})
     assert preference(nothing, rewards, config)[0].used == 0

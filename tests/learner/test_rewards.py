@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from coppice.common.statistics import centre, within
 from coppice.learner.config import LearnerConfig, SoftOverlong
@@ -58,7 +59,7 @@ def test_the_reward_is_scaled_then_clipped_and_the_penalties_come_after() -> Non
         reward_scale=2.0, reward_clip=0.5, soft_overlong=SoftOverlong(max_tokens=4, cache_tokens=2)
     )
     changed = shaped(table, "reward", config).column("reward")
-    np.testing.assert_allclose(changed, [0.2, 0.0, -0.5, NO])
+    assert_allclose(changed, [0.2, 0.0, -0.5, NO])
 
 
 def test_k1_in_the_reward_reaches_a_group_scheme_as_the_kl_of_whole_trajectories() -> None:
@@ -68,9 +69,9 @@ def test_k1_in_the_reward_reaches_a_group_scheme_as_the_kl_of_whole_trajectories
     kl = np.array([0.1, 0.1, 0.2, 0.1, 0.1, 0.1, -0.1, -0.1, -0.1, 0.0])
     table = msgspec.structs.replace(table, token_scores={"kl": kl})
     charged = shaped(table, "outcome", LearnerConfig(kl_reward_coef=0.5))
-    np.testing.assert_allclose(charged.column("outcome"), [NO, 0.7, NO, 1.1])
+    assert_allclose(charged.column("outcome"), [NO, 0.7, NO, 1.1])
     advantages = grpo.advantages(charged, "outcome", std=False)
-    np.testing.assert_allclose(advantages, np.repeat([-0.2, 0.2], 5))
+    assert_allclose(advantages, np.repeat([-0.2, 0.2], 5))
 
 
 def test_k1_in_the_reward_is_the_log_ratio_of_the_samples(tmp_path: Path, llama: Path) -> None:
@@ -86,7 +87,7 @@ def test_k1_in_the_reward_is_the_log_ratio_of_the_samples(tmp_path: Path, llama:
     trajectories = table.trajectories()
     centred = within(trajectories.tree, trajectories.total(kl), centre)[trajectories.of]
     gap = after.advantages - before.advantages
-    np.testing.assert_allclose(gap, -0.25 * table.per_token(centred), atol=1e-4)
+    assert_allclose(gap, -0.25 * table.per_token(centred), atol=1e-4)
 
 
 def test_advantages_are_scaled_then_clipped(tmp_path: Path, llama: Path) -> None:
@@ -94,7 +95,7 @@ def test_advantages_are_scaled_then_clipped(tmp_path: Path, llama: Path) -> None
     plain = seen(trainer(llama, tmp_path), batch(0, 0))[0].advantages
     changed = seen(scaling, batch(0, 0))[0].advantages
     assert np.abs(plain).max() > 0.75
-    np.testing.assert_allclose(changed, np.clip(2 * plain, -1.5, 1.5), rtol=1e-6)
+    assert_allclose(changed, np.clip(2 * plain, -1.5, 1.5), rtol=1e-6)
 
 
 @pytest.mark.parametrize("aggregation", ["token", "trajectory"])
@@ -120,7 +121,7 @@ def test_a_trajectory_with_a_cut_action_carries_no_loss_but_is_still_compared(
     expected = kept[0].weights[~out]
     if aggregation == "token":
         expected = np.full(len(expected), 1 / len(expected))
-    np.testing.assert_allclose(objective.weights[~out], expected, rtol=1e-6)
+    assert_allclose(objective.weights[~out], expected, rtol=1e-6)
     assert metrics["learner/trained_tokens"] == (~out).sum()
     assert kept[1]["learner/trained_tokens"] == len(out)
     assert metrics["score/truncated"] == pytest.approx(1 / len(table))

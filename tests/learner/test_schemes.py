@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_allclose
 
 from coppice.learner import schemes
 from coppice.learner.schemes import (
@@ -113,14 +114,14 @@ KNOWN: list[tuple[str, dict[str, Any], TurnTable, Any]] = [
 @pytest.mark.parametrize(("name", "options", "table", "expected"), KNOWN)
 def test_known_answers(name: str, options: dict[str, Any], table: TurnTable, expected: Any) -> None:
     made = schemes.load(name, options)(table).advantages
-    np.testing.assert_allclose(by_turn(made, table), expected, atol=1e-4)
+    assert_allclose(by_turn(made, table), expected, atol=1e-4)
 
 
 def test_turn_grpo_compares_a_turn_with_itself_from_n_min_active_trajectories_on() -> None:
     # turn 3 alone: 0, 1, 1 with mean 2/3, std .4714
     made = turn_grpo.advantages(VPR, n_min=3)
-    np.testing.assert_allclose(made[VPR.turn == 3], [-1.4142, 0.7071, 0.7071], atol=5e-5)
-    np.testing.assert_allclose(made[VPR.turn == 4], [0.6030], atol=5e-5)
+    assert_allclose(made[VPR.turn == 3], [-1.4142, 0.7071, 0.7071], atol=5e-5)
+    assert_allclose(made[VPR.turn == 4], [0.6030], atol=5e-5)
 
 
 def test_a_score_column_that_no_turn_has_is_named_with_those_there_are() -> None:
@@ -182,15 +183,15 @@ def test_gae_pays_the_outcome_at_the_last_token(
     table: TurnTable, options: dict[str, Any], advantages: Any, returns: Any
 ) -> None:
     made = gae.advantages(table, whiten=False, **options)
-    np.testing.assert_allclose(made.advantages, advantages, atol=5e-5)
-    np.testing.assert_allclose(targets(made), returns, atol=5e-5)
+    assert_allclose(made.advantages, advantages, atol=5e-5)
+    assert_allclose(targets(made), returns, atol=5e-5)
 
 
 def test_gae_whitens_over_sampled_tokens_and_leaves_the_targets_raw() -> None:
     made = gae.advantages(critic_case())
     # .5 and .25: mean .375, std .125
-    np.testing.assert_allclose(made.advantages, [1, 0, -1], atol=1e-6)
-    np.testing.assert_allclose(targets(made), [1, 1, 1])
+    assert_allclose(made.advantages, [1, 0, -1], atol=1e-6)
+    assert_allclose(targets(made), [1, 1, 1])
 
 
 # MC-PR
@@ -201,14 +202,14 @@ def test_mc_pr_rewards_are_differences_of_values_that_end_at_the_outcome() -> No
         [3, 2, 1], {"mc_value": [0.5, 0.7, 0.2, 0.5, 0.9, 0.4], "outcome": [NO, NO, 1, NO, -1, NO]}
     )
     # the last episode has no outcome, so its last difference is unknown
-    np.testing.assert_allclose(mc_pr.temporal_differences(t), [0.2, -0.5, 0.8, 0.4, -1.9, NO])
+    assert_allclose(mc_pr.temporal_differences(t), [0.2, -0.5, 0.8, 0.4, -1.9, NO])
 
 
 def test_mc_pr_normalises_by_turn_and_leaves_out_turns_next_to_a_missing_value() -> None:
     values = [0.5, 0.9, 0.5, 0.1, 0.5, 0.9, 0.5, 0.1, 0.5, NO]
     t = made_of([2] * 5, {"mc_value": values, "outcome": [NO, 1, NO, 0] * 2 + [NO, 1]})
     # turn 1: .4, -.4, .4, -.4 and one missing; turn 2: .1, -.1, .1, -.1 and one missing
-    np.testing.assert_allclose(mc_pr.advantages(t), [1, 1, -1, -1] * 2 + [0, 0], atol=1e-6)
+    assert_allclose(mc_pr.advantages(t), [1, 1, -1, -1] * 2 + [0, 0], atol=1e-6)
 
 
 # PPR
@@ -236,10 +237,10 @@ def test_renorm_by_a_constant_known_answers_and_returns(
     r_hat: list[float], r_o: float, rewards: list[float], returns: list[float]
 ) -> None:
     t = ppr_case(r_hat, r_o)
-    np.testing.assert_allclose(rewards_of(t), rewards, atol=5e-5)
+    assert_allclose(rewards_of(t), rewards, atol=5e-5)
     made = ppr.advantages(t, whiten=False)
-    np.testing.assert_allclose(targets(made), returns, atol=5e-5)
-    np.testing.assert_allclose(made.advantages, returns, atol=5e-5)
+    assert_allclose(targets(made), returns, atol=5e-5)
+    assert_allclose(made.advantages, returns, atol=5e-5)
 
 
 def rewards_of(
@@ -275,12 +276,12 @@ TWO_JUDGED = made_of(
 def test_ppr_normalisations_by_hand(
     how: ppr.Normalisation, invalid: ppr.Invalid, expected: list[float]
 ) -> None:
-    np.testing.assert_allclose(rewards_of(TWO_JUDGED, how, invalid), expected)
+    assert_allclose(rewards_of(TWO_JUDGED, how, invalid), expected)
 
 
 def test_ppr_pays_each_turn_at_its_last_token() -> None:
     made = targets(ppr.advantages(TWO_JUDGED, whiten=False))
-    np.testing.assert_allclose(made, np.repeat([2.5, 2, 1, -1.75, -0.75, 0], 3))
+    assert_allclose(made, np.repeat([2.5, 2, 1, -1.75, -0.75, 0], 3))
 
 
 def test_ppr_does_not_judge_the_last_turn_even_where_a_score_is_there() -> None:
@@ -349,13 +350,13 @@ FOUR_STEPS = np.array([-1.5, -0.5, 0.5, 1.5, 0])
 )
 def test_oprl_known_answers(options: dict[str, Any], expected: np.ndarray) -> None:
     made = oprl.advantages(oprl_case(), **options).advantages
-    np.testing.assert_allclose(made, expected, atol=1e-4)
+    assert_allclose(made, expected, atol=1e-4)
 
 
 def test_oprl_on_ppo_adds_the_step_advantage_to_token_gae_on_the_outcome() -> None:
     t = oprl_case()
     made, critic = oprl.advantages(t, "ppo"), gae.advantages(t)
-    np.testing.assert_allclose(made.advantages, critic.advantages + A_S["grpo"], atol=5e-5)
+    assert_allclose(made.advantages, critic.advantages + A_S["grpo"], atol=5e-5)
     assert targets(made).tolist() == [10, 10, 0, 0, 0]
 
 
@@ -365,7 +366,7 @@ def test_an_invalid_step_lowers_the_advantage_of_no_other(base: oprl.Base, moved
     plain = oprl.advantages(t, base).advantages
     for penalty in (0.1, 1.0):
         lost = plain - oprl.advantages(fined, base, invalid_penalty=penalty).advantages
-        np.testing.assert_allclose(lost, [0, 0, 10 * penalty * moved, 0, 0], atol=1e-6)
+        assert_allclose(lost, [0, 0, 10 * penalty * moved, 0, 0], atol=1e-6)
 
 
 @pytest.mark.parametrize("variant", ["step", "token"])
@@ -394,7 +395,7 @@ def test_gigpo_compares_discounted_returns_of_steps_that_answered_the_same_obser
         ({"step_std": True}, np.add(episode, [-HALF, 0, HALF, 0, 0])),
     ]
     for options, expected in cases:
-        np.testing.assert_allclose(gigpo.advantages(t, **options), expected, atol=5e-5)
+        assert_allclose(gigpo.advantages(t, **options), expected, atol=5e-5)
 
 
 def test_gigpo_shares_an_observation_within_a_question_only_and_needs_observations() -> None:
@@ -402,7 +403,7 @@ def test_gigpo_shares_an_observation_within_a_question_only_and_needs_observatio
     assert gigpo.advantages(t).tolist() == [0, 0]
     # G = .95 x 1, 1 on one observation: mean .975; a lone episode has no episode advantage
     t = made_of([2], {"reward": [NO, 1]}, anchor=[3, 3])
-    np.testing.assert_allclose(gigpo.advantages(t), [-0.025, 0.025], atol=1e-12)
+    assert_allclose(gigpo.advantages(t), [-0.025, 0.025], atol=1e-12)
     with pytest.raises(KeyError, match="anchor"):
         gigpo.advantages(made_of([1], {"reward": [1]}))
 
@@ -458,9 +459,9 @@ def prime_by_hand(low: float, high: float) -> list[float]:
 
 def test_prime_is_the_loop_over_responses_written_out_after_the_filter_of_questions() -> None:
     made = estimated(PRIME_CASE, "prime", accuracy_low=0.0, accuracy_high=1.0).advantages
-    np.testing.assert_allclose(made, prime_by_hand(0, 1), atol=1e-6)
+    assert_allclose(made, prime_by_hand(0, 1), atol=1e-6)
     made = estimated(PRIME_CASE, "prime").advantages
-    np.testing.assert_allclose(made, [*prime_by_hand(0.2, 0.8), 0, 0, 0], atol=1e-6)
+    assert_allclose(made, [*prime_by_hand(0.2, 0.8), 0, 0, 0], atol=1e-6)
     assert not estimated(PRIME_CASE, "prime", accuracy_low=0.6).advantages.any()
 
 
@@ -474,8 +475,8 @@ def test_prime_sets_its_scale_after_the_filter() -> None:
     # (x - mean of means) x 2: means .5 and -.5; outcome 2 (x - .5) = 1, -1; returns-to-go 5 (2 +
     # 1), 5 (2 + 1) and 5 (-2 - 1), -5
     expected, made = np.array([15, 15, -15, -5]), estimated(t, "prime").advantages
-    np.testing.assert_allclose(made[4:], 0)
-    np.testing.assert_allclose(made[:4], (expected - 2.5) / expected.std(), atol=1e-6)
+    assert_allclose(made[4:], 0)
+    assert_allclose(made[:4], (expected - 2.5) / expected.std(), atol=1e-6)
 
 
 def test_prime_takes_the_accuracy_of_a_question_over_the_outcomes_that_are_there() -> None:
@@ -483,7 +484,7 @@ def test_prime_takes_the_accuracy_of_a_question_over_the_outcomes_that_are_there
     t = made_of(
         [1] * 6, score, tree=[0, 0, 0, 1, 1, 1], token_scores={"prm": [0.5, -0.25, 9, 1, 2, 3]}
     )
-    np.testing.assert_allclose(estimated(t, "prime").advantages, [1, -1, 0, 0, 0, 0], atol=1e-6)
+    assert_allclose(estimated(t, "prime").advantages, [1, -1, 0, 0, 0, 0], atol=1e-6)
 
 
 def test_the_weights_of_prime_are_those_of_process_and_outcome() -> None:
@@ -492,7 +493,7 @@ def test_the_weights_of_prime_are_those_of_process_and_outcome() -> None:
     assert np.abs(process).max() > 0.1
     # centred outcomes 1, -1 | 0, 0 over 3, 1 | 1, 2 sampled tokens: mean 2/7, variance 4/7 - 4/49
     first = (np.array([1, -1, 0]) - 2 / 7) / (4 / 7 - 4 / 49) ** 0.5
-    np.testing.assert_allclose(final[[0, 3, 5]], first, atol=1e-6)
+    assert_allclose(final[[0, 3, 5]], first, atol=1e-6)
 
 
 # Properties on random tables
@@ -540,9 +541,9 @@ def test_permuting_the_rows_permutes_advantages_and_targets(seed: int, which: Wh
     t, scheme = random_table(seed), schemes.load(*which)
     moved, flat = permuted(t, np.random.default_rng(seed).permutation(len(t)))
     before, after = scheme(t), scheme(moved)
-    np.testing.assert_allclose(after.advantages, before.advantages[flat], atol=1e-6)
+    assert_allclose(after.advantages, before.advantages[flat], atol=1e-6)
     if before.returns is not None:
-        np.testing.assert_allclose(targets(after), before.returns[flat], atol=1e-9)
+        assert_allclose(targets(after), before.returns[flat], atol=1e-9)
 
 
 WITHOUT_CRITIC = [
@@ -567,7 +568,7 @@ def test_forced_tokens_change_no_advantage_of_a_sampled_one(seed: int, which: Wh
         token_scores={name: column[mask] for name, column in t.token_scores.items()},
     )
     assume(not np.isnan(t.trajectories().total(t.column("outcome"))).any())
-    np.testing.assert_allclose(scheme(t).advantages[mask], scheme(bare).advantages, atol=1e-6)
+    assert_allclose(scheme(t).advantages[mask], scheme(bare).advantages, atol=1e-6)
 
 
 @settings(max_examples=40, deadline=None)
@@ -577,15 +578,15 @@ def test_advantages_sum_to_zero_over_what_they_are_compared_with(seed: int) -> N
     ends = [rows[-1] for rows in t.trajectories().rows]
     for name, options in (("grpo", {}), ("grpo", {"std": False}), ("rloo", {}), ("slate_full", {})):
         each = by_turn(schemes.load(name, options)(t).advantages, t)[ends]
-        np.testing.assert_allclose(np.bincount(t.tree[ends], weights=each), 0, atol=1e-9)
-    np.testing.assert_allclose(by_turn(outcome.advantages(t), t)[ends].sum(), 0, atol=1e-6)
+        assert_allclose(np.bincount(t.tree[ends], weights=each), 0, atol=1e-9)
+    assert_allclose(by_turn(outcome.advantages(t), t)[ends].sum(), 0, atol=1e-6)
     for base in ("grpo", "rloo"):
         for variant in ("process", "merged"):
             made = by_turn(oprl.advantages(t, base, variant).advantages, t)
-            np.testing.assert_allclose(np.bincount(t.tree, weights=made), 0, atol=1e-9)
+            assert_allclose(np.bincount(t.tree, weights=made), 0, atol=1e-9)
     made = by_turn(gigpo.advantages(t), t) - by_turn(gigpo.advantages(t, alpha=0), t)
     assert t.anchor is not None
-    np.testing.assert_allclose(np.bincount(3 * t.tree + t.anchor, weights=made), 0, atol=1e-9)
+    assert_allclose(np.bincount(3 * t.tree + t.anchor, weights=made), 0, atol=1e-9)
     made = by_turn(turn_grpo.advantages(t, n_min=2), t)
     for turn in np.flatnonzero(np.bincount(t.turn) >= 2):
         assert made[t.turn == turn].sum() == pytest.approx(0, abs=1e-6)
@@ -604,10 +605,10 @@ def test_scale_and_offset_of_scores_change_nothing(seed: int, scale: float, offs
     }
     other = msgspec.structs.replace(t, scores=t.scores | moved)
     for scheme in (grpo, outcome):
-        np.testing.assert_allclose(scheme.advantages(other), scheme.advantages(t), atol=1e-3)
+        assert_allclose(scheme.advantages(other), scheme.advantages(t), atol=1e-3)
     for column in ("reward", "outcome"):
         scaled = scale * rloo.advantages(t, column)
-        np.testing.assert_allclose(rloo.advantages(other, column), scaled, atol=1e-9)
+        assert_allclose(rloo.advantages(other, column), scaled, atol=1e-9)
 
 
 @settings(max_examples=40, deadline=None)
@@ -624,7 +625,7 @@ def test_renorm_stays_within_its_bounds_and_means(seed: int) -> None:
         assert (made[judged & (r_o == 1)] >= 0).all()
         assert (made[~judged] == r_o[~judged]).all()
     paid = [trajectories.total(rewards_of(t, how)) for how in ("reduced", "none")]
-    np.testing.assert_allclose(paid[0], paid[1])
+    assert_allclose(paid[0], paid[1])
     assume(judged.any())  # by the sample: mean zero over the judged turns
     assert rewards_of(t, "sample")[judged].mean() == pytest.approx(0, abs=1e-12)
     valid = judged & ~np.isnan(t.column("process"))
@@ -654,9 +655,9 @@ def test_a_trajectory_without_outcome_changes_no_other(seed: int, which: Which) 
     without = estimated(t.only(~gone), name, **options)
     tokens = t.per_token(gone)
     assert not made.advantages[tokens].any()
-    np.testing.assert_allclose(made.advantages[~tokens], without.advantages, atol=1e-9)
+    assert_allclose(made.advantages[~tokens], without.advantages, atol=1e-9)
     if without.returns is not None:
-        np.testing.assert_allclose(targets(made)[~tokens], without.returns, atol=1e-12)
+        assert_allclose(targets(made)[~tokens], without.returns, atol=1e-12)
 
 
 @pytest.mark.parametrize("which", EVERY, ids=str)
@@ -682,7 +683,7 @@ def test_missing_outcomes_by_hand() -> None:
         ("reinforce_pp", {}, np.array([0.5, 0, -0.5, 0, 0]) * 6**0.5),
     ):
         made = estimated(t, name, **options).advantages
-        np.testing.assert_allclose(made, expected, atol=2e-6, err_msg=name)
+        assert_allclose(made, expected, atol=2e-6, err_msg=name)
     assert schemes.load("slate", {}).metrics(t) == {"learner/incomplete_trajectories": 2}
     assert schemes.load("grpo", {}).metrics(t) == {}
 
@@ -690,7 +691,7 @@ def test_missing_outcomes_by_hand() -> None:
 def test_a_return_is_missing_where_one_of_its_rewards_is() -> None:
     # 2 + 1, 1 + a missing reward, 0 + 1: the returns 3 and 1 are compared
     t = made_of([2, 2, 2], {"reward": [2, 1, 1, NO, 0, 1]})
-    np.testing.assert_allclose(estimated(t, "rloo").advantages, [2, 2, 0, 0, -2, -2])
+    assert_allclose(estimated(t, "rloo").advantages, [2, 2, 0, 0, -2, -2])
     np.testing.assert_array_equal(t.trajectories().total(t.column("reward")), [3, NO, 1])
 
 
@@ -724,7 +725,7 @@ def test_sample_and_population_deviation_have_their_ratio(which: Which, option: 
     elif name == "oprl":  # within each question
         n = t.per_token(np.bincount(t.tree)[t.tree])
     assert np.abs(population).max() > 0.1
-    np.testing.assert_allclose(population, sample * np.sqrt(n / np.maximum(n - 1, 1)), atol=1e-4)
+    assert_allclose(population, sample * np.sqrt(n / np.maximum(n - 1, 1)), atol=1e-4)
 
 
 @pytest.mark.parametrize("which", EVERY, ids=str)

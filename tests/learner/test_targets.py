@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_allclose
 
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.targets import estimate, gae, retrace, vtrace
@@ -52,8 +53,8 @@ def test_gae_is_the_double_sum_of_discounted_temporal_differences(t: Trajectory)
     expected = [
         sum((t.gamma * t.lam) ** (k - i) * delta(t, k) for k in range(i, n)) for i in range(n)
     ]
-    np.testing.assert_allclose(made, expected, atol=1e-9)
-    np.testing.assert_allclose(returns, made + t.values, atol=1e-12)
+    assert_allclose(made, expected, atol=1e-9)
+    assert_allclose(returns, made + t.values, atol=1e-12)
 
 
 @settings(max_examples=50, deadline=None)
@@ -72,10 +73,10 @@ def test_vtrace_is_the_definition_of_its_paper(t: Trajectory, rho_max: float, c_
                 product *= t.lam * min(c_max, float(ratio[i]))
             total += t.gamma ** (k - s) * product * min(rho_max, float(ratio[k])) * delta(t, k)
         expected.append(total)
-    np.testing.assert_allclose(targets, expected, atol=1e-9)
+    assert_allclose(targets, expected, atol=1e-9)
     ahead = [*expected[1:], 0.0]
     by_paper = [float(t.rewards[s]) + t.gamma * ahead[s] - value(t, s) for s in range(n)]
-    np.testing.assert_allclose(advantages, by_paper, atol=1e-9)
+    assert_allclose(advantages, by_paper, atol=1e-9)
 
 
 @settings(max_examples=50, deadline=None)
@@ -94,8 +95,8 @@ def test_retrace_is_the_sum_of_its_paper_over_traces_cut_at_one(t: Trajectory) -
         )
         for s in range(n)
     ]
-    np.testing.assert_allclose(advantages, expected, atol=1e-9)
-    np.testing.assert_allclose(targets, t.values + np.array(cut) * expected, atol=1e-9)
+    assert_allclose(advantages, expected, atol=1e-9)
+    assert_allclose(targets, t.values + np.array(cut) * expected, atol=1e-9)
 
 
 def test_ratios_too_large_for_a_float_are_cut_like_any_other() -> None:
@@ -106,7 +107,7 @@ def test_ratios_too_large_for_a_float_are_cut_like_any_other() -> None:
             retrace(rewards, values, far, 1.0, 1.0),
         ):
             for column in made:
-                np.testing.assert_allclose(column, [3, 2, 1])
+                assert_allclose(column, [3, 2, 1])
 
 
 def two_interleaved() -> TurnTable:

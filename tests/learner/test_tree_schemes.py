@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_allclose
 
 from coppice.learner import schemes
 from coppice.learner.forest.segments import segments
 from coppice.learner.forest.trees import Path as Tokens
-from coppice.learner.schemes import arpo, grpo, sao, spo, tree_grpo, treepo, treerl, vineppo
+from coppice.learner.schemes import arpo, grpo, sao, spo, tree_grpo, treerl, vineppo
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.targets import Advantages
 from tests.learner import released
@@ -71,9 +72,9 @@ def test_segments_end_where_trajectories_part_also_inside_a_turn() -> None:
     assert tree.parent[[root, ab, a, b, c, d]].tolist() == [-1, abc, ab, ab, abc, root]
     assert (root, tree.leaves[root]) == (0, 4)
     value = tree.mean(np.array(OUTCOMES))
-    np.testing.assert_allclose(value[[root, abc, ab]], [0.5, 2 / 3, 0.5])
+    assert_allclose(value[[root, abc, ab]], [0.5, 2 / 3, 0.5])
     weighted = tree.mean(np.array(OUTCOMES), np.array([1.0, 3.0, 1.0, 1.0]))
-    np.testing.assert_allclose(weighted[[root, abc, ab]], [2 / 6, 2 / 5, 0.25])
+    assert_allclose(weighted[[root, abc, ab]], [2 / 6, 2 / 5, 0.25])
 
 
 def test_a_turn_with_its_own_prompt_is_shared_only_if_all_turns_before_it_are() -> None:
@@ -88,41 +89,53 @@ def test_a_table_without_tokens_has_no_segments() -> None:
         segments(msgspec.structs.replace(leaves(TREE, OUTCOMES), paths=[]))
 
 
-def test_tree_grpo_adds_the_comparison_with_all_leaves_to_that_within_the_tree() -> None:
+def white(raw: list[float]) -> np.ndarray:
+    return (np.array(raw) - np.mean(raw)) / np.std(raw, ddof=1)
+
+
+KNOWN: list[tuple[str, dict[str, Any], Any]] = [
     # Tree 1 has outcomes 1, 0, 1; tree 2 has 0. All: mean 1/2, sample std sqrt(1/3). Tree 1: mean
     # 2/3, sample std sqrt(1/3). A = (1/2 + 1/3) sqrt 3 = 1.4434 (wins), (-1/2 - 2/3) sqrt 3 =
     # -2.0207; D is alone in its tree: -sqrt 3 / 2 + 0.
-    table = leaves(TREE, OUTCOMES, groups=[1, 1, 1, 2])
-    expected = [1.4434] * 4 + [-2.0207] * 3 + [1.4434] * 2 + [-0.8660]
-    np.testing.assert_allclose(tree_grpo.advantages(table), expected, atol=1e-4)
+    ("tree_grpo", {}, [1.4434] * 4 + [-2.0207] * 3 + [1.4434] * 2 + [-0.8660]),
+    # Leave one out: wins 1 - 1/3 = 2/3, losses -2/3. V: (A, B) 0, (A, B, C) 2/9, C 2/3, D -2/3.
+    # A(1) = 2 (2/9) / sqrt 3 = 0.2566; A(2) = (0 - 2/9) / sqrt 2 = -0.1571; A(3, 5) = 4/3 - 0; B:
+    # -4/3; C: 4/3 - 2/9 = 10/9; D: -4/3.
+    ("treerl", {"form": "paper"},
+     [0.2566, -0.1571, 1.3333, 1.3333, 0.2566, -0.1571, -1.3333, 0.2566, 1.1111, -1.3333]),
+    # U: (A, B, C) 2/9 / sqrt 3 = 0.1283, (A, B) 0, A 2/3, B -2/3, C 2/3, D -2/3. A = 2 U(s) -
+    # U(parent): ABC 0.2566, AB -0.1283, A 4/3, B -4/3, C 4/3 - 0.1283 = 1.2050, D -4/3.
+    ("treerl", {},
+     [0.2566, -0.1283, 1.3333, 1.3333, 0.2566, -0.1283, -1.3333, 0.2566, 1.2050, -1.3333]),
+    # Differences to the means of root (1/2, 4 leaves), ABC (2/3, 3 leaves), AB (1/2, 2 leaves),
+    # each weighted by its leaves: A: (4 (1/2) + 3 (1/3) + 2 (1/2)) / 9 = 4/9; B: (-2 - 2 - 1) / 9 =
+    # -5/9; C: (2 + 1) / 7 = 3/7; D: -1/2.
+    ("treepo", {"weighting": "size"},
+     white([4 / 9] * 4 + [-5 / 9] * 3 + [3 / 7] * 2 + [-1 / 2])),
+    # A: (1/2 + 1/3 + 1/2) / 3 = 4/9; B: (-1/2 - 2/3 - 1/2) / 3 = -5/9; C: (1/2 + 1/3) / 2 = 5/12;
+    # D: -1/2.
+    ("treepo", {}, white([4 / 9] * 4 + [-5 / 9] * 3 + [5 / 12] * 2 + [-1 / 2])),
+    # V: root 1/2, ABC 2/3, AB 1/2. A(1) = 1/6, A(2) = -1/6, A(3, 5) = 1/2, B: -1/2, C: 1/3, D:
+    # -1/2.
+    ("spo", {"form": "paper", "whiten": False},
+     [1 / 6, -1 / 6, 1 / 2, 1 / 2, 1 / 6, -1 / 6, -1 / 2, 1 / 6, 1 / 3, -1 / 2]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options", "expected"), KNOWN)
+def test_known_answers_on_the_tree(name: str, options: dict[str, Any], expected: Any) -> None:
+    table = leaves(TREE, OUTCOMES, groups=[1, 1, 1, 2] if name == "tree_grpo" else None)
+    made = schemes.load(name, options)(table).advantages
+    np.testing.assert_allclose(made, expected, atol={"spo": 1e-12, "treepo": 1e-6}.get(name, 1e-4))
 
 
 def test_tree_grpo_gives_a_lone_leaf_nothing_to_compare() -> None:
     # All: mean 1/2, std sqrt(1/2), so +-0.7071; trees of one leaf add 0.
     table = leaves([[[1]], [[2]]], [1.0, 0.0], groups=[1, 2])
-    np.testing.assert_allclose(tree_grpo.advantages(table), [0.7071, -0.7071], atol=1e-4)
+    assert_allclose(tree_grpo.advantages(table), [0.7071, -0.7071], atol=1e-4)
     # one is left
     one_left = leaves([[[1]], [[2]]], [1.0, np.nan])
     assert estimated(one_left, "tree_grpo").advantages.tolist() == [0, 0]
-
-
-def test_treerl_by_its_equation_adds_gains_over_the_question_and_over_the_parent() -> None:
-    # Leave one out: wins 1 - 1/3 = 2/3, losses -2/3. V: (A, B) 0, (A, B, C) 2/9, C 2/3, D -2/3.
-    # A(1) = 2 (2/9) / sqrt 3 = 0.2566; A(2) = (0 - 2/9) / sqrt 2 = -0.1571; A(3, 5) = 4/3 - 0; B:
-    # -4/3; C: 4/3 - 2/9 = 10/9; D: -4/3.
-    a, b, c = [0.2566, -0.1571, 1.3333, 1.3333], [0.2566, -0.1571, -1.3333], [0.2566, 1.1111]
-    np.testing.assert_allclose(
-        treerl.advantages(leaves(TREE, OUTCOMES), form="paper"), [*a, *b, *c, -1.3333], atol=1e-4
-    )
-
-
-def test_treerl_as_released_divides_each_value_by_the_root_of_its_own_leaves() -> None:
-    # U: (A, B, C) 2/9 / sqrt 3 = 0.1283, (A, B) 0, A 2/3, B -2/3, C 2/3, D -2/3. A = 2 U(s) -
-    # U(parent): ABC 0.2566, AB -0.1283, A 4/3, B -4/3, C 4/3 - 0.1283 = 1.2050, D -4/3.
-    a, b, c = [0.2566, -0.1283, 1.3333, 1.3333], [0.2566, -0.1283, -1.3333], [0.2566, 1.2050]
-    np.testing.assert_allclose(
-        treerl.advantages(leaves(TREE, OUTCOMES)), [*a, *b, *c, -1.3333], atol=1e-4
-    )
 
 
 def test_treerl_as_released_gives_a_step_without_a_gain_the_gain_of_the_step_before() -> None:
@@ -132,36 +145,11 @@ def test_treerl_as_released_gives_a_step_without_a_gain_the_gain_of_the_step_bef
     c = step * 27**0.5 - 1
     result = treerl.advantages(leaves(TREE, [0.75, 0.0, 0.75 * c, -0.75 * (1 + c)]))
     shared, a = 2 * step, 2 - step
-    np.testing.assert_allclose(
+    assert_allclose(
         result,
         [shared, shared, a, a, shared, shared, -step, shared, 2 * c - step, -2 * (1 + c)],
         atol=1e-12,
     )
-
-
-def test_treepo_averages_the_differences_to_all_subtrees_by_size_and_whitens() -> None:
-    # Differences to the means of root (1/2, 4 leaves), ABC (2/3, 3 leaves), AB (1/2, 2 leaves),
-    # each weighted by its leaves: A: (4 (1/2) + 3 (1/3) + 2 (1/2)) / 9 = 4/9; B: (-2 - 2 - 1) / 9 =
-    # -5/9; C: (2 + 1) / 7 = 3/7; D: -1/2.
-    raw = np.array([4 / 9] * 4 + [-5 / 9] * 3 + [3 / 7] * 2 + [-1 / 2])
-    result = treepo.advantages(leaves(TREE, OUTCOMES), weighting="size")
-    np.testing.assert_allclose(result, (raw - raw.mean()) / raw.std(ddof=1), atol=1e-6)
-
-
-def test_treepo_as_released_averages_them_equally() -> None:
-    # A: (1/2 + 1/3 + 1/2) / 3 = 4/9; B: (-1/2 - 2/3 - 1/2) / 3 = -5/9; C: (1/2 + 1/3) / 2 = 5/12;
-    # D: -1/2.
-    raw = np.array([4 / 9] * 4 + [-5 / 9] * 3 + [5 / 12] * 2 + [-1 / 2])
-    result = treepo.advantages(leaves(TREE, OUTCOMES))
-    np.testing.assert_allclose(result, (raw - raw.mean()) / raw.std(ddof=1), atol=1e-6)
-
-
-def test_spo_gives_a_segment_the_gain_of_its_end_over_its_start() -> None:
-    # V: root 1/2, ABC 2/3, AB 1/2. A(1) = 1/6, A(2) = -1/6, A(3, 5) = 1/2, B: -1/2, C: 1/3, D:
-    # -1/2.
-    result = spo.advantages(leaves(TREE, OUTCOMES), form="paper", whiten=False)
-    expected = [1 / 6, -1 / 6, 1 / 2, 1 / 2, 1 / 6, -1 / 6, -1 / 2, 1 / 6, 1 / 3, -1 / 2]
-    np.testing.assert_allclose(result.advantages, expected, atol=1e-12)
 
 
 def test_spo_as_released_trains_a_segment_once_and_none_without_a_gain() -> None:
@@ -169,9 +157,7 @@ def test_spo_as_released_trains_a_segment_once_and_none_without_a_gain() -> None
     # of C are those of A again.
     result = spo.advantages(leaves(TREE, [1.0, 1.0, 1.0, 0.0]), whiten=False)
     assert result.trained is not None
-    np.testing.assert_allclose(
-        result.advantages, [1 / 4, 0, 0, 0, 0, 0, 0, 0, 0, -3 / 4], atol=1e-12
-    )
+    assert_allclose(result.advantages, [1 / 4, 0, 0, 0, 0, 0, 0, 0, 0, -3 / 4], atol=1e-12)
     assert result.trained.tolist() == [True, *[False] * 8, True]
 
 
@@ -246,7 +232,7 @@ def test_spo_with_the_strategys_weights_has_the_means_of_the_children() -> None:
     )
     result = spo.advantages(table, form="paper", whiten=False).advantages
     expected = [3 / 8, -1 / 4, 1 / 2, 1 / 2, 3 / 8, -1 / 4, -1 / 2, 3 / 8, 1 / 4, -3 / 8]
-    np.testing.assert_allclose(result, expected, atol=1e-12)
+    assert_allclose(result, expected, atol=1e-12)
 
 
 def test_spo_leaves_tokens_out_that_the_policy_was_sure_of_and_whitens_the_others() -> None:
@@ -254,10 +240,10 @@ def test_spo_leaves_tokens_out_that_the_policy_was_sure_of_and_whitens_the_other
     # V(root) = 1/2; both leaves earn +-1/2. Token 2 was sampled with probability .99. The rest:
     # 1/2, -1/2, -1/2, mean -1/6, std .5774.
     result = spo.advantages(table)
-    np.testing.assert_allclose(result.advantages, [1.1547, 0, -0.5774, -0.5774], atol=1e-4)
+    assert_allclose(result.advantages, [1.1547, 0, -0.5774, -0.5774], atol=1e-4)
     assert result.trained is not None
     assert result.trained.tolist() == [True, False, True, True]
-    np.testing.assert_allclose(
+    assert_allclose(
         spo.advantages(table, certain=1.1, whiten=False).advantages, [0.5, 0.5, -0.5, -0.5]
     )
 
@@ -267,25 +253,21 @@ def test_arpo_is_grpo_over_the_leaves_or_its_mean_on_shared_tokens() -> None:
     np.testing.assert_array_equal(arpo.advantages(table), grpo.advantages(table, "outcome"))
     # GRPO: +-1/2 / sqrt(1/3) = +-0.8660. ABC: a third of it, 0.2887; AB: 0.
     a, b, c = [0.2887, 0, 0.8660, 0.8660], [0.2887, 0, -0.8660], [0.2887, 0.8660]
-    np.testing.assert_allclose(
-        arpo.advantages(table, sharing="hard"), [*a, *b, *c, -0.8660], atol=1e-4
-    )
+    assert_allclose(arpo.advantages(table, sharing="hard"), [*a, *b, *c, -0.8660], atol=1e-4)
 
 
 def test_vineppo_takes_the_differences_of_monte_carlo_values() -> None:
     table = leaves([[[1, 2], [3]], [[4]]], [1.0, 0.0])
     table.scores["mc_value"] = np.array([0.25, 0.75, 0.5])
-    np.testing.assert_allclose(vineppo.advantages(table, whiten=False), [0.5, 0.5, 0.25, -0.5])
+    assert_allclose(vineppo.advantages(table, whiten=False), [0.5, 0.5, 0.25, -0.5])
     # Whitened over the four tokens: mean 3/16, std of the sample 0.4732.
-    np.testing.assert_allclose(
-        vineppo.advantages(table), [0.6604, 0.6604, 0.1321, -1.4529], atol=1e-3
-    )
+    assert_allclose(vineppo.advantages(table), [0.6604, 0.6604, 0.1321, -1.4529], atol=1e-3)
 
 
 def test_vineppo_gives_turns_next_to_a_missing_value_nothing() -> None:
     table = leaves([[[1, 2], [3]], [[4]]], [1.0, 0.0])
     table.scores["mc_value"] = np.array([0.25, np.nan, 0.5])
-    np.testing.assert_allclose(vineppo.advantages(table, whiten=False), [0, 0, 0, -0.5])
+    assert_allclose(vineppo.advantages(table, whiten=False), [0, 0, 0, -0.5])
     assert np.isfinite(vineppo.advantages(table)).all()
 
 
@@ -315,16 +297,16 @@ def test_saos_lambda_grows_with_the_length_and_its_critic_learns_the_return() ->
     # alpha = 1, four sampled tokens: lambda = 3/4. Values .5 .5 .5 .5, outcome 1: deltas 0, 0, 0,
     # 1/2. A = (3/4)^3 / 2 .. 1/2.
     estimate = sao_estimate([[[1, 2], [3, 4]]], [1.0], [0.5] * 4, alpha=1.0)
-    np.testing.assert_allclose(estimate.advantages, [27 / 128, 9 / 32, 3 / 8, 1 / 2])
+    assert_allclose(estimate.advantages, [27 / 128, 9 / 32, 3 / 8, 1 / 2])
     assert estimate.returns is not None
-    np.testing.assert_allclose(estimate.returns, [1, 1, 1, 1])
+    assert_allclose(estimate.returns, [1, 1, 1, 1])
 
 
 def test_saos_value_after_a_turn_is_that_before_the_next_turn() -> None:
     # alpha = 1/4: lambda = max(0, 1 - 1) = 0, so A is the one-step difference: .4 - .1, .6 - .4
     # over the observation, 1 - .6.
     estimate = sao_estimate([[[1, 2], [3]]], [1.0], [0.1, 0.4, 0.6], alpha=0.25)
-    np.testing.assert_allclose(estimate.advantages, [0.3, 0.2, 0.4])
+    assert_allclose(estimate.advantages, [0.3, 0.2, 0.4])
 
 
 def test_saos_lambda_counts_the_tokens_that_the_policy_sampled_alone() -> None:
@@ -334,9 +316,7 @@ def test_saos_lambda_counts_the_tokens_that_the_policy_sampled_alone() -> None:
     table = msgspec.structs.replace(
         table, sampled=np.array([True, False, True]), token_scores={"value": np.zeros(3)}
     )
-    np.testing.assert_allclose(
-        sao.advantages(table, alpha=1.0, whiten=False).advantages, [1 / 4, 1 / 2, 1]
-    )
+    assert_allclose(sao.advantages(table, alpha=1.0, whiten=False).advantages, [1 / 4, 1 / 2, 1])
 
 
 @pytest.mark.parametrize("name", ["tree_grpo", "treerl", "treepo", "spo", "arpo"])
@@ -348,7 +328,7 @@ def test_equal_outcomes_teach_nothing(name: str, seed: int, outcome: float) -> N
         for _ in range(5)
     ]
     table = leaves(paths, [outcome] * 5)
-    np.testing.assert_allclose(estimated(table, name).advantages, 0, atol=1e-9)
+    assert_allclose(estimated(table, name).advantages, 0, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["tree_grpo", "treerl", "treepo", "spo", "arpo", "sao"])
@@ -361,5 +341,5 @@ def test_a_leaf_without_its_outcome_changes_no_other_and_gets_nothing(name: str)
     lacking, without = (estimated(some, name).advantages for some in (table, table.only(~gone)))
     tokens = table.per_token(gone)
     assert np.abs(without).max() > 0.1
-    np.testing.assert_allclose(lacking[~tokens], without, atol=1e-12)
+    assert_allclose(lacking[~tokens], without, atol=1e-12)
     assert (lacking[tokens] == 0).all()

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coppice.actors.engines import weights
@@ -90,7 +91,7 @@ def test_with_one_optimizer_step_the_current_policy_is_the_proximal_one(
         for which in (name, direct)
     )
     assert plain.norm() > 1e-3
-    torch.testing.assert_close(published, plain)
+    assert_close(published, plain)
 
 
 def test_turns_of_zero_advantage_change_nothing(tmp_path: Path, llama: Path) -> None:
@@ -216,8 +217,8 @@ def test_published_adapters_merged_equal_the_policy(tmp_path: Path, llama: Path)
     ids = torch.arange(20)[None]
     with torch.no_grad():
         expected = made.policy.causal(ids).logits
-        torch.testing.assert_close(actor(ids).logits, expected, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(exported(ids).logits, expected, atol=1e-4, rtol=1e-4)
+        assert_close(actor(ids).logits, expected, atol=1e-4, rtol=1e-4)
+        assert_close(exported(ids).logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_trees_with_a_token_older_than_the_bound_are_counted(llama: Path, tmp_path: Path) -> None:

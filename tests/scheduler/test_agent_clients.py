@@ -27,17 +27,17 @@ def needs(package: str) -> None:
 def is_one_path(tree: Tree, trajectory: int = 0) -> bool:
     """Whether every action of a trajectory has those before it above it."""
     actions = tree.actions(trajectory)
-    return [node.id for node in tree.path(actions[-1]) if node.kind == "action"] == [
-        node.id for node in actions
-    ]
+    return [node for node in tree.path(actions[-1]) if node.kind == "action"] == actions
 
 
-FAITHFUL = {
-    "chat": "openai", "chat_streamed": "openai", "responses": "openai", "responses_streamed": "openai",
-    "agents_responses": "agents", "agents_streamed": "agents", "agents_chat": "agents", "agents_chat_streamed": "agents",
-    "pydantic_tool": "pydantic_ai", "langgraph": "langchain_openai", "messages": "urllib", "messages_streamed": "urllib",
-    "references": "urllib", "previous_response": "urllib",
-}  # fmt: skip
+CLIENTS = {
+    "openai": "chat chat_streamed responses responses_streamed",
+    "agents": "agents_responses agents_streamed agents_chat agents_chat_streamed",
+    "pydantic_ai": "pydantic_tool",
+    "langchain_openai": "langgraph",
+    "urllib": "messages messages_streamed references previous_response",
+}
+FAITHFUL = {name: package for package, names in CLIENTS.items() for name in names.split()}
 
 
 @pytest.mark.parametrize("name", FAITHFUL)
@@ -51,7 +51,7 @@ async def test_a_clients_conversation_is_one_path(stage: Stages, name: str) -> N
         assert [action.scores["valid"] for action in actions] == [1, 1, 1]
         assert actions[-1].scores["outcome"] == 1.0, actions[-1].notes
         assert is_one_path(tree, trajectory)
-        text = s.text.tokenizer.decode(tree.prefix(actions[-1]).tolist(), skip_special_tokens=False)
+        text = s.read(tree, actions[-1])
         assert text.count("1 + 2 + 4") == 1
         assert [text.count(f"<tool_response>\n{n}\n</tool_response>") for n in (3, 7)] == [1, 1]
     assert len(s.policy.samples) == 6
@@ -59,22 +59,14 @@ async def test_a_clients_conversation_is_one_path(stage: Stages, name: str) -> N
 
 def structured(prompt: str, i: int) -> str:
     """Answers with the tool of a structured result."""
-    reply = adds(prompt, i)
-    return (
-        '<tool_call>{"name": "final_result", "arguments": {"total": 7}}</tool_call>'
-        if reply == "7"
-        else reply
-    )
+    final = '<tool_call>{"name": "final_result", "arguments": {"total": 7}}</tool_call>'
+    reply = final if (text := adds(prompt, i)) == "7" else text
+    return reply if prompt.count("assistant\n") > 1 else "Let me see."
 
 
 async def test_text_instead_of_a_structured_result_is_invalid(stage: Stages) -> None:
     needs("pydantic_ai")
-    s = stage(
-        lambda prompt, i: (
-            structured(prompt, i) if prompt.count("assistant\n") > 1 else "Let me see."
-        ),
-        "tests.agent_clients:pydantic_structured",
-    )
+    s = stage(structured, "tests.agent_clients:pydantic_structured")
     tree = await s.grow(chain)
     s.check(tree)
     assert [action.scores["valid"] for action in tree.actions()] == [0, 1, 1, 1]
@@ -85,18 +77,21 @@ def smol(prompt: str, i: int) -> str:
     """Adds twice, then gives the answer with the tool for it."""
     done = prompt.count("\nObservation:\n")
     arguments = [{"a": 1, "b": 2}, {"a": 3, "b": 4}, {"answer": "7"}][done]
-    return f"I go on.\n<tool_call>{json.dumps({'name': 'add' if done < 2 else 'final_answer', 'arguments': arguments})}</tool_call>"
+    call = json.dumps({"name": "add" if done < 2 else "final_answer", "arguments": arguments})
+    return f"I go on.\n<tool_call>{call}</tool_call>"
 
 
 def smol_writes(prompt: str, i: int) -> str:
     """Adds twice in code."""
-    return f"Thoughts: on.\n<code>\n{'final_answer(add(a=3, b=4))' if 'Execution logs:' in prompt.split('New task:')[1] else 'print(add(a=1, b=2))'}\n</code>"
+    later = "Execution logs:" in prompt.split("New task:")[1]
+    code = "final_answer(add(a=3, b=4))" if later else "print(add(a=1, b=2))"
+    return f"Thoughts: on.\n<code>\n{code}\n</code>"
 
 
 @pytest.mark.parametrize(
     ("name", "reply", "steps"), [("smol_tools", smol, 3), ("smol_code", smol_writes, 2)]
 )
-async def test_a_client_that_writes_its_calls_as_text_has_a_branch_for_every_step_and_each_is_trained_once(
+async def test_calls_written_as_text_are_a_branch_for_each_step_trained_once(
     stage: Stages, name: str, reply: Callable[[str, int], str], steps: int
 ) -> None:
     needs("smolagents")
@@ -107,15 +102,13 @@ async def test_a_client_that_writes_its_calls_as_text_has_a_branch_for_every_ste
         actions = tree.actions(trajectory)
         assert [action.scores["valid"] for action in actions] == [1] * steps
         assert actions[-1].scores["outcome"] == 1.0
-        assert [tree.nodes[tree.nodes[action.parent].parent].id for action in actions] == [
-            0
-        ] * steps
+        roots = [tree.nodes[action.parent].parent for action in actions]
+        assert roots == [0] * steps
         last = s.text.tokenizer.decode(tree.prefix(tree.nodes[actions[-1].parent]).tolist())
         assert "Observation:\n" in last and "Calling tools:" in last
     trained = [turn.node for turns in s.groups for turn in turns]
-    assert sorted(trained) == sorted(
-        node.id for node in tree.nodes.values() if node.kind == "action"
-    )
+    sampled = [node.id for node in tree.nodes.values() if node.kind == "action"]
+    assert sorted(trained) == sorted(sampled)
 
 
 async def test_a_client_that_tries_again_gets_the_reply_that_was_sampled_for_its_first_try(
@@ -144,10 +137,7 @@ async def test_a_client_that_tries_again_gets_the_reply_that_was_sampled_for_its
 
 async def test_a_client_is_told_that_its_own_limit_has_cut_the_reply(stage: Stages) -> None:
     needs("openai")
-    s = stage(
-        lambda prompt, i: "one two three four five six seven eight nine ten",
-        "tests.agent_clients:cut",
-    )
+    s = stage(lambda prompt, i: "one two three four five six " * 2, "tests.agent_clients:cut")
     tree = await s.grow(chain)
     s.check(tree)
     actions = tree.actions()

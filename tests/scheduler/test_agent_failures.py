@@ -1,7 +1,6 @@
-"""What has gone wrong elsewhere where agents train through a gateway, each as a test: thoughts that a
-template leaves out, calls and ids written anew, rewritten prompts, agents inside agents, failures of
-one episode, rewards that failed, limits that are ignored. ``Stage.check`` compares the tokens, masks
-and log-probabilities of every node.
+"""What has gone wrong elsewhere where agents train through a gateway: thoughts that a template
+leaves out, calls and ids written anew, rewritten prompts, agents inside agents, failures of one
+episode, limits that are ignored. ``Stage.check`` compares the tokens of all nodes.
 """
 
 import asyncio

@@ -2,6 +2,7 @@
 has the policy's own log-probabilities."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -125,7 +126,7 @@ async def test_samples_after_an_opening_are_free_of_a_grammar(stage: Stages, lla
     s, services = stage(goes_on), InProcess(engine, [])
     await services.start()
     try:
-        changes = {"judge": "none", "max_action_tokens": 60, "top_p": 0.9}
+        changes: Any = {"judge": "none", "max_action_tokens": 60, "top_p": 0.9}
         settings = msgspec.structs.replace(s.settings, **changes)
         s.runtime = msgspec.structs.replace(s.runtime, dispatcher=services, settings=settings)
         context = s.anew()
@@ -160,7 +161,7 @@ async def test_samples_after_an_opening_are_free_of_a_grammar(stage: Stages, lla
 
 
 async def forward(folder: Path, prefix: np.ndarray, tokens: np.ndarray) -> torch.Tensor:
-    """The logits at each token after a prefix, from a plain forward, float32 [tokens, vocabulary]."""
+    """The logits at each token after a prefix, float32 [tokens, vocabulary]."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         scores = model(torch.tensor([[*prefix.tolist(), *tokens.tolist()]])).logits[0]

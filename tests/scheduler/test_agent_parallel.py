@@ -25,7 +25,8 @@ def fan(task):
     messages = [user("go")]
     messages.append(call(messages))
     with ThreadPoolExecutor(6) as pool:
-        replies = list(pool.map(lambda i: call([*messages, user(f"part {i}")])["content"], range(6)))
+        parts = [[*messages, user(f"part {i}")] for i in range(6)]
+        replies = [reply["content"] for reply in pool.map(call, parts)]
     call([user(" ".join(replies))])
     return float(len(replies))
 
@@ -103,7 +104,7 @@ async def test_of_calls_whose_agent_is_gone_nothing_goes_on(stage: Stages) -> No
     context = Context(s.runtime, s.task, s.tree, random.Random(1))
     await context.plant()
     await chain.grow(s.tree, context)
-    assert not context.ahead._begun
+    assert not context._begun
     assert all(action.parent >= 0 for action in s.tree.actions())
 
 

@@ -190,7 +190,8 @@ class Library:
 def looks(prompt: str, i: int) -> str:
     if "Capital" in prompt:
         return "<think> I know it. </think> Lima"
-    return '<think> I look. </think> <tool_call>{"name": "search", "arguments": {"query": "Peru capital"}}</tool_call>'
+    call = '{"name": "search", "arguments": {"query": "Peru capital"}}'
+    return f"<think> I look. </think> <tool_call>{call}</tool_call>"
 
 
 async def test_an_agent_asks_the_retriever_and_a_judge_sees_it(stage: Stages) -> None:

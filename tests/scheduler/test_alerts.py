@@ -18,15 +18,12 @@ from coppice.wire.messages import Judgement
 from coppice.wire.service import Call
 from tests.services import EchoRequest, EchoResult, bench
 
-GROWTH = "wrong trajectories have {} turns, {} times as many as at first (watch.turns = 1.5), and a judged turn pays {}"
+GROWTH = "wrong trajectories have {} turns, {} times as many as at first, and a turn pays {}"
 
 
 def told(clock: list[float]) -> tuple[Faults, list[str]]:
     lines: list[str] = []
     return Faults("scheduler", lines.append, lambda: clock[0]), lines
-
-
-# ------------------------------------------------------------------------------------------ faults
 
 
 def test_later_faults_of_a_service_are_told_once_a_minute_with_their_number() -> None:
@@ -36,10 +33,8 @@ def test_later_faults_of_a_service_are_told_once_a_minute_with_their_number() ->
         faults.failed("judge.a", InfrastructureFault("no"), "tree 1")
         clock[0] += EVERY_S / 10
     assert len(lines) == 3
-    assert (
-        lines[1]
-        == "judge.a fails, 10 times in the last 60 s: no (tree 1; more in logs/scheduler.log)"
-    )
+    often = "judge.a fails, 10 times in the last 60 s"
+    assert lines[1] == f"{often}: no (tree 1; more in logs/scheduler.log)"
     faults.failed("retrieve", InfrastructureFault("no"), "tree 1")
     assert lines[3].startswith("retrieve fails: no")
 
@@ -52,9 +47,7 @@ async def test_each_fault_of_a_named_caller_is_told_also_of_retries(tmp_path: Pa
         raise faults.pop(0)
 
     async with bench(tmp_path) as b:
-        b.dispatcher.on_fault = lambda service, fault, caller: heard.append(
-            (service, str(fault), caller)
-        )
+        b.dispatcher.on_fault = lambda name, fault, caller: heard.append((name, str(fault), caller))
         await b.work("w", {"echo": failing})
         ask = EchoRequest(np.zeros(1, np.float32))
         with pytest.raises(DataFault):
@@ -62,13 +55,8 @@ async def test_each_fault_of_a_named_caller_is_told_also_of_retries(tmp_path: Pa
         faults.append(DataFault("nobody asks"))
         with pytest.raises(DataFault):
             await b.dispatcher.call("echo", ask, deadline=5)
-    assert heard == [
-        ("echo", "w: KeyError: 'my bug'", "tree 7"),
-        ("echo", "w: not this one", "tree 7"),
-    ]
-
-
-# ------------------------------------------------------------------------------------------ workers
+    bug = "w: KeyError: 'my bug'"
+    assert heard == [("echo", bug, "tree 7"), ("echo", "w: not this one", "tree 7")]
 
 
 def test_the_last_worker_of_a_needed_service_that_goes_and_the_next_that_comes_are_told() -> None:
@@ -92,19 +80,11 @@ def test_the_last_worker_of_a_needed_service_that_goes_and_the_next_that_comes_a
     ]
 
 
-# ------------------------------------------------------------------------------------------
-# warnings
-
-
 def test_a_warning_that_stays_is_told_every_tenth_update() -> None:
-    reminders = Reminders()
-    found = [
-        version
-        for version in range(1, 25)
-        if reminders.due(
-            version, [GROWTH.format(version / 3, 1.5 + version, f"{-version / 7:+.2f}")]
-        )
-    ]
+    reminders, found = Reminders(), list[int]()
+    for version in range(1, 25):
+        warning = GROWTH.format(version / 3, 1.5 + version, f"{-version / 7:+.2f}")
+        found += [version] * len(reminders.due(version, [warning]))
     assert found == [1, 1 + EVERY_UPDATES, 1 + 2 * EVERY_UPDATES]
 
 
@@ -117,13 +97,9 @@ def test_a_warning_that_was_gone_and_one_of_another_kind_are_told_at_once() -> N
     assert reminders.due(4, [growth]) == [growth]
 
 
-# ------------------------------------------------------------------------------------------ judged
-
-
 def given(valid: int, invalid: int) -> list[Judgement]:
-    return [Judgement({"think": 0.0, "query": 0.0})] * valid + [
-        Judgement({"think": 0.0}, ["query"])
-    ] * invalid
+    whole, half = Judgement({"think": 0.0, "query": 0.0}), Judgement({"think": 0.0}, ["query"])
+    return [whole] * valid + [half] * invalid
 
 
 def test_invalid_scores_warn_once_at_each_level_with_columns_and_remedy() -> None:

@@ -22,20 +22,10 @@ from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.ledger.records import UPDATE
 from coppice.scheduler.main import Run
 from coppice.scheduler.telemetry import health
+from coppice.wire import messages as wire
 from coppice.wire import published
 from coppice.wire.faults import DataFault
 from coppice.wire.keys import RunKeys
-from coppice.wire.messages import (
-    Closed,
-    GenerateRequest,
-    GenerateResult,
-    LoadRequest,
-    LoadResult,
-    Sample,
-    Trained,
-    TrainGroup,
-    TreeClosed,
-)
 from coppice.wire.service import Call, Service
 
 QUESTIONS, UPDATES, HELD_OUT = 2, 2, 3
@@ -69,34 +59,34 @@ class House:
         self.folder, self.run, self.held, self.trained = folder, Run(process), held, version
         self.loads: list[tuple[int, list[str]]] = []
         self.in_force = 0
-        self.waiting: list[asyncio.Future[Trained]] = []
+        self.waiting: list[asyncio.Future[wire.Trained]] = []
 
-    async def generate(self, request: GenerateRequest, call: Call) -> GenerateResult:
+    async def generate(self, request: wire.GenerateRequest, call: Call) -> wire.GenerateResult:
         while request.sampling.temperature == 0.0 and not self.in_force and self.held(self):
             await asyncio.sleep(0.001)
         one = np.ones(1, np.int32)
-        sample = Sample(65 * one, np.zeros(1, np.float32), self.in_force * one, "stop")
-        return GenerateResult([sample] * request.n, len(request.tokens), 0)
+        sample = wire.Sample(65 * one, np.zeros(1, np.float32), self.in_force * one, "stop")
+        return wire.GenerateResult([sample] * request.n, len(request.tokens), 0)
 
-    async def load(self, request: LoadRequest, call: Call) -> LoadResult:
+    async def load(self, request: wire.LoadRequest, call: Call) -> wire.LoadResult:
         evaluated = [name for _, name, _ in self.run.journal.evaluations()]
         self.loads.append((request.version, evaluated))
         self.in_force = request.version
-        return LoadResult(request.version, request.digest, 0.0)
+        return wire.LoadResult(request.version, request.digest, 0.0)
 
-    async def train(self, group: TrainGroup, call: Call) -> Trained:
-        answer: asyncio.Future[Trained] = asyncio.get_running_loop().create_future()
+    async def train(self, group: wire.TrainGroup, call: Call) -> wire.Trained:
+        answer: asyncio.Future[wire.Trained] = asyncio.get_running_loop().create_future()
         self.waiting.append(answer)
         if len(self.waiting) == QUESTIONS:
             self.trained += 1
             weights = publish(self.folder, self.trained)
             for one in self.waiting:
-                one.set_result(Trained(weights.version, weights.path, weights.digest, {}, []))
+                one.set_result(wire.Trained(weights.version, weights.path, weights.digest, {}, []))
             self.waiting.clear()
         return await answer
 
-    async def close(self, closed: TreeClosed, call: Call) -> Closed:
-        return Closed()
+    async def close(self, closed: wire.TreeClosed, call: Call) -> wire.Closed:
+        return wire.Closed()
 
     async def live(self, until: Callable[[Any], bool] = lambda house: False) -> None:
         """The whole run, or its beginning: it is dropped as soon as ``until`` is true."""
@@ -218,7 +208,7 @@ async def test_a_journal_older_than_the_checkpoint_is_refused(tmp_path: Path, ll
 class OneUpdate(House):
     """A run whose learner answers one update and no other, however long the run lives on."""
 
-    async def train(self, group: TrainGroup, call: Call) -> Trained:
+    async def train(self, group: wire.TrainGroup, call: Call) -> wire.Trained:
         if self.trained:
             await asyncio.get_running_loop().create_future()
         return await super().train(group, call)
@@ -230,12 +220,12 @@ class Outlived(House):
     known: dict[int, int] = {}
     again: list[int] = []
 
-    async def train(self, group: TrainGroup, call: Call) -> Trained:
+    async def train(self, group: wire.TrainGroup, call: Call) -> wire.Trained:
         if group.id not in self.known:
             return await super().train(group, call)
         self.again.append(group.id)
         weights = self.folder / "weights" / "v000001"
-        return Trained(self.known[group.id], str(weights), "digest", {UPDATE: 2.0}, [])
+        return wire.Trained(self.known[group.id], str(weights), "digest", {UPDATE: 2.0}, [])
 
 
 async def test_an_update_whose_record_was_lost_counts_once(tmp_path: Path, llama: Path) -> None:

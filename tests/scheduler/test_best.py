@@ -30,20 +30,24 @@ def after(run: Path, values: list[float]) -> None:
         best.keep(run, published(run, version) if version else Weights(), "em", value)
 
 
+def kept(run: Path) -> tuple[best.Best, Path]:
+    """The best version and its folder."""
+    found = best.read(run)
+    assert found is not None
+    return found
+
+
 def test_the_best_of_all_evaluated_versions_is_there_at_the_end(tmp_path: Path) -> None:
     after(tmp_path, [0.1, 0.3, 0.5, 0.4, 0.2, 0.45, 0.5])
-    found = best.read(tmp_path)
-    assert found is not None
+    found = kept(tmp_path)
     assert found[0] == best.Best(2, "em", 0.5)
     assert (found[1] / "model.safetensors").read_bytes() == b"weights 2"
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["v000002"]
     assert versions.chosen(tmp_path, "best") == (2, found[1])
     assert versions.chosen(tmp_path, 2) == (2, found[1])
     assert versions.chosen(tmp_path, None)[0] == 6
-    with pytest.raises(
-        ValueError,
-        match=r"--version 3: .* holds \[2, 4, 5, 6\] \(the newest learner.keep, best 2\), and 0",
-    ):
+    told = r"--version 3: .* holds \[2, 4, 5, 6\] \(the newest learner.keep, best 2\), and 0"
+    with pytest.raises(ValueError, match=told):
         versions.chosen(tmp_path, 3)
 
 
@@ -53,8 +57,7 @@ def test_what_is_cut_off_while_it_is_written_is_not_taken_for_the_best(tmp_path:
     draft.mkdir()
     (draft / "model.safetensors").write_bytes(b"half")
     assert best.keep(tmp_path, published(tmp_path, 2), "em", 0.4)
-    found = best.read(tmp_path)
-    assert found is not None
+    found = kept(tmp_path)
     assert (found[1] / "model.safetensors").read_bytes() == b"weights 2"
     assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["v000002"]
 
@@ -71,8 +74,7 @@ def test_a_disk_that_takes_nothing_costs_the_copy_and_not_the_run(
     monkeypatch.setattr(shutil, "copy2", full)
     assert not best.keep(tmp_path, published(tmp_path, 2), "em", 0.4)
     assert "could not be kept" in caplog.text
-    found = best.read(tmp_path)
-    assert found is not None
+    found = kept(tmp_path)
     assert found[0].version == 1
     assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["v000001"]
 
@@ -102,6 +104,5 @@ def test_a_torn_record_ends_no_run_and_gives_way_to_the_next_that_is_kept(tmp_pa
     (tmp_path / "best" / "v000001" / "best.json").write_bytes(b"")
     assert best.read(tmp_path) is None
     assert best.keep(tmp_path, Weights(1, str(tmp_path / "weights" / "v000001"), ""), "em", 0.3)
-    found = best.read(tmp_path)
-    assert found is not None
+    found = kept(tmp_path)
     assert found[0] == best.Best(1, "em", 0.3)

@@ -57,12 +57,10 @@ class Services:
         self.left -= 1
         prompt = self.text.decode(request.tokens)
         self.asked.append((service, prompt))
-        tokens = self.text.encode(
-            self._reply("42 euros" if "your turn, Tobin" in prompt else "43 euros")
-        )
-        sample = Sample(
-            tokens, np.full(len(tokens), -1, np.float32), np.zeros(len(tokens), np.int32), "stop"
-        )
+        price = "42 euros" if "your turn, Tobin" in prompt else "43 euros"
+        tokens = self.text.encode(self._reply(price))
+        logprobs, versions = np.full(len(tokens), -1, np.float32), np.zeros(len(tokens), np.int32)
+        sample = Sample(tokens, logprobs, versions, "stop")
         return GenerateResult([sample] * request.n, len(request.tokens), 0)
 
     def _reply(self, words: str) -> str:
@@ -76,10 +74,9 @@ class Stage(Staged):
 
     def __init__(self, folder: Path, llama: Path, seed: int = 0, **options: Any):
         environment, text = Sotopia(turns=LIMIT, **options), Text(str(llama))
-        super().__init__(
-            folder / "journal", text, Services(text), environment, environment.task(seed),
-            SchedulerConfig(judge="none"), most=8,
-        )  # fmt: skip
+        task, settings = environment.task(seed), SchedulerConfig(judge="none")
+        parts = (text, Services(text), environment, task, settings)
+        super().__init__(folder / "journal", *parts, most=8)
 
     async def talk(self, tree: Tree | None = None, k: int = 2) -> Tree:
         return await self.grow(full, tree, k=k)
@@ -96,11 +93,10 @@ async def test_both_speakers_are_in_the_tree_and_one_is_trained(
 ) -> None:
     stage = Stage(tmp_path, llama)
     await stage.talk()
-    partner = 'Tobin Hask said: "42 euros"'
+    turn = ["43 euros", 'Tobin Hask said: "42 euros"']
     for trajectory in (0, 1):
-        assert told(stage.tree, trajectory) == [
-            "43 euros", partner, "43 euros", partner, "43 euros", "The conversation is over."
-        ]  # fmt: skip
+        expected = [*turn * 2, turn[0], "The conversation is over."]
+        assert told(stage.tree, trajectory) == expected
     (group,) = stage.groups
     assert [turn.turn for turn in group] == [1, 2, 3] * 2
     assert all("43 euros" in stage.tree.nodes[turn.node].text for turn in group)
@@ -136,14 +132,8 @@ async def test_a_half_grown_conversation_goes_on(tmp_path: Path, llama: Path, le
     await stage.talk(half)
     whole = stage.reread()
     for trajectory in (0, 1):
-        assert [len(re.findall("euros", text)) for text in told(whole, trajectory)] == [
-            1,
-            1,
-            1,
-            1,
-            1,
-            0,
-        ]
+        prices = [len(re.findall("euros", text)) for text in told(whole, trajectory)]
+        assert prices == [1, 1, 1, 1, 1, 0]
     assert set(kept) <= {turn.node for turn in stage.groups[0]}
 
 

@@ -193,7 +193,7 @@ async def test_attempts_are_bounded_and_the_last_fault_is_the_outcome(tmp_path: 
 
 
 async def test_a_failed_call_leaves_no_cycle_for_the_collector(tmp_path: Path) -> None:
-    """A storm of failed calls would fill the memory with their requests before the collector looks."""
+    """Otherwise a storm of failed calls would fill the memory before the collector looks."""
 
     async def never(request: EchoRequest, call: Call) -> EchoResult:
         raise InfrastructureFault("never")
@@ -316,7 +316,7 @@ async def test_a_second_process_of_a_name_replaces_the_first(tmp_path: Path) -> 
 async def test_a_wait_for_workers_says_how_many_are_missing(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         await b.work("w", {"echo": echo})
-        with pytest.raises(TimeoutError, match="1 of 2 workers for service 'echo'"):
+        with pytest.raises(InfrastructureFault, match="1 of 2 workers for service 'echo'"):
             await b.dispatcher.wait_for("echo", 2, 0.05)
 
 

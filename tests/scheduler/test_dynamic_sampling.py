@@ -21,16 +21,7 @@ from coppice.scheduler.config import EvaluationConfig, SchedulerConfig
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
 from coppice.scheduler.growth.dynamic_sampling import differs
 from coppice.scheduler.ledger.journal import Journal
-from coppice.wire.messages import (
-    Closed,
-    GenerateRequest,
-    GenerateResult,
-    Sample,
-    Trained,
-    TrainGroup,
-    TreeClosed,
-    Turn,
-)
+from coppice.wire import messages as wire
 from coppice.wire.service import Call
 from tests.scheduler.test_begin import House, checkpoint, publish
 
@@ -87,12 +78,12 @@ class Learning(House):
         world = {"environment": f"{__name__}:Coin", "options": {}, "reward": "outcome"}
         super().__init__(folder, model, version=version, scheduler=settings, **world)
         self.inbox = Inbox(QUESTIONS, {**(trained or {})})
-        self.answers: dict[int, asyncio.Future[Trained]] = {}
+        self.answers: dict[int, asyncio.Future[wire.Trained]] = {}
         self.batches: list[Batch] = []
         self.most = UPDATES
         self.asked: defaultdict[str, int] = defaultdict(int)
 
-    async def generate(self, request: GenerateRequest, call: Call) -> GenerateResult:
+    async def generate(self, request: wire.GenerateRequest, call: Call) -> wire.GenerateResult:
         """The trajectories of a mixed task alternate between A and B; those of a flat task all say
         A."""
         text, samples = self.run.runtime.text, []
@@ -101,24 +92,24 @@ class Learning(House):
             tokens = text.encode("B" if "mixed" in prompt and self.asked[prompt] % 2 else "A")
             self.asked[prompt] += 1
             versions = np.full(len(tokens), self.in_force, np.int32)
-            samples.append(Sample(tokens, np.zeros(len(tokens), np.float32), versions, "stop"))
-        return GenerateResult(samples, len(request.tokens), 0)
+            samples.append(wire.Sample(tokens, np.zeros(len(tokens), np.float32), versions, "stop"))
+        return wire.GenerateResult(samples, len(request.tokens), 0)
 
-    async def train(self, group: TrainGroup, call: Call) -> Trained:
+    async def train(self, group: wire.TrainGroup, call: Call) -> wire.Trained:
         if not self.inbox.add(group) and group.id not in self.answers:
             return self.answer()
         future = self.answers.setdefault(group.id, asyncio.get_running_loop().create_future())
         self.update()
         return await asyncio.shield(future)
 
-    async def close(self, closed: TreeClosed, call: Call) -> Closed:
+    async def close(self, closed: wire.TreeClosed, call: Call) -> wire.Closed:
         self.inbox.close(closed)
         self.update()
-        return Closed()
+        return wire.Closed()
 
-    def answer(self) -> Trained:
+    def answer(self) -> wire.Trained:
         weights = publish(self.folder, self.trained)
-        return Trained(weights.version, weights.path, weights.digest, {}, [])
+        return wire.Trained(weights.version, weights.path, weights.digest, {}, [])
 
     def update(self) -> None:
         while len(self.batches) < self.most and (trees := self.inbox.ready()) is not None:
@@ -152,10 +143,10 @@ def check(folder: Path, batches: list[Batch]) -> None:
         assert {by_group[group.id].status for group in batch.groups} == {"closed"}
 
 
-def turns(*trajectories: list[float | None]) -> list[Turn]:
+def turns(*trajectories: list[float | None]) -> list[wire.Turn]:
     """A group whose trajectories have these rewards turn by turn, None for no score."""
     return [
-        Turn(0, number, step, {} if reward is None else {"reward": reward})
+        wire.Turn(0, number, step, {} if reward is None else {"reward": reward})
         for number, rewards in enumerate(trajectories)
         for step, reward in enumerate(rewards, 1)
     ]
@@ -173,7 +164,7 @@ def turns(*trajectories: list[float | None]) -> list[Turn]:
     ],
 )
 def test_a_group_has_a_spread_if_its_returns_or_for_some_schemes_its_turns_differ(
-    group: list[Turn], returns: bool, by_turn: bool
+    group: list[wire.Turn], returns: bool, by_turn: bool
 ) -> None:
     assert differs([group], "reward", "returns") == returns
     assert differs([turns([1.0], [1.0]), group], "reward", "turns") == by_turn

@@ -126,8 +126,10 @@ def test_the_best_constant_answer_is_found_on_the_held_out_tasks() -> None:
 
 def services(tmp_path: Path, llama: Path, environment: Any) -> Callable[[Task, int], Services]:
     """Services without workers: random opponents need none."""
-    world: Any = None, Journal(tmp_path / "journal"), Text(str(llama)), environment
-    runtime = Runtime(*world, SchedulerConfig(), Counter(), lambda *_: None)
+    nobody: Any = None
+    journal, text = Journal(tmp_path / "journal"), Text(str(llama))
+    config, silent = SchedulerConfig(), lambda *_: None
+    runtime = Runtime(nobody, journal, text, environment, config, Counter(), silent)
 
     def made(task: Task, place: int) -> Services:
         return Services(runtime, task, Tree(-1, task.id, "baseline"), random.Random(f"b/{place}"))

@@ -19,21 +19,17 @@ def health() -> Health:
         WorkerHealth(name, 1, "here", ["generate"], 0.0, state, 0, 4, 1, 0, [])
         for name, state in (("a", "here"), ("b", "lost"))
     ]
-    return Health(
-        1, "here", 0.0, 0.0, "updates", 7, 20, True, 5, 90, 2, time.monotonic() - 3.0, "", {"generate": Queue(4, 2, 1, 0.0, "", [])},
-        workers, 30.0, 60.0, None, 0.25,
-    )  # fmt: skip
+    queues, moved = {"generate": Queue(4, 2, 1, 0.0, "", [])}, time.monotonic() - 3.0
+    run = "updates", 7, 20, True, 5, 90, 2, moved, "", queues, workers, 30.0, 60.0, None, 0.25
+    return Health(1, "here", 0.0, 0.0, *run)
 
 
 def scraped(run: Path) -> dict[tuple[str, str], float]:
     text = urllib.request.urlopen((run / "prometheus").read_text(), timeout=30).read().decode()
     families = list(text_string_to_metric_families(text))
     assert all(family.documentation.endswith("]") for family in families)
-    return {
-        (s.name, s.labels.get("service", "")): s.value
-        for family in families
-        for s in family.samples
-    }
+    samples = [sample for family in families for sample in family.samples]
+    return {(s.name, s.labels.get("service", "")): s.value for s in samples}
 
 
 def test_a_scrape_has_the_newest_value_of_every_metric_and_the_queues(tmp_path: Path) -> None:
@@ -49,13 +45,10 @@ def test_a_scrape_has_the_newest_value_of_every_metric_and_the_queues(tmp_path: 
     assert values["coppice_score_reward", ""] == 0.2
     assert values["coppice_watch_turn_1_entropy", ""] == 2.0
     assert values["coppice_of_my_plugin", ""] == 9.0
-    assert [
-        values[f"coppice_health_{name}", "generate"] for name in ("running", "waiting", "workers")
-    ] == [4, 2, 1]
-    assert [
-        values[f"coppice_health_{name}", ""]
-        for name in ("growing", "loop_lag", "version", "updates")
-    ] == [5, 0.25, 7, 20]
+    for name, value in {"running": 4, "waiting": 2, "workers": 1}.items():
+        assert values[f"coppice_health_{name}", "generate"] == value
+    for name, value in {"growing": 5, "loop_lag": 0.25, "version": 7, "updates": 20}.items():
+        assert values[f"coppice_health_{name}", ""] == value
     assert values["coppice_health_idle", ""] >= 3.0
     exporter.close()
     metrics.close()

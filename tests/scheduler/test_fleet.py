@@ -27,9 +27,8 @@ class World:
         self.running: dict[str, list[Place]] = {name: [] for name in workers}
 
     def loads(self) -> list[Load]:
-        return [
-            Load(name, len(calls), self.room, self.stats) for name, calls in self.running.items()
-        ]
+        running = self.running.items()
+        return [Load(name, len(calls), self.room, self.stats) for name, calls in running]
 
     def call(
         self, tree: int, prompt: list[int], n: int = 1, longest: int = 10, background: bool = False
@@ -44,25 +43,14 @@ class World:
             self.running[worker].append(place)
         return worker
 
-    def end(
-        self,
-        place: Place,
-        samples: list[list[int]] | None = None,
-        cached: int = 0,
-        version: int = 0,
-    ) -> None:
+    def end(self, place: Place, samples: list[list[int]] | None = None) -> None:
         worker = next(name for name, calls in self.running.items() if place in calls)
         self.running[worker].remove(place)
-        made = [
-            Sample(
-                np.array(s, np.int32),
-                np.zeros(len(s), np.float32),
-                np.full(len(s), version, np.int32),
-                "stop",
-            )
-            for s in samples or []
-        ]
-        place.ended(worker, GenerateResult(made, 1, cached) if samples is not None else None)
+        made = []
+        for each in samples or []:
+            tokens, zeros = np.array(each, np.int32), np.zeros(len(each), np.float32)
+            made.append(Sample(tokens, zeros, zeros.astype(np.int32), "stop"))
+        place.ended(worker, GenerateResult(made, 1, 0) if samples is not None else None)
 
 
 def own(tree: int, count: int) -> list[int]:
@@ -72,12 +60,8 @@ def own(tree: int, count: int) -> list[int]:
 
 def test_new_trees_spread_over_the_actors_though_one_holds_their_common_head() -> None:
     world = World()
-    assert [world.start(world.call(tree, HEAD + own(tree, 5))) for tree in range(4)] == [
-        "a",
-        "b",
-        "a",
-        "b",
-    ]
+    started = [world.start(world.call(tree, HEAD + own(tree, 5))) for tree in range(4)]
+    assert started == ["a", "b", "a", "b"]
 
 
 def test_a_tree_goes_on_where_its_prefix_is_until_that_actor_is_overloaded() -> None:
@@ -85,9 +69,8 @@ def test_a_tree_goes_on_where_its_prefix_is_until_that_actor_is_overloaded() -> 
     first = world.call(0, HEAD + own(0, 5))
     assert world.start(first) == "a"
     world.end(first, [[7, 8]])
-    assert [world.start(world.call(0, HEAD + own(0, 5) + [7, 8, tree])) for tree in range(7)] == [
-        "a"
-    ] * 5 + ["b"] * 2
+    places = [world.call(0, HEAD + own(0, 5) + [7, 8, tree]) for tree in range(7)]
+    assert [world.start(place) for place in places] == ["a"] * 5 + ["b"] * 2
 
 
 def test_a_retried_call_avoids_the_actor_that_failed_it_though_it_holds_the_prefix() -> None:
@@ -120,11 +103,8 @@ def test_what_ended_trees_needed_is_the_measure_for_the_next() -> None:
 
 def test_a_tree_leaves_the_holder_of_its_prefix_only_for_an_idle_actor() -> None:
     world = World(capacity=125, workers="ab", batch=1)
-    old, other, young = (
-        world.call(0, own(0, 30)),
-        world.call(3, own(3, 30)),
-        world.call(2, own(2, 10)),
-    )
+    old, other = world.call(0, own(0, 30)), world.call(3, own(3, 30))
+    young = world.call(2, own(2, 10))
     assert [world.start(place) for place in (old, other, young)] == ["a", "b", "a"]
     world.end(young, [[1] * 9])
     again = world.call(2, own(2, 10) + [1] * 9 + own(9, 30))
@@ -170,9 +150,8 @@ def test_the_order_is_trained_turns_begun_trees_age_depth_and_siblings() -> None
     assert sorted(place.rank() for place in shuffled) == ranks
 
 
-SHAPES = st.lists(
-    st.tuples(st.integers(1, 60), st.integers(1, 4), st.integers(1, 6)), min_size=1, max_size=12
-)
+SHAPE = st.tuples(st.integers(1, 60), st.integers(1, 4), st.integers(1, 6))
+SHAPES = st.lists(SHAPE, min_size=1, max_size=12)
 
 
 @settings(deadline=None)

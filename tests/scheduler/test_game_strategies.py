@@ -19,15 +19,8 @@ from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.strategies import chain, full, mc_value
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
+from coppice.wire import messages as wire
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.messages import (
-    GenerateRequest,
-    GenerateResult,
-    JudgeRequest,
-    JudgeResult,
-    PlayRequest,
-    PlayResult,
-)
 from tests.agent_stage import Staged
 from tests.scheduler.test_strategies import GOOD, RIGHT, WRONG, sample
 from tests.scheduler.test_strategies import Stage as SearchStage
@@ -41,24 +34,24 @@ class Services:
         sudoku = isinstance(game, Sudoku)
         self.oracle = SudokuOracle() if sudoku else TicTacToeOracle(kind="minimax")
         self.rng = random.Random(5)
-        self.generated: list[GenerateRequest] = []
+        self.generated: list[wire.GenerateRequest] = []
         self.hold: asyncio.Event | None = None
         self.judged = 0
 
     async def call(self, service: str, request: Any, **_: Any) -> Any:
-        if isinstance(request, GenerateRequest):
+        if isinstance(request, wire.GenerateRequest):
             self.generated.append(request)
             prompt = self.text.decode(request.tokens)
             samples = [sample(self.text, self._move(prompt)) for _ in range(request.n)]
-            return GenerateResult(samples, len(request.tokens), 0)
-        if isinstance(request, PlayRequest):
+            return wire.GenerateResult(samples, len(request.tokens), 0)
+        if isinstance(request, wire.PlayRequest):
             assert service == "player.tictactoe_minimax"
-            return PlayResult(list(await MinimaxPlayer().play(request.state, request.seed)))
-        assert isinstance(request, JudgeRequest)
+            return wire.PlayResult(list(await MinimaxPlayer().play(request.state, request.seed)))
+        assert isinstance(request, wire.JudgeRequest)
         if self.hold is not None:
             await self.hold.wait()
         self.judged += len(request.turns)
-        return JudgeResult(await self.oracle.score(request.turns))
+        return wire.JudgeResult(await self.oracle.score(request.turns))
 
     def _move(self, prompt: str) -> str:
         if self.script:
@@ -243,7 +236,7 @@ async def test_monte_carlo_values_of_a_conversation(tmp_path: Path, llama: Path)
     scripted = stage.services.call
 
     async def call(service: str, request: Any, **kept: Any) -> Any:
-        if isinstance(request, GenerateRequest):
+        if isinstance(request, wire.GenerateRequest):
             searched = stage.runtime.text.decode(request.tokens).count("Capital: Sofia") > 0
             stage.services.script = [(texts[searched] * request.n)[: request.n]]
         return await scripted(service, request, **kept)

@@ -1,9 +1,10 @@
-"""scheduler/telemetry/health.py: what the scheduler reports of workers, queues and progress, from a real
-dispatcher and real workers."""
+"""What the scheduler reports of workers, queues and progress, with real workers."""
 
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,18 +14,20 @@ from coppice.scheduler.dispatch.dispatcher import DispatchConfig
 from coppice.scheduler.telemetry.health import PAUSED, UNANSWERED, Progress, Reporter, read
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.service import Call
-from tests.services import EchoRequest, EchoResult, bench
+from tests.services import Bench, EchoRequest, EchoResult, bench
 
 REQUEST = EchoRequest(np.zeros(1, np.float32))
 CONFIG = DispatchConfig(heartbeat_s=0.05, dead_after_s=30.0)
 
 
-def reporter(run: Path, dispatcher: object, standing: Progress) -> Reporter:
-    return Reporter(run, dispatcher, lambda: standing, 60.0, 600.0)  # pyright: ignore[reportArgumentType]
+def reporter(run: Path, b: Bench, marks: Sequence[int] = (0,)) -> Reporter:
+    """A reporter of a run whose progress is ``marks[0]``."""
+    progress = partial(Progress, "updates", 2, 9, 1, 4, 1)
+    return Reporter(run, b.dispatcher, lambda: progress(marks[0]), 60.0, 600.0)
 
 
-def standing(marks: int = 0) -> Progress:
-    return Progress("updates", 2, 9, 1, 4, 1, marks)
+def progress_at(writer: Reporter, *moments: float) -> list[float]:
+    return [writer.report(at).progress_at for at in moments]
 
 
 async def test_a_report_names_who_waits_for_whom_and_silent_workers(tmp_path: Path) -> None:
@@ -39,35 +42,27 @@ async def test_a_report_names_who_waits_for_whom_and_silent_workers(tmp_path: Pa
 
     async with bench(tmp_path, CONFIG) as b:
         await b.work("mute", {"echo": never}, capacity=2)
-        calls = [
-            asyncio.create_task(
-                b.dispatcher.call("echo", REQUEST, deadline=30.0, caller=f"tree {i}")
-            )
-            for i in range(3)
-        ]
-        lone = asyncio.create_task(b.dispatcher.call("judge.x", REQUEST, deadline=30.0))
+        asked = ["echo", "echo", "echo", "judge.x"]
+        work = (b.dispatcher.call(name, REQUEST, deadline=30.0, caller="tree 1") for name in asked)
+        calls = [asyncio.create_task(call) for call in work]
         await asyncio.sleep(0)
-        writer = reporter(tmp_path, b.dispatcher, standing())
+        writer = reporter(tmp_path, b)
         report = writer.report(100.0)
         queue = report.queues["echo"]
         assert (queue.running, queue.waiting, queue.offered, queue.on) == (2, 1, 1, ["mute"])
         assert report.queues["judge.x"].describe("judge.x", report.queues["judge.x"].since) == (
-            "judge.x: none runs (0 workers offer it), 1 waiting; the oldest since 0 s"
+            "judge.x: none runs (0 workers offer it), 1 waiting; the oldest since 0 s, for tree 1"
         )
         assert report.stuck == "mute"
-        for call in (*calls, lone):
+        for call in calls:
             call.cancel()
-        await asyncio.gather(*calls, lone, return_exceptions=True)
+        await asyncio.gather(*calls, return_exceptions=True)
         for _ in range(UNANSWERED):
             with pytest.raises(InfrastructureFault, match="did not answer"):
                 await b.dispatcher.call("echo", REQUEST, deadline=0.05, caller="tree 7")
         (worker,) = writer.report(101.0).workers
-        assert (worker.name, worker.state, worker.answered, worker.unanswered) == (
-            "mute",
-            "here",
-            0,
-            UNANSWERED,
-        )
+        assert (worker.name, worker.state) == ("mute", "here")
+        assert (worker.answered, worker.unanswered) == (0, UNANSWERED)
         assert worker.calls[-1].startswith("echo for tree 7: deadline after 0.")
         over.set()
 
@@ -85,7 +80,7 @@ async def test_an_answer_resets_unanswered_calls_and_who_left_is_reported(tmp_pa
             await b.dispatcher.call("echo", REQUEST, deadline=0.05)
         slow.set()
         await b.dispatcher.call("echo", REQUEST, deadline=30.0)
-        writer = reporter(tmp_path, b.dispatcher, standing())
+        writer = reporter(tmp_path, b)
         (worker,) = b.dispatcher.workers()
         assert [(w.answered, w.unanswered) for w in writer.report(0.0).workers] == [(1, 0)]
         writer.left(worker, "silent for 20 s")
@@ -97,7 +92,7 @@ async def test_an_answer_resets_unanswered_calls_and_who_left_is_reported(tmp_pa
 
 async def test_a_report_tells_how_long_the_event_loop_was_held_up(tmp_path: Path) -> None:
     async with bench(tmp_path, CONFIG) as b:
-        writer = reporter(tmp_path, b.dispatcher, standing())
+        writer = reporter(tmp_path, b)
         working = asyncio.create_task(writer.work())
         async with asyncio.timeout(30):
             while writer.report(0.0).lag_s < 0.2:
@@ -111,10 +106,10 @@ async def test_progress_is_what_the_journal_or_the_learner_adds_and_a_standstill
 ) -> None:
     async with bench(tmp_path, CONFIG) as b:
         marks = [0]
-        writer = Reporter(tmp_path, b.dispatcher, lambda: standing(marks[0]), 60.0, 600.0)
-        assert [writer.report(at).progress_at for at in (10.0, 20.0)] == [10.0, 10.0]
+        writer = reporter(tmp_path, b, marks)
+        assert progress_at(writer, 10.0, 20.0) == [10.0, 10.0]
         marks[0] = 1
-        assert [writer.report(at).progress_at for at in (30.0, 40.0)] == [30.0, 30.0]
+        assert progress_at(writer, 30.0, 40.0) == [30.0, 30.0]
         writer._said_at = 0.0
         for at in (50.0, 95.0, 96.0, 160.0):
             writer._remind(writer.report(at))
@@ -128,35 +123,28 @@ async def test_a_paused_run_stands_still_on_purpose_once_only_the_learner_has_ca
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with bench(tmp_path, CONFIG) as b:
-        writer = reporter(tmp_path, b.dispatcher, standing())
+        writer = reporter(tmp_path, b)
         writer._pause(True)
         writer._pause(True)
-        calls = [
-            asyncio.create_task(b.dispatcher.call(service, REQUEST, deadline=30.0))
-            for service in ("train", "echo")
-        ]
+        work = (b.dispatcher.call(name, REQUEST, deadline=30.0) for name in ("train", "echo"))
+        calls = [asyncio.create_task(call) for call in work]
         await asyncio.sleep(0)
         # a tree in flight may hang
-        assert [writer.report(at).progress_at for at in (10.0, 20.0)] == [10.0, 10.0]
+        assert progress_at(writer, 10.0, 20.0) == [10.0, 10.0]
         calls[1].cancel()
         await asyncio.gather(calls[1], return_exceptions=True)
-        assert [(r.progress_at, r.paused) for r in map(writer.report, (30.0, 40.0))] == [
-            (30.0, True),
-            (40.0, True),
-        ]
+        assert progress_at(writer, 30.0, 40.0) == [30.0, 40.0] and writer.report(40.0).paused
         writer._pause(False)
-        assert [writer.report(at).progress_at for at in (50.0, 60.0)] == [40.0, 40.0]
+        assert progress_at(writer, 50.0, 60.0) == [40.0, 40.0]
         calls[0].cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-    assert [line.split(";")[0] for line in capsys.readouterr().out.splitlines()] == [
-        "<4>paused: no new tree begins",
-        "<4>resumed",
-    ]
+    told = [line.split(";")[0] for line in capsys.readouterr().out.splitlines()]
+    assert told == ["<4>paused: no new tree begins", "<4>resumed"]
 
 
 async def test_the_file_pauses_the_run_and_its_absence_resumes_it(tmp_path: Path) -> None:
     async with bench(tmp_path, CONFIG) as b:
-        writer = reporter(tmp_path, b.dispatcher, standing())
+        writer = reporter(tmp_path, b)
         work = asyncio.create_task(writer.work())
         async with asyncio.timeout(20):
             for change, paused in ((Path.touch, True), (Path.unlink, False)):

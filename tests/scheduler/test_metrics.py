@@ -24,11 +24,8 @@ def test_counts_go_on_from_the_newest_record_of_the_run_before(tmp_path: Path) -
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"version": 3, "count/environment_st')  # cut off by a crash
     again = Metrics(tmp_path)
-    assert again.last(["environment_steps", "generated_tokens", "other"]) == {
-        "environment_steps": 25,
-        "generated_tokens": 30,
-        "other": 0,
-    }
+    counts = again.last(["environment_steps", "generated_tokens", "other"])
+    assert counts == {"environment_steps": 25, "generated_tokens": 30, "other": 0}
     again.record(3, {"count/environment_steps": 40.0})
     again.close()
     assert Metrics(tmp_path).last(["environment_steps"]) == {"environment_steps": 40}
@@ -50,9 +47,8 @@ def test_after_a_crash_each_update_that_is_not_lost_has_exactly_one_record(tmp_p
     assert again.resume(Frontier(4, [], records), 4) == {1, 2, 3, 4}
     again.record(5, {"learner/groups": 3.0, "learner/loss": 50.0})
     again.close()
-    lines = [
-        msgspec.json.decode(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()
-    ]
+    written = (tmp_path / "metrics.jsonl").read_bytes()
+    lines = [msgspec.json.decode(line) for line in written.splitlines()]
     assert [line["version"] for line in lines] == [0, 1, 2, 3, 4, 4, 5]
     assert [line.get("learner/loss") for line in lines] == [None, 1.0, 2.0, -1.0, 4.0, None, 50.0]
     # the restored record has the time of the one before
@@ -80,11 +76,8 @@ def test_the_first_of_two_schedulers_shows_an_update_when_both_have_recorded_it(
     assert first.newest["version"] == 0
     second.record(1, {"learner/groups": 4.0, "count/calls": 5.0})
     assert first.look()
-    assert (
-        first.newest["count/calls"],
-        first.newest["learner/groups"],
-        first.newest["heldout/em"],
-    ) == (15, 4, 0.5)
+    names = ("count/calls", "learner/groups", "heldout/em")
+    assert [first.newest[name] for name in names] == [15, 4, 0.5]
     second.record(2, {"learner/groups": 4.0, "count/calls": 7.0})
     first.record(2, {"learner/groups": 4.0, "count/calls": 20.0})
     for metrics in (first, second):
@@ -107,10 +100,6 @@ def test_the_first_of_two_schedulers_shows_an_update_when_both_have_recorded_it(
     assert drawn(tmp_path, "count/calls") == [(1, 15.0), (2, 27.0), (3, 39.0)]
 
 
-# ------------------------------------------------------------------------------------------ busy
-# shares
-
-
 def worker(name: str, *services: str) -> Worker:
     return Worker(name.encode(), Register(name, list(services), 4, 1, "here"), 0.0, name)
 
@@ -120,12 +109,9 @@ def beat(worker: Worker, at: float, **counters: float) -> None:
 
 
 def test_busy_shares_are_of_the_time_between_heartbeats(tmp_path: Path) -> None:
-    metrics, actor, learner = (
-        Metrics(tmp_path),
-        worker("actor-0", "generate"),
-        worker("learner-0", "train"),
-    )
-    workers = [actor, learner]
+    actor, learner = worker("actor-0", "generate"), worker("learner-0", "train")
+    metrics, workers = Metrics(tmp_path), [actor, learner]
+    names = ("busy/engine", "rate/decoded_tokens", "cache/tokens_saved")
     assert "busy/engine" not in metrics.counters(workers)  # no heartbeat yet
     beat(actor, 1.0, busy_s=10.0, decoded_tokens=0.0, cached_tokens=100.0)
     beat(learner, 1.0, busy_s=0.0)
@@ -133,19 +119,11 @@ def test_busy_shares_are_of_the_time_between_heartbeats(tmp_path: Path) -> None:
     assert "busy/engine" not in metrics.counters(workers)
     beat(actor, 3.0, busy_s=11.5, decoded_tokens=200.0, cached_tokens=160.0)
     found = metrics.counters(workers)
-    assert (found["busy/engine"], found["rate/decoded_tokens"], found["cache/tokens_saved"]) == (
-        0.75,
-        100,
-        60,
-    )
+    assert [found[name] for name in names] == [0.75, 100, 60]
     assert "busy/learner" not in found
     for _ in range(3):  # updates that are shorter than a heartbeat
         again = metrics.counters(workers)
-        assert (
-            again["busy/engine"],
-            again["rate/decoded_tokens"],
-            again["cache/tokens_saved"],
-        ) == (0.75, 100, 0)
+        assert [again[name] for name in names] == [0.75, 100, 0]
     beat(actor, 7.0, busy_s=12.5, decoded_tokens=600.0, cached_tokens=160.0)
     beat(learner, 5.0, busy_s=1.0)
     found = metrics.counters(workers)

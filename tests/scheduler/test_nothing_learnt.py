@@ -17,13 +17,11 @@ from tests.updates import batch, episodes, trainer
 
 def scored(some: Batch, **scores: float) -> Batch:
     """The batch with these scores on every turn."""
-    groups = [
-        msgspec.structs.replace(
-            g, turns=[msgspec.structs.replace(turn, scores=scores) for turn in g.turns]
-        )
-        for g in some.groups
-    ]
-    return msgspec.structs.replace(some, groups=groups)
+    change, groups = msgspec.structs.replace, []
+    for group in some.groups:
+        turns = [change(turn, scores=scores) for turn in group.turns]
+        groups.append(change(group, turns=turns))
+    return change(some, groups=groups)
 
 
 def told(run: Path, llama: Path, scores: dict[str, float]) -> list[list[str]]:
@@ -52,12 +50,7 @@ def test_a_column_that_turns_lack_is_told_at_once(tmp_path: Path, llama: Path) -
 def test_questions_without_evidence_are_told_at_once(
     tmp_path: Path, evidence: list[object]
 ) -> None:
-    row = {
-        "id": "1",
-        "question": "What is the capital of Peru?",
-        "golden_answers": ["Lima"],
-        "evidence": evidence,
-    }
+    row = {"id": "1", "question": "?", "golden_answers": ["Lima"], "evidence": evidence}
     (tmp_path / "own.jsonl").write_text(json.dumps(row))
     tasks = Tasks(str(tmp_path / "own.jsonl"), 0)
     assert tasks.evidence == bool(evidence)
@@ -79,13 +72,8 @@ def test_the_summary_counts_equal_groups_by_the_step_of_the_trajectory() -> None
         return [Turn(i, i, step, {"reward": reward}) for i, reward in enumerate(rewards)]
 
     counts = Counter[str]()
-    for turns in (
-        group(1, 1, 1),
-        group(1, 1, 0),
-        group(2, 0, 0, 0),
-        group(LATEST_STEP + 3, 1, 1),
-        group(1, 5),
-    ):
+    first = group(1, 1, 1), group(1, 1, 0), group(1, 5)
+    for turns in (*first, group(2, 0, 0, 0), group(LATEST_STEP + 3, 1, 1)):
         counts.update(counted(turns, "reward", "turns"))
     assert summary(counts) == (
         "groups whose rewards are all equal, which teach nothing: 3 of 4 (75%);"

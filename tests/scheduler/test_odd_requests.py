@@ -122,7 +122,7 @@ async def run_of(folder: Path, llama: Path, agent: str) -> Journal:
     for name, texts in questions.items():
         rows = [{"id": text, "question": text, "golden_answers": ["7"]} for text in texts]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shape = {"updates": UPDATES, "questions_per_update": QUESTIONS, "max_action_tokens": 4}
+    shape: Any = {"updates": UPDATES, "questions_per_update": QUESTIONS, "max_action_tokens": 4}
     evaluation = EvaluationConfig(questions=2)
     settings = SchedulerConfig(strategy="chain", judge="none", evaluation=evaluation, **shape)
     files = {name: str(folder / f"{name}.jsonl") for name in ("train", "heldout")}

@@ -1,5 +1,6 @@
-"""What scheduler/ledger/pacing.py says of the staleness, at the moment of training, under any order of
-events."""
+"""What ``ledger.pacing`` says of a trained tree's staleness, under any order of events."""
+
+from functools import partial
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,7 +38,7 @@ class Simulation:
             self.inbox.close(TreeClosed(self.growing.pop(index % len(self.growing)), []))
 
     def begin(self) -> None:
-        """The learner takes a batch, if it has ended the update before and enough trees are closed."""
+        """The learner takes a batch, if its update before is done and enough trees are closed."""
         if self.begun == self.done and (trees := self.inbox.ready()) is not None:
             self.inbox.take(trees, self.begun)
             self.ages |= {tree: self.begun - self.admitted[tree] for tree in trees}
@@ -55,10 +56,9 @@ class Simulation:
     def play(self, event: int) -> None:
         """One event: what happens (0, 1: a tree closes; 2: an update begins; 3: it ends; 4: it is
         told), and to which tree."""
-        what, index = event % 5, event // 5
-        [lambda: self.close(index), lambda: self.close(index), self.begin, self.end, self.tell][
-            what
-        ]()
+        index, what = divmod(event, 5)
+        closing = partial(self.close, index)
+        [closing, closing, self.begin, self.end, self.tell][what]()
 
 
 EVENTS = st.lists(st.integers(0, 5 * 16 - 1), max_size=150)

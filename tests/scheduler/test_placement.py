@@ -26,12 +26,6 @@ def test_no_full_worker_is_chosen(loads: list[Load], avoid: frozenset[str]) -> N
     assert free[name].share == min(load.share for load in free.values())
 
 
-def test_a_retry_waits_for_another_worker_rather_than_going_back_to_the_one_that_failed() -> None:
-    loads = [Load("failed", 0, 4), Load("busy", 4, 4)]
-    assert choose(loads, avoid=frozenset({"failed"})) is None
-    assert choose(loads[:1], avoid=frozenset({"failed"})) == "failed"
-
-
 def test_a_breaker_rests_a_worker_after_failures_in_a_row_and_then_gives_it_one_chance() -> None:
     breaker = Breaker(threshold=3, rest_s=10.0)
     for ok in (False, False, True, False, False):

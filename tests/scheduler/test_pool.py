@@ -13,7 +13,7 @@ from coppice.wire.messages import Register
 
 
 class Fleet:
-    """A pool and the list of its workers, which change at random. now: the clock of the breakers."""
+    """A pool and its workers, which change at random. now: the clock of the breakers."""
 
     def __init__(self, rng: random.Random):
         self.rng, self.pool, self.now = rng, Pool(), 0.0
@@ -57,11 +57,8 @@ class Fleet:
                 self.pool.touch(worker)
 
     def usable(self) -> list[Load]:
-        return [
-            Load(w.name, len(w.in_flight), w.hello.capacity, w.stats)
-            for w in self.workers
-            if w.usable(self.now)
-        ]
+        usable = [worker for worker in self.workers if worker.usable(self.now)]
+        return [Load(w.name, len(w.in_flight), w.hello.capacity, w.stats) for w in usable]
 
 
 @pytest.fixture(params=range(20))
@@ -82,10 +79,8 @@ def test_the_least_loaded_worker_is_found_as_if_all_were_looked_at(fleets: Itera
     for fleet in fleets:
         avoid = frozenset(w.name for w in fleet.workers if fleet.rng.random() < 0.3)
         for names in (frozenset[str](), avoid, frozenset(w.name for w in fleet.workers)):
-            found, loads = (
-                fleet.pool.least(fleet.now, names),
-                {load.worker: load for load in fleet.usable()},
-            )
+            found = fleet.pool.least(fleet.now, names)
+            loads = {load.worker: load for load in fleet.usable()}
             expected = choose(list(loads.values()), names)
             assert (found is None) == (expected is None)
             if found is not None and expected is not None:

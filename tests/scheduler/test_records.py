@@ -8,31 +8,14 @@ from coppice.common import shards
 from coppice.scheduler.ledger.records import JOINED, LARGEST, SUM, Joined, Reader, joined
 from coppice.scheduler.telemetry.exporter import declaration, declared
 
-FIRST = {
-    "version": 1.0,
-    "learner/groups": 8.0,
-    "busy/engine": 0.9,
-    "busy/engines": 3.0,
-    "count/calls": 10.0,
-    "time/run": 7.0,
-}
-SECOND = {
-    "version": 1.0,
-    "learner/groups": 8.0,
-    "busy/engine": 0.5,
-    "busy/engines": 1.0,
-    "count/calls": 5.0,
-    "time/run": 3.0,
-}
+BOTH = {"version": 1.0, "learner/groups": 8.0}
+FIRST = BOTH | {"busy/engine": 0.9, "busy/engines": 3.0, "count/calls": 10.0, "time/run": 7.0}
+SECOND = BOTH | {"busy/engine": 0.5, "busy/engines": 1.0, "count/calls": 5.0, "time/run": 3.0}
 
 
 def test_counts_are_summed_means_weighted_and_the_rest_is_the_first_ones() -> None:
-    first = FIRST | {
-        "time/spread": 0.1,
-        "count/retries": 2.0,
-        "rollout/outcome": 1.0,
-        "rollout/outcomes": 1.0,
-    }
+    first = FIRST | {"time/spread": 0.1, "rollout/outcome": 1.0, "rollout/outcomes": 1.0}
+    first["count/retries"] = 2.0
     second = SECOND | {"time/spread": 0.4, "rollout/outcome": 0.0, "rollout/outcomes": 3.0}
     assert joined([first, second]) == {
         "version": 1.0,
@@ -64,10 +47,8 @@ def test_a_record_is_whole_with_its_last_part_and_takes_with_it_what_a_crash_lef
     assert run.add(0, FIRST | {"version": 2.0}) == []
     assert run.add(1, SECOND | {"version": 3.0}) == []
     made = run.add(0, FIRST | {"version": 3.0})
-    assert [(record["version"], record["count/calls"]) for record in made] == [
-        (2.0, 10.0),
-        (3.0, 15.0),
-    ]
+    calls = [(record["version"], record["count/calls"]) for record in made]
+    assert calls == [(2.0, 10.0), (3.0, 15.0)]
     assert Joined(1).add(0, FIRST) == [FIRST]
 
 
@@ -78,10 +59,8 @@ def write(home: Path, *records: dict[str, float]) -> None:
 
 
 def test_a_reader_joins_what_is_new_and_reads_anew_what_is_written_anew(tmp_path: Path) -> None:
-    second, reader = (
-        shards.folder(tmp_path, 1),
-        Reader(tmp_path, lambda name: name in ("version", "count/calls")),
-    )
+    second = shards.folder(tmp_path, 1)
+    reader = Reader(tmp_path, lambda name: name in ("version", "count/calls"))
     write(tmp_path, FIRST, {"version": 1.0, "heldout/em": 0.5})
     assert reader.read() == [{"version": 1.0, "count/calls": 10.0}]
     write(second)

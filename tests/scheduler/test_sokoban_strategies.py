@@ -1,4 +1,4 @@
-"""Sokoban under the real strategies: full trajectories, chains with the oracle, Monte Carlo values."""
+"""Sokoban under the real strategies: full trajectories, and chains with the oracle."""
 
 import random
 from pathlib import Path
@@ -15,10 +15,8 @@ from tests.scheduler.test_game_strategies import Services, Stage
 def stage(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Stage:
     """A stage whose policy writes random words, one of five of which is not an action."""
     rng = random.Random(4)
-    words = ("up", "down", "left", "right", "jump")
-    monkeypatch.setattr(
-        Services, "_move", lambda self, prompt: f"<action>{rng.choice(words)}</action>"
-    )
+    words = [f"<action>{word}</action>" for word in ("up", "down", "left", "right", "jump")]
+    monkeypatch.setattr(Services, "_move", lambda self, prompt: rng.choice(words))
     game: Any = load("sokoban", {"prompt": "sokoban_compact", "history": 0})
     made = Stage(tmp_path, llama, game, **settings)
     made.services.oracle = SokobanOracle()  # pyright: ignore[reportAttributeAccessIssue]
@@ -31,10 +29,8 @@ async def test_full_trajectories_have_step_rewards_and_situations_that_recur(
     its = stage(tmp_path, llama, monkeypatch, k=4, judge="none")
     await its.grow(full)
     (turns,) = its.groups
-    by_trajectory = [
-        [turn.scores for turn in turns if turn.trajectory == number] for number in range(4)
-    ]
-    for scores in by_trajectory:
+    for number in range(4):
+        scores = [turn.scores for turn in turns if turn.trajectory == number]
         assert scores[-1]["outcome"] == pytest.approx(sum(score["step_reward"] for score in scores))
         assert [("outcome" in score) for score in scores] == [False] * (len(scores) - 1) + [True]
         assert len(scores) == 15 or scores[-1]["success"] == 1

@@ -17,18 +17,7 @@ from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.strategies import chain, full, ppr, slate
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
-from coppice.wire.messages import (
-    GenerateRequest,
-    GenerateResult,
-    Judgement,
-    JudgeRequest,
-    JudgeResult,
-    Passage,
-    RetrieveRequest,
-    RetrieveResult,
-    Sample,
-    Turn,
-)
+from coppice.wire import messages as wire
 from tests.agent_stage import Staged
 
 GOOD, BAD = (f"<think> t </think> <search> {query} </search>" for query in ("good", "bad"))
@@ -39,18 +28,18 @@ OPTIONS = "k", "eta", "selection", "bonus", "ddof", "eps", "continuations"
 TASK = Task("t1", "What is the capital of Bulgaria?", ["Sofia"])
 
 
-def table_of(turns: list[Turn]) -> TurnTable:
+def table_of(turns: list[wire.Turn]) -> TurnTable:
     """The candidates of one step, of one token each."""
     zero, one = np.zeros(len(turns), np.int64), np.ones(len(turns), np.int64)
     rewards = np.array([turn.scores["reward"] for turn in turns])
     return TurnTable(zero, zero, np.arange(len(turns)), one, one, {"reward": rewards})
 
 
-def sample(text: Text, said: str) -> Sample:
+def sample(text: Text, said: str) -> wire.Sample:
     """A sample of a text, with log-probabilities of -1 and version 0."""
     tokens = text.encode(said)
     count = len(tokens)
-    return Sample(tokens, np.full(count, -1, np.float32), np.zeros(count, np.int32), "stop")
+    return wire.Sample(tokens, np.full(count, -1, np.float32), np.zeros(count, np.int32), "stop")
 
 
 class Services:
@@ -62,25 +51,25 @@ class Services:
 
     async def call(self, service: str, request: Any, **_: Any) -> Any:
         self.requests.append(request)
-        if isinstance(request, GenerateRequest):
+        if isinstance(request, wire.GenerateRequest):
             texts = self.script.pop(0)
             assert len(texts) == request.n
             samples = [sample(self.text, said) for said in texts]
-            return GenerateResult(samples, len(request.tokens), 0)
-        if isinstance(request, RetrieveRequest):
-            return RetrieveResult([[Passage("1", "Bulgaria", "Capital: Sofia", 1.0)]])
-        assert isinstance(request, JudgeRequest)
+            return wire.GenerateResult(samples, len(request.tokens), 0)
+        if isinstance(request, wire.RetrieveRequest):
+            return wire.RetrieveResult([[wire.Passage("1", "Bulgaria", "Capital: Sofia", 1.0)]])
+        assert isinstance(request, wire.JudgeRequest)
         judged = self._outcome if service == "judge.exact_match" else self._judge
-        return JudgeResult([judged(turn) for turn in request.turns])
+        return wire.JudgeResult([judged(turn) for turn in request.turns])
 
-    def _outcome(self, turn: Any) -> Judgement:
-        return Judgement({"outcome": float(turn.answer == "Sofia"), "f1": 0.0})
+    def _outcome(self, turn: Any) -> wire.Judgement:
+        return wire.Judgement({"outcome": float(turn.answer == "Sofia"), "f1": 0.0})
 
-    def _judge(self, turn: Any) -> Judgement:
+    def _judge(self, turn: Any) -> wire.Judgement:
         column, worth = "query" if turn.answer is None else "answer", str(turn.query or turn.answer)
         scores = {"think": 0.0, column: WORTH[worth]}
         invalid = [name for name in scores if name in self.invalid]
-        return Judgement({k: v for k, v in scores.items() if k not in invalid}, invalid)
+        return wire.Judgement({k: v for k, v in scores.items() if k not in invalid}, invalid)
 
 
 class Stage(Staged):
@@ -99,7 +88,8 @@ class Stage(Staged):
         own = {name: options.pop(name) for name in [*options] if name in OPTIONS}
         self.options, text = {"k": 3, **own}, Text(str(llama))
         world = Services(text, script, invalid), SearchQA("short", 1), TASK
-        settings = SchedulerConfig(**{"budget": 2} | options)
+        own_settings: dict[str, Any] = {"budget": 2} | options
+        settings = SchedulerConfig(**own_settings)
         super().__init__(tmp_path / "journal", text, *world, settings)
         self.context = self.anew(seed=0)
 
@@ -189,13 +179,11 @@ async def test_a_tree_grown_halfway_goes_on_where_it_stood(tmp_path: Path, llama
     assert tree.tip().step == 2
 
 
-@pytest.mark.parametrize(
-    ("strategy", "first"),
-    [(slate, [GOOD, GOOD, GOOD]), (full, [GOOD]), (chain, [GOOD]), (ppr, [GOOD])],
-)
+@pytest.mark.parametrize(("strategy", "count"), [(slate, 3), (full, 1), (chain, 1), (ppr, 1)])
 async def test_a_trajectory_that_outgrows_the_context_ends_as_a_failure_alone(
-    tmp_path: Path, llama: Path, strategy: Any, first: list[str]
+    tmp_path: Path, llama: Path, strategy: Any, count: int
 ) -> None:
+    first = [GOOD] * count
     script = [first, [RIGHT]] if strategy is full else [first]
     k = 2 if strategy is full else len(first)
     stage = Stage(tmp_path, llama, script, budget=4, k=k, max_action_tokens=8)

@@ -1,4 +1,4 @@
-"""The versions of which the stream tells, whatever the order in which the learner's answers arrive."""
+"""Groups and closed trees on their way to the learner, and the versions that come back."""
 
 import asyncio
 import sqlite3
@@ -30,6 +30,14 @@ class LateLearner:
         return await self.answers[request.id]
 
 
+def planted(journal: Journal, number: int) -> Tree:
+    """A journaled tree that has a prompt."""
+    tree = Tree(number, "task")
+    tree.add(None, "prompt", np.arange(3, dtype=np.int32), "prompt")
+    journal.start_tree(tree, number, 0)
+    return tree
+
+
 async def test_each_version_is_told_once_also_after_a_newer_one(tmp_path: Path) -> None:
     journal, learner, told = Journal(tmp_path / "j"), LateLearner(), list[tuple[int, int]]()
 
@@ -38,9 +46,7 @@ async def test_each_version_is_told_once_also_after_a_newer_one(tmp_path: Path) 
 
     stream = Stream(cast(Any, learner), journal, on_trained)
     stream.version, stream.announced = 1, {0, 1}
-    tree = Tree(0, "task")
-    tree.add(None, "prompt", np.arange(3, dtype=np.int32), "prompt")
-    journal.start_tree(tree, 0, 1)
+    tree = planted(journal, 0)
     for _ in range(5):
         stream.emit(tree, [Turn(0, 0, 1, {})])
     while len(learner.answers) < 5:
@@ -71,15 +77,12 @@ async def test_trees_that_close_together_wait_once_for_the_disk(tmp_path: Path) 
 
     journal.sync, learner.call = counted, told
     for number in range(20):
-        tree = Tree(number, "task")
-        tree.add(None, "prompt", np.arange(3, dtype=np.int32), "prompt")
-        journal.start_tree(tree, number, 0)
+        tree = planted(journal, number)
         journal.close_tree(tree)
         stream.close(tree)
     await stream.settle(30.0)
-    assert [event for event in order if event != "sync"] == [
-        f"close {number}" for number in range(20)
-    ]
+    told_of = [event for event in order if event != "sync"]
+    assert told_of == [f"close {number}" for number in range(20)]
     assert order[0] == "sync" and order.count("sync") <= 2
 
 
@@ -93,16 +96,13 @@ async def test_a_group_is_committed_before_it_is_sent(tmp_path: Path) -> None:
         commit(statements)
 
     async def told(service: str, request: Any, deadline: float) -> Any:
-        sent.append(
-            [group for group, _ in Journal(tmp_path / "j", readonly=True).groups(request.tree)]
-        )
+        groups = Journal(tmp_path / "j", readonly=True).groups(request.tree)
+        sent.append([group for group, _ in groups])
         return await call(service, request, deadline)
 
     journal._commit, learner.call = counted, told
     for number in range(50):
-        tree = Tree(number, "task")
-        tree.add(None, "prompt", np.arange(3, dtype=np.int32), "prompt")
-        journal.start_tree(tree, number, 0)
+        tree = planted(journal, number)
         stream.emit(tree, [Turn(0, 0, 1, {})])
     assert not commits
     while len(sent) < 50:
@@ -120,8 +120,7 @@ async def test_a_group_that_could_not_be_written_is_never_sent(tmp_path: Path) -
         raise sqlite3.OperationalError("database or disk is full")
 
     journal._commit = full
-    tree = Tree(0, "task")
-    tree.add(None, "prompt", np.arange(3, dtype=np.int32), "prompt")
+    tree = planted(journal, 0)
     stream.emit(tree, [Turn(0, 0, 1, {})])
     await stream.settle(30.0)
     assert not learner.answers

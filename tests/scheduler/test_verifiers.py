@@ -3,6 +3,7 @@ names a Python with verifiers, and COPPICE_VERIFIERS_ENVIRONMENTS the folder ``e
 checkout of its repository, whose published environments are no part of its package.
 """
 
+import json
 import os
 import re
 from pathlib import Path
@@ -34,11 +35,8 @@ def python() -> str:
 def published(python: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """A command that plays the published environments without uv."""
     folder = os.environ.get("COPPICE_VERIFIERS_ENVIRONMENTS")
-    missing = [
-        name
-        for name in ("kuhn_poker", "glossary")
-        if not folder or not (Path(folder) / name / name).is_dir()
-    ]
+    names = ("kuhn_poker", "glossary")
+    missing = [name for name in names if not (Path(folder or "") / name / name).is_dir()]
     if not folder or missing:
         pytest.skip(f"COPPICE_VERIFIERS_ENVIRONMENTS={folder} has no {' and no '.join(missing)}")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{folder}/kuhn_poker:{folder}/glossary")
@@ -79,23 +77,16 @@ async def test_an_episode_of_verifiers_is_one_path(stage: Stages, python: str, h
 def bets(prompt: str, i: int) -> str:
     """Checks first, bets after a check, and calls a bet."""
     legal = prompt.rpartition("Your legal actions:")[2]
-    return (
-        "[call]"
-        if "[call]" in legal
-        else "[bet]"
-        if "chose [check]" in prompt.rpartition("Betting so far:")[2]
-        else "[check]"
-    )
+    if "[call]" in legal:
+        return "[call]"
+    return "[bet]" if "chose [check]" in prompt.rpartition("Betting so far:")[2] else "[check]"
 
 
 def won(first: str, second: str) -> float:
     """What the first of two players of Kuhn poker earns who has called a bet, by the cards that
     their prompts show."""
-    ranks = [
-        "JQK".index(re.findall(r"Your private card: ([JQK])", prompt)[-1])
-        for prompt in (first, second)
-    ]
-    return 2.0 if ranks[0] > ranks[1] else -2.0
+    cards = [re.findall(r"Your private card: ([JQK])", prompt)[-1] for prompt in (first, second)]
+    return 2.0 if "JQK".index(cards[0]) > "JQK".index(cards[1]) else -2.0
 
 
 @pytest.mark.slow
@@ -110,10 +101,8 @@ async def test_two_players_of_a_game_have_a_path_each(stage: Stages, published: 
     assert "as Player 0" in s.policy.prompts[2] and s.policy.prompts[2].startswith(
         s.policy.prompts[0]
     )
-    assert (actions[-1].scores["outcome"], actions[-1].scores["crashed"]) == (
-        won(*s.policy.prompts[:2]),
-        0.0,
-    )
+    assert actions[-1].scores["outcome"] == won(*s.policy.prompts[:2])
+    assert actions[-1].scores["crashed"] == 0.0
 
 
 @pytest.mark.slow
@@ -122,22 +111,11 @@ async def test_a_player_that_does_not_learn_is_in_no_tree(stage: Stages, publish
 
     async def answer(request: web.Request) -> web.Response:
         asked.append((request.headers["Authorization"], await request.json()))
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": "[bet]"},
-            "finish_reason": "stop",
-        }
+        message = {"role": "assistant", "content": "[bet]"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        head = {"id": "1", "object": "chat.completion", "created": 1, "model": "start"}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        return web.json_response(
-            {
-                "id": "1",
-                "object": "chat.completion",
-                "created": 1,
-                "model": "start",
-                "choices": [choice],
-                "usage": usage,
-            }
-        )
+        return web.json_response({**head, "choices": [choice], "usage": usage})
 
     app = web.Application()
     app.add_routes([web.post("/v1/chat/completions", answer)])
@@ -147,11 +125,8 @@ async def test_a_player_that_does_not_learn_is_in_no_tree(stage: Stages, publish
     await site.start()
     try:
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-        s = playing(
-            stage(bets, "counting"),
-            f"{published} --learns player0 --others {url} start",
-            "kuhn_poker/4",
-        )
+        run = f"{published} --learns player0 --others {url} start"
+        s = playing(stage(bets, "counting"), run, "kuhn_poker/4")
         tree = await s.grow(chain)
     finally:
         await runner.cleanup()
@@ -167,12 +142,11 @@ async def test_a_player_that_does_not_learn_is_in_no_tree(stage: Stages, publish
 @pytest.mark.slow
 async def test_a_published_tool_is_called_over_mcp(stage: Stages, published: str) -> None:
     def looks_up(prompt: str, i: int) -> str:
-        name, seen = (
-            re.findall(r'look up "([^"]+)"', prompt)[-1],
-            prompt.partition("<tool_response>\n")[2],
-        )
+        name = re.findall(r'look up "([^"]+)"', prompt)[-1]
+        seen = prompt.partition("<tool_response>\n")[2]
         if not seen:
-            return f'<tool_call>\n{{"name": "facts_lookup", "arguments": {{"name": "{name}"}}}}\n</tool_call>'
+            call = json.dumps({"name": "facts_lookup", "arguments": {"name": name}})
+            return f"<tool_call>\n{call}\n</tool_call>"
         return f"<answer>{seen.partition(chr(10) + '</tool_response>')[0]}</answer>"
 
     s = playing(stage(looks_up, "counting"), published, "glossary/2")

@@ -21,20 +21,7 @@ STRATEGIES: list[tuple[str, dict[str, Any]]] = [
     ("full", {"k": 2}),
     ("tree_grpo", {"trees": 1, "nodes": 1}),
 ]
-KINDS = (
-    "freeze",
-    "die",
-    "cut",
-    "error",
-    "data_fault",
-    "twice",
-    "garbage",
-    "hang",
-    "short",
-    "not_a_number",
-    "crash",
-)
-
+KINDS = "freeze die cut error data_fault twice garbage hang short not_a_number crash".split()
 LEARNER = -1
 """The learner is the last of a world's peers. It is struck more often than the others, because its
 calls are open the longest."""

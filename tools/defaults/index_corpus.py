@@ -1,4 +1,4 @@
-"""The command coppice index: embed a Search-R1 corpus (JSONL of {id, contents}) into an index folder."""
+"""The command coppice index: embed a Search-R1 corpus (JSONL of {id, contents}) into a folder."""
 
 import argparse
 import os
@@ -57,12 +57,12 @@ def main(arguments: list[str] | None = None) -> None:
     start = time.monotonic()
     try:
         manifest = build(
-            options.corpus, options.out, Encoder(options.encoder, options.threads), skip_bad=options.skip_bad,
-            kind=options.kind, search=options.search, vectors=options.vectors,
+            options.corpus, options.out, Encoder(options.encoder, options.threads),
+            skip_bad=options.skip_bad, kind=options.kind, search=options.search,
+            vectors=options.vectors,
         )  # fmt: skip
     except (ValueError, OSError) as error:
         command.exit(2, f"coppice index: {error}\n")
     size = (options.out / "index.faiss").stat().st_size / manifest.passages
-    print(
-        f"{manifest.passages} passages in {options.out} after {time.monotonic() - start:.0f} s: {manifest.kind}, {size:.0f} bytes each"
-    )
+    took = f"after {time.monotonic() - start:.0f} s: {manifest.kind}, {size:.0f} bytes each"
+    print(f"{manifest.passages} passages in {options.out} {took}")

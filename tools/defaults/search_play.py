@@ -27,10 +27,10 @@ ANSWERED = {"first": 0.65, "second": 0.12, "title": 0.1, "asked": 0.13}
 """The shares of answers by what they name: the value of the first or second passage shown, a title
 shown, a name of the question."""
 NEED, LOOK = " I need the {field} of{subject}. ", " I look it up. "
-FOUND, KNOWN = " The {field} is{value}. ", " I know it. "
+FOUND, RECALLED = " The {field} is{value}. ", " I know it. "
 
 
-class Wanted(msgspec.Struct):
+class WantedFact(msgspec.Struct):
     """The fact that has to be found next: a field of a subject (" Name"), with the title and value
     that the right search returns."""
 
@@ -80,13 +80,9 @@ class Tags:
 
 
 def search_play(
-    text: Text,
-    notation: Notation,
-    names: Sequence[str],
-    fields: Sequence[str],
-    count: int,
+    text: Text, notation: Notation, names: Sequence[str], fields: Sequence[str], count: int,
     config: WarmStart,
-) -> list[Example]:
+) -> list[Example]:  # fmt: skip
     """Return ``count`` turns, shuffled, of random episodes."""
     rng = random.Random(config.seed)
     examples: list[Example] = []
@@ -98,13 +94,9 @@ def search_play(
 
 class _Episode:
     def __init__(
-        self,
-        text: Text,
-        notation: Notation,
-        names: Sequence[str],
-        fields: Sequence[str],
+        self, text: Text, notation: Notation, names: Sequence[str], fields: Sequence[str],
         rng: random.Random,
-    ):
+    ):  # fmt: skip
         self.text, self.notation, self.rng = text, notation, rng
         self.names, self.fields = names, fields
         self.tokens: list[int] = []
@@ -114,40 +106,41 @@ class _Episode:
     def play(self, two_hops: bool) -> list[Example]:
         """Play one episode and return its turns as examples."""
         rng = self.rng
-        question, asked, left = self._question(two_hops)
+        question, subjects, left = self._question(two_hops)
         self.tokens = self.text.encode(self.notation.opening(self.text, question)).tolist()
         for turn in range(1, TURNS + 1):
             if turn == TURNS or rng.random() < ANSWERS[bool(self.shown)]:
-                self._answer(left[0].field, asked)
+                self._answer(left[0].field, subjects)
                 break
-            if self._search(left[0], asked) and len(left) > 1:
+            if self._search(left[0], subjects) and len(left) > 1:
                 left.pop(0)
         return self.examples
 
-    def _question(self, two_hops: bool) -> tuple[str, list[str], list[Wanted]]:
+    def _question(self, two_hops: bool) -> tuple[str, list[str], list[WantedFact]]:
         """Return the question, the names in it, and the wanted fact of each hop."""
         rng = self.rng
         title, value, bridge_value = rng.sample(self.names, 3)
         field, bridge = rng.sample(self.fields, 2)
-        last = Wanted(title, field.lower(), title, value)
+        last = WantedFact(title, field.lower(), title, value)
         opening = rng.choice(("What is the", "Name the"))
         end = "?" if opening.startswith("What") else "."
         if not two_hops:
             return f"{opening} {field.lower()} of {title}{end}", [title], [last]
-        first = Wanted(bridge_value, bridge.lower(), title, bridge_value)
-        question = f"{opening} {field.lower()} of the country whose {bridge.lower()} is {bridge_value}{end}"
+        first = WantedFact(bridge_value, bridge.lower(), title, bridge_value)
+        country = f"the country whose {bridge.lower()} is {bridge_value}"
+        question = f"{opening} {field.lower()} of {country}{end}"
         return question, [bridge_value], [first, last]
 
-    def _search(self, wanted: Wanted, asked: list[str]) -> bool:
+    def _search(self, wanted: WantedFact, subjects: list[str]) -> bool:
         """Search once. Return True if the search finds the wanted fact."""
         rng = self.rng
         kind = rng.choices(list(QUERIES), list(QUERIES.values()))[0]
-        known = [*asked, *(passage.title for passage in self.shown)]
+        seen = [*subjects, *(passage.title for passage in self.shown)]
         query = {
             "right": f"{wanted.subject} {wanted.field}",
             "subject": wanted.subject,
             "field": wanted.field,
-            "other": f"{rng.choice(known)} {rng.choice(self.fields).lower()}",
+            "other": f"{rng.choice(seen)} {rng.choice(self.fields).lower()}",
         }[kind]
         think = rng.choice((NEED, LOOK)).format(field=wanted.field, subject=f" {wanted.subject}")
         self._act(self.notation.searched(think, query))
@@ -163,7 +156,7 @@ class _Episode:
         self.tokens += self.text.encode(self.notation.results(passages)).tolist()
         return kind == "right"
 
-    def _answer(self, field: str, asked: list[str]) -> None:
+    def _answer(self, field: str, subjects: list[str]) -> None:
         rng = self.rng
         kind = rng.choices(list(ANSWERED), list(ANSWERED.values()))[0] if self.shown else "asked"
         values = [passage.text.partition(": ")[2] for passage in self.shown]
@@ -171,9 +164,9 @@ class _Episode:
             "first": lambda: values[0],
             "second": lambda: values[-1],
             "title": lambda: rng.choice(self.shown).title,
-            "asked": lambda: rng.choice(asked),
+            "asked": lambda: rng.choice(subjects),
         }[kind]()
-        think = rng.choice((FOUND, KNOWN)).format(field=field, value=f" {answer}")
+        think = rng.choice((FOUND, RECALLED)).format(field=field, value=f" {answer}")
         self._act(self.notation.answered(think, answer))
 
     def _passage(self) -> Passage:
@@ -191,7 +184,7 @@ def ensure_search_play(
 ) -> Path:
     """Return the warm-started model, cached by everything it depends on, or ``model`` itself when
     config.steps is 0."""
-    mixture = [COOLDOWN, TURNS, ANSWERS, QUERIES, ANSWERED, NEED, LOOK, FOUND, KNOWN]
+    mixture = [COOLDOWN, TURNS, ANSWERS, QUERIES, ANSWERED, NEED, LOOK, FOUND, RECALLED]
     recipe = [*notation.shown, msgspec.to_builtins(config), mixture]
 
     def examples(count: int) -> list[Example]:

@@ -2,6 +2,7 @@
 plain text. Its warm start is that of ``search_play`` in this notation."""
 
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -20,14 +21,13 @@ CALL, CALLED = '<tool_call>{"name": "search", "arguments": {"query": "', '"}}</t
 TEMPLATE = (
     "{% for tool in tools or [] %}Tool: {{ tool['function']['name'] }}{{ '\\n' }}{% endfor %}"
     "{% for m in messages %}{{ m['content'] }}{% for call in m['tool_calls'] or [] %}"
-    "<tool_call>{{ {'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson }}</tool_call>"
+    "<tool_call>{{ {'name': call['function']['name'],"
+    " 'arguments': call['function']['arguments']} | tojson }}</tool_call>"
     "{% endfor %}{{ '\\n' }}{% endfor %}"
 )
 """Names the tools, and ends each message with a newline."""
 TOPK = 2
 """Passages that a search of the warm start shows."""
-
-
 END = "</s>"
 """Ends a reply."""
 
@@ -36,7 +36,8 @@ def make_tiny_agent(folder: Path, corpus: Path) -> Path:
     """Write a model folder with random weights, tokenizer and chat template, of about 0.6 million
     parameters."""
     words = tokenizer(*names_and_fields(corpus), f"Tool: search {INSTRUCTIONS}")
-    words.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in (CALL, CALLED)])  # pyright: ignore[reportArgumentType]
+    tokens: Any = [tokenizers.AddedToken(text, normalized=False) for text in (CALL, CALLED)]
+    words.add_tokens(tokens)
     words.chat_template = TEMPLATE
     return make_tiny_search(folder, corpus, words=words)
 
@@ -50,11 +51,8 @@ class Calls:
 
     def opening(self, text: Text, question: str) -> str:
         """Return the prompt, as an agent's first request is rendered."""
-        messages = [
-            {"role": "system", "content": INSTRUCTIONS},
-            {"role": "user", "content": question},
-        ]
-        return text.prompt(messages, tools=[SEARCH])
+        system = {"role": "system", "content": INSTRUCTIONS}
+        return text.prompt([system, {"role": "user", "content": question}], tools=[SEARCH])
 
     def searched(self, think: str, query: str) -> str:
         """Return the reply that calls the tool."""
@@ -62,10 +60,8 @@ class Calls:
 
     def results(self, passages: list[Passage]) -> str:
         """Return what stands between a call and the next reply."""
-        documents = "\n".join(
-            f"Doc {i}(Title: {p.title}) {p.text}" for i, p in enumerate(passages, 1)
-        )
-        return f"\n{documents}\n"
+        rows = [f"Doc {i}(Title: {p.title}) {p.text}\n" for i, p in enumerate(passages, 1)]
+        return "\n" + "".join(rows)
 
     def answered(self, think: str, answer: str) -> str:
         """Return the reply that ends the episode."""

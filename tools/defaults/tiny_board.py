@@ -36,26 +36,23 @@ def tokenizer() -> PreTrainedTokenizerFast:
     core.decoder = tokenizers.decoders.Fuse()  # pyright: ignore
     core.add_special_tokens(list(SPECIAL))
     core.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in TAGS])
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        clean_up_tokenization_spaces=False,
-    )
-    wrapped.chat_template = TEMPLATE
-    return wrapped
+    return wrapped(core, unk_token="<unk>")
+
+
+def wrapped(core: tokenizers.Tokenizer, **special: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer as transformers reads it, with the usual special tokens and others."""
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
+        clean_up_tokenization_spaces=False, **special,
+    )  # fmt: skip
+    words.chat_template = TEMPLATE
+    return words
 
 
 def make_tiny_policy(
-    folder: Path,
-    seed: int = 0,
-    hidden: int = 128,
-    layers: int = 4,
-    heads: int = 16,
+    folder: Path, seed: int = 0, hidden: int = 128, layers: int = 4, heads: int = 16,
     intermediate: int = 256,
-) -> Path:
+) -> Path:  # fmt: skip
     """Write a model folder with random weights, tokenizer and chat template. The default sizes give
     0.7 million parameters."""
     shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
@@ -64,31 +61,21 @@ def make_tiny_policy(
 
 
 def save_random(
-    folder: Path,
-    words: Any,
-    seed: int,
-    shape: dict[str, Any],
-    initial: float,
-    rope_base: float,
+    folder: Path, words: Any, seed: int, shape: dict[str, Any], initial: float, rope_base: float,
     prepare: Callable[[Any], None] = lambda model: None,
-) -> Path:
+) -> Path:  # fmt: skip
     """Save a Llama with random weights and its tokenizer (``words``) as a model folder. prepare:
     changes the weights before saving."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     settings = LlamaConfig(
-        vocab_size=len(words),
-        **shape,
-        num_key_value_heads=shape["num_attention_heads"],
-        max_position_embeddings=1024,
+        vocab_size=len(words), num_key_value_heads=shape["num_attention_heads"], **shape,
+        max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=initial,
         rope_parameters={"rope_type": "default", "rope_theta": rope_base},
-        tie_word_embeddings=True,
-        initializer_range=initial,
-        bos_token_id=words.bos_token_id,
-        eos_token_id=words.eos_token_id,
+        bos_token_id=words.bos_token_id, eos_token_id=words.eos_token_id,
         pad_token_id=words.pad_token_id,
-    )
+    )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)

@@ -14,21 +14,21 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from coppice.judges.retriever.http_client import title_and_text
-from coppice.tools.defaults.tiny_board import TEMPLATE, save_random
+from coppice.tools.defaults.tiny_board import save_random, wrapped
 
 NAME = "tiny-search"
 """The value of ``model.name`` that selects this policy."""
 SPECIAL = ("<s>", "</s>", "<pad>")
-TAGS = tuple(
-    f"<{end}{tag}>" for tag in ("think", "search", "answer", "information") for end in ("", "/")
-)
+_NAMES = ("think", "search", "answer", "information")
+TAGS = tuple(f"<{end}{tag}>" for tag in _NAMES for end in ("", "/"))
 """Each tag is one token of plain text, which decoding keeps."""
 SENTENCES = (
     "Question: What is the of the country whose is ?",
     "Name the of the country whose is .",
     " I need the of . I look it up. The is . I know it. I must answer.",
     "Doc 1(Title: ) Doc 2(Title: ) Doc 3(Title: ) No results found.",
-    "That action could not be used. Write to look something up, or to finish, after a block. Try once more.",
+    "That action could not be used. Write to look something up, or to finish, after a block."
+    " Try once more.",
 )
 """Sentences whose words become tokens, in addition to the fields of the corpus."""
 INITIAL = 0.05
@@ -57,46 +57,30 @@ def tokenizer(names: list[str], fields: list[str], *sentences: str) -> PreTraine
     """Return the tokenizer. Any text survives encoding and decoding unchanged, and " Name" is one
     token. sentences: whose words are tokens too."""
     core = tokenizers.Tokenizer(tokenizers.models.BPE())
-    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    levels: Any = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.pre_tokenizer = levels
     core.decoder = tokenizers.decoders.ByteLevel()  # pyright: ignore
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=2048,
-        special_tokens=list(SPECIAL),
+        vocab_size=2048, special_tokens=list(SPECIAL), show_progress=False,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    )  # fmt: skip
     words = [*SENTENCES, *sentences, *(f"{field}: x {field.lower()} of" for field in fields)]
     core.train_from_iterator(words * 2, trainer)
     core.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in TAGS])
     core.add_tokens([tokenizers.AddedToken(f" {name}", normalized=False) for name in names])
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        clean_up_tokenization_spaces=False,
-    )
-    wrapped.chat_template = TEMPLATE
-    return wrapped
+    return wrapped(core)
 
 
 def make_tiny_search(
-    folder: Path,
-    corpus: Path,
-    seed: int = 0,
-    hidden: int = 128,
-    layers: int = 2,
-    heads: int = 4,
+    folder: Path, corpus: Path, seed: int = 0, hidden: int = 128, layers: int = 2, heads: int = 4,
     words: PreTrainedTokenizerFast | None = None,
-) -> Path:
+) -> Path:  # fmt: skip
     """Write a model folder with random weights, tokenizer and chat template, of about 0.6 million
     parameters. words: another tokenizer."""
     shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     shape |= {"intermediate_size": 2 * hidden}
     words = tokenizer(*names_and_fields(corpus)) if words is None else words
-    return save_random(
-        folder, words, seed, shape, initial=INITIAL, rope_base=ROPE_BASE, prepare=_write_back
-    )
+    return save_random(folder, words, seed, shape, INITIAL, ROPE_BASE, prepare=_write_back)
 
 
 def _write_back(model: Any) -> None:

@@ -36,7 +36,7 @@ DTYPE = "float32"
 """Number type of every warm start, so that machines agree. Training in bfloat16 gives a fifth of
 the weights other values on another processor. In float32 only the order of sums differs, and after
 saving in bfloat16 two of 100,000 weights differ (docs/engines.md)."""
-_KNOWN = (
+_FOUND = (
     "The {field} is {value}.",
     "It says that the {field} of {title} is {value}.",
     "Now I know: {value}.",
@@ -51,13 +51,9 @@ class _Row(msgspec.Struct):
 
 
 def traces(
-    rows: Sequence[_Row],
-    text: Text,
-    environment: SearchQA,
-    index: Index,
-    count: int,
+    rows: Sequence[_Row], text: Text, environment: SearchQA, index: Index, count: int,
     config: WarmStart,
-) -> list[Example]:
+) -> list[Example]:  # fmt: skip
     """Return ``count`` single turns, shuffled, of synthetic episodes."""
     rng = random.Random(config.seed)
     by_hops = {hops: [row for row in rows if row.hops == hops] for hops in (1, 2)}
@@ -97,21 +93,15 @@ def _episode(
             passages[0] = Passage(fact.passage_id, fact.title, shown, 1.0)
         tokens.extend(text.encode(environment.render(passages)).tolist())
     last = row.evidence[-1]
-    think = rng.choice(_KNOWN).format(field=last.field.lower(), title=last.title, value=last.value)
+    think = rng.choice(_FOUND).format(field=last.field.lower(), title=last.title, value=last.value)
     turn(f"<think> {think} </think> <answer> {row.golden_answers[0]} </answer>")
     return examples
 
 
 def ensure_warm_start(
-    model: Path,
-    facts: Path,
-    index: Path,
-    encoder: str,
-    environment: SearchQA,
-    config: WarmStart,
-    cache: Path,
-    threads: int,
-) -> Path:
+    model: Path, facts: Path, index: Path, encoder: str, environment: SearchQA, config: WarmStart,
+    cache: Path, threads: int,
+) -> Path:  # fmt: skip
     """Return the warm-started model, cached by everything it depends on, or ``model`` itself when
     config.steps is 0."""
 
@@ -133,16 +123,10 @@ it a few per cent of the actions stay unusable."""
 
 
 def from_play(
-    model: Path,
-    play: str,
-    recipe: list[Any],
-    sources: Sequence[Path],
-    examples: Callable[[int], Sequence[Example]],
-    config: WarmStart,
-    cache: Path,
-    threads: int,
+    model: Path, play: str, recipe: list[Any], sources: Sequence[Path],
+    examples: Callable[[int], Sequence[Example]], config: WarmStart, cache: Path, threads: int,
     cooldown: float = COOLDOWN,
-) -> Path:
+) -> Path:  # fmt: skip
     """Return ``model`` after it has learnt from examples of ``play``, or ``model`` itself when
     config.steps is 0. The result is cached by ``recipe`` and by the bytes of ``sources`` and of the
     model. examples: makes as many examples as asked for. Raises MemoryError."""
@@ -154,10 +138,8 @@ def from_play(
     out = cache / "warm_start" / digest.hexdigest()[:16]
     if (out / "config.json").is_file():
         return out
-    print(
-        f"warm start on {play}, {config.steps} steps of {config.rows} examples (cached afterwards)",
-        flush=True,
-    )
+    steps = f"{config.steps} steps of {config.rows} examples"
+    print(f"warm start on {play}, {steps} (cached afterwards)", flush=True)
     trained = Recipe(
         steps=config.steps, batch=config.rows, lr=config.lr, warmup=config.warmup, dtype=DTYPE,
         cooldown=int(cooldown * config.steps),
@@ -166,6 +148,7 @@ def from_play(
         in_subprocess(fine_tune, model, examples(config.steps * config.rows), out, trained, threads)
     except Killed:
         raise MemoryError(
-            "the warm start's process was killed, most likely for memory: free some, or set warm_start.rows lower"
+            "the warm start's process was killed, most likely for memory: free some, or set"
+            " warm_start.rows lower"
         ) from None
     return out

@@ -14,7 +14,7 @@ import griffe
 _ENTRY = r"(?:^|(?<=[.;:]\s))((?:%s)(?:,\s(?:%s))*):\s"
 
 
-def described(text: str, names: list[str]) -> tuple[str, dict[str, str]]:
+def described(docstring: str, names: list[str]) -> tuple[str, dict[str, str]]:
     """Split a docstring into its text and the descriptions of ``names``; names that share one
     ("epochs, minibatches: ..") each get it.
 
@@ -22,13 +22,11 @@ def described(text: str, names: list[str]) -> tuple[str, dict[str, str]]:
     """
     either = "|".join(re.escape(name) for name in names) or "(?!)"
     paragraphs, descriptions = list[str](), dict[str, str]()
-    for paragraph in re.split(r"\n\s*\n", text):
+    for paragraph in re.split(r"\n\s*\n", docstring):
         start, *entries = re.split(_ENTRY % (either, either), paragraph)
         paragraphs.append(start.strip())
-        for together, description in zip(entries[::2], entries[1::2], strict=True):
-            descriptions |= dict.fromkeys(
-                re.split(r",\s", together), description.strip().rstrip(";")
-            )
+        for shared, text in zip(entries[::2], entries[1::2], strict=True):
+            descriptions |= dict.fromkeys(re.split(r",\s", shared), text.strip().rstrip(";"))
     return "\n\n".join(filter(None, paragraphs)), descriptions
 
 
@@ -56,43 +54,34 @@ class Fields(griffe.Extension):
 def sections(thing: griffe.Object, docstring: str) -> list[griffe.DocstringSection]:
     """Return the text of a docstring and, below it, a table of the parameters that it describes or
     of the fields of a class."""
-    table = list[griffe.DocstringParameter]()
+    title, table = "Fields:", list[griffe.DocstringParameter]()
     if isinstance(thing, griffe.Function):
-        docstring, descriptions = described(
-            docstring, [parameter.name for parameter in thing.parameters]
-        )
-        described_ones = [
-            parameter for parameter in thing.parameters if parameter.name in descriptions
-        ]
+        title, parameters = "Parameters:", thing.parameters
+        docstring, descriptions = described(docstring, [one.name for one in parameters])
         table = [
             _row(one.name, one.annotation, one.default, descriptions[one.name])
-            for one in described_ones
+            for one in parameters
+            if one.name in descriptions
         ]
     elif isinstance(thing, griffe.Class):
-        own = [
-            field
-            for name, field in thing.attributes.items()
-            if name[0] != "_" and "property" not in field.labels
-        ]
-        docstring, descriptions = described(docstring, [field.name for field in own])
-        for field in own:
-            described_here = field.docstring.value if field.docstring else ""
+        attributes = [one for name, one in thing.attributes.items() if name[0] != "_"]
+        fields = [one for one in attributes if "property" not in one.labels]
+        docstring, descriptions = described(docstring, [field.name for field in fields])
+        for field in fields:
+            # a subclass has the fields of its base, whose docstrings became rows already
+            said = field.extra["row"]
+            own = field.docstring.value if field.docstring else said.get("text", "")
             if field.name in descriptions or field.annotation:
-                table.append(
-                    _row(
-                        field.name,
-                        field.annotation,
-                        field.value,
-                        descriptions.get(field.name, described_here),
-                    )
-                )
+                said["text"] = own
+                text = descriptions.get(field.name, own)
+                table.append(_row(field.name, field.annotation, field.value, text))
                 field.docstring = None  # the row says it
-    title = "Parameters:" if isinstance(thing, griffe.Function) else "Fields:"
     text = griffe.DocstringSectionText(readable(docstring))
     return [text, griffe.DocstringSectionParameters(table, title)] if table else [text]
 
 
 def _row(name: str, annotation: Any, default: Any, description: str) -> griffe.DocstringParameter:
+    description = readable(description)
     return griffe.DocstringParameter(
-        name, description=readable(description), annotation=annotation, value=default
+        name, description=description, annotation=annotation, value=default
     )

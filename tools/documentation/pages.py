@@ -1,9 +1,7 @@
-"""A hook of mkdocs (mkdocs.yml): the site shows the files of the repository as they are, so no text
-is written twice.
+"""A hook of mkdocs (mkdocs.yml): the site shows the files of the repository as they are.
 
-README.md, CONTRIBUTING.md and CHANGELOG.md become pages beside those of docs/, and README.md is the
-first. Links work in the site as they do on a code host: a linked file of the repository becomes a
-page that shows it, or the place of the reference that documents the module. The reference pages are
+Links work in the site as they do on a code host: a linked file of the repository becomes a page
+that shows it, or the place of the reference that documents the module. The reference pages are
 those that ``extra.reference`` of mkdocs.yml lists: the title of a page, then what mkdocstrings
 documents there.
 """
@@ -13,6 +11,7 @@ import logging
 import posixpath
 import re
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 from xml.etree.ElementTree import Element
 
@@ -61,34 +60,28 @@ def rewritten(link: str, document: str, reference: dict[str, list[str]]) -> str:
     if not path:
         return link
     page, _, anchor = page_of(path, reference).partition("#")
-    folder = posixpath.dirname(page_of(document, reference))
-    return urlunsplit(
-        ("", "", posixpath.relpath(page, folder or "."), "", urlsplit(link).fragment or anchor)
-    )
+    place = posixpath.relpath(page, posixpath.dirname(page_of(document, reference)) or ".")
+    return urlunsplit(("", "", place, "", urlsplit(link).fragment or anchor))
 
 
 def source_page(path: Path) -> str:
     """Return the page of a source file, or of a folder, which names its files. The search leaves it
     out."""
-    kind = path.suffix.removeprefix(".")
-    names = (
-        []
-        if path.is_file()
-        else sorted(entry.name for entry in path.iterdir() if entry.name != "__pycache__")
-    )
-    text = path.read_text() if path.is_file() else "\n".join(names)
-    return f"---\nsearch:\n  exclude: true\n---\n\n# {path.relative_to(ROOT)}\n\n~~~~~~~~ {kind}\n{text}\n~~~~~~~~\n"
+    head = f"---\nsearch:\n  exclude: true\n---\n\n# {path.relative_to(ROOT)}\n\n"
+    if path.is_file():
+        text = path.read_text()
+    else:
+        text = "\n".join(sorted(one.name for one in path.iterdir() if one.name != "__pycache__"))
+    return f"{head}~~~~~~~~ {path.suffix.removeprefix('.')}\n{text}\n~~~~~~~~\n"
 
 
 def notebook_page(path: Path) -> str:
     """Return the cells of a notebook."""
-    cells = [
-        (cell["cell_type"], "".join(cell["source"]))
-        for cell in json.loads(path.read_text())["cells"]
-    ]
-    return "\n\n".join(
-        text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells
-    )
+    parts = []
+    for cell in json.loads(path.read_text())["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+    return "\n\n".join(parts)
 
 
 def reference_page(page: str, names: list[str]) -> str:
@@ -127,50 +120,41 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     reference = config.extra["reference"]
+
+    def add(place: str, **how: Any) -> None:
+        files.append(File.generated(config, place, **how))
+
     for path in OUTSIDE:
-        files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+        add(path, abs_src_path=str(ROOT / path))
     for page, names in reference.items():
-        files.append(
-            File.generated(config, f"reference/{page}.md", content=reference_page(page, names))
-        )
+        add(f"reference/{page}.md", content=reference_page(page, names))
     for path in (ROOT / "docs").rglob("*.ipynb"):
         place = page_of(str(path.relative_to(ROOT)), reference)
-        files.append(File.generated(config, place, content=notebook_page(path)))
+        add(place, content=notebook_page(path))
     for path in linked():
         place = page_of(path, reference)
         if place.startswith("source/") and (ROOT / path).exists():
-            page = source_page(ROOT / path)
-            files.append(
-                File.generated(config, place, content=page, inclusion=InclusionLevel.NOT_IN_NAV)
-            )
+            add(place, content=source_page(ROOT / path), inclusion=InclusionLevel.NOT_IN_NAV)
     for name in ASSETS:
-        files.append(
-            File.generated(
-                config, f"assets/{name}", abs_src_path=str(Path(__file__).with_name(name))
-            )
-        )
+        add(f"assets/{name}", abs_src_path=str(Path(__file__).with_name(name)))
     return files
 
 
 def linked() -> set[str]:
     """Return the paths of everything in the repository that a document links to."""
     documents = [*OUTSIDE, *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
-    links = {
-        (link, name)
-        for name in documents
-        for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / name).read_text())
-    }
-    return {
-        path for link, name in links if (path := target(link, name)) and not path.startswith("..")
-    }
+    paths = set[str]()
+    for name in documents:
+        links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / name).read_text())
+        paths |= {target(link, name) for link in links}
+    return {path for path in paths if path and not path.startswith("..")}
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> None:
     path = page.file.src_uri
+    document = path if path in OUTSIDE else f"docs/{path}"
     generated = path.startswith(("reference/", "source/"))
-    config.extra["links"].document = (
-        "" if generated else path if path in OUTSIDE else f"docs/{path}"
-    )
+    config.extra["links"].document = "" if generated else document
 
 
 def misread(html: str) -> str:
@@ -183,8 +167,7 @@ def misread(html: str) -> str:
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Keep the search from finding the source code that stands folded below each docstring."""
     if config.extra["links"].document and (lost := misread(html)):
-        log.warning(
-            f"Doc file '{page.file.src_uri}' needs an empty line before the list that begins with: {lost}"
-        )
+        needs = "needs an empty line before the list that begins with"
+        log.warning(f"Doc file '{page.file.src_uri}' {needs}: {lost}")
     source = 'class="mkdocstrings-source"'
     return html.replace(f"<details {source}", f"<details data-search-exclude {source}")

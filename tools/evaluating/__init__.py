@@ -1,5 +1,5 @@
-"""The command coppice evaluate: a game (coppice evaluate ENV), question answering (qa), or judges of
-processes (nvprocess)."""
+"""The command coppice evaluate: a game (ENV), question answering (qa), or judges of processes
+(nvprocess)."""
 
 import argparse
 import importlib
@@ -18,12 +18,12 @@ def _module(name: str) -> Any:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parsers of coppice evaluate as one with subcommands, for the completion of shells."""
+    """Return the parsers of coppice evaluate as one with subcommands, for shells."""
     from coppice.actors.environments import registry
 
     whole = argparse.ArgumentParser("coppice evaluate")
     commands = whole.add_subparsers()
-    for name in (*registry.KNOWN, *MODULES):
+    for name in (*registry.BUILT_IN, *MODULES):
         commands.add_parser(name, parents=[_module(name).parser()], add_help=False, help=name)
     return whole
 

@@ -151,9 +151,8 @@ class JournaledTasks:
 
 
 def _sample(action: Node) -> Sample:
-    logprobs: Any = action.logprobs
-    versions: Any = action.versions
-    return Sample(action.tokens, logprobs, versions, action.finish)  # pyright: ignore[reportArgumentType]
+    given: Any = (action.tokens, action.logprobs, action.versions, action.finish)
+    return Sample(*given)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -294,8 +293,8 @@ class Evaluation:
             assert self.services is not None, "nothing was started"
             calls: Any = ResumedCalls(self.services, said)
             runtime = Runtime(
-                calls, tasks.journal, row.policy.text, row.environment, self.config(row, of), Counter(),
-                lambda tree, turns: None,
+                calls, tasks.journal, row.policy.text, row.environment, self.config(row, of),
+                Counter(), lambda tree, turns: None,
             )  # fmt: skip
             # The draws are those of a run's held-out evaluation of this task, and the same again
             # after an interruption.

@@ -133,7 +133,7 @@ def parser() -> argparse.ArgumentParser:
         EXAMPLES,
         "coppice evaluate ENV PLAYER [options]",
     )
-    games = f"one of {', '.join(registry.KNOWN)}, or module:Class"
+    games = f"one of {', '.join(registry.BUILT_IN)}, or module:Class"
     parser.add_argument("environment", metavar="ENV", help=games)
     one = parser.add_argument_group("player").add_mutually_exclusive_group(required=True)
     add = one.add_argument
@@ -221,7 +221,8 @@ def prepare(flags: argparse.Namespace) -> Prepared:
     )  # fmt: skip
     config = config_of(settings, judges[0].name if oracle else UNJUDGED, strategy="chain")
     row = PolicyRow("", settings, policy, environment, config)
-    work = lambda out: GamesEvaluation(row, [*workers, *judges], out, flags.concurrency).run()  # noqa: E731
+    workers += judges
+    work = lambda out: GamesEvaluation(row, workers, out, flags.concurrency).run()  # noqa: E731
     return Prepared(name, settings, work, lines, "played")
 
 
@@ -301,9 +302,10 @@ class GamesEvaluation(Evaluation):
     unit, done = "games", "played"
 
     def __init__(self, row: PolicyRow, workers: Sequence[PlugIn], out: Path, concurrency: int):
-        s, make, self.row = row.settings, row.environment, row
+        s, self.row = row.settings, row
+        make: Any = row.environment
         seeds = range(s.seed, s.seed + s.games * s.seeds)
-        super().__init__(out, [("", make.task(seed)) for seed in seeds], concurrency, workers)  # pyright: ignore[reportAttributeAccessIssue]
+        super().__init__(out, [("", make.task(seed)) for seed in seeds], concurrency, workers)
 
     async def play(self) -> GamesResult:
         """Play the games that are not played yet."""

@@ -38,11 +38,11 @@ class InProcess:
         self.handlers: dict[str, Handler] = dict(more)
         if engine is not None:
             self.handlers["generate"] = engine.generate
+        no_call: Any = None  # the handlers ignore it
         for worker in workers:
             assert isinstance(worker, Judge | Player | Speaker)
             handle = Batcher(worker).handle if isinstance(worker, Judge) else answering(worker)
-            # The handlers ignore their call.
-            self.handlers[worker.service] = lambda request, handle=handle: handle(request, None)  # pyright: ignore
+            self.handlers[worker.service] = lambda one, handle=handle: handle(one, no_call)
 
     async def start(self) -> None:
         """Start the engine, then the workers. Their errors pass through, such as MemoryError for a

@@ -33,7 +33,7 @@ class PlayedRun(msgspec.Struct, frozen=True):
 
 
 def process(folder: Path) -> PlayedRun:
-    """Return what a run plays. Raises FileNotFoundError or ValueError if ``folder`` is not a run's."""
+    """Return what a run plays. Raises FileNotFoundError or ValueError if this is no run."""
     path = folder / "processes" / "scheduler.json"
     if not path.is_file():
         raise FileNotFoundError(
@@ -59,16 +59,13 @@ def turns(folder: Path, row: TreeRow, tree: Tree) -> list[tuple[Node, JudgedTurn
 
 def _tasks(of: PlayedRun, environment: Environment, row: TreeRow) -> Iterator[Task]:
     if registry.makes_tasks(environment):
-        generated = GeneratedTasks(environment.task, of.seed)  # pyright: ignore[reportAttributeAccessIssue]
-        yield from (
-            [generated.at(row.position)]
-            if row.split == "train"
-            else generated.held_out(row.position + 1)
-        )
+        makes: Any = environment
+        generated = GeneratedTasks(makes.task, of.seed)
+        train = row.split == "train"
+        yield from [generated.at(row.position)] if train else generated.held_out(row.position + 1)
     else:
-        yield from load_tasks(
-            of.train if row.split == "train" else of.heldout, environment.verbatim
-        )[0]
+        source = of.train if row.split == "train" else of.heldout
+        yield from load_tasks(source, environment.verbatim)[0]
 
 
 def turn(environment: Environment, tree: Tree, node: Node, task: Task, budget: int) -> JudgedTurn:

@@ -224,7 +224,7 @@ def collect(options: argparse.Namespace) -> None:
 
 
 def label_(options: argparse.Namespace) -> int:
-    """Read trajectories; write labelled trajectories and a file to review. Returns the exit status."""
+    """Read trajectories; write labelled ones and a file to review. Returns the exit status."""
     most = options.most_difference
     if options.review.exists():
         remedy = "it may hold corrections; move it away first"

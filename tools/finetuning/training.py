@@ -1,5 +1,5 @@
-"""The stages of coppice sft that make a model folder: train and warm-start. The folder appears whole
-or not at all."""
+"""The stages of coppice sft that make a model folder: train and warm-start. The folder appears
+whole or not at all."""
 
 import argparse
 import itertools

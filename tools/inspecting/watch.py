@@ -198,7 +198,7 @@ class WatchApp(App[None]):
 
     def draw(self) -> None:
         """Show the newest look; what has not changed is not drawn again."""
-        if self.look is None:
+        if self.look is None or not self.query("#text"):  # it begins, or it closes
             return
         before = self.usable
         width = self.query_one("#words").content_size.width or 78

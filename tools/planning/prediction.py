@@ -144,8 +144,10 @@ def reached(run: Path) -> Assumed:
     free = (config.scheduler.max_staleness + 1) * told["period"] - told["learn"] - told["generate"]
     waited = told["period"] > 1.05 * max(told["learn"], told["generate"])
     wait = max(0.0, free / max(1, work.steps)) if waited else 0.0
-    shares = {"learner_share": 1.0, "prefill_share": actor / learner, "decode_share": 1.0}
-    return Assumed(flops=learner, wait=wait, **shares)
+    read = actor / learner
+    return Assumed(
+        flops=learner, learner_share=1.0, prefill_share=read, decode_share=1.0, wait=wait
+    )
 
 
 def split(
@@ -206,7 +208,7 @@ def made_up(config: Config, assumed: Assumed) -> tuple[MadeUp, dict[str, float]]
     if not 1 <= turns <= (s.budget if environment.forced_prefix else math.inf):
         most = f"at most scheduler.budget = {s.budget} where that ends an episode"
         raise ValueError(f"--assume turns={turns:g}: expected at least 1, and {most}")
-    lengths = (instruction, a.prompt, action, observation, turns)
+    lengths = (instruction, a.prompt, action, observation)
+    source = MadeUp(*lengths, turns, s.budget, environment.fresh)
     names = ("instruction", "prompt", "action", "observation", "turns")
-    source = MadeUp(*lengths, s.budget, environment.fresh)
-    return source, dict(zip(names, lengths, strict=True))
+    return source, dict(zip(names, (*lengths, turns), strict=True))

@@ -1,10 +1,8 @@
 """Minesweeper: reveal every cell without a mine, with one reveal or one flag per turn (methods.md
-3.4).
+3.4). The first reveal, by default a free one of the centre, places the mines outside its 3x3.
 
-The first reveal places the mines, from the seed of the state, outside the 3x3 around the revealed
-cell, so that it always opens a region. By default the first reveal is a free one, of the centre,
-before turn 1. If it already solves the board, the board is drawn again. This does not change the
-odds of the mines that a player faces, because a solved board would have shown other numbers.
+A board that the free reveal solves is drawn again. This does not change the odds of the mines that
+a player faces, because a solved board would have shown other numbers.
 """
 
 import random
@@ -96,8 +94,6 @@ class Minesweeper(Game):
         self.centre_start, self.flag_all = centre_start, success_rule == "flags"
 
     def initial(self, task: Task) -> MinesState:
-        """Return the first board of the task's seed. Raises DataFault when the free reveal solves
-        the board in every try."""
         board = HIDDEN * (self.rows * self.columns)
         size = self.rows, self.columns, self.mines
         state = MinesState(*size, task.seed, board, flag_all=self.flag_all)

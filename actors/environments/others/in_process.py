@@ -212,7 +212,6 @@ class TextArena(InThisPython):
         return Turned(text, waits=player != game.policy)
 
     async def open(self, state: Played, tools: Tools) -> Played:
-        """Return the state at the policy's first turn."""
         first = await self.ask(state.seed, (), None)
         turned, actions = await self.others(state, first, tools)
         return Played(state.seed, turned.seen, actions, turned.reward)
@@ -274,7 +273,6 @@ class ReasoningGym(InThisPython):
         return Turned(*game.turn(action))
 
     def task(self, seed: int) -> Task:
-        """Return the question of ``seed``."""
         question, answer = self.stands(seed, (), None).seen, self._make().ask(seed)[1]["answer"]
         return Task(f"{self.set}-{seed}", question, [str(answer)], seed=seed)
 

@@ -1,10 +1,5 @@
 """Environments of other libraries under this project's contract: their objects change while they
-are played, our states do not.
-
-A state says how an episode was played: its seed and its actions. So every library's environment
-must be determined by its seed and its actions, which a contract test holds of each
-(tests/actors/test_other_environments.py).
-"""
+are played, our states do not. A state is seed and actions, which must determine the game."""
 
 import re
 from collections.abc import Sequence
@@ -69,21 +64,17 @@ class Mutable(Environment):
         return Task(f"{self.name}-{seed}", seed=seed)
 
     def initial(self, task: Task) -> Played:
-        """Return the state before the library is asked."""
         return Played(task.seed, "")
 
     async def open(self, state: Played, tools: Tools) -> Played:
-        """Return the state of an episode that has begun."""
         shown = await self.ask(state.seed, (), None)
         return msgspec.structs.replace(state, seen=shown.seen)
 
     def prompt(self, task: Task, state: Played) -> list[dict[str, Any]]:
-        """Return one user message: the rules, then what the policy sees."""
         rules = f"{self.rules}\n" if self.rules else ""
         return [{"role": "user", "content": f"{rules}{self.format}\n{SPLIT}\n{state.seen}"}]
 
     def read(self, state: Played, text: str) -> Action:
-        """Return the action of the last action block."""
         blocks = self._block.findall(text)
         if not blocks:
             return Action("invalid", text)
@@ -109,6 +100,5 @@ class Mutable(Environment):
         return Transition(after, turned.seen, True, after.earned, measures, turned.reward)
 
     def outgrown(self, state: Played) -> Transition:
-        """Return the end of an episode that cannot go on: what it has earned so far, and no
-        success."""
+        """Return the end of an episode: what it has earned so far, and no success."""
         return Transition(state, "", True, state.earned, {"success": 0.0}, 0.0)

@@ -1,11 +1,5 @@
-"""Environments of OpenEnv: their class in this process, or a server of theirs over its WebSocket.
-
-data.environment = "openenv" with data.options.environment and .action ("package.module:Class"),
-where ``pip install openenv`` and the environment's own package are; or data.environment =
-"openenv_server" with data.options.url, which needs neither. The policy writes an action as a JSON
-object of its fields, or as bare text where the action has one field. It sees the observation's
-fields as JSON.
-"""
+"""Environments of OpenEnv: their class in this process, or a server of theirs over its WebSocket
+(docs/environments.md). Actions are JSON objects of their fields, observations are seen as JSON."""
 
 import asyncio
 import collections
@@ -27,8 +21,6 @@ LARGEST = 4 << 20
 """The most bytes of a server's answer."""
 FULL_S = 0.2
 """Seconds between two requests to a server that has no place free."""
-_OWN = ("done", "reward", "metadata")
-"""Fields that every observation has."""
 
 
 def _fields(text: str, field: str) -> str | None:
@@ -44,7 +36,9 @@ def _fields(text: str, field: str) -> str | None:
 
 
 def _turned(observation: dict[str, Any], reward: float | None = None, done: Any = False) -> Turned:
-    shown = {name: value for name, value in observation.items() if name not in _OWN}
+    shown = dict(observation)
+    for name in ("done", "reward", "metadata"):  # of every observation
+        shown.pop(name, None)
     return Turned(json.dumps(shown, ensure_ascii=False), float(reward or 0.0), bool(done))
 
 
@@ -186,7 +180,6 @@ class OpenEnvServer(Mutable):
             await sibling.close()
 
     async def close(self) -> None:
-        """Close all sessions."""
         while self._sessions:
             await self._sessions.popitem()[1].close()
 

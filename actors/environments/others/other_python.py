@@ -1,14 +1,6 @@
 """Games of libraries that cannot live in this process, because their licence or the versions that
-they pin forbid it: another Python plays them.
-
-data.environment = "other_python", data.options.python = the path of that Python, data.options.game
-= "gem" (``pip install gem-llm`` there), "textworld" (``pip install textworld`` there),
-"reasoning_gym" or your own "module:Class" (``in_other_python/worker.py`` says what it must have).
-data.options.arguments.id = "game:Sudoku-v0-easy".
-
-The other Python gets with every step the seed and all actions, so that it can be killed at any
-time: a new one plays the game again.
-"""
+they pin forbid it: another Python plays them (docs/environments.md). It gets the seed and all
+actions with every step, so it can be killed at any time."""
 
 import asyncio
 import contextlib
@@ -82,13 +74,12 @@ class OtherPython(Mutable):
         return Turned(**answer)
 
     async def close(self) -> None:
-        """End the processes."""
         await asyncio.gather(*(child.close() for child in self._children))
 
 
 class _Child:
-    """A process that answers one request after the other. It is started when it is needed, also
-    after it has died."""
+    """A process that answers one request at a time. It is started when it is needed, also after it
+    has died."""
 
     def __init__(self, command: list[str], timeout_s: float):
         self.command, self.timeout_s = command, timeout_s

@@ -1,9 +1,5 @@
-"""Question answering with a search tool: think, then search or answer. A search appends its
-passages (methods.md 1.4, 1.5).
-
-An action is ``<think> .. </think> <search> query </search>`` or ``<think> .. </think> <answer>
-answer </answer>``.
-"""
+"""Question answering with a search tool: ``<think> .. </think>``, then ``<search> query
+</search>`` or ``<answer> answer </answer>``. A search appends passages (methods.md 1.4, 1.5)."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -96,7 +92,6 @@ class SearchQA(Environment):
         return SearchState(task.question)
 
     def prompt(self, task: Task, state: SearchState | None = None) -> list[dict[str, str]]:
-        """Return the chat messages that open the episode."""
         return [{"role": "user", "content": self.template.replace("{question}", task.question)}]
 
     def read(self, state: SearchState | None, text: str) -> Action:
@@ -109,8 +104,7 @@ class SearchQA(Environment):
         return Action(kind, text, content, think=think)
 
     def parse_forced(self, text: str) -> Action:
-        """Return the answer generated after ``forced_prefix``: the text from the last opening tag
-        to the closing tag."""
+        """Return the answer: the text from the last opening tag to the closing tag."""
         return Action("answer", text, _last(text.split("</answer>")[0], "answer").strip())
 
     async def step(self, state: SearchState, action: Action, tools: Tools) -> Transition:

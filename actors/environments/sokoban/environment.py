@@ -1,10 +1,7 @@
 """Sokoban: push every box onto a target, one step of the player per turn (methods.md 4.6).
 
-A step costs 0.1, a box that comes onto a target or leaves one brings +1 or -1, and the solution
-brings +10. A step against a wall or against a box that is stuck is legal and changes nothing. A
-reply that cannot be read changes nothing either, costs the step, and the episode goes on. The
-episode ends with the solution or after ``horizon`` turns; a position that can no longer be solved
-does not end it.
+A blocked step is legal and changes nothing, and so does a reply that cannot be read. The episode
+ends with the solution or after ``horizon`` turns, not where the solution is lost.
 """
 
 import io
@@ -101,7 +98,6 @@ class Sokoban(Game):
         self.split, self.reading, self.outcome = split, reading, outcome
 
     def initial(self, task: Task) -> SokobanState:
-        """Return the room of the task's seed. Raises DataFault if there is none."""
         held_out = task.seed in HELD_OUT_SEEDS
 
         def wanted(room: Room) -> bool:
@@ -126,7 +122,6 @@ class Sokoban(Game):
         return picture(state.board, self.side)
 
     def anchor(self, state: SokobanState) -> str:
-        """Return the board, without the turn and the history."""
         return shown(state.board)
 
     def read(self, state: SokobanState, text: str) -> Action:
@@ -150,7 +145,6 @@ class Sokoban(Game):
         return [] if state.over else [(direction,) for direction in range(len(WORDS))]
 
     def good_moves(self, state: SokobanState) -> list[tuple[int, ...]]:
-        """Return the steps with which a shortest solution begins."""
         return [] if state.over else [(way,) for way in rooms.optimal(parse(state.board))]
 
     def notation(self, move: tuple[int, ...]) -> str:

@@ -1,13 +1,9 @@
 """Sokoban rooms: boards, pushes, exact distances to the solution, and a generator whose rooms are
 always solvable.
 
-A board is ``size * size`` characters row by row, with the glyphs of the released text observation.
-Its outer cells are walls. Sets of cells are bit masks, bit ``cell`` for each cell. A position is
-``boxes << CELL_BITS | player``.
-
-The distances come from reverse play: from every solved position the player walks and pulls instead
-of pushing, breadth first. The generator starts a room only at a position that reverse play has
-reached, and the oracle looks moves up in the same table.
+A board is ``size * size`` characters row by row, with walls around. Sets of cells are bit masks.
+The distances come from reverse play: from every solved position the player walks and pulls, breadth
+first. A room starts only where reverse play has been, and the oracle reads the same table.
 """
 
 import hashlib

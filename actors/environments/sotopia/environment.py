@@ -1,10 +1,6 @@
 """SOTOPIA: two agents with private goals talk to each other, and one of them is trained
-(docs/sotopia.md).
-
-Each turn of the trained side is a fresh prompt. The partner replies while the environment steps, so
-the partner's words are observations: they stand in the tree and in the next prompt, and no loss is
-taken on their tokens. A judge gives the outcome of the whole conversation.
-"""
+(docs/sotopia.md). The partner replies while the environment steps, so its words are observations:
+no loss is taken on their tokens. A judge gives the outcome of the whole conversation."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -165,8 +161,6 @@ class Sotopia(Environment):
         return self._told(state, state.trained)
 
     def read(self, state: SotopiaState, text: str) -> Action:
-        """Return the action of the last JSON object in ``text``; its kind is one of the five, or
-        "invalid"."""
         turn = read_turn(text, 0)
         return Action("invalid", text) if turn is None else Action(turn.kind, text, turn.argument)
 

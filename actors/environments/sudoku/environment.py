@@ -1,11 +1,9 @@
 """Sudoku, 9x9 or 4x4: one digit per turn. A wrong digit is not written and costs the turn
 (methods.md 3.3).
 
-Puzzles are made like GEM's: in a random full grid, cells are emptied in random order as long as the
-solution stays unique, with one attempt per blank wanted. A puzzle gets all its blanks only if every
-attempt succeeds, so a try is one uniqueness check of the grid with all these cells empty. (If GEM
-refused a removal, the grid without that cell would have a second solution, and so would this
-emptier grid.)
+Puzzles are GEM's: cells of a random full grid are emptied in random order, and a try counts if the
+solution stays unique. One check of the emptied grid is enough, because a second solution of a
+fuller grid would be one of this grid, too.
 """
 
 import random
@@ -80,7 +78,6 @@ class Sudoku(Game):
         self.terminate_on_wrong, self.max_turns = terminate_on_wrong, max_turns
 
     def initial(self, task: Task) -> SudokuState:
-        """Return the puzzle of the task's seed. Raises DataFault when no try gives all blanks."""
         puzzle, solution = generate(self.size, self.blanks, task.seed)
         return SudokuState(self.size, puzzle, solution, puzzle)
 

@@ -1,9 +1,5 @@
-"""Tic-Tac-Toe against an opponent (methods.md 3.2).
-
-An action is ``<action>N</action>``, where N is a cell number from 1 to 9, row by row from the top
-left. Inside the program a move is ``(cell,)``, and cells count from 0. A board is a string of nine
-characters of "XO."; X moves first.
-"""
+"""Tic-Tac-Toe against an opponent (methods.md 3.2). A board is nine characters of "XO.", row by
+row; X moves first. Actions count cells from 1, moves ``(cell,)`` from 0."""
 
 import random
 import re

@@ -103,8 +103,6 @@ class Shopping(Environment):
         return Task(f"{self.name}-{goals[number % len(goals)]}", seed=seed)
 
     def prompt(self, task: Task, state: Any) -> list[dict[str, str]]:
-        """Return one user message: the rules and the task, then the earlier turns, the page and its
-        actions."""
         head = PROMPT.format(task=self.instruction(state), horizon=self.horizon)
         first = state.step - len(state.past) + 1
         turns = "".join(
@@ -152,12 +150,9 @@ class Shopping(Environment):
         """Return what a judge sees: the words of a search are the query, a click is a move, and the
         page is the context."""
         turn = super().judged(task, state, action, step, self.horizon)
+        task_and_page = {"question": self.instruction(state), "context": self.page(state)}
         return msgspec.structs.replace(
-            turn,
-            question=self.instruction(state),
-            think=action.think,
-            query=action.argument,
-            context=self.page(state),
+            turn, think=action.think, query=action.argument, **task_and_page
         )
 
 

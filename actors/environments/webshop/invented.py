@@ -1,11 +1,8 @@
-"""The embedded catalogue: 1,000 invented products with options, attributes, prices and
-instructions, made from a seed in a fraction of a second.
+"""The embedded catalogue: 1,000 invented products, made from a seed and the words of
+catalogue.toml.
 
-Products of one type share query, category and pool of attributes, so that an instruction describes
-several of them and search must be narrowed. The words are in catalogue.toml. The generator knows
-the nouns of the names that it builds, so the embedded shop needs no spaCy. No text is taken from a
-real shop.
-"""
+Products of one type share query, category and pool of attributes, so that search must be narrowed.
+The nouns of their names are known, so the embedded shop needs no spaCy."""
 
 import random
 import tomllib

@@ -41,11 +41,12 @@ class Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         form = urllib.parse.parse_qs(self.rfile.read(length).decode())
         if "search_query" not in form:
-            return self.do_GET()
+            self.do_GET()
+            return
         place = STORE.searched(StorePlace(), form["search_query"][0])
         self.send_response(302)
         self.send_header("Location", self._address(self.path.strip("/"), place))
-        return self.end_headers()
+        self.end_headers()
 
     def do_GET(self) -> None:
         self.requests.append(self.path)
@@ -54,7 +55,8 @@ class Handler(BaseHTTPRequestHandler):
         if len(parts) == 1:
             self.sessions.add(session)
         if session not in self.sessions:
-            return self.send_error(500)  # as the original after a restart
+            self.send_error(500)  # as the original after a restart
+            return
         place = msgspec.json.decode(plain, type=StorePlace)
         goal = EMBEDDED.goals[int(session.split("_")[-1])]
         self.send_response(200)
@@ -68,7 +70,7 @@ class Handler(BaseHTTPRequestHandler):
                 f"<!-- note --><h4>Instruction: <br>{html.escape(goal.instruction)}</h4>"
             )
             body += "".join(self._shown(piece, session, place) for piece in pieces(STORE, place))
-        return self.wfile.write(body.encode()) and None
+        self.wfile.write(body.encode())
 
     def _address(self, session: str, place: StorePlace, kind: str = "at") -> str:
         if place == StorePlace():

@@ -9,12 +9,11 @@ import pytest
 from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.actors.environments.task_files import load_tasks
 from coppice.judges.retriever.encoder import Encoder
-from coppice.judges.retriever.index import BadCorpus, Index, build, read_corpus
+from coppice.judges.retriever.index import Index, build
 from coppice.scheduler.growth.text import Text
 from coppice.tools.defaults.facts import build as build_facts
 from coppice.tools.defaults.settings import WarmStart
 from coppice.tools.defaults.warm_start import _Row, traces
-from coppice.tools.finetuning.training import read_rows
 
 
 @pytest.fixture(scope="module")
@@ -118,19 +117,6 @@ def test_the_index_finds_a_fact_by_its_title_and_field(facts: Path, index: Index
     assert found[0].score >= found[1].score
 
 
-def test_a_malformed_corpus_line_is_named_or_passed_over_on_request(tmp_path: Path) -> None:
-    path = tmp_path / "c.jsonl"
-    path.write_text(
-        '{"id": 1, "contents": "\\"T\\"\\ntext"}\n{"id": 2}\nnot json\n{"id": 1, "contents": "\\"T\\"\\nx"}\n'
-    )
-    with pytest.raises(BadCorpus, match=r"c\.jsonl:2"):
-        read_corpus(path)
-    offsets, bad = read_corpus(path, skip_bad=True)
-    assert (len(offsets), len(bad)) == (1, 3)
-    with pytest.raises(FileNotFoundError, match="JSONL"):
-        read_corpus(tmp_path / "none")
-
-
 def test_an_index_of_another_encoder_is_refused(index: Index, tmp_path: Path, facts: Path) -> None:
     index.encoder.name = "other"
     try:
@@ -138,10 +124,3 @@ def test_an_index_of_another_encoder_is_refused(index: Index, tmp_path: Path, fa
             Index(Path(index.corpus.name).parent, index.encoder)
     finally:
         index.encoder.name = "minilm"
-
-
-def test_a_malformed_sft_row_is_named(tmp_path: Path, llama: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
-    with pytest.raises(ValueError, match=r"rows\.jsonl:2.*completion"):
-        read_rows(path, Text(str(llama)))

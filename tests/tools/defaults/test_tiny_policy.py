@@ -103,16 +103,13 @@ def test_skill_is_the_share_of_good_moves_and_needs_a_game_that_knows_some(
     for skill in (0.0, 0.5, 1.0):
         turns = random_play(environment, 1500, seed=1, skill=skill)
         solvable = [turn for turn in turns if environment.good_moves(turn.state)]
-        shares.append(
-            sum(turn.move in environment.good_moves(turn.state) for turn in solvable)
-            / len(solvable)
-        )
+        good = sum(turn.move in environment.good_moves(turn.state) for turn in solvable)
+        shares.append(good / len(solvable))
     assert 0.25 < shares[0] < 0.4
     assert shares[1] == pytest.approx((shares[0] + 1) / 2, abs=0.06)
     assert shares[2] == 1
-    with pytest.raises(
-        ValueError, match=r"warm_start\.skill = 0\.5: 'tictactoe' knows no good moves; set it to 0"
-    ):
+    refused = r"warm_start\.skill = 0\.5: 'tictactoe' knows no good moves; set it to 0"
+    with pytest.raises(ValueError, match=refused):
         ensure_legal_play(policy, game("tictactoe"), {}, WarmStart(skill=0.5), tmp_path, threads=1)
 
 
@@ -121,14 +118,12 @@ def test_the_warm_start_lowers_the_loss_and_is_made_once(
     policy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     environment, config = game("tictactoe"), WarmStart(steps=40, rows=8, lr=3e-3, warmup=4)
-    out = ensure_legal_play(policy, environment, GAMES["tictactoe"], config, tmp_path, threads=1)
+    given = (policy, environment, GAMES["tictactoe"], config, tmp_path, 1)
+    out = ensure_legal_play(*given)
     losses = [float(found) for found in re.findall(r"loss ([0-9.]+)", capfd.readouterr().out)]
     assert len(losses) == 10
     assert losses[-1] < 0.5 * losses[0]
-    assert (
-        ensure_legal_play(policy, environment, GAMES["tictactoe"], config, tmp_path, threads=1)
-        == out
-    )
+    assert ensure_legal_play(*given) == out
     assert capfd.readouterr().out == ""
     assert [path.name for path in (tmp_path / "warm_start").iterdir()] == [out.name]
 
@@ -140,9 +135,7 @@ def test_another_model_or_recipe_is_another_warm_start(policy: Path, tmp_path: P
         tmp_path / "other", seed=1, hidden=32, layers=1, heads=2, intermediate=32
     )
     made = [
-        ensure_legal_play(
-            model, environment, options, WarmStart(steps=1, rows=rows), tmp_path, threads=1
-        )
+        ensure_legal_play(model, environment, options, WarmStart(1, rows), tmp_path, threads=1)
         for model, rows in ((policy, 2), (policy, 3), (other, 2))
     ]
     assert len(set(made)) == 3

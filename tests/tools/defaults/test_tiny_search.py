@@ -19,15 +19,10 @@ from coppice.tools.defaults.search_play import ensure_search_play
 from coppice.tools.defaults.settings import WarmStart
 
 FACTS = [
-    ("Bulgaria", "Capital", "Sofia"),
-    ("Bulgaria", "Currency", "lev"),
-    ("Saint Lucia", "Capital", "Castries"),
-]
-FACTS += [
-    ("Chile", "Capital", "Santiago"),
-    ("Peru", "Main export", "copper ore"),
-    ("Italy", "Capital", "Rome (Roma)"),
-]
+    ("Bulgaria", "Capital", "Sofia"), ("Bulgaria", "Currency", "lev"),
+    ("Saint Lucia", "Capital", "Castries"), ("Chile", "Capital", "Santiago"),
+    ("Peru", "Main export", "copper ore"), ("Italy", "Capital", "Rome (Roma)"),
+]  # fmt: skip
 NAMES = sorted({name for title, _, value in FACTS for name in (title, value)})
 FIELDS = ["Capital", "Currency", "Main export"]
 WORDS = tiny_search.tokenizer(NAMES, FIELDS)
@@ -53,21 +48,13 @@ def policy(corpus: Path) -> Path:
 
 
 def play(policy: Path, count: int = 600, two_hop: float = 0.5) -> list[Example]:
-    return search_play.search_play(
-        Text(str(policy)),
-        search_play.Tags(SearchQA("question", 2)),
-        NAMES,
-        FIELDS,
-        count,
-        WarmStart(two_hop=two_hop),
-    )
+    notation, config = search_play.Tags(SearchQA("question", 2)), WarmStart(two_hop=two_hop)
+    return search_play.search_play(Text(str(policy)), notation, NAMES, FIELDS, count, config)
 
 
 def decoded(policy: Path, example: Example) -> tuple[str, str]:
-    text = Text(str(policy)).tokenizer
-    return text.decode(example.tokens[: example.start]), text.decode(
-        example.tokens[example.start :]
-    )
+    decode, start = Text(str(policy)).tokenizer.decode, example.start
+    return decode(example.tokens[:start]), decode(example.tokens[start:])
 
 
 def test_names_and_fields_are_those_of_the_corpus(corpus: Path) -> None:
@@ -78,10 +65,8 @@ def test_names_and_fields_are_those_of_the_corpus(corpus: Path) -> None:
 @settings(deadline=None, database=None)
 def test_any_text_survives_encoding_and_decoding(text: str) -> None:
     core = WORDS.backend_tokenizer
-    assert (
-        core.decode(core.encode(text, add_special_tokens=False).ids, skip_special_tokens=False)
-        == text
-    )
+    ids = core.encode(text, add_special_tokens=False).ids
+    assert core.decode(ids, skip_special_tokens=False) == text
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -134,9 +119,8 @@ def test_what_random_play_does_is_as_mixed_as_it_says(policy: Path) -> None:
             r"Doc 1\(Title: [^\n]*?\) (?:Capital|Currency|Main export): ([^\n<]*)", prompt
         )
         first += f"<answer> {values[-1]} </answer>" in said
-    assert first / len(shown) == pytest.approx(
-        search_play.ANSWERED["first"], abs=0.12
-    )  # names repeat in so small a corpus
+    # The tolerance is wide because names repeat in a small corpus.
+    assert first / len(shown) == pytest.approx(search_play.ANSWERED["first"], abs=0.12)
 
 
 @pytest.mark.slow

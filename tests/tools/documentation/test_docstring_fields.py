@@ -30,13 +30,12 @@ def fields(thing: griffe.Object) -> list[griffe.DocstringParameter]:
 
 
 def test_a_docstring_is_split_at_the_names_of_its_fields_and_nowhere_else() -> None:
-    docstring = (
-        "Section [x]. lr: the rate (0: none). epochs, steps: how many;\nkind: one of\n\"a\" or b: c. Not: a field.\n\nA second paragraph."
-    )  # fmt: skip
-    assert described(docstring, ["lr", "epochs", "steps", "kind", "b"]) == (
+    kind = 'one of\n"a" or b: c. Not: a field.'
+    docstring = f"Section [x]. lr: the rate (0: none). epochs, steps: how many;\nkind: {kind}"
+    assert described(f"{docstring}\n\nA second paragraph.", "lr epochs steps kind b".split()) == (
         "Section [x].\n\nA second paragraph.",
-        {"lr": "the rate (0: none).", "epochs": "how many", "steps": "how many", "kind": 'one of\n"a" or b: c. Not: a field.'},
-    )  # fmt: skip
+        {"lr": "the rate (0: none).", "epochs": "how many", "steps": "how many", "kind": kind},
+    )
     assert described("All: text.", []) == ("All: text.", {})
 
 

@@ -19,7 +19,6 @@ from coppice.tools.documentation.pages import (
     page_of,
     rewritten,
     source_page,
-    target,
 )
 
 CHROMIUM = (
@@ -80,16 +79,11 @@ def test_a_link_leads_to_the_page_of_the_file_it_names(
     assert rewritten(link, document, REFERENCE) == expected
 
 
-def test_a_link_into_the_same_document_or_to_another_site_names_no_file() -> None:
-    assert [
-        target(link, "docs/a.md") for link in ("#b", "https://example.org/c", "../d.py#L3")
-    ] == ["", "", "d.py"]
-
-
 def test_links_and_pictures_are_rewritten_and_code_is_not() -> None:
     links = Links(REFERENCE)
     links.document = "README.md"
-    text = "[a](docs/gpu.md) ![b](docs/figures/c.svg) `[a](docs/gpu.md)`\n\n    [a](docs/gpu.md)\n\n[d][e]\n\n[e]: docs/dump.md\n"
+    text = "[a](docs/gpu.md) ![b](docs/figures/c.svg) `[a](docs/gpu.md)`\n\n"
+    text += "    [a](docs/gpu.md)\n\n[d][e]\n\n[e]: docs/dump.md\n"
     html = Markdown(extensions=[links]).convert(text)
     assert 'href="gpu.md"' in html
     assert 'src="figures/c.svg"' in html

@@ -1,5 +1,4 @@
-"""coppice evaluate: real games against real opponents, by a model, an endpoint and players without a
-model."""
+"""coppice evaluate: real games against real opponents, by a model, an endpoint and baselines."""
 
 import asyncio
 import base64
@@ -35,6 +34,7 @@ from coppice.tools.inspecting.dump import main as dump
 from coppice.wire import digest
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import GenerateRequest, Sampling
+from coppice.wire.published import Manifest
 from tests import tiny
 from tests.pictures import Colours, squares
 
@@ -106,16 +106,17 @@ class Legal:
 
 
 def at_endpoint(url: str, out: Path, *more: str, opponent: str = "random") -> list[str]:
-    asked = [
-        "tictactoe",
-        "--endpoint",
-        url,
-        *"--endpoint-model m --opponent".split(),
-        opponent,
-        "--games",
-        "12",
+    words = f"tictactoe --endpoint {url} --endpoint-model m --opponent {opponent} --games 12"
+    return [
+        *words.split(),
+        *"--concurrency 1 --oracle-option kind=minimax".split(),
+        *to(out),
+        *more,
     ]
-    return [*asked, *"--concurrency 1 --oracle-option kind=minimax --out".split(), str(out), *more]
+
+
+def to(out: Path) -> list[str]:
+    return ["--out", str(out)]
 
 
 def result(out: Path) -> dict[str, Any]:
@@ -125,14 +126,10 @@ def result(out: Path) -> dict[str, Any]:
 def played(out: Path) -> list[Any]:
     """All games of a folder: id, status, and the text and scores of their nodes."""
     journal = Journal(out / "journal.sqlite", readonly=True)
+    trees = [(row, journal.tree(row).nodes.values()) for row in journal.trees()]
     return [
-        (
-            row.id,
-            row.task,
-            row.status,
-            [(n.kind, n.text, n.scores) for n in journal.tree(row).nodes.values()],
-        )
-        for row in journal.trees()
+        (row.id, row.task, row.status, [(n.kind, n.text, n.scores) for n in nodes])
+        for row, nodes in trees
     ]
 
 
@@ -144,20 +141,17 @@ def test_a_model_is_measured_and_table_json_and_journal_agree(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    command = ["tictactoe", "--model", str(llama), "--opponent", "minimax", "--games", "4", "--seeds", "2",
-               "--max-tokens", "4", "--out", str(out)]  # fmt: skip
+    words = "tictactoe --opponent minimax --games 4 --seeds 2 --max-tokens 4 --model"
+    command = [*words.split(), str(llama), *to(out)]
     assert main(command) == 0
     table = capsys.readouterr().out
     found = result(out)
     assert found["headline"] == "return"
-    assert [part["seed"] for part in found["by_seed"]] == [
-        HELD_OUT_SEEDS.start,
-        HELD_OUT_SEEDS.start + 4,
-    ]
+    first = HELD_OUT_SEEDS.start
+    assert [part["seed"] for part in found["by_seed"]] == [first, first + 4]
     measures = found["overall"]["measures"]
-    assert (measures["return"]["mean"], measures["return"]["n"]) == (-1.0, 8), (
-        "random weights say nothing legal"
-    )
+    lost = measures["return"]
+    assert (lost["mean"], lost["n"]) == (-1.0, 8), "random weights say nothing legal"
     assert measures["return_first"]["n"] == measures["return_second"]["n"] == 4
     for name, m in measures.items():
         row = next(line for line in table.splitlines() if line.startswith(f"{name} "))
@@ -167,9 +161,8 @@ def test_a_model_is_measured_and_table_json_and_journal_agree(
     actions = [action for row in journal.trees() for action in journal.tree(row).actions()]
     assert found["generated_tokens"] == sum(len(action.tokens) for action in actions)
     assert main([*command, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == found, (
-        "a finished evaluation is only reported again"
-    )
+    again = json.loads(capsys.readouterr().out)
+    assert again == found, "a finished evaluation is only reported again"
     assert dump([str(out), "--heldout", "--all", "--jsonl"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 8
 
@@ -182,9 +175,7 @@ def test_a_run_is_measured_with_its_newest_weights_and_its_prompt(
     folder.mkdir(parents=True)
     shutil.copy(other / "model.safetensors", folder / "model.safetensors")
     proof = digest.safetensors_file(folder / "model.safetensors")
-    (folder / "manifest.json").write_text(
-        json.dumps({"version": 3, "kind": "full", "digest": proof})
-    )
+    Manifest(3, "full", proof).write(folder)
     options = {"prompt": "tictactoe_compact", "opponents": {"random": 1.0}}
     settings = SchedulerConfig(max_action_tokens=7)
     actor = ActorProcess("actor-0", str(run), 0, str(llama), ActorsConfig())
@@ -202,20 +193,16 @@ def test_a_run_is_measured_with_its_newest_weights_and_its_prompt(
     assert played(tmp_path / "a") == played(tmp_path / "b")
     assert played(tmp_path / "a") != played(tmp_path / "c")
     settings = result(tmp_path / "a")["settings"]
-    assert (settings["version"], settings["options"]["opponents"]) == (
-        3,
-        {"tictactoe_minimax": 1.0},
-    )
+    opponents = settings["options"]["opponents"]
+    assert (settings["version"], opponents) == (3, {"tictactoe_minimax": 1.0})
 
 
 def test_players_without_a_model_have_their_known_strength(tmp_path: Path) -> None:
-    for name, opponent, low, high in (
-        ("first", "minimax", -1.0, -0.7),
-        ("random", "random", -0.4, 0.4),
-    ):
+    known = [("first", "minimax", -1.0, -0.7), ("random", "random", -0.4, 0.4)]
+    for name, opponent, low, high in known:
         out = tmp_path / name
-        assert main(["tictactoe", "--baseline", name, "--opponent", opponent, "--games", "60",
-                     "--oracle-option", "kind=minimax", "--out", str(out)]) == 0  # fmt: skip
+        words = f"tictactoe --baseline {name} --opponent {opponent} --games 60"
+        assert main([*words.split(), "--oracle-option", "kind=minimax", *to(out)]) == 0
         measures = result(out)["overall"]["measures"]
         assert low <= measures["return"]["mean"] <= high
         assert measures["valid"]["mean"] == 1.0
@@ -237,15 +224,14 @@ def test_a_player_without_a_model_chooses_among_the_replies_that_an_environment_
     measures = result(tmp_path)["overall"]["measures"]
     assert measures["valid"]["mean"] == 1.0
     assert measures[headline]["n"] == 6
-    assert (
-        turns is None or measures["turns"]["mean"] == turns
-    )  # it searches for the same words until the actions are used up
+    # "first" searches for the same words until the actions are used up.
+    assert turns is None or measures["turns"]["mean"] == turns
 
 
 def test_the_default_opponent_is_a_search_of_the_simulations_asked_for(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert main(["tictactoe", "--baseline", "random", "--games", "6", "--simulations", "50", "--no-oracle",
-                 "--out", str(out)]) == 0  # fmt: skip
+    words = "tictactoe --baseline random --games 6 --simulations 50 --no-oracle"
+    assert main([*words.split(), *to(out)]) == 0
     found = result(out)
     assert found["settings"]["opponents"] == {"tictactoe_mcts": {"simulations": 50}}
     assert "oracle" not in found["overall"]["measures"]
@@ -261,29 +247,18 @@ def test_conversations_are_measured_with_either_partner_and_either_judge(
         asked.append(await request.json())
         if asked[-1]["messages"][0]["content"].startswith("You judge"):
             score = {"reasoning": "r", "score": 0}
-            return chat(
-                json.dumps(dict.fromkeys(("agent_1", "agent_2"), dict.fromkeys(DIMENSIONS, score)))
-            )
+            scores = dict.fromkeys(DIMENSIONS, score)
+            return chat(json.dumps({"agent_1": scores, "agent_2": scores}))
         return chat(json.dumps({"action_type": "speak", "argument": "9 percent, and Friday."}))
 
     out = tmp_path / "out"
     with served(reply) as url:
-        command = [
-            "sotopia",
-            "--endpoint",
-            url,
-            *"--endpoint-model m --games 4 --out".split(),
-            str(out),
-        ]
-        command += ["--option", "turns=4", "--option", f"partner={partner}"]
+        words = f"sotopia --endpoint {url} --endpoint-model m --games 4 --option turns=4"
+        command = [*words.split(), "--option", f"partner={partner}", *to(out)]
         if partner == "chat":
             endpoint = f'endpoint={{url="{url}", model="partner"}}'
-            command += [
-                "--speaker-option",
-                endpoint,
-                *"--option judge=sotopia --oracle-option".split(),
-                endpoint,
-            ]
+            command += ["--speaker-option", endpoint, "--option", "judge=sotopia"]
+            command += ["--oracle-option", endpoint]
         assert main(command) == 0
     measures = result(out)["overall"]["measures"]
     assert measures["valid"]["mean"] == 1 and measures["turns"]["mean"] == 2
@@ -291,9 +266,8 @@ def test_conversations_are_measured_with_either_partner_and_either_judge(
         assert set(DIMENSIONS) < set(measures) and measures["goal"]["mean"] == 0
         assert sum(one["model"] == "partner" for one in asked) == 4 * 2 + 4  # and four judgements
     else:
-        assert (
-            measures["goal"]["mean"] == 5
-        )  # the two episodes about a rise reach their goal, the two about notes do not
+        # The two episodes about a rise reach their goal, the two about notes do not.
+        assert measures["goal"]["mean"] == 5
 
 
 # ----------------------------------------------------------------------------------------------
@@ -304,10 +278,8 @@ def test_an_endpoint_plays_and_a_limit_is_waited_for(tmp_path: Path) -> None:
     limit = web.Response(status=429, headers={"Retry-After": "0.01"})
     legal = Legal(lambda number: limit if number == 2 else None)
     with served(legal) as url:
-        assert (
-            main(at_endpoint(url, tmp_path / "out", "--endpoint-field", "reasoning_effort=low"))
-            == 0
-        )
+        field = ("--endpoint-field", "reasoning_effort=low")
+        assert main(at_endpoint(url, tmp_path / "out", *field)) == 0
     found = result(tmp_path / "out")
     assert found["overall"]["measures"]["valid"]["mean"] == 1.0
     assert found["engine"]["retries"] == 1
@@ -324,15 +296,12 @@ def test_an_endpoint_that_fails_for_good_ends_with_its_url_its_status_and_what_t
     monkeypatch.setenv("TEST_PLAYER_KEY", "s3cret")
 
     async def broken(request: web.Request) -> web.Response:
-        return web.Response(
-            status=500, text=f"out of memory for {request.headers['Authorization']}"
-        )
+        key = request.headers["Authorization"]
+        return web.Response(status=500, text=f"out of memory for {key}")
 
     with served(broken) as url:
-        command = at_endpoint(
-            url, tmp_path / "out", "--attempts", "2", "--api-key-env", "TEST_PLAYER_KEY"
-        )
-        assert main(command) == 1
+        words = "--attempts 2 --api-key-env TEST_PLAYER_KEY"
+        assert main(at_endpoint(url, tmp_path / "out", *words.split())) == 1
     said = capsys.readouterr().err
     assert f"{url}/chat/completions: HTTP 500: out of memory" in said
     assert "2 attempts" in said
@@ -364,30 +333,22 @@ async def ask(endpoint: Reached) -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "text"),
+    ("content", "finish", "more", "text"),
     [
-        ({"message": {"content": "<action>5"}, "finish_reason": "stop"}, "<action>5</action>"),
-        (
-            {"message": {"content": "<action>5</action>"}, "finish_reason": "stop"},
-            "<action>5</action>",
-        ),
-        ({"message": {"content": "<action>5"}, "finish_reason": "length"}, "<action>5"),
-        (
-            {"message": {"content": "<action>5"}, "finish_reason": "stop", "stop_reason": None},
-            "<action>5",
-        ),
-        (
-            {"message": {"content": "5"}, "finish_reason": "stop", "matched_stop": "</action>"},
-            "5</action>",
-        ),
-        ({"message": {"content": "5"}, "finish_reason": "stop", "matched_stop": 151645}, "5"),
-        ({"message": {"content": "I resign"}, "finish_reason": "stop"}, "I resign"),
-        ({"message": {"content": None}, "finish_reason": "length"}, ""),
+        ("<action>5", "stop", {}, "<action>5</action>"),
+        ("<action>5</action>", "stop", {}, "<action>5</action>"),
+        ("<action>5", "length", {}, "<action>5"),
+        ("<action>5", "stop", {"stop_reason": None}, "<action>5"),
+        ("5", "stop", {"matched_stop": "</action>"}, "5</action>"),
+        ("5", "stop", {"matched_stop": 151645}, "5"),
+        ("I resign", "stop", {}, "I resign"),
+        (None, "length", {}, ""),
     ],
 )
 def test_the_stop_string_the_protocol_cuts_off_is_put_back(
-    choice: dict[str, Any], text: str
+    content: str | None, finish: str, more: dict[str, Any], text: str
 ) -> None:
+    choice = {"message": {"content": content}, "finish_reason": finish, **more}
     assert whole(choice, ["</action>"]) == text
 
 
@@ -395,9 +356,8 @@ def test_the_stop_string_the_protocol_cuts_off_is_put_back(
 def test_messages_survive_the_way_through_the_tree(shared: str, own: str) -> None:
     text = EndpointText()
     shared, own = shared.replace(SPLIT, ""), own.replace(SPLIT, "")
-    head, split, tail = text.prompt(
-        [{"role": "user", "content": f"{shared}{SPLIT}{own}"}]
-    ).partition(SPLIT)
+    message = {"role": "user", "content": f"{shared}{SPLIT}{own}"}
+    head, split, tail = text.prompt([message]).partition(SPLIT)
     assert split == SPLIT
     tokens = np.concatenate([text.encode(head), text.encode(tail)])
     assert json.loads(text.decode(tokens)) == [{"role": "user", "content": shared + own}]
@@ -406,9 +366,8 @@ def test_messages_survive_the_way_through_the_tree(shared: str, own: str) -> Non
 def test_an_endpoint_gets_pictures_as_data_urls() -> None:
     text, colours = EndpointText(), Colours()
     task = colours.task(3)
-    (message,) = json.loads(
-        text.prompt(colours.prompt(task, colours.initial(task))).replace(SPLIT, "")
-    )
+    prompt = text.prompt(colours.prompt(task, colours.initial(task)))
+    (message,) = json.loads(prompt.replace(SPLIT, ""))
     kinds = [part["type"] for part in message["content"]]
     assert kinds == ["text", "image_url", "text", "image_url", "text"]
     head, _, body = message["content"][3]["image_url"]["url"].partition(",")
@@ -451,10 +410,8 @@ def test_an_interrupted_evaluation_goes_on_to_the_result_of_an_uninterrupted_one
 def test_other_settings_are_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [
-        *"tictactoe --baseline first --opponent random --games 2 --out".split(),
-        str(tmp_path / "o"),
-    ]
+    words = "tictactoe --baseline first --opponent random --games 2"
+    command = [*words.split(), *to(tmp_path / "o")]
     assert main(command) == 0
     assert main([*command, "--games", "3"]) == 2
     assert "was begun with games = 2, now it is 3" in capsys.readouterr().err
@@ -491,32 +448,25 @@ def test_a_full_disk_neither_harms_a_folder_nor_ends_in_a_traceback(
         claim(tmp_path / "old", Few(2)).close()
         capsys.readouterr()
         assert main(command) == 1
-        assert (
-            "No space left on device\nwhat was played is kept; go on with: "
-            in capsys.readouterr().err
-        )
-    assert (tmp_path / "old" / "evaluation.json").stat().st_mtime_ns == before, (
-        "settings are written once"
-    )
+        kept = "No space left on device\nwhat was played is kept; go on with: "
+        assert kept in capsys.readouterr().err
+    after = (tmp_path / "old" / "evaluation.json").stat().st_mtime_ns
+    assert after == before, "settings are written once"
     assert result(out)["overall"]["games"] == 2, "the result of before is whole"
 
 
 def test_torn_files_are_mended_or_named(tmp_path: Path) -> None:
-    (tmp_path / "sessions.jsonl").write_bytes(
-        b'{"games":1,"seconds":2,"engine":{"x":3}}\n{"games":1,"sec'
-    )
+    torn = b'{"games":1,"seconds":2,"engine":{"x":3}}\n{"games":1,"sec'
+    (tmp_path / "sessions.jsonl").write_bytes(torn)
     assert total_costs(tmp_path / "sessions.jsonl") == EvaluationCosts(2, {"x": 3})
     with (tmp_path / "sessions.jsonl").open("ab") as file:
         file.write(b"{}\n")
-    with pytest.raises(
-        InfrastructureFault, match=r"sessions\.jsonl:2 is no session.*remove that line"
-    ):
+    named = r"sessions\.jsonl:2 is no session.*remove that line"
+    with pytest.raises(InfrastructureFault, match=named):
         total_costs(tmp_path / "sessions.jsonl")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "evaluation.json").write_bytes(b'{"games"')
-    with pytest.raises(
-        ValueError, match=r"evaluation\.json holds no settings.*choose another --out"
-    ):
+    with pytest.raises(ValueError, match=r"evaluation\.json holds no settings.*another --out"):
         claim(tmp_path / "out", Few(2))
 
 
@@ -558,14 +508,12 @@ def test_what_cannot_be_measured_is_said_in_a_line(
         ("--run no-such-run", "expected the folder of a run"),
         ("--endpoint http://localhost/v1", "--endpoint-model"),
         ("--endpoint http://key@localhost/v1 --endpoint-model m", "without a key"),
-        (
-            "--endpoint http://localhost/v1 --endpoint-model m --api-key-env NO_SUCH_KEY",
-            "NO_SUCH_KEY",
-        ),
+        ("--endpoint http://a/v1 --endpoint-model m --api-key-env NO_SUCH_KEY", "NO_SUCH_KEY"),
     ],
 )
 def test_a_player_that_is_not_there_is_said_in_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    arguments: str, message: str,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["tictactoe", *arguments.split(), "--out", str(tmp_path / "out")]) == 2

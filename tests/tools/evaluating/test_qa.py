@@ -1,5 +1,4 @@
-"""coppice evaluate qa: scorers, sets, cached retrieval, the table, and whole evaluations by scripted
-players and a tiny model."""
+"""coppice evaluate qa: scorers, sets, cached retrieval, the table, and whole evaluations."""
 
 import asyncio
 import json
@@ -30,7 +29,6 @@ from coppice.scheduler.config import SchedulerConfig, SchedulerProcess
 from coppice.scheduler.evaluation.evaluation import Estimate
 from coppice.scheduler.growth.tasks import held_out
 from coppice.scheduler.growth.tree import Tree
-from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.evaluating.examination import SampleMean
 from coppice.tools.evaluating.qa.evaluation import QaTable, macro, notes, settings_of
 from coppice.tools.evaluating.qa.main import main
@@ -42,7 +40,7 @@ from coppice.tools.evaluating.qa.sets import HUB, PAPER, read_sets, subset
 from coppice.tools.inspecting.dump import main as dump
 from coppice.wire.messages import Passage, RetrieveRequest
 from coppice.wire.published import Manifest
-from tests.tools.evaluating.test_evaluate import chat, served
+from tests.tools.evaluating.test_evaluate import chat, played, result, served
 
 TOKENS = np.arange(3, dtype=np.int32)
 
@@ -53,7 +51,8 @@ def grown(*parts: tuple[str, str], prompt: str = "Question: who?", forced: bool 
     node = tree.add(None, "prompt", TOKENS, prompt)
     for i, (kind, text) in enumerate(parts):
         last = i == len(parts) - 1
-        node = tree.add(node, kind, TOKENS, text, chosen=True, forced=forced and last)  # pyright: ignore
+        which: Any = kind
+        node = tree.add(node, which, TOKENS, text, chosen=True, forced=forced and last)
     return tree
 
 
@@ -78,11 +77,8 @@ def test_the_last_complete_answer_block_is_scored(said: str, em: float, f1: floa
 
 
 def test_what_was_shown_to_the_policy_is_no_answer_of_its_own() -> None:
-    tree = grown(
-        ("action", "nonsense"),
-        ("observation", "Write <answer> answer </answer>."),
-        ("action", "more"),
-    )
+    notice = ("observation", "Write <answer> answer </answer>.")
+    tree = grown(("action", "nonsense"), notice, ("action", "more"))
     found = score(tree, ["answer"], 0)
     assert (found["em"], found["answered"]) == (0.0, 0.0)
     assert found["em_two_blocks"] == 0.0, "one block in all"
@@ -112,12 +108,9 @@ def prompts_with_an_answer() -> dict[str, str]:
 PARTS = {"question": "Capital of Italy?", "documents": "Doc 1(Title: Italy) Rome", "budget": "3"}
 
 
-def test_the_built_in_prompts_show_one_answer_block_so_that_two_are_demanded_of_the_response() -> (
-    None
-):
-    assert {path.stem for path in QA_PROMPTS.glob("*.txt") if "<answer>" in path.read_text()} < set(
-        prompts_with_an_answer()
-    )
+def test_the_built_in_prompts_show_one_answer_block_so_two_are_demanded_of_the_response() -> None:
+    told = {path.stem for path in QA_PROMPTS.glob("*.txt") if "<answer>" in path.read_text()}
+    assert told < set(prompts_with_an_answer())
     for name, prompt in prompts_with_an_answer().items():
         (example,) = re.findall("<answer>(.*?)</answer>", prompt, re.DOTALL)
         unanswered, right = (
@@ -135,38 +128,33 @@ def test_slates_scorer_gives_a_quarter_beyond_ten_tags(blocks: int, value: float
 
 def test_a_forced_answer_is_scored_closed_or_not_and_is_not_answered() -> None:
     for text in ("Rome</answer>", " Rome"):
-        found = score(
-            grown(("action", "?"), ("observation", "\n<answer>"), ("action", text), forced=True),
-            ["rome"],
-            2,
-        )
+        parts = [("action", "?"), ("observation", "\n<answer>"), ("action", text)]
+        found = score(grown(*parts, forced=True), ["rome"], 2)
         assert (found["em"], found["answered"], found["searches"]) == (1.0, 0.0, 2.0)
 
 
 def test_an_answer_left_open_or_spoken_of_takes_nothing_from_the_answer_after_it() -> None:
-    cut = ("action", "<think>t</think><answer>Par"), ("observation", "That was invalid.\n<answer>"), ("action", " Rome </answer>")  # fmt: skip
+    cut = [("action", "<think>t</think><answer>Par"), ("observation", "Invalid.\n<answer>")]
+    cut.append(("action", " Rome </answer>"))
     found = score(grown(*cut, forced=True), ["rome"], 1)
     assert (found["em"], found["f1"], found["answered"]) == (1.0, 1.0, 0.0)
-    spoken = ("action", "<think>in <answer> then</think><search>x</search>"), ("observation", "y"), ("action", "<answer>Rome</answer>")  # fmt: skip
+    spoken = [("action", "<think>in <answer> then</think><search>x</search>")]
+    spoken += [("observation", "y"), ("action", "<answer>Rome</answer>")]
     found = score(grown(*spoken, prompt="as <answer> Paris </answer>"), ["rome"], 1)
-    assert (found["em"], found["answered"], found["em_two_blocks"]) == (1.0, 1.0, 0.0), (
-        "the published scorer as it is"
-    )
+    assert (found["em"], found["answered"]) == (1.0, 1.0)
+    assert found["em_two_blocks"] == 0.0, "the published scorer as it is"
 
 
 def test_tokens_are_counted_by_who_wrote_them() -> None:
     found = score(grown(("action", "a"), ("observation", "b"), ("action", "c")), ["x"], 1)
-    assert [
-        found[name] for name in ("response_tokens", "tokens_with_observations", "prompt_tokens")
-    ] == [6, 9, 3]
+    names = ("response_tokens", "tokens_with_observations", "prompt_tokens")
+    assert [found[name] for name in names] == [6, 9, 3]
 
 
 def test_the_macro_mean_is_of_sets_and_its_interval_of_theirs() -> None:
     sets = [{"em": SampleMean(0.5, 0.3, 10)}, {"em": SampleMean(0.1, 0.4, 1000)}]
     assert macro(sets) == {"em": Estimate(0.3, pytest.approx(0.25))}  # pyright: ignore
-    assert macro([{"em": SampleMean(0.5, 0.3, 10)}, {}]) == {}, (
-        "a measure that one set lacks has no mean"
-    )
+    assert macro([sets[0], {}]) == {}, "a measure that one set lacks has no mean"
 
 
 # ----------------------------------------------------------------------------------------------
@@ -211,14 +199,10 @@ def test_a_row_that_cannot_work_is_counted_and_does_not_end_its_set(tmp_path: Pa
 
 def test_the_built_in_questions_are_two_sets_by_hops(tmp_path: Path) -> None:
     path = write(tmp_path / "one.jsonl", {"a": "1", "b": "2"})
-    path.write_text(
-        path.read_text() + write(tmp_path / "two.jsonl", {"c": "3"}, hops=2).read_text()
-    )
-    found = read_sets([], None, 0, path)
-    assert [(s.name, [t.id for t in s.tasks]) for s in found] == [
-        ("one_hop", ["a", "b"]),
-        ("two_hop", ["c"]),
-    ]
+    two = write(tmp_path / "two.jsonl", {"c": "3"}, hops=2)
+    path.write_text(path.read_text() + two.read_text())
+    found = {s.name: [t.id for t in s.tasks] for s in read_sets([], None, 0, path)}
+    assert found == {"one_hop": ["a", "b"], "two_hop": ["c"]}
 
 
 def test_a_set_of_the_hub_is_its_test_split_else_dev_else_train(
@@ -228,14 +212,11 @@ def test_a_set_of_the_hub_is_its_test_split_else_dev_else_train(
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError
 
-    there = {f"{name}/{split}.jsonl" for name in PAPER for split in ("train", "dev")} | {
-        "nq/test.jsonl"
-    }
-    asked: list[str] = []
+    there = {f"{name}/{split}.jsonl" for name in PAPER for split in ("train", "dev")}
+    there.add("nq/test.jsonl")
 
     def download(repository: str, file: str, repo_type: str) -> str:
         assert (repository, repo_type) == (HUB, "dataset")
-        asked.append(file)
         if file not in there:
             raise EntryNotFoundError(file)
         return str(write(tmp_path / file.replace("/", "-"), {f"{file}?": "a"}))
@@ -247,27 +228,29 @@ def test_a_set_of_the_hub_is_its_test_split_else_dev_else_train(
     assert [s.source for s in found[:2]] == [f"{HUB}/nq:test", f"{HUB}/triviaqa:dev"]
     (train,) = read_sets([f"x={HUB}/nq:train"], None, 0)
     assert train.tasks[0].id == "nq/train.jsonl?"
-    with pytest.raises(
-        FileNotFoundError, match=r"no nosuch/test or dev or validation or train\.jsonl"
-    ):
+    none = r"no nosuch/test or dev or validation or train\.jsonl"
+    with pytest.raises(FileNotFoundError, match=none):
         read_sets([f"x={HUB}/nosuch"], None, 0)
 
 
 @pytest.mark.parametrize(
-    ("there", "taken"), [(["train", "validation", "test"], "test"), (["train", "validation"], "validation"), (["train"], "train")]
-)  # fmt: skip
+    ("there", "taken"),
+    [("train validation test", "test"), ("train validation", "validation"), ("train", "train")],
+)
 def test_a_plain_set_of_the_hub_is_its_test_split_else_dev_else_train(
-    there: list[str], taken: str, monkeypatch: pytest.MonkeyPatch
+    there: str, taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    splits = there.split()
+
     def load(name: str, split: str) -> list[dict[str, Any]]:
         return [{"id": split, "question": f"{name}?", "golden_answers": ["a"]}]
 
-    hub = SimpleNamespace(get_dataset_split_names=lambda name: there, load_dataset=load)
+    hub = SimpleNamespace(get_dataset_split_names=lambda name: splits, load_dataset=load)
     monkeypatch.setitem(sys.modules, "datasets", hub)
     (found,) = read_sets(["x=owner/name"], None, 0)
     assert ([task.id for task in found.tasks], found.source) == ([taken], f"owner/name:{taken}")
     assert read_sets(["x=owner/name:train"], None, 0)[0].tasks[0].id == "train"
-    there[:] = ["all"]
+    splits[:] = ["all"]
     with pytest.raises(ValueError, match=r"splits \['all'\].*owner/name:split"):
         read_sets(["x=owner/name"], None, 0)
 
@@ -288,10 +271,8 @@ class Books:
         self.asked += [(query, topk) for query in queries]
         if self.hold is not None:
             await self.hold.wait()
-        return [
-            [Passage(f"{q}-{i}", "T", f"{q} {i}", 1.0 / (i + 1)) for i in range(topk)]
-            for q in queries
-        ]
+        rows = range(topk)
+        return [[Passage(f"{q}-{i}", "T", f"{q} {i}", 1 / (i + 1)) for i in rows] for q in queries]
 
     @asynccontextmanager
     async def opening(self) -> AsyncIterator["Books"]:
@@ -372,8 +353,8 @@ def questions(folder: Path) -> list[str]:
 
 
 def at_endpoint(url: str, folder: Path, out: Path, *more: str) -> list[str]:
-    return [*questions(folder), "--endpoint", url, "--endpoint-model", "m", "--concurrency", "1", "--out", str(out),
-            "--attempts", "1", *more]  # fmt: skip
+    words = f"--endpoint {url} --endpoint-model m --concurrency 1 --attempts 1"
+    return [*questions(folder), *words.split(), "--out", str(out), *more]
 
 
 @pytest.fixture
@@ -389,23 +370,6 @@ def retriever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Books:
 BOOKS = ("--retriever", "http://books")
 
 
-def result(out: Path) -> dict[str, Any]:
-    return json.loads((out / "result.json").read_bytes())
-
-
-def answered(row: Path) -> list[Any]:
-    journal = Journal(row / "journal.sqlite", readonly=True)
-    return [
-        (
-            tree.id,
-            tree.task,
-            tree.status,
-            [(n.kind, n.text, n.scores) for n in journal.tree(tree).nodes.values()],
-        )
-        for tree in journal.trees()
-    ]
-
-
 def test_a_table_has_rows_of_methods_columns_of_sets_and_the_macro_mean(
     tmp_path: Path, retriever: Books, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -416,26 +380,21 @@ def test_a_table_has_rows_of_methods_columns_of_sets_and_the_macro_mean(
         said = capsys.readouterr().out
         assert main([*command, "--json"]) == 0
     found = result(out)
-    assert json.loads(capsys.readouterr().out) == found, (
-        "a finished evaluation is only reported again"
-    )
+    again = json.loads(capsys.readouterr().out)
+    assert again == found, "a finished evaluation is only reported again"
     lines = (out / "table.md").read_text().splitlines()
     assert said.startswith("\n".join(lines))
     assert lines[0] == "| method | model | easy (6) | hard (4) | mean |"
-    assert [line.split(" | ")[:2] for line in lines[2:5]] == [
-        ["| search", "m"],
-        ["| direct", "m"],
-        ["| rag", "m"],
-    ]
+    heads = [line.split(" | ")[:2] for line in lines[2:5]]
+    assert heads == [["| search", "m"], ["| direct", "m"], ["| rag", "m"]]
     row = found["rows"][0]
     easy, hard = row["sets"]["easy"]["em"], row["sets"]["hard"]["em"]
     assert (easy["mean"], easy["n"], hard["mean"], hard["n"]) == (1.0, 6, 0.75, 4)
     assert row["macro"]["em"]["mean"] == 0.875
     assert row["macro"]["em"]["half"] == pytest.approx(math.hypot(easy["half"], hard["half"]) / 2)
     assert f"0.875 ±{row['macro']['em']['half']:.3f}" in lines[2]
-    assert row["sets"]["easy"]["searches"] == {"mean": 1.0, "half": 0.0, "n": 6}, (
-        "a count is no proportion"
-    )
+    searches = row["sets"]["easy"]["searches"]
+    assert searches == {"mean": 1.0, "half": 0.0, "n": 6}, "a count is no proportion"
     assert "response_tokens" not in row["sets"]["easy"], "an endpoint's journal holds bytes"
     assert row["generated_tokens"] == 5 * 20
     assert (row["queries"], row["hits"]) == (10, 4), "both sets ask for w0 to w3"
@@ -451,21 +410,18 @@ def test_an_endpoint_is_asked_in_turns_and_a_forced_answer_in_words(
     async def undecided(request: web.Request) -> web.Response:
         seen.append((await request.json())["messages"])
         asked = seen[-1][-1]["content"]
-        return chat(
-            "<answer>w0" if "No steps are left" in asked else "<think>hm</think><search>more"
-        )
+        last = "No steps are left" in asked
+        return chat("<answer>w0" if last else "<think>hm</think><search>more")
 
     with served(undecided) as url:
-        out = tmp_path / "out"
-        assert (
-            main(at_endpoint(url, tmp_path, out, *BOOKS, "--questions", "1", "--budget", "2")) == 0
-        )
+        out, words = tmp_path / "out", "--questions 1 --budget 2"
+        assert main(at_endpoint(url, tmp_path, out, *BOOKS, *words.split())) == 0
     roles = ["user", "assistant", "user", "assistant", "user"]
     assert [m["role"] for m in seen[2]] == roles
     assert seen[2][1]["content"] == "<think>hm</think><search>more</search>"
     assert "Doc 1(Title: T) more 0" in seen[2][2]["content"]
     assert not seen[2][-1]["content"].endswith("<answer>")
-    (last,) = [nodes[-1] for i, _, _, nodes in answered(out / "search.m") if i == 0]
+    (last,) = [nodes[-1] for i, _, _, nodes in played(out / "search.m") if i == 0]
     assert last[1] == "w0</answer>", "the opening that the journal holds already is not there twice"
 
 
@@ -492,9 +448,8 @@ def test_an_interrupted_evaluation_goes_on_to_the_result_of_an_uninterrupted_one
         assert "go on with: coppice evaluate qa" in capsys.readouterr().err
         assert main(command) == 1, "the server failed"
         assert main(command) == 0
-    assert answered(tmp_path / "parts" / f"{method}.m") == answered(
-        tmp_path / "whole" / f"{method}.m"
-    )
+    first, second = (played(tmp_path / name / f"{method}.m") for name in ("whole", "parts"))
+    assert first == second
     one, other = result(tmp_path / "whole")["rows"][0], result(tmp_path / "parts")["rows"][0]
     assert (one["sets"], one["macro"]) == (other["sets"], other["macro"])
     assert parts.requests == whole.requests + 2, "no answer that was kept was asked for again"
@@ -529,18 +484,16 @@ def test_a_question_that_fits_no_context_scores_zero_and_is_listed(
     tmp_path: Path, retriever: Books, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(number: int) -> web.Response | None:
-        return (
-            web.Response(status=400, text="context length exceeded") if number in (3, 9) else None
-        )
+        long = web.Response(status=400, text="context length exceeded")
+        return long if number in (3, 9) else None
 
     with served(Scholar(refused)) as url:
         assert main(at_endpoint(url, tmp_path, tmp_path / "out", "--method", "direct")) == 0
     row = result(tmp_path / "out")["rows"][0]
     assert row["sets"]["easy"]["em"]["mean"] == pytest.approx(5 / 6)
     assert row["sets"]["easy"]["em"]["n"] == 6
-    assert list(row["failed"]) == ["easy/what is w2", "hard/what is w2"], (
-        "an id of two sets is two questions"
-    )
+    failed = list(row["failed"])
+    assert failed == ["easy/what is w2", "hard/what is w2"], "an id of two sets is two questions"
     assert "context length exceeded" in row["failed"]["easy/what is w2"]
     assert "not finished, scored 0: easy/what is w2" in capsys.readouterr().out
 
@@ -548,16 +501,15 @@ def test_a_question_that_fits_no_context_scores_zero_and_is_listed(
 def test_a_row_of_which_nothing_could_be_answered_is_no_row(
     tmp_path: Path, retriever: Books, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refused = lambda number: web.Response(status=400, text="no such field") if number < 5 else None  # noqa: E731
+    def refused(number: int) -> web.Response | None:
+        return web.Response(status=400, text="no such field") if number < 5 else None
+
     with served(Scholar(refused)) as url:
-        command = at_endpoint(
-            url, tmp_path, tmp_path / "out", "--method", "direct", "--questions", "2"
-        )
+        words = "--method direct --questions 2"
+        command = at_endpoint(url, tmp_path, tmp_path / "out", *words.split())
         assert main(command) == 1
-        assert (
-            "direct.m: no questions could be answered; the first reason: "
-            in capsys.readouterr().err
-        )
+        told = "direct.m: no questions could be answered; the first reason: "
+        assert told in capsys.readouterr().err
         assert not (tmp_path / "out" / "result.json").exists()
         assert main(command) == 0, "it goes on once they can"
 
@@ -580,9 +532,8 @@ def test_a_finished_row_stays_in_the_table_when_a_later_one_fails_or_the_table_i
         assert main([*command, "direct"]) == 0
         assert "rag.m/result.json is torn" in capsys.readouterr().err
         assert main([*command, "rag"]) == 0
-    assert [row["generated_tokens"] for row in result(out)["rows"]] == [50, 50], (
-        "no session was lost"
-    )
+    tokens = [row["generated_tokens"] for row in result(out)["rows"]]
+    assert tokens == [50, 50], "no session was lost"
 
 
 def test_a_set_may_have_a_budget_of_its_own(
@@ -592,9 +543,8 @@ def test_a_set_may_have_a_budget_of_its_own(
         return chat("<think>hm</think><search>more")
 
     with served(undecided) as url:
-        command = at_endpoint(
-            url, tmp_path, tmp_path / "out", *BOOKS, "--questions", "1", "--budget"
-        )
+        words = [*BOOKS, "--questions", "1", "--budget"]
+        command = at_endpoint(url, tmp_path, tmp_path / "out", *words)
         assert main([*command, "2", "--budget", "hard=3"]) == 0
         row = result(tmp_path / "out")["rows"][0]
         assert [row["sets"][name]["searches"]["mean"] for name in ("easy", "hard")] == [2, 3]
@@ -609,7 +559,8 @@ def test_other_weights_under_the_same_path_are_refused(
     llama: Path, tmp_path: Path, retriever: Books, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = Path(shutil.copytree(llama, tmp_path / "model"))
-    command = [*questions(tmp_path), "--questions", "1", "--model", str(model), "--max-tokens", "3", "--method", "direct", "--out", str(tmp_path / "out")]  # fmt: skip
+    words = "--questions 1 --max-tokens 3 --method direct --model"
+    command = [*questions(tmp_path), *words.split(), str(model), "--out", str(tmp_path / "out")]
     assert main(command) == 0
     for file in model.glob("*.safetensors"):
         os.utime(file)
@@ -665,31 +616,20 @@ def test_a_tiny_model_and_runs_with_their_own_settings_are_measured(
 ) -> None:
     chain, ppr = (run_folder(tmp_path / name, llama, name) for name in ("slate", "ppr"))
     out = tmp_path / "out"
-    command = [
-        *questions(tmp_path),
-        *"--questions 2 --run".split(),
-        str(chain),
-        "--run",
-        str(ppr),
-        "--model",
-        str(llama),
-    ]
+    players = ["--run", str(chain), "--run", str(ppr), "--model", str(llama)]
+    command = [*questions(tmp_path), "--questions", "2", *players]
     assert main([*command, *BOOKS, "--out", str(out), "--method", "search"]) == 0
     rows = {row["name"]: row for row in result(out)["rows"]}
     assert list(rows) == [f"search.{llama.name}", "search.slate-v0", "search.ppr-v0"]
     slate = rows["search.slate-v0"]["settings"]
     assert (slate["how"], slate["max_tokens"]) == ({"topk": 1, "budget": 2, "forced": True}, 5)
     assert rows["search.ppr-v0"]["settings"]["how"]["forced"] is False
-    assert rows[f"search.{llama.name}"]["settings"]["how"] == {
-        "topk": 3,
-        "budget": 4,
-        "forced": True,
-    }
+    how = rows[f"search.{llama.name}"]["settings"]["how"]
+    assert how == {"topk": 3, "budget": 4, "forced": True}
     for name, actions in (("search.slate-v0", 3), ("search.ppr-v0", 2)):
-        for _, _, _, nodes in answered(out / name):
-            assert sum(kind == "action" for kind, _, _ in nodes) == actions, (
-                "two turns, and the forced answer"
-            )
+        for _, _, _, nodes in played(out / name):
+            turns = sum(kind == "action" for kind, _, _ in nodes)
+            assert turns == actions, "two turns, and the forced answer"
     measured = rows["search.slate-v0"]["sets"]["easy"]
     assert measured["response_tokens"]["mean"] <= 15
     assert measured["tokens_with_observations"]["mean"] > measured["response_tokens"]["mean"]
@@ -699,9 +639,6 @@ def test_a_tiny_model_and_runs_with_their_own_settings_are_measured(
     ("arguments", "message"),
     [
         ("", "nobody to measure"),
-        ("--model no/such/folder/here", "--model"),
-        ("--run no-such-run", "expected the folder of a run"),
-        ("--endpoint http://localhost/v1", "--endpoint-model"),
         ("--method magic P", "expected some of cot,direct,ircot,iter_retgen,rag,search,search_o1"),
         ("--method direct --prompt short P", "no effect without the method search"),
         ("--method direct --no-forced P", "--forced has no effect without the method search"),
@@ -714,7 +651,6 @@ def test_a_tiny_model_and_runs_with_their_own_settings_are_measured(
         ("--set easy=x.jsonl P", "easy is given twice"),
         ("--set x=tests/tools P", "tests/tools is a folder"),
         ("--questions 0 P", "--questions 0"),
-        ("--top-p 0.5 P", "no effect with --temperature 0"),
         ("--model smollm2-135m --version 1", "--version has no effect without --run"),
     ],
 )
@@ -735,13 +671,9 @@ def test_what_cannot_be_measured_is_said_in_a_line_before_anything_starts(
 
 @pytest.mark.parametrize(
     "file",
-    [
-        "processes/scheduler.json",
-        "processes/actor-0.json",
-        "processes/retriever.json",
-        "weights/v000001/manifest.json",
-    ],
-)
+    [*(f"processes/{name}.json" for name in ("scheduler", "actor-0", "retriever")),
+     "weights/v000001/manifest.json"],
+)  # fmt: skip
 @pytest.mark.parametrize("content", ['{"name": "sch', '{"nonsense": 1}', None])
 def test_a_file_of_a_run_that_is_torn_or_missing_is_named(
     tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str], file: str, content: str | None

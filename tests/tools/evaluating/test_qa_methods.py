@@ -19,7 +19,7 @@ from coppice.scheduler.growth.services import Runtime
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.evaluating.qa import methods
-from coppice.tools.evaluating.qa.methods import (  # fmt: skip
+from coppice.tools.evaluating.qa.methods import (
     MORE_QUERIES,
     MOST_PASSAGES,
     REPEATED,
@@ -40,6 +40,7 @@ from coppice.wire.messages import (
     Sample,
 )
 
+Answered = Callable[..., Any]
 QUESTION = "Who wrote {documents} of Rome?"
 
 
@@ -60,17 +61,16 @@ class Scripted:
         self.log.append(("say", self.text.decode(asked.tokens)))
         self.stops.append(asked.sampling.stop)
         tokens = self.text.encode(self.lines.pop(0))
-        zeros = np.zeros(len(tokens))
-        return GenerateResult(
-            [Sample(tokens, zeros.astype(np.float32), zeros.astype(np.int32), "stop")], 0, 0
-        )
+        n = len(tokens)
+        sample = Sample(tokens, np.zeros(n, np.float32), np.zeros(n, np.int32), "stop")
+        return GenerateResult([sample], 0, 0)
 
     def _found(self, request: RetrieveRequest) -> RetrieveResult:
         (query,) = request.queries
         self.log.append(("search", query))
-        return RetrieveResult(
-            [[Passage(f"{query}-{i}", f"T{i}", f"of {query}", 1.0) for i in range(request.topk)]]
-        )
+        numbers = range(request.topk)
+        found = [Passage(f"{query}-{i}", f"T{i}", f"of {query}", 1.0) for i in numbers]
+        return RetrieveResult([found])
 
     @property
     def searches(self) -> list[str]:
@@ -96,9 +96,8 @@ def answered(tmp_path: Path) -> Callable[..., Any]:
         )
         tree = Tree(0, "t", "heldout")
         journal.start_tree(tree, 0, 0)
-        await methods.load(method).answer(
-            tree, Context(runtime, Task("t", QUESTION, ["Livy"]), tree, random.Random(0)), how
-        )
+        context = Context(runtime, Task("t", QUESTION, ["Livy"]), tree, random.Random(0))
+        await methods.load(method).answer(tree, context, how)
         assert not services.lines, "lines that were not asked for"
         (row,) = journal.trees()
         kept = journal.tree(row)
@@ -117,9 +116,7 @@ def test_a_value_in_a_prompt_is_not_filled_in_again() -> None:
 
 
 @pytest.mark.parametrize("method", ["direct", "cot"])
-async def test_without_retrieval_one_reply_is_all(
-    answered: Callable[..., Any], method: str
-) -> None:
+async def test_without_retrieval_one_reply_is_all(answered: Answered, method: str) -> None:
     services, _, found = await answered(method, How(), "I think <answer>Livy</answer>")
     assert (len(services.prompts), services.searches) == (1, [])
     assert QUESTION in services.prompts[0]
@@ -127,7 +124,7 @@ async def test_without_retrieval_one_reply_is_all(
     assert found["em_two_blocks"] == 1.0, "the prompt shows an example block"
 
 
-async def test_rag_searches_for_the_question_then_reads(answered: Callable[..., Any]) -> None:
+async def test_rag_searches_for_the_question_then_reads(answered: Answered) -> None:
     services, _, found = await answered("rag", How(topk=2), "<answer>Livy</answer>")
     assert [kind for kind, _ in services.log] == ["search", "say"]
     assert services.searches == [QUESTION]
@@ -136,13 +133,10 @@ async def test_rag_searches_for_the_question_then_reads(answered: Callable[..., 
 
 
 async def test_ircot_searches_with_each_sentence_and_stops_at_the_answer(
-    answered: Callable[..., Any],
+    answered: Answered,
 ) -> None:
-    lines = (
-        "Rome had historians. Many",
-        "So the answer is: Livy.",
-        "Livy it is. <answer>Livy</answer>",
-    )
+    lines = ["Rome had historians. Many", "So the answer is: Livy."]
+    lines.append("Livy it is. <answer>Livy</answer>")
     services, _, found = await answered("ircot", How(topk=1, budget=4), *lines)
     assert [kind for kind, _ in services.log] == ["search", "say", "search", "say", "say"]
     assert services.searches == [QUESTION, "Rome had historians."]
@@ -155,11 +149,10 @@ async def test_ircot_searches_with_each_sentence_and_stops_at_the_answer(
 
 
 async def test_ircot_ends_when_its_searches_are_used_up_or_nothing_is_said(
-    answered: Callable[..., Any],
+    answered: Answered,
 ) -> None:
-    services, _, _ = await answered(
-        "ircot", How(topk=8, budget=3), "One.", "Two.", "<answer>x</answer>"
-    )
+    how = How(topk=8, budget=3)
+    services, _, _ = await answered("ircot", how, "One.", "Two.", "<answer>x</answer>")
     assert services.searches == [QUESTION, "One.", "Two."]
     assert services.prompts[-1].count("(Title:") == MOST_PASSAGES < 3 * 8
 
@@ -179,27 +172,23 @@ def test_a_sentence_ends_at_its_stop_or_its_line(text: str, sentence: str) -> No
 
 
 async def test_iter_retgen_searches_with_its_last_reply_and_the_question(
-    answered: Callable[..., Any],
+    answered: Answered,
 ) -> None:
     lines = ("<think>Hm</think>Ovid? <answer>Ovid</answer>", "No. <answer>Livy</answer>")
     services, _, found = await answered("iter_retgen", How(topk=1, budget=2), *lines)
     assert [kind for kind, _ in services.log] == ["search", "say"] * 2
-    assert services.searches == [QUESTION, f"Ovid? Ovid {QUESTION}"], (
-        "without the thought and the tags"
-    )
+    # without the thought and the tags
+    assert services.searches == [QUESTION, f"Ovid? Ovid {QUESTION}"]
     assert f"of Ovid? Ovid {QUESTION}" in services.prompts[1]
     assert f"of {QUESTION}" not in services.prompts[1], "passages of the round before are not kept"
     assert (found["em"], found["searches"]) == (1.0, 2.0)
 
 
 async def test_search_o1_inserts_what_was_condensed_not_the_passages(
-    answered: Callable[..., Any],
+    answered: Answered,
 ) -> None:
-    lines = (
-        "I must know. <search> historians </search>",
-        "Livy wrote it.",
-        "So <answer>Livy</answer>",
-    )
+    lines = ["I must know. <search> historians </search>", "Livy wrote it."]
+    lines.append("So <answer>Livy</answer>")
     services, _, found = await answered("search_o1", How(topk=1), *lines)
     assert [kind for kind, _ in services.log] == ["say", "search", "say", "say"]
     assert services.searches == ["historians"]
@@ -214,48 +203,43 @@ async def test_search_o1_inserts_what_was_condensed_not_the_passages(
 
 
 async def test_search_o1_searches_no_query_twice_and_none_beyond_its_budget(
-    answered: Callable[..., Any],
+    answered: Answered,
 ) -> None:
     a, b, c = (f"<search>{query}</search>" for query in "abc")
-    services, _, found = await answered(
-        "search_o1", How(budget=2), a, "found a", a, b, "found b", c, c
-    )
+    lines = (a, "found a", a, b, "found b", c, c)
+    services, _, found = await answered("search_o1", How(budget=2), *lines)
     assert services.searches == ["a", "b"], "a query that is repeated costs no search"
     assert REPEATED in services.prompts[3]
     assert USED_UP in services.prompts[6]
     assert (found["answered"], found["searches"]) == (0.0, 2.0)
 
 
-async def test_search_o1_ends_when_queries_are_only_repeated(answered: Callable[..., Any]) -> None:
+async def test_search_o1_ends_when_queries_are_only_repeated(answered: Answered) -> None:
     a = "<search>a</search>"
-    services, _, _ = await answered(
-        "search_o1", How(budget=2), a, "found a", *[a] * (2 + MORE_QUERIES)
-    )
+    lines = (a, "found a", *[a] * (2 + MORE_QUERIES))
+    services, _, _ = await answered("search_o1", How(budget=2), *lines)
     assert services.searches == ["a"]
 
 
 async def test_what_a_model_thinks_is_neither_a_query_nor_a_finding(
-    answered: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    answered: Answered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
     plain = EndpointText.prompt
-    monkeypatch.setattr(
-        EndpointText,
-        "prompt",
-        lambda self, messages, thinking=True: asked.append(thinking) or plain(self, messages),
-    )
-    lines = (
-        "\n\n<think>\n\n</think>\n\nRome fell. ",
-        "<think>I wonder. ",
-        "<think>so</think><answer>Livy</answer>",
-    )
+
+    def prompt(self: EndpointText, messages: Any, thinking: bool = True) -> str:
+        asked.append(thinking)
+        return plain(self, messages)
+
+    monkeypatch.setattr(EndpointText, "prompt", prompt)
+    lines = ["\n\n<think>\n\n</think>\n\nRome fell. ", "<think>I wonder. "]
+    lines.append("<think>so</think><answer>Livy</answer>")
     services, _, found = await answered("ircot", How(topk=1), *lines)
     assert services.searches == [QUESTION, "Rome fell."]
     assert (asked, found["em"]) == ([False, False, True], 1.0)
     asked.clear()
-    services, _, _ = await answered(
-        "search_o1", How(topk=1), "<search>a</search>", "<think>b</think>\n\nLivy.", "end"
-    )
+    lines = ("<search>a</search>", "<think>b</think>\n\nLivy.", "end")
+    services, _, _ = await answered("search_o1", How(topk=1), *lines)
     assert services.prompts[-1].endswith("<result> Livy. </result>\n")
     assert asked == [True, False]
 
@@ -289,24 +273,22 @@ def test_a_search_is_wanted_where_the_text_ends_with_it(text: str, query: str | 
 
 
 async def test_search_forces_an_answer_after_its_budget_or_not_at_all(
-    answered: Callable[..., Any],
+    answered: Answered,
 ) -> None:
     turn = "<think>t</think><search>a</search>"
-    services, tree, found = await answered(
-        "search", How(topk=1, budget=2, forced=True), turn, turn, "Livy</answer>"
-    )
+    how = How(topk=1, budget=2, forced=True)
+    services, tree, found = await answered("search", how, turn, turn, "Livy</answer>")
     assert services.searches == ["a", "a"]
     assert tree.actions()[-1].forced
     assert (found["em"], found["answered"], found["searches"]) == (1.0, 0.0, 2.0)
 
 
 async def test_search_without_force_generates_last_without_a_search(
-    answered: Callable[..., Any],
+    answered: Answered,
 ) -> None:
     turn = "<think>t</think><search>a</search>"
-    services, tree, found = await answered(
-        "search", How(topk=1, budget=2, forced=False), turn, turn
-    )
+    how = How(topk=1, budget=2, forced=False)
+    services, tree, found = await answered("search", how, turn, turn)
     assert services.searches == ["a"], "the last turn's search is not made (methods.md 2.1)"
     assert tree.actions()[-1].kind == "action"
     assert (found["em"], found["answered"]) == (0.0, 0.0)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from coppice.actors.environments.base import Task
 from coppice.actors.environments.search_qa.environment import SearchQA, SearchState
 from coppice.actors.environments.search_qa.environment import Step as PastStep
 from coppice.judges.base import Judge
@@ -54,23 +55,20 @@ def run(tmp_path: Path) -> Path:
     (folder / "processes").mkdir(parents=True)
     evidence = [{"title": "Chad", "field": "Capital", "value": "N'Djamena"}]
     task = {
-        "id": "t1",
-        "question": QUESTION,
-        "golden_answers": ["N'Djamena"],
-        "evidence": evidence,
+        "id": "t1", "question": QUESTION, "golden_answers": ["N'Djamena"], "evidence": evidence,
         "data_source": "d",
-    }
+    }  # fmt: skip
     (tmp_path / "train.jsonl").write_text(json.dumps(task) + "\n")
     process = {
-        "environment": "search_qa", "options": {"prompt": "short", "topk": 2}, "train": str(tmp_path / "train.jsonl"),
-        "heldout": str(tmp_path / "none.jsonl"), "scheduler": {"budget": 3, "strategy_options": {"k": 2}},
+        "environment": "search_qa", "options": {"prompt": "short", "topk": 2},
+        "train": str(tmp_path / "train.jsonl"), "heldout": str(tmp_path / "none.jsonl"),
+        "scheduler": {"budget": 3, "strategy_options": {"k": 2}},
     }  # fmt: skip
     (folder / "processes" / "scheduler.json").write_text(json.dumps(process))
     journal = Journal(folder / "journal.sqlite")
-    for number, (name, answered) in enumerate(
-        [("t1", [1, 2]), ("t1", [0]), ("t1", [1]), ("gone", [1])]
-    ):
-        tree = tree_of(number, name, answered)
+    trees = [("t1", [1, 2]), ("t1", [0]), ("t1", [1]), ("gone", [1])]
+    for number, (name, searches) in enumerate(trees):
+        tree = tree_of(number, name, searches)
         journal.start_tree(tree, number, 0)
         if number != 2:
             journal.close_tree(tree)
@@ -92,7 +90,8 @@ def tree_of(number: int, name: str, searches: Sequence[int]) -> Tree:
             node = tree.add(node, "observation", nothing, found(i), chosen=True, state=plain(state))
         tree.add(root, "action", nothing, "a sibling that was not chosen", trajectory=trajectory)
         scores = {"outcome": float(trajectory == 0)}
-        tree.add(node, "action", nothing, "<think> k </think> <answer> a </answer>", chosen=True, trajectory=trajectory, scores=scores)  # fmt: skip
+        said = "<think> k </think> <answer> a </answer>"
+        tree.add(node, "action", nothing, said, chosen=True, trajectory=trajectory, scores=scores)
     return tree
 
 
@@ -115,34 +114,22 @@ def test_a_trajectory_holds_every_turn_but_the_last_as_a_judge_sees_it(
     first, second = record.read(tmp_path / "t.jsonl", Trajectory[RecordedStep])
     assert (first.id, first.outcome, len(first.steps)) == ("run-0-0", 1, 1)
     assert (second.id, second.outcome, len(second.steps)) == ("run-0-1", 0, 2)
-    assert (first.question, first.golden_answers, first.data_source) == (
-        QUESTION,
-        ["N'Djamena"],
-        "d",
-    )
-    assert first.evidence == ["Chad\nCapital: N'Djamena"]
-    assert [step.context for step in second.steps] == [
-        QUESTION,
-        f"{QUESTION}\n\n{action(0)}{found(0)}",
-    ]
+    assert (first.question, first.data_source) == (QUESTION, "d")
+    assert (first.golden_answers, first.evidence) == (["N'Djamena"], ["Chad\nCapital: N'Djamena"])
+    contexts = [step.context for step in second.steps]
+    assert contexts == [QUESTION, f"{QUESTION}\n\n{action(0)}{found(0)}"]
     assert [step.response for step in second.steps] == [action(0) + found(0), action(1) + found(1)]
     turn = record.judged_turn(second, second.steps[1])
     state = SearchState(QUESTION, (PastStep("think 0", "query 0", found(0)),))
     environment = SearchQA("short", 2)
-    expected = environment.judged(task_of(second), state, environment.read(state, action(1)), 2, 3)
-    assert turn == msgspec.structs.replace(
-        expected, observation=found(1), transcript=action(0) + found(0)
-    )
+    task = Task("t1", second.question, second.golden_answers, second.evidence)
+    expected = environment.judged(task, state, environment.read(state, action(1)), 2, 3)
+    more = {"observation": found(1), "transcript": action(0) + found(0)}
+    assert turn == msgspec.structs.replace(expected, **more)
     said = capsys.readouterr().out
     assert "2 trajectories (1 with a correct answer), 3 turns" in said
     for reason in ("1 it has one turn only", "1 the tree is growing", "1 its question is not in"):
         assert f"skipped: {reason}" in said
-
-
-def task_of(one: Trajectory[RecordedStep]) -> Any:
-    from coppice.actors.environments.base import Task
-
-    return Task("t1", one.question, one.golden_answers, one.evidence)
 
 
 def test_what_is_no_search_run_is_refused(run: Path, tmp_path: Path, capsys: Any) -> None:
@@ -151,20 +138,14 @@ def test_what_is_no_search_run_is_refused(run: Path, tmp_path: Path, capsys: Any
     assert "scheduler.json" in capsys.readouterr().err
     twin = shutil.copytree(run, tmp_path / "other" / "run")
     assert main(["collect", str(run), str(twin), *out]) == 2
-    assert (
-        "rename one of the folders, or collect them one by one, each with a --prefix"
-        in capsys.readouterr().err
-    )
+    assert "each with a --prefix" in capsys.readouterr().err
     for content in (b"", b"no database " * 100):
         (run / "journal.sqlite").write_bytes(content)
         assert main(["collect", str(run), *out]) == 2
         assert "journal.sqlite is no journal of a run" in capsys.readouterr().err
     path = run / "processes" / "scheduler.json"
-    path.write_text(
-        path.read_text().replace(
-            '"search_qa", "options": {"prompt": "short", "topk": 2}', '"tictactoe"'
-        )
-    )
+    game = json.loads(path.read_text()) | {"environment": "tictactoe", "options": {}}
+    path.write_text(json.dumps(game))
     assert main(["collect", str(run), *out]) == 2
     assert "expected one of search_qa" in capsys.readouterr().err
 
@@ -177,60 +158,46 @@ def command(arguments: list[str]) -> int:
 def test_no_command_writes_over_what_it_reads(run: Path, tmp_path: Path, capsys: Any) -> None:
     labelled_file(tmp_path)
     record.write(tmp_path / "t.jsonl", [trajectory("x", 1)])
-    for name, twin in (
-        ("r.jsonl", "link.jsonl"),
-        ("l.jsonl", "l2.jsonl"),
-        ("l.jsonl", "b.report.json"),
-    ):
+    twins = {"link.jsonl": "r.jsonl", "l2.jsonl": "l.jsonl", "b.report.json": "l.jsonl"}
+    for twin, name in twins.items():
         (tmp_path / twin).symlink_to(tmp_path / name)
-    l, t, r, l2, b = (  # noqa: E741
-        str(tmp_path / name) for name in ("l.jsonl", "t.jsonl", "r.jsonl", "l2.jsonl", "b.jsonl")
-    )
+    names = ("l.jsonl", "t.jsonl", "r.jsonl", "l2.jsonl", "b.jsonl", "link.jsonl")
+    l, t, r, l2, b, link = (str(tmp_path / name) for name in names)  # noqa: E741
+    report, answers = str(tmp_path / "b.report.json"), str(tmp_path / "b.answers.jsonl")
     judges = ["--judge-a", "pprm_rules", "--judge-b", "pprm_rules"]
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for arguments, message in (
         (["review", l, r, "--out", r], f"--out {r} would write over {r}"),
-        (["review", l, r, "--out", str(tmp_path / "link.jsonl")], f"link.jsonl would write over {r}"),
+        (["review", l, r, "--out", link], f"link.jsonl would write over {r}"),
         (["review", l, r, "--out", l], f"would write over {l}"),
         (["review", l, r, "--out", f"{run}/../r.jsonl"], f"would write over {r}"),
         (["rows", t, l, "--out", l], f"would write over {l}"),
         (["bench", l, "--size", "1", "--out", l], f"would write over {l}"),
         (["bench", t, "--exclude", l, "--size", "1", "--out", l], f"would write over {l}"),
         (["bench", l2, "--size", "1", "--out", l], f"would write over {l2}"),
-        (["bench", f"{tmp_path}/b.report.json", "--size", "1", "--out", b], "--out with its report"),
+        (["bench", report, "--size", "1", "--out", b], "--out with its report"),
         (["label", t, *judges, "--out", t, "--review", b], f"--out {t} would write over {t}"),
         (["label", t, *judges, "--out", b, "--review", t], f"--review {t} would write over {t}"),
-        (["label", t, *judges, "--out", b, "--review", f"{tmp_path}/b.answers.jsonl"], "--out with its answers too: name two files"),
-        (["collect", str(run), "--out", f"{run}/journal.sqlite"], f"lies in {run}, which this command reads"),
+        (["label", t, *judges, "--out", b, "--review", answers], "name two files"),
+        (["collect", str(run), "--out", f"{run}/journal.sqlite"], f"lies in {run}, which"),
         (["collect", str(run), "--out", f"{tmp_path}/train.jsonl"], "train.jsonl would write over"),
     ):  # fmt: skip
         assert command(arguments) == 2, arguments
         assert message in capsys.readouterr().err
-        assert {
-            path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
-        } == before, arguments
+        after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        assert after == before, arguments
     assert main(["review", l, r, "--out", b]) == 0
     assert main(["review", l, r, "--out", b]) == 0, "an earlier output is no input"
 
 
 def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path, capsys: Any) -> None:
     record.write(tmp_path / "t.jsonl", [trajectory("x", 1)])
-    command = [
-        "label",
-        str(tmp_path / "t.jsonl"),
-        "--judge-a",
-        f"{Flaky.__module__}:Flaky",
-        "--judge-b",
-        "pprm_rules",
-    ]
+    judges = ["--judge-a", f"{Flaky.__module__}:Flaky", "--judge-b", "pprm_rules"]
+    command = ["label", str(tmp_path / "t.jsonl"), *judges]
     good, long = str(tmp_path / "good.jsonl"), str(tmp_path / ("x" * 250))
     Flaky.asked = []
     for out, review, message in (
-        (
-            good,
-            "/nodir/r.jsonl",
-            "--review /nodir/r.jsonl: there is no folder /nodir, make it first",
-        ),
+        (good, "/nodir/r.jsonl", "--review /nodir/r.jsonl: there is no folder /nodir, make it"),
         ("/nodir/l.jsonl", good, "--out /nodir/l.jsonl: there is no folder"),
         (good, str(tmp_path), f"--review {tmp_path} is no ordinary file: name a file"),
         (".", good, "--out . is no ordinary file"),
@@ -250,7 +217,9 @@ def graded(one: Trajectory[RecordedStep], response: str) -> Any:
     return msgspec.structs.replace(one, steps=[step])
 
 
-def test_runs_of_one_name_make_one_benchmark_when_collected_with_a_prefix(run: Path, tmp_path: Path, capsys: Any) -> None:  # fmt: skip
+def test_runs_of_one_name_make_one_benchmark_when_collected_with_a_prefix(
+    run: Path, tmp_path: Path, capsys: Any
+) -> None:
     twin = shutil.copytree(run, tmp_path / "other" / "run")
     files = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
     for folder, file, more in zip(
@@ -283,37 +252,24 @@ def trajectory(name: str, count: int) -> Trajectory[RecordedStep]:
     )
 
 
-def answered(
-    path: Path, scores: dict[str, tuple[float | None, float | None]], text: str = JUDGEMENT
-) -> Answers:
+def answered(path: Path, scores: dict[str, tuple[float | None, float | None]]) -> Answers:
     answers = Answers(path)
-    for step, pair in scores.items():
-        for judge, score in zip("ab", pair, strict=True):
-            answers.add(
-                StepAnswer(
-                    judge, step, score, text if judge == "a" else JUDGEMENT.replace("3,4", "1,2")
-                )
-            )
+    for step, (one, two) in scores.items():
+        answers.add(StepAnswer("a", step, one, JUDGEMENT))
+        answers.add(StepAnswer("b", step, two, JUDGEMENT.replace("3,4", "1,2")))
     return answers
 
 
 def test_steps_that_differ_by_more_than_the_limit_are_dropped_and_at_the_limit_kept(
     tmp_path: Path,
 ) -> None:
-    pairs = {
-        "x#1": (0.9, 0.5),
-        "x#2": (0.7, 0.3),
-        "x#3": (0.9, 0.49),
-        "x#4": (None, 1.0),
-        "y#1": (1.0, 0.0),
-    }
-    answers = answered(tmp_path / "a.jsonl", {**pairs, "x#5": (5 / 6, 1 / 6)})
+    pairs = {"x#1": (0.9, 0.5), "x#2": (0.7, 0.3), "x#3": (0.9, 0.49), "x#4": (None, 1.0)}
+    pairs |= {"x#5": (5 / 6, 1 / 6), "y#1": (1.0, 0.0)}
+    answers = answered(tmp_path / "a.jsonl", pairs)
     made, counts = label.labelled([trajectory("x", 5), trajectory("y", 1)], answers, "a", "b")
     (kept,) = made
-    assert [(s.response, s.score_a, s.score_b) for s in kept.steps] == [
-        ("x 1", 0.9, 0.5),
-        ("x 2", 0.7, 0.3),
-    ]
+    scores = [(s.response, s.score_a, s.score_b) for s in kept.steps]
+    assert scores == [("x 1", 0.9, 0.5), ("x 2", 0.7, 0.3)]
     assert [s.score for s in kept.steps] == pytest.approx([0.7, 0.5])
     assert counts == {
         "labelled": 2,
@@ -326,12 +282,9 @@ def test_steps_that_differ_by_more_than_the_limit_are_dropped_and_at_the_limit_k
 def test_a_judgement_becomes_exactly_two_lines() -> None:
     long = "Analysis: first\n\n second\nScores:  <final_score> 2 , 6 </final_score> and more"
     assert two_lines(long) == "Analysis: first second\nScores: <final_score>2,6</final_score>"
-    assert (
-        two_lines(long, (1, 1)) == "Analysis: first second\nScores: <final_score>1,1</final_score>"
-    )
-    assert (
-        two_lines("Analysis: no score") == two_lines("Scores: <final_score>2,6</final_score>") == ""
-    )
+    assert two_lines(long, (1, 1)).endswith("second\nScores: <final_score>1,1</final_score>")
+    assert two_lines("Analysis: no score") == ""
+    assert two_lines("Scores: <final_score>2,6</final_score>") == ""
 
 
 class Flaky(Judge):
@@ -351,7 +304,8 @@ class Flaky(Judge):
 def test_a_labelling_goes_on_where_an_endpoint_failed(tmp_path: Path, capsys: Any) -> None:
     record.write(tmp_path / "t.jsonl", [trajectory("x", 3), trajectory("y", 2)])
     judge = f"{Flaky.__module__}:Flaky"
-    command = ["label", str(tmp_path / "t.jsonl"), "--judge-a", judge, "--judge-b", judge, "--out", str(tmp_path / "l.jsonl"), "--review", str(tmp_path / "r.jsonl")]  # fmt: skip
+    command = ["label", str(tmp_path / "t.jsonl"), "--judge-a", judge, "--judge-b", judge]
+    command += ["--out", str(tmp_path / "l.jsonl"), "--review", str(tmp_path / "r.jsonl")]
     Flaky.asked, Flaky.broken = [], True
     assert main(command) == 1
     assert "the endpoint is gone" in capsys.readouterr().err
@@ -360,10 +314,8 @@ def test_a_labelling_goes_on_where_an_endpoint_failed(tmp_path: Path, capsys: An
     assert main(command) == 0
     assert len(Flaky.asked) == 2 * 5 - 2
     assert "5 labelled" in capsys.readouterr().out
-    assert [len(one.steps) for one in record.read(tmp_path / "l.jsonl", Trajectory[Labelled])] == [
-        3,
-        2,
-    ]
+    made = record.read(tmp_path / "l.jsonl", Trajectory[Labelled])
+    assert [len(one.steps) for one in made] == [3, 2]
     assert main(command) == 2
     assert "it may hold corrections" in capsys.readouterr().err
     (tmp_path / "r.jsonl").unlink()
@@ -374,7 +326,9 @@ def test_a_labelling_goes_on_where_an_endpoint_failed(tmp_path: Path, capsys: An
 
 def test_a_labelling_that_is_under_way_is_not_begun_twice(tmp_path: Path, capsys: Any) -> None:
     record.write(tmp_path / "t.jsonl", [trajectory("x", 1)])
-    command = ["label", str(tmp_path / "t.jsonl"), "--judge-a", "pprm_rules", "--judge-b", "pprm_rules", "--out", str(tmp_path / "l.jsonl"), "--review"]  # fmt: skip
+    judges = ["--judge-a", "pprm_rules", "--judge-b", "pprm_rules"]
+    out = ["--out", str(tmp_path / "l.jsonl"), "--review"]
+    command = ["label", str(tmp_path / "t.jsonl"), *judges, *out]
     with locked(tmp_path / "l.answers.lock", "the other"):
         assert main([*command, str(tmp_path / "r.jsonl")]) == 2
     assert "l.jsonl is in use by another process" in capsys.readouterr().err
@@ -389,10 +343,9 @@ def test_a_labelling_that_is_under_way_is_not_begun_twice(tmp_path: Path, capsys
 
 
 def labelled_file(folder: Path) -> tuple[list[Trajectory[Labelled]], Path]:
-    pairs: dict[str, tuple[float | None, float | None]] = {
-        f"x#{n}": (0.75, 0.75) for n in (1, 2, 3)
-    }
-    made, _ = label.labelled([trajectory("x", 3), trajectory("y", 1)], answered(folder / "a", {**pairs, "y#1": (0.75, 0.5)}), "a", "b")  # fmt: skip
+    good = (0.75, 0.75)
+    answers = answered(folder / "a", {"x#1": good, "x#2": good, "x#3": good, "y#1": (0.75, 0.5)})
+    made, _ = label.labelled([trajectory("x", 3), trajectory("y", 1)], answers, "a", "b")
     record.write(folder / "l.jsonl", made)
     record.write(folder / "r.jsonl", label.to_review(made))
     return made, folder / "r.jsonl"
@@ -408,10 +361,8 @@ def edit(path: Path, corrections: dict[str, str]) -> None:
 def test_corrections_replace_scores_in_the_label_and_in_the_target(tmp_path: Path) -> None:
     before, review = labelled_file(tmp_path)
     edit(review, {"x#1": "1,6", "x#2": "drop", "y#1": "drop"})
-    assert (
-        main(["review", str(tmp_path / "l.jsonl"), str(review), "--out", str(tmp_path / "c.jsonl")])
-        == 0
-    )
+    out = ["--out", str(tmp_path / "c.jsonl")]
+    assert main(["review", str(tmp_path / "l.jsonl"), str(review), *out]) == 0
     (one,) = record.read(tmp_path / "c.jsonl", Trajectory[Labelled])
     assert [step.response for step in one.steps] == ["x 1", "x 3"]
     assert one.steps[0].score == pytest.approx(1 / 6)
@@ -442,9 +393,8 @@ def test_an_unknown_or_repeated_step_is_refused_with_its_line(tmp_path: Path) ->
 
 def test_a_training_row_asks_as_the_judge_asks_and_answers_in_two_lines(tmp_path: Path) -> None:
     made, _ = labelled_file(tmp_path)
-    unlearnt = msgspec.structs.replace(
-        made[1], steps=[msgspec.structs.replace(made[1].steps[0], target="")]
-    )
+    untold = msgspec.structs.replace(made[1].steps[0], target="")
+    unlearnt = msgspec.structs.replace(made[1], steps=[untold])
     found, left = label.judgement_rows([made[0], made[0], unlearnt])
     assert (len(found), left) == (3, {"without a judgement to learn": 1, "the same as another": 3})
     assert [message.role for message in found[0].messages] == ["system", "user"]
@@ -502,10 +452,8 @@ def test_every_epoch_sees_every_example_once_in_an_order_of_its_own() -> None:
     assert sorted(seen[:6]) == sorted(seen[6:]) == list(range(6))
     assert seen[:6] != seen[6:]
     plain_order = msgspec.structs.replace(recipe, shuffle=None)
-    assert [e.tokens[0] for step in range(3) for e in batch_of(examples, plain_order, step)] == [
-        *range(6),
-        *range(6),
-    ]
+    in_order = [e.tokens[0] for step in range(3) for e in batch_of(examples, plain_order, step)]
+    assert in_order == [*range(6), *range(6)]
 
 
 def examples_of(seed: int = 0) -> list[Example]:
@@ -528,12 +476,12 @@ def gradient(folder: Path, batch: Sequence[Example], **changes: Any) -> tuple[fl
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
 @pytest.mark.parametrize("forward_tokens", [0, 60])
-def test_a_packed_batch_has_the_loss_and_the_gradient_of_a_padded_one(kind: str, forward_tokens: int, tmp_path: Path) -> None:  # fmt: skip
-    folder = tiny.save(tmp_path / kind, kind)
-    loss, slope = gradient(folder, examples_of())
-    packed, packed_slope = gradient(
-        folder, examples_of(), packing=True, forward_tokens=forward_tokens
-    )
+def test_a_packed_batch_has_the_loss_and_the_gradient_of_a_padded_one(
+    kind: str, forward_tokens: int, tmp_path: Path
+) -> None:
+    folder, batch = tiny.save(tmp_path / kind, kind), examples_of()
+    loss, slope = gradient(folder, batch)
+    packed, packed_slope = gradient(folder, batch, packing=True, forward_tokens=forward_tokens)
     assert packed == pytest.approx(loss, abs=1e-5)
     assert torch.allclose(packed_slope, slope, atol=1e-5)
 
@@ -542,10 +490,9 @@ def test_no_example_of_a_pack_sees_another(llama: Path) -> None:
     student = Student(llama, Recipe(steps=1, batch=2, lr=1.0, packing=True))
     first, second, third = examples_of()[:3]
     alone = [student.loss([e]).item() for e in (first, second, third)]
-    assert student.loss([first, second]).item() == pytest.approx(
-        (alone[0] + alone[1]) / 2, abs=1e-5
-    )
-    assert student.loss([first, third]).item() == pytest.approx((alone[0] + alone[2]) / 2, abs=1e-5)
+    for other, one in ((second, alone[1]), (third, alone[2])):
+        both = student.loss([first, other]).item()
+        assert both == pytest.approx((alone[0] + one) / 2, abs=1e-5)
 
 
 def test_merged_adapters_say_what_the_adapters_said(llama: Path, tmp_path: Path) -> None:
@@ -567,19 +514,20 @@ def test_merged_adapters_say_what_the_adapters_said(llama: Path, tmp_path: Path)
 def test_training_lowers_the_loss_and_leaves_an_ordinary_folder(
     lora_rank: int, llama: Path, tmp_path: Path
 ) -> None:
-    recipe = Recipe(steps=30, batch=6, lr=1e-2, schedule="cosine", warmup=3, shuffle=0, packing=True, lora_rank=lora_rank)  # fmt: skip
-    losses = fine_tune(
-        llama, examples_of(), tmp_path / "out", recipe, 1, held_out=examples_of()[:2]
-    )
+    recipe = Recipe(
+        steps=30, batch=6, lr=1e-2, schedule="cosine", warmup=3, shuffle=0, packing=True,
+        lora_rank=lora_rank,
+    )  # fmt: skip
+    examples, out = examples_of(), tmp_path / "out"
+    losses = fine_tune(llama, examples, out, recipe, 1, held_out=examples[:2])
     assert losses.held_out is not None
     assert losses.held_out[1] < 0.7 * losses.held_out[0]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     example = examples_of()[0]
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([example.tokens])).logits[0]
-    said = torch.log_softmax(logits, -1)[
-        range(example.start - 1, len(example.tokens) - 1), example.tokens[example.start :]
-    ]
+    places = range(example.start - 1, len(example.tokens) - 1)
+    said = torch.log_softmax(logits, -1)[places, example.tokens[example.start :]]
     assert -said.mean().item() == pytest.approx(losses.held_out[1], rel=0.5)
     assert "coppice" not in (tmp_path / "out" / "config.json").read_text()
     assert not {p.name for p in (tmp_path / "out").iterdir()} & {"adapter_config.json"}
@@ -595,21 +543,23 @@ def rows_file(path: Path, count: int) -> Path:
     return path
 
 
+def train_command(llama: Path, folder: Path, count: int = 3) -> list[str]:
+    rows = str(rows_file(folder / "r.jsonl", count))
+    out = str(folder / "o")
+    return ["train", "--model", str(llama), "--rows", rows, "--out", out, "--threads", "1"]
+
+
 def test_train_says_what_it_left_out_and_measures_before_and_after(
     llama: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    command = ["train", "--model", str(llama), "--rows", str(rows_file(tmp_path / "r.jsonl", 11)), "--out", str(tmp_path / "out"), "--threads", "1"]  # fmt: skip
-    assert (
-        main(
-            [*command, "--max-tokens", "100", "--epochs", "2", "--batch", "3", "--held-out", "0.2"]
-        )
-        == 0
-    )
+    command = train_command(llama, tmp_path, 11)
+    words = "--max-tokens 100 --epochs 2 --batch 3 --held-out 0.2"
+    assert main([*command, *words.split()]) == 0
     said = capsys.readouterr().out
     assert "1 of 11 rows are longer than 100 tokens and left out" in said
     assert "8 rows, 2 held out, 6 steps of 3" in said
     assert said.count("held-out loss") == 2
-    told = json.loads((tmp_path / "out" / "sft.json").read_text())
+    told = json.loads((tmp_path / "o" / "sft.json").read_text())
     assert (told["rows"], told["held_out_rows"], told["too_long"]) == (8, 2, 1)
     assert told["recipe"]["warmup"] == 1
     assert main(command) == 2
@@ -627,40 +577,19 @@ def test_train_says_what_it_left_out_and_measures_before_and_after(
         ("--max-tokens 5", "no row is left to learn from (3 read, 3 too long"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(arguments: str, message: str, llama: Path, tmp_path: Path, capsys: Any) -> None:  # fmt: skip
-    rows_path = rows_file(tmp_path / "r.jsonl", 3)
-    assert (
-        main(
-            [
-                "train",
-                "--model",
-                str(llama),
-                "--rows",
-                str(rows_path),
-                "--out",
-                str(tmp_path / "o"),
-                *arguments.split(),
-            ]
-        )
-        == 2
-    )
+def test_what_cannot_be_trained_is_refused(
+    arguments: str, message: str, llama: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert main([*train_command(llama, tmp_path), *arguments.split()]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
 
 
-def train_command(llama: Path, folder: Path) -> list[str]:
-    rows_path = rows_file(folder / "r.jsonl", 3)
-    return ["train", "--model", str(llama), "--rows", str(rows_path), "--out", str(folder / "o"), "--steps", "1", "--threads", "1"]  # fmt: skip
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_a_training_ends_it_with_one_line(
-    number: signal.Signals,
-    llama: Path,
-    tmp_path: Path,
-    capsys: Any,
+    number: signal.Signals, llama: Path, tmp_path: Path, capsys: Any,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     def interrupted(*_: Any) -> float:
         os.kill(os.getpid(), number)
         return 0.0
@@ -670,7 +599,7 @@ def test_a_signal_in_a_training_ends_it_with_one_line(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     ending = signal.getsignal(signal.SIGTERM)
     try:
-        assert main(train_command(llama, tmp_path)) == 130
+        assert main([*train_command(llama, tmp_path), "--steps", "1"]) == 130
     finally:
         signal.signal(signal.SIGINT, before)
     assert signal.getsignal(signal.SIGTERM) is ending, "who calls main has the handler it had"
@@ -691,15 +620,14 @@ def test_a_full_disk_under_the_trained_model_is_said(
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     monkeypatch.setattr(Student, "save", full)
-    assert main(train_command(llama, tmp_path)) == 2
+    assert main([*train_command(llama, tmp_path), "--steps", "1"]) == 2
     assert "coppice sft train: the trained model could not be written to" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["r.jsonl"]
 
 
 def test_the_rows_of_a_question_are_learnt_or_held_out_together(tmp_path: Path) -> None:
-    examples = [
-        Example([i], 1, group) for i, group in enumerate(["a", "b", "c", "d"] * 3 + ["", ""])
-    ]
+    groups = ["a", "b", "c", "d"] * 3 + ["", ""]
+    examples = [Example([i], 1, group) for i, group in enumerate(groups)]
     learnt, held = split(examples, 0.4, 0)
     assert len(held) in (6, 7, 8)
     assert sorted(e.tokens[0] for e in [*learnt, *held]) == list(range(14))
@@ -713,21 +641,28 @@ def test_the_rows_of_a_question_are_learnt_or_held_out_together(tmp_path: Path) 
 
 def test_a_completion_ends_with_the_end_token_when_asked(llama: Path, tmp_path: Path) -> None:
     text, path = Text(str(llama)), tmp_path / "rows.jsonl"
-    path.write_text(
-        '{"prompt": "a", "completion": "b"}\n\n{"messages": [{"role": "user", "content": "a"}], "completion": "b"}\n'
-    )
+    chat = '{"messages": [{"role": "user", "content": "a"}], "completion": "b"}'
+    path.write_text(f'{{"prompt": "a", "completion": "b"}}\n\n{chat}\n')
     plain_row, chat_row = read_rows(path, text, [257])
     assert plain_row == chat_row
     assert chat_row.tokens[chat_row.start :] == [*text.encode("b").tolist(), 257]
     assert read_rows(path, text)[0].tokens == plain_row.tokens[:-1]
 
 
-@pytest.mark.parametrize("row", ['{"completion": "b"}', '{"prompt": "a", "messages": [{"role": "user", "content": "a"}], "completion": "b"}', '{"messages": [{"role": "judge", "content": "a"}], "completion": "b"}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"completion": "b"},
+        {"prompt": "a"},
+        {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "completion": "b"},
+        {"messages": [{"role": "judge", "content": "a"}], "completion": "b"},
+    ],
+)
 def test_a_row_that_is_not_one_conversation_is_refused_with_its_line(
-    row: str, llama: Path, tmp_path: Path
+    row: dict[str, Any], llama: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a", "completion": "b"}\n' + row + "\n")
+    path.write_text('{"prompt": "a", "completion": "b"}\n' + json.dumps(row) + "\n")
     with pytest.raises(ValueError, match=r"rows\.jsonl:2.*expected"):
         read_rows(path, Text(str(llama)))
 
@@ -737,16 +672,14 @@ def test_the_commands_of_the_docs_are_commands(name: str) -> None:
     text = (Path(__file__).parents[3] / "docs" / f"{name}.md").read_text()
     blocks = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     commands = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    said = [
-        shlex.split(line, comments=True)
-        for line in commands
-        if line.startswith(("coppice sft", "coppice evaluate"))
-    ]
+    begins = ("coppice sft", "coppice evaluate", "coppice dev process-bench")
+    said = [shlex.split(line, comments=True) for line in commands if line.startswith(begins)]
     assert said
-    for _, command, *arguments in said:
-        if command == "sft":
-            parser().parse_args(
-                [found for found in arguments if not found.startswith("[") and found != "..]"]
-            )
+    for _, name, *arguments in said:
+        if name == "sft":
+            given = [found for found in arguments if not found.startswith("[") and found != "..]"]
+            parser().parse_args(given)
+        elif name == "dev":
+            process_bench.parser().parse_args(arguments[1:])
         else:
             evaluate.judges_of(evaluate.parser().parse_args(arguments[1:]))

@@ -33,10 +33,9 @@ def write(run: Path, shards: int) -> Path:
             journal.start_tree(tree, shard.position(draw), version)
             for _ in range(2):
                 group = shard.after(group)
-                action = tree.add(
-                    root, "action", np.array([7, 8], np.int32), "act",
-                    logprobs=np.full(2, -0.5, np.float32), versions=np.full(2, version, np.int32),
-                )  # fmt: skip
+                action = tree.add(root, "action", np.array([7, 8], np.int32), "act")
+                action.logprobs = np.full(2, -0.5, np.float32)
+                action.versions = np.full(2, version, np.int32)
                 tree.changed[action.id] = action
                 journal.save_group(tree, group, [Turn(action.id, 0, 1, {})])
                 journal.mark_trained(group, version + 1)

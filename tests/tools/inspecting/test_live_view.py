@@ -186,8 +186,7 @@ SEEN = {
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (160, 40), (40, 15)])
 async def test_a_live_run_fits_the_terminal(run: Path, width: int, height: int) -> None:
     async with watching(run, width, height) as (app, _):
-        seen = " ".join(screen(app).split())
-        assert [words for words in SEEN[width] if words not in seen] == []
+        await until(lambda: all(words in " ".join(screen(app).split()) for words in SEEN[width]))
         assert max(map(len, screen(app).splitlines())) <= width
 
 
@@ -198,7 +197,7 @@ async def test_a_paused_run_says_so_and_offers_to_resume(run: Path) -> None:
     reported(run, paused=True)
     async with watching(run) as (app, pilot):
         assert "paused: no new tree begins, 3 still grow" in screen(app)
-        assert "r Resume" in screen(app)
+        await until(lambda: "r Resume" in screen(app))
         assert "Pause" not in screen(app)
         await pilot.press("r")
         await until(lambda: not (run / health.PAUSED).exists())
@@ -222,28 +221,23 @@ async def test_enter_opens_the_tree_under_the_cursor_and_its_texts_unfold(run: P
 @pytest.mark.parametrize(
     ("keys", "order", "asks", "said"),
     [
-        (["p"], "pause", "Pause the run?", ("run",)),
-        (["s"], "stop", "Stop the run?", ("run",)),
-        (["tab", *["down"] * 3, "d"], "drain", "Drain actor-0?", ("run", "actor-0")),
+        ("p", "pause", "Pause the run?", ["run"]),
+        ("s", "stop", "Stop the run?", ["run"]),
+        ("tab down down down d", "drain", "Drain actor-0?", ["run", "actor-0"]),
     ],
 )
 async def test_every_key_that_harms_asks_once_more(
-    run: Path,
-    keys: list[str],
-    order: str,
-    asks: str,
-    said: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
+    run: Path, keys: str, order: str, asks: str, said: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    orders: list[tuple[str, ...]] = []
+    orders: list[list[Any]] = []
 
-    def ordered(run: Path, name: str = "") -> str:
-        orders.append((run.name, name) if name else (run.name,))
+    def ordered(run: Path, **worker: str) -> str:
+        orders.append([run.name, *worker.values()])
         return "it is done"
 
     monkeypatch.setattr(control, order, ordered)
     async with watching(run) as (app, pilot):
-        await pilot.press(*keys)
+        await pilot.press(*keys.split())
         await until(lambda: asks in screen(app))
         await pilot.press("n")
         await until(lambda: asks not in screen(app))
@@ -279,6 +273,14 @@ def no_run(run: Path) -> None:
             path.unlink()
 
 
+def no_database(run: Path) -> None:
+    (run / "journal.sqlite").write_text("no database" * 100)
+
+
+def torn_metrics(run: Path) -> None:
+    (run / "metrics.jsonl").write_bytes(b"\xff\n[1]\n{}\n")
+
+
 def torn_journal(run: Path) -> None:
     body = (run / "journal.sqlite").read_bytes()
     (run / "journal.sqlite").write_bytes(body[: len(body) // 2])
@@ -289,17 +291,11 @@ def torn_journal(run: Path) -> None:
     [
         (no_run, "damaged: journal.sqlite is not there"),
         (torn_journal, "cannot be read (database disk image is malformed)"),
-        (
-            lambda run: (run / "journal.sqlite").write_text("no database" * 100),
-            "damaged: journal.sqlite cannot be read",
-        ),
+        (no_database, "damaged: journal.sqlite cannot be read"),
         (lambda run: (run / health.NAME).write_text("["), "damaged: health.json cannot be read"),
         (lambda run: (run / record.NAME).unlink(), "damaged: launcher.json is not there"),
         (lambda run: (run / "config.json").write_text("{"), "damaged: config.json is torn"),
-        (
-            lambda run: (run / "metrics.jsonl").write_bytes(b"\xff\n[1]\n{}\n"),
-            "curves: no update is recorded yet",
-        ),
+        (torn_metrics, "curves: no update is recorded yet"),
         (lambda run: (run / "metrics.jsonl").unlink(), "curves: no update is recorded yet"),
     ],
 )

@@ -28,34 +28,19 @@ def run(llama: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / "small"
     folder.mkdir(parents=True)
     grown(folder, llama, scheme="rloo")
-    tasks = [
-        {"id": f"task{i}", "question": "capital of Peru?", "golden_answers": ["Lima"]}
-        for i in range(2)
-    ]
-    (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
-    files = str(folder / "tasks.jsonl")
-    plays: dict[str, Any] = {
-        "environment": "search_qa",
-        "train": files,
-        "heldout": files,
-        "options": {"prompt": "question"},
-    }
+    task = {"question": "capital of Peru?", "golden_answers": ["Lima"]}
+    lines = [json.dumps({"id": f"task{i}", **task}) for i in range(2)]
+    (folder / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+    files, options = str(folder / "tasks.jsonl"), {"prompt": "question"}
+    plays = {"environment": "search_qa", "train": files, "heldout": files, "options": options}
     (folder / "processes" / "scheduler.json").write_text(json.dumps(plays))
     (folder / "config.json").write_text("{}")
-    records = [
-        {
-            "version": v,
-            "time/run": v,
-            "learner/groups": 1.0,
-            "score/reward": v / 2,
-            "learner/entropy": 1.0,
-        }
-        for v in (1, 2)
-    ]
+    record = {"learner/groups": 1.0, "learner/entropy": 1.0}
+    records = [{"version": v, "time/run": v, "score/reward": v / 2, **record} for v in (1, 2)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     journal = Journal(folder / "journal.sqlite")
     tree = journal.tree(*journal.trees("id=1"))
-    environment = registry.load("search_qa", plays["options"])
+    environment = registry.load("search_qa", options)
     tree.nodes[0].state = msgspec.to_builtins(environment.initial(load_tasks(files)[0][1]))
     for node, answer in zip((1, 2, 3), ("Lima", "Cusco", "Quito"), strict=True):
         tree.nodes[node].text = text = f"<think> a city </think> <answer> {answer} </answer>"
@@ -69,9 +54,7 @@ def run(llama: Path, tmp_path: Path) -> Path:
 def test_frames_and_records_are_data_frames(run: Path) -> None:
     opened = notebook.newest(run.parent)
     assert opened.trees["task"].to_list() == ["task0", "task1"]
-    assert opened.nodes.filter(ACTION)["reward"].to_list() == [
-        reward for rewards in REWARDS for reward in rewards
-    ]
+    assert opened.nodes.filter(ACTION)["reward"].to_list() == [*REWARDS[0], *REWARDS[1]]
     assert opened.records["score/reward"].to_list() == [0.5, 1.0]
     with pytest.raises(FileNotFoundError, match="no run is below"):
         notebook.newest(run)
@@ -109,10 +92,12 @@ def test_a_judge_scores_the_actions_of_a_tree(run: Path) -> None:
     scores = opened.judge("exact_match", tree=1)
     assert scores["node"].to_list() == [1, 2, 3]
     assert scores["outcome"].to_list() == [1.0, 0.0, 0.0]
-    with pytest.raises(ValueError, match="tree = 9: the journal has no such train tree"):
-        opened.judge("exact_match", tree=9)
-    with pytest.raises(ValueError, match="tictactoe_mcts"):
-        opened.judge("tictactoe_mcts", tree=1)
+    for judge, tree, words in (
+        ("exact_match", 9, "tree = 9: the journal has no such train tree"),
+        ("tictactoe_mcts", 1, "tictactoe_mcts"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            opened.judge(judge, tree=tree)
     (run / "tasks.jsonl").write_text('{"id": "other", "question": "q", "golden_answers": ["a"]}\n')
     with pytest.raises(ValueError, match="its task 'task1' is not among the run's tasks"):
         opened.judge("exact_match", tree=1)
@@ -122,9 +107,8 @@ def test_the_example_runs_from_its_first_cell_to_its_last(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(run.parents[1])
-    cells = [
-        cell for cell in json.loads(EXAMPLE.read_text())["cells"] if cell["cell_type"] == "code"
-    ]
+    cells = json.loads(EXAMPLE.read_text())["cells"]
+    cells = [cell for cell in cells if cell["cell_type"] == "code"]
     names: dict[str, Any] = {}
     shown = []
     for cell in cells:
@@ -133,8 +117,7 @@ def test_the_example_runs_from_its_first_cell_to_its_last(
         exec(compile(ast.Module(body, []), str(EXAMPLE), "exec"), names)
         shown.append(eval(compile(ast.Expression(last.value), str(EXAMPLE), "eval"), names))
     assert [type(value) for value in shown] == [pl.DataFrame] * 5 + [Figure]
-    assert not [line for cell in cells if cell["outputs"] for line in cell["outputs"]]
+    assert not [cell for cell in cells if cell["outputs"]]
     both = names["both"]
-    assert shown[2].item() == pytest.approx(
-        np.corrcoef(both["advantage"], both["advantage_grpo"])[0, 1]
-    )
+    correlation = np.corrcoef(both["advantage"], both["advantage_grpo"])[0, 1]
+    assert shown[2].item() == pytest.approx(correlation)

@@ -54,9 +54,8 @@ def grown(folder: Path, model: Path, **settings: object) -> list[Tree]:
 def column(folder: Path) -> list[float | None]:
     """The advantages of the actions, tree by tree."""
     _, nodes = frames.read(folder)
-    return (
-        nodes.filter(frames.ACTION)["advantage"].to_list() if "advantage" in nodes.columns else []
-    )
+    actions = nodes.filter(frames.ACTION)
+    return actions["advantage"].to_list() if "advantage" in nodes.columns else []
 
 
 def test_a_turn_has_the_advantage_that_the_runs_scheme_gives_it(
@@ -92,9 +91,8 @@ def test_trees_can_be_seen_through_another_scheme(tmp_path: Path, llama: Path) -
     journal = frames.opened(tmp_path)
     own = replay.learner(tmp_path)
     given = replay.advantages(journal, journal.trees(), own.learner, "slate", ddof=0, eps=1e-9)
-    assert [given[0, node] for node in (1, 2, 3)] == pytest.approx(
-        (np.array(REWARDS[0]) - 3) / np.std(REWARDS[0])
-    )
+    expected = (np.array(REWARDS[0]) - 3) / np.std(REWARDS[0])
+    assert [given[0, node] for node in (1, 2, 3)] == pytest.approx(expected)
     with pytest.raises(ValueError, match=r"'vineppo' reads .*'mc_value'"):
         replay.advantages(journal, journal.trees(), own.learner, "vineppo")
     with pytest.raises(ValueError, match="'gae' reads values of the learner's models"):
@@ -137,9 +135,8 @@ def test_tokens_are_printed_with_their_log_probabilities(
     assert main([str(tmp_path), "--tree", "1", "--tokens", "--newest"]) == 0
     lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "newest: version 0"
-    assert [
-        line.split()[-1] for line in lines[lines.index("sampled   newest  token") + 1 :][:3]
-    ] == [f"{x!r}" for x in LETTERS[:3]]
+    place = lines.index("sampled   newest  token")
+    assert [line.split()[-1] for line in lines[place + 1 :][:3]] == [repr(x) for x in LETTERS[:3]]
     (tmp_path / "processes" / "learner.json").unlink()
     assert main([str(tmp_path), "--tree", "1", "--tokens"]) == 0
     # the number of the token

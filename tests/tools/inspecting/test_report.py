@@ -76,10 +76,7 @@ def test_a_page_has_every_section_with_what_the_run_recorded(
 
 
 def test_runs_of_one_name_become_a_mean_with_its_interval_over_seeds(tmp_path: Path) -> None:
-    folders = [
-        make(tmp_path / f"s{i}", [reward, 9.0], {0: exact})
-        for i, (reward, exact) in enumerate([(1, 0.1), (2, 0.2), (6, 0.6)])
-    ]
+    folders = [make(tmp_path / f"s{i}", [i, 9.0], {0: i / 10}) for i in (1, 2, 6)]
     # Student's t with two degrees of freedom; the values 1, 2, 6 have variance 7
     half = 4.303 * math.sqrt(7) / math.sqrt(3)
     longer = make(tmp_path / "longer", [1.0, 2.0, 3.0])
@@ -162,9 +159,8 @@ def test_suffixes_say_what_is_written_and_equal_runs_give_equal_bytes(tmp_path: 
 
 
 def test_the_figures_of_a_page_are_written_as_pngs(tmp_path: Path) -> None:
-    text = page_of(
-        tmp_path, make(tmp_path / "a"), "--png", tmp_path / "figures", "--metric", "learner/entropy"
-    )
+    options = ("--png", tmp_path / "figures", "--metric", "learner/entropy")
+    text = page_of(tmp_path, make(tmp_path / "a"), *options)
     files = sorted((tmp_path / "figures").iterdir())
     assert len(files) == text.count("<figure>") > 5
     assert {Image.open(io.BytesIO(file.read_bytes())).format for file in files} == {"PNG"}
@@ -175,10 +171,7 @@ def test_the_figures_of_a_page_are_written_as_pngs(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ("/no/such", "/no/such is no run folder"),
-        (
-            "{run} --metric score/rewrd",
-            "score/rewrd: no run has recorded it; there are learner/entropy",
-        ),
+        ("{run} --metric score/rewrd", "score/rewrd: no run has recorded it; there are learner"),
         ("{run} --out x.pdf", "--out x.pdf: expected a name that ends with .html, .png, .svg"),
         ("{run} --out x.png --png folder", "--png has no effect"),
         ("{run}=a {run}=a", "given twice"),
@@ -188,11 +181,8 @@ def test_the_figures_of_a_page_are_written_as_pngs(tmp_path: Path) -> None:
 def test_what_cannot_be_drawn_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
-    places = {
-        "run": make(tmp_path / "a"),
-        "young": make(tmp_path / "young", rewards=[], ended=False),
-    }
-    given = [argument.format(**places) for argument in arguments.split()]
+    run, young = make(tmp_path / "a"), make(tmp_path / "young", rewards=[], ended=False)
+    given = arguments.format(run=run, young=young).split()
     try:
         status = main(given if "--out" in given else [*given, "--out", str(tmp_path / "x.svg")])
     except SystemExit as ended:
@@ -222,9 +212,7 @@ def test_a_browser_shows_the_page_in_both_schemes_without_errors_or_requests(
             getComputedStyle(document.querySelector('svg text')).fill]"""
         grounds[scheme] = view.evaluate(look)
         view.close()
-    assert grounds == {
-        "light": ["rgb(255, 255, 255)", "rgb(27, 28, 29)"],
-        "dark": ["rgb(22, 24, 26)", "rgb(228, 230, 232)"],
-    }
+    assert grounds["light"] == ["rgb(255, 255, 255)", "rgb(27, 28, 29)"]
+    assert grounds["dark"] == ["rgb(22, 24, 26)", "rgb(228, 230, 232)"]
     assert said == []
     assert set(requests) == {(tmp_path / "page.html").as_uri()}

@@ -22,11 +22,8 @@ from tests import run_folder
 def run(tmp_path: Path) -> Path:
     """Three updates of two trees, one of each scheduler."""
     for number in range(2):
-        run_folder.make(
-            folder(tmp_path / "run", number),
-            exact={} if number else {0: 0.25, 3: 0.75},
-            shard=Shard(number, 2),
-        )
+        home, exact = folder(tmp_path / "run", number), {} if number else {0: 0.25, 3: 0.75}
+        run_folder.make(home, exact=exact, shard=Shard(number, 2))
     return tmp_path / "run"
 
 
@@ -84,14 +81,16 @@ def test_pictures_of_several_journals_have_numbers_of_their_own(run: Path) -> No
     known: dict[int, bytes] = {}
     for number in range(2):
         journal = Journal(folder(run, number) / "journal.sqlite", shard=Shard(number, 2))
-        known |= {
-            journal.picture(png): png for png in (b"first of %d" % number, b"second of %d" % number)
-        }
+        for png in (b"first of %d" % number, b"second of %d" % number):
+            known[journal.picture(png)] = png
         journal.close()
     assert sorted(known) == [1, 2, 3, 4]
     journal = frames.opened(run)
     assert journal.pictures(-np.arange(1, 5)) == known
     journal.close()
+
+
+LEARNER = ("learner", 20, "train")
 
 
 @pytest.fixture
@@ -102,10 +101,7 @@ def reported(run: Path) -> Path:
     for number in range(2):
         workers = [
             WorkerHealth(name, pid, "here", [service], now - number, "here", 1, 4, 9, 0, [])
-            for name, pid, service in (
-                (f"actor-{number}", 11 + number, "generate"),
-                ("learner", 20, "train"),
-            )
+            for name, pid, service in ((f"actor-{number}", 11 + number, "generate"), LEARNER)
         ]
         queue = Queue(1, 2 - number, 1, now - 5 - number, f"tree {number}", [f"actor-{number}"])
         idle, fault = now - 3 * number, (now + number, f"fault {number}")

@@ -36,7 +36,7 @@ OPTIONS = "learner.scheme_options"
         (["learner.soft_overlong={max_tokens=20, cache_tokens=30}"], "cache_tokens of at most"),
         (["learner.soft_overlong={max_tokens=100000, cache_tokens=30}"], "never reached"),
         ([*GAE, "learner.kl_coef=0", "learner.kl_reward_coef=0.1"], "scheme_options.kl_coef"),
-        ([*GAE, "learner.scheme_options.rho_max=2.0"], "targets = 'vtrace'"),
+        ([*GAE, "learner.scheme_options.rho_max=2.0"], "set 'vtrace'"),
         ([*GAE, "learner.scheme_options={targets='vtrace', c_max=2.0}"], "at most rho_max"),
         ([*GAE, "learner.critic.policy_frozen_updates=100000"], "never trains"),
         ([*GAE, "scheduler.dynamic_sampling_budget=4"], "no effect"),

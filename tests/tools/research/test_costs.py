@@ -79,9 +79,9 @@ def instructions() -> Iterator[Instructions]:
 def test_a_call_costs_the_same_with_many_workers_and_many_open_calls(
     instructions: Instructions, placed: bool
 ) -> None:
-    def cost(*fleet: int) -> float:
-        work = call_cost.measure(*fleet, placed, 400, lambda: instructions.executed)
-        return asyncio.run(work)
+    def cost(workers: int, capacity: int, callers: int) -> float:
+        fleet = (workers, capacity, callers, placed)
+        return asyncio.run(call_cost.measure(*fleet, 400, lambda: instructions.executed))
 
     one = cost(1, 64, 64)
     assert one > 100

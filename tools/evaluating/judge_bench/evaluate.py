@@ -1,5 +1,5 @@
-"""The command coppice evaluate nvprocess measures how often a process judge agrees with the labels of
-steps (methods.md 2.5).
+"""The command coppice evaluate nvprocess measures how often a process judge agrees with the labels
+of steps (methods.md 2.5).
 
 The judge is right about a step if 1[S/M > threshold] equals the label. An output that cannot be
 read counts as wrong.

@@ -26,7 +26,7 @@ from coppice.wire.messages import JudgedTurn
 COLUMN = "process"
 """If a judge has several columns, the score of a step is this one."""
 DEADLINE_S = 900.0
-"""Seconds for one judgement, including the judge's own attempts. A judge that takes longer hangs."""
+"""Seconds for one judgement, with the judge's own attempts. A judge that takes longer hangs."""
 
 
 class JudgeSpec(msgspec.Struct, frozen=True):
@@ -118,7 +118,7 @@ class Answers:
 
 
 class _Asking:
-    """Asks one judge about the steps that it has not answered yet. failures: the reasons by step."""
+    """Asks one judge about the steps without an answer. failures: the reasons by step."""
 
     def __init__(self, spec: JudgeSpec, answers: Answers, deadline_s: float):
         self.name, self.judge = spec.name, make(spec)

@@ -168,7 +168,7 @@ def copied(one: msgspec.Struct, kind: type[T], **more: Any) -> T:
 
 
 def recorded(turn: JudgedTurn) -> RecordedStep:
-    """A judged turn as a step. The question, the golds and the evidence belong to its trajectory."""
+    """A judged turn as a step. Question, golds and evidence belong to its trajectory."""
     observation = turn.observation or ""
     details = copied(turn, Details, summary=turn.context)
     context = f"{turn.question}\n\n{turn.transcript}" if turn.transcript else turn.question

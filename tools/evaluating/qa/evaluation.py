@@ -205,11 +205,13 @@ class QaEvaluation(Evaluation):
             first += len(one.tasks)
         multi = [measured[name] for name in MULTI_HOP if name in measured]
         costs, engine = examined.costs, examined.costs.engine
-        counts = [int(engine.get(key, 0)) for key in ("decoded_tokens", "queries", "hits")]
+        tokens, queries, hits = (
+            int(engine.get(key, 0)) for key in ("decoded_tokens", "queries", "hits")
+        )
         return RowResult(
             row.name, row.settings, measured, macro(list(measured.values())),
             macro(multi) if len(multi) == len(MULTI_HOP) else {}, examined.undone, costs.seconds,
-            *counts, {key: value for key, value in engine.items() if key in _COUNTERS},
+            tokens, queries, hits, {k: value for k, value in engine.items() if k in _COUNTERS},
         )  # fmt: skip
 
 

@@ -119,8 +119,8 @@ async def cot(tree: Tree, ctx: Context, how: How) -> None:
 
 
 async def rag(tree: Tree, ctx: Context, how: How) -> None:
-    """Retrieval-augmented generation (Lewis et al., 2020), as in the papers' tables: the question is
-    the query, then the passages are read."""
+    """Retrieval-augmented generation (Lewis et al., 2020), as in the papers' tables: the question
+    is the query, then the passages are read."""
     passages = await ctx.services.retrieve(ctx.task.question, how.topk)
     await ask(tree, ctx, filled("rag", documents=documents(passages), question=ctx.task.question))
 
@@ -130,7 +130,7 @@ async def rag(tree: Tree, ctx: Context, how: How) -> None:
 
 _TAGS = re.compile(r"</?answer>")
 MOST_PASSAGES = 15
-"""The largest number of passages that IRCoT keeps, in the order of retrieval (the paper's limit)."""
+"""The most passages that IRCoT keeps, in the order of retrieval (the paper's limit)."""
 _SENTENCE_ENDS = (". ", ".\n")
 """An empty line does not end a sentence, because a reply may begin with one."""
 _SENTENCE = re.compile(r"\s*(.*?[.!?])(\s|$)", re.DOTALL)
@@ -157,8 +157,8 @@ async def ircot(tree: Tree, ctx: Context, how: How) -> None:
     separate chat (the paper's separate reader).
 
     Simplified: a sentence ends at its first full stop before a space, or at the end of the line, so
-    an abbreviation may cut it. The reader reasons before it answers. A thinking model is asked for a
-    sentence without thinking; any thinking that it writes nevertheless is removed.
+    an abbreviation may cut it. The reader reasons before it answers. A thinking model is asked for
+    a sentence without thinking; any thinking that it writes nevertheless is removed.
     """
     question, thoughts, query = ctx.task.question, "", ctx.task.question
     kept: dict[str, Passage] = {}

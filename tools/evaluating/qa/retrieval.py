@@ -67,7 +67,7 @@ class CachedRetrieval:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The queries so far, and the hits among them: those for which the backend was not asked."""
+        """The queries so far, and the hits: those for which the backend was not asked."""
         return {"queries": self._queries, "hits": self._queries - self._hot.counts["searched"]}
 
     async def handle(self, request: RetrieveRequest) -> RetrieveResult:

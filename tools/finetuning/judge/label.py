@@ -118,7 +118,7 @@ def _each_step(
     change: Callable[[str, RecordedStep], Labelled | None],
     counts: Counter[str],
 ) -> list[Trajectory[Labelled]]:
-    """Change every step, or drop it for None. Trajectories without steps are counted and left out."""
+    """Change every step, or drop it for None. Count and leave out trajectories without steps."""
     kept = []
     for one in records:
         steps = [change(record.step_id(one, n), step) for n, step in enumerate(one.steps, 1)]

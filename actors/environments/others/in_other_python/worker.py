@@ -2,14 +2,13 @@
 ``python worker.py MODULE:CLASS ARGUMENTS``. It needs the standard library alone.
 
 A request is a line [id, seed, actions so far, action] of stdin, and its answer a line of what
-stands after the action; an action of null asks for what stands before. So a request says all that
-it needs: nothing is lost with this process, and the games in its cache only save time.
+stands after the action; an action of null asks for what stands before. So nothing is lost with this
+process, and the games in its cache only save time.
 
 The class has ``begin(seed)``, which returns what the player sees first, and ``turn(action)``, which
-returns the beginning of a ``Turned``, or raises ValueError for an action that it refuses. What the
-player sees is all that it needs to know, because nothing else is shown to it. An episode has an
-object of its own, and ``copies = False`` in the class says that ``copy.deepcopy`` of one does not
-play on alike.
+returns the beginning of a ``Turned``, or raises ValueError for an action that it refuses. The
+player sees nothing else. An episode has an object of its own, and ``copies = False`` in the class
+says that ``copy.deepcopy`` of one does not play on alike.
 """
 
 import collections
