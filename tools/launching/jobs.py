@@ -1,5 +1,6 @@
-"""Writes the job that starts a run on a cluster: a SLURM script, or a RayJob for KubeRay. Both start Ray on the nodes and the same command with ``--cluster ray`` on the first of them; a job
-that is started again goes on with its run."""
+"""Writes the job that starts a run on a cluster: a SLURM script, or a RayJob for KubeRay. Both start
+Ray on the nodes and the same command with ``--cluster ray`` on the first of them; a job that is
+started again goes on with its run."""
 
 import math
 import re
