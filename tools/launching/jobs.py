@@ -1,4 +1,4 @@
-"""Writes the job that starts a run on a cluster: a SLURM script, or a RayJob for KubeRay. Both start
+"""Writes the job that starts a run on a cluster: a SLURM script or a KubeRay RayJob. Both start
 Ray on the nodes and the same command with ``--cluster ray`` on the first of them; a job that is
 started again goes on with its run."""
 
