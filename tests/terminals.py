@@ -17,18 +17,10 @@ def output(command: Sequence[str], lines: int, columns: int, **environment: str)
     """Run ``command`` on a terminal of this size and return all that it wrote there."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-    inherited = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("COLUMNS", "LINES", "NO_COLOR")
-    }
-    process = subprocess.Popen(
-        command,
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=inherited | {"TERM": "xterm"} | environment,
-    )
+    own = ("COLUMNS", "LINES", "NO_COLOR")
+    shell = {key: value for key, value in os.environ.items() if key not in own}
+    shell |= {"TERM": "xterm"} | environment
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=shell)
     os.close(theirs)
     written = b""
     while True:

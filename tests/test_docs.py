@@ -12,18 +12,7 @@ SECTIONS = set(re.findall(r"^##+ (\d(?:\.\d)?)\.? ", METHODS, re.MULTILINE))
 ROWS = set(re.findall(r"^\| (\d+) \|", METHODS.split("## 6. ")[1], re.MULTILINE))
 SOURCES = sorted(
     path
-    for folder in (
-        "wire",
-        "common",
-        "scheduler",
-        "learner",
-        "actors",
-        "judges",
-        "tools",
-        "configs",
-        "tests",
-        "docs",
-    )
+    for folder in "wire common scheduler learner actors judges tools configs tests docs".split()
     for path in (ROOT / folder).rglob("*")
     if path.suffix in (".py", ".toml", ".md", "") and path.is_file() and "corpus" not in path.parts
 )

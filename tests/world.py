@@ -8,14 +8,8 @@ from typing import Any
 from tests import tiny
 
 UPDATES, QUESTIONS = 3, 3
-FACTS = {
-    "Bulgaria": "Sofia",
-    "Italy": "Rome",
-    "Chile": "Santiago",
-    "Japan": "Tokyo",
-    "Kenya": "Nairobi",
-    "Cuba": "Havana",
-}
+LANDS, TOWNS = "Bulgaria Italy Chile Japan Kenya Cuba", "Sofia Rome Santiago Tokyo Nairobi Havana"
+FACTS = dict(zip(LANDS.split(), TOWNS.split(), strict=True))
 _CONFIG = """
 name = "test"
 [model]
@@ -84,14 +78,7 @@ def playing(folder: Path, environment: str, seeing: bool = False, **shape: Any) 
 
 def _write(folder: Path, data: str, scheduler: str = "", learner: str = "kl_coef = 0.0") -> Path:
     path = folder / "config.toml"
-    path.write_text(
-        _CONFIG.format(
-            folder=folder,
-            data=data,
-            scheduler=scheduler,
-            learner=learner,
-            updates=UPDATES,
-            questions=QUESTIONS,
-        )
-    )
+    parts = {"data": data, "scheduler": scheduler, "learner": learner}
+    counts = {"updates": UPDATES, "questions": QUESTIONS}
+    path.write_text(_CONFIG.format(folder=folder, **parts, **counts))
     return path

@@ -1,7 +1,5 @@
-"""The key ``method``: one word brings the vetted parts of a method, as a layer under the file.
-
-The words and their parts are the tables of ``configs/shared/methods.toml``.
-"""
+"""The key ``method``: one word brings the vetted parts of a method, as a layer under the file. The
+words and their parts are the tables of ``configs/shared/methods.toml``."""
 
 import copy
 import functools
@@ -61,9 +59,8 @@ def over(base: Tree, changes: Tree) -> Tree:
             own.pop(f"{part}_options", None)
     for section, part in _OWN:
         former, now = old[section].get(part), new[section].get(part)
-        if (former is not None and type(former) is not type(now)) or (
-            isinstance(former, str) and former != now
-        ):
+        renamed = isinstance(former, str) and former != now
+        if renamed or (former is not None and type(former) is not type(now)):
             _section(kept, section).pop(part, None)
     return merged(kept, changes)
 
@@ -76,11 +73,8 @@ def under(tree: Tree) -> Tree:
 def departures(tree: Tree) -> list[str]:
     """Say in which parts a whole config differs from what its method brings."""
     parts = _fitting(bundles().get(tree["method"], {}), tree)
-    return [
-        f"{path} = {found!r} instead of {value!r}"
-        for path, value, found in _leaves(parts, tree)
-        if found != value
-    ]
+    leaves = _leaves(parts, tree)
+    return [f"{key} = {own!r} instead of {value!r}" for key, value, own in leaves if own != value]
 
 
 def _fitting(parts: Tree, tree: Tree) -> Tree:

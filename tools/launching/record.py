@@ -120,8 +120,8 @@ class Recorder:
     def placed(self, name: str, pid: int, host: str) -> None:
         """A process that was asked of a cluster has started on a node."""
         before = self.record.members[name]
-        if (before.pid, before.host) != (pid, host):
-            self.record.members[name] = msgspec.structs.replace(before, pid=pid, host=host)
+        if (now := msgspec.structs.replace(before, pid=pid, host=host)) != before:
+            self.record.members[name] = now
             self.write()
 
     def failed(self, process: str, cause: str, log: Path, then: str) -> None:

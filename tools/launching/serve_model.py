@@ -89,10 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
 def check(options: argparse.Namespace) -> None:
     """Check the numbers of the command line. Raises ValueError for a number out of range."""
     for name in NUMBERS:
-        if not 0 < getattr(options, name) < math.inf:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {getattr(options, name)}: expected a number above 0"
-            )
+        if not 0 < (value := getattr(options, name)) < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: expected a number above 0")
     if not 0 <= options.port < 2**16:
         raise ValueError(f"--port {options.port}: expected 0 (a free one) to {2**16 - 1}")
 
@@ -108,10 +106,9 @@ def is_loopback(host: str) -> bool:
 def _api_key(variable: str) -> str:
     if not variable:
         return ""
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise ValueError(f"--api-key-env {variable}: that variable is empty; set it to the API key")
-    return key
+    if key := os.environ.get(variable, "").strip():
+        return key
+    raise ValueError(f"--api-key-env {variable}: that variable is empty; set it to the API key")
 
 
 EXAMPLES = """\

@@ -23,6 +23,9 @@ JUDGED = [
 CHAIN = ["scheduler.strategy=chain", "scheduler.strategy_options=null", "learner.scheme=turn_grpo"]
 
 
+COMMAND = "coppice.tools.launching.command"
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """The folder of a run that has a config and no more."""
@@ -54,9 +57,7 @@ def test_a_new_run_in_the_folder_of_another_one_is_refused_with_what_it_holds_an
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "coppice.tools.launching.command.prepare", lambda config: pytest.fail("set up")
-    )
+    monkeypatch.setattr(f"{COMMAND}.prepare", lambda config: pytest.fail("set up"))
     run = make(tmp_path / "run", ended=False)
     config = saved(run)
     other = ROOT / "configs" / "vpr-tictactoe-cpu.toml"
@@ -112,14 +113,8 @@ def test_what_harms_no_old_tree_may_be_changed(override: str, run: Path) -> None
     ("overrides", "said"),
     [
         (["seed=1"], "seed: 0 -> 1 (its tasks and ids were drawn by it)"),
-        (
-            ["model.name=other"],
-            'model.name: "tiny-search" -> "other" (its weights began with that)',
-        ),
-        (
-            ["data.train=mine.jsonl"],
-            'data.train: "default" -> "mine.jsonl" (its trees grew from that)',
-        ),
+        (["model.name=other"], '"tiny-search" -> "other" (its weights began with that)'),
+        (["data.train=mine.jsonl"], '"default" -> "mine.jsonl" (its trees grew from that)'),
         (["learner.lora.rank=8"], "learner.lora.rank: 0 -> 8 (its checkpoints hold that)"),
         (["scheduler.temperature=0.5"], "1.0 -> 0.5 (its trees were sampled so)"),
         (["method=grpo"], 'method: "slate" -> "grpo" (its trees have that shape)'),
@@ -135,9 +130,7 @@ def test_what_would_make_old_trees_or_checkpoints_wrong_is_refused(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "coppice.tools.launching.command.prepare", lambda config: pytest.fail("set up")
-    )
+    monkeypatch.setattr(f"{COMMAND}.prepare", lambda config: pytest.fail("set up"))
     config = saved(run)
     assert main(["--resume", str(run), *flags(*overrides)]) == 2
     error = capsys.readouterr().err
