@@ -122,21 +122,20 @@ def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> tuple[list[
     """Return what ``judge.score`` returned for ``turns``, with scores that are NaN or infinite
     moved to ``invalid``, and the number of invalid scores. Raises InfrastructureFault unless it is
     one Judgement per turn, of declared columns and numbers."""
-    who = f"judge {judge.name}"
+
+    def wrong(what: str, wish: str) -> InfrastructureFault:
+        return InfrastructureFault(f"judge {judge.name} returned {what}; expected {wish}")
+
     if not isinstance(returned, list | tuple):
-        fault = f"returned {_short(returned)}; expected a list of Judgement, one per turn"
-        raise InfrastructureFault(f"{who} {fault}")
+        raise wrong(_short(returned), "a list of Judgement, one per turn")
     if len(returned) != len(turns):
-        fault = f"{len(returned)} judgements for {len(turns)} turns"
-        raise InfrastructureFault(f"{who} returned {fault}")
+        raise wrong(f"{len(returned)} judgements for {len(turns)} turns", "one per turn")
     judgements, bad = [], 0
     for judgement in returned:
         if not isinstance(judgement, Judgement):
-            fault = f"{_short(judgement)} for a turn; expected a wire.messages.Judgement"
-            raise InfrastructureFault(f"{who} returned {fault}")
+            raise wrong(f"{_short(judgement)} for a turn", "a wire.messages.Judgement")
         if unknown := {*judgement.scores, *judgement.invalid} - {*judge.columns}:
-            fault = f"returned columns {sorted(unknown)}; it declares {list(judge.columns)}"
-            raise InfrastructureFault(f"{who} {fault}")
+            raise wrong(f"columns {sorted(unknown)}", f"declared ones of {list(judge.columns)}")
         scores, invalid = dict[str, float](), set(judgement.invalid)
         for column, value in judgement.scores.items():
             try:  # text is refused, even if it reads like a number
@@ -145,9 +144,8 @@ def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> tuple[list[
             except (TypeError, ValueError, OverflowError, RuntimeError):
                 score = None
             if score is None:
-                fault = f"returned {_short(value)} in column {column!r}"
-                wish = "expected a number, or the column in Judgement.invalid"
-                raise InfrastructureFault(f"{who} {fault}; {wish}")
+                wish = "a number, or the column in Judgement.invalid"
+                raise wrong(f"{_short(value)} in column {column!r}", wish)
             if math.isfinite(score) and column not in invalid:
                 scores[column] = score
             else:

@@ -240,7 +240,7 @@ class Odd(Judge):
     [
         ("raise", "on purpose"),
         ("short", "0 judgements"),
-        ("unknown", "declares"),
+        ("unknown", "declared ones of"),
         ("hang", "took over"),
         ("text", r"judge odd returned '0.5' \(str\) in column 'a'; expected a number"),
         ("none", r"judge odd returned None \(NoneType\) in column 'a'; expected a number"),

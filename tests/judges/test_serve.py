@@ -159,7 +159,7 @@ def test_a_score_that_is_not_finite_or_invalid_is_none_and_counted(judgement: Ju
 
 @pytest.mark.parametrize("judgement", [Judgement({"width": 1.0}), Judgement({}, ["width"])])
 def test_an_undeclared_column_is_refused_with_the_declared_ones(judgement: Judgement) -> None:
-    said = r"length returned columns \['width'\]; it declares \['length'\]"
+    said = r"length returned columns \['width'\]; expected declared ones of \['length'\]"
     with pytest.raises(InfrastructureFault, match=said):
         checked(Length(), turns("a").turns, [judgement])
 
