@@ -21,9 +21,9 @@ from coppice.actors.environments.sudoku.environment import SudokuState
 from tests.games import play
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "tictactoe": {"history": 2, "boxed": True, "opponents": {"random": 1.0}},
-    "sudoku": {"history": 2, "boxed": True, "size": 4, "blanks": 8},
-    "minesweeper": {"history": 2, "boxed": True, "rows": 9, "columns": 12, "mines": 20},
+    "tictactoe": {"history": 2, "opponents": {"random": 1.0}},
+    "sudoku": {"history": 2, "size": 4, "blanks": 8},
+    "minesweeper": {"history": 2, "rows": 9, "columns": 12, "mines": 20},
     "sokoban": {"history": 2},
 }
 
@@ -57,11 +57,6 @@ def test_the_last_block_counts_and_a_reply_without_one_is_invalid(game: Any) -> 
     assert game.read(state, f"{written(game, first)} or {written(game, last)}").move == last
     assert game.read(state, game.notation(first)).kind == "invalid"
     assert game.read(state, f"{written(game, first)} or <action>?</action>").kind == "invalid"
-    if "boxed" in OPTIONS[game.name]:
-        boxed = f"{written(game, first)} no: \\boxed{{{game.notation(last)}}}"
-        assert game.read(state, boxed).move == last
-        plain = registry.load(game.name, OPTIONS[game.name] | {"boxed": False})
-        assert plain.read(state, boxed).move == first
 
 
 def test_states_travel_and_are_the_keys_of_a_dictionary(game: Any) -> None:

@@ -93,20 +93,18 @@ def test_turns_are_written_in_the_words_of_sotopia() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "word_endings", "over"),
+    ("words", "over"),
     [
-        (["a"] * 19, False, False),
-        (["a"] * 20, False, True),
-        (["leave"], False, True),
-        (["none"] * 2, False, False),
-        (["none"] * 3, False, True),
-        (["none", "a", "none", "none"], False, False),
-        (["The bag you left."], False, False),
-        (["The bag you left."], True, True),
+        (["a"] * 19, False),
+        (["a"] * 20, True),
+        (["leave"], True),
+        (["none"] * 2, False),
+        (["none"] * 3, True),
+        (["none", "a", "none", "none"], False),
     ],
 )
-def test_a_conversation_ends_as_specified(words: list[str], word_endings: bool, over: bool) -> None:
-    assert Sotopia(word_endings=word_endings).over(turns(*words)) is over
+def test_a_conversation_ends_as_specified(words: list[str], over: bool) -> None:
+    assert Sotopia().over(turns(*words)) is over
 
 
 def test_what_a_side_knows_grows_with_the_relationship_and_never_holds_the_secret() -> None:
