@@ -130,8 +130,6 @@ async def test_keys_of_this_process_do_not_reach_the_other(
     assert "PYTHONHASHSEED" in state.seen and "SOME_" not in state.seen
 
 
-# ------------------------------------------------------------------------------- of libraries
-
 PRIMES = {"name": "prime_factorization", "min_value": 30, "max_value": 30}
 
 

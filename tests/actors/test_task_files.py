@@ -82,24 +82,6 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row_and_lines_in_latin_1_are_
     assert rejected.reason.startswith("not in UTF-8")
 
 
-def test_a_line_with_a_hundred_thousand_brackets_is_set_aside(tmp_path: Path) -> None:
-    path = tmp_path / "t.jsonl"
-    path.write_text('{"question":' * 100_000 + "\n" + json.dumps(ROWS[0]))
-    (task,), (rejected,) = load_tasks(str(path))
-    assert (task.question, rejected.where) == (ROWS[0]["question"], f"{path}:1")
-    assert rejected.reason == "not JSON: nested too deeply"
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32-be"])
-def test_a_file_in_utf_16_or_utf_32_is_refused_with_the_remedy(
-    tmp_path: Path, encoding: str
-) -> None:
-    path = tmp_path / "t.jsonl"
-    path.write_bytes(json.dumps(ROWS[0]).encode(encoding))
-    with pytest.raises(ValueError, match=r"t\.jsonl .*UTF-16 .*iconv"):
-        load_tasks(str(path))
-
-
 def test_a_row_becomes_a_task_or_is_set_aside_with_its_place(tmp_path: Path) -> None:
     def row(question: str, golds: object = "a", **fields: object) -> dict[str, object]:
         return {"question": question, "golden_answers": golds, **fields}
@@ -138,9 +120,6 @@ def test_what_is_neither_a_file_nor_a_hub_name_is_named(source: str) -> None:
         with pytest.raises(ValueError, match=r"expected a \.jsonl or \.parquet path"):
             check_form(source)
 
-
-# ----------------------------------------------------------------------------------------------
-# several sources, and the hub
 
 SET = "RUC-NLPIR/FlashRAG_datasets"
 

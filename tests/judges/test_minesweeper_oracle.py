@@ -22,7 +22,7 @@ from coppice.actors.environments.minesweeper.environment import (
     played,
 )
 from coppice.judges.oracles.minesweeper import MinesweeperOracle, labels
-from coppice.judges.oracles.posterior import BUDGET, Contradiction, Posterior, posterior
+from coppice.judges.oracles.posterior import Contradiction, Posterior, posterior
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import JudgedTurn
 from tests import games
@@ -164,19 +164,6 @@ def test_a_spent_budget_is_said_and_keeps_what_is_certain(
         assert exact.mined[cell] == 0 or risk > 0
 
 
-def test_the_budget_is_that_of_all_components_together() -> None:
-    numbers = {1: 1, 3: 1, 24: 1, 26: 1}
-    exact = posterior(1, 29, 2, numbers)
-    assert posterior(1, 29, 2, numbers, exact.nodes) == exact
-    short = posterior(1, 29, 2, numbers, exact.nodes - 1)
-    # the component that fell back: the mean of 1 of 2 and 1 of 2; the other has its one mine in the
-    # middle or two outside
-    assert not short.exact
-    assert [short.risks()[cell] for cell in (23, 25, 27)] == [0.5] * 3
-    assert (short.certain(2), short.mined[0]) == (False, short.mined[4])
-    assert 0.5 < short.risks()[2] == 1 - short.risks()[0] < 1
-
-
 def test_without_budget_a_cell_has_the_mean_of_the_single_numbers_beside_it() -> None:
     numbers = {0: 1, 3: 1}  # the first sees the hidden cells 1 and 4, the other also 6 and 7
     found = posterior(4, 3, 4, numbers, budget=0)
@@ -184,15 +171,6 @@ def test_without_budget_a_cell_has_the_mean_of_the_single_numbers_beside_it() ->
     both, free = (1 / 2 + 1 / 4) / 2, dict.fromkeys((2, 5, 8, 9, 10, 11), 4 / 10)
     assert found.risks() == pytest.approx({1: both, 4: both, 6: 1 / 4, 7: 1 / 4} | free)
     assert posterior(4, 3, 4, numbers).exact
-
-
-def test_the_hardest_positions_take_the_budget() -> None:
-    """That is about 0.3 s each."""
-    rng = random.Random(8)
-    found = [posterior(24, 24, 110, lattice(24, 24, 110, rng)) for _ in range(3)]
-    assert [one.exact for one in found] == [True, True, False]
-    assert all(one.nodes <= BUDGET for one in found)
-    assert all(sum(one.mined.values()) == 110 * one.layouts for one in found[:2])
 
 
 FORCED = MinesState(1, 7, 2, 0, ".1#1###", "..*..*.")
@@ -350,10 +328,6 @@ def test_a_turn_that_shows_no_game_is_a_data_fault(state: Any) -> None:
     other = JudgedTurn("other-7", [], "", "", 1, 4, state=plain, move=[0, 0, 1])
     with pytest.raises(DataFault, match="judge minesweeper, task other-7: its state is not one of"):
         asyncio.run(MinesweeperOracle().score([other]))
-
-
-# ----------------------------------------------------------------------------------------------
-# players
 
 
 @pytest.mark.parametrize(

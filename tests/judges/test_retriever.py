@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import faiss
 import msgspec
 import numpy as np
 import pytest
@@ -28,7 +27,6 @@ from coppice.judges.retriever.index import (
     build,
     read_corpus,
     read_manifest,
-    sha256,
 )
 from coppice.judges.retriever.worker import RetrieverProcess
 from coppice.tools.defaults.index_corpus import ensure_index
@@ -112,13 +110,6 @@ def test_a_topk_above_the_corpus_gives_the_whole_corpus(folder: Path, minilm: En
     assert sorted(p.id for p in row) == ["0", "1", "2", "3"]
 
 
-def test_the_manifest_says_what_the_index_was_made_of(folder: Path, corpus: Path) -> None:
-    manifest = read_manifest(folder)
-    assert (manifest.encoder, manifest.dimensions, manifest.passages) == ("minilm", 384, 4)
-    assert manifest.corpus_sha256 == sha256(corpus) == sha256(folder / "passages.jsonl")
-    assert faiss.read_index(str(folder / "index.faiss")).ntotal == 4
-
-
 GOOD = b'{"id": "a", "contents": "\\"T\\"\\ntext"}'
 
 
@@ -168,16 +159,6 @@ def test_the_byte_order_mark_of_a_corpus_is_no_part_of_its_first_passage(tmp_pat
     path.write_bytes(b"\xef\xbb\xbf" + GOOD + b"\n" + GOOD.replace(b'"a"', b'"c"'))
     offsets, bad = read_corpus(path)
     assert (list(offsets), bad) == ([3, 3 + len(GOOD) + 1], [])
-
-
-def test_skipped_lines_do_not_shift_those_after_them(tmp_path: Path, minilm: Encoder) -> None:
-    path = tmp_path / "corpus.jsonl"
-    rows = [{"id": title, "contents": contents_of(title, text)} for title, text in FACTS.items()]
-    lines = [json.dumps(row) for row in rows]
-    path.write_text("\n".join(["{bad", *lines[:2], "{bad", *lines[2:], ""]))
-    build(path, tmp_path / "made", minilm, skip_bad=True)
-    (row,) = Index(tmp_path / "made", minilm).search([MOUNTAIN], topk=1)
-    assert row[0].id == row[0].title == "Chile"
 
 
 def test_an_index_of_another_encoder_is_refused(

@@ -99,17 +99,6 @@ async def test_a_cut_text_keeps_its_opening_token(classifier: Path, tmp_path: Pa
     assert tokenizer.decode(ids[1:]) == "<|user|>Who?<|assistant|><think> a </think>"[-19:]
 
 
-async def test_a_tokenizer_without_a_chat_template_reads_the_two_texts(tmp_path: Path) -> None:
-    folder = save(tmp_path / "plain")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = None
-    for path in folder.glob("*.jinja"):
-        path.unlink()
-    tokenizer.save_pretrained(folder)
-    judge = await started(folder)
-    assert tokenizer.decode(judge.tokens(turn())) == "Who?\n\n<think> a </think>"
-
-
 async def test_without_a_padding_token_scores_are_the_same(
     classifier: Path, tmp_path: Path
 ) -> None:

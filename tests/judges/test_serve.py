@@ -96,16 +96,6 @@ async def test_requests_that_wait_are_scored_together_up_to_the_batch(tmp_path: 
     assert batcher.stats()["invalid"] == 0
 
 
-async def test_a_request_larger_than_the_batch_is_split_and_stays_in_order(tmp_path: Path) -> None:
-    judge = Length(batch=4)
-    judge.gate.set()
-    async with bench(tmp_path) as b:
-        await b.work("w", {"judge.length": Batcher(judge).handle})
-        judgements = await ask(b, "judge.length", *("x" * n for n in range(11)))
-    assert [j.scores["length"] for j in judgements] == list(range(11))
-    assert [len(batch) for batch in judge.batches] == [4, 4, 3]
-
-
 async def test_no_more_scorings_run_at_once_than_the_judge_declares(tmp_path: Path) -> None:
     judge = Length(batch=1, concurrency=3)
     async with bench(tmp_path) as b:
@@ -133,19 +123,6 @@ async def test_turns_nobody_waits_for_any_more_are_not_scored() -> None:
     assert judge.batches == [["a"], ["ccc"]]
 
 
-async def test_a_judge_that_raised_scores_the_next_request(tmp_path: Path) -> None:
-    judge = Length()
-    judge.gate.set()
-    batcher = Batcher(judge)
-    async with bench(tmp_path) as b:
-        await b.work("w", {"judge.length": batcher.handle})
-        with pytest.raises(DataFault, match="'bad' cannot be judged"):
-            await ask(b, "judge.length", "bad")
-        (judgement,) = await ask(b, "judge.length", "good")
-    assert judgement.scores == {"length": 4}
-    assert (batcher.counts["raised"], batcher.counts["turns"]) == (1, 1)
-
-
 @pytest.mark.parametrize(
     "judgement",
     [Judgement({"length": x}) for x in (math.nan, math.inf, -math.inf)]
@@ -155,13 +132,6 @@ def test_a_score_that_is_not_finite_or_invalid_is_none_and_counted(judgement: Ju
     made, bad = checked(Length(), turns("a", "b").turns, [judgement, Judgement({"length": 2.0})])
     assert made == [Judgement({}, ["length"]), Judgement({"length": 2.0})]
     assert bad == 1
-
-
-@pytest.mark.parametrize("judgement", [Judgement({"width": 1.0}), Judgement({}, ["width"])])
-def test_an_undeclared_column_is_refused_with_the_declared_ones(judgement: Judgement) -> None:
-    said = r"length returned columns \['width'\]; expected declared ones of \['length'\]"
-    with pytest.raises(InfrastructureFault, match=said):
-        checked(Length(), turns("a").turns, [judgement])
 
 
 async def test_several_judges_share_one_worker(tmp_path: Path) -> None:
@@ -234,11 +204,6 @@ def test_the_built_in_judges_have_the_name_under_which_they_are_configured() -> 
 def test_a_missing_option_is_named(name: str, needs: str) -> None:
     with pytest.raises(ValueError, match=rf"judges\.use\.{name}: {name} needs \['{needs}'\]"):
         make_worker(name, {})
-
-
-def test_an_endpoint_with_an_unknown_key_is_refused_by_its_name() -> None:
-    with pytest.raises(ValueError, match="modle"):
-        make_worker("slate", {"endpoint": {"url": "http://127.0.0.1:1/v1", "modle": "m"}})
 
 
 class Picky(Judge):

@@ -134,14 +134,6 @@ def test_the_prompt_hides_goal_and_secret_of_the_other_side_and_shares_its_head(
     assert other.public_info not in hidden and other.name in hidden
 
 
-def test_strangers_are_not_named() -> None:
-    environment = Sotopia()
-    state = msgspec.structs.replace(START, turns=(SotopiaTurn(1, "speak", "Hello."),))
-    text = environment.prompt(Task("t"), state)[0]["content"]
-    assert environment.library.agents["agent-02"].first_name not in text
-    assert 'the other person said: "Hello."' in text
-
-
 def test_the_tags_of_the_layout_decide_who_sees_a_text() -> None:
     text = """Meet. <p viewer="environment">They know Ann.</p> <p viewer="agent_1">Hush.</p>
     (<extra_info>Take care</extra_info>)"""
@@ -212,14 +204,6 @@ def test_no_held_out_scenario_is_trained_and_every_episode_is_held_out_from_both
     assert {second.initial(tasks.at(position)).trained for position in range(9)} == {1}
     combos = [everything.initial(everything.task(seed)).combo for seed in range(40)]
     assert sorted(combos) == sorted(combo.pk for combo in load("").combos)
-
-
-def test_our_scenarios_are_twenty_and_each_side_has_rules() -> None:
-    library = load("")
-    assert len(library.envs) == 20 and len(library.combos) == 40
-    assert len({scenario.scenario for scenario in library.envs.values()}) == 20
-    assert all(scenario.rules for scenario in library.envs.values())
-    assert {scenario.relationship for scenario in library.envs.values()} == {0, 1, 2, 3, 4, 5}
 
 
 def test_scenarios_are_read_from_a_folder_in_the_layout_of_the_data(tmp_path: Path) -> None:
