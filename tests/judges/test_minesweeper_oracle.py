@@ -93,23 +93,6 @@ def test_the_posterior_is_that_of_all_layouts_listed(
     assert all(found.certain(c) == (n == found.layouts) for c, n in found.mined.items())
 
 
-def test_components_whose_mines_vary_are_weighted_with_the_free_cells() -> None:
-    # "#1#1#" twice, far apart: each time either the middle cell is a mine, or both outer ones are
-    numbers = {1: 1, 3: 1, 24: 1, 26: 1}
-    for mines in range(2, 6):
-        found = posterior(1, 29, mines, numbers)
-        assert (found.layouts, found.mined) == listed(1, 29, mines, numbers)
-    two = posterior(1, 29, 2, numbers)
-    assert [cell for cell, count in two.mined.items() if count] == [2, 25]
-    assert two.certain(2) and two.certain(25)
-
-
-def test_a_position_without_numbers_has_the_density_of_mines() -> None:
-    found = posterior(16, 30, 99, {})
-    assert set(found.risks().values()) == {99 / 480}
-    assert posterior(2, 2, 4, {}).certain(3)
-
-
 @pytest.mark.parametrize(("rows", "columns", "mines"), [(16, 30, 99), (30, 16, 99), (16, 16, 40)])
 @pytest.mark.parametrize("share", [0.05, 0.15, 0.3, 0.7])
 def test_on_large_boards_the_risks_sum_to_the_number_of_mines(

@@ -9,15 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coppice.actors.config import ActorsConfig
-from coppice.actors.engines.grammar import Grammar
-from coppice.actors.engines.local import LocalEngine
-from coppice.actors.serving.server import Server, runner
 from coppice.judges.llm import PROMPTS
 from coppice.judges.pprm import (
     Pprm,
@@ -30,8 +25,7 @@ from coppice.judges.pprm import (
 from coppice.judges.serve import make_worker
 from coppice.scheduler.config import SchedulerConfig
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.messages import Constraint, JudgedTurn, Judgement
-from tests import tiny
+from coppice.wire.messages import JudgedTurn, Judgement
 from tests.judges.test_llm import chat, chat_server
 
 Reply = Callable[[int, dict[str, Any]], Awaitable[web.Response]]
@@ -74,12 +68,6 @@ def test_the_prompt_is_rules_then_question_and_transcript_then_the_turn() -> Non
     # what a turn says is never a placeholder
     assert "<think> {query_str} </think>" in user["content"]
     assert "gold" not in system["content"] + user["content"]  # the judge is not told the answer
-
-
-def test_the_first_turn_follows_the_bare_question() -> None:
-    first = JudgedTurn("Who?", [], "", "<think> a </think>", 1, 4)
-    prompt = messages(first, read_templates())[1]["content"]
-    assert prompt == "Query:\nWho?\n\nResponse:\n<think> a </think>\n"
 
 
 def test_the_prompt_of_the_next_turn_goes_on_from_the_transcript_of_this_one() -> None:
@@ -247,45 +235,3 @@ def test_a_constrained_reply_is_read_and_fits(
     assert not re.fullmatch(form, longest.replace("x", "xx", 1))
     assert not re.fullmatch(form, longest.replace("x", "\n", 1))
     assert not re.fullmatch(form, longest.replace(f"{reached},{most}", f"{most + 1},{most}"))
-
-
-@pytest.fixture(scope="module")
-def grammar(tmp_path_factory: pytest.TempPathFactory) -> tuple[Grammar, tokenizers.Tokenizer]:
-    folder = tiny.save(tmp_path_factory.mktemp("grammar") / "tiny")
-    words = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return Grammar(words, 260, frozenset({257})), words
-
-
-def test_the_papers_length_can_be_compiled(grammar: tuple[Grammar, tokenizers.Tokenizer]) -> None:
-    assert not grammar[0].matcher(Constraint("regex", reply_form(4096))).problem
-
-
-@asynccontextmanager
-async def served(folder: Path) -> AsyncIterator[tuple[LocalEngine, str]]:
-    """A real server of the embedded engine, and its URL."""
-    engine = LocalEngine(
-        str(folder), ActorsConfig(dtype="float32", max_context=4096, max_batch=8, kv_cache_gib=0.1)
-    )
-    await engine.start()
-    serving = runner(Server(engine, folder))
-    await serving.setup()
-    await web.TCPSite(serving, "127.0.0.1", 0).start()
-    yield engine, f"http://127.0.0.1:{serving.addresses[0][1]}/v1"
-    await serving.cleanup()
-    await engine.close()
-
-
-@pytest.mark.parametrize(("constrain", "rate"), [("sglang", 1.0), ("", 0.0)])
-async def test_a_model_that_knows_nothing_gives_scores_exactly_when_it_is_held_to_the_form(
-    llama: Path, constrain: Any, rate: float
-) -> None:
-    async with served(llama) as (_, url):
-        judge = Pprm(
-            PprmEndpoint(url, llama.name, max_tokens=80, temperature=1.0, constrain=constrain)
-        )
-        await judge.start()
-        made = await judge.score([TURN] * 6)
-        await judge.close()
-    assert judge.stats()["judge_valid_rate"] == rate
-    assert judge.client.counts["failures"] == 0
-    assert all(0.0 <= judgement.scores["process"] <= 1.0 for judgement in made if rate)

@@ -134,16 +134,6 @@ def test_a_score_that_is_not_finite_or_invalid_is_none_and_counted(judgement: Ju
     assert bad == 1
 
 
-async def test_several_judges_share_one_worker(tmp_path: Path) -> None:
-    judges = [make_worker("exact_match", {}), make_worker("slate_rules", {"query": "format"})]
-    async with serving(tmp_path, *judges) as b:
-        assert (await ask(b, "judge.exact_match", "q"))[0].scores == {"outcome": 1, "f1": 1}
-        assert (await ask(b, "judge.slate_rules", "q", "r"))[1].scores == {"think": -1, "answer": 1}
-        (worker,) = b.dispatcher.workers()
-        assert worker.hello.services == ["judge.exact_match", "judge.slate_rules"]
-        assert worker.hello.capacity == sum(judge.concurrency for judge in judges)
-
-
 async def test_a_judge_starts_before_it_scores_and_closes_at_the_end(tmp_path: Path) -> None:
     happened: list[str] = []
 

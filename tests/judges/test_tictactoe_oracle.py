@@ -151,20 +151,6 @@ def test_kind_minimax_rewards_exactly_the_optimal_moves() -> None:
         assert judgement.scores == {"reward": right, "optimal": right, "valid_share": share}
 
 
-@given(boards, st.integers(0, 2**31))
-@settings(max_examples=50)
-def test_the_valid_set_grows_with_the_tolerance_from_the_arg_max_to_all_moves(
-    board: str, seed: int
-) -> None:
-    sets = [
-        set(TicTacToeOracle(simulations=100, rollouts=1, tolerance=tolerance).valid(board, seed))
-        for tolerance in (0.0, 0.1, 0.5, 2.0)
-    ]
-    values = Search(simulations=100, rollouts=1).values(board, seed)
-    assert max(values, key=values.__getitem__) in sets[0]
-    assert sets[0] <= sets[1] <= sets[2] <= sets[3] == set(legal_cells(board))
-
-
 def test_each_search_draws_anew_from_the_oracles_seed() -> None:
     def sets(seed: int) -> list[str]:
         oracle = TicTacToeOracle(simulations=20, rollouts=1, tolerance=0, seed=seed)
