@@ -28,7 +28,6 @@ from coppice.tools.defaults.index_corpus import ensure_index
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import Passage, RetrieveRequest
 
-ROOT = Path(__file__).parent.parent.parent
 FACTS = {
     "Bulgaria": "Currency: lev",
     "Italy": "Capital: Rome",

@@ -52,7 +52,7 @@ def logit_of(folder: Path, text: str) -> float:
 
 
 async def started(folder: Path, **options: Any) -> RewardModel:
-    judge = make_worker("reward_model", {"model": str(folder), "device": "cpu"} | options)
+    judge = make_worker("reward_model", {"model": str(folder)} | options)
     assert isinstance(judge, RewardModel)
     await judge.start()
     return judge
