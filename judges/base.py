@@ -7,14 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.messages import (
-    JudgedTurn,
-    Judgement,
-    PlayRequest,
-    PlayResult,
-    SpeakRequest,
-    SpeakResult,
-)
+from coppice.wire.messages import JudgedTurn, Judgement, SpeakRequest
 
 
 class PlugIn:
@@ -99,10 +92,6 @@ class Player(PlugIn):
         """Return a legal move in ``state`` (plain values). ``seed`` decides all randomness."""
         raise NotImplementedError(f"{type(self).__name__} does not implement play")
 
-    async def answer(self, request: PlayRequest) -> PlayResult:
-        """Answer a request of the service."""
-        return PlayResult(list(await self.play(request.state, request.seed)))
-
 
 class Speaker(PlugIn):
     """A partner that replies in text: subclass this, set ``name`` and write ``speak``."""
@@ -112,10 +101,6 @@ class Speaker(PlugIn):
     async def speak(self, request: SpeakRequest) -> str:
         """Return the reply to ``request.messages``, without a stop string."""
         raise NotImplementedError(f"{type(self).__name__} does not implement speak")
-
-    async def answer(self, request: SpeakRequest) -> SpeakResult:
-        """Answer a request of the service."""
-        return SpeakResult(await self.speak(request))
 
 
 def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> tuple[list[Judgement], int]:

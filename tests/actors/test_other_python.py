@@ -111,12 +111,6 @@ async def test_tasks_are_dealt_to_the_processes_and_a_task_stays_with_its_own(
     assert first == third != second
 
 
-async def test_an_end_says_whether_it_was_a_success(drawn: Callable[..., Any]) -> None:
-    environment = drawn()
-    last = await played(environment, await opened(environment), "a", "end")
-    assert (last.done, last.measures) == (True, {"success": 1.0})
-
-
 async def test_keys_of_this_process_do_not_reach_the_other(
     drawn: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

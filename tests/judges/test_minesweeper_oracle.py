@@ -185,13 +185,10 @@ def scores(turns: list[JudgedTurn], **options: Any) -> list[dict[str, float]]:
     [
         (FORCED, [REVEAL, 0, 4], 1, 2, 0),
         (FORCED, [REVEAL, 0, 5], 0, 0, 0.5),
-        (FORCED, [REVEAL, 0, 6], 0, 0, 0.5),
         (FORCED, [REVEAL, 0, 2], 0, 0, 1),
         (FORCED, [MARK, 0, 2], 1, 1, None),
         (FORCED, [MARK, 0, 5], 0, -1, None),  # a mine, but not certain
-        (FORCED, [MARK, 0, 4], 0, -1, None),
         *((FORCED, move, 0, -2, None) for move in UNUSABLE),
-        (GUESS, [REVEAL, 0, 2], 1, 1, 0.25),
         (GUESS, [REVEAL, 1, 3], 1, 1, 0.25),  # a mine: the label is that of the risk
         (GUESS, [REVEAL, 0, 1], 0, 0, 0.5),
         (GUESS, [MARK, 0, 1], 0, -1, None),
@@ -299,7 +296,6 @@ def test_a_spent_budget_is_a_column() -> None:
         {"board": "........."},
         MinesState(2, 4, 1, 0, "#######", "*......."),
         MinesState(1, 3, 1, 0, "#1#", "*."),
-        MinesState(1, 3, 1, 0, "#1*", "*.*"),
         MinesState(1, 3, 0, 0, "...", "..."),
         MinesState(1, 3, 1, 0, "#1#", ""),
         MinesState(1, 3, 1, 0, "#2#", "*.."),
