@@ -13,11 +13,6 @@ import numpy as np
 
 _WIDTH = 4
 """Bytes per token id: prefixes are compared as the bytes of int32."""
-GAP = 0.2
-"""If caches fall short of the prediction by more than this share of the prompt tokens, something is
-wrong."""
-STRETCH = 10_000
-"""A shortfall is looked for over stretches of this many prompt tokens."""
 
 
 class Edge:
@@ -136,21 +131,12 @@ class Forecast(msgspec.Struct):
             "cache/prediction_error": (self.predicted - self.reported) / self.prompt,
         }
 
-    def __str__(self) -> str:
-        return (
-            f"actors found {self.reported / self.prompt:.0%} of {self.prompt} prompt tokens in"
-            f" their prefix caches where {self.predicted / self.prompt:.0%} were expected: a cache"
-            " is smaller than kv_capacity_tokens says, something else uses or empties it, or the"
-            " engine does not share prefixes between requests"
-        )
-
 
 class Residency:
     """The caches of all workers."""
 
     def __init__(self) -> None:
-        self._forecast, self._stretch = Forecast(), Forecast()
-        self._short, self._doubt = 0, ""
+        self.forecast = Forecast()
         self._caches: defaultdict[str, Prefixes] = defaultdict(Prefixes)
         self._versions: dict[str, int] = {}
 
@@ -180,19 +166,6 @@ class Residency:
         if version == self._versions.setdefault(worker, version):
             self._caches[worker].insert(tokens)
 
-    def compared(self, prompt: int, predicted: int, reported: int) -> None:
-        """A call was served: compare predicted with reported cached tokens. Two stretches in a row
-        that fell short are a doubt, which is raised once."""
-        self._forecast.add(prompt, predicted, reported)
-        stretch = self._stretch
-        stretch.add(prompt, predicted, reported)
-        if stretch.prompt >= STRETCH:
-            short = stretch.predicted - stretch.reported > GAP * stretch.prompt
-            self._short = self._short + 1 if short or self._short > 1 else 0
-            if self._short == 2:
-                self._doubt = str(stretch)
-            self._stretch = Forecast()
-
     def emptied(self, worker: str, version: int) -> None:
         """The worker loaded weights of ``version``, so its cache is empty."""
         self._caches[worker].clear()
@@ -203,12 +176,7 @@ class Residency:
         self._caches.pop(worker, None)
         self._versions.pop(worker, None)
 
-    def take(self) -> Forecast:
-        """Return the forecast since the last ``take``, and begin a new one."""
-        taken, self._forecast = self._forecast, Forecast()
-        return taken
-
-    def doubt(self) -> str:
-        """The doubt that was raised since the last call, or ""."""
-        warning, self._doubt = self._doubt, ""
-        return warning
+    def take(self) -> dict[str, float]:
+        """Return the metrics since the last ``take``, and begin anew."""
+        taken, self.forecast = self.forecast, Forecast()
+        return taken.values()

@@ -11,7 +11,7 @@ import msgspec
 from coppice.scheduler.dispatch.calls import Worker
 from coppice.scheduler.dispatch.dispatcher import Dispatcher
 from coppice.scheduler.dispatch.residency import Residency
-from coppice.scheduler.telemetry import terminal
+from coppice.scheduler.telemetry import alerts
 from coppice.wire.faults import Fault, InfrastructureFault
 from coppice.wire.messages import LoadRequest, LoadResult
 
@@ -69,7 +69,7 @@ class WeightSync:
         self.versions.proven = weights.version
         if not self.dispatcher.workers("generate"):
             version = weights.version
-            terminal.say(f"no actor holds policy version {version}: waiting for one to join")
+            alerts.say(f"no actor holds policy version {version}: waiting for one to join")
 
     async def to(self, actor: Worker) -> None:
         """Give a joining actor the newest weights. Raises Fault without their proof."""
@@ -106,7 +106,7 @@ class WeightSync:
     def _drop(self, actor: Worker, reason: str) -> None:
         version = self.weights.version
         what = f"did not take policy version {version} and is dropped"
-        terminal.say(f"actor {actor.name} {what}: {reason}")
+        alerts.say(f"actor {actor.name} {what}: {reason}")
         self.counts["failed_loads"] += 1
         self.dispatcher.roster.remove(actor, f"weights of version {version} were not proven")
 

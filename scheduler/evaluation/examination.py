@@ -24,7 +24,7 @@ from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.telemetry import report
 from coppice.scheduler.telemetry.alerts import JudgeTally
 from coppice.scheduler.telemetry.metrics import Metrics
-from coppice.scheduler.telemetry.phases import Phases
+from coppice.scheduler.telemetry.report import Phases
 from coppice.wire.faults import DataFault
 
 log = logging.getLogger("scheduler.examination")

@@ -19,7 +19,6 @@ from coppice.scheduler.ledger.journal import TreeRow
 from coppice.scheduler.ledger.pacing import Pacing
 from coppice.scheduler.ledger.stream import Stream
 from coppice.scheduler.telemetry.health import Reporter
-from coppice.scheduler.telemetry.phases import Phases
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault
 
 log = logging.getLogger("scheduler.open_trees")
@@ -50,7 +49,6 @@ class OpenTrees:
         self.runtime, self.journal, self.counts = runtime, runtime.journal, runtime.counts
         self.stream, self.tasks, self.reporter = stream, tasks, reporter
         self.strategy = strategies.load(self.settings.strategy, self.settings.strategy_options)
-        self.phases = Phases("no trees")
         self.moved, self.begun = asyncio.Event(), asyncio.Event()
         self.unfinished: deque[TreeRow] = deque()
         self.in_a_row = InARow()
@@ -104,8 +102,7 @@ class OpenTrees:
         InfrastructureFault, and DataFault for what is the tree's: also an exception of a plug-in,
         unless ``ALIKE`` trees in a row failed alike."""
         try:
-            with self.phases.over("trees"):
-                await self._attempt(tree, context, grow)
+            await self._attempt(tree, context, grow)
             self.in_a_row.grew()
         except Fault:
             raise

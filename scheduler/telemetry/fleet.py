@@ -199,7 +199,7 @@ class Generation(Place):
         fleet.decode(worker, -self.request.n)
         if result is None:
             return
-        fleet.residency.compared(result.prompt_tokens, expected, result.cached_tokens)
+        fleet.residency.forecast.add(result.prompt_tokens, expected, result.cached_tokens)
         for sample in result.samples:
             if length := len(sample.tokens):
                 before = fleet.sample_length or length

@@ -3,8 +3,7 @@ TensorBoard scalars, and a line for the launcher. Of several schedulers each wri
 and the first shows an update when all have recorded it."""
 
 import time
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,6 @@ from coppice.scheduler.ledger.records import UPDATE, Reader, parsed
 _BoardEvent: Any = vars(event_pb2)["Event"]
 _Session: Any = vars(event_pb2)["SessionLog"]
 _Summary: Any = vars(summary_pb2)["Summary"]
-
-_KINDS = {
-    "generate": "actors",
-    "judge": "judges",
-    "player": "players",
-    "speaker": "speakers",
-    "retrieve": "retriever",
-}
-"""The summary's name for the workers that offer a service."""
 
 
 class Counters(msgspec.Struct, frozen=True):
@@ -55,7 +45,9 @@ def _counters(worker: Worker, before: Counters | None) -> Counters:
 class Metrics:
     """Writes the records until ``close``. newest: the newest value of each metric. whole: whether
     this is the first of several schedulers, whose records it joins; then call ``look`` now and
-    then."""
+    then. on_record: told of each record of the run."""
+
+    on_record: Callable[[dict[str, float]], None] = staticmethod(lambda record: None)
 
     def __init__(self, run: Path, whole: bool = False):
         self.run, self._path = run, run / "metrics.jsonl"
@@ -68,8 +60,6 @@ class Metrics:
         begun = {"ts": self._start * 1e6, "args": {"epoch": time.time()}}
         self._trace_line(name=STARTED, ph="i", pid="scheduler", tid="scheduler", s="g", **begun)
         self._counters: dict[str, Counters] = {}
-        self._busy: defaultdict[str, float] = defaultdict(float)
-        self._watched: defaultdict[str, float] = defaultdict(float)
         self.newest: dict[str, float] = {}
         self._reader = Reader(run) if whole else None
         self._unshown: set[int] = set()
@@ -134,6 +124,7 @@ class Metrics:
         ]
         summary = _Summary(value=scalars)
         self._board.add_event(_BoardEvent(wall_time=time.time(), step=step, summary=summary))
+        self.on_record(record)
 
     def counters(self, workers: Sequence[Worker]) -> dict[str, float]:
         """Metrics from the heartbeats since the last call, over the time between a worker's
@@ -145,47 +136,37 @@ class Metrics:
             for worker in workers
             if worker.stats
         }
-        by_service: dict[str, list[Counters]] = {"generate": [], "train": []}
-        for worker in workers:
-            if (counters := self._counters.get(worker.admission)) is None:
-                continue
-            for service in by_service.keys() & worker.hello.services:
-                by_service[service].append(counters)
-            busy = [seconds for name, seconds in counters.new.items() if name.endswith("busy_s")]
-            if busy:
-                since = counters.at - before[worker.admission].at
-                offered = {service.partition(".")[0] for service in worker.hello.services}
-                for kind in {_KINDS[name] for name in offered & _KINDS.keys()}:
-                    self._busy[kind] += min(since, sum(busy))
-                    self._watched[kind] += since
 
-        def rates(service: str, counter: str) -> list[float]:
-            return [one.rates.get(counter, 0.0) for one in by_service[service] if one.rates]
+        def offering(service: str) -> list[Counters]:
+            return [
+                self._counters[worker.admission]
+                for worker in workers
+                if worker.stats and service in worker.hello.services
+            ]
 
-        engines = by_service["generate"]
+        def rates(those: list[Counters], counter: str) -> list[float]:
+            return [one.rates.get(counter, 0.0) for one in those if one.rates]
+
+        engines, ranks = offering("generate"), offering("train")
         prefilled, ideal, saved = (
             sum(engine.new.get(name, 0.0) for engine in engines)
             for name in ("prefilled_tokens", "ideal_prefill_tokens", "cached_tokens")
         )
         values = {
-            "busy/engines": float(len(rates("generate", "busy_s"))),
+            "busy/engines": float(len(rates(engines, "busy_s"))),
             "cache/tokens_saved": saved,
             "cache/prefilled_over_ideal": prefilled / max(1.0, ideal),
             "cache/ideal_tokens": ideal,
         }
-        for name, service in (("busy/engine", "generate"), ("busy/learner", "train")):
+        for name, those in (("busy/engine", engines), ("busy/learner", ranks)):
             # engines that add up concurrent requests may exceed 1
-            if shares := [min(1.0, share) for share in rates(service, "busy_s")]:
+            if shares := [min(1.0, share) for share in rates(those, "busy_s")]:
                 values[name] = sum(shares) / len(shares)
-        if decoded := rates("generate", "decoded_tokens"):
+        if decoded := rates(engines, "decoded_tokens"):
             values["rate/decoded_tokens"] = sum(decoded)
-        if learnt := rates("train", "learner/forwarded_tokens"):
+        if learnt := rates(ranks, "learner/forwarded_tokens"):
             values["rate/learner_tokens"] = sum(learnt)
         return values
-
-    def busy(self) -> dict[str, float]:
-        """The busy share per kind of worker over all heartbeats that ``counters`` has seen."""
-        return {kind: self._busy[kind] / watched for kind, watched in self._watched.items()}
 
     def event(self, event: Event) -> None:
         """Write one attempt of a call as a line of Chrome's trace format, in microseconds."""

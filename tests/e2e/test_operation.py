@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -179,12 +178,10 @@ def test_a_killed_run_goes_on_in_its_trackers_and_its_records_come_out_as_json(
             name,
             str(run.folder),
         ]
-        subprocess.run(again, stdin=subprocess.DEVNULL, check=True)
+        with (run.folder / "metrics.jsonl").open("rb") as records:
+            subprocess.run(again, stdin=records, check=True)
     for points in (in_trackio(run.folder), in_wandb(run.folder)):
-        tracked = [(step, loss) for step, loss in points if loss is not None]
-        assert max(Counter(step for step, _ in tracked).values()) == 1, "no update twice"
-        assert tracked[-1][0] == UPDATES
-        # a record that was on its way at the kill may be missing
-        assert dict(tracked).items() <= losses.items()
+        tracked = [step for step, loss in points if loss is not None]
+        assert tracked == sorted({int(version) for version in losses}), "each update once"
     for log in ("wandb", "trackio", "scheduler"):
         assert "planted-6f1c0b7e4d2a" not in (run.folder / "logs" / f"{log}.log").read_text()

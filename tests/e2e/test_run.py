@@ -19,18 +19,14 @@ from tests.world import QUESTIONS, UPDATES
 TWO = ("actors.count=2", "learner.count=2", "scheduler.evaluation.questions=4")
 
 
-def check_seconds(run: Run, first: int, most: float) -> None:
-    """The phases of the start that began with version ``first`` add up to no more than the command
-    took, ``most`` seconds."""
+def check_seconds(run: Run, resumed: bool, most: float) -> None:
+    """The phases of this start add up to no more than the command took, ``most`` seconds."""
     spent = run.summary()["seconds"]
-    phases, training = spent["phases"], spent["training"]
+    phases = spent["phases"]
     assert {"starting processes", "updates", "last evaluation", "stopping"} <= set(phases)
-    assert ("first evaluation" in phases) == (not training["resumed"])
+    assert ("first evaluation" in phases) == (not resumed)
     assert sum(phases.values()) == pytest.approx(spent["this_start"])
-    assert 0 < training["seconds"] < spent["this_start"] <= most
-    assert (training["first"], training["last"]) == (first, UPDATES)
-    assert sum(training["learner"].values()) == pytest.approx(training["seconds"])
-    assert training["learner"]["updates"] > 0
+    assert phases["updates"] < spent["this_start"] <= most
     journal = run.journal()
     for row in journal.trees("split='heldout' AND status='closed'"):
         sampled = [n.versions for n in journal.tree(row).nodes.values() if n.versions is not None]
@@ -52,7 +48,7 @@ def test_a_run_trains_to_its_end_and_leaves_what_it_promises(
     run = launch(searching, *TWO, *types, anew=True)
     out = run.finish()
     run.check()
-    check_seconds(run, 0, time.monotonic() - began)
+    check_seconds(run, False, time.monotonic() - began)
     assert f"number type {dtype} (as the config says" in out
     assert "held-out start" in out
     assert "held-out end" in out
@@ -89,9 +85,7 @@ def test_after_kill_9_of_every_process_a_resumed_run_loses_and_repeats_nothing(
     run.resume()
     out = run.finish()
     run.check()
-    first = run.summary()["seconds"]["training"]["first"]
-    assert f"(resumed at version {first})" in out
-    check_seconds(run, first, time.monotonic() - began)
+    check_seconds(run, True, time.monotonic() - began)
     # the cut alone moves them by up to -log 0.9
     assert max(record["learner/logprob_gap_max"] for record in run.trained()) < 2e-5
     assert "log-probability difference" not in out

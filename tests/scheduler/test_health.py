@@ -4,14 +4,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
-from coppice.scheduler.telemetry.health import PAUSED, UNANSWERED, Progress, Reporter, read
+from coppice.scheduler.telemetry.health import PAUSED, UNANSWERED, Reporter, read
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.service import Call
 from tests.services import Bench, EchoRequest, EchoResult, bench
@@ -22,8 +21,9 @@ CONFIG = DispatchConfig(heartbeat_s=0.05, dead_after_s=30.0)
 
 def reporter(run: Path, b: Bench, marks: Sequence[int] = (0,)) -> Reporter:
     """A reporter of a run whose progress is ``marks[0]``."""
-    progress = partial(Progress, "updates", 2, 9, 1, 4, 1)
-    return Reporter(run, b.dispatcher, lambda: progress(marks[0]), 60.0, 600.0)
+    fields = {"phase": "updates", "version": 2, "updates": 9, "growing": 1, "done": 4}
+    fields |= {"evaluations": 1}
+    return Reporter(run, b.dispatcher, lambda: {**fields, "marks": marks[0]}, 60.0, 600.0)
 
 
 def progress_at(writer: Reporter, *moments: float) -> list[float]:

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.scheduler.telemetry.exporter import declaration
-from coppice.scheduler.telemetry.phases import Training
 from coppice.tools.inspecting import drawing, frames, runs, trace
 from coppice.tools.inspecting.figures import caption, inline, panels
 from coppice.tools.inspecting.runs import UNREADABLE, Curve, RunFolder
@@ -263,7 +262,7 @@ def _heldout(groups: Groups) -> Section:
 
 
 def _add_times(section: Section, groups: Groups) -> None:
-    waits, phases, training = {}, {}, {}
+    waits, phases = {}, {}
     for name, run in _names(groups).items():
         try:
             waits[name] = _spent(trace.budget(run.folder, run.records))
@@ -272,18 +271,14 @@ def _add_times(section: Section, groups: Groups) -> None:
         seconds = run.summary.get("seconds", {})
         if "phases" in seconds:
             phases[name] = _spent(seconds["phases"])
-        if spent := seconds.get("training"):
-            training[name] = _spent(msgspec.convert(spent, Training).rows(), spent["seconds"])
     one_cause = "Who waited for whom: each moment of the newest start has one cause"
-    overlap = "Seconds per process from the first tree to the last update; these overlap"
     section.tables = compared(one_cause, waits) + compared("Phases of the newest start", phases)
-    section.tables += compared(overlap, training)
 
 
-def _spent(seconds: Mapping[str, float], whole: float | None = None) -> dict[str, str]:
-    total = whole or sum(seconds.values()) or 1.0
+def _spent(seconds: Mapping[str, float]) -> dict[str, str]:
+    total = sum(seconds.values()) or 1.0
     rows = {name: f"{value:.1f} s ({value / total:.1%})" for name, value in seconds.items()}
-    return rows if whole else rows | {"sum": f"{total:.1f} s"}
+    return rows | {"sum": f"{total:.1f} s"}
 
 
 # ----------------------------------------------------------------------------------------------

@@ -60,7 +60,6 @@ def test_a_page_has_every_section_with_what_the_run_recorded(
     ]  # fmt: skip
     assert any("random_answer 0.125" in text for text in page["Held-out results"].words)
     assert captions(page["Staleness"])["share/staleness_1"] == "0.25 → 0.25"
-    assert ["learner: updates", "1.0 s (33.3%)"] in rows(page["Time"], "Seconds per process")
     assert dict(rows(page["Time"], "Who waited for whom")[1:]) == {
         "rollouts: generate (decode)": "2.3 s (60.8%)",
         "rollouts: generate (prefill)": "0.7 s (19.2%)",
