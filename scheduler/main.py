@@ -21,6 +21,7 @@ from coppice.common.process import begin
 from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import UNJUDGED, SchedulerProcess
 from coppice.scheduler.dispatch.dispatcher import Dispatcher, Transport, Worker
+from coppice.scheduler.dispatch.placement import Fleet
 from coppice.scheduler.dispatch.weight_sync import Weights, WeightSync
 from coppice.scheduler.evaluation.examination import WORK, Examination
 from coppice.scheduler.garbage import sparing
@@ -36,7 +37,6 @@ from coppice.scheduler.ledger.stream import Stream
 from coppice.scheduler.telemetry import alerts, report
 from coppice.scheduler.telemetry.alerts import Attendance, Faults, Fruitless, JudgeTally, Reminders
 from coppice.scheduler.telemetry.exporter import Exporter
-from coppice.scheduler.telemetry.fleet import Fleet
 from coppice.scheduler.telemetry.health import PAUSED, Health, Reporter, joined, read_all
 from coppice.scheduler.telemetry.metrics import Metrics
 from coppice.scheduler.telemetry.tracking import FINISH_S, STOP_S, Trackers

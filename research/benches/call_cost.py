@@ -20,10 +20,10 @@ import numpy as np
 from coppice.common import loop
 from coppice.common.numbers import Count
 from coppice.research.benches import result
+from coppice.scheduler.dispatch.calls import Place
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Dispatcher
-from coppice.scheduler.dispatch.placement import Place
+from coppice.scheduler.dispatch.placement import CAPACITY, Fleet
 from coppice.scheduler.garbage import sparing
-from coppice.scheduler.telemetry.fleet import CAPACITY, Fleet
 from coppice.wire.arrays import Frame, decode_header, encode, encode_body
 from coppice.wire.keys import Grant, RunKeys
 from coppice.wire.messages import (

@@ -31,8 +31,8 @@ from coppice.research.benches import result
 from coppice.scheduler import main as scheduling
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
+from coppice.scheduler.dispatch.placement import CAPACITY
 from coppice.scheduler.growth.tree import Tree
-from coppice.scheduler.telemetry.fleet import CAPACITY
 from coppice.tools.defaults.settings import importable
 from coppice.tools.inspecting.audit import audit
 from coppice.wire import digest

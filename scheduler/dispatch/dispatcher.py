@@ -16,9 +16,16 @@ from typing import Any
 
 import msgspec
 
-from coppice.scheduler.dispatch.calls import Attempt, Check, DispatchConfig, Event, Pending, Worker
-from coppice.scheduler.dispatch.deadlines import Deadlines
-from coppice.scheduler.dispatch.placement import Place, backoff
+from coppice.scheduler.dispatch.calls import (
+    Attempt,
+    Check,
+    Deadlines,
+    DispatchConfig,
+    Event,
+    Pending,
+    Place,
+    Worker,
+)
 from coppice.scheduler.dispatch.pool import Pool
 from coppice.scheduler.dispatch.roster import Roster, Transport
 from coppice.wire import arrays
@@ -43,6 +50,12 @@ _TOLD = 8
 _BY_ORDER = operator.attrgetter("order")
 _LOOK_AGAIN_S = 0.05
 """Seconds until held-back calls are tried again although nothing happened."""
+
+
+def backoff(attempt: int, rng: random.Random, base_s: float = 0.05, most_s: float = 5.0) -> float:
+    """Seconds before the next attempt: exponential, the upper half drawn at random."""
+    ceiling = min(most_s, base_s * 2 ** min(attempt, 30))
+    return ceiling * (0.5 + 0.5 * rng.random())
 
 
 def _order(pending: Pending) -> tuple[Any, ...]:
@@ -221,8 +234,8 @@ class Dispatcher:
     def _place(self, pending: Pending, pool: Pool, least: Worker, now: float) -> Worker | None:
         if pending.place is None:
             return pool.least(now, pending.failed_on) if pending.failed_on else least
-        loads = pool.loads(now, pending.place.homes(), pending.failed_on)
-        return pool.members.get(pending.place.choose(loads, pending.failed_on) or "")
+        shown = pool.shown(now, pending.place.homes(), pending.failed_on)
+        return pending.place.choose(shown, pending.failed_on)
 
     def _changed(self, worker: Worker) -> None:
         worker.left_out = False

@@ -25,9 +25,9 @@ from coppice.common import support, vision
 from coppice.common.dialogue import until
 from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import UNJUDGED, SchedulerConfig
-from coppice.scheduler.dispatch.calls import Check
+from coppice.scheduler.dispatch.calls import Check, Place
 from coppice.scheduler.dispatch.dispatcher import Dispatcher
-from coppice.scheduler.dispatch.placement import Place
+from coppice.scheduler.dispatch.placement import Fleet
 from coppice.scheduler.dispatch.weight_sync import Versions
 from coppice.scheduler.growth import answers
 from coppice.scheduler.growth.text import Shown, Text
@@ -35,7 +35,6 @@ from coppice.scheduler.growth.tree import Node, Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.ledger.node_codec import encode_node
 from coppice.scheduler.telemetry.alerts import Faults, JudgeTally
-from coppice.scheduler.telemetry.fleet import Fleet
 from coppice.wire import messages as wire
 from coppice.wire.faults import DataFault
 

@@ -3,8 +3,7 @@
 import asyncio
 import random
 
-from coppice.scheduler.dispatch.calls import Pending
-from coppice.scheduler.dispatch.deadlines import PARTS, Deadlines
+from coppice.scheduler.dispatch.calls import PARTS, Deadlines, Pending
 from tests.simulation.virtual_time import Agenda, VirtualLoop
 
 

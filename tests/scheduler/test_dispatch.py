@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coppice.scheduler.dispatch.calls import Place, Worker
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
-from coppice.scheduler.dispatch.placement import Load, Place
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault
 from coppice.wire.service import Call, Service
 from tests.services import Bench, EchoRequest, EchoResult, Prefer, bench
@@ -96,8 +96,8 @@ class Ranked(Place):
     def rank(self) -> tuple[int, ...]:
         return (self.number,)
 
-    def choose(self, loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
-        return super().choose(loads, avoid) if self.free.is_set() else None
+    def choose(self, workers: Sequence[Worker], avoid: frozenset[str]) -> Worker | None:
+        return super().choose(workers, avoid) if self.free.is_set() else None
 
     def started(self, worker: str) -> None:
         self.order.append(self.number)
@@ -147,9 +147,9 @@ class Kin(Ranked):
     def waits_with(self) -> str:
         return "kin"
 
-    def choose(self, loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
+    def choose(self, workers: Sequence[Worker], avoid: frozenset[str]) -> Worker | None:
         self.asked.append(self.number)
-        return super().choose(loads, avoid)
+        return super().choose(workers, avoid)
 
     def started(self, worker: str) -> None:
         super().started(worker)
