@@ -155,10 +155,6 @@ class Run:
 
     async def _run(self) -> None:
         await self._wait_for_workers()
-        trivial = await self.examination.baselines(self.tasks)
-        if trivial:
-            shown = ", ".join(f"{k} {v:.3f}" for k, v in trivial.items())
-            print(f"held-out {self.environment.headline} without a model: {shown}", flush=True)
         await gather([self._begin(), self._train()])
         await self.examination.evaluate("end")
         self.phases.enter("stopping")
@@ -167,7 +163,7 @@ class Run:
         await self._until(lambda: not self.dispatcher.workers(), LEAVE_S)
         await self._until(self.metrics.look, LEAVE_S)
         counts, calls, spent = self.counts, self.dispatcher.counters, self.phases.seconds()
-        report.write(self.folder, self.journal, trivial, counts, calls, spent)
+        report.write(self.folder, self.journal, counts, calls, spent)
         self.finished = True
 
     async def _begin(self) -> None:

@@ -62,7 +62,7 @@ def make(
         journal.save_evaluation(version, name, msgspec.to_builtins(held))
     if ended:
         phases, none = {"set-up": 1.0, "updates": 3.0}, Counter[str]()
-        report.write(folder, journal, {"random_answer": 0.125}, none, none, phases)
+        report.write(folder, journal, none, none, phases)
     journal.close()
     metrics.close()
     return folder

@@ -12,14 +12,12 @@ import msgspec
 
 from coppice.actors.environments.base import Environment, Task
 from coppice.scheduler.concurrency import gather
-from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.dispatch.weight_sync import WeightSync
 from coppice.scheduler.evaluation import best, evaluation
 from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.open_trees import OpenTrees
-from coppice.scheduler.growth.services import Runtime, Services
-from coppice.scheduler.growth.tasks import GeneratedTasks, Tasks
+from coppice.scheduler.growth.services import Runtime
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.telemetry import report
 from coppice.scheduler.telemetry.alerts import JudgeTally
@@ -59,20 +57,6 @@ class Examination:
         settings = runtime.settings
         self.strategy = strategies.evaluation(settings.strategy, settings.strategy_options)
 
-    async def baselines(self, training: Tasks | GeneratedTasks) -> dict[str, float]:
-        """The results on the held-out tasks that need no model."""
-        if not self.tasks:
-            return {}
-        if isinstance(training, Tasks):
-            return evaluation.trivial_baselines(self.tasks, training.tasks)
-        runtime = self._runtime(self.runtime.settings)
-
-        def services(task: Task, place: int) -> Services:
-            tree = Tree(-1, task.id, "baseline")
-            return Context(runtime, task, tree, random.Random(f"baseline/{place}")).services
-
-        return await evaluation.play_baselines(self.environment, self.tasks, services)
-
     async def evaluate_if_due(self, version: int, finished: bool) -> None:
         """Evaluate ``version`` once if it is due. The last one waits for the end."""
         every = self.runtime.settings.evaluation.every
@@ -91,10 +75,16 @@ class Examination:
 
     async def _evaluate(self, name: str) -> None:
         start, weights, journal = time.monotonic(), self.weight_sync.weights, self.runtime.journal
-        settings = self.runtime.settings
-        settings = msgspec.structs.replace(settings, temperature=settings.evaluation.temperature)
-        room = asyncio.Semaphore(AT_ONCE)
-        runtime, tasks = self._runtime(settings), enumerate(self.tasks)
+        settings, room = self.runtime.settings, asyncio.Semaphore(AT_ONCE)
+        runtime = msgspec.structs.replace(
+            self.runtime,
+            emit=lambda tree, turns: None,
+            counts=Counter(),
+            judged=JudgeTally(),
+            environment=self.environment,
+            settings=msgspec.structs.replace(settings, temperature=settings.evaluation.temperature),
+        )
+        tasks = enumerate(self.tasks)
         pairs = await gather(self._examine(i, task, runtime, room) for i, task in tasks)
         done = [pair for pair in pairs if pair is not None]
         result = evaluation.summarise(weights.version, self.environment, done)
@@ -130,14 +120,3 @@ class Examination:
                 return None
             journal.close_tree(tree)
             return task, tree
-
-    def _runtime(self, settings: SchedulerConfig) -> Runtime:
-        """A copy for held-out tasks, which trains nothing and counts nothing."""
-        return msgspec.structs.replace(
-            self.runtime,
-            emit=lambda tree, turns: None,
-            counts=Counter(),
-            judged=JudgeTally(),
-            environment=self.environment,
-            settings=settings,
-        )

@@ -42,15 +42,9 @@ def counted(turns: Sequence[Turn], column: str, equal: Equal) -> Counter[str]:
 
 def summary(counts: Mapping[str, int]) -> str:
     """Return the line of the closing summary, or "" if no group was compared."""
-    counted = [
-        (step, counts.get(f"{EQUAL}{step}", 0), counts[f"{COMPARED}{step}"])
-        for step in range(1, LATEST_STEP + 1)
-        if counts.get(f"{COMPARED}{step}")
-    ]
-    if not counted:
-        return ""
-    each = ", ".join(f"step {step}: {equal} of {whole}" for step, equal, whole in counted)
-    equal, compared = (sum(row[i] for row in counted) for i in (1, 2))
-    later = f" (step {LATEST_STEP}: or later)" * (counted[-1][0] == LATEST_STEP)
-    share = f"{equal} of {compared} ({equal / compared:.0%})"
-    return f"groups whose rewards are all equal, which teach nothing: {share}; {each}{later}"
+    equal, compared = (
+        sum(count for name, count in counts.items() if name.startswith(kind))
+        for kind in (EQUAL, COMPARED)
+    )
+    share = f"{equal} of {compared} ({equal / max(1, compared):.0%})"
+    return f"groups whose rewards are all equal, which teach nothing: {share}" * (compared > 0)

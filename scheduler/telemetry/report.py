@@ -1,5 +1,5 @@
 """Where the seconds of a run go, and the summary at its end: the held-out start against the end
-with intervals, baselines, and where the run's files are."""
+with intervals, and where the run's files are."""
 
 import shlex
 import time
@@ -78,7 +78,6 @@ def _ordered(result: HeldOut) -> list[str]:
 def write(
     run: Path,
     journal: Journal,
-    baselines: dict[str, float],
     counts: Counter[str],
     calls: Counter[str],
     spent: dict[str, float],
@@ -87,7 +86,6 @@ def write(
     evaluations = {name: (version, result) for version, name, result in journal.evaluations()}
     quarantined, kept, wall = journal.quarantined(), best.read(run), sum(spent.values())
     summary = {
-        "baselines": baselines,
         "heldout": {
             name: {"version": version, **result} for name, (version, result) in evaluations.items()
         },
@@ -101,7 +99,7 @@ def write(
     conclude("\nsummary")
     if "start" in evaluations and "end" in evaluations:
         start, end = (msgspec.convert(evaluations[name][1], HeldOut) for name in ("start", "end"))
-        _compare(start, end, baselines)
+        _compare(start, end)
     if kept is not None:
         value = f"version {kept[0].version}, {kept[0].value:.3f}"
         conclude(f"  best held-out {kept[0].measure}: {value} (coppice export --version best)")
@@ -141,14 +139,10 @@ def write(
     conclude(f"look at a tree: {look}")
 
 
-def _compare(start: HeldOut, end: HeldOut, baselines: dict[str, float]) -> None:
+def _compare(start: HeldOut, end: HeldOut) -> None:
     for measure in (name for name in _ordered(end) if name in start.measures):
         a, b = start.measures[measure], end.measures[measure]
         verdict = "rose beyond both 95% intervals" if b.low > a.high else "within the intervals"
         if b.high < a.low:
             verdict = "fell beyond both 95% intervals"
         conclude(f"  held-out {measure:<14} {a} -> {b}   {verdict}")
-    if start.headline in start.measures:  # not if every held-out task was quarantined
-        baselines = {**baselines, "start of the run": start.measures[start.headline].mean}
-    for name, value in baselines.items():
-        conclude(f"  baseline {name:<22} {value:.3f} {end.headline}")
