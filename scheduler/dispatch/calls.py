@@ -161,6 +161,9 @@ class Place:
         """The attempt has ended. result: None unless it was served."""
 
 
+LEAST_LOADED = Place()
+
+
 @dataclass(slots=True, eq=False)
 class Pending:
     """One call until its outcome.
@@ -173,7 +176,7 @@ class Pending:
     body: list[Frame]
     result_type: type
     deadline: float
-    place: Place | None
+    place: Place
     worker: str | None
     caller: str
     since: float

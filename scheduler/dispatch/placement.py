@@ -201,7 +201,7 @@ class Generation(Place):
         fleet.decode(worker, -self.request.n)
         if result is None:
             return
-        fleet.residency.forecast.add(result.prompt_tokens, expected, result.cached_tokens)
+        fleet.residency.compare(result.prompt_tokens, expected, result.cached_tokens)
         for sample in result.samples:
             if length := len(sample.tokens):
                 before = fleet.sample_length or length

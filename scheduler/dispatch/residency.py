@@ -1,6 +1,6 @@
 """What each actor's prefix cache probably holds: a radix tree of token ids per worker, which
-forgets its least recently used leaves beyond the capacity, and everything at a new version.
-``Forecast`` compares it with the reported cached tokens. Pure; the order of calls is its time."""
+forgets its least recently used leaves beyond the capacity, and everything at a new version. Pure;
+the order of calls is its time."""
 
 import heapq
 import itertools
@@ -8,7 +8,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 
-import msgspec
 import numpy as np
 
 _WIDTH = 4
@@ -107,36 +106,11 @@ class Prefixes:
             heapq.heappush(self._leaves, (edge.used, next(self._clock), edge))
 
 
-class Forecast(msgspec.Struct):
-    """Prompt tokens of served calls: all, predicted as cached, reported as cached."""
-
-    prompt: int = 0
-    predicted: int = 0
-    reported: int = 0
-
-    def add(self, prompt: int, predicted: int, reported: int) -> None:
-        """Count one more call."""
-        self.prompt += prompt
-        self.predicted += predicted
-        self.reported += reported
-
-    def values(self) -> dict[str, float]:
-        """The metrics, as shares of the prompt tokens. Empty if no call was served."""
-        if not self.prompt:
-            return {}
-        return {
-            "cache/prompt_tokens": float(self.prompt),
-            "cache/hit_rate": self.reported / self.prompt,
-            "cache/predicted_hit_rate": self.predicted / self.prompt,
-            "cache/prediction_error": (self.predicted - self.reported) / self.prompt,
-        }
-
-
 class Residency:
     """The caches of all workers."""
 
     def __init__(self) -> None:
-        self.forecast = Forecast()
+        self._prompt = self._predicted = self._reported = 0
         self._caches: defaultdict[str, Prefixes] = defaultdict(Prefixes)
         self._versions: dict[str, int] = {}
 
@@ -176,7 +150,21 @@ class Residency:
         self._caches.pop(worker, None)
         self._versions.pop(worker, None)
 
+    def compare(self, prompt: int, predicted: int, reported: int) -> None:
+        """A call was served: count its prompt tokens, those predicted as cached, and reported."""
+        self._prompt += prompt
+        self._predicted += predicted
+        self._reported += reported
+
     def take(self) -> dict[str, float]:
-        """Return the metrics since the last ``take``, and begin anew."""
-        taken, self.forecast = self.forecast, Forecast()
-        return taken.values()
+        """Return the metrics since the last ``take``, none if no call was served."""
+        prompt, predicted, reported = self._prompt, self._predicted, self._reported
+        self._prompt = self._predicted = self._reported = 0
+        if not prompt:
+            return {}
+        return {
+            "cache/prompt_tokens": float(prompt),
+            "cache/hit_rate": reported / prompt,
+            "cache/predicted_hit_rate": predicted / prompt,
+            "cache/prediction_error": (predicted - reported) / prompt,
+        }

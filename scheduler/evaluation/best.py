@@ -50,7 +50,10 @@ def keep(run: Path, weights: Weights, measure: str, value: float) -> bool:
                 if not msgspec.json.decode(manifest, type=published.Manifest).file:
                     raise FileNotFoundError(f"{source} was given out of memory, without a file")
                 for path in sorted(source.iterdir()):
-                    _link(path, draft / path.name)
+                    try:
+                        os.link(path, draft / path.name)
+                    except OSError:  # another file system, or one without hard links
+                        shutil.copy2(path, draft / path.name)
             record = Best(weights.version, measure, value)
             (draft / "best.json").write_bytes(msgspec.json.encode(record))
     except OSError as error:
@@ -59,10 +62,3 @@ def keep(run: Path, weights: Weights, measure: str, value: float) -> bool:
     if before is not None:
         shutil.rmtree(before[1], ignore_errors=True)
     return True
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # the target is on another file system, or the file system has no hard links
-        shutil.copy2(source, target)

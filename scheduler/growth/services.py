@@ -25,7 +25,7 @@ from coppice.common import support, vision
 from coppice.common.dialogue import until
 from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import UNJUDGED, SchedulerConfig
-from coppice.scheduler.dispatch.calls import Check, Place
+from coppice.scheduler.dispatch.calls import LEAST_LOADED, Check, Place
 from coppice.scheduler.dispatch.dispatcher import Dispatcher
 from coppice.scheduler.dispatch.placement import Fleet
 from coppice.scheduler.dispatch.weight_sync import Versions
@@ -217,16 +217,13 @@ class Services(Tools):
         request: msgspec.Struct,
         check: Check | None = None,
         deadline: float | None = None,
-        place: Place | None = None,
+        place: Place = LEAST_LOADED,
     ) -> Any:
         """Call a service through the dispatcher, with this tree named as the caller."""
         attempt = f", attempt {self.attempt} of {ATTEMPTS}" if self.attempt else ""
-        caller, deadline = (
-            f"tree {self.tree.id}{attempt}",
-            deadline or self.settings.judge_deadline_s,
-        )
+        caller, seconds = f"tree {self.tree.id}{attempt}", self.settings.judge_deadline_s
         return await self.runtime.dispatcher.call(
-            service, request, deadline=deadline, place=place, caller=caller, check=check
+            service, request, deadline=deadline or seconds, place=place, caller=caller, check=check
         )
 
     async def _generate(

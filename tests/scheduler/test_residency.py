@@ -75,8 +75,8 @@ def test_a_sample_of_older_weights_is_not_resident_and_new_weights_empty_a_cache
 
 def test_the_forecast_is_shares_of_the_prompt_tokens_since_it_was_taken() -> None:
     residency = Residency()
-    residency.forecast.add(100, 80, 60)
-    residency.forecast.add(100, 40, 40)
+    residency.compare(100, 80, 60)
+    residency.compare(100, 40, 40)
     assert residency.take() == {
         "cache/prompt_tokens": 200.0,
         "cache/hit_rate": 0.5,
