@@ -11,7 +11,7 @@ from coppice.scheduler.config import SchedulerProcess
 from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.dynamic_sampling import differs
-from coppice.scheduler.growth.failures import ALIKE, InARow, brief, is_of_the_run, traced
+from coppice.scheduler.growth.failures import brief, is_of_the_run, traced
 from coppice.scheduler.growth.services import ATTEMPTS, Runtime
 from coppice.scheduler.growth.tasks import GeneratedTasks, Tasks
 from coppice.scheduler.growth.tree import DROPPED, Tree
@@ -51,7 +51,6 @@ class OpenTrees:
         self.strategy = strategies.load(self.settings.strategy, self.settings.strategy_options)
         self.moved, self.begun = asyncio.Event(), asyncio.Event()
         self.unfinished: deque[TreeRow] = deque()
-        self.in_a_row = InARow()
         self.growing: dict[int, asyncio.Task[None]] = {}
         self.outcomes: list[float] = []
         self.done = sum(n for status, n in self.journal.tally().items() if status != "growing")
@@ -99,11 +98,25 @@ class OpenTrees:
 
     async def attempts(self, tree: Tree, context: Context, grow: Grow) -> None:
         """Plant and grow a tree, again after an infrastructure fault. Raises the last attempt's
-        InfrastructureFault, and DataFault for what is the tree's: also an exception of a plug-in,
-        unless ``ALIKE`` trees in a row failed alike."""
+        InfrastructureFault, and DataFault for what is the tree's: also an exception of a plug-in.
+        """
         try:
-            await self._attempt(tree, context, grow)
-            self.in_a_row.grew()
+            for attempt in range(1, ATTEMPTS + 1):
+                context.services.attempt = attempt
+                try:
+                    await context.plant()
+                    await grow(tree, context)
+                    context.save([])  # so that what cannot be written fails here, with the tree
+                    return
+                except InfrastructureFault as fault:
+                    log.warning("tree %d, attempt %d: %s", tree.id, attempt, fault)
+                    if attempt == ATTEMPTS:
+                        raise InfrastructureFault(
+                            f"tree {tree.id} failed {ATTEMPTS} times; the last time: {fault}. Mend"
+                            " or replace the worker (its log says more), then resume the run"
+                            f" ({self._whose(tree)})"
+                        ) from fault
+                    self.counts["tree_retries"] += 1
         except Fault:
             raise
         except (Exception, asyncio.CancelledError) as error:
@@ -119,12 +132,6 @@ class OpenTrees:
             self.moved.set()
 
     def _own_fault(self, tree: Tree, error: BaseException) -> DataFault:
-        """A tree's own fault. Raises Fault after ``ALIKE`` trees that failed alike."""
-        if self.in_a_row.failed(error):
-            raise Fault(
-                f"{ALIKE} trees in a row failed alike, the last one with {brief(error)}"
-                f" ({self._whose(tree)}): mend what the log's traceback names, then resume the run"
-            ) from error
         self.runtime.faults.failed("a tree", brief(error), f"{self._whose(tree)}: quarantined")
         return DataFault(traced(error))
 
@@ -206,24 +213,6 @@ class OpenTrees:
             return False
         groups = map(self.journal.turns, tree.groups)
         return not differs(groups, self.process.reward, self.process.equal)
-
-    async def _attempt(self, tree: Tree, context: Context, grow: Grow) -> None:
-        for attempt in range(1, ATTEMPTS + 1):
-            context.services.attempt = attempt
-            try:
-                await context.plant()
-                await grow(tree, context)
-                context.save([])  # so that what cannot be written fails here, with the tree
-                return
-            except InfrastructureFault as fault:
-                log.warning("tree %d, attempt %d: %s", tree.id, attempt, fault)
-                if attempt == ATTEMPTS:
-                    raise InfrastructureFault(
-                        f"tree {tree.id} failed {ATTEMPTS} times; the last time: {fault}. Mend or"
-                        " replace the worker (its log says more), then resume the run"
-                        f" ({self._whose(tree)})"
-                    ) from fault
-                self.counts["tree_retries"] += 1
 
     def _quarantine(self, tree: Tree, reason: str) -> None:
         log.error("task %s is quarantined: %s", tree.task, reason)
