@@ -20,7 +20,7 @@ from coppice.common import loop, shards
 from coppice.common.process import begin
 from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import UNJUDGED, SchedulerProcess
-from coppice.scheduler.dispatch.dispatcher import Dispatcher, Transport, Worker
+from coppice.scheduler.dispatch.dispatcher import Dispatcher, Worker
 from coppice.scheduler.dispatch.placement import Fleet
 from coppice.scheduler.dispatch.weight_sync import Weights, WeightSync
 from coppice.scheduler.evaluation.examination import WORK, Examination
@@ -44,6 +44,7 @@ from coppice.wire import published
 from coppice.wire.faults import Fault
 from coppice.wire.keys import RunKeys
 from coppice.wire.messages import Trained, Turn
+from coppice.wire.sockets import Router
 
 log = logging.getLogger("scheduler.main")
 
@@ -68,7 +69,7 @@ class Run:
     def __init__(
         self,
         process: SchedulerProcess,
-        router: Transport | None = None,
+        router: Router | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.process, self.settings, self._clock = process, process.scheduler, clock
@@ -147,24 +148,21 @@ class Run:
             self.exporter.start(self.settings.prometheus)
         self._reporting = asyncio.create_task(self.reporter.work())
         try:
-            await self._run()
+            await self._wait_for_workers()
+            await gather([self._begin(), self._train()])
+            await self.examination.evaluate("end")
+            self.phases.enter("stopping")
+            await self.stream.settle(LEAVE_S)
+            await self.dismiss()
+            await self._until(lambda: not self.dispatcher.workers(), LEAVE_S)
+            await self._until(self.metrics.look, LEAVE_S)
+            counts, calls, spent = self.counts, self.dispatcher.counters, self.phases.seconds()
+            report.write(self.folder, self.journal, counts, calls, spent)
+            self.finished = True
         finally:
             self._reporting.cancel()
         await asyncio.wait([self._reporting])
         await self.reporter.write()  # the last heartbeat may have come before the last update
-
-    async def _run(self) -> None:
-        await self._wait_for_workers()
-        await gather([self._begin(), self._train()])
-        await self.examination.evaluate("end")
-        self.phases.enter("stopping")
-        await self.stream.settle(LEAVE_S)
-        await self.dismiss()
-        await self._until(lambda: not self.dispatcher.workers(), LEAVE_S)
-        await self._until(self.metrics.look, LEAVE_S)
-        counts, calls, spent = self.counts, self.dispatcher.counters, self.phases.seconds()
-        report.write(self.folder, self.journal, counts, calls, spent)
-        self.finished = True
 
     async def _begin(self) -> None:
         """Evaluate "start" by version 0: no actor gets newer weights before the result is durable.

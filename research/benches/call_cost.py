@@ -175,7 +175,8 @@ async def measure(
 ) -> float:
     """Return what a call costs by ``meter``, over ``calls`` calls after as many that are not
     counted: by default seconds of processor time."""
-    transport, service = AnsweringTransport(), "generate" if placed else SERVICE
+    transport: Any = AnsweringTransport()
+    service = "generate" if placed else SERVICE
     transport.answers[service] = encode_body(generated() if placed else ANSWER)
     dispatcher = Dispatcher("", None, DispatchConfig(dead_after_s=3600.0), router=transport)
     await dispatcher.start()

@@ -28,7 +28,7 @@ from coppice.scheduler.dispatch.calls import (
     Worker,
 )
 from coppice.scheduler.dispatch.pool import Pool
-from coppice.scheduler.dispatch.roster import Roster, Transport
+from coppice.scheduler.dispatch.roster import Roster
 from coppice.wire import arrays
 from coppice.wire import messages as wire
 from coppice.wire.arrays import Frame, encode
@@ -91,7 +91,7 @@ class Dispatcher:
         keys: RunKeys | None,
         config: DispatchConfig = DispatchConfig(),
         seed: int = 0,
-        router: Transport | None = None,
+        router: Router | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.router, self.clock, self.config = router or Router(bind, keys), clock, config

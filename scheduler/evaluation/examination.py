@@ -69,12 +69,8 @@ class Examination:
         """Do all held-out tasks; journal and print the result, and keep the best version."""
         if not self.tasks:
             return
-        ends = {"start": "first evaluation", "end": "last evaluation"}
-        with self.phases.over(ends.get(name, "evaluations between")):
-            await self._evaluate(name)
-
-    async def _evaluate(self, name: str) -> None:
         start, weights, journal = time.monotonic(), self.weight_sync.weights, self.runtime.journal
+        ends = {"start": "first evaluation", "end": "last evaluation"}
         settings, room = self.runtime.settings, asyncio.Semaphore(AT_ONCE)
         runtime = msgspec.structs.replace(
             self.runtime,
@@ -84,8 +80,9 @@ class Examination:
             environment=self.environment,
             settings=msgspec.structs.replace(settings, temperature=settings.evaluation.temperature),
         )
-        tasks = enumerate(self.tasks)
-        pairs = await gather(self._examine(i, task, runtime, room) for i, task in tasks)
+        with self.phases.over(ends.get(name, "evaluations between")):
+            work = (self._examine(i, task, runtime, room) for i, task in enumerate(self.tasks))
+            pairs = await gather(work)
         done = [pair for pair in pairs if pair is not None]
         result = evaluation.summarise(weights.version, self.environment, done)
         journal.save_evaluation(weights.version, name, msgspec.to_builtins(result))
