@@ -4,7 +4,6 @@ hold the same weights."""
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import Sequence
 
 import msgspec
 
@@ -35,11 +34,6 @@ class Versions(msgspec.Struct):
     newest: int = sys.maxsize
 
 
-def most_common(proofs: Sequence[str]) -> str:
-    """The most frequent proof that is not "", the first on a tie; "" if no actor gives a proof."""
-    return max(proofs, key=lambda proof: (bool(proof), proofs.count(proof)), default="")
-
-
 class WeightSync:
     """Gives weights and compares proofs. An actor that cannot prove the newest weights is sent
     away; its process restarts and joins again. counts: receives the count "failed_loads"."""
@@ -60,7 +54,9 @@ class WeightSync:
         try:
             actors = self.dispatcher.workers("load")
             proofs = await asyncio.gather(*(self._proven(actor) for actor in actors))
-            self._common = common = most_common(proofs)
+            # the most frequent one, the first on a tie; engines without a proof have no say
+            frequency = Counter(proof for proof in proofs if proof).most_common(1)
+            self._common = common = frequency[0][0] if frequency else ""
         finally:
             self._settled.set()
         for actor, proof in zip(actors, proofs, strict=True):

@@ -103,20 +103,6 @@ class Ranked(Place):
         self.order.append(self.number)
 
 
-async def test_waiting_calls_start_in_the_order_of_their_ranks(tmp_path: Path) -> None:
-    started: list[int] = []
-    free = asyncio.Event()
-    async with bench(tmp_path) as b:
-        await b.work("w", {"echo": echo}, capacity=1)
-        places = [Ranked(rank, started, free) for rank in (3, 1, 2, 0)]
-        calls = [call(b, place) for place in places]
-        await asyncio.sleep(0)
-        free.set()
-        b.dispatcher.look_again("echo")
-        await asyncio.gather(*calls)
-    assert started == [0, 1, 2, 3]
-
-
 async def test_a_held_back_call_stops_no_other_and_is_tried_again(tmp_path: Path) -> None:
     started: list[int] = []
     held, free = asyncio.Event(), asyncio.Event()
