@@ -55,8 +55,7 @@ REPORTED += ["outgrown_trajectories", "refused_episodes", "crashed_episodes"]
 CHECK_S = 2.0
 """Seconds within which the death of a background task is noticed; it ends the run."""
 LEAVE_S = 30.0
-"""The longest that the end of a run waits for the learner's last answers, and then for the workers
-to leave, in seconds."""
+"""Seconds that the end waits for the learner's last answers, and then for workers to leave."""
 
 
 class Run:

@@ -31,8 +31,7 @@ class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     heartbeat_s: Positive = 2.0
     """Seconds between two heartbeats of a worker."""
     dead_after_s: Positive = 20.0
-    """Seconds of silence after which a worker is given up and its calls move on; well above a long
-    pause of a busy machine."""
+    """Seconds of silence after which a worker is given up and its calls move on."""
     replace_after_s: Positive = 120.0
     """Seconds of silence after which the launcher asks a process for its stacks and replaces it;
     far above any computation that holds up heartbeats."""
@@ -42,8 +41,7 @@ class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Event(msgspec.Struct, frozen=True):
     """One attempt of a call, for traces, in monotonic seconds. outcome: "ok", a kind of fault,
-    "deadline" or "cancelled". caller: who waited, or "". version: the one in the answer. phases:
-    seconds of its parts."""
+    "deadline" or "cancelled". caller: who waited. version: in the answer. phases: seconds."""
 
     service: str
     worker: str
@@ -213,8 +211,7 @@ class Attempt:
 
 class Deadlines:
     """Calls ``expire`` for each call whose time is over and that was not discarded before. One
-    timer serves many calls: with 20,000 open calls, a timer each in the event loop's heap costs
-    more than all else of a call."""
+    timer serves many calls: with 20,000 open calls, one each costs more than all else of a call."""
 
     def __init__(self, expire: Callable[[Pending, float], None]):
         self._expire = expire

@@ -21,11 +21,9 @@ from coppice.wire.messages import GenerateRequest, GenerateResult
 
 AFFINITY_SLACK = 0.5
 """Affinity is given up when the holder of a prefix is fuller than the least loaded actor by more
-than this share of its capacity: elsewhere the prefix costs one prefill, while a queue delays every
-request behind it."""
+than this share of its capacity: a prefill costs less than a queue."""
 PATIENCE_S = 0.2
-"""Seconds within which a tree sends its next call after an answer, unless a judge or a tool is
-slow."""
+"""Seconds from an answer to a tree's next call, unless a judge or a tool is slow."""
 KEPT = 64
 """The number of ended trees whose mean need is the expected need of a tree."""
 HOMES = 4
@@ -47,8 +45,7 @@ class Seat(msgspec.Struct):
 
 
 class Growing(msgspec.Struct):
-    """A begun tree. shared: cached tokens of its first prompt; first: what that call needed
-    besides."""
+    """A begun tree. shared: cached tokens of its first prompt; first: its other tokens."""
 
     shared: int
     first: float

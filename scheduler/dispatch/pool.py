@@ -1,5 +1,4 @@
-"""The workers of one service by their load: each change costs about the same however many there
-are."""
+"""The workers of one service by their load, at the same cost of a change for any number."""
 
 import heapq
 import itertools

@@ -1,6 +1,5 @@
 """What each actor's prefix cache probably holds: a radix tree of token ids per worker, which
-forgets its least recently used leaves beyond the capacity, and everything at a new version. Pure;
-the order of calls is its time."""
+forgets its least recently used leaves beyond the capacity, and everything at a new version."""
 
 import heapq
 import itertools

@@ -1,5 +1,4 @@
-"""Give every actor the newest weights, after an update and when it joins, and prove that all actors
-hold the same weights."""
+"""Give every actor the newest weights, and prove that all actors hold the same ones."""
 
 import asyncio
 import sys
@@ -15,8 +14,7 @@ from coppice.wire.faults import Fault, InfrastructureFault
 from coppice.wire.messages import LoadRequest, LoadResult
 
 LOAD_S = 1200.0
-"""Longer than an engine's own timeouts for loading (actors.sglang.update_timeout_s per step), so
-that its own error arrives first."""
+"""Longer than an engine's own timeouts for loading, so that its own error arrives first."""
 
 
 class Weights(msgspec.Struct, frozen=True):

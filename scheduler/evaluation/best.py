@@ -1,6 +1,5 @@
 """Keep the weights that did best on the held-out tasks (methods.md 2.4) as hard links in the only
-folder RUN/best/vNNNNNN, beside best.json. Version 0, the model of the start, has no weights of its
-own."""
+folder RUN/best/vNNNNNN, beside best.json. Version 0 has no weights of its own."""
 
 import logging
 import os

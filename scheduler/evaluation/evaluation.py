@@ -1,5 +1,4 @@
-"""The results of held-out evaluations by whole trajectories, with 95% intervals, and players that
-need no model."""
+"""The results of held-out evaluations with 95% intervals, and players that need no model."""
 
 import math
 import random

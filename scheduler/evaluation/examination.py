@@ -1,5 +1,4 @@
-"""Held-out evaluation of a run: whole trajectories by the policy in force, on tasks that are never
-trained on."""
+"""Held-out evaluation: whole trajectories by the policy in force, on tasks never trained on."""
 
 import asyncio
 import logging
@@ -30,8 +29,7 @@ log = logging.getLogger("scheduler.examination")
 AT_ONCE = 96
 """The largest number of held-out trees that grow at the same time."""
 WORK = ["environment_steps", "continuation_steps", "generated_tokens"]
-"""Counts of work against which a run's curves are drawn. They continue after a resume, and include
-work that a crash undid."""
+"""Counts of work for curves. They continue after a resume, with work that a crash undid."""
 
 
 class Examination:

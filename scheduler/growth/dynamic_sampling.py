@@ -13,8 +13,7 @@ LATEST_STEP = 8
 """Groups of this step and of later ones are counted together."""
 COMPARED, EQUAL = "compared_step_", "equal_step_"
 COUNTS = [f"{name}{step}" for name in (COMPARED, EQUAL) for step in range(1, LATEST_STEP + 1)]
-"""Counts by step: groups of two scored trajectories or more, and those of them whose rewards are
-equal."""
+"""Counts by step: groups of two scored trajectories or more, and those with equal rewards."""
 
 
 def differs(groups: Iterable[Sequence[Turn]], column: str, equal: Equal) -> bool:

@@ -82,8 +82,7 @@ class OpenTrees:
 
     def admit(self) -> None:
         """Start trees while pacing admits them and the run is not paused: first those of an earlier
-        start, the oldest first, so that an update takes the trees that it would have taken without
-        a crash."""
+        start, the oldest first, so that updates take the same trees as without a crash."""
         first = self.settings.questions_per_update
         for _ in range(ADMITTED_AT_ONCE):
             begun = self.begun.is_set() or self.pacing.admitted < first
@@ -155,8 +154,7 @@ class OpenTrees:
 
     def _take_up(self, row: TreeRow) -> None:
         """Continue a tree of an earlier start: resend its untrained groups, and grow what is
-        missing. A deterministic run grows it anew, as its random numbers depend on all that was
-        drawn before."""
+        missing. A deterministic run grows it anew, with the random numbers of its beginning."""
         if row.status == "growing" and self.process.deterministic:
             self.journal.uproot(row.id)
         tree = self.journal.tree(row)

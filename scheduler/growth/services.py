@@ -1,5 +1,4 @@
-"""What one tree asks of the workers: samples of the policy, judgements, passages, moves and
-replies. Each is one awaited call."""
+"""What one tree asks of the workers: samples, judgements, passages, moves and replies."""
 
 import asyncio
 import copy

@@ -1,5 +1,4 @@
-"""Tasks in epoch order. A position names one draw of a shuffle by the seed, so a resumed run skips
-none."""
+"""Tasks in epoch order. A position names one draw, so a resumed run skips none."""
 
 import contextlib
 import random

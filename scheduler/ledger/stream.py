@@ -19,8 +19,7 @@ from coppice.wire.messages import Trained, TrainGroup, TreeClosed, Turn
 log = logging.getLogger("scheduler.stream")
 
 FOREVER_S = 7 * 24 * 3600.0
-"""The deadline of a train call: it is answered when its update is done, however long the batch
-takes to fill."""
+"""The deadline of a train call, which is answered when its update is done."""
 _RESEND_WAIT_S = 1.0
 
 

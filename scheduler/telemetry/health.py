@@ -23,8 +23,7 @@ NAME = "health.json"
 PAUSED = "paused"
 """While a file of this name is in the run's folder, no new tree is admitted."""
 LEARNING = ("train", "close")
-"""The learner's services. Their calls stay open while no tree grows, because an update needs
-several trees."""
+"""The learner's services. Their calls are open while no tree grows."""
 REMEMBERED = 64
 """The most workers that have left and are still reported."""
 TICK_S = 0.25
@@ -35,8 +34,7 @@ deadline and it answered none meanwhile."""
 
 
 class WorkerHealth(msgspec.Struct, frozen=True):
-    """A worker. heard: when its last message came. state: "here", or why it left. calls: its last
-    calls, in words."""
+    """A worker. heard: when its last message came. state: "here", or why it left. calls: words."""
 
     name: str
     pid: int

@@ -62,8 +62,7 @@ class Metrics:
 
     def resume(self, frontier: Frontier, newest: int) -> set[int]:
         """Leave one record of each update up to ``newest``, the learner's version, and return the
-        versions that have one. A record that a crash lost gets the checkpoint's metrics and the
-        time before."""
+        versions that have one. A lost record gets the checkpoint's metrics."""
         lines: dict[tuple[int, bool, int], bytes] = {}
         times = {0: 0.0}
         for number, (line, record) in enumerate(parsed(self._path.read_bytes())):
@@ -117,8 +116,7 @@ class Metrics:
 
     def counters(self, workers: Sequence[Worker]) -> dict[str, float]:
         """Metrics from the heartbeats since the last call, over the time between a worker's
-        heartbeats. A worker without a new one keeps its rates; a metric that no worker has is
-        absent."""
+        heartbeats. A worker without a new one keeps its rates."""
         now = dict[str, Counters]()
         for worker in workers:
             before = self._counters.get(worker.admission)

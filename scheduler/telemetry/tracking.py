@@ -47,8 +47,7 @@ TRACKERS: Mapping[str, Callable[[Path, str, dict[str, Any]], tuple[Any, int]]] =
     "wandb": _wandb,
     "trackio": _trackio,
 }
-"""Each begins or resumes its run, ``log(values, step=version)`` and ``finish()``, and says the
-first step that this run lacks."""
+"""Each begins or resumes its run, and says the first step that this run lacks."""
 KEYS = frozenset({"WANDB_API_KEY", "TRACKIO_WRITE_TOKEN"})
 """Environment variables with the trackers' keys, which no other process of a run sees."""
 
