@@ -15,7 +15,7 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -199,22 +199,6 @@ class AgentEnvironment(Environment):
             transition = _asking(state, record, event)
             self._keep(transition.state, episode, event)
         return msgspec.structs.replace(transition, reward=reward)
-
-    async def meanwhile(self, state: AgentState) -> AsyncIterator[tuple[str, Transition]]:
-        """Yield the other calls of the agent in ``state``, as long as the budget has room."""
-        found = next((waiting for waiting in self._waiting if waiting[0] == state), None)
-        if found is None:
-            return
-        _, episode, first = found
-        seen, room = {first.id}, self.horizon - len(state.record)
-        while len(seen) < room:
-            new = [request for request in episode.requests() if request.id not in seen]
-            for request in new[: room - len(seen)]:
-                seen.add(request.id)
-                yield request.id, _asking(state, state.record, request)
-            if episode.over:
-                return
-            await episode.news()
 
     def outgrown(self, state: AgentState) -> Transition:
         """Return the end of an episode whose conversation has no room: a failure."""
