@@ -172,8 +172,10 @@ def _as_text(message: Message) -> Message:
     if message.get("role") == "tool":
         said = f"<tool_response>\n{message['content']}\n</tool_response>"
         return {"role": "user", "content": said}
+    if not message.get("tool_calls"):
+        return message
     parts = [message["content"]]
-    for call in message.get("tool_calls") or []:
+    for call in message["tool_calls"]:
         function = call["function"]
         value = {"name": function["name"], "arguments": arguments(function.get("arguments"))}
         parts.append(f"<tool_call>\n{json.dumps(value)}\n</tool_call>")

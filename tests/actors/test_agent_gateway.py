@@ -15,6 +15,7 @@ from coppice.actors.environments.agents import gateway as module
 from coppice.actors.environments.agents.episode import Ended, Episode, ForkServer
 from coppice.actors.environments.agents.gateway import Gateway, Session
 from coppice.actors.environments.base import Spent
+from coppice.actors.serving import replies
 from coppice.actors.serving.replies import Reply
 from coppice.common.tool_calls import ToolCall
 from tests.actors.conftest import HELLO, Door
@@ -87,10 +88,7 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [ADD], "tool_choice": {"function": {"name": "sub"}}}, "add"),
     ({"tool_choice": "required"}, "`tool_choice`"),
     ({"messages": []}, "`messages`"),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]},
-        "`messages`",
-    ),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]}, "call"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "'wizard': expected system"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "`content`"),
     ({"max_tokens": 0}, "`max_tokens`"),
@@ -98,12 +96,12 @@ CHATS: list[tuple[dict[str, Any], str]] = [
 RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "`response_format`"),
     ({"text": "x"}, "text"),
-    ({"input": [{"type": "function_call", "name": "add", "arguments": 1}]}, "`input`"),
+    ({"input": [{"type": "function_call", "name": "add", "arguments": 1}]}, "tool call"),
     ({"input": []}, "`input`"),
     ({"previous_response_id": "resp-1"}, "`previous_response_id`"),
     ({"conversation": {"id": "conv_1"}}, "`conversation`"),
     ({"input": [{"type": "computer_call"}]}, "computer_call"),
-    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference 'msg_1'"),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "`item_reference`: 'msg_1'"),
 ]
 REWARDS: list[tuple[Any, str]] = [
     ({"reward": True}, "reward"),
@@ -130,7 +128,7 @@ async def test_what_cannot_be_answered_is_refused_with_its_name(
 async def test_a_stream_that_waits_sends_comments_and_tells_its_refusal(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "KEEPALIVE_S", 0.01)
+    monkeypatch.setattr(replies, "KEEPALIVE_S", 0.01)
     url, body = f"{door.gateway.url}/chat/completions", {**HELLO, "stream": True}
     for ended in (False, True):
         async with door.http.post(url, json=body, headers=door.own) as response:

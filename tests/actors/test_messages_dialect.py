@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coppice.actors.environments.base import Spent
-from coppice.actors.serving import anthropic
+from coppice.actors.serving import anthropic, replies
 from coppice.actors.serving.conversations import Conversation, chat_of
 from coppice.actors.serving.replies import Reply
 from coppice.common.dialogue import histories
@@ -194,13 +194,17 @@ async def test_a_thread_is_answered_with_the_reason_to_send_it_whole(door: Door)
     assert door.session.requests.empty()
 
 
-async def test_an_unknown_key_and_a_refusal_in_a_stream_are_in_its_shape(door: Door) -> None:
+async def test_an_unknown_key_and_a_refusal_in_a_stream_are_in_its_shape(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replies, "KEEPALIVE_S", 0.01)
     status, text = await door.post("messages", HELLO, **{"x-api-key": "nobody"})
     assert (status, json.loads(text)["error"]["type"]) == (401, "authentication_error")
     asking = asyncio.create_task(door.post("messages", {**HELLO, "stream": True}))
     await door.session.requests.get()
+    await asyncio.sleep(0.05)  # the stream has begun
     door.gateway.end(door.session, "the episode has ended")
-    name, line = (await asking)[1].strip().split("\n")
+    name, line = (await asking)[1].strip().split("\n")[-2:]
     said = json.loads(line.removeprefix("data: "))["error"]["message"]
     assert name == "event: error" and "the episode has ended" in said
 
