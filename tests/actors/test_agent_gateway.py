@@ -60,7 +60,7 @@ async def test_an_unknown_key_is_401_and_a_closed_session_409_also_a_waiter(door
         assert (await door.post(path, body, Authorization="Bearer nobody"))[0] == 401
     assert door.session.reward is None
     waiting = asyncio.create_task(door.refused("chat/completions", HELLO))
-    await door.session.requests.get()
+    await door.request()
     door.gateway.end(door.session, "the episode has ended")
     for status, said in (
         await waiting,
@@ -122,7 +122,7 @@ async def test_what_cannot_be_answered_is_refused_with_its_name(
 ) -> None:
     status, message = await door.refused(path, body)
     assert status == 400 and said in message
-    assert door.session.requests.empty()
+    assert not door.session.waiting
 
 
 async def test_a_stream_that_waits_sends_comments_and_tells_its_refusal(
@@ -132,13 +132,13 @@ async def test_a_stream_that_waits_sends_comments_and_tells_its_refusal(
     url, body = f"{door.gateway.url}/chat/completions", {**HELLO, "stream": True}
     for ended in (False, True):
         async with door.http.post(url, json=body, headers=door.own) as response:
-            _, answer = await door.session.requests.get()
+            request = await door.request()
             lines = [await response.content.readline() for _ in range(3)]
             assert lines == [b": waiting\n", b"\n", b": waiting\n"]
             if ended:
                 door.gateway.end(door.session, "the episode has ended")
             else:
-                answer.set_result(Reply("hi"))
+                door.session.answer(request, Reply("hi"))
             rest = (await response.content.read()).decode()
         assert ("the episode has ended" in rest, "[DONE]" in rest) == (ended, not ended)
 
@@ -155,23 +155,11 @@ async def test_a_repeated_request_joins_only_if_it_says_so(door: Door) -> None:
     assert other["choices"][0]["message"]["content"] == "three"
 
 
-async def test_one_idempotency_key_is_one_call_and_another_key_is_another_call(door: Door) -> None:
-    keys = [{**door.own, "Idempotency-Key": key} for key in ("a", "b", "a")]
-    asking = [asyncio.create_task(door.post("chat/completions", HELLO, **key)) for key in keys]
-    pending = [await door.session.requests.get() for _ in range(2)]
-    assert door.session.requests.empty() or len({asked.id for asked, _ in pending}) == 2
-    for number, (_, answer) in enumerate(pending):
-        answer.set_result(Reply(f"reply {number}"))
-    first, other, again = [json.loads((await one)[1])["id"] for one in asking]
-    assert first == again != other
-    assert door.session.requests.empty()
-
-
 async def test_a_call_that_waits_is_known_again_behind_many_others(door: Door) -> None:
     answers = [door.session.ask(module.Conversation([]), f"{number}") for number in range(20)]
     assert door.session.ask(module.Conversation([]), "0", again=True) == answers[0]
-    for _, answer in answers:
-        answer.set_result(Reply("x"))
+    for request in [*door.session.waiting.values()]:
+        door.session.answer(request, Reply("x"))
     door.session.ask(module.Conversation([]), "more")
     assert len(door.session._answers) == module.REMEMBERED + 1
 
@@ -239,8 +227,7 @@ def test_no_body_is_answered_with_an_error_of_the_server() -> None:
 
         async def answering() -> None:
             while True:
-                _, answer = await door.session.requests.get()
-                answer.set_result(Reply("x"))
+                door.session.answer(await door.request(), Reply("x"))
 
         task = runner.get_loop().create_task(answering())
 

@@ -66,7 +66,7 @@ class _Retrieval(msgspec.Struct):
 
 
 class Session:
-    """The episode that belongs to a key: its requests in the order in which they came."""
+    """The episode that belongs to a key, and its requests in the order in which they came."""
 
     def __init__(self, key: str):
         self.key = key
@@ -74,7 +74,8 @@ class Session:
         """Raises RequestRefused for what the policy cannot be asked."""
         self.refused = ""
         """What the last call was refused with, "" once a later request was accepted."""
-        self.requests: asyncio.Queue[tuple[Conversation, asyncio.Future[Reply]]] = asyncio.Queue()
+        self.waiting: dict[str, Conversation] = {}
+        """Requests without an answer by their ids, oldest first."""
         self.news = asyncio.Event()
         """Set when the next request comes."""
         self.reward: float | None = None
@@ -90,36 +91,34 @@ class Session:
         self.responses = ResponseStore()
         self._times: collections.Counter[str] = collections.Counter()
         self._answers: dict[str, asyncio.Future[Reply]] = {}
-        self._keys: dict[tuple[str, str], str] = {}
 
     def ask(
-        self, conversation: Conversation, digest: str, again: bool = False, key: str = ""
+        self, conversation: Conversation, digest: str, again: bool = False
     ) -> tuple[str, asyncio.Future[Reply]]:
         """Queue a request; return its id and its future answer. digest: of its body. again: the
-        client repeats its last request with this body. key: the client's own name of the call."""
+        client repeats its last request with this body."""
         if self.closed:
             raise closed(self.closed)
-        if key:
-            name = self._keys.get((key, digest), "")
-        else:
-            name = f"{digest}{self._times[digest]}" if again else ""
-        if name in self._answers:
+        name = f"{digest}{self._times[digest]}"
+        if again and name in self._answers:
             return name, self._answers[name]
         self.check(conversation)
         self.refused = ""
         self._times[digest] += 1
         name = f"{digest}{self._times[digest]}"
-        conversation = msgspec.structs.replace(conversation, id=name)
         answer = self._answers[name] = asyncio.get_running_loop().create_future()
-        if key:
-            self._keys[key, digest] = name
         for old in [old for old, one in self._answers.items() if one.done()][:-REMEMBERED]:
             del self._answers[old]
-        self._keys = {call: kept for call, kept in self._keys.items() if kept in self._answers}
-        self.requests.put_nowait((conversation, answer))
+        self.waiting[name] = msgspec.structs.replace(conversation, id=name)
         self.news.set()  # wakes all that wait now; who waits later waits for the next request
         self.news = asyncio.Event()
         return name, answer
+
+    def answer(self, request: Conversation, reply: Reply) -> None:
+        """Answer a request that waits."""
+        self.open, self.step_reward = request.id, None
+        del self.waiting[request.id]
+        self._answers[request.id].set_result(reply)
 
     def give(self, reward: float, response_id: str) -> None:
         """Keep the reward of the episode or a reply. Raises RequestRefused for a late one."""
@@ -135,14 +134,11 @@ class Session:
         """Refuse further requests and those that wait. Only the reason is kept."""
         self.closed, self.open, self.retrieve, self.count = reason, "", None, None
         self.check = lambda conversation: None  # it knew the tree
-        waiting = [answer for answer in self._answers.values() if not answer.done()]
+        for name in self.waiting:
+            self._answers[name].set_exception(closed(reason))
+            self._answers[name].exception()  # nobody may be waiting for it any more
+        self.waiting, self._answers, self.responses = {}, {}, ResponseStore()
         self._times.clear()
-        self._answers.clear()
-        self.responses = ResponseStore()
-        self._keys.clear()
-        for answer in waiting:
-            answer.set_exception(closed(reason))
-            answer.exception()  # nobody may be waiting for it any more
 
 
 def closed(reason: str) -> RequestRefused:
@@ -268,8 +264,7 @@ class Gateway:
         conversation = msgspec.structs.replace(conversation, stop=tuple(filter(None, stop)))
         digest = hashlib.blake2b(raw, digest_size=8).hexdigest()
         again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        key = request.headers.get("Idempotency-Key", "")
-        name, answer = self._session(request).ask(conversation, digest, again, key)
+        name, answer = self._session(request).ask(conversation, digest, again)
         form = form_of(fields.model or "policy", name)
         usage = bool((fields.stream_options or {}).get("include_usage"))
         return await send(request, form, answer, bool(fields.stream), usage)
