@@ -30,7 +30,6 @@ from coppice.actors.engines.sampling import pick, uniforms
 from coppice.actors.engines.thread import EngineThread
 from coppice.common import vision
 from coppice.common.hardware import compute_dtype, free_memory, torch_device
-from coppice.common.heads import check_head
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult
 
@@ -111,7 +110,6 @@ class LocalEngine:
                 f"{self.folder}: layers of kind {sorted(kinds)}; the local engine has full"
                 " attention only. Serve this model with another engine"
             )
-        check_head(str(self.folder), settings)
         ours = hasattr(settings, "num_key_value_heads") and not hasattr(settings, "kv_lora_rank")
         if not ours:
             raise ValueError(

@@ -33,8 +33,7 @@ from coppice.actors.serving.protocol import (
 from coppice.actors.serving.replies import CompletionForm, Form, Reply, TokenText, send
 from coppice.actors.serving.responses import ResponseStore
 from coppice.actors.serving.sampling import SamplingFields, completion_of, read
-from coppice.common.chat_template import ChatTemplate
-from coppice.common.dialogue import Renderer
+from coppice.common.dialogue import ChatTemplate, Renderer, until
 from coppice.common.tool_calls import MARKS, Parsed, ToolCall, family_of, parse
 from coppice.wire.messages import Constraint, GenerateRequest, Sample
 
@@ -196,9 +195,8 @@ class Server:
     ) -> Reply:
         tokens = [token for token in sample.tokens.tolist() if token not in self._hidden]
         text = self.tokenizer.decode(tokens, skip_special_tokens=False)
-        places = [(text.find(stop), stop) for stop in fields.stops if stop in text]
-        place, stop = min(places, default=(len(text), ""))
-        parsed, sampled = reader(text[:place]), (len(sample.tokens), sample.finish)
+        text, stop = until(text, fields.stops)
+        parsed, sampled = reader(text), (len(sample.tokens), sample.finish)
         spent = Spent(spent.prompt, spent.cached, *sampled)
         told = self._told(sample) if fields.logprobs else None
         return Reply(parsed.text, parsed.calls, spent, parsed.think, stop, told)

@@ -119,7 +119,7 @@ def http_answer(data: bytes) -> None:
     client = JsonClient("http://127.0.0.1:1")
     with contextlib.suppress(InfrastructureFault):
         client._decoded("/x", data)
-    retry_after(data.decode("latin-1"), 0.0)
+    retry_after(data.decode("latin-1"))
 
 
 def judge_replies(data: bytes) -> None:
