@@ -38,7 +38,7 @@ FUNCTIONS = {
     "tools/launching/rules.py": ("doubts",),
     "tools/launching/record.py": ("no_space",),
     "tools/launching/watchdog.py": ("_stopped_process", "_silent", "_stalled"),
-    "tools/launching/status.py": ("show", "gather", "_read_journal"),
+    "tools/launching/status.py": ("main", "gather", "_read_journal"),
     "tools/launching/control.py": ("_worker", "stop", "_running"),
     "tools/launching/memory.py": ("memory_warning", "number_type"),
     "tools/launching/command.py": ("resolve", "main", "_told", "_launch"),
@@ -103,7 +103,7 @@ def told() -> Iterator[tuple[str, str]]:
                 case ast.Call(func=called, args=[message, *_]) if ast.unparse(called) in SAID:
                     yield f"{name}:{node.lineno}", template(message)
                 case ast.FunctionDef(name=function) | ast.AsyncFunctionDef(name=function):
-                    begun = ("coppice launch --resume", f"coppice launch: {HOLE}")
+                    begun = ("coppice launch --resume", f"coppice launch: {HOLE}", "coppice watch")
                     for text in templates(node) if function in FUNCTIONS.get(name, ()) else ():
                         if " " in text and not text.startswith(begun):
                             yield f"{name}: {function}", text

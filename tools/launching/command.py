@@ -19,19 +19,10 @@ from coppice.common.atomic import fresh
 from coppice.common.options import command_parser
 from coppice.scheduler.telemetry import health, tracking
 from coppice.tools.defaults.settings import cache_folder
-from coppice.tools.launching import (
-    agent_trial,
-    bundles,
-    changes,
-    jobs,
-    processes,
-    record,
-    rules,
-    status,
-)
+from coppice.tools.launching import bundles, changes, jobs, processes, record, rules
 from coppice.tools.launching.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
 from coppice.tools.launching.memory import estimate, memory_warning, number_type
-from coppice.tools.launching.nodes import Nodes, reachable
+from coppice.tools.launching.nodes import Nodes
 from coppice.tools.launching.prepare import lacking_files, lacking_machine, prepare
 from coppice.tools.launching.record import existing, no_space
 from coppice.tools.launching.screen import RunScreen
@@ -43,7 +34,6 @@ _EXAMPLES = """\
   coppice launch --config configs/slate-cpu.toml --actors 2 --learner 2
   coppice launch scheduler.updates=20 learner.lr=1e-4    change keys
   coppice launch --resume runs/NAME-TIME          go on after a stop or a crash
-  coppice launch --status runs/NAME-TIME          what it does, or why it ended
   coppice launch --track wandb --quiet            W&B, and hardly a line here
   coppice launch --json 2> words | jq '."score/reward"'
 """
@@ -70,18 +60,14 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("--run-folder", type=Path, metavar="FOLDER", help=place)
     dry = "print the resolved config and the process plan, start nothing"
     new.add_argument("--dry-run", action="store_true", help=dry)
-    trial = "play one episode of [data] agent with REPLY in place of the policy's, start nothing"
-    new.add_argument("--try-agent", nargs="?", const="A trial.", metavar="REPLY", help=trial)
     old = parser.add_argument_group("a run that is there")
     old.add_argument("--resume", type=Path, metavar="RUN", help="go on with a stopped run")
-    explain = "explain a live, stopped or broken run on one page"
-    old.add_argument("--status", type=Path, metavar="RUN", help=explain)
     shown = parser.add_argument_group("what is shown")
     track = f"also send the records to {' or '.join(tracking.TRACKERS)}; repeatable"
     shown.add_argument("--track", action="append", metavar="NAME", help=track)
     quiet = "print the run folder, faults and the end only"
     shown.add_argument("--quiet", action="store_true", help=quiet)
-    records = "print records as JSON lines, all else on stderr; with --status: the page as JSON"
+    records = "print records as JSON lines, all else on stderr"
     shown.add_argument("--json", action="store_true", help=records)
     return parser
 
@@ -90,10 +76,9 @@ def arguments(options: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     command = parser()
     parsed = command.parse_intermixed_args(options)
-    if parsed.quiet and (parsed.dry_run or parsed.status):
-        command.error("--quiet has no effect with --dry-run and --status: remove it")
-    if parsed.json and parsed.dry_run:
-        command.error("--json has no effect with --dry-run, which prints no records: remove it")
+    if parsed.dry_run and (parsed.quiet or parsed.json):
+        flag = "--quiet" if parsed.quiet else "--json"
+        command.error(f"{flag} has no effect with --dry-run, which starts nothing: remove it")
     if parsed.resume and (parsed.config or parsed.run_folder):
         own = "--resume goes on in its own folder with its own config"
         command.error(f"{own}: remove --config and --run-folder, change keys with --set")
@@ -128,8 +113,6 @@ def resolve(options: argparse.Namespace) -> tuple[Config, Path]:
 def main(command: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = arguments(command)
-    if options.status is not None:
-        return status.show(options.status, options.json)
     resumed = options.resume is not None
     with contextlib.ExitStack() as held:
         try:
@@ -150,8 +133,6 @@ def main(command: list[str] | None = None) -> int:
                 raise ConfigError(lack)
             if options.dry_run:
                 return dry_run(config, run)
-            if options.try_agent is not None:
-                return 0 if agent_trial.show(config, options.try_agent) else 1
             for lack in lacking_machine(config):
                 raise ConfigError(lack)
             s, records = config.scheduler, _records() if options.json else None
@@ -231,7 +212,7 @@ def _launch(
         record.write_environment(run)
         (run / health.PAUSED).unlink(missing_ok=True)  # whoever launches wants the run to go on
         _announce(config, Path(assets.model), run, screen, changed)
-        placed = reachable(config, nodes.address()) if nodes is not None else config
+        placed = nodes.reaching(config) if nodes is not None else config
         return supervise(run, lambda: processes.make(placed, assets, run), screen, nodes)
 
 

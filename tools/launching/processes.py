@@ -122,12 +122,11 @@ def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[Planne
         module = "coppice.judges.retriever.worker"
         for process, home, _ in each("retriever", module, threads=settings.threads):
             yield process, RetrieverProcess(process.name, home, settings)
-    stored = f"{w.publish_url}/{run.name}" if w.publish_url else ""
     for place in range(a.count):
         process, seed = _actor(config, place), config.seed * 1000 + place
         yield process, ActorProcess(
             process.name, homes[place % s.shards], seed, assets.model, a, place,
-            config.deterministic, stored,
+            config.deterministic,
         )  # fmt: skip
 
 

@@ -9,7 +9,6 @@ from coppice.actors.engines import registry as engines
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import POLICY, Environment
 from coppice.actors.environments.task_files import check_form, listed
-from coppice.common import storage
 from coppice.common.options import check_choice
 from coppice.judges.config import SERVED, RetrieverConfig, uses_served_model, with_served_model
 from coppice.judges.llm import PATIENCE_S
@@ -265,11 +264,6 @@ def _cluster(config: Config) -> Iterator[str]:
     if on and w.publish != "file" and w.publish_host == "127.0.0.1":
         both = setting(config, "learner.publish", "learner.publish_host")
         yield f"{both} on a cluster: expected an address that the actors reach"
-    if w.publish_url and w.publish == "memory":
-        both = setting(config, "learner.publish_url", "learner.publish")
-        yield f"{both}: there are no files to copy; expected 'file' or 'both'"
-    if w.publish_url:
-        storage.check(w.publish_url)
 
 
 def doubts(config: Config) -> list[str]:

@@ -3,7 +3,6 @@ up, and a status that is not 0."""
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from safetensors.numpy import save_file
@@ -11,6 +10,7 @@ from safetensors.numpy import save_file
 from coppice.tools.defaults.models import ensure_model
 from coppice.tools.launching import prepare
 from coppice.tools.launching.command import main
+from coppice.tools.launching.config import DEFAULT_CONFIG, load
 
 SGLANG = ["actors.engine=sglang", "actors.kv_cache_gib=null", "actors.dtype=null"]
 NOWHERE = ["data.train=mine/nope.jsonl", "data.heldout=nope.parquet", "data.corpus=nope.jsonl"]
@@ -130,8 +130,14 @@ def test_an_interpreter_with_sglang_is_enough(
 ) -> None:
     (tmp_path / "sglang.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    sglang = SimpleNamespace(way="server", arguments={"device": "cpu"}, python="")
-    config = SimpleNamespace(
-        cluster=SimpleNamespace(on=""), actors=SimpleNamespace(engine="sglang", sglang=sglang)
-    )
-    assert list(prepare.lacking_machine(config)) == []  # pyright: ignore[reportArgumentType]
+    config = load(DEFAULT_CONFIG, [*SGLANG, 'actors.sglang.arguments={device = "cpu"}'])
+    assert list(prepare.lacking_machine(config)) == []
+
+
+@pytest.mark.usefixtures("unprepared")
+def test_a_variable_for_the_agent_that_is_not_set_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    data = ["data.agent=cat", 'data.options={pass_env = ["NOT_SET_KEY"]}', "warm_start.steps=0"]
+    data += ["scheduler.judge=none", "method=grpo"]
+    assert "pass_env names 'NOT_SET_KEY', which is not set" in line(capsys, overrides=data)
