@@ -171,22 +171,6 @@ def test_a_rank_that_was_asked_to_leave_is_missed_when_the_run_goes_on(
     assert f"learner-0: {left}; resuming" in said
 
 
-@pytest.mark.parametrize(("word", "starts"), [("report", 1), ("training", 2)])
-def test_a_rank_that_dies_before_the_training_began_leaves_the_start_of_the_others(
-    word: str, starts: int, crew: Callable[..., Crew], tmp_path: Path
-) -> None:
-    dies = [["wait", "kill"], ["stay"]]
-    made = crew(scheduler=[["ready", word]], learner_0=STAYS, learner_1=dies, actor_0=STAYS)
-    (tmp_path / "ranks-0").touch()  # where the dead ranks met
-    everyone = ("scheduler", "actor-0", "learner-0", "learner-1")
-    counts = [starts, starts, 2, 2]
-    with once(lambda: made.starts(*everyone[1:]) == counts[1:], terminate):
-        made.ends(130)
-    assert made.starts(*everyone) == counts
-    # a resumed run has a plan, and a file, of its own
-    assert (tmp_path / "ranks-0").exists() == (starts == 2)
-
-
 def test_a_worker_is_started_again_until_it_dies_too_often(crew: Callable[..., Crew]) -> None:
     made = crew(scheduler=STAYS, learner_0=STAYS, actor_0=[["engine gone"]])
     said = made.ends(1)

@@ -5,7 +5,6 @@ import copy
 import functools
 import tomllib
 import typing
-from collections.abc import Iterator
 from typing import Any
 
 from coppice.common.options import check_choice
@@ -70,13 +69,6 @@ def under(tree: Tree) -> Tree:
     return merged(_fitting(bundle(tree), tree), tree)
 
 
-def departures(tree: Tree) -> list[str]:
-    """Say in which parts a whole config differs from what its method brings."""
-    parts = _fitting(bundles().get(tree["method"], {}), tree)
-    leaves = _leaves(parts, tree)
-    return [f"{key} = {own!r} instead of {value!r}" for key, value, own in leaves if own != value]
-
-
 def _fitting(parts: Tree, tree: Tree) -> Tree:
     """The parts of a method without the options of those that ``tree`` chooses otherwise."""
     fitting = {section: dict(value) for section, value in parts.items()}
@@ -94,13 +86,3 @@ def _section(tree: Tree, section: str) -> Tree:
 def using(section: str, part: str, name: str) -> list[str]:
     """The methods that have this part."""
     return [word for word, parts in bundles().items() if parts[section].get(part) == name]
-
-
-def _leaves(parts: Tree, tree: Tree, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(path, value, value in ``tree``) of every value of ``parts``."""
-    for key, value in parts.items():
-        inner = tree.get(key)
-        if isinstance(value, dict) and isinstance(inner, dict):
-            yield from _leaves(value, inner, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", value, inner

@@ -19,7 +19,7 @@ from coppice.common.atomic import fresh
 from coppice.common.options import command_parser
 from coppice.scheduler.telemetry import health, tracking
 from coppice.tools.defaults.settings import cache_folder
-from coppice.tools.launching import bundles, changes, jobs, processes, record, rules
+from coppice.tools.launching import changes, jobs, processes, record, rules
 from coppice.tools.launching.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
 from coppice.tools.launching.memory import estimate, memory_warning, number_type
 from coppice.tools.launching.nodes import Nodes
@@ -223,22 +223,12 @@ def _announce(
     model: the policy's folder."""
     lines = [f"changed: {change}" for change in changed]
     lines += [f"warning: {doubt}" for doubt in rules.doubts(config)]
-    lines += [
-        f"warning: method {config.method} with {departure}"
-        for departure in _departures(config)
-        if departure.startswith(("scheduler.strategy =", "learner.scheme ="))
-    ]
     for line in (*lines, memory_warning(config, model), number_type(config, model)):
         if line:
             screen.say(line, "fault" if line.startswith("warning: ") else "detail")
     if config.learner.outside:
         screen.say(processes.torchrun(config.learner, run), "summary")
     screen.say(f"run folder {run}", "summary")
-
-
-def _departures(config: Config) -> list[str]:
-    tree = msgspec.json.decode(msgspec.json.encode(config))
-    return bundles.departures(tree) if config.method else []
 
 
 def dry_run(config: Config, run: Path) -> int:
@@ -248,8 +238,6 @@ def dry_run(config: Config, run: Path) -> int:
 
     check_name(config.model.name)
     print(msgspec.json.format(msgspec.json.encode(config), indent=1).decode())
-    if config.method:
-        print(", ".join([f"method {config.method}", *(f"with {d}" for d in _departures(config))]))
     model = cache_folder() / "models" / config.model.name
     model = model if model.is_dir() else Path(config.model.name)
     with tempfile.TemporaryDirectory() as scratch:

@@ -18,7 +18,7 @@ import msgspec
 from coppice.common.options import check_choice, option
 from coppice.tools.bootstrap import ROOT
 from coppice.tools.launching import bundles, rules
-from coppice.tools.launching.method import option_table
+from coppice.tools.launching.method import options
 from coppice.tools.launching.record import shown
 from coppice.tools.launching.settings import Config, with_adapters, with_agent
 
@@ -188,10 +188,8 @@ def _check_keys(tree: dict[str, Any], kind: type, path: str) -> None:
     hints = typing.get_type_hints(kind)
     for key, value in tree.items():
         if key not in hints:
-            table = option_table(path, key)
-            near = f"{path}{table}.{key}" if table else _nearest(path, key, list(hints))
+            near = _nearest(path, key, list(hints))
             guess = f"did you mean {near}?" if near else f"expected one of {sorted(hints)}"
-            guess = f"it is an option of a plug-in: write {near}" if table else guess
             raise ValueError(f"unknown key {path}{key} = {value!r}; {guess}")
         if typing.get_origin(hints[key]) is Literal and isinstance(value, str):
             check_choice(f"{path}{key} = {value!r}", value, typing.get_args(hints[key]))
@@ -202,12 +200,13 @@ def _check_keys(tree: dict[str, Any], kind: type, path: str) -> None:
 
 def _nearest(path: str, key: str, here: list[str]) -> str:
     """The key that somebody most likely meant: the name here of what other libraries call so, the
-    same key in another section, or the nearest spelling among those of the section, ``here``; "" if
-    there is none."""
+    same key in another section or an option of a plug-in (rather one of this section), or the
+    nearest spelling among those of the section, ``here``; "" if there is none."""
     name = _SYNONYMS.get(key, key)
     if name in here:
         return f"{path}{name}"
-    elsewhere = [one for one in _keys(Config) if one.rpartition(".")[2] == name]
+    elsewhere = [one for one in {*_keys(Config), *options()} if one.rpartition(".")[2] == name]
+    elsewhere = [one for one in elsewhere if one.startswith(path)] or elsewhere
     near = [f"{path}{one}" for one in difflib.get_close_matches(key, here, 1)]
     return next(iter([*elsewhere, *near] if len(elsewhere) == 1 else near), "")
 

@@ -2,7 +2,7 @@
 environment declare that they give."""
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -30,19 +30,15 @@ _EXTENT = {"turns", "searches", "answered", "sampled_tokens", "response_tokens"}
 (``Context.finish``)."""
 
 
-def option_table(section: str, key: str) -> str:
-    """The table of a section ("scheduler.") that holds ``key``, if ``key`` is an option of a
-    built-in plug-in of this section; "" otherwise."""
-    functions: dict[str, list[Callable[..., Any]]] = {}
-    if section == "scheduler.":
-        functions["strategy_options"] = [strategies.load(n).function for n in strategies.names()]
-    if section == "learner.":
-        functions["scheme_options"] = [schemes.load(n, {}).function for n in schemes.names()]
-        functions["correction_options"] = list(corrections.CORRECTIONS.values())
-    for table, takers in functions.items():
-        if any(key in signature(taker).parameters for taker in takers):
-            return table
-    return ""
+def options() -> Iterator[str]:
+    """The key of every option of a built-in strategy, scheme or correction."""
+    tables = {
+        "scheduler.strategy_options": [strategies.load(n).function for n in strategies.names()],
+        "learner.scheme_options": [schemes.load(n, {}).function for n in schemes.names()],
+        "learner.correction_options": corrections.CORRECTIONS.values(),
+    }
+    for table, functions in tables.items():
+        yield from (f"{table}.{key}" for one in functions for key in signature(one).parameters)
 
 
 def faults(config: Config, served: Served, environment: Environment) -> Iterator[str]:

@@ -19,6 +19,7 @@ from coppice.learner.update.plan import plan_of
 from coppice.scheduler.config import UNJUDGED
 from coppice.scheduler.telemetry.tracking import TRACKERS
 from coppice.tools.launching import method
+from coppice.tools.launching.bundles import bundles
 from coppice.tools.launching.method import Served
 from coppice.tools.launching.settings import ADAPTERS_AT_ONCE, Config, idle, setting
 
@@ -271,6 +272,10 @@ def doubts(config: Config) -> list[str]:
     promise."""
     w, say = config.learner, partial(setting, config)
     doubts = corrections.load(w.correction, w.correction_options).doubts(w.steps, w.aggregation)
+    for key in ("scheduler.strategy", "learner.scheme") if config.method else ():
+        section, _, part = key.partition(".")
+        if f"{key} = {(own := bundles()[config.method][section][part])!r}" != say(key):
+            doubts.append(f"method {config.method} with {say(key)} instead of {own!r}")
     remedy = schemes.load(w.scheme, w.scheme_options).needs.pushes_equal
     if remedy and not config.scheduler.dynamic_sampling_budget:
         doubts.append(

@@ -9,7 +9,6 @@ import textwrap
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import IO, Literal, TextIO
 
@@ -54,32 +53,6 @@ _PACE = 20
 """The number of last updates whose pace tells the time left."""
 
 
-class UpdateTable:
-    """Formats records as rows. A heading comes first, after ``BLOCK`` rows, and when a column or
-    another width comes."""
-
-    def __init__(self) -> None:
-        self._seen: set[str] = set()
-        self._heading = ""
-        self._rows = 0
-
-    def lines(self, record: Mapping[str, float], width: int) -> tuple[str, str]:
-        """Return the heading ("" if none is due) and the record's row, each at most ``width`` wide:
-        a cell has seven characters, with two between."""
-        self._seen |= record.keys()
-        columns = [column for column in COLUMNS if column[1] in self._seen]
-        for least in _LEAST:
-            if 9 * len(columns) - 2 <= width:
-                break
-            columns = [column for column in columns if column[0] != least]
-        heading = "  ".join(f"{name:>7}" for name, _, _ in columns)
-        due = self._rows % BLOCK == 0 or heading != self._heading
-        self._rows = 1 if due else self._rows + 1
-        self._heading = heading
-        cells = [form.format(record[key]) if key in record else "-" for _, key, form in columns]
-        return heading if due else "", "  ".join(f"{cell:>7}" for cell in cells)
-
-
 def told(text: str, width: int, indent: str = "") -> list[str]:
     """Fold a text to ``width`` columns; no word is broken."""
     wrapper = textwrap.TextWrapper(width, initial_indent=indent, subsequent_indent=f"{indent}  ")
@@ -114,7 +87,8 @@ class RunScreen:
         if isinstance(self._out, io.TextIOWrapper):
             # a terminal that lacks a letter of a question must not end the relay
             self._out.reconfigure(errors="replace")
-        self._table, self._lock = UpdateTable(), threading.Lock()
+        self._lock, self._seen = threading.Lock(), set[str]()
+        self._heading, self._rows = "", 0
         self._updates, self._reached = updates, deque[tuple[float, int]](maxlen=_PACE + 1)
 
     def say(self, text: str, level: Level = "fault") -> None:
@@ -162,16 +136,26 @@ class RunScreen:
         return copied
 
     def _row(self, record: dict[str, float]) -> str:
-        """Return a record's row, below a heading and the share of the run where one is due."""
+        """Return a record's row, whose cells have seven characters. Above it come the headings and
+        the share of the run, after ``BLOCK`` rows and when a column or another width comes."""
         columns = shutil.get_terminal_size((WIDEST, 24)).columns
         width = columns if "COLUMNS" in os.environ else min(WIDEST, columns)
-        heading, row = self._table.lines(record, width)
+        self._seen |= record.keys()
+        shown = [column for column in COLUMNS if column[1] in self._seen]
+        for least in _LEAST:
+            if 9 * len(shown) - 2 > width:
+                shown = [column for column in shown if column[0] != least]
+        cells = [form.format(record[key]) if key in record else "-" for _, key, form in shown]
+        heading = "  ".join(f"{name:>7}" for name, _, _ in shown)
+        row = "  ".join(f"{cell:>7}" for cell in cells)
         version, now = int(record["version"]), time.monotonic()
         if self._reached and version <= self._reached[-1][1]:  # made again, after a crash
             self._reached.clear()
         self._reached.append((now, version))
-        if not heading:
+        self._rows = 0 if heading != self._heading else (self._rows + 1) % BLOCK
+        if self._rows:
             return f"{row}\n"
+        self._heading = heading
         share = f"{version} of {self._updates} updates ({version / max(1, self._updates):.0%})"
         start, first = self._reached[0]
         if first < version < self._updates:

@@ -10,11 +10,15 @@ import os
 import sys
 from pathlib import Path
 
+import msgspec
+
 from coppice.actors.config import ActorsConfig
 from coppice.common import loop
 from coppice.common.options import command_parser
+from coppice.common.process import begin
 from coppice.tools.defaults.models import DEFAULT, ensure_model
 from coppice.tools.defaults.settings import cache_folder
+from coppice.tools.launching.settings import JUDGE_HOST, JudgeModelProcess
 from coppice.wire.faults import InfrastructureFault
 
 _DEFAULTS = ActorsConfig()
@@ -142,5 +146,18 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def in_a_run() -> None:
+    """Serve [judges.model] of a run to its judges. If the engine dies, exit with status 1, so that
+    the launcher starts the process again."""
+    begin()
+    process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=JudgeModelProcess)
+    engine = msgspec.structs.asdict(process.model)
+    options = argparse.Namespace(host=JUDGE_HOST, port=process.port, **engine)
+    try:
+        loop.run(serve(options, Path(process.folder), ""))
+    except InfrastructureFault as fault:
+        sys.exit(f"{process.name}: {fault}")
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    in_a_run()

@@ -16,9 +16,8 @@ from coppice.judges.serve import JudgeProcess
 from coppice.tools.defaults.tiny_board import NAME as TINY
 from coppice.tools.launching import processes
 from coppice.tools.launching.config import DEFAULT_CONFIG, ConfigError, load
-from coppice.tools.launching.judge_model import HOST, JudgeModelProcess
 from coppice.tools.launching.prepare import prepare
-from coppice.tools.launching.settings import Assets
+from coppice.tools.launching.settings import JUDGE_HOST, Assets, JudgeModelProcess
 from coppice.wire.messages import JudgedTurn, JudgeRequest, JudgeResult
 from tests.services import bench
 
@@ -49,14 +48,14 @@ def test_a_judge_that_asks_for_the_served_model_gets_its_address_and_what_it_can
     assert (process.folder, process.model.name, process.model.max_context) == ("JUDGE", TINY, 512)
     assert files["judges"]["judges"]["pprm"] == {
         "endpoint": {
-            "url": f"http://{HOST}:{process.port}/v1", "model": TINY, "constrain": "sglang",
+            "url": f"http://{JUDGE_HOST}:{process.port}/v1", "model": TINY, "constrain": "sglang",
             "concurrency": 3, "max_tokens": 128, "wait_s": 300.0,
         },
     }  # fmt: skip
     assert files["judges"]["judges"]["slate_rules"] == {"query": "evidence"}
     config, assets = load(DEFAULT_CONFIG, [ASKS, *MODEL]), Assets("M", "T", "H", "I", "J")
     (spec,) = (p for p in processes.make(config, assets, tmp_path) if p.name == "judge-model")
-    module = "coppice.tools.launching.judge_model"
+    module = "coppice.tools.launching.serve_model"
     assert (spec.module, spec.threads, spec.vital) == (module, 1, False)
 
 
@@ -137,7 +136,7 @@ async def test_a_judge_started_before_its_model_waits_for_it_and_every_turn_has_
         async with (
             process("coppice.judges.serve", tmp_path / "judges.json"),
             process(
-                "coppice.tools.launching.judge_model", tmp_path / "processes" / "judge-model.json"
+                "coppice.tools.launching.serve_model", tmp_path / "processes" / "judge-model.json"
             ),
         ):
             await b.dispatcher.wait_for("judge.pprm", 1, 100)

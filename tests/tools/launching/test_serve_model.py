@@ -15,7 +15,8 @@ from coppice.tools.launching.serve_model import is_loopback, main
 
 pytestmark = pytest.mark.slow
 
-COMMAND = [sys.executable, "-m", "coppice.tools.launching.serve_model"]
+START = "import sys; from coppice.tools.launching.serve_model import main; sys.exit(main())"
+COMMAND = [sys.executable, "-c", START]
 """Without the set-up of the environment that coppice serve --model begins with."""
 
 

@@ -13,14 +13,14 @@ import msgspec
 import pytest
 
 from coppice.judges.config import JudgeModelConfig
-from coppice.tools.launching.judge_model import JudgeModelProcess
+from coppice.tools.launching.settings import JudgeModelProcess
 
 pytestmark = pytest.mark.slow
 
 DYING = """
 import sys
 from coppice.actors.engines.local import LocalEngine
-from coppice.tools.launching import judge_model, serve_model
+from coppice.tools.launching import serve_model
 
 def boom(*_):
     raise ERROR("boom")
@@ -106,5 +106,5 @@ def test_the_judge_model_of_a_run_ends_with_status_1_so_that_the_launcher_starts
     file.write_bytes(
         msgspec.json.encode(JudgeModelProcess("judge-model", str(tmp_path), str(llama), 0, model))
     )
-    with server("judge_model.main()", str(file)) as made:
+    with server("serve_model.in_a_run()", str(file)) as made:
         assert last_words(made) == f"judge-model: {REASON}"
