@@ -17,8 +17,7 @@ import msgspec
 
 from coppice.common.options import check_choice, option
 from coppice.tools.bootstrap import ROOT
-from coppice.tools.launching import bundles, rules
-from coppice.tools.launching.method import options
+from coppice.tools.launching import method, rules
 from coppice.tools.launching.record import shown
 from coppice.tools.launching.settings import Config, with_adapters, with_agent
 
@@ -51,22 +50,22 @@ class ConfigError(ValueError):
 def load(path: Path, overrides: list[str]) -> Config:
     """The config of a TOML file, over the file that it ``extends`` and the parts of its ``method``,
     with ``a.b=value`` overrides (``a.b=null`` takes a key or section away). Raises ConfigError."""
-    method: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for override in overrides:
         if override.partition("=")[0].strip() == "method":
-            _set(method, override)
+            _set(named, override)
     try:
         places = (path, ROOT / path, ROOT / "configs" / path)
         found = next((place for place in places if os.path.exists(place)), path)
-        tree = bundles.over(_read(found), method)
+        tree = method.over(_read(found), named)
         for override in overrides:
             _set(tree, override)
-        tree = bundles.under(tree)
+        tree = method.under(tree)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"config: {error}") from None
-    for section, part in bundles.NAMED:  # without the part, its options belong to nothing
+    for section, part in method.NAMED:  # without the part, its options belong to nothing
         if f"{section}.{part}=null" in overrides:
             tree.get(section, {}).pop(f"{part}_options", None)
     return convert(tree, overrides)  # again, because a null takes a part of the method away, too
@@ -99,7 +98,7 @@ def _read(path: Path, *heirs: Path) -> dict[str, Any]:
         return tree
     if not isinstance(base, str):
         raise ConfigError(f"{named} has extends = {base!r}: expected the path of one TOML file")
-    return bundles.over(_read(path.parent / base, *heirs, path), tree)
+    return method.over(_read(path.parent / base, *heirs, path), tree)
 
 
 def convert(tree: dict[str, Any], overrides: list[str]) -> Config:
@@ -107,7 +106,7 @@ def convert(tree: dict[str, Any], overrides: list[str]) -> Config:
     for override in overrides:
         _set(tree, override)
     try:
-        bundles.bundle(tree)
+        method.bundle(tree)
         _check_keys(tree, Config, "")
         for path, value in _numbers(tree, ""):  # processes get JSON, which has no NaN
             if not math.isfinite(value):
@@ -205,7 +204,8 @@ def _nearest(path: str, key: str, here: list[str]) -> str:
     name = _SYNONYMS.get(key, key)
     if name in here:
         return f"{path}{name}"
-    elsewhere = [one for one in {*_keys(Config), *options()} if one.rpartition(".")[2] == name]
+    keys = {*_keys(Config), *method.options()}
+    elsewhere = [one for one in keys if one.endswith(f".{name}")]
     elsewhere = [one for one in elsewhere if one.startswith(path)] or elsewhere
     near = [f"{path}{one}" for one in difflib.get_close_matches(key, here, 1)]
     return next(iter([*elsewhere, *near] if len(elsewhere) == 1 else near), "")

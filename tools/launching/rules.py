@@ -19,7 +19,6 @@ from coppice.learner.update.plan import plan_of
 from coppice.scheduler.config import UNJUDGED
 from coppice.scheduler.telemetry.tracking import TRACKERS
 from coppice.tools.launching import method
-from coppice.tools.launching.bundles import bundles
 from coppice.tools.launching.method import Served
 from coppice.tools.launching.settings import ADAPTERS_AT_ONCE, Config, idle, setting
 
@@ -134,9 +133,6 @@ def _engine(config: Config) -> Iterator[str]:
         yield f"{urls}: expected each URL once; a router spreads the requests of one actor"
     useless = ("python", "arguments", "environment", "gpus") if g.way == "url" else ("api_key_env",)
     yield from idle(config, f"with {way}", *(f"actors.sglang.{key}" for key in useless))
-    if (name := "SGLANG_RETURN_ORIGINAL_LOGPROB") in g.environment:
-        variable = f"actors.sglang.environment.{name}"
-        yield f"{variable} has no effect: log-probabilities are those after temperature; remove it"
     if g.weights in ("tensor", "distributed") and (w.publish == "file" or w.lora.rank):
         expected = "learner.publish = 'memory' or 'both', and learner.lora.rank = 0"
         yield f"{say('actors.sglang.weights')}: expected {expected} (adapters travel as files)"
@@ -274,7 +270,7 @@ def doubts(config: Config) -> list[str]:
     doubts = corrections.load(w.correction, w.correction_options).doubts(w.steps, w.aggregation)
     for key in ("scheduler.strategy", "learner.scheme") if config.method else ():
         section, _, part = key.partition(".")
-        if f"{key} = {(own := bundles()[config.method][section][part])!r}" != say(key):
+        if f"{key} = {(own := method.bundles()[config.method][section][part])!r}" != say(key):
             doubts.append(f"method {config.method} with {say(key)} instead of {own!r}")
     remedy = schemes.load(w.scheme, w.scheme_options).needs.pushes_equal
     if remedy and not config.scheduler.dynamic_sampling_budget:
@@ -293,12 +289,5 @@ def doubts(config: Config) -> list[str]:
             f"{say('actors.max_context')} is more than learner.micro_tokens = {w.micro_tokens}: no"
             " path is divided over forwards or ranks, so a longer one must fit into one rank;"
             " raise micro_tokens if it does, or lower max_context"
-        )
-    s, urls = config.scheduler, config.actors.sglang.urls
-    # only the actor, which asks it, knows whether a URL is a router
-    if urls and (s.top_p < 1 or s.top_k):
-        doubts.append(
-            f"{say('scheduler.top_p', 'scheduler.top_k')} with actors.sglang.urls = {urls}: a"
-            " router among them would refuse every call; give each server's own URL, or remove both"
         )
     return doubts

@@ -21,32 +21,28 @@ from coppice.scheduler.telemetry.terminal import NOTICE, WARNING
 COLUMNS = [
     ("update", "version", "{:.0f}"),
     ("reward", "score/reward", "{:+.2f}"),
+    ("seconds", "time/run", "{:.0f}"),
+    ("valid", "score/valid", "{:.2f}"),
     ("think", "score/think", "{:+.2f}"),
     ("query", "score/query", "{:+.2f}"),
     ("answer", "score/answer", "{:+.2f}"),
     ("process", "score/process", "{:.2f}"),
-    ("judged", "score/judge_valid", "{:.2f}"),
-    ("valid", "score/valid", "{:.2f}"),
-    ("search", "score/searches", "{:.2f}"),
     ("outcome", "rollout/outcome", "{:+.2f}"),
-    ("turns", "learner/turns", "{:.0f}"),
-    ("stale", "learner/staleness_mean", "{:.2f}"),
-    ("engine", "busy/engine", "{:.0%}"),
+    ("search", "score/searches", "{:.2f}"),
     ("learner", "busy/learner", "{:.0%}"),
+    ("engine", "busy/engine", "{:.0%}"),
+    ("stale", "learner/staleness_mean", "{:.2f}"),
     ("tok/s", "rate/decoded_tokens", "{:.0f}"),
     ("cache", "cache/hit_rate", "{:.0%}"),
+    ("turns", "learner/turns", "{:.0f}"),
+    ("judged", "score/judge_valid", "{:.2f}"),
     ("saved", "cache/tokens_saved", "{:.0f}"),
-    ("seconds", "time/run", "{:.0f}"),
 ]
-"""Heading, metric and format of the live table's columns. A column is shown once a record has its
-metric. judged: the valid share of the judge's scores; search: searches per trajectory; engine and
-learner: busy shares of wall time per process; cache and saved: the share and the number of prompt
-tokens that the prefix cache served (docs/placement.md)."""
-_LEAST = (
-    "saved judged turns think cache outcome search tok/s stale learner engine answer query process"
-    " valid seconds reward"
-).split()
-"""Columns that a narrow terminal leaves out, in this order; metrics.jsonl has them all."""
+"""Heading, metric and format of the live table's columns, the most important first: a narrow
+terminal shows those that fit, and metrics.jsonl has them all. A column is shown once a record has
+its metric. judged: the valid share of the judge's scores; search: searches per trajectory; engine
+and learner: busy shares of wall time per process; cache and saved: the share and the number of
+prompt tokens that the prefix cache served (docs/placement.md)."""
 BLOCK = 20
 """Lines of the table between two headings."""
 _PACE = 20
@@ -141,10 +137,7 @@ class RunScreen:
         columns = shutil.get_terminal_size((WIDEST, 24)).columns
         width = columns if "COLUMNS" in os.environ else min(WIDEST, columns)
         self._seen |= record.keys()
-        shown = [column for column in COLUMNS if column[1] in self._seen]
-        for least in _LEAST:
-            if 9 * len(shown) - 2 > width:
-                shown = [column for column in shown if column[0] != least]
+        shown = [column for column in COLUMNS if column[1] in self._seen][: (width + 2) // 9]
         cells = [form.format(record[key]) if key in record else "-" for _, key, form in shown]
         heading = "  ".join(f"{name:>7}" for name, _, _ in shown)
         row = "  ".join(f"{cell:>7}" for cell in cells)

@@ -18,9 +18,9 @@ from coppice.judges.config import JudgeModelConfig, JudgesConfig
 from coppice.learner.config import CriticConfig, LearnerConfig, LoraConfig, PrmConfig
 from coppice.scheduler.config import SchedulerProcess
 from coppice.tools.launching import processes, set_up
-from coppice.tools.launching.bundles import bundles
 from coppice.tools.launching.command import arguments, resolve
 from coppice.tools.launching.config import Config, ConfigError, convert, load
+from coppice.tools.launching.method import bundles
 from coppice.tools.launching.processes import gpus_of
 from coppice.tools.launching.rules import doubts
 from coppice.tools.launching.settings import Assets
@@ -31,7 +31,7 @@ DEFAULT = ROOT / "configs" / "slate-cpu.toml"
 CLEAN = ["actors.dtype=auto", "actors.kv_cache_gib=1.0"]
 SGLANG = [*CLEAN, "actors.engine=sglang"]
 URL = [*SGLANG, "actors.sglang.way=url", 'actors.sglang.urls=["http://h"]']
-ARGUMENTS, RETURNED = "actors.sglang.arguments", "SGLANG_RETURN_ORIGINAL_LOGPROB"
+ARGUMENTS = "actors.sglang.arguments"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.stem)
@@ -239,14 +239,6 @@ def test_a_context_above_one_forward_is_warned_of_because_no_path_is_divided() -
     assert "no path is divided over forwards or ranks" in str(doubts(load(DEFAULT, changes)))
     enough = load(DEFAULT, [*changes, "learner.micro_tokens=4096"])
     assert "max_context" not in str(doubts(enough))
-
-
-def test_top_p_for_a_url_that_may_be_a_router_is_doubted_before_a_call_is_refused() -> None:
-    url = [*URL, "actors.count=1"]
-    told = "scheduler.top_p = 0.9 and scheduler.top_k = 0 with actors.sglang.urls = ['http://h"
-    assert any(one.startswith(told) for one in doubts(load(DEFAULT, [*url, "scheduler.top_p=0.9"])))
-    for changes in (url, ["scheduler.top_p=0.9"]):
-        assert "router among" not in str(doubts(load(DEFAULT, changes)))
 
 
 def test_ranks_from_outside_are_told_how_to_start_and_the_launcher_starts_none(
@@ -508,7 +500,6 @@ def test_the_game_configs_hold_the_papers_settings(game: str) -> None:
         ([*URL, "actors.count=2"], "expected one URL per actor"),
         ([*SGLANG, "actors.sglang.weights=tensor"], "learner.publish = 'memory'"),
         ([*URL, 'actors.sglang.urls=["http://h", "http://h"]'], "expected each URL once"),
-        ([*SGLANG, f'actors.sglang.environment={{{RETURNED}="1"}}'], "after temperature"),
         ([*SGLANG, f"{ARGUMENTS}.max_lora_rank=8"], "max_lora_rank = 8: expected 16 or more"),
         ([*SGLANG, f"{ARGUMENTS}.max_loras_per_batch=1"], "_batch = 1: expected 2 or more"),
         ([*SGLANG, f"{ARGUMENTS}.enable_lora=false"], "= False with learner.lora.rank = 16"),

@@ -12,9 +12,8 @@ from coppice.learner.update import corrections
 from coppice.scheduler.growth import strategies
 from coppice.tools.bootstrap import ROOT
 from coppice.tools.launching import rules
-from coppice.tools.launching.bundles import bundles
 from coppice.tools.launching.config import ConfigError, convert, load
-from coppice.tools.launching.method import mismatch
+from coppice.tools.launching.method import bundles, mismatch
 
 SLATE, PPR, GAME = (
     ROOT / "configs" / f"{name}.toml" for name in ("slate-tiny", "ppr-cpu", "vpr-tictactoe-cpu")

@@ -11,7 +11,7 @@ import pytest
 
 from coppice.scheduler.telemetry.health import NAME, Health, Queue, WorkerHealth
 from coppice.tools.launching import watchdog
-from coppice.tools.launching.watchdog import HELD_UP_S, SCHEDULER, Watchdog, stacks, where
+from coppice.tools.launching.watchdog import HELD_UP_S, SCHEDULER, Watchdog, stacks
 
 LIMIT, STALL = 100.0, 1000.0
 PIDS = {SCHEDULER: 2**22 + 1, "judges": 2**22 + 2, "learner-0": 2**22 + 3}
@@ -166,15 +166,13 @@ def test_the_stacks_of_an_endless_loop_and_of_a_deadlock_are_read_from_the_log(
     try:
         assert process.stdout.readline() == b"ready\n"
         doing, text = watchdog.activity(process.pid, log)
-        places = where(text)
-        main, other = places.split(", ")
-        assert main.startswith(f"{tmp_path.name}/judge.py:")
-        assert main.endswith(" endless_judgement")
-        assert other == f"{tmp_path.name}/judge.py:11 never_unlocked"
+        assert " in endless_judgement" in text
+        assert f'{script}", line 11 in never_unlocked' in text
         finding = watchdog.Finding("judges", "has been silent for 9 s", ["judge.x: ok after 1.0 s"])
-        text = watchdog.diagnosis(finding, doing, text)
-        assert text.startswith("has been silent for 9 s; it computes (state R); its threads are")
-        assert text.endswith("(stacks in its log); its last calls: judge.x: ok after 1.0 s")
+        assert watchdog.diagnosis(finding, doing, text) == (
+            "has been silent for 9 s; it computes (state R); its stacks are in its log;"
+            " its last calls: judge.x: ok after 1.0 s"
+        )
     finally:
         process.kill()
         process.communicate()
