@@ -21,7 +21,7 @@ from coppice.scheduler.telemetry import health, tracking
 from coppice.tools.defaults.settings import cache_folder
 from coppice.tools.launching import changes, jobs, processes, record, rules
 from coppice.tools.launching.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
-from coppice.tools.launching.memory import estimate, memory_warning, number_type
+from coppice.tools.launching.memory import free_gib, memory_gib, memory_warning, number_type
 from coppice.tools.launching.nodes import Nodes
 from coppice.tools.launching.prepare import lacking_files, lacking_machine, prepare
 from coppice.tools.launching.record import existing, no_space
@@ -43,32 +43,29 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of coppice launch."""
     what = "Train a policy, or go on with a run; everything is set up on the first start."
     parser = command_parser("coppice launch", what, _EXAMPLES)
-    new = parser.add_argument_group("what to train")
+    new = parser.add_argument_group("what to train").add_argument
     file = f"TOML file (default: configs/{DEFAULT_CONFIG.name})"
-    new.add_argument("--config", type=Path, metavar="FILE", help=file)
-    actors = "actor processes (default: the config's actors.count)"
-    new.add_argument("--actors", type=int, help=actors)
-    ranks = "learner ranks (default: the config's learner.count)"
-    new.add_argument("--learner", type=int, help=ranks)
+    new("--config", type=Path, metavar="FILE", help=file)
+    new("--actors", type=int, help="actor processes (default: the config's actors.count)")
+    new("--learner", type=int, help="learner ranks (default: the config's learner.count)")
     change = "change a key, e.g. method=grpo or learner.lr=1e-6; null takes a key or section away"
-    new.add_argument("changes", nargs="*", metavar="KEY=VALUE", help=change)
-    same = {"action": "append", "default": [], "metavar": "KEY=VALUE"}
-    new.add_argument("--set", **same, help="the same; repeatable")
+    new("changes", nargs="*", metavar="KEY=VALUE", help=change)
+    same = "the same; repeatable"
+    new("--set", action="append", default=[], metavar="KEY=VALUE", help=same)
     cluster = "ray (the cluster of this machine), ray://HOST:PORT; slurm or kuberay prints a job"
-    new.add_argument("--cluster", metavar="WHERE", help=f"where to run: {cluster} that does")
+    new("--cluster", metavar="WHERE", help=f"where to run: {cluster} that does")
     place = "where to put the run (default: runs/<name>-<time>)"
-    new.add_argument("--run-folder", type=Path, metavar="FOLDER", help=place)
+    new("--run-folder", type=Path, metavar="FOLDER", help=place)
     dry = "print the resolved config and the process plan, start nothing"
-    new.add_argument("--dry-run", action="store_true", help=dry)
-    old = parser.add_argument_group("a run that is there")
-    old.add_argument("--resume", type=Path, metavar="RUN", help="go on with a stopped run")
-    shown = parser.add_argument_group("what is shown")
+    new("--dry-run", action="store_true", help=dry)
+    old = parser.add_argument_group("a run that is there").add_argument
+    old("--resume", type=Path, metavar="RUN", help="go on with a stopped run")
+    shown = parser.add_argument_group("what is shown").add_argument
     track = f"also send the records to {' or '.join(tracking.TRACKERS)}; repeatable"
-    shown.add_argument("--track", action="append", metavar="NAME", help=track)
-    quiet = "print the run folder, faults and the end only"
-    shown.add_argument("--quiet", action="store_true", help=quiet)
+    shown("--track", action="append", metavar="NAME", help=track)
+    shown("--quiet", action="store_true", help="print the run folder, faults and the end only")
     records = "print records as JSON lines, all else on stderr"
-    shown.add_argument("--json", action="store_true", help=records)
+    shown("--json", action="store_true", help=records)
     return parser
 
 
@@ -252,5 +249,6 @@ def dry_run(config: Config, run: Path) -> int:
         print(f"  {p.name:<12} {command}   {p.threads} thread(s)")
     here = (model / "config.json").is_file()
     unknown = "" if here else " (the model is not here yet: its weights are counted as 0)"
-    print(f"{estimate(config, model)}{unknown}")
+    need = f"memory: about {memory_gib(config, model):.1f} GiB of {free_gib():.1f} GiB free"
+    print(f"{need} (weights, caches, activations){unknown}")
     return 0

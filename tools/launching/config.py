@@ -85,8 +85,6 @@ def _read(path: Path, *heirs: Path) -> dict[str, Any]:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{named} does not exist; {there}") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{named} is a folder: expected a TOML file; {there}") from None
     except OSError as error:
         raise ConfigError(f"{named} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -149,11 +149,3 @@ def memory_warning(config: Config, model: Path) -> str:
         f" the system may kill it ({each}): take fewer --actors or --learner, or a smaller"
         " actors.kv_cache_gib, learner.micro_tokens or model"
     )
-
-
-def estimate(config: Config, model: Path) -> str:
-    """Tell the estimate of the memory, for --dry-run."""
-    without = ", without the judges' model" if config.judges.model else ""
-    counted = f"(weights, caches, activations{without})"
-    need = f"{memory_gib(config, model):.1f} GiB of {free_gib():.1f} GiB free"
-    return f"memory: about {need} {counted}"

@@ -268,7 +268,7 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     for name, said in (
         ("bad.toml", r"bad\.toml is not TOML"),
         ("latin.toml", r"latin\.toml is not UTF-8"),
-        (".", "is a folder: expected a TOML file"),
+        (".", "cannot be read: Is a directory"),
         ("bad.toml/x.toml", r"bad\.toml/x\.toml cannot be read: Not a directory"),
     ):
         with pytest.raises(ConfigError, match=said):
