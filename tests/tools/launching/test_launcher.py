@@ -77,22 +77,17 @@ def test_a_dry_run_prints_the_doubts_that_a_start_prints(
     assert "warning: this plan needs about" in told
 
 
-@pytest.mark.parametrize(
-    ("content", "said"), [(b'{"name": "x"', "is torn"), (b"[]", "config.json")]
-)
 def test_a_torn_config_of_a_run_is_named(
-    content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_bytes(content)
+    (tmp_path / "config.json").write_text('{"name": "x"')
     assert main(["--resume", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert f"--resume {tmp_path}" in error
-    assert said in error
-    assert error.count("\n") == 1
+    assert f"--resume {tmp_path}" in error and "is torn" in error and error.count("\n") == 1
 
 
 @pytest.mark.usefixtures("assets")
-@pytest.mark.parametrize("what", ["mkdir", "open", "write_bytes"])
+@pytest.mark.parametrize("what", ["mkdir", "write_bytes"])
 def test_a_full_disk_at_the_start_is_one_line(
     what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,9 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from coppice.tools.defaults.models import ensure_model
-from coppice.tools.launching import prepare
 from coppice.tools.launching.command import main
-from coppice.tools.launching.config import DEFAULT_CONFIG, load
 
 SGLANG = ["actors.engine=sglang", "actors.kv_cache_gib=null", "actors.dtype=null"]
 NOWHERE = ["data.train=mine/nope.jsonl", "data.heldout=nope.parquet", "data.corpus=nope.jsonl"]
@@ -44,7 +42,7 @@ def test_a_wrong_data_path_is_refused_also_by_a_dry_run(
     )
 
 
-@pytest.mark.parametrize("name", ["smollm2-136m", "a/b/c", "./nope", "/nope/model"])
+@pytest.mark.parametrize("name", ["smollm2-136m", "/nope/model"])
 def test_a_wrong_model_is_refused_also_by_a_dry_run(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -123,15 +121,6 @@ def test_a_launch_without_sglang_is_refused_before_any_process_starts(
     monkeypatch.setattr("coppice.tools.launching.prepare._HAS_SGLANG", "import sys; sys.exit(1)")
     cpu = 'actors.sglang.arguments={device = "cpu"}'
     assert said in line(capsys, overrides=[*SGLANG, cpu, f"actors.sglang.python={python}"])
-
-
-def test_an_interpreter_with_sglang_is_enough(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "sglang.py").touch()
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    config = load(DEFAULT_CONFIG, [*SGLANG, 'actors.sglang.arguments={device = "cpu"}'])
-    assert list(prepare.lacking_machine(config)) == []
 
 
 @pytest.mark.usefixtures("unprepared")

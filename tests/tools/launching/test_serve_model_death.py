@@ -69,15 +69,6 @@ def last_words(server: subprocess.Popen[str]) -> str:
     return errors.splitlines()[-1]
 
 
-def test_serve_model_ends_with_status_1_and_the_reason_when_its_engine_dies(llama: Path) -> None:
-    options = ["--port", "0", "--threads", "1", "--kv-cache-gib", "0.01"]
-    with server("sys.exit(serve_model.main(sys.argv[1:]))", str(llama), *options) as made:
-        assert (
-            last_words(made)
-            == f"coppice serve --model: {REASON}; its traceback is above. Start the server again"
-        )
-
-
 def test_serve_model_ends_with_the_third_step_in_a_row_that_fails_of_an_error_that_stays(
     llama: Path,
 ) -> None:

@@ -126,7 +126,6 @@ def test_a_pause_is_told_with_the_way_out_of_it(
 @pytest.mark.parametrize(
     ("state", "says", "do"),
     [
-        ("stopped", "stopped (its launcher has ended in order)", "coppice launch --resume RUN"),
         ("failed", "failed (its launcher has ended in order)", "free some memory"),
         ("finished", "finished (its launcher has", "look at the results: coppice report RUN"),
         ("running", "killed (its launcher 4194305 is gone without", "coppice launch --resume RUN"),
@@ -151,7 +150,6 @@ def test_a_run_that_is_over_says_how_it_ended_and_what_to_do(
         ("config.json", "{", "damaged: config.json is torn or of another version"),
         ("journal.sqlite", "no database" * 100, "journal.sqlite cannot be read (file is not a"),
         ("journal.sqlite", None, "journal.sqlite is not there: no scheduler has begun in this"),
-        ("launcher.json", "{", "damaged: launcher.json cannot be read"),
         ("health.json", "[]", "damaged: health.json cannot be read"),
         ("health.json", None, "damaged: health.json is not there"),
     ],
