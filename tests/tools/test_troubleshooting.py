@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 
 from coppice.tools.launching.settings import Config
 
@@ -129,14 +128,6 @@ def test_every_message_of_a_failure_has_an_entry() -> None:
         if not any(p.search(text) for p in patterns)
     ]
     assert missing == [], "write what it means and what to do into docs/troubleshooting.md"
-
-
-@pytest.mark.parametrize("name", sorted(FUNCTIONS))
-def test_the_functions_whose_sentences_are_read_exist(name: str) -> None:
-    nodes = ast.walk(TREES[name])
-    kinds = ast.FunctionDef, ast.AsyncFunctionDef
-    functions = {getattr(node, "name", "") for node in nodes if isinstance(node, kinds)}
-    assert set(FUNCTIONS[name]) <= functions
 
 
 def test_every_rule_of_the_audit_has_an_entry() -> None:

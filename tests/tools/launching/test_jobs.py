@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from coppice.tools.bootstrap import ROOT
-from coppice.tools.launching import command, jobs
+from coppice.tools.launching import jobs
 from coppice.tools.launching.config import DEFAULT_CONFIG, ConfigError, load
 from coppice.tools.launching.settings import Config
 
@@ -130,11 +130,6 @@ def test_slurms_signal_stops_the_launcher_and_the_job_ends_with_the_launchers_st
 def test_a_job_chooses_its_own_run_folder() -> None:
     with pytest.raises(ConfigError, match=r"--run-folder.*leave it out"):
         jobs.slurm(config(), ["--run-folder", "x", "--cluster", "slurm"])
-
-
-def test_the_command_prints_the_job_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--cluster", "slurm", "--actors", "2"]) == 0
-    assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --job-name=")
 
 
 def test_weights_in_memory_need_an_address_that_a_cluster_reaches() -> None:
