@@ -13,7 +13,7 @@ import pytest
 
 from coppice.judges.config import SERVED, JudgeModelConfig, with_served_model
 from coppice.judges.serve import JudgeProcess
-from coppice.tools.defaults.tiny_board import NAME as TINY
+from coppice.tools.defaults.tiny import BOARD as TINY
 from coppice.tools.launching import processes
 from coppice.tools.launching.config import DEFAULT_CONFIG, ConfigError, load
 from coppice.tools.launching.judge_model import HOST, JudgeModelProcess
