@@ -28,8 +28,6 @@ def parser() -> argparse.ArgumentParser:
     add("runs", nargs="+", metavar="RUN[=NAME]", help=runs)
     out, page = "FILE.html, .png or .svg (default: %(default)s)", Path("report.html")
     add("--out", type=Path, default=page, metavar="FILE", help=out)
-    png = "with a page: write each of its figures here as well"
-    add("--png", type=Path, metavar="FOLDER", help=png)
     metric = "draw this metric of metrics.jsonl; repeatable"
     add("--metric", action="append", default=[], metavar="NAME", help=metric)
     against = "curves against updates (default) or seconds"
@@ -44,8 +42,6 @@ def main(arguments: list[str] | None = None) -> int:
     out: Path = options.out
     if out.suffix not in SUFFIXES:
         command.error(f"--out {out}: expected a name that ends with {', '.join(SUFFIXES)}")
-    if options.png and out.suffix != ".html":
-        command.error(f"--png has no effect with --out {out}: it writes the figures of a page")
     try:
         runs = [_named(text) for text in options.runs]
         check_metrics(runs, options.metric)
@@ -57,10 +53,6 @@ def main(arguments: list[str] | None = None) -> int:
         if out.suffix == ".html":
             parts = sections.sections(groups, options.against, options.metric)
             out.write_bytes(sections.html(f"Coppice report: {', '.join(groups)}", parts))
-            for part in parts if options.png else ():
-                options.png.mkdir(parents=True, exist_ok=True)
-                for number, drawn in enumerate(part.figures, 1):
-                    save(drawn.figure, options.png / f"{part.anchor}-{number:02}.png")
         else:
             save(sections.picture(groups, options.against, options.metric), out)
     except (OSError, ValueError) as error:

@@ -17,16 +17,14 @@ from typing import Any
 import msgspec
 
 from coppice.common import shards
-from coppice.scheduler.growth.dynamic_sampling import COMPARED, EQUAL
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.ledger.records import Reader
 from coppice.tools.launching import changes, status
 from coppice.tools.launching.record import ENVIRONMENT
 
-SHARE, EQUAL_SHARE = "share/", "equal/"
-"""The prefixes of metrics made here: share/staleness_1 is the share of the tokens that were sampled
-one update before the version being trained; equal/1 the share of the compared groups of step 1
-whose rewards are all equal (scheduler/growth/dynamic_sampling.py)."""
+SHARE = "share/"
+"""The prefix of metrics made here: share/staleness_1 is the share of the tokens that were sampled
+one update before the version being trained."""
 
 UNREADABLE = (OSError, ValueError, sqlite3.Error, msgspec.MsgspecError)
 """Errors of a file of a run that is not there, cut off, damaged or of another version."""
@@ -112,19 +110,11 @@ def read(folder: Path, name: str | None = None) -> RunFolder:
 
 
 def _records(folder: Path) -> list[dict[str, float]]:
-    """One record per update, with the share of its tokens by their age, and of its groups with
-    equal rewards by their step."""
+    """One record per update, with the share of its tokens by their age."""
     records = Reader(folder).read()
     recorded = {name for record in records for name in record}
     ages = [name for name in recorded if re.fullmatch(r"watch/staleness_\d+/tokens", name)]
-    steps = [n.rpartition(COMPARED)[2] for n in recorded if n.startswith(f"count/{COMPARED}")]
-    for before, record in zip([{}, *records], records, strict=False):
-        for step in steps:
-            names = (f"count/{kind}{step}" for kind in (COMPARED, EQUAL))
-            # counts are since the run began
-            compared, equal = (record.get(name, 0.0) - before.get(name, 0.0) for name in names)
-            if compared > 0:
-                record[f"{EQUAL_SHARE}{step}"] = equal / compared
+    for record in records:
         if total := sum(record.get(age, 0.0) for age in ages):
             record |= {f"{SHARE}{age.split('/')[1]}": record.get(age, 0.0) / total for age in ages}
     return records

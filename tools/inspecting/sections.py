@@ -1,5 +1,5 @@
-"""The sections of a report: curves, tables and trees of one or several groups of runs, as values
-that a template or a terminal shows."""
+"""The sections of a report: curves and tables of one or several groups of runs, as values that a
+template or a terminal shows."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -12,28 +12,19 @@ import polars.selectors as cs
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.scheduler.telemetry.exporter import declaration
-from coppice.scheduler.telemetry.phases import Training
-from coppice.tools.inspecting import drawing, frames, runs, trace
+from coppice.tools.inspecting import frames, runs, trace
 from coppice.tools.inspecting.figures import caption, inline, panels
 from coppice.tools.inspecting.runs import UNREADABLE, Curve, RunFolder
 
 Groups = Mapping[str, Sequence[RunFolder]]
 TREES = 5000
-"""The newest finished trees of a run that the statistics and the choice of rollouts read; a longer
-run's journal may not fit into memory."""
-ROLLOUTS = 3
-"""Trees shown per kind: best, worst, most surprising."""
-CHARACTERS = 40_000
-"""The longest text of one tree."""
+"""The newest finished trees of a run that the statistics read; a longer run's journal may not fit
+into memory."""
 
 LINES = "A bold line is a running mean; below a figure are the means of its first and last tenth."
 SEEDS = "Runs of one name are seeds: shown are their mean and its 95% interval by Student's t."
-ROLLOUT = (
-    "Of each group's first run, the best and the worst trees are by outcome, else reward; the most"
-    " surprising by advantage, else reward. An action that was continued has a *."
-)
+HELDOUT = "A single run's interval is over its held-out tasks, that of a group over its seeds."
 CURVES = {
     "Learning": (
         "",
@@ -42,9 +33,8 @@ CURVES = {
     ),
     "Reward components": (
         "Every score column of the judges and the environment, as the mean over an update's"
-        " trained turns. Groups whose rewards are all equal teach nothing: equal/1 is their share"
-        " of the groups of step 1.",
-        f"score/* {runs.EQUAL_SHARE}*",
+        " trained turns.",
+        "score/*",
     ),
     "Staleness": (
         "Updates between the version that sampled a token and the one being trained on it."
@@ -52,8 +42,7 @@ CURVES = {
         f"learner/staleness_* {runs.SHARE}staleness_*",
     ),
     "Numerics watch": (
-        "Do engine and learner agree, and how far off-policy is the data? A dotted line is where"
-        " the run warns.",
+        "Do engine and learner agree, and how far off-policy is the data?",
         "watch/engine_gap_p99 watch/sample_share learner/clip_share learner/mask_share"
         " watch/ratio_p99 watch/ratio_p01 learner/grad_norm watch/noise_scale",
     ),
@@ -63,8 +52,6 @@ CURVES = {
     ),
 }
 """Section -> its words, and its metrics; a * stands for any text."""
-LIMITS = ("engine_gap", "sample_share", "clip_share", "mask_share", "entropy", "kl")
-"""Keys of [learner.watch] that are values of a metric, at which a run warns."""
 OVERVIEW = ("score/reward", "learner/entropy", "watch/sample_share", "learner/staleness_mean")
 """The metrics of a picture, unless others are asked for."""
 
@@ -97,13 +84,12 @@ class Drawn(msgspec.Struct, frozen=True):
 
 
 class Section(msgspec.Struct):
-    """A part of the page. words: paragraphs. texts: headings with preformatted texts."""
+    """A part of the page. words: paragraphs."""
 
     title: str
     words: list[str] = []
     figures: list[Drawn] = []
     tables: list[ReportTable] = []
-    texts: list[tuple[str, str]] = []
 
     @property
     def anchor(self) -> str:
@@ -119,10 +105,10 @@ def sections(
     for title, (words, patterns) in (CURVES | chosen).items():
         figures = _curves(groups, patterns.split(), against)
         parts.append(Section(title, [words] if words else [], figures))
-    _add_times(parts[-1], groups)
+    _add_causes(parts[-1], groups)
     parts += [_trees(groups), _config(groups), _environment(groups)]
     for section in parts:
-        if not (section.figures or section.tables or section.texts):
+        if not (section.figures or section.tables):
             section.words.append("No run has recorded any of this.")
     return parts
 
@@ -170,7 +156,7 @@ def _names(groups: Groups) -> dict[str, RunFolder]:
 
 
 # ----------------------------------------------------------------------------------------------
-# figures
+# curves and results
 
 
 def _of_groups(groups: Groups, metric: str, against: str) -> dict[str, Curve]:
@@ -179,34 +165,21 @@ def _of_groups(groups: Groups, metric: str, against: str) -> dict[str, Curve]:
 
 def _curves(groups: Groups, patterns: Sequence[str], against: str) -> list[Drawn]:
     """Return a figure for each recorded metric, with its meaning (docs/metrics.md)."""
-    everyone = list(_names(groups).values())
+    everyone = _names(groups).values()
     recorded = sorted(set().union(*(run.metrics() for run in everyone)))
-    watches = [run.config.get("learner", {}).get("watch", {}) for run in everyone]
-    same = all(watch == watches[0] for watch in watches)
-    warns = {key: watches[0].get(key) for key in LIMITS if same}
     label, figures = "update" if against == "version" else "seconds", []
-    for pattern in patterns:
-        for metric in (name for name in recorded if fnmatchcase(name, pattern)):
-            _, meaning = declaration(metric) or ("", "")
-            limit = warns.get(metric.partition("/")[2].removesuffix("_p99"))
-            curves = _of_groups(groups, metric, against)
-            figures += _drawn(metric, curves, label, limit, meaning)
+    for metric in (name for pattern in patterns for name in recorded if fnmatchcase(name, pattern)):
+        _, meaning = declaration(metric) or ("", "")
+        figures += _drawn(metric, _of_groups(groups, metric, against), label, meaning)
     return figures
 
 
-def _drawn(
-    title: str, curves: dict[str, Curve], label: str, limit: float | None = None, meaning: str = ""
-) -> list[Drawn]:
+def _drawn(title: str, curves: dict[str, Curve], label: str, meaning: str = "") -> list[Drawn]:
     """One figure, or none if there is no point."""
     if not any(one.x for one in curves.values()):
         return []
-    limits = {title: limit} if limit else {}
     words = f"{meaning}: {caption(curves)}" if meaning else caption(curves)
-    return [Drawn(title, panels({title: curves}, label, limits), words)]
-
-
-# ----------------------------------------------------------------------------------------------
-# runs and their results
+    return [Drawn(title, panels({title: curves}, label), words)]
 
 
 def _runs(groups: Groups) -> Section:
@@ -246,11 +219,10 @@ def _verdict(first: tuple[float, float, float], last: tuple[float, float, float]
 
 
 def _heldout(groups: Groups) -> Section:
-    names, figures = _names(groups), []
+    names, figures, words = _names(groups), [], [HELDOUT]
     for measure in runs.measures(list(names.values())):
         curves = {name: runs.heldout(group, measure) for name, group in groups.items()}
         figures += _drawn(measure, curves, "version")
-    words = ["A single run's interval is over its held-out tasks, that of a group over its seeds."]
     for name, run in names.items():
         if baselines := run.summary.get("baselines"):
             values = ", ".join(f"{key} {value:.3f}" for key, value in baselines.items())
@@ -262,37 +234,27 @@ def _heldout(groups: Groups) -> Section:
     return Section("Held-out results", words, figures, [table] if table.rows else [])
 
 
-def _add_times(section: Section, groups: Groups) -> None:
-    waits, phases, training = {}, {}, {}
+def _add_causes(section: Section, groups: Groups) -> None:
+    waits = {}
     for name, run in _names(groups).items():
         try:
-            waits[name] = _spent(trace.budget(run.folder, run.records))
+            seconds = trace.shares(trace.recorded(run.folder, run.records))
         except UNREADABLE as error:
             section.words.append(f"{name}: no causes of the wall time, because {error}.")
-        seconds = run.summary.get("seconds", {})
-        if "phases" in seconds:
-            phases[name] = _spent(seconds["phases"])
-        if spent := seconds.get("training"):
-            training[name] = _spent(msgspec.convert(spent, Training).rows(), spent["seconds"])
+            continue
+        total = sum(seconds.values())
+        shares = {cause: f"{s:.1f} s ({s / (total or 1.0):.1%})" for cause, s in seconds.items()}
+        waits[name] = shares | {"sum": f"{total:.1f} s"}
     one_cause = "Who waited for whom: each moment of the newest start has one cause"
-    overlap = "Seconds per process from the first tree to the last update; these overlap"
-    section.tables = compared(one_cause, waits) + compared("Phases of the newest start", phases)
-    section.tables += compared(overlap, training)
-
-
-def _spent(seconds: Mapping[str, float], whole: float | None = None) -> dict[str, str]:
-    total = whole or sum(seconds.values()) or 1.0
-    rows = {name: f"{value:.1f} s ({value / total:.1%})" for name, value in seconds.items()}
-    return rows if whole else rows | {"sum": f"{total:.1f} s"}
+    section.tables = compared(one_cause, waits)
 
 
 # ----------------------------------------------------------------------------------------------
-# trees
+# trees, settings and machine
 
 
 def _trees(groups: Groups) -> Section:
-    section = Section("Trees and rollouts", [ROLLOUT])
-    columns, first = {}, {id(group[0]) for group in groups.values()}
+    columns = {}
     for name, run in _names(groups).items():
         with (
             contextlib.suppress(*UNREADABLE),  # the section Runs has said so
@@ -302,38 +264,9 @@ def _trees(groups: Groups) -> Section:
             columns[name] = {f"trees {status}": f"{count:,}" for status, count in tally}
             rows = journal.trees("split='train' AND status!='growing'")[-TREES:]
             below = frames.nodes(journal, rows)
-            table = frames.trees(journal, rows, below)
             if not below.is_empty():
-                columns[name] |= _statistics(table, below)
-                if id(run) in first:
-                    texts = _remarkable(journal, rows, table, name)
-                    no_scores = f"{name}: its trees have no scores, so none is the best or worst."
-                    section.words += [] if texts else [no_scores]
-                    section.texts += texts
-    section.tables = compared("Tree statistics (docs/dump.md names the columns)", columns)
-    return section
-
-
-def _remarkable(
-    journal: Journal, rows: Sequence[TreeRow], table: pl.DataFrame, name: str
-) -> list[tuple[str, str]]:
-    """Return headings and texts of the best, the worst and the most surprising trees; among equals,
-    of the newest."""
-    texts, by_id = [], {row.id: row for row in rows}
-    for rank in frames.RANKS:
-        with contextlib.suppress(ValueError):  # the run has none of the rank's columns
-            for tree in frames.ranked(table.reverse(), rank).head(ROLLOUTS).iter_rows(named=True):
-                number = tree["tree"]
-                text = drawing.as_text(journal, by_id[number], drawing.Detail(110, full=True))
-                if len(text) > CHARACTERS:
-                    more = f"... (coppice trees RUN --tree {number} --full prints the rest)"
-                    text = f"{text[:CHARACTERS]}\n{more}"
-                words = "most surprising" if rank == "surprising" else rank
-                about = ("outcome", "reward", "step_reward", "spread")
-                values = [f"{c} {tree[c]:+.2f}" for c in about if tree.get(c) is not None]
-                head = f"{name}, {words}: tree {number}, task {tree['task']}"
-                texts.append((f"{head}, version {tree['version']} ({', '.join(values)})", text))
-    return texts
+                columns[name] |= _statistics(frames.trees(journal, rows, below), below)
+    return Section("Trees", tables=compared("Means over trees (docs/dump.md)", columns))
 
 
 def _statistics(table: pl.DataFrame, below: pl.DataFrame) -> dict[str, str]:
@@ -352,10 +285,6 @@ def _statistics(table: pl.DataFrame, below: pl.DataFrame) -> dict[str, str]:
     return numbers
 
 
-# ----------------------------------------------------------------------------------------------
-# settings and machine
-
-
 def _config(groups: Groups) -> Section:
     configs = {name: [run.config for run in group if run.config] for name, group in groups.items()}
     rows = runs.differences(configs)
@@ -363,8 +292,7 @@ def _config(groups: Groups) -> Section:
     for name, run in _names(groups).items():
         settings = [list(row) for row in runs.flat(run.config).items()]
         tables.append(ReportTable(f"All settings of {name}", ["key", "value"], settings, True))
-    words = [] if rows or len(configs) == 1 else [f"The same in {', '.join(configs)}."]
-    return Section("Configuration", words, tables=tables)
+    return Section("Configuration", tables=tables)
 
 
 def _environment(groups: Groups) -> Section:
@@ -373,7 +301,6 @@ def _environment(groups: Groups) -> Section:
     packages = {name: machine.pop("packages", {}) for name, machine in machines.items()}
     texts = {name: {k: str(v) for k, v in one.items()} for name, one in machines.items()}
     tables = compared("Machine and code of the newest launch", texts)
-    tables += compared("Packages", packages, folded=True)
-    other = [row[0] for row in runs.differences({name: [one] for name, one in packages.items()})]
-    words = [f"Packages of different versions: {', '.join(other)}."] if other else []
-    return Section("Environment and versions", words, tables=tables)
+    return Section(
+        "Environment and versions", tables=tables + compared("Packages", packages, folded=True)
+    )

@@ -84,6 +84,7 @@ def _for_questions(
             f" {tiny.AGENT!r} alone; set it to 0 (coppice sft trains a model on conversations)"
         )
     elif warm.steps and facts is not None:
+        assert isinstance(environment, SearchQA)
         index = Path(retriever)
         model = ensure_warm_start(model, facts, index, encoder, environment, warm, cache, threads)
     return Assets(str(model), train, heldout, retriever)

@@ -304,7 +304,7 @@ def test_why_an_episode_crashed_is_shown_without_being_asked_for(
     assert "crashed: exit status 1: TypeError: bad" in nodes["fate"].to_list()
     (tmp_path / "config.json").write_text("{}")
     page = sections.sections({"a run": [runs.read(tmp_path)]})
-    (statistics,) = [part.tables[0] for part in page if part.title == "Trees and rollouts"]
+    (statistics,) = [part.tables[0] for part in page if part.title == "Trees"]
     crashes = "1; 1 of them crashed: exit status 1: TypeError: bad"
     assert ["episodes that crashed and score 0", crashes] in statistics.rows
 
