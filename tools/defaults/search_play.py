@@ -99,8 +99,8 @@ def _episode(
     title, value, bridge_value = rng.sample(names, 3)
     field, bridge = (one.lower() for one in rng.sample(fields, 2))
     opening = rng.choice(("What is the", "Name the"))
-    asked = f"the country whose {bridge} is {bridge_value}" if two_hops else title
-    question = f"{opening} {field} of {asked}{'?' if opening.startswith('What') else '.'}"
+    topic = f"the country whose {bridge} is {bridge_value}" if two_hops else title
+    question = f"{opening} {field} of {topic}{'?' if opening.startswith('What') else '.'}"
     subjects, left = [bridge_value if two_hops else title], [(title, field, value)]
     if two_hops:
         left.insert(0, (bridge_value, bridge, bridge_value))
@@ -157,7 +157,7 @@ def ensure_search_play(
     recipe = [*notation.shown, msgspec.to_builtins(config), mixture]
 
     def examples(count: int) -> list[Example]:
-        known = tiny.names_and_fields(corpus)
-        return search_play(Text(str(model)), notation, *known, count, config)
+        words = tiny.names_and_fields(corpus)
+        return search_play(Text(str(model)), notation, *words, count, config)
 
     return from_play(model, "random searches", recipe, [corpus], examples, config, cache, threads)
