@@ -8,7 +8,6 @@ import os
 import shutil
 import sqlite3
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import polars as pl
@@ -25,7 +24,13 @@ EXAMPLES = """\
   coppice trees RUN --surprising 3 --full       largest advantages, judges' words
   coppice trees RUN --diff 12:4 12:9            two candidates of tree 12"""
 LISTED = "tree status version actions reward spread outcome invalid age_s task".split()
-ORDERS = (*frames.RANKS, "sort", "sample")
+RANKS = {
+    "best": ("outcome", "reward", "step_reward"),
+    "worst": ("outcome", "reward", "step_reward"),
+    "surprising": ("advantage", "reward", "outcome"),
+}
+"""The columns by which trees are ranked: by the first that the run has, then by the next."""
+ORDERS = (*RANKS, "sort")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,7 +76,6 @@ def parser() -> argparse.ArgumentParser:
         ("best", "the N trees with the highest outcome"),
         ("worst", "the N trees with the lowest outcome"),
         ("surprising", "the N trees with the largest advantage"),
-        ("sample", "N trees at random, the same ones each time"),
         ("limit", "at most N trees"),
     ):
         which(f"--{name}", type=_count, metavar="N", help=words)
@@ -80,8 +84,7 @@ def parser() -> argparse.ArgumentParser:
     for name, words in (
         ("list", "one line per tree (default when several are found)"),
         ("columns", "the columns that --where and --sort take"),
-        ("json", "one JSON document: a tree, or a list of several"),
-        ("jsonl", "JSON, one tree per line"),
+        ("json", "JSON, one tree per line"),
         ("dot", "graphs for Graphviz"),
     ):
         how(f"--{name}", action="store_true", help=words)
@@ -128,12 +131,7 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
         print(drawing.difference(one, other, width))
         return
     rows, table, below = find(journal, options)
-    values: Callable[[TreeRow], str] = lambda row: json.dumps(  # noqa: E731
-        drawing.as_json(journal, row), ensure_ascii=False
-    )
-    newest: drawing.Newest = (None, {})
-    if options.newest:
-        newest = replay.newest(journal, rows, options.run)
+    version, newest = replay.newest(journal, rows, options.run) if options.newest else (None, {})
     if options.columns:
         print("\n".join(f"{name:<24} {kind}" for name, kind in table.schema.items()))
     elif options.parquet:
@@ -142,13 +140,12 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
             frame.write_parquet(options.parquet / f"{name}.parquet")
             print(f"{options.parquet / name}.parquet: {len(frame)} rows")
     elif options.html:
-        text = drawing.html(journal, rows, table, options.run, newest)
+        text = drawing.html(journal, rows, table, options.run, version, newest)
         options.html.write_text(text, encoding="utf-8")
         print(f"{options.html}: {len(rows)} trees, {options.html.stat().st_size / 2**20:.1f} MiB")
     elif options.json:
-        print(values(rows[0]) if len(rows) == 1 else f"[{', '.join(map(values, rows))}]")
-    elif options.jsonl:
-        print("\n".join(map(values, rows)))
+        for row in rows:
+            print(json.dumps(drawing.as_json(journal, row), ensure_ascii=False))
     elif options.dot:
         print("\n".join(drawing.as_dot(journal, row) for row in rows))
     elif options.list or (len(rows) > 1 and not (options.all or options.full or options.tokens)):
@@ -157,14 +154,9 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
         print("\n".join(line[:width].rstrip() for line in aligned([shown.columns, *cells])))
     else:
         words = replay.tokenizer(options.run) if options.tokens else None
-
-        def of_token(tree: int, node: Node) -> list[str]:
-            return drawing.token_lines(words, node, newest[1].get((tree, node.id)))
-
-        more = (of_token,) if options.tokens else ()
-        detail = drawing.Detail(width, options.full, *more)
-        if newest[0] is not None:
-            print(f"newest: version {newest[0]}")
+        detail = drawing.Detail(width, options.full, options.tokens, words, newest)
+        if version is not None:
+            print(f"newest: version {version}")
         for row, of_tree in zip(rows, table.iter_rows(named=True), strict=True):
             print(drawing.as_text(journal, row, detail, drawing.calls(of_tree)) + "\n")
 
@@ -247,12 +239,19 @@ def filtered(table: pl.DataFrame, below: pl.DataFrame, options: argparse.Namespa
 def ordered(table: pl.DataFrame, options: argparse.Namespace) -> pl.DataFrame:
     """Return the trees in the order that is asked for, the newest first by default, and no more
     than asked for. Raises ValueError."""
-    for rank in frames.RANKS:
+    for rank, columns in RANKS.items():
         if (count := getattr(options, rank)) is not None:
-            return frames.ranked(table, rank).head(count)
-    if options.sample is not None:
-        table = table.sample(min(options.sample, len(table)), seed=0)
-    elif options.sort:
+            names = [name for name in columns if name in table.columns]
+            if not names:
+                lacking = f"the run has none of the columns {', '.join(columns)}"
+                raise ValueError(f"{rank}: {lacking}; use --sort COLUMN")
+            values = [pl.col(name) for name in names]
+            if rank == "surprising":
+                ends = [pl.col(f"{names[0]}_{end}").abs() for end in ("max", "min")]
+                values = [pl.max_horizontal(*ends)]
+            falling = rank != "worst"
+            return table.sort(values, descending=falling, nulls_last=True).head(count)
+    if options.sort:
         if options.sort not in table.columns:
             columns = ", ".join(table.columns)
             raise ValueError(f"--sort {options.sort}: no such column; expected one of {columns}")

@@ -43,12 +43,6 @@ TREE = {
 SUMS = ("actions", "turns", "sampled", "invalid", "judge_invalid", "spread")
 """The columns of ``trees`` that sum up its actions."""
 ACTION = pl.col("kind") == "action"
-RANKS = {
-    "best": ("outcome", "reward", "step_reward"),
-    "worst": ("outcome", "reward", "step_reward"),
-    "surprising": ("advantage", "reward", "outcome"),
-}
-"""The columns by which trees are ranked: by the first that the run has, then by the next."""
 
 
 def nodes(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
@@ -131,21 +125,6 @@ def seconds(run: Path) -> pl.DataFrame:
     waited = sorted({tree for kind in sums.values() for tree in kind})
     columns = {kind: _floats([sums[kind].get(tree) for tree in waited]) for kind in sorted(sums)}
     return pl.DataFrame({"tree": pl.Series(waited, dtype=pl.Int64), **columns})
-
-
-def ranked(table: pl.DataFrame, rank: str) -> pl.DataFrame:
-    """Return the ``trees`` in the order of a rank of ``RANKS``: the highest first, or the lowest
-    for "worst". The rank's later columns decide between equal trees. Raises ValueError if the run
-    has none of the columns."""
-    names = [name for name in RANKS[rank] if name in table.columns]
-    if not names:
-        lacking = ", ".join(RANKS[rank])
-        raise ValueError(f"{rank}: the run has none of the columns {lacking}; use --sort COLUMN")
-    values = [pl.col(name) for name in names]
-    if rank == "surprising":
-        ends = [pl.col(f"{names[0]}_{end}").abs() for end in ("max", "min")]
-        values = [pl.max_horizontal(*ends)]
-    return table.sort(values, descending=rank != "worst", nulls_last=True, maintain_order=True)
 
 
 def read(run: Path, split: str = "train") -> tuple[pl.DataFrame, pl.DataFrame]:

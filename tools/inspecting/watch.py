@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import sqlite3
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -31,11 +30,8 @@ EXAMPLES = """\
   coppice watch RUN                  the run folder, live, stopped or broken
   coppice watch RUN/journal.sqlite   a journal alone: its trees
   coppice watch RUN | cat            one page, where there is no terminal"""
-EVERY_S, RESTING_S, LONGEST_S = 1.0, 5.0, 10.0
-"""Seconds between two looks at a run that is running, and at one that is not; the longest pause."""
-SHARE = 0.005
-"""The share of one processor that this process may take: a look that cost more is followed by a
-longer pause."""
+EVERY_S, RESTING_S = 2.0, 5.0
+"""Seconds between two looks at a run that is running, and at one that is not."""
 BAD = ("ended", psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 """States of a process of a running run that are shown in red."""
 
@@ -178,19 +174,13 @@ class WatchApp(App[None]):
     @work
     async def follow(self) -> None:
         """Look at the run again and again, in a thread, because its disk may be slow."""
-        before, pause = 0.0, 0.0
         while True:
             self.look = await asyncio.to_thread(self.reader.look)
             self.draw()
             every = EVERY_S if self.look.status.state == "running" else RESTING_S
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(pause, every)):
-                    await self.ordered.wait()
+                await asyncio.wait_for(self.ordered.wait(), every)
             self.ordered.clear()
-            now = time.process_time()
-            if before:  # the first look draws everything
-                pause = min(LONGEST_S, (now - before) / SHARE)
-            before = now
 
     def on_resize(self) -> None:
         """Fold the words anew."""

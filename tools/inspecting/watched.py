@@ -1,5 +1,4 @@
-"""What coppice watch shows of a run, as plain text: its status, curves, staleness, newest trees and
-processes.
+"""What coppice watch shows of a run, as plain text: its status, curves, newest trees and processes.
 
 Nothing here raises for what is missing, torn or damaged; the status says it in words
 (tools/launching/status.py).
@@ -8,7 +7,6 @@ Nothing here raises for what is missing, torn or damaged; the status says it in 
 import contextlib
 import sqlite3
 import time
-from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -30,13 +28,10 @@ CURVES = "reward outcome process valid judged engine learner cache tok/s stale".
 shares; cache: prompt tokens that the prefix cache served."""
 ENDED, GROWING = 16, 8
 """The newest trees that are listed."""
-LATEST = 20
-"""Updates whose tokens the histogram of the staleness counts."""
 TAIL_BYTES = 2**24
 """How much of a long metrics.jsonl is read at first: the newest 4,000 updates or so."""
 TREES = ("tree", "status", "from", "trained", "actions", "reward", "outcome", "task")
 PROCESSES = ("process", "pid", "state", "age", "restarts", "memory", "heard", "calls")
-_STALENESS = "watch/staleness_"
 
 Rows = list[tuple[str, ...]]
 
@@ -58,8 +53,7 @@ class Watcher:
     def __init__(self, run: Path):
         self.run = run
         shown = {metric for name, metric, _ in COLUMNS if name in CURVES}
-        keep = lambda name: name in shown or name.startswith(_STALENESS)  # noqa: E731
-        self._records = Reader(run, keep, TAIL_BYTES)
+        self._records = Reader(run, shown.__contains__, TAIL_BYTES)
         self._sums: dict[int, tuple[str, str, str]] = {}
 
     def look(self) -> Look:
@@ -124,7 +118,6 @@ def _processes(run: Path, now: Status) -> Rows:
 def words(look: Look, width: int) -> list[str]:
     """Everything but the two tables, in lines of at most ``width`` columns."""
     lines = [*status.head(look.status, width), *curves(look.records, width)]
-    lines += staleness(look.records, width)
     said = [f"waits for {text}" for text in look.status.waits]
     if (failure := look.status.failure) is not None:
         when = ago(time.time() - failure.time, failure.process)
@@ -160,20 +153,6 @@ def spark(values: Sequence[float], width: int) -> str:
     low, high = min(means), max(means)
     heights = [(mean - low) / (high - low) if high > low else 0.5 for mean in means]
     return "".join("▁▂▃▄▅▆▇█"[round(height * 7)] for height in heights)
-
-
-def staleness(records: Sequence[dict[str, float]], width: int) -> list[str]:
-    """The share of the trained tokens by how many updates passed between their sampling and their
-    training."""
-    tokens: Counter[str] = Counter()
-    for record in records[-LATEST:]:
-        for key in record:
-            if key.startswith(_STALENESS) and key.endswith("/tokens"):
-                tokens[key.removeprefix(_STALENESS).removesuffix("/tokens")] += int(record[key])
-    shares = {name: tokens[name] / tokens.total() for name in sorted(tokens) if tokens.total()}
-    bars = [f"{name}\xa0{'█' * round(10 * share)}\xa0{share:.0%}" for name, share in shares.items()]
-    heading = f"staleness of the tokens of the last {min(LATEST, len(records))} updates"
-    return status.told(f"{heading}: {'  '.join(bars)}", width) if bars else []
 
 
 def page(look: Look, width: int) -> list[str]:

@@ -22,7 +22,7 @@ from coppice.scheduler.telemetry import health
 from coppice.scheduler.telemetry.health import Health, Queue, WorkerHealth
 from coppice.tools.inspecting import watched
 from coppice.tools.inspecting.watch import RowTable, WatchApp, main
-from coppice.tools.inspecting.watched import Watcher, page, spark, staleness
+from coppice.tools.inspecting.watched import Watcher, page, spark
 from coppice.tools.launching import control, record, status
 from coppice.tools.launching.config import DEFAULT_CONFIG, load
 from coppice.tools.launching.record import Failure, Member, Record
@@ -60,8 +60,6 @@ def a_record(version: int) -> dict[str, float]:
     return {
         "version": version,
         "learner/groups": 8.0,
-        "watch/staleness_0/tokens": 25.0,
-        "watch/staleness_1/tokens": 75.0,
         "score/reward": version / 10 - 0.5,
         "rollout/outcome": version / 10,
         "score/valid": 1.0,
@@ -335,14 +333,6 @@ def test_a_sparkline_spans_its_least_to_its_largest_value() -> None:
     assert spark([0.0, 2.0, 6.0, 8.0], 2) == "▁█"
     assert spark([3.0] * 4, 3) == "▅▅▅"
     assert len(spark(list(range(1000)), 17)) == 17
-
-
-def test_the_histogram_counts_the_tokens_of_the_last_updates() -> None:
-    records = [{"watch/staleness_0/tokens": 1000.0}] * 5
-    newest = {"watch/staleness_0/tokens": 30.0, "watch/staleness_2/tokens": 70.0}
-    (line,) = staleness(records + [newest] * watched.LATEST, 120)
-    assert line.endswith("of the last 20 updates: 0\xa0███\xa030%  2\xa0███████\xa070%")
-    assert staleness([{"score/reward": 1.0}], 80) == []
 
 
 # ---------------------------------------------------------------------------------------------- the
