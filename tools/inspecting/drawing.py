@@ -19,7 +19,7 @@ from coppice.common import vision
 from coppice.common.support import decode
 from coppice.scheduler.growth.tree import FATES, Node, Tree
 from coppice.scheduler.ledger.journal import Journal, TreeRow
-from coppice.tools.inspecting import frames, replay
+from coppice.tools.inspecting import replay
 
 Newest = Mapping[tuple[int, int], np.ndarray]
 """Log-probabilities of an action's tokens under the newest policy (``replay.newest``)."""
@@ -79,7 +79,7 @@ def html(
     for row, values in zip(rows, table.iter_rows(named=True), strict=True):
         means = [name for name in ("outcome", "reward") if values.get(name) is not None]
         said = [row.status, *(f"{name} {values[name]:.2f}" for name in means)]
-        said += [f"{values['actions'] or 0} actions", *calls(values)]
+        said.append(f"{values['actions'] or 0} actions")
         trees.append(as_json(journal, row) | {"said": ", ".join(said)})
         for node in trees[-1]["nodes"]:
             tokens = np.array(node["tokens"], np.int32)
@@ -116,8 +116,8 @@ class Detail(msgspec.Struct, frozen=True):
     newest: Newest = {}
 
 
-def as_text(journal: Journal, row: TreeRow, detail: Detail, calls: Sequence[str] = ()) -> str:
-    """Return a tree as text for a terminal. calls: what is said of its calls."""
+def as_text(journal: Journal, row: TreeRow, detail: Detail) -> str:
+    """Return a tree as text for a terminal."""
     tree = journal.tree(row)
     groups = [
         f"{group} ({'not yet' if version is None else f'version {version}'})"
@@ -127,17 +127,10 @@ def as_text(journal: Journal, row: TreeRow, detail: Detail, calls: Sequence[str]
     head += f"  admitted at version {row.version}"
     head += f"  reason: {row.reason}" if row.reason else ""
     lines = [head, f"groups trained: {', '.join(groups) or 'none'}"]
-    lines += [f"calls: {', '.join(calls)}"] if calls else []
     if root := tree.nodes.get(0):
         lines += _folded(f"prompt, {len(root.tokens)} tokens: {root.text}", "", detail)
         lines += _below(tree, root, "", detail)
     return "\n".join(lines)
-
-
-def calls(values: Mapping[str, Any]) -> list[str]:
-    """Return how long a tree's calls took, in words. values: its row of ``frames.trees``."""
-    kinds = [name for name in values if name.endswith("_s") and name not in frames.TREE]
-    return [f"{name[:-2]} {values[name]:.1f} s" for name in kinds if values[name]]
 
 
 def _below(tree: Tree, node: Node, indent: str, detail: Detail) -> list[str]:

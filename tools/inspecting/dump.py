@@ -157,8 +157,8 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
         detail = drawing.Detail(width, options.full, options.tokens, words, newest)
         if version is not None:
             print(f"newest: version {version}")
-        for row, of_tree in zip(rows, table.iter_rows(named=True), strict=True):
-            print(drawing.as_text(journal, row, detail, drawing.calls(of_tree)) + "\n")
+        for row in rows:
+            print(drawing.as_text(journal, row, detail) + "\n")
 
 
 def _cell(value: object) -> str:

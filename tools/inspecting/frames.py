@@ -8,17 +8,14 @@ docs/dump.md says what each column means.
 
 import contextlib
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 import polars as pl
 
-from coppice.common import shards
 from coppice.scheduler.growth.tree import FATES
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.tools.inspecting.replay import opened
-from coppice.tools.inspecting.trace import FILE, traced
 
 NODE = {
     **dict.fromkeys("tree node parent".split(), pl.Int64),
@@ -79,10 +76,7 @@ def _floats(values: Sequence[float | None]) -> pl.Series:
 
 def trees(journal: Journal, rows: Sequence[TreeRow], below: pl.DataFrame) -> pl.DataFrame:
     """Return one row per tree of ``rows``: the columns of ``TREE`` and ``SUMS``, each score's mean,
-    NAME_min and NAME_max over its actions, and the seconds of its calls.
-
-    below: the trees' ``nodes``.
-    """
+    NAME_min and NAME_max over its actions. below: the trees' ``nodes``."""
     now, plain = time.time(), []
     for row in rows:
         versions = [version for _, version in journal.groups(row.id)]
@@ -107,24 +101,7 @@ def trees(journal: Journal, rows: Sequence[TreeRow], below: pl.DataFrame) -> pl.
         sums += [values.alias(column) for column, values in ends.items() if column not in names]
     frame = pl.DataFrame(plain, schema=TREE, orient="row")
     of_actions = below.filter(ACTION).group_by("tree").agg(sums)
-    for more in (of_actions, seconds(journal.path.parent)):
-        frame = frame.join(more, on="tree", how="left", maintain_order="left")
-    return frame
-
-
-def seconds(run: Path) -> pl.DataFrame:
-    """Return, for each tree of a run, the seconds that its calls of each kind took, their waiting
-    for a worker not counted: generate_s, judge_s, ... A run of an earlier release did not record
-    for whom a call was."""
-    sums: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for home in shards.homes(run):
-        for call in traced(home) if (home / FILE).is_file() else ():
-            if call.tree is not None:
-                kind = f"{call.service.partition('.')[0]}_s"
-                sums[kind][call.tree] += call.end - call.start
-    waited = sorted({tree for kind in sums.values() for tree in kind})
-    columns = {kind: _floats([sums[kind].get(tree) for tree in waited]) for kind in sorted(sums)}
-    return pl.DataFrame({"tree": pl.Series(waited, dtype=pl.Int64), **columns})
+    return frame.join(of_actions, on="tree", how="left", maintain_order="left")
 
 
 def read(run: Path, split: str = "train") -> tuple[pl.DataFrame, pl.DataFrame]:

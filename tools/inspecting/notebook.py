@@ -9,7 +9,7 @@ from typing import Any
 import polars as pl
 from matplotlib.figure import Figure
 
-from coppice.tools.inspecting import frames, replay, runs, sections
+from coppice.tools.inspecting import frames, replay, report, runs
 
 
 class OpenedRun:
@@ -44,7 +44,7 @@ class OpenedRun:
         writes it. Raises ValueError for a metric that the run has not recorded."""
         run = runs.read(self.folder)
         runs.check_metrics([run], metrics)
-        return sections.picture(runs.grouped([run]), metrics=metrics)
+        return report.picture(runs.grouped([run]), metrics=metrics)
 
 
 def newest(runs: str | Path = "runs") -> OpenedRun:

@@ -10,7 +10,7 @@ import pytest
 
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
-from coppice.tools.inspecting import frames, runs, sections
+from coppice.tools.inspecting import frames, report, runs
 from coppice.tools.inspecting.dump import main
 from coppice.wire.messages import Turn
 
@@ -221,24 +221,6 @@ def test_one_task_is_compared_at_two_versions(
     assert "-   answer 1 plus" in lines and "+   answer 4 minus" in lines
 
 
-def test_the_seconds_of_a_trees_calls_are_columns_and_told(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    calls = [("generate", 1, 2.0), ("generate", 1, 0.5), ("judge.exact_match", 1, 0.25)]
-    lines = [json.dumps({"name": "train", "dur": 9e6, "args": {"version": 1}})]
-    for name, tree, seconds in (*calls, ("generate", 3, 4.0)):
-        caller = {"for": f"tree {tree}, attempt 1 of 2"}
-        lines.append(json.dumps({"name": name, "dur": 1e6 * seconds, "args": caller}))
-    # a crash cut the last line off
-    (run / "trace.jsonl").write_text(",\n".join(lines) + ',\n{"name":"gener')
-    trees, _ = frames.read(run)
-    rows = {row["tree"]: row for row in trees.iter_rows(named=True)}
-    assert (rows[1]["generate_s"], rows[1]["judge_s"], rows[3]["generate_s"]) == (2.5, 0.25, 4.0)
-    assert rows[3]["judge_s"] is None and "train_s" not in rows[3]
-    assert main([str(run), "--where", "generate_s > 3", "--all"]) == 0
-    assert "calls: generate 4.0 s\n" in capsys.readouterr().out
-
-
 def test_long_texts_are_folded_and_full_shows_them_with_the_judges_words(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -291,7 +273,7 @@ def test_why_an_episode_crashed_is_shown_without_being_asked_for(
     _, nodes = frames.read(tmp_path)
     assert "crashed: exit status 1: TypeError: bad" in nodes["fate"].to_list()
     (tmp_path / "config.json").write_text("{}")
-    page = sections.sections({"a run": [runs.read(tmp_path)]})
+    page = report.sections({"a run": [runs.read(tmp_path)]})
     (statistics,) = [part.tables[0] for part in page if part.title == "Trees"]
     crashes = "1; 1 of them crashed: exit status 1: TypeError: bad"
     assert ["episodes that crashed and score 0", crashes] in statistics.rows

@@ -20,9 +20,8 @@ from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.telemetry import health
 from coppice.scheduler.telemetry.health import Health, Queue, WorkerHealth
-from coppice.tools.inspecting import watched
-from coppice.tools.inspecting.watch import RowTable, WatchApp, main
-from coppice.tools.inspecting.watched import Watcher, page, spark
+from coppice.tools.inspecting import watch
+from coppice.tools.inspecting.watch import RowTable, WatchApp, main, spark
 from coppice.tools.launching import control, record, status
 from coppice.tools.launching.config import DEFAULT_CONFIG, load
 from coppice.tools.launching.record import Failure, Member, Record
@@ -128,7 +127,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         return ProcessStatus(name, member.pid, state, member.restarts, age, 100.0, heard)
 
     clock = SimpleNamespace(time=lambda: NOW, monotonic=lambda: MONOTONIC)
-    for module in (status, watched):
+    for module in (status, watch):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(status, "_process", process)
     monkeypatch.setattr(Record, "alive", True)
@@ -339,11 +338,9 @@ def test_a_sparkline_spans_its_least_to_its_largest_value() -> None:
 # command
 
 
-def test_without_a_terminal_one_page_is_printed(
+def test_without_a_terminal_the_status_is_printed(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(run)]) == 0
-    said = capsys.readouterr().out
-    assert said.splitlines() == page(Watcher(run).look(), 80)
-    assert "newest trees\n  tree  status" in said
-    assert "  actor-1    104  stopped" in said
+    page = status.page(status.gather(run, MONOTONIC))
+    assert capsys.readouterr().out.splitlines() == page
