@@ -19,7 +19,7 @@ import pytest
 from coppice.scheduler.telemetry import health
 from coppice.scheduler.telemetry.health import Health
 from coppice.tools.inspecting.audit import audit
-from coppice.tools.inspecting.watch import RowTable, WatchApp
+from coppice.tools.inspecting.watch import ProcessTable, WatchApp
 from coppice.tools.launching import record
 from coppice.tools.launching.status import Status, gather
 from tests.runs import Run
@@ -126,8 +126,7 @@ async def test_the_keys_pause_resume_drain_and_stop_a_run(
         await pilot.press("r")
         await until(lambda: report(run).version > later.version + 1 and not report(run).paused)
 
-        table = app.query_one("#processes", RowTable)
-        await pilot.press("tab")
+        table = app.query_one(ProcessTable)
         while table.chosen() != "actor-1":
             await pilot.press("down")
         await pilot.press("d", "y")

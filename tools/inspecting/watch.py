@@ -1,5 +1,5 @@
-"""The command coppice watch: a live view of a run, with keys that open a tree, pause and resume the
-run, drain a worker and stop the run."""
+"""The command coppice watch: a live view of a run, with keys that pause and resume it, drain a
+worker and stop it."""
 
 import argparse
 import asyncio
@@ -21,7 +21,7 @@ from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
-from textual.screen import ModalScreen, Screen
+from textual.screen import ModalScreen
 from textual.widgets import Footer, OptionList, Static
 
 from coppice.common.options import command_parser
@@ -29,7 +29,7 @@ from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.scheduler.ledger.records import Reader
 from coppice.scheduler.telemetry import health
 from coppice.tools.evaluating.examination import table
-from coppice.tools.inspecting import drawing, frames
+from coppice.tools.inspecting import frames
 from coppice.tools.launching import control, screen, status
 from coppice.tools.launching.status import Status, ago, span
 
@@ -49,7 +49,7 @@ BAD = ("ended", psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 CURVES = "reward outcome process valid judged engine learner cache tok/s stale".split()
 """The columns of the terminal's table that are drawn, if the run has them. engine, learner: busy
 shares; cache: prompt tokens that the prefix cache served."""
-ENDED, GROWING = 16, 8
+ENDED, GROWING = 8, 4
 """The newest trees that are listed."""
 TAIL_BYTES = 2**24
 """How much of a long metrics.jsonl is read at first: the newest 4,000 updates or so."""
@@ -200,65 +200,25 @@ class Question(ModalScreen[bool]):
         yield Static(f"{self.text}\n\ny: yes    n: no", markup=False)
 
 
-class TreeScreen(Screen[None]):
-    """One tree, as coppice trees prints it."""
+class ProcessTable(OptionList):
+    """The processes. The cursor stays at its row when others come and go."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        ("escape,q", "dismiss", "Back"),
-        ("f", "full", "Whole texts"),
-    ]
-
-    def __init__(self, run: Path, number: int):
-        super().__init__()
-        self.run, self.number, self.full = run, number, False
-
-    def compose(self) -> ComposeResult:
-        """A page that scrolls."""
-        with VerticalScroll():
-            yield Static(id="tree", markup=False)
-        yield Footer()
-
-    def on_resize(self) -> None:
-        """Draw the tree, first and whenever the width changes."""
-        try:
-            with contextlib.closing(frames.opened(self.run)) as journal:
-                (row,) = journal.trees("id=?", self.number)
-                detail = drawing.Detail(max(40, self.size.width - 3), self.full)
-                text = drawing.as_text(journal, row, detail)
-        except (OSError, sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
-            text = f"tree {self.number} cannot be read: {error}"
-        self.query_one("#tree", Static).update(text.replace("(--full)", "(key f)"))
-
-    def action_full(self) -> None:
-        """Show whole texts and the judges' explanations, or fold them again."""
-        self.full = not self.full
-        self.on_resize()
-
-
-class RowTable(OptionList):
-    """A table whose title names the columns. Its cursor stays at its row when rows come and go; at
-    the top it stays with the newest."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("tab", "app.focus_next", "Next table")]
-
-    def __init__(self, name: str, columns: tuple[str, ...]):
-        super().__init__(id=name, compact=True, markup=False)
-        self.columns = columns
+    def __init__(self):
+        super().__init__(id="processes", compact=True, markup=False)
         self.cells: Rows = []
 
     def show(self, rows: Rows, bad: tuple[str, ...] = ()) -> None:
-        """Show ``rows``, whose first cells tell them apart. bad: cells whose rows are red."""
+        """Show ``rows``. bad: cells whose rows are red."""
         if rows == self.cells:
             return
         place, key = self.highlighted or 0, self.chosen()
-        self.border_title, *lines = table([self.columns, *rows])
+        self.border_title, *lines = table([PROCESSES, *rows])
         self.cells, names = rows, [row[0] for row in rows]
         styles = ["bold red" if set(bad) & set(row) else "" for row in rows]
         self.set_options(Text(*line) for line in zip(lines, styles, strict=True))
         self.styles.height = len(rows) + 1
         if names:
-            kept = place and key in names
-            self.highlighted = names.index(key) if kept else min(place, len(names) - 1)
+            self.highlighted = names.index(key) if key in names else min(place, len(names) - 1)
 
     def chosen(self) -> str:
         """The first cell of the row under the cursor, or "" if the table is empty."""
@@ -277,11 +237,10 @@ class WatchApp(App[None]):
     .-wide #page { layout: horizontal; }
     .-wide #words { width: 79; margin-right: 1; }
     .-wide #tables { width: 1fr; }
-    RowTable { border: none; border-top: solid $primary; padding: 0 0 0 1; max-height: 14; }
-    RowTable { scrollbar-size: 1 1; text-wrap: nowrap; text-overflow: ellipsis; }
-    RowTable:focus { border: none; border-top: heavy $accent; }
-    #trees { max-height: 9; }
-    .-wide RowTable, .-wide #trees { max-height: 48vh; }
+    #trees, #processes { padding: 0 0 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
+    #processes, #processes:focus { border: none; border-top: heavy $accent; scrollbar-size: 1 1; }
+    #processes { max-height: 14; }
+    .-wide #processes { max-height: 48vh; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("p", "pause", "Pause"),
@@ -304,13 +263,13 @@ class WatchApp(App[None]):
             with Vertical(id="words"):
                 yield Static(id="text", markup=False)
             with Vertical(id="tables"):
-                yield RowTable("trees", TREES)
-                yield RowTable("processes", PROCESSES)
+                yield Static(id="trees", markup=False)
+                yield ProcessTable()
         yield Footer()
 
     def on_mount(self) -> None:
         """Begin to look."""
-        self.set_focus(self.query_one("#trees"), scroll_visible=False)
+        self.set_focus(self.query_one("#processes"), scroll_visible=False)
         self.follow()
 
     @work
@@ -340,8 +299,8 @@ class WatchApp(App[None]):
             label.update(text, layout=text.count("\n") != str(label.content).count("\n"))
         running = self.look.status.state == "running"
         paused = self.look.status.paused.startswith("paus")
-        self.query_one("#trees", RowTable).show(self.look.trees)
-        self.query_one("#processes", RowTable).show(self.look.processes, BAD if running else ())
+        self.query_one("#trees", Static).update("\n".join(table([TREES, *self.look.trees])))
+        self.query_one(ProcessTable).show(self.look.processes, BAD if running else ())
         self.usable = {"pause": running and not paused, "resume": running and paused}
         self.usable |= {"drain": running, "stop": running}
         if self.usable != before:
@@ -350,12 +309,6 @@ class WatchApp(App[None]):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Hide the keys that cannot be used now."""
         return self.usable.get(action, True)
-
-    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Open the tree under the cursor."""
-        table = event.option_list
-        if isinstance(table, RowTable) and table.id == "trees":
-            self.push_screen(TreeScreen(self.run_, int(table.chosen())))
 
     def action_pause(self) -> None:
         """Ask, then pause."""
@@ -368,11 +321,7 @@ class WatchApp(App[None]):
 
     def action_drain(self) -> None:
         """Ask, then drain the worker under the cursor."""
-        table = self.query_one("#processes", RowTable)
-        name = table.chosen()
-        if self.focused is not table or not name:
-            self.notify("choose a worker in the table of processes first (Tab)", severity="warning")
-            return
+        name = self.query_one(ProcessTable).chosen()
         try:
             question = f"Drain {name}? {control.draining(self.run_, name)}"
             self.order(question, partial(control.drain, name=name))
@@ -400,7 +349,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of coppice watch."""
     parser = command_parser(
         "coppice watch",
-        "A live view of a run; keys open a tree, pause, resume, drain a worker, stop.",
+        "A live view of a run; keys pause, resume, drain a worker, stop.",
         EXAMPLES,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or a journal file")
