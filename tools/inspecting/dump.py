@@ -24,13 +24,6 @@ EXAMPLES = """\
   coppice trees RUN --surprising 3 --full       largest advantages, judges' words
   coppice trees RUN --diff 12:4 12:9            two candidates of tree 12"""
 LISTED = "tree status version actions reward spread outcome invalid age_s task".split()
-RANKS = {
-    "best": ("outcome", "reward", "step_reward"),
-    "worst": ("outcome", "reward", "step_reward"),
-    "surprising": ("advantage", "reward", "outcome"),
-}
-"""The columns by which trees are ranked: by the first that the run has, then by the next."""
-ORDERS = (*RANKS, "sort")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,20 +58,17 @@ def parser() -> argparse.ArgumentParser:
         "coppice trees RUN [which trees] [how]",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or a journal file")
-    which = parser.add_argument_group("which trees (default: the last finished one)").add_argument
+    trees = parser.add_argument_group("which trees (default: the last finished one)")
+    which, order = trees.add_argument, trees.add_mutually_exclusive_group().add_argument
     which("--tree", type=int, help="this tree")
     which("--heldout", action="store_true", help="trees of held-out evaluations")
     which("--where", metavar="SQL", help="a condition on the columns of --columns")
     which("--text", metavar="REGEX", help="trees in which the text of a node matches")
-    which("--sort", metavar="COLUMN", help="by this column, the largest first")
+    order("--sort", metavar="COLUMN", help="by this column, the largest first")
+    surprising = "the N trees with the largest advantage, up or down"
+    order("--surprising", type=_count, metavar="N", help=surprising)
     which("--reverse", action="store_true", help="with --sort: the smallest first")
-    for name, words in (
-        ("best", "the N trees with the highest outcome"),
-        ("worst", "the N trees with the lowest outcome"),
-        ("surprising", "the N trees with the largest advantage"),
-        ("limit", "at most N trees"),
-    ):
-        which(f"--{name}", type=_count, metavar="N", help=words)
+    which("--limit", type=_count, metavar="N", help="at most N trees")
     which("--all", action="store_true", help="print every tree found, not a list of them")
     how = parser.add_argument_group("how").add_mutually_exclusive_group().add_argument
     for name, words in (
@@ -105,9 +95,6 @@ def parser() -> argparse.ArgumentParser:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     command = parser()
     options = command.parse_args(arguments)
-    given = [f"--{name}" for name in ORDERS if getattr(options, name) is not None]
-    if len(given) > 1:
-        command.error(f"{' and '.join(given)} put the trees in different orders: give one of them")
     if options.newest and not (options.html or options.tokens):
         command.error("--newest has an effect with --html or --tokens")
     if options.reverse and not options.sort:
@@ -119,8 +106,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def _several(options: argparse.Namespace) -> bool:
     """Whether the command line asks for more than the last tree."""
-    ways = ("all", "list", "columns", "parquet", "where", "text", "limit", *ORDERS)
-    return any(getattr(options, way) not in (None, False) for way in ways)
+    ways = "all list columns parquet where text limit sort surprising".split()
+    return any(getattr(options, way) for way in ways)
 
 
 def show(journal: Journal, options: argparse.Namespace) -> None:
@@ -239,18 +226,13 @@ def filtered(table: pl.DataFrame, below: pl.DataFrame, options: argparse.Namespa
 def ordered(table: pl.DataFrame, options: argparse.Namespace) -> pl.DataFrame:
     """Return the trees in the order that is asked for, the newest first by default, and no more
     than asked for. Raises ValueError."""
-    for rank, columns in RANKS.items():
-        if (count := getattr(options, rank)) is not None:
-            names = [name for name in columns if name in table.columns]
-            if not names:
-                lacking = f"the run has none of the columns {', '.join(columns)}"
-                raise ValueError(f"{rank}: {lacking}; use --sort COLUMN")
-            values = [pl.col(name) for name in names]
-            if rank == "surprising":
-                ends = [pl.col(f"{names[0]}_{end}").abs() for end in ("max", "min")]
-                values = [pl.max_horizontal(*ends)]
-            falling = rank != "worst"
-            return table.sort(values, descending=falling, nulls_last=True).head(count)
+    if options.surprising:
+        names = [name for name in ("advantage", "reward", "outcome") if name in table.columns]
+        if not names:
+            lacking = "the run has none of the columns advantage, reward and outcome"
+            raise ValueError(f"--surprising: {lacking}; use --sort COLUMN")
+        size = pl.max_horizontal(pl.col(f"{names[0]}_{end}").abs() for end in ("max", "min"))
+        return table.sort(size, descending=True, nulls_last=True).head(options.surprising)
     if options.sort:
         if options.sort not in table.columns:
             columns = ", ".join(table.columns)

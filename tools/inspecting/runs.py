@@ -67,23 +67,20 @@ def read(folder: Path, name: str | None = None) -> RunFolder:
         )
     missing: list[str] = []
 
-    def content(path: Path, consequence: str) -> dict[str, Any]:
+    def content(path: Path) -> dict[str, Any]:
         try:
             return json.loads(path.read_text())
         except UNREADABLE as error:
             absent = isinstance(error, FileNotFoundError)
             why = "is missing" if absent else f"cannot be read ({error})"
-            missing.append(f"{path.name} {why}: {consequence}.")
+            missing.append(f"{path.relative_to(folder)} {why}.")
         return {}
 
     records = _records(folder)
     if not records:
         missing.append("It has made no update yet, so there are no curves.")
-    ended = "the run has not ended in order, so some totals are missing"
-    summary = content(folder / "summary.json", ended)
-    config = content(folder / "config.json", "its settings are unknown")
-    before = "it was launched before the machine and the packages were recorded"
-    environment = content(folder / ENVIRONMENT, before)
+    names = ("summary.json", "config.json", ENVIRONMENT)
+    summary, config, environment = (content(folder / name) for name in names)
     try:
         for old, new in itertools.pairwise([*changes.former(folder), config]):
             changed = "; ".join(map(str, changes.differences(old, new)))
@@ -91,7 +88,7 @@ def read(folder: Path, name: str | None = None) -> RunFolder:
     except UNREADABLE as error:
         missing.append(f"Its former settings cannot be read ({error}).")
     for home in shards.homes(folder)[1:]:
-        other = content(home / "summary.json", "another of its schedulers has not ended in order")
+        other = content(home / "summary.json")
         for of in {"counts", "calls"} & other.keys():
             summary[of] = Counter(summary.get(of)) + Counter(other[of])
     try:
@@ -104,9 +101,8 @@ def read(folder: Path, name: str | None = None) -> RunFolder:
         missing.append("It has no held-out evaluation.")
     evaluations = list({result["version"]: result for result in results}.values())
     now = status.gather(folder, time.monotonic())
-    name, state = name or folder.resolve().name, f"{now.state}: {now.said}"
     parts = (records, evaluations, summary, config, environment, missing)
-    return RunFolder(folder, name, state, *parts)
+    return RunFolder(folder, name or folder.resolve().name, f"{now.state}: {now.said}", *parts)
 
 
 def _records(folder: Path) -> list[dict[str, float]]:
@@ -153,8 +149,14 @@ def heldout(runs: Sequence[RunFolder], measure: str) -> Curve:
     The interval of a single run is that of its evaluation, over questions; that of several is over
     seeds.
     """
-    results = [[(e["version"], e["measures"].get(measure)) for e in r.evaluations] for r in runs]
-    return _mean({v: (v, m["mean"], m["half"]) for v, m in of_run if m} for of_run in results)
+    return _mean(
+        {
+            e["version"]: (e["version"], m["mean"], m["half"])
+            for e in run.evaluations
+            if (m := e["measures"].get(measure))
+        }
+        for run in runs
+    )
 
 
 def _mean(of_runs: Iterable[dict[float, tuple[float, float, float]]]) -> Curve:

@@ -80,21 +80,6 @@ def test_trees_are_found_by_their_columns_and_texts(
     assert listed(capsys) == found
 
 
-def test_the_best_and_the_worst_have_the_highest_and_the_lowest_outcome(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    journal = Journal(run / "journal.sqlite")
-    for row in journal.trees():
-        tree = journal.tree(row)
-        tree.nodes[1].scores["outcome"] = float(row.id)
-        tree.changed = {1: tree.nodes[1]}
-        journal.save_nodes(tree)
-    journal.close()
-    for rank, order in (("--best", [4, 3]), ("--worst", [0, 1])):
-        assert main([str(run), rank, "2"]) == 0
-        assert listed(capsys) == order
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -122,15 +107,12 @@ def test_what_is_not_there_is_told_with_what_is(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (
-            ["--best", "1", "--sort", "spread"],
-            "--best and --sort put the trees in different orders",
-        ),
+        (["--surprising", "1", "--sort", "spread"], "not allowed with argument --surprising"),
         (["--reverse"], "no effect without --sort"),
         (["--newest"], "--newest has an effect with --html or --tokens"),
-        (["--diff", "1", "2", "--best", "3"], "--diff names its two trees"),
+        (["--diff", "1", "2", "--limit", "3"], "--diff names its two trees"),
         (["--limit=0"], "'0': expected a whole number of at least 1"),
-        (["--best=-1"], "'-1': expected a whole number of at least 1"),
+        (["--surprising=-1"], "'-1': expected a whole number of at least 1"),
     ],
 )
 def test_options_that_contradict_each_other_or_are_no_number_are_refused(
@@ -169,8 +151,8 @@ def test_a_run_without_scores_or_rewards_is_listed_too(
     assert listed(capsys) == [1, 0]
     assert main([str(tmp_path), "--where", "risk_min = 0.5", "--list"]) == 0
     assert listed(capsys) == [1]
-    assert main([str(tmp_path), "--best", "1"]) == 2
-    assert "the run has none of the columns outcome, reward" in capsys.readouterr().err
+    assert main([str(tmp_path), "--surprising", "1"]) == 2
+    assert "the run has none of the columns advantage, reward" in capsys.readouterr().err
 
 
 def test_the_frames_hold_every_score_and_survive_parquet(run: Path, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_what_a_run_lacks_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     for folder, sentences in (
         (live, "summary.json is missing, It has no held-out evaluation"),
         (young, "has made no update yet"),
-        (old, "before the machine and the packages were recorded, its settings are unknown"),
+        (old, "environment.json is missing, config.json is missing"),
         (old, "Its journal cannot be read, recorded before calls said whom they serve"),
     ):
         page = parts((folder, folder.name))
