@@ -32,7 +32,7 @@ COMMANDS = {
     "dev replicate": ("research.replication", "run a study of several arms and seeds"),
     "dev process-bench": ("research.process_bench", "build a benchmark of process judges"),
     "dev gpu-check": ("research.gpu_checks", "run every check that needs a GPU"),
-    "dev test": ("tools.check", "lint, type-check and test the project"),
+    "dev test": ("tests.check", "lint, type-check and test the project"),
 }
 """Subcommand, perhaps with the flag that chooses it -> module of the package, help."""
 _NEEDS_DEV = ("dev test", "dev gpu-check")

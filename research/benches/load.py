@@ -340,10 +340,10 @@ def prepare(
 ) -> None:
     """Write what the processes read: tokenizer, tasks, prompt, the peers' plan and the scheduler's
     process file."""
-    from coppice.tools.defaults.tiny_board import tokenizer
+    from coppice.tools.defaults.tiny import board_tokenizer
 
     run.mkdir(parents=True, exist_ok=True)
-    words = tokenizer().backend_tokenizer
+    words = board_tokenizer().backend_tokenizer
     words.save(str(run / "tokenizer.json"))
     (run / "prompt.txt").write_text("Answer the question. You may search. Question: {question}")
     rows = [

@@ -71,7 +71,7 @@ def test_a_run_trains_to_its_end_and_leaves_what_it_promises(
     shown = capsys.readouterr().out
     assert "admitted at version" in shown
     assert "reward" in shown
-    assert dump.main([str(run.folder), "--jsonl", "--all"]) == 0
+    assert dump.main([str(run.folder), "--json", "--all"]) == 0
     trees = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(trees) == UPDATES * QUESTIONS
     assert all(sum(n["chosen"] and n["kind"] == "action" for n in t["nodes"]) >= 1 for t in trees)

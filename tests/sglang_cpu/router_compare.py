@@ -30,7 +30,7 @@ import numpy as np
 from coppice.actors.config import ActorsConfig, SGLangConfig
 from coppice.actors.engines.sglang import SGLangEngine
 from coppice.common.process import free_port
-from coppice.tools.defaults.tiny_board import make_tiny_policy
+from coppice.tools.defaults.tiny import make_board
 from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
 from tests.actors.test_local_engine import GREATEST_DIFFERENCE, full_logprobs, version_folder
 from tests.sglang_cpu import server
@@ -239,7 +239,7 @@ def main() -> None:
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        model = make_tiny_policy(folder / "policy", hidden=32, layers=2, heads=4, intermediate=64)
+        model = make_board(folder / "policy", hidden=32, layers=2, heads=4, intermediate=64)
         with (
             servers(model, folder, 3) as found,
             router(chosen.router, list(found)[:2], folder) as url,

@@ -163,7 +163,7 @@ def test_a_model_is_measured_and_table_json_and_journal_agree(
     assert main([*command, "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again == found, "a finished evaluation is only reported again"
-    assert dump([str(out), "--heldout", "--all", "--jsonl"]) == 0
+    assert dump([str(out), "--heldout", "--all", "--json"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 8
 
 

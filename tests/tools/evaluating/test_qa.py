@@ -398,7 +398,7 @@ def test_a_table_has_rows_of_methods_columns_of_sets_and_the_macro_mean(
     assert "response_tokens" not in row["sets"]["easy"], "an endpoint's journal holds bytes"
     assert row["generated_tokens"] == 5 * 20
     assert (row["queries"], row["hits"]) == (10, 4), "both sets ask for w0 to w3"
-    assert dump([str(out / "rag.m"), "--heldout", "--all", "--jsonl"]) == 0
+    assert dump([str(out / "rag.m"), "--heldout", "--all", "--json"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 10
 
 
