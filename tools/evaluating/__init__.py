@@ -1,20 +1,14 @@
-"""The command coppice evaluate: a game (ENV), question answering (qa), or judges of processes
-(nvprocess)."""
+"""The command coppice evaluate: a game (ENV) or question answering (qa)."""
 
 import argparse
 import importlib
 import sys
 from typing import Any
 
-MODULES = {
-    "qa": "coppice.tools.evaluating.qa.main",
-    "nvprocess": "coppice.tools.evaluating.judge_bench.evaluate",
-}
-"""What is measured by a module of its own; any other first word is a game."""
-
 
 def _module(name: str) -> Any:
-    return importlib.import_module(MODULES.get(name, "coppice.tools.evaluating.games"))
+    place = "qa.main" if name == "qa" else "games"
+    return importlib.import_module(f"coppice.tools.evaluating.{place}")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -23,7 +17,7 @@ def parser() -> argparse.ArgumentParser:
 
     whole = argparse.ArgumentParser("coppice evaluate")
     commands = whole.add_subparsers()
-    for name in (*registry.BUILT_IN, *MODULES):
+    for name in (*registry.BUILT_IN, "qa"):
         commands.add_parser(name, parents=[_module(name).parser()], add_help=False, help=name)
     return whole
 
@@ -31,4 +25,4 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Run the command and return its exit status."""
     name = next(iter(sys.argv[1:]), "")
-    return _module(name).main(sys.argv[2:] if name in MODULES else sys.argv[1:])
+    return _module(name).main(sys.argv[2:] if name == "qa" else sys.argv[1:])

@@ -121,8 +121,7 @@ EXAMPLES = """\
   coppice evaluate sudoku --run RUN --version best       its best ones
   coppice evaluate minesweeper --baseline random         what chance reaches
   coppice evaluate sokoban --endpoint http://127.0.0.1:9/v1 --endpoint-model m
-coppice evaluate qa --help: question answering
-coppice evaluate nvprocess --help: judges of processes"""
+coppice evaluate qa --help: question answering"""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -17,7 +17,7 @@ from coppice.actors.environments.task_files import listed, load_tasks
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.evaluating import judged
 from coppice.tools.evaluating.examination import repeated
-from coppice.tools.evaluating.judge_bench.record import RecordedStep, Trajectory, recorded
+from coppice.tools.finetuning.records import RecordedStep, Trajectory, recorded
 
 
 def task_files(folder: Path) -> list[Path]:
