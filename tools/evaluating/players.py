@@ -16,7 +16,7 @@ from coppice.actors.engines.base import Engine
 from coppice.actors.engines.endpoint import EndpointEngine, EndpointText
 from coppice.common.http import Reached
 from coppice.common.options import option
-from coppice.scheduler.config import SchedulerProcess
+from coppice.scheduler.config import SchedulerConfig, SchedulerProcess
 from coppice.scheduler.growth.text import Text
 from coppice.tools.evaluating import versions
 from coppice.wire import published
@@ -24,14 +24,17 @@ from coppice.wire.messages import LoadRequest
 
 MAX_CONTEXT = 4096
 """Tokens of prompt and action, unless a run's settings say otherwise."""
-_READ_WHOLE = 2**30
-"""Bytes of weights up to which the whole files are read for their digest, which takes about a
-second."""
 
 
 def add_players(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say how an endpoint is asked, how a model in this process computes, and
-    how actions are sampled."""
+    """Add the flags that say who is measured, how an endpoint is asked, how a model in this process
+    computes, and how actions are sampled."""
+    add = parser.add_argument_group("players (--model and --run may be repeated)").add_argument
+    model = "a model folder, a built-in name or a hub id"
+    add("--model", action="append", default=[], metavar="NAME", help=model)
+    own = "a run folder: its newest weights and its settings"
+    add("--run", type=Path, action="append", default=[], metavar="RUN", help=own)
+    add("--endpoint", metavar="URL", help="an OpenAI-compatible endpoint, up to /v1")
     add = parser.add_argument_group("with --endpoint").add_argument
     add("--endpoint-model", metavar="NAME", help="the model to ask for")
     key = "the environment variable that holds the API key"
@@ -58,6 +61,7 @@ def add_players(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=int, default=0, help=top)
     most = "tokens of one action, at most (default: the run's, else 500)"
     add("--max-tokens", type=int, help=most)
+    parser.add_argument("--concurrency", type=int, default=16, help="tasks at once (default: 16)")
 
 
 _POSITIVE = ("concurrency", "timeout", "attempts", "max_tokens", "threads", "max_context")
@@ -106,34 +110,6 @@ def key_values(name: str, texts: list[str]) -> dict[str, Any]:
         raise ValueError(f"{name}: {error}") from None
 
 
-# ----------------------------------------------------------------------------------------------
-# runs
-
-
-class RunPolicy(msgspec.Struct, frozen=True):
-    """A run folder as a player: its process files, and the weights to load (None: the weights of
-    its model folder)."""
-
-    scheduler: SchedulerProcess
-    actor: ActorProcess
-    load: LoadRequest | None
-
-
-def read_run(run: Path, version: int | str | None) -> RunPolicy:
-    """The run with one version (None: the newest, "best": on its held-out tasks). Raises ValueError
-    or FileNotFoundError."""
-    if not (run / "processes" / "scheduler.json").is_file():
-        missing = "no processes/scheduler.json there; expected the folder of a run"
-        raise FileNotFoundError(f"--run {run}: {missing}")
-    scheduler = saved(run / "processes" / "scheduler.json", SchedulerProcess)
-    actor = saved(run / "processes" / "actor-0.json", ActorProcess)
-    number, weights = versions.chosen(run, version)
-    if weights is None:
-        return RunPolicy(scheduler, actor, None)
-    proof = saved(weights / published.NAME, published.Manifest).digest
-    return RunPolicy(scheduler, actor, LoadRequest(number, str(weights.resolve()), proof))
-
-
 _Read = TypeVar("_Read")
 
 
@@ -146,21 +122,16 @@ def saved(path: Path, kind: type[_Read]) -> _Read:
         reason = error.strerror if isinstance(error, OSError) else error
         remedy = "copy the run folder again, or measure another run or version"
         wanted = f"expected a file that a run wrote: {remedy}"
-        raise ValueError(f"--run: {path}: {reason}; {wanted}") from None
+        raise ValueError(f"{path}: {reason}; {wanted}") from None
 
 
 def weights_digest(folder: str) -> str:
-    """A digest of the weights in a model folder: of the contents of its files, or of their names,
-    sizes and times if the files are large."""
-    files = sorted(Path(folder).glob("*.safetensors"))
-    small = sum(file.stat().st_size for file in files) <= _READ_WHOLE
+    """A digest of the weights in a model folder, of which the whole files are read."""
     total = hashlib.sha256()
-    for file in files:
-        size, time_ns = file.stat().st_size, file.stat().st_mtime_ns
-        total.update(f"{file.name} {size} {0 if small else time_ns}\n".encode())
-        if small:
-            with file.open("rb") as content:
-                total.update(hashlib.file_digest(content, "sha256").digest())
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        total.update(f"{file.name} {file.stat().st_size} 0\n".encode())
+        with file.open("rb") as content:
+            total.update(hashlib.file_digest(content, "sha256").digest())
     return total.hexdigest()[:16]
 
 
@@ -184,8 +155,55 @@ class MeasuredPolicy(msgspec.Struct, frozen=True):
     own: SchedulerProcess | None = None
 
 
-def of_model(name: str, flags: argparse.Namespace) -> MeasuredPolicy:
-    """The player of --model. Raises ValueError."""
+class PlayerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the results of all evaluations depend on.
+
+    source: the model folder, the run, the endpoint's URL or the baseline. weights: the digest of
+    local weights, "" for an endpoint. options: the environment's.
+    """
+
+    player: str
+    source: str
+    model: str = ""
+    version: int = 0
+    weights: str = ""
+    fields: dict[str, Any] = {}
+    options: dict[str, Any]
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    thinking: bool
+
+
+def sampled(
+    flags: argparse.Namespace, policy: MeasuredPolicy, own: SchedulerConfig, thinking: bool
+) -> dict[str, Any]:
+    """The fields of ``PlayerSettings`` but its options. own: whose number of tokens is the default.
+    thinking: of the run."""
+    return policy.described | {
+        "temperature": flags.temperature,
+        "top_p": flags.top_p,
+        "top_k": flags.top_k,
+        "max_tokens": flags.max_tokens or own.max_action_tokens,
+        "thinking": thinking and not flags.no_thinking,
+    }
+
+
+def policies(
+    flags: argparse.Namespace,
+    least_context: int = 0,
+    engine: type[EndpointEngine] = EndpointEngine,
+    text: type[EndpointText] = EndpointText,
+) -> list[MeasuredPolicy]:
+    """The players of a command line. least_context: a lower bound of a run's context, unless a flag
+    gives it. engine, text: of an endpoint. Raises ValueError or OSError."""
+    everyone = [_of_model(name, flags) for name in flags.model]
+    everyone += [_of_run(path, flags, least_context) for path in flags.run]
+    return everyone + ([_of_endpoint(flags, engine, text)] if flags.endpoint else [])
+
+
+def _of_model(name: str, flags: argparse.Namespace) -> MeasuredPolicy:
     from coppice.tools.defaults.models import ensure_model
     from coppice.tools.defaults.settings import cache_folder  # these import torch
 
@@ -202,28 +220,31 @@ def of_model(name: str, flags: argparse.Namespace) -> MeasuredPolicy:
     )  # fmt: skip
 
 
-def of_run(
-    path: Path, run: RunPolicy, flags: argparse.Namespace, least_context: int = 0
-) -> MeasuredPolicy:
-    """The player of --run. least_context: a lower bound of the context, unless a flag gives it."""
-    folder, own = run.actor.model, run.actor.actors
+def _of_run(path: Path, flags: argparse.Namespace, least_context: int) -> MeasuredPolicy:
+    if not (path / "processes" / "scheduler.json").is_file():
+        missing = "no processes/scheduler.json there; expected the folder of a run"
+        raise FileNotFoundError(f"--run {path}: {missing}")
+    scheduler = saved(path / "processes" / "scheduler.json", SchedulerProcess)
+    actor = saved(path / "processes" / "actor-0.json", ActorProcess)
+    number, weights = versions.chosen(path, flags.version)
+    folder, own, load = actor.model, actor.actors, None
+    if weights is not None:
+        proof = saved(weights / published.NAME, published.Manifest).digest
+        load = LoadRequest(number, str(weights.resolve()), proof)
     room = max(own.max_context, least_context)
     config = _local(msgspec.structs.replace(own, max_context=room), flags)
     described: dict[str, Any] = {"player": "run", "source": str(path.resolve()), "model": folder}
-    described |= {"version": run.load.version if run.load else 0}
-    described |= {"weights": run.load.digest if run.load else weights_digest(folder)}
+    described |= {"version": load.version if load else 0}
+    described |= {"weights": load.digest if load else weights_digest(folder)}
     return MeasuredPolicy(
         _short(f"{path.resolve().name}-v{described['version']}"), described, Text(folder),
-        lambda: _engine(folder, config), config.max_context, run.load, run.scheduler,
+        lambda: _engine(folder, config), config.max_context, load, scheduler,
     )  # fmt: skip
 
 
-def of_endpoint(
-    flags: argparse.Namespace,
-    engine: type[EndpointEngine] = EndpointEngine,
-    text: type[EndpointText] = EndpointText,
+def _of_endpoint(
+    flags: argparse.Namespace, engine: type[EndpointEngine], text: type[EndpointText]
 ) -> MeasuredPolicy:
-    """The player of --endpoint. Raises ValueError."""
     parts = urlsplit(flags.endpoint)
     good = parts.scheme in ("http", "https") and parts.hostname and not parts.query
     if not good or "@" in parts.netloc:

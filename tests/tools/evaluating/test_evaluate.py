@@ -27,9 +27,9 @@ from coppice.actors.environments.sotopia.environment import DIMENSIONS
 from coppice.common.http import Reached
 from coppice.scheduler.config import SchedulerConfig, SchedulerProcess
 from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.evaluating import main
 from coppice.tools.evaluating.examination import EvaluationCosts, total_costs
 from coppice.tools.evaluating.folder import claim
-from coppice.tools.evaluating.games import main
 from coppice.tools.inspecting.dump import main as dump
 from coppice.wire import digest
 from coppice.wire.faults import DataFault, InfrastructureFault
