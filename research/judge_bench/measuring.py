@@ -173,7 +173,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--baseline", nargs="+", action="append", default=[], metavar=("KIND", "VALUE"), help=kinds)
     threshold = "good steps score above it (default: %(default)s)"
     add("--threshold", type=float, default=THRESHOLD, help=threshold)
-    judging.add_deadline(parser)
+    judging.add_deadline(add)
     failed = "steps an endpoint refuses or fails on count as wrong (default: the command fails)"
     add("--count-failed", action="store_true", help=failed)
     examination.add_output(parser, "nvprocess")

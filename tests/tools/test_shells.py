@@ -15,7 +15,7 @@ CASES = [
     ("coppice trees --ht", "--html"),
     ("coppice evaluate tictacto", "tictactoe"),
     ("coppice evaluate qa --forc", "--forced"),
-    ("coppice sft train --schedule cosi", "cosine"),
+    ("coppice sft collect --split held", "heldout"),
     ("coppice completion fis", "fish"),
     ("coppice launch --config configs/slate-tin", "configs/slate-tiny.toml"),
     ("coppice launch --config slate-tin", "configs/slate-tiny.toml"),

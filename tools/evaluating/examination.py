@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from coppice.actors.environments.base import Environment, Task
-from coppice.common import loop
+from coppice.common import jsonl, loop
 from coppice.judges.serve import PlugIn
 from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import SchedulerConfig
@@ -96,17 +96,12 @@ def total_costs(path: Path) -> EvaluationCosts:
     session."""
     cut_torn_tail(path)
     seconds, total = 0.0, Counter[str]()
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            session = msgspec.json.decode(line, type=EvaluationCosts)
-        except msgspec.DecodeError as error:
-            remedy = "remove that line; its counts are lost"
-            raise InfrastructureFault(
-                f"{path}:{number} is no session ({error}): {remedy}"
-            ) from None
-        seconds += session.seconds
-        total.update(session.engine)
+    try:
+        for _, session in jsonl.lines(path, EvaluationCosts, "sessions") if path.exists() else ():
+            seconds += session.seconds
+            total.update(session.engine)
+    except ValueError as error:
+        raise InfrastructureFault(f"{error}: remove that line; its counts are lost") from None
     return EvaluationCosts(round(seconds, 3), dict(total))
 
 

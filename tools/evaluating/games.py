@@ -33,7 +33,7 @@ from coppice.tools.evaluating.examination import (
     SampleMean,
     sample_mean,
 )
-from coppice.tools.evaluating.in_process import ResumedCalls, config_of
+from coppice.tools.evaluating.in_process import ResumedCalls
 from coppice.tools.evaluating.players import MeasuredPolicy, PlayerSettings, key_values
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sample
 
@@ -125,15 +125,14 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--baseline", choices=sorted(NO_MODEL), help=baseline)
     add = parser.add_argument_group("games").add_argument
     add("--games", type=int, default=100, help="games per set of tasks (default: %(default)s)")
-    seed = "first task seed (default: held-out)"
-    add("--seed", type=int, default=HELD_OUT_SEEDS.start, help=seed)
+    start = HELD_OUT_SEEDS.start
+    add("--seed", type=int, default=start, help="first task seed (default: held-out)")
     add("--seeds", type=int, default=1, help="the number of sets of tasks (default: %(default)s)")
     opponent = f"random, one of {', '.join(PLAYERS)}, or module:Class (default: MCTS)"
     add("--opponent", metavar="NAME", help=opponent)
-    simulations = f"simulations of the MCTS opponent (default: {SIMULATIONS})"
-    add("--simulations", type=int, help=simulations)
-    oracle = "label moves by the built-in oracle (default: yes)"
-    add("--oracle", action=argparse.BooleanOptionalAction, default=True, help=oracle)
+    add("--simulations", type=int, help=f"of the MCTS opponent (default: {SIMULATIONS})")
+    oracle = argparse.BooleanOptionalAction
+    add("--oracle", action=oracle, default=True, help="label moves by the built-in oracle")
     for flag, words in (
         ("--option", "option of ENV, a TOML value; repeatable"),
         ("--oracle-option", "option of the oracle or of the outcome's judge; repeatable"),
@@ -199,7 +198,7 @@ def prepare(flags: argparse.Namespace) -> Prepared:
         oracle=oracle, oracle_options=oracle_options,
         **players.sampled(flags, policy, default, default.thinking),
     )  # fmt: skip
-    config = config_of(settings, judges[0].name if oracle else UNJUDGED, strategy="chain")
+    config = settings.config(judges[0].name if oracle else UNJUDGED, strategy="chain")
     row = PolicyRow("", settings, policy, environment, config)
     workers += judges
     work = lambda out: GamesEvaluation(row, workers, out, flags.concurrency).run()  # noqa: E731

@@ -1,7 +1,6 @@
 """Journaled turns as the judges of a run receive them: the run's environment reads the actions
 again."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,24 +47,19 @@ def process(folder: Path) -> PlayedRun:
 def turns(folder: Path, row: TreeRow, tree: Tree) -> list[tuple[Node, JudgedTurn]]:
     """Return every action of a tree with what a judge sees of it. Raises FileNotFoundError or
     ValueError if the run or its task is not there."""
-    of = process(folder)
-    environment = registry.load(of.environment, of.options)
-    task = next((task for task in _tasks(of, environment, row) if task.id == row.task), None)
+    of, train = process(folder), row.split == "train"
+    environment: Any = registry.load(of.environment, of.options)
+    if registry.makes_tasks(environment):
+        generated = GeneratedTasks(environment.task, of.seed)
+        at = row.position
+        tasks = [generated.at(at)] if train else generated.held_out(at + 1)
+    else:
+        tasks = load_tasks(of.train if train else of.heldout, environment.verbatim)[0]
+    task = next((task for task in tasks if task.id == row.task), None)
     if task is None:
         raise ValueError(f"tree {row.id}: its task {row.task!r} is not among the run's tasks")
     actions = [node for node in tree.nodes.values() if node.kind == "action"]
     return [(node, turn(environment, tree, node, task, of.scheduler.budget)) for node in actions]
-
-
-def _tasks(of: PlayedRun, environment: Environment, row: TreeRow) -> Iterator[Task]:
-    if registry.makes_tasks(environment):
-        makes: Any = environment
-        generated = GeneratedTasks(makes.task, of.seed)
-        train = row.split == "train"
-        yield from [generated.at(row.position)] if train else generated.held_out(row.position + 1)
-    else:
-        source = of.train if row.split == "train" else of.heldout
-        yield from load_tasks(source, environment.verbatim)[0]
 
 
 def turn(environment: Environment, tree: Tree, node: Node, task: Task, budget: int) -> JudgedTurn:

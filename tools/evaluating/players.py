@@ -29,38 +29,29 @@ MAX_CONTEXT = 4096
 def add_players(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say who is measured, how an endpoint is asked, how a model in this process
     computes, and how actions are sampled."""
+    many, value = {"action": "append", "default": []}, {"metavar": "KEY=VALUE"}
     add = parser.add_argument_group("players (--model and --run may be repeated)").add_argument
-    model = "a model folder, a built-in name or a hub id"
-    add("--model", action="append", default=[], metavar="NAME", help=model)
-    own = "a run folder: its newest weights and its settings"
-    add("--run", type=Path, action="append", default=[], metavar="RUN", help=own)
+    add("--model", **many, metavar="NAME", help="a model folder, a built-in name or a hub id")
+    add("--run", **many, type=Path, metavar="RUN", help="a run folder: its weights and settings")
     add("--endpoint", metavar="URL", help="an OpenAI-compatible endpoint, up to /v1")
     add = parser.add_argument_group("with --endpoint").add_argument
     add("--endpoint-model", metavar="NAME", help="the model to ask for")
-    key = "the environment variable that holds the API key"
-    add("--api-key-env", metavar="VARIABLE", help=key)
-    field = "a field of each request, its value in TOML; repeatable"
-    add("--endpoint-field", action="append", default=[], metavar="KEY=VALUE", help=field)
+    add("--api-key-env", metavar="VARIABLE", help="environment variable of the API key")
+    add("--endpoint-field", **many, **value, help="a field of each request, in TOML; repeatable")
     add("--timeout", type=float, help="seconds of one attempt (default: 300)")
     add("--attempts", type=int, help="attempts of one request (default: 6)")
     add = parser.add_argument_group("with --model or --run").add_argument
-    version = (
-        "of --run: a number (0: the start), or best on its held-out tasks (default: the newest)"
-    )
-    add("--version", type=versions.argument, metavar="VERSION", help=version)
-    thinking = "ask a chat template that knows the switch for none"
-    add("--no-thinking", action="store_true", help=thinking)
+    version = "a number (0: the start), or best on held-out tasks (default: the newest)"
+    add("--version", type=versions.argument, metavar="VERSION", help=f"of --run: {version}")
+    add("--no-thinking", action="store_true", help="ask a chat template that can for none")
     add("--threads", type=int, help="compute threads (default: 1)")
-    context = f"tokens of a prompt and its action together (default: the run's, else {MAX_CONTEXT})"
+    context = f"tokens of prompt and action (default: the run's, else {MAX_CONTEXT})"
     add("--max-context", type=int, help=context)
     add = parser.add_argument_group("actions").add_argument
     add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-    nucleus = "sample from the likeliest tokens of this total probability (default: 1, all)"
-    add("--top-p", type=float, default=1.0, help=nucleus)
-    top = "sample from this number of likeliest tokens (default: 0, all)"
-    add("--top-k", type=int, default=0, help=top)
-    most = "tokens of one action, at most (default: the run's, else 500)"
-    add("--max-tokens", type=int, help=most)
+    add("--top-p", type=float, default=1.0, help="of the likeliest tokens (default: 1, all)")
+    add("--top-k", type=int, default=0, help="number of likeliest tokens (default: 0, all)")
+    add("--max-tokens", type=int, help="most tokens of an action (default: the run's, else 500)")
     parser.add_argument("--concurrency", type=int, default=16, help="tasks at once (default: 16)")
 
 
@@ -175,19 +166,25 @@ class PlayerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     thinking: bool
 
+    def config(self, judge: str, **more: Any) -> SchedulerConfig:
+        """The scheduler's settings for one trajectory per task. The deadlines are long because
+        nothing could take over from an engine or a service in this process."""
+        return SchedulerConfig(
+            judge=judge, max_action_tokens=self.max_tokens, generate_deadline_s=3600.0,
+            judge_deadline_s=3600.0, temperature=self.temperature, top_p=self.top_p,
+            top_k=self.top_k, thinking=self.thinking, **more,
+        )  # fmt: skip
+
 
 def sampled(
     flags: argparse.Namespace, policy: MeasuredPolicy, own: SchedulerConfig, thinking: bool
 ) -> dict[str, Any]:
     """The fields of ``PlayerSettings`` but its options. own: whose number of tokens is the default.
     thinking: of the run."""
-    return policy.described | {
-        "temperature": flags.temperature,
-        "top_p": flags.top_p,
-        "top_k": flags.top_k,
-        "max_tokens": flags.max_tokens or own.max_action_tokens,
-        "thinking": thinking and not flags.no_thinking,
-    }
+    given = {name: getattr(flags, name) for name in ("temperature", "top_p", "top_k")}
+    most = flags.max_tokens or own.max_action_tokens
+    thinking = thinking and not flags.no_thinking
+    return policy.described | given | {"max_tokens": most, "thinking": thinking}
 
 
 def policies(

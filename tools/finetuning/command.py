@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from coppice.common.atomic import draft_of, drafted
 from coppice.common.options import command_parser, option
@@ -67,83 +68,55 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--out", required=True, type=Path, help="what is written")
     seed.add_argument("--seed", type=int, default=0, help="of every random draw (default: 0)")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, words, run, options, *parents in (
-        ("collect", "trajectories of search runs, from their journals", collect, _collect, out),
-        ("label", "two judges score every step", label, _label, out),
-        ("rows", "training rows of a process reward model", rows, _rows, seed, out),
-        ("train", "fine-tune a model on rows", training.train, _train, seed, out),
-        ("warm-start", "the warm start of a run's policy", training.warm_start, _warm_start, out),
-    ):  # fmt: skip
+
+    def command(name: str, words: str, run: Any, *parents: argparse.ArgumentParser) -> Any:
         one = commands.add_parser(name, help=words, parents=parents)
-        options(one)
         one.set_defaults(run=run)
-    return parser
+        return one.add_argument
 
-
-def _collect(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = command("collect", "trajectories of search runs, from their journals", collect, out)
     add("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    split = "which tasks (default: train)"
-    add("--split", choices=("train", "heldout"), default="train", help=split)
-    prefix = "put before the ids, which begin with the folder's name (for runs of one name)"
-    add("--prefix", default="", help=prefix)
+    add("--split", choices=("train", "heldout"), default="train", help="tasks (default: train)")
+    add("--prefix", default="", help="put before the ids (for runs whose folders share a name)")
 
-
-def _label(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = command("label", "two judges score every step", label, out)
     add("trajectories", type=Path, help="file of `collect`")
+    value = {"action": "append", "default": [], "metavar": "KEY=VALUE"}
     for side in "ab":
-        judge = "a built-in judge or module:Class"
-        add(f"--judge-{side}", required=True, metavar="SPEC", help=judge)
-        value = "its option, a TOML value"
-        add(f"--option-{side}", action="append", default=[], metavar="KEY=VALUE", help=value)
+        add(f"--judge-{side}", required=True, metavar="SPEC", help="built-in or module:Class")
+        add(f"--option-{side}", **value, help="its option, a TOML value")
     most = "of two scores that count as equal (default: %(default)s)"
     add("--most-difference", type=float, default=labels.MOST_DIFFERENCE, help=most)
-    judging.add_deadline(parser)
+    judging.add_deadline(add)
 
-
-def _rows(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = command("rows", "training rows of a process reward model", rows, seed, out)
     add("labelled", nargs="+", type=Path, help="labelled trajectories")
     add("--balance", action="store_true", help="as many rows of good steps as of bad ones")
     add("--most", type=int, default=0, help="rows to take at random (default: all)")
 
-
-def _train(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = command("train", "fine-tune a model on rows", training.train, seed, out)
     add("--model", required=True, help="a model folder, a built-in name or a hub id")
     add("--rows", required=True, type=Path, help="JSONL file of `rows`, or of your own")
-    length = parser.add_mutually_exclusive_group().add_argument
-    length("--epochs", type=float, default=3, help="passes over the rows (default: %(default)s)")
-    length("--steps", type=int, help="instead of epochs")
+    add("--epochs", type=float, default=3, help="passes over the rows (default: %(default)s)")
+    add("--steps", type=int, help="instead of epochs")
     add("--batch", type=int, default=32, help="rows per step (default: %(default)s)")
     add("--lr", type=float, default=2e-5, help="peak learning rate (default: %(default)s)")
-    schedules = ("cosine", "constant", "linear")
-    rate = "of the learning rate (default: cosine)"
-    add("--schedule", choices=schedules, default="cosine", help=rate)
-    warmup = "share of the steps (default: %(default)s)"
-    add("--warmup-ratio", type=float, default=0.1, help=warmup)
+    add("--warmup-ratio", type=float, default=0.1, help="share of steps (default: %(default)s)")
     add("--lora-rank", type=int, default=0, help="0, the default, trains all weights")
-    add("--lora-alpha", type=float, default=32.0, help="scale of LoRA (default: %(default)s)")
-    switch = argparse.BooleanOptionalAction
-    packing = "read a batch as one forest, shared prefixes once"
-    add("--packing", action=switch, default=True, help=packing)
-    forward = "tokens of one forward pass (default: %(default)s)"
-    add("--forward-tokens", type=int, default=8192, help=forward)
+    add("--forward-tokens", type=int, default=8192, help="of one forward (default: %(default)s)")
     longest = "longer rows are left out and counted (default: the model's context)"
     add("--max-tokens", type=int, help=longest)
-    held_out = "share to measure on, in whole groups (default: %(default)s)"
-    add("--held-out", type=float, default=0.1, help=held_out)
+    share = "share to measure on, in whole groups (default: %(default)s)"
+    add("--held-out", type=float, default=0.1, help=share)
     end = "add the model's end token to completions (actions of a policy need none)"
-    add("--end-token", action=switch, default=True, help=end)
-    cores, threads = len(os.sched_getaffinity(0)), "compute threads (default: all, %(default)s)"
-    add("--threads", type=int, default=cores, help=threads)
+    add("--end-token", action=argparse.BooleanOptionalAction, default=True, help=end)
+    cores = len(os.sched_getaffinity(0))
+    add("--threads", type=int, default=cores, help="compute threads (default: all, %(default)s)")
 
-
-def _warm_start(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = command("warm-start", "the warm start of a run's policy", training.warm_start, out)
     add("--config", required=True, type=Path, help="TOML file of the run to come")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key; repeatable")
+    return parser
 
 
 # ----------------------------------------------------------------------------------------------

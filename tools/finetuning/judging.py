@@ -4,11 +4,10 @@ Invariant: a judge is asked about a step until it answers. A failed endpoint is 
 that cannot be read is an answer. A step whose answer is in the file is never asked again.
 """
 
-import argparse
 import asyncio
 import hashlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +45,10 @@ class JudgeSpec(msgspec.Struct, frozen=True):
     texts: str = ""
 
 
-def add_deadline(parser: argparse.ArgumentParser) -> None:
-    """Add --deadline, the time that a judge may take for one step."""
+def add_deadline(add: Callable[..., Any]) -> None:
+    """Add --deadline, the time that a judge may take for one step. add: of a parser."""
     words = "seconds for one step with all its attempts (default: %(default)g)"
-    parser.add_argument("--deadline", type=float, default=900.0, metavar="SECONDS", help=words)
+    add("--deadline", type=float, default=900.0, metavar="SECONDS", help=words)
 
 
 def check_deadline(seconds: float) -> None:

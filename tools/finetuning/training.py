@@ -46,9 +46,9 @@ def train(options: argparse.Namespace, folder: Path) -> None:
         raise ValueError(f"{options.rows}: no row is left to learn from ({counts})")
     steps = options.steps or math.ceil(options.epochs * len(learnt) / options.batch)
     recipe = Recipe(
-        steps=steps, batch=options.batch, lr=options.lr, schedule=options.schedule,
+        steps=steps, batch=options.batch, lr=options.lr, schedule="cosine",
         warmup=round(options.warmup_ratio * steps), shuffle=options.seed,
-        lora_rank=options.lora_rank, lora_alpha=options.lora_alpha, packing=options.packing,
+        lora_rank=options.lora_rank, lora_alpha=32.0, packing=True,
         forward_tokens=options.forward_tokens,
     )  # fmt: skip
     sizes = f"{len(learnt)} rows, {len(held_out)} held out"

@@ -37,17 +37,13 @@ def parser() -> argparse.ArgumentParser:
         "coppice plan", "Predict what a run takes: tokens, FLOPs, memory, time, cost.", EXAMPLES
     )
     add, names = parser.add_argument, ", ".join(Assumed.__struct_fields__)
-    default = f"default: {DEFAULT_CONFIG.name}"
-    change = "change a key, as for coppice launch; repeatable"
-    kind = f"their kind: {', '.join(GPUS)} (default: h100)"
-    shape = "folder of a config.json, if the model is not here"
-    add("--config", type=Path, metavar="FILE", help=f"TOML file, as for coppice launch ({default})")
-    add("--set", action="append", metavar="KEY=VALUE", help=change)
+    add("--config", type=Path, metavar="FILE", help=f"TOML file (default: {DEFAULT_CONFIG.name})")
+    add("--set", action="append", metavar="KEY=VALUE", help="change a key; repeatable")
     add("--gpus", type=int, help="GPUs for actors and learner together")
-    add("--gpu", default="h100", metavar="NAME", help=kind)
+    add("--gpu", default="h100", metavar="NAME", help=f"one of {', '.join(GPUS)} (default: h100)")
     assumption = f"{names} (docs/plan.md); repeatable"
     add("--assume", action="append", default=[], metavar="KEY=VALUE", help=assumption)
-    add("--shape", type=Path, metavar="FOLDER", help=shape)
+    add("--shape", type=Path, metavar="FOLDER", help="of a config.json, if the model is not here")
     add("--json", action="store_true", help="print the plan as JSON")
     return parser
 

@@ -34,7 +34,7 @@ from coppice.tools.evaluating.examination import (
     repeated,
     sample_mean,
 )
-from coppice.tools.evaluating.in_process import ResumedCalls, config_of
+from coppice.tools.evaluating.in_process import ResumedCalls
 from coppice.tools.evaluating.players import MeasuredPolicy, PlayerSettings
 from coppice.tools.evaluating.qa import methods
 from coppice.tools.evaluating.qa.endpoint import ChatEngine, ChatText
@@ -126,28 +126,22 @@ def parser() -> argparse.ArgumentParser:
         EXAMPLES,
         "coppice evaluate qa [questions] [players] [methods] [options]",
     )
-    title = "questions (default: the built-in held-out ones, as one_hop and two_hop)"
-    add = parser.add_argument_group(title).add_argument
-    hub = "a hub data set owner/name[/folder][:split]"
-    sets = f"a .jsonl or .parquet file, or {hub}; paper: the papers' seven"
+    add = parser.add_argument_group("questions (default: the built-in held-out ones)").add_argument
+    sets = ".jsonl, .parquet or owner/name[/folder][:split] of the hub; paper: the papers' seven"
     add("--set", action="append", default=[], metavar="NAME=SOURCE", help=sets)
     add("--questions", type=int, help="size of each set's fixed subset (default: all)")
     add("--seed", type=int, default=0, help="seed of the subset (default: %(default)s)")
     players.add_players(parser)
-    add = parser.add_argument_group("methods").add_argument
-    every = f"comma-separated, of {', '.join(sorted(methods.METHODS))} (default: search)"
-    add("--method", help=every)
-    prompt = "of search: short, search_r1 or a path (default: the run's, else search_r1)"
-    add("--prompt", help=prompt)
+    add, switch = parser.add_argument_group("methods").add_argument, argparse.BooleanOptionalAction
+    add("--method", help=f"some of {','.join(sorted(methods.METHODS))} (default: search)")
+    add("--prompt", help="of search: short, search_r1 or a path (default: the run's, or search_r1)")
     add("--topk", type=int, help="passages of a search (default: the run's, else 3)")
-    budget = "turns of search, searches of the others (default: the run's, else 4); SET: of one set"
+    budget = "turns of search, or searches, [of one set] (default: the run's, else 4)"
     add("--budget", action="append", type=_budget, default=[], metavar="[SET=]N", help=budget)
-    forced = "search: force an answer after the budget (default: as the run's strategy, else yes)"
-    add("--forced", action=argparse.BooleanOptionalAction, default=None, help=forced)
+    add("--forced", action=switch, help="search: force an answer (default: as the run, else yes)")
     retriever = "index folder, URL of a Search-R1 server, or the word default (default: the run's)"
     add("--retriever", metavar="PLACE", help=retriever)
-    cache = "file that keeps found passages (default: OUT/retrieval.sqlite)"
-    add("--cache", type=Path, help=cache)
+    add("--cache", type=Path, help="file of found passages (default: OUT/retrieval.sqlite)")
     out = "folder; a table in it is continued and may get rows (default: evaluations/qa-TIME)"
     examination.add_output(parser, "qa", out)
     shown = f"what the table shows, one of {', '.join(MEASURES)} (default: %(default)s)"
@@ -266,7 +260,7 @@ def _row(
         how=How(environment.topk, budget, forced and search), budgets=budgets, retriever=identity,
         max_context=policy.max_context, **players.sampled(flags, policy, own, thinking),
     )  # fmt: skip
-    config = config_of(settings, UNJUDGED, budget=budget)
+    config = settings.config(UNJUDGED, budget=budget)
     return PolicyRow(f"{method}.{policy.name}", settings, policy, environment, config, budgets)
 
 
