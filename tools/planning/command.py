@@ -10,13 +10,16 @@ from typing import Any
 
 import msgspec
 
+from coppice.actors.environments import registry
 from coppice.common.options import check_choice, checked, command_parser, option
 from coppice.scheduler.growth import strategies
+from coppice.tools.defaults.models import OURS, ensure_model
+from coppice.tools.defaults.settings import cache_folder
 from coppice.tools.launching.config import DEFAULT_CONFIG, Config, load
-from coppice.tools.planning import formulas, prediction
-from coppice.tools.planning.formulas import GPUS, Assumed
-from coppice.tools.planning.growth import Work, work_of
-from coppice.tools.planning.prediction import Split
+from coppice.tools.launching.memory import model_shape
+from coppice.tools.planning import formulas
+from coppice.tools.planning.formulas import GPUS, SHAPES, Assumed, Dense, Split
+from coppice.tools.planning.growth import MadeUp, Work, work_of
 
 EXAMPLES = """\
   coppice plan --config configs/slate-7b.toml --gpus 8 --assume turns=3
@@ -85,19 +88,58 @@ def plan(options: argparse.Namespace, given: dict[str, Any]) -> RunPlan:
     """Return the plan of a config. given: what --assume sets."""
     gpu = "" if options.gpus is None else options.gpu
     config = load(options.config or DEFAULT_CONFIG, options.set or [])
-    model = prediction.model_of(config, options.shape)
+    model = model_of(config, options.shape)
     assumed = msgspec.convert(GPUS.get(gpu, {}) | given, Assumed)
-    source, lengths = prediction.made_up(config, assumed)
+    source, lengths = made_up(config, assumed)
     marks = {name: "" if name in given else " (assumed)" for name in lengths}
     texts = ", ".join(f"{name} {value:g}{marks[name]}" for name, value in lengths.items())
     work = work_of(config, source)
-    splits = prediction.splits(config, model, work, assumed, options.gpus) if gpu else []
+    splits = formulas.splits(config, model, work, assumed, options.gpus) if gpu else []
     unshared, shared = (
         formulas.learner_flops(config.learner, model, work, one) for one in (False, True)
     )
     return RunPlan(
         config, model.weights, f"lengths: {texts}", work, unshared, shared, gpu, assumed, splits
     )
+
+
+def model_of(config: Config, given: Path | None = None) -> Dense:
+    """Return the sizes of a config's model: those of a config.json that is ``given``, of the
+    model's folder, or as known by its name. Raises ValueError.
+
+    A model of this project that is not here yet is made, which takes some seconds.
+    """
+    name = config.model.name
+    folder = given or (ensure_model(name, cache_folder()) if name in OURS else Path(name))
+    if shape := model_shape(folder):
+        return Dense.of(shape, str(folder))
+    for start, sizes in SHAPES.items():
+        if not given and name.rpartition("/")[2].startswith(start):
+            return sizes
+    lacking = f"{given or f'model.name = {name!r}'}: no config.json there"
+    raise ValueError(
+        f"{lacking}, so the model's sizes are unknown: expected --shape FOLDER, with the model's"
+        f" config.json in it, or a model that is here or known ({', '.join(SHAPES)})"
+    )
+
+
+def made_up(config: Config, assumed: Assumed) -> tuple[MadeUp, dict[str, float]]:
+    """Return texts of the assumed lengths, and these lengths. Raises ValueError."""
+    s, options, a = config.scheduler, config.data.options, assumed
+    seen = options.get("max_observation_characters", 400) // 4
+    environment = registry.load(config.data.environment, options)
+    instruction, action = min(a.instruction, a.prompt - 1), a.action or -(-s.max_action_tokens // 2)
+    observation, turns = seen if a.observation < 0 else a.observation, a.turns or float(s.budget)
+    if action > s.max_action_tokens:
+        most = f"expected at most scheduler.max_action_tokens = {s.max_action_tokens}"
+        raise ValueError(f"--assume action={a.action}: {most}")
+    if not 1 <= turns <= (s.budget if environment.forced_prefix else math.inf):
+        most = f"at most scheduler.budget = {s.budget} where that ends an episode"
+        raise ValueError(f"--assume turns={turns:g}: expected at least 1, and {most}")
+    lengths = (instruction, a.prompt, action, observation)
+    source = MadeUp(*lengths, turns, s.budget, environment.fresh)
+    names = ("instruction", "prompt", "action", "observation", "turns")
+    return source, dict(zip(names, (*lengths, turns), strict=True))
 
 
 def page(told: RunPlan) -> list[str]:

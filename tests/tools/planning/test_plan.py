@@ -12,7 +12,7 @@ import pytest
 
 from coppice.learner.config import LearnerConfig, LoraConfig
 from coppice.tools.launching.config import Config, load
-from coppice.tools.planning import command, formulas, prediction
+from coppice.tools.planning import command, formulas
 from coppice.tools.planning.formulas import Assumed, Dense
 from coppice.tools.planning.growth import Work, going_on, grown
 from tests.forks import ROOT
@@ -38,7 +38,7 @@ def one_tree(name: str, *changes: str) -> Work:
 
 
 def made(config: Config, trees: int = 1) -> Work:
-    source, _ = prediction.made_up(config, SIZES)
+    source, _ = command.made_up(config, SIZES)
     return grown(config, source, trees, 1)
 
 
