@@ -1,5 +1,4 @@
-"""Serves the newest weights from the learner's memory to inference engines, as handles of shared
-memory or by broadcasts.
+"""Broadcasts the newest weights from the learner's memory to inference engines.
 
 Engines ask through a rendezvous (a TCPStore of torch.distributed): ``asked`` counts the asks,
 ``ask/N`` and ``answer/N`` are JSON, and ``done/N`` ends an ask. A thread per ask serves it from a
@@ -9,9 +8,7 @@ broadcasts have no authentication. Rendezvous and broadcasts listen only on ``ho
 the loopback or a private network of the cluster.
 """
 
-import base64
 import contextlib
-import io
 import json
 import logging
 import os
@@ -19,15 +16,12 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.multiprocessing import reductions
 
 from coppice.wire.published import Memory, opened, prefix, sealed
 
@@ -36,8 +30,6 @@ log = logging.getLogger("learner.weight_server")
 BUCKET_BYTES = 512 * 2**20
 _LOOK_S = 0.02
 _LOST_S = 10.0
-_sharing = threading.Lock()
-"""Guards torch's sharing strategy, which is global in the process."""
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -85,8 +77,7 @@ class WeightServer:
         """Serve this version from now on, and the one before, which engines may still ask for.
         Returns the entry for the manifest."""
         self._snapshots = [*self._snapshots[-1:], snapshot]
-        device = snapshot.buckets[0][0][1].device
-        return Memory(self.address, socket.gethostname(), device.type, _gpu(device), self.token)
+        return Memory(self.address, snapshot.buckets[0][0][1].device.type, self.token)
 
     def close(self) -> None:
         """Stop serving. Must be called before exit, or a thread that waits in the store would abort
@@ -98,7 +89,8 @@ class WeightServer:
         store, number, missing = self._client(), 1, 0
         while not self._closing.wait(_LOOK_S):
             while store.check([f"ask/{number}"]):
-                threading.Thread(target=self._serve, args=(number,), daemon=True).start()
+                args, name = (number,), f"weights-{number}"
+                threading.Thread(target=self._serve, args=args, name=name, daemon=True).start()
                 number, missing = number + 1, 0
             missing = missing + 1 if store.add("asked", 0) >= number else 0
             if missing * _LOOK_S > _LOST_S:  # the asker was killed after it had taken the number
@@ -117,8 +109,7 @@ class WeightServer:
             if snapshot is None:
                 now = ", ".join(str(s.version) for s in self._snapshots) or "none"
                 raise LookupError(f"asked for version {ask['version']}, gives {now}")
-            serve = {"tensor": self._hand_over, "distributed": self._broadcast}[ask["transport"]]
-            serve(store, number, ask, snapshot)
+            self._broadcast(store, number, ask, snapshot)
         except (RuntimeError, LookupError, ValueError, TypeError) as error:
             log.warning("ask %d failed: %s: %s", number, type(error).__name__, error)
             with contextlib.suppress(RuntimeError):
@@ -139,16 +130,6 @@ class WeightServer:
         while time.monotonic() < end and not store.check([f"done/{number}"]):
             if self._closing.wait(_LOOK_S):
                 return
-
-    def _hand_over(self, store: Any, number: int, ask: dict[str, Any], snapshot: Snapshot) -> None:
-        """Answer with handles to the snapshot's own memory, which stays until the asker is done."""
-        ranks = range(int(ask["ranks"]))
-        buckets = [
-            described(bucket) | {"payloads": [handles(bucket) for _ in ranks]}
-            for bucket in snapshot.buckets
-        ]
-        self._answer(store, number, {"buckets": buckets})
-        self._ended(store, number)
 
     def _broadcast(self, store: Any, number: int, ask: dict[str, Any], snapshot: Snapshot) -> None:
         """Join a group with the asker's ranks as rank 0, and broadcast each bucket as bytes."""
@@ -206,48 +187,3 @@ def joined(store: Any, name: str, backend: str, size: int, timeout: timedelta) -
     )
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
     return group
-
-
-class _ByUuid:
-    """A CUDA tensor whose handle names its device by UUID, because the other process may number its
-    devices differently."""
-
-    _DEVICE = 6
-    """The index of the device among the arguments of ``rebuild_cuda_tensor``."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor = tensor
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        rebuild, arguments = reductions.reduce_tensor(self.tensor)
-        uuid = str(torch.cuda.get_device_properties(self.tensor.device).uuid)
-        return rebuild, (*arguments[: self._DEVICE], uuid, *arguments[self._DEVICE + 1 :])
-
-
-def handles(bucket: Named) -> str:
-    """Return the input of SGLang's update_weights_from_tensor, base64 of a pickle of names and
-    handles. Only one rank may use it, once."""
-    buffer = io.BytesIO()
-    with _shared_by_name():
-        ForkingPickler(buffer).dump([(name, _ByUuid(t) if t.is_cuda else t) for name, t in bucket])
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
-@contextlib.contextmanager
-def _shared_by_name() -> Iterator[None]:
-    """Share CPU memory by name, since unrelated processes cannot pass file descriptors."""
-    with _sharing:
-        before = torch.multiprocessing.get_sharing_strategy()
-        torch.multiprocessing.set_sharing_strategy("file_system")
-        try:
-            yield
-        finally:
-            torch.multiprocessing.set_sharing_strategy(before)
-
-
-def _gpu(device: torch.device) -> str:
-    """Return the name of the GPU in CUDA_VISIBLE_DEVICES."""
-    if device.type != "cuda":
-        return ""
-    shown = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
-    return shown[device.index] if shown else str(device.index)

@@ -59,12 +59,11 @@ shows what was just written elsewhere."""
 
 
 class Delivery(msgspec.Struct, frozen=True):
-    """A process to start. command: the arguments of Python before the process file. python: "" for
-    the node's own interpreter. run: the folder of its scheduler. file: the path of the process
-    file, body its content. keys: files of RUN/keys, by their path there. environment: of the
-    process, beside the node's own. separable: whether the process can run where the run folder is
-    not seen. folder: the launcher's, in which it runs if the node has it, since plug-ins and
-    relative paths are found from there."""
+    """A process to start. command: the arguments of Python before the process file. run: the folder
+    of its scheduler. file: the path of the process file, body its content. keys: files of RUN/keys,
+    by their path there. environment: of the process, beside the node's own. separable: whether the
+    process can run where the run folder is not seen. folder: the launcher's, in which it runs if
+    the node has it, since plug-ins and relative paths are found from there."""
 
     command: list[str]
     run: str
@@ -73,7 +72,6 @@ class Delivery(msgspec.Struct, frozen=True):
     endpoint: str
     keys: dict[str, str]
     environment: dict[str, str]
-    python: str = ""
     separable: bool = False
     folder: str = ""
 
@@ -138,7 +136,7 @@ class Holder:
         if meeting is not None:
             own |= {"MASTER_ADDR": meeting[0], "MASTER_PORT": str(meeting[1])}
         home = delivery.folder if os.path.isdir(delivery.folder) else importable()
-        command = [delivery.python or sys.executable, *delivery.command, str(file)]
+        command = [sys.executable, *delivery.command, str(file)]
         self._process = spawn(command, os.environ, own, cwd=home, stdout=log, stderr=log)
         return socket.gethostname(), self._process.pid
 
@@ -364,7 +362,7 @@ class Nodes:
         texts = {name: (keys / name).read_text() for name in names}
         return Delivery(
             ["-m", spec.module], str(home), str(file), file.read_bytes(),
-            (home / "endpoint").read_text(), texts, environment, spec.python, separable,
+            (home / "endpoint").read_text(), texts, environment, separable,
             str(Path.cwd()),
         )  # fmt: skip
 

@@ -371,7 +371,7 @@ TALK = 'data={environment="sotopia",options={partner="PARTNER",judge="exact_matc
         ("learner.correction=tiss", "did you mean 'tis'?"),
         ("learner.scheme=slat", "learner.scheme = 'slat': did you mean 'slate'? expected one of"),
         ("scheduler.strategy=slat", "did you mean 'slate'?"),
-        ("actors.sglang.pause=in_plac", "did you mean 'in_place'?"),
+        ("actors.sglang.weights=dsk", "did you mean 'disk'?"),
         ("actors.engine=locl", "did you mean 'local'?"),
         ("retriever.encoder=minlm", "did you mean 'minilm'?"),
         ("data.environment=sudku", "did you mean 'sudoku'?"),
@@ -508,7 +508,7 @@ def test_the_game_configs_hold_the_papers_settings(game: str) -> None:
         ([*SGLANG, "actors.sglang.way=url"], "expected URLs with 'url'"),
         ([*SGLANG, 'actors.sglang.urls=["http://h"]'], "expected URLs with 'url'"),
         ([*URL, "actors.count=2"], "expected one URL per actor"),
-        ([*SGLANG, "actors.sglang.weights=tensor"], "learner.publish = 'memory'"),
+        ([*SGLANG, "actors.sglang.weights=distributed"], "learner.publish = 'memory'"),
         ([*URL, 'actors.sglang.urls=["http://h", "http://h"]'], "expected each URL once"),
         ([*SGLANG, f'actors.sglang.environment={{{RETURNED}="1"}}'], "after temperature"),
         ([*SGLANG, f"{ARGUMENTS}.max_lora_rank=8"], "max_lora_rank = 8: expected 16 or more"),
@@ -525,10 +525,9 @@ def test_a_setting_of_another_engine_or_way_is_refused(overrides: list[str], sai
     ("overrides", "rank"),
     [
         ([], 16),
-        (["learner.lora.rank=4", "actors.sglang.way=inside"], 4),
+        (["learner.lora.rank=4", "actors.sglang.gpus=1"], 4),
         ([f"{ARGUMENTS}.max_lora_rank=64"], 64),
         (["learner.lora.rank=0"], None),
-        (["actors.sglang.lora=merged"], None),
         ([*URL, "actors.count=1"], None),
     ],
 )
@@ -616,7 +615,6 @@ def test_visual_sokoban_holds_the_papers_settings_and_refuses_a_warm_start() -> 
     adapters = ["learner.lora={ rank = 16, alpha = 32.0 }", "learner.train_vision=true"]
     with pytest.raises(ValueError, match="SGLang applies adapters to the language layers only"):
         load(path, adapters)
-    load(path, [*adapters, "actors.sglang.lora=merged"])
 
 
 def test_a_key_is_changed_by_key_value_alone_between_other_options() -> None:

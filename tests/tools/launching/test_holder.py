@@ -22,7 +22,7 @@ def delivery(run: Path, separable: bool = True, command: list[str] | None = None
     keys = {"server_public": "public", "peers/judge.json": "secret"}
     body = msgspec.json.encode({"name": "judges", "run": str(run)})
     command, endpoint = command or ["-c", code], "tcp://10.0.0.1:7"
-    return Delivery(command, str(run), "judges.json", body, endpoint, keys, {}, "", separable)
+    return Delivery(command, str(run), "judges.json", body, endpoint, keys, {}, separable)
 
 
 async def to_end(held: Holder, log: bytes = b"") -> tuple[bytes, int]:

@@ -3,7 +3,6 @@ up, and a status that is not 0."""
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from safetensors.numpy import save_file
@@ -11,7 +10,9 @@ from safetensors.numpy import save_file
 from coppice.tools.defaults.models import ensure_model
 from coppice.tools.launching import prepare
 from coppice.tools.launching.command import main
+from coppice.tools.launching.config import load
 
+DEFAULT = Path("configs/slate-cpu.toml").resolve()
 SGLANG = ["actors.engine=sglang", "actors.kv_cache_gib=null", "actors.dtype=null"]
 NOWHERE = ["data.train=mine/nope.jsonl", "data.heldout=nope.parquet", "data.corpus=nope.jsonl"]
 
@@ -130,8 +131,18 @@ def test_an_interpreter_with_sglang_is_enough(
 ) -> None:
     (tmp_path / "sglang.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    sglang = SimpleNamespace(way="server", arguments={"device": "cpu"}, python="")
-    config = SimpleNamespace(
-        cluster=SimpleNamespace(on=""), actors=SimpleNamespace(engine="sglang", sglang=sglang)
-    )
-    assert list(prepare.lacking_machine(config)) == []  # pyright: ignore[reportArgumentType]
+    config = load(DEFAULT, [*SGLANG, 'actors.sglang.arguments={device = "cpu"}'])
+    assert list(prepare.lacking_machine(config)) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "refused"), [("actors.sglang.gpus=1", 0), ("actors.sglang.gpus=2", 1)]
+)
+def test_weights_are_not_broadcast_within_the_learners_gpus(
+    override: str, refused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coppice.tools.launching.prepare.hardware.visible_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr("coppice.tools.launching.prepare._HAS_SGLANG", "")
+    sets = [*SGLANG, override, "learner.count=1", "learner.lora.rank=0", "learner.publish=memory"]
+    said = list(prepare.lacking_machine(load(DEFAULT, sets)))
+    assert ["beside the learner's" in one for one in said] == [True] * refused
