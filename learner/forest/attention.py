@@ -3,23 +3,22 @@ to the near ones.
 
 Three backends give equal results up to rounding. dense uses one additive mask and is the reference.
 cascade (CPU) cuts the trie into causal blocks (queries: a subtree, keys: its trunk); each block is
-one flash call, and log-sum-exp merges the blocks. flex (CUDA) is FlexAttention with a block mask;
-lengths are filled up to buckets, so that it compiles once per bucket. The model passes the layout
-to each layer, so that recomputation under gradient checkpointing sees the tree of its own forward.
+one flash call, and log-sum-exp merges the blocks. flex (CUDA) is FlexAttention with a block mask
+(flex.py); lengths are filled up to whole blocks. The model passes the layout to each layer, so that
+recomputation under gradient checkpointing sees the tree of its own forward.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from coppice.learner.forest import flex
 from coppice.learner.forest.trees import Forest, filled
 
 Backend = Literal["auto", "dense", "cascade", "flex", "causal"]
@@ -34,10 +33,6 @@ then builds no mask of its own."""
 SMALL_SUBTREE = 128
 """Small subtrees of up to this many tokens together share one masked flash call: separate calls
 would cost more than the masked pairs."""
-
-FLEX_BUCKET = 1024
-"""Lengths on CUDA are multiples of this number: a run compiles at most a few times, and a forward
-has at most 1,023 filler tokens."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -89,7 +84,7 @@ class Layout:
             raise ValueError(
                 "learner.attention = 'flex' trains on CUDA only; on a CPU use 'cascade' or 'dense'"
             )
-        self.forest = filled(forest, FLEX_BUCKET) if self.backend == "flex" else forest
+        self.forest = filled(forest, flex.BLOCK) if self.backend == "flex" else forest
         self.device = device
         self.blocks = blocks(self.forest, SMALL_SUBTREE) if self.backend == "cascade" else []
         self.deepest = int(self.forest.depth.max()) + 1 if len(self.forest.depth) else 0
@@ -116,7 +111,8 @@ class Layout:
 
     def flex_mask(self, window: int | None) -> Any:
         """Return the BlockMask of FlexAttention."""
-        return self._once(("flex", window), lambda: _flex_mask(self.forest, window, self.device))
+        key = ("flex", window)
+        return self._once(key, lambda: flex.block_mask(self.forest, window, self.device))
 
     def _additive(
         self, start: int, end: int, window: int | None, dtype: torch.dtype
@@ -183,41 +179,6 @@ class Cascade(torch.autograd.Function):
         return *(whole.to(query.dtype) for whole in sums), None, None
 
 
-@functools.cache
-def _compiled_flex() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    # Beyond its limit of compilations, torch would silently run the unfused version, whose backward
-    # is unreliable. So both limits are raised above the small number of buckets, and with fullgraph
-    # torch raises an error if a limit is exceeded nevertheless.
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(256, limits.recompile_limit)
-    limits.accumulated_recompile_limit = max(1024, limits.accumulated_recompile_limit)
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
-
-
-def ancestor_rule(
-    forest: Forest, window: int | None, device: torch.device | str
-) -> Callable[..., torch.Tensor]:
-    """Return FlexAttention's mask_mod, which says whether a query may see a key."""
-    end, depth = (
-        torch.as_tensor(np.asarray(a, np.int32), device=device) for a in (forest.end, forest.depth)
-    )
-
-    def ancestor(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        allowed = (key <= query) & (query < end[key])
-        return allowed if window is None else allowed & (depth[query] - depth[key] < window)
-
-    return ancestor
-
-
-def _flex_mask(forest: Forest, window: int | None, device: torch.device | str) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    rule, size = ancestor_rule(forest, window, device), len(forest.end)
-    return create_block_mask(rule, None, None, size, size, device=str(device))
-
-
 def tree_attention(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
@@ -245,7 +206,7 @@ def tree_attention(
     window = layout.window(sliding_window)
     key, value = key.to(query.dtype), value.to(query.dtype)
     if layout.backend == "flex":
-        output = _compiled_flex()(
+        output = flex.compiled()(
             query, key, value, block_mask=layout.flex_mask(window), scale=scale, enable_gqa=True
         )
         return output.transpose(1, 2).contiguous(), None

@@ -1,6 +1,7 @@
 """Tree attention: its backends agree with the dense mask, and whole models with path-by-path
 training."""
 
+import shutil
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_mask, flex_attention
+from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from coppice.learner.config import LearnerConfig, LoraConfig
-from coppice.learner.forest import attention
-from coppice.learner.forest.attention import Layout, ancestor_rule, blocks, tree_attention
+from coppice.learner.forest import attention, flex
+from coppice.learner.forest.attention import Layout, blocks, tree_attention
 from coppice.learner.forest.head import token_logprobs
 from coppice.learner.forest.trees import Forest, Path, alone, filled, pack
 from coppice.learner.model import model as model_module
@@ -94,7 +96,7 @@ def test_flex_sees_ancestors_and_fillers_alone(paths: list[list[int]], window: i
     made = packed(paths)
     grown = filled(made, 16)
     size = len(grown.end)
-    ancestor = ancestor_rule(grown, window, "cpu")
+    ancestor = flex.ancestor_rule(grown, window, "cpu")
     rule = create_mask(ancestor, None, None, size, size, device="cpu")[0, 0].numpy()
     expected = ancestors(grown)
     if window is not None:
@@ -105,19 +107,52 @@ def test_flex_sees_ancestors_and_fillers_alone(paths: list[list[int]], window: i
     assert (rule[:n, n:] == False).all()  # noqa: E712
 
 
+def branching(seed: int) -> Forest:
+    """Paths of hundreds of tokens that branch from a few trunks and from one another, in whole blocks."""
+    rng, paths = np.random.default_rng(seed), list[Path]()
+    trunks = [rng.integers(0, 50, rng.integers(1, 400)) for _ in range(4)]
+    for _ in range(rng.integers(1, 25)):
+        trunk = trunks[rng.integers(4)] if not paths or rng.random() < 0.5 else paths[-1].tokens
+        kept, added = rng.integers(1, len(trunk) + 1), rng.integers(0, 50, rng.integers(1, 500))
+        paths.append(Path(np.concatenate([np.asarray(trunk)[:kept], added]), 1))
+    return filled(pack(paths, share=seed % 3 > 0), flex.BLOCK)
+
+
+def listed(mask: Any, name: str) -> list[set[int]]:
+    """The blocks of each row of a BlockMask's list ``name``."""
+    numbers, indices = (
+        getattr(mask, f"{name}_num_blocks")[0, 0],
+        getattr(mask, f"{name}_indices")[0, 0],
+    )
+    return [set(row[:n].tolist()) for n, row in zip(numbers, indices, strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_block_mask_equals_that_of_all_pairs(seed: int) -> None:
+    made = branching(seed)
+    size = len(made.end)
+    for window in (None, 1, 64, 300, 1000):
+        ours, rule = flex.block_mask(made, window, "cpu"), flex.ancestor_rule(made, window, "cpu")
+        reference = create_block_mask(rule, None, None, size, size, device="cpu")
+        for name in ("kv", "full_kv", "q", "full_q"):  # the last two serve the backward
+            assert listed(ours, name) == listed(reference, name), (window, name)
+
+
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_flexattentions_forward_equals_the_dense_mask() -> None:
-    made = pack(forest(1))
-    n = len(made.end)
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(1, h, n, 16) for h in (4, 2, 2))
-    with torch.no_grad():
-        mask = attention._flex_mask(made, None, "cpu")
-        ours: Any = flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
-        layer, layout = Layer(), Layout(made, "dense", "cpu")
-        dense, _ = tree_attention(layer, query, key, value, None, layout=layout)  # pyright: ignore
-    torch.testing.assert_close(ours.transpose(1, 2), dense, atol=2e-5, rtol=2e-5)
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a compiler")
+def test_flexattention_equals_the_dense_mask_and_is_compiled_once_for_all_lengths() -> None:
+    counters.clear()
+    for seed in range(1, 6):
+        made = branching(seed)
+        torch.manual_seed(0)
+        query, key, value = (torch.randn(1, h, len(made.end), 64) for h in (4, 2, 2))
+        with torch.no_grad():
+            mask = flex.block_mask(made, None, "cpu")
+            ours: Any = flex.compiled()(query, key, value, block_mask=mask, enable_gqa=True)
+            layer, layout = Layer(), Layout(made, "dense", "cpu")
+            dense, _ = tree_attention(layer, query, key, value, None, layout=layout)  # pyright: ignore
+        torch.testing.assert_close(ours.transpose(1, 2), dense, atol=2e-5, rtol=2e-5)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize(("backend", "device"), [("flex", "cpu"), ("cascade", "meta")])
