@@ -21,7 +21,7 @@ import numpy as np
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.base import check_request, check_tokens
 from coppice.actors.engines.sglang_api import Launched, Servers
-from coppice.actors.engines.sglang_weights import SGLangWeights, UpdateRefused
+from coppice.actors.engines.sglang_weights import SGLangWeights
 from coppice.common import support, vision
 from coppice.common.http import pause_s
 from coppice.wire.faults import DataFault, InfrastructureFault
@@ -51,10 +51,8 @@ class SGLangEngine:
     serving --whole weights--> requests wait --success--> serving; after a failure every request
     fails until a load succeeds."""
 
-    def __init__(
-        self, model: str, config: ActorsConfig = ActorsConfig(), seed: int = 0, place: int = 0
-    ):
-        self.folder, self.config, self.seed = Path(model), config, seed
+    def __init__(self, model: str, config: ActorsConfig = ActorsConfig(), place: int = 0):
+        self.folder, self.config = Path(model), config
         urls = config.sglang.urls
         if config.sglang.way == "url" and not urls:
             raise ValueError(
@@ -173,16 +171,12 @@ class SGLangEngine:
         """Verify the weights, update every server, and prove the update. New requests wait only
         while whole weights are moved. After a failure every request fails until a load succeeds."""
         async with self._updating:
-            start = time.monotonic()
-            version = request.version
-            try:
-                ready = await self.weights.prepare(request)
-            except UpdateRefused as refused:  # nothing has changed anywhere
-                raise InfrastructureFault(str(refused)) from None
+            start, version = time.monotonic(), request.version
+            ready = await self.weights.prepare(request)
             if ready.chosen != "adapter":
                 self._open.clear()
             try:
-                size, proof = await self.weights.update(ready)
+                proof = await self.weights.update(ready)
                 # in the same step of the event loop as the weights
                 self.version, self._broken = version, ""
             except BaseException as error:
@@ -191,27 +185,18 @@ class SGLangEngine:
                     f"the update to version {version} failed ({error!r}); weights are unknown until"
                     " one succeeds"
                 )
-                if isinstance(error, Exception) and not isinstance(error, InfrastructureFault):
-                    raise InfrastructureFault(
-                        f"{self.way.name}: {type(error).__name__}: {error}"
-                    ) from error
                 raise
             finally:
                 self._open.set()
-            self.counts["loaded_bytes"] += size
-            self.counts["updates"] += 1
             await self.weights.unload()
             return LoadResult(version, request.digest, time.monotonic() - start, proof)
 
     def stats(self) -> dict[str, float]:
         """Return counters and gauges. busy_s: seconds with at least one open request."""
         busy = self._busy_s + (time.monotonic() - self._busy_since if self._in_flight else 0.0)
-        gauges = {
-            "version": self.version,
-            "running": self._in_flight,
-            "kv_capacity_tokens": self.weights.facts.capacity,
-        }
-        return {**self.counts, "busy_s": busy, **gauges}
+        capacity = self.weights.facts.capacity
+        gauges = {"version": self.version, "running": self._in_flight, "busy_s": busy}
+        return {**self.counts, **gauges, "kv_capacity_tokens": capacity}
 
     def _prompt(self, request: GenerateRequest) -> dict[str, Any]:
         """Return ids with one placeholder per picture, which SGLang repeats, and pictures."""
@@ -410,7 +395,6 @@ class SGLangEngine:
         self.counts["prompt_tokens"] += prompts[0]
         self.counts["cached_tokens"] += cached[0]
         self.counts["prefilled_tokens"] += sum(prompts) - sum(cached)
-        self.counts["retractions"] += sum(int(row.get("num_retractions") or 0) for row in rows)
         return cached[0]
 
     def _strange(self, error: Exception) -> InfrastructureFault:

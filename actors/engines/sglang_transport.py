@@ -67,8 +67,8 @@ class Pull:
                 f" {self.offer.get('error', 'offers no weights')}"
             )
 
-    async def take(self) -> int:
-        """Move all weights and return their bytes. Releases everything after a failure."""
+    async def take(self) -> None:
+        """Move all weights. Releases everything, also after a failure."""
         buckets, group = self.offer["buckets"], {"group_name": self.request["group"]}
         try:
             await self._call("/init_weights_update_group", group | {
@@ -95,7 +95,6 @@ class Pull:
         finally:
             await self.release()
             await self._clean_up("/destroy_weights_update_group", group)
-        return sum(bucket["bytes"] for bucket in buckets)
 
     async def release(self) -> None:
         """Tell the learner that it may free what it holds for this pull."""

@@ -39,7 +39,7 @@ _ADAPTERS_KEPT = 2
 Transport = Literal["disk", "adapter", "distributed"]
 
 
-class UpdateRefused(Exception):
+class UpdateRefused(InfrastructureFault):
     """The update was refused before anything changed."""
 
 
@@ -121,23 +121,21 @@ class SGLangWeights:
             raise failed[0]
         return pulls
 
-    async def update(self, ready: Ready) -> tuple[int, str]:
-        """Bring the version into force. Return the bytes that were moved and a hash of SGLang's
-        checksum and the adapter's digest. Whole weights pause generation: no request may be sent
-        meanwhile. After InfrastructureFault the weights may have changed."""
+    async def update(self, ready: Ready) -> str:
+        """Bring the version into force. Return a hash of SGLang's checksum and the adapter's
+        digest. Whole weights pause generation: no request may be sent meanwhile. After
+        InfrastructureFault the weights may have changed."""
         request, begun = ready.request, time.monotonic()
         if ready.chosen == "adapter":
-            size, pause = await self._load_adapter(request), 0.0
+            await self._load_adapter(request)
+            begun = time.monotonic()
         else:
-            size = await self._load_whole(ready, self.way.servers)
-            pause = time.monotonic() - begun
-        adapter = request.digest if self.adapter else ""
+            await self._load_whole(ready, self.way.servers)
+        adapter, pause = request.digest if self.adapter else "", time.monotonic() - begun
         proof = hashlib.sha256(f"{self._checksum}{adapter}".encode()).hexdigest()
-        log.info(
-            f"version {request.version} by {ready.chosen}: {size / 1e6:.1f} MB, generation paused"
-            f" for {pause:.2f} s, checksum {proof[:8]}"
-        )
-        return size, proof
+        told = "version %d by %s: generation paused for %.2f s, checksum %s"
+        log.info(told, request.version, ready.chosen, pause, proof[:8])
+        return proof
 
     async def refresh(self) -> None:
         """Do what the router's list says, outside of updates: let servers go that left or started
@@ -217,9 +215,9 @@ class SGLangWeights:
                 except InfrastructureFault as fault:
                     log.warning("adapter %s stays loaded: %s", name, fault)
 
-    async def _load_whole(self, ready: Ready, servers: list[Http]) -> int:
-        """Load and prove whole weights, into all servers or into a joining one, and return their
-        bytes. Generation always continues."""
+    async def _load_whole(self, ready: Ready, servers: list[Http]) -> None:
+        """Load and prove whole weights, into all servers or into a joining one. Generation always
+        continues."""
         moved, version = False, ready.request.version
         try:
             # running requests go on with the new weights, by which their cache is computed again
@@ -227,7 +225,7 @@ class SGLangWeights:
             # Tokens sampled before all weights have arrived get a weight version that is not a
             # policy version.
             await self._name(servers, f"{MOVING}{version}")
-            sizes = await self._each(servers, lambda server: self._move(server, ready))
+            await self._each(servers, lambda server: self._move(server, ready))
             held = await self._agreed(servers)
             if servers is self.way.servers:
                 self._prove(ready.request, held)
@@ -244,16 +242,14 @@ class SGLangWeights:
             await asyncio.shield(asyncio.ensure_future(self._go_on(servers, abort=not moved)))
             for pull in ready.pulls.values():
                 await pull.release()
-        return max(sizes)
 
-    async def _move(self, server: Http, ready: Ready) -> int:
-        """Move the weights into a server whose generation pauses, and return their bytes."""
+    async def _move(self, server: Http, ready: Ready) -> None:
+        """Move the weights into a server whose generation pauses."""
         if pull := ready.pulls.get(server):
-            return await pull.take()
-        folder = ready.request.path
-        body = {"model_path": folder, "flush_cache": True}
-        await server.call("/update_weights_from_disk", body, self.config.update_timeout_s)
-        return (Path(folder) / published.FILES["full"]).stat().st_size
+            await pull.take()
+        else:
+            body = {"model_path": ready.request.path, "flush_cache": True}
+            await server.call("/update_weights_from_disk", body, self.config.update_timeout_s)
 
     async def _go_on(self, servers: list[Http], abort: bool) -> None:
         """Let every server generate again. abort: only log further failures."""
@@ -299,9 +295,9 @@ class SGLangWeights:
         self._tensors = frozenset(_tensors(answers[sums.index(common)]))
         return common
 
-    async def _load_adapter(self, request: LoadRequest) -> int:
-        """Load an adapter under a random name and return its bytes. Servers outlive actors and
-        refuse a name that they know."""
+    async def _load_adapter(self, request: LoadRequest) -> None:
+        """Load an adapter under a random name: servers outlive actors and refuse a name that they
+        know."""
         name = f"coppice-v{request.version}-{uuid.uuid4().hex[:8]}"
         servers, self._adapters[name] = self.way.servers, request.path
         adapter = {"lora_name": name, "lora_path": request.path}
@@ -314,7 +310,6 @@ class SGLangWeights:
                 " model, or updated by somebody else? Start it with the run's model"
             )
         self.adapter = name
-        return (Path(request.path) / published.FILES["lora"]).stat().st_size
 
     async def _all(self, servers: list[Http], path: str, body: dict[str, Any]) -> list[Any]:
         """Make the same call to every server at once, see ``_each``."""

@@ -134,7 +134,14 @@ class WeightServer:
     def _broadcast(self, store: Any, number: int, ask: dict[str, Any], snapshot: Snapshot) -> None:
         """Join a group with the asker's ranks as rank 0, and broadcast each bucket as bytes."""
         meeting = bound_store(self.host, self.timeout)
-        buckets = [described(bucket) for bucket in snapshot.buckets]
+        buckets = [
+            {
+                "names": [name for name, _ in bucket],
+                "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+                "shapes": [list(tensor.shape) for _, tensor in bucket],
+            }
+            for bucket in snapshot.buckets
+        ]
         answer = {"address": self.host, "port": meeting.port, "buckets": buckets}
         self._answer(store, number, answer)
         size = 1 + int(ask["ranks"])
@@ -163,16 +170,6 @@ def bound_store(host: str, timeout: timedelta) -> Any:
     return TCPStore(
         *address, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=file
     )
-
-
-def described(bucket: Named) -> dict[str, Any]:
-    """Return the names, number types (in torch's spelling), shapes and bytes of a bucket."""
-    return {
-        "names": [name for name, _ in bucket],
-        "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-        "shapes": [list(tensor.shape) for _, tensor in bucket],
-        "bytes": sum(tensor.nbytes for _, tensor in bucket),
-    }
 
 
 def joined(store: Any, name: str, backend: str, size: int, timeout: timedelta) -> Any:

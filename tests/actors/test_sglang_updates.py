@@ -81,14 +81,6 @@ async def test_a_failed_update_serves_nothing_until_one_succeeds(
     assert await sampled(updated) == [2]
 
 
-async def test_an_error_that_nobody_expected_is_a_fault_too(
-    updated: SGLangEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sglang_weights, "_tensors", lambda answer: answer["absent"])
-    with pytest.raises(InfrastructureFault, match="KeyError"):
-        await updated.load(version(tmp_path, 2))
-
-
 @pytest.mark.parametrize("step", STEPS[2:4])
 async def test_a_request_that_was_on_its_way_does_not_answer_with_half_an_update(
     server: Server, updated: SGLangEngine, tmp_path: Path, step: str

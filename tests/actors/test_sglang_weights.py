@@ -51,7 +51,6 @@ async def test_weights_out_of_the_learners_memory(
     result = await engine.generate(GenerateRequest(ids(1, 20), 1, Sampling(6)))
     assert {v for sample in result.samples for v in sample.versions.tolist()} == {7}
     assert worst(model, [(ids(1, 20), result)]) < GREATEST_DIFFERENCE
-    assert engine.counts["loaded_bytes"] >= sum(t.nbytes for t in tensors.values())
     await engine.close()
 
 
