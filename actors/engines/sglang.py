@@ -223,9 +223,8 @@ class SGLangEngine:
             read = np.asarray(answer.get("prompt_token_ids") or [])
             if read.shape != text.shape or (read != request.tokens)[text].any():
                 raise InfrastructureFault(
-                    f"{self.way.name} read {len(read)} tokens of a prefix with pictures, expected"
-                    f" the {len(text)} of the tree: is it sglang 0.5.23 or newer, set up as in"
-                    " docs/engines.md#pictures?"
+                    f"{self.way.name} read {len(read)} tokens, expected the tree's {len(text)}:"
+                    " is it sglang 0.5.23 or newer, set up as in docs/engines.md#pictures?"
                 )
 
     def _bodies(self, request: GenerateRequest) -> list[dict[str, Any]]:
@@ -260,9 +259,8 @@ class SGLangEngine:
         wanted = sampling.top_k or self.weights.facts.vocabulary or limit + 1
         if wanted > limit:
             raise DataFault(
-                f"top_p {sampling.top_p}, top_k {sampling.top_k}: expected a top_k of at most"
-                f" {limit}, or sampling_mask_max_tokens = {self.weights.facts.vocabulary} in"
-                " actors.sglang.arguments"
+                f"top_k {sampling.top_k}: expected a top_k of at most {limit}, or actors.sglang."
+                f"arguments.sampling_mask_max_tokens = {self.weights.facts.vocabulary}"
             )
         return wanted
 

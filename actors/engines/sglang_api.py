@@ -104,10 +104,6 @@ class Http:
                 f" ({type(error).__name__}: {error})"
             ) from None
 
-    async def remove(self, worker: str) -> None:
-        """Tell the router to send nothing more to the server of this number."""
-        await self.client.send("DELETE", f"/workers/{worker}", timeout_s=10.0)
-
     async def facts(self) -> Facts:
         """Return what the server, and the model's configuration if there is one, say about it."""
         info = await self.client.get("/server_info", timeout_s=30.0)
@@ -179,9 +175,8 @@ class Servers:
                 return
             if time.monotonic() > end:
                 raise InfrastructureFault(
-                    f"no server behind the router {self.front.url} answered in"
-                    f" actors.sglang.start_timeout_s = {self.config.start_timeout_s:g} s: add one"
-                    " (POST /workers)"
+                    f"no server behind {self.front.url} answered in actors.sglang.start_timeout_s ="
+                    f" {self.config.start_timeout_s:g} s: add one (POST /workers)"
                 )
             await asyncio.sleep(_STEP_S)
             listed = await self.front.workers()

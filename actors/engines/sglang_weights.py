@@ -1,10 +1,9 @@
 """Load a policy version into SGLang: pause generation, move the weights, prove that they arrived,
 name them, and continue. Adapters are small files and are loaded without a pause.
 
-Every server of one engine takes part in each step, and a step that fails on any server fails the
-update. Behind a router a server that fails is let go instead while another is left. A server gets
-the name of a version, which holds a mark of this actor, only after the proof; SGLang reports the
-name with every sample, so samples of weights that anybody else loaded are known by it.
+A step that fails fails the update; behind a router only the failing server is let go while another
+is left. The name of a version holds a mark of this actor and is given only after the proof. SGLang
+reports it with every sample, so samples of weights that anybody else loaded are known by it.
 """
 
 import asyncio
@@ -176,7 +175,7 @@ class SGLangWeights:
             log.warning("%s stays out until another version: %s", server.name, refused)
         except InfrastructureFault as fault:
             if await server.answers("/model_info"):
-                await self.way.front.remove(number)
+                await self.way.front.client.send("DELETE", f"/workers/{number}")
                 mend = "was taken out of the router: mend it and add it again (POST /workers)"
                 log.warning("%s cannot be updated and %s: %s", server.name, mend, fault)
         finally:
@@ -305,9 +304,8 @@ class SGLangWeights:
         held = await self._agreed(servers)
         if held != self._checksum:
             raise InfrastructureFault(
-                f"{self.way.name} holds other base weights (checksum {held[:16]}) than when this"
-                f" actor last saw them ({self._checksum[:16]}): was it started anew with another"
-                " model, or updated by somebody else? Start it with the run's model"
+                f"{self.way.name} holds other base weights (checksum {held[:16]}) than before"
+                f" ({self._checksum[:16]}): somebody updated it. Start it with the run's model"
             )
         self.adapter = name
 

@@ -1,11 +1,10 @@
 """Broadcasts the newest weights from the learner's memory to inference engines.
 
 Engines ask through a rendezvous (a TCPStore of torch.distributed): ``asked`` counts the asks,
-``ask/N`` and ``answer/N`` are JSON, and ``done/N`` ends an ask. A thread per ask serves it from a
-snapshot, so a slow engine delays neither training nor other engines; every wait has a timeout. Asks
-and answers are sealed with a token from the manifest, which only the run's owner can read;
-broadcasts have no authentication. Rendezvous and broadcasts listen only on ``host``, which must be
-the loopback or a private network of the cluster.
+``ask/N`` and ``answer/N`` are JSON, and ``done/N`` ends an ask. Each ask has a thread, so a slow
+engine delays neither training nor other engines. Asks and answers are sealed with a token from the
+manifest, which only the run's owner can read; broadcasts have no authentication. Both listen only
+on ``host``, which must be the loopback or a private network of the cluster.
 """
 
 import contextlib
@@ -31,24 +30,7 @@ BUCKET_BYTES = 512 * 2**20
 _LOOK_S = 0.02
 _LOST_S = 10.0
 
-Named = list[tuple[str, torch.Tensor]]
-
-
-class Snapshot:
-    """The tensors of one version by name, in buckets of at most ``bucket_bytes`` (a larger tensor
-    has a bucket of its own)."""
-
-    def __init__(
-        self, version: int, tensors: dict[str, torch.Tensor], bucket_bytes: int = BUCKET_BYTES
-    ):
-        self.version, size = version, 0
-        self.buckets: list[Named] = [[]]
-        for name, tensor in tensors.items():
-            if self.buckets[-1] and size + tensor.nbytes > bucket_bytes:
-                self.buckets.append([])
-                size = 0
-            self.buckets[-1].append((name, tensor.detach().contiguous()))
-            size += tensor.nbytes
+_Buckets = list[list[tuple[str, torch.Tensor]]]
 
 
 class WeightServer:
@@ -61,23 +43,31 @@ class WeightServer:
             # broadcasts between CPUs listen there
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         else:
-            told = (
-                "anyone who reaches %s can disturb the giving of weights: keep it a closed network"
-            )
-            log.warning(told, host)
+            log.warning("anyone who reaches %s can disturb broadcasts: keep it closed", host)
         self.token = secrets.token_urlsafe(24)
         self._meeting = bound_store(host, self.timeout)
         self.address = f"{host}:{self._meeting.port}"
-        self._snapshots: list[Snapshot] = []
+        self._offered: dict[int, _Buckets] = {}
+        """Tensors by name and bucket, of each version."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="weights", daemon=True)
         self._thread.start()
 
-    def offer(self, snapshot: Snapshot) -> Memory:
+    def offer(
+        self, version: int, tensors: dict[str, torch.Tensor], bucket_bytes: int = BUCKET_BYTES
+    ) -> Memory:
         """Serve this version from now on, and the one before, which engines may still ask for.
-        Returns the entry for the manifest."""
-        self._snapshots = [*self._snapshots[-1:], snapshot]
-        return Memory(self.address, snapshot.buckets[0][0][1].device.type, self.token)
+        Returns the entry for the manifest. bucket_bytes: of what is sent at once; a larger tensor
+        is sent alone."""
+        buckets, size = _Buckets([[]]), 0
+        for name, tensor in tensors.items():
+            if buckets[-1] and size + tensor.nbytes > bucket_bytes:
+                buckets.append([])
+                size = 0
+            buckets[-1].append((name, tensor.detach().contiguous()))
+            size += tensor.nbytes
+        self._offered = dict([*self._offered.items()][-1:]) | {version: buckets}
+        return Memory(self.address, buckets[0][0][1].device.type, self.token)
 
     def close(self) -> None:
         """Stop serving. Must be called before exit, or a thread that waits in the store would abort
@@ -105,11 +95,11 @@ class WeightServer:
         store = self._client()
         try:
             ask = json.loads(opened(self.token, f"ask/{number}", store.get(f"ask/{number}")))
-            snapshot = next((s for s in self._snapshots if s.version == ask["version"]), None)
-            if snapshot is None:
-                now = ", ".join(str(s.version) for s in self._snapshots) or "none"
+            offered = self._offered
+            if ask["version"] not in offered:
+                now = ", ".join(map(str, offered)) or "none"
                 raise LookupError(f"asked for version {ask['version']}, gives {now}")
-            self._broadcast(store, number, ask, snapshot)
+            self._broadcast(store, number, ask, offered[ask["version"]])
         except (RuntimeError, LookupError, ValueError, TypeError) as error:
             log.warning("ask %d failed: %s: %s", number, type(error).__name__, error)
             with contextlib.suppress(RuntimeError):
@@ -131,25 +121,25 @@ class WeightServer:
             if self._closing.wait(_LOOK_S):
                 return
 
-    def _broadcast(self, store: Any, number: int, ask: dict[str, Any], snapshot: Snapshot) -> None:
+    def _broadcast(self, store: Any, number: int, ask: dict[str, Any], buckets: _Buckets) -> None:
         """Join a group with the asker's ranks as rank 0, and broadcast each bucket as bytes."""
         meeting = bound_store(self.host, self.timeout)
-        buckets = [
+        told = [
             {
                 "names": [name for name, _ in bucket],
                 "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
                 "shapes": [list(tensor.shape) for _, tensor in bucket],
             }
-            for bucket in snapshot.buckets
+            for bucket in buckets
         ]
-        answer = {"address": self.host, "port": meeting.port, "buckets": buckets}
+        answer = {"address": self.host, "port": meeting.port, "buckets": told}
         self._answer(store, number, answer)
         size = 1 + int(ask["ranks"])
         group = joined(meeting, ask["group"], ask["backend"], size, self.timeout)
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         try:
-            for bucket in snapshot.buckets:
+            for bucket in buckets:
                 flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in bucket])
                 if not group.broadcast([flat], options).wait(self.timeout):
                     raise RuntimeError(f"no broadcast of {flat.nbytes} bytes within {self.timeout}")

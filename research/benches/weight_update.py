@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.engines.sglang import SGLangEngine
 from coppice.learner.model.publish import Published, fingerprint, publish
-from coppice.learner.model.weight_server import Snapshot, WeightServer
+from coppice.learner.model.weight_server import WeightServer
 from coppice.research.benches import prefill as shape
 from coppice.research.benches import result
 from coppice.research.benches.gpu_sglang import SHAPES, random_model, started
@@ -211,9 +211,7 @@ def _published(
             name: tensor * (1 + version / 100)
             for name, tensor in load_file(stored, device=device).items()
         }
-        manifest = Manifest(
-            version, "full", fingerprint(own), False, offers.offer(Snapshot(version, own))
-        )
+        manifest = Manifest(version, "full", fingerprint(own), False, offers.offer(version, own))
     manifest.write(scratch)
     return Published(version, str(scratch), manifest.digest)
 

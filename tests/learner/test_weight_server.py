@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 
 from coppice.actors.engines.sglang_api import Facts
 from coppice.actors.engines.sglang_transport import Pull
-from coppice.learner.model.weight_server import Snapshot, WeightServer, bound_store
+from coppice.learner.model.weight_server import WeightServer, bound_store
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.published import Manifest, Memory, opened, prefix, sealed
 
@@ -34,7 +34,7 @@ def outsider(memory: Memory) -> TCPStore:
 async def test_the_token_is_nowhere_in_the_store_and_no_ask_without_it_is_served() -> None:
     giver = WeightServer(timeout_s=20)
     try:
-        memory = giver.offer(Snapshot(9, {"w": torch.ones(4)}))
+        memory = giver.offer(9, {"w": torch.ones(4)})
         talk = pull(memory)
         with pytest.raises(InfrastructureFault, match="asked for version 3, gives 9"):
             talk.ask()

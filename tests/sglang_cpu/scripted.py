@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from coppice.actors.config import ActorsConfig, SGLangConfig
 from coppice.actors.engines.sglang import SGLangEngine
-from coppice.learner.model.weight_server import Snapshot, WeightServer
+from coppice.learner.model.weight_server import WeightServer
 from coppice.wire import digest
 from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
 from coppice.wire.published import FILES, Manifest
@@ -82,7 +82,7 @@ def in_memory(folder: Path, giver: WeightServer, number: int) -> LoadRequest:
     """Whole weights that only the giver holds, in three buckets."""
     place = folder / f"m{number}"
     place.mkdir()
-    memory = giver.offer(Snapshot(number, whole(number), bucket_bytes=64))
+    memory = giver.offer(number, whole(number), bucket_bytes=64)
     Manifest(number, "full", "d" * 64, False, memory).write(place)
     return LoadRequest(number, str(place), "d" * 64)
 

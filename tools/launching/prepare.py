@@ -60,11 +60,10 @@ def lacking_machine(config: Config) -> Iterator[str]:
         )
     w = config.learner
     broadcasts = w.publish != "file" and g.weights != "disk" and not w.lora.rank
-    if gpus and on_gpus and broadcasts and not 0 < g.gpus <= len(gpus) - w.here:
+    if on_gpus and gpus and broadcasts and not 0 < g.gpus <= len(gpus) - w.here:
         yield (
-            f"learner.publish = {w.publish!r} with actors.sglang.gpus = {g.gpus}: weights are"
-            " broadcast between the learner's GPUs and others; expected GPUs beside the learner's"
-            f" (of {len(gpus)} here), or learner.publish = 'file'"
+            f"learner.publish = {w.publish!r} with actors.sglang.gpus = {g.gpus}: expected GPUs"
+            f" beside the learner's (of {len(gpus)}) for broadcasts, or learner.publish = 'file'"
         )
     python = g.python or sys.executable
     try:
