@@ -1,6 +1,5 @@
 """Scripted SGLang servers and a router over real HTTP: real ones cannot be made to fail at a chosen
-step. The router answers as sglang-router 0.3.2 does; tests/sglang_cpu/router_compare.py asks a real
-one."""
+step. The router answers as sglang-router 0.3.2 does."""
 
 import asyncio
 import contextlib
