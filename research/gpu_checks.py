@@ -86,8 +86,7 @@ CHECKS = [
     Check("speed-7b", _bench("gpu_sglang", "--size", "7b"), 240, True),
     Check("updates-0.5b", _bench("weight_update", "--size", "0.5b"), 90, True),
     Check("updates-3b", _bench("weight_update", "--size", "3b"), 120, True),
-    # Merging 7B on the actor's CPU takes as long as the other transports together.
-    Check("updates-7b", _bench("weight_update", "--size", "7b", "--without", "merged"), 150, True),
+    Check("updates-7b", _bench("weight_update", "--size", "7b"), 150, True),
 ]
 """The limits are about twice the estimates of docs/gpu.md."""
 
