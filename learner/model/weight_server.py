@@ -66,13 +66,9 @@ class WeightServer:
     def __init__(self, host: str = "127.0.0.1", timeout_s: float = 300.0):
         self.host, self.timeout = host, timedelta(seconds=timeout_s)
         if host == "127.0.0.1":
-            # broadcasts between CPUs listen there
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # of broadcasts between CPUs
         else:
-            told = (
-                "anyone who reaches %s can disturb the giving of weights: keep it a closed network"
-            )
-            log.warning(told, host)
+            log.warning("anyone who reaches %s can disturb weights: keep it a closed network", host)
         self.token = secrets.token_urlsafe(24)
         self._meeting = bound_store(host, self.timeout)
         self.address = f"{host}:{self._meeting.port}"
@@ -173,8 +169,7 @@ class WeightServer:
 
 
 def bound_store(host: str, timeout: timedelta) -> Any:
-    """Return a rendezvous that listens only on ``host``. By default, torch would listen on every
-    address of the machine."""
+    """Return a rendezvous that listens only on ``host``; by default torch's listens everywhere."""
     listening = socket.socket()
     listening.bind((host, 0))
     listening.listen(128)
@@ -246,7 +241,6 @@ def _shared_by_name() -> Iterator[None]:
 
 
 def _gpu(device: torch.device) -> str:
-    """Return the name of the GPU in CUDA_VISIBLE_DEVICES."""
     if device.type != "cuda":
         return ""
     shown = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]

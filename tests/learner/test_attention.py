@@ -17,7 +17,7 @@ from coppice.learner.config import LearnerConfig, LoraConfig
 from coppice.learner.forest import attention, flex
 from coppice.learner.forest.attention import Layout, blocks, tree_attention
 from coppice.learner.forest.head import token_logprobs
-from coppice.learner.forest.trees import Forest, Path, alone, filled, pack
+from coppice.learner.forest.trees import Forest, Path, filled, pack
 from coppice.learner.model import model as model_module
 from coppice.learner.model.model import TreeModel
 from coppice.learner.model.ranks import Ranks
@@ -223,7 +223,7 @@ def compare(
     (together * scale).sum().backward()
     gradients = {n: p.grad.clone() for n, p in model.trained().items() if p.grad is not None}
     model.tower.zero_grad()
-    pieces = [model.read(alone(path), attention="causal")[0] for path in paths]
+    pieces = [model.read(pack([path]), attention="causal")[0] for path in paths]
     (torch.cat(pieces) * scale).sum().backward()
     assert (together - torch.cat(pieces)).abs().max() < logprob_bound
     assert gradients

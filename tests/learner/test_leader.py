@@ -21,7 +21,7 @@ from coppice.scheduler.dispatch.dispatcher import Dispatcher
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import Trained, TrainGroup, TreeClosed
 from tests.services import bench
-from tests.updates import groups, trainer
+from tests.updates import groups, newest, trainer
 
 LONG_S = 60.0
 
@@ -104,7 +104,7 @@ async def test_a_trained_group_is_answered_at_once(tmp_path: Path, llama: Path) 
         for version, saved in ((1, False), (2, True)):
             some, _ = groups(version)
             await trained(dispatcher, some)
-            assert (checkpoint.newest(tmp_path) is not None) == saved
+            assert (newest(tmp_path) is not None) == saved
             (again,) = await asyncio.gather(*send(dispatcher, some[:1]))
             assert again.version == version
         first, _ = groups(1)
@@ -174,7 +174,7 @@ async def test_groups_of_a_replaced_tree_change_nothing(tmp_path: Path, llama: P
         await working
         assert [answer.version for answer in answers] == [1] * (3 + replaced)
         assert answers[0].metrics["learner/questions"] == answers[0].metrics["learner/groups"] == 3
-        found = checkpoint.newest(run)
+        found = newest(run)
         assert found is not None
         assert checkpoint.restore(leader.trainer, found).groups() == {group.id: 1 for group in some}
         digests.append(answers[0].digest)
@@ -185,8 +185,8 @@ async def test_stopping_leaves_a_checkpoint_of_the_newest(tmp_path: Path, llama:
     async with learner(llama, tmp_path, checkpoint_every=10) as (_, dispatcher):
         some, _ = groups(0)
         await trained(dispatcher, some)
-        assert checkpoint.newest(tmp_path) is None
-    found = checkpoint.newest(tmp_path)
+        assert newest(tmp_path) is None
+    found = newest(tmp_path)
     assert found is not None
     state = checkpoint.restore(trainer(llama, tmp_path), found)
     assert (state.version, state.groups()) == (1, {group.id: 1 for group in some})

@@ -2,17 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coppice.actors.engines import weights
-from coppice.learner.forest import selfcheck
 from coppice.learner.model import checkpoint
 from coppice.learner.model.publish import publish
 from coppice.learner.model.ranks import Ranks
@@ -26,6 +23,7 @@ from tests.updates import (
     everything,
     gradient,
     groups,
+    newest,
     process,
     rescored,
     state,
@@ -51,7 +49,7 @@ def test_four_updates_equal_two_a_checkpoint_a_resume_and_two(
     first.watch.state.first["wrong"] = [2.0, 3.0]
     checkpoint.save(first, tmp_path, {1: 1, 2: 1}, 3)
     resumed = trainer(llama, tmp_path, rank, dtype=dtype)
-    found = checkpoint.newest(tmp_path)
+    found = newest(tmp_path)
     assert found is not None
     assert checkpoint.restore(resumed, found).groups() == {1: 1, 2: 1}
     assert resumed.watch.state.first == {"wrong": [2.0, 3.0]}
@@ -309,16 +307,3 @@ def test_more_critic_steps_come_nearer_to_the_returns(tmp_path: Path, llama: Pat
         )
         losses.append([model.update(episodes(8, version))["critic/loss"] for version in range(2)])
     assert losses[1][1] < losses[0][1]
-
-
-def test_the_first_batch_is_checked_against_the_plain_path(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, alone = trainer(llama, tmp_path), selfcheck.alone
-
-    def shifted(path: Any) -> Any:
-        return msgspec.structs.replace(alone(path), depth=np.arange(len(path.tokens)) * 2)
-
-    monkeypatch.setattr(selfcheck, "alone", shifted)
-    with pytest.raises(selfcheck.PackingError, match="differ from"):
-        made.update(batch(9, 0))
