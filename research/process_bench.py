@@ -49,12 +49,9 @@ class BenchReport(msgspec.Struct, frozen=True):
 
 
 def build(
-    labelled: Sequence[Trajectory[Labelled]],
-    size: int,
-    threshold: float | None,
-    seed: int = 0,
+    labelled: Sequence[Trajectory[Labelled]], size: int, threshold: float | None, seed: int = 0,
     exclude: Sequence[Trajectory[Labelled]] = (),
-) -> tuple[list[Item], BenchReport]:
+) -> tuple[list[Item], BenchReport]:  # fmt: skip
     """Choose at most ``size`` items, with categories as even as the pool allows. Items of several
     steps are preferred.
 
@@ -83,10 +80,8 @@ def build(
         len(labelled), dict(dropped), mean, limit,
         {name: len(members) for name, members in by_category.items()},
         {name: len(members) for name, members in taken.items()},
-        sum(len(item.steps) > 1 for item in chosen),
-        sum(len(item.steps) for item in chosen),
-        sum(step.label for item in chosen for step in item.steps),
-        size - len(chosen),
+        sum(len(item.steps) > 1 for item in chosen), sum(len(item.steps) for item in chosen),
+        sum(step.label for item in chosen for step in item.steps), size - len(chosen),
     )  # fmt: skip
 
 
