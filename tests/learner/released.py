@@ -33,10 +33,7 @@ class Node(msgspec.Struct):
 
 
 def grown(
-    rng: np.random.Generator,
-    widths: Sequence[int],
-    segment: int = 3,
-    chances: Sequence[float] | None = None,
+    rng: np.random.Generator, widths: Sequence[int], segment: int = 3, chances: Sequence[float] | None = None
 ) -> Node:
     """Draw a tree: every node has ``widths`` children, level by level, and ends early with
     probability 0.2.
@@ -48,11 +45,7 @@ def grown(
     def child(level: int) -> Node:
         ends = level == len(widths) or rng.random() < 0.2
         length = int(rng.integers(1, segment + 1)) if ends else segment
-        fresh = (
-            rng.integers(1, 2**30, length)
-            if chances is None
-            else rng.choice(len(chances), length, p=chances) + 1
-        )
+        fresh = rng.integers(1, 2**30, length) if chances is None else rng.choice(len(chances), length, p=chances) + 1
         below = [] if ends else [child(level + 1) for _ in range(widths[level])]
         return Node(fresh.tolist(), below, float(rng.random() < 0.5))
 
@@ -70,11 +63,7 @@ def paths(node: Node, above: tuple[Node, ...] = ()) -> Iterator[tuple[Node, ...]
 
 def leaves(node: Node) -> list[float]:
     """Return the outcomes below a node."""
-    return (
-        [node.outcome]
-        if not node.children
-        else [x for child in node.children for x in leaves(child)]
-    )
+    return [node.outcome] if not node.children else [x for child in node.children for x in leaves(child)]
 
 
 def unsure(token: int) -> bool:
@@ -114,9 +103,7 @@ def ours(questions: Sequence[Node], scheme: str, **options: object) -> Push:
     for tree, path in zip(batch.tree, batch.paths, strict=True):
         action = path.tokens[path.start :]
         for i in range(len(action)):
-            push[(int(tree), *map(int, action[: i + 1]))] += (
-                estimate.advantages[at] * kept[at] / kept.sum()
-            )
+            push[(int(tree), *map(int, action[: i + 1]))] += estimate.advantages[at] * kept[at] / kept.sum()
             at += 1
     return push
 
@@ -141,11 +128,7 @@ def spo(questions: Sequence[Node], size: int = 0) -> Push:
     edges: list[list[tuple[Key, float]]] = []
 
     def value(node: Node) -> float:
-        return (
-            float(np.mean([value(child) for child in node.children]))
-            if node.children
-            else node.outcome
-        )
+        return float(np.mean([value(child) for child in node.children])) if node.children else node.outcome
 
     def walk(node: Node, key: Key) -> None:
         for child in node.children:
@@ -196,9 +179,7 @@ def treepo(questions: Sequence[Node], sizes: bool = False) -> Push:
         for path in paths(root):
             groups = [leaves(node) for node in path if len(leaves(node)) > 1]
             weights = [len(group) if sizes else 1 for group in groups]
-            advantage = np.average(
-                [path[-1].outcome - np.mean(group) for group in groups], weights=weights
-            )
+            advantage = np.average([path[-1].outcome - np.mean(group) for group in groups], weights=weights)
             key: Key = (number,)
             for token in (x for node in path for x in node.tokens):
                 key = (*key, token)
@@ -218,23 +199,14 @@ def main() -> None:
     tokens; tokens are all different, or one of four has a probability of 0.6 or 0.9."""
     chances = (None, (0.6, 0.2, 0.1, 0.1), (0.9, 0.05, 0.03, 0.02))
     apart, even, peaked = (
-        [
-            [grown(np.random.default_rng([i, j]), (6, 6, 6), 8, chance) for j in range(2)]
-            for i in range(12)
-        ]
+        [[grown(np.random.default_rng([i, j]), (6, 6, 6), 8, chance) for j in range(2)] for i in range(12)]
         for chance in chances
     )
     departures: dict[str, tuple[list[list[Node]], Callable[[list[Node]], tuple[Push, Push]]]] = {
-        "spo, every leaf's path (form = 'paper')": (
-            apart,
-            lambda q: (ours(q, "spo", form="paper"), spo(q)),
-        ),
+        "spo, every leaf's path (form = 'paper')": (apart, lambda q: (ours(q, "spo", form="paper"), spo(q))),
         "spo, whitened over the batch and not by 8 edges": (apart, lambda q: (spo(q), spo(q, 8))),
         "treerl, form = 'paper'": (apart, lambda q: (ours(q, "treerl", form="paper"), treerl(q))),
-        "treepo, weighting = 'size'": (
-            apart,
-            lambda q: (ours(q, "treepo", weighting="size"), treepo(q)),
-        ),
+        "treepo, weighting = 'size'": (apart, lambda q: (ours(q, "treepo", weighting="size"), treepo(q))),
     }
     for name, batches in (("0.6", even), ("0.9", peaked)):
         pooled = f"equal tokens of siblings pooled, {name}"
@@ -242,9 +214,7 @@ def main() -> None:
         departures[f"treerl, {pooled}"] = (batches, lambda q: (ours(q, "treerl"), treerl(q)))
         departures[f"treepo, {pooled}"] = (batches, lambda q: (ours(q, "treepo"), treepo(q)))
     for name, (batches, both) in departures.items():
-        low, median, high = np.quantile(
-            [cosine(*both(batch)) for batch in batches], [0.1, 0.5, 0.9]
-        )
+        low, median, high = np.quantile([cosine(*both(batch)) for batch in batches], [0.1, 0.5, 0.9])
         print(f"{name}: {median:.2f} ({low:.2f} to {high:.2f})")
 
 

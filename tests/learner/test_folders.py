@@ -41,9 +41,7 @@ def test_a_run_folder_that_cannot_be_written_is_named(tmp_path: Path, llama: Pat
         checkpoint.save(trainer(llama, tmp_path), tmp_path, {}, 3)
 
 
-@pytest.mark.parametrize(
-    ("rank", "told"), [(0, "other parameters"), (8, r"another model.*learner\.lora\.rank")]
-)
+@pytest.mark.parametrize(("rank", "told"), [(0, "other parameters"), (8, r"another model.*learner\.lora\.rank")])
 def test_a_checkpoint_of_another_parametrisation_is_refused_and_not_called_damage(
     tmp_path: Path, llama: Path, rank: int, told: str
 ) -> None:
@@ -61,10 +59,7 @@ def test_drafts_are_never_the_newest_and_the_last_are_kept(tmp_path: Path, llama
     found = newest(tmp_path)
     assert found is not None
     assert found.name == "v000003"
-    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("v??????")) == [
-        "v000002",
-        "v000003",
-    ]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("v??????")) == ["v000002", "v000003"]
 
 
 def test_published_whole_weights_equal_the_policy(tmp_path: Path, llama: Path) -> None:

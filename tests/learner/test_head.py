@@ -57,11 +57,7 @@ def random_support(targets: torch.Tensor, vocabulary: int, seed: int = 0) -> Sup
 
 
 def compare(
-    inputs: list[torch.Tensor],
-    temperature: float,
-    trained: bool,
-    bound: float = BOUND,
-    support: Support | None = None,
+    inputs: list[torch.Tensor], temperature: float, trained: bool, bound: float = BOUND, support: Support | None = None
 ) -> None:
     hidden, weight, targets, upstream = inputs
     sides = []
@@ -79,9 +75,7 @@ def compare(
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize(
-    ("rows", "vocabulary"), [(32, 256), (1, 50), (75, 300), (33, 129), (64, 1000)]
-)
+@pytest.mark.parametrize(("rows", "vocabulary"), [(32, 256), (1, 50), (75, 300), (33, 129), (64, 1000)])
 def test_values_and_gradients_equal_the_full_version(
     rows: int, vocabulary: int, temperature: float, trained: bool
 ) -> None:
@@ -100,9 +94,7 @@ def test_over_a_support_values_and_gradients_are_those_of_the_masked_softmax(
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_over_a_support_narrow_products_agree(
-    monkeypatch: pytest.MonkeyPatch, trained: bool
-) -> None:
+def test_over_a_support_narrow_products_agree(monkeypatch: pytest.MonkeyPatch, trained: bool) -> None:
     inputs = given(75, 300, torch.bfloat16)
     compare(inputs, 0.8, trained, bound=2**-7, support=random_support(inputs[2], 300))
     monkeypatch.setattr(head, "WIDE_ON", ())
@@ -120,9 +112,7 @@ def test_a_support_within_one_block_leaves_nothing_of_the_others(first: int) -> 
 def test_the_support_of_one_token_has_probability_one_and_no_gradient() -> None:
     hidden, weight, targets, _ = given(40, 700)
     support = Support(np.ones(40, np.int64), targets.numpy())
-    logprobs, entropy = token_logprobs(
-        hidden.requires_grad_(), weight.requires_grad_(), targets, 1.0, support
-    )
+    logprobs, entropy = token_logprobs(hidden.requires_grad_(), weight.requires_grad_(), targets, 1.0, support)
     logprobs.sum().backward()
     for zero in (logprobs.detach(), entropy, hidden.grad, weight.grad):
         assert zero is not None

@@ -14,11 +14,7 @@ def test_the_page_of_corrections_names_every_correction() -> None:
 
 
 def test_the_page_names_the_aggregation_of_every_scheme() -> None:
-    rows = [
-        line.split("|")
-        for line in PAGE.splitlines()
-        if line.startswith("| `") and line.count("|") == 6
-    ]
+    rows = [line.split("|") for line in PAGE.splitlines() if line.startswith("| `") and line.count("|") == 6]
     for name in schemes.names():
         (cell,) = [row[5] for row in rows if f"`{name}`" in row[1]]
         own = [part for part in cell.split(";") if f"`{name}`" in part] or [cell]

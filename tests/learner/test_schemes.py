@@ -11,18 +11,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
 from coppice.learner import schemes
-from coppice.learner.schemes import (
-    gae,
-    gigpo,
-    grpo,
-    mc_pr,
-    oprl,
-    outcome,
-    ppr,
-    prime,
-    rloo,
-    turn_grpo,
-)
+from coppice.learner.schemes import gae, gigpo, grpo, mc_pr, oprl, outcome, ppr, prime, rloo, turn_grpo
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.targets import Advantages
 from tests.learner.tables import NO, estimated, made_of, random_table
@@ -55,18 +44,12 @@ CANDIDATES = steps([2, 1, 0, 0, -2], [0] * 5)
 TWO_TURNS = made_of([2] * 5, {"reward": [1, 1, 2, -1, -1, 1, 0, 0, -1, -1]})
 UNEVEN = made_of([2, 1, 2, 1, 2], {"reward": [1.5, 0.5, 1, 1, -1, 0, -1, -1]})
 FOUR = made_of([1] * 4, {"reward": [3, 1, 0, 2]}, tree=[0, 0, 1, 1], tokens=[1, 2, 1, 1])
-FORCED = made_of(
-    [1] * 3, {"reward": [3, 1, 0]}, tokens=[1, 2, 1], sampled=[True, True, False, True]
-)
+FORCED = made_of([1] * 3, {"reward": [3, 1, 0]}, tokens=[1, 2, 1], sampled=[True, True, False, True])
 # 10, 0, 2 against 1, 6, 5; a question of two: 3 against -1; a lone trajectory has no other
 QUESTIONS = made_of([2, 1, 1, 1, 1, 1], {"reward": [4, 6, 0, 2, 3, -1, 9]}, tree=[0, 0, 0, 1, 1, 2])
 # methods.md 5: rewards by turn, in trajectories of 4, 3, 3, 2, 2 and 1 turns
 VPR = made_of([4, 3, 3, 2, 2, 1], {"reward": [1, 1, 0, 1, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1]})
-VPR_V2 = made_of(
-    [1] * 12,
-    {"reward": [2, 0, -1, -1, 1, 1, 1, 1, 0.5, -2, NO, 0.5]},
-    tree=[0] * 4 + [1] * 4 + [2] * 4,
-)
+VPR_V2 = made_of([1] * 12, {"reward": [2, 0, -1, -1, 1, 1, 1, 1, 0.5, -2, NO, 0.5]}, tree=[0] * 4 + [1] * 4 + [2] * 4)
 # Centred: 2, 0, -1, -1 and (mean -1/3) 5/6, -5/3, 5/6; the squares sum to 6 + 25/6 over seven
 CENTRED = np.array([2, 0, -1, -1, 0, 0, 0, 0, 5 / 6, -5 / 3, 0, 5 / 6]) / ((6 + 25 / 6) / 7) ** 0.5
 EPISODES = made_of([2, 1, 2, 1], {"outcome": [NO, 1, -1, NO, 0, 1]}, tree=[0, 1, 2, 3])
@@ -154,9 +137,7 @@ def critic_case(**more: list[float]) -> TurnTable:
     """One trajectory of two turns, two tokens and one, the second token forced; values .5, .25,
     .75; outcome 1."""
     columns = {"value": [0.5, 0.25, 0.75]} | more
-    return made_of(
-        [2], {"outcome": [NO, 1]}, tokens=[2, 1], sampled=[True, False, True], token_scores=columns
-    )
+    return made_of([2], {"outcome": [NO, 1]}, tokens=[2, 1], sampled=[True, False, True], token_scores=columns)
 
 
 OFF, FAR = (critic_case(log_ratio=np.log([1.0, 1, last]).tolist()) for last in (0.5, 4.0))
@@ -198,9 +179,7 @@ def test_gae_whitens_over_sampled_tokens_and_leaves_the_targets_raw() -> None:
 
 
 def test_mc_pr_rewards_are_differences_of_values_that_end_at_the_outcome() -> None:
-    t = made_of(
-        [3, 2, 1], {"mc_value": [0.5, 0.7, 0.2, 0.5, 0.9, 0.4], "outcome": [NO, NO, 1, NO, -1, NO]}
-    )
+    t = made_of([3, 2, 1], {"mc_value": [0.5, 0.7, 0.2, 0.5, 0.9, 0.4], "outcome": [NO, NO, 1, NO, -1, NO]})
     # the last episode has no outcome, so its last difference is unknown
     assert_allclose(mc_pr.temporal_differences(t), [0.2, -0.5, 0.8, 0.4, -1.9, NO])
 
@@ -243,9 +222,7 @@ def test_renorm_by_a_constant_known_answers_and_returns(
     assert_allclose(made.advantages, returns, atol=5e-5)
 
 
-def rewards_of(
-    t: TurnTable, how: ppr.Normalisation = "constant", invalid: ppr.Invalid = "zero"
-) -> np.ndarray:
+def rewards_of(t: TurnTable, how: ppr.Normalisation = "constant", invalid: ppr.Invalid = "zero") -> np.ndarray:
     return ppr.turn_rewards(t, how, invalid, "process", "outcome")
 
 
@@ -273,9 +250,7 @@ TWO_JUDGED = made_of(
         ("sample", "skip", [0.25, 0.75, 1, 0, -1, 0]),
     ],
 )
-def test_ppr_normalisations_by_hand(
-    how: ppr.Normalisation, invalid: ppr.Invalid, expected: list[float]
-) -> None:
+def test_ppr_normalisations_by_hand(how: ppr.Normalisation, invalid: ppr.Invalid, expected: list[float]) -> None:
     assert_allclose(rewards_of(TWO_JUDGED, how, invalid), expected)
 
 
@@ -373,8 +348,7 @@ def test_an_invalid_step_lowers_the_advantage_of_no_other(base: oprl.Base, moved
 @pytest.mark.parametrize("base", BASES)
 def test_an_invalid_step_loses_most_with_any_base(base: oprl.Base, variant: oprl.Variant) -> None:
     plain, fined = (
-        oprl.advantages(t, base, variant).advantages
-        for t in (oprl_case(), oprl_case(valid=[1, 1, 0, 1, 1]))
+        oprl.advantages(t, base, variant).advantages for t in (oprl_case(), oprl_case(valid=[1, 1, 0, 1, 1]))
     )
     lost = plain - fined
     assert lost[2] > max(0, np.delete(lost, 2).max() + 1e-3)
@@ -444,15 +418,11 @@ def prime_by_hand(low: float, high: float) -> list[float]:
         n = len(others)
         mean = sum(sum(r) / largest / sum(s) for _, r, s in others) / n
         final = n / (n - 1) * (score - sum(other[0] for other in others) / n)
-        process = [
-            s * n / (n - 1) * (r / largest - mean) for r, s in zip(rewards, sampled, strict=True)
-        ]
+        process = [s * n / (n - 1) * (r / largest - mean) for r, s in zip(rewards, sampled, strict=True)]
         flat += [5 * sum(process[i:]) + 5 * final for i in range(len(sampled))]
         kept += sampled
     inside = np.array([x for x, k in zip(flat, kept, strict=True) if k])
-    return [
-        (x - inside.mean()) / inside.std() if k else 0.0 for x, k in zip(flat, kept, strict=True)
-    ]
+    return [(x - inside.mean()) / inside.std() if k else 0.0 for x, k in zip(flat, kept, strict=True)]
 
 
 def test_prime_is_the_loop_over_responses_written_out_after_the_filter_of_questions() -> None:
@@ -467,9 +437,7 @@ def test_prime_sets_its_scale_after_the_filter() -> None:
     # In question 0 the token rewards are 1 and -1, whose largest return-to-go is 1; question 1 is
     # too easy and has 50.
     prm = {"prm": [0.0, 1, -1, 0, 50, 0, 0, 0]}
-    t = made_of(
-        [1] * 4, {"outcome": [1, 0, 1, 1]}, tree=[0, 0, 1, 1], tokens=[2] * 4, token_scores=prm
-    )
+    t = made_of([1] * 4, {"outcome": [1, 0, 1, 1]}, tree=[0, 0, 1, 1], tokens=[2] * 4, token_scores=prm)
     # (x - mean of means) x 2: means .5 and -.5; outcome 2 (x - .5) = 1, -1; returns-to-go 5 (2 +
     # 1), 5 (2 + 1) and 5 (-2 - 1), -5
     expected, made = np.array([15, 15, -15, -5]), estimated(t, "prime").advantages
@@ -479,9 +447,7 @@ def test_prime_sets_its_scale_after_the_filter() -> None:
 
 def test_prime_takes_the_accuracy_of_a_question_over_the_outcomes_that_are_there() -> None:
     score = {"outcome": [1, 0, NO, 1, NO, 1]}
-    t = made_of(
-        [1] * 6, score, tree=[0, 0, 0, 1, 1, 1], token_scores={"prm": [0.5, -0.25, 9, 1, 2, 3]}
-    )
+    t = made_of([1] * 6, score, tree=[0, 0, 0, 1, 1, 1], token_scores={"prm": [0.5, -0.25, 9, 1, 2, 3]})
     assert_allclose(estimated(t, "prime").advantages, [1, -1, 0, 0, 0, 0], atol=1e-6)
 
 
@@ -502,10 +468,7 @@ EVERY: list[Which] = [
     ("gae", {"whiten": False, "targets": "vtrace"}),
     ("gigpo", {"step_std": True, "episode_std": True}),
     *(("oprl", {"base": base, "variant": variant}) for base in BASES for variant in VARIANTS),
-    *(
-        ("ppr", {"normalisation": how})
-        for how in ("constant", "sample", "none", "rescale", "reduced")
-    ),
+    *(("ppr", {"normalisation": how}) for how in ("constant", "sample", "none", "rescale", "reduced")),
     ("ppr", {"invalid": "skip", "targets": "retrace"}),
     ("prime", {"accuracy_low": 0, "accuracy_high": 1}),
     ("reinforce_pp", {}),
@@ -545,9 +508,7 @@ def test_permuting_the_rows_permutes_advantages_and_targets(seed: int, which: Wh
 
 
 WITHOUT_CRITIC = [
-    (name, options)
-    for name, options in EVERY
-    if name not in ("gae", "ppr") and options.get("base") != "ppo"
+    (name, options) for name, options in EVERY if name not in ("gae", "ppr") and options.get("base") != "ppo"
 ]
 
 
@@ -714,9 +675,7 @@ def test_a_return_is_missing_where_one_of_its_rewards_is() -> None:
 )
 def test_sample_and_population_deviation_have_their_ratio(which: Which, option: str) -> None:
     t, (name, options) = random_table(11), which
-    population, sample = (
-        schemes.load(name, options | {option: ddof})(t).advantages for ddof in (0, 1)
-    )
+    population, sample = (schemes.load(name, options | {option: ddof})(t).advantages for ddof in (0, 1))
     n: Any = {"outcome": len(t.trajectories().tree)}.get(name, len(t))
     if option == "whiten_ddof":
         n = t.mask().sum()
@@ -729,9 +688,7 @@ def test_sample_and_population_deviation_have_their_ratio(which: Which, option: 
 @pytest.mark.parametrize("which", EVERY, ids=str)
 def test_a_scheme_reads_the_token_columns_it_needs_and_no_other_and_is_finite(which: Which) -> None:
     t, scheme = random_table(5), schemes.load(*which)
-    needed = {
-        name: column for name, column in t.token_scores.items() if name in scheme.needs.models
-    }
+    needed = {name: column for name, column in t.token_scores.items() if name in scheme.needs.models}
     made = scheme(msgspec.structs.replace(t, token_scores=needed))
     assert made.advantages.shape == (int(t.tokens.sum()),)
     assert np.isfinite(made.advantages).all()
