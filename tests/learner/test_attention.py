@@ -231,21 +231,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FilePath]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "checkpointing"), [(0, True), (4, False), (4, True)])
-@pytest.mark.parametrize("backend", ["dense", "cascade"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_training_equals_path_by_path_training(
-    folders: dict[str, FilePath], kind: str, backend: Any, rank: int, checkpointing: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(attention, "SMALL_SUBTREE", 6)  # blocks of both kinds in small trees
-    lora = LoraConfig(rank, 8.0)
-    config = LearnerConfig(dtype="float32", lora=lora, attention=backend, gradient_checkpointing=checkpointing)
-    model = TreeModel(str(folders[kind]), config, 1.0, Ranks(60))
-    compare(model, forest(3, steps=3), LOGPROB_BOUND, GRADIENT_BOUND)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["dense", "cascade"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_training_equals_path_by_path_training_to_float64_rounding(
@@ -259,17 +244,6 @@ def test_packed_training_equals_path_by_path_training_to_float64_rounding(
     for seed in (3, 4):
         compare(model, forest(seed, steps=3), 1e-12, 1e-11)
         model.tower.zero_grad()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_critic_on_the_forest_equals_the_critic_path_by_path(
-    folders: dict[str, FilePath], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "SMALL_SUBTREE", 6)
-    config = LearnerConfig(dtype="float32", gradient_checkpointing=True)
-    lora = LoraConfig(4, 8.0)
-    model = TreeModel(str(folders[kind]), config, 1.0, Ranks(60), lora=lora, values=True)
-    compare(model, forest(5), LOGPROB_BOUND, GRADIENT_BOUND)
 
 
 @pytest.mark.slow

@@ -143,30 +143,6 @@ def test_no_trajectory_without_outcome_counts(tmp_path: Path, llama: Path, schem
     assert_equal(everything(lacking), after)
 
 
-@pytest.mark.parametrize("aggregation", ["trajectory", "token"])
-def test_no_question_without_outcome_counts(tmp_path: Path, llama: Path, aggregation: str) -> None:
-    some = episodes(8, 0)
-
-    def known(tree: int, turn: Turn) -> float | None:
-        return None if tree == some.groups[0].tree else float(turn.trajectory == 1)
-
-    grpo = {"scheme": "grpo", "scheme_options": {"column": "outcome"}, "aggregation": aggregation}
-    lacking, without = (steady(trainer(llama, tmp_path, **grpo)) for _ in range(2))
-    lost = scored(some, known)
-    lacking.update(lost)
-    without.update(msgspec.structs.replace(lost, groups=lost.groups[1:], questions=2))
-    assert_equal(everything(lacking), everything(without))
-
-
-@pytest.mark.parametrize("scheme", ["slate", "grpo"])
-def test_an_update_without_a_score_moves_nothing(tmp_path: Path, llama: Path, scheme: str) -> None:
-    made = trainer(llama, tmp_path, scheme=scheme, kl_coef=0.0)
-    before = state(made)
-    assert made.update(rescored(batch(0, 0), lambda _: {}))["learner/skipped"] == 1
-    assert made.version == 1
-    assert_equal(before, state(made))
-
-
 def test_primes_reward_model_trains_on_what_its_filter_keeps(tmp_path: Path, llama: Path) -> None:
     some = episodes(8, 0)
     easy = some.groups[0].tree
@@ -252,18 +228,6 @@ def test_a_batch_takes_an_equal_part_of_every_scheduler_however_far_one_is_ahead
     assert inbox.ready() == [0, 1, 2, 5]
     inbox.take([0, 1, 2, 5], 0)
     inbox.close(TreeClosed(3, [3]))
-    assert inbox.ready() is None
-
-
-def test_a_group_enters_one_batch_only_however_often_it_is_sent() -> None:
-    some, _ = groups(0, trees=1)
-    inbox = Inbox(1, {})
-    assert inbox.add(some[0])
-    assert inbox.add(some[0])
-    inbox.close(TreeClosed(0, [0]))
-    assert len(inbox.take([0], 0).groups) == 1
-    assert not inbox.add(some[0])
-    inbox.close(TreeClosed(0, [0]))
     assert inbox.ready() is None
 
 
