@@ -2,6 +2,7 @@
 layout."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from coppice.actors.environments.base import SPLIT, Task, Transition
 from coppice.actors.environments.webshop.environment import LONGEST_PROMPT, WebShop, read_reply
 from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.tools.defaults.legal_play import FIRST_SEED
+from coppice.tools.launching.config import load
 from tests import games
 
 SHOP = WebShop()
@@ -226,3 +228,12 @@ def test_missing_and_foreign_files_are_refused_with_the_reason(tmp_path: Path) -
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         registry.load("webshop", options)
+
+
+def test_the_page_tells_the_size_of_the_shop_and_a_config_that_works(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "webshop.md").read_text()
+    kinds = len({product.query for product in SHOP.store.products.values()})
+    assert f"products of {kinds} types, with {len(SHOP.goals):,} goals" in text
+    (block,) = re.findall(r"^```toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    (tmp_path / "own.toml").write_text(f'name = "own"\n{block}')
+    assert load(tmp_path / "own.toml", []).data.environment == "webshop"
