@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from coppice.common import loop
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Dispatcher, Event
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault, WireError
-from coppice.wire.messages import Message, Result
 from coppice.wire.service import Call, Service
 from tests.services import EchoRequest, EchoResult, bench
 
@@ -267,25 +266,6 @@ async def test_a_wait_for_workers_says_how_many_are_missing(tmp_path: Path) -> N
         await b.work("w", {"echo": echo})
         with pytest.raises(InfrastructureFault, match="1 of 2 workers for service 'echo'"):
             await b.dispatcher.wait_for("echo", 2, 0.05)
-
-
-async def test_a_connection_that_loses_its_calls_rests_no_worker(tmp_path: Path) -> None:
-    async with bench(tmp_path, QUICK) as b:
-        service = await b.work("w", {"echo": echo}, capacity=16)
-        send, lost = service.send, []
-
-        def loses(header: Message, body: Any = None) -> None:
-            if isinstance(header, Result) and len(lost) < 8:
-                lost.append(header.id)
-            else:
-                send(header, body)
-
-        service.send = loses
-        calls = [b.dispatcher.call("echo", ask(), deadline=60) for _ in range(8)]
-        assert all(answer.tokens[0] == 1.0 for answer in await asyncio.gather(*calls))
-        assert b.dispatcher.counters["lost_calls"] == len(lost) == 8
-        (worker,) = b.dispatcher.workers()
-        assert worker.breaker.open_until == float("-inf")
 
 
 async def test_a_pinned_call_goes_through_to_a_full_worker(tmp_path: Path) -> None:
