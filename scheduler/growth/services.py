@@ -208,7 +208,7 @@ class Services(Tools):
         result = await self._generate(wire.GenerateRequest(prompt, 1, sampling), False)
         tokens = result.samples[0].tokens
         self.runtime.counts["generated_tokens"] += len(tokens)
-        return until(text.decode(tokens), stop)
+        return until(text.decode(tokens), stop)[0]
 
     async def _call(
         self,

@@ -11,8 +11,7 @@ import numpy as np
 import tokenizers
 
 from coppice.common import vision
-from coppice.common.chat_template import ChatTemplate
-from coppice.common.dialogue import Renderer
+from coppice.common.dialogue import ChatTemplate, Renderer
 
 RECENT = 64
 """The texts whose tokens are remembered: what an environment checks is encoded again when it enters
