@@ -75,5 +75,3 @@ class ActorProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The number of the actor in the run, from 0."""
     deterministic: bool = False
     """Answers depend on weights and requests alone (docs/reliability.md)."""
-    weights_url: str = ""
-    """Where versions are copied for an actor that does not see the run folder."""

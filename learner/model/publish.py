@@ -62,9 +62,7 @@ def publish(
             else:
                 proof = fingerprint(tensors)
             if server is not None:  # copies, because training goes on while engines read them
-                own = {
-                    name: tensor.to(policy.device, copy=True) for name, tensor in tensors.items()
-                }
+                own = {n: t.to(policy.device, copy=True) for n, t in tensors.items()}
                 memory = server.offer(version, own)
             manifest = Manifest(version, "full", proof, file, memory)
         manifest.write(draft)

@@ -40,8 +40,7 @@ class WeightServer:
     def __init__(self, host: str = "127.0.0.1", timeout_s: float = 300.0):
         self.host, self.timeout = host, timedelta(seconds=timeout_s)
         if host == "127.0.0.1":
-            # broadcasts between CPUs listen there
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # of broadcasts between CPUs
         else:
             log.warning("anyone who reaches %s can disturb broadcasts: keep it closed", host)
         self.token = secrets.token_urlsafe(24)
@@ -151,8 +150,7 @@ class WeightServer:
 
 
 def bound_store(host: str, timeout: timedelta) -> Any:
-    """Return a rendezvous that listens only on ``host``. By default, torch would listen on every
-    address of the machine."""
+    """Return a rendezvous that listens only on ``host``; by default torch's listens everywhere."""
     listening = socket.socket()
     listening.bind((host, 0))
     listening.listen(128)

@@ -64,11 +64,9 @@ def whole(base: Path, folder: Path) -> Manifest:
     """Save all weights with a small change."""
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     return _save(
-        {n: (p.detach() * 1.001).contiguous() for n, p in model.named_parameters()},
-        folder,
-        2,
+        {n: (p.detach() * 1.001).contiguous() for n, p in model.named_parameters()}, folder, 2,
         "full",
-    )
+    )  # fmt: skip
 
 
 def _save(tensors: dict[str, torch.Tensor], folder: Path, version: int, kind: Any) -> Manifest:
@@ -111,11 +109,9 @@ async def measure(
         pause = float(gaps.max() - step)
         size = (folder / FILES[manifest.kind]).stat().st_size
         return {
-            "load_s": loaded.seconds,
-            "pause_s": pause,
-            "tokens_lost": pause * SAMPLES / step,
+            "load_s": loaded.seconds, "pause_s": pause, "tokens_lost": pause * SAMPLES / step,
             "mb": size / 1e6,
-        }
+        }  # fmt: skip
 
 
 async def _measure(model: str) -> dict[str, Any]:
@@ -160,12 +156,9 @@ class AdapterPolicy:
 
 
 async def updates(
-    engine: SGLangEngine,
-    folder: Path,
-    device: str,
-    transports: tuple[str, ...] = TRANSPORTS,
+    engine: SGLangEngine, folder: Path, device: str, transports: tuple[str, ...] = TRANSPORTS,
     rank: int = RANK,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     """Return the seconds by transport for a started engine of the model in ``folder``, and print
     each as soon as it is measured."""
     seconds: dict[str, float] = {}
@@ -190,14 +183,9 @@ async def updates(
 
 
 def _published(
-    version: int,
-    transport: str,
-    model: Path,
-    scratch: Path,
-    offers: WeightServer,
-    device: str,
+    version: int, transport: str, model: Path, scratch: Path, offers: WeightServer, device: str,
     rank: int,
-) -> Published:
+) -> Published:  # fmt: skip
     """Publish the version as the learner does."""
     if transport == "adapter":
         policy: Any = AdapterPolicy(model, rank)

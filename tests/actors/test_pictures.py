@@ -17,7 +17,7 @@ from coppice.actors.engines.sglang import SGLangEngine
 from coppice.actors.engines.sglang_api import linear_layers
 from coppice.common import vision
 from coppice.learner.forest.trees import Path as Tokens
-from coppice.learner.forest.trees import alone
+from coppice.learner.forest.trees import pack
 from coppice.learner.model.model import TreeModel
 from coppice.learner.model.publish import publish
 from coppice.learner.model.ranks import Ranks
@@ -66,7 +66,7 @@ def assert_equal(learner: TreeModel, request: GenerateRequest, result: GenerateR
             PICTURES,
         )
         with torch.no_grad():
-            expected = learner.read(alone(path), attention="causal")[0].numpy()
+            expected = learner.read(pack([path]), attention="causal")[0].numpy()
         assert np.abs(expected - sample.logprobs).max() < GREATEST_DIFFERENCE
 
 

@@ -24,10 +24,9 @@ from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, Schedule
 from coppice.scheduler.telemetry.tracking import KEYS
 from coppice.tools.defaults.settings import importable
 from coppice.tools.launching.config import Config
-from coppice.tools.launching.judge_model import JudgeModelProcess
 from coppice.tools.launching.memory import typed
 from coppice.tools.launching.method import strategy_options
-from coppice.tools.launching.settings import Assets
+from coppice.tools.launching.settings import JUDGE_HOST, Assets, JudgeModelProcess
 
 
 class PlannedProcess(msgspec.Struct, frozen=True):
@@ -104,8 +103,8 @@ def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[Planne
     if config.judges.model is not None:
         name, threads, port = "judge-model", config.judges.model.threads, free_port()
         served = JudgeModelProcess(name, str(run), assets.judge_model, port, config.judges.model)
-        judges = {k: with_served_model(v, served.url, served.model) for k, v in judges.items()}
-        module = "coppice.tools.launching.judge_model"
+        url, module = f"http://{JUDGE_HOST}:{port}/v1", "coppice.tools.launching.serve_model"
+        judges = {k: with_served_model(v, url, served.model) for k, v in judges.items()}
         yield PlannedProcess(name, module, name, threads, environment=rest), served
     for process, home, _ in each("judges", "coppice.judges.serve", environment=rest):
         yield process, JudgeProcess(process.name, home, judges)
@@ -120,12 +119,11 @@ def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[Planne
         module = "coppice.judges.retriever.worker"
         for process, home, _ in each("retriever", module, threads=settings.threads):
             yield process, RetrieverProcess(process.name, home, settings)
-    stored = f"{w.publish_url}/{run.name}" if w.publish_url else ""
     for place in range(a.count):
         process, seed = _actor(config, place), config.seed * 1000 + place
         yield process, ActorProcess(
             process.name, homes[place % s.shards], seed, assets.model, a, place,
-            config.deterministic, stored,
+            config.deterministic,
         )  # fmt: skip
 
 
@@ -200,17 +198,11 @@ when the tensor is freed. With glibc's defaults the heap of a rank grew to twice
 (docs/performance.md). A decoding engine would save little memory and lose time."""
 
 
-def forget_meeting(run: Path) -> None:
-    """Remove the file at which the ranks of an earlier start met: it would mislead those that start
-    now. No rank may be alive."""
-    for old in run.glob("ranks-*"):
-        old.unlink(missing_ok=True)
-
-
 def _meeting(run: Path, learner: LearnerConfig) -> dict[str, str]:
     """Let the ranks meet at a file of the run folder, which needs no port, and talk over the
     loopback: torch authenticates neither."""
-    forget_meeting(run)
+    for old in run.glob("ranks-*"):  # of an earlier start: it would mislead those that start now
+        old.unlink(missing_ok=True)
     interface = "lo0" if sys.platform == "darwin" else "lo"
     # weights leave by the same library
     shared = learner.publish != "file" and learner.publish_host != "127.0.0.1"

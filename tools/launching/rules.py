@@ -9,7 +9,6 @@ from coppice.actors.engines import registry as engines
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import POLICY, Environment
 from coppice.actors.environments.task_files import check_form, listed
-from coppice.common import storage
 from coppice.common.options import check_choice
 from coppice.judges.config import SERVED, RetrieverConfig, uses_served_model, with_served_model
 from coppice.judges.llm import PATIENCE_S
@@ -134,9 +133,6 @@ def _engine(config: Config) -> Iterator[str]:
         yield f"{urls}: expected each URL once; a router spreads the requests of one actor"
     useless = ("python", "arguments", "environment", "gpus") if g.way == "url" else ("api_key_env",)
     yield from idle(config, f"with {way}", *(f"actors.sglang.{key}" for key in useless))
-    if (name := "SGLANG_RETURN_ORIGINAL_LOGPROB") in g.environment:
-        variable = f"actors.sglang.environment.{name}"
-        yield f"{variable} has no effect: log-probabilities are those after temperature; remove it"
     if g.weights == "distributed" and (w.publish == "file" or w.lora.rank):
         expected = "learner.publish = 'memory' or 'both', and learner.lora.rank = 0"
         yield f"{say('actors.sglang.weights')}: expected {expected} (adapters travel as files)"
@@ -264,11 +260,6 @@ def _cluster(config: Config) -> Iterator[str]:
     if on and w.publish != "file" and w.publish_host == "127.0.0.1":
         both = setting(config, "learner.publish", "learner.publish_host")
         yield f"{both} on a cluster: expected an address that the actors reach"
-    if w.publish_url and w.publish == "memory":
-        both = setting(config, "learner.publish_url", "learner.publish")
-        yield f"{both}: there are no files to copy; expected 'file' or 'both'"
-    if w.publish_url:
-        storage.check(w.publish_url)
 
 
 def doubts(config: Config) -> list[str]:
@@ -276,6 +267,10 @@ def doubts(config: Config) -> list[str]:
     promise."""
     w, say = config.learner, partial(setting, config)
     doubts = corrections.load(w.correction, w.correction_options).doubts(w.steps, w.aggregation)
+    for key in ("scheduler.strategy", "learner.scheme") if config.method else ():
+        section, _, part = key.partition(".")
+        if f"{key} = {(own := method.bundles()[config.method][section][part])!r}" != say(key):
+            doubts.append(f"method {config.method} with {say(key)} instead of {own!r}")
     remedy = schemes.load(w.scheme, w.scheme_options).needs.pushes_equal
     if remedy and not config.scheduler.dynamic_sampling_budget:
         doubts.append(
@@ -293,12 +288,5 @@ def doubts(config: Config) -> list[str]:
             f"{say('actors.max_context')} is more than learner.micro_tokens = {w.micro_tokens}: no"
             " path is divided over forwards or ranks, so a longer one must fit into one rank;"
             " raise micro_tokens if it does, or lower max_context"
-        )
-    s, urls = config.scheduler, config.actors.sglang.urls
-    # only the actor, which asks it, knows whether a URL is a router
-    if urls and (s.top_p < 1 or s.top_k):
-        doubts.append(
-            f"{say('scheduler.top_p', 'scheduler.top_k')} with actors.sglang.urls = {urls}: a"
-            " router among them would refuse every call; give each server's own URL, or remove both"
         )
     return doubts

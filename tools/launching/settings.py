@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from coppice.actors.config import ActorsConfig
 from coppice.common.numbers import Count, Natural
-from coppice.judges.config import JudgesConfig, RetrieverConfig
+from coppice.judges.config import JudgeModelConfig, JudgesConfig, RetrieverConfig
 from coppice.learner.config import LearnerConfig
 from coppice.scheduler.config import SchedulerConfig
 from coppice.tools.defaults.settings import WarmStart
@@ -107,6 +107,19 @@ class Assets(msgspec.Struct, frozen=True):
     heldout: str | list[str]
     retriever: str
     judge_model: str = ""
+
+
+JUDGE_HOST = "127.0.0.1"
+
+
+class JudgeModelProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The process file of [judges.model]. folder: the model's Hugging Face folder."""
+
+    name: str
+    run: str
+    folder: str
+    port: int
+    model: JudgeModelConfig
 
 
 def with_agent(config: Config) -> Config:
