@@ -90,7 +90,8 @@ def test_the_transport_follows_from_what_is_published(
 ) -> None:
     made = Manifest(**({"version": 1, "kind": "full", "digest": "d"} | manifest))
     assert choose(made, facts, SGLangConfig()) == expected
-    for wanted, missing in (("disk", {"file": False}), ("distributed", {"memory": None})):
+    refused: list[tuple[Any, Any]] = [("disk", {"file": False}), ("distributed", {"memory": None})]
+    for wanted, missing in refused:
         other: Any = Manifest(**({"version": 1, "kind": "full", "digest": "d"} | missing))
         with pytest.raises(InfrastructureFault, match=r"learner\.publish"):
             choose(other, facts, SGLangConfig(weights=wanted))
