@@ -204,7 +204,7 @@ def shown(messages: Sequence[Mapping[str, Any]]) -> Iterator[str | bytes]:
             yield value
 
 
-def load(folder: str | Path, dtype: Any, attention: str, values: bool = True) -> Any:
+def load(folder: str | Path, dtype: Any, attention: str | None, values: bool = True) -> Any:
     """Load a causal language model, without its stored weights if not ``values``. Of a model with
     vision, ``attention`` is that of the language layers; the vision tower keeps its own. Raises
     ValueError if the model computes its attention in another way."""

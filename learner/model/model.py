@@ -135,6 +135,9 @@ class TreeModel:
             head, linear = model.get_output_embeddings(), torch.nn.Linear
             modules = model.named_modules()
             names = [n for n, m in modules if isinstance(m, linear) and m is not head]
+            # kernels of state-space layers read this weight past an adapter
+            names = [n for n in names if not n.endswith(".out_proj") or not _convolves(model, n)]
+            loading.check_names(folder, names)
             adapters = PeftLora(target_modules=names, lora_dropout=0.0, **settings)
             model = loading.adapt(model, adapters)
         if config.gradient_checkpointing:
@@ -232,6 +235,11 @@ def _distinct(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarray | None
     if forest.support is not None or distinct.shape == pairs.shape:
         return forest.read, forest.target, None
     return distinct[0], distinct[1], again.reshape(-1)
+
+
+def _convolves(model: Any, name: str) -> bool:
+    """Whether the layer that holds the module ``name`` has a convolution."""
+    return hasattr(model.get_submodule(name.rpartition(".")[0]), "conv1d")
 
 
 _FOLLOWS = {"full_attention", "sliding_attention", "attention", "chunked_attention"}

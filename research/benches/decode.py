@@ -130,9 +130,9 @@ def _limit(engine: LocalEngine, prompts: list[np.ndarray]) -> dict[str, Any]:
     parameters = sum(p.numel() for p in engine.model.parameters())
     weights = parameters if head is embedded else parameters - embedded.numel()
     prefixes = sum(map(len, prompts))
-    moved = 4 * weights + engine.memory.token.nbytes * (prefixes + batch * middle)
+    moved = 4 * weights + engine.batch.memory.token.nbytes * (prefixes + batch * middle)
     settings = engine.model.config
-    width = settings.num_attention_heads * engine.memory.token.shape[-1]
+    width = settings.num_attention_heads * engine.batch.memory.token.shape[-1]
     attended = SAMPLES * prefixes + batch * middle
     operations = 2 * weights * batch + 4 * settings.num_hidden_layers * width * attended
     read, peak = bandwidth(), matrix_peak()

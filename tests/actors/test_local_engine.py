@@ -155,8 +155,8 @@ async def test_eviction_under_a_small_budget_keeps_answers_right(llama: Path) ->
             result = await engine.generate(GenerateRequest(prompt, 1, Sampling(10, seed=round)))
             assert worst(model, [(prompt, result)]) < GREATEST_DIFFERENCE
     await engine.close()
-    assert engine.cache.evicted_tokens > 0
-    assert engine.cache.bytes <= 60_000
+    assert engine.batch.memory.cache.evicted_tokens > 0
+    assert engine.batch.memory.cache.bytes <= 60_000
 
 
 async def test_a_seed_reproduces_whatever_else_runs(llama: Path) -> None:
@@ -242,7 +242,7 @@ async def test_weights_of_another_model_are_refused_before_any_tensor_changes(
     (before,) = (await engine.generate(GREEDY)).samples
     with pytest.raises(InfrastructureFault, match=name):
         await engine.load(LoadRequest(1, str(folder), proof))
-    engine.cache.clear()  # a prompt computed once would hide new weights
+    engine.batch.memory.cache.clear()  # a prompt computed once would hide new weights
     (after,) = (await engine.generate(GREEDY)).samples
     await engine.close()
     assert set(after.versions.tolist()) == {0}
@@ -298,8 +298,11 @@ async def test_branches_of_prefixes_of_any_lengths_equal_a_full_forward(
     done = await explored(engine, seed)
     await engine.close()
     assert worst(reference(folder), done) < GREATEST_DIFFERENCE
-    assert engine.memory.running_bytes + engine.cache.bytes <= engine.memory.budget
-    shelves = [*engine.memory.prefixes.values(), *engine.memory.tails.values()]
+    assert (
+        engine.batch.memory.running_bytes + engine.batch.memory.cache.bytes
+        <= engine.batch.memory.budget
+    )
+    shelves = [*engine.batch.memory.prefixes.values(), *engine.batch.memory.tails.values()]
     assert sum(len(s.held) + s.promised for s in shelves) == 0  # all rows are free again
 
 
@@ -308,7 +311,7 @@ async def test_single_samples_beside_each_other_equal_a_full_forward(llama: Path
     engine = await started(llama, prefill_tokens=30)
     done = await explored(engine, 10, requests=30, most=1)
     await engine.close()
-    assert all(shelf.capacity == 0 for shelf in engine.memory.tails.values())
+    assert all(shelf.capacity == 0 for shelf in engine.batch.memory.tails.values())
     assert worst(reference(llama), done) < GREATEST_DIFFERENCE
 
 
@@ -317,7 +320,7 @@ async def test_a_model_of_another_kind_runs_through_its_own_code(
 ) -> None:
     monkeypatch.setattr(decoder, "PLAIN", ())
     engine = await started(llama)
-    assert isinstance(engine._decoder, decoder.WholeDecoder)
+    assert isinstance(engine.batch.decoder, decoder.WholeDecoder)
     done = await explored(engine, 7)
     await engine.close()
     assert worst(reference(llama), done) < GREATEST_DIFFERENCE
@@ -411,7 +414,7 @@ async def test_running_samples_take_their_memory_from_the_budget(llama: Path) ->
     ]
     while not all(task.done() for task in tasks):
         most = max(most, int(engine.stats()["running"]))
-        held = max(held, engine.memory.running_bytes + engine.cache.bytes)
+        held = max(held, engine.batch.memory.running_bytes + engine.batch.memory.cache.bytes)
         await asyncio.sleep(0)
     results = [task.result() for task in tasks]
     with pytest.raises(DataFault, match="kv_cache_gib"):

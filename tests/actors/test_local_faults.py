@@ -92,14 +92,21 @@ async def together(
 
 async def check_all_is_free_and_right(engine: LocalEngine, folder: Path) -> None:
     """Nothing is held, and requests that need every place are answered as by a full forward."""
-    assert (engine.memory.running_bytes, engine.cache.bytes, engine.stats()["running"]) == (0, 0, 0)
-    assert (engine._admission.places, bool(engine._admission)) == (engine.config.max_batch, False)
+    assert (
+        engine.batch.memory.running_bytes,
+        engine.batch.memory.cache.bytes,
+        engine.stats()["running"],
+    ) == (0, 0, 0)
+    assert (engine.batch.admission.places, bool(engine.batch.admission)) == (
+        engine.config.max_batch,
+        False,
+    )
     prompts = [np.concatenate([ids(70, 20), ids(71 + i, 4)]) for i in range(3)]
     done = await together(
         engine, [GenerateRequest(p, engine.config.max_batch, Sampling(4)) for p in prompts]
     )
     assert worst(reference(folder), list(zip(prompts, done, strict=True))) < GREATEST_DIFFERENCE  # pyright: ignore
-    shelves = [*engine.memory.prefixes.values(), *engine.memory.tails.values()]
+    shelves = [*engine.batch.memory.prefixes.values(), *engine.batch.memory.tails.values()]
     assert sum(len(shelf.held) + shelf.promised for shelf in shelves) == 0
 
 
@@ -199,10 +206,13 @@ async def test_whatever_fails_and_wherever_every_request_is_answered_rightly_or_
     right = [(p, r) for p, r in zip(prompts, results, strict=True) if isinstance(r, GenerateResult)]
     assert {type(result) for result in results} == {GenerateResult, InfrastructureFault}
     assert worst(reference(llama), right) < GREATEST_DIFFERENCE
-    assert engine.memory.running_bytes + engine.cache.bytes <= engine.memory.budget
-    shelves = [*engine.memory.prefixes.values(), *engine.memory.tails.values()]
+    assert (
+        engine.batch.memory.running_bytes + engine.batch.memory.cache.bytes
+        <= engine.batch.memory.budget
+    )
+    shelves = [*engine.batch.memory.prefixes.values(), *engine.batch.memory.tails.values()]
     assert sum(len(shelf.held) + shelf.promised for shelf in shelves) == 0
-    assert engine._admission.places == engine.config.max_batch
+    assert engine.batch.admission.places == engine.config.max_batch
     await engine.close()
 
 
