@@ -45,9 +45,8 @@ class RadixBatch:
         needed, held = self.memory.needed(prompt, request.n, sampling.max_tokens), 2**30
         if needed > self.memory.budget:
             raise DataFault(
-                f"{request.n} samples of {sampling.max_tokens} tokens after {prompt} need"
-                f" {needed / held:.4f} GiB of keys and values: expected at most"
-                f" actors.kv_cache_gib={self.memory.budget / held:.4f}"
+                f"{request.n} samples of {sampling.max_tokens} need {needed / held:.4f} GiB of keys"
+                f" and values: expected at most actors.kv_cache_gib={self.memory.budget / held:.4f}"
             )
 
     def add(self, active: ActiveRequest) -> None:

@@ -1,15 +1,11 @@
-"""The embedded engine: continuous batching of a Hugging Face causal LM over a radix cache, exact on
-any machine.
+"""The embedded engine: continuous batching of a Hugging Face causal LM over a radix cache.
 
-A prompt's new tokens are prefilled once for all its samples and children, in chunks beside the
-samples that decode. A decode step reads a prefix once for all its branches. Weights are swapped
-between two steps: running samples keep their keys and values, their later tokens carry the new
-version, and the prefix cache is emptied, so that no request reads another version's cache.
+Weights are swapped between two steps: running samples keep their keys and values, their later
+tokens carry the new version, and the prefix cache is emptied.
 """
 
 import asyncio
 import collections
-import contextlib
 import functools
 import logging
 import time
@@ -22,7 +18,7 @@ from transformers import AutoConfig
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines import attend, weights
-from coppice.actors.engines.base import OnTokens, check_request, check_tokens
+from coppice.actors.engines.base import check_request, check_tokens
 from coppice.actors.engines.batch import RadixBatch
 from coppice.actors.engines.cached import CachedBatch
 from coppice.actors.engines.grammar import Grammar
@@ -31,7 +27,6 @@ from coppice.actors.engines.sampling import pick, uniforms
 from coppice.actors.engines.thread import EngineThread
 from coppice.common import vision
 from coppice.common.hardware import compute_dtype, free_memory, torch_device
-from coppice.common.heads import check_head
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult
 
@@ -39,8 +34,8 @@ log = logging.getLogger("actors.engines.local")
 
 
 class LocalEngine:
-    """Implements ``actors.engines.base.Engine`` for models with full attention, such as Llama,
-    Qwen2, Qwen3 and Qwen2.5-VL. deterministic: requests are served one after the other, and each
+    """Implements ``actors.engines.base.Engine`` for any causal language model: continuous batching
+    over a radix cache for full attention (Llama, Qwen2.5-VL), else transformers' own caches. deterministic: requests are served one after the other, and each
     computes its whole prompt, because the rounding of a token's values depends on the tokens that
     are computed with it.
 
@@ -64,9 +59,8 @@ class LocalEngine:
         self.version = 0
         self.counts: collections.Counter[str] = collections.Counter()
         self.busy_s = 0.0
-        self._thread = EngineThread(self._has_work, self._timed_step, self._free)
-        self._news: list[_News] = []
-        """The tokens of this step that callers want at once."""
+        work = lambda: bool(self.batch), self._step, lambda: self.batch.clear()
+        self._thread = EngineThread(*work)
         self._loading = asyncio.Lock()
         self._requests = 0
 
@@ -108,7 +102,6 @@ class LocalEngine:
         torch.set_num_threads(self.config.threads)
 
     def _check_fits(self, settings: Any) -> None:
-        check_head(str(self.folder), settings)
         size = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
         if not size:
             raise FileNotFoundError(f"model folder {self.folder} holds no .safetensors file")
@@ -117,9 +110,8 @@ class LocalEngine:
         free = torch.cuda.mem_get_info()[0] if self.device == "cuda" else free_memory()
         if needed > free:
             raise MemoryError(
-                f"{self.folder} needs about {needed / 2**30:.1f} GiB (weights, keys and values),"
-                f" {free / 2**30:.1f} GiB are free: use a smaller model, fewer processes or a"
-                " smaller cache (actors.kv_cache_gib, --kv-cache-gib)"
+                f"{self.folder} needs {needed / 2**30:.1f} GiB (weights, keys and values) of"
+                f" {free / 2**30:.1f}: use fewer processes or a smaller cache (actors.kv_cache_gib)"
             )
 
     async def died(self) -> str:
@@ -135,34 +127,29 @@ class LocalEngine:
         """Stop the thread and abort open requests."""
         await self._thread.close()
 
-    async def generate(
-        self, request: GenerateRequest, on_tokens: OnTokens | None = None
-    ) -> GenerateResult:
-        """Sample ``request.n`` continuations. ``on_tokens`` gets tokens as they are sampled."""
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Sample ``request.n`` continuations."""
         self._check(request)
         if self._alone is None:
-            return await self._generate(request, on_tokens)
+            return await self._generate(request)
         async with self._alone:
             try:
-                return await self._generate(request, on_tokens)
+                return await self._generate(request)
             finally:
                 await self._thread.run(self.batch.forget)
 
-    async def _generate(
-        self, request: GenerateRequest, on_tokens: OnTokens | None
-    ) -> GenerateResult:
+    async def _generate(self, request: GenerateRequest) -> GenerateResult:
         constraint, matcher = request.sampling.constraint, None
         if constraint is not None:
             matcher = await asyncio.to_thread(lambda: self._grammar.matcher(constraint))
         self._requests += 1
         positions = self._pictures.positions(request) if self._pictures is not None else None
         seed = hash((self.seed, self._requests))
-        active = ActiveRequest(request, seed, matcher, on_tokens, positions)
+        active = ActiveRequest(request, seed, matcher, positions)
         self._thread.ask(active.future, lambda: self.batch.add(active))
         try:
             return await asyncio.wrap_future(active.future)
         except asyncio.CancelledError:
-            active.on_tokens = None
             self._thread.tell(lambda: self._abort(active))
             raise
 
@@ -198,26 +185,15 @@ class LocalEngine:
         vocabulary = len(self.model.get_output_embeddings().weight)
         return Grammar(self.tokenizer, vocabulary, self.end_tokens)
 
-    def _has_work(self) -> bool:
-        return bool(self.batch)
-
-    def _timed_step(self) -> None:
-        start = time.monotonic()
-        try:
-            self._step()
-        finally:
-            self.busy_s += time.monotonic() - start
-
-    def _free(self) -> None:
-        """Free the memory of all requests after a failure."""
-        self.batch.clear()
-        self._news = []
-
     def _step(self) -> None:
         """Run one step and sample a token for every sample that has logits."""
-        decoding, logits = self.batch.step(self.version)
-        if logits is not None:
-            self._sample(decoding, logits)
+        start = time.monotonic()
+        try:
+            decoding, logits = self.batch.step(self.version)
+            if logits is not None:
+                self._sample(decoding, logits)
+        finally:
+            self.busy_s += time.monotonic() - start
 
     def _sample(self, running: list[Running], logits: torch.Tensor) -> None:
         """Sample one more token for each sample and remove the finished samples."""
@@ -237,18 +213,10 @@ class LocalEngine:
                 one.top.append(top[row])
             if row in left:
                 one.support.append(left[row])
-            if one.owner.on_tokens is not None:
-                news = [] if one.top is None else one.top[-1:]
-                self._news.append((one.owner, one.index, token, logprob, news))
             finish = self._finish(one)
             if finish:
                 finished.append((one, finish))
         self.counts["decoded_tokens"] += len(running)
-        if self._news:
-            # before the step's results, so that a caller gets its tokens before its result
-            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody listens
-                self._loop.call_soon_threadsafe(_deliver, self._loop, self._news)
-            self._news = []
         for one, finish in finished:
             self._leave(one, finish)
 
@@ -304,18 +272,6 @@ def not_computed(settings: Any) -> str:
         return ", ".join(sorted(kinds)) or "convolutions"
     ours = hasattr(settings, "num_key_value_heads") and not hasattr(settings, "kv_lora_rank")
     return "" if ours else "heads of other shapes than Llama's"
-
-
-_News = tuple[ActiveRequest, int, int, float, list[dict[int, float]]]
-"""A request, the index of its sample, a new token, its log-probability, and the most probable
-tokens if they are asked for."""
-
-
-def _deliver(loop: asyncio.AbstractEventLoop, news: list[_News]) -> None:
-    for owner, index, token, logprob, top in news:
-        if owner.on_tokens is not None:
-            # Each callback is scheduled alone, so that one that raises does not stop the others.
-            loop.call_soon(owner.on_tokens, index, [token], [logprob], top)
 
 
 def _settle(active: ActiveRequest, outcome: GenerateResult | Fault) -> None:

@@ -17,9 +17,7 @@ from coppice.research.benches import gpu_sglang, weight_update
 from coppice.research.benches.gpu_sglang import COMPACT, SGLangServer, WantedSample
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sample, Sampling
 from tests.actors.test_engine_contract import restore
-from tests.sglang_cpu import environment
-from tests.sglang_cpu.server import SITE, VARIABLES
-from tests.sglang_cpu.shared import KEY, Shared
+from tests.sglang_cpu.shared import KEY, SITE, VARIABLES, Shared
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +39,7 @@ def server(sglang_server: Shared, llama: Path, tmp_path: Path) -> SGLangServer:
     # sglang.bench_serving imports it for a data set of pictures; the CPU environment is without.
     (tmp_path / "datasets.py").write_text("load_dataset = None\n")
     variables = VARIABLES | {"PYTHONPATH": f"{SITE}{os.pathsep}{tmp_path}"}
-    return SGLangServer(sglang_server.url, key, llama, str(environment.python()), variables)
+    return SGLangServer(sglang_server.url, key, llama, sglang_server.way.config.python, variables)
 
 
 async def test_it_counts_tokens_and_compares_with_bench_serving(
@@ -104,7 +102,7 @@ async def test_it_times_each_transport_and_the_server_then_samples_from_the_last
     device, transports = "cuda:0" if torch.cuda.is_available() else "cpu", weight_update.possible()
     found = await weight_update.updates(engine, llama, device, transports, ADAPTER_RANK)
     assert tuple(found) == transports
-    assert {"tensor", "disk", "adapter", "merged"} <= set(found)
+    assert {"disk", "adapter"} <= set(found)
     assert min(found.values()) > 0
     (sample,) = (
         await engine.generate(GenerateRequest(np.arange(5, dtype=np.int32), 1, Sampling(3)))

@@ -80,17 +80,6 @@ def test_a_side_that_trained_less_is_refused() -> None:
         peer._checked(SMALL["groups"], [Update(1.0, tokens // 2)])
 
 
-def test_the_table_has_medians_and_the_ratio_of_every_round() -> None:
-    def rounds(gib: float, *tokens_s: float) -> list[dict[str, float]]:
-        rates = [{"tokens_s": t, "tokens_cpu_s": t, "update_s": 60 / t} for t in tokens_s]
-        return [rate | {"peak_gib": gib} for rate in rates]
-
-    sides = {"peer": rounds(8.0, 10.0, 20.0, 30.0), "ours": rounds(4.0, 30.0, 40.0, 30.0)}
-    lines = peer.table({"groups": sides}).splitlines()
-    assert "| groups | trained tokens a second | 20.0 | 30.0 | 2.00 (3.00, 2.00, 1.00) |" in lines
-    assert "| groups | peak memory, GiB | 8.0 | 4.0 | 0.50 (0.50, 0.50, 0.50) |" in lines
-
-
 @pytest.mark.slow
 def test_the_whole_bench_runs_both_trainers_on_equal_work(
     llama: Path, monkeypatch: pytest.MonkeyPatch

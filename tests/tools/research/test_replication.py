@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coppice.research.replication import STUDIES, StudyCurve, at, curve, interval, main, slug, table
+from coppice.research.replication import STUDIES, StudyCurve, curve, interval, main, slug, table
 
 
 def evaluation(
@@ -63,20 +63,6 @@ def test_steps_that_decrease_are_refused_with_the_folder(
         curve(run, "return")
 
 
-def test_an_evaluation_recorded_without_counts_has_those_of_its_update(tmp_path: Path) -> None:
-    run = folder(tmp_path / "run", [START, evaluation(8, 100, 300, 0.25, 40)])
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    lines[-1] = json.dumps({"version": 8, "heldout/return": 0.25})
-    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert curve(run, "return") == StudyCurve([0, 8], [0, 98 + 38], [0, 298], [-0.5, 0.25], 12)
-
-
-def test_a_measure_that_was_never_evaluated_is_refused_with_the_folder(tmp_path: Path) -> None:
-    run = folder(tmp_path / "run", [evaluation(0, 0, 0, 1)])
-    with pytest.raises(ValueError, match=f"{run} has no held-out 'success'"):
-        curve(run, "success")
-
-
 def test_intervals_are_students() -> None:
     for values, mean, half in (
         ([0.0, 1.0], 0.5, 12.706 * 0.5),  # s / sqrt(2) = 1/2
@@ -87,14 +73,6 @@ def test_intervals_are_students() -> None:
         assert interval(values) == (mean, pytest.approx(half, abs=1e-3))
     mean, half = interval([0.25])
     assert mean == 0.25 and half != half  # one seed has no interval
-
-
-def test_between_evaluations_the_measure_is_on_the_line() -> None:
-    made = StudyCurve([0, 8, 16], [0, 100, 300], [0, 1000, 1500], [0.0, 0.5, 1.0])
-    assert at(made, made.steps, 50) == pytest.approx(0.25)
-    assert at(made, made.steps, 150) == pytest.approx(0.625)
-    assert at(made, made.tokens, 1250) == pytest.approx(0.75)
-    assert at(made, made.steps, 300) == 1.0
 
 
 def test_the_table_compares_where_the_shortest_run_of_all_arms_ended() -> None:
@@ -158,15 +136,6 @@ def test_another_measure_has_a_report_of_its_own(
     assert (study / "return_half.svg").exists()
     assert main([*given, "sucess"]) == 2
     assert "no held-out 'sucess'" in capsys.readouterr().err
-
-
-def test_a_folder_whose_steps_decrease_makes_no_report(
-    study: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bad = folder(study / slug("OR") / "seed0", [evaluation(0, 90, 0, 0), evaluation(8, 10, 300, 0)])
-    assert main(["vpr-tictactoe", "--out", str(study), "--report"]) == 2
-    assert str(bad) in capsys.readouterr().err
-    assert not (study / "return.md").exists()
 
 
 def test_an_unknown_arm_and_a_folder_without_runs_are_refused(
