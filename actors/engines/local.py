@@ -35,9 +35,9 @@ log = logging.getLogger("actors.engines.local")
 
 class LocalEngine:
     """Implements ``actors.engines.base.Engine`` for any causal language model: continuous batching
-    over a radix cache for full attention (Llama, Qwen2.5-VL), else transformers' own caches. deterministic: requests are served one after the other, and each
-    computes its whole prompt, because the rounding of a token's values depends on the tokens that
-    are computed with it.
+    over a radix cache for full attention (Llama, Qwen2.5-VL), else transformers' own caches.
+    deterministic: requests are served one after the other, and each computes its whole prompt,
+    because the rounding of a token's values depends on the tokens that are computed with it.
 
         engine = LocalEngine("models/smollm2", ActorsConfig(threads=2))
         await engine.start()
@@ -59,8 +59,10 @@ class LocalEngine:
         self.version = 0
         self.counts: collections.Counter[str] = collections.Counter()
         self.busy_s = 0.0
-        work = lambda: bool(self.batch), self._step, lambda: self.batch.clear()
-        self._thread = EngineThread(*work)
+        self.batch: RadixBatch | CachedBatch
+        self._thread = EngineThread(
+            lambda: bool(self.batch), self._step, lambda: self.batch.clear()
+        )
         self._loading = asyncio.Lock()
         self._requests = 0
 

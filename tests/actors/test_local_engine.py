@@ -199,10 +199,26 @@ def test_a_model_that_does_not_fit_is_refused_before_loading(llama: Path) -> Non
         asyncio.run(LocalEngine(str(llama), ActorsConfig(kv_cache_gib=1e6)).start())
 
 
-def test_a_model_with_sliding_layers_is_refused(tmp_path: Path) -> None:
+async def test_layers_without_kernels_share_the_places_and_follow_updates(tmp_path: Path) -> None:
     folder = tiny.save(tmp_path / "gemma3", "gemma3")
-    with pytest.raises(ValueError, match="sliding_attention"):
-        asyncio.run(LocalEngine(str(folder)).start())
+    engine = await started(folder, max_batch=4)
+    asked = [
+        asyncio.create_task(
+            engine.generate(GenerateRequest(ids(i, 5 + i), 3, Sampling(12, seed=i)))
+        )
+        for i in range(3)
+    ]  # one after the other, because each needs three of four places
+    await asyncio.sleep(0.01)
+    asked[1].cancel()
+    update, proof, _ = version_folder(tmp_path, folder, 1)
+    await engine.load(LoadRequest(1, str(update), proof))
+    first, last = await asked[0], await asked[2]
+    assert last.samples[0].versions.tolist() == [1] * len(last.samples[0].tokens)
+    assert [len(first.samples), len(last.samples), engine.stats()["running"]] == [3, 3, 0]
+    again = await engine.generate(GenerateRequest(ids(2, 7), 4, Sampling(12, seed=2)))
+    for sample, before in zip(again.samples, last.samples, strict=False):
+        np.testing.assert_allclose(sample.logprobs, before.logprobs, atol=1e-5)
+    await engine.close()
 
 
 async def test_a_cancelled_load_leaves_the_engine_serving(tmp_path: Path, llama: Path) -> None:
@@ -363,7 +379,7 @@ async def test_a_prompt_prefilled_in_chunks_beside_decoding_rows_equals_one_pref
 ) -> None:
     engine, model = await started(llama, prefill_tokens=16), reference(llama)
     steps: list[tuple[int, int]] = []
-    forward = engine._forward
+    forward = engine.batch.forward
 
     def recorded(decoding: list[Running], chunks: list[Chunk]) -> torch.Tensor:
         steps.append((len(decoding), sum(chunk.count for chunk in chunks)))
