@@ -63,7 +63,7 @@ class RadixBatch:
         self.admission.admit(version)
         chunks = self.admission.chunks()
         decoding = self.running()
-        hidden = self._forward(decoding, chunks) if decoding or chunks else None
+        hidden = self.forward(decoding, chunks) if decoding or chunks else None
         for running in decoding:
             running.tail.length += 1
         end, ends = len(decoding), dict[Stretch, int]()
@@ -86,7 +86,7 @@ class RadixBatch:
             logits = logits.repeat_interleave(torch.tensor(copies, device=logits.device), 0)
         return decoding, logits
 
-    def _forward(self, decoding: list[Running], chunks: list[attend.Chunk]) -> torch.Tensor:
+    def forward(self, decoding: list[Running], chunks: list[attend.Chunk]) -> torch.Tensor:
         """Return final hidden states [rows, hidden]: decoding samples, then chunks' tokens."""
         plan = attend.AttentionPlan(
             [shelf for shelf in self.memory.tails.values() if shelf.held], chunks

@@ -51,10 +51,10 @@ class CachedBatch:
             sampled, cache = [running.tokens for running in rows], self._caches[active]
             if cache is None:
                 prompt = active.prompt.tolist()
-                hidden.append(self._forward([prompt + tokens for tokens in sampled])[0][:, -1])
+                hidden.append(self.forward([prompt + tokens for tokens in sampled])[0][:, -1])
             else:
                 last = [tokens[-1:] for tokens in sampled]
-                hidden.append(self._forward(last, cache, rows[0].position)[0][:, -1])
+                hidden.append(self.forward(last, cache, rows[0].position)[0][:, -1])
         while self._waiting and self._waiting[0].request.n <= self._places:
             active = self._waiting.popleft()
             hidden.append(self._start(active, version))
@@ -64,7 +64,7 @@ class CachedBatch:
         """Compute the prompt once and give each sample a row; return their states [n, hidden]."""
         n, active.version = active.request.n, version
         active.clock["prefill"] = time.monotonic()
-        ending, cache = self._forward([active.prompt.tolist()])
+        ending, cache = self.forward([active.prompt.tolist()])
         self._counts["prompt_tokens"] += len(active.prompt)
         self._counts["prefilled_tokens"] += len(active.prompt)
         cache.reorder_cache(torch.zeros(n, dtype=torch.long, device=self._device))
@@ -74,7 +74,7 @@ class CachedBatch:
         self._places -= n
         return ending[:, -1].expand(n, -1)
 
-    def _forward(
+    def forward(
         self, tokens: list[list[int]], cache: Any = None, start: int = 0
     ) -> tuple[torch.Tensor, Any]:
         """Return the final states of tokens [rows, tokens, hidden] and the cache with them."""
@@ -89,10 +89,10 @@ class CachedBatch:
     def _gap(self) -> float:
         """Return how far states by the cache are from those of one forward, relative to these."""
         tokens = list(range(24))
-        whole = self._forward([tokens])[0][0, 16:]
-        cache, steps = self._forward([tokens[:16]])[1], list[torch.Tensor]()
+        whole = self.forward([tokens])[0][0, 16:]
+        cache, steps = self.forward([tokens[:16]])[1], list[torch.Tensor]()
         for place in range(16, 24):
-            state, cache = self._forward([[tokens[place]]], cache, place)
+            state, cache = self.forward([[tokens[place]]], cache, place)
             steps.append(state[0, 0])
         return float((torch.stack(steps) - whole).norm() / whole.norm())
 

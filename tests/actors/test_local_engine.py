@@ -385,7 +385,7 @@ async def test_a_prompt_prefilled_in_chunks_beside_decoding_rows_equals_one_pref
         steps.append((len(decoding), sum(chunk.count for chunk in chunks)))
         return forward(decoding, chunks)
 
-    monkeypatch.setattr(engine, "_forward", recorded)
+    monkeypatch.setattr(engine.batch, "forward", recorded)
     running = asyncio.create_task(
         engine.generate(GenerateRequest(ids(30, 5), 3, Sampling(60, seed=1)))
     )
