@@ -180,13 +180,31 @@ def published(folder: Path, version: int, tensors: dict[str, Any]) -> tuple[Path
     return folder, proof
 
 
-async def test_a_model_that_does_not_fit_or_has_sliding_layers_is_refused(
-    llama: Path, tmp_path: Path
-) -> None:
+async def test_a_model_that_does_not_fit_is_refused(llama: Path) -> None:
     with pytest.raises(MemoryError, match="kv_cache_gib"):
         await started(llama, kv_cache_gib=1e6)
-    with pytest.raises(ValueError, match="sliding_attention"):
-        await started(tiny.save(tmp_path / "gemma3", "gemma3"))
+
+
+async def test_layers_without_kernels_share_the_places_and_follow_updates(tmp_path: Path) -> None:
+    folder = tiny.save(tmp_path / "gemma3", "gemma3")
+    engine = await started(folder, max_batch=4)
+    asked = [
+        asyncio.create_task(
+            engine.generate(GenerateRequest(ids(i, 5 + i), 3, Sampling(12, seed=i)))
+        )
+        for i in range(3)
+    ]  # one after the other, because each needs three of four places
+    await asyncio.sleep(0.01)
+    asked[1].cancel()
+    update, proof, _ = version_folder(tmp_path, folder, 1)
+    await engine.load(LoadRequest(1, str(update), proof))
+    first, last = await asked[0], await asked[2]
+    assert last.samples[0].versions.tolist() == [1] * len(last.samples[0].tokens)
+    assert [len(first.samples), len(last.samples), engine.stats()["running"]] == [3, 3, 0]
+    again = await engine.generate(GenerateRequest(ids(2, 7), 4, Sampling(12, seed=2)))
+    for sample, before in zip(again.samples, last.samples, strict=False):
+        np.testing.assert_allclose(sample.logprobs, before.logprobs, atol=1e-5)
+    await engine.close()
 
 
 async def test_a_cancelled_load_leaves_the_engine_serving(tmp_path: Path, llama: Path) -> None:
@@ -211,7 +229,7 @@ async def test_weights_of_another_model_are_refused_before_any_tensor_changes(
     (before,) = (await engine.generate(GREEDY)).samples
     with pytest.raises(InfrastructureFault, match=name):
         await engine.load(LoadRequest(1, str(folder), proof))
-    engine.cache.clear()  # a prompt computed once would hide new weights
+    engine.batch.memory.cache.clear()  # a prompt computed once would hide new weights
     (after,) = (await engine.generate(GREEDY)).samples
     await engine.close()
     assert set(after.versions.tolist()) == {0}
@@ -267,8 +285,11 @@ async def test_branches_of_prefixes_of_any_lengths_equal_a_full_forward(
     done = await explored(engine, seed)
     await engine.close()
     assert worst(reference(folder), done) < GREATEST_DIFFERENCE
-    assert engine.memory.running_bytes + engine.cache.bytes <= engine.memory.budget
-    shelves = [*engine.memory.prefixes.values(), *engine.memory.tails.values()]
+    assert (
+        engine.batch.memory.running_bytes + engine.batch.memory.cache.bytes
+        <= engine.batch.memory.budget
+    )
+    shelves = [*engine.batch.memory.prefixes.values(), *engine.batch.memory.tails.values()]
     assert sum(len(s.held) + s.promised for s in shelves) == 0  # all rows are free again
 
 
@@ -277,7 +298,7 @@ async def test_single_samples_beside_each_other_equal_a_full_forward(llama: Path
     engine = await started(llama, prefill_tokens=30)
     done = await explored(engine, 10, requests=30, most=1)
     await engine.close()
-    assert all(shelf.capacity == 0 for shelf in engine.memory.tails.values())
+    assert all(shelf.capacity == 0 for shelf in engine.batch.memory.tails.values())
     assert worst(reference(llama), done) < GREATEST_DIFFERENCE
 
 
@@ -291,7 +312,7 @@ async def test_the_other_decoder_and_attention_equal_a_full_forward(
 ) -> None:
     monkeypatch.setattr(module, name, value)
     engine = await started(llama)
-    assert isinstance(engine._decoder, decoder.WholeDecoder) == (module is decoder)
+    assert isinstance(engine.batch.decoder, decoder.WholeDecoder) == (module is decoder)
     done = await explored(engine, 7)
     await engine.close()
     assert worst(reference(llama), done) < GREATEST_DIFFERENCE
@@ -316,13 +337,13 @@ async def test_a_prompt_prefilled_in_chunks_beside_decoding_rows_equals_one_pref
 ) -> None:
     engine, model = await started(llama, prefill_tokens=16), reference(llama)
     steps: list[tuple[int, int]] = []
-    forward = engine._forward
+    forward = engine.batch.forward
 
     def recorded(decoding: list[Running], chunks: list[Chunk]) -> torch.Tensor:
         steps.append((len(decoding), sum(chunk.count for chunk in chunks)))
         return forward(decoding, chunks)
 
-    monkeypatch.setattr(engine, "_forward", recorded)
+    monkeypatch.setattr(engine.batch, "forward", recorded)
     running = asyncio.create_task(
         engine.generate(GenerateRequest(ids(30, 5), 3, Sampling(60, seed=1)))
     )
@@ -367,7 +388,7 @@ async def test_running_samples_take_their_memory_from_the_budget(llama: Path) ->
     ]
     while not all(task.done() for task in tasks):
         most = max(most, int(engine.stats()["running"]))
-        held = max(held, engine.memory.running_bytes + engine.cache.bytes)
+        held = max(held, engine.batch.memory.running_bytes + engine.batch.memory.cache.bytes)
         await asyncio.sleep(0)
     results = [task.result() for task in tasks]
     with pytest.raises(DataFault, match="kv_cache_gib"):

@@ -19,6 +19,7 @@ from aiohttp import web
 from coppice.actors import worker
 from coppice.actors.config import ActorProcess, ActorsConfig
 from coppice.actors.engines import local, radix
+from coppice.actors.engines.batch import RadixBatch
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.engines.memory import KVMemory, Shelf
 from coppice.actors.engines.radix import RadixCache
@@ -96,14 +97,21 @@ def failures(results: list[Any]) -> list[str]:
 
 
 def none_is_held(engine: LocalEngine) -> bool:
-    shelves = [*engine.memory.prefixes.values(), *engine.memory.tails.values()]
+    shelves = [*engine.batch.memory.prefixes.values(), *engine.batch.memory.tails.values()]
     return sum(len(shelf.held) + shelf.promised for shelf in shelves) == 0
 
 
 async def check_all_is_free_and_right(engine: LocalEngine, folder: Path) -> None:
     """Nothing is held, and requests that need every place are answered as by a full forward."""
-    assert (engine.memory.running_bytes, engine.cache.bytes, engine.stats()["running"]) == (0, 0, 0)
-    assert (engine._admission.places, bool(engine._admission)) == (engine.config.max_batch, False)
+    assert (
+        engine.batch.memory.running_bytes,
+        engine.batch.memory.cache.bytes,
+        engine.stats()["running"],
+    ) == (0, 0, 0)
+    assert (engine.batch.admission.places, bool(engine.batch.admission)) == (
+        engine.config.max_batch,
+        False,
+    )
     prompts = [np.concatenate([ids(70, 20), ids(71 + i, 4)]) for i in range(3)]
     done = await together(
         engine, [GenerateRequest(p, engine.config.max_batch, Sampling(4)) for p in prompts]
@@ -122,7 +130,7 @@ SIBLINGS = [GenerateRequest(np.concatenate([HEAD, ids(61, 3)]), 2, Sampling(6)) 
     [
         (Shelf, "resize", 1),  # the first starts
         (KVMemory, "reserve", 2),  # the third starts, while the second waits for the first's prefix
-        (LocalEngine, "_forward", 3),  # samples decode
+        (RadixBatch, "forward", 3),  # samples decode
         (KVMemory, "keep", 1),  # a prompt is whole
         (LocalEngine, "_leave", 2),  # a sample is done
     ],
@@ -169,7 +177,7 @@ async def test_whatever_fails_and_wherever_every_request_is_answered_rightly_or_
 
     places = [
         (Shelf, "resize"), (Shelf, "put"), (Shelf, "drop"), (KVMemory, "reserve"), (KVMemory, "keep"),
-        (radix, "_part"), (RadixCache, "match"), (LocalEngine, "_forward"), (local, "pick"),
+        (radix, "_part"), (RadixCache, "match"), (RadixBatch, "forward"), (local, "pick"),
     ]  # fmt: skip
     with monkeypatch.context() as patched:
         for owner, name in places:
@@ -186,9 +194,12 @@ async def test_whatever_fails_and_wherever_every_request_is_answered_rightly_or_
     right = [(p, r) for p, r in zip(prompts, results, strict=True) if isinstance(r, GenerateResult)]
     assert {type(result) for result in results} == {GenerateResult, InfrastructureFault}
     assert worst(reference(llama), right) < GREATEST_DIFFERENCE
-    assert engine.memory.running_bytes + engine.cache.bytes <= engine.memory.budget
+    assert (
+        engine.batch.memory.running_bytes + engine.batch.memory.cache.bytes
+        <= engine.batch.memory.budget
+    )
     assert none_is_held(engine)
-    assert engine._admission.places == engine.config.max_batch
+    assert engine.batch.admission.places == engine.config.max_batch
     await engine.close()
 
 
@@ -214,7 +225,7 @@ async def test_a_thread_that_ends_fails_all_that_is_open_tells_why_and_takes_no_
         go.wait(ENOUGH_S)
         raise error
 
-    monkeypatch.setattr(engine, "_forward", dying)
+    monkeypatch.setattr(engine.batch, "forward", dying)
     monkeypatch.setattr(local.weights, "verified_file", lambda *_: ("full", tmp_path))
     deaths = [asyncio.create_task(engine.died()) for _ in range(2)]
     async with asyncio.timeout(ENOUGH_S):
@@ -313,7 +324,7 @@ async def test_a_close_fails_what_is_open_and_is_no_death(engine: LocalEngine) -
 async def test_an_actor_whose_engine_died_fails_its_calls_and_ends(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LocalEngine, "_forward", boom)
+    monkeypatch.setattr(RadixBatch, "forward", boom)
     settings = ActorsConfig(dtype="float32", max_context=256)
     async with bench(tmp_path) as b, asyncio.timeout(ENOUGH_S):
         (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)
@@ -334,7 +345,7 @@ async def test_an_actor_whose_engine_died_fails_its_calls_and_ends(
 async def test_a_server_says_that_its_engine_is_dead_and_why(
     llama: Path, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "_forward", boom)
+    monkeypatch.setattr(engine.batch, "forward", boom)
     served = runner(Server(engine, llama))
     await served.setup()
     await web.TCPSite(served, "127.0.0.1", 0).start()
