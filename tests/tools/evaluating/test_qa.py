@@ -20,6 +20,7 @@ from aiohttp import web
 
 from coppice.actors.config import ActorProcess, ActorsConfig
 from coppice.actors.environments.task_files import load_tasks
+from coppice.judges.retriever.hot import HotQueries
 from coppice.scheduler.config import SchedulerConfig, SchedulerProcess
 from coppice.scheduler.evaluation.evaluation import Estimate
 from coppice.scheduler.growth.tasks import held_out
@@ -226,24 +227,21 @@ def test_a_plain_set_of_the_hub_is_its_test_split_else_dev_else_train(
 
 
 class Books:
-    """A backend that notes what it is asked; with ``hold`` it waits for that event. failing: raises
-    instead."""
+    """A backend that notes what it is asked."""
 
-    def __init__(self, hold: asyncio.Event | None = None):
+    def __init__(self) -> None:
         self.asked: list[tuple[str, int]] = []
-        self.hold, self.opened, self.closed = hold, 0, 0
+        self.opened = self.closed = 0
 
     async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
         self.asked += [(query, topk) for query in queries]
-        if self.hold is not None:
-            await self.hold.wait()
         rows = range(topk)
         return [[Passage(f"{q}-{i}", "T", f"{q} {i}", 1 / (i + 1)) for i in rows] for q in queries]
 
     @asynccontextmanager
-    async def opening(self) -> AsyncIterator["Books"]:
+    async def opening(self) -> AsyncIterator[HotQueries]:
         self.opened += 1
-        yield self
+        yield HotQueries(self, 0, at_once=64)
         self.closed += 1
 
 

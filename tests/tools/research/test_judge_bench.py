@@ -3,7 +3,6 @@
 import asyncio
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -198,7 +197,7 @@ class Told(Judge):
 
     name, columns, concurrency = "told", ("process",), 1
     asked: ClassVar[list[str]] = []
-    before: ClassVar[Callable[[], Any]] = lambda: None
+    before: Any = lambda: None
     failed, scale = 0, 1.0
 
     async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
