@@ -85,10 +85,8 @@ def build(
         len(labelled), dict(dropped), mean, limit,
         {name: len(members) for name, members in by_category.items()},
         {name: len(members) for name, members in taken.items()},
-        sum(len(item.steps) > 1 for item in chosen),
-        sum(len(item.steps) for item in chosen),
-        sum(step.label for item in chosen for step in item.steps),
-        size - len(chosen),
+        sum(len(item.steps) > 1 for item in chosen), sum(len(item.steps) for item in chosen),
+        sum(step.label for item in chosen for step in item.steps), size - len(chosen),
     )  # fmt: skip
 
 

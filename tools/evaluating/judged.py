@@ -6,12 +6,8 @@ from typing import Any
 
 import msgspec
 
-from coppice.actors.environments import registry
 from coppice.actors.environments.base import Environment, Task
-from coppice.actors.environments.task_files import load_tasks
-from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.scheduler.growth.tree import Node, Tree, turns_of
-from coppice.scheduler.ledger.journal import TreeRow
 from coppice.wire.messages import JudgedTurn
 
 
@@ -42,24 +38,6 @@ def process(folder: Path) -> PlayedRun:
         return msgspec.json.decode(path.read_bytes(), type=PlayedRun)
     except msgspec.DecodeError as error:
         raise ValueError(f"{path}: {error}; expected what coppice launch wrote") from None
-
-
-def turns(folder: Path, row: TreeRow, tree: Tree) -> list[tuple[Node, JudgedTurn]]:
-    """Return every action of a tree with what a judge sees of it. Raises FileNotFoundError or
-    ValueError if the run or its task is not there."""
-    of, train = process(folder), row.split == "train"
-    environment: Any = registry.load(of.environment, of.options)
-    if registry.makes_tasks(environment):
-        generated = GeneratedTasks(environment.task, of.seed)
-        at = row.position
-        tasks = [generated.at(at)] if train else generated.held_out(at + 1)
-    else:
-        tasks = load_tasks(of.train if train else of.heldout, environment.verbatim)[0]
-    task = next((task for task in tasks if task.id == row.task), None)
-    if task is None:
-        raise ValueError(f"tree {row.id}: its task {row.task!r} is not among the run's tasks")
-    actions = [node for node in tree.nodes.values() if node.kind == "action"]
-    return [(node, turn(environment, tree, node, task, of.scheduler.budget)) for node in actions]
 
 
 def turn(environment: Environment, tree: Tree, node: Node, task: Task, budget: int) -> JudgedTurn:

@@ -5,9 +5,9 @@ from pathlib import Path
 import griffe
 import pytest
 
-from coppice.tools.documentation.fields import Fields, described, readable
+from docs.site.fields import Fields, described, readable
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def loaded(module: str, place: Path = ROOT / "src") -> griffe.Module:

@@ -25,9 +25,6 @@ log = logging.getLogger("mkdocs.hooks.pages")
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 """Documents outside docs/. mkdocs takes README.md as the first page of the site."""
-ASSETS = ("iframe-worker.js", "site.css")
-"""Files beside this one that mkdocs.yml names below assets/. The first lets the search work from
-files, where browsers start no workers."""
 
 
 def page_of(path: str, reference: dict[str, list[str]]) -> str:
@@ -135,8 +132,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         place = page_of(path, reference)
         if place.startswith("source/") and (ROOT / path).exists():
             add(place, content=source_page(ROOT / path), inclusion=InclusionLevel.NOT_IN_NAV)
-    for name in ASSETS:
-        add(f"assets/{name}", abs_src_path=str(Path(__file__).with_name(name)))
     return files
 
 

@@ -11,7 +11,7 @@ import pytest
 from markdown import Markdown
 from playwright.sync_api import sync_playwright
 
-from coppice.tools.documentation.pages import (
+from docs.site.pages import (
     ROOT,
     Links,
     misread,
@@ -121,8 +121,7 @@ def test_a_list_that_the_site_would_show_as_text_is_found(text: str, lost: str) 
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository of the site's parts, with two pages and a reference of one module."""
     folder = tmp_path_factory.mktemp("repository")
-    shutil.copytree(ROOT / "tools" / "documentation", folder / "tools" / "documentation")
-    (folder / "docs").mkdir()
+    shutil.copytree(ROOT / "docs" / "site", folder / "docs" / "site")
     for name in ("CONTRIBUTING.md", "CHANGELOG.md"):
         (folder / name).write_text("# Text\n")
     (folder / "src" / "coppice").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The command tools/test: ruff, pyright, the documentation as a site, pytest. All of them run; the
+"""The command tools/test (also coppice dev test): ruff, pyright, the documentation as a site, pytest. All of them run; the
 exit status is 1 if any failed.
 
 Tests that start processes of the project (the marker alone, see tests/conftest.py) run one after

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from coppice.tools.check import ALL, PLAIN_KERNELS, PROCESSES, QUICK, finish, start, steps
+from tests.check import ALL, PLAIN_KERNELS, PROCESSES, QUICK, finish, start, steps
 
 SIDE_BY_SIDE = ["-n", str(PROCESSES), "--dist", "worksteal"]
 
