@@ -21,10 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coppice.actors.config import ActorProcess, ActorsConfig
-from coppice.actors.engines.endpoint import EndpointEngine, EndpointText, whole
+from coppice.actors.engines.endpoint import EndpointText, whole
 from coppice.actors.environments.base import HELD_OUT_SEEDS, SPLIT
 from coppice.actors.environments.sotopia.environment import DIMENSIONS
-from coppice.common.http import Reached
 from coppice.scheduler.config import SchedulerConfig, SchedulerProcess
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.evaluating import main
@@ -32,8 +31,7 @@ from coppice.tools.evaluating.examination import EvaluationCosts, total_costs
 from coppice.tools.evaluating.folder import claim
 from coppice.tools.inspecting.dump import main as dump
 from coppice.wire import digest
-from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.messages import GenerateRequest, Sampling
+from coppice.wire.faults import InfrastructureFault
 from coppice.wire.published import Manifest
 from tests import tiny
 from tests.pictures import Colours, squares
@@ -296,25 +294,6 @@ def test_an_endpoint_that_fails_for_good_ends_with_its_url_its_status_and_what_t
     assert "s3cret" not in said
     for path in (tmp_path / "out").iterdir():
         assert b"s3cret" not in path.read_bytes(), path
-
-
-async def test_a_prompt_the_endpoint_refuses_is_the_fault_of_its_game() -> None:
-    async def refuse(request: web.Request) -> web.Response:
-        return web.Response(status=400, text="context length exceeded")
-
-    with served(refuse) as url, pytest.raises(DataFault, match="context length exceeded"):
-        await ask(Reached(url, "m"))
-
-
-async def ask(endpoint: Reached) -> None:
-    engine = EndpointEngine(endpoint)
-    await engine.start()
-    try:
-        prompt = engine.text.prompt([{"role": "user", "content": "Empty cells: 1 2\n"}])
-        found = await engine.generate(GenerateRequest(engine.text.encode(prompt), 1, Sampling(9, stop=["</action>"])))
-        assert engine.text.decode(found.samples[0].tokens).endswith("</action>")
-    finally:
-        await engine.close()
 
 
 @pytest.mark.parametrize(
