@@ -66,20 +66,26 @@ def served(reply: Reply) -> Iterator[str]:
     finally:
         loops[0].call_soon_threadsafe(done.set)
         thread.join()
-        assert not asyncio.all_tasks(loops[0]), "a reply that nobody waits for is cancelled with its server"
+        assert not asyncio.all_tasks(loops[0]), (
+            "a reply that nobody waits for is cancelled with its server"
+        )
 
 
 def chat(text: str | None, **choice: Any) -> web.Response:
     message = {"role": "assistant", "content": text}
     usage = {"prompt_tokens": 100, "completion_tokens": 5}
-    return web.json_response({"choices": [{"message": message, "finish_reason": "stop", **choice}], "usage": usage})
+    return web.json_response(
+        {"choices": [{"message": message, "finish_reason": "stop", **choice}], "usage": usage}
+    )
 
 
 class Legal:
     """Plays a legal move that depends on the prompt alone. before: what happens at each request, by
     its number; an event is waited for."""
 
-    def __init__(self, before: Callable[[int], web.Response | asyncio.Event | None] = lambda number: None):
+    def __init__(
+        self, before: Callable[[int], web.Response | asyncio.Event | None] = lambda number: None
+    ):
         self.before, self.requests = before, 0
         self.seen: list[dict[str, Any]] = []
 
@@ -119,7 +125,10 @@ def played(out: Path) -> list[Any]:
     """All games of a folder: id, status, and the text and scores of their nodes."""
     journal = Journal(out / "journal.sqlite", readonly=True)
     trees = [(row, journal.tree(row).nodes.values()) for row in journal.trees()]
-    return [(row.id, row.task, row.status, [(n.kind, n.text, n.scores) for n in nodes]) for row, nodes in trees]
+    return [
+        (row.id, row.task, row.status, [(n.kind, n.text, n.scores) for n in nodes])
+        for row, nodes in trees
+    ]
 
 
 # ----------------------------------------------------------------------------------------------
@@ -156,7 +165,9 @@ def test_a_model_is_measured_and_table_json_and_journal_agree(
     assert len(capsys.readouterr().out.splitlines()) == 8
 
 
-def test_a_run_is_measured_with_its_newest_weights_and_its_prompt(llama: Path, tmp_path: Path) -> None:
+def test_a_run_is_measured_with_its_newest_weights_and_its_prompt(
+    llama: Path, tmp_path: Path
+) -> None:
     other, run = tiny.save(tmp_path / "other", seed=5), tmp_path / "run"
     folder = run / "weights" / "v000003"
     folder.mkdir(parents=True)
@@ -225,7 +236,9 @@ def test_the_default_opponent_is_a_search_of_the_simulations_asked_for(tmp_path:
 
 
 @pytest.mark.parametrize("partner", ["policy", "chat"])
-def test_conversations_are_measured_with_either_partner_and_either_judge(tmp_path: Path, partner: str) -> None:
+def test_conversations_are_measured_with_either_partner_and_either_judge(
+    tmp_path: Path, partner: str
+) -> None:
     asked: list[dict[str, Any]] = []
 
     async def reply(request: web.Request) -> web.Response:
@@ -368,7 +381,9 @@ def test_an_interrupted_evaluation_goes_on_to_the_result_of_an_uninterrupted_one
     assert parts.requests == whole_run.requests + 2, "no answer that was kept was asked for again"
 
 
-def test_other_settings_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_settings_are_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = "tictactoe --baseline first --opponent random --games 2"
     command = [*words.split(), *to(tmp_path / "o")]
     assert main(command) == 0

@@ -157,7 +157,9 @@ def test_a_row_that_cannot_work_is_counted_and_does_not_end_its_set(tmp_path: Pa
     reasons = {"evidence or hops": 3, "no question": 1, "no gold answer": 1, "not JSON": 1}
     assert ([task.id for task in found.tasks], found.settings.reasons) == (["good?"], reasons)
     assert len(found.notes) == 1
-    assert found.notes[0].startswith(f"x: 6 of 7 rows cannot be used; the first: {path}:2: evidence")
+    assert found.notes[0].startswith(
+        f"x: 6 of 7 rows cannot be used; the first: {path}:2: evidence"
+    )
     ((small,),) = (one.notes[1:] for one in read_sets([f"x={path}"], 9, 0))
     assert small == "x: 9 questions are asked for and 1 are there, so all of them are used"
     (said,) = notes(QaTable(TableSettings([found.settings], 0), []))
@@ -208,7 +210,9 @@ def test_a_plain_set_of_the_hub_is_its_test_split_else_dev_else_train(
         return [{"id": split, "question": f"{name}?", "golden_answers": ["a"]}]
 
     for *splits, taken in (("train", "validation", "test", "test"), ("train", "train")):
-        hub = SimpleNamespace(get_dataset_split_names=lambda name, splits=splits: splits, load_dataset=load)
+        hub = SimpleNamespace(
+            get_dataset_split_names=lambda name, splits=splits: splits, load_dataset=load
+        )
         monkeypatch.setitem(sys.modules, "datasets", hub)
         (found,) = read_sets(["x=owner/name"], None, 0)
         assert found.settings.source == f"owner/name:{taken}"
@@ -263,7 +267,9 @@ class Scholar:
     """Searches for the question, then answers with its last word. before: what happens at each
     request, by its number; an event is waited for first."""
 
-    def __init__(self, before: Callable[[int], web.Response | asyncio.Event | None] = lambda number: None):
+    def __init__(
+        self, before: Callable[[int], web.Response | asyncio.Event | None] = lambda number: None
+    ):
         self.before, self.requests = before, 0
         self.seen: list[dict[str, Any]] = []
 
@@ -341,7 +347,9 @@ def test_a_table_has_rows_of_methods_columns_of_sets_and_the_macro_mean(
     assert len(capsys.readouterr().out.splitlines()) == 10
 
 
-def test_an_endpoint_is_asked_in_turns_and_a_forced_answer_in_words(tmp_path: Path, retriever: Books) -> None:
+def test_an_endpoint_is_asked_in_turns_and_a_forced_answer_in_words(
+    tmp_path: Path, retriever: Books
+) -> None:
     seen: list[list[dict[str, str]]] = []
 
     async def undecided(request: web.Request) -> web.Response:
@@ -540,7 +548,9 @@ def run_folder(folder: Path, model: Path, strategy: str) -> Path:
     settings = SchedulerConfig(strategy=strategy, budget=2, max_action_tokens=5)
     actor = ActorProcess("actor-0", str(folder), 0, str(model), ActorsConfig(max_context=1024))
     options = {"prompt": "short", "topk": 1}
-    scheduler = SchedulerProcess("s", str(folder), 0, str(model), "search_qa", options, "", "", 1, [], 6, settings)
+    scheduler = SchedulerProcess(
+        "s", str(folder), 0, str(model), "search_qa", options, "", "", 1, [], 6, settings
+    )
     for name, process in (("actor-0", actor), ("scheduler", scheduler)):
         (folder / "processes" / f"{name}.json").write_bytes(msgspec.json.encode(process))
     return folder

@@ -89,7 +89,9 @@ def answered(tmp_path: Path) -> Callable[..., Any]:
         config = SchedulerConfig(budget=how.budget, judge="none")
         journal, counts = Journal(tmp_path / "journal.sqlite"), Counter[str]()
         text: Any = services.text
-        runtime = Runtime(services, journal, text, SearchQA("short", how.topk), config, counts, lambda *_: None)
+        runtime = Runtime(
+            services, journal, text, SearchQA("short", how.topk), config, counts, lambda *_: None
+        )
         tree = Tree(0, "t", "heldout")
         journal.start_tree(tree, 0, 0)
         context = Context(runtime, Task("t", QUESTION, ["Livy"]), tree, random.Random(0))

@@ -109,7 +109,9 @@ def plain(state: SearchState) -> Any:
     return msgspec.to_builtins(state)
 
 
-def test_a_trajectory_holds_every_turn_but_the_last_as_a_judge_sees_it(run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_trajectory_holds_every_turn_but_the_last_as_a_judge_sees_it(
+    run: Path, tmp_path: Path, capsys: Any
+) -> None:
     assert main(["collect", str(run), "--out", str(tmp_path / "t.jsonl")]) == 0
     first, second = records.read([tmp_path / "t.jsonl"], Trajectory[RecordedStep])
     assert (first.id, first.outcome, len(first.steps)) == ("run-0-0", 1, 1)
@@ -194,7 +196,9 @@ def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path, capsys: 
     assert [path.name for path in tmp_path.iterdir()] == ["t.jsonl"]
 
 
-def test_runs_of_one_name_are_told_apart_by_a_prefix(run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_runs_of_one_name_are_told_apart_by_a_prefix(
+    run: Path, tmp_path: Path, capsys: Any
+) -> None:
     made = labelled_file(tmp_path)
     records.write(tmp_path / "twin.jsonl", made)
     files, out = [str(tmp_path / name) for name in ("l.jsonl", "twin.jsonl")], str(tmp_path / "o")
@@ -213,7 +217,9 @@ def test_runs_of_one_name_are_told_apart_by_a_prefix(run: Path, tmp_path: Path, 
 
 def trajectory(name: str, count: int) -> Trajectory[RecordedStep]:
     steps = [RecordedStep(context=QUESTION, response=f"{name} {i}") for i in range(1, count + 1)]
-    return Trajectory(id=name, data_source="d", question=QUESTION, golden_answers=["g"], outcome=1, steps=steps)
+    return Trajectory(
+        id=name, data_source="d", question=QUESTION, golden_answers=["g"], outcome=1, steps=steps
+    )
 
 
 def answered(path: Path, scores: dict[str, tuple[float | None, float | None]]) -> Answers:
@@ -230,7 +236,9 @@ def test_steps_that_differ_by_more_than_the_limit_are_dropped_and_at_the_limit_k
     pairs = {"x#1": (0.9, 0.5), "x#2": (0.7, 0.3), "x#3": (0.9, 0.49), "x#4": (None, 1.0)}
     pairs |= {"x#5": (5 / 6, 1 / 6), "y#1": (1.0, 0.0)}
     answers = answered(tmp_path / "a.jsonl", pairs)
-    made, counts = labels.labelled([trajectory("x", 5), trajectory("y", 1)], answers, MOST_DIFFERENCE)
+    made, counts = labels.labelled(
+        [trajectory("x", 5), trajectory("y", 1)], answers, MOST_DIFFERENCE
+    )
     (kept,) = made
     scores = [(s.response, s.score_a, s.score_b) for s in kept.steps]
     assert scores == [("x 1", 0.9, 0.5), ("x 2", 0.7, 0.3)]
@@ -428,7 +436,9 @@ def test_merged_adapters_say_what_the_adapters_said(llama: Path, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_training_lowers_the_loss_and_leaves_an_ordinary_folder(lora_rank: int, llama: Path, tmp_path: Path) -> None:
+def test_training_lowers_the_loss_and_leaves_an_ordinary_folder(
+    lora_rank: int, llama: Path, tmp_path: Path
+) -> None:
     recipe = Recipe(
         steps=30, batch=6, lr=1e-2, schedule="cosine", warmup=3, shuffle=0, packing=True,
         lora_rank=lora_rank,
@@ -450,7 +460,10 @@ def test_training_lowers_the_loss_and_leaves_an_ordinary_folder(lora_rank: int, 
 
 def rows_file(path: Path, count: int) -> Path:
     chat = [{"role": "system", "content": "Judge."}, {"role": "user", "content": "turn"}]
-    made = [{"messages": chat, "completion": f"Analysis: {'x' * (300 if i == 0 else 3)}{i}"} for i in range(count)]
+    made = [
+        {"messages": chat, "completion": f"Analysis: {'x' * (300 if i == 0 else 3)}{i}"}
+        for i in range(count)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in made))
     return path
 
@@ -461,7 +474,9 @@ def train_command(llama: Path, folder: Path, count: int = 3) -> list[str]:
     return ["train", "--model", str(llama), "--rows", rows, "--out", out, "--threads", "1"]
 
 
-def test_train_says_what_it_left_out_and_measures_before_and_after(llama: Path, tmp_path: Path, capsys: Any) -> None:
+def test_train_says_what_it_left_out_and_measures_before_and_after(
+    llama: Path, tmp_path: Path, capsys: Any
+) -> None:
     command = train_command(llama, tmp_path, 11)
     words = "--max-tokens 100 --epochs 2 --batch 3 --held-out 0.2"
     assert main([*command, *words.split()]) == 0

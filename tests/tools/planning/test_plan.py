@@ -125,7 +125,9 @@ def test_the_sizes_of_a_model_are_its_weights() -> None:
     assert MODEL.weights == MODEL.per_token + 800
     with pytest.raises(ValueError, match="num_experts = 8: expected a dense model"):
         Dense.of({"num_experts": 8}, "Mixed")
-    with pytest.raises(ValueError, match=r"config\.json of Other: .*`num_hidden_layers`; expected a dense model"):
+    with pytest.raises(
+        ValueError, match=r"config\.json of Other: .*`num_hidden_layers`; expected a dense model"
+    ):
         Dense.of({"hidden_size": 8}, "Other")
 
 
@@ -237,7 +239,9 @@ def test_trees_beyond_one_scheduler_ask_for_more(capsys: pytest.CaptureFixture[s
     _, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "2", *slow)
     assert f"{command.number(bears)} at" in out
     assert "(assumed): --set scheduler.shards=2" in " ".join(out.split())
-    assert float(out.partition(" actions at judges")[0].split()[-1]) == pytest.approx(judged, rel=0.01)
+    assert float(out.partition(" actions at judges")[0].split()[-1]) == pytest.approx(
+        judged, rel=0.01
+    )
     _, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "2")
     assert "scheduler.shards" not in out
 
@@ -259,7 +263,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("arguments", REFUSED)
-def test_what_cannot_be_planned_is_refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_planned_is_refused(
+    arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     known = () if "model.name" in arguments else ("--set", "model.name=Qwen/Qwen2.5-1.5B")
     status, out, err = answer(capsys, *known, *arguments.split())
     assert (status, out) == (2, "")
@@ -267,7 +273,9 @@ def test_what_cannot_be_planned_is_refused(arguments: str, capsys: pytest.Captur
     assert REFUSED[arguments] in err
 
 
-def test_a_shape_stands_for_a_model_that_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shape_stands_for_a_model_that_is_not_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shape = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
     shape |= {"num_attention_heads": 4, "vocab_size": 1000, "tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(shape))

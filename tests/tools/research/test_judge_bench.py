@@ -32,7 +32,9 @@ TURN = JudgedTurn(
 )  # fmt: skip
 
 
-def labelled(name: str, outcome: int, scores: list[float], question: str = "", gold: str = "g") -> Any:
+def labelled(
+    name: str, outcome: int, scores: list[float], question: str = "", gold: str = "g"
+) -> Any:
     question = question or f"question of {name}?"
     steps = [
         Labelled(context=question, response=f"{name} step {i}", score_a=s, score_b=s, score=s)
@@ -244,8 +246,12 @@ def run(bench: Path, out: Path, *arguments: str) -> int:
 TOLD = f"{Told.__module__}:Told"
 
 
-def test_several_judges_make_one_table_beside_the_majority_class(bench: Path, tmp_path: Path, capsys: Any) -> None:
-    words = f"--judge {TOLD} --judge pprm_rules --option view=retrieval --json --baseline constant 1"
+def test_several_judges_make_one_table_beside_the_majority_class(
+    bench: Path, tmp_path: Path, capsys: Any
+) -> None:
+    words = (
+        f"--judge {TOLD} --judge pprm_rules --option view=retrieval --json --baseline constant 1"
+    )
     assert run(bench, tmp_path / "out", *words.split()) == 0
     found = json.loads(capsys.readouterr().out)
     names = ["majority class", "constant 1", TOLD, "pprm_rules view=retrieval"]
@@ -256,7 +262,9 @@ def test_several_judges_make_one_table_beside_the_majority_class(bench: Path, tm
     assert json.loads((tmp_path / "out" / "result.json").read_text()) == found
 
 
-def test_an_evaluation_goes_on_where_a_judge_failed(bench: Path, tmp_path: Path, capsys: Any) -> None:
+def test_an_evaluation_goes_on_where_a_judge_failed(
+    bench: Path, tmp_path: Path, capsys: Any
+) -> None:
     Told.before = breaks
     assert run(bench, tmp_path / "out", "--judge", TOLD) == 1
     assert "the endpoint is gone" in capsys.readouterr().err
@@ -268,7 +276,9 @@ def test_an_evaluation_goes_on_where_a_judge_failed(bench: Path, tmp_path: Path,
         assert "0.600" in capsys.readouterr().out
 
 
-def test_an_endpoint_that_fails_is_not_an_invalid_output(bench: Path, tmp_path: Path, capsys: Any) -> None:
+def test_an_endpoint_that_fails_is_not_an_invalid_output(
+    bench: Path, tmp_path: Path, capsys: Any
+) -> None:
     Told.before = fails
     assert run(bench, tmp_path / "out", "--judge", TOLD) == 1
     assert "5 steps failed" in capsys.readouterr().err
@@ -319,14 +329,21 @@ def test_answers_by_other_texts_or_another_plug_in_are_not_gone_on_with(
     assert texts[0] != texts[1]
 
 
-def test_a_threshold_that_the_labels_were_not_made_with_is_told(bench: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_threshold_that_the_labels_were_not_made_with_is_told(
+    bench: Path, tmp_path: Path, capsys: Any
+) -> None:
     assert run(bench, tmp_path / "out") == 0
     assert "another threshold" not in capsys.readouterr().err
     assert run(bench, tmp_path / "other", "--threshold", "0.05") == 0
-    assert "3 of 5 labels of bench.jsonl were made with another threshold than 0.05" in capsys.readouterr().err
+    assert (
+        "3 of 5 labels of bench.jsonl were made with another threshold than 0.05"
+        in capsys.readouterr().err
+    )
 
 
-def test_other_settings_are_refused_but_another_address_is_not(bench: Path, tmp_path: Path, capsys: Any) -> None:
+def test_other_settings_are_refused_but_another_address_is_not(
+    bench: Path, tmp_path: Path, capsys: Any
+) -> None:
     out = tmp_path / "out"
     assert run(bench, out, "--judge", TOLD) == 0
     assert run(bench, out, "--judge", TOLD, "--threshold", "0.5") == 2
