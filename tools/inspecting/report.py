@@ -227,9 +227,6 @@ def _heldout(groups: Groups) -> Section:
         curves = {name: runs.heldout(group, measure) for name, group in groups.items()}
         figures += _drawn(measure, curves, "version")
     for name, run in names.items():
-        if baselines := run.summary.get("baselines"):
-            values = ", ".join(f"{key} {value:.3f}" for key, value in baselines.items())
-            words.append(f"{name}, without a model: {values}")
         if best := run.summary.get("best"):
             value = f"{best['measure']} is {best['value']:.3f}"
             words.append(f"{name}: the best {value}, of version {best['version']}.")

@@ -27,9 +27,9 @@ from coppice.actors.environments.sotopia.environment import DIMENSIONS
 from coppice.common.http import Reached
 from coppice.scheduler.config import SchedulerConfig, SchedulerProcess
 from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.evaluating import main
 from coppice.tools.evaluating.examination import EvaluationCosts, total_costs
 from coppice.tools.evaluating.folder import claim
-from coppice.tools.evaluating.games import main
 from coppice.tools.inspecting.dump import main as dump
 from coppice.wire import digest
 from coppice.wire.faults import DataFault, InfrastructureFault
@@ -461,7 +461,7 @@ def test_torn_files_are_mended_or_named(tmp_path: Path) -> None:
     assert total_costs(tmp_path / "sessions.jsonl") == EvaluationCosts(2, {"x": 3})
     with (tmp_path / "sessions.jsonl").open("ab") as file:
         file.write(b"{}\n")
-    named = r"sessions\.jsonl:2 is no session.*remove that line"
+    named = r"sessions\.jsonl:2: .*remove that line"
     with pytest.raises(InfrastructureFault, match=named):
         total_costs(tmp_path / "sessions.jsonl")
     (tmp_path / "out").mkdir()

@@ -7,26 +7,28 @@ that cannot be read is an answer. A step whose answer is in the file is never as
 import asyncio
 import hashlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from coppice.common import jsonl
 from coppice.judges.base import Judge, checked
 from coppice.judges.serve import BUILT_IN, make_worker
 from coppice.scheduler.concurrency import gather
 from coppice.tools.evaluating.examination import HOPELESS, TaskProgress
 from coppice.tools.evaluating.folder import append, cut_torn_tail
-from coppice.tools.evaluating.judge_bench import record
-from coppice.tools.evaluating.judge_bench.record import Trajectory
+from coppice.tools.finetuning.records import Trajectory, judged_turn, named_steps
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault
 from coppice.wire.messages import JudgedTurn
 
 COLUMN = "process"
 """If a judge has several columns, the score of a step is this one."""
-DEADLINE_S = 900.0
-"""Seconds for one judgement, with the judge's own attempts. A judge that takes longer hangs."""
+REACHED = frozenset(
+    "url api_key_env timeout_s patience_s attempts backoff_s concurrency wait_s".split()
+)
+"""Keys that say how an endpoint is reached. They may change between sessions."""
 
 
 class JudgeSpec(msgspec.Struct, frozen=True):
@@ -43,10 +45,16 @@ class JudgeSpec(msgspec.Struct, frozen=True):
     texts: str = ""
 
 
-REACHED = frozenset(
-    "url api_key_env timeout_s patience_s attempts backoff_s concurrency wait_s".split()
-)
-"""Keys that say how an endpoint is reached. They may change between sessions."""
+def add_deadline(add: Callable[..., Any]) -> None:
+    """Add --deadline, the time that a judge may take for one step. add: of a parser."""
+    words = "seconds for one step with all its attempts (default: %(default)g)"
+    add("--deadline", type=float, default=900.0, metavar="SECONDS", help=words)
+
+
+def check_deadline(seconds: float) -> None:
+    """Raises ValueError if ``seconds`` is not above 0."""
+    if seconds <= 0:
+        raise ValueError(f"--deadline {seconds:g}: expected more than 0 seconds")
 
 
 def lasting(judges: Sequence[JudgeSpec]) -> list[JudgeSpec]:
@@ -54,9 +62,8 @@ def lasting(judges: Sequence[JudgeSpec]) -> list[JudgeSpec]:
     texts. Raises as ``make`` does."""
 
     def kept(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {key: below for key, below in value.items() if key not in REACHED}
+        nested = isinstance(value, dict)
+        return {k: v for k, v in value.items() if k not in REACHED} if nested else value
 
     specs = []
     for one in judges:
@@ -102,10 +109,9 @@ class Answers:
 
     def __init__(self, path: Path):
         self.path = path
-        self.found: dict[tuple[str, str], StepAnswer] = {}
         cut_torn_tail(path)
         try:
-            lines = record.lines(path, StepAnswer) if path.is_file() else ()
+            lines = jsonl.lines(path, StepAnswer, "answers") if path.is_file() else ()
             self.found = {(a.judge, a.step): a for _, a in lines}
         except ValueError as error:
             remedy = "remove that line, then its step is asked again"
@@ -117,69 +123,9 @@ class Answers:
         self.found[answer.judge, answer.step] = answer
 
 
-class _Asking:
-    """Asks one judge about the steps without an answer. failures: the reasons by step."""
-
-    def __init__(self, spec: JudgeSpec, answers: Answers, deadline_s: float):
-        self.name, self.judge = spec.name, make(spec)
-        self.answers, self.deadline_s = answers, deadline_s
-        columns = self.judge.columns
-        self.column = COLUMN if COLUMN in columns else columns[0]
-        self.room = asyncio.Semaphore(self.judge.concurrency)
-        self.failures: dict[str, str] = {}
-        self.failed_in_a_row = 0
-
-    async def all(self, steps: Sequence[tuple[str, JudgedTurn]]) -> None:
-        left = [step for step in steps if (self.name, step[0]) not in self.answers.found]
-        before = len(steps) - len(left)
-        self.progress = TaskProgress(len(steps), "steps", before, f"{self.name}: ")
-        if left:
-            await self.judge.start()
-            try:
-                await gather(self._one(name, turn) for name, turn in left)
-            finally:
-                await self.judge.close()
-
-    async def _one(self, name: str, turn: JudgedTurn) -> None:
-        async with self.room:
-            # Work that has failed may go on for a moment before it is cancelled.
-            if self.failed_in_a_row >= HOPELESS:
-                return None
-            before = self._failed()
-            try:
-                async with asyncio.timeout(self.deadline_s):
-                    judgements = await self.judge.score([turn])
-                (judgement,), _ = checked(self.judge, [turn], judgements)
-            except Fault as fault:
-                return self._fail(name, str(fault))
-            except TimeoutError:
-                return self._fail(name, f"no judgement within {self.deadline_s:g} s (--deadline)")
-            score = judgement.scores.get(self.column)
-            if score is None and self._failed() > before:
-                # The judge does not say which of its concurrent steps failed, so all of them are
-                # asked again.
-                return self._fail(name, judgement.explanation)
-            if score is not None and not 0 <= score <= 1:
-                expected = "expected S/M, a number from 0 to 1"
-                raise DataFault(f"{self.name} scored {name} {score:g}: {expected}")
-            self.failed_in_a_row = 0
-            self.answers.add(StepAnswer(self.name, name, score, judgement.explanation.strip()))
-            return self.progress.one()
-
-    def _failed(self) -> float:
-        return getattr(self.judge, "stats", dict)().get("failed", 0.0)
-
-    def _fail(self, name: str, reason: str) -> None:
-        self.failures[name] = reason
-        self.failed_in_a_row += 1
-        if self.failed_in_a_row >= HOPELESS:
-            what = f"{self.name}: {HOPELESS} steps in a row were not judged"
-            raise InfrastructureFault(f"{what}; the last: {reason}")
-
-
 async def ask_all(
-    judges: Sequence[JudgeSpec], records: Sequence[Trajectory[Any]], path: Path,
-    deadline_s: float = DEADLINE_S, count_failed: bool = False,
+    judges: Sequence[JudgeSpec], records: Sequence[Trajectory[Any]], path: Path, deadline_s: float,
+    count_failed: bool = False,
 ) -> Answers:  # fmt: skip
     """Ask every judge about every step that has no answer in the file ``path``. May be cancelled at
     any moment and continued later.
@@ -188,19 +134,68 @@ async def ask_all(
     fails at ``HOPELESS`` steps in a row, or naming the first failed step of each judge.
     """
     answers = Answers(path)
-    steps = [
-        (record.step_id(r, number), record.judged_turn(r, step))
-        for r in records
-        for number, step in enumerate(r.steps, 1)
-    ]
-    working = [_Asking(one, answers, deadline_s) for one in judges]
-    await gather(one.all(steps) for one in working)
+    steps = {name: judged_turn(record, step) for name, record, step in named_steps(records)}
+    failures = await gather(_ask(one, answers, steps, deadline_s) for one in judges)
     failed = []
-    for one in working:
-        for name, reason in list(one.failures.items())[:1]:
-            first = f"{len(one.failures)} steps failed, the first is {name}: {reason}"
+    for one, of_judge in zip(judges, failures, strict=True):
+        for name, reason in list(of_judge.items())[:1]:
+            first = f"{len(of_judge)} steps failed, the first is {name}: {reason}"
             failed.append(f"judge {one.name}: {first}")
     if failed and not count_failed:
-        failed.append("--count-failed counts such steps as wrong")
         raise InfrastructureFault("\n".join(failed))
     return answers
+
+
+async def _ask(
+    spec: JudgeSpec, answers: Answers, steps: dict[str, JudgedTurn], deadline_s: float
+) -> dict[str, str]:
+    """Ask one judge about the steps without an answer. Returns the reasons of the steps that
+    failed."""
+    judge, name = make(spec), spec.name
+    column = COLUMN if COLUMN in judge.columns else judge.columns[0]
+    left = [step for step in steps if (name, step) not in answers.found]
+    progress = TaskProgress(len(steps), "steps", len(steps) - len(left), f"{name}: ")
+    room, failures, in_a_row = asyncio.Semaphore(judge.concurrency), dict[str, str](), 0
+
+    def count() -> float:
+        return getattr(judge, "stats", dict)().get("failed", 0.0)
+
+    async def ask(step: str) -> None:
+        nonlocal in_a_row
+        async with room:
+            if in_a_row >= HOPELESS:  # work that has failed may go on before it is cancelled
+                return
+            reason, score, said, before = "", None, "", count()
+            try:
+                async with asyncio.timeout(deadline_s):
+                    judgements = await judge.score([steps[step]])
+                (judgement,), _ = checked(judge, [steps[step]], judgements)
+                score, said = judgement.scores.get(column), judgement.explanation
+                # The judge does not say which of its concurrent steps failed, so all of them are
+                # asked again.
+                reason = "" if score is not None or count() == before else said or "no answer"
+            except Fault as fault:
+                reason = str(fault)
+            except TimeoutError:
+                reason = f"no judgement within {deadline_s:g} s (--deadline)"
+            if reason:
+                failures[step] = reason
+                in_a_row += 1
+                if in_a_row >= HOPELESS:
+                    what = f"{name}: {HOPELESS} steps in a row were not judged"
+                    raise InfrastructureFault(f"{what}; the last: {reason}")
+                return
+            if score is not None and not 0 <= score <= 1:
+                expected = "expected S/M, a number from 0 to 1"
+                raise DataFault(f"{name} scored {step} {score:g}: {expected}")
+            in_a_row = 0
+            answers.add(StepAnswer(name, step, score, said.strip()))
+            progress.one()
+
+    if left:
+        await judge.start()
+        try:
+            await gather(map(ask, left))
+        finally:
+            await judge.close()
+    return failures

@@ -1,9 +1,6 @@
-"""The command coppice evaluate nvprocess measures how often a process judge agrees with the labels
-of steps (methods.md 2.5).
-
-The judge is right about a step if 1[S/M > threshold] equals the label. An output that cannot be
-read counts as wrong.
-"""
+"""How often a process judge agrees with the labels of steps (methods.md 2.5). The judge is right
+about a step if 1[S/M > threshold] equals the label. An output that cannot be read counts as
+wrong."""
 
 import argparse
 import random
@@ -15,14 +12,14 @@ from typing import Any
 import msgspec
 
 from coppice.common.atomic import write_whole
-from coppice.common.options import command_parser, option
+from coppice.common.options import option
+from coppice.research.judge_bench.building import CATEGORIES, Item, check_threshold
 from coppice.tools.evaluating import examination
 from coppice.tools.evaluating.examination import Prepared, SampleMean, repeated, sample_mean
-from coppice.tools.evaluating.judge_bench import judging, record
-from coppice.tools.evaluating.judge_bench.judging import JudgeSpec
-from coppice.tools.evaluating.judge_bench.record import CATEGORIES, THRESHOLD, Graded, Item
+from coppice.tools.finetuning import judging, records
+from coppice.tools.finetuning.judging import JudgeSpec
+from coppice.tools.finetuning.records import THRESHOLD, label, named_steps
 
-COMMAND = "coppice evaluate nvprocess"
 SHIPPED = Path(__file__).parent / "nvprocess-small.jsonl"
 BASELINES = ("majority", "random", "first-turn", "constant")
 
@@ -65,7 +62,7 @@ def measure(
     judge: str, items: Sequence[Item], scores: dict[str, float | None], threshold: float
 ) -> JudgeRow:
     """The row of a judge. scores: by step; None is an output that could not be read."""
-    labels = {n: record.label(s, threshold) for n, s in scores.items() if s is not None}
+    labels = {n: label(s, threshold) for n, s in scores.items() if s is not None}
     return _row(judge, items, labels.get)
 
 
@@ -76,33 +73,24 @@ def baseline(kind: str, items: Sequence[Item], threshold: float) -> JudgeRow:
     "constant S": always the score S. "first-turn": the first turn is good, all others are bad;
     repetitive trajectories reward this rule.
     """
-    labels = [step.label for item in items for step in item.steps]
-    most = int(2 * sum(labels) >= len(labels))
-    first = {name for item, name, step in _steps(items) if step.context == item.question}
+    steps = named_steps(items)
+    most = int(2 * sum(step.label for _, _, step in steps) >= len(steps))
+    first = {name for name, item, step in steps if step.context == item.question}
     says: dict[str, Callable[[str], int]] = {
         "majority": lambda name: most,
         "first-turn": lambda name: int(name in first),
         "random": lambda name: random.Random(f"nvprocess/{name}").getrandbits(1),
     }
     if kind not in says:
-        says[kind] = lambda name: record.label(float(kind.split()[1]), threshold)
+        says[kind] = lambda name: label(float(kind.split()[1]), threshold)
     return _row(f"{kind} class" if kind == "majority" else kind, items, says[kind])
-
-
-def _steps(items: Sequence[Item]) -> list[tuple[Item, str, Graded]]:
-    """All steps with their items and names."""
-    return [
-        (item, record.step_id(item, number), step)
-        for item in items
-        for number, step in enumerate(item.steps, 1)
-    ]
 
 
 def _row(judge: str, items: Sequence[Item], verdict: Callable[[str], int | None]) -> JudgeRow:
     """Make the row of a judge. verdict: the label that the judge gives to a step, or None."""
-    steps = _steps(items)
-    labels = {name: verdict(name) for _, name, _ in steps}
-    right = [(item, float(labels[name] == step.label)) for item, name, step in steps]
+    steps = named_steps(items)
+    labels = {name: verdict(name) for name, _, _ in steps}
+    right = [(item, float(labels[name] == step.label)) for name, item, step in steps]
     valid = sum(label is not None for label in labels.values()) / len(labels)
 
     def parts(holds: dict[str, Callable[[Item], bool]]) -> dict[str, SampleMean]:
@@ -156,25 +144,6 @@ class _Judge(argparse.Action):
                 judges[-1]["options"][key] = value
 
 
-def add_deadline(parser: argparse.ArgumentParser) -> None:
-    """Add --deadline, the time that a judge may take for one step."""
-    words = "seconds for one step with all its attempts (default: %(default)g)"
-    seconds = judging.DEADLINE_S
-    parser.add_argument("--deadline", type=float, default=seconds, metavar="SECONDS", help=words)
-
-
-def check_deadline(seconds: float) -> None:
-    """Raises ValueError if ``seconds`` is not above 0."""
-    if seconds <= 0:
-        raise ValueError(f"--deadline {seconds:g}: expected more than 0 seconds")
-
-
-def check_threshold(threshold: float) -> None:
-    """Raises ValueError if ``threshold`` is not between 0 and 1, as scores are."""
-    if not 0 <= threshold <= 1:
-        raise ValueError(f"--threshold {threshold:g}: expected a score, 0 to 1")
-
-
 def judges_of(flags: argparse.Namespace) -> list[JudgeSpec]:
     """The judges of a command line. Raises ValueError if two have the same name."""
     judges = []
@@ -189,16 +158,8 @@ def judges_of(flags: argparse.Namespace) -> list[JudgeSpec]:
     return judges
 
 
-EXAMPLES = """\
-  coppice evaluate nvprocess --judge slate_rules --baseline random
-  coppice evaluate nvprocess --judge my_judge:Brevity --bench f.jsonl"""
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of coppice evaluate nvprocess."""
-    parser = command_parser(
-        COMMAND, "Measure process judges on steps labelled good or bad.", EXAMPLES
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of coppice dev judge-bench measure."""
     add = parser.add_argument
     add("--bench", type=Path, default=SHIPPED, help="JSONL records (default: the shipped set)")
     parser.set_defaults(judges=[])
@@ -212,11 +173,10 @@ def parser() -> argparse.ArgumentParser:
     add("--baseline", nargs="+", action="append", default=[], metavar=("KIND", "VALUE"), help=kinds)
     threshold = "good steps score above it (default: %(default)s)"
     add("--threshold", type=float, default=THRESHOLD, help=threshold)
-    add_deadline(parser)
+    judging.add_deadline(add)
     failed = "steps an endpoint refuses or fails on count as wrong (default: the command fails)"
     add("--count-failed", action="store_true", help=failed)
     examination.add_output(parser, "nvprocess")
-    return parser
 
 
 def baselines_of(flags: argparse.Namespace) -> list[str]:
@@ -240,10 +200,10 @@ def baselines_of(flags: argparse.Namespace) -> list[str]:
 def prepare(flags: argparse.Namespace) -> Prepared:
     """The evaluation of a command line. Raises ValueError or OSError with the remedy."""
     check_threshold(flags.threshold)
-    check_deadline(flags.deadline)
-    items = record.read(flags.bench, Item, "--bench")
+    judging.check_deadline(flags.deadline)
+    items = records.read([flags.bench], Item, "--bench")
     judges, kinds = judges_of(flags), baselines_of(flags)
-    settings = BenchSettings(record.digest(flags.bench), flags.threshold, judging.lasting(judges))
+    settings = BenchSettings(records.digest(flags.bench), flags.threshold, judging.lasting(judges))
 
     async def work(out: Path) -> BenchResult:
         answers = await judging.ask_all(
@@ -266,14 +226,9 @@ def _result(
         found = {step: a.score for (name, step), a in answers.found.items() if name == judge.name}
         rows.append(measure(judge.name, items, found, threshold))
     steps = [step for item in items for step in item.steps]
-    if other := sum(step.label != record.label(step.score, threshold) for step in steps):
+    if other := sum(step.label != label(step.score, threshold) for step in steps):
         told = f"{other} of {len(steps)} labels of {bench} were made with another threshold than"
         remedy = f"{threshold:g}: give the threshold of its report (--threshold)"
         print(f"{told} {remedy}", file=sys.stderr)
     good = sum(step.label for step in steps)
     return BenchResult(bench, len(items), len(steps), good, threshold, rows)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the command. Returns its exit status."""
-    return examination.run(COMMAND, parser(), prepare, arguments)

@@ -1,31 +1,35 @@
-"""The command coppice dev process-bench: build a benchmark of process judges from labelled
-trajectories: filter, threshold, label, balance (methods.md 2.5; PPR, A.4).
-
-Nothing is dropped silently: the report counts the dropped trajectories by reason.
-"""
+"""Builds a benchmark of process judges from labelled trajectories: filter, threshold, label,
+balance (methods.md 2.5; PPR, A.4). Nothing is dropped silently: the report counts the dropped
+trajectories by reason."""
 
 import argparse
 import random
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from coppice.common.atomic import write_whole
-from coppice.common.options import command_parser
-from coppice.tools.evaluating.judge_bench import record
-from coppice.tools.evaluating.judge_bench.evaluate import check_threshold
-from coppice.tools.evaluating.judge_bench.record import (
-    CATEGORIES,
-    THRESHOLD,
-    Graded,
-    Item,
-    Labelled,
-    Trajectory,
-)
+from coppice.tools.finetuning import records
 from coppice.tools.finetuning.command import check_files, say
+from coppice.tools.finetuning.records import THRESHOLD, Labelled, Trajectory, copied, label
+
+CATEGORIES = ("correct_good", "correct_bad", "wrong_good", "wrong_bad")
+"""The outcome, and whether the mean step score is above the threshold."""
+
+
+class Graded(Labelled, frozen=True, kw_only=True):
+    """A turn of the benchmark. label: 1 if the score is above the threshold."""
+
+    label: Literal[0, 1]
+
+
+class Item(Trajectory[Graded], frozen=True, kw_only=True):
+    """A trajectory of the benchmark."""
+
+    category: Literal["correct_good", "correct_bad", "wrong_good", "wrong_bad"]
 
 
 class BenchReport(msgspec.Struct, frozen=True):
@@ -49,12 +53,9 @@ class BenchReport(msgspec.Struct, frozen=True):
 
 
 def build(
-    labelled: Sequence[Trajectory[Labelled]],
-    size: int,
-    threshold: float | None,
-    seed: int = 0,
+    labelled: Sequence[Trajectory[Labelled]], size: int, threshold: float | None, seed: int = 0,
     exclude: Sequence[Trajectory[Labelled]] = (),
-) -> tuple[list[Item], BenchReport]:
+) -> tuple[list[Item], BenchReport]:  # fmt: skip
     """Choose at most ``size`` items, with categories as even as the pool allows. Items of several
     steps are preferred.
 
@@ -73,20 +74,19 @@ def build(
     items.sort(key=lambda item: len(item.steps) == 1)
     by_category = {name: [item for item in items if item.category == name] for name in CATEGORIES}
     shares = even(size, [len(members) for members in by_category.values()])
-    sizes = dict(zip(by_category, shares, strict=True))
-    taken = {name: members[: sizes[name]] for name, members in by_category.items()}
-    chosen = [item for members in taken.values() for item in members]
-    chosen.sort(key=lambda item: item.id)
+    taken = {
+        name: members[:share]
+        for (name, members), share in zip(by_category.items(), shares, strict=True)
+    }
+    chosen = sorted((item for own in taken.values() for item in own), key=lambda item: item.id)
     if surplus := len(items) - len(chosen):
         dropped["not needed for the balance"] = surplus
     return chosen, BenchReport(
         len(labelled), dict(dropped), mean, limit,
         {name: len(members) for name, members in by_category.items()},
         {name: len(members) for name, members in taken.items()},
-        sum(len(item.steps) > 1 for item in chosen),
-        sum(len(item.steps) for item in chosen),
-        sum(step.label for item in chosen for step in item.steps),
-        size - len(chosen),
+        sum(len(item.steps) > 1 for item in chosen), sum(len(item.steps) for item in chosen),
+        sum(step.label for item in chosen for step in item.steps), size - len(chosen),
     )  # fmt: skip
 
 
@@ -111,11 +111,15 @@ def _filtered(
 
 
 def _item(one: Trajectory[Labelled], limit: float) -> Item:
-    steps = [
-        record.copied(step, Graded, label=record.label(step.score, limit)) for step in one.steps
-    ]
-    kind = record.category(one.outcome, [step.score for step in steps], limit)
-    return record.copied(one, Item, steps=steps, category=kind)
+    steps = [copied(step, Graded, label=label(step.score, limit), target="") for step in one.steps]
+    kind = category(one.outcome, [step.score for step in steps], limit)
+    return copied(one, Item, steps=steps, category=kind)
+
+
+def category(outcome: int, scores: Sequence[float], threshold: float) -> str:
+    """One of ``CATEGORIES``, from the outcome and from the label of the mean step score."""
+    good = label(sum(scores) / len(scores), threshold)
+    return f"{'correct' if outcome else 'wrong'}_{'good' if good else 'bad'}"
 
 
 def even(size: int, available: Sequence[int]) -> list[int]:
@@ -129,18 +133,16 @@ def even(size: int, available: Sequence[int]) -> list[int]:
     return shares
 
 
-EXAMPLES = """\
-  coppice dev process-bench corrected.jsonl --size 100 --out bench.jsonl
-  coppice dev process-bench corrected.jsonl --size 100 --exclude train.jsonl --out bench.jsonl"""
+def check_threshold(threshold: float) -> None:
+    """Raises ValueError if ``threshold`` is not between 0 and 1, as scores are."""
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"--threshold {threshold:g}: expected a score, 0 to 1")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of coppice dev process-bench."""
-    parser = command_parser(
-        "coppice dev process-bench", "Build a balanced benchmark of process judges.", EXAMPLES
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of coppice dev judge-bench build."""
     add = parser.add_argument
-    add("labelled", nargs="+", type=Path, help="labelled or corrected trajectories (coppice sft)")
+    add("labelled", nargs="+", type=Path, help="labelled trajectories (coppice sft)")
     add("--out", required=True, type=Path, help="the records; a report is written beside them")
     add("--size", required=True, type=int, help="trajectories in the benchmark")
     threshold = "good scores exceed it: a number, or mean (default: %(default)s)"
@@ -148,36 +150,29 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of every random draw (default: 0)")
     excluded = "leave out these labelled trajectories and all others of their questions; repeatable"
     add("--exclude", type=Path, action="append", default=[], help=excluded)
-    return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status."""
-    options = parser().parse_args(arguments)
-    try:
-        _write(options)
-    except (OSError, ValueError) as error:
-        print(f"coppice dev process-bench: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _write(options: argparse.Namespace) -> None:
-    out: Path = options.out
+def write(flags: argparse.Namespace) -> None:
+    """Build the benchmark of a command line. Raises ValueError or OSError with the remedy."""
+    out: Path = flags.out
     report_path = out.parent / f"{out.name.removesuffix('.jsonl')}.report.json"
-    written = [("--out", out), ("--out with its report", report_path)]
-    check_files(written, [*options.labelled, *options.exclude])
-    if options.size < 1:
-        raise ValueError(f"--size {options.size}: expected 1 trajectory or more")
-    pool = record.read_all(options.labelled, Trajectory[Labelled])
+    check_files(out, [*flags.labelled, *flags.exclude], [report_path])
+    if flags.size < 1:
+        raise ValueError(f"--size {flags.size}: expected 1 trajectory or more")
+    pool = records.read(flags.labelled, Trajectory[Labelled])
     excluded = [
         one
-        for path in options.exclude
-        for one in record.read(path, Trajectory[Labelled], "--exclude")
+        for path in flags.exclude
+        for one in records.read([path], Trajectory[Labelled], "--exclude")
     ]
-    threshold = None if options.threshold == "mean" else _number(options.threshold)
-    items, report = build(pool, options.size, threshold, options.seed, excluded)
-    record.write(out, items)
+    try:
+        threshold = None if flags.threshold == "mean" else float(flags.threshold)
+    except ValueError:
+        expected = "expected a number from 0 to 1, or mean"
+        raise ValueError(f"--threshold {flags.threshold}: {expected}") from None
+    check_threshold(threshold or 0.0)
+    items, report = build(pool, flags.size, threshold, flags.seed, excluded)
+    records.write(out, items)
     write_whole(report_path, report)
     print(f"{len(items)} trajectories in {out}, {report.multi_step} of several steps;", end=" ")
     print(f"{report.good_steps} of {report.steps} steps are good")
@@ -187,12 +182,3 @@ def _write(options: argparse.Namespace) -> None:
     if report.missing:
         print(f"the pool has {report.missing} fewer than asked for")
     print(f"report {report_path}")
-
-
-def _number(text: str) -> float:
-    try:
-        threshold = float(text)
-    except ValueError:
-        raise ValueError(f"--threshold {text}: expected a number from 0 to 1, or mean") from None
-    check_threshold(threshold)
-    return threshold
