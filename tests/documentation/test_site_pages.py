@@ -59,15 +59,11 @@ def test_links_and_pictures_are_rewritten_and_code_is_not() -> None:
     assert html.count("[a](docs/gpu.md)") == 2
 
 
-def test_the_page_of_a_source_file_shows_it_whole() -> None:
+def test_source_files_and_notebooks_are_shown_whole() -> None:
     path = ROOT / "docs" / "metrics.md"  # has fences of its own
     assert path.read_text() in source_page(path)
     assert "\ntest_site_pages.py\n" in source_page(Path(__file__).parent)
-
-
-def test_the_page_of_a_notebook_shows_its_cells_in_order() -> None:
     page = notebook_page(ROOT / "docs" / "notebook.ipynb")
-    assert page.startswith("# A run in a notebook\n")
     assert page.index("```python\nimport polars") < page.index("Curves.") < page.index("run.plot(")
 
 
@@ -109,7 +105,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("link", "warning"),
     [
         ("docs/page.md#a-part", ""),
-        ("docs/other.md", "other.md"),
+        ("docs/page.md#no-part", "no-part"),
         ("no_such_file.py", "no_such_file.py"),
         ("docs/forgotten.md", "not included in the \"nav\""),
     ],
