@@ -85,7 +85,10 @@ LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8, "v_head_dim": 8,
 }  # fmt: skip
-MAMBA: dict[str, Any] = {"hybrid_override_pattern": "M*"}
+MAMBA: dict[str, Any] = {
+    "hybrid_override_pattern": "M*", "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8,
+    "n_groups": 1,
+}  # fmt: skip
 WIDTH: dict[str, Any] = {"head_dim": 8}
 SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 32}
 CONFIGS: dict[str, Any] = {
