@@ -34,14 +34,6 @@ def counting(task):
             messages.append({"role": "tool", "tool_call_id": one["id"], "content": result})
     return float(reply["content"].strip() == task["golds"][0])
 
-def nested(task):
-    messages = [user("main")]
-    messages += [call(messages), user("more")]
-    call([{"role": "system", "content": "You help."}, user("sub")])
-    messages += [call(messages), user("last")]
-    call(messages)
-    return 1.0
-
 def drawing(task):
     """Draws random numbers, and counts the calls of its module."""
     global CALLS
@@ -87,13 +79,6 @@ async def test_monte_carlo_values_of_an_agent(stage: Stages) -> None:
     assert values[-1] == 0.25, "of four last replies one is right"
     assert s.environment.replayed > 0
     assert all(prompt.startswith(s.policy.prompts[0]) for prompt in s.policy.prompts)
-
-
-async def test_continuations_of_several_conversations_read_the_same(stage: Stages) -> None:
-    s = stage(lambda prompt, i: "r" + str(prompt.count("<|im_start|>")), "nested")
-    tree = await s.grow(mc_value, continuations=2)
-    assert [action.scores["mc_value"] for action in tree.actions()] == [1.0] * 4
-    assert len(set(s.policy.prompts)) == 4 < len(s.policy.prompts)
 
 
 async def test_random_numbers_and_modules_are_an_episodes_own(stage: Stages) -> None:
