@@ -1,10 +1,7 @@
-"""The embedded engine: continuous batching of a Hugging Face causal LM over a radix cache, exact on
-any machine.
+"""The embedded engine: continuous batching of a Hugging Face causal LM over a radix cache.
 
-A prompt's new tokens are prefilled once for all its samples and children, in chunks beside the
-samples that decode. A decode step reads a prefix once for all its branches. Weights are swapped
-between two steps: running samples keep their keys and values, their later tokens carry the new
-version, and the prefix cache is emptied, so that no request reads another version's cache.
+Weights are swapped between two steps: running samples keep their keys and values, their later
+tokens carry the new version, and the prefix cache is emptied.
 """
 
 import asyncio
@@ -124,9 +121,8 @@ class LocalEngine:
         free = torch.cuda.mem_get_info()[0] if self.device == "cuda" else free_memory()
         if needed > free:
             raise MemoryError(
-                f"{self.folder} needs about {needed / 2**30:.1f} GiB (weights, keys and values),"
-                f" {free / 2**30:.1f} GiB are free: use a smaller model, fewer processes or a"
-                " smaller cache (actors.kv_cache_gib, --kv-cache-gib)"
+                f"{self.folder} needs {needed / 2**30:.1f} GiB (weights, keys and values) of"
+                f" {free / 2**30:.1f}: use fewer processes or a smaller cache (actors.kv_cache_gib)"
             )
 
     async def died(self) -> str:
@@ -197,9 +193,8 @@ class LocalEngine:
         needed = self.memory.needed(prompt, request.n, sampling.max_tokens)
         if needed > self.memory.budget:
             raise DataFault(
-                f"{request.n} samples of {sampling.max_tokens} tokens after {prompt} need"
-                f" {needed / 2**30:.4f} GiB of keys and values: expected at most"
-                f" actors.kv_cache_gib={self.config.kv_cache_gib:.4f}"
+                f"{request.n} samples of {sampling.max_tokens} need {needed / 2**30:.4f} GiB of"
+                f" keys and values: expected at most actors.kv_cache_gib={self.config.kv_cache_gib}"
             )
         words = request.tokens
         if self._pictures is not None:

@@ -1,5 +1,4 @@
-"""Text becomes tokens once, when it enters the tree; sampled ids are never tokenized again. This
-module never imports torch."""
+"""Text becomes tokens once, when it enters the tree. This module never imports torch."""
 
 import functools
 import math
