@@ -199,34 +199,19 @@ async def agents_streamed(task: dict[str, Any]) -> float:
     return right(task, result.final_output)
 
 
-def _pydantic_agent(**options: Any) -> Any:
+def pydantic_tool(task: dict[str, Any]) -> float:
+    """pydantic-ai with a tool."""
     import pydantic_ai
     from pydantic_ai.models.openai import OpenAIChatModel
 
-    agent = pydantic_ai.Agent(OpenAIChatModel("any"), system_prompt="You add.", **options)
+    agent: Any = pydantic_ai.Agent(OpenAIChatModel("any"), system_prompt="You add.")
 
     @agent.tool_plain
     def add(a: int, b: int) -> int:
         """Add two numbers."""
         return a + b
 
-    return agent
-
-
-def pydantic_tool(task: dict[str, Any]) -> float:
-    """pydantic-ai with a tool."""
-    return right(task, _pydantic_agent().run_sync(ASKED + task["question"]).output)
-
-
-def pydantic_structured(task: dict[str, Any]) -> float:
-    """pydantic-ai with a tool and a structured result, for which it requires a call."""
-    import pydantic
-
-    class Sum(pydantic.BaseModel):
-        total: int
-
-    agent = _pydantic_agent(output_type=Sum)
-    return right(task, agent.run_sync(ASKED + task["question"]).output.total)
+    return right(task, agent.run_sync(ASKED + task["question"]).output)
 
 
 def langgraph(task: dict[str, Any]) -> float:
@@ -243,7 +228,8 @@ def langgraph(task: dict[str, Any]) -> float:
     return right(task, result["messages"][-1].content)
 
 
-def _smol(kind: str) -> Any:
+def smol_tools(task: dict[str, Any]) -> float:
+    """smolagents' agent that calls tools, of which one gives the answer."""
     import smolagents
 
     @smolagents.tool
@@ -259,17 +245,8 @@ def _smol(kind: str) -> Any:
     base, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
     kinds: Any = smolagents
     model = kinds.OpenAIModel("any", api_base=base, api_key=key)
-    return getattr(smolagents, kind)(tools=[add], model=model, verbosity_level=0)
-
-
-def smol_tools(task: dict[str, Any]) -> float:
-    """smolagents' agent that calls tools, of which one gives the answer."""
-    return right(task, _smol("ToolCallingAgent").run(ASKED + task["question"]))
-
-
-def smol_code(task: dict[str, Any]) -> float:
-    """smolagents' agent that writes code."""
-    return right(task, _smol("CodeAgent").run(ASKED + task["question"]))
+    agent = kinds.ToolCallingAgent(tools=[add], model=model, verbosity_level=0)
+    return right(task, agent.run(ASKED + task["question"]))
 
 
 def post(url: str, body: dict[str, Any], **headers: str) -> Any:

@@ -48,13 +48,6 @@ async def test_a_session_is_its_key_wherever_a_client_puts_it(door: Door) -> Non
         assert reply["choices"][0]["message"]["content"] == "hi" and reply["model"] == "gpt-any"
 
 
-async def test_every_name_is_that_of_the_policy(door: Door) -> None:
-    for path, wanted in (("models", "policy"), ("models/meta/any-name", "meta/any-name")):
-        async with door.http.get(f"{door.gateway.url}/{path}", headers=door.own) as response:
-            answer = await response.json()
-        assert (response.status, answer.get("data", [answer])[0]["id"]) == (200, wanted)
-
-
 async def test_an_unknown_key_is_401_and_a_closed_session_409_also_a_waiter(door: Door) -> None:
     for path, body in (("chat/completions", HELLO), ("episode/reward", {"reward": 1})):
         assert (await door.post(path, body, Authorization="Bearer nobody"))[0] == 401
