@@ -2,7 +2,6 @@
 agent finds in its environment."""
 
 import json
-import shutil
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest_asyncio
 from coppice.actors.environments.agents.episode import TAIL, Ended, Episode, ForkServer
 from coppice.actors.environments.agents.gateway import Gateway
 
-needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
 TASK = {"id": "t", "question": "1 + 1", "golds": ["2"], "seed": 0}
 AGENTS = '''
 import os, signal, subprocess, sys, time
@@ -70,23 +68,7 @@ def text(task):
 
 def number(task):
     return float("inf")
-
-def deep(task):
-    try:
-        raise KeyError("inner")
-    except KeyError:
-        raise ValueError("two lines:\\n  the second") from None
 '''
-DETACHED = """
-const options = { detached: true, stdio: "inherit" };
-const child = require("child_process").spawn("sleep", ["600"], options);
-child.unref();
-fetch(process.env.OPENAI_BASE_URL + "/episode/reward", {
-  method: "POST",
-  headers: { authorization: "Bearer " + process.env.OPENAI_API_KEY },
-  body: JSON.stringify({ reward: child.pid }),
-});
-"""
 
 
 @pytest_asyncio.fixture
@@ -120,14 +102,6 @@ async def test_all_that_a_process_has_started_ends_with_it(gateway: Gateway, nam
     end = await ended(gateway, name)
     assert end.fault == "" and end.reward is not None and end.reward > 1
     assert not psutil.pid_exists(int(end.reward)), "the agent's child has survived its episode"
-
-
-@needs_node
-async def test_a_detached_child_of_node_ends_too(gateway: Gateway, tmp_path: Path) -> None:
-    (tmp_path / "agent.js").write_text(DETACHED)
-    end = await ended(gateway, ForkServer(["node", str(tmp_path / "agent.js")]))
-    assert end.fault == "" and end.reward is not None
-    assert not psutil.pid_exists(int(end.reward)), end
 
 
 async def test_a_process_gets_no_files_but_the_three(gateway: Gateway) -> None:
@@ -166,7 +140,6 @@ def test_the_error_of_an_episode_is_the_line_that_names_it(said: str, error: str
     [
         ("text", "ValueError: agents_of_a_test:text returned 'Paris': expected a finite number"),
         ("number", "ValueError: agents_of_a_test:number returned 'inf': expected a finite number"),
-        ("deep", "ValueError: two lines:"),
         ("missing", "AttributeError: module 'agents_of_a_test' has no attribute 'missing'"),
     ],
 )

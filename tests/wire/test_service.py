@@ -25,7 +25,7 @@ from coppice.wire.messages import (
     Request,
     Result,
 )
-from coppice.wire.service import PINNED_ROOM, REGISTER_AGAIN, Call, Rejected, Service
+from coppice.wire.service import PINNED_ROOM, REGISTER_AGAIN, Call, Service
 from coppice.wire.sockets import Dealer, Router
 from tests.services import EchoRequest, EchoResult
 
@@ -96,20 +96,6 @@ async def pair(
     async with serving(service, scheduler.router.endpoint):
         await scheduler.admit()
         yield scheduler, service
-    scheduler.router.close()
-
-
-async def test_a_worker_registers_its_services_and_capacity_and_beats_with_its_stats() -> None:
-    scheduler = Scheduler()
-    service = Service(
-        "w", {"echo": echo, "load": forever}, 3, stats=lambda: {"decoded_tokens": 7.0}
-    )
-    async with serving(service, scheduler.router.endpoint):
-        hello = await scheduler.next(Register)
-        assert (hello.worker, hello.services, hello.capacity) == ("w", ["echo", "load"], 3)
-        scheduler.send(Registered(0.01))
-        assert (await scheduler.next(Heartbeat)).stats == {"decoded_tokens": 7.0}
-        assert (await scheduler.next(Heartbeat)).in_flight == 0
     scheduler.router.close()
 
 
@@ -210,16 +196,6 @@ async def test_draining_finishes_what_is_in_flight_and_then_says_goodbye() -> No
         gate.open.set()
         assert (await scheduler.next(Result)).id == 1
         assert (await scheduler.next(Goodbye)).reason == "drained"
-
-
-async def test_a_refused_worker_ends_with_the_schedulers_reason() -> None:
-    scheduler, service = Scheduler(), Service("w", {"echo": echo}, 1)
-    async with serving(service, scheduler.router.endpoint) as task:
-        await scheduler.next(Register)
-        scheduler.send(Goodbye("protocol 1, expected 2"))
-        with pytest.raises(Rejected, match="protocol 1, expected 2"):
-            await asyncio.wait_for(task, 5)
-    scheduler.router.close()
 
 
 async def test_a_silent_scheduler_is_asked_again_and_the_open_work_goes_on() -> None:
