@@ -208,9 +208,10 @@ async def test_no_key_and_a_key_in_the_url_are_refused(monkeypatch: pytest.Monke
     monkeypatch.delenv("TEST_HTTP_KEY", raising=False)
     with pytest.raises(ValueError, match=r"TEST_HTTP_KEY is empty.*http://h"):
         await JsonClient("http://h", api_key_env="TEST_HTTP_KEY").start()
-    for settings in ({"attempts": 0}, {"concurrency": 0}):
-        with pytest.raises(ValueError, match="at least 1"):
-            JsonClient("http://h", **settings)
+    with pytest.raises(ValueError, match="at least 1"):
+        JsonClient("http://h", attempts=0)
+    with pytest.raises(ValueError, match="at least 1"):
+        JsonClient("http://h", concurrency=0)
     with pytest.raises(ValueError, match=r"http://h:1/v1.*without a user") as caught:
         JsonClient("http://me:s3cret@h:1/v1")
     assert "s3cret" not in str(caught.value)

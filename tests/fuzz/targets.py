@@ -101,7 +101,7 @@ def journal_node(data: bytes) -> None:
 
 
 def rank_batch(data: bytes) -> None:
-    with contextlib.suppress(WireError):
+    with contextlib.suppress(WireError, msgspec.DecodeError):
         unpack_batch(data)
 
 

@@ -209,7 +209,6 @@ class Episode:
             "OPENAI_API_KEY": key,
             "ANTHROPIC_BASE_URL": self.gateway.url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": key,
-            "COPPICE_SESSION": key,
         }
         if len(task) <= LONGEST_VARIABLE:
             variables["COPPICE_TASK"] = task.decode()
