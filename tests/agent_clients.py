@@ -133,8 +133,7 @@ def retried(task: dict[str, Any]) -> float:
 
 
 def cut(task: dict[str, Any]) -> float:
-    """What openai's SDK is told of replies that its own limit cuts, on both endpoints, whole and
-    streamed."""
+    """What openai's SDK is told of replies that its own limit cuts, on both endpoints."""
     import openai
 
     client, request = openai.OpenAI(), {"model": "any"}
@@ -142,13 +141,9 @@ def cut(task: dict[str, Any]) -> float:
     flat: Any = {**request, "input": "long"}
     told: Any = client.chat.completions.create(**chat, max_tokens=5)
     assert (told.choices[0].finish_reason, told.usage.completion_tokens) == ("length", 5)
-    chunks = list(client.chat.completions.create(**chat, max_completion_tokens=6, stream=True))
-    assert chunks[-1].choices[0].finish_reason == "length"
     response: Any = client.responses.create(**flat, max_output_tokens=7)
     assert (response.status, response.usage.output_tokens) == ("incomplete", 7)
     assert response.incomplete_details.reason == "max_output_tokens"
-    *_, last = client.responses.create(**flat, max_output_tokens=8, stream=True)
-    assert last.type == "response.incomplete"
     assert client.chat.completions.create(**chat).choices[0].finish_reason == "stop"
     return 1.0
 
@@ -204,59 +199,19 @@ async def agents_streamed(task: dict[str, Any]) -> float:
     return right(task, result.final_output)
 
 
-def _chat_model() -> Any:
-    import agents
-    import openai
-
-    return agents.OpenAIChatCompletionsModel("any", openai.AsyncOpenAI())
-
-
-def agents_chat(task: dict[str, Any]) -> float:
-    """openai-agents with chat completions."""
-    import agents
-
-    result = agents.Runner.run_sync(_openai_agent(_chat_model()), ASKED + task["question"])
-    return right(task, result.final_output)
-
-
-async def agents_chat_streamed(task: dict[str, Any]) -> float:
-    """openai-agents with chat completions, streamed."""
-    import agents
-
-    result = agents.Runner.run_streamed(_openai_agent(_chat_model()), ASKED + task["question"])
-    async for _ in result.stream_events():
-        pass
-    return right(task, result.final_output)
-
-
-def _pydantic_agent(**options: Any) -> Any:
+def pydantic_tool(task: dict[str, Any]) -> float:
+    """pydantic-ai with a tool."""
     import pydantic_ai
     from pydantic_ai.models.openai import OpenAIChatModel
 
-    agent = pydantic_ai.Agent(OpenAIChatModel("any"), system_prompt="You add.", **options)
+    agent: Any = pydantic_ai.Agent(OpenAIChatModel("any"), system_prompt="You add.")
 
     @agent.tool_plain
     def add(a: int, b: int) -> int:
         """Add two numbers."""
         return a + b
 
-    return agent
-
-
-def pydantic_tool(task: dict[str, Any]) -> float:
-    """pydantic-ai with a tool."""
-    return right(task, _pydantic_agent().run_sync(ASKED + task["question"]).output)
-
-
-def pydantic_structured(task: dict[str, Any]) -> float:
-    """pydantic-ai with a tool and a structured result, for which it requires a call."""
-    import pydantic
-
-    class Sum(pydantic.BaseModel):
-        total: int
-
-    agent = _pydantic_agent(output_type=Sum)
-    return right(task, agent.run_sync(ASKED + task["question"]).output.total)
+    return right(task, agent.run_sync(ASKED + task["question"]).output)
 
 
 def langgraph(task: dict[str, Any]) -> float:
@@ -273,7 +228,8 @@ def langgraph(task: dict[str, Any]) -> float:
     return right(task, result["messages"][-1].content)
 
 
-def _smol(kind: str) -> Any:
+def smol_tools(task: dict[str, Any]) -> float:
+    """smolagents' agent that calls tools, of which one gives the answer."""
     import smolagents
 
     @smolagents.tool
@@ -289,17 +245,8 @@ def _smol(kind: str) -> Any:
     base, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
     kinds: Any = smolagents
     model = kinds.OpenAIModel("any", api_base=base, api_key=key)
-    return getattr(smolagents, kind)(tools=[add], model=model, verbosity_level=0)
-
-
-def smol_tools(task: dict[str, Any]) -> float:
-    """smolagents' agent that calls tools, of which one gives the answer."""
-    return right(task, _smol("ToolCallingAgent").run(ASKED + task["question"]))
-
-
-def smol_code(task: dict[str, Any]) -> float:
-    """smolagents' agent that writes code."""
-    return right(task, _smol("CodeAgent").run(ASKED + task["question"]))
+    agent = kinds.ToolCallingAgent(tools=[add], model=model, verbosity_level=0)
+    return right(task, agent.run(ASKED + task["question"]))
 
 
 def post(url: str, body: dict[str, Any], **headers: str) -> Any:
@@ -309,7 +256,7 @@ def post(url: str, body: dict[str, Any], **headers: str) -> Any:
         return response.read().decode().splitlines()
 
 
-def messages(task: dict[str, Any], stream: bool = False) -> float:
+def messages(task: dict[str, Any]) -> float:
     """Anthropic's dialect as Claude Code speaks it: a system prompt of which a line differs in
     every call, and results in blocks."""
     url = os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages"
@@ -324,8 +271,7 @@ def messages(task: dict[str, Any], stream: bool = False) -> float:
         body["messages"] = history
         (counted,) = post(url + "/count_tokens", body, **key)
         assert json.loads(counted)["input_tokens"] > 0
-        lines = post(url, {**body, "stream": stream}, **key)
-        message = streamed_message(lines) if stream else json.loads(lines[0])
+        message = json.loads(post(url, body, **key)[0])
         calls = [block for block in message["content"] if block["type"] == "tool_use"]
         assert message["stop_reason"] == ("tool_use" if calls else "end_turn")
         if not calls:
@@ -336,47 +282,3 @@ def messages(task: dict[str, Any], stream: bool = False) -> float:
             answers.append({"type": "tool_result", "tool_use_id": call["id"], "content": content})
         history.append({"role": "assistant", "content": message["content"]})
         history.append({"role": "user", "content": answers})
-
-
-def messages_streamed(task: dict[str, Any]) -> float:
-    """Anthropic's dialect, streamed."""
-    return messages(task, stream=True)
-
-
-def streamed_message(lines: list[str]) -> dict[str, Any]:
-    """The message that the events of a stream put together."""
-    message, blocks = dict[str, Any](), list[dict[str, Any]]()
-    for line in lines:
-        event = json.loads(line.removeprefix("data: ")) if line.startswith("data: ") else {}
-        delta = event.get("delta", {})
-        message |= {key: delta[key] for key in ("stop_reason",) if key in delta}
-        if event.get("type") == "content_block_start":
-            blocks.append(event["content_block"])
-        elif delta.get("type") == "text_delta":
-            blocks[-1]["text"] += delta["text"]
-        elif delta.get("type") == "input_json_delta":
-            blocks[-1]["input"] = json.loads(delta["partial_json"])
-    return {**message, "content": blocks}
-
-
-def references(task: dict[str, Any], previous: bool = False) -> float:
-    """The responses dialect of a client that sends the ids of what it was answered, as the AI SDK
-    does."""
-    url = os.environ["OPENAI_BASE_URL"] + "/responses"
-    key = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
-    items, more = asked(task), dict[str, str]()
-    while True:
-        body = {"input": items, "instructions": "You add.", "tools": FLAT, **more}
-        reply = json.loads(post(url, body, **key)[0])
-        calls = [item for item in reply["output"] if item["type"] == "function_call"]
-        if not calls:
-            return right(task, reply["output"][0]["content"][0]["text"])
-        new = outputs([(call["call_id"], call["arguments"]) for call in calls])
-        items += [{"type": "item_reference", "id": item["id"]} for item in reply["output"]] + new
-        if previous:
-            items, more = new, {"previous_response_id": reply["id"]}
-
-
-def previous_response(task: dict[str, Any]) -> float:
-    """The responses dialect of a client that sends only what is new."""
-    return references(task, previous=True)

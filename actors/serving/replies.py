@@ -16,7 +16,6 @@ KEEPALIVE_S = 10.0
 """Seconds between comments of a stream that waits, so that no proxy closes it."""
 _BROKEN = "\ufffd"
 """The result of decoding an incomplete character."""
-_KINDS = ("reasoning", "audio", "accepted_prediction", "rejected_prediction")
 
 
 class TokenText(msgspec.Struct, frozen=True):
@@ -82,8 +81,7 @@ class CompletionForm(Form):
             "prompt_tokens": prompt,
             "completion_tokens": sampled,
             "total_tokens": prompt + sampled,
-            "prompt_tokens_details": {"cached_tokens": reply.spent.cached, "audio_tokens": 0},
-            "completion_tokens_details": {f"{kind}_tokens": 0 for kind in _KINDS},
+            "prompt_tokens_details": {"cached_tokens": reply.spent.cached},
         }
         head = {"id": self.id, "object": self.kind, "created": self.created, "model": self.model}
         return {**head, "choices": choices, "usage": usage}

@@ -23,13 +23,7 @@ from aiohttp import web
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.environments.base import Spent
 from coppice.actors.serving.conversations import Conversation, chat_of, translated
-from coppice.actors.serving.protocol import (
-    Handler,
-    RequestRefused,
-    body_of,
-    errors,
-    unexpected,
-)
+from coppice.actors.serving.protocol import Handler, RequestRefused, body_of, errors, unexpected
 from coppice.actors.serving.replies import CompletionForm, Form, Reply, TokenText, send
 from coppice.actors.serving.responses import ResponseStore
 from coppice.actors.serving.sampling import SamplingFields, completion_of, read

@@ -30,7 +30,7 @@ class Door:
         """Post with the session's key, unless ``prefix`` or ``headers`` say another one. Returns
         the status and the text."""
         headers = headers if prefix or headers else self.own
-        url = f"http://{self.gateway.host}:{self.gateway.port}{prefix}/v1/{path}"
+        url = f"http://127.0.0.1:{self.gateway.port}{prefix}/v1/{path}"
         async with self.http.post(url, json=body, headers=headers) as response:
             return response.status, await response.text()
 

@@ -48,13 +48,6 @@ async def test_a_session_is_its_key_wherever_a_client_puts_it(door: Door) -> Non
         assert reply["choices"][0]["message"]["content"] == "hi" and reply["model"] == "gpt-any"
 
 
-async def test_every_name_is_that_of_the_policy(door: Door) -> None:
-    for path, wanted in (("models", "policy"), ("models/meta/any-name", "meta/any-name")):
-        async with door.http.get(f"{door.gateway.url}/{path}", headers=door.own) as response:
-            answer = await response.json()
-        assert (response.status, answer.get("data", [answer])[0]["id"]) == (200, wanted)
-
-
 async def test_an_unknown_key_is_401_and_a_closed_session_409_also_a_waiter(door: Door) -> None:
     for path, body in (("chat/completions", HELLO), ("episode/reward", {"reward": 1})):
         assert (await door.post(path, body, Authorization="Bearer nobody"))[0] == 401
@@ -77,15 +70,10 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object"}}, "`response_format`"),
     ({"logprobs": True, "top_logprobs": 2}, "`logprobs`"),
     ({"functions": [ADD["function"]]}, "`functions`"),
-    ({"stop": [""]}, "stop"),
     ({"stop": {"a": 1}}, "stop"),
     ({"stream": "yes"}, "stream"),
-    ({"stream": True, "stream_options": "usage"}, "stream_options"),
-    ({"model": ["m"]}, "model"),
     ({"tools": [{"type": "function", "function": "add"}]}, "`tools`"),
-    ({"tools": [{"type": "web_search"}]}, "`tools`"),
     ({"tools": [ADD], "tool_choice": {"type": "function", "function": "add"}}, "`tool_choice`"),
-    ({"tools": [ADD], "tool_choice": {"function": {"name": "sub"}}}, "add"),
     ({"tool_choice": "required"}, "`tool_choice`"),
     ({"messages": []}, "`messages`"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]}, "call"),
@@ -97,17 +85,13 @@ RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "`response_format`"),
     ({"text": "x"}, "text"),
     ({"input": [{"type": "function_call", "name": "add", "arguments": 1}]}, "tool call"),
-    ({"input": []}, "`input`"),
     ({"previous_response_id": "resp-1"}, "`previous_response_id`"),
     ({"conversation": {"id": "conv_1"}}, "`conversation`"),
-    ({"input": [{"type": "computer_call"}]}, "computer_call"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "`item_reference`: 'msg_1'"),
 ]
 REWARDS: list[tuple[Any, str]] = [
-    ({"reward": True}, "reward"),
     ({"reward": int("9" * 400)}, "reward"),
     ({"reward": "good"}, "`reward`: 'good': expected `float`"),
-    ({"reward": 1, "response_id": 3}, "response_id"),
 ]
 REFUSED = [
     *(("chat/completions", HELLO | body, said) for body, said in CHATS),
@@ -195,22 +179,23 @@ async def test_errors_of_http_itself_are_told_in_the_protocols_form(door: Door) 
     assert status == 413 and str(module.LARGEST_BODY) in said
 
 
-JSON: Any = st.recursive(
+PLAIN = (
     st.none()
     | st.booleans()
     | st.integers(-(2**70), 2**70)
     | st.floats(allow_nan=False)
-    | st.text(max_size=8),
+    | st.text(max_size=8)
+)
+JSON: Any = st.recursive(
+    PLAIN,
     lambda inner: (
         st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4)
     ),
     max_leaves=12,
 )
-BODIES: Any = st.dictionaries(st.sampled_from(FIELDS), JSON) | st.builds(
-    lambda sane, name, value: {**sane, name: value},
-    st.sampled_from(SANE),
-    st.sampled_from(FIELDS),
-    JSON,
+FIELD = st.sampled_from(FIELDS)
+BODIES: Any = st.dictionaries(FIELD, JSON) | st.builds(
+    lambda sane, name, value: {**sane, name: value}, st.sampled_from(SANE), FIELD, JSON
 )
 
 

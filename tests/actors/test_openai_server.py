@@ -2,7 +2,6 @@
 shape, refusals that say why."""
 
 import asyncio
-import io
 import json
 import re
 from collections.abc import AsyncIterator
@@ -21,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.local import LocalEngine
-from coppice.actors.serving.server import LARGEST_BODY, Server, runner
+from coppice.actors.serving.server import Server, runner
 from coppice.wire.messages import GenerateRequest, Sampling
 from tests import tiny
 from tests.actors.test_local_engine import full_logprobs, reference
@@ -110,8 +109,13 @@ async def test_models_lists_the_one_model_served(client: Client, llama: Path) ->
     _, listed = await client.get("models")
     assert [(m["id"], m["object"]) for m in listed["data"]] == [(llama.name, "model")]
     assert await client.get(f"models/{llama.name}") == (200, listed["data"][0])
-    status, answer = await client.get("models/meta/other")
-    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    for status, answer in (
+        await client.get("models/meta/other"),
+        await client.post("completions", {"prompt": "a", "model": "gpt"}),
+    ):
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+        assert "gpt" not in str(answer) or llama.name in answer["error"]["message"]
+    await client.completions(model=llama.name)
 
 
 async def test_a_chat_is_the_completion_of_its_template(client: Client, llama: Path) -> None:
@@ -146,50 +150,45 @@ async def test_a_stop_string_ends_the_text_before_it(client: Client, several: bo
 
 
 async def test_completion_logprobs_are_those_of_a_full_forward(client: Client, llama: Path) -> None:
-    (choice,) = (await client.completions(logprobs=0, seed=6))["choices"]
+    (choice,) = (await client.completions(logprobs=5, seed=6))["choices"]
     prompt = np.array(encoded(llama, "a tree"), np.int32)
     same = await client.engine.generate(GenerateRequest(prompt, 1, Sampling(8, seed=6)))
     expected = full_logprobs(reference(llama), prompt, same.samples[0].tokens)
     served = choice["logprobs"]["token_logprobs"]
     np.testing.assert_allclose(served, expected, atol=GREATEST_DIFFERENCE)
+    told = (await client.completions(logprobs=5, seed=6, regex="[a-z]{8}"))["choices"][0][
+        "logprobs"
+    ]
+    columns = (told[name] for name in ("tokens", "token_logprobs", "top_logprobs"))
+    for token, logprob, top in zip(*columns, strict=True):
+        assert top[token] == logprob and len(top) in (5, 6)
+        assert [*top.values()] == sorted(top.values(), reverse=True)
+    (plain,) = (await client.completions(logprobs=0, seed=6))["choices"]
+    assert plain["logprobs"]["top_logprobs"] is None
 
 
 @pytest.mark.parametrize(
     ("path", "body", "reason"),
     [
         ("completions", b"{not json", "JSON"),
-        ("completions", b'{"prompt": "\xff"}', "utf"),
         ("completions", b"[" * 100_000, "nested more than 100 deep"),
-        ("completions", b"[]", "JSON object"),
         ("completions", {"max_tokens": 4}, "prompt"),
-        ("completions", {"prompt": []}, "prompt"),
         ("completions", {"prompt": ["a", ""]}, "prompt of 0 tokens"),
-        ("completions", {"prompt": [1, "a"]}, "prompt"),
         ("completions", {"prompt": ["a"] * 129}, "prompt"),
         ("completions", {"prompt": [260]}, "token ids"),
         ("completions", {"prompt": "a", "n": 9}, "max_batch"),
         ("completions", {"prompt": "a", "max_tokens": 9999}, "the context holds 256"),
         ("completions", {"prompt": "a", "max_tokens": "4"}, "max_tokens"),
         ("completions", {"prompt": "a", "temperature": 1e-300}, "temperature"),
-        ("completions", {"prompt": "a", "top_p": 1.5}, "top_p"),
-        ("completions", {"prompt": "a", "stop": ""}, "stop"),
         ("completions", {"prompt": "a", "echo": True}, "echo"),
         ("completions", {"prompt": "a", "guided_choice": ["a", "b"]}, "`guided_choice`"),
-        ("completions", {"prompt": "a", "structured_outputs": {"choice": ["a"]}}, "choice"),
-        ("completions", {"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
         ("completions", {"prompt": "a", "logprobs": 6}, "logprobs"),
-        ("completions", {"prompt": "a", "logprobs": True}, "logprobs"),
         ("completions", {"prompt": "a", "stream_options": {}}, "stream_options"),
         ("completions", {"prompt": "a", "regex": "a", "guided_json": {}}, "one constraint"),
         ("completions", {"prompt": "a", "stream": True, "regex": "("}, "unclosed group"),
-        ("completions", {"prompt": "a", "json_schema": '{"type": "nothing"}'}, "nothing"),
-        ("chat/completions", {"messages": []}, "messages"),
         ("chat/completions", USER | {"top_logprobs": 3}, "without `logprobs`: true"),
-        ("chat/completions", USER | {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
-        ("chat/completions", USER | {"tools": [{"type": "function"}]}, "tools"),
         ("chat/completions", USER | {"max_tokens": 3, "max_completion_tokens": 4}, "expected one"),
         ("chat/completions", USER | {"response_format": {"type": "json_schema"}}, "json_schema"),
-        ("chat/completions", USER | {"response_format": {"type": "xml"}}, "response_format"),
         ("chat/completions", USER | {"chat_template_kwargs": {"loud": True}}, "loud"),
     ],
 )
@@ -212,18 +211,16 @@ async def with_template(folder: Path, template: str) -> AsyncIterator[Client]:
         yield made
 
 
-async def test_a_template_that_refuses_a_conversation_is_400_and_its_reason(tmp_path: Path) -> None:
-    async with with_template(tmp_path, "{{ raise_exception('roles must alternate') }}") as client:
-        status, reply = await client.post("chat/completions", USER)
-        assert (status, reply["error"]["message"]) == (400, "roles must alternate")
-
-
-async def test_a_switch_of_the_template_reaches_it(tmp_path: Path) -> None:
-    loud = "{% if loud %}HEY {% endif %}{{ messages[0]['content'] }}"
+async def test_a_switch_of_the_template_reaches_it_and_its_refusal_is_told(tmp_path: Path) -> None:
+    loud = "{% if loud %}HEY {% endif %}{{ messages[0]['content'] or raise_exception('no text') }}"
     async with with_template(tmp_path, loud) as client:
         for switches, text in (({}, "hi"), ({"loud": True}, "HEY hi")):
             reply = await client.chat(chat_template_kwargs=switches)
             assert reply["usage"]["prompt_tokens"] == len(encoded(tmp_path, text))
+        status, reply = await client.post(
+            "chat/completions", {"messages": [{"role": "user", "content": ""}]}
+        )
+        assert (status, reply["error"]["message"]) == (400, "no text")
 
 
 async def test_a_template_in_the_tokenizer_settings_sees_special_tokens(tmp_path: Path) -> None:
@@ -251,27 +248,6 @@ async def test_a_client_that_hangs_up_frees_its_samples(client: Client, stream: 
     assert client.engine.counts["decoded_tokens"] - whole < whole
 
 
-async def test_a_body_that_is_too_long_for_the_server_is_refused(client: Client) -> None:
-    body = io.BytesIO(b" " * (LARGEST_BODY + 1))
-    async with client.session.post(f"{client.url}/completions", data=body) as response:
-        assert response.status == 413
-
-
-@pytest.mark.parametrize(("path", "status"), [("nowhere", 404), ("completions", 405)])
-async def test_another_path_or_method_is_such_an_error(
-    client: Client, path: str, status: int
-) -> None:
-    answered, reply = await client.get(path)
-    assert answered == status and f"GET /v1/{path}" in reply["error"]["message"]
-
-
-async def test_another_model_than_the_one_served_is_not_found(client: Client, llama: Path) -> None:
-    status, reply = await client.post("completions", {"prompt": "a", "model": "gpt"})
-    assert (status, reply["error"]["code"]) == (404, "model_not_found")
-    assert llama.name in reply["error"]["message"]
-    await client.completions(model=llama.name)
-
-
 async def test_fields_at_the_value_that_changes_nothing_are_accepted(client: Client) -> None:
     plain = await client.chat(seed=2)
     zeros = {"presence_penalty": 0, "frequency_penalty": 0.0, "top_logprobs": 0, "logit_bias": {}}
@@ -292,12 +268,6 @@ async def test_token_ids_are_a_prompt_and_prompts_keep_order(client: Client, lla
         assert reply["usage"]["prompt_tokens"] == sum(len(encoded(llama, text)) for text in texts)
     alone = await client.completions(prompt=encoded(llama, "two"), **fields)
     assert [choice["text"] for choice in alone["choices"]] == wanted[2:]
-
-
-async def test_a_chat_without_a_limit_may_use_what_is_left_of_the_context(client: Client) -> None:
-    _, reply = await client.post("chat/completions", USER | {"regex": "a{1000}"})
-    assert reply["choices"][0]["finish_reason"] == "length"
-    assert reply["usage"]["total_tokens"] == SETTINGS.max_context
 
 
 GRADE = r"<explanation>[^<]{0,20}</explanation>\s{0,2}<score>(\+1|0|-1)</score>"
@@ -326,42 +296,42 @@ async def test_every_choice_matches_the_constraint(client: Client, fields: dict[
         assert re.fullmatch(GRADE, text) or type(json.loads(text)["yes"]) is bool
 
 
-async def test_json_object_is_held_to_an_object(client: Client) -> None:
-    reply = await client.chat(n=8, max_tokens=3, response_format={"type": "json_object"})
-    assert all(choice["message"]["content"].startswith("{") for choice in reply["choices"])
-
-
-def joined(chunks: list[dict[str, Any]], index: int) -> tuple[str, list[str]]:
-    """Text and finish reasons of one choice."""
-    own = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
-    texts = [one["text"] if "text" in one else one["delta"].get("content", "") for one in own]
-    return "".join(texts), [one["finish_reason"] for one in own if one["finish_reason"]]
-
-
-@pytest.mark.parametrize("stop", [[], ["e", "no"], ["never to be seen"]])
-async def test_a_streamed_chat_joined_is_the_whole_one(client: Client, stop: list[str]) -> None:
-    asked = USER | {"n": 3, "seed": 4, "max_tokens": 60, "stop": stop}
-    _, whole = await client.post("chat/completions", asked)
-    chunks = await client.stream("chat/completions", asked)
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        (
+            "chat/completions",
+            USER | {"n": 3, "stop": ["e", "no"], "logprobs": True, "top_logprobs": 2},
+        ),
+        ("completions", {"prompt": ["a tree", "two"], "n": 2, "logprobs": 3}),
+    ],
+)
+async def test_a_stream_joined_is_the_whole_answer(
+    client: Client, path: str, asked: dict[str, Any]
+) -> None:
+    asked = asked | {"seed": 4, "max_tokens": 30}
+    # from here on the prompt is cached, so both are computed by the same sums
+    await client.post(path, asked)
+    _, whole = await client.post(path, asked)
+    *chunks, last = await client.stream(path, asked | {"stream_options": {"include_usage": True}})
+    assert (last["choices"], last["usage"]["completion_tokens"]) == (
+        [],
+        whole["usage"]["completion_tokens"],
+    )
     assert len({chunk["id"] for chunk in chunks}) == 1
-    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
-    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     for choice in whole["choices"]:
-        text, reasons = joined(chunks, choice["index"])
-        assert (text, reasons) == (choice["message"]["content"], [choice["finish_reason"]])
-    assert "usage" not in chunks[-1]
-
-
-async def test_a_streamed_completion_joined_is_the_whole_one_and_its_usage(client: Client) -> None:
-    asked = {"prompt": ["a tree", "two"], "n": 2, "seed": 4, "max_tokens": 30, "logprobs": 0}
-    whole = await client.completions(**asked)
-    counted = asked | {"stream_options": {"include_usage": True}}
-    *chunks, last = await client.stream("completions", counted)
-    for choice in whole["choices"]:
-        text, reasons = joined(chunks, choice["index"])
-        assert (text, reasons) == (choice["text"], [choice["finish_reason"]])
-    assert last["choices"] == []
-    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+        own = [
+            part
+            for chunk in chunks
+            for part in chunk["choices"]
+            if part["index"] == choice["index"]
+        ]
+        texts = [one["text"] if "text" in one else one["delta"].get("content", "") for one in own]
+        assert "".join(texts) == choice.get("text", choice.get("message", {}).get("content"))
+        assert [one["finish_reason"] for one in own if one["finish_reason"]] == [
+            choice["finish_reason"]
+        ]
+        assert [one["logprobs"] for one in own if one["logprobs"]] == [choice["logprobs"]]
 
 
 async def test_a_judge_reads_the_odds_of_answers_at_one_token(client: Client, llama: Path) -> None:
@@ -380,52 +350,6 @@ async def test_a_judge_reads_the_odds_of_answers_at_one_token(client: Client, ll
         assert entry["bytes"] == list(entry["token"].encode())
     likely = sorted(expected, key=lambda letter: -expected[letter])
     assert [entry["token"] for entry in first] == likely
-
-
-@pytest.mark.parametrize("logprobs", [0, 1, 5])
-async def test_a_completion_tells_the_most_probable_tokens(client: Client, logprobs: int) -> None:
-    (choice,) = (await client.completions(seed=6, logprobs=logprobs, regex="[a-z]{8}"))["choices"]
-    told = choice["logprobs"]
-    if not logprobs:
-        assert told["top_logprobs"] is None
-        return
-    sampled_is_extra = []
-    columns = (told[name] for name in ("tokens", "token_logprobs", "top_logprobs"))
-    for token, logprob, top in zip(*columns, strict=True):
-        assert top[token] == logprob
-        assert list(top.values()) == sorted(top.values(), reverse=True)
-        assert len(top) in (logprobs, logprobs + 1)
-        sampled_is_extra.append(len(top) > logprobs)
-    assert any(sampled_is_extra)
-
-
-LIKELY = USER | {"logprobs": True}
-TREE = {"prompt": "a tree"}
-
-
-@pytest.mark.parametrize(
-    ("path", "asked"),
-    [
-        ("chat/completions", LIKELY | {"top_logprobs": 4}),
-        ("chat/completions", LIKELY | {"top_logprobs": 20, "top_k": 3, "stop": ["e", "no"]}),
-        ("completions", TREE | {"logprobs": 5, "temperature": 0}),
-        ("completions", TREE | {"logprobs": 3, "regex": "[ab]{4}"}),
-    ],
-)
-async def test_streamed_top_logprobs_put_together_are_the_whole_ones(
-    client: Client, path: str, asked: dict[str, Any]
-) -> None:
-    asked = asked | {"n": 2, "seed": 4, "max_tokens": 30}
-    # from here on the prompt is cached, so both are computed by the same sums
-    await client.post(path, asked)
-    _, whole = await client.post(path, asked)
-    chunks = await client.stream(path, asked)
-    for choice in whole["choices"]:
-        all_parts = [part for chunk in chunks for part in chunk["choices"]]
-        parts = [part["logprobs"] for part in all_parts if part["index"] == choice["index"]]
-        for field, wanted in choice["logprobs"].items():
-            told = [entry for part in parts if part for entry in part[field] or []]
-            assert told == (wanted or [])
 
 
 async def test_without_its_key_a_server_answers_health_alone(llama: Path) -> None:

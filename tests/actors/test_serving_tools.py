@@ -74,18 +74,18 @@ async def test_definitions_of_several_tools_with_equal_names_are_kept_apart(clie
 
 async def test_parameters_that_refer_to_themselves_stay_their_own(client: Client) -> None:
     """A reference to the root is one to the tool's parameters, not to the list of tools."""
-    tree = tool("tree", schema({"next": {"$ref": "#"}, "v": {"enum": [7]}}, "v"))
-    asked = ASKED | {"tools": [LOOK, tree], "max_tokens": 190}
-    answer = await client.chat(**asked, tool_choice=named("tree"))
-    found = answer["choices"][0]["message"].get("tool_calls")
-    if found is None:  # nested until the limit: still by the schema
-        assert answer["choices"][0]["message"]["content"].count('"next"') > 1
+    tree = tool(
+        "tree", schema({"v": {"enum": [7]}, "next": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}})
+    )
+    answer = await client.chat(**ASKED | {"tools": [LOOK, tree]}, tool_choice=named("tree"), seed=1)
+    message = answer["choices"][0]["message"]
+    if "tool_calls" not in message:  # nested until the limit: still by the schema
+        assert message["content"].count('"next"') > 1
         return
-    arguments = json.loads(found[0]["function"]["arguments"])
+    arguments = json.loads(message["tool_calls"][0]["function"]["arguments"])
     while arguments:
-        assert arguments["v"] == 7
-        assert set(arguments) <= {"next", "v"}
-        arguments = arguments.get("next")
+        assert set(arguments) == {"v", "next"}
+        arguments = arguments["next"]
 
 
 async def test_a_required_call_that_a_stop_string_cuts_is_text(client: Client) -> None:
@@ -93,35 +93,6 @@ async def test_a_required_call_that_a_stop_string_cuts_is_text(client: Client) -
     (one,) = answer["choices"]
     assert one["finish_reason"] == "stop"
     assert "".join(one["message"]["content"].split()) == '{"name":"add","'
-
-
-async def test_a_call_that_is_cut_is_no_call(client: Client) -> None:
-    answer = await client.chat(**(ASKED | {"max_tokens": 3}), tool_choice="required")
-    (one,) = answer["choices"]
-    assert one["finish_reason"] == "length"
-    assert "tool_calls" not in one["message"]
-
-
-async def test_calls_and_results_are_read_and_a_reply_without_call_is_text(client: Client) -> None:
-    call = {"id": "x", "function": {"name": "add", "arguments": '{"a": 1, "b": 3}'}}
-    calling = {"role": "assistant", "content": None, "tool_calls": [call]}
-    result = {"role": "tool", "tool_call_id": "x", "content": "4"}
-    history = [*ASKED["messages"], calling, result]
-    answer = await client.chat(messages=history, tools=[ADD], max_tokens=8)
-    (one,) = answer["choices"]
-    assert one["finish_reason"] in ("stop", "length")
-    assert isinstance(one["message"]["content"], str)
-    assert answer["usage"]["prompt_tokens"] > 0
-
-
-async def test_a_stream_is_the_same_call_in_deltas(client: Client) -> None:
-    asked = {**ASKED, "tool_choice": "required", "seed": 5}
-    counted = {**asked, "stream_options": {"include_usage": True}}
-    chunks, whole = await client.stream("chat/completions", counted), await client.chat(**asked)
-    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
-    (call,) = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    assert call["function"] == whole["choices"][0]["message"]["tool_calls"][0]["function"]
-    assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
 
 
 async def test_responses_answer_in_their_own_words(client: Client) -> None:
@@ -166,15 +137,6 @@ async def test_several_replies_and_their_logprobs_come_beside_tools(client: Clie
     assert sum(counted) == answer["usage"]["completion_tokens"]
     for choice in answer["choices"]:
         assert all(len(entry["top_logprobs"]) == 2 for entry in choice["logprobs"]["content"])
-    stream = await client.stream("chat/completions", asked)
-    chunks = [choice for chunk in stream for choice in chunk["choices"]]
-    for choice in answer["choices"]:
-        own = [chunk for chunk in chunks if chunk["index"] == choice["index"]]
-        text = "".join(chunk["delta"].get("content", "") for chunk in own)
-        assert text == choice["message"]["content"]
-        logprobs = [chunk["logprobs"]["content"] for chunk in own if chunk["logprobs"]]
-        tokens = [entry["token"] for part in logprobs for entry in part]
-        assert tokens == [entry["token"] for entry in choice["logprobs"]["content"]]
     called = (await client.chat(**ASKED, n=2, tool_choice="required"))["choices"]
     assert len({choice["message"]["tool_calls"][0]["id"] for choice in called}) == 2
 
@@ -200,24 +162,6 @@ async def test_one_allowed_tool_is_called_and_all_are_in_prompt(client: Client, 
         assert answer["usage"]["prompt_tokens"] == free["usage"]["prompt_tokens"]
 
 
-@pytest.mark.parametrize("tools", [[], [ADD]])
-async def test_unknown_fields_change_nothing_anywhere(client: Client, tools: list[Any]) -> None:
-    """As clients write it: extensions, and a reply's ``model_dump()`` in the history."""
-    fields = {"tools": tools, "max_tokens": 4, "seed": 1}
-    reply = {"role": "assistant", "content": "hi"}
-    dumped = {**reply, "refusal": None, "annotations": [], "tool_calls": None}
-    more = {"reasoning_effort": "high", "provider_specific_fields": {"a": 1}, "extra": 1}
-    first, last = {"role": "user", "content": "hi"}, {"role": "user", "content": "so"}
-    plain = [first, reply, last]
-    parts = [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]
-    extended = {"role": "user", "content": parts, "provider_specific_fields": {}}
-    told = [extended, dumped, {**last, "id": 3}]
-    wanted = await client.chat(messages=plain, **fields)
-    answer = await client.chat(messages=told, **fields, **more)
-    assert answer["choices"] == wanted["choices"]
-    assert answer["usage"]["prompt_tokens"] == wanted["usage"]["prompt_tokens"]
-
-
 async def test_the_messages_dialect_is_served_with_calls_and_counts(client: Client) -> None:
     tools = [{"name": "add", "input_schema": ADD["function"]["parameters"]}]
     body = {"max_tokens": 400, "messages": ASKED["messages"], "tools": tools}
@@ -238,13 +182,6 @@ async def test_the_messages_dialect_is_served_with_calls_and_counts(client: Clie
     assert (status, answer["error"]["type"]) == (404, "not_found_error")
 
 
-async def test_a_stop_sequence_is_told_in_the_messages_dialect(client: Client) -> None:
-    body = {"max_tokens": 20, "messages": ASKED["messages"], "stop_sequences": ["b", "c"]}
-    _, message = await client.post("messages", body | {"regex": "aaabc"})
-    assert message["content"][0]["text"] == "aaa"
-    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "b")
-
-
 async def test_responses_are_known_again_by_their_ids(client: Client) -> None:
     limit = {"max_output_tokens": 4, "seed": 1}
     _, first = await client.post("responses", {"input": "hi", **limit})
@@ -255,10 +192,3 @@ async def test_responses_are_known_again_by_their_ids(client: Client) -> None:
     for body in ({"input": references}, {"input": "so", "previous_response_id": first["id"]}):
         status, answer = await client.post("responses", {**body, **limit})
         assert (status, answer["usage"]["input_tokens"]) == (200, wanted)
-
-
-async def test_a_form_that_is_no_object_is_refused_by_name(client: Client) -> None:
-    for text in ("plain", {"format": "json"}):
-        status, answer = await client.post("responses", {"input": "hi", "text": text})
-        assert status == 400
-        assert "`text`" in answer["error"]["message"]

@@ -35,20 +35,8 @@ def test_the_gpus_are_those_that_nvidia_smi_lists(smi: Path) -> None:
     assert hardware.dtype_and_reason("auto") == ("bfloat16", "there is an NVIDIA GPU")
 
 
-def test_a_driver_without_gpus_means_none(smi: Path) -> None:
-    smi.write_text("No devices were found\n")
-    assert hardware.visible_gpus() == []
-
-
 @pytest.mark.parametrize(
-    ("named", "expected"),
-    [
-        ("", []),
-        ("-1", []),
-        ("3", ["3"]),
-        ("1,0", ["1", "0"]),
-        ("GPU-2d1c6a0e,MIG-a1b2", ["GPU-2d1c6a0e", "MIG-a1b2"]),
-    ],
+    ("named", "expected"), [("", []), ("-1", []), ("1,GPU-2d1c", ["1", "GPU-2d1c"])]
 )
 def test_the_environment_goes_before_the_list(
     smi: Path, monkeypatch: pytest.MonkeyPatch, named: str, expected: list[str]

@@ -42,11 +42,6 @@ def test_ids_of_different_shards_never_meet_and_each_knows_its_own(count: int, m
     assert all(list(shard.own(trained)) == own for shard, own in ids.items())
 
 
-def test_draws_are_not_dealt_in_turns() -> None:
-    turns = {Shard(0, 4).position(draw) % 4 for draw in range(20)}
-    assert turns == {0, 1, 2, 3}
-
-
 def test_the_first_shard_has_the_runs_own_folder_and_names() -> None:
     assert [folder(Path("RUN"), number) for number in (0, 2)] == [Path("RUN"), Path("RUN/shards/2")]
     assert [called("judges", number) for number in (0, 2)] == ["judges", "judges-2"]

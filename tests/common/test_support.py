@@ -14,23 +14,10 @@ ids = st.lists(st.integers(0, 2**31 - 1), max_size=20, unique=True)
 def test_a_support_comes_back_ascending(left: list[list[int]]) -> None:
     support = decode(encode(left), len(left))
     if support is None:
-        assert not any(left)
+        assert not any(left) and encode(left) == b""
         return
     assert support.counts.tolist() == [len(row) for row in left]
     assert support.ids.tolist() == [token for row in left for token in sorted(row)]
-
-
-def test_nothing_is_stored_where_the_whole_vocabulary_was_left() -> None:
-    assert encode([[], []]) == b""
-    assert encode([]) == b""
-    assert decode(b"", 2) is None
-
-
-def test_a_token_that_is_left_takes_one_to_three_bytes() -> None:
-    rng = np.random.default_rng(0)
-    for vocabulary, most in ((260, 1.1), (50_000, 2.1), (150_000, 2.3)):
-        left = [rng.choice(vocabulary, 30, replace=False) for _ in range(100)]
-        assert len(encode(left)) <= most * 30 * 100
 
 
 @pytest.mark.parametrize("places", [1, 3])

@@ -47,56 +47,34 @@ def test_an_opening_begins_a_call_that_is_read(family: str) -> None:
     ]
 
 
+def called(value: str) -> str:
+    """A call with one argument."""
+    return f'<tool_call>{{"name": "look", "arguments": {{"a": {value}}}}}</tool_call>'
+
+
 @pytest.mark.parametrize(
     ("reply", "problem"),
     [
-        (
-            f"<tool_call>{ONE}</tool_call> and more",
-            "expected <tool_call> and nothing else there, got 'and more'",
-        ),
+        (f"<tool_call>{ONE}</tool_call> and more", "and nothing else there, got 'and more'"),
         (f"<tool_call>{ONE}", "nothing else there"),
         ("<tool_call>{}</tool_call>", 'expected an object of "name" and "arguments"'),
-        ("<tool_call>not json</tool_call>", "Expecting value"),
-        (
-            '<tool_call>{"name": "go", "arguments": {}}</tool_call>',
-            "'go' was not offered; there are look",
-        ),
+        ('<tool_call>{"name": "go", "arguments": {}}</tool_call>', "'go' was not offered"),
         ('<tool_call>{"name": "look", "arguments": "{}"}</tool_call>', "expected an object"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "recursion"),
-        (
-            '<tool_call>{"name": "look", "arguments": {"a": "\\ud800"}}</tool_call>',
-            "surrogates not allowed",
-        ),
-        (
-            '<tool_call>{"name": "look", "arguments": {"a": %s}}</tool_call>'
-            % ("[" * 100 + "]" * 100),
-            "nested more than",
-        ),
+        (called(r'"\ud800"'), "surrogates not allowed"),
+        (called("NaN"), "not JSON compliant"),
+        (called("[" * 100 + "]" * 100), "nested more than"),
         ("<tool_call>", "without a call"),
+        (f"[TOOL_CALLS][{ONE}] more", "nothing else there"),
+        (f"[TOOL_CALLS][{ONE},]", "Expecting value"),
     ],
 )
 def test_an_unreadable_call_makes_the_reply_invalid_and_says_why(reply: str, problem: str) -> None:
-    parsed = parse(reply, "hermes", ["look"])
+    family = "mistral" if reply.startswith("[") else "hermes"
+    parsed = parse(reply, family, ["look"])
     assert (parsed.text, parsed.calls) == (reply, [])
     assert problem in parsed.problem
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        f"[TOOL_CALLS][{ONE}",
-        f"[TOOL_CALLS][{ONE}]]",
-        f"[TOOL_CALLS][{ONE}] more",
-        f"[TOOL_CALLS][{ONE},]",
-        "[TOOL_CALLS][]",
-    ],
-)
-def test_a_list_that_does_not_end_or_goes_on_is_invalid(reply: str) -> None:
-    assert parse(reply, "mistral", ["look"]).problem
-
-
-def test_without_tools_a_mark_is_text() -> None:
-    assert parse(f"<tool_call>{ONE}</tool_call>", "hermes", []).calls == []
+    assert not parse(reply, family, []).problem, "without tools a mark is text"
 
 
 @given(
@@ -119,13 +97,6 @@ def test_what_is_read_is_what_was_written(
     assume(kind.mark not in text + calls[family][: len(kind.mark) - 1])
     assert (parsed.text, parsed.problem) == (text.rstrip(), "")
     assert [json.loads(call.arguments) for call in parsed.calls] == [arguments]
-
-
-@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e400", r'"\ud800"', r'{"\udfff": 1}'])
-def test_arguments_that_no_client_can_read_are_an_invalid_call(value: str) -> None:
-    text = f'<tool_call>{{"name": "look", "arguments": {{"a": {value}}}}}</tool_call>'
-    parsed = parse(text, "hermes", ["look"])
-    assert parsed.calls == [] and parsed.problem and parsed.text == text
 
 
 def test_the_family_is_that_of_the_template() -> None:

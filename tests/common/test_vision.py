@@ -15,19 +15,7 @@ from coppice.common.vision import PictureRun, Vision, ids, numbers, runs
 from tests import tiny
 from tests.pictures import png, squares
 
-SIZES = [
-    (28, 28),
-    (56, 56),
-    (96, 96),
-    (100, 41),
-    (41, 100),
-    (300, 200),
-    (17, 900),
-    (256, 256),
-    (1, 1),
-    (111, 113),
-    (40, 70),
-]
+SIZES = [(28, 28), (100, 41), (41, 100), (17, 900), (256, 256), (1, 1), (111, 113)]
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])

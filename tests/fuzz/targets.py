@@ -101,7 +101,7 @@ def journal_node(data: bytes) -> None:
 
 
 def rank_batch(data: bytes) -> None:
-    with contextlib.suppress(WireError):
+    with contextlib.suppress(WireError, msgspec.DecodeError):
         unpack_batch(data)
 
 
@@ -145,15 +145,10 @@ def environments() -> list[tuple[Any, Any]]:
     pairs = []
     names = "search_qa tictactoe sudoku minesweeper sokoban webshop sotopia"
     for name in names.split():
-        for own in ({}, {"reading": "released"}) if name == "sokoban" else ({},):
-            environment = registry.load(name, dict(own))
-            maker: Any = environment
-            task = (
-                maker.task(3)
-                if registry.makes_tasks(environment)
-                else Task("t", question="q", golds=["a"])
-            )
-            pairs.append((environment, environment.initial(task)))
+        environment: Any = registry.load(name, {})
+        made = registry.makes_tasks(environment)
+        task = environment.task(3) if made else Task("t", question="q", golds=["a"])
+        pairs.append((environment, environment.initial(task)))
     return pairs
 
 

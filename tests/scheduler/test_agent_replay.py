@@ -34,14 +34,6 @@ def counting(task):
             messages.append({"role": "tool", "tool_call_id": one["id"], "content": result})
     return float(reply["content"].strip() == task["golds"][0])
 
-def nested(task):
-    messages = [user("main")]
-    messages += [call(messages), user("more")]
-    call([{"role": "system", "content": "You help."}, user("sub")])
-    messages += [call(messages), user("last")]
-    call(messages)
-    return 1.0
-
 def drawing(task):
     """Draws random numbers, and counts the calls of its module."""
     global CALLS
@@ -87,13 +79,6 @@ async def test_monte_carlo_values_of_an_agent(stage: Stages) -> None:
     assert values[-1] == 0.25, "of four last replies one is right"
     assert s.environment.replayed > 0
     assert all(prompt.startswith(s.policy.prompts[0]) for prompt in s.policy.prompts)
-
-
-async def test_continuations_of_several_conversations_read_the_same(stage: Stages) -> None:
-    s = stage(lambda prompt, i: "r" + str(prompt.count("<|im_start|>")), "nested")
-    tree = await s.grow(mc_value, continuations=2)
-    assert [action.scores["mc_value"] for action in tree.actions()] == [1.0] * 4
-    assert len(set(s.policy.prompts)) == 4 < len(s.policy.prompts)
 
 
 async def test_random_numbers_and_modules_are_an_episodes_own(stage: Stages) -> None:
@@ -170,23 +155,6 @@ async def test_a_lost_fork_server_is_a_fault_and_another_is_opened(stage: Stages
     assert await ctx.step(action) is not None
 
 
-class Library:
-    """Answers the retriever's calls of a stage, and keeps what judges are asked."""
-
-    def __init__(self, stage: Stage):
-        self.turns: list[JudgedTurn] = []
-        self.policy = stage.policy.call
-        stage.policy.call = self.call
-
-    async def call(self, service: str, request: Any, **more: Any) -> Any:
-        if isinstance(request, RetrieveRequest):
-            return RetrieveResult(
-                [[Passage("p", "Peru", f"Capital: {query}?", 1.0)] for query in request.queries]
-            )
-        self.turns += request.turns if isinstance(request, JudgeRequest) else []
-        return await self.policy(service, request, **more)
-
-
 def looks(prompt: str, i: int) -> str:
     if "Capital" in prompt:
         return "<think> I know it. </think> Lima"
@@ -196,16 +164,25 @@ def looks(prompt: str, i: int) -> str:
 
 async def test_an_agent_asks_the_retriever_and_a_judge_sees_it(stage: Stages) -> None:
     s = stage(looks, "searching", retriever=True, outcome_judge="any")
-    library = Library(s)
+    turns, policy = list[JudgedTurn](), s.policy.call
+
+    async def call(service: str, request: Any, **more: Any) -> Any:
+        if isinstance(request, RetrieveRequest):
+            return RetrieveResult(
+                [[Passage("p", "Peru", f"Capital: {query}?", 1.0)] for query in request.queries]
+            )
+        turns.extend(request.turns if isinstance(request, JudgeRequest) else [])
+        return await policy(service, request, **more)
+
+    s.policy.call = call
     tree = await s.grow(chain)
     assert [action.scores["valid"] for action in tree.actions()] == [1.0, 1.0]
-    first, last = {turn.step: turn for turn in library.turns}.values()
+    first, last = {turn.step: turn for turn in turns}.values()
     assert (first.think, first.query, first.answer) == ("I look.", "Peru capital", None)
     assert (last.think, last.query, last.answer) == ("I know it.", None, "Lima")
-    assert last.past_queries == ["Peru capital"]
+    assert last.past_queries == ["Peru capital"] and "Peru capital" in last.context
     (seen,) = last.past_observations
     assert '"Peru"\nCapital: Peru capital?' in seen
-    assert "Peru capital" in last.context
 
 
 async def test_calls_and_thoughts_in_special_tokens_are_read(

@@ -21,7 +21,6 @@ from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import (
     GenerateRequest,
     GenerateResult,
-    Judgement,
     JudgeRequest,
     JudgeResult,
     Sample,
@@ -38,15 +37,12 @@ class Services:
     samples at most ``left`` replies."""
 
     def __init__(self, text: Text):
-        self.text, self.left, self.judged, self.invalid = text, 10**6, 0, False
+        self.text, self.left = text, 10**6
         self.asked: list[tuple[str, str]] = []
 
     async def call(self, service: str, request: Any, **_: Any) -> Any:
         if isinstance(request, JudgeRequest):
             assert service == "judge.sotopia_rules"
-            self.judged += 1
-            if self.invalid:
-                return JudgeResult([Judgement({}, ["outcome", "goal"], "unreadable")])
             return JudgeResult(await SotopiaRules().score(request.turns))
         if isinstance(request, SpeakRequest):
             self.asked.append((service, request.messages[0]["content"]))

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from coppice.wire import digest
 from coppice.wire.arrays import decode_body, decode_header, encode
 from coppice.wire.faults import WireError
-from coppice.wire.messages import SERVICES, GenerateResult, Result, Sample, TrainGroup
+from coppice.wire.messages import SERVICES, Result, TrainGroup
 from tests.services import EchoRequest
 
 KINDS = sorted(
@@ -85,21 +85,6 @@ def test_nesting_too_deep_for_the_decoder_is_a_wire_error() -> None:
 def test_an_array_in_foreign_byte_order_is_not_sent_as_if_it_were_native() -> None:
     with pytest.raises(WireError, match="byte order"):
         encode(Result(1), EchoRequest(np.arange(3).astype(">i4")))
-
-
-def test_several_arrays_find_their_own_frames() -> None:
-    samples = [
-        Sample(
-            np.arange(n, dtype=np.int32),
-            np.full(n, -0.5, np.float32),
-            np.full(n, n, np.int32),
-            "stop",
-        )
-        for n in (0, 3, 5)
-    ]
-    back = decode_body(encode(Result(1), GenerateResult(samples, 7, 4)), GenerateResult)
-    assert [sample.tokens.tolist() for sample in back.samples] == [[], [0, 1, 2], [0, 1, 2, 3, 4]]
-    assert [sample.versions.tolist() for sample in back.samples] == [[], [3] * 3, [5] * 5]
 
 
 def test_a_safetensors_file_has_the_digest_of_its_tensors(tmp_path: Path) -> None:

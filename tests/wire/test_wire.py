@@ -3,6 +3,8 @@
 import asyncio
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -21,7 +23,7 @@ from coppice.wire.keys import ROLES, RunKeys
 from coppice.wire.messages import JudgeRequest, Register, Request, Result
 from coppice.wire.service import Call
 from coppice.wire.sockets import Router
-from tests.services import EchoRequest, EchoResult, bench
+from tests.services import Bench, EchoRequest, EchoResult, bench
 
 ARRAYS = hnp.arrays(
     st.sampled_from(sorted(DTYPES)).map(np.dtype),
@@ -47,11 +49,6 @@ def test_large_arrays_are_not_copied_and_small_ones_keep_no_message_alive(length
     assert np.shares_memory(back, np.frombuffer(frames[2], np.int32)) == (array.nbytes >= SMALL)
     assert not back.flags.writeable
     np.testing.assert_array_equal(back, array)
-
-
-def test_an_object_array_is_not_sent() -> None:
-    with pytest.raises(WireError, match="dtype"):
-        encode(Result(1), EchoRequest(np.array([{}], dtype=object)))
 
 
 def test_limits_hold_before_anything_is_decoded() -> None:
@@ -95,64 +92,59 @@ async def echo(request: EchoRequest, call: Call) -> EchoResult:
     return EchoResult(request.tokens, 0)
 
 
-async def test_a_stranger_without_the_runs_keys_never_reaches_the_decoder(tmp_path: Path) -> None:
+@contextmanager
+def raw(b: Bench, *pair: bytes | str) -> Iterator[zmq.asyncio.Socket]:
+    """A socket of a peer that speaks no protocol. pair: its keys; none for no encryption."""
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    if pair:
+        socket.curve_serverkey = b.keys.server_public.encode()
+        socket.curve_publickey, socket.curve_secretkey = (
+            key.encode() if isinstance(key, str) else key for key in pair
+        )
+    socket.connect(b.dispatcher.endpoint)
+    yield socket
+    socket.close()
+    context.term()
+
+
+@pytest.mark.parametrize("knows", [False, True], ids=["no keys", "the server's public key alone"])
+async def test_a_stranger_without_the_runs_keys_never_reaches_the_decoder(
+    tmp_path: Path, knows: bool
+) -> None:
     async with bench(tmp_path) as b:
-        context = zmq.asyncio.Context()
-        strangers = []
-        for secret in (False, True):
-            socket = context.socket(zmq.DEALER)
-            socket.linger = 0
-            if secret:  # knows the server's public key, has a key pair of its own
-                socket.curve_serverkey = b.keys.server_public.encode()
-                socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-            socket.connect(b.dispatcher.endpoint)
-            await socket.send_multipart(encode(Register("spy", ["echo"], 1, 1, "h")))
-            strangers.append(socket)
-        await b.work("honest", {"echo": echo})
-        await b.dispatcher.call("echo", EchoRequest(np.zeros(1, np.float32)), deadline=5)
-        assert [w.name for w in b.dispatcher.workers()] == ["honest"]
-        for socket in strangers:
-            socket.close()
-        context.term()
+        with raw(b, *(zmq.curve_keypair() if knows else ())) as stranger:
+            await stranger.send_multipart(encode(Register("spy", ["echo"], 1, 1, "h")))
+            await b.work("honest", {"echo": echo})
+            await b.dispatcher.call("echo", EchoRequest(np.zeros(1, np.float32)), deadline=5)
+            assert [w.name for w in b.dispatcher.workers()] == ["honest"]
 
 
 async def test_garbage_from_a_peer_with_keys_drops_that_peer_alone(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         await b.work("honest", {"echo": echo})
-        context = zmq.asyncio.Context()
-        socket = context.socket(zmq.DEALER)
-        socket.linger = 0
-        socket.curve_serverkey = b.keys.server_public.encode()
-        socket.curve_publickey, socket.curve_secretkey = (
-            b.keys.public.encode(),
-            b.keys.secret.encode(),
-        )
-        socket.connect(b.dispatcher.endpoint)
         rng = np.random.default_rng(0)
         garbage = [[rng.bytes(n)] for n in (0, 1, 50, 5000)] + [[b"\x81\xa4type"] * 50]
-        await socket.send_multipart(encode(Register("noisy", ["echo"], 1, 1, "h")))
-        for frames in garbage:
-            await socket.send_multipart(frames)
-        async with asyncio.timeout(10):
-            while b.dispatcher.counters["malformed_peers"] < len(garbage):
-                await b.dispatcher.call("echo", EchoRequest(np.zeros(1, np.float32)), deadline=5)
-        assert [w.name for w in b.dispatcher.workers()] == ["honest"]
-        socket.close()
-        context.term()
-
-
-async def test_a_worker_that_sends_requests_is_dropped(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
-        service = await b.work("odd", {"echo": echo})
-        service.send(Request(1, "echo", 1.0), EchoRequest(np.zeros(1, np.float32)))
-        async with asyncio.timeout(10):
-            while not b.dispatcher.counters["malformed_peers"]:
-                await asyncio.sleep(0.001)
+        odd = [bytes(frame) for frame in encode(Request(1, "echo", 1.0))]  # a scheduler's word
+        with raw(b, b.keys.public, b.keys.secret) as peer:
+            await peer.send_multipart(encode(Register("noisy", ["echo"], 1, 1, "h")))
+            for frames in (odd, *garbage):
+                await peer.send_multipart(frames)
+            async with asyncio.timeout(10):
+                while b.dispatcher.counters["malformed_peers"] <= len(garbage):
+                    await b.dispatcher.call(
+                        "echo", EchoRequest(np.zeros(1, np.float32)), deadline=5
+                    )
+            assert [w.name for w in b.dispatcher.workers()] == ["honest"]
 
 
 def test_a_digest_depends_on_names_types_shapes_and_bytes_not_on_order() -> None:
     a, b = ("a", "F32", (2,), b"12345678"), ("b", "F32", (2,), b"abcdefgh")
     assert digest.tensors([a, b]) == digest.tensors([b, a])
-    assert digest.tensors([a]) != digest.tensors([("a", "F32", (1, 2), b"12345678")])
-    assert digest.tensors([a]) != digest.tensors([("a", "I32", (2,), b"12345678")])
-    assert digest.tensors([a]) != digest.tensors([("a", "F32", (2,), b"12345679")])
+    others = [
+        ("a", "F32", (1, 2), b"12345678"),
+        ("a", "I32", (2,), b"12345678"),
+        ("a", "F32", (2,), b"12345679"),
+    ]
+    assert digest.tensors([a]) not in [digest.tensors([other]) for other in others]

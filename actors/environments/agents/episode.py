@@ -209,7 +209,6 @@ class Episode:
             "OPENAI_API_KEY": key,
             "ANTHROPIC_BASE_URL": self.gateway.url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": key,
-            "COPPICE_SESSION": key,
         }
         if len(task) <= LONGEST_VARIABLE:
             variables["COPPICE_TASK"] = task.decode()
@@ -273,16 +272,17 @@ class Episode:
         assert self._process is not None
         process, fault = self._process, ""
         reading = asyncio.create_task(self._read(process.stdout))
-        ended = asyncio.shield(process.ended)
         try:
             try:
                 async with self._limit:
                     self._since = asyncio.get_running_loop().time()
                     self._hold(self._since + self._left)
-                    await asyncio.wait([reading, ended], return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait(
+                        [reading, process.ended], return_when=asyncio.FIRST_COMPLETED
+                    )
                     # it has closed its output, and goes on
                     if reading.done() and not reading.result():
-                        await ended
+                        await asyncio.shield(process.ended)
             except TimeoutError:
                 fault = f"it ran longer than {self.seconds:g} s"
             if not process.ended.done():

@@ -21,6 +21,7 @@ from coppice.actors.serving.conversations import Conversation, chat_of, translat
 from coppice.actors.serving.protocol import RequestRefused
 from coppice.actors.serving.replies import Reply, send
 from coppice.actors.serving.responses import ResponseStore
+from coppice.common.numbers import Count
 from coppice.wire.messages import Passage
 
 LARGEST_BODY = 16 << 20
@@ -29,10 +30,6 @@ REMEMBERED = 4
 """Answered requests of a session that are kept for a client that asks again."""
 CLOSED = 10_000
 """Ended sessions whose keys and reasons are kept, so that a late call is told why it is refused."""
-MOST_STOPS = 16
-"""The most stop strings of one request."""
-MOST_PASSAGES = 1_000
-"""The most passages of one query that an agent may ask for."""
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
 _PROBABILITIES = "none: log-probabilities stand in the tree (coppice trees)"
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -52,7 +49,7 @@ class _Fields(msgspec.Struct):
     model: str | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
-    stop: str | Annotated[list[_Text], msgspec.Meta(max_length=MOST_STOPS)] | None = None
+    stop: str | list[_Text] | None = None
 
 
 class _Reward(msgspec.Struct):
@@ -62,7 +59,7 @@ class _Reward(msgspec.Struct):
 
 class _Retrieval(msgspec.Struct):
     queries: Annotated[list[str], msgspec.Meta(min_length=1)]
-    topk: Annotated[int, msgspec.Meta(ge=1, le=MOST_PASSAGES)] = 3
+    topk: Count = 3
 
 
 class Session:
@@ -149,8 +146,8 @@ def closed(reason: str) -> RequestRefused:
 class Gateway:
     """Serves from ``start`` to ``close``. ``opened`` makes a session."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0):
-        self.host, self.port = host, port
+    def __init__(self) -> None:
+        self.port = 0
         self.sessions: dict[str, Session] = {}
         self._ended: dict[str, str] = {}
         self._runner: web.AppRunner | None = None
@@ -171,13 +168,13 @@ class Gateway:
             app, handler_cancellation=False, shutdown_timeout=1.0, access_log=None
         )  # an answer that nobody takes is still the episode's
         await self._runner.setup()
-        await web.TCPSite(self._runner, self.host, self.port).start()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self.port = self._runner.addresses[0][1]
 
     @property
     def url(self) -> str:
         """The base URL of clients."""
-        return f"http://{self.host}:{self.port}/v1"
+        return f"http://127.0.0.1:{self.port}/v1"
 
     async def close(self) -> None:
         """Close all sessions and stop listening."""
