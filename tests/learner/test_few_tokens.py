@@ -17,11 +17,9 @@ BATCHES = {
     "one token in each of two forests": (few(ONE, ONE), 1),
     "one token among forced ones": (few([False, True, False], THREE), 1),
     "no sampled token in one forest": (few(NONE, THREE), 1),
-    "one token in a forest of many": (few(ONE, NONE, THREE), 1000),
-    "no sampled token at all": (few(NONE, NONE), 1),
-    "a whole batch of one turn": (few(THREE), 1000),
-    "a whole batch of one token": (few(ONE), 1000),
-}
+    "one token in a forest of many": (few(ONE, NONE, THREE), 1000), "no sampled token at all": (few(NONE, NONE), 1),
+    "a whole batch of one turn": (few(THREE), 1000), "a whole batch of one token": (few(ONE), 1000),
+}  # fmt: skip
 """Batch and micro_tokens: 1 gives each path a forest of its own."""
 
 

@@ -28,12 +28,9 @@ def given(rows: int, vocabulary: int, dtype: torch.dtype = torch.float32) -> lis
 
 
 def full(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    temperature: float,
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float,
     support: Support | None = None,
-) -> list[torch.Tensor]:
+) -> list[torch.Tensor]:  # fmt: skip
     """Log-probabilities and entropies from all logits, in the wider dtype of double, over an
     explicit mask of the support."""
     scores = hidden.double() @ weight.double().T / temperature

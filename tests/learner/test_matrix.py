@@ -49,28 +49,14 @@ class Cell(msgspec.Struct, frozen=True):
 
 STEPS, END = Goal(1, 0), Goal(0, 1)
 SCHEMES = {
-    "arpo": Cell(END, {"sharing": "hard"}),
-    "gae": Cell(END, {"targets": "retrace", "kl_coef": 0.01, "lam": 0.9}),
-    "gigpo": Cell(STEPS),
-    "grpo": Cell(END, {"column": "outcome"}),
-    "mc_pr": Cell(END),
-    "oprl": Cell(END),
-    "outcome": Cell(END),
-    "ppr": Cell(Goal(1, 1), {"targets": "vtrace", "kl_coef": 0.01}),
-    "prime": Cell(END),
-    "reinforce_pp": Cell(END, {"column": "outcome"}),
-    "rloo": Cell(STEPS),
-    "sao": Cell(END),
-    "slate": Cell(STEPS, {}, candidates=True),
-    "slate_full": Cell(STEPS),
-    "spo": Cell(END),
-    "tree_grpo": Cell(END),
-    "treepo": Cell(END),
-    "treerl": Cell(END),
-    "turn_grpo": Cell(STEPS),
-    "vineppo": Cell(END),
+    "arpo": Cell(END, {"sharing": "hard"}), "gae": Cell(END, {"targets": "retrace", "kl_coef": 0.01, "lam": 0.9}),
+    "gigpo": Cell(STEPS), "grpo": Cell(END, {"column": "outcome"}), "mc_pr": Cell(END), "oprl": Cell(END),
+    "outcome": Cell(END), "ppr": Cell(Goal(1, 1), {"targets": "vtrace", "kl_coef": 0.01}), "prime": Cell(END),
+    "reinforce_pp": Cell(END, {"column": "outcome"}), "rloo": Cell(STEPS), "sao": Cell(END),
+    "slate": Cell(STEPS, {}, candidates=True), "slate_full": Cell(STEPS), "spo": Cell(END), "tree_grpo": Cell(END),
+    "treepo": Cell(END), "treerl": Cell(END), "turn_grpo": Cell(STEPS), "vineppo": Cell(END),
     "vpr_v2": Cell(STEPS, {}, candidates=True),
-}
+}  # fmt: skip
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
@@ -213,14 +199,9 @@ class TabularPrm:
 
 
 def columns(
-    needs: frozenset[str],
-    batch: Episodes,
-    goal: Goal,
-    policy: np.ndarray,
-    initial: np.ndarray,
-    old: np.ndarray,
+    needs: frozenset[str], batch: Episodes, goal: Goal, policy: np.ndarray, initial: np.ndarray, old: np.ndarray,
     prm: TabularPrm,
-) -> dict[str, np.ndarray]:
+) -> dict[str, np.ndarray]:  # fmt: skip
     """The token columns of a batch, each what its model really says. old: behaviour
     log-probabilities [tokens]."""
     made, pick = {}, (batch.places, batch.tokens)

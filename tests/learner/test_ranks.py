@@ -41,32 +41,22 @@ HYBRID: dict[str, object] = {"sharding": "hybrid", "shard_ranks": 2}
 """Two copies of the model, each on two ranks."""
 
 SCENARIOS: dict[str, tuple[int, int, dict[str, object]]] = {
-    "lora": (4, 4, {}),
-    "full": (4, 0, {}),
-    "all": (4, 4, ALL_MODELS),
-    "sharded_lora": (4, 4, {"sharding": "fsdp"}),
+    "lora": (4, 4, {}), "full": (4, 0, {}), "all": (4, 4, ALL_MODELS), "sharded_lora": (4, 4, {"sharding": "fsdp"}),
     "sharded_full": (4, 0, {"sharding": "fsdp", "gradient_checkpointing": True}),
-    "hybrid_all": (4, 4, ALL_MODELS | HYBRID),
-    "few": (4, 4, FEW),
-    "turn": (4, 4, FEW),
-    "none": (4, 4, FEW),
-    "sharded_few": (4, 4, FEW | {"sharding": "fsdp"}),
-    "hybrid_turn": (4, 4, FEW | HYBRID),
+    "hybrid_all": (4, 4, ALL_MODELS | HYBRID), "few": (4, 4, FEW), "turn": (4, 4, FEW), "none": (4, 4, FEW),
+    "sharded_few": (4, 4, FEW | {"sharding": "fsdp"}), "hybrid_turn": (4, 4, FEW | HYBRID),
     "sharded_none": (4, 4, FEW | {"sharding": "fsdp"}),
-}
+}  # fmt: skip
 """Ranks, LoRA rank (0: every weight), settings."""
 
 NARROW: dict[str, object] = {"dtype": "bfloat16", "sharding": "fsdp"}
 AGAIN: dict[str, object] = NARROW | {"gradient_checkpointing": True}
 CHECKED: dict[str, tuple[int, int, dict[str, object]]] = {
-    "checked_float32": (4, 4, {}),
-    "checked_bfloat16": (4, 4, {"dtype": "bfloat16"}),
-    "checked_sharded_bfloat16": (4, 4, NARROW),
-    "checked_checkpointing_lora": (2, 4, AGAIN),
-    "checked_checkpointing_full": (2, 0, AGAIN),
-    "checked_checkpointing_lora_alone": (1, 4, AGAIN),
+    "checked_float32": (4, 4, {}), "checked_bfloat16": (4, 4, {"dtype": "bfloat16"}),
+    "checked_sharded_bfloat16": (4, 4, NARROW), "checked_checkpointing_lora": (2, 4, AGAIN),
+    "checked_checkpointing_full": (2, 0, AGAIN), "checked_checkpointing_lora_alone": (1, 4, AGAIN),
     "checked_checkpointing_full_alone": (1, 0, AGAIN),
-}
+}  # fmt: skip
 """Ranks that check planted faults, LoRA rank (0: every weight), settings."""
 
 

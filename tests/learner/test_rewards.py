@@ -11,7 +11,6 @@ from numpy.testing import assert_allclose
 
 from coppice.common.statistics import centre, within
 from coppice.learner.config import LearnerConfig, SoftOverlong
-from coppice.learner.schemes import grpo
 from coppice.learner.update.objective import overlong, shaped
 from coppice.learner.update.policy_step import Objective
 from coppice.learner.update.table import TurnTable
@@ -58,18 +57,6 @@ def test_the_reward_is_scaled_then_clipped_and_the_penalties_come_after() -> Non
     config = LearnerConfig(reward_scale=2.0, reward_clip=0.5, soft_overlong=SoftOverlong(max_tokens=4, cache_tokens=2))
     changed = shaped(table, "reward", config).column("reward")
     assert_allclose(changed, [0.2, 0.0, -0.5, NO])
-
-
-def test_k1_in_the_reward_reaches_a_group_scheme_as_the_kl_of_whole_trajectories() -> None:
-    # Equal outcomes, so GRPO has only the KL to compare: .6 in the first trajectory and -.2 in the
-    # second.
-    table = two_trajectories(outcome=[NO, 1.0, NO, 1.0])
-    kl = np.array([0.1, 0.1, 0.2, 0.1, 0.1, 0.1, -0.1, -0.1, -0.1, 0.0])
-    table = msgspec.structs.replace(table, token_scores={"kl": kl})
-    charged = shaped(table, "outcome", LearnerConfig(kl_reward_coef=0.5))
-    assert_allclose(charged.column("outcome"), [NO, 0.7, NO, 1.1])
-    advantages = grpo.advantages(charged, "outcome", std=False)
-    assert_allclose(advantages, np.repeat([-0.2, 0.2], 5))
 
 
 def test_k1_in_the_reward_is_the_log_ratio_of_the_samples(tmp_path: Path, llama: Path) -> None:

@@ -14,8 +14,6 @@ from coppice.research.theories.staleness import (
     average,
     chances,
     log_probs,
-    measure,
-    off_policy,
     stale,
 )
 
@@ -65,42 +63,6 @@ def test_every_correction_at_every_level_is_unbiased_without_staleness(
     found, plain = average(fresh, load(name, {"level": level})), average(fresh, load("none", {}))
     assert found.bias < EXACT
     assert found.deviation == pytest.approx(plain.deviation)
-
-
-@pytest.mark.parametrize("steps", staleness.STALENESS)
-def test_the_untruncated_sequence_ratio_is_unbiased_at_every_staleness(steps: int, tasks: list[TokenTask]) -> None:
-    found = average(stale(tasks, steps), staleness.UNBIASED)
-    assert found.bias < EXACT
-    assert found.cosine == pytest.approx(1)
-
-
-def test_the_untruncated_sequence_ratio_is_unbiased_with_any_constant_baseline(old: Stale) -> None:
-    for task, logits in old:
-        shifted = np.repeat(task.returns[:, None] - 0.3, staleness.TOKENS, axis=1)
-        assert measure(task, logits, staleness.UNBIASED, shifted).bias < EXACT
-
-
-@pytest.mark.parametrize(
-    ("name", "same"), [("tis", "aipo"), ("decoupled", "sequence_mask"), ("icepop", "sequence_mask")]
-)
-def test_when_an_update_begins_a_clip_around_its_policy_is_idle(name: str, same: str, old: Stale) -> None:
-    options = {"upper": 1.5} | ({"lower": 0.5} if name == "icepop" else {})
-    found, direct = (average(old, load(name, options)), average(old, load(same, {"level": "token", **options})))
-    assert (found.bias, found.deviation) == pytest.approx((direct.bias, direct.deviation))
-
-
-def test_vtrace_without_bounds_gives_the_values_of_the_current_policy_from_any_critic(old: Stale) -> None:
-    for task, logits in old:
-        critic = staleness.given_prefix(task.behaviour, np.random.default_rng(0).normal(size=log_probs(logits).shape))
-        _, targets = off_policy(task, logits, "vtrace", critic)
-        assert staleness.given_prefix(task.behaviour, targets) == pytest.approx(staleness.values(task, logits))
-
-
-def test_retrace_from_state_values_is_vtrace_with_both_bounds_one(old: Stale) -> None:
-    for task, logits in old:
-        made, same = (off_policy(task, logits, "retrace"), off_policy(task, logits, "vtrace", rho_max=1.0, c_max=1.0))
-        assert made[0] == pytest.approx(same[0])
-        assert made[1] == pytest.approx(same[1])
 
 
 @pytest.mark.slow
