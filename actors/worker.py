@@ -13,7 +13,7 @@ import msgspec
 from coppice.actors.config import ActorProcess
 from coppice.actors.engines import registry
 from coppice.actors.engines.base import Engine
-from coppice.common import loop, storage
+from coppice.common import loop
 from coppice.common.process import begin
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.keys import PeerKeys
@@ -23,18 +23,13 @@ from coppice.wire.service import Call, Service
 log = logging.getLogger("actors.worker")
 
 
-def service(
-    engine: Engine, name: str, capacity: int, weights: Path | None = None, url: str = ""
-) -> Service:
-    """Return the worker's service. weights, url: where versions come to, and from."""
+def service(engine: Engine, name: str, capacity: int) -> Service:
+    """Return the worker's service."""
 
     async def generate(request: GenerateRequest, call: Call) -> GenerateResult:
         return await engine.generate(request)
 
     async def load(request: LoadRequest, call: Call) -> LoadResult:
-        if url and weights is not None:
-            path = await asyncio.to_thread(storage.fetched, request.path, url, weights)
-            request = msgspec.structs.replace(request, path=path)
         loaded = await engine.load(request)
         log.info(
             "%s: policy version %d in force after %.2f s", name, loaded.version, loaded.seconds
@@ -52,8 +47,7 @@ async def run(process: ActorProcess) -> None:
     folder = Path(process.run)
     endpoint = (folder / "endpoint").read_text().strip()
     keys = PeerKeys.load(folder / "keys", "actor")
-    capacity, url = process.actors.capacity, process.weights_url
-    offered = service(engine, process.name, capacity, folder / "weights", url)
+    offered = service(engine, process.name, process.actors.capacity)
     serving = asyncio.create_task(offered.run(endpoint, keys))
     gone = asyncio.create_task(engine.died())
     try:

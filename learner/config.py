@@ -230,8 +230,6 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engines on GPUs take them. Adapters are always files."""
     publish_host: str = "127.0.0.1"
     """The address on which the memory's rendezvous listens."""
-    publish_url: str = ""
-    """URL of fsspec to which versions are copied, for nodes that do not see the run folder."""
     threads: Count = 1
     """Compute threads of one rank."""
     collective_timeout_s: Positive = 1800.0

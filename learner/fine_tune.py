@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from coppice.common.atomic import drafted
 from coppice.common.hardware import compute_dtype, torch_device
-from coppice.common.heads import check_head
+from coppice.common.vision import check_head
 from coppice.learner.forest.attention import NAME, Layout
 from coppice.learner.forest.head import token_logprobs
 from coppice.learner.forest.trees import Path as TokenPath
@@ -167,7 +167,7 @@ class Student:
         self.compute = getattr(torch, compute_dtype(recipe.dtype))
         attention = {"attn_implementation": NAME} if recipe.packing else {}
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **attention)
-        check_head(str(folder), model.config.get_text_config())
+        check_head(folder, model.config.get_text_config())
         self.causal: Any = model
         """The causal LM without any adapters."""
         if recipe.lora_rank:

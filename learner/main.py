@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from coppice.common import loop, shards, storage
+from coppice.common import loop, shards
 from coppice.common.process import begin
 from coppice.learner.config import LearnerProcess
 from coppice.learner.model import checkpoint
@@ -172,12 +172,9 @@ def publish_newest(
     trainer: Trainer, run: Path, whole: dict[str, torch.Tensor] | None,
     server: WeightServer | None, trained: dict[int, int] | None = None,
 ) -> Published:  # fmt: skip
-    """Publish the trainer's version where ``learner.publish`` and ``publish_url`` say."""
+    """Publish the trainer's version where ``learner.publish`` says."""
     c, file = trainer.config, trainer.config.publish != "memory"
-    published = publish(trainer.policy, trainer.version, run, c.keep, whole, server, file, trained)
-    if c.publish_url:
-        storage.put(Path(published.path), f"{c.publish_url}/{run.name}", c.keep)
-    return published
+    return publish(trainer.policy, trainer.version, run, c.keep, whole, server, file, trained)
 
 
 async def lead(

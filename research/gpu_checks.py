@@ -68,20 +68,24 @@ def _bench(name: str, *arguments: str) -> list[str]:
 
 CHECKS = [
     Check(
-        "engine-and-learner", _pytest("tests/actors/test_local_engine.py", "tests/gpu"), 120,
+        "engine-and-learner",
+        _pytest("tests/actors/test_local_engine.py", "tests/gpu"),
+        120,
         exact=True,
     ),
     Check("tree-training", _bench("tree_training"), 90),
     Check(
-        "contract", _pytest(*(f"tests/actors/test_{name}.py" for name in _CONTRACT)), 180, True,
+        "contract",
+        _pytest(*(f"tests/actors/test_{name}.py" for name in _CONTRACT)),
+        180,
+        True,
         True,
     ),
     Check("speed-7b", _bench("gpu_sglang", "--size", "7b"), 240, True),
     Check("updates-0.5b", _bench("weight_update", "--size", "0.5b"), 90, True),
     Check("updates-3b", _bench("weight_update", "--size", "3b"), 120, True),
-    # Merging 7B on the actor's CPU takes as long as the other transports together.
-    Check("updates-7b", _bench("weight_update", "--size", "7b", "--without", "merged"), 150, True),
-]  # fmt: skip
+    Check("updates-7b", _bench("weight_update", "--size", "7b"), 150, True),
+]
 """The limits are about twice the estimates of docs/gpu.md."""
 
 

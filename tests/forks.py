@@ -48,7 +48,7 @@ _MODULES = (
     "coppice.learner.main",
     "coppice.scheduler.main",
     "coppice.tools.launching.command",
-    "coppice.tools.launching.judge_model",
+    "coppice.tools.launching.serve_model",
     "coppice.tools.launching.set_up",
 )
 """What the processes of a run import."""

@@ -64,3 +64,8 @@ def test_every_file_that_a_document_links_to_exists(document: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", document.read_text())
     local = [link for link in links if "://" not in link]
     assert [link for link in local if not (document.parent / link).exists()] == []
+
+
+def test_the_first_agent_of_the_page_is_the_file_of_the_example() -> None:
+    code = (ROOT / "examples" / "ten_lines.py").read_text().partition('"""\n\n')[2]
+    assert f"```python\n# examples/ten_lines.py\n{code}```" in (ROOT / "docs/agents.md").read_text()

@@ -14,32 +14,6 @@ EXAMPLES = """\
   coppice completion bash > FILE     then, in ~/.bashrc: source FILE
   coppice completion zsh > FILE      then, in ~/.zshrc: eval "$(<FILE)"
   coppice completion fish > FILE     then, in config.fish: source FILE"""
-# Below, runs of the folder runs/ and configs of configs/ are offered first, and a path that is
-# typed is completed as a path.
-RUNS = {
-    "bash": "_coppice_run_dirs",
-    "zsh": "_coppice_runs",
-    "fish": "(ls -d runs/*/ 2>/dev/null; __fish_complete_directories)",
-}
-CONFIGS = {
-    "bash": "_coppice_config_files",
-    "zsh": "_files -g '*.toml'",
-    "fish": "(ls configs/*.toml 2>/dev/null; __fish_complete_suffix .toml)",
-}
-PREAMBLE = {
-    "bash": """\
-_coppice_run_dirs() {
-  [[ $1 == */* ]] && compgen -d -- "$1" || compgen -d -- "runs/$1" || compgen -d -- "$1"
-}
-_coppice_config_files() {
-  [[ $1 == */* ]] && compgen -f -- "$1" || compgen -G "configs/$1*.toml" || compgen -f -- "$1"
-}
-""",
-    "zsh": """\
-_coppice_runs() { _alternative 'runs:run:compadd -f - runs/*(/N)' 'folders:folder:_files -/' }
-""",
-    "fish": "",
-}
 
 
 def whole() -> argparse.ArgumentParser:
@@ -65,27 +39,20 @@ def mark(parser: argparse.ArgumentParser) -> None:
             for command in action.choices.values():
                 mark(command)
         elif str(action.metavar).startswith("RUN"):
-            action.complete = RUNS  # pyright: ignore[reportAttributeAccessIssue]
-        elif action.dest == "config":
-            action.complete = CONFIGS  # pyright: ignore[reportAttributeAccessIssue]
+            action.complete = shtab.DIRECTORY  # pyright: ignore[reportAttributeAccessIssue]
         elif action.type is Path:
             action.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def script(shell: str) -> str:
-    """Return the script for a shell."""
-    return PREAMBLE[shell] + shtab.complete(whole(), shell)
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the parser of coppice completion."""
-    what, shells = "Print a script that completes this command in a shell.", sorted(PREAMBLE)
+    what = "Print a script that completes this command in a shell."
     parser = command_parser("coppice completion", what, EXAMPLES)
-    parser.add_argument("shell", choices=shells, metavar="SHELL", help="bash, zsh or fish")
+    parser.add_argument("shell", choices=["bash", "fish", "zsh"], help="bash, fish or zsh")
     return parser
 
 
 def main() -> int:
     """Run the command and return its exit status."""
-    sys.stdout.write(script(parser().parse_args().shell))
+    sys.stdout.write(shtab.complete(whole(), parser().parse_args().shell))
     return 0

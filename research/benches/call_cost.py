@@ -20,10 +20,10 @@ import numpy as np
 from coppice.common import loop
 from coppice.common.numbers import Count
 from coppice.research.benches import result
+from coppice.scheduler.dispatch.calls import Place
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Dispatcher
-from coppice.scheduler.dispatch.placement import Place
+from coppice.scheduler.dispatch.placement import CAPACITY, Fleet
 from coppice.scheduler.garbage import sparing
-from coppice.scheduler.telemetry.fleet import CAPACITY, Fleet
 from coppice.wire.arrays import Frame, decode_header, encode, encode_body
 from coppice.wire.keys import Grant, RunKeys
 from coppice.wire.messages import (
@@ -163,7 +163,8 @@ async def measure(
 ) -> float:  # fmt: skip
     """Return what a call costs by ``meter``, over ``calls`` calls after as many that are not
     counted: by default seconds of processor time."""
-    transport, service = AnsweringTransport(), "generate" if placed else SERVICE
+    transport: Any = AnsweringTransport()
+    service = "generate" if placed else SERVICE
     transport.answers[service] = encode_body(generated() if placed else ANSWER)
     dispatcher = Dispatcher("", None, DispatchConfig(dead_after_s=3600.0), router=transport)
     await dispatcher.start()

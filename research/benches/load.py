@@ -31,8 +31,8 @@ from coppice.research.benches import result
 from coppice.scheduler import main as scheduling
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
+from coppice.scheduler.dispatch.placement import CAPACITY
 from coppice.scheduler.growth.tree import Tree
-from coppice.scheduler.telemetry.fleet import CAPACITY
 from coppice.tools.defaults.settings import importable
 from coppice.tools.inspecting.audit import audit
 from coppice.wire import digest
@@ -329,10 +329,10 @@ def prepare(
 ) -> None:  # fmt: skip
     """Write what the processes read: tokenizer, tasks, prompt, the peers' plan and the scheduler's
     process file."""
-    from coppice.tools.defaults.tiny_board import tokenizer
+    from coppice.tools.defaults.tiny import board_tokenizer
 
     run.mkdir(parents=True, exist_ok=True)
-    words = tokenizer().backend_tokenizer
+    words = board_tokenizer().backend_tokenizer
     words.save(str(run / "tokenizer.json"))
     (run / "prompt.txt").write_text("Answer the question. You may search. Question: {question}")
     rows = [

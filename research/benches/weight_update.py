@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.engines.sglang import SGLangEngine
 from coppice.learner.model.publish import Published, fingerprint, publish
-from coppice.learner.model.weight_server import Snapshot, WeightServer
+from coppice.learner.model.weight_server import WeightServer
 from coppice.research.benches import prefill as shape
 from coppice.research.benches import result
 from coppice.research.benches.gpu_sglang import SHAPES, random_model, started
@@ -39,8 +39,7 @@ from coppice.wire.published import FILES, Manifest
 
 SAMPLES, PROMPT = 8, 64
 RANK = 16
-OUT_OF_MEMORY = ("tensor", "distributed")
-TRANSPORTS = (*OUT_OF_MEMORY, "disk", "adapter", "merged")
+TRANSPORTS = ("distributed", "disk", "adapter")
 """The order matters: each transport must bring weights that differ from those that the server
 holds."""
 
@@ -170,9 +169,9 @@ async def updates(
                 published = _published(
                     version, transport, folder, Path(scratch), offers, device, rank
                 )
-                way = "lora" if transport in ("adapter", "merged") else "weights"
+                wanted: Any = "auto" if transport == "adapter" else transport
                 engine.weights.config = msgspec.structs.replace(
-                    engine.config.sglang, **{way: transport}
+                    engine.config.sglang, weights=wanted
                 )
                 seconds[transport] = (
                     await engine.load(LoadRequest(version, published.path, published.digest))
@@ -188,7 +187,7 @@ def _published(
     rank: int,
 ) -> Published:  # fmt: skip
     """Publish the version as the learner does."""
-    if transport in ("adapter", "merged"):
+    if transport == "adapter":
         policy: Any = AdapterPolicy(model, rank)
         return publish(policy, version, scratch, keep=1)
     stored = model / FILES["full"]
@@ -200,9 +199,7 @@ def _published(
             name: tensor * (1 + version / 100)
             for name, tensor in load_file(stored, device=device).items()
         }
-        manifest = Manifest(
-            version, "full", fingerprint(own), False, offers.offer(Snapshot(version, own))
-        )
+        manifest = Manifest(version, "full", fingerprint(own), False, offers.offer(version, own))
     manifest.write(scratch)
     return Published(version, str(scratch), manifest.digest)
 
@@ -232,12 +229,8 @@ def main() -> None:
     """Print JSON lines: the seconds of each transport when they are measured, then all of them."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", default="7b", choices=list(SHAPES), help="default %(default)s")
-    parser.add_argument(
-        "--without", nargs="+", default=[], choices=TRANSPORTS, help="transports to leave out"
-    )
     options = parser.parse_args()
-    transports = tuple(name for name in possible() if name not in options.without)
-    seconds = asyncio.run(_served(options.size, shape.model_folder(), transports))
+    seconds = asyncio.run(_served(options.size, shape.model_folder(), possible()))
     print(json.dumps({"size": options.size, "update_s": seconds}), flush=True)
 
 

@@ -20,7 +20,6 @@ from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sample, Sampling, Turn
-from tests import chaos
 from tests.chaos import invariants, messages, plan
 from tests.chaos.invariants import Footprint, grown
 from tests.forks import ROOT, Fork
@@ -43,32 +42,6 @@ def test_runs_of_two_schedulers_are_struck_at_each_and_at_both() -> None:
     assert {("kill", place) for place in killed} <= struck
     assert {("pause", plan.ALL), ("unwritable", "scheduler-1"), ("cut", "retriever-1")} <= struck
     assert not {place for _, place in struck} & {"learner-0-1", "launcher-1", "disk-1"}
-
-
-def test_only_the_kinds_that_are_asked_for_strike() -> None:
-    assert {fault.kind for fault in plan.plan(0, 50, ["kill", "huge"])} == {"kill", "huge"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--faults", "0"], "--faults 0: expected at least 1"),
-        (["--only", "flood"], "invalid choice: 'flood'"),
-        (["--out", str(Path(__file__).parent)], "expected a folder that is empty or not there"),
-    ],
-)
-def test_bad_arguments_are_told(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        chaos.arguments(arguments)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_the_list_names_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
-    assert chaos.main(["--list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(plan.KINDS)
 
 
 INSIDE = {"cut", "lose", "twice", "reorder", "wrong", "stray", "nan", "huge", "unloaded"}

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,8 +14,7 @@ from ray.cluster_utils import Cluster
 
 from coppice.judges.command import plug_in
 from coppice.scheduler.telemetry import health
-from coppice.tools.launching import control, nodes, record
-from tests import ftp
+from coppice.tools.launching import control, record
 from tests.chaos.invariants import of_the_files
 from tests.forks import ROOT
 from tests.runs import Run
@@ -31,8 +29,7 @@ GUEST = "guest"
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """The launcher's node, with room for the ranks and two more processes, and a second node that
-    does not see the run folder."""
+    """The launcher's node, with room for the ranks and two more processes."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False}
@@ -68,60 +65,44 @@ def test_workers_come_and_go_and_a_node_dies_and_nothing_is_lost(
     searching: Path,
     launch: Callable[..., Run],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Actors and judges of the second node read weights from the store alone; when it dies, they
-    start on a third that joins then. The store is a server, to which only the launcher has the
-    password."""
-    for place in ("away", "store", "elsewhere"):
-        (tmp_path / place).mkdir()
-    away = tmp_path / "away"
-    second = cluster.add_node(num_cpus=3, env_vars={nodes.PLACE: str(away)})
-    with ftp.serving(tmp_path / "store") as url, monkeypatch.context() as secret:
-        secret.setenv("FSSPEC_FTP_USERNAME", ftp.USER)
-        secret.setenv("FSSPEC_FTP_PASSWORD", ftp.PASSWORD)
-        run = launch(
-            searching,
-            "--cluster=ray",
-            "--actors=2",
-            "--learner=2",
-            f"learner.publish_url={url}",
-            "scheduler.dispatch.heartbeat_s=0.25",
-            f"scheduler.updates={UPDATES}",
-            anew=True,
-        )
-        secret.undo()
-        run.moved()
-        # the record has a process's host once that has reported
-        run.wait(lambda: all(m.get("host") for n, m in members(run).items() if n != "scheduler"),
-                 "the hosts")  # fmt: skip
-        first = members(run)
-        assert not first["scheduler"].get("host")
-        held = [folder for folder in away.iterdir() if folder.is_dir()]
-        assert held, "nothing ran apart"
-        assert not any((folder / "keys" / "peers" / "learner.json").exists() for folder in held)
-        control.pause(
-            run.folder
-        )  # so that the run lasts as long as the test, on a fast machine too
-        run.launcher.send_signal(signal.SIGQUIT)
-        logs = [run.folder / "logs" / f"{name}.log" for name in first]
-        run.wait(lambda: all("Current thread" in log.read_text() for log in logs), "the stacks")
-        judge = guest(run.folder, tmp_path / "elsewhere")
-        run.wait(lambda: workers(run, GUEST), "the guest")
-        # of two idle workers the older one would get every call
-        os.kill(first["judges"]["pid"], signal.SIGSTOP)
-        control.resume(run.folder)
-        run.wait(lambda: workers(run, GUEST)[0].answered > 0, "an answer of the guest")
-        os.kill(first["judges"]["pid"], signal.SIGCONT)
-        control.pause(run.folder)
-        judge.send_signal(signal.SIGINT)
-        assert judge.wait(60) == 0
-        control.drain(run.folder, "actor-1")
-        run.wait(lambda: workers(run, "actor-1")[0].state != "here", "actor-1 to leave")
-        control.resume(run.folder)
-        cluster.remove_node(second, allow_graceful=False)
-        cluster.add_node(num_cpus=3)
-        out = run.finish()
+    """When the second node dies, its actors and judges start on a third that joins then."""
+    second = cluster.add_node(num_cpus=3)
+    run = launch(
+        searching,
+        "--cluster=ray",
+        "--actors=2",
+        "--learner=2",
+        "scheduler.dispatch.heartbeat_s=0.25",
+        f"scheduler.updates={UPDATES}",
+        anew=True,
+    )
+    run.moved()
+    # the record has a process's host once that has started
+    run.wait(lambda: all(m.get("host") for n, m in members(run).items() if n != "scheduler"),
+             "the hosts")  # fmt: skip
+    first = members(run)
+    assert not first["scheduler"].get("host")
+    control.pause(run.folder)  # so that the run lasts as long as the test, on a fast machine too
+    run.launcher.send_signal(signal.SIGQUIT)
+    logs = [run.folder / "logs" / f"{name}.log" for name in first]
+    run.wait(lambda: all("Current thread" in log.read_text() for log in logs), "the stacks")
+    judge = guest(run.folder, tmp_path)
+    run.wait(lambda: workers(run, GUEST), "the guest")
+    # of two idle workers the older one would get every call
+    os.kill(first["judges"]["pid"], signal.SIGSTOP)
+    control.resume(run.folder)
+    run.wait(lambda: workers(run, GUEST)[0].answered > 0, "an answer of the guest")
+    os.kill(first["judges"]["pid"], signal.SIGCONT)
+    control.pause(run.folder)
+    judge.send_signal(signal.SIGINT)
+    assert judge.wait(60) == 0
+    control.drain(run.folder, "actor-1")
+    run.wait(lambda: workers(run, "actor-1")[0].state != "here", "actor-1 to leave")
+    control.resume(run.folder)
+    cluster.remove_node(second, allow_graceful=False)
+    cluster.add_node(num_cpus=3)
+    out = run.finish()
     assert "is lost (Actor" in out
     assert all(f"{name}: its stacks are in " in out for name in first)
     restarts = {name: member["restarts"] for name, member in members(run).items()}
@@ -129,7 +110,3 @@ def test_workers_come_and_go_and_a_node_dies_and_nothing_is_lost(
     assert not any(restarts[name] for name in OWN)
     run.check(UPDATES)
     assert of_the_files(run.folder, QUESTIONS) == []
-    end = time.monotonic() + 30
-    while left := run.alive(away):
-        assert time.monotonic() < end, left
-        time.sleep(0.1)

@@ -27,7 +27,6 @@ def shown(run: Run, capsys: pytest.CaptureFixture[str], *options: str) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
-# ------------------------------------------------------------------------------------------------
 # Tic-Tac-Toe
 
 GAME = (
@@ -80,8 +79,6 @@ def test_chains_of_a_game_against_two_opponents_train_to_the_end(
     assert opponents(run.trees()) == {"tictactoe_minimax", "random"}
     assert opponents(run.trees("split='heldout'")) == {"random"}
     summary = run.summary()
-    assert set(summary["baselines"]) == {"random_legal_move", "first_legal_move"}
-    assert all(-1 <= value <= 1 for value in summary["baselines"].values())
     end = summary["heldout"]["end"]
     assert (end["version"], end["questions"], end["measures"]["valid"]["mean"]) == (UPDATES, 6, 1)
     assert summary["counts"]["environment_steps"] == sum(map(len, games))
@@ -116,7 +113,6 @@ def test_monte_carlo_values_of_a_game_survive_kill_9(game: Path, launch: Launch)
     assert run.summary()["counts"]["continuation_steps"] > 0
 
 
-# ------------------------------------------------------------------------------------------------
 # WebShop
 
 
@@ -161,28 +157,22 @@ def test_a_run_in_the_shop_trains_on_its_rewards_and_shows_its_pages(
     assert "The purchase is rewarded with" in text or "The actions are used up" in text
 
 
-# ------------------------------------------------------------------------------------------------
 # SOTOPIA
 
-FROZEN = (
-    "judges.use={ sotopia_rules = {}, frozen = { endpoint = { url = 'served', max_tokens = 64 } } }"
-)
 
-
-@pytest.mark.parametrize("partner", ["policy", "frozen"])
-def test_conversations_are_trained_by_oprl_also_through_kill_9(
-    partner: str, tmp_path: Path, launch: Launch, capsys: pytest.CaptureFixture[str]
+def test_conversations_with_a_frozen_copy_are_trained_by_oprl_also_through_kill_9(
+    tmp_path: Path, launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The policy talks to itself, or to a frozen copy that the run serves."""
     config = world.playing(tmp_path, "tests.conversations:AnyWords", max_position_embeddings=8192)
-    served = (FROZEN, "judges.model={ name = 'policy', kv_cache_gib = 0.1 }")
+    frozen = "frozen = { endpoint = { url = 'served', max_tokens = 64 } }"
     run = launch(
         config,
-        f"data.options={{ turns = 6, partner = '{partner}', partner_tokens = 3 }}",
+        "data.options={ turns = 6, partner = 'frozen', partner_tokens = 3 }",
         "scheduler.strategy=full",
         "scheduler.strategy_options={ k = 3 }",
         "scheduler.judge=none",
-        *(served if partner == "frozen" else ["judges.use={ sotopia_rules = {} }"]),
+        f"judges.use={{ sotopia_rules = {{}}, {frozen} }}",
+        "judges.model={ name = 'policy', kv_cache_gib = 0.1 }",
         "scheduler.max_action_tokens=3",
         "scheduler.updates=2",
         "scheduler.questions_per_update=2",
@@ -193,10 +183,9 @@ def test_conversations_are_trained_by_oprl_also_through_kill_9(
         "learner.scheme_options={ base = 'grpo', invalid_penalty = 0.0 }",
         "learner.prm={ threshold = 0.6, lr = 1e-3 }",
     )
-    if partner == "policy":
-        run.moved()
-        run.kill_all()
-        run.resume()
+    run.moved()
+    run.kill_all()
+    run.resume()
     run.finish()
     run.check(2, 2, learns=False)
     for tree, turns in zip(run.trees(), run.groups(), strict=True):
@@ -212,18 +201,15 @@ def test_conversations_are_trained_by_oprl_also_through_kill_9(
     assert all(words in text for words in ("said:", "The conversation is over.", "goal"))
     summary = run.summary()
     assert 0 <= summary["heldout"]["end"]["measures"]["goal"]["mean"] <= 10
+    assert summary["counts"]["spoken_replies"] > 0
     assert summary["quarantined"] == []
-    if partner == "frozen":  # the killed run counts only since its newest start
-        assert summary["counts"]["spoken_replies"] >= 24
 
 
-# ------------------------------------------------------------------------------------------------
 # pictures
 
 
-@pytest.mark.parametrize(("rank", "ranks"), [(4, 2), pytest.param(0, 1, marks=pytest.mark.long)])
 def test_a_policy_trains_on_pictures_and_goes_on_after_kill_9(
-    tmp_path: Path, launch: Launch, rank: int, ranks: int
+    tmp_path: Path, launch: Launch
 ) -> None:
     """OPRL on full trajectories, with the implicit reward model."""
     config = world.playing(tmp_path, "tests.pictures:Colours", seeing=True)
@@ -237,17 +223,16 @@ def test_a_policy_trains_on_pictures_and_goes_on_after_kill_9(
         "scheduler.questions_per_update=2",
         "scheduler.evaluation.questions=2",
         "actors.max_context=96",
-        f"learner.count={ranks}",
+        "learner.count=2",
         "learner.scheme=oprl",
         "learner.scheme_options={ base = 'rloo' }",
         "learner.kl_coef=0.01",
-        f"learner.lora.rank={rank}",
+        "learner.lora.rank=4",
         "learner.prm={ lr = 1e-3 }",
     )
-    if rank:
-        run.moved()
-        run.kill_all()
-        run.resume()
+    run.moved()
+    run.kill_all()
+    run.resume()
     run.finish()
     run.check(questions=2)
     journal, stored = run.journal(), set[bytes]()
@@ -273,7 +258,6 @@ def test_a_policy_trains_on_pictures_and_goes_on_after_kill_9(
     assert not any("visual" in name for name in changed)
 
 
-# ------------------------------------------------------------------------------------------------
 # agents
 
 AGENT = """

@@ -44,12 +44,12 @@ def test_a_tree_method_trains_on_all_its_leaves(
         f"scheduler.strategy={strategy}",
         f"scheduler.strategy_options={options}",
         "scheduler.budget=3",
-        "scheduler.updates=2",
+        "scheduler.updates=1",
         f"learner.scheme={scheme}",
         *(critic if scheme == "sao" else ()),
     )
     run.finish()
-    run.check(updates=2)
+    run.check(updates=1)
     journal = run.journal()
     for tree in journal.trees("split='train'"):
         groups = [journal.turns(group) for group, _ in journal.groups(tree.id)]

@@ -4,7 +4,10 @@ get wrong."""
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,23 +17,20 @@ from coppice.tools.evaluating.versions import chosen
 from coppice.tools.inspecting import dump
 from coppice.tools.inspecting.audit import audit
 from tests.runs import Run
+from tests.scheduler.test_tracking import in_trackio, in_wandb
 from tests.world import QUESTIONS, UPDATES
 
 TWO = ("actors.count=2", "learner.count=2", "scheduler.evaluation.questions=4")
 
 
-def check_seconds(run: Run, first: int, most: float) -> None:
-    """The phases of the start that began with version ``first`` add up to no more than the command
-    took, ``most`` seconds."""
+def check_seconds(run: Run, resumed: bool, most: float) -> None:
+    """The phases of this start add up to no more than the command took, ``most`` seconds."""
     spent = run.summary()["seconds"]
-    phases, training = spent["phases"], spent["training"]
+    phases = spent["phases"]
     assert {"starting processes", "updates", "last evaluation", "stopping"} <= set(phases)
-    assert ("first evaluation" in phases) == (not training["resumed"])
+    assert ("first evaluation" in phases) == (not resumed)
     assert sum(phases.values()) == pytest.approx(spent["this_start"])
-    assert 0 < training["seconds"] < spent["this_start"] <= most
-    assert (training["first"], training["last"]) == (first, UPDATES)
-    assert sum(training["learner"].values()) == pytest.approx(training["seconds"])
-    assert training["learner"]["updates"] > 0
+    assert phases["updates"] < spent["this_start"] <= most
     journal = run.journal()
     for row in journal.trees("split='heldout' AND status='closed'"):
         sampled = [n.versions for n in journal.tree(row).nodes.values() if n.versions is not None]
@@ -52,7 +52,7 @@ def test_a_run_trains_to_its_end_and_leaves_what_it_promises(
     run = launch(searching, *TWO, *types, anew=True)
     out = run.finish()
     run.check()
-    check_seconds(run, 0, time.monotonic() - began)
+    check_seconds(run, False, time.monotonic() - began)
     assert f"number type {dtype} (as the config says" in out
     assert "held-out start" in out
     assert "held-out end" in out
@@ -61,7 +61,6 @@ def test_a_run_trains_to_its_end_and_leaves_what_it_promises(
     assert set(summary["heldout"]) == {"start", "end"}
     best = max(summary["heldout"].values(), key=lambda found: found["measures"]["em"]["mean"])
     assert chosen(run.folder, "best")[0] == summary["best"]["version"] == best["version"]
-    assert set(summary["baselines"]) == {"random_answer", "best_constant_answer"}
     updates = [record for record in run.records() if "learner/groups" in record]
     assert len(updates) == UPDATES
     # engine and learner agree on the same weights
@@ -72,26 +71,33 @@ def test_a_run_trains_to_its_end_and_leaves_what_it_promises(
     shown = capsys.readouterr().out
     assert "admitted at version" in shown
     assert "reward" in shown
-    assert dump.main([str(run.folder), "--jsonl", "--all"]) == 0
+    assert dump.main([str(run.folder), "--json", "--all"]) == 0
     trees = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(trees) == UPDATES * QUESTIONS
     assert all(sum(n["chosen"] and n["kind"] == "action" for n in t["nodes"]) >= 1 for t in trees)
 
 
 def test_after_kill_9_of_every_process_a_resumed_run_loses_and_repeats_nothing(
-    searching: Path, launch: Callable[..., Run]
+    searching: Path, tmp_path: Path, launch: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With top-p, where engine and learner must agree also on groups from the journal."""
-    run = launch(searching, *TWO, "scheduler.top_p=0.9", "scheduler.max_staleness=0")
+    """With top-p, where engine and learner must agree also on groups from the journal; with both
+    trackers, which are offline, Prometheus, and records as JSON."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("WANDB_API_KEY", "planted-6f1c0b7e4d2a")
+    outlets = ("--track=wandb", "--track=trackio", "scheduler.prometheus=127.0.0.1:0")
+    run = launch(searching, *TWO, "scheduler.top_p=0.9", "scheduler.max_staleness=0", *outlets)
     run.moved()
+    url = (run.folder / "prometheus").read_text()
+    scraped = urllib.request.urlopen(url, timeout=60).read().decode()
+    assert f'coppice_health_updates{{run="run"}} {UPDATES}.0' in scraped
     run.kill_all()
     began = time.monotonic()
-    run.resume()
+    run.resume("--json")
     out = run.finish()
     run.check()
-    first = run.summary()["seconds"]["training"]["first"]
-    assert f"(resumed at version {first})" in out
-    check_seconds(run, first, time.monotonic() - began)
+    assert set((run.folder / "metrics.jsonl").read_text().splitlines()) & set(out.splitlines())
+    check_seconds(run, True, time.monotonic() - began)
     # the cut alone moves them by up to -log 0.9
     assert max(record["learner/logprob_gap_max"] for record in run.trained()) < 2e-5
     assert "log-probability difference" not in out
@@ -100,6 +106,17 @@ def test_after_kill_9_of_every_process_a_resumed_run_loses_and_repeats_nothing(
             for node in tree.nodes.values():
                 cut = split == "train" and node.kind == "action"
                 assert bool(node.support) == cut or not len(node.tokens)
+    updates = [record for record in run.records() if "learner/groups" in record]
+    losses = {record["version"]: record["learner/surrogate"] for record in updates}
+    for name in ("wandb", "trackio"):  # as the terminal says where a tracker has not finished
+        again = ["-m", "coppice.scheduler.telemetry.tracking", name, str(run.folder)]
+        with (run.folder / "metrics.jsonl").open("rb") as records:
+            subprocess.run([sys.executable, *again], stdin=records, check=True)
+    for points in (in_trackio(run.folder), in_wandb(run.folder)):
+        tracked = [step for step, loss in points if loss is not None]
+        assert tracked == sorted({int(version) for version in losses}), "each update once"
+    for log in ("wandb", "trackio", "scheduler"):
+        assert "planted-6f1c0b7e4d2a" not in (run.folder / "logs" / f"{log}.log").read_text()
 
 
 def test_a_run_is_stopped_by_ctrl_c_and_survives_killed_processes_unattended(
@@ -172,19 +189,9 @@ def test_three_models_train_on_sharded_ranks_and_survive_kill_9_and_a_damaged_ch
     assert len(list(last.glob("*-0000?.safetensors"))) == 6
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("model.name=/no/such/model", "model.name"),
-        ("data.train=/no/such.jsonl", "no/such.jsonl"),
-        ("data.corpus=/no/such.jsonl", "data.corpus"),
-        ("learner.scheme=slat", "expected one of"),
-        ("scheduler.bind=tcp://0.0.0.0:bad", "cannot bind"),
-    ],
-)
 def test_what_cannot_work_ends_with_a_message_not_a_hang(
-    searching: Path, launch: Callable[..., Run], setting: str, message: str
+    searching: Path, launch: Callable[..., Run]
 ) -> None:
-    run = launch(searching, setting)
+    run = launch(searching, "scheduler.bind=tcp://0.0.0.0:bad")
     assert run.ended() != 0
-    assert message in run.said()
+    assert "cannot bind" in run.said()

@@ -3,8 +3,7 @@ RUN/processes/NAME.json``.
 
 The file holds a list of acts; each start does the next one. An act is a list of words: "checkpoint"
 makes one; "ready" is said by the scheduler; "deaf" ignores the signals that ask it to end; "kill",
-"leave", "freeze", "wait" (some seconds) and "stay" end it, or not; "report" stays as a scheduler
-whose run has not begun to train, "training" as one whose run has; anything else is the message of
+"leave", "freeze", "wait" (some seconds) and "stay" end it, or not; anything else is the message of
 the exception that ends it.
 """
 
@@ -52,27 +51,8 @@ def main() -> None:
                 time.sleep(3)
             case "stay":
                 time.sleep(600)
-            case "report" | "training":
-                report(run, training=word == "training")
             case message:
                 raise PackingError(message)
-
-
-def report(run: Path, training: bool) -> None:
-    """Write a scheduler's report again and again."""
-    import msgspec  # not at the top: most processes say nothing, and shall start at once
-
-    from coppice.common.atomic import write_whole
-    from coppice.scheduler.telemetry.health import NAME, Health
-
-    while True:
-        now = time.monotonic()
-        counts = (0, 3, training, 0, 0, 0)
-        health = Health(
-            os.getpid(), "here", now, 0.0, "updates", *counts, now, "", {}, [], 60.0, 60.0
-        )
-        write_whole(run / NAME, msgspec.json.encode(health))
-        time.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -78,9 +78,6 @@ def test_every_task_is_trained_exactly_once_and_every_update_has_one_record(
     assert [version for tree in trees for _, version in journal.groups(tree.id)] == [
         version for version in range(1, UPDATES + 1) for _ in range(QUESTIONS)
     ]
-    records = [
-        json.loads(line) for line in (lived / name / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert [record["version"] for record in records if "learner/groups" in record] == list(
-        range(1, UPDATES + 1)
-    )
+    records = map(json.loads, (lived / name / "metrics.jsonl").read_text().splitlines())
+    versions = [record["version"] for record in records if "learner/groups" in record]
+    assert versions == list(range(1, UPDATES + 1))

@@ -33,18 +33,9 @@ class Floor:
 
     async def hire(self, name: str) -> asyncio.subprocess.Process:
         """Start a worker process and wait until it is ready."""
-        process = await asyncio.create_subprocess_exec(
-            *(
-                sys.executable,
-                "-m",
-                "tests.faults.worker_process",
-                self.dispatcher.endpoint,
-                str(self.keys),
-                name,
-            ),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
+        command = [sys.executable, "-m", "tests.faults.worker_process", self.dispatcher.endpoint]
+        pipes = dict.fromkeys(("stdout", "stderr"), asyncio.subprocess.PIPE)
+        process = await asyncio.create_subprocess_exec(*command, str(self.keys), name, **pipes)
         self.processes.append(process)
         async with asyncio.timeout(60):
             while name not in [worker.name for worker in self.dispatcher.workers()]:

@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 
 from coppice.learner.forest.trees import Path
 
-random_paths = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=14), min_size=1, max_size=10)
+random_paths = st.lists(
+    st.lists(st.integers(0, 2), min_size=2, max_size=14), min_size=1, max_size=10
+)
 """Token lists with many shared prefixes; some are prefixes of others."""
 
 

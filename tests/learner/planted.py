@@ -54,7 +54,8 @@ def wrong_parent(forest: Forest) -> Forest:
 
 
 FAULTS: dict[str, Callable[[Forest], Forest]] = {
-    fault.__name__: fault for fault in (wrong_position, sibling_visible, missing_ancestor, shifted_target, wrong_parent)
+    fault.__name__: fault
+    for fault in (wrong_position, sibling_visible, missing_ancestor, shifted_target, wrong_parent)
 }
 
 
@@ -77,7 +78,9 @@ def refused(made: Trainer, paths: Sequence[Path]) -> dict[str, str]:
     for name in ("", *FAULTS):
         with planted(name):
             try:
-                assert selfcheck.check(made.policy, paths), "the paths share too little to be checked"
+                assert selfcheck.check(made.policy, paths), (
+                    "the paths share too little to be checked"
+                )
                 found[name] = ""
             except PackingError as error:
                 found[name] = str(error)

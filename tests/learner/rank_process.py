@@ -83,12 +83,17 @@ def work(folder: Path, name: str, scenario: Scenario, rank: int) -> None:
     ranks = Placing(30, w.sharding, w.shard_ranks)
     with Largest() as largest:
         made = steady(Trainer(scenario.process, ranks))
-    held = [part.to_local() if isinstance(part, DTensor) else part for part in made.policy.tower.parameters()]
+    held = [
+        part.to_local() if isinstance(part, DTensor) else part
+        for part in made.policy.tower.parameters()
+    ]
     (folder / f"{name}-{rank}.bytes").write_bytes(
         msgspec.json.encode([ranks.loaded, largest.bytes, sum(p.nbytes for p in held)])
     )
     if scenario.faults:
-        (folder / f"{name}-{rank}.faults").write_bytes(msgspec.json.encode(refused(made, forest(3))))
+        (folder / f"{name}-{rank}.faults").write_bytes(
+            msgspec.json.encode(refused(made, forest(3)))
+        )
         ranks.close()
         return
     if scenario.resume:
@@ -114,7 +119,12 @@ def run(folder: Path, name: str, scenario: Scenario) -> list[int]:
         pid = os.fork()
         if pid == 0:
             size = str(scenario.count)
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            os.environ |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": size,
+                "LOCAL_WORLD_SIZE": size,
+            }
             os.environ["MASTER_PORT"] = str(scenario.port)
             try:
                 work(folder, name, scenario, rank)
@@ -131,6 +141,8 @@ def run(folder: Path, name: str, scenario: Scenario) -> list[int]:
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
-    scenarios = msgspec.json.decode((place / "scenarios.json").read_bytes(), type=dict[str, Scenario])
+    scenarios = msgspec.json.decode(
+        (place / "scenarios.json").read_bytes(), type=dict[str, Scenario]
+    )
     codes = {name: run(place, name, scenario) for name, scenario in scenarios.items()}
     (place / "codes.json").write_bytes(msgspec.json.encode(codes))

@@ -32,7 +32,10 @@ class Node(msgspec.Struct):
 
 
 def grown(
-    rng: np.random.Generator, widths: Sequence[int], segment: int = 3, chances: Sequence[float] | None = None
+    rng: np.random.Generator,
+    widths: Sequence[int],
+    segment: int = 3,
+    chances: Sequence[float] | None = None,
 ) -> Node:
     """Draw a tree: every node has ``widths`` children, level by level, and ends early with
     probability 0.2.
@@ -44,7 +47,11 @@ def grown(
     def child(level: int) -> Node:
         ends = level == len(widths) or rng.random() < 0.2
         length = int(rng.integers(1, segment + 1)) if ends else segment
-        fresh = rng.integers(1, 2**30, length) if chances is None else rng.choice(len(chances), length, p=chances) + 1
+        fresh = (
+            rng.integers(1, 2**30, length)
+            if chances is None
+            else rng.choice(len(chances), length, p=chances) + 1
+        )
         below = [] if ends else [child(level + 1) for _ in range(widths[level])]
         return Node(fresh.tolist(), below, float(rng.random() < 0.5))
 
@@ -62,7 +69,11 @@ def paths(node: Node, above: tuple[Node, ...] = ()) -> Iterator[tuple[Node, ...]
 
 def leaves(node: Node) -> list[float]:
     """Return the outcomes below a node."""
-    return [node.outcome] if not node.children else [x for child in node.children for x in leaves(child)]
+    return (
+        [node.outcome]
+        if not node.children
+        else [x for child in node.children for x in leaves(child)]
+    )
 
 
 def unsure(token: int) -> bool:
@@ -102,7 +113,9 @@ def ours(questions: Sequence[Node], scheme: str, **options: object) -> Push:
     for tree, path in zip(batch.tree, batch.paths, strict=True):
         action = path.tokens[path.start :]
         for i in range(len(action)):
-            push[(int(tree), *map(int, action[: i + 1]))] += estimate.advantages[at] * kept[at] / kept.sum()
+            push[(int(tree), *map(int, action[: i + 1]))] += (
+                estimate.advantages[at] * kept[at] / kept.sum()
+            )
             at += 1
     return push
 
@@ -127,7 +140,11 @@ def spo(questions: Sequence[Node], size: int = 0) -> Push:
     edges: list[list[tuple[Key, float]]] = []
 
     def value(node: Node) -> float:
-        return float(np.mean([value(child) for child in node.children])) if node.children else node.outcome
+        return (
+            float(np.mean([value(child) for child in node.children]))
+            if node.children
+            else node.outcome
+        )
 
     def walk(node: Node, key: Key) -> None:
         for child in node.children:
@@ -178,7 +195,9 @@ def treepo(questions: Sequence[Node], sizes: bool = False) -> Push:
         for path in paths(root):
             groups = [leaves(node) for node in path if len(leaves(node)) > 1]
             weights = [len(group) if sizes else 1 for group in groups]
-            advantage = np.average([path[-1].outcome - np.mean(group) for group in groups], weights=weights)
+            advantage = np.average(
+                [path[-1].outcome - np.mean(group) for group in groups], weights=weights
+            )
             key: Key = (number,)
             for token in (x for node in path for x in node.tokens):
                 key = (*key, token)

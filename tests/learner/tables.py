@@ -40,7 +40,9 @@ def estimated(table: TurnTable, scheme: str, **options: Any) -> Advantages:
     if not kept.any():
         return Advantages(np.zeros(len(tokens)))
     made = loaded(table.only(kept))
-    returns, trained = (None if part is None else placed(part) for part in (made.returns, made.trained))
+    returns, trained = (
+        None if part is None else placed(part) for part in (made.returns, made.trained)
+    )
     return Advantages(placed(made.advantages), returns, trained)
 
 
@@ -82,7 +84,9 @@ def random_table(seed: int) -> TurnTable:
         "reward": rng.normal(0, 1, n).tolist(), "mc_value": rng.random(n).tolist(),
         "valid": rng.integers(0, 2, n).tolist(),
     }  # fmt: skip
-    models = {name: rng.normal(0, 1, total).tolist() for name in ("prm", "value", "kl", "log_ratio")}
+    models = {
+        name: rng.normal(0, 1, total).tolist() for name in ("prm", "value", "kl", "log_ratio")
+    }
     return made_of(
         lengths.tolist(), columns, tree.tolist(), tokens.tolist(),
         (rng.random(total) < 0.8).tolist(), models, rng.integers(0, 3, n).tolist(),

@@ -64,7 +64,12 @@ from tests.learner.forests import forest
 from tests.tiny import SHAPE
 
 SLIDING = ["sliding_attention", "full_attention"]
-MOE: dict[str, Any] = {**SHAPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MOE: dict[str, Any] = {
+    **SHAPE,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 ROUTED: dict[str, Any] = {
     **SHAPE, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
@@ -125,7 +130,10 @@ CONFIGS: dict[str, Any] = {
     "gpt2": GPT2Config(vocab_size=260, n_embd=32, n_layer=2, n_head=4, bos_token_id=256),
 }  # fmt: skip
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "models.md").read_text()
-ROWS = {name: cells for name, *cells in re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \| (.+) \|$", PAGE, re.M)}
+ROWS = {
+    name: cells
+    for name, *cells in re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \| (.+) \|$", PAGE, re.M)
+}
 """For each architecture: what becomes of whole weights, of LoRA, and of the embedded engine."""
 
 
@@ -177,7 +185,10 @@ def test_it_trains_on_forests_and_is_published_as_its_folder_is_or_is_refused(
         published = publish(trained, 1, tmp_path / "run", keep=2)
         kind_of_weights, path = weights.verified_file(Path(published.path), published.digest)
         if rank == 0:
-            names = [set(safe_open(file, framework="pt").keys()) for file in (path, folder / "model.safetensors")]
+            names = [
+                set(safe_open(file, framework="pt").keys())
+                for file in (path, folder / "model.safetensors")
+            ]
             assert names[0] <= names[1]
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         before = logits(loaded)

@@ -53,11 +53,15 @@ class Layer:
     """Stands for the module transformers passes; nothing of it is read when a layout is given."""
 
 
-def attend(made: Forest, backend: Any, window: int | None, dtype: torch.dtype) -> list[torch.Tensor]:
+def attend(
+    made: Forest, backend: Any, window: int | None, dtype: torch.dtype
+) -> list[torch.Tensor]:
     """Output and the three gradients of four query heads on two key heads."""
     torch.manual_seed(0)
     n = len(made.end)
-    query, key, value = (torch.randn(1, h, n, 8, dtype=dtype, requires_grad=True) for h in (4, 2, 2))
+    query, key, value = (
+        torch.randn(1, h, n, 8, dtype=dtype, requires_grad=True) for h in (4, 2, 2)
+    )
     layout = Layout(made, backend, "cpu")
     layer: Any = Layer()
     out, _ = tree_attention(layer, query, key, value, None, sliding_window=window, layout=layout)
@@ -116,7 +120,10 @@ def branching(seed: int) -> Forest:
 
 def listed(mask: Any, name: str) -> list[set[int]]:
     """The blocks of each row of a BlockMask's list ``name``."""
-    numbers, indices = (getattr(mask, f"{name}_num_blocks")[0, 0], getattr(mask, f"{name}_indices")[0, 0])
+    numbers, indices = (
+        getattr(mask, f"{name}_num_blocks")[0, 0],
+        getattr(mask, f"{name}_indices")[0, 0],
+    )
     return [set(row[:n].tolist()) for n, row in zip(numbers, indices, strict=True)]
 
 
@@ -177,7 +184,9 @@ class _Norm(torch.nn.Module):
         self.shift = 1.0 if "Gemma" in type(old).__name__ else 0.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight + self.shift) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (
+            (self.weight + self.shift) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        )
 
 
 def full_head(
@@ -198,7 +207,9 @@ def exact(model: TreeModel) -> None:
                 setattr(module, name, _Norm(child))
 
 
-def compare(model: TreeModel, paths: list[Path], logprob_bound: float, gradient_bound: float) -> None:
+def compare(
+    model: TreeModel, paths: list[Path], logprob_bound: float, gradient_bound: float
+) -> None:
     """The forest against every path read alone: outputs, and the gradient of every trained
     parameter."""
     torch.manual_seed(1)

@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from coppice.learner.update.corrections import CORRECTIONS, LEVELS, Level, Logprobs, Segments, Surrogate, load
+from coppice.learner.update.corrections import (
+    CORRECTIONS,
+    LEVELS,
+    Level,
+    Logprobs,
+    Segments,
+    Surrogate,
+    load,
+)
 
 EVERY = [(name, level) for name in CORRECTIONS for level in LEVELS]
 SEEDS = st.integers(0, 2**32 - 1)
@@ -41,13 +49,21 @@ def batch(seed: int, far: float = 0.4, moved: float = 0.3, tokens: int = 14) -> 
     proximal = behaviour + rng.normal(0, far, tokens)
     current = proximal + rng.normal(0, moved, tokens)
     turn = np.concatenate([np.arange(5), rng.integers(0, 5, tokens - 5)])  # every turn has a token
-    segment: dict[Level, np.ndarray] = {"token": np.arange(tokens), "turn": turn, "sequence": turn // 2}
+    segment: dict[Level, np.ndarray] = {
+        "token": np.arange(tokens),
+        "turn": turn,
+        "sequence": turn // 2,
+    }
     advantage = rng.normal(0, 1, tokens)
-    current, proximal, behaviour, advantage = (a.astype(np.float32) for a in (current, proximal, behaviour, advantage))
+    current, proximal, behaviour, advantage = (
+        a.astype(np.float32) for a in (current, proximal, behaviour, advantage)
+    )
     return Batch(current, proximal, behaviour, advantage, segment)
 
 
-def whole(b: Batch, level: Level, chosen: np.ndarray | None = None) -> tuple[Logprobs, torch.Tensor]:
+def whole(
+    b: Batch, level: Level, chosen: np.ndarray | None = None
+) -> tuple[Logprobs, torch.Tensor]:
     """What a correction reads of the chosen tokens (default all), the rest in ``outside``; current
     is a leaf."""
     there = np.ones(len(b.current), bool) if chosen is None else chosen
@@ -60,7 +76,9 @@ def whole(b: Batch, level: Level, chosen: np.ndarray | None = None) -> tuple[Log
     )
     current = torch.tensor(b.current[there], requires_grad=True)
     proximal, behaviour = torch.as_tensor(b.proximal[there]), torch.as_tensor(b.behaviour[there])
-    return Logprobs(current, proximal, behaviour, {level: segments}), torch.as_tensor(b.advantage[there])
+    return Logprobs(current, proximal, behaviour, {level: segments}), torch.as_tensor(
+        b.advantage[there]
+    )
 
 
 def gradient(
@@ -95,12 +113,16 @@ def seen(b: Batch, level: Level) -> list[Token]:
         old = sum(float(b.proximal[j]) - float(b.behaviour[j]) for j in mates)
         own, near = float(b.current[i] - b.behaviour[i]), float(b.current[i] - b.proximal[i])
         total = sum(logs)
-        ratio, old, mean, own, near = (math.exp(x) for x in (total, old, total / len(mates), own, near))
+        ratio, old, mean, own, near = (
+            math.exp(x) for x in (total, old, total / len(mates), own, near)
+        )
         made.append(Token(ratio, old, mean, own, near, float(b.advantage[i])))
     return made
 
 
-def pessimistic(ratio: float, advantage: float, low: float, high: float, dual: float = 0.0) -> tuple[float, float]:
+def pessimistic(
+    ratio: float, advantage: float, low: float, high: float, dual: float = 0.0
+) -> tuple[float, float]:
     """Term and coefficient of PPO's clipped surrogate."""
     if advantage >= 0 and ratio > 1 + high:
         return (1 + high) * advantage, 0.0
@@ -119,7 +141,9 @@ def between(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
-def times(weight: float, t: Token, low: float = 0.2, high: float = 0.2, dual: float = 3.0) -> tuple[float, float]:
+def times(
+    weight: float, t: Token, low: float = 0.2, high: float = 0.2, dual: float = 3.0
+) -> tuple[float, float]:
     """A weight of proximal / behaviour times PPO's clipped surrogate of current / proximal."""
     term, coefficient = pessimistic(t.near, t.advantage, low, high, dual)
     return weight * term, weight * coefficient
@@ -169,7 +193,10 @@ def test_every_correction_has_a_formula_here() -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("name", "options", "formula"), FORMULAS)
 def test_terms_coefficients_and_gradients_are_those_of_the_formula_one_token_at_a_time(
-    name: str, options: dict[str, Any], formula: Callable[[Token], tuple[float, float]], level: Level
+    name: str,
+    options: dict[str, Any],
+    formula: Callable[[Token], tuple[float, float]],
+    level: Level,
 ) -> None:
     for seed in range(6):
         b = batch(seed)
@@ -204,22 +231,30 @@ def test_a_split_segment_has_the_gradient_of_one_piece(seed: int, which: tuple[s
         if part.any():
             slope, made = gradient(b, name, {"level": level}, part)
             assert_allclose(slope, expected[part], rtol=1e-4, atol=1e-6)
-            assert_allclose(made.coefficient, together.coefficient[torch.as_tensor(part)], rtol=1e-4)
+            assert_allclose(
+                made.coefficient, together.coefficient[torch.as_tensor(part)], rtol=1e-4
+            )
 
 
 def one(ratio: list[float], advantage: list[float]) -> tuple[Logprobs, torch.Tensor]:
     """Tokens of the given ratios current / behaviour, with proximal = behaviour."""
     zeros = torch.zeros(len(ratio))
-    return Logprobs(torch.tensor(ratio).log().requires_grad_(), zeros, zeros), torch.tensor(advantage)
+    return Logprobs(torch.tensor(ratio).log().requires_grad_(), zeros, zeros), torch.tensor(
+        advantage
+    )
 
 
 def test_the_two_clip_bounds_are_apart_and_dual_clip_bounds_large_ratios_of_bad_tokens() -> None:
     ratio, advantage = [1.25, 1.35, 0.85, 0.75, 2.0, 4.0], [1.0, 1.0, -1.0, -1.0, -1.0, -1.0]
-    made = load("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0})(*one(ratio, advantage))
+    made = load("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0})(
+        *one(ratio, advantage)
+    )
     assert made.clipped.tolist() == [False, True, False, True, False, True]
     assert_allclose(made.term.detach(), [1.25, 1.3, -0.85, -0.8, -2.0, -3.0], rtol=1e-6)
     assert_allclose(made.coefficient, [1.25, 0, 0.85, 0, 2.0, 0], rtol=1e-6)
-    plain = load("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": "null"})(*one(ratio, advantage))
+    plain = load("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": "null"})(
+        *one(ratio, advantage)
+    )
     assert plain.clipped.tolist() == [False, True, False, True, False, False]
     good = load("ppo_clip", {"clip_high": 9.0, "dual_clip": 3.0})(*one([4.0], [1.0]))
     assert good.term.tolist() == pytest.approx([4.0])  # dual clip is for bad tokens only
@@ -233,7 +268,9 @@ def test_another_aggregation_than_that_of_the_correction_is_told() -> None:
 
 def test_masks_count_exactly_the_tokens_out_of_bounds_and_clips_are_no_masks() -> None:
     ratio = [0.4, 0.6, 1.0, 4.9, 5.1]
-    made = load("sequence_mask", {"level": "token", "lower": 0.5, "upper": 5.0})(*one(ratio, [1.0] * 5))
+    made = load("sequence_mask", {"level": "token", "lower": 0.5, "upper": 5.0})(
+        *one(ratio, [1.0] * 5)
+    )
     assert made.masked.tolist() == [True, False, False, False, True]
     assert not made.clipped.any()
     assert made.coefficient.tolist() == pytest.approx([0, 0.6, 1, 4.9, 0])

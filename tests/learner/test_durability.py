@@ -114,7 +114,9 @@ def test_only_damage_of_every_checkpoint_ends_the_run(tmp_path: Path, llama: Pat
     for folder in (first, second):
         flip(folder / "policy-00000.safetensors")
     for _ in range(2):
-        with pytest.raises(checkpoint.CheckpointError, match=r"no checkpoint of .* can be read.*backup"):
+        with pytest.raises(
+            checkpoint.CheckpointError, match=r"no checkpoint of .* can be read.*backup"
+        ):
             checkpoint.restore_newest(trainer(llama, tmp_path), tmp_path)
     assert sorted(path.name for path in first.parent.iterdir()) == ["v000001", "v000002"]
 

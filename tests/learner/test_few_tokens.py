@@ -29,12 +29,17 @@ def test_few_tokens_give_the_gradient_of_one_forest_at_every_level(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, correction: str
 ) -> None:
     for level in LEVELS:
-        settings: dict[str, Any] = {"correction": correction, "correction_options": {"level": level}}
+        settings: dict[str, Any] = {
+            "correction": correction,
+            "correction_options": {"level": level},
+        }
         made = trainer(llama, tmp_path, kl_coef=0.05, entropy_coef=0.01, grad_clip=1e9, **settings)
         for name, (some, micro_tokens) in BATCHES.items():
             slopes = []
             for tokens in (micro_tokens, 1000):
-                made.config = made.policy_step.config = msgspec.structs.replace(made.config, micro_tokens=tokens)
+                made.config = made.policy_step.config = msgspec.structs.replace(
+                    made.config, micro_tokens=tokens
+                )
                 slopes.append(gradient(made, some, monkeypatch))
             assert (slopes[0] - slopes[1]).norm() <= 1e-4 * slopes[1].norm() + 1e-7, (level, name)
             assert bool(slopes[0].norm() > 0) == (name != "no sampled token at all"), (level, name)
@@ -43,10 +48,17 @@ def test_few_tokens_give_the_gradient_of_one_forest_at_every_level(
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", BATCHES)
-def test_critic_and_reward_model_learn_from_few_tokens(tmp_path: Path, llama: Path, name: str, dtype: str) -> None:
+def test_critic_and_reward_model_learn_from_few_tokens(
+    tmp_path: Path, llama: Path, name: str, dtype: str
+) -> None:
     some, micro_tokens = BATCHES[name]
-    scored = [msgspec.structs.replace(t, scores={"outcome": float(i)}) for i, t in enumerate(some.groups[0].turns)]
-    some = msgspec.structs.replace(some, groups=[msgspec.structs.replace(some.groups[0], turns=scored)])
+    scored = [
+        msgspec.structs.replace(t, scores={"outcome": float(i)})
+        for i, t in enumerate(some.groups[0].turns)
+    ]
+    some = msgspec.structs.replace(
+        some, groups=[msgspec.structs.replace(some.groups[0], turns=scored)]
+    )
     settings: dict[str, Any] = {"scheme": "oprl", "scheme_options": {"base": "ppo"}, "dtype": dtype}
     made = trainer(llama, tmp_path, micro_tokens=micro_tokens, **settings)
     metrics = made.update(some)

@@ -41,7 +41,9 @@ def test_a_run_folder_that_cannot_be_written_is_named(tmp_path: Path, llama: Pat
         checkpoint.save(trainer(llama, tmp_path), tmp_path, {}, 3)
 
 
-@pytest.mark.parametrize(("rank", "told"), [(0, "other parameters"), (8, r"another model.*learner\.lora\.rank")])
+@pytest.mark.parametrize(
+    ("rank", "told"), [(0, "other parameters"), (8, r"another model.*learner\.lora\.rank")]
+)
 def test_a_checkpoint_of_another_parametrisation_is_refused_and_not_called_damage(
     tmp_path: Path, llama: Path, rank: int, told: str
 ) -> None:

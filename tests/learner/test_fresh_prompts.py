@@ -39,7 +39,9 @@ def shaken(made: Trainer) -> Trainer:
     return made
 
 
-def gradients(made: Trainer, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def gradients(
+    made: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """The gradient of all that trains on the batch, and the metrics of the update."""
     found: dict[str, torch.Tensor] = {}
     for part, (_, stepper) in made.parts().items():
@@ -54,7 +56,11 @@ def gradients(made: Trainer, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "correction", "level"),
-    [("turn_grpo", "ppo_clip", "token"), ("outcome", "gspo", "sequence"), ("gae", "decoupled", "turn")],
+    [
+        ("turn_grpo", "ppo_clip", "token"),
+        ("outcome", "gspo", "sequence"),
+        ("gae", "decoupled", "turn"),
+    ],
 )
 def test_the_packed_gradient_of_a_fresh_batch_is_the_path_by_path_gradient_also_of_a_critic(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch,
@@ -106,7 +112,10 @@ def test_sequence_ratios_follow_the_policy_through_two_epochs_of_minibatches_of_
     _, cut = trained(30)
     one_by_one(monkeypatch)
     _, plain = trained(1)
-    moved = {part: max(_gap(plain[n], before[n]) for n in plain if n.startswith(part)) for part in ("policy", "critic")}
+    moved = {
+        part: max(_gap(plain[n], before[n]) for n in plain if n.startswith(part))
+        for part in ("policy", "critic")
+    }
     assert min(moved.values()) > 1e-3
     for name, value in plain.items():
         torch.testing.assert_close(packed[name], value, atol=1e-5, rtol=1e-4)

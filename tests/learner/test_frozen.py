@@ -25,7 +25,9 @@ ROOT = Path(__file__).parent.parent.parent
 def policy(folder: Path, dtype: str) -> TreeModel:
     """With adapters that already change what is computed."""
     kind: Any = dtype
-    made = TreeModel(str(folder), LearnerConfig(dtype=kind, lora=LoraConfig(4, 8.0)), 1.0, Ranks(60))
+    made = TreeModel(
+        str(folder), LearnerConfig(dtype=kind, lora=LoraConfig(4, 8.0)), 1.0, Ranks(60)
+    )
     with torch.no_grad():
         for name, parameter in made.trained().items():
             if "lora_B" in name:
@@ -46,7 +48,9 @@ def read(made: TreeModel) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_no_bit_of_a_result_changes(kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_bit_of_a_result_changes(
+    kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tiny.save(tmp_path / kind, kind)
     held = policy(folder, dtype)
     monkeypatch.setattr(loading, "hold", lambda *_: None)
@@ -97,8 +101,12 @@ def test_two_ranks_map_the_same_memory_and_compute_what_one_computes(llama: Path
         for i in range(2)
     ]  # fmt: skip
     said = [rank.communicate(timeout=300)[0] for rank in ranks]
-    first, second = ([line for line in out.splitlines() if line.startswith("RESULT")] for out in said)
+    first, second = (
+        [line for line in out.splitlines() if line.startswith("RESULT")] for out in said
+    )
     assert len(first) == 2 and first == second, said
     for line, dtype in zip(first, ("float32", "bfloat16"), strict=True):
-        alone = torch.cat([t.double().flatten() for t in read(policy(llama, dtype))]).abs().sum().item()
+        alone = (
+            torch.cat([t.double().flatten() for t in read(policy(llama, dtype))]).abs().sum().item()
+        )
         assert float(line.split()[-1]) == pytest.approx(alone, rel=1e-12)

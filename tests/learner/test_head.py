@@ -54,7 +54,11 @@ def random_support(targets: torch.Tensor, vocabulary: int, seed: int = 0) -> Sup
 
 
 def compare(
-    inputs: list[torch.Tensor], temperature: float, trained: bool, bound: float = BOUND, support: Support | None = None
+    inputs: list[torch.Tensor],
+    temperature: float,
+    trained: bool,
+    bound: float = BOUND,
+    support: Support | None = None,
 ) -> None:
     hidden, weight, targets, upstream = inputs
     sides = []
@@ -72,7 +76,9 @@ def compare(
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize(("rows", "vocabulary"), [(32, 256), (1, 50), (75, 300), (33, 129), (64, 1000)])
+@pytest.mark.parametrize(
+    ("rows", "vocabulary"), [(32, 256), (1, 50), (75, 300), (33, 129), (64, 1000)]
+)
 def test_values_and_gradients_equal_the_full_version(
     rows: int, vocabulary: int, temperature: float, trained: bool
 ) -> None:
@@ -91,7 +97,9 @@ def test_over_a_support_values_and_gradients_are_those_of_the_masked_softmax(
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_over_a_support_narrow_products_agree(monkeypatch: pytest.MonkeyPatch, trained: bool) -> None:
+def test_over_a_support_narrow_products_agree(
+    monkeypatch: pytest.MonkeyPatch, trained: bool
+) -> None:
     inputs = given(75, 300, torch.bfloat16)
     compare(inputs, 0.8, trained, bound=2**-7, support=random_support(inputs[2], 300))
     monkeypatch.setattr(head, "WIDE_ON", ())

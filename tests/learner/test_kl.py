@@ -21,7 +21,10 @@ def test_over_the_vocabulary_k1_and_k3_are_the_kl_and_each_has_its_gradient() ->
     reference = torch.tensor([-0.5, 0.4, 0.1]).log_softmax(0)
     current = logits.log_softmax(0)
     probability = current.exp()
-    reverse, forward = ((probability * (current - reference)).sum(), (reference.exp() * (reference - current)).sum())
+    reverse, forward = (
+        (probability * (current - reference)).sum(),
+        (reference.exp() * (reference - current)).sum(),
+    )
     for estimator in ("k1", "k3"):
         value = (probability * kl(estimator, current, reference)).sum()
         torch.testing.assert_close(value, reverse)
@@ -45,7 +48,9 @@ def test_the_adaptive_factor_follows_the_error_within_a_fifth() -> None:
 
 def test_the_adaptive_factor_scales_the_next_update_and_lasts(tmp_path: Path, llama: Path) -> None:
     settings: dict[str, Any] = {"kl_coef": 0.5, "adaptive_kl": {"target": 1e-9, "horizon": 90}}
-    adaptive, plain = (trainer(llama, tmp_path, **some) for some in (settings, dict[str, Any](kl_coef=0.5)))
+    adaptive, plain = (
+        trainer(llama, tmp_path, **some) for some in (settings, dict[str, Any](kl_coef=0.5))
+    )
     for made in (adaptive, plain):
         made.update(batch(0, 0))
     assert all(torch.equal(value, state(plain)[name]) for name, value in state(adaptive).items())
@@ -56,7 +61,9 @@ def test_the_adaptive_factor_scales_the_next_update_and_lasts(tmp_path: Path, ll
     plain.update(batch(1, 1))
     assert metrics["learner/kl_factor"] == pytest.approx(0.98)
     assert adaptive.kl_factor == pytest.approx(0.98 * 1.02)
-    assert any(not torch.equal(value, state(plain)[name]) for name, value in state(adaptive).items())
+    assert any(
+        not torch.equal(value, state(plain)[name]) for name, value in state(adaptive).items()
+    )
     resumed = trainer(llama, tmp_path, **settings)
     checkpoint.restore(resumed, checkpoint.save(adaptive, tmp_path, {}, 3))
     assert resumed.kl_factor == adaptive.kl_factor
@@ -65,7 +72,11 @@ def test_the_adaptive_factor_scales_the_next_update_and_lasts(tmp_path: Path, ll
 def test_steps_beyond_the_target_kl_are_left_out_and_counted(tmp_path: Path, llama: Path) -> None:
     one, stopping, unbounded = (
         trainer(llama, tmp_path, kl_coef=0.0, **some)
-        for some in ({"epochs": 1}, {"epochs": 4, "target_kl": 1e-4}, {"epochs": 4, "target_kl": 1e9})
+        for some in (
+            {"epochs": 1},
+            {"epochs": 4, "target_kl": 1e-4},
+            {"epochs": 4, "target_kl": 1e9},
+        )
     )
     one.update(batch(0, 0))
     metrics = stopping.update(batch(0, 0))
@@ -83,12 +94,17 @@ def test_the_second_steps_proximal_kl_is_a_mean_over_tokens(tmp_path: Path, llam
     table = table_of(some)
     rows = Rows(table.paths)
     one, two = (
-        trainer(llama, tmp_path, kl_coef=0.0, correction="none", epochs=epochs, target_kl=1e9) for epochs in (1, 2)
+        trainer(llama, tmp_path, kl_coef=0.0, correction="none", epochs=epochs, target_kl=1e9)
+        for epochs in (1, 2)
     )
     whole = plan(rows.trie, range(len(rows.paths)), 10**6, one.ranks)
-    before = sweep(rows, whole, one.ranks, lambda forest: one.policy.read(forest)[0]).astype(np.float64)
+    before = sweep(rows, whole, one.ranks, lambda forest: one.policy.read(forest)[0]).astype(
+        np.float64
+    )
     one.update(some)
-    after = sweep(rows, whole, one.ranks, lambda forest: one.policy.read(forest)[0]).astype(np.float64)
+    after = sweep(rows, whole, one.ranks, lambda forest: one.policy.read(forest)[0]).astype(
+        np.float64
+    )
     trained = one.scheme(table).advantages != 0
     expected = (np.exp(after - before) - 1 - (after - before))[trained].mean()
     assert two.update(some)["learner/proximal_kl"] == pytest.approx(expected, rel=1e-3)

@@ -27,7 +27,9 @@ LONG_S = 60.0
 
 
 @asynccontextmanager
-async def learner(model: Path, run: Path, **settings: Any) -> AsyncIterator[tuple[Leader, Dispatcher]]:
+async def learner(
+    model: Path, run: Path, **settings: Any
+) -> AsyncIterator[tuple[Leader, Dispatcher]]:
     """A leader at work as the service ``learner``; stopped and checkpointed at the end."""
     made = trainer(model, run, **settings)
     leader = Leader(made, run, Inbox(3, {}))
@@ -65,7 +67,9 @@ async def test_every_group_is_answered_with_its_version(tmp_path: Path, llama: P
             assert answers[0].metrics["learner/groups"] == 3
             kind, _ = weights.verified_file(Path(answers[0].path), answers[0].digest)
             assert kind == "lora"
-            announced = msgspec.json.decode((tmp_path / "learner.json").read_bytes(), type=Published)
+            announced = msgspec.json.decode(
+                (tmp_path / "learner.json").read_bytes(), type=Published
+            )
             assert announced == Published(version, answers[0].path, answers[0].digest)
         assert leader.stats()["updates"] == 2
         assert leader.stats()["learner/forwarded_tokens"] > 0
@@ -122,7 +126,9 @@ async def test_a_resumed_learner_knows_versions_and_metrics(tmp_path: Path, llam
         again = await leader.train(groups(version)[0][0], cast(Any, None))
         assert again.version == version
         # The record was written with the checkpoint, which it therefore does not time.
-        assert again.metrics == {name: v for name, v in answer.metrics.items() if name != "time/checkpoint"}
+        assert again.metrics == {
+            name: v for name, v in answer.metrics.items() if name != "time/checkpoint"
+        }
 
 
 async def test_a_new_scheduler_reads_what_no_checkpoint_holds(tmp_path: Path, llama: Path) -> None:

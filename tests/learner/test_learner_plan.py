@@ -48,7 +48,11 @@ def agrees(made: Trainer, planned: LearnerPlan) -> None:
         (2, {"scheme": "grpo", "epochs": 2, "target_kl": 100.0}),
         (2, GAE),
         (2, GAE | {"critic": {"lora": WHOLE, "steps": 2}, "epochs": 2}),
-        (0, GAE | {"critic": {"lora": RANK_2}, "scheme_options": {"targets": "vtrace", "kl_coef": 0.1}}),
+        (
+            0,
+            GAE
+            | {"critic": {"lora": RANK_2}, "scheme_options": {"targets": "vtrace", "kl_coef": 0.1}},
+        ),
         (2, OPRL),
         (0, OPRL | {"prm": {"lora": RANK_2, "epochs": 2}}),
         (2, OPRL | {"prm": {"lora": WHOLE, "reference": "behaviour", "order": "update_first"}}),
@@ -65,17 +69,26 @@ def test_the_trainer_holds_and_forwards_what_the_plan_says(
     made.update(some)  # the self-check forwards, too
     before = TreeModel.passes
     made.update(Batch(1, some.questions, some.groups, some.nodes))  # one micro-batch
-    assert TreeModel.passes - before == sum(m.forwards + m.backwards for m in planned.models.values())
+    assert TreeModel.passes - before == sum(
+        m.forwards + m.backwards for m in planned.models.values()
+    )
 
 
 @pytest.mark.slow
 def test_every_shipped_config_is_trained_as_planned(tmp_path: Path, llama: Path) -> None:
-    small = {"count": 1, "sharding": "replicate", "dtype": "float32", "gradient_checkpointing": False}
+    small = {
+        "count": 1,
+        "sharding": "replicate",
+        "dtype": "float32",
+        "gradient_checkpointing": False,
+    }
     kinds: dict[bytes, LearnerConfig] = {}
     for path in sorted((ROOT / "configs").glob("*.toml")):
         config = msgspec.structs.replace(load(path, []).learner, **small, train_vision=False)
         kinds.setdefault(msgspec.json.encode(plan_of(config).models), config)
     assert len(kinds) > 3
     for config in kinds.values():
-        made = Trainer(LearnerProcess("learner", str(tmp_path), 0, str(llama), 3, 1.0, config), Ranks(60))
+        made = Trainer(
+            LearnerProcess("learner", str(tmp_path), 0, str(llama), 3, 1.0, config), Ranks(60)
+        )
         agrees(made, plan_of(config))

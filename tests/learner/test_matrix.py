@@ -98,7 +98,9 @@ class Episodes(msgspec.Struct, frozen=True):
     time: np.ndarray
 
 
-def act(rng: np.random.Generator, policy: np.ndarray, p: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def act(
+    rng: np.random.Generator, policy: np.ndarray, p: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """One turn for each progress: places [n, 2], tokens [n, 2], right [n]."""
     first = (rng.random(len(p)) < policy[p, 1]).astype(np.int64)
     place = 3 + 2 * p + first
@@ -229,7 +231,9 @@ class Prepared(msgspec.Struct, frozen=True):
 
     def compared(self, logits: torch.Tensor, level: Level) -> Logprobs:
         """What a correction reads."""
-        current = logits.log_softmax(1)[torch.as_tensor(self.batch.places), torch.as_tensor(self.batch.tokens)]
+        current = logits.log_softmax(1)[
+            torch.as_tensor(self.batch.places), torch.as_tensor(self.batch.tokens)
+        ]
         return Logprobs(current, self.proximal, self.old, {level: self.segments[level]})
 
 
@@ -252,7 +256,9 @@ class Run:
         policy = probabilities(logits.detach().double().numpy())
         old, proximal = (np.log(p[batch.places, batch.tokens]) for p in (self.behaviour, policy))
         goal = self.cell.goal
-        batch.table.scores["mc_value"] = place_values(policy, goal)[1][batch.time, batch.places[::2]]
+        batch.table.scores["mc_value"] = place_values(policy, goal)[1][
+            batch.time, batch.places[::2]
+        ]
         made = columns(self.scheme.needs.models, batch, goal, policy, self.initial, old, self.prm)
         table = msgspec.structs.replace(batch.table, token_scores=made)
         weights = token_weights(table, table.mask(), "turn")
@@ -262,7 +268,9 @@ class Run:
         segments: dict[Level, Segments] = {
             level: whole(torch.as_tensor(by_level[level])) for level in corrections.LEVELS
         }
-        near, far, gain, share = (torch.as_tensor(a).float() for a in (proximal, old, advantage, weights))
+        near, far, gain, share = (
+            torch.as_tensor(a).float() for a in (proximal, old, advantage, weights)
+        )
         return Prepared(batch, near, far, gain, share, segments)
 
     def objective(self, logits: torch.Tensor) -> float:

@@ -37,9 +37,15 @@ def test_each_start_has_a_new_meeting_and_removes_what_a_crash_left(tmp_path: Pa
 
 def test_the_ranks_leave_the_loopback_only_for_an_address_that_the_user_named() -> None:
     run = Path("nowhere")
-    for loopback in (LearnerConfig(), LearnerConfig(publish="memory"), LearnerConfig(publish_host="10.0.0.1")):
+    for loopback in (
+        LearnerConfig(),
+        LearnerConfig(publish="memory"),
+        LearnerConfig(publish_host="10.0.0.1"),
+    ):
         assert {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} <= _meeting(run, loopback).keys()
-    assert "GLOO_SOCKET_IFNAME" not in _meeting(run, LearnerConfig(publish="memory", publish_host="10.0.0.1"))
+    assert "GLOO_SOCKET_IFNAME" not in _meeting(
+        run, LearnerConfig(publish="memory", publish_host="10.0.0.1")
+    )
 
 
 @pytest.mark.slow

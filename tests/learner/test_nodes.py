@@ -30,14 +30,24 @@ def torchrun(node: int, meeting: list[str], file: Path) -> subprocess.Popen[byte
     """The agent of one node with its two ranks."""
     place = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     shape = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "2", *meeting]
-    command = [sys.executable, "-m", "torch.distributed.run", *shape, "-m", "coppice.learner.main", str(file)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *shape,
+        "-m",
+        "coppice.learner.main",
+        str(file),
+    ]
     return subprocess.Popen(command, env=os.environ | place, cwd=ROOT)
 
 
 async def update(dispatcher: Dispatcher, some: list[TrainGroup]) -> list[int]:
     """Have the learner train the groups, then leave. Returns the versions of its answers."""
     await dispatcher.wait_for("train", 1, LONG_S)
-    calls = [asyncio.create_task(dispatcher.call("train", group, deadline=LONG_S)) for group in some]
+    calls = [
+        asyncio.create_task(dispatcher.call("train", group, deadline=LONG_S)) for group in some
+    ]
     for group in some:
         await dispatcher.call("close", TreeClosed(group.tree, [group.id]), deadline=LONG_S)
     answers = await asyncio.gather(*calls)
@@ -50,7 +60,15 @@ async def test_two_nodes_of_two_ranks_have_the_moments_of_one_rank(
     tmp_path: Path, llama: Path, sharding: str, files: int
 ) -> None:
     rank, port = (0 if sharding == "fsdp" else 4), str(free_port())
-    learner = process(llama, tmp_path, rank, micro_tokens=16, count=4, sharding=sharding, collective_timeout_s=60.0)
+    learner = process(
+        llama,
+        tmp_path,
+        rank,
+        micro_tokens=16,
+        count=4,
+        sharding=sharding,
+        collective_timeout_s=60.0,
+    )
     file = tmp_path / "learner.json"
     file.write_bytes(msgspec.json.encode(learner))
     meeting = ["--master-addr", "127.0.0.1", "--master-port", port]
@@ -75,7 +93,11 @@ async def test_two_nodes_of_two_ranks_have_the_moments_of_one_rank(
         for moment in ("exp_avg", "exp_avg_sq"):
             expected = alone.stepper.adamw.state[parameter][moment]
             moved += float(expected.abs().sum())
-            torch.testing.assert_close(stored.rows(f"{moment}/{name}", expected), expected, rtol=1e-3, atol=1e-7)
+            torch.testing.assert_close(
+                stored.rows(f"{moment}/{name}", expected), expected, rtol=1e-3, atol=1e-7
+            )
     assert moved > 0.1
     again = trainer(llama, tmp_path, rank)
-    assert checkpoint.restore(again, folder).groups() == dict.fromkeys((group.id for group in some), 1)
+    assert checkpoint.restore(again, folder).groups() == dict.fromkeys(
+        (group.id for group in some), 1
+    )

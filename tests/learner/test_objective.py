@@ -20,7 +20,9 @@ def batch(
     tokens: list[int], group: list[int], trajectory: list[int], tree: list[int]
 ) -> tuple[TurnTable, list[Tokens]]:
     n = len(tokens)
-    t = TurnTable(np.array(tree), np.array(group), np.array(trajectory), np.ones(n), np.array(tokens), {})
+    t = TurnTable(
+        np.array(tree), np.array(group), np.array(trajectory), np.ones(n), np.array(tokens), {}
+    )
     turns = [acted([1], [2] * k) for k in tokens]
     return t, turns
 
@@ -56,7 +58,9 @@ def test_a_question_without_outcomes_leaves_the_others_alone(aggregation: Aggreg
     lost = both.only(np.array([True, True, False, False]))
     alone, own = batch([2, 4], [0, 0], [0, 1], [7, 7])
     weights = token_weights(lost, sampled(turns[:2]), aggregation, constant_tokens=8)
-    np.testing.assert_array_equal(weights, token_weights(alone, sampled(own), aggregation, constant_tokens=8))
+    np.testing.assert_array_equal(
+        weights, token_weights(alone, sampled(own), aggregation, constant_tokens=8)
+    )
 
 
 def test_auto_is_the_aggregation_of_the_schemes_source_unless_the_correction_has_one() -> None:
@@ -64,7 +68,9 @@ def test_auto_is_the_aggregation_of_the_schemes_source_unless_the_correction_has
         return plan_of(LearnerConfig(scheme=scheme, **settings)).aggregation
 
     assert (auto("slate"), auto("grpo"), auto("turn_grpo")) == ("turn", "trajectory", "token")
-    assert {auto(scheme, correction="gspo") for scheme in ("slate", "grpo", "turn_grpo")} == {"trajectory"}
+    assert {auto(scheme, correction="gspo") for scheme in ("slate", "grpo", "turn_grpo")} == {
+        "trajectory"
+    }
     assert auto("grpo", correction="gspo", aggregation="token") == "token"
 
 

@@ -75,7 +75,9 @@ def test_pictures_read_as_by_the_plain_model(folder: Path, tmp_path: Path, atten
         packed = policy.read(forest)[0].split([len(p.tokens) - p.start for p in paths])
         for path, logprobs in zip(paths, packed, strict=True):
             np.testing.assert_allclose(logprobs, by_transformers(folder, path), atol=2e-5)
-            np.testing.assert_allclose(policy.read(pack([path]), attention="causal")[0], logprobs, atol=2e-5)
+            np.testing.assert_allclose(
+                policy.read(pack([path]), attention="causal")[0], logprobs, atol=2e-5
+            )
 
 
 def test_each_picture_of_a_forest_is_encoded_once(seeing: Path) -> None:
@@ -118,17 +120,23 @@ def pictured(seed: int, version: int) -> Batch:
         if node.kind != "prompt":
             return node
         number = 1 if node.parent < 0 else 2 + node.id // 2 % 2
-        tokens = np.concatenate([[260], vision.ids(number, sizes[number]), [261], node.tokens]).astype(np.int32)
+        tokens = np.concatenate(
+            [[260], vision.ids(number, sizes[number]), [261], node.tokens]
+        ).astype(np.int32)
         return msgspec.structs.replace(node, tokens=tokens, images={number: PICTURES[number]})
 
-    return msgspec.structs.replace(batch, nodes=[(tree, with_picture(node)) for tree, node in batch.nodes])
+    return msgspec.structs.replace(
+        batch, nodes=[(tree, with_picture(node)) for tree, node in batch.nodes]
+    )
 
 
 def test_pictures_reach_the_rows_of_a_batch_also_on_other_ranks() -> None:
     batch = unpack_batch(pack_batch(pictured(6, 0)))
     paths = table_of(batch).paths
     assert all(path.pictures == {n: PICTURES[n] for n in (1, 2, 3)} for path in paths)
-    shown = [run.number for path in paths for run in vision.runs(np.asarray(path.tokens[: path.start]))]
+    shown = [
+        run.number for path in paths for run in vision.runs(np.asarray(path.tokens[: path.start]))
+    ]
     assert set(shown) == {1, 2, 3}
 
 
@@ -150,7 +158,9 @@ def test_a_vision_tower_trains_as_on_plain_paths(seeing: Path, tmp_path: Path, r
     assert any("visual" in name for name in policy.trained())
     assert check(policy, seen() + seen(1))
     policy.read(pack(seen()))[0].sum().backward()
-    assert all(p.grad is not None for name, p in policy.trained().items() if "visual.blocks" in name)
+    assert all(
+        p.grad is not None for name, p in policy.trained().items() if "visual.blocks" in name
+    )
 
 
 def test_what_needs_a_model_with_vision_is_refused(llama: Path, tmp_path: Path) -> None:

@@ -32,13 +32,20 @@ def test_logprobs_are_taken_at_the_sampling_temperature(tmp_path: Path, llama: P
     expected = []
     for path in PATHS:
         with torch.no_grad():
-            scores = made.policy.causal(torch.tensor(path.tokens)[None]).logits[0, path.start - 1 : -1] / 0.6
-        expected.append(scores.log_softmax(-1).gather(1, torch.tensor(path.tokens[path.start :])[:, None])[:, 0])
+            scores = (
+                made.policy.causal(torch.tensor(path.tokens)[None]).logits[0, path.start - 1 : -1]
+                / 0.6
+            )
+        expected.append(
+            scores.log_softmax(-1).gather(1, torch.tensor(path.tokens[path.start :])[:, None])[:, 0]
+        )
     assert_close(got, torch.cat(expected), atol=2e-5, rtol=1e-5)
 
 
 def test_gradient_checkpointing_changes_memory_not_the_update(tmp_path: Path, llama: Path) -> None:
-    plain, saving = (steady(trainer(llama, tmp_path, gradient_checkpointing=saves)) for saves in (False, True))
+    plain, saving = (
+        steady(trainer(llama, tmp_path, gradient_checkpointing=saves)) for saves in (False, True)
+    )
     for made in (plain, saving):
         made.update(batch(0, 0))
     for name, value in state(plain).items():

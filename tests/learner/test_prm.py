@@ -42,7 +42,9 @@ def planted(seed: int, questions: int = 6) -> tuple[Batch, np.ndarray]:
     return Batch(0, questions, groups, nodes), np.array(values)
 
 
-def oprl(model: Path, run: Path, prm: dict[str, Any], **settings: Any) -> tuple[Trainer, ImplicitPrm]:
+def oprl(
+    model: Path, run: Path, prm: dict[str, Any], **settings: Any
+) -> tuple[Trainer, ImplicitPrm]:
     made = trainer(model, run, scheme="oprl", kl_coef=0.0, prm=prm, **settings)
     assert made.prm is not None
     return made, made.prm
@@ -97,11 +99,17 @@ def test_more_steps_of_the_reward_model_learn_more(tmp_path: Path, llama: Path) 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("reference", [{}, {"reference": "recomputed"}, {"reference": "behaviour"}])
 def test_the_reference_is_one_in_every_number_type(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, reference: dict[str, str]
+    tmp_path: Path,
+    llama: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    reference: dict[str, str],
 ) -> None:
     made, prm = oprl(llama, tmp_path, {"lr": 1e-3, **reference}, dtype=dtype)
     seen = []
-    monkeypatch.setattr(prm, "score_and_learn", lambda *a: (seen.append(a[3]), (np.zeros(len(a[3])), {}))[1])
+    monkeypatch.setattr(
+        prm, "score_and_learn", lambda *a: (seen.append(a[3]), (np.zeros(len(a[3])), {}))[1]
+    )
     batch, _ = planted(0)
     made.update(batch)
     engine = "behaviour" in reference.values()

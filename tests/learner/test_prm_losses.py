@@ -29,7 +29,9 @@ def preference(
     table: TurnTable, rewards: np.ndarray, config: PrmConfig, questions: np.ndarray | None = None
 ) -> tuple[Preference, np.ndarray]:
     """The loss of a batch; only the settings of the model are read."""
-    return ImplicitPrm.preference(cast(ImplicitPrm, SimpleNamespace(config=config)), table, rewards, questions)
+    return ImplicitPrm.preference(
+        cast(ImplicitPrm, SimpleNamespace(config=config)), table, rewards, questions
+    )
 
 
 @pytest.mark.parametrize(("score", "loss"), [("sum", 0.5981), ("mean", 0.6523)])
@@ -69,7 +71,9 @@ def test_dpo_loss_and_slopes_are_those_of_the_pairs_written_out(seed: int, n: in
 def test_the_accuracy_is_the_share_of_pairs_in_the_right_order() -> None:
     made = dpo(np.array([1.0, -1, 0]), np.array([True, True, False]), np.zeros(3))
     assert (made.used, made.accuracy) == (2, 0.5)
-    assert cross_entropy(np.array([1.0, -1, 2]), np.array([True, True, False])).accuracy == pytest.approx(1 / 3)
+    assert cross_entropy(
+        np.array([1.0, -1, 2]), np.array([True, True, False])
+    ).accuracy == pytest.approx(1 / 3)
 
 
 @settings(max_examples=40, deadline=None)
@@ -79,7 +83,9 @@ def test_cross_entropy_loss_and_slopes_are_those_of_torch(seed: int, n: int) -> 
     scores, positive = rng.normal(0, 3, n), rng.random(n) < 0.5
     made = cross_entropy(scores, positive)
     leaf = torch.tensor(scores, requires_grad=True)
-    loss = torch.nn.functional.binary_cross_entropy_with_logits(leaf, torch.tensor(positive, dtype=torch.float64))
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(
+        leaf, torch.tensor(positive, dtype=torch.float64)
+    )
     (slope,) = torch.autograd.grad(loss, leaf)
     assert made.loss == pytest.approx(float(loss.detach()), abs=1e-12)
     assert_allclose(made.slope, slope.numpy(), atol=1e-12)

@@ -33,7 +33,11 @@ ALL_MODELS: dict[str, object] = {
 }  # fmt: skip
 """Policy, critic and reward model, reference and proximal passes, two epochs of two minibatches."""
 
-FEW: dict[str, object] = {"kl_coef": 0.05, "correction": "icepop", "correction_options": {"level": "turn"}}
+FEW: dict[str, object] = {
+    "kl_coef": 0.05,
+    "correction": "icepop",
+    "correction_options": {"level": "turn"},
+}
 """Forests of one sampled token or none, a batch of one turn, one of no sampled token: some ranks
 have nothing to forward."""
 
@@ -107,7 +111,9 @@ def _batch(name: str) -> str:
     return f"{last}.batch" if last in ("few", "turn", "none", "all") else "slate"
 
 
-def alone(folder: Path, llama: Path, run: Path, name: str, updates: int = UPDATES) -> dict[str, torch.Tensor]:
+def alone(
+    folder: Path, llama: Path, run: Path, name: str, updates: int = UPDATES
+) -> dict[str, torch.Tensor]:
     """The same updates by one rank."""
     _, rank, settings = SCENARIOS[name]
     settings = {key: value for key, value in settings.items() if not key.startswith("shard")}
@@ -119,7 +125,9 @@ def alone(folder: Path, llama: Path, run: Path, name: str, updates: int = UPDATE
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_one_rank_and_several_ranks_give_the_same_update(ran: Path, tmp_path: Path, llama: Path, name: str) -> None:
+def test_one_rank_and_several_ranks_give_the_same_update(
+    ran: Path, tmp_path: Path, llama: Path, name: str
+) -> None:
     count = SCENARIOS[name][0]
     assert json.loads((ran / "codes.json").read_text())[name] == [0] * count
     expected = alone(ran, llama, tmp_path, name)
@@ -135,7 +143,10 @@ def test_sharded_bfloat16_ranks_move_as_float32(ran: Path, tmp_path: Path, llama
     start = everything(trainer(llama, tmp_path, 4))
     exact, mixed = alone(ran, llama, tmp_path, "lora"), load_file(ran / "mixed-0.safetensors")
     assert {value.dtype for value in mixed.values()} == {torch.float32}
-    steps = [torch.cat([(made[key] - start[key]).reshape(-1) for key in start]) for made in (exact, mixed)]
+    steps = [
+        torch.cat([(made[key] - start[key]).reshape(-1) for key in start])
+        for made in (exact, mixed)
+    ]
     assert torch.cosine_similarity(steps[0], steps[1], dim=0) > 0.9
 
 
@@ -166,7 +177,9 @@ def test_any_number_of_ranks_reads_a_sharded_state(ran: Path, tmp_path: Path, ll
 
 def test_two_copies_write_each_row_once(ran: Path, tmp_path: Path, llama: Path) -> None:
     folder = ran / "hybrid_all" / "checkpoints" / f"v{UPDATES:06d}"
-    assert [len(list(folder.glob(f"{part}-*.safetensors"))) for part in ("policy", "critic", "prm")] == [2, 2, 2]
+    assert [
+        len(list(folder.glob(f"{part}-*.safetensors"))) for part in ("policy", "critic", "prm")
+    ] == [2, 2, 2]
     made = trainer(llama, tmp_path, 4, **ALL_MODELS)
     checkpoint.restore(made, folder)
     for key, value in load_file(ran / "hybrid_all-0.safetensors").items():
@@ -176,7 +189,9 @@ def test_two_copies_write_each_row_once(ran: Path, tmp_path: Path, llama: Path) 
 @pytest.mark.parametrize(("name", "shards"), [("mixed", 4), ("dead_hybrid", 2), ("dead", 1)])
 def test_a_sharded_rank_loads_and_holds_its_part_alone(ran: Path, name: str, shards: int) -> None:
     # in float32
-    stored = [2 * tensor.nbytes for tensor in load_file(ran / "narrow" / "model.safetensors").values()]
+    stored = [
+        2 * tensor.nbytes for tensor in load_file(ran / "narrow" / "model.safetensors").values()
+    ]
     for rank in range(4):
         loaded, largest, held = json.loads((ran / f"{name}-{rank}.bytes").read_text())
         if shards == 1:
@@ -201,7 +216,10 @@ def test_one_ranks_full_disk_stops_all_with_the_reason(ran: Path) -> None:
 
 def test_sharded_weights_load_in_transformers(ran: Path, tmp_path: Path, llama: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama)
-    trained = {k.removeprefix("policy/"): v for k, v in load_file(ran / "sharded_full-0.safetensors").items()}
+    trained = {
+        k.removeprefix("policy/"): v
+        for k, v in load_file(ran / "sharded_full-0.safetensors").items()
+    }
     missing, unexpected = model.load_state_dict(trained, strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}

@@ -54,7 +54,9 @@ def test_a_penalty_is_charged_to_the_first_score_at_its_turn_or_later() -> None:
 
 def test_the_reward_is_scaled_then_clipped_and_the_penalties_come_after() -> None:
     table = two_trajectories(reward=[0.1, 0.4, -3.0, NO])
-    config = LearnerConfig(reward_scale=2.0, reward_clip=0.5, soft_overlong=SoftOverlong(max_tokens=4, cache_tokens=2))
+    config = LearnerConfig(
+        reward_scale=2.0, reward_clip=0.5, soft_overlong=SoftOverlong(max_tokens=4, cache_tokens=2)
+    )
     changed = shaped(table, "reward", config).column("reward")
     assert_allclose(changed, [0.2, 0.0, -0.5, NO])
 
@@ -63,7 +65,8 @@ def test_k1_in_the_reward_is_the_log_ratio_of_the_samples(tmp_path: Path, llama:
     settings: dict[str, Any] = {"kl_coef": 0.0, "scheme": "grpo", "scheme_options": {"std": False}}
     some = episodes(0, 0)
     before, after = (
-        seen(trainer(llama, tmp_path, **settings, kl_reward_coef=coefficient), some)[0] for coefficient in (0.0, 0.25)
+        seen(trainer(llama, tmp_path, **settings, kl_reward_coef=coefficient), some)[0]
+        for coefficient in (0.0, 0.25)
     )
     assert after.reference is not None
     table = table_of(some)
@@ -91,7 +94,9 @@ def test_a_trajectory_with_a_cut_action_carries_no_loss_but_is_still_compared(
     some = rescored(some, lambda turn: turn.scores | {"truncated": float(turn is cut)})
     settings: dict[str, Any] = {"scheme": "grpo", "scheme_options": {"column": "outcome"}}
     kept, filtering = (
-        seen(trainer(llama, tmp_path, overlong_filter=on, aggregation=aggregation, **settings), some)
+        seen(
+            trainer(llama, tmp_path, overlong_filter=on, aggregation=aggregation, **settings), some
+        )
         for on in (False, True)
     )
     table = table_of(some)

@@ -40,7 +40,10 @@ async def sampled(model: Path, dtype: Dtype = "float32", **cut: Any) -> Batch:
             record = sample.logprobs, sample.versions, np.ones(len(sample.tokens), bool)
             assert sample.support
             own.append(TreeNode(i + 1, 0, "action", sample.tokens, *record, support=sample.support))
-        turns = [Turn(i + 1, i, 1, {"reward": float(i), "outcome": float(i > 0)}) for i in range(CANDIDATES)]
+        turns = [
+            Turn(i + 1, i, 1, {"reward": float(i), "outcome": float(i > 0)})
+            for i in range(CANDIDATES)
+        ]
         groups.append(TrainGroup(tree, tree, own, turns))
         nodes += [(tree, node) for node in own]
     await engine.close()
@@ -71,7 +74,9 @@ def explicit(made: Trainer, path: Tokens) -> torch.Tensor:
 
 def gradients(made: Trainer) -> torch.Tensor:
     """The gradients of the policy, flat and removed."""
-    flat = torch.cat([p.grad.reshape(-1) for p in made.policy.trained().values() if p.grad is not None])
+    flat = torch.cat(
+        [p.grad.reshape(-1) for p in made.policy.trained().values() if p.grad is not None]
+    )
     for parameter in made.policy.trained().values():
         parameter.grad = None
     return flat
@@ -114,7 +119,9 @@ async def test_engine_and_learner_agree_on_the_distribution_that_was_sampled(
     assert metrics["learner/kl"] < rounding  # the reference, too, is taken over what was left
     assert not [warning for warning in made.warnings if "log-probability difference" in warning]
     whole = [(tree, msgspec.structs.replace(node, support=b"")) for tree, node in some.nodes]
-    apart = tempered(llama, tmp_path, dtype=dtype).update(msgspec.structs.replace(some, nodes=whole))
+    apart = tempered(llama, tmp_path, dtype=dtype).update(
+        msgspec.structs.replace(some, nodes=whole)
+    )
     assert apart["watch/engine_gap_mean"] > 5 * metrics["watch/engine_gap_mean"]
 
 

@@ -42,9 +42,17 @@ def test_the_critic_trains_alone_while_it_warms_up(tmp_path: Path, llama: Path) 
         metrics = made.update(episodes(version, version))
         assert metrics["learner/skipped"] == 1
         assert metrics["critic/grad_norm"] > 0
-    changed = {name.split("/")[0] for name, p in everything(made).items() if not torch.equal(p, before[name])}
+    changed = {
+        name.split("/")[0]
+        for name, p in everything(made).items()
+        if not torch.equal(p, before[name])
+    }
     assert (changed, made.version) == ({"critic"}, 2)
     # the first of the policy's own warm-up
     assert made.update(episodes(2, 2))["learner/lr"] == pytest.approx(0.005)
-    changed = {name.split("/")[0] for name, p in everything(made).items() if not torch.equal(p, before[name])}
+    changed = {
+        name.split("/")[0]
+        for name, p in everything(made).items()
+        if not torch.equal(p, before[name])
+    }
     assert changed == {"critic", "policy"}

@@ -44,12 +44,18 @@ CANDIDATES = steps([2, 1, 0, 0, -2], [0] * 5)
 TWO_TURNS = made_of([2] * 5, {"reward": [1, 1, 2, -1, -1, 1, 0, 0, -1, -1]})
 UNEVEN = made_of([2, 1, 2, 1, 2], {"reward": [1.5, 0.5, 1, 1, -1, 0, -1, -1]})
 FOUR = made_of([1] * 4, {"reward": [3, 1, 0, 2]}, tree=[0, 0, 1, 1], tokens=[1, 2, 1, 1])
-FORCED = made_of([1] * 3, {"reward": [3, 1, 0]}, tokens=[1, 2, 1], sampled=[True, True, False, True])
+FORCED = made_of(
+    [1] * 3, {"reward": [3, 1, 0]}, tokens=[1, 2, 1], sampled=[True, True, False, True]
+)
 # 10, 0, 2 against 1, 6, 5; a question of two: 3 against -1; a lone trajectory has no other
 QUESTIONS = made_of([2, 1, 1, 1, 1, 1], {"reward": [4, 6, 0, 2, 3, -1, 9]}, tree=[0, 0, 0, 1, 1, 2])
 # methods.md 5: rewards by turn, in trajectories of 4, 3, 3, 2, 2 and 1 turns
 VPR = made_of([4, 3, 3, 2, 2, 1], {"reward": [1, 1, 0, 1, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1]})
-VPR_V2 = made_of([1] * 12, {"reward": [2, 0, -1, -1, 1, 1, 1, 1, 0.5, -2, NO, 0.5]}, tree=[0] * 4 + [1] * 4 + [2] * 4)
+VPR_V2 = made_of(
+    [1] * 12,
+    {"reward": [2, 0, -1, -1, 1, 1, 1, 1, 0.5, -2, NO, 0.5]},
+    tree=[0] * 4 + [1] * 4 + [2] * 4,
+)
 # Centred: 2, 0, -1, -1 and (mean -1/3) 5/6, -5/3, 5/6; the squares sum to 6 + 25/6 over seven
 CENTRED = np.array([2, 0, -1, -1, 0, 0, 0, 0, 5 / 6, -5 / 3, 0, 5 / 6]) / ((6 + 25 / 6) / 7) ** 0.5
 EPISODES = made_of([2, 1, 2, 1], {"outcome": [NO, 1, -1, NO, 0, 1]}, tree=[0, 1, 2, 3])
@@ -131,7 +137,9 @@ def critic_case(**more: list[float]) -> TurnTable:
     """One trajectory of two turns, two tokens and one, the second token forced; values .5, .25,
     .75; outcome 1."""
     columns = {"value": [0.5, 0.25, 0.75]} | more
-    return made_of([2], {"outcome": [NO, 1]}, tokens=[2, 1], sampled=[True, False, True], token_scores=columns)
+    return made_of(
+        [2], {"outcome": [NO, 1]}, tokens=[2, 1], sampled=[True, False, True], token_scores=columns
+    )
 
 
 OFF, FAR = (critic_case(log_ratio=np.log([1.0, 1, last]).tolist()) for last in (0.5, 4.0))
@@ -210,7 +218,9 @@ def test_renorm_by_a_constant_known_answers_and_returns(
     assert_allclose(made.advantages, returns, atol=5e-5)
 
 
-def rewards_of(t: TurnTable, how: ppr.Normalisation = "constant", invalid: ppr.Invalid = "zero") -> np.ndarray:
+def rewards_of(
+    t: TurnTable, how: ppr.Normalisation = "constant", invalid: ppr.Invalid = "zero"
+) -> np.ndarray:
     return ppr.turn_rewards(t, how, invalid, "process", "outcome")
 
 
@@ -238,7 +248,9 @@ TWO_JUDGED = made_of(
         ("sample", "skip", [0.25, 0.75, 1, 0, -1, 0]),
     ],
 )
-def test_ppr_normalisations_by_hand(how: ppr.Normalisation, invalid: ppr.Invalid, expected: list[float]) -> None:
+def test_ppr_normalisations_by_hand(
+    how: ppr.Normalisation, invalid: ppr.Invalid, expected: list[float]
+) -> None:
     assert_allclose(rewards_of(TWO_JUDGED, how, invalid), expected)
 
 
@@ -396,11 +408,15 @@ def prime_by_hand(low: float, high: float) -> list[float]:
         n = len(others)
         mean = sum(sum(r) / largest / sum(s) for _, r, s in others) / n
         final = n / (n - 1) * (score - sum(other[0] for other in others) / n)
-        process = [s * n / (n - 1) * (r / largest - mean) for r, s in zip(rewards, sampled, strict=True)]
+        process = [
+            s * n / (n - 1) * (r / largest - mean) for r, s in zip(rewards, sampled, strict=True)
+        ]
         flat += [5 * sum(process[i:]) + 5 * final for i in range(len(sampled))]
         kept += sampled
     inside = np.array([x for x, k in zip(flat, kept, strict=True) if k])
-    return [(x - inside.mean()) / inside.std() if k else 0.0 for x, k in zip(flat, kept, strict=True)]
+    return [
+        (x - inside.mean()) / inside.std() if k else 0.0 for x, k in zip(flat, kept, strict=True)
+    ]
 
 
 def test_prime_is_the_loop_over_responses_written_out_after_the_filter_of_questions() -> None:
@@ -413,7 +429,9 @@ def test_prime_is_the_loop_over_responses_written_out_after_the_filter_of_questi
 
 def test_prime_takes_the_accuracy_of_a_question_over_the_outcomes_that_are_there() -> None:
     score = {"outcome": [1, 0, NO, 1, NO, 1]}
-    t = made_of([1] * 6, score, tree=[0, 0, 0, 1, 1, 1], token_scores={"prm": [0.5, -0.25, 9, 1, 2, 3]})
+    t = made_of(
+        [1] * 6, score, tree=[0, 0, 0, 1, 1, 1], token_scores={"prm": [0.5, -0.25, 9, 1, 2, 3]}
+    )
     assert_allclose(estimated(t, "prime").advantages, [1, -1, 0, 0, 0, 0], atol=1e-6)
 
 
@@ -461,7 +479,9 @@ def test_permuting_the_rows_permutes_advantages_and_targets(seed: int, which: Wh
 
 
 WITHOUT_CRITIC = [
-    (name, options) for name, options in EVERY if name not in ("gae", "ppr") and options.get("base") != "ppo"
+    (name, options)
+    for name, options in EVERY
+    if name not in ("gae", "ppr") and options.get("base") != "ppo"
 ]
 
 
@@ -548,7 +568,9 @@ def test_a_return_is_missing_where_one_of_its_rewards_is() -> None:
 )
 def test_sample_and_population_deviation_have_their_ratio(which: Which, option: str) -> None:
     t, (name, options) = random_table(11), which
-    population, sample = (schemes.load(name, options | {option: ddof})(t).advantages for ddof in (0, 1))
+    population, sample = (
+        schemes.load(name, options | {option: ddof})(t).advantages for ddof in (0, 1)
+    )
     n: Any = {"outcome": len(t.trajectories().tree)}.get(name, len(t))
     if option == "whiten_ddof":
         n = t.mask().sum()
@@ -561,7 +583,9 @@ def test_sample_and_population_deviation_have_their_ratio(which: Which, option: 
 @pytest.mark.parametrize("which", EVERY, ids=str)
 def test_a_scheme_reads_the_token_columns_it_needs_and_no_other_and_is_finite(which: Which) -> None:
     t, scheme = random_table(5), schemes.load(*which)
-    needed = {name: column for name, column in t.token_scores.items() if name in scheme.needs.models}
+    needed = {
+        name: column for name, column in t.token_scores.items() if name in scheme.needs.models
+    }
     made = scheme(msgspec.structs.replace(t, token_scores=needed))
     assert made.advantages.shape == (int(t.tokens.sum()),)
     assert np.isfinite(made.advantages).all()

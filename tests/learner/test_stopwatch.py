@@ -25,6 +25,10 @@ def test_an_update_tells_its_phases(tmp_path: Path, llama: Path) -> None:
     made = trainer(llama, tmp_path, scheme="gae", epochs=2)
     first, second = (made.update(episodes(version, version)) for version in range(2))
     for metrics, more in ((first, {"check"}), (second, set())):
-        phases = {name.removeprefix(PREFIX): seconds for name, seconds in metrics.items() if name.startswith(PREFIX)}
+        phases = {
+            name.removeprefix(PREFIX): seconds
+            for name, seconds in metrics.items()
+            if name.startswith(PREFIX)
+        }
         assert set(phases) == {"pack", "score", "forward", "backward", "step", "critic"} | more
         assert 0 < sum(phases.values()) <= metrics["learner/seconds"]

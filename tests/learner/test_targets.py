@@ -31,7 +31,8 @@ def number(low: float, high: float) -> st.SearchStrategy[float]:
 def trajectories(draw: st.DrawFn) -> Trajectory:
     n = draw(st.integers(1, 8))
     rewards, values, log_ratio = (
-        np.array(draw(st.lists(number(-b, b), min_size=n, max_size=n)), np.float64) for b in (2, 2, 1.5)
+        np.array(draw(st.lists(number(-b, b), min_size=n, max_size=n)), np.float64)
+        for b in (2, 2, 1.5)
     )
     return Trajectory(rewards, values, log_ratio, draw(number(0, 1)), draw(number(0, 1)))
 
@@ -49,7 +50,9 @@ def delta(t: Trajectory, i: int) -> float:
 def test_gae_is_the_double_sum_of_discounted_temporal_differences(t: Trajectory) -> None:
     made, returns = gae(t.rewards, t.values, t.gamma, t.lam)
     n = len(made)
-    expected = [sum((t.gamma * t.lam) ** (k - i) * delta(t, k) for k in range(i, n)) for i in range(n)]
+    expected = [
+        sum((t.gamma * t.lam) ** (k - i) * delta(t, k) for k in range(i, n)) for i in range(n)
+    ]
     assert_allclose(made, expected, atol=1e-9)
     assert_allclose(returns, made + t.values, atol=1e-12)
 
@@ -85,7 +88,9 @@ def test_retrace_is_the_sum_of_its_paper_over_traces_cut_at_one(t: Trajectory) -
     n, cut = len(targets), [min(1.0, float(r)) for r in np.exp(t.log_ratio)]
     expected = [
         sum(
-            t.gamma ** (k - s) * float(np.prod([t.lam * c for c in cut[s + 1 : k + 1]])) * delta(t, k)
+            t.gamma ** (k - s)
+            * float(np.prod([t.lam * c for c in cut[s + 1 : k + 1]]))
+            * delta(t, k)
             for k in range(s, n)
         )
         for s in range(n)
@@ -97,7 +102,10 @@ def test_retrace_is_the_sum_of_its_paper_over_traces_cut_at_one(t: Trajectory) -
 def test_ratios_too_large_for_a_float_are_cut_like_any_other() -> None:
     rewards, values, far = np.ones(3), np.zeros(3), np.array([900.0, 900, 900])
     with np.errstate(over="ignore"):
-        for made in (vtrace(rewards, values, far, 1.0, 1.0), retrace(rewards, values, far, 1.0, 1.0)):
+        for made in (
+            vtrace(rewards, values, far, 1.0, 1.0),
+            retrace(rewards, values, far, 1.0, 1.0),
+        ):
             for column in made:
                 assert_allclose(column, [3, 2, 1])
 

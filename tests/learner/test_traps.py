@@ -28,7 +28,15 @@ def table(trajectories: int, **scores: list[float]) -> TurnTable:
     n = np.zeros(trajectories, np.int64)
     columns = {name: np.array(values, np.float64) for name, values in scores.items()}
     ones = n + 1
-    return TurnTable(n, n, np.arange(trajectories), ones, ones, columns, token_scores={"prm": np.zeros(trajectories)})
+    return TurnTable(
+        n,
+        n,
+        np.arange(trajectories),
+        ones,
+        ones,
+        columns,
+        token_scores={"prm": np.zeros(trajectories)},
+    )
 
 
 @pytest.mark.parametrize("base", ["grpo", "rloo", "reinforce_pp"])
@@ -42,7 +50,12 @@ def test_an_invalid_step_among_equal_outcomes_costs_its_penalty_alone(base: str)
 @pytest.mark.parametrize("value", [2.05, 0.1, -1e9])
 def test_equal_scores_leave_exactly_no_advantage(value: float) -> None:
     same = np.full(6, value)
-    for made in (standardise(same), standardise(same, eps=1e-8), leave_one_out(same), whiten(same, same == same)):
+    for made in (
+        standardise(same),
+        standardise(same, eps=1e-8),
+        leave_one_out(same),
+        whiten(same, same == same),
+    ):
         assert not made.any()
 
 
@@ -50,7 +63,10 @@ def test_an_infinite_score_is_named_with_its_scheme(tmp_path: Path, llama: Path)
     some, nodes = groups(7)
     turns = [msgspec.structs.replace(t, scores={"reward": float("inf")}) for t in some[0].turns[:1]]
     bad = TrainGroup(some[0].id, some[0].tree, some[0].nodes, turns + some[0].turns[1:])
-    with pytest.raises(ValueError, match=r"scheme 'grpo'.*not finite"), np.errstate(invalid="ignore"):
+    with (
+        pytest.raises(ValueError, match=r"scheme 'grpo'.*not finite"),
+        np.errstate(invalid="ignore"),
+    ):
         trainer(llama, tmp_path, scheme="grpo").update(Batch(0, 3, [bad, *some[1:]], nodes))
 
 

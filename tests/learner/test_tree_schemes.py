@@ -24,7 +24,10 @@ SURE, UNSURE = -0.01, -1.0  # log-probabilities above and below log 0.9
 
 
 def leaves(
-    paths: list[list[list[int]]], outcomes: list[float], groups: list[int] | None = None, fresh: bool = False
+    paths: list[list[list[int]]],
+    outcomes: list[float],
+    groups: list[int] | None = None,
+    fresh: bool = False,
 ) -> TurnTable:
     """One question's trajectories, each a list of turns of tokens. Observations are the token 99; a
     negative token was sampled surely.
@@ -134,7 +137,9 @@ def test_treerl_as_released_gives_a_step_without_a_gain_the_gain_of_the_step_bef
     result = treerl.advantages(leaves(TREE, [0.75, 0.0, 0.75 * c, -0.75 * (1 + c)]))
     shared, a = 2 * step, 2 - step
     assert_allclose(
-        result, [shared, shared, a, a, shared, shared, -step, shared, 2 * c - step, -2 * (1 + c)], atol=1e-12
+        result,
+        [shared, shared, a, a, shared, shared, -step, shared, 2 * c - step, -2 * (1 + c)],
+        atol=1e-12,
     )
 
 
@@ -153,7 +158,10 @@ def test_spo_as_released_draws_at_most_so_many_segments_of_each_question(most: i
     batch = released.table(questions)
     result = schemes.load("spo", {"most": most, "certain": 1.1})(batch)
     assert result.trained is not None
-    drawn = [segments(batch).of[result.trained & batch.per_token(batch.tree == number)] for number in range(3)]
+    drawn = [
+        segments(batch).of[result.trained & batch.per_token(batch.tree == number)]
+        for number in range(3)
+    ]
     assert [len(set(of.tolist())) for of in drawn] == [most] * 3
 
 
@@ -176,11 +184,14 @@ OTHER = Node([], [Node([1, 2, 4], outcome=1.0), Node([10], outcome=0.0)])
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("spo", {}), ("treepo", {}), ("reinforce_pp", {"column": "outcome", "leave_out_equal": True})]
+    ("name", "options"),
+    [("spo", {}), ("treepo", {}), ("reinforce_pp", {"column": "outcome", "leave_out_equal": True})],
 )
 def test_whitening_leaves_out_equal_questions(name: str, options: dict[str, Any]) -> None:
     both, alone = (ours(questions, name, **options) for questions in ([OTHER, EQUAL], [OTHER]))
-    assert {key: value for key, value in both.items() if value} == {key: value for key, value in alone.items() if value}
+    assert {key: value for key, value in both.items() if value} == {
+        key: value for key, value in alone.items() if value
+    }
 
 
 ENVIRONMENT = {"variant": "environment", "step_reward": "outcome", "alpha": 0.0}
@@ -207,7 +218,9 @@ def test_spo_with_the_strategys_weights_has_the_means_of_the_children() -> None:
     # The root has two children (ABC, D), ABC has two (AB, C), AB has two: weights 1/8, 1/8, 1/4,
     # 1/2. V(AB) = 1/2, V(ABC) = (1/2 + 1) / 2 = 3/4, V(root) = (3/4 + 0) / 2 = 3/8.
     table = leaves(TREE, OUTCOMES)
-    table.scores["weight"] = np.where(np.isnan(table.scores["outcome"]), np.nan, [0, 1 / 8, 1 / 8, 1 / 4, 1 / 2])
+    table.scores["weight"] = np.where(
+        np.isnan(table.scores["outcome"]), np.nan, [0, 1 / 8, 1 / 8, 1 / 4, 1 / 2]
+    )
     result = spo.advantages(table, form="paper", whiten=False).advantages
     expected = [3 / 8, -1 / 4, 1 / 2, 1 / 2, 3 / 8, -1 / 4, -1 / 2, 3 / 8, 1 / 4, -3 / 8]
     assert_allclose(result, expected, atol=1e-12)
@@ -221,7 +234,9 @@ def test_spo_leaves_tokens_out_that_the_policy_was_sure_of_and_whitens_the_other
     assert_allclose(result.advantages, [1.1547, 0, -0.5774, -0.5774], atol=1e-4)
     assert result.trained is not None
     assert result.trained.tolist() == [True, False, True, True]
-    assert_allclose(spo.advantages(table, certain=1.1, whiten=False).advantages, [0.5, 0.5, -0.5, -0.5])
+    assert_allclose(
+        spo.advantages(table, certain=1.1, whiten=False).advantages, [0.5, 0.5, -0.5, -0.5]
+    )
 
 
 def test_arpo_is_grpo_over_the_leaves_or_its_mean_on_shared_tokens() -> None:
@@ -246,7 +261,9 @@ def test_tokens_that_a_scheme_leaves_out_are_in_no_mean(tmp_path: Path, llama: P
     options = {"most": 2, "certain": 1.1}
     trained = schemes.load("spo", options)(table).trained
     assert trained is not None
-    metrics = trainer(llama, tmp_path, scheme="spo", scheme_options=options, aggregation="token").update(some)
+    metrics = trainer(
+        llama, tmp_path, scheme="spo", scheme_options=options, aggregation="token"
+    ).update(some)
     assert metrics["learner/trained_tokens"] == trained.sum() < table.tokens.sum()
     assert metrics["learner/zero_advantage_share"] == 0
 
@@ -264,10 +281,16 @@ SAO: list[tuple[list[list[int]], list[bool], float, list[float], list[float]]] =
 
 @pytest.mark.parametrize(("turns", "sampled", "alpha", "values", "expected"), SAO)
 def test_saos_lambda_grows_with_the_sampled_length_and_its_critic_learns_the_return(
-    turns: list[list[int]], sampled: list[bool], alpha: float, values: list[float], expected: list[float]
+    turns: list[list[int]],
+    sampled: list[bool],
+    alpha: float,
+    values: list[float],
+    expected: list[float],
 ) -> None:
     made = leaves([turns], [1.0])
-    made = msgspec.structs.replace(made, sampled=np.array(sampled), token_scores={"value": np.array(values)})
+    made = msgspec.structs.replace(
+        made, sampled=np.array(sampled), token_scores={"value": np.array(values)}
+    )
     estimate = sao.advantages(made, alpha=alpha, whiten=False)
     assert_allclose(estimate.advantages, expected)
     assert estimate.returns is not None
@@ -278,7 +301,10 @@ def test_saos_lambda_grows_with_the_sampled_length_and_its_critic_learns_the_ret
 @given(seed=st.integers(0, 2**16), outcome=st.sampled_from([0.0, 1.0, -0.3]))
 def test_equal_outcomes_teach_nothing(name: str, seed: int, outcome: float) -> None:
     rng = np.random.default_rng(seed)
-    paths = [[[int(x) for x in rng.integers(1, 3, 2)] for _ in range(rng.integers(1, 3))] for _ in range(5)]
+    paths = [
+        [[int(x) for x in rng.integers(1, 3, 2)] for _ in range(rng.integers(1, 3))]
+        for _ in range(5)
+    ]
     table = leaves(paths, [outcome] * 5)
     assert_allclose(estimated(table, name).advantages, 0, atol=1e-9)
 

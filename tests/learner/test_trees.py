@@ -66,4 +66,6 @@ def test_a_part_of_the_trie_is_a_whole_forest(tokens: list[list[int]], data: st.
             np.testing.assert_array_equal(getattr(part, field), getattr(expected, field))
         assert (part.path_tokens, part.nodes) == (expected.path_tokens, expected.nodes)
     own, among = trie.cuts(rows), cuts(alone)
-    assert sorted(zip(own.length, own.added, strict=True)) == sorted(zip(among.length, among.added, strict=True))
+    assert sorted(zip(own.length, own.added, strict=True)) == sorted(
+        zip(among.length, among.added, strict=True)
+    )

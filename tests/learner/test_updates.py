@@ -33,7 +33,9 @@ from tests.updates import (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "dtype"), [(0, "float32"), (4, "float32"), (0, "bfloat16"), (4, "bfloat16")])
+@pytest.mark.parametrize(
+    ("rank", "dtype"), [(0, "float32"), (4, "float32"), (0, "bfloat16"), (4, "bfloat16")]
+)
 def test_four_updates_equal_two_a_checkpoint_a_resume_and_two(
     tmp_path: Path, llama: Path, rank: int, dtype: str
 ) -> None:
@@ -64,7 +66,9 @@ def test_an_updates_gradient_in_bfloat16_points_where_that_in_float32_does(
 ) -> None:
     exact, fast = (
         gradient(
-            trainer(llama, tmp_path, scheme=scheme, correction=correction, dtype=dtype), episodes(8, 0), monkeypatch
+            trainer(llama, tmp_path, scheme=scheme, correction=correction, dtype=dtype),
+            episodes(8, 0),
+            monkeypatch,
         )
         for dtype in ("float32", "bfloat16")
     )
@@ -79,7 +83,9 @@ def test_with_one_optimizer_step_the_current_policy_is_the_proximal_one(
     options = {"upper": 1.1, "level": "token"} | ({"lower": 0.9} if name == "icepop" else {})
     settings = {"scheme": "grpo", "correction_options": options, "grad_clip": 1e9}
     published, plain = (
-        gradient(trainer(llama, tmp_path, correction=which, **settings), episodes(8, 0), monkeypatch)
+        gradient(
+            trainer(llama, tmp_path, correction=which, **settings), episodes(8, 0), monkeypatch
+        )
         for which in (name, direct)
     )
     assert plain.norm() > 1e-3
@@ -130,7 +136,9 @@ def test_no_trajectory_without_outcome_counts(tmp_path: Path, llama: Path, schem
         return None if turn.trajectory == 0 else float(turn.trajectory == 1)
 
     some = episodes(8, 0)
-    lacking, without = (steady(trainer(llama, tmp_path, scheme=scheme, **MODELS[scheme])) for _ in range(2))
+    lacking, without = (
+        steady(trainer(llama, tmp_path, scheme=scheme, **MODELS[scheme])) for _ in range(2)
+    )
     before = everything(lacking)
     metrics = lacking.update(scored(some, known))
     expected = without.update(scored(some, known, out=True))
@@ -153,7 +161,9 @@ def test_primes_reward_model_trains_on_what_its_filter_keeps(tmp_path: Path, lla
     def kept(tree: int, turn: Turn) -> float | None:
         return None if tree == easy else outcome(tree, turn)
 
-    made, without = (steady(trainer(llama, tmp_path, scheme="prime", **MODELS["prime"])) for _ in range(2))
+    made, without = (
+        steady(trainer(llama, tmp_path, scheme="prime", **MODELS["prime"])) for _ in range(2)
+    )
     metrics = made.update(scored(some, outcome))
     expected = without.update(scored(some, kept, out=True))
     assert metrics["learner/left_out_trajectories"] == 3
@@ -256,6 +266,8 @@ def test_groups_of_a_replaced_tree_leave_with_the_next_batch_and_are_no_question
 def test_more_critic_steps_come_nearer_to_the_returns(tmp_path: Path, llama: Path) -> None:
     losses = []
     for steps in (1, 4):
-        model = trainer(llama, tmp_path, scheme="sao", correction="icepop", critic={"lr": 1e-2, "steps": steps})
+        model = trainer(
+            llama, tmp_path, scheme="sao", correction="icepop", critic={"lr": 1e-2, "steps": steps}
+        )
         losses.append([model.update(episodes(8, version))["critic/loss"] for version in range(2)])
     assert losses[1][1] < losses[0][1]

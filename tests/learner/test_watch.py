@@ -18,7 +18,9 @@ def measured(
     plain = {"entropy": zeros + 0.5, "kl": zeros, "coefficient": zeros + 1, "cut": zeros}
     changed = {name: np.array(column) for name, column in columns.items()}
     turns = np.array(turn or [1] * n)
-    return metrics(behaviour + gap, behaviour, staleness=stale, turn=turns, fresh=stale == 0, **plain | changed)
+    return metrics(
+        behaviour + gap, behaviour, staleness=stale, turn=turns, fresh=stale == 0, **plain | changed
+    )
 
 
 def test_equal_weights_are_worth_all_their_samples_and_one_huge_weight_is_worth_one() -> None:

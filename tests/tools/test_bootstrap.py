@@ -35,27 +35,25 @@ def test_every_process_inherits_the_limits_of_the_kernel_caches_and_the_users_ow
     assert started(sys.executable, "-c", tool, cwd=ROOT, env=shell).stdout == "32 7\n"
 
 
-@pytest.mark.parametrize("tool", ["launch", "dump"])
-def test_the_tools_start_where_python_does_not_put_a_scripts_folder_on_its_path(tool: str) -> None:
+def test_a_tool_starts_where_python_does_not_put_a_scripts_folder_on_its_path() -> None:
     shell = os.environ | {"PYTHONSAFEPATH": "1", "COPPICE_VENV": sys.prefix}
     shell.pop("PYTHONPATH", None)
-    done = started(ROOT / "tools" / tool, "--help", cwd="/", env=shell)
+    done = started(ROOT / "tools" / "dump", "--help", cwd="/", env=shell)
     assert done.returncode == 0, done.stderr
     assert "usage: " in done.stdout
 
 
-@pytest.mark.parametrize(("tool", "said"), [("test", "--quick"), ("launch", "module")])
-@pytest.mark.parametrize("packages", [[], ["old"]])
-def test_a_help_installs_nothing(tool: str, said: str, packages: list[str], tmp_path: Path) -> None:
-    if packages:  # an environment for an earlier pyproject.toml, in which nothing was installed
+@pytest.mark.parametrize("old", [False, True])
+def test_a_help_installs_nothing(old: bool, tmp_path: Path) -> None:
+    if old:  # an environment for an earlier pyproject.toml, in which nothing was installed
         venv.create(tmp_path / "venv", symlinks=True)
         (tmp_path / "venv" / ".coppice").write_text("old cpu")
     before = sorted(tmp_path.rglob("*"))
     shell = os.environ | {"COPPICE_VENV": str(tmp_path / "venv"), "PYTHONDONTWRITEBYTECODE": "1"}
     # -S: without the packages of this environment
-    done = started(sys.executable, "-S", ROOT / "tools" / tool, "--help", env=shell)
+    done = started(sys.executable, "-S", ROOT / "tools" / "launch", "--help", env=shell)
     assert (done.returncode, done.stderr) == (0, "")
-    assert said in done.stdout
+    assert "The options need the module" in done.stdout
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -67,12 +65,8 @@ def test_a_tool_starts_alike_with_a_closed_stdin_a_plain_ascii_shell_and_a_proxy
     )
     shell = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
     shell |= {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-    shell |= {
-        "PYTHONIOENCODING": "ascii",
-        "COPPICE_VENV": sys.prefix,
-        "COPPICE_EXTRA": "cpu",
-        "NO_PROXY": "inside.example",
-    }
+    shell |= {"PYTHONIOENCODING": "ascii", "NO_PROXY": "inside.example"}
+    shell |= {"COPPICE_VENV": sys.prefix, "COPPICE_EXTRA": "cpu"}
     with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
         file.write("0.8 ±0.1")
         file.flush()

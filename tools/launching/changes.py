@@ -3,7 +3,6 @@
 
 import contextlib
 import json
-import time
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,7 +14,6 @@ from coppice.common.atomic import as_json, write_whole
 from coppice.tools.launching.config import ConfigError
 from coppice.tools.launching.record import resume_command
 from coppice.tools.launching.settings import Config
-from coppice.tools.launching.status import gather
 
 NAME = "config.json"
 FIXED = {
@@ -126,10 +124,5 @@ def check_free(run: Path) -> None:
     # the scheduler refuses checkpoints alone
     if not any((run / name).exists() for name in (NAME, "journal.sqlite")):
         return
-    status = gather(run, time.monotonic())
-    reached = f", update {status.version} of {status.updates}" if status.version is not None else ""
-    trees = f", {sum(status.trees.values())} trees" if status.trees else ""
-    holds = f"{run} holds the run {status.name!r} already ({status.state}{reached}{trees})"
-    raise ConfigError(
-        f"{holds}: go on with it by {resume_command(run)}, or choose another --run-folder"
-    )
+    again = f"go on with it by {resume_command(run)}, or choose another --run-folder"
+    raise ConfigError(f"{run} holds a run already: {again}")

@@ -19,19 +19,10 @@ from coppice.common.atomic import fresh
 from coppice.common.options import command_parser
 from coppice.scheduler.telemetry import health, tracking
 from coppice.tools.defaults.settings import cache_folder
-from coppice.tools.launching import (
-    agent_trial,
-    bundles,
-    changes,
-    jobs,
-    processes,
-    record,
-    rules,
-    status,
-)
+from coppice.tools.launching import changes, jobs, processes, record, rules
 from coppice.tools.launching.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
-from coppice.tools.launching.memory import estimate, memory_warning, number_type
-from coppice.tools.launching.nodes import Nodes, reachable
+from coppice.tools.launching.memory import free_gib, memory_gib, memory_warning, number_type
+from coppice.tools.launching.nodes import Nodes
 from coppice.tools.launching.prepare import lacking_files, lacking_machine, prepare
 from coppice.tools.launching.record import existing, no_space
 from coppice.tools.launching.screen import RunScreen
@@ -43,7 +34,6 @@ _EXAMPLES = """\
   coppice launch --config configs/slate-cpu.toml --actors 2 --learner 2
   coppice launch scheduler.updates=20 learner.lr=1e-4    change keys
   coppice launch --resume runs/NAME-TIME          go on after a stop or a crash
-  coppice launch --status runs/NAME-TIME          what it does, or why it ended
   coppice launch --track wandb --quiet            W&B, and hardly a line here
   coppice launch --json 2> words | jq '."score/reward"'
 """
@@ -53,36 +43,29 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of coppice launch."""
     what = "Train a policy, or go on with a run; everything is set up on the first start."
     parser = command_parser("coppice launch", what, _EXAMPLES)
-    new = parser.add_argument_group("what to train")
+    new = parser.add_argument_group("what to train").add_argument
     file = f"TOML file (default: configs/{DEFAULT_CONFIG.name})"
-    new.add_argument("--config", type=Path, metavar="FILE", help=file)
-    actors = "actor processes (default: the config's actors.count)"
-    new.add_argument("--actors", type=int, help=actors)
-    ranks = "learner ranks (default: the config's learner.count)"
-    new.add_argument("--learner", type=int, help=ranks)
+    new("--config", type=Path, metavar="FILE", help=file)
+    new("--actors", type=int, help="actor processes (default: the config's actors.count)")
+    new("--learner", type=int, help="learner ranks (default: the config's learner.count)")
     change = "change a key, e.g. method=grpo or learner.lr=1e-6; null takes a key or section away"
-    new.add_argument("changes", nargs="*", metavar="KEY=VALUE", help=change)
-    same = {"action": "append", "default": [], "metavar": "KEY=VALUE"}
-    new.add_argument("--set", **same, help="the same; repeatable")
+    new("changes", nargs="*", metavar="KEY=VALUE", help=change)
+    same = "the same; repeatable"
+    new("--set", action="append", default=[], metavar="KEY=VALUE", help=same)
     cluster = "ray (the cluster of this machine), ray://HOST:PORT; slurm or kuberay prints a job"
-    new.add_argument("--cluster", metavar="WHERE", help=f"where to run: {cluster} that does")
+    new("--cluster", metavar="WHERE", help=f"where to run: {cluster} that does")
     place = "where to put the run (default: runs/<name>-<time>)"
-    new.add_argument("--run-folder", type=Path, metavar="FOLDER", help=place)
+    new("--run-folder", type=Path, metavar="FOLDER", help=place)
     dry = "print the resolved config and the process plan, start nothing"
-    new.add_argument("--dry-run", action="store_true", help=dry)
-    trial = "play one episode of [data] agent with REPLY in place of the policy's, start nothing"
-    new.add_argument("--try-agent", nargs="?", const="A trial.", metavar="REPLY", help=trial)
-    old = parser.add_argument_group("a run that is there")
-    old.add_argument("--resume", type=Path, metavar="RUN", help="go on with a stopped run")
-    explain = "explain a live, stopped or broken run on one page"
-    old.add_argument("--status", type=Path, metavar="RUN", help=explain)
-    shown = parser.add_argument_group("what is shown")
+    new("--dry-run", action="store_true", help=dry)
+    old = parser.add_argument_group("a run that is there").add_argument
+    old("--resume", type=Path, metavar="RUN", help="go on with a stopped run")
+    shown = parser.add_argument_group("what is shown").add_argument
     track = f"also send the records to {' or '.join(tracking.TRACKERS)}; repeatable"
-    shown.add_argument("--track", action="append", metavar="NAME", help=track)
-    quiet = "print the run folder, faults and the end only"
-    shown.add_argument("--quiet", action="store_true", help=quiet)
-    records = "print records as JSON lines, all else on stderr; with --status: the page as JSON"
-    shown.add_argument("--json", action="store_true", help=records)
+    shown("--track", action="append", metavar="NAME", help=track)
+    shown("--quiet", action="store_true", help="print the run folder, faults and the end only")
+    records = "print records as JSON lines, all else on stderr"
+    shown("--json", action="store_true", help=records)
     return parser
 
 
@@ -90,10 +73,9 @@ def arguments(options: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     command = parser()
     parsed = command.parse_intermixed_args(options)
-    if parsed.quiet and (parsed.dry_run or parsed.status):
-        command.error("--quiet has no effect with --dry-run and --status: remove it")
-    if parsed.json and parsed.dry_run:
-        command.error("--json has no effect with --dry-run, which prints no records: remove it")
+    if parsed.dry_run and (parsed.quiet or parsed.json):
+        flag = "--quiet" if parsed.quiet else "--json"
+        command.error(f"{flag} has no effect with --dry-run, which starts nothing: remove it")
     if parsed.resume and (parsed.config or parsed.run_folder):
         own = "--resume goes on in its own folder with its own config"
         command.error(f"{own}: remove --config and --run-folder, change keys with --set")
@@ -128,8 +110,6 @@ def resolve(options: argparse.Namespace) -> tuple[Config, Path]:
 def main(command: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = arguments(command)
-    if options.status is not None:
-        return status.show(options.status, options.json)
     resumed = options.resume is not None
     with contextlib.ExitStack() as held:
         try:
@@ -150,8 +130,6 @@ def main(command: list[str] | None = None) -> int:
                 raise ConfigError(lack)
             if options.dry_run:
                 return dry_run(config, run)
-            if options.try_agent is not None:
-                return 0 if agent_trial.show(config, options.try_agent) else 1
             for lack in lacking_machine(config):
                 raise ConfigError(lack)
             s, records = config.scheduler, _records() if options.json else None
@@ -231,7 +209,7 @@ def _launch(
         record.write_environment(run)
         (run / health.PAUSED).unlink(missing_ok=True)  # whoever launches wants the run to go on
         _announce(config, Path(assets.model), run, screen, changed)
-        placed = reachable(config, nodes.address()) if nodes is not None else config
+        placed = nodes.reaching(config) if nodes is not None else config
         return supervise(run, lambda: processes.make(placed, assets, run), screen, nodes)
 
 
@@ -242,22 +220,12 @@ def _announce(
     model: the policy's folder."""
     lines = [f"changed: {change}" for change in changed]
     lines += [f"warning: {doubt}" for doubt in rules.doubts(config)]
-    lines += [
-        f"warning: method {config.method} with {departure}"
-        for departure in _departures(config)
-        if departure.startswith(("scheduler.strategy =", "learner.scheme ="))
-    ]
     for line in (*lines, memory_warning(config, model), number_type(config, model)):
         if line:
             screen.say(line, "fault" if line.startswith("warning: ") else "detail")
     if config.learner.outside:
         screen.say(processes.torchrun(config.learner, run), "summary")
     screen.say(f"run folder {run}", "summary")
-
-
-def _departures(config: Config) -> list[str]:
-    tree = msgspec.json.decode(msgspec.json.encode(config))
-    return bundles.departures(tree) if config.method else []
 
 
 def dry_run(config: Config, run: Path) -> int:
@@ -267,8 +235,6 @@ def dry_run(config: Config, run: Path) -> int:
 
     check_name(config.model.name)
     print(msgspec.json.format(msgspec.json.encode(config), indent=1).decode())
-    if config.method:
-        print(", ".join([f"method {config.method}", *(f"with {d}" for d in _departures(config))]))
     model = cache_folder() / "models" / config.model.name
     model = model if model.is_dir() else Path(config.model.name)
     with tempfile.TemporaryDirectory() as scratch:
@@ -283,5 +249,6 @@ def dry_run(config: Config, run: Path) -> int:
         print(f"  {p.name:<12} {command}   {p.threads} thread(s)")
     here = (model / "config.json").is_file()
     unknown = "" if here else " (the model is not here yet: its weights are counted as 0)"
-    print(f"{estimate(config, model)}{unknown}")
+    need = f"memory: about {memory_gib(config, model):.1f} GiB of {free_gib():.1f} GiB free"
+    print(f"{need} (weights, caches, activations){unknown}")
     return 0

@@ -17,8 +17,7 @@ import msgspec
 
 from coppice.common.options import check_choice, option
 from coppice.tools.bootstrap import ROOT
-from coppice.tools.launching import bundles, rules
-from coppice.tools.launching.method import option_table
+from coppice.tools.launching import method, rules
 from coppice.tools.launching.record import shown
 from coppice.tools.launching.settings import Config, with_adapters, with_agent
 
@@ -51,22 +50,22 @@ class ConfigError(ValueError):
 def load(path: Path, overrides: list[str]) -> Config:
     """The config of a TOML file, over the file that it ``extends`` and the parts of its ``method``,
     with ``a.b=value`` overrides (``a.b=null`` takes a key or section away). Raises ConfigError."""
-    method: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for override in overrides:
         if override.partition("=")[0].strip() == "method":
-            _set(method, override)
+            _set(named, override)
     try:
         places = (path, ROOT / path, ROOT / "configs" / path)
         found = next((place for place in places if os.path.exists(place)), path)
-        tree = bundles.over(_read(found), method)
+        tree = method.over(_read(found), named)
         for override in overrides:
             _set(tree, override)
-        tree = bundles.under(tree)
+        tree = method.under(tree)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"config: {error}") from None
-    for section, part in bundles.NAMED:  # without the part, its options belong to nothing
+    for section, part in method.NAMED:  # without the part, its options belong to nothing
         if f"{section}.{part}=null" in overrides:
             tree.get(section, {}).pop(f"{part}_options", None)
     return convert(tree, overrides)  # again, because a null takes a part of the method away, too
@@ -86,8 +85,6 @@ def _read(path: Path, *heirs: Path) -> dict[str, Any]:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{named} does not exist; {there}") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{named} is a folder: expected a TOML file; {there}") from None
     except OSError as error:
         raise ConfigError(f"{named} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -99,7 +96,7 @@ def _read(path: Path, *heirs: Path) -> dict[str, Any]:
         return tree
     if not isinstance(base, str):
         raise ConfigError(f"{named} has extends = {base!r}: expected the path of one TOML file")
-    return bundles.over(_read(path.parent / base, *heirs, path), tree)
+    return method.over(_read(path.parent / base, *heirs, path), tree)
 
 
 def convert(tree: dict[str, Any], overrides: list[str]) -> Config:
@@ -107,7 +104,7 @@ def convert(tree: dict[str, Any], overrides: list[str]) -> Config:
     for override in overrides:
         _set(tree, override)
     try:
-        bundles.bundle(tree)
+        method.bundle(tree)
         _check_keys(tree, Config, "")
         for path, value in _numbers(tree, ""):  # processes get JSON, which has no NaN
             if not math.isfinite(value):
@@ -188,10 +185,8 @@ def _check_keys(tree: dict[str, Any], kind: type, path: str) -> None:
     hints = typing.get_type_hints(kind)
     for key, value in tree.items():
         if key not in hints:
-            table = option_table(path, key)
-            near = f"{path}{table}.{key}" if table else _nearest(path, key, list(hints))
+            near = _nearest(path, key, list(hints))
             guess = f"did you mean {near}?" if near else f"expected one of {sorted(hints)}"
-            guess = f"it is an option of a plug-in: write {near}" if table else guess
             raise ValueError(f"unknown key {path}{key} = {value!r}; {guess}")
         if typing.get_origin(hints[key]) is Literal and isinstance(value, str):
             check_choice(f"{path}{key} = {value!r}", value, typing.get_args(hints[key]))
@@ -202,12 +197,14 @@ def _check_keys(tree: dict[str, Any], kind: type, path: str) -> None:
 
 def _nearest(path: str, key: str, here: list[str]) -> str:
     """The key that somebody most likely meant: the name here of what other libraries call so, the
-    same key in another section, or the nearest spelling among those of the section, ``here``; "" if
-    there is none."""
+    same key in another section or an option of a plug-in (rather one of this section), or the
+    nearest spelling among those of the section, ``here``; "" if there is none."""
     name = _SYNONYMS.get(key, key)
     if name in here:
         return f"{path}{name}"
-    elsewhere = [one for one in _keys(Config) if one.rpartition(".")[2] == name]
+    keys = {*_keys(Config), *method.options()}
+    elsewhere = [one for one in keys if one.endswith(f".{name}")]
+    elsewhere = [one for one in elsewhere if one.startswith(path)] or elsewhere
     near = [f"{path}{one}" for one in difflib.get_close_matches(key, here, 1)]
     return next(iter([*elsewhere, *near] if len(elsewhere) == 1 else near), "")
 

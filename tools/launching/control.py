@@ -54,18 +54,15 @@ def drain(run: Path, name: str) -> str:
 def _worker(run: Path, name: str) -> None:
     """Refuse to drain what cannot be drained."""
     member = _running(run).members.get(name)
+    why = ""
     if member is None:
-        raise ValueError(
-            f"{name} was not started by coppice launch: end it where it was started, with Ctrl-C"
-        )
-    if name.startswith((SCHEDULER, "learner")):
-        raise ValueError(
-            f"{name} cannot be drained, because nothing goes on without it: stop the run instead"
-        )
-    if not member.pid:
-        raise ValueError(
-            f"{name} waits for a node with room, so there is nothing to drain: wait until it runs"
-        )
+        why = "was not started by coppice launch: end it where it was started, with Ctrl-C"
+    elif name.startswith((SCHEDULER, "learner")):
+        why = "cannot be drained, because nothing goes on without it: stop the run instead"
+    elif not member.pid:
+        why = "waits for a node with room, so there is nothing to drain: wait until it runs"
+    if why:
+        raise ValueError(f"{name} {why}")
 
 
 def stop(run: Path) -> str:

@@ -7,12 +7,9 @@ import signal
 import msgspec
 
 RESTARTS, WITHIN_S = 3, 600.0
-"""A process is restarted, and a run resumed, at most RESTARTS times within WITHIN_S seconds if it
-gets nowhere meanwhile. A start takes from half a minute to a few, so what dies a fourth time
-without progress would most likely never work."""
-MOST = 40
-"""Deaths within WITHIN_S that end a run although each came after progress: the run spends its time
-starting."""
+"""A process is restarted at most RESTARTS times within WITHIN_S seconds if it gets nowhere
+meanwhile, and a run resumed as often. A start takes from half a minute to a few, so what dies a
+fourth time without progress would most likely never work."""
 FIRST_PAUSE_S = 1.0
 """Seconds to wait before the first restart. The wait doubles with each further restart within
 ``WITHIN_S``."""
@@ -117,24 +114,18 @@ def remedy(cause: Cause, again: str) -> str:
 
 
 class Rate:
-    """Deaths of one process or of the run. For deaths within ten minutes and without progress,
-    ``pause`` returns 1 s, 2 s and 4 s, and None for the fourth. A death after progress starts the
-    count anew."""
+    """Deaths of one process. For deaths within ten minutes and without progress, ``pause`` returns
+    1 s, 2 s and 4 s, and None for the fourth."""
 
     def __init__(self) -> None:
         self._deaths: list[float] = []
-        self._fruitless: list[float] = []
 
     def pause(self, now: float, progress: bool = False) -> float | None:
         """Record a death at ``now`` (seconds). Return the seconds until the next start, or None
-        after too many deaths. progress: whether the process, or the run, got anywhere since its
-        last start."""
-        self._deaths, self._fruitless = (
-            [*(before for before in deaths if before > now - WITHIN_S), now]
-            for deaths in (self._deaths, [] if progress else self._fruitless)
-        )
-        too_many = len(self._fruitless) > RESTARTS or len(self._deaths) > MOST
-        return None if too_many else FIRST_PAUSE_S * 2 ** (len(self._fruitless) - 1)
+        after too many deaths. progress: whether the process got anywhere since its last start."""
+        recent = [] if progress else [before for before in self._deaths if before > now - WITHIN_S]
+        self._deaths = [*recent, now]
+        return FIRST_PAUSE_S * 2 ** len(recent) if len(recent) < RESTARTS else None
 
 
 class Resumes:
@@ -143,21 +134,19 @@ class Resumes:
 
     Progress is a new checkpoint, or more trees and evaluations in the journal. An error would
     repeat, so the run is resumed only if it wrote a checkpoint since its last start. A cause from
-    outside may come ``RESTARTS`` times in a row without progress, a stall once. Everything is
-    limited by ``Rate`` as well.
+    outside may come ``RESTARTS`` times in a row without progress, a stall once.
     """
 
     def __init__(self, checkpoint: str, done: int = 0) -> None:
-        self._rate, self._checkpoint, self._done, self._fruitless = Rate(), checkpoint, done, 0
+        self._checkpoint, self._done, self._fruitless = checkpoint, done, 0
 
-    def pause(self, now: float, cause: Cause, checkpoint: str, done: int = 0) -> float | None:
+    def pause(self, cause: Cause, checkpoint: str, done: int = 0) -> float | None:
         """Return the seconds until the run is resumed, or None if the run ends. checkpoint: the
         newest one now, "" for none. done: the trees and evaluations in the journal."""
         durable = checkpoint != self._checkpoint
-        progress = durable or done > self._done
+        self._fruitless = 0 if durable or done > self._done else self._fruitless + 1
         self._checkpoint, self._done = checkpoint, max(done, self._done)
-        self._fruitless = 0 if progress else self._fruitless + 1
         repeats = not cause.passing and not durable
         if repeats or cause.full_disk or self._fruitless > (1 if cause.stall else RESTARTS):
             return None
-        return self._rate.pause(now, progress)
+        return FIRST_PAUSE_S * 2 ** max(0, self._fruitless - 1)

@@ -102,18 +102,18 @@ def kuberay(config: Config, given: list[str]) -> str:
         f" then coppice launch {later}; else coppice launch {first}; fi"
     )
     others = nodes(config) - 1
-    group = {"groupName": "nodes"}
-    group |= dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), others)
-    group |= {"rayStartParams": {}, "template": _pod(config, "ray-worker")}
+    group = {
+        "groupName": "nodes", "replicas": others, "minReplicas": others, "maxReplicas": others,
+        "rayStartParams": {}, "template": _pod(config, "ray-worker"),
+    }  # fmt: skip
     cluster = {
         "headGroupSpec": {"rayStartParams": {}, "template": _pod(config, "ray-head")},
         "workerGroupSpecs": [group] if others else [],
     }
     spec = {
-        "entrypoint": f"bash -c {shlex.quote(start)}",
-        "shutdownAfterJobFinishes": True,
+        "entrypoint": f"bash -c {shlex.quote(start)}", "shutdownAfterJobFinishes": True,
         "rayClusterSpec": cluster,
-    }
+    }  # fmt: skip
     job = {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": {"name": name}, "spec": spec}
     return yaml.safe_dump(job, sort_keys=False, width=120)
 
@@ -122,15 +122,13 @@ def _pod(config: Config, name: str) -> dict[str, Any]:
     """Return the template of a pod that fills one node."""
     c = config.cluster
     limits = {"cpu": str(c.cpus), "memory": f"{c.memory_gib}Gi"}
-    if c.gpus:
-        limits["nvidia.com/gpu"] = str(c.gpus)
-    variables = [
-        {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
-        {"name": "COPPICE_CACHE", "value": f"{_SHARED}/cache"},
-    ]
-    mounts = [{"name": "runs", "mountPath": _SHARED}, {"name": "memory", "mountPath": "/dev/shm"}]
-    container = {
-        "name": name, "image": c.image, "env": variables, "volumeMounts": mounts,
+    limits |= {"nvidia.com/gpu": str(c.gpus)} if c.gpus else {}
+    variables = {"RAY_USAGE_STATS_ENABLED": "0", "COPPICE_CACHE": f"{_SHARED}/cache"}
+    mounts = {"runs": _SHARED, "memory": "/dev/shm"}
+    container: dict[str, Any] = {
+        "name": name, "image": c.image,
+        "env": [{"name": key, "value": value} for key, value in variables.items()],
+        "volumeMounts": [{"name": key, "mountPath": path} for key, path in mounts.items()],
         "resources": {"limits": limits, "requests": dict(limits)},
     }  # fmt: skip
     if c.secret:

@@ -1,7 +1,6 @@
 """The number type in which a run computes, and the main memory that it will need, told from its
 config and the policy's folder."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +83,13 @@ the intermediate width."""
 def memory_gib(config: Config, model: Path) -> float:
     """Estimate the most main memory that all processes hold together, in GiB. The weights of a
     model not yet on disk count as 0."""
+    return sum(count * each for count, each in memory_parts(config, *_sizes(model)).values())
+
+
+def _sizes(model: Path) -> tuple[dict[str, Any], float]:
     shape = model_shape(model)
     size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    weights = size / (4 if shape.get("dtype") == "float32" else 2)
-    return sum(count * each for count, each in memory_parts(config, shape, weights).values())
+    return shape, size / (4 if shape.get("dtype") == "float32" else 2)
 
 
 def memory_parts(
@@ -134,36 +136,16 @@ def free_gib() -> float:
 
 
 def memory_warning(config: Config, model: Path) -> str:
-    """Return a warning that names the largest plan that fits, if a run on CPUs needs more memory
-    than is free; "" otherwise."""
-    free = free_gib()
-
-    def needed(actors: int, ranks: int) -> float:
-        a, w = replace(config.actors, count=actors), replace(config.learner, count=ranks)
-        return memory_gib(replace(config, actors=a, learner=w), model)
-
-    need, fewest = needed(config.actors.count, config.learner.count), config.scheduler.shards
+    """Return a warning that names what each process takes, if a run on CPUs needs more memory than
+    is free; "" otherwise."""
+    need, free = memory_gib(config, model), free_gib()
     if need <= free or hardware.visible_gpus() or config.cluster.on:
         return ""
-    actors, ranks = range(fewest, config.actors.count + 1), range(1, config.learner.count + 1)
-    fitting = [size for size in itertools.product(actors, ranks) if needed(*size) <= free]
-    a, w = max(fitting, key=lambda size: (sum(size), size[0]), default=(fewest, 1))
-    remedy = f"--actors {a} --learner {w} fits ({needed(a, w):.1f} GiB)"
-    if not fitting:
-        remedy = (
-            f"even --actors {a} --learner {w} needs {needed(a, w):.1f} GiB. Set a smaller"
-            f" actors.kv_cache_gib (now {config.actors.kv_cache_gib}) or learner.micro_tokens"
-            f" (now {config.learner.micro_tokens}), or take a smaller model"
-        )
+    shape, weights = _sizes(model)
+    parts = memory_parts(config, shape, weights).items()
+    each = ", ".join(f"{count} {name} of {gib:.1f}" for name, (count, gib) in parts if count)
     return (
         f"warning: this plan needs about {need:.1f} GiB of memory and {free:.1f} are free, so that"
-        f" the system may kill it: {remedy}"
+        f" the system may kill it ({each}): take fewer --actors or --learner, or a smaller"
+        " actors.kv_cache_gib, learner.micro_tokens or model"
     )
-
-
-def estimate(config: Config, model: Path) -> str:
-    """Tell the estimate of the memory, for --dry-run."""
-    without = ", without the judges' model" if config.judges.model else ""
-    counted = f"(weights, caches, activations{without})"
-    need = f"{memory_gib(config, model):.1f} GiB of {free_gib():.1f} GiB free"
-    return f"memory: about {need} {counted}"

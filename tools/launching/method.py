@@ -1,14 +1,20 @@
-"""The one check of a method's parts: what the scheme reads against what strategy, judge and
-environment declare that they give."""
+"""The key ``method``: one word brings the vetted parts of a method, as a layer under the file; the
+words and their parts are the tables of ``configs/shared/methods.toml``. And the one check of these
+parts: what the scheme reads against what strategy, judge and environment declare that they give."""
 
+import copy
 import difflib
-from collections.abc import Callable, Iterator
+import functools
+import tomllib
+import typing
+from collections.abc import Iterator
 from functools import partial
 from inspect import signature
 from typing import Any
 
 from coppice.actors.environments.base import Environment
 from coppice.common.declared import SchemeNeeds, StrategyGives
+from coppice.common.options import check_choice
 from coppice.judges.base import Judge, PlugIn
 from coppice.learner import schemes
 from coppice.learner.config import LearnerConfig
@@ -19,8 +25,86 @@ from coppice.scheduler.config import UNJUDGED
 from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.rewards import COMPONENTS
 from coppice.scheduler.growth.strategies import Strategy
-from coppice.tools.launching.bundles import using
+from coppice.tools.bootstrap import ROOT
 from coppice.tools.launching.settings import Config, setting
+
+Tree = dict[str, Any]
+"""The nested tables of a TOML file."""
+
+NAMED = (("scheduler", "strategy"), ("learner", "scheme"), ("learner", "correction"))
+"""Keys that name a part, whose options are in the key ``<part>_options`` beside them."""
+_OWN = (("scheduler", "judge"), ("learner", "critic"), ("learner", "prm"))
+"""Further parts that a config chooses for its method."""
+
+
+@functools.cache
+def bundles() -> dict[str, Tree]:
+    """The tables of every method by its word."""
+    return tomllib.loads((ROOT / "configs" / "shared" / "methods.toml").read_text("utf-8"))
+
+
+def bundle(tree: Tree) -> Tree:
+    """The parts of the method that ``tree`` names, {} for none. Raises ValueError."""
+    method = tree.get("method", "")
+    if not method or not isinstance(method, str):  # another type is refused with all others
+        return {}
+    check_choice(f"method = {method!r}", method, bundles())
+    return copy.deepcopy(bundles()[method])
+
+
+def merged(base: Tree, changes: Tree) -> Tree:
+    """Apply changes to base: tables are merged key by key, every other value is replaced."""
+    result = dict(base)
+    for key, value in changes.items():
+        old = base.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            value = merged(typing.cast(Tree, old), typing.cast(Tree, value))
+        result[key] = value
+    return result
+
+
+def over(base: Tree, changes: Tree) -> Tree:
+    """Apply changes to the tables of a file. If they name another method, what the file states for
+    parts of its former method that the new one does not have goes. Raises ValueError."""
+    old, new = bundle(base), bundle(changes)
+    if not old or not new:
+        return merged(base, changes)
+    kept = {key: dict(value) if isinstance(value, dict) else value for key, value in base.items()}
+    for section, part in NAMED:
+        own = _section(kept, section)
+        if part not in own and old[section].get(part) != new[section].get(part):
+            own.pop(f"{part}_options", None)
+    for section, part in _OWN:
+        former, now = old[section].get(part), new[section].get(part)
+        renamed = isinstance(former, str) and former != now
+        if renamed or (former is not None and type(former) is not type(now)):
+            _section(kept, section).pop(part, None)
+    return merged(kept, changes)
+
+
+def under(tree: Tree) -> Tree:
+    """The tables over those of their method. Raises ValueError."""
+    return merged(_fitting(bundle(tree), tree), tree)
+
+
+def _fitting(parts: Tree, tree: Tree) -> Tree:
+    """The parts of a method without the options of those that ``tree`` chooses otherwise."""
+    fitting = {section: dict(value) for section, value in parts.items()}
+    for section, part in NAMED if parts else ():
+        if _section(tree, section).get(part, parts[section].get(part)) != parts[section].get(part):
+            fitting[section].pop(f"{part}_options", None)
+    return fitting
+
+
+def _section(tree: Tree, section: str) -> Tree:
+    value = tree.get(section, {})
+    return value if isinstance(value, dict) else {}  # another type is refused with all others
+
+
+def using(section: str, part: str, name: str) -> list[str]:
+    """The methods that have this part."""
+    return [word for word, parts in bundles().items() if parts[section].get(part) == name]
+
 
 Served = dict[str, PlugIn]
 """The judges, opponents and speakers of [judges.use], by the service that each of them offers."""
@@ -30,19 +114,15 @@ _EXTENT = {"turns", "searches", "answered", "sampled_tokens", "response_tokens"}
 (``Context.finish``)."""
 
 
-def option_table(section: str, key: str) -> str:
-    """The table of a section ("scheduler.") that holds ``key``, if ``key`` is an option of a
-    built-in plug-in of this section; "" otherwise."""
-    functions: dict[str, list[Callable[..., Any]]] = {}
-    if section == "scheduler.":
-        functions["strategy_options"] = [strategies.load(n).function for n in strategies.names()]
-    if section == "learner.":
-        functions["scheme_options"] = [schemes.load(n, {}).function for n in schemes.names()]
-        functions["correction_options"] = list(corrections.CORRECTIONS.values())
-    for table, takers in functions.items():
-        if any(key in signature(taker).parameters for taker in takers):
-            return table
-    return ""
+def options() -> Iterator[str]:
+    """The key of every option of a built-in strategy, scheme or correction."""
+    tables = {
+        "scheduler.strategy_options": [strategies.load(n).function for n in strategies.names()],
+        "learner.scheme_options": [schemes.load(n, {}).function for n in schemes.names()],
+        "learner.correction_options": corrections.CORRECTIONS.values(),
+    }
+    for table, functions in tables.items():
+        yield from (f"{table}.{key}" for one in functions for key in signature(one).parameters)
 
 
 def faults(config: Config, served: Served, environment: Environment) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """What a config needs of this machine, and the set-up of a run in a process of its own, so that the
 launcher never holds torch in memory."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,15 +10,13 @@ from pathlib import Path
 from coppice.actors.environments.task_files import EXPECTED, hub_set_of, listed
 from coppice.common import hardware
 from coppice.common.process import Killed, in_subprocess
-from coppice.tools.launching import agent_trial
 from coppice.tools.launching.settings import Assets, Config
 
 
 def prepare(config: Config) -> Assets:
-    """Try the agent, if the run has one, and make every asset that is not cached yet. Raises
-    FileNotFoundError, ValueError or MemoryError with the remedy."""
+    """Make every asset that is not cached yet. Raises FileNotFoundError, ValueError or MemoryError
+    with the remedy."""
     try:
-        agent_trial.check(config)
         return in_subprocess(_prepare, config)
     except Killed:
         raise MemoryError(
@@ -48,14 +47,27 @@ def lacking_files(config: Config) -> Iterator[str]:
 
 
 def lacking_machine(config: Config) -> Iterator[str]:
-    """Yield what the config's engine needs and this machine lacks."""
+    """Yield what the config's agent or engine needs and this machine lacks."""
     g = config.actors.sglang
-    if config.cluster.on or config.actors.engine != "sglang" or g.way == "url":
+    if config.cluster.on:
         return
-    if g.arguments.get("device") != "cpu" and not hardware.visible_gpus():
+    for name in config.data.options.get("pass_env", ()):
+        if name not in os.environ:
+            yield f"data.options.pass_env names {name!r}, which is not set: export it"
+    if config.actors.engine != "sglang" or g.way == "url":
+        return
+    on_gpus, gpus = g.arguments.get("device") != "cpu", hardware.visible_gpus()
+    if on_gpus and not gpus:
         yield (
             "actors.engine = 'sglang' needs a GPU, and nvidia-smi and CUDA_VISIBLE_DEVICES show"
             " none here: start on a machine with a GPU, or take configs/slate-cpu.toml"
+        )
+    w = config.learner
+    broadcasts = w.publish != "file" and g.weights != "disk" and not w.lora.rank
+    if on_gpus and gpus and broadcasts and not 0 < g.gpus <= len(gpus) - w.here:
+        yield (
+            f"learner.publish = {w.publish!r} with actors.sglang.gpus = {g.gpus}: expected GPUs"
+            f" beside the learner's (of {len(gpus)}) for broadcasts, or learner.publish = 'file'"
         )
     python = g.python or sys.executable
     try:

@@ -24,18 +24,16 @@ from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, Schedule
 from coppice.scheduler.telemetry.tracking import KEYS
 from coppice.tools.defaults.settings import importable
 from coppice.tools.launching.config import Config
-from coppice.tools.launching.judge_model import JudgeModelProcess
 from coppice.tools.launching.memory import typed
 from coppice.tools.launching.method import strategy_options
-from coppice.tools.launching.settings import Assets
+from coppice.tools.launching.settings import JUDGE_HOST, Assets, JudgeModelProcess
 
 
 class PlannedProcess(msgspec.Struct, frozen=True):
-    """One process, ``python -m module RUN/processes/<file>.json``, started by the interpreter
-    python ("" for the launcher's own). vital: when this process dies, the whole run stops or is
-    resumed; other processes are restarted alone. withheld: variables of the launcher that it must
-    not see, because they hold the API keys of others. needed: those that it needs. shard: the
-    scheduler to which it belongs, None for what all schedulers share."""
+    """One process, ``python -m module RUN/processes/<file>.json``. vital: when this process dies,
+    the whole run stops or is resumed; other processes are restarted alone. withheld: variables of
+    the launcher that it must not see, because they hold the API keys of others. needed: those that
+    it needs. shard: the scheduler to which it belongs, None for what all schedulers share."""
 
     name: str
     module: str
@@ -43,7 +41,6 @@ class PlannedProcess(msgspec.Struct, frozen=True):
     threads: int = 1
     vital: bool = False
     environment: dict[str, str] = {}
-    python: str = ""
     withheld: frozenset[str] = frozenset()
     needed: frozenset[str] = frozenset()
     shard: int | None = None
@@ -106,8 +103,8 @@ def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[Planne
     if config.judges.model is not None:
         name, threads, port = "judge-model", config.judges.model.threads, free_port()
         served = JudgeModelProcess(name, str(run), assets.judge_model, port, config.judges.model)
-        judges = {k: with_served_model(v, served.url, served.model) for k, v in judges.items()}
-        module = "coppice.tools.launching.judge_model"
+        url, module = f"http://{JUDGE_HOST}:{port}/v1", "coppice.tools.launching.serve_model"
+        judges = {k: with_served_model(v, url, served.model) for k, v in judges.items()}
         yield PlannedProcess(name, module, name, threads, environment=rest), served
     for process, home, _ in each("judges", "coppice.judges.serve", environment=rest):
         yield process, JudgeProcess(process.name, home, judges)
@@ -122,12 +119,11 @@ def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[Planne
         module = "coppice.judges.retriever.worker"
         for process, home, _ in each("retriever", module, threads=settings.threads):
             yield process, RetrieverProcess(process.name, home, settings)
-    stored = f"{w.publish_url}/{run.name}" if w.publish_url else ""
     for place in range(a.count):
         process, seed = _actor(config, place), config.seed * 1000 + place
         yield process, ActorProcess(
             process.name, homes[place % s.shards], seed, assets.model, a, place,
-            config.deterministic, stored,
+            config.deterministic,
         )  # fmt: skip
 
 
@@ -202,17 +198,11 @@ when the tensor is freed. With glibc's defaults the heap of a rank grew to twice
 (docs/performance.md). A decoding engine would save little memory and lose time."""
 
 
-def forget_meeting(run: Path) -> None:
-    """Remove the file at which the ranks of an earlier start met: it would mislead those that start
-    now. No rank may be alive."""
-    for old in run.glob("ranks-*"):
-        old.unlink(missing_ok=True)
-
-
 def _meeting(run: Path, learner: LearnerConfig) -> dict[str, str]:
     """Let the ranks meet at a file of the run folder, which needs no port, and talk over the
     loopback: torch authenticates neither."""
-    forget_meeting(run)
+    for old in run.glob("ranks-*"):  # of an earlier start: it would mislead those that start now
+        old.unlink(missing_ok=True)
     interface = "lo0" if sys.platform == "darwin" else "lo"
     # weights leave by the same library
     shared = learner.publish != "file" and learner.publish_host != "127.0.0.1"
@@ -234,17 +224,13 @@ def _ranks(learner: LearnerConfig, meeting: dict[str, str]) -> Iterator[PlannedP
 
 
 def _actor(config: Config, place: int) -> PlannedProcess:
-    """Plan one actor. With SGLang inside, it runs where sglang is installed; with
-    actors.sglang.gpus it sees only its own GPUs."""
+    """Plan one actor. With actors.sglang.gpus it sees only its own GPUs."""
     a, name, shard = config.actors, f"actor-{place}", place % config.scheduler.shards
     actor = PlannedProcess(name, "coppice.actors.worker", name, a.threads, shard=shard)
     if a.engine != "sglang":
         return actor
-    inside = a.sglang.way == "inside"
     shown = gpus_of(place, a.sglang.gpus, config.learner.here, hardware.visible_gpus())
-    environment = dict(a.sglang.environment) if inside else {}
-    environment |= {"CUDA_VISIBLE_DEVICES": ",".join(shown)} if shown else {}
-    return replace(actor, environment=environment, python=a.sglang.python if inside else "")
+    return replace(actor, environment={"CUDA_VISIBLE_DEVICES": ",".join(shown)} if shown else {})
 
 
 def _gpus_left(config: Config) -> dict[str, str]:

@@ -9,7 +9,6 @@ from coppice.actors.engines import registry as engines
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import POLICY, Environment
 from coppice.actors.environments.task_files import check_form, listed
-from coppice.common import storage
 from coppice.common.options import check_choice
 from coppice.judges.config import SERVED, RetrieverConfig, uses_served_model, with_served_model
 from coppice.judges.llm import PATIENCE_S
@@ -134,13 +133,10 @@ def _engine(config: Config) -> Iterator[str]:
         yield f"{urls}: expected each URL once; a router spreads the requests of one actor"
     useless = ("python", "arguments", "environment", "gpus") if g.way == "url" else ("api_key_env",)
     yield from idle(config, f"with {way}", *(f"actors.sglang.{key}" for key in useless))
-    if (name := "SGLANG_RETURN_ORIGINAL_LOGPROB") in g.environment:
-        variable = f"actors.sglang.environment.{name}"
-        yield f"{variable} has no effect: log-probabilities are those after temperature; remove it"
-    if g.weights in ("tensor", "distributed") and (w.publish == "file" or w.lora.rank):
+    if g.weights == "distributed" and (w.publish == "file" or w.lora.rank):
         expected = "learner.publish = 'memory' or 'both', and learner.lora.rank = 0"
         yield f"{say('actors.sglang.weights')}: expected {expected} (adapters travel as files)"
-    if w.lora.rank and g.lora == "adapter":
+    if w.lora.rank:
         yield from _adapters(g, w.lora.rank, w.train_vision)
 
 
@@ -149,11 +145,10 @@ def _adapters(g: SGLangConfig, rank: int, vision: bool) -> Iterator[str]:
     update, or ignore a part of them."""
     adapters, arguments = f"learner.lora.rank = {rank}", "actors.sglang.arguments"
     if vision:
-        applies = "SGLang applies adapters to the language layers only; expected 'merged'"
-        yield f"learner.train_vision with actors.sglang.lora = 'adapter': {applies}"
+        applies = "SGLang applies adapters to the language layers only; expected rank 0"
+        yield f"learner.train_vision with {adapters}: {applies}"
     if g.arguments.get("enable_lora") is False:
-        remedy = "remove it, or set actors.sglang.lora = 'merged'"
-        yield f"{arguments}.enable_lora = False with {adapters}: {remedy}"
+        yield f"{arguments}.enable_lora = False with {adapters}: remove it"
     for key, value in {"max_lora_rank": rank, **ADAPTERS_AT_ONCE}.items():
         limit = g.arguments.get(key)
         if isinstance(limit, int) and limit < value:
@@ -265,11 +260,6 @@ def _cluster(config: Config) -> Iterator[str]:
     if on and w.publish != "file" and w.publish_host == "127.0.0.1":
         both = setting(config, "learner.publish", "learner.publish_host")
         yield f"{both} on a cluster: expected an address that the actors reach"
-    if w.publish_url and w.publish == "memory":
-        both = setting(config, "learner.publish_url", "learner.publish")
-        yield f"{both}: there are no files to copy; expected 'file' or 'both'"
-    if w.publish_url:
-        storage.check(w.publish_url)
 
 
 def doubts(config: Config) -> list[str]:
@@ -277,6 +267,10 @@ def doubts(config: Config) -> list[str]:
     promise."""
     w, say = config.learner, partial(setting, config)
     doubts = corrections.load(w.correction, w.correction_options).doubts(w.steps, w.aggregation)
+    for key in ("scheduler.strategy", "learner.scheme") if config.method else ():
+        section, _, part = key.partition(".")
+        if f"{key} = {(own := method.bundles()[config.method][section][part])!r}" != say(key):
+            doubts.append(f"method {config.method} with {say(key)} instead of {own!r}")
     remedy = schemes.load(w.scheme, w.scheme_options).needs.pushes_equal
     if remedy and not config.scheduler.dynamic_sampling_budget:
         doubts.append(
@@ -294,12 +288,5 @@ def doubts(config: Config) -> list[str]:
             f"{say('actors.max_context')} is more than learner.micro_tokens = {w.micro_tokens}: no"
             " path is divided over forwards or ranks, so a longer one must fit into one rank;"
             " raise micro_tokens if it does, or lower max_context"
-        )
-    s, urls = config.scheduler, config.actors.sglang.urls
-    # only the actor, which asks it, knows whether a URL is a router
-    if urls and (s.top_p < 1 or s.top_k):
-        doubts.append(
-            f"{say('scheduler.top_p', 'scheduler.top_k')} with actors.sglang.urls = {urls}: a"
-            " router among them would refuse every call; give each server's own URL, or remove both"
         )
     return doubts

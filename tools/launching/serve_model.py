@@ -10,14 +10,17 @@ import os
 import sys
 from pathlib import Path
 
+import msgspec
+
 from coppice.actors.config import ActorsConfig
 from coppice.common import loop
 from coppice.common.options import command_parser
+from coppice.common.process import begin
 from coppice.tools.defaults.models import DEFAULT, ensure_model
 from coppice.tools.defaults.settings import cache_folder
+from coppice.tools.launching.settings import JUDGE_HOST, JudgeModelProcess
 from coppice.wire.faults import InfrastructureFault
 
-_DEFAULTS = ActorsConfig()
 _CONTEXT = 4096
 _CACHE_GIB = 2.0
 """Larger than an actor's cache: running samples and the prefixes that clients share must fit
@@ -121,26 +124,38 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of coppice serve --model."""
     what = "Serve a model over the OpenAI-compatible protocol (docs/serve-model.md)."
     parser = command_parser("coppice serve --model", what, EXAMPLES)
+    add, default = parser.add_argument, "(default: %(default)s)"
     model = f"a folder, a hub id or a built-in name (default: {DEFAULT})"
-    parser.add_argument("model", nargs="?", default=DEFAULT, metavar="MODEL", help=model)
-    host = "address to listen at; one of the network needs --api-key-env (default: %(default)s)"
-    parser.add_argument("--host", default="127.0.0.1", help=host)
-    port = "0 takes a free one (default: %(default)s)"
-    parser.add_argument("--port", type=int, default=30000, help=port)
-    name = "what clients call the model (default: the folder's name)"
-    parser.add_argument("--name", default="", help=name)
+    add("model", nargs="?", default=DEFAULT, metavar="MODEL", help=model)
+    host = f"address to listen at; one of the network needs --api-key-env {default}"
+    add("--host", default="127.0.0.1", help=host)
+    add("--port", type=int, default=30000, help=f"0 takes a free one {default}")
+    add("--name", default="", help="what clients call the model (default: the folder's name)")
     key = "variable that holds the key clients must send"
-    parser.add_argument("--api-key-env", default="", metavar="NAME", help=key)
-    context = "tokens of a prompt and its answer together, at most (default: %(default)s)"
+    add("--api-key-env", default="", metavar="NAME", help=key)
     cores, threads = len(os.sched_getaffinity(0)), "compute threads (default: all cores)"
-    parser.add_argument("--threads", type=int, default=cores, help=threads)
-    parser.add_argument("--max-context", type=int, default=_CONTEXT, help=context)
-    batch = "samples that decode together (default: %(default)s)"
-    parser.add_argument("--max-batch", type=int, default=_DEFAULTS.max_batch, help=batch)
-    cache = f"GiB of keys and values, running and cached (default: {_CACHE_GIB:g})"
-    parser.add_argument("--kv-cache-gib", type=float, default=_CACHE_GIB, help=cache)
+    add("--threads", type=int, default=cores, help=threads)
+    context = f"tokens of a prompt and its answer together, at most {default}"
+    add("--max-context", type=int, default=_CONTEXT, help=context)
+    batch = f"samples that decode together {default}"
+    add("--max-batch", type=int, default=ActorsConfig().max_batch, help=batch)
+    cache = f"GiB of keys and values, running and cached {default}"
+    add("--kv-cache-gib", type=float, default=_CACHE_GIB, help=cache)
     return parser
 
 
+def in_a_run() -> None:
+    """Serve [judges.model] of a run to its judges. If the engine dies, exit with status 1, so that
+    the launcher starts the process again."""
+    begin()
+    process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=JudgeModelProcess)
+    engine = msgspec.structs.asdict(process.model)
+    options = argparse.Namespace(host=JUDGE_HOST, port=process.port, **engine)
+    try:
+        loop.run(serve(options, Path(process.folder), ""))
+    except InfrastructureFault as fault:
+        sys.exit(f"{process.name}: {fault}")
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    in_a_run()

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from coppice.actors.config import ActorsConfig
 from coppice.common.numbers import Count, Natural
-from coppice.judges.config import JudgesConfig, RetrieverConfig
+from coppice.judges.config import JudgeModelConfig, JudgesConfig, RetrieverConfig
 from coppice.learner.config import LearnerConfig
 from coppice.scheduler.config import SchedulerConfig
 from coppice.tools.defaults.settings import WarmStart
@@ -109,6 +109,19 @@ class Assets(msgspec.Struct, frozen=True):
     judge_model: str = ""
 
 
+JUDGE_HOST = "127.0.0.1"
+
+
+class JudgeModelProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The process file of [judges.model]. folder: the model's Hugging Face folder."""
+
+    name: str
+    run: str
+    folder: str
+    port: int
+    model: JudgeModelConfig
+
+
 def with_agent(config: Config) -> Config:
     """The config with ``data.agent`` as what it stands for: the environment "agent" and its option
     ``run``. Raises ValueError."""
@@ -134,7 +147,7 @@ def with_adapters(config: Config) -> Config:
     """Add the arguments that a server which actors start needs for adapters. Their target layers
     follow from the model's files."""
     g, rank = config.actors.sglang, config.learner.lora.rank
-    if config.actors.engine != "sglang" or g.way == "url" or g.lora != "adapter" or not rank:
+    if config.actors.engine != "sglang" or g.way == "url" or not rank:
         return config
     sglang = replace(g, arguments={"enable_lora": True, "max_lora_rank": rank} | g.arguments)
     return replace(config, actors=replace(config.actors, sglang=sglang))

@@ -1,11 +1,11 @@
-"""``coppice launch --status RUN``: what runs, how far it is, what waits for what, what failed last
+"""``coppice watch --status RUN``: what runs, how far it is, what waits for what, what failed last
 and what to do. It only reads, so it works on live, stopped and broken runs."""
 
+import argparse
 import contextlib
 import shlex
 import sqlite3
 import sys
-import textwrap
 import time
 from collections import Counter
 from datetime import UTC, datetime
@@ -15,12 +15,14 @@ import msgspec
 import psutil
 
 from coppice.common import shards
+from coppice.common.options import command_parser
 from coppice.scheduler.evaluation.evaluation import HeldOut
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.telemetry import health
 from coppice.scheduler.telemetry.health import Health
 from coppice.tools.launching import record
 from coppice.tools.launching.record import Failure, Record, shown
+from coppice.tools.launching.screen import told
 from coppice.tools.launching.settings import Config
 
 WIDTH = 80
@@ -65,19 +67,27 @@ class Status(msgspec.Struct):
     do: str = ""
 
 
-def show(run: Path, as_json: bool) -> int:
-    """Print the page, or the status as JSON. Return the exit status: 2 if ``run`` is not the folder
-    of a run."""
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of coppice watch --status."""
+    what = "Explain a live, stopped or broken run on one page."
+    examples = "  coppice watch --status runs/NAME-TIME"
+    parser = command_parser("coppice watch --status", what, examples)
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("--json", action="store_true", help="the page as JSON")
+    return parser
+
+
+def main(command: list[str] | None = None) -> int:
+    """Run the command. Return its exit status: 2 if the folder is not that of a run."""
+    options = parser().parse_args(command)
+    run: Path = options.run
     if not (run / "config.json").exists():
-        why = "it is not a folder" if run.exists() else "nothing is there"
-        why = "no config.json is there" if run.is_dir() else why
-        fault = (
-            f"coppice launch --status {run}: {why}; expected the folder of a run, runs/NAME-TIME"
-        )
-        print(fault, file=sys.stderr)
+        why = "no config.json is there" if run.is_dir() else "it is no folder"
+        expected = f"{run}: {why}; expected the folder of a run, runs/NAME-TIME"
+        print(f"coppice watch --status {expected}", file=sys.stderr)
         return 2
     status = gather(run.resolve(), time.monotonic())
-    print(msgspec.json.encode(status).decode() if as_json else "\n".join(page(status)))
+    print(msgspec.json.encode(status).decode() if options.json else "\n".join(page(status)))
     return 0
 
 
@@ -228,20 +238,19 @@ def page(status: Status) -> list[str]:
         heads = ("process", "pid", "state", "age", "restarts", "memory", "heard")
         lines += ["what runs", row.format(*heads)]
         lines += [row.format(*cells(process)) for process in status.processes]
-    if status.state == "running":
-        lines += ["what waits for what"]
-        for text in status.waits or ["nothing: no call is open"]:
-            lines += told(text, indent="  ")
-    lines += ["what failed last"]
-    if status.failure is not None:
-        f = status.failure
-        lines += told(f"{ago(time.time() - f.time, f.process)}: {f.cause}; {f.then}", indent="  ")
-        lines += [f"  log: {shown(Path(f.log))}"]
-    if status.fault:
-        lines += told(f"a call, {status.fault}", indent="  ")
-    if status.failure is None and not status.fault:
-        lines += ["  nothing that is known"]
-    return [*lines, "what to do", *told(status.do, indent="  ")]
+    failed = []
+    if (f := status.failure) is not None:
+        failed.append(f"{ago(time.time() - f.time, f.process)}: {f.cause}; {f.then}")
+        failed.append(f"log: {shown(Path(f.log))}")
+    failed += [f"a call, {status.fault}"] if status.fault else []
+    waits = status.waits or ["nothing: no call is open"]
+    parts = {"what waits for what": waits if status.state == "running" else []}
+    parts["what failed last"] = failed or ["nothing that is known"]
+    parts["what to do"] = [status.do]
+    for title, texts in parts.items():
+        words = [line for text in texts for line in told(text, WIDTH, "  ")]
+        lines += [title, *words] if texts else []
+    return lines
 
 
 def head(status: Status, width: int = WIDTH) -> list[str]:
@@ -268,14 +277,6 @@ def cells(process: ProcessStatus) -> tuple[str, ...]:
     memory = f"{process.mib:.0f} MiB" if process.mib is not None else "-"
     age, restarts, heard = span(process.age_s), str(process.restarts), span(process.heard_s)
     return process.name, str(process.pid), process.state, age, restarts, memory, heard
-
-
-def told(text: str, width: int = WIDTH, indent: str = "") -> list[str]:
-    """Fold a text to ``width`` columns; no word is broken."""
-    more = f"{indent}  "
-    wrapper = textwrap.TextWrapper(width, initial_indent=indent, subsequent_indent=more)
-    wrapper.break_long_words = wrapper.break_on_hyphens = False
-    return wrapper.wrap(text)
 
 
 def span(seconds: float | None) -> str:

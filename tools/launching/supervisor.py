@@ -2,10 +2,9 @@
 launcher.
 
 A worker that dies is started again. When a vital process (the first scheduler, a learner rank)
-dies, all are stopped and started anew from journal and checkpoint, as by ``--resume``; only before
-the training has begun are the ranks alone started again. A process that hangs (watchdog.py) is
-diagnosed, killed, and then treated like one that died. A process that dies too often, or of an
-error that would repeat (failures.py), ends the run.
+dies, all are stopped and started anew from journal and checkpoint, as by ``--resume``. A process
+that hangs (watchdog.py) is diagnosed, killed, and then treated like one that died. A process that
+dies too often, or of an error that would repeat (failures.py), ends the run.
 """
 
 import faulthandler
@@ -23,7 +22,7 @@ from coppice.tools.launching import record, watchdog
 from coppice.tools.launching.children import GRACE_S, Child, mapped_segments, sweep_segments
 from coppice.tools.launching.failures import Cause, Resumes, remedy
 from coppice.tools.launching.nodes import Away, Nodes
-from coppice.tools.launching.processes import PlannedProcess, forget_meeting
+from coppice.tools.launching.processes import PlannedProcess
 from coppice.tools.launching.record import Recorder, resume_command, shown
 from coppice.tools.launching.screen import RunScreen
 from coppice.tools.launching.watchdog import SCHEDULER, Watchdog
@@ -56,9 +55,6 @@ DRAIN = "drain"
 NOTE_S = 30.0
 """Seconds between two looks at the shared memory of the processes, which a process that is killed
 may leave behind."""
-FRESH_S = 6.0
-"""Seconds to wait for a report that is newer than a rank's death, in order to know whether the
-training had begun."""
 INTERRUPTED = 130
 
 
@@ -180,28 +176,19 @@ class Supervisor:
                 if now >= child.again_at:
                     self._hire(child.spec)
             elif child.spec.name != SCHEDULER and self._missed(child) and child.dead(now):
-                first = self._first(child) if child.spec.vital else child
-                group = self._ranks() if child.spec.vital else [child]
-                cause = first.cause()
-                if child.spec.vital and not (cause.passing and self._before_training(group)):
-                    return first
-                pause = first.rate.pause(now, self._served(child))
-                if pause is None:
-                    return first
                 if child.spec.vital:
-                    forget_meeting(self.run)
-                self.announce(first, cause, f"starting it again in {pause:.0f} s")
-                for other in group:
-                    other.again_at = now + pause
+                    return self._first(child)
+                pause = child.rate.pause(now, self._served(child))
+                if pause is None:
+                    return child
+                self.announce(child, child.cause(), f"starting it again in {pause:.0f} s")
+                child.again_at = now + pause
         return None
 
     def announce(self, child: Child, cause: Cause, then: str) -> None:
         """Print and record a death that does not end the run. then: what follows."""
         self.screen.say(f"{child.spec.name}: {cause.text}; {then} (log: {shown(child.log)})")
         self.recorder.failed(child.spec.name, cause.text, child.log, then)
-
-    def _ranks(self) -> list[Child]:
-        return [c for c in self.children.values() if c.spec.vital and c.spec.name != SCHEDULER]
 
     def _served(self, child: Child) -> bool:
         """Whether a worker, or one of a scheduler's workers, answered calls since its last start,
@@ -212,23 +199,6 @@ class Supervisor:
             for report in reports
             for worker in report.workers
         )
-
-    def _before_training(self, ranks: list[Child]) -> bool:
-        """Whether no rank has joined this start of the run, so that the ranks alone can be started
-        again. Then all ranks are dead."""
-        if any(one.health is None or one.health.began for one in self.watchdogs):
-            return False
-        names = [rank.spec.name for rank in ranks]
-        self._signal(names, signal.SIGKILL)
-        self._wait(names, 5.0)
-        dead_at = time.monotonic()
-        while time.monotonic() < dead_at + FRESH_S and not self.signals.interrupted.wait(0.1):
-            pids = [self.children[name].process.pid for name in self.schedulers]
-            found = [health.read(home) for home in self.homes]
-            reports = [report for report in found if report and report.at > dead_at]
-            if [report.pid for report in reports] == pids:
-                return not any(report.began for report in reports)
-        return False
 
     def _look(self, now: float) -> None:
         """Diagnose and kill a process that hangs, so that ``_tend`` finds it dead; write all stacks
@@ -271,7 +241,7 @@ class Supervisor:
 
     def _first(self, child: Child) -> Child:
         """Return the rank whose death took ``child`` along, or ``child`` itself."""
-        group = self._ranks()
+        group = [c for c in self.children.values() if c.spec.vital and c.spec.name != SCHEDULER]
         self._wait([other.spec.name for other in group], SETTLE_S)
         dead = [other for other in group if other.process.poll() not in (None, 0)]
         return next((other for other in dead if not other.cause().second_hand), child)
@@ -328,7 +298,7 @@ def supervise(
         cause, full = ended.cause(), record.full(run)
         pause = None
         if (ended.spec.vital or ended.spec.name in supervisor.schedulers) and not full:
-            pause = resumes.pause(time.monotonic(), cause, *_progress(run))
+            pause = resumes.pause(cause, *_progress(run))
         if pause is None:
             advice = record.no_space(run) if full or cause.full_disk else remedy(cause, again)
             recorder.failed(ended.spec.name, cause.text, ended.log, "the run ended")

@@ -1,5 +1,5 @@
 """Finds processes that are alive and do not answer, by ``RUN/health.json`` and the system's list of
-stopped processes, and says where they hang. A process that is merely slow is never found:
+stopped processes. A process that is merely slow is never found:
 heartbeats stop only if the event loop of a worker stands still."""
 
 import os
@@ -26,13 +26,6 @@ _STATES = {
     psutil.STATUS_RUNNING: "it computes (state R)",
     psutil.STATUS_SLEEPING: "it waits (state S)",
 }
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[^\n]*\n((?:  File [^\n]*\n?)+)", re.MULTILINE)
-_FRAME = re.compile(r'  File "([^"]*)", line (\d+) in (\S+)')
-_IDLE = (
-    "/concurrent/futures/thread.py /asyncio/ /threading.py /selectors.py /tqdm/ /queue.py".split()
-)
-"""Where a thread without work rests. Such a thread is shown by its first frame elsewhere."""
-_SHOWN = 3
 QUIET_S = 0.5
 
 
@@ -83,7 +76,9 @@ class Watchdog:
         for pid, since in self._stopped.items():
             if now - since > limit:
                 why = f"has been stopped for {now - since:.0f} s"
-                return Finding(stopped[pid], why, self._calls(pid))
+                workers = self.health.workers if self.health is not None else []
+                calls = next((worker.calls for worker in workers if worker.pid == pid), [])
+                return Finding(stopped[pid], why, calls)
         return None
 
     def _silent(
@@ -123,10 +118,6 @@ class Watchdog:
             return Finding(culprit or self.scheduler, why, whole=True)
         self._replaced = report.progress_at
         return Finding(culprit, why, stuck.calls)
-
-    def _calls(self, pid: int) -> list[str]:
-        workers = self.health.workers if self.health is not None else []
-        return next((worker.calls for worker in workers if worker.pid == pid), [])
 
 
 def _status(pid: int) -> str:
@@ -174,22 +165,9 @@ def activity(pid: int, log: Path) -> tuple[str, str]:
     return doing, stacks(pid, log)
 
 
-def where(text: str) -> str:
-    """Return where the threads of a process are, in a few words, from its stacks. The main thread
-    comes first."""
-    places: list[str] = []
-    for thread in reversed(_THREAD.findall(text)):
-        frames = _FRAME.findall(thread)
-        awake = [frame for frame in frames if not any(part in frame[0] for part in _IDLE)]
-        if awake and (not places or not any(part in frames[0][0] for part in _IDLE)):
-            file, line, function = awake[0]
-            places.append(f"{'/'.join(Path(file).parts[-2:])}:{line} {function}")
-    return ", ".join(dict.fromkeys(places[:_SHOWN]))
-
-
-def diagnosis(finding: Finding, doing: str, text: str) -> str:
-    """Return what is known of a stuck process, as one line. doing, text: its ``activity``."""
-    place, calls = where(text), "; ".join(finding.calls)
-    threads = f"its threads are in {place} (stacks in its log)" if place else ""
-    parts = [finding.why, doing, threads, f"its last calls: {calls}" if calls else ""]
+def diagnosis(finding: Finding, doing: str, stacks: str) -> str:
+    """Return what is known of a stuck process, as one line. doing, stacks: its ``activity``."""
+    calls = "; ".join(finding.calls)
+    logged = "its stacks are in its log" if stacks else ""
+    parts = [finding.why, doing, logged, f"its last calls: {calls}" if calls else ""]
     return "; ".join(filter(None, parts))

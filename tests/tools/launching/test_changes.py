@@ -20,7 +20,6 @@ JUDGED = [
     'judges.use.slate.endpoint={url = "http://127.0.0.1:1/v1", model = "m"}',
     "scheduler.judge=slate",
 ]
-CHAIN = ["scheduler.strategy=chain", "scheduler.strategy_options=null", "learner.scheme=turn_grpo"]
 
 
 COMMAND = "coppice.tools.launching.command"
@@ -63,23 +62,10 @@ def test_a_new_run_in_the_folder_of_another_one_is_refused_with_what_it_holds_an
     other = ROOT / "configs" / "vpr-tictactoe-cpu.toml"
     assert main(["--config", str(other), "--run-folder", str(run), *dry]) == 2
     said = capsys.readouterr().err
-    assert f"{run} holds the run 'slate-tiny' already (unknown, 3 trees): go on with it by" in said
+    assert f"{run} holds a run already: go on with it by" in said
     assert f"coppice launch --resume {run}, or choose another --run-folder\n" in said
     assert said.count("\n") == 1
     assert saved(run) == config
-
-
-@pytest.mark.usefixtures("started")
-def test_a_run_that_began_in_the_folder_during_the_set_up_is_not_mixed_either(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def prepare(config: Config) -> Assets:
-        make(tmp_path / "run")
-        return Assets("MODEL", "TRAIN", "HELDOUT", "INDEX")
-
-    monkeypatch.setattr("coppice.tools.launching.command.prepare", prepare)
-    assert main(["--run-folder", str(tmp_path / "run")]) == 2
-    assert "holds the run 'slate-tiny' already" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("started")
@@ -101,26 +87,13 @@ def test_a_resume_says_what_it_changes_and_keeps_the_former_configs(
     assert told in runs.read(run).missing
 
 
-@pytest.mark.usefixtures("started")
-@pytest.mark.parametrize(
-    "override", ["learner.lr=5e-5", "scheduler.evaluation.questions=7", "actors.count=2"]
-)
-def test_what_harms_no_old_tree_may_be_changed(override: str, run: Path) -> None:
-    assert main(["--resume", str(run), *flags(override)]) == 0
-
-
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["seed=1"], "seed: 0 -> 1 (its tasks and ids were drawn by it)"),
         (["model.name=other"], '"tiny-search" -> "other" (its weights began with that)'),
-        (["data.train=mine.jsonl"], '"default" -> "mine.jsonl" (its trees grew from that)'),
-        (["learner.lora.rank=8"], "learner.lora.rank: 0 -> 8 (its checkpoints hold that)"),
         (["scheduler.temperature=0.5"], "1.0 -> 0.5 (its trees were sampled so)"),
         (["method=grpo"], 'method: "slate" -> "grpo" (its trees have that shape)'),
-        (["scheduler.budget=2"], "scheduler.budget: 4 -> 2 (its trees have that shape)"),
         (JUDGED, 'scheduler.judge: "slate_rules" -> "slate" (its trees were scored so)'),
-        (CHAIN, 'learner.scheme: "slate" -> "turn_grpo"'),
     ],
 )
 def test_what_would_make_old_trees_or_checkpoints_wrong_is_refused(
@@ -151,16 +124,7 @@ def test_where_a_judge_is_reached_may_change_and_how_it_judges_may_not(tmp_path:
         changes.check(tmp_path, convert(saved(tmp_path), ["judges.use.slate.endpoint.model=n"]))
 
 
-def test_a_resume_refuses_another_config_file(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--resume", str(run), "--config", str(DEFAULT_CONFIG)])
-    assert ended.value.code == 2
-    assert "with its own config: remove --config" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["agent-tiny", "oprl-sotopia", "slate-7b", "vpr-sudoku"])
+@pytest.mark.parametrize("name", ["agent-tiny", "oprl-sotopia"])
 def test_no_shipped_config_changes_by_being_resumed(name: str, tmp_path: Path) -> None:
     changes.record(tmp_path, load(ROOT / "configs" / f"{name}.toml", []))
     assert changes.changes(tmp_path, convert(saved(tmp_path), [])) == []

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coppice.tools.launching.failures import (
-    MOST,
     RESTARTS,
     WITHIN_S,
     Cause,
@@ -33,20 +32,17 @@ HANDLED = (
     [
         (RAISED + "learner.selfcheck.PackingError: off by 0.6\n", "PackingError: off by 0.6"),
         (RAISED + "RuntimeError: in loading:\n\tsize\n", "RuntimeError: in loading: size"),
-        (RAISED + "KeyError: 'a.b'\n\n", "KeyError: 'a.b'"),
         (
             RAISED + "AssertionError\n[W1122] process group has not been destroyed\n",
             "AssertionError",
         ),
         (HANDLED + RAISED + "wire.faults.DataFault: later\n", "DataFault: later"),
-        (HANDLED + "judge-model: the engine is gone\n", "judge-model: the engine is gone"),
         (HANDLED, "learner: train failed"),
         (
             f"{HANDLED}2026-11-22 09:00:02,000 scheduler.main the run ends:"
             " tree 7 failed 5 times; the last time:\nbad\n",
             "tree 7 failed 5 times; the last time: bad",
         ),
-        ("/usr/bin/python: No module named nothing\n", "/usr/bin/python: No module named nothing"),
         ("", "it ended with status 1 and wrote nothing"),
         (RAISED + f"ValueError: {'x' * 5000}\n", f"ValueError: {'x' * 288} ..."),
     ],
@@ -93,10 +89,7 @@ def test_a_pause_is_given_until_too_many_deaths_lie_in_the_window(deaths: list[f
         assert rate.pause(now) == (2.0 ** (near - 1) if near <= RESTARTS else None)
 
 
-def test_deaths_after_progress_count_as_the_first_until_there_are_far_too_many() -> None:
-    rate = Rate()
-    assert [rate.pause(float(i), progress=True) for i in range(MOST)] == [1.0] * MOST
-    assert rate.pause(float(MOST), progress=True) is None
+def test_a_death_after_progress_counts_as_the_first() -> None:
     rate = Rate()
     pauses = [rate.pause(float(i), progress=i == 2) for i in range(6)]
     assert pauses == [1.0, 2.0, 1.0, 2.0, 4.0, None]
@@ -107,32 +100,32 @@ FAULT, KILL = Cause("ValueError: bad", False), cause_of(-9, "")
 
 def test_an_error_is_resumed_only_after_a_new_checkpoint() -> None:
     resumes = Resumes("")
-    assert resumes.pause(0.0, FAULT, "v000004") is not None
-    assert resumes.pause(5000.0, FAULT, "v000004") is None
-    assert Resumes("v000004").pause(0.0, FAULT, "v000004") is None
+    assert resumes.pause(FAULT, "v000004") is not None
+    assert resumes.pause(FAULT, "v000004") is None
+    assert Resumes("v000004").pause(FAULT, "v000004") is None
 
 
 def test_kills_are_resumed_a_few_times_without_progress_and_for_a_week_with_it() -> None:
     resumes = Resumes("")
-    ends = [resumes.pause(5000.0 * i, KILL, "") is None for i in range(RESTARTS + 1)]
+    ends = [resumes.pause(KILL, "") is None for i in range(RESTARTS + 1)]
     assert ends == [False] * RESTARTS + [True]
     resumes = Resumes("")
-    assert all(resumes.pause(3600.0 * i, KILL, f"v{i + 1:06d}") == 1.0 for i in range(7 * 24))
+    assert all(resumes.pause(KILL, f"v{i + 1:06d}") == 1.0 for i in range(7 * 24))
 
 
 def test_a_full_disk_is_not_resumed_though_there_was_progress() -> None:
     full = Cause("OSError: [Errno 28] No space left on device", False)
-    assert Resumes("").pause(0.0, full, "v000001") is None
+    assert Resumes("").pause(full, "v000001") is None
 
 
 def test_trees_in_the_journal_are_progress_after_a_kill_and_not_after_an_error() -> None:
     resumes = Resumes("", 5)
-    assert [resumes.pause(float(i), KILL, "", 6 + i) for i in range(10)] == [1.0] * 10
-    assert resumes.pause(20.0, FAULT, "", 99) is None
+    assert [resumes.pause(KILL, "", 6 + i) for i in range(10)] == [1.0] * 10
+    assert resumes.pause(FAULT, "", 99) is None
 
 
 def test_a_stall_that_comes_again_without_progress_ends_the_run_with_its_remedy() -> None:
     stall = Cause("holds up the run", True, True)
     resumes = Resumes("", 5)
-    assert [resumes.pause(5000.0 * i, stall, "", 5) for i in range(2)] == [1.0, None]
+    assert [resumes.pause(stall, "", 5) for i in range(2)] == [1.0, None]
     assert remedy(stall, "AGAIN").startswith("look at the stacks at the end of the logs")

@@ -11,14 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from coppice.judges.config import SERVED, JudgeModelConfig, with_served_model
 from coppice.judges.serve import JudgeProcess
-from coppice.tools.defaults.tiny_board import NAME as TINY
+from coppice.tools.defaults.tiny import BOARD as TINY
 from coppice.tools.launching import processes
 from coppice.tools.launching.config import DEFAULT_CONFIG, ConfigError, load
-from coppice.tools.launching.judge_model import HOST, JudgeModelProcess
 from coppice.tools.launching.prepare import prepare
-from coppice.tools.launching.settings import Assets
+from coppice.tools.launching.settings import JUDGE_HOST, Assets, JudgeModelProcess
 from coppice.wire.messages import JudgedTurn, JudgeRequest, JudgeResult
 from tests.services import bench
 
@@ -49,25 +47,15 @@ def test_a_judge_that_asks_for_the_served_model_gets_its_address_and_what_it_can
     assert (process.folder, process.model.name, process.model.max_context) == ("JUDGE", TINY, 512)
     assert files["judges"]["judges"]["pprm"] == {
         "endpoint": {
-            "url": f"http://{HOST}:{process.port}/v1", "model": TINY, "constrain": "sglang",
+            "url": f"http://{JUDGE_HOST}:{process.port}/v1", "model": TINY, "constrain": "sglang",
             "concurrency": 3, "max_tokens": 128, "wait_s": 300.0,
         },
     }  # fmt: skip
     assert files["judges"]["judges"]["slate_rules"] == {"query": "evidence"}
     config, assets = load(DEFAULT_CONFIG, [ASKS, *MODEL]), Assets("M", "T", "H", "I", "J")
     (spec,) = (p for p in processes.make(config, assets, tmp_path) if p.name == "judge-model")
-    module = "coppice.tools.launching.judge_model"
+    module = "coppice.tools.launching.serve_model"
     assert (spec.module, spec.threads, spec.vital) == (module, 1, False)
-
-
-def test_what_a_served_endpoint_says_itself_is_kept() -> None:
-    own = {"url": SERVED, "constrain": "", "max_tokens": 64, "timeout_s": 9.0}
-    (endpoint,) = with_served_model(
-        {"endpoint": own}, "http://h/v1", JudgeModelConfig(max_batch=2)
-    ).values()
-    assert endpoint == own | {
-        "url": "http://h/v1", "model": "smollm2-135m", "concurrency": 2, "wait_s": 300.0,
-    }  # fmt: skip
 
 
 def test_a_run_without_a_judge_model_has_no_process_for_it(tmp_path: Path) -> None:
@@ -82,12 +70,9 @@ def test_a_run_without_a_judge_model_has_no_process_for_it(tmp_path: Path) -> No
     [
         ([ASKS], r"pprm\.endpoint\.url = 'served' .* add \[judges\.model\], or give a URL"),
         (MODEL, r"\[judges\.model\] has no effect"),
-        ([ASKS, "judges.model.threads=0"], r"judges\.model\.threads = 0: expected `int` >= 1"),
         ([ASKS, *MODEL, f"{AT}.model=x"], r"pprm\.endpoint\.model = 'x': \[judges\.model\] is"),
         ([ASKS, *MODEL, f"{AT}.max_tokens=512"], r"endpoint\.max_tokens = 512 leaves no room"),
         ([ASKS, *MODEL, f"{AT}.max_tokens=60"], "max_tokens 60: a constrained reply needs"),
-        ([ASKS, *MODEL, f"{AT}.tokens=60"], r"judges\.use\.pprm\.endpoint"),
-        ([ASKS, "judges.model.nane=x"], r"nane = 'x'; did you mean judges\.model\.name"),
     ],
 )  # fmt: skip
 def test_a_served_model_that_cannot_work_is_refused_with_the_remedy(
@@ -137,7 +122,7 @@ async def test_a_judge_started_before_its_model_waits_for_it_and_every_turn_has_
         async with (
             process("coppice.judges.serve", tmp_path / "judges.json"),
             process(
-                "coppice.tools.launching.judge_model", tmp_path / "processes" / "judge-model.json"
+                "coppice.tools.launching.serve_model", tmp_path / "processes" / "judge-model.json"
             ),
         ):
             await b.dispatcher.wait_for("judge.pprm", 1, 100)

@@ -77,57 +77,41 @@ def test_a_dry_run_prints_the_doubts_that_a_start_prints(
     assert "warning: this plan needs about" in told
 
 
-@pytest.mark.parametrize(
-    ("content", "said"), [(b'{"name": "x"', "is torn"), (b"[]", "config.json")]
-)
 def test_a_torn_config_of_a_run_is_named(
-    content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_bytes(content)
+    (tmp_path / "config.json").write_text('{"name": "x"')
     assert main(["--resume", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert f"--resume {tmp_path}" in error
-    assert said in error
-    assert error.count("\n") == 1
+    assert f"--resume {tmp_path}" in error and "is torn" in error and error.count("\n") == 1
 
 
 @pytest.mark.usefixtures("assets")
-@pytest.mark.parametrize("what", ["mkdir", "open", "write_bytes"])
-def test_a_full_disk_at_the_start_is_one_line(
-    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, real = tmp_path / "run", getattr(Path, what)
-
-    def full(path: Path, *given: Any, **more: Any) -> Any:
-        if path.is_relative_to(run):
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        return real(path, *given, **more)
-
-    monkeypatch.setattr(Path, what, full)
-    assert main(["--run-folder", str(run)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"coppice launch: {run}'s disk has ")
-    assert error.endswith(" MB free: the processes cannot write; free some, then start again\n")
-    assert error.count("\n") == 1
-
-
-@pytest.mark.usefixtures("assets")
-def test_a_read_only_disk_at_the_start_is_one_line_with_the_remedy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.ENOSPC, " MB free: the processes cannot write; free some, then start again\n"),
+        (errno.EROFS, "/lock': make it writable and launch again, or choose another --run-fold"),
+    ],
+)
+def test_a_disk_that_takes_nothing_at_the_start_is_one_line_with_the_remedy(
+    number: int,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run, real = tmp_path / "run", Path.open
 
-    def read_only(path: Path, *given: Any, **more: Any) -> Any:
+    def refused(path: Path, *given: Any, **more: Any) -> Any:
         if path.is_relative_to(run):
-            raise OSError(errno.EROFS, "Read-only file system", str(path))
+            raise OSError(number, os.strerror(number), str(path))
         return real(path, *given, **more)
 
-    monkeypatch.setattr(Path, "open", read_only)
+    monkeypatch.setattr(Path, "open", refused)
     assert main(["--run-folder", str(run)]) == 2
     error = capsys.readouterr().err
-    remedy = "make it writable and launch again, or choose another"
-    assert f"Read-only file system: '{run}/lock': {remedy}" in error
-    assert error.count("\n") == 1
+    assert said in error and error.count("\n") == 1
 
 
 @pytest.mark.usefixtures("assets")

@@ -3,7 +3,6 @@ up, and a status that is not 0."""
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from safetensors.numpy import save_file
@@ -11,7 +10,9 @@ from safetensors.numpy import save_file
 from coppice.tools.defaults.models import ensure_model
 from coppice.tools.launching import prepare
 from coppice.tools.launching.command import main
+from coppice.tools.launching.config import load
 
+DEFAULT = Path("configs/slate-cpu.toml").resolve()
 SGLANG = ["actors.engine=sglang", "actors.kv_cache_gib=null", "actors.dtype=null"]
 NOWHERE = ["data.train=mine/nope.jsonl", "data.heldout=nope.parquet", "data.corpus=nope.jsonl"]
 
@@ -44,7 +45,7 @@ def test_a_wrong_data_path_is_refused_also_by_a_dry_run(
     )
 
 
-@pytest.mark.parametrize("name", ["smollm2-136m", "a/b/c", "./nope", "/nope/model"])
+@pytest.mark.parametrize("name", ["smollm2-136m", "/nope/model"])
 def test_a_wrong_model_is_refused_also_by_a_dry_run(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -125,13 +126,23 @@ def test_a_launch_without_sglang_is_refused_before_any_process_starts(
     assert said in line(capsys, overrides=[*SGLANG, cpu, f"actors.sglang.python={python}"])
 
 
-def test_an_interpreter_with_sglang_is_enough(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.usefixtures("unprepared")
+def test_a_variable_for_the_agent_that_is_not_set_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "sglang.py").touch()
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    sglang = SimpleNamespace(way="server", arguments={"device": "cpu"}, python="")
-    config = SimpleNamespace(
-        cluster=SimpleNamespace(on=""), actors=SimpleNamespace(engine="sglang", sglang=sglang)
-    )
-    assert list(prepare.lacking_machine(config)) == []  # pyright: ignore[reportArgumentType]
+    data = ["data.agent=cat", 'data.options={pass_env = ["NOT_SET_KEY"]}', "warm_start.steps=0"]
+    data += ["scheduler.judge=none", "method=grpo"]
+    assert "pass_env names 'NOT_SET_KEY', which is not set" in line(capsys, overrides=data)
+
+
+@pytest.mark.parametrize(
+    ("override", "refused"), [("actors.sglang.gpus=1", 0), ("actors.sglang.gpus=2", 1)]
+)
+def test_weights_are_not_broadcast_within_the_learners_gpus(
+    override: str, refused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coppice.tools.launching.prepare.hardware.visible_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr("coppice.tools.launching.prepare._HAS_SGLANG", "")
+    sets = [*SGLANG, override, "learner.count=1", "learner.lora.rank=0", "learner.publish=memory"]
+    said = list(prepare.lacking_machine(load(DEFAULT, sets)))
+    assert ["beside the learner's" in one for one in said] == [True] * refused

@@ -13,14 +13,14 @@ import msgspec
 import pytest
 
 from coppice.judges.config import JudgeModelConfig
-from coppice.tools.launching.judge_model import JudgeModelProcess
+from coppice.tools.launching.settings import JudgeModelProcess
 
 pytestmark = pytest.mark.slow
 
 DYING = """
 import sys
 from coppice.actors.engines.local import LocalEngine
-from coppice.tools.launching import judge_model, serve_model
+from coppice.tools.launching import serve_model
 
 def boom(*_):
     raise ERROR("boom")
@@ -69,15 +69,6 @@ def last_words(server: subprocess.Popen[str]) -> str:
     return errors.splitlines()[-1]
 
 
-def test_serve_model_ends_with_status_1_and_the_reason_when_its_engine_dies(llama: Path) -> None:
-    options = ["--port", "0", "--threads", "1", "--kv-cache-gib", "0.01"]
-    with server("sys.exit(serve_model.main(sys.argv[1:]))", str(llama), *options) as made:
-        assert (
-            last_words(made)
-            == f"coppice serve --model: {REASON}; its traceback is above. Start the server again"
-        )
-
-
 def test_serve_model_ends_with_the_third_step_in_a_row_that_fails_of_an_error_that_stays(
     llama: Path,
 ) -> None:
@@ -106,5 +97,5 @@ def test_the_judge_model_of_a_run_ends_with_status_1_so_that_the_launcher_starts
     file.write_bytes(
         msgspec.json.encode(JudgeModelProcess("judge-model", str(tmp_path), str(llama), 0, model))
     )
-    with server("judge_model.main()", str(file)) as made:
+    with server("serve_model.in_a_run()", str(file)) as made:
         assert last_words(made) == f"judge-model: {REASON}"

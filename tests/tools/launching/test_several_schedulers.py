@@ -7,13 +7,11 @@ import msgspec
 import pytest
 
 from coppice.actors.config import ActorProcess
-from coppice.common.atomic import as_json
 from coppice.common.shards import Shard, folder
 from coppice.judges.serve import JudgeProcess
 from coppice.learner.config import LearnerProcess
 from coppice.scheduler.config import SchedulerProcess
 from coppice.tools.launching import processes
-from coppice.tools.launching.command import main
 from coppice.tools.launching.config import DEFAULT_CONFIG, ConfigError, load
 from coppice.tools.launching.settings import Assets
 
@@ -71,15 +69,3 @@ def test_what_several_schedulers_cannot_share_is_refused(override: str, said: st
     said = said.replace("WITH", "with scheduler.shards = 2: expected")
     with pytest.raises(ConfigError, match=said):
         load(DEFAULT_CONFIG, [*TWO, override])
-
-
-def test_a_run_is_not_resumed_with_another_number_of_schedulers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "coppice.tools.launching.command.prepare", lambda config: pytest.fail("set up")
-    )
-    (tmp_path / "config.json").write_bytes(as_json(load(DEFAULT_CONFIG, TWO)))
-    assert main(["--resume", str(tmp_path), "--set", "scheduler.shards=3"]) == 2
-    said = capsys.readouterr().err
-    assert f"{tmp_path} cannot change scheduler.shards: 2 -> 3 (its tasks and ids were" in said

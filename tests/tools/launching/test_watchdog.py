@@ -11,7 +11,7 @@ import pytest
 
 from coppice.scheduler.telemetry.health import NAME, Health, Queue, WorkerHealth
 from coppice.tools.launching import watchdog
-from coppice.tools.launching.watchdog import HELD_UP_S, SCHEDULER, Watchdog, stacks, where
+from coppice.tools.launching.watchdog import HELD_UP_S, SCHEDULER, Watchdog
 
 LIMIT, STALL = 100.0, 1000.0
 PIDS = {SCHEDULER: 2**22 + 1, "judges": 2**22 + 2, "learner-0": 2**22 + 3}
@@ -52,14 +52,12 @@ def dog(tmp_path: Path) -> Watchdog:
     ("judges", "why"),
     [
         ({}, None),
-        ({"heard": 5000.0 - LIMIT}, None),
         ({"heard": 4990.0 - LIMIT, "state": "silent for 20 s"}, "has been silent for 110 s"),
         (
             {"heard": 4990.0 - LIMIT, "state": "drained"},
             "left 110 s ago (drained) and has not ended",
         ),
         ({"heard": 0.0, "host": "elsewhere"}, None),
-        ({"heard": 0.0, "pid": 7}, None),
         ({"unanswered": 2}, None),
         ({"unanswered": 3}, "answers heartbeats and let 3 calls in a row pass their deadline"),
     ],
@@ -83,16 +81,6 @@ def test_a_scheduler_whose_report_grows_old_is_stuck_unless_the_machine_was_held
     finding = dog.look(PIDS, 5000.0)
     assert finding is not None
     assert (finding.process, finding.why) == (SCHEDULER, "has not reported for 110 s")
-
-
-def test_each_of_several_schedulers_is_known_by_its_own_report(tmp_path: Path) -> None:
-    second = Watchdog(tmp_path, "scheduler-1")
-    second._calm_since, second._looked = 0.0, 5000.0
-    report(tmp_path, 4990.0 - LIMIT, 4990.0 - LIMIT)
-    pids = {"scheduler": 2**22 + 9, "scheduler-1": PIDS[SCHEDULER]}
-    finding = second.look(pids, 5000.0)
-    assert finding is not None
-    assert (finding.process, finding.why) == ("scheduler-1", "has not reported for 110 s")
 
 
 def test_a_report_of_an_earlier_scheduler_says_nothing(dog: Watchdog, tmp_path: Path) -> None:
@@ -166,32 +154,13 @@ def test_the_stacks_of_an_endless_loop_and_of_a_deadlock_are_read_from_the_log(
     try:
         assert process.stdout.readline() == b"ready\n"
         doing, text = watchdog.activity(process.pid, log)
-        places = where(text)
-        main, other = places.split(", ")
-        assert main.startswith(f"{tmp_path.name}/judge.py:")
-        assert main.endswith(" endless_judgement")
-        assert other == f"{tmp_path.name}/judge.py:11 never_unlocked"
+        assert " in endless_judgement" in text
+        assert f'{script}", line 11 in never_unlocked' in text
         finding = watchdog.Finding("judges", "has been silent for 9 s", ["judge.x: ok after 1.0 s"])
-        text = watchdog.diagnosis(finding, doing, text)
-        assert text.startswith("has been silent for 9 s; it computes (state R); its threads are")
-        assert text.endswith("(stacks in its log); its last calls: judge.x: ok after 1.0 s")
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_a_process_that_has_not_begun_is_not_killed_by_the_question_for_its_stacks(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "log").touch()
-    lives = "print(flush=True); input(); print('alive')"
-    command = [sys.executable, "-c", lives]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    try:
-        process.stdout.readline()
-        assert stacks(process.pid, tmp_path / "log") == ""
-        assert process.communicate(b"\n")[0] == b"alive\n"
+        assert watchdog.diagnosis(finding, doing, text) == (
+            "has been silent for 9 s; it computes (state R); its stacks are in its log;"
+            " its last calls: judge.x: ok after 1.0 s"
+        )
     finally:
         process.kill()
         process.communicate()

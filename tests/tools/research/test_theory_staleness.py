@@ -42,14 +42,18 @@ def test_the_estimators_mean_is_the_gradient_of_the_expected_surrogate(old: Stal
     correction, (states, actions) = load("icepop", {}), staleness.paths()
     leaf = torch.from_numpy(logits).requires_grad_()
     with torch.enable_grad():
-        current = torch.log_softmax(leaf, dim=-1)[torch.from_numpy(states), torch.from_numpy(actions)].flatten()
+        current = torch.log_softmax(leaf, dim=-1)[
+            torch.from_numpy(states), torch.from_numpy(actions)
+        ].flatten()
         behaviour = torch.from_numpy(log_probs(task.behaviour).ravel())
         chance = torch.from_numpy(chances(task.behaviour)).repeat_interleave(staleness.TOKENS)
         advantages = torch.from_numpy(task.returns).repeat_interleave(staleness.TOKENS)
         found = correction(Logprobs(current, current.detach(), behaviour), advantages)
         (gradient,) = torch.autograd.grad((chance * found.term).sum(), leaf)
     each = np.repeat(task.returns[:, None], staleness.TOKENS, axis=1)
-    weights = staleness.token_weights(correction, log_probs(logits), log_probs(task.behaviour), each)
+    weights = staleness.token_weights(
+        correction, log_probs(logits), log_probs(task.behaviour), each
+    )
     mean = np.tensordot(chances(task.behaviour), staleness.estimates(logits, weights), axes=1)
     assert mean == pytest.approx(gradient.numpy(), abs=EXACT)
 
