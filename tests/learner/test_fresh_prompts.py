@@ -11,7 +11,7 @@ import torch
 from coppice.learner.forest.trees import Forest
 from coppice.learner.model.model import TreeModel
 from coppice.learner.update.trainer import Trainer
-from tests.updates import episodes, everything, steady, table_of, trainer
+from tests.updates import episodes, everything, steady, trainer
 
 BATCH = episodes(6, 0, trees=2, turns=3, fresh=True)
 
@@ -37,58 +37,6 @@ def shaken(made: Trainer) -> Trainer:
         for parameter in model.trained().values():
             parameter.data.normal_(0, 0.1)
     return made
-
-
-def gradients(
-    made: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """The gradient of all that trains on the batch, and the metrics of the update."""
-    found: dict[str, torch.Tensor] = {}
-    for part, (_, stepper) in made.parts().items():
-
-        def keep(part: str = part, parameters: dict[str, Any] = stepper.parameters) -> None:
-            found.update({f"{part}/{name}": p.grad.clone() for name, p in parameters.items()})
-
-        monkeypatch.setattr(stepper.adamw, "step", keep)
-    return found, made.update(BATCH)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("scheme", "correction", "level"),
-    [
-        ("turn_grpo", "ppo_clip", "token"),
-        ("outcome", "gspo", "sequence"),
-        ("gae", "decoupled", "turn"),
-    ],
-)
-def test_the_packed_gradient_of_a_fresh_batch_is_the_path_by_path_gradient_also_of_a_critic(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch,
-    scheme: str, correction: str, level: str,
-) -> None:  # fmt: skip
-    settings: dict[str, Any] = {
-        "scheme": scheme, "correction": correction, "correction_options": {"level": level},
-        "kl_coef": 0.05, "entropy_coef": 0.01, "grad_clip": 1e9,
-    }  # fmt: skip
-    if scheme == "gae":
-        settings["critic"] = {"grad_clip": 1e9}
-
-    def update(micro_tokens: int) -> tuple[dict[str, torch.Tensor], float]:
-        made = trainer(llama, tmp_path, micro_tokens=micro_tokens, **settings)
-        found, metrics = gradients(shaken(made), monkeypatch)
-        return found, metrics["learner/forwarded_tokens"]
-
-    packed, fewest = update(1536)
-    cut, few = update(30)
-    one_by_one(monkeypatch)
-    plain, most = update(1)
-    assert fewest < few < most == sum(len(path.tokens) for path in table_of(BATCH).paths)
-    assert any(name.startswith("critic") for name in plain) == (scheme == "gae")
-    assert packed.keys() == cut.keys() == plain.keys()
-    for name, value in plain.items():
-        assert value.norm() > 0, name
-        for mine in (packed[name], cut[name]):
-            assert (mine - value).norm() <= 1e-4 * value.norm() + 1e-7, name
 
 
 @pytest.mark.slow

@@ -54,12 +54,9 @@ def random_support(targets: torch.Tensor, vocabulary: int, seed: int = 0) -> Sup
 
 
 def compare(
-    inputs: list[torch.Tensor],
-    temperature: float,
-    trained: bool,
-    bound: float = BOUND,
+    inputs: list[torch.Tensor], temperature: float, trained: bool, bound: float = BOUND,
     support: Support | None = None,
-) -> None:
+) -> None:  # fmt: skip
     hidden, weight, targets, upstream = inputs
     sides = []
     for compute in (token_logprobs, full):

@@ -99,12 +99,9 @@ def test_more_steps_of_the_reward_model_learn_more(tmp_path: Path, llama: Path) 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("reference", [{}, {"reference": "recomputed"}, {"reference": "behaviour"}])
 def test_the_reference_is_one_in_every_number_type(
-    tmp_path: Path,
-    llama: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: str,
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, dtype: str,
     reference: dict[str, str],
-) -> None:
+) -> None:  # fmt: skip
     made, prm = oprl(llama, tmp_path, {"lr": 1e-3, **reference}, dtype=dtype)
     seen = []
     monkeypatch.setattr(

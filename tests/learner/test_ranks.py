@@ -34,10 +34,8 @@ ALL_MODELS: dict[str, object] = {
 """Policy, critic and reward model, reference and proximal passes, two epochs of two minibatches."""
 
 FEW: dict[str, object] = {
-    "kl_coef": 0.05,
-    "correction": "icepop",
-    "correction_options": {"level": "turn"},
-}
+    "kl_coef": 0.05, "correction": "icepop", "correction_options": {"level": "turn"},
+}  # fmt: skip
 """Forests of one sampled token or none, a batch of one turn, one of no sampled token: some ranks
 have nothing to forward."""
 

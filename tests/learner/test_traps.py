@@ -29,14 +29,9 @@ def table(trajectories: int, **scores: list[float]) -> TurnTable:
     columns = {name: np.array(values, np.float64) for name, values in scores.items()}
     ones = n + 1
     return TurnTable(
-        n,
-        n,
-        np.arange(trajectories),
-        ones,
-        ones,
-        columns,
+        n, n, np.arange(trajectories), ones, ones, columns,
         token_scores={"prm": np.zeros(trajectories)},
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("base", ["grpo", "rloo", "reinforce_pp"])

@@ -24,11 +24,9 @@ SURE, UNSURE = -0.01, -1.0  # log-probabilities above and below log 0.9
 
 
 def leaves(
-    paths: list[list[list[int]]],
-    outcomes: list[float],
-    groups: list[int] | None = None,
+    paths: list[list[list[int]]], outcomes: list[float], groups: list[int] | None = None,
     fresh: bool = False,
-) -> TurnTable:
+) -> TurnTable:  # fmt: skip
     """One question's trajectories, each a list of turns of tokens. Observations are the token 99; a
     negative token was sampled surely.
 
@@ -281,12 +279,9 @@ SAO: list[tuple[list[list[int]], list[bool], float, list[float], list[float]]] =
 
 @pytest.mark.parametrize(("turns", "sampled", "alpha", "values", "expected"), SAO)
 def test_saos_lambda_grows_with_the_sampled_length_and_its_critic_learns_the_return(
-    turns: list[list[int]],
-    sampled: list[bool],
-    alpha: float,
-    values: list[float],
+    turns: list[list[int]], sampled: list[bool], alpha: float, values: list[float],
     expected: list[float],
-) -> None:
+) -> None:  # fmt: skip
     made = leaves([turns], [1.0])
     made = msgspec.structs.replace(
         made, sampled=np.array(sampled), token_scores={"value": np.array(values)}
