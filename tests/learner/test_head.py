@@ -93,16 +93,6 @@ def test_over_a_support_values_and_gradients_are_those_of_the_masked_softmax(
     compare(inputs, 0.8, trained, support=random_support(inputs[2], vocabulary))
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_over_a_support_narrow_products_agree(
-    monkeypatch: pytest.MonkeyPatch, trained: bool
-) -> None:
-    inputs = given(75, 300, torch.bfloat16)
-    compare(inputs, 0.8, trained, bound=2**-7, support=random_support(inputs[2], 300))
-    monkeypatch.setattr(head, "WIDE_ON", ())
-    compare(inputs, 0.8, trained, bound=0.03, support=random_support(inputs[2], 300))
-
-
 @pytest.mark.parametrize("first", [0, 690])
 def test_a_support_within_one_block_leaves_nothing_of_the_others(first: int) -> None:
     hidden, weight, _, upstream = given(40, 700)

@@ -17,26 +17,15 @@ from coppice.learner.main import Leader
 from coppice.learner.model.model import TreeModel
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.batches import Inbox
-from coppice.learner.update.table import TurnTable
 from coppice.learner.update.trainer import Batch
 from coppice.wire.messages import TrainGroup, TreeClosed
+from tests.learner.tables import made_of
 from tests.updates import batch, groups, process, trainer
-
-
-def table(trajectories: int, **scores: list[float]) -> TurnTable:
-    """One question, one turn a trajectory, one token a turn."""
-    n = np.zeros(trajectories, np.int64)
-    columns = {name: np.array(values, np.float64) for name, values in scores.items()}
-    ones = n + 1
-    return TurnTable(
-        n, n, np.arange(trajectories), ones, ones, columns,
-        token_scores={"prm": np.zeros(trajectories)},
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("base", ["grpo", "rloo", "reinforce_pp"])
 def test_an_invalid_step_among_equal_outcomes_costs_its_penalty_alone(base: str) -> None:
-    t = table(4, outcome=[0, 0, 0, 0], valid=[1, 0, 1, 1])
+    t = made_of([1] * 4, {"outcome": [0] * 4, "valid": [1, 0, 1, 1]}, token_scores={"prm": [0] * 4})
     made = schemes.load("oprl", {"base": base})(t).advantages
     assert np.abs(made).max() < 2
     assert made[1] < 0

@@ -119,14 +119,6 @@ def test_a_report_is_made_of_the_finished_runs_there_are(
     assert "MC-PR" in drawn
 
 
-def test_a_report_of_some_arms_and_seeds(study: Path) -> None:
-    some = ["--report", "--only", "VPR", "--seeds", "1"]
-    assert main(["vpr-tictactoe", "--out", str(study), *some]) == 0
-    text = (study / "return.md").read_text()
-    assert "| VPR | 1 | 0.000 | 0.500 | 0.500 | 0.500 | 0.500 | 1,000 | 5,000 | 12 |" in text
-    assert "MC-PR" not in text
-
-
 def test_another_measure_has_a_report_of_its_own(
     study: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,9 +1,21 @@
-"""The claims of four papers: every row of coppice dev theory agrees, and expects what the paper quotes or a person can
-work out."""
+"""The claims of four papers: every row of coppice dev theory agrees, and expects what the paper quotes
+or a person can work out; the corrections under stale data: exact gradients of a small task."""
 
+import numpy as np
 import pytest
+import torch
 
-from coppice.research.theories import ClaimRow, main, oprl, ppr, slate, vpr
+from coppice.learner.update.corrections import CORRECTIONS, LEVELS, Logprobs, load
+from coppice.research.theories import ClaimRow, differences, main, oprl, ppr, slate, staleness, vpr
+from coppice.research.theories.staleness import (
+    EXACT,
+    Stale,
+    TokenTask,
+    average,
+    chances,
+    log_probs,
+    stale,
+)
 
 PAPERS = {"slate": slate, "ppr": ppr, "vpr": vpr, "oprl": oprl}
 QUOTED = {
@@ -35,3 +47,61 @@ def test_the_command_prints_a_table_and_returns_1_when_a_row_disagrees(
     assert main(["vpr"]) == 1
     assert "NO" in capsys.readouterr().out
     assert main(["nobody"]) == 2
+
+
+EVERY = [(name, level) for name in CORRECTIONS for level in LEVELS]
+
+
+@pytest.fixture
+def tasks() -> list[TokenTask]:
+    rng = np.random.default_rng(3)
+    return [staleness.random_task(rng) for _ in range(3)]
+
+
+@pytest.fixture
+def old(tasks: list[TokenTask]) -> Stale:
+    return stale(tasks, 8)
+
+
+def test_the_exact_gradient_is_that_of_the_mean_return(old: Stale) -> None:
+    for task, logits in old:
+        numeric = differences(lambda at, task=task: float(chances(at) @ task.returns), logits)
+        assert staleness.exact_gradient(task, logits) == pytest.approx(numeric, abs=1e-9)
+
+
+def test_the_estimators_mean_is_the_gradient_of_the_expected_surrogate(old: Stale) -> None:
+    task, logits = old[0]
+    correction, (states, actions) = load("icepop", {}), staleness.paths()
+    leaf = torch.from_numpy(logits).requires_grad_()
+    with torch.enable_grad():
+        current = torch.log_softmax(leaf, dim=-1)[
+            torch.from_numpy(states), torch.from_numpy(actions)
+        ].flatten()
+        behaviour = torch.from_numpy(log_probs(task.behaviour).ravel())
+        chance = torch.from_numpy(chances(task.behaviour)).repeat_interleave(staleness.TOKENS)
+        advantages = torch.from_numpy(task.returns).repeat_interleave(staleness.TOKENS)
+        found = correction(Logprobs(current, current.detach(), behaviour), advantages)
+        (gradient,) = torch.autograd.grad((chance * found.term).sum(), leaf)
+    each = np.repeat(task.returns[:, None], staleness.TOKENS, axis=1)
+    weights = staleness.token_weights(
+        correction, log_probs(logits), log_probs(task.behaviour), each
+    )
+    mean = np.tensordot(chances(task.behaviour), staleness.estimates(logits, weights), axes=1)
+    assert mean == pytest.approx(gradient.numpy(), abs=EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "level"), EVERY)
+def test_every_correction_at_every_level_is_unbiased_without_staleness(
+    name: str, level: str, tasks: list[TokenTask]
+) -> None:
+    fresh = stale(tasks, 0)
+    found, plain = average(fresh, load(name, {"level": level})), average(fresh, load("none", {}))
+    assert found.bias < EXACT
+    assert found.deviation == pytest.approx(plain.deviation)
+
+
+@pytest.mark.slow
+def test_every_row_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staleness, "TASKS", 5)
+    assert [row.claim for row in staleness.rows() if not row.agrees] == []
