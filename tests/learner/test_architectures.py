@@ -134,9 +134,7 @@ def test_the_page_has_a_row_for_each_architecture() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_it_trains_on_forests_and_is_published_as_its_folder_is_or_is_refused(
-    tmp_path: Path, kind: str, rank: int
-) -> None:
+def test_it_trains_and_is_published_or_is_refused(tmp_path: Path, kind: str, rank: int) -> None:
     folder = made(tmp_path / "model", kind)
     with promised(ROWS[kind][1 if rank else 0]):
         trained = policy(folder, rank)
@@ -178,9 +176,7 @@ async def test_the_embedded_engine_samples_from_it_or_refuses_it(tmp_path: Path,
             np.testing.assert_allclose(sample.logprobs, expected, atol=5e-5)
 
 
-def test_the_check_finds_a_state_that_leaks_between_paths_that_share_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_finds_a_leaking_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_module, "check_layers", lambda *_: None)
     leaking = policy(made(tmp_path, "lfm2"))
     paths = [TokenPath([10 * i + j for j in range(9)], 4) for i in range(6)]

@@ -62,9 +62,7 @@ def oprl(
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["dpo", "cross_entropy"])
 @pytest.mark.parametrize("score", ["sum", "mean"])
-def test_accuracy_rises_and_step_scores_follow_the_planted_values(
-    tmp_path: Path, llama: Path, loss: str, score: str
-) -> None:
+def test_scores_follow_planted_values(tmp_path: Path, llama: Path, loss: str, score: str) -> None:
     made, prm = oprl(llama, tmp_path, {"loss": loss, "score": score, "lr": 1e-2, "beta": 0.5})
 
     def measured(batch: Batch, learn: bool) -> tuple[float, np.ndarray]:

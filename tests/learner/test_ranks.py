@@ -123,9 +123,7 @@ def alone(
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_one_rank_and_several_ranks_give_the_same_update(
-    ran: Path, tmp_path: Path, llama: Path, name: str
-) -> None:
+def test_ranks_give_one_ranks_update(ran: Path, tmp_path: Path, llama: Path, name: str) -> None:
     count = SCENARIOS[name][0]
     assert json.loads((ran / "codes.json").read_text())[name] == [0] * count
     expected = alone(ran, llama, tmp_path, name)
