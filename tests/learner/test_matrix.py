@@ -200,24 +200,6 @@ class TabularPrm:
         return self.log_ratio(batch, reference).detach().numpy()
 
 
-def columns(
-    needs: frozenset[str], batch: Episodes, goal: Goal, policy: np.ndarray, initial: np.ndarray, old: np.ndarray,
-    prm: TabularPrm,
-) -> dict[str, np.ndarray]:  # fmt: skip
-    """The token columns of a batch, each what its model really says. old: behaviour
-    log-probabilities [tokens]."""
-    made, pick = {}, (batch.places, batch.tokens)
-    if "value" in needs:
-        made["value"] = place_values(policy, goal)[0][np.repeat(batch.time, 2), batch.places]
-    if "kl" in needs:
-        made["kl"] = old - np.log(initial[pick])
-    if "log_ratio" in needs:
-        made["log_ratio"] = np.log(policy[pick]) - old
-    if "prm" in needs:
-        made["prm"] = prm.learn(batch, old)
-    return made
-
-
 class Prepared(msgspec.Struct, frozen=True):
     """A batch ready for an update: proximal, old (behaviour) log-probabilities, advantage and
     weights [tokens]."""
@@ -259,7 +241,15 @@ class Run:
         batch.table.scores["mc_value"] = place_values(policy, goal)[1][
             batch.time, batch.places[::2]
         ]
-        made = columns(self.scheme.needs.models, batch, goal, policy, self.initial, old, self.prm)
+        pick = (batch.places, batch.tokens)
+        columns = {
+            "value": lambda: place_values(policy, goal)[0][np.repeat(batch.time, 2), batch.places],
+            "kl": lambda: old - np.log(self.initial[pick]),
+            "log_ratio": lambda: np.log(policy[pick]) - old,
+            "prm": lambda: self.prm.learn(batch, old),
+        }
+        # the token columns of the batch, each what its model really says
+        made = {name: columns[name]() for name in self.scheme.needs.models}
         table = msgspec.structs.replace(batch.table, token_scores=made)
         weights = token_weights(table, table.mask(), "turn")
         self.behaviour = policy
