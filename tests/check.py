@@ -1,13 +1,10 @@
-"""The command tools/test (also coppice dev test): ruff, pyright, the documentation as a site, pytest. All of them run; the
-exit status is 1 if any failed.
+"""The command tools/test (also coppice dev test): ruff, pyright, the documentation as a site,
+pytest. All of them run; the exit status is 1 if any failed.
 
-Tests that start processes of the project (the marker alone, see tests/conftest.py) run one after
-the other; the others run in several processes, with pyright beside them. Named tests run one after
-the other, so that pytest's options (--pdb) work for them.
-
-Without named tests, the numerical ones run again with kernels for any processor, which sum in
-another order than those that torch chooses and emulate bfloat16: a bound that holds on one kind of
-machine only fails on every machine.
+Tests marked alone (tests/conftest.py) run one after the other, the others in several processes,
+with pyright beside them; named tests run one after the other, so that --pdb works for them. In a
+full run the numerical ones run again with kernels for any processor, which sum in another order and
+emulate bfloat16: a bound that holds on one kind of machine only fails on every machine.
 """
 
 import argparse

@@ -33,20 +33,6 @@ def citations(text: str) -> list[tuple[str, str]]:
     return pairs
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("SLATE (methods.md 1.1, 1.3, 1.4).", [("1.1", ""), ("1.3", ""), ("1.4", "")]),
-        ("methods.md 3.2 to 3.6.", [("3.2", ""), ("3.6", "")]),
-        ("the standard deviation (methods.md 6, row 3), 0", [("6", "3")]),
-        ("methods.md 2.5; PPR, A.4", [("2.5", "")]),
-        ("methods.md, known answers", []),
-    ],
-)
-def test_citations_are_read_as_they_are_written(text: str, expected: list[tuple[str, str]]) -> None:
-    assert citations(text) == expected
-
-
 def test_every_cited_section_and_row_of_methods_md_exists() -> None:
     cited = {
         (path.relative_to(ROOT), *c)

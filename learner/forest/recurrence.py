@@ -15,11 +15,11 @@ def install(model: Any) -> str:
     they cannot. Falcon-H1's layers are Mamba2's beside attention."""
     import tree_recurrence
 
-    known = tree_recurrence.tree_family(["mamba2"])
-    assert known is not None
+    mamba = tree_recurrence.tree_family(["mamba2"])
+    assert mamba is not None
     more = {"model_types": "falcon_h1", "mixers": "FalconH1Mixer", "layer_types": "hybrid"}
-    names: dict[str, Any] = {key: (*getattr(known, key), name) for key, name in more.items()}
-    tree_recurrence.register_family(dataclasses.replace(known, **names))
+    names: dict[str, Any] = {key: (*getattr(mamba, key), name) for key, name in more.items()}
+    tree_recurrence.register_family(dataclasses.replace(mamba, **names))
     support = tree_recurrence.install(model)
     return "" if support.shares_prefixes else support.reason
 

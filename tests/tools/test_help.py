@@ -1,6 +1,7 @@
 """Every tool has a help, which ends with examples that the tool would accept."""
 
 import argparse
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ def printed() -> dict[str, argparse.ArgumentParser]:
     return {parser.prog: parser for tool in tools_ for parser in whole(tool)}
 
 
+SHELL = ("|", "&&", ">", "2>")
 PARSERS = printed()
 STAGES = ("coppice sft ", "coppice dev judge-bench ")
 TOOLS = {name: parser for name, parser in PARSERS.items() if not name.startswith(STAGES)}
@@ -35,19 +37,8 @@ TOOLS = {name: parser for name, parser in PARSERS.items() if not name.startswith
 def examples(parser: argparse.ArgumentParser) -> list[str]:
     """The commands of a help's examples, without what they do, which stands behind two spaces."""
     _, _, text = parser.format_help().partition("\nexamples:\n")
-    lines = re.findall(
-        r"^  ((?:coppice|tools/test).*)$", text.replace("\\\n    ", ""), re.MULTILINE
-    )
-    return [line.split("  ")[0] for line in lines]
-
-
-def words(command: str) -> list[str]:
-    """The arguments of a command, up to a pipe or another sign of the shell."""
-    said = shlex.split(command)
-    end = next(
-        (place for place, word in enumerate(said) if word in ("|", "&&", ">", "2>")), len(said)
-    )
-    return said[:end]
+    commands = re.findall(r"^  ((?:coppice|tools/test).*)$", text.replace("\\\n    ", ""), re.M)
+    return [command.split("  ")[0] for command in commands]
 
 
 def test_every_command_has_a_help_of_its_name() -> None:
@@ -64,7 +55,8 @@ def test_a_help_ends_with_examples_that_the_tool_accepts(name: str) -> None:
     for command in commands:
         assert command.startswith(name)
         try:
-            TOOLS[name].parse_args(words(command)[len(name.split()) :])
+            words = itertools.takewhile(lambda word: word not in SHELL, shlex.split(command))
+            TOOLS[name].parse_args([*words][len(name.split()) :])
         except SystemExit:
             pytest.fail(f"{command}: the parser refuses it")
 

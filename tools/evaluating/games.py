@@ -158,9 +158,11 @@ def prepare(flags: argparse.Namespace) -> Prepared:
         raise ValueError(f"{useless}: leave them out")
     if flags.oracle_option and not flags.oracle:
         raise ValueError("--oracle-option has no effect with --no-oracle")
+    options, default = key_values("--option", flags.option), SchedulerConfig()
+    if not flags.run:  # a wrong word is said before a model is loaded
+        _environment(flags.environment, options)
     (policy,) = players.policies(flags) or [_baseline(flags)]
-    run, options = policy.own, key_values("--option", flags.option)
-    default = SchedulerConfig()
+    run = policy.own
     # the run's own prompt, but the fixed opponents, because results must be comparable
     if run is not None and run.environment == flags.environment:
         default, own = run.scheduler, run.options | run.scheduler.evaluation.options

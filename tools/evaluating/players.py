@@ -29,7 +29,7 @@ MAX_CONTEXT = 4096
 def add_players(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say who is measured, how an endpoint is asked, how a model in this process
     computes, and how actions are sampled."""
-    many, value = {"action": "append", "default": []}, {"metavar": "KEY=VALUE"}
+    many: dict[str, Any] = {"action": "append", "default": []}
     add = parser.add_argument_group("players (--model and --run may be repeated)").add_argument
     add("--model", **many, metavar="NAME", help="a model folder, a built-in name or a hub id")
     add("--run", **many, type=Path, metavar="RUN", help="a run folder: its weights and settings")
@@ -37,7 +37,12 @@ def add_players(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("with --endpoint").add_argument
     add("--endpoint-model", metavar="NAME", help="the model to ask for")
     add("--api-key-env", metavar="VARIABLE", help="environment variable of the API key")
-    add("--endpoint-field", **many, **value, help="a field of each request, in TOML; repeatable")
+    add(
+        "--endpoint-field",
+        **many,
+        metavar="KEY=VALUE",
+        help="a field of each request, in TOML; repeatable",
+    )
     add("--timeout", type=float, help="seconds of one attempt (default: 300)")
     add("--attempts", type=int, help="attempts of one request (default: 6)")
     add = parser.add_argument_group("with --model or --run").add_argument

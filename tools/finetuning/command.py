@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def label(options: argparse.Namespace) -> int:
     settings = labels.LabelSettings(records.digest(read), judging.lasting(judges))
     with locked(lock, f"--out {out}"):
         keep(settings_file, settings, str(settings_file))
-        work = lambda: judging.ask_all(judges, trajectories, answered, options.deadline)  # noqa: E731
+        work = partial(judging.ask_all, judges, trajectories, answered, options.deadline)
         kept = f"answered (in {answered})"
         answers = conduct(work, "the same command", kept, "coppice sft label")
         if isinstance(answers, int):

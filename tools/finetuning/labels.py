@@ -10,16 +10,9 @@ from typing import Literal
 import msgspec
 
 from coppice.judges.pprm import messages, parse_final_score, read_templates
+from coppice.tools.finetuning import records
 from coppice.tools.finetuning.judging import Answers, JudgeSpec
-from coppice.tools.finetuning.records import (
-    Labelled,
-    RecordedStep,
-    Trajectory,
-    copied,
-    judged_turn,
-    label,
-    named_steps,
-)
+from coppice.tools.finetuning.records import Labelled, RecordedStep, Trajectory, copied, named_steps
 
 MOST_DIFFERENCE = 0.4
 """Two scores that differ by more than this are an anomaly (PPR, A.4)."""
@@ -93,7 +86,7 @@ def labelled(
 
 
 def judgement_rows(
-    records: Sequence[Trajectory[Labelled]], most: int = 0, seed: int = 0, balance: bool = False
+    labelled: Sequence[Trajectory[Labelled]], most: int = 0, seed: int = 0, balance: bool = False
 ) -> tuple[list[TrainingRow], Counter[str]]:
     """Return the distinct rows of the steps that have a target, and the counts of steps left out by
     reason. A row is the chat that asks for a judgement (judges/pprm.py) and the answer.
@@ -104,8 +97,8 @@ def judgement_rows(
     texts = read_templates()
     good: dict[TrainingRow, bool] = {}
     left_out = Counter[str]()
-    for _, one, step in named_steps(records):
-        chat = messages(judged_turn(one, step), texts)
+    for _, one, step in named_steps(labelled):
+        chat = messages(records.judged_turn(one, step), texts)
         conversation = msgspec.convert(chat, tuple[ChatMessage, ...])
         row = TrainingRow(step.target, messages=conversation, group=one.question)
         if not step.target:
@@ -114,7 +107,7 @@ def judgement_rows(
             left_out["the same as another"] += 1
         else:
             pair = parse_final_score(step.target)
-            good[row] = bool(label(pair[0] / pair[1] if pair else step.score))
+            good[row] = bool(records.label(pair[0] / pair[1] if pair else step.score))
     kinds = [[row for row, kind in good.items() if kind == wanted] for wanted in (True, False)]
     for rows in kinds:
         random.Random(seed).shuffle(rows)

@@ -115,7 +115,7 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def named_steps(records: Sequence[Trajectory[S]]) -> list[tuple[str, Trajectory[S], S]]:
+def named_steps(records: Sequence[R]) -> list[tuple[str, R, Any]]:
     """Every step after its name, id#1, id#2, .., and its record."""
     return [(f"{one.id}#{n}", one, step) for one in records for n, step in enumerate(one.steps, 1)]
 

@@ -86,7 +86,7 @@ class RunPlan(msgspec.Struct, frozen=True):
 
 def plan(options: argparse.Namespace, given: dict[str, Any]) -> RunPlan:
     """Return the plan of a config. given: what --assume sets."""
-    gpu = "" if options.gpus is None else options.gpu
+    gpus, gpu = options.gpus, "" if options.gpus is None else options.gpu
     config = load(options.config or DEFAULT_CONFIG, options.set or [])
     model = model_of(config, options.shape)
     assumed = msgspec.convert(GPUS.get(gpu, {}) | given, Assumed)
@@ -94,7 +94,7 @@ def plan(options: argparse.Namespace, given: dict[str, Any]) -> RunPlan:
     marks = {name: "" if name in given else " (assumed)" for name in lengths}
     texts = ", ".join(f"{name} {value:g}{marks[name]}" for name, value in lengths.items())
     work = work_of(config, source)
-    splits = formulas.splits(config, model, work, assumed, options.gpus) if gpu else []
+    splits = [] if gpus is None else formulas.splits(config, model, work, assumed, gpus)
     unshared, shared = (
         formulas.learner_flops(config.learner, model, work, one) for one in (False, True)
     )

@@ -174,15 +174,9 @@ class Speed(msgspec.Struct, frozen=True):
 
 
 def speed(
-    w: LearnerConfig,
-    model: Dense,
-    work: Work,
-    reach: Assumed,
-    stale: int,
-    actors: int,
-    most: float,
-    size: int = 2,
-) -> Speed:
+    w: LearnerConfig, model: Dense, work: Work, reach: Assumed, stale: int, actors: int,
+    most: float, size: int = 2,
+) -> Speed:  # fmt: skip
     """Return the times of an update, by a roofline and Little's law. stale: max_staleness. actors:
     devices that generate. most: samples that the memory of all actors together has room for, or
     that they decode at once if that is less. size: bytes of a number.

@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import sys
@@ -20,11 +19,8 @@ import pytest
 from aiohttp import web
 
 from coppice.actors.config import ActorProcess, ActorsConfig
-from coppice.actors.environments.base import Task
-from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.actors.environments.task_files import load_tasks
-from coppice.judges.config import RetrieverConfig
-from coppice.judges.retriever.worker import RetrieverProcess
+from coppice.judges.retriever.hot import HotQueries
 from coppice.scheduler.config import SchedulerConfig, SchedulerProcess
 from coppice.scheduler.evaluation.evaluation import Estimate
 from coppice.scheduler.growth.tasks import held_out
@@ -32,8 +28,6 @@ from coppice.scheduler.growth.tree import Tree
 from coppice.tools import evaluating
 from coppice.tools.evaluating.examination import SampleMean
 from coppice.tools.evaluating.qa.evaluation import QaTable, TableSettings, macro, notes
-from coppice.tools.evaluating.qa.methods import PROMPTS as QA_PROMPTS
-from coppice.tools.evaluating.qa.methods import filled
 from coppice.tools.evaluating.qa.retrieval import CachedRetrieval
 from coppice.tools.evaluating.qa.scoring import score
 from coppice.tools.evaluating.qa.sets import HUB, PAPER, read_sets, subset
@@ -94,34 +88,6 @@ def test_the_original_scorer_demands_two_blocks_of_prompt_and_response() -> None
     assert score(grown(one, prompt=plain), ["Rome"], 0)["em_two_blocks"] == 0.0
     assert score(grown(one, prompt=example), ["Rome"], 0)["em_two_blocks"] == 1.0
     assert score(grown(("action", "?"), prompt=example), ["Paris"], 0)["em_two_blocks"] == 0.0
-
-
-def prompts_with_an_answer() -> dict[str, str]:
-    """The built-in prompts that tell how to answer, as the qa table asks with them: every method's
-    and search's."""
-    asked = {
-        name: filled(name, **PARTS)
-        for name in ("cot", "direct", "ircot_read", "iter_retgen", "rag", "search_o1")
-    }
-    task = Task("1", PARTS["question"], ["Rome"])
-    return asked | {
-        name: SearchQA(name).prompt(task)[0]["content"] for name in ("search_r1", "short")
-    }
-
-
-PARTS = {"question": "Capital of Italy?", "documents": "Doc 1(Title: Italy) Rome", "budget": "3"}
-
-
-def test_the_built_in_prompts_show_one_answer_block_so_two_are_demanded_of_the_response() -> None:
-    told = {path.stem for path in QA_PROMPTS.glob("*.txt") if "<answer>" in path.read_text()}
-    assert told < set(prompts_with_an_answer())
-    for name, prompt in prompts_with_an_answer().items():
-        (example,) = re.findall("<answer>(.*?)</answer>", prompt, re.DOTALL)
-        unanswered, right = (
-            score(grown(("action", said), prompt=prompt), ["Rome", example], 0)["em_two_blocks"]
-            for said in ("I do not know.", "<answer>Rome</answer>")
-        )
-        assert (unanswered, right) == (0.0, 1.0), name
 
 
 @pytest.mark.parametrize(("blocks", "value"), [(10, 1.0), (11, 0.25)])
@@ -237,26 +203,20 @@ def test_a_set_of_the_hub_is_its_test_split_else_dev_else_train(
         read_sets([f"x={HUB}/nosuch"], None, 0)
 
 
-@pytest.mark.parametrize(
-    ("there", "taken"),
-    [("train validation test", "test"), ("train validation", "validation"), ("train", "train")],
-)
 def test_a_plain_set_of_the_hub_is_its_test_split_else_dev_else_train(
-    there: str, taken: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    splits = there.split()
-
     def load(name: str, split: str) -> list[dict[str, Any]]:
         return [{"id": split, "question": f"{name}?", "golden_answers": ["a"]}]
 
-    hub = SimpleNamespace(get_dataset_split_names=lambda name: splits, load_dataset=load)
-    monkeypatch.setitem(sys.modules, "datasets", hub)
-    (found,) = read_sets(["x=owner/name"], None, 0)
-    assert ([task.id for task in found.tasks], found.settings.source) == (
-        [taken],
-        f"owner/name:{taken}",
-    )
-    assert read_sets(["x=owner/name:train"], None, 0)[0].tasks[0].id == "train"
+    for *splits, taken in (("train", "validation", "test", "test"), ("train", "train")):
+        hub = SimpleNamespace(
+            get_dataset_split_names=lambda name, splits=splits: splits, load_dataset=load
+        )
+        monkeypatch.setitem(sys.modules, "datasets", hub)
+        (found,) = read_sets(["x=owner/name"], None, 0)
+        assert found.settings.source == f"owner/name:{taken}"
+        assert [task.id for task in found.tasks] == [taken]
     splits[:] = ["all"]
     with pytest.raises(ValueError, match=r"splits \['all'\].*owner/name:split"):
         read_sets(["x=owner/name"], None, 0)
@@ -267,24 +227,21 @@ def test_a_plain_set_of_the_hub_is_its_test_split_else_dev_else_train(
 
 
 class Books:
-    """A backend that notes what it is asked; with ``hold`` it waits for that event. failing: raises
-    instead."""
+    """A backend that notes what it is asked."""
 
-    def __init__(self, hold: asyncio.Event | None = None):
+    def __init__(self) -> None:
         self.asked: list[tuple[str, int]] = []
-        self.hold, self.opened, self.closed = hold, 0, 0
+        self.opened = self.closed = 0
 
     async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
         self.asked += [(query, topk) for query in queries]
-        if self.hold is not None:
-            await self.hold.wait()
         rows = range(topk)
         return [[Passage(f"{q}-{i}", "T", f"{q} {i}", 1 / (i + 1)) for i in rows] for q in queries]
 
     @asynccontextmanager
-    async def opening(self) -> AsyncIterator["Books"]:
+    async def opening(self) -> AsyncIterator[HotQueries]:
         self.opened += 1
-        yield self
+        yield HotQueries(self, 0, at_once=64)
         self.closed += 1
 
 
@@ -300,26 +257,6 @@ async def test_a_query_is_asked_once_by_retriever_and_topk_and_across_sessions(
         await cached.close()
     assert books.asked == [("q", 2), ("q", 3), ("q", 2)]
     assert (books.opened, books.closed) == (3, 3), "a backend is opened when it is needed"
-
-
-async def test_queries_at_the_same_time_are_asked_once_and_one_that_leaves_takes_nothing(
-    tmp_path: Path,
-) -> None:
-    hold = asyncio.Event()
-    books = Books(hold)
-    cached = CachedRetrieval(tmp_path / "cache.sqlite", "a", books.opening)
-    first, *others = [
-        asyncio.create_task(cached.handle(RetrieveRequest(["q"], 1))) for _ in range(5)
-    ]
-    while not books.asked:
-        await asyncio.sleep(0)
-    first.cancel()
-    hold.set()
-    found = await asyncio.gather(*others)
-    assert {result.passages[0][0].id for result in found} == {"q-0"}
-    assert books.asked == [("q", 1)]
-    assert (cached.counts["queries"], cached.counts["hits"]) == (5, 4)
-    await cached.close()
 
 
 # ----------------------------------------------------------------------------------------------
@@ -649,17 +586,12 @@ def test_a_tiny_model_and_runs_with_their_own_settings_are_measured(
     [
         ("", "nobody to measure"),
         ("--method magic P", "expected some of cot,direct,ircot,iter_retgen,rag,search,search_o1"),
-        ("--method direct --prompt short P", "no effect without the method search"),
         ("--method direct --no-forced P", "--forced has no effect without the method search"),
         ("--method cot --topk 2 P", "none of the methods retrieves"),
-        ("--prompt nosuch P", "expected one of"),
         ("--retriever nowhere P", "holds no index"),
-        ("--set x P", "expected NAME=PATH"),
         ("--set x=gone.jsonl P", "--set x=gone.jsonl: task file 'gone.jsonl' does not exist"),
         ("--set paper P", "the hub"),
         ("--set easy=x.jsonl P", "easy is given twice"),
-        ("--set x=tests/tools P", "tests/tools is a folder"),
-        ("--questions 0 P", "--questions 0"),
         ("--model smollm2-135m --version 1", "--version has no effect without --run"),
     ],
 )
@@ -679,24 +611,22 @@ def test_what_cannot_be_measured_is_said_in_a_line_before_anything_starts(
 
 
 @pytest.mark.parametrize(
-    "file",
-    [*(f"processes/{name}.json" for name in ("scheduler", "actor-0", "retriever")),
-     "weights/v000001/manifest.json"],
-)  # fmt: skip
-@pytest.mark.parametrize("content", ['{"name": "sch', '{"nonsense": 1}', None])
+    ("file", "content"),
+    [
+        ("processes/scheduler.json", '{"name": "sch'),
+        ("processes/actor-0.json", None),
+        ("processes/retriever.json", '{"nonsense": 1}'),
+        ("weights/v000001/manifest.json", None),
+    ],
+)
 def test_a_file_of_a_run_that_is_torn_or_missing_is_named(
     tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str], file: str, content: str | None
 ) -> None:
     folder = run_folder(tmp_path / "run", llama, "chain")
     (folder / "weights" / "v000001").mkdir(parents=True)
     Manifest(1, "full", "d").write(folder / "weights" / "v000001")
-    (folder / "processes" / "retriever.json").write_bytes(
-        msgspec.json.encode(RetrieverProcess("retriever", "", RetrieverConfig("http://a")))
-    )
     if content is not None:
         (folder / file).write_text(content)
-    elif file.endswith("retriever.json"):
-        return  # a run without one uses the built-in corpus
     else:
         (folder / file).unlink()
     out = tmp_path / "out"

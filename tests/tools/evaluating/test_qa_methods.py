@@ -26,9 +26,7 @@ from coppice.tools.evaluating.qa.methods import (
     USED_UP,
     How,
     filled,
-    first_sentence,
     spoken,
-    wanted,
 )
 from coppice.tools.evaluating.qa.scoring import score
 from coppice.wire.messages import (
@@ -157,20 +155,6 @@ async def test_ircot_ends_when_its_searches_are_used_up_or_nothing_is_said(
     assert services.prompts[-1].count("(Title:") == MOST_PASSAGES < 3 * 8
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        (" Rome fell. Then", "Rome fell."),
-        ("It has 1.5 million. ", "It has 1.5 million."),
-        ("no stop\nnext line.", "no stop"),
-        ("Who? Me.", "Who?"),
-        ("", ""),
-    ],
-)
-def test_a_sentence_ends_at_its_stop_or_its_line(text: str, sentence: str) -> None:
-    assert first_sentence(text) == sentence
-
-
 async def test_iter_retgen_searches_with_its_last_reply_and_the_question(
     answered: Answered,
 ) -> None:
@@ -247,7 +231,6 @@ async def test_what_a_model_thinks_is_neither_a_query_nor_a_finding(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("\n Livy.\n", "Livy."),
         ("<think>a</think>\n\nLivy.", "Livy."),
         ("opened by the template</think>Livy.", "Livy."),
         ("<think>cut off", ""),
@@ -256,20 +239,6 @@ async def test_what_a_model_thinks_is_neither_a_query_nor_a_finding(
 )
 def test_thinking_before_a_reply_is_no_part_of_it(text: str, said: str) -> None:
     assert spoken(text) == said
-
-
-@pytest.mark.parametrize(
-    ("text", "query"),
-    [
-        ("x <search> a b </search>", "a b"),
-        ("<search>a</search> and <search>b</search>\n", "b"),
-        ("<search>a</search> then <answer>x</answer>", None),
-        ("<search> </search>", None),
-        ("nothing", None),
-    ],
-)
-def test_a_search_is_wanted_where_the_text_ends_with_it(text: str, query: str | None) -> None:
-    assert wanted(text) == query
 
 
 async def test_search_forces_an_answer_after_its_budget_or_not_at_all(

@@ -42,20 +42,15 @@ def test_a_full_disk_leaves_no_folder_and_is_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_what_is_no_run_or_no_new_folder_is_refused(
+def test_an_empty_folder_takes_the_policy_and_other_places_are_refused(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main([str(run), "--out", str(tmp_path / "empty")]) == 0
+    AutoModelForCausalLM.from_pretrained(tmp_path / "empty")
     assert main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert f"coppice export: {tmp_path} has no processes/learner.json" in capsys.readouterr().err
     assert main([str(run), "--out", str(run)]) == 2
     assert f"--out {run} holds something already: choose another" in capsys.readouterr().err
     assert main([str(run), "--out", str(run / "processes" / "learner.json" / "out")]) == 2
     assert "out cannot be written: Not a directory; choose another" in capsys.readouterr().err
-
-
-def test_an_empty_folder_takes_the_policy(run: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    assert main([str(run), "--out", str(out)]) == 0
-    AutoModelForCausalLM.from_pretrained(out)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]

@@ -189,19 +189,10 @@ def test_of_thousands_of_nodes_only_those_in_view_are_drawn(tmp_path: Path, wind
     assert main([str(tmp_path), "--html", str(tmp_path / "trees.html")]) == 0
     window.goto((tmp_path / "trees.html").as_uri())
     assert 1 < window.locator("[role=treeitem]").count() < 100
-    numbers = "all => all.map(box => +box.dataset.node)"
-    last, drawn = max(large.nodes), window.locator("[role=treeitem]").evaluate_all(numbers)
-    assert drawn == sorted(drawn, key=window.evaluate("order.map(([node]) => node.id)").index)
-    window.evaluate(f"reveal({last})")
-    assert window.evaluate("document.activeElement.dataset.node") == str(last)
-    assert in_view(window, last)
-    window.goto((tmp_path / "trees.html").as_uri())
+    last = max(large.nodes)
     assert not in_view(window, last)
     window.evaluate(f"location.hash = '#0:{last}'")  # a link within the page
     window.wait_for_selector(f"[data-node='{last}'][aria-selected=true]")
-    assert in_view(window, last)
-    window.reload()  # a link from elsewhere
-    assert f" {last}" in window.inner_text("#details h2")
     assert in_view(window, last)
 
 

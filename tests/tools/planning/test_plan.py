@@ -14,7 +14,7 @@ from coppice.learner.config import LearnerConfig, LoraConfig
 from coppice.tools.launching.config import Config, load
 from coppice.tools.planning import command, formulas
 from coppice.tools.planning.formulas import Assumed, Dense
-from coppice.tools.planning.growth import Work, going_on, grown
+from coppice.tools.planning.growth import Work, grown
 from tests.forks import ROOT
 
 TINY = ROOT / "configs" / "slate-tiny.toml"
@@ -98,12 +98,6 @@ def test_the_value_of_a_state_is_no_judge_s_column() -> None:
     mc_pr = ["learner.scheme=mc_pr", "scheduler.strategy=mc_value", *VINE]
     # as in VinePPO
     assert one_tree("vpr-sudoku-cpu", *mc_pr).sampled == 2 * 5 + 3 * 10 + 3 * 5
-
-
-def test_the_mean_number_of_turns_is_met() -> None:
-    for turns, budget in ((1.0, 4), (2.5, 4), (4.0, 4)):
-        on = going_on(turns, budget)
-        assert sum(on**i for i in range(budget)) == pytest.approx(turns)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.toml")))

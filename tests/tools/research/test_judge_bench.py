@@ -1,10 +1,10 @@
-"""NVProcessBench: its records, its builder, and the measurement of judges."""
+"""coppice dev judge-bench: its records, its builder, and the measurement of judges."""
 
 import asyncio
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -22,30 +22,18 @@ from coppice.tools.finetuning.records import THRESHOLD, Labelled, Trajectory, ju
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import JudgedTurn, Judgement
 
+replace = msgspec.structs.replace
 ENDPOINT: dict[str, Any] = {"url": "http://127.0.0.1:1/v1", "model": "m"}
 TURN = JudgedTurn(
-    question="Who?",
-    golds=["Ada"],
-    context="Question: Who?\nThinking: a",
-    response="<think> b </think> <search> c </search>",
-    step=2,
-    budget=3,
-    think="b",
-    query="c",
-    observation="\n<information>Doc 1(Title: T) F: v</information>\n",
-    past_queries=["q"],
-    past_observations=["seen"],
-    evidence=["T\nF: v"],
+    question="Who?", golds=["Ada"], context="Question: Who?\nThinking: a", step=2, budget=3, think="b", query="c",
+    response="<think> b </think> <search> c </search>", past_queries=["q"], past_observations=["seen"],
+    observation="\n<information>Doc 1(Title: T) F: v</information>\n", evidence=["T\nF: v"],
     transcript="<think> a </think> <search> q </search>seen",
-)
+)  # fmt: skip
 
 
 def labelled(
-    name: str,
-    outcome: int,
-    scores: list[float],
-    question: str = "",
-    golds: tuple[str, ...] = ("g",),
+    name: str, outcome: int, scores: list[float], question: str = "", gold: str = "g"
 ) -> Any:
     question = question or f"question of {name}?"
     steps = [
@@ -53,9 +41,13 @@ def labelled(
         for i, s in enumerate(scores)
     ]
     return Trajectory(
-        id=name, data_source="d", question=question, golden_answers=list(golds),
-        outcome=1 if outcome else 0, steps=steps,
-    )  # fmt: skip
+        id=name,
+        data_source="d",
+        question=question,
+        golden_answers=[gold],
+        outcome=1 if outcome else 0,
+        steps=steps,
+    )
 
 
 def item(name: str, outcome: int, scores: list[float]) -> Item:
@@ -67,30 +59,20 @@ def item(name: str, outcome: int, scores: list[float]) -> Item:
 # records
 
 
-def test_the_category_is_the_outcome_and_the_mean_step_score() -> None:
-    assert category(1, [1.0, 0.5], 0.652) == "correct_good"
-    assert category(1, [1.0, 0.0], 0.652) == "correct_bad"
-    assert category(0, [0.8], 0.652) == "wrong_good"
-    assert category(0, [0.652], 0.652) == "wrong_bad"
-
-
 def test_a_turn_survives_being_recorded() -> None:
     step = recorded(TURN)
     assert step.context == f"Who?\n\n{TURN.transcript}"
     assert step.response == TURN.response + (TURN.observation or "")
-    held = labelled("x", 1, [1.0], "Who?", ("Ada",))
-    held = msgspec.structs.replace(held, evidence=TURN.evidence)
+    held = replace(labelled("x", 1, [1.0], "Who?", "Ada"), evidence=TURN.evidence)
     assert judged_turn(held, step) == TURN
 
 
 def test_a_step_of_context_and_response_alone_makes_the_same_prompt_of_a_pprm() -> None:
-    whole = recorded(TURN)
-    bare = msgspec.structs.replace(whole, turn=None)
+    bare = replace(recorded(TURN), turn=None)
     held, texts = labelled("x", 1, [1.0], "Who?"), read_templates()
     assert messages(judged_turn(held, bare), texts) == messages(TURN, texts)
-    foreign = msgspec.structs.replace(bare, context="Another wording of it?")
-    shown = messages(judged_turn(held, foreign), texts)[1]["content"]
-    assert "Another wording of it?" in shown
+    foreign = replace(bare, context="Another wording of it?")
+    assert "Another wording of it?" in messages(judged_turn(held, foreign), texts)[1]["content"]
 
 
 STEP = {"context": "q?", "response": "r", "score_a": 1.0, "score_b": 0.5, "score": 0.75, "label": 1}
@@ -100,18 +82,10 @@ FIVE = {
 }  # fmt: skip
 
 
-def test_a_record_without_optional_fields_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "b.jsonl"
-    path.write_text(json.dumps(FIVE) + "\n")
-    (read,) = records.read([path], Item)
-    assert read.steps[0].turn is None
-    assert msgspec.to_builtins(read) == FIVE
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"outcome": 2}, "outcome"),
+        ({}, ""),
         ({"category": "good"}, "category"),
         ({"steps": []}, "steps"),
         ({"more": 1}, "more"),
@@ -119,11 +93,14 @@ def test_a_record_without_optional_fields_is_read(tmp_path: Path) -> None:
         ({"id": "1"}, "second time"),
     ],
 )
-def test_a_bad_record_is_refused_with_its_line(
+def test_a_record_is_read_and_a_bad_one_refused_with_its_line(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / "b.jsonl"
-    path.write_text(json.dumps(FIVE) + "\n" + json.dumps({**FIVE, "id": "2", **change}) + "\n")
+    path, rows = tmp_path / "b.jsonl", [FIVE, {**FIVE, "id": "2", **change}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if not message:
+        assert msgspec.to_builtins(records.read([path], Item)) == rows
+        return
     with pytest.raises(ValueError, match=rf"b\.jsonl:2.*{message}"):
         records.read([path], Item)
 
@@ -141,16 +118,13 @@ def test_shares_are_as_even_as_what_is_available_allows(size: int, available: li
     assert all(max(shares) - share <= 1 for share in unfilled)
 
 
-def pool() -> list[Any]:
-    made = []
-    for kind, (outcome, score) in enumerate([(1, 0.9), (1, 0.1), (0, 0.9), (0, 0.1)]):
-        for i in range(10 if kind else 2):
-            made.append(labelled(f"{kind}-{i}", outcome, [score] * (2 if i == 9 else 1)))
-    return made
-
-
 def test_the_categories_are_balanced_and_the_report_says_what_was_left_out() -> None:
-    items, report = build(pool(), 14, 0.652)
+    pool = [
+        labelled(f"{kind}-{i}", outcome, [score] * (2 if i == 9 else 1))
+        for kind, (outcome, score) in enumerate([(1, 0.9), (1, 0.1), (0, 0.9), (0, 0.1)])
+        for i in range(10 if kind else 2)
+    ]
+    items, report = build(pool, 14, 0.652)
     assert report.taken == {"correct_good": 2, "correct_bad": 4, "wrong_good": 4, "wrong_bad": 4}
     assert report.pool == {"correct_good": 2, "correct_bad": 10, "wrong_good": 10, "wrong_bad": 10}
     assert (report.trajectories, report.missing) == (32, 0)
@@ -161,9 +135,9 @@ def test_the_categories_are_balanced_and_the_report_says_what_was_left_out() -> 
 
 
 def test_duplicates_excluded_ids_and_excluded_questions_stay_out() -> None:
-    twin = msgspec.structs.replace(labelled("a", 1, [1.0]), id="twin")
+    twin = replace(labelled("a", 1, [1.0]), id="twin")
     rows = [labelled("a", 1, [1.0]), twin, labelled("b", 0, [1.0]), labelled("c", 0, [0.0])]
-    rows.append(labelled("d", 1, [0.0], golds=("",)))
+    rows.append(labelled("d", 1, [0.0], gold=""))
     exclude = [labelled("b", 1, [0.3], "else?"), labelled("z", 1, [0.3], "question of c?")]
     items, report = build(rows, 10, 0.652, exclude=exclude)
     assert [item.id for item in items] == ["a"]
@@ -182,6 +156,7 @@ def test_the_mean_threshold_is_the_mean_over_steps() -> None:
     assert report.threshold == report.mean_score == pytest.approx(0.7)
     assert [[step.label for step in item.steps] for item in items] == [[1, 1, 0], [0]]
     assert [item.category for item in items] == ["correct_good", "wrong_bad"]
+    assert category(0, [0.652], 0.652) == "wrong_bad"
 
 
 # ----------------------------------------------------------------------------------------------
@@ -193,12 +168,10 @@ BENCH = [item("a", 1, [0.9, 0.1]), item("b", 0, [0.9]), item("c", 0, [0.1])]
 def test_an_invalid_output_is_a_wrong_step() -> None:
     row = measure("j", BENCH, {"a#1": 0.7, "a#2": None, "b#1": 0.652, "c#1": 0.0}, 0.652)
     assert (row.accuracy.mean, row.accuracy.n, row.valid) == (0.5, 4, 0.75)
-    assert {name: found.mean for name, found in row.by_category.items()} == {
-        "correct_bad": 0.5, "wrong_good": 0.0, "wrong_bad": 1.0,
-    }  # fmt: skip
-    assert {name: (found.mean, found.n) for name, found in row.by_steps.items()} == {
-        "single-step": (0.5, 2), "multi-step": (0.5, 2),
-    }  # fmt: skip
+    by_category = {name: found.mean for name, found in row.by_category.items()}
+    assert by_category == {"correct_bad": 0.5, "wrong_good": 0.0, "wrong_bad": 1.0}
+    by_steps = {name: (found.mean, found.n) for name, found in row.by_steps.items()}
+    assert by_steps == {"single-step": (0.5, 2), "multi-step": (0.5, 2)}
 
 
 def test_baselines_are_what_they_say() -> None:
@@ -206,8 +179,8 @@ def test_baselines_are_what_they_say() -> None:
     assert baseline("majority", mostly_bad, 0.652).accuracy.mean == pytest.approx(3 / 5)
     assert baseline("constant 0.9", mostly_bad, 0.652).accuracy.mean == pytest.approx(2 / 5)
     assert baseline("constant 0.652", mostly_bad, 0.652).accuracy.mean == pytest.approx(3 / 5)
-    later = msgspec.structs.replace(BENCH[0].steps[1], context="question of a?\n\nearlier")
-    told = [msgspec.structs.replace(BENCH[0], steps=[BENCH[0].steps[0], later])]
+    later = replace(BENCH[0].steps[1], context="question of a?\n\nearlier")
+    told = [replace(BENCH[0], steps=[BENCH[0].steps[0], later])]
     assert baseline("first-turn", told, 0.652).accuracy.mean == 1.0
     assert baseline("first-turn", BENCH, 0.652).accuracy.mean == 0.5
     many = [item(str(i), 1, [0.9]) for i in range(400)]
@@ -219,60 +192,39 @@ def test_baselines_are_what_they_say() -> None:
 
 
 class Told(Judge):
-    """Scores a step by its label as the test's responses tell it: "good" 1, "bad" 0, "mute" not at
-    all."""
+    """Scores a step by its label as the test's responses tell it: "good" 1, "bad" 0, "mute" not at all. before: what
+    happens at each step; asked: the responses so far; failed: an LLM judge's count of failures."""
 
-    name, columns = "told", ("process",)
-    asked: list[str] = []
-
-    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        Told.asked += [turn.response for turn in turns]
-        return [self.one(turn) for turn in turns]
-
-    def one(self, turn: JudgedTurn) -> Judgement:
-        if "mute" in turn.response:
-            return Judgement({}, ["process"], "I am no judge")
-        return Judgement({"process": float("good" in turn.response)})
-
-
-class Breaks(Told):
-    """Fails from its third step on, as long as ``broken``."""
-
-    name = "breaks"
-    concurrency = 1
-    broken = True
-    asked: list[str] = []
+    name, columns, concurrency = "told", ("process",), 1
+    asked: ClassVar[list[str]] = []
+    before: Any = lambda: None
+    failed, scale = 0, 1.0
 
     async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        Breaks.asked += [turn.response for turn in turns]
-        if Breaks.broken and len(Breaks.asked) > 2:
-            raise InfrastructureFault("the endpoint is gone")
-        return [self.one(turn) for turn in turns]
-
-
-class Silent(Told):
-    """An LLM judge whose endpoint fails: it answers that the column is invalid and counts the
-    failure."""
-
-    name = "silent"
-    concurrency = 1
-    failed = 0
-
-    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        Silent.failed += 1
-        return [Judgement({}, ["process"], "no connection") for _ in turns]
+        response = turns[0].response
+        Told.asked.append(response)
+        if Told.before() == "hang" and "mute" in response:
+            await asyncio.Event().wait()
+        if "mute" in response or Told.failed:
+            return [Judgement({}, ["process"], "I am no judge")]
+        return [Judgement({"process": Told.scale * ("good" in response)})]
 
     def stats(self) -> dict[str, float]:
-        return {"failed": Silent.failed}
+        return {"failed": Told.failed}
 
 
-class Wild(Told):
-    """Scores outside of the range of a step."""
+@pytest.fixture(autouse=True)
+def new_judge() -> None:
+    Told.asked, Told.before, Told.failed, Told.scale = [], lambda: None, 0, 1.0
 
-    name = "wild"
 
-    def one(self, turn: JudgedTurn) -> Judgement:
-        return Judgement({"process": 4.0})
+def fails() -> None:
+    Told.failed += 1
+
+
+def breaks() -> None:
+    if len(Told.asked) > 2:
+        raise InfrastructureFault("the endpoint is gone")
 
 
 @pytest.fixture
@@ -282,8 +234,7 @@ def bench(tmp_path: Path) -> Path:
     items = []
     for number, (word, score) in enumerate(zip(said, [0.9, 0.1, 0.1, 0.9, 0.1], strict=True)):
         one = item(str(number), number % 2, [score])
-        step = msgspec.structs.replace(one.steps[0], response=f"{word} {number}")
-        items.append(msgspec.structs.replace(one, steps=[step]))
+        items.append(replace(one, steps=[replace(one.steps[0], response=f"{word} {number}")]))
     records.write(path, items)
     return path
 
@@ -292,20 +243,19 @@ def run(bench: Path, out: Path, *arguments: str) -> int:
     return main(["measure", "--bench", str(bench), "--out", str(out), *arguments])
 
 
-def spec(judge: type[Judge]) -> str:
-    return f"{judge.__module__}:{judge.__name__}"
+TOLD = f"{Told.__module__}:Told"
 
 
 def test_several_judges_make_one_table_beside_the_majority_class(
-    bench: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bench: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    words = f"--judge {spec(Told)} --judge pprm_rules --option view=retrieval --json"
-    code = run(bench, tmp_path / "out", *words.split(), "--baseline", "constant", "1")
+    words = (
+        f"--judge {TOLD} --judge pprm_rules --option view=retrieval --json --baseline constant 1"
+    )
+    assert run(bench, tmp_path / "out", *words.split()) == 0
     found = json.loads(capsys.readouterr().out)
-    assert code == 0
-    assert [row["judge"] for row in found["rows"]] == [
-        "majority class", "constant 1", spec(Told), "pprm_rules view=retrieval",
-    ]  # fmt: skip
+    names = ["majority class", "constant 1", TOLD, "pprm_rules view=retrieval"]
+    assert [row["judge"] for row in found["rows"]] == names
     told = found["rows"][2]
     assert (told["accuracy"]["mean"], told["accuracy"]["n"], told["valid"]) == (0.6, 5, 0.8)
     assert found["rows"][0]["accuracy"]["mean"] == 0.6
@@ -315,59 +265,48 @@ def test_several_judges_make_one_table_beside_the_majority_class(
 def test_an_evaluation_goes_on_where_a_judge_failed(
     bench: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    Breaks.asked, Breaks.broken = [], True
-    assert run(bench, tmp_path / "out", "--judge", spec(Breaks)) == 1
+    Told.before = breaks
+    assert run(bench, tmp_path / "out", "--judge", TOLD) == 1
     assert "the endpoint is gone" in capsys.readouterr().err
     assert len(Answers(tmp_path / "out" / "answers.jsonl").found) == 2
-    Breaks.asked, Breaks.broken = [], False
-    assert run(bench, tmp_path / "out", "--judge", spec(Breaks)) == 0
-    assert sorted(Breaks.asked) == ["bad 4", "good 2", "mute 3"]
-    assert "0.600" in capsys.readouterr().out
-    Breaks.asked = []
-    assert run(bench, tmp_path / "out", "--judge", spec(Breaks)) == 0
-    assert Breaks.asked == []
+    Told.asked, Told.before = [], lambda: None
+    for _ in range(2):
+        assert run(bench, tmp_path / "out", "--judge", TOLD) == 0
+        assert sorted(Told.asked) == ["bad 4", "good 2", "mute 3"], "no answer is asked for again"
+        assert "0.600" in capsys.readouterr().out
 
 
 def test_an_endpoint_that_fails_is_not_an_invalid_output(
     bench: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    assert run(bench, tmp_path / "out", "--judge", spec(Silent)) == 1
+    Told.before = fails
+    assert run(bench, tmp_path / "out", "--judge", TOLD) == 1
     assert "5 steps failed" in capsys.readouterr().err
     assert Answers(tmp_path / "out" / "answers.jsonl").found == {}
-    assert run(bench, tmp_path / "out", "--judge", spec(Silent), "--count-failed") == 0
+    assert run(bench, tmp_path / "out", "--judge", TOLD, "--count-failed") == 0
     assert "0.000" in capsys.readouterr().out
 
 
 def test_a_judge_that_is_not_there_ends_the_evaluation_soon(tmp_path: Path, capsys: Any) -> None:
-    path = tmp_path / "many.jsonl"
+    path, Told.before = tmp_path / "many.jsonl", fails
     records.write(path, [item(str(number), 1, [0.9]) for number in range(50)])
-    Silent.failed = 0
-    assert run(path, tmp_path / "out", "--judge", spec(Silent), "--count-failed") == 1
+    assert run(path, tmp_path / "out", "--judge", TOLD, "--count-failed") == 1
     assert "10 steps in a row" in capsys.readouterr().err
-    assert Silent.failed == 10
+    assert Told.failed == 10
 
 
-class Hangs(Told):
-    """Never answers about a step that says "mute"."""
-
-    name = "hangs"
-    concurrency = 1
-    asked: list[str] = []
-
-    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        if "mute" in turns[0].response:
-            await asyncio.Event().wait()
-        return [self.one(turn) for turn in turns]
-
-
-def test_a_judge_that_hangs_fails_at_its_step_and_says_how_far_it_is(
+def test_a_judge_that_hangs_or_scores_beyond_the_scale_fails_at_its_step(
     bench: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    assert run(bench, tmp_path / "out", "--judge", spec(Hangs), "--deadline", "0.05") == 1
+    Told.before = lambda: "hang"
+    assert run(bench, tmp_path / "out", "--judge", TOLD, "--deadline", "0.05") == 1
     said = capsys.readouterr().err
     assert "1 steps failed, the first is 3#1: no judgement within 0.05 s (--deadline)" in said
-    assert f"{spec(Hangs)}: 4 of 5 steps" in said
+    assert f"{TOLD}: 4 of 5 steps" in said
     assert len(Answers(tmp_path / "out" / "answers.jsonl").found) == 4
+    Told.scale = 4.0
+    assert run(bench, tmp_path / "wild", "--judge", TOLD) == 1
+    assert "a number from 0 to 1" in capsys.readouterr().err
 
 
 def test_answers_by_other_texts_or_another_plug_in_are_not_gone_on_with(
@@ -378,9 +317,7 @@ def test_answers_by_other_texts_or_another_plug_in_are_not_gone_on_with(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert run(bench, tmp_path / "out", "--judge", "a_judge_of_mine:Mine") == 0
-    assert run(bench, tmp_path / "out", "--judge", "a_judge_of_mine:Mine") == 0
     plug_in.write_text(plug_in.read_text() + "    # says something else\n")
-    capsys.readouterr()
     assert run(bench, tmp_path / "out", "--judge", "a_judge_of_mine:Mine") == 2
     assert "begun with judges =" in capsys.readouterr().err
     template = tmp_path / "user.txt"
@@ -398,25 +335,25 @@ def test_a_threshold_that_the_labels_were_not_made_with_is_told(
     assert run(bench, tmp_path / "out") == 0
     assert "another threshold" not in capsys.readouterr().err
     assert run(bench, tmp_path / "other", "--threshold", "0.05") == 0
-    told = "3 of 5 labels of bench.jsonl were made with another threshold than 0.05"
-    assert told in capsys.readouterr().err
+    assert (
+        "3 of 5 labels of bench.jsonl were made with another threshold than 0.05"
+        in capsys.readouterr().err
+    )
 
 
 def test_other_settings_are_refused_but_another_address_is_not(
     bench: Path, tmp_path: Path, capsys: Any
 ) -> None:
     out = tmp_path / "out"
-    assert run(bench, out, "--judge", spec(Told)) == 0
-    assert run(bench, out, "--judge", spec(Told), "--threshold", "0.5") == 2
+    assert run(bench, out, "--judge", TOLD) == 0
+    assert run(bench, out, "--judge", TOLD, "--threshold", "0.5") == 2
     assert "begun with threshold = 0.652" in capsys.readouterr().err
     one = lasting([JudgeSpec("j", "pprm", {"endpoint": ENDPOINT})])
-    reached = {"url": "http://127.0.0.1:2/v1", "api_key_env": "KEY", "timeout_s": 9.0}
-    reached |= {
-        "patience_s": 99.0,
-        "attempts": 2,
-        "backoff_s": 1.0,
+    reached = {
+        "url": "http://127.0.0.1:2/v1",
+        "api_key_env": "KEY",
+        "timeout_s": 9.0,
         "concurrency": 3,
-        "wait_s": 1.0,
     }
     for key, value in {**reached, "temperature": 0.5, "model": "n"}.items():
         found = lasting([JudgeSpec("j", "pprm", {"endpoint": ENDPOINT | {key: value}})])
@@ -427,18 +364,13 @@ def test_other_settings_are_refused_but_another_address_is_not(
     ("arguments", "message"),
     [
         ("--judge slate_rules", "columns"),
-        ("--judge none", "expected one of"),
         ("--judge nope:X", "ModuleNotFoundError: No module named 'nope'; expected module:Class"),
-        ("--judge coppice.judges.pprm:Nope", "no attribute 'Nope'; expected module:Class"),
         ("--threshold 1.5", "--threshold 1.5: expected a score"),
         ("--deadline 0", "--deadline 0: expected more than 0"),
-        ("--judge pprm_rules --option view=x", "view"),
         ("--judge pprm_rules --judge pprm_rules", "--name"),
         ("--judge tictactoe_minimax", "expected a judge"),
         ("--baseline best", "majority, random"),
         ("--baseline constant", "constant S"),
-        ("--baseline constant x", "--baseline constant x: expected a score, a number from 0 to 1"),
-        ("--baseline constant 5", "--baseline constant 5: expected a score"),
         ("--baseline constant nan", "--baseline constant nan: expected a score"),
         ("--bench nowhere.jsonl", "--bench nowhere.jsonl cannot be read (No such file"),
     ],
@@ -451,17 +383,25 @@ def test_what_cannot_be_measured_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-# ----------------------------------------------------------------------------------------------
-# the shipped set
+def test_a_torn_answer_is_asked_again_and_a_line_that_is_none_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    Answers(path).add(StepAnswer("j", "a#1", 0.5))
+    with path.open("ab") as file:
+        file.write(b'{"judge":"j","ste')
+    again = Answers(path)
+    assert list(again.found) == [("j", "a#1")]
+    again.add(StepAnswer("j", "a#2", None))
+    assert len(Answers(path).found) == 2
+    path.write_bytes(path.read_bytes() + b"nonsense\n")
+    with pytest.raises(InfrastructureFault, match=r"answers\.jsonl:3: .*remove that line"):
+        Answers(path)
 
 
-def test_the_shipped_set_is_consistent_small_and_no_class_rules_it() -> None:
+def test_the_shipped_set_is_consistent_and_no_class_rules_it() -> None:
     items = records.read([SHIPPED], Item)
-    assert SHIPPED.stat().st_size < 1_500_000
-    assert 100 <= len(items) <= 300
+    assert len(items) == 240
     for one in items:
-        scores = [step.score for step in one.steps]
-        assert one.category == category(one.outcome, scores, THRESHOLD)
+        assert one.category == category(one.outcome, [step.score for step in one.steps], THRESHOLD)
         for step in one.steps:
             assert step.label == records.label(step.score, THRESHOLD)
             assert step.score == pytest.approx((step.score_a + step.score_b) / 2)
@@ -471,21 +411,3 @@ def test_the_shipped_set_is_consistent_small_and_no_class_rules_it() -> None:
     assert baseline("majority", items, THRESHOLD).accuracy.mean < 0.6
     counted = [sum(one.category == name for one in items) for name in CATEGORIES]
     assert min(counted) >= 0.7 * max(counted)
-
-
-def test_a_torn_answer_is_asked_again(tmp_path: Path) -> None:
-    path = tmp_path / "answers.jsonl"
-    Answers(path).add(StepAnswer("j", "a#1", 0.5))
-    with path.open("ab") as file:
-        file.write(b'{"judge":"j","ste')
-    again = Answers(path)
-    assert list(again.found) == [("j", "a#1")]
-    again.add(StepAnswer("j", "a#2", None))
-    assert len(Answers(path).found) == 2
-
-
-def test_a_score_out_of_range_is_an_error_and_no_answer(
-    bench: Path, tmp_path: Path, capsys: Any
-) -> None:
-    assert run(bench, tmp_path / "out", "--judge", spec(Wild)) == 1
-    assert "a number from 0 to 1" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from coppice.judges.config import RetrieverConfig
-from coppice.judges.retriever.hot import AT_ONCE, Backend, HotQueries
+from coppice.judges.retriever.hot import HotQueries
 from coppice.judges.retriever.index import read_manifest
 from coppice.judges.retriever.worker import is_served, opened
 from coppice.tools.evaluating.in_process import NotStarted
@@ -25,11 +25,13 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS passages (retriever TEXT, topk INTEGER, query TEXT, found BLOB,
     PRIMARY KEY (retriever, topk, query)) WITHOUT ROWID;
 """
+_KEPT = "SELECT found FROM passages WHERE retriever=? AND topk=? AND query=?"
 _WAIT_S = 60.0
 """Seconds to wait while another evaluation writes to the same file."""
 
-Open = Callable[[], AbstractAsyncContextManager[Backend]]
-"""Opens the backend when the first query needs it."""
+Open = Callable[[], AbstractAsyncContextManager[HotQueries]]
+"""Opens the backend when the first query needs it; equal queries at the same time are one search
+there."""
 
 
 class CachedRetrieval:
@@ -46,61 +48,54 @@ class CachedRetrieval:
         except (OSError, sqlite3.Error) as error:
             problem = f"is no file of found passages ({error})"
             raise NotStarted(f"--cache {file} {problem}: name another file") from None
-        self._queries = 0
-        self._hot = HotQueries(self, 0, at_once=AT_ONCE)
-        self._gate = asyncio.Lock()
-        self._backend: Backend | None = None
-        self._open = AsyncExitStack()
+        self.queries, self.gate = 0, asyncio.Lock()
+        self.backend: HotQueries | None = None
+        self.opened = AsyncExitStack()
 
-    async def open(self) -> Backend:
+    async def open(self) -> HotQueries:
         """The backend, ready to search. Raises NotStarted if its index or its encoder cannot be
         loaded."""
-        async with self._gate:
-            if self._backend is None:
+        async with self.gate:
+            if self.backend is None:
                 try:
-                    self._backend = await self._open.enter_async_context(self.opening())
+                    self.backend = await self.opened.enter_async_context(self.opening())
                 except (OSError, ValueError, ImportError, MemoryError) as error:
                     reason = str(error).strip().split("\n")[0]
                     remedy = "build the index anew, or give another one"
                     raise NotStarted(f"--retriever: {reason}; {remedy}") from error
-            return self._backend
+            return self.backend
 
     @property
     def counts(self) -> dict[str, int]:
         """The queries so far, and the hits: those for which the backend was not asked."""
-        return {"queries": self._queries, "hits": self._queries - self._hot.counts["searched"]}
+        searched = self.backend.counts["searched"] if self.backend is not None else 0
+        return {"queries": self.queries, "hits": self.queries - searched}
 
     async def handle(self, request: RetrieveRequest) -> RetrieveResult:
         """The passages of each query, best first."""
-        self._queries += len(request.queries)
-        kept = {query: self._kept(request.topk, query) for query in request.queries}
-        missing = [query for query, passages in kept.items() if passages is None]
-        kept |= zip(missing, await self._hot.search(missing, request.topk), strict=True)
-        return RetrieveResult([kept[query] or [] for query in request.queries])
-
-    async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        """Ask the backend, and write to the file what it finds."""
-        found = await (await self.open()).search(queries, topk)
-        encoded = map(msgspec.msgpack.encode, found)
-        rows = [(self.identity, topk, *row) for row in zip(queries, encoded, strict=True)]
-        try:
-            self.db.executemany("INSERT OR REPLACE INTO passages VALUES (?,?,?,?)", rows)
-        except sqlite3.Error as error:
-            problem = f"{self.file} could not be written ({error})"
-            raise InfrastructureFault(f"{problem}: free some space") from None
-        return found
-
-    def _kept(self, topk: int, query: str) -> list[Passage] | None:
-        row = self.db.execute(
-            "SELECT found FROM passages WHERE retriever=? AND topk=? AND query=?",
-            (self.identity, topk, query),
-        ).fetchone()
-        return msgspec.msgpack.decode(row[0], type=list[Passage]) if row else None
+        self.queries += len(request.queries)
+        kept: dict[str, list[Passage]] = {}
+        for query in request.queries:
+            key = (self.identity, request.topk, query)
+            if row := self.db.execute(_KEPT, key).fetchone():
+                kept[query] = msgspec.msgpack.decode(row[0], type=list[Passage])
+        if missing := [query for query in request.queries if query not in kept]:
+            found = await (await self.open()).search(missing, request.topk)
+            kept |= zip(missing, found, strict=True)
+            pairs = zip(missing, map(msgspec.msgpack.encode, found), strict=True)
+            rows = [(self.identity, request.topk, *pair) for pair in pairs]
+            try:
+                self.db.executemany("INSERT OR REPLACE INTO passages VALUES (?,?,?,?)", rows)
+            except sqlite3.Error as error:
+                problem = f"{self.file} could not be written ({error})"
+                raise InfrastructureFault(f"{problem}: free some space") from None
+        return RetrieveResult([kept[query] for query in request.queries])
 
     async def close(self) -> None:
         """Cancel the queries under way, and close the backend and the file."""
-        await self._hot.close()
-        await self._open.aclose()
+        if self.backend is not None:
+            await self.backend.close()
+        await self.opened.aclose()
         self.db.close()
 
 
