@@ -58,7 +58,7 @@ FAULTS = (
         "learner/model/optimizer.py",
         "c.lr * (version + 1) / c.warmup_updates",
         "c.lr * version / c.warmup_updates",
-        "tests/learner/test_schedules.py::test_each_schedule_has_its_rates",
+        "tests/learner/test_updates.py::test_each_schedule_has_its_rates",
     ),
     Planted(
         "siblings see each other in packed attention",

@@ -16,12 +16,9 @@ from coppice.wire.messages import TrainGroup, TreeNode, Turn
 
 
 def action(
-    number: int,
-    parent: int,
-    tokens: np.ndarray,
-    logprobs: np.ndarray | None = None,
+    number: int, parent: int, tokens: np.ndarray, logprobs: np.ndarray | None = None,
     sampled: np.ndarray | None = None,
-) -> TreeNode:
+) -> TreeNode:  # fmt: skip
     """A node of tokens that version 0 sampled, where ``sampled`` says so."""
     n = len(tokens)
     logprobs = np.full(n, -5.5) if logprobs is None else logprobs
@@ -138,12 +135,8 @@ def table_of(some: Batch) -> TurnTable:
 def process(model: Path, run: Path, rank: int = 4, **settings: object) -> LearnerProcess:
     """A learner that moves visibly in one step; ``rank`` 0 trains every weight."""
     given = {
-        "lr": 1e-2,
-        "kl_coef": 0.01,
-        "dtype": "float32",
-        "lora": LoraConfig(rank, 8.0),
-        **settings,
-    }
+        "lr": 1e-2, "kl_coef": 0.01, "dtype": "float32", "lora": LoraConfig(rank, 8.0), **settings,
+    }  # fmt: skip
     config = msgspec.convert(given, LearnerConfig, from_attributes=True)
     return LearnerProcess("learner", str(run), 0, str(model), 3, 1.0, config)
 

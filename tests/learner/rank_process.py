@@ -120,11 +120,9 @@ def run(folder: Path, name: str, scenario: Scenario) -> list[int]:
         if pid == 0:
             size = str(scenario.count)
             os.environ |= {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": size,
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size,
                 "LOCAL_WORLD_SIZE": size,
-            }
+            }  # fmt: skip
             os.environ["MASTER_PORT"] = str(scenario.port)
             try:
                 work(folder, name, scenario, rank)

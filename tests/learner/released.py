@@ -32,11 +32,9 @@ class Node(msgspec.Struct):
 
 
 def grown(
-    rng: np.random.Generator,
-    widths: Sequence[int],
-    segment: int = 3,
+    rng: np.random.Generator, widths: Sequence[int], segment: int = 3,
     chances: Sequence[float] | None = None,
-) -> Node:
+) -> Node:  # fmt: skip
     """Draw a tree: every node has ``widths`` children, level by level, and ends early with
     probability 0.2.
 

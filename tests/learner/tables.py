@@ -14,20 +14,16 @@ NO = np.nan
 
 
 def acted(
-    prefix: Sequence[int] | np.ndarray,
-    action: Sequence[int] | np.ndarray,
-    logprobs: Sequence[float] | np.ndarray | None = None,
-    sampled: Sequence[bool] | None = None,
-) -> Path:
+    prefix: Sequence[int] | np.ndarray, action: Sequence[int] | np.ndarray,
+    logprobs: Sequence[float] | np.ndarray | None = None, sampled: Sequence[bool] | None = None,
+) -> Path:  # fmt: skip
     """The path of one turn, all of whose tokens were sampled by version 0 unless said otherwise."""
     n = len(action)
     return Path(
-        np.concatenate([prefix, action]).astype(np.int64),
-        len(prefix),
+        np.concatenate([prefix, action]).astype(np.int64), len(prefix),
         logprobs=np.zeros(n, np.float32) if logprobs is None else np.array(logprobs, np.float32),
-        versions=np.zeros(n, np.int32),
-        sampled=np.ones(n, bool) if sampled is None else np.array(sampled),
-    )
+        versions=np.zeros(n, np.int32), sampled=np.ones(n, bool) if sampled is None else np.array(sampled),
+    )  # fmt: skip
 
 
 def estimated(table: TurnTable, scheme: str, **options: Any) -> Advantages:
@@ -51,29 +47,21 @@ def estimated(table: TurnTable, scheme: str, **options: Any) -> Advantages:
 
 
 def made_of(
-    lengths: list[int],
-    scores: dict[str, list[float]],
-    tree: list[int] | None = None,
-    tokens: list[int] | None = None,
-    sampled: list[bool] | None = None,
-    token_scores: dict[str, list[float]] | None = None,
+    lengths: list[int], scores: dict[str, list[float]], tree: list[int] | None = None, tokens: list[int] | None = None,
+    sampled: list[bool] | None = None, token_scores: dict[str, list[float]] | None = None,
     anchor: list[int] | None = None,
-) -> TurnTable:
+) -> TurnTable:  # fmt: skip
     """Whole trajectories, one after the other. lengths, tree: [trajectories]; scores, tokens,
     anchor: [turns]."""
     trees = np.repeat(tree or [0] * len(lengths), lengths)
     columns = {name: np.array(column, np.float64) for name, column in (token_scores or {}).items()}
     return TurnTable(
-        tree=trees,
-        group=trees,
-        trajectory=np.repeat(np.arange(len(lengths)), lengths),
-        turn=np.concatenate([np.arange(1, n + 1) for n in lengths]),
-        tokens=np.array(tokens or [1] * sum(lengths)),
+        tree=trees, group=trees, trajectory=np.repeat(np.arange(len(lengths)), lengths),
+        turn=np.concatenate([np.arange(1, n + 1) for n in lengths]), tokens=np.array(tokens or [1] * sum(lengths)),
         scores={name: np.array(column, np.float64) for name, column in scores.items()},
-        anchor=None if anchor is None else np.array(anchor),
-        sampled=None if sampled is None else np.array(sampled),
+        anchor=None if anchor is None else np.array(anchor), sampled=None if sampled is None else np.array(sampled),
         token_scores=columns,
-    )
+    )  # fmt: skip
 
 
 def random_table(seed: int) -> TurnTable:

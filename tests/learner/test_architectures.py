@@ -10,43 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from safetensors import safe_open
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    DeepseekV3Config,
-    FalconConfig,
-    FalconH1Config,
-    Gemma2Config,
-    Glm4Config,
-    Glm4MoeConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    GptOssConfig,
-    GraniteConfig,
-    GraniteMoeConfig,
-    GraniteMoeHybridConfig,
-    Lfm2Config,
-    LlamaConfig,
-    MiniMaxConfig,
-    MistralConfig,
-    MixtralConfig,
-    NemotronHConfig,
-    Olmo2Config,
-    Olmo3Config,
-    OlmoeConfig,
-    OlmoHybridConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-    SeedOssConfig,
-    SmolLM3Config,
-)
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines import weights
@@ -65,11 +30,8 @@ from tests.tiny import SHAPE
 
 SLIDING = ["sliding_attention", "full_attention"]
 MOE: dict[str, Any] = {
-    **SHAPE,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-}
+    **SHAPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
 ROUTED: dict[str, Any] = {
     **SHAPE, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
@@ -92,45 +54,45 @@ MAMBA: dict[str, Any] = {
 WIDTH: dict[str, Any] = {"head_dim": 8}
 SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 32}
 CONFIGS: dict[str, Any] = {
-    "llama": LlamaConfig(**SHAPE),
-    "mistral": MistralConfig(**SHAPE),
-    "qwen2": Qwen2Config(**SHAPE),
-    "qwen3": Qwen3Config(**SHAPE, head_dim=8),
-    "smollm3": SmolLM3Config(**SHAPE),
-    "phi3": Phi3Config(**SHAPE),
-    "olmo2": Olmo2Config(**SHAPE),
-    "olmo3": Olmo3Config(**SHAPE, layer_types=SLIDING, sliding_window=6),
-    "glm4": Glm4Config(**SHAPE, head_dim=8),
-    "granite": GraniteConfig(**SHAPE),
-    "seed_oss": SeedOssConfig(**SHAPE, head_dim=8, residual_dropout=0.1),
+    "llama": hf.LlamaConfig(**SHAPE),
+    "mistral": hf.MistralConfig(**SHAPE),
+    "qwen2": hf.Qwen2Config(**SHAPE),
+    "qwen3": hf.Qwen3Config(**SHAPE, head_dim=8),
+    "smollm3": hf.SmolLM3Config(**SHAPE),
+    "phi3": hf.Phi3Config(**SHAPE),
+    "olmo2": hf.Olmo2Config(**SHAPE),
+    "olmo3": hf.Olmo3Config(**SHAPE, layer_types=SLIDING, sliding_window=6),
+    "glm4": hf.Glm4Config(**SHAPE, head_dim=8),
+    "granite": hf.GraniteConfig(**SHAPE),
+    "seed_oss": hf.SeedOssConfig(**SHAPE, head_dim=8, residual_dropout=0.1),
     "gemma3_text": tiny.config("gemma3"),
-    "gpt_neox": GPTNeoXConfig(**OLD, intermediate_size=64),
-    "qwen2_moe": Qwen2MoeConfig(**MOE, **SHARED),
-    "qwen3_moe": Qwen3MoeConfig(**(MOE | WIDTH)),
-    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
-    "olmoe": OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2),
-    "granitemoe": GraniteMoeConfig(**SHAPE, num_local_experts=4),
-    "glm4_moe": Glm4MoeConfig(**(ROUTED | WIDTH)),
-    "deepseek_v3": DeepseekV3Config(**(ROUTED | LATENT)),
-    "qwen3_next": Qwen3NextConfig(**MOE, **SHARED, **DELTA, head_dim=8),
-    "qwen3_5_text": Qwen3_5TextConfig(**SHAPE, **DELTA, head_dim=8),
-    "qwen3_5_moe_text": Qwen3_5MoeTextConfig(**MOE, **SHARED, **DELTA, head_dim=8),
-    "olmo_hybrid": OlmoHybridConfig(**SHAPE),
-    "minimax": MiniMaxConfig(**SHAPE, num_local_experts=4, head_dim=8),
-    "lfm2": Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
-    "falcon_h1": FalconH1Config(
+    "gpt_neox": hf.GPTNeoXConfig(**OLD, intermediate_size=64),
+    "qwen2_moe": hf.Qwen2MoeConfig(**MOE, **SHARED),
+    "qwen3_moe": hf.Qwen3MoeConfig(**(MOE | WIDTH)),
+    "mixtral": hf.MixtralConfig(**SHAPE, num_local_experts=4),
+    "olmoe": hf.OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2),
+    "granitemoe": hf.GraniteMoeConfig(**SHAPE, num_local_experts=4),
+    "glm4_moe": hf.Glm4MoeConfig(**(ROUTED | WIDTH)),
+    "deepseek_v3": hf.DeepseekV3Config(**(ROUTED | LATENT)),
+    "qwen3_next": hf.Qwen3NextConfig(**MOE, **SHARED, **DELTA, head_dim=8),
+    "qwen3_5_text": hf.Qwen3_5TextConfig(**SHAPE, **DELTA, head_dim=8),
+    "qwen3_5_moe_text": hf.Qwen3_5MoeTextConfig(**MOE, **SHARED, **DELTA, head_dim=8),
+    "olmo_hybrid": hf.OlmoHybridConfig(**SHAPE),
+    "minimax": hf.MiniMaxConfig(**SHAPE, num_local_experts=4, head_dim=8),
+    "lfm2": hf.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
+    "falcon_h1": hf.FalconH1Config(
         **SHAPE, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8
     ),
-    "granitemoehybrid": GraniteMoeHybridConfig(
+    "granitemoehybrid": hf.GraniteMoeHybridConfig(
         **SHAPE, layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_state=8,
         num_local_experts=0, shared_intermediate_size=64,
     ),
-    "nemotron_h": NemotronHConfig(**(SHAPE | MAMBA)),
-    "gpt_oss": GptOssConfig(**SHAPE, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
-    "gemma2": Gemma2Config(**SHAPE, head_dim=8),
-    "cohere": CohereConfig(**SHAPE),
-    "falcon": FalconConfig(**OLD),
-    "gpt2": GPT2Config(vocab_size=260, n_embd=32, n_layer=2, n_head=4, bos_token_id=256),
+    "nemotron_h": hf.NemotronHConfig(**(SHAPE | MAMBA)),
+    "gpt_oss": hf.GptOssConfig(**SHAPE, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
+    "gemma2": hf.Gemma2Config(**SHAPE, head_dim=8),
+    "cohere": hf.CohereConfig(**SHAPE),
+    "falcon": hf.FalconConfig(**OLD),
+    "gpt2": hf.GPT2Config(vocab_size=260, n_embd=32, n_layer=2, n_head=4, bos_token_id=256),
 }  # fmt: skip
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "models.md").read_text()
 ROWS = {
@@ -142,7 +104,7 @@ ROWS = {
 
 def made(folder: Path, kind: str) -> Path:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=torch.float32)
+    model = hf.AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=torch.float32)
     model.save_pretrained(folder)
     tiny.save_words(folder)
     return folder
@@ -175,9 +137,7 @@ def test_the_page_has_a_row_for_each_architecture() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_it_trains_on_forests_and_is_published_as_its_folder_is_or_is_refused(
-    tmp_path: Path, kind: str, rank: int
-) -> None:
+def test_it_trains_and_is_published_or_is_refused(tmp_path: Path, kind: str, rank: int) -> None:
     folder = made(tmp_path / "model", kind)
     with promised(ROWS[kind][1 if rank else 0]):
         trained = policy(folder, rank)
@@ -193,7 +153,7 @@ def test_it_trains_on_forests_and_is_published_as_its_folder_is_or_is_refused(
                 for file in (path, folder / "model.safetensors")
             ]
             assert names[0] <= names[1]
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        loaded = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         before = logits(loaded)
         weights.apply(loaded, folder, kind_of_weights, path)
         torch.testing.assert_close(logits(loaded), logits(trained.model), atol=1e-4, rtol=1e-4)
@@ -210,7 +170,7 @@ async def test_the_embedded_engine_samples_from_it_or_refuses_it(tmp_path: Path,
         prompt = np.arange(12, dtype=np.int32)
         result = await engine.generate(GenerateRequest(prompt, 2, Sampling(8, seed=3)))
         await engine.close()
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model: Any = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for sample in result.samples:
             whole = torch.tensor(np.concatenate([prompt, sample.tokens]), dtype=torch.long)[None]
             with torch.inference_mode():
@@ -219,9 +179,7 @@ async def test_the_embedded_engine_samples_from_it_or_refuses_it(tmp_path: Path,
             np.testing.assert_allclose(sample.logprobs, expected, atol=5e-5)
 
 
-def test_the_check_finds_a_state_that_leaks_between_paths_that_share_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_finds_a_leaking_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_module, "check_layers", lambda *_: False)
     leaking = policy(made(tmp_path, "lfm2"))
     paths = [TokenPath([10 * i + j for j in range(9)], 4) for i in range(6)]

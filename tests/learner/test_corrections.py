@@ -50,10 +50,8 @@ def batch(seed: int, far: float = 0.4, moved: float = 0.3, tokens: int = 14) -> 
     current = proximal + rng.normal(0, moved, tokens)
     turn = np.concatenate([np.arange(5), rng.integers(0, 5, tokens - 5)])  # every turn has a token
     segment: dict[Level, np.ndarray] = {
-        "token": np.arange(tokens),
-        "turn": turn,
-        "sequence": turn // 2,
-    }
+        "token": np.arange(tokens), "turn": turn, "sequence": turn // 2,
+    }  # fmt: skip
     advantage = rng.normal(0, 1, tokens)
     current, proximal, behaviour, advantage = (
         a.astype(np.float32) for a in (current, proximal, behaviour, advantage)
@@ -193,11 +191,9 @@ def test_every_correction_has_a_formula_here() -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("name", "options", "formula"), FORMULAS)
 def test_terms_coefficients_and_gradients_are_those_of_the_formula_one_token_at_a_time(
-    name: str,
-    options: dict[str, Any],
-    formula: Callable[[Token], tuple[float, float]],
+    name: str, options: dict[str, Any], formula: Callable[[Token], tuple[float, float]],
     level: Level,
-) -> None:
+) -> None:  # fmt: skip
     for seed in range(6):
         b = batch(seed)
         slope, made = gradient(b, name, options | {"level": level})

@@ -77,11 +77,8 @@ def test_the_trainer_holds_and_forwards_what_the_plan_says(
 @pytest.mark.slow
 def test_every_shipped_config_is_trained_as_planned(tmp_path: Path, llama: Path) -> None:
     small = {
-        "count": 1,
-        "sharding": "replicate",
-        "dtype": "float32",
-        "gradient_checkpointing": False,
-    }
+        "count": 1, "sharding": "replicate", "dtype": "float32", "gradient_checkpointing": False,
+    }  # fmt: skip
     kinds: dict[bytes, LearnerConfig] = {}
     for path in sorted((ROOT / "configs").glob("*.toml")):
         config = msgspec.structs.replace(load(path, []).learner, **small, train_vision=False)

@@ -49,28 +49,14 @@ class Cell(msgspec.Struct, frozen=True):
 
 STEPS, END = Goal(1, 0), Goal(0, 1)
 SCHEMES = {
-    "arpo": Cell(END, {"sharing": "hard"}),
-    "gae": Cell(END, {"targets": "retrace", "kl_coef": 0.01, "lam": 0.9}),
-    "gigpo": Cell(STEPS),
-    "grpo": Cell(END, {"column": "outcome"}),
-    "mc_pr": Cell(END),
-    "oprl": Cell(END),
-    "outcome": Cell(END),
-    "ppr": Cell(Goal(1, 1), {"targets": "vtrace", "kl_coef": 0.01}),
-    "prime": Cell(END),
-    "reinforce_pp": Cell(END, {"column": "outcome"}),
-    "rloo": Cell(STEPS),
-    "sao": Cell(END),
-    "slate": Cell(STEPS, {}, candidates=True),
-    "slate_full": Cell(STEPS),
-    "spo": Cell(END),
-    "tree_grpo": Cell(END),
-    "treepo": Cell(END),
-    "treerl": Cell(END),
-    "turn_grpo": Cell(STEPS),
-    "vineppo": Cell(END),
+    "arpo": Cell(END, {"sharing": "hard"}), "gae": Cell(END, {"targets": "retrace", "kl_coef": 0.01, "lam": 0.9}),
+    "gigpo": Cell(STEPS), "grpo": Cell(END, {"column": "outcome"}), "mc_pr": Cell(END), "oprl": Cell(END),
+    "outcome": Cell(END), "ppr": Cell(Goal(1, 1), {"targets": "vtrace", "kl_coef": 0.01}), "prime": Cell(END),
+    "reinforce_pp": Cell(END, {"column": "outcome"}), "rloo": Cell(STEPS), "sao": Cell(END),
+    "slate": Cell(STEPS, {}, candidates=True), "slate_full": Cell(STEPS), "spo": Cell(END), "tree_grpo": Cell(END),
+    "treepo": Cell(END), "treerl": Cell(END), "turn_grpo": Cell(STEPS), "vineppo": Cell(END),
     "vpr_v2": Cell(STEPS, {}, candidates=True),
-}
+}  # fmt: skip
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
@@ -214,29 +200,6 @@ class TabularPrm:
         return self.log_ratio(batch, reference).detach().numpy()
 
 
-def columns(
-    needs: frozenset[str],
-    batch: Episodes,
-    goal: Goal,
-    policy: np.ndarray,
-    initial: np.ndarray,
-    old: np.ndarray,
-    prm: TabularPrm,
-) -> dict[str, np.ndarray]:
-    """The token columns of a batch, each what its model really says. old: behaviour
-    log-probabilities [tokens]."""
-    made, pick = {}, (batch.places, batch.tokens)
-    if "value" in needs:
-        made["value"] = place_values(policy, goal)[0][np.repeat(batch.time, 2), batch.places]
-    if "kl" in needs:
-        made["kl"] = old - np.log(initial[pick])
-    if "log_ratio" in needs:
-        made["log_ratio"] = np.log(policy[pick]) - old
-    if "prm" in needs:
-        made["prm"] = prm.learn(batch, old)
-    return made
-
-
 class Prepared(msgspec.Struct, frozen=True):
     """A batch ready for an update: proximal, old (behaviour) log-probabilities, advantage and
     weights [tokens]."""
@@ -278,7 +241,15 @@ class Run:
         batch.table.scores["mc_value"] = place_values(policy, goal)[1][
             batch.time, batch.places[::2]
         ]
-        made = columns(self.scheme.needs.models, batch, goal, policy, self.initial, old, self.prm)
+        pick = (batch.places, batch.tokens)
+        columns = {
+            "value": lambda: place_values(policy, goal)[0][np.repeat(batch.time, 2), batch.places],
+            "kl": lambda: old - np.log(self.initial[pick]),
+            "log_ratio": lambda: np.log(policy[pick]) - old,
+            "prm": lambda: self.prm.learn(batch, old),
+        }
+        # the token columns of the batch, each what its model really says
+        made = {name: columns[name]() for name in self.scheme.needs.models}
         table = msgspec.structs.replace(batch.table, token_scores=made)
         weights = token_weights(table, table.mask(), "turn")
         self.behaviour = policy

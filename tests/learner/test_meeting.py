@@ -26,15 +26,6 @@ ranks.close()
 """
 
 
-def test_each_start_has_a_new_meeting_and_removes_what_a_crash_left(tmp_path: Path) -> None:
-    first = _meeting(tmp_path, LearnerConfig())
-    Path(first["COPPICE_RANKS"]).write_bytes(b"left by a crash")
-    second = _meeting(tmp_path, LearnerConfig())
-    assert list(tmp_path.iterdir()) == []
-    assert first["COPPICE_RANKS"] != second["COPPICE_RANKS"]
-    assert "MASTER_PORT" not in second
-
-
 def test_the_ranks_leave_the_loopback_only_for_an_address_that_the_user_named() -> None:
     run = Path("nowhere")
     for loopback in (

@@ -31,14 +31,9 @@ def torchrun(node: int, meeting: list[str], file: Path) -> subprocess.Popen[byte
     place = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     shape = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "2", *meeting]
     command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *shape,
-        "-m",
-        "coppice.learner.main",
+        sys.executable, "-m", "torch.distributed.run", *shape, "-m", "coppice.learner.main",
         str(file),
-    ]
+    ]  # fmt: skip
     return subprocess.Popen(command, env=os.environ | place, cwd=ROOT)
 
 
@@ -61,14 +56,9 @@ async def test_two_nodes_of_two_ranks_have_the_moments_of_one_rank(
 ) -> None:
     rank, port = (0 if sharding == "fsdp" else 4), str(free_port())
     learner = process(
-        llama,
-        tmp_path,
-        rank,
-        micro_tokens=16,
-        count=4,
-        sharding=sharding,
+        llama, tmp_path, rank, micro_tokens=16, count=4, sharding=sharding,
         collective_timeout_s=60.0,
-    )
+    )  # fmt: skip
     file = tmp_path / "learner.json"
     file.write_bytes(msgspec.json.encode(learner))
     meeting = ["--master-addr", "127.0.0.1", "--master-port", port]

@@ -1,17 +1,26 @@
-"""The implicit reward model on a task with planted step values: it learns from outcomes alone which
-steps were good."""
+"""The implicit reward model: on a task with planted step values it learns from outcomes alone which
+steps were good; its losses, and the critic's, against autograd."""
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose
 
+from coppice.learner.config import PrmConfig
+from coppice.learner.update.critic import value_loss
 from coppice.learner.update.passes import Plan, Rows, plan, sweep
-from coppice.learner.update.prm import ImplicitPrm
+from coppice.learner.update.prm import ImplicitPrm, Preference, cross_entropy, dpo
+from coppice.learner.update.table import TurnTable
 from coppice.learner.update.trainer import Batch, Trainer
 from coppice.wire.messages import TrainGroup, TreeNode, Turn
+from tests.learner.tables import NO, made_of
 from tests.updates import action, table_of, trainer
 
 GOOD, BAD = range(10, 14), range(20, 24)
@@ -53,9 +62,7 @@ def oprl(
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["dpo", "cross_entropy"])
 @pytest.mark.parametrize("score", ["sum", "mean"])
-def test_accuracy_rises_and_step_scores_follow_the_planted_values(
-    tmp_path: Path, llama: Path, loss: str, score: str
-) -> None:
+def test_scores_follow_planted_values(tmp_path: Path, llama: Path, loss: str, score: str) -> None:
     made, prm = oprl(llama, tmp_path, {"loss": loss, "score": score, "lr": 1e-2, "beta": 0.5})
 
     def measured(batch: Batch, learn: bool) -> tuple[float, np.ndarray]:
@@ -99,12 +106,9 @@ def test_more_steps_of_the_reward_model_learn_more(tmp_path: Path, llama: Path) 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("reference", [{}, {"reference": "recomputed"}, {"reference": "behaviour"}])
 def test_the_reference_is_one_in_every_number_type(
-    tmp_path: Path,
-    llama: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: str,
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, dtype: str,
     reference: dict[str, str],
-) -> None:
+) -> None:  # fmt: skip
     made, prm = oprl(llama, tmp_path, {"lr": 1e-3, **reference}, dtype=dtype)
     seen = []
     monkeypatch.setattr(
@@ -132,3 +136,173 @@ def test_a_batch_of_one_class_teaches_no_reward_model(tmp_path: Path, llama: Pat
     made, prm = oprl(llama, tmp_path, {"threshold": 5.0})
     assert made.update(planted(0)[0])["prm/skipped"] == 1
     assert prm.updates == 0
+
+
+LOG_RATIOS = np.array([4.0, -2, 1, 0, -3])  # methods.md 5: trajectories of two and three steps
+
+
+def two_trajectories() -> TurnTable:
+    return made_of([2, 3], {"outcome": [NO, 10, NO, NO, 0]})
+
+
+def preference(
+    table: TurnTable, rewards: np.ndarray, config: PrmConfig, questions: np.ndarray | None = None
+) -> tuple[Preference, np.ndarray]:
+    """The loss of a batch; only the settings of the model are read."""
+    return ImplicitPrm.preference(
+        cast(ImplicitPrm, SimpleNamespace(config=config)), table, rewards, questions
+    )
+
+
+@pytest.mark.parametrize(("score", "loss"), [("sum", 0.5981), ("mean", 0.6523)])
+def test_dpo_known_answer_over_sums_and_means_of_step_scores(score: str, loss: float) -> None:
+    config = PrmConfig(score=score)  # pyright: ignore[reportArgumentType]
+    made, _ = preference(two_trajectories(), 0.05 * LOG_RATIOS, config)
+    assert made.loss == pytest.approx(loss, abs=5e-5)
+    assert (made.used, made.accuracy) == (1, 1.0)
+
+
+def pair_loss(scores: torch.Tensor, positive: np.ndarray, group: np.ndarray) -> torch.Tensor:
+    """Every pair of one group written out."""
+    terms = []
+    for i in range(len(positive)):
+        for j in range(len(positive)):
+            if group[i] == group[j] and positive[i] and not positive[j]:
+                terms.append(-torch.nn.functional.logsigmoid(scores[i] - scores[j]))
+    return torch.stack(terms).mean() if terms else scores.sum() * 0
+
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, st.integers(1, 9))
+def test_dpo_loss_and_slopes_are_those_of_the_pairs_written_out(seed: int, n: int) -> None:
+    rng = np.random.default_rng(seed)
+    scores, positive, group = rng.normal(0, 2, n), rng.random(n) < 0.5, rng.integers(0, 3, n)
+    made = dpo(scores, positive, group)
+    leaf = torch.tensor(scores, requires_grad=True)
+    loss = pair_loss(leaf, positive, group)
+    (slope,) = torch.autograd.grad(loss, leaf)
+    assert made.loss == pytest.approx(float(loss.detach()), abs=1e-12)
+    assert_allclose(made.slope, slope.numpy(), atol=1e-12)
+
+
+def test_the_accuracy_is_the_share_of_pairs_in_the_right_order() -> None:
+    made = dpo(np.array([1.0, -1, 0]), np.array([True, True, False]), np.zeros(3))
+    assert (made.used, made.accuracy) == (2, 0.5)
+    assert cross_entropy(
+        np.array([1.0, -1, 2]), np.array([True, True, False])
+    ).accuracy == pytest.approx(1 / 3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, st.integers(1, 9))
+def test_cross_entropy_loss_and_slopes_are_those_of_torch(seed: int, n: int) -> None:
+    rng = np.random.default_rng(seed)
+    scores, positive = rng.normal(0, 3, n), rng.random(n) < 0.5
+    made = cross_entropy(scores, positive)
+    leaf = torch.tensor(scores, requires_grad=True)
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(
+        leaf, torch.tensor(positive, dtype=torch.float64)
+    )
+    (slope,) = torch.autograd.grad(loss, leaf)
+    assert made.loss == pytest.approx(float(loss.detach()), abs=1e-12)
+    assert_allclose(made.slope, slope.numpy(), atol=1e-12)
+    assert made.used == n
+
+
+def test_scores_too_large_for_a_float_leave_losses_and_slopes_finite() -> None:
+    scores, positive = np.array([900.0, -900]), np.array([False, True])
+    with np.errstate(over="ignore"):
+        pairs, each = dpo(scores, positive, np.zeros(2)), cross_entropy(scores, positive)
+    assert pairs.loss == pytest.approx(1800)
+    assert pairs.slope.tolist() == [1, -1]
+    assert each.loss == pytest.approx(900)
+    assert each.slope.tolist() == [0.5, -0.5]
+
+
+@pytest.mark.parametrize("loss", ["dpo", "cross_entropy"])
+@pytest.mark.parametrize("score", ["sum", "mean"])
+def test_a_tokens_slope_is_that_of_the_loss_in_its_log_probability(loss: str, score: str) -> None:
+    rng = np.random.default_rng(3)
+    config = PrmConfig(beta=0.3, loss=loss, score=score)  # pyright: ignore[reportArgumentType]
+    rows = [(0, 0, 2, 1.0), (1, 0, 1, 0.0), (0, 1, 1, 0.0)]
+    rows += [(0, 0, 1, NO), (1, 1, 1, 1.0), (0, 2, 1, 1.0)]
+    tree, trajectory, turn, outcome = (np.array(column) for column in zip(*rows, strict=True))
+    tokens = np.array([2, 1, 3, 2, 1, 2])
+    sampled = rng.random(11) < 0.7
+    table = TurnTable(tree, tree, trajectory, turn, tokens, {"outcome": outcome}, sampled=sampled)
+    log_ratio = np.where(sampled, rng.normal(0, 1, 11), 0.0)
+    _, slope = preference(table, config.beta * log_ratio, config)
+
+    leaf = torch.tensor(log_ratio, requires_grad=True)
+    own = torch.where(torch.tensor(sampled), config.beta * leaf, 0.0)
+    row = np.repeat(np.arange(6), tokens)
+    totals, positive, group = [], [], []
+    for name in sorted({(t, i) for t, i, _, _ in rows}):
+        mine = [r for r in range(6) if (rows[r][0], rows[r][1]) == name]
+        total = torch.stack([own[torch.tensor(row == r)].sum() for r in mine]).sum()
+        totals.append(total / len(mine) if score == "mean" else total)
+        positive.append(sum(o for o in outcome[mine] if not np.isnan(o)) > 0)
+        group.append(name[0])
+    if loss == "dpo":
+        made = pair_loss(torch.stack(totals), np.array(positive), np.array(group))
+    else:
+        made = torch.nn.functional.binary_cross_entropy_with_logits(
+            torch.stack(totals), torch.tensor(positive, dtype=torch.float64)
+        )
+    (expected,) = torch.autograd.grad(made, leaf)
+    assert np.abs(slope).max() > 1e-3
+    assert_allclose(slope, expected.numpy(), atol=1e-12)
+    assert (slope[~sampled] == 0).all()
+
+
+@pytest.mark.parametrize("loss", ["dpo", "cross_entropy"])
+def test_the_losses_of_two_halves_of_the_questions_are_parts_of_the_whole_loss(loss: str) -> None:
+    config = PrmConfig(beta=0.3, loss=loss, score="mean")  # pyright: ignore[reportArgumentType]
+    outcome: list[float] = [NO, 1, 0, 1, NO, 0, 1, 0, NO, 1, 1, 0]
+    table = made_of([2, 1, 1] * 3, {"outcome": outcome}, tree=[4] * 3 + [7] * 3 + [9] * 3)
+    rewards = np.random.default_rng(5).normal(0, 1, 12)
+    whole, slope = preference(table, rewards, config)
+    first, second = (preference(table, rewards, config, np.array(part)) for part in ([4, 9], [7]))
+    uses = np.array([first[0].used, second[0].used])
+    assert uses.sum() == whole.used
+    assert (first[1][4:8] == 0).all()
+    assert (second[1][[0, 1, 2, 3, 8, 9, 10, 11]] == 0).all()
+    share = uses / uses.sum()
+    assert_allclose(first[1] * share[0] + second[1] * share[1], slope, atol=1e-12)
+    assert first[0].loss * share[0] + second[0].loss * share[1] == pytest.approx(whole.loss)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "cross_entropy"])
+def test_a_trajectory_without_an_outcome_is_neither_positive_nor_negative(loss: str) -> None:
+    config = PrmConfig(loss=loss)  # pyright: ignore[reportArgumentType]
+    table = made_of([1] * 4, {"outcome": [1, NO, 0, 1]})
+    rewards = np.array([0.3, 9.0, -0.2, 0.1])
+    known = np.array([0, 2, 3])
+    expected, slope = preference(table.only(np.isin(np.arange(4), known)), rewards[known], config)
+    found, each = preference(table, rewards, config)
+    assert found.loss == pytest.approx(expected.loss)
+    assert found.used == expected.used > 0
+    assert_allclose(each[known], slope)
+    assert each[1] == 0
+    nothing = msgspec.structs.replace(table, scores={"outcome": np.full(4, np.nan)})
+    assert preference(nothing, rewards, config)[0].used == 0
+
+
+def test_a_trajectory_is_positive_when_its_outcome_is_above_the_threshold() -> None:
+    t = two_trajectories()
+    assert preference(t, 0.05 * LOG_RATIOS, PrmConfig(threshold=6.0))[0].used == 1
+    assert preference(t, 0.05 * LOG_RATIOS, PrmConfig(threshold=10.0))[0].used == 0
+
+
+def test_the_value_loss_is_the_squared_error_and_beyond_the_clip_the_worse_of_two() -> None:
+    values = torch.tensor([1.2, 2.0, 2.0, -1.0, 0.9], requires_grad=True)
+    old, returns = torch.ones(5), torch.tensor([2.0, 3.0, 0.0, -3.0, 1.0])
+    made = value_loss(values, old, returns, 0.5)
+    # near: (1.2 - 2)^2; moved by 1 towards its return: (1.5 - 3)^2 counts; away from it: (2 - 0)^2
+    # counts; moved by -2 towards: (.5 + 3)^2; near again: (.9 - 1)^2
+    torch.testing.assert_close(made.detach(), torch.tensor([0.64, 2.25, 4.0, 12.25, 0.01]))
+    (slope,) = torch.autograd.grad(made.sum(), values)
+    torch.testing.assert_close(slope, torch.tensor([-1.6, 0.0, 4.0, 0.0, -0.2]))

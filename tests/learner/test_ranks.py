@@ -34,10 +34,8 @@ ALL_MODELS: dict[str, object] = {
 """Policy, critic and reward model, reference and proximal passes, two epochs of two minibatches."""
 
 FEW: dict[str, object] = {
-    "kl_coef": 0.05,
-    "correction": "icepop",
-    "correction_options": {"level": "turn"},
-}
+    "kl_coef": 0.05, "correction": "icepop", "correction_options": {"level": "turn"},
+}  # fmt: skip
 """Forests of one sampled token or none, a batch of one turn, one of no sampled token: some ranks
 have nothing to forward."""
 
@@ -45,32 +43,22 @@ HYBRID: dict[str, object] = {"sharding": "hybrid", "shard_ranks": 2}
 """Two copies of the model, each on two ranks."""
 
 SCENARIOS: dict[str, tuple[int, int, dict[str, object]]] = {
-    "lora": (4, 4, {}),
-    "full": (4, 0, {}),
-    "all": (4, 4, ALL_MODELS),
-    "sharded_lora": (4, 4, {"sharding": "fsdp"}),
+    "lora": (4, 4, {}), "full": (4, 0, {}), "all": (4, 4, ALL_MODELS), "sharded_lora": (4, 4, {"sharding": "fsdp"}),
     "sharded_full": (4, 0, {"sharding": "fsdp", "gradient_checkpointing": True}),
-    "hybrid_all": (4, 4, ALL_MODELS | HYBRID),
-    "few": (4, 4, FEW),
-    "turn": (4, 4, FEW),
-    "none": (4, 4, FEW),
-    "sharded_few": (4, 4, FEW | {"sharding": "fsdp"}),
-    "hybrid_turn": (4, 4, FEW | HYBRID),
+    "hybrid_all": (4, 4, ALL_MODELS | HYBRID), "few": (4, 4, FEW), "turn": (4, 4, FEW), "none": (4, 4, FEW),
+    "sharded_few": (4, 4, FEW | {"sharding": "fsdp"}), "hybrid_turn": (4, 4, FEW | HYBRID),
     "sharded_none": (4, 4, FEW | {"sharding": "fsdp"}),
-}
+}  # fmt: skip
 """Ranks, LoRA rank (0: every weight), settings."""
 
 NARROW: dict[str, object] = {"dtype": "bfloat16", "sharding": "fsdp"}
 AGAIN: dict[str, object] = NARROW | {"gradient_checkpointing": True}
 CHECKED: dict[str, tuple[int, int, dict[str, object]]] = {
-    "checked_float32": (4, 4, {}),
-    "checked_bfloat16": (4, 4, {"dtype": "bfloat16"}),
-    "checked_sharded_bfloat16": (4, 4, NARROW),
-    "checked_checkpointing_lora": (2, 4, AGAIN),
-    "checked_checkpointing_full": (2, 0, AGAIN),
-    "checked_checkpointing_lora_alone": (1, 4, AGAIN),
+    "checked_float32": (4, 4, {}), "checked_bfloat16": (4, 4, {"dtype": "bfloat16"}),
+    "checked_sharded_bfloat16": (4, 4, NARROW), "checked_checkpointing_lora": (2, 4, AGAIN),
+    "checked_checkpointing_full": (2, 0, AGAIN), "checked_checkpointing_lora_alone": (1, 4, AGAIN),
     "checked_checkpointing_full_alone": (1, 0, AGAIN),
-}
+}  # fmt: skip
 """Ranks that check planted faults, LoRA rank (0: every weight), settings."""
 
 
@@ -135,9 +123,7 @@ def alone(
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_one_rank_and_several_ranks_give_the_same_update(
-    ran: Path, tmp_path: Path, llama: Path, name: str
-) -> None:
+def test_ranks_give_one_ranks_update(ran: Path, tmp_path: Path, llama: Path, name: str) -> None:
     count = SCENARIOS[name][0]
     assert json.loads((ran / "codes.json").read_text())[name] == [0] * count
     expected = alone(ran, llama, tmp_path, name)
@@ -222,14 +208,3 @@ def test_one_ranks_full_disk_stops_all_with_the_reason(ran: Path) -> None:
     assert "No space left" in (ran / "full_disk-1.error").read_text()
     assert "another rank failed" in (ran / "full_disk-0.error").read_text()
     assert not list((ran / "full_disk" / "checkpoints").iterdir())
-
-
-def test_sharded_weights_load_in_transformers(ran: Path, tmp_path: Path, llama: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(llama)
-    trained = {
-        k.removeprefix("policy/"): v
-        for k, v in load_file(ran / "sharded_full-0.safetensors").items()
-    }
-    missing, unexpected = model.load_state_dict(trained, strict=False)
-    assert not unexpected
-    assert set(missing) <= {"lm_head.weight"}

@@ -439,21 +439,14 @@ def test_prime_takes_the_accuracy_of_a_question_over_the_outcomes_that_are_there
 
 SEEDS = st.integers(0, 2**32 - 1)
 EVERY: list[Which] = [
-    ("gae", {"gamma": 0.9, "lam": 0.8, "kl_coef": 0.1}),
-    ("gae", {"whiten": False, "targets": "vtrace"}),
+    ("gae", {"gamma": 0.9, "lam": 0.8, "kl_coef": 0.1}), ("gae", {"whiten": False, "targets": "vtrace"}),
     ("gigpo", {"step_std": True, "episode_std": True}),
     *(("oprl", {"base": base, "variant": variant}) for base in BASES for variant in VARIANTS),
-    *(
-        ("ppr", {"normalisation": how})
-        for how in ("constant", "sample", "none", "rescale", "reduced")
-    ),
-    ("ppr", {"invalid": "skip", "targets": "retrace"}),
-    ("prime", {"accuracy_low": 0, "accuracy_high": 1}),
-    ("reinforce_pp", {}),
-    ("reinforce_pp", {"baseline": "none"}),
-    ("turn_grpo", {"n_min": 2}),
+    *(("ppr", {"normalisation": how}) for how in ("constant", "sample", "none", "rescale", "reduced")),
+    ("ppr", {"invalid": "skip", "targets": "retrace"}), ("prime", {"accuracy_low": 0, "accuracy_high": 1}),
+    ("reinforce_pp", {}), ("reinforce_pp", {"baseline": "none"}), ("turn_grpo", {"n_min": 2}),
     *((name, {}) for name in ("grpo", "mc_pr", "outcome", "rloo", "slate", "slate_full", "vpr_v2")),
-]
+]  # fmt: skip
 ON_TREES = {"arpo", "sao", "spo", "tree_grpo", "treepo", "treerl", "vineppo"}
 
 
@@ -501,11 +494,9 @@ def test_forced_tokens_change_no_advantage_of_a_sampled_one(seed: int, which: Wh
     t = permuted(t, some)[0]  # without turns of forced tokens alone
     mask = t.mask()
     bare = msgspec.structs.replace(
-        t,
-        tokens=t.per_turn(np.ones(len(mask))).astype(np.int64),
-        sampled=mask[mask],
+        t, tokens=t.per_turn(np.ones(len(mask))).astype(np.int64), sampled=mask[mask],
         token_scores={name: column[mask] for name, column in t.token_scores.items()},
-    )
+    )  # fmt: skip
     assume(not np.isnan(t.trajectories().total(t.column("outcome"))).any())
     assert_allclose(scheme(t).advantages[mask], scheme(bare).advantages, atol=1e-6)
 

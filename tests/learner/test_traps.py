@@ -1,4 +1,5 @@
-"""Batches and models that would train wrong without a word: each is harmless or refused by name."""
+"""Batches and models that would train wrong without a word: each is harmless or refused by name; and
+batches with hardly a token, at every correction and level."""
 
 import asyncio
 from pathlib import Path
@@ -16,32 +17,18 @@ from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.main import Leader
 from coppice.learner.model.model import TreeModel
 from coppice.learner.model.ranks import Ranks
+from coppice.learner.update import corrections
 from coppice.learner.update.batches import Inbox
-from coppice.learner.update.table import TurnTable
+from coppice.learner.update.corrections import LEVELS
 from coppice.learner.update.trainer import Batch
 from coppice.wire.messages import TrainGroup, TreeClosed
-from tests.updates import batch, groups, process, trainer
-
-
-def table(trajectories: int, **scores: list[float]) -> TurnTable:
-    """One question, one turn a trajectory, one token a turn."""
-    n = np.zeros(trajectories, np.int64)
-    columns = {name: np.array(values, np.float64) for name, values in scores.items()}
-    ones = n + 1
-    return TurnTable(
-        n,
-        n,
-        np.arange(trajectories),
-        ones,
-        ones,
-        columns,
-        token_scores={"prm": np.zeros(trajectories)},
-    )
+from tests.learner.tables import made_of
+from tests.updates import batch, few, gradient, groups, process, trainer
 
 
 @pytest.mark.parametrize("base", ["grpo", "rloo", "reinforce_pp"])
 def test_an_invalid_step_among_equal_outcomes_costs_its_penalty_alone(base: str) -> None:
-    t = table(4, outcome=[0, 0, 0, 0], valid=[1, 0, 1, 1])
+    t = made_of([1] * 4, {"outcome": [0] * 4, "valid": [1, 0, 1, 1]}, token_scores={"prm": [0] * 4})
     made = schemes.load("oprl", {"base": base})(t).advantages
     assert np.abs(made).max() < 2
     assert made[1] < 0
@@ -111,3 +98,60 @@ async def test_idle_ranks_hear_of_rank_0_also_while_groups_trickle_in(
             await asyncio.sleep(0.02)
     leader.stop()
     await working
+
+
+ONE, NONE, THREE = [True], [False, False], [True] * 3
+BATCHES = {
+    "one token in each of two forests": (few(ONE, ONE), 1),
+    "one token among forced ones": (few([False, True, False], THREE), 1),
+    "no sampled token in one forest": (few(NONE, THREE), 1),
+    "one token in a forest of many": (few(ONE, NONE, THREE), 1000), "no sampled token at all": (few(NONE, NONE), 1),
+    "a whole batch of one turn": (few(THREE), 1000), "a whole batch of one token": (few(ONE), 1000),
+}  # fmt: skip
+"""Batch and micro_tokens: 1 gives each path a forest of its own."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("correction", corrections.CORRECTIONS)
+def test_few_tokens_give_the_gradient_of_one_forest_at_every_level(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, correction: str
+) -> None:
+    for level in LEVELS:
+        settings: dict[str, Any] = {
+            "correction": correction,
+            "correction_options": {"level": level},
+        }
+        made = trainer(llama, tmp_path, kl_coef=0.05, entropy_coef=0.01, grad_clip=1e9, **settings)
+        for name, (some, micro_tokens) in BATCHES.items():
+            slopes = []
+            for tokens in (micro_tokens, 1000):
+                made.config = made.policy_step.config = msgspec.structs.replace(
+                    made.config, micro_tokens=tokens
+                )
+                slopes.append(gradient(made, some, monkeypatch))
+            assert (slopes[0] - slopes[1]).norm() <= 1e-4 * slopes[1].norm() + 1e-7, (level, name)
+            assert bool(slopes[0].norm() > 0) == (name != "no sampled token at all"), (level, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_critic_and_prm_learn_from_few(tmp_path: Path, llama: Path, name: str, dtype: str) -> None:
+    some, micro_tokens = BATCHES[name]
+    scored = [
+        msgspec.structs.replace(t, scores={"outcome": float(i)})
+        for i, t in enumerate(some.groups[0].turns)
+    ]
+    some = msgspec.structs.replace(
+        some, groups=[msgspec.structs.replace(some.groups[0], turns=scored)]
+    )
+    settings: dict[str, Any] = {"scheme": "oprl", "scheme_options": {"base": "ppo"}, "dtype": dtype}
+    made = trainer(llama, tmp_path, micro_tokens=micro_tokens, **settings)
+    metrics = made.update(some)
+    assert all(np.isfinite(value) for value in metrics.values()), metrics
+
+
+def test_an_empty_action_is_refused_by_name(tmp_path: Path, llama: Path) -> None:
+    some = few([], THREE)
+    with pytest.raises(ValueError, match="tree 1, node 1: a trained turn without a token"):
+        trainer(llama, tmp_path).update(some)

@@ -15,7 +15,6 @@ from coppice.learner.forest.segments import segments
 from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.schemes import arpo, grpo, sao, spo, tree_grpo, treerl, vineppo
 from coppice.learner.update.table import TurnTable
-from coppice.learner.update.targets import Advantages
 from tests.learner import released
 from tests.learner.released import Node, grown, ours
 from tests.learner.tables import acted, estimated
@@ -25,11 +24,9 @@ SURE, UNSURE = -0.01, -1.0  # log-probabilities above and below log 0.9
 
 
 def leaves(
-    paths: list[list[list[int]]],
-    outcomes: list[float],
-    groups: list[int] | None = None,
+    paths: list[list[list[int]]], outcomes: list[float], groups: list[int] | None = None,
     fresh: bool = False,
-) -> TurnTable:
+) -> TurnTable:  # fmt: skip
     """One question's trajectories, each a list of turns of tokens. Observations are the token 99; a
     negative token was sampled surely.
 
@@ -38,14 +35,11 @@ def leaves(
     rows = [(i, t, turn) for i, path in enumerate(paths) for t, turn in enumerate(path)]
     outcome = [outcomes[i] if t == len(paths[i]) - 1 else np.nan for i, t, _ in rows]
     return TurnTable(
-        tree=np.full(len(rows), 7),
-        group=np.array([(groups or [0] * len(paths))[i] for i, _, _ in rows]),
-        trajectory=np.array([i for i, _, _ in rows]),
-        turn=np.array([t + 1 for _, t, _ in rows]),
-        tokens=np.array([len(turn) for _, _, turn in rows]),
-        scores={"outcome": np.array(outcome)},
+        tree=np.full(len(rows), 7), group=np.array([(groups or [0] * len(paths))[i] for i, _, _ in rows]),
+        trajectory=np.array([i for i, _, _ in rows]), turn=np.array([t + 1 for _, t, _ in rows]),
+        tokens=np.array([len(turn) for _, _, turn in rows]), scores={"outcome": np.array(outcome)},
         paths=[_path(paths[i], t, fresh) for i, t, _ in rows],
-    )
+    )  # fmt: skip
 
 
 def _path(path: list[list[int]], t: int, fresh: bool) -> Tokens:
@@ -259,13 +253,6 @@ def test_vineppo_takes_the_differences_of_monte_carlo_values() -> None:
     assert_allclose(vineppo.advantages(table), [0.6604, 0.6604, 0.1321, -1.4529], atol=1e-3)
 
 
-def test_vineppo_gives_turns_next_to_a_missing_value_nothing() -> None:
-    table = leaves([[[1, 2], [3]], [[4]]], [1.0, 0.0])
-    table.scores["mc_value"] = np.array([0.25, np.nan, 0.5])
-    assert_allclose(vineppo.advantages(table, whiten=False), [0, 0, 0, -0.5])
-    assert np.isfinite(vineppo.advantages(table)).all()
-
-
 def test_tokens_that_a_scheme_leaves_out_are_in_no_mean(tmp_path: Path, llama: Path) -> None:
     some = episodes(1, 0)
     table = table_of(some)
@@ -279,39 +266,30 @@ def test_tokens_that_a_scheme_leaves_out_are_in_no_mean(tmp_path: Path, llama: P
     assert metrics["learner/zero_advantage_share"] == 0
 
 
-def sao_estimate(
-    paths: list[list[list[int]]], outcomes: list[float], values: list[float], **options: Any
-) -> Advantages:
-    table = msgspec.structs.replace(
-        leaves(paths, outcomes), token_scores={"value": np.array(values)}
+# turns of one trajectory with outcome 1, which tokens were sampled, alpha, values, advantages
+SAO: list[tuple[list[list[int]], list[bool], float, list[float], list[float]]] = [
+    # four sampled tokens: lambda = 3/4; deltas 0, 0, 0, 1/2, so A = (3/4)^3 / 2 .. 1/2
+    ([[1, 2], [3, 4]], [True] * 4, 1.0, [0.5] * 4, [27 / 128, 9 / 32, 3 / 8, 1 / 2]),
+    # lambda = max(0, 1 - 4/3) = 0: A is the one-step difference, .6 - .4 over the observation
+    ([[1, 2], [3]], [True] * 3, 0.25, [0.1, 0.4, 0.6], [0.3, 0.2, 0.4]),
+    # two sampled tokens: lambda = 1/2
+    ([[1, 2, 3]], [True, False, True], 1.0, [0.0] * 3, [1 / 4, 1 / 2, 1]),
+]
+
+
+@pytest.mark.parametrize(("turns", "sampled", "alpha", "values", "expected"), SAO)
+def test_saos_lambda_grows_with_the_sampled_length_and_its_critic_learns_the_return(
+    turns: list[list[int]], sampled: list[bool], alpha: float, values: list[float],
+    expected: list[float],
+) -> None:  # fmt: skip
+    made = leaves([turns], [1.0])
+    made = msgspec.structs.replace(
+        made, sampled=np.array(sampled), token_scores={"value": np.array(values)}
     )
-    return sao.advantages(table, whiten=False, **options)
-
-
-def test_saos_lambda_grows_with_the_length_and_its_critic_learns_the_return() -> None:
-    # alpha = 1, four sampled tokens: lambda = 3/4. Values .5 .5 .5 .5, outcome 1: deltas 0, 0, 0,
-    # 1/2. A = (3/4)^3 / 2 .. 1/2.
-    estimate = sao_estimate([[[1, 2], [3, 4]]], [1.0], [0.5] * 4, alpha=1.0)
-    assert_allclose(estimate.advantages, [27 / 128, 9 / 32, 3 / 8, 1 / 2])
+    estimate = sao.advantages(made, alpha=alpha, whiten=False)
+    assert_allclose(estimate.advantages, expected)
     assert estimate.returns is not None
-    assert_allclose(estimate.returns, [1, 1, 1, 1])
-
-
-def test_saos_value_after_a_turn_is_that_before_the_next_turn() -> None:
-    # alpha = 1/4: lambda = max(0, 1 - 1) = 0, so A is the one-step difference: .4 - .1, .6 - .4
-    # over the observation, 1 - .6.
-    estimate = sao_estimate([[[1, 2], [3]]], [1.0], [0.1, 0.4, 0.6], alpha=0.25)
-    assert_allclose(estimate.advantages, [0.3, 0.2, 0.4])
-
-
-def test_saos_lambda_counts_the_tokens_that_the_policy_sampled_alone() -> None:
-    # alpha = 1, three tokens of which the second was forced: lambda = 1 - 1/2. Values 0, outcome 1
-    # at the end: A = 1/4, 1/2, 1.
-    table = leaves([[[1, 2, 3]]], [1.0])
-    table = msgspec.structs.replace(
-        table, sampled=np.array([True, False, True]), token_scores={"value": np.zeros(3)}
-    )
-    assert_allclose(sao.advantages(table, alpha=1.0, whiten=False).advantages, [1 / 4, 1 / 2, 1])
+    assert_allclose(estimate.returns, 1)
 
 
 @pytest.mark.parametrize("name", ["tree_grpo", "treerl", "treepo", "spo", "arpo"])
