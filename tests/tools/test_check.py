@@ -1,5 +1,4 @@
-"""tools/test: what each of its runs leaves out, which tests run once more with plain kernels, and
-that the kernels then are plain ones."""
+"""tools/test: the kernels of its second run are plain ones, and which tests are slow."""
 
 import os
 import subprocess
@@ -7,9 +6,7 @@ import sys
 
 import pytest
 
-from coppice.tools.check import ALL, PLAIN_KERNELS, PROCESSES, QUICK, finish, start, steps
-
-SIDE_BY_SIDE = ["-n", str(PROCESSES), "--dist", "worksteal"]
+from coppice.tools.check import PLAIN_KERNELS
 
 
 @pytest.mark.slow
@@ -23,28 +20,6 @@ def test_plain_kernels_are_used() -> None:
         check=True,
     )
     assert made.stdout.strip() in ("DEFAULT", "NO AVX")
-
-
-def test_each_run_leaves_out_what_it_says() -> None:
-    quick, normal, everything = steps(["-x", QUICK]), steps([]), steps([ALL])
-    assert set(normal) - set(quick) == {"documentation", "pytest, alone", "pytest, plain kernels"}
-    assert quick["pytest"] == ["pytest", "-m", "not slow", *SIDE_BY_SIDE, "-x"]
-    assert normal["pytest, alone"][2:] == ["-m", "alone and not long"]
-    assert normal["pytest"][2:] == ["-m", "not alone and not long", *SIDE_BY_SIDE]
-    assert everything["pytest, alone"][2:] == ["-m", "alone"]
-    assert everything["pytest"][2:] == ["-m", "not alone", *SIDE_BY_SIDE]
-    assert "tests/learner" in everything["pytest, plain kernels"]
-    assert normal["pytest, plain kernels"][1:5] == ["-k", "not sglang", "-m", "not long"]
-    assert list(steps(["-x"]).items())[-1] == ("pytest", ["pytest", "--durations=30", "-x"])
-
-
-def test_a_check_that_fails_is_named_and_what_it_said_is_printed(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    check = start("style", ["ruff", "check", "no-such-file.py"], subprocess.PIPE)
-    assert finish("style", check) == ["style"]
-    assert "no-such-file.py" in capfd.readouterr().out
-    assert finish("version", start("version", ["ruff", "--version"])) == []
 
 
 @pytest.mark.slow

@@ -58,13 +58,6 @@ def test_a_judge_that_asks_for_the_served_model_gets_its_address_and_what_it_can
     assert (spec.module, spec.threads, spec.vital) == (module, 1, False)
 
 
-def test_a_run_without_a_judge_model_has_no_process_for_it(tmp_path: Path) -> None:
-    elsewhere = ["judges.use.pprm.endpoint.url=http://h/v1", "judges.use.pprm.endpoint.model=m"]
-    files = made(tmp_path, elsewhere, "")
-    assert "judge-model" not in files
-    assert files["judges"]["judges"]["pprm"]["endpoint"] == {"url": "http://h/v1", "model": "m"}
-
-
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

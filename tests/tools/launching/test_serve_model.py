@@ -3,7 +3,6 @@ line why it does not."""
 
 import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -61,25 +60,6 @@ def test_what_cannot_be_served_is_one_clear_line(
     assert re.search(reason, said)
     assert said.startswith("coppice serve --model: ")
     assert said.count("\n") == 1
-
-
-def test_a_cache_without_room_is_refused_by_its_option(
-    llama: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main([str(llama), "--kv-cache-gib", "1000000"])
-    assert "or a smaller cache (actors.kv_cache_gib, --kv-cache-gib)" in capsys.readouterr().err
-
-
-def test_an_address_that_is_taken_is_one_clear_line(llama: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        command = [*COMMAND, str(llama), "--port", str(taken.getsockname()[1]), "--threads", "1"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
-    assert "address already in use" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_only_addresses_of_this_machine_need_no_key() -> None:
