@@ -10,28 +10,23 @@ from coppice.common.numbers import Count, Natural, Positive
 class SGLangConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [actors.sglang], for engine = "sglang"."""
 
-    way: Literal["server", "inside", "url"] = "server"
-    """Each actor starts and ends its own SGLang server ("server"), runs the engine in its process
-    ("inside"), or uses servers that already run ("url")."""
+    way: Literal["server", "url"] = "server"
+    """Each actor starts and ends its own SGLang server ("server"), or uses servers that already run
+    ("url")."""
     urls: list[str] = []
     """Running servers or routers, one per actor. A router itself says which servers it has."""
     python: str = ""
     """The interpreter that has sglang; "" is this one."""
     arguments: dict[str, Any] = {}
-    """Arguments of sglang.launch_server or sglang.Engine by their Python names ({tp_size = 2})."""
+    """Arguments of sglang.launch_server by their Python names ({tp_size = 2})."""
     environment: dict[str, str] = {}
     """Environment variables of the server's process."""
     gpus: Natural = 0
     """The number of GPUs per actor; 0 for those that it finds."""
     api_key_env: str = ""
     """The environment variable with the API key of running servers."""
-    weights: Literal["auto", "disk", "tensor", "distributed"] = "auto"
-    """How a version is sent; "auto" decides by where the processes run."""
-    lora: Literal["adapter", "merged"] = "adapter"
-    """Send an adapter alone, or have the actor merge it into the base weights."""
-    pause: Literal["retract", "in_place"] = "retract"
-    """During an update, recompute the keys and values of running requests with the new weights
-    ("retract") or keep them ("in_place")."""
+    weights: Literal["auto", "disk", "distributed"] = "auto"
+    """How whole weights are sent: as a file, by broadcasts between GPUs, or what is published."""
     start_timeout_s: Positive = 900.0
     """Limit of SGLang's start, in seconds."""
     update_timeout_s: Positive = 300.0

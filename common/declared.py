@@ -1,7 +1,8 @@
 """Schemes and strategies declare themselves with these structs, and one check compares them when a
 config is read (docs/extend.md)."""
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import msgspec
 
@@ -42,6 +43,14 @@ class SchemeNeeds(msgspec.Struct, frozen=True, kw_only=True):
         """The column that holds the reward, or "" if the scheme reads several columns and declares
         none of them as the reward."""
         return self.reward or (next(iter(self.columns)) if len(self.columns) == 1 else "")
+
+
+def reads(*columns: str, **more: Any) -> Callable[..., SchemeNeeds]:
+    """Return the ``needs`` of a scheme that reads these columns: each is the option that names the
+    column, or the column itself. more: the other fields of ``SchemeNeeds``."""
+    return lambda **options: SchemeNeeds(
+        columns=frozenset(options.get(name, name) for name in columns), **more
+    )
 
 
 class StrategyGives(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,13 +6,19 @@ written again, ids of calls of its own, "" for null. ``histories`` recognises eq
 that the sampled tokens of a reply are taken, never a second rendering of its text.
 """
 
+import functools
 import hashlib
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
-from coppice.common.chat_template import ChatTemplate
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.sandbox
 
 Message = dict[str, Any]
 Tools = Sequence[dict[str, Any]]
@@ -24,6 +30,8 @@ dozen; Python ends at about 1,000, at a place that depends on who calls."""
 TOO_DEEP = f"lists and objects are nested more than {DEEPEST} deep, which no tool needs"
 THOUGHT = "</think>"
 """Ends the thoughts of a reply. The chat template may have begun them."""
+_OURS = "messages add_generation_prompt bos_token eos_token raise_exception strftime_now".split()
+"""The variables and functions of a template that a caller may not replace."""
 
 
 def text_of(content: Any) -> str:
@@ -38,9 +46,11 @@ def text_of(content: Any) -> str:
     raise ValueError("`content`: expected a text, null, or a list of text parts")
 
 
-def until(text: str, stop: Sequence[str]) -> str:
-    """Return a text up to the first of the strings that end it."""
-    return text[: min((place for place in map(text.find, stop) if place >= 0), default=len(text))]
+def until(text: str, stop: Sequence[str]) -> tuple[str, str]:
+    """Return a text up to the first of the strings that end it, and this string ("" if none)."""
+    places = [(text.find(one), one) for one in stop if one in text]
+    place, ended = min(places, default=(len(text), ""))
+    return text[:place], ended
 
 
 def histories(messages: Sequence[Message], tools: Tools = ()) -> list[str]:
@@ -110,6 +120,54 @@ def _written(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
 
+class ChatTemplate:
+    """The chat template of one model folder, rendered in a sandbox, as transformers does.
+    available: whether the folder has one. source: its text. variables: the switches that it reads.
+    """
+
+    def __init__(self, folder: Path):
+        path = folder / "tokenizer_config.json"
+        settings = json.loads(path.read_text()) if path.is_file() else {}
+        self._special = {key: _content(settings.get(key)) for key in ("bos_token", "eos_token")}
+        source, path = settings.get("chat_template"), folder / "chat_template.jinja"
+        if path.is_file():
+            source = path.read_text()
+        sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        sandbox.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+        sandbox.globals |= {"raise_exception": _raise, "strftime_now": time.strftime}
+        self.available = isinstance(source, str)
+        self.source = source if isinstance(source, str) else ""
+        self._template = sandbox.from_string(self.source)
+        read = jinja2.meta.find_undeclared_variables(sandbox.parse(self.source))
+        self.variables = read.difference(_OURS)
+
+    def render(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
+        """Return the prompt. variables: the template's switches. Raises ValueError when the
+        template refuses the messages or lacks a switch."""
+        if unknown := sorted(set(variables) - self.variables):
+            raise ValueError(
+                f"`chat_template_kwargs`: {unknown}: this model's template reads"
+                f" {sorted(self.variables) or 'none'}"
+            )
+        try:
+            return self._template.render(
+                **self._special, **variables, messages=list(messages), add_generation_prompt=True
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ValueError(str(error)) from None
+
+
+def _content(token: Any) -> str:
+    return (token.get("content") if isinstance(token, dict) else token) or ""
+
+
+def _raise(reason: str) -> NoReturn:
+    """Templates call this function to refuse a conversation."""
+    raise jinja2.TemplateError(reason)
+
+
 class Renderer:
     """Renders conversations with a model's chat template. Where the template knows no tools, they
     stand in the system message and calls in the texts, in the notation of Hermes, which Qwen's
@@ -172,8 +230,10 @@ def _as_text(message: Message) -> Message:
     if message.get("role") == "tool":
         said = f"<tool_response>\n{message['content']}\n</tool_response>"
         return {"role": "user", "content": said}
+    if not message.get("tool_calls"):
+        return message
     parts = [message["content"]]
-    for call in message.get("tool_calls") or []:
+    for call in message["tool_calls"]:
         function = call["function"]
         value = {"name": function["name"], "arguments": arguments(function.get("arguments"))}
         parts.append(f"<tool_call>\n{json.dumps(value)}\n</tool_call>")

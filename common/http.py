@@ -2,14 +2,13 @@
 names the URL and the cause.
 
 A call that may work later (a broken connection, no answer in time, a status of ``_AGAIN`` or 5xx)
-is tried again after a growing pause, or after the time that ``Retry-After`` asks for. A status of
+is tried again after a growing pause, or after the seconds of ``Retry-After``. A status of
 ``_REFUSED`` is a DataFault: every server would refuse the request. Any other failure is an
 InfrastructureFault with its remedy. Redirects are not followed: they would take the key to another
 host. No message has the key.
 """
 
 import asyncio
-import email.utils
 import os
 import random
 import time
@@ -139,15 +138,16 @@ class JsonClient:
 
     async def send(
         self, method: Literal["GET", "POST", "DELETE"], path: str, body: Any = None, *,
-        timeout_s: float | None = None, attempts: int | None = None,
+        timeout_s: float = 0.0, attempts: int = 0,
     ) -> bytes:  # fmt: skip
         """Return the answer's bytes undecoded; otherwise like ``post``. body: None sends none."""
         url, content = f"{self.url}{path}", None if body is None else msgspec.json.encode(body)
-        limit = self.timeout_s if timeout_s is None else timeout_s
-        last = self.attempts if attempts is None else attempts
+        limit, last = timeout_s or self.timeout_s, attempts or self.attempts
         start = time.monotonic()
+        attempt = 0
         try:
-            for attempt in range(1, last + 1):
+            while True:
+                attempt += 1
                 try:
                     async with self._room:
                         self.counts["requests"] += 1
@@ -160,7 +160,6 @@ class JsonClient:
                     self.counts["retries"] += 1
                     pause = pause_s(attempt, self.backoff_s, busy.after_s, random.random())
                     await asyncio.sleep(pause)
-            raise ValueError(f"attempts {last}: expected at least 1")
         except (InfrastructureFault, DataFault):
             self.counts["failures"] += 1
             raise
@@ -200,7 +199,7 @@ class JsonClient:
         status = response.status
         cause = self._hidden(f"HTTP {status}: {text.strip()}")[:_SHOWN]
         if status in _AGAIN or status >= 500:
-            raise _Busy(cause, retry_after(response.headers.get("Retry-After", ""), time.time()))
+            raise _Busy(cause, retry_after(response.headers.get("Retry-After", "")))
         if status in _REFUSED:
             raise DataFault(f"{url} refused the request, {cause}")
         remedy = "expected 200 or 202"
@@ -225,15 +224,10 @@ def pause_s(attempt: int, backoff_s: float, least_s: float, chance: float) -> fl
     return min(LONGEST_WAIT_S, max(least_s, backoff_s * 2 ** (attempt - 1) * (0.5 + chance)))
 
 
-def retry_after(header: str, now: float) -> float:
-    """Return the seconds that a Retry-After header asks to wait (a number, or a date compared with
-    ``now``), 0 when it cannot be read."""
+def retry_after(header: str) -> float:
+    """Return the seconds that a Retry-After header asks to wait, 0 when it has no such number."""
     try:
         seconds = float(header)
-        return max(0.0, seconds) if seconds == seconds else 0.0  # float accepts "nan"
     except ValueError:
-        pass
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - now)
-    except (TypeError, ValueError, OverflowError):
         return 0.0
+    return seconds if seconds > 0 else 0.0  # also for "nan"

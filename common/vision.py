@@ -26,6 +26,12 @@ FAMILY = ("qwen2_vl", "qwen2_5_vl")
 STEEPEST = 200
 """The largest ratio of a picture's sides, as in the processor of Qwen2-VL."""
 
+_PLAIN = {
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+    "logits_scaling": 1.0,
+    "logit_scale": 1.0,
+}
 _PNG = struct.Struct(">8s8xII")
 Grids = dict[int, tuple[int, int]]
 """The rows and columns of tokens of pictures, by number."""
@@ -204,16 +210,29 @@ def shown(messages: Sequence[Mapping[str, Any]]) -> Iterator[str | bytes]:
             yield value
 
 
+def check_head(folder: str | Path, text: Any) -> None:
+    """Raise ValueError unless the logits of ``text``, the configuration of a language model, are
+    the product of hidden states and output embeddings, as the engine and the learner compute it."""
+    for key, expected in _PLAIN.items():
+        value = getattr(text, key, expected)
+        if value is not None and value != expected:
+            raise ValueError(
+                f"{folder}: {key} = {value} changes what the head computes: expected {expected};"
+                " take another model (docs/models.md)"
+            )
+
+
 def load(folder: str | Path, dtype: Any, attention: str, values: bool = True) -> Any:
     """Load a causal language model, without its stored weights if not ``values``. Of a model with
     vision, ``attention`` is that of the language layers; the vision tower keeps its own. Raises
-    ValueError if the model computes its attention in another way."""
+    ValueError if the model computes its attention or its logits in another way."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     blind = Vision.of(folder) is None
     kind = AutoModelForCausalLM if blind else AutoModelForImageTextToText
     chosen: Any = attention if blind else {"text_config": attention, "vision_config": "sdpa"}
     config = AutoConfig.from_pretrained(folder)
+    check_head(folder, config.get_text_config())
     try:
         if values:
             return kind.from_pretrained(folder, dtype=dtype, attn_implementation=chosen)

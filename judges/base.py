@@ -7,14 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.messages import (
-    JudgedTurn,
-    Judgement,
-    PlayRequest,
-    PlayResult,
-    SpeakRequest,
-    SpeakResult,
-)
+from coppice.wire.messages import JudgedTurn, Judgement, SpeakRequest
 
 
 class PlugIn:
@@ -99,10 +92,6 @@ class Player(PlugIn):
         """Return a legal move in ``state`` (plain values). ``seed`` decides all randomness."""
         raise NotImplementedError(f"{type(self).__name__} does not implement play")
 
-    async def answer(self, request: PlayRequest) -> PlayResult:
-        """Answer a request of the service."""
-        return PlayResult(list(await self.play(request.state, request.seed)))
-
 
 class Speaker(PlugIn):
     """A partner that replies in text: subclass this, set ``name`` and write ``speak``."""
@@ -113,30 +102,25 @@ class Speaker(PlugIn):
         """Return the reply to ``request.messages``, without a stop string."""
         raise NotImplementedError(f"{type(self).__name__} does not implement speak")
 
-    async def answer(self, request: SpeakRequest) -> SpeakResult:
-        """Answer a request of the service."""
-        return SpeakResult(await self.speak(request))
-
 
 def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> tuple[list[Judgement], int]:
     """Return what ``judge.score`` returned for ``turns``, with scores that are NaN or infinite
     moved to ``invalid``, and the number of invalid scores. Raises InfrastructureFault unless it is
     one Judgement per turn, of declared columns and numbers."""
-    who = f"judge {judge.name}"
+
+    def wrong(what: str, wish: str) -> InfrastructureFault:
+        return InfrastructureFault(f"judge {judge.name} returned {what}; expected {wish}")
+
     if not isinstance(returned, list | tuple):
-        fault = f"returned {_short(returned)}; expected a list of Judgement, one per turn"
-        raise InfrastructureFault(f"{who} {fault}")
+        raise wrong(_short(returned), "a list of Judgement, one per turn")
     if len(returned) != len(turns):
-        fault = f"{len(returned)} judgements for {len(turns)} turns"
-        raise InfrastructureFault(f"{who} returned {fault}")
+        raise wrong(f"{len(returned)} judgements for {len(turns)} turns", "one per turn")
     judgements, bad = [], 0
     for judgement in returned:
         if not isinstance(judgement, Judgement):
-            fault = f"{_short(judgement)} for a turn; expected a wire.messages.Judgement"
-            raise InfrastructureFault(f"{who} returned {fault}")
+            raise wrong(f"{_short(judgement)} for a turn", "a wire.messages.Judgement")
         if unknown := {*judgement.scores, *judgement.invalid} - {*judge.columns}:
-            fault = f"returned columns {sorted(unknown)}; it declares {list(judge.columns)}"
-            raise InfrastructureFault(f"{who} {fault}")
+            raise wrong(f"columns {sorted(unknown)}", f"declared ones of {list(judge.columns)}")
         scores, invalid = dict[str, float](), set(judgement.invalid)
         for column, value in judgement.scores.items():
             try:  # text is refused, even if it reads like a number
@@ -145,9 +129,8 @@ def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> tuple[list[
             except (TypeError, ValueError, OverflowError, RuntimeError):
                 score = None
             if score is None:
-                fault = f"returned {_short(value)} in column {column!r}"
-                wish = "expected a number, or the column in Judgement.invalid"
-                raise InfrastructureFault(f"{who} {fault}; {wish}")
+                wish = "a number, or the column in Judgement.invalid"
+                raise wrong(f"{_short(value)} in column {column!r}", wish)
             if math.isfinite(score) and column not in invalid:
                 scores[column] = score
             else:

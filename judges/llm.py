@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coppice.common.http import CHAT, NoAnswer, Reached
-from coppice.common.numbers import NotNegative
 from coppice.judges.base import Judge, Speaker
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import JudgedTurn, Judgement, SpeakRequest
@@ -151,14 +150,13 @@ class ChatJudge(Judge):
 
 
 class Chat(Speaker):
-    """temperature: of its replies, None for that of the policy's own samples. endpoint.max_tokens
-    and endpoint.temperature have no effect, because the request says both."""
+    """A speaker behind an endpoint, whose max_tokens and temperature have no effect, because the
+    request says both."""
 
     name = "chat"
 
-    def __init__(self, endpoint: ChatEndpoint, temperature: NotNegative | None = None):
-        self.client, self.temperature = ChatClient(endpoint), temperature
-        self.concurrency = endpoint.concurrency
+    def __init__(self, endpoint: ChatEndpoint):
+        self.client, self.concurrency = ChatClient(endpoint), endpoint.concurrency
 
     async def start(self) -> None:
         await self.client.start()
@@ -169,13 +167,14 @@ class Chat(Speaker):
     async def speak(self, request: SpeakRequest) -> str:
         """Raises InfrastructureFault when no reply comes, and DataFault when the endpoint refuses
         the request, for example because the messages are longer than its context."""
-        fields: dict[str, Any] = {"max_tokens": request.max_tokens, "seed": request.seed % 2**31}
-        fields["temperature"] = (
-            request.temperature if self.temperature is None else self.temperature
+        fields = {
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "seed": request.seed % 2**31,
+        }
+        return await self.client.chat(
+            request.messages, fields | ({"stop": request.stop} if request.stop else {})
         )
-        if request.stop:
-            fields["stop"] = request.stop
-        return await self.client.chat(request.messages, fields)
 
 
 class Frozen(Chat):

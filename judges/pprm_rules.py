@@ -15,7 +15,6 @@ a word of the question; of an answer, 2 if it stands in an earlier observation.
 """
 
 import re
-import textwrap
 from typing import Literal
 
 from coppice.judges.base import RuleJudge
@@ -23,14 +22,19 @@ from coppice.judges.evidence import content_words, finds, holds, parts, passages
 from coppice.judges.exact_match import normalize
 from coppice.wire.messages import JudgedTurn, Judgement
 
-Graded = tuple[int, str]
-"""The points of one principle (0 to 2) and the reason in words."""
-
 _BLOCK = re.compile(r"<(think|search|information|answer)>.*?</\1>", re.DOTALL)
 _HALF = 0.5
 _EACH = 2
-_SHOWN = 100
-"""A judgement quotes at most this many characters of the turn."""
+_REASONS = {
+    "Information": ("it is not used", "it is used in part", "it is used"),
+    "Query": (
+        "it asks for nothing that helps",
+        "it asks for a part",
+        "it asks for what is missing",
+    ),
+    "Decision": ("it is wrong", "it is right, but the query does not serve it", "it is right"),
+}
+"""Why a principle has 0, 1 or 2 points."""
 
 
 class PprmRules(RuleJudge):
@@ -43,16 +47,17 @@ class PprmRules(RuleJudge):
         self.view = view
 
     def judge(self, turn: JudgedTurn) -> Judgement:
-        problem = _format(turn)
-        if problem:
-            return _judgement(0, 3 * _EACH, f"Format: {problem}, so no point is given.")
+        outside = _BLOCK.sub("", turn.response).strip()
+        if outside or (turn.query is None and turn.answer is None):
+            analysis = "Format: a turn is a thought, then one search or answer, and nothing else."
+            return _judgement(0, 3 * _EACH, analysis)
         knows_passages = self.view == "evidence" and turn.evidence
-        graded = _by_evidence(turn) if knows_passages else _by_retrieval(turn)
-        reasons = [
-            f"{name}: {why} ({points} of {_EACH})." for name, (points, why) in graded.items()
-        ]
-        reached = sum(points for points, _ in graded.values())
-        return _judgement(reached, _EACH * len(graded), " ".join(reasons))
+        points = _by_evidence(turn) if knows_passages else _by_retrieval(turn)
+        analysis = " ".join(
+            f"{name}: {_REASONS[name][reached]} ({reached} of {_EACH})."
+            for name, reached in points.items()
+        )
+        return _judgement(sum(points.values()), _EACH * len(points), analysis)
 
 
 def _judgement(reached: int, most: int, analysis: str) -> Judgement:
@@ -60,132 +65,47 @@ def _judgement(reached: int, most: int, analysis: str) -> Judgement:
     return Judgement({"process": reached / most}, explanation=text)
 
 
-def _format(turn: JudgedTurn) -> str:
-    """Return how the turn breaks the format rule, "" if it does not."""
-    if outside := _BLOCK.sub("", turn.response).strip():
-        return f"{_quoted(outside)} stands outside the tags"
-    if turn.query is None and turn.answer is None:
-        return "there is neither a search nor an answer that can be read"
-    return ""
+def _points(information: int, query: int | None, missing: bool) -> dict[str, int]:
+    """Return the points by principle. query: None for an answer. missing: whether something that is
+    needed is not known yet."""
+    if query is None:
+        return {"Information": information, "Decision": 0 if missing else _EACH}
+    decision = 0 if not missing else 1 if query == 0 else _EACH
+    return {"Information": information, "Query": query, "Decision": decision}
 
 
-def _quoted(text: str) -> str:
-    return f'"{textwrap.shorten(text, _SHOWN, placeholder=" ..")}"'
-
-
-def _known_words(turn: JudgedTurn) -> set[str]:
-    """Return the content words of the question and of everything that came back before the turn."""
-    return content_words(" ".join([turn.question, *map(said, turn.past_observations)]))
-
-
-def _unusable(turn: JudgedTurn) -> str:
-    """Return why a query gets no point whatever it asks for, "" if it may get some."""
+def _asks_anew(turn: JudgedTurn) -> bool:
     query = normalize(turn.query or "")
-    if not query:
-        return "the query is empty"
-    asked_before = query in {normalize(past) for past in turn.past_queries}
-    return f"the query {_quoted(query)} was asked before" if asked_before else ""
+    return bool(query) and query not in {normalize(past) for past in turn.past_queries}
 
 
-def _by_evidence(turn: JudgedTurn) -> dict[str, Graded]:
+def _by_evidence(turn: JudgedTurn) -> dict[str, int]:
     found = [passage for passage in turn.evidence if shown(passage, turn.past_observations)]
     missing = [passage for passage in turn.evidence if passage not in found]
-    graded = {"Information": _used(turn, found[-1]) if found else _understood(turn)}
-    if turn.answer is None:
-        graded["Query"] = _finding(turn, missing)
-    graded["Decision"] = _decided(graded.get("Query"), _named(missing[0], turn) if missing else "")
-    return graded
-
-
-def _named(passage: str, turn: JudgedTurn) -> str:
-    """Describe a passage for a reader of the turn. The title is named only if the question or an
-    observation names it."""
-    title, field, value = parts(passage)
-    if content_words(title) <= _known_words(turn):
-        return f"the {field.lower()} of {title}"
-    return f"the one whose {field.lower()} is {value}"
-
-
-def _understood(turn: JudgedTurn) -> Graded:
-    """Grade the use of the question, all that is known before a supporting passage is shown."""
+    query = None if turn.answer is not None else 0
+    if query is not None and missing and _asks_anew(turn):
+        query = 1 + int(finds(turn.query or "", missing[0], turn.question))
     question, thought = content_words(turn.question), content_words(turn.think or "")
-    if len(question & thought) >= _HALF * len(question):
-        return _EACH, "the reasoning takes up what the question asks"
-    if question & thought:
-        return 1, "the reasoning takes up little of the question"
-    return 0, "the reasoning ignores the question"
+    source = new = question
+    if found:
+        title, _, value = map(content_words, parts(found[-1]))
+        source, new = content_words(found[-1]), (title | value) - question or title | value
+    used = _EACH if len(new & thought) >= _HALF * len(new) else int(bool(source & thought))
+    return _points(used, query, bool(missing))
 
 
-def _used(turn: JudgedTurn, passage: str) -> Graded:
-    title, _, value = map(content_words, parts(passage))
-    thought, named = content_words(turn.think or ""), _named(passage, turn)
-    new = (title | value) - content_words(turn.question) or title | value
-    if len(new & thought) >= _HALF * len(new):
-        return _EACH, f"the reasoning uses what was found, {named}"
-    if content_words(passage) & thought:
-        return 1, f"the reasoning touches what was found, {named}, without using it"
-    return 0, f"the reasoning leaves out what was found, {named}"
-
-
-def _finding(turn: JudgedTurn, missing: list[str]) -> Graded:
-    if unusable := _unusable(turn):
-        return 0, unusable
-    query = f"the query {_quoted(normalize(turn.query or ''))}"
-    if not missing:
-        return 0, f"{query} asks for nothing that is still missing"
-    fit, passage = finds(turn.query or "", missing[0], turn.question), _named(missing[0], turn)
-    if fit > 0:
-        return _EACH, f"{query} would find {passage}"
-    if fit == 0:
-        return 1, f"{query} names only part of what finds {passage}"
-    return 0, f"{query} does not ask for {passage}"
-
-
-def _decided(query: Graded | None, missing: str) -> Graded:
-    """Grade the decision. query: the grade of the query, None for an answer. missing: what is not
-    known yet, "" if nothing is missing."""
-    acts = "it answers" if query is None else "it searches"
-    state = f"{missing} is not known yet" if missing else "all that is needed was shown"
-    if bool(missing) != (query is not None):
-        return 0, f"{acts} although {state}"
-    if query is not None and query[0] == 0:
-        return 1, f"{acts} and {state}, but it does not search for that"
-    return _EACH, f"{acts} and {state}"
-
-
-def _by_retrieval(turn: JudgedTurn) -> dict[str, Graded]:
-    before = turn.past_observations
-    missing = "" if any(holds(seen, turn.golds) for seen in before) else "the answer"
-    if (answer := turn.answer) is None:
-        query = _worded(turn)
-        return {"Information": _brought(turn), "Query": query, "Decision": _decided(query, missing)}
-    rests = any(holds(seen, [answer]) for seen in before)
-    why = (
-        f"the answer {_quoted(answer)} {'stands' if rests else 'does not stand'} in what was found"
-    )
-    return {"Information": (_EACH * rests, why), "Decision": _decided(None, missing)}
-
-
-def _brought(turn: JudgedTurn) -> Graded:
-    if holds(turn.observation or "", turn.golds):
-        return _EACH, "what came back holds the answer"
-    before = "\n".join(turn.past_observations)
-    new = [passage for passage in passages(turn.observation or "") if passage not in before]
-    if not new:
-        return 0, "nothing new came back"
-    if content_words(turn.question) & content_words(" ".join(new)):
-        return 1, "what came back is new and of the question's subject but does not hold the answer"
-    return 0, "what came back is not of the question's subject"
-
-
-def _worded(turn: JudgedTurn) -> Graded:
-    if unusable := _unusable(turn):
-        return 0, unusable
-    query = normalize(turn.query or "")
-    words, said = content_words(query), f"the query {_quoted(query)}"
-    familiar = words & _known_words(turn)
-    if familiar and len(familiar) >= _HALF * len(words):
-        return _EACH, f"{said} is new and to the point"
-    if familiar:
-        return 1, f"{said} is new but mostly of words that nothing before speaks of"
-    return 0, f"{said} shares no word with the question or what was found"
+def _by_retrieval(turn: JudgedTurn) -> dict[str, int]:
+    before, observation = turn.past_observations, turn.observation or ""
+    missing = not any(holds(seen, turn.golds) for seen in before)
+    if (answer := turn.answer) is not None:
+        return _points(_EACH * any(holds(seen, [answer]) for seen in before), None, missing)
+    question, brought, query = content_words(turn.question), _EACH, 0
+    if not holds(observation, turn.golds):
+        new = [text for text in passages(observation) if text not in "\n".join(before)]
+        brought = int(bool(question & content_words(" ".join(new))))
+    if _asks_anew(turn):
+        words = content_words(turn.query or "")
+        familiar = words & (question | content_words(" ".join(map(said, before))))
+        half = bool(familiar) and len(familiar) >= _HALF * len(words)
+        query = _EACH if half else int(bool(familiar))
+    return _points(brought, query, missing)

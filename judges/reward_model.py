@@ -8,7 +8,7 @@ code in the model's folder is run, and weights are read only from safetensors.
 import asyncio
 import math
 from collections import Counter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -31,9 +31,8 @@ class RewardModel(Judge):
         self,
         model: str,
         max_length: Annotated[int, Meta(ge=2)] = 4096,
-        device: Literal["auto", "cpu", "cuda"] = "auto",
     ):
-        self.folder, self.max_length, self.device = model, max_length, device
+        self.folder, self.max_length = model, max_length
         self.counts: Counter[str] = Counter()
         self._model: Any = None
         self._tokenizer: Any = None
@@ -58,8 +57,7 @@ class RewardModel(Judge):
         longest = getattr(config, "max_position_embeddings", self.max_length)
         if (most := self.max_length) > longest:
             raise self._wrong(f"reads {longest} tokens at most: lower max_length = {most}")
-        if self.device == "auto":
-            self.device = torch_device()
+        self.device = torch_device()
         kind = torch.bfloat16 if self.device == "cuda" else torch.float32
         safe = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
         load = AutoModelForSequenceClassification.from_pretrained

@@ -191,7 +191,9 @@ def answering(worker: Player | Speaker) -> Handler:
 
     async def handle(request: Any, call: Call) -> PlayResult | SpeakResult:
         async with room:
-            return await worker.answer(request)
+            if isinstance(worker, Speaker):
+                return SpeakResult(await worker.speak(request))
+            return PlayResult(list(await worker.play(request.state, request.seed)))
 
     return handle
 

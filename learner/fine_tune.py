@@ -19,11 +19,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from coppice.common.atomic import drafted
 from coppice.common.hardware import compute_dtype, torch_device
-from coppice.common.heads import check_head
-from coppice.learner.forest.attention import FOREST, NAME, Layout
+from coppice.common.vision import check_head
+from coppice.learner.forest.attention import NAME, Layout
 from coppice.learner.forest.head import token_logprobs
 from coppice.learner.forest.trees import Path as TokenPath
 from coppice.learner.forest.trees import cuts, micro_batches, pack
+from coppice.learner.model.model import Tower
 
 _LINES = 10
 """The approximate number of progress lines per training."""
@@ -166,7 +167,7 @@ class Student:
         self.compute = getattr(torch, compute_dtype(recipe.dtype))
         attention = {"attn_implementation": NAME} if recipe.packing else {}
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **attention)
-        check_head(str(folder), model.config.get_text_config())
+        check_head(folder, model.config.get_text_config())
         self.causal: Any = model
         """The causal LM without any adapters."""
         if recipe.lora_rank:
@@ -202,10 +203,14 @@ class Student:
 
     def loss(self, batch: Sequence[Example]) -> torch.Tensor:
         """Return the mean negative log-probability of the completion tokens of one forward."""
-        read = self._packed if self.recipe.packing else self._padded
+        if self.recipe.packing:
+            forest = pack([TokenPath(e.tokens, e.start) for e in batch])
+            layout = Layout(forest, "auto", self.device)
+            depth, compute = layout.forest.depth, self.compute
+            return -Tower(self.model, 1.0, False)(layout, depth, None, compute, False)[0].mean()
         narrow = self.compute == torch.bfloat16
         with torch.autocast(self.device, dtype=torch.bfloat16, enabled=narrow):
-            hidden, targets = read(batch)
+            hidden, targets = self._padded(batch)
             weight = self.causal.get_output_embeddings().weight
             return -token_logprobs(hidden, weight, targets)[0].mean()
 
@@ -220,19 +225,6 @@ class Student:
         read = torch.cat([hidden[i, e.start - 1 : len(e.tokens) - 1] for i, e in enumerate(batch)])
         targets = [token for e in batch for token in e.tokens[e.start :]]
         return read, torch.tensor(targets, device=self.device)
-
-    def _packed(self, batch: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor]:
-        layout = Layout(pack([TokenPath(e.tokens, e.start) for e in batch]), "auto", self.device)
-        forest = layout.forest
-        ids, depth, read, target = (
-            torch.as_tensor(array, device=self.device)
-            for array in (forest.tokens, forest.depth, forest.read, forest.target)
-        )
-        hidden = self.causal.get_decoder()(
-            input_ids=ids[None], position_ids=depth[None], attention_mask=FOREST.to(self.device),
-            layout=layout, use_cache=False,
-        ).last_hidden_state  # fmt: skip
-        return hidden[0][read], target
 
     def save(self, folder: Path) -> None:
         """Write bfloat16 weights with merged adapters, and the tokenizer. Raises OSError if the

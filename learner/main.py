@@ -47,19 +47,13 @@ at most max_staleness + 1 updates' trees beyond those that it knows."""
 
 
 def pack_batch(batch: Batch) -> bytes:
-    """Return a batch as bytes for the other ranks: wire frames, each preceded by its length."""
-    frames = arrays.encode(Result(0), batch)
-    return b"".join(len(frame).to_bytes(8, "little") + bytes(frame) for frame in frames)
+    """Return a batch as bytes for the other ranks."""
+    return msgspec.msgpack.encode(arrays.encode(Result(0), batch))
 
 
 def unpack_batch(payload: bytes) -> Batch:
     """Return the batch that ``pack_batch`` packed."""
-    frames, view, start = [], memoryview(payload), 0
-    while start < len(view):
-        length = int.from_bytes(view[start : start + 8], "little")
-        frames.append(view[start + 8 : start + 8 + length])
-        start += 8 + length
-    return arrays.decode_body(frames, Batch)
+    return arrays.decode_body(msgspec.msgpack.decode(payload, type=list[bytes]), Batch)
 
 
 class Leader:

@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from coppice.common.options import command_parser
@@ -33,7 +32,6 @@ GRACE_S = 15.0
 """
 EXACT = {"TRITON_F32_DEFAULT": "ieee"}
 """Triton multiplies float32 in TF32 unless told otherwise, which is off by up to 5e-3."""
-BEGIN, END = "<!-- coppice dev gpu-check writes from here -->", "<!-- to here -->"
 _CONTRACT = ("engine_contract", "one_policy_two_engines", "sglang_weights")
 
 
@@ -86,8 +84,7 @@ CHECKS = [
     Check("speed-7b", _bench("gpu_sglang", "--size", "7b"), 240, True),
     Check("updates-0.5b", _bench("weight_update", "--size", "0.5b"), 90, True),
     Check("updates-3b", _bench("weight_update", "--size", "3b"), 120, True),
-    # Merging 7B on the actor's CPU takes as long as the other transports together.
-    Check("updates-7b", _bench("weight_update", "--size", "7b", "--without", "merged"), 150, True),
+    Check("updates-7b", _bench("weight_update", "--size", "7b"), 150, True),
 ]
 """The limits are about twice the estimates of docs/gpu.md."""
 
@@ -243,26 +240,6 @@ def objects(output: str) -> list[Any]:
     return values
 
 
-def around(path: Path) -> tuple[str, str]:
-    """Return a file's text up to the first mark and from the second mark on. Raises ValueError
-    unless it has each mark once, in order."""
-    whole = path.read_text()
-    before, begun, rest = whole.partition(BEGIN)
-    _, ended, after = rest.partition(END)
-    if not begun or not ended or whole.count(BEGIN) > 1 or whole.count(END) > 1:
-        raise ValueError(
-            f"{path}: expected the lines {BEGIN!r} and {END!r} once each, in this order: put them"
-            " where the record belongs"
-        )
-    return before + BEGIN, END + after
-
-
-def record(path: Path, text: str) -> None:
-    """Put ``text`` between the marks of a file."""
-    before, after = around(path)
-    path.write_text(f"{before}\n\n{text}\n{after}")
-
-
 # ---------------------------------------------------------------------------------------------- the
 # command
 
@@ -284,9 +261,8 @@ def chosen(names: Sequence[str], sglang: bool) -> list[Check]:
 
 
 EXAMPLES = """\
-  coppice dev gpu-check                            everything that fits this GPU
-  coppice dev gpu-check tree-training contract      two of them
-  coppice dev gpu-check --record docs/gpu.md  write the results into the page"""
+  coppice dev gpu-check                         everything that fits this GPU
+  coppice dev gpu-check tree-training contract  two of them"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -298,8 +274,6 @@ def parser() -> argparse.ArgumentParser:
     )
     names = f"any of {', '.join(c.name for c in CHECKS)} (default: all)"
     parser.add_argument("names", nargs="*", metavar="NAME", help=names)
-    replaced = "replace the marked section of FILE (docs/gpu.md) instead of printing it"
-    parser.add_argument("--record", type=Path, metavar="FILE", help=replaced)
     return parser
 
 
@@ -312,9 +286,7 @@ def main(arguments: list[str] | None = None) -> int:
     sglang = bool(python) or importlib.util.find_spec("sglang") is not None
     try:
         checks = chosen(options.names, sglang)
-        if options.record is not None:
-            around(options.record)  # a file without marks is refused before the GPU is used
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         print(f"coppice dev gpu-check: {error}", file=sys.stderr)
         return 2
     if not torch.cuda.is_available():
@@ -331,11 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
             flush=True,
         )
     outcomes = run_all(checks)
-    text = section(outcomes, version_table, datetime.datetime.now(datetime.UTC))
-    if options.record is not None:
-        record(options.record, text)
-    else:
-        print(text)
+    print(section(outcomes, version_table, datetime.datetime.now(datetime.UTC)))
     failed = [one.name for one in outcomes if one.failure]
     print(f"failed: {', '.join(failed)}" if failed else "all passed", flush=True)
     return int(bool(failed))

@@ -55,21 +55,23 @@ _PPR, _SLATE, _TREES = "ppr-cpu", "slate-tiny", "tree-grpo-tiny"
 _ALONE = ["actors.count=1", "learner.count=1", "scheduler.max_staleness=0"]
 """Arms are compared with each other: synchronous, so that no arm trains on older data than another.
 """
-_AS_RECORDED = ["learner.aggregation=turn"]
-"""The recorded runs weighed every turn alike; what "auto" takes for slate_full is "trajectory"."""
+_WHOLE = [
+    *_ALONE, "scheduler.strategy=full", "learner.scheme=slate_full", "actors.max_context=640",
+    "learner.aggregation=turn",
+]  # fmt: skip
+"""A longer context, because one trajectory that outgrows it would take its whole question away. The
+recorded runs weighed every turn alike; what "auto" takes for slate_full is "trajectory"."""
 _GRPO = ["learner.scheme=grpo", "learner.scheme_options.column=outcome"]
 _NORM = "learner.scheme_options.normalisation="
 _EM_ONLY = [
-    "scheduler.judge=slate_em",
-    "scheduler.strategy_options.bonus=0.0",
+    "scheduler.judge=slate_em", "scheduler.strategy_options.bonus=0.0",
     "judges.use={exact_match={}, slate_em={}}",
-]
+]  # fmt: skip
 _OR = ["learner.scheme=outcome"]
 _MC = [
-    "learner.scheme=mc_pr",
-    "scheduler.strategy=mc_value",
+    "learner.scheme=mc_pr", "scheduler.strategy=mc_value",
     "scheduler.strategy_options={continuations=5}",
-]
+]  # fmt: skip
 _STRICT, _SHORT = ["judges.use.tictactoe.tolerance=0.0"], ["scheduler.updates=24"]
 _SOKOBAN = "oprl-sokoban-cpu"
 
@@ -85,134 +87,82 @@ def _baseline(scheme: str, options: str) -> list[str]:
     return [f"learner.scheme={scheme}", f"learner.scheme_options={options}", "learner.prm=null"]
 
 
+def _variant(name: str) -> list[str]:
+    return [f"learner.scheme_options={{base='rloo', variant='{name}'}}"]
+
+
+def _game(config: str, updates: list[str]) -> dict[str, Arm]:
+    """Return VPR's three arms of a game. updates: those of MC-PR, whose updates cost more."""
+    return {"VPR": Arm(config), "OR": Arm(config, _OR), "MC-PR": Arm(config, [*_MC, *updates])}
+
+
 _TTT, _SUDOKU, _MINES = "vpr-tictactoe-cpu", "vpr-sudoku-cpu", "vpr-minesweeper-cpu"
+_OUTCOME = "{column='outcome'}"
 
 STUDIES = {
-    "ppr": Study(
-        "em",
-        {
-            "ReNorm": Arm(_PPR),
-            "ReNorm, batch means": Arm(_PPR, [f"{_NORM}sample"]),
-            "Rescale": Arm(_PPR, [f"{_NORM}rescale"]),
-            "Reduced": Arm(_PPR, [f"{_NORM}reduced"]),
-            "w/o Norm": Arm(_PPR, [f"{_NORM}none"]),
-            "outcome only": Arm(_PPR, ["learner.scheme=gae"]),
-        },
-    ),
-    "slate": Study(
-        "em",
-        {
-            "SLATE": Arm(_SLATE, _ALONE),
-            "(a) whole trajectories": Arm(
-                # a longer context, because one trajectory that outgrows it would take its whole
-                # question away
-                _SLATE,
-                [
-                    *_ALONE,
-                    "scheduler.strategy=full",
-                    "learner.scheme=slate_full",
-                    "actors.max_context=640",
-                    *_AS_RECORDED,
-                ],
-            ),
-            "(b) rule rewards": Arm(_SLATE, [*_ALONE, "judges.use.slate_rules.query=format"]),
-            "(c) exact match only": Arm(_SLATE, [*_ALONE, *_EM_ONLY]),
-        }
-        | {
-            f"k = {k}": Arm(_SLATE, [*_ALONE, f"scheduler.strategy_options.k={k}"])
-            for k in (1, 3, 7)
-        },
-    ),
+    "ppr": Study("em", {
+        "ReNorm": Arm(_PPR),
+        "ReNorm, batch means": Arm(_PPR, [f"{_NORM}sample"]),
+        "Rescale": Arm(_PPR, [f"{_NORM}rescale"]),
+        "Reduced": Arm(_PPR, [f"{_NORM}reduced"]),
+        "w/o Norm": Arm(_PPR, [f"{_NORM}none"]),
+        "outcome only": Arm(_PPR, ["learner.scheme=gae"]),
+    }),
+    "slate": Study("em", {
+        "SLATE": Arm(_SLATE, _ALONE),
+        "(a) whole trajectories": Arm(_SLATE, _WHOLE),
+        "(b) rule rewards": Arm(_SLATE, [*_ALONE, "judges.use.slate_rules.query=format"]),
+        "(c) exact match only": Arm(_SLATE, [*_ALONE, *_EM_ONLY]),
+        "k = 1": Arm(_SLATE, [*_ALONE, "scheduler.strategy_options.k=1"]),
+        "k = 3": Arm(_SLATE, [*_ALONE, "scheduler.strategy_options.k=3"]),
+        "k = 7": Arm(_SLATE, [*_ALONE, "scheduler.strategy_options.k=7"]),
+    }),
     # each arm stops near 300,000 sampled tokens, by the costs of docs/methods-table.md
-    "trees": Study(
-        "em",
-        {
-            "SLATE": Arm(_SLATE, [*_ALONE, *_updates(108)]),
-            "Tree-GRPO": Arm(_TREES, [*_ALONE, *_updates(100)]),
-            "GRPO": Arm(
-                _TREES,  # as many whole trajectories as Tree-GRPO has leaves
-                [
-                    *_ALONE,
-                    *_updates(88),
-                    "scheduler.strategy=full",
-                    "scheduler.strategy_options.k=6",
-                    *_GRPO,
-                ],
-            ),
-            "VinePPO": Arm("vineppo-tiny", [*_ALONE, *_updates(28)]),
-            "PPR": Arm(_PPR, _updates(112)),
-            # trains on arrival, so its data may be stale
-            "SAO": Arm("sao-tiny", [*_ALONE[:2], *_updates(112)]),
-        },
-    ),
-    "oprl-sokoban": Study(
-        "success",
-        {
-            "OPRL on RLOO": Arm(_SOKOBAN),
-            "RLOO": Arm(_SOKOBAN, _baseline("rloo", "{column='outcome'}")),
-            "GRPO": Arm(_SOKOBAN, _baseline("grpo", "{column='outcome'}")),
-            "REINFORCE++": Arm(_SOKOBAN, _baseline("reinforce_pp", "{column='outcome'}")),
-            "GiGPO": Arm(_SOKOBAN, _baseline("gigpo", "{column='step_reward'}")),
-            "PRIME": Arm(
-                _SOKOBAN,
-                [
-                    "learner.scheme=prime",
-                    "learner.scheme_options={}",
-                    "learner.prm.loss=cross_entropy",
-                ],
-            ),
-            "OPRL, reference behaviour": Arm(_SOKOBAN, ["learner.prm.reference=behaviour"]),
-        }
-        | {
-            f"OPRL, {variant}": Arm(
-                _SOKOBAN, [f"learner.scheme_options={{base='rloo', variant='{variant}'}}"]
-            )
-            for variant in ("merged", "token", "process")
-        }
-        | {
-            "OPRL, environment": Arm(
-                _SOKOBAN,
-                _baseline(
-                    "oprl", "{base='rloo', variant='environment', step_reward='step_reward'}"
-                ),
-            )
-        },
-    ),
-    "vpr-tictactoe": Study(
-        "return", {"VPR": Arm(_TTT), "OR": Arm(_TTT, _OR), "MC-PR": Arm(_TTT, [*_MC, *_SHORT])}
-    ),
-    "vpr-sudoku": Study(
-        "success",
-        {"VPR": Arm(_SUDOKU), "OR": Arm(_SUDOKU, _OR), "MC-PR": Arm(_SUDOKU, [*_MC, *_SHORT])},
-    ),
-    "vpr-minesweeper": Study(
-        "success",
-        {
-            "VPR": Arm(_MINES),
-            "OR": Arm(_MINES, _OR),
-            "MC-PR": Arm(_MINES, [*_MC, "scheduler.updates=16"]),
-        },
-    ),
-    "vpr-oracles": Study(
-        "return",
-        {
-            "minimax": Arm(_TTT, ["judges.use.tictactoe={kind='minimax'}", *_SHORT]),
-            "MCTS 1000x10, tolerance 0.1": Arm(_TTT, _SHORT),
-            "MCTS 100x10, tolerance 0": Arm(
-                _TTT, [*_STRICT, "judges.use.tictactoe.simulations=100", *_SHORT]
-            ),
-            "MCTS 10x1, tolerance 0": Arm(
-                _TTT,
-                [
-                    *_STRICT,
-                    "judges.use.tictactoe.simulations=10",
-                    "judges.use.tictactoe.rollouts=1",
-                    *_SHORT,
-                ],
-            ),
-        },
-    ),
-}
+    "trees": Study("em", {
+        "SLATE": Arm(_SLATE, [*_ALONE, *_updates(108)]),
+        "Tree-GRPO": Arm(_TREES, [*_ALONE, *_updates(100)]),
+        # as many whole trajectories as Tree-GRPO has leaves
+        "GRPO": Arm(_TREES, [
+            *_ALONE, *_updates(88), "scheduler.strategy=full", "scheduler.strategy_options.k=6",
+            *_GRPO,
+        ]),
+        "VinePPO": Arm("vineppo-tiny", [*_ALONE, *_updates(28)]),
+        "PPR": Arm(_PPR, _updates(112)),
+        # trains on arrival, so its data may be stale
+        "SAO": Arm("sao-tiny", [*_ALONE[:2], *_updates(112)]),
+    }),
+    "oprl-sokoban": Study("success", {
+        "OPRL on RLOO": Arm(_SOKOBAN),
+        "RLOO": Arm(_SOKOBAN, _baseline("rloo", _OUTCOME)),
+        "GRPO": Arm(_SOKOBAN, _baseline("grpo", _OUTCOME)),
+        "REINFORCE++": Arm(_SOKOBAN, _baseline("reinforce_pp", _OUTCOME)),
+        "GiGPO": Arm(_SOKOBAN, _baseline("gigpo", "{column='step_reward'}")),
+        "PRIME": Arm(_SOKOBAN, [
+            "learner.scheme=prime", "learner.scheme_options={}", "learner.prm.loss=cross_entropy",
+        ]),
+        "OPRL, reference behaviour": Arm(_SOKOBAN, ["learner.prm.reference=behaviour"]),
+        "OPRL, merged": Arm(_SOKOBAN, _variant("merged")),
+        "OPRL, token": Arm(_SOKOBAN, _variant("token")),
+        "OPRL, process": Arm(_SOKOBAN, _variant("process")),
+        "OPRL, environment": Arm(_SOKOBAN, _baseline(
+            "oprl", "{base='rloo', variant='environment', step_reward='step_reward'}"
+        )),
+    }),
+    "vpr-tictactoe": Study("return", _game(_TTT, _SHORT)),
+    "vpr-sudoku": Study("success", _game(_SUDOKU, _SHORT)),
+    "vpr-minesweeper": Study("success", _game(_MINES, ["scheduler.updates=16"])),
+    "vpr-oracles": Study("return", {
+        "minimax": Arm(_TTT, ["judges.use.tictactoe={kind='minimax'}", *_SHORT]),
+        "MCTS 1000x10, tolerance 0.1": Arm(_TTT, _SHORT),
+        "MCTS 100x10, tolerance 0": Arm(
+            _TTT, [*_STRICT, "judges.use.tictactoe.simulations=100", *_SHORT]
+        ),
+        "MCTS 10x1, tolerance 0": Arm(_TTT, [
+            *_STRICT, "judges.use.tictactoe.simulations=10", "judges.use.tictactoe.rollouts=1",
+            *_SHORT,
+        ]),
+    }),
+}  # fmt: skip
 
 
 class StudyCurve(msgspec.Struct, frozen=True):
@@ -235,10 +185,12 @@ def slug(name: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in name.lower()).strip("-")
 
 
-def run_all(study: Study, out: Path, seeds: int, parallel: int, changes: list[str]) -> list[str]:
+def run_all(
+    arms: dict[str, Arm], out: Path, seeds: int, parallel: int, changes: list[str]
+) -> list[str]:
     """Start the runs that are missing, at most ``parallel`` at once, and return the names of those
     that failed."""
-    todo = [(name, arm, seed) for seed in range(seeds) for name, arm in study.arms.items()]
+    todo = [(name, arm, seed) for seed in range(seeds) for name, arm in arms.items()]
     with ThreadPoolExecutor(parallel) as pool:
         results = pool.map(
             lambda job: _run(out / slug(job[0]) / f"seed{job[2]}", job[1], job[2], changes), todo
@@ -323,17 +275,9 @@ def table(curves: dict[str, list[StudyCurve]], measure: str) -> str:
     steps, tokens = min(c.steps[-1] for c in everyone), min(c.tokens[-1] for c in everyone)
     updates = min(c.version[-1] for c in everyone)
     heads = [
-        "arm",
-        "seeds",
-        "start",
-        f"at {updates} updates",
-        f"at {steps:,.0f} steps",
-        f"at {tokens:,.0f} tokens",
-        "end",
-        "steps",
-        "tokens",
-        "CPU seconds",
-    ]
+        "arm", "seeds", "start", f"at {updates} updates", f"at {steps:,.0f} steps",
+        f"at {tokens:,.0f} tokens", "end", "steps", "tokens", "CPU seconds",
+    ]  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, arm_curves in curves.items():
         cells = [
@@ -357,12 +301,10 @@ def draw(curves: dict[str, list[StudyCurve]], measure: str, title: str) -> Figur
     95% interval over seeds."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    for axis, kind, label in zip(
-        axes,
-        ("steps", "tokens"),
-        ("environment steps, continuations included", "generated tokens"),
-        strict=True,
-    ):
+    labels = {
+        "steps": "environment steps, continuations included", "tokens": "generated tokens"
+    }  # fmt: skip
+    for axis, (kind, label) in zip(axes, labels.items(), strict=True):
         for name, arm_curves in curves.items():
             length = min(len(c.value) for c in arm_curves)
             x = np.mean([getattr(c, kind)[:length] for c in arm_curves], axis=0)
@@ -393,30 +335,21 @@ def parser() -> argparse.ArgumentParser:
         EXAMPLES,
     )
     parser.add_argument(
-        "study",
-        choices=sorted(STUDIES),
-        metavar="STUDY",
+        "study", choices=sorted(STUDIES), metavar="STUDY",
         help=f"one of {', '.join(sorted(STUDIES))}",
-    )
+    )  # fmt: skip
     out = "folder of the runs (default: runs/replication/STUDY)"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=out)
     parser.add_argument("--seeds", type=int, help="seeds per arm (default: the study's)")
-    cores, parallel = (
-        len(os.sched_getaffinity(0)),
-        "runs at once (default: the number of processors, %(default)s)",
-    )
+    cores, parallel = len(os.sched_getaffinity(0)), "runs at once (default: %(default)s)"
     parser.add_argument("--parallel", type=int, default=cores, help=parallel)
-    parser.add_argument(
-        "--only", action="append", metavar="ARM", help="run only this arm; repeatable"
-    )
-    every = "change a key in every run; repeatable"
+    only, every = "run only this arm; repeatable", "change a key in every run; repeatable"
+    parser.add_argument("--only", action="append", metavar="ARM", help=only)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=every)
-    parser.add_argument(
-        "--measure", metavar="NAME", help="held-out measure to report (default: the study's)"
-    )
-    parser.add_argument(
-        "--report", action="store_true", help="start nothing, report the finished runs"
-    )
+    measure = "held-out measure to report (default: the study's)"
+    parser.add_argument("--measure", metavar="NAME", help=measure)
+    report = "start nothing, report the finished runs"
+    parser.add_argument("--report", action="store_true", help=report)
     return parser
 
 
@@ -424,33 +357,23 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = parser().parse_args(arguments)
     study = STUDIES[options.study]
-    if unknown := set(options.only or []) - set(study.arms):
-        print(
-            f"coppice dev replicate: no arm {sorted(unknown)}; the arms are {list(study.arms)}",
-            file=sys.stderr,
-        )
-        return 2
-    if options.only:
-        study = msgspec.structs.replace(
-            study, arms={name: study.arms[name] for name in study.arms if name in options.only}
-        )
-    if options.measure:
-        study = msgspec.structs.replace(study, measure=options.measure)
     out = options.out or ROOT / "runs" / "replication" / options.study
-    seeds = options.seeds or study.seeds
+    seeds, measure = options.seeds or study.seeds, options.measure or study.measure
     try:
-        failed = [] if options.report else run_all(study, out, seeds, options.parallel, options.set)
-        curves = {name: _curves(out / slug(name), study.measure, seeds) for name in study.arms}
+        if unknown := set(options.only or []) - set(study.arms):
+            raise ValueError(f"no arm {sorted(unknown)}; the arms are {list(study.arms)}")
+        arms = {n: arm for n, arm in study.arms.items() if n in (options.only or study.arms)}
+        failed = [] if options.report else run_all(arms, out, seeds, options.parallel, options.set)
+        curves = {name: _curves(out / slug(name), measure, seeds) for name in arms}
+        curves = {name: arm_curves for name, arm_curves in curves.items() if arm_curves}
+        if not curves:
+            raise ValueError(f"no finished run in {out}")
     except ValueError as error:
         print(f"coppice dev replicate: {error}", file=sys.stderr)
         return 2
-    curves = {name: arm_curves for name, arm_curves in curves.items() if arm_curves}
-    if not curves:
-        print(f"coppice dev replicate: no finished run in {out}", file=sys.stderr)
-        return 2
-    text, plot = table(curves, study.measure), out / f"{study.measure}.svg"
-    (out / f"{study.measure}.md").write_text(text + "\n")
-    save(draw(curves, study.measure, options.study), plot)
+    text, plot = table(curves, measure), out / f"{measure}.svg"
+    (out / f"{measure}.md").write_text(text + "\n")
+    save(draw(curves, measure, options.study), plot)
     print(f"{text}\n\nplot: {plot}")
     for name in failed:
         print(f"FAILED: {name}: see output.log in its folder", file=sys.stderr)

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -19,7 +20,8 @@ from coppice.common import loop, shards
 from coppice.common.process import begin
 from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import UNJUDGED, SchedulerProcess
-from coppice.scheduler.dispatch.dispatcher import Dispatcher, Transport, Worker
+from coppice.scheduler.dispatch.dispatcher import Dispatcher, Worker
+from coppice.scheduler.dispatch.placement import Fleet
 from coppice.scheduler.dispatch.weight_sync import Weights, WeightSync
 from coppice.scheduler.evaluation.examination import WORK, Examination
 from coppice.scheduler.garbage import sparing
@@ -32,18 +34,17 @@ from coppice.scheduler.ledger import resume
 from coppice.scheduler.ledger.journal import Journal, JournalError
 from coppice.scheduler.ledger.pacing import Pacing
 from coppice.scheduler.ledger.stream import Stream
-from coppice.scheduler.telemetry import report, terminal
+from coppice.scheduler.telemetry import alerts, report
 from coppice.scheduler.telemetry.alerts import Attendance, Faults, Fruitless, JudgeTally, Reminders
 from coppice.scheduler.telemetry.exporter import Exporter
-from coppice.scheduler.telemetry.fleet import Fleet
-from coppice.scheduler.telemetry.health import PAUSED, Health, Progress, Reporter, joined, read_all
+from coppice.scheduler.telemetry.health import PAUSED, Health, Reporter, joined, read_all
 from coppice.scheduler.telemetry.metrics import Metrics
-from coppice.scheduler.telemetry.phases import LEARNER, LOADING, Phases, Training, learner_seconds
 from coppice.scheduler.telemetry.tracking import FINISH_S, STOP_S, Trackers
 from coppice.wire import published
 from coppice.wire.faults import Fault
 from coppice.wire.keys import RunKeys
 from coppice.wire.messages import Trained, Turn
+from coppice.wire.sockets import Router
 
 log = logging.getLogger("scheduler.main")
 
@@ -54,29 +55,27 @@ REPORTED += ["outgrown_trajectories", "refused_episodes", "crashed_episodes"]
 CHECK_S = 2.0
 """Seconds within which the death of a background task is noticed; it ends the run."""
 LEAVE_S = 30.0
-"""The longest that the end of a run waits for the learner's last answers, and then for the workers
-to leave, in seconds."""
+"""Seconds that the end waits for the learner's last answers, and then for workers to leave."""
 
 
 class Run:
     """One run: ``await main()`` to its end or a cancellation, then ``await close()``."""
 
     pacing: Pacing
-    training: Training
     training_since = 0.0
     finished = False
 
     def __init__(
         self,
         process: SchedulerProcess,
-        router: Transport | None = None,
+        router: Router | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.process, self.settings, self._clock = process, process.scheduler, clock
         # the command that started this process says when it began
         command, _, at = os.environ.get("COPPICE_STARTED", "").partition(" ")
         began = float(at) if command == str(os.getppid()) else scheduler.STARTED
-        self.phases = Phases("set-up", began)
+        self.phases = report.Phases("set-up", began)
         self.phases.enter("starting processes", scheduler.STARTED)
         self.home, self.shard, s = Path(process.run), process.shard, process.scheduler
         self.folder = shards.folder(self.home, self.shard.number)
@@ -102,12 +101,12 @@ class Run:
         pausing, waits = self.home / PAUSED, (s.watchdog_s, s.stall_s)
         self.reporter = Reporter(self.folder, self.dispatcher, self._progress, *waits, pausing)
         self.trackers = Trackers(self.folder, s.trackers)
+        self.metrics.on_record = self.trackers.log
         self.exporter = Exporter(self.folder, lambda: self.metrics.newest, self._health)
         self.counts = Counter(self.metrics.last(REPORTED))
         self.counts["replaced"] = len(self.journal.trees("status='replaced'"))
         self.counts.update(+Counter(self.metrics.last(dynamic_sampling.COUNTS)))
         self.fruitless = Fruitless(process.reward, process.evidence and not self.tasks.evidence)
-        self.totals: Counter[str] = Counter()
         fleet = Fleet(s.budget, process.batch, clock)
         self.weight_sync = WeightSync(self.dispatcher, fleet.residency, self.counts)
         self.runtime = Runtime(
@@ -139,37 +138,30 @@ class Run:
         resume.check(self.home, self.resumed)
         if self.tasks.rejected and not self.shard.number:
             count, first = len(self.tasks.rejected), self.tasks.rejected[0]
-            terminal.say(f"quarantined {count} task rows; the first: {first.where}: {first.reason}")
+            alerts.say(f"quarantined {count} task rows; the first: {first.where}: {first.reason}")
         for note in self.notes:
-            terminal.say(note)
+            alerts.say(note)
         await self.dispatcher.start()
         (self.folder / "endpoint").write_text(self.dispatcher.endpoint)
         if self.settings.prometheus:
             self.exporter.start(self.settings.prometheus)
         self._reporting = asyncio.create_task(self.reporter.work())
         try:
-            await self._run()
+            await self._wait_for_workers()
+            await gather([self._begin(), self._train()])
+            await self.examination.evaluate("end")
+            self.phases.enter("stopping")
+            await self.stream.settle(LEAVE_S)
+            await self.dismiss()
+            await self._until(lambda: not self.dispatcher.workers(), LEAVE_S)
+            await self._until(self.metrics.look, LEAVE_S)
+            counts, calls, spent = self.counts, self.dispatcher.counters, self.phases.seconds()
+            report.write(self.folder, self.journal, counts, calls, spent)
+            self.finished = True
         finally:
             self._reporting.cancel()
         await asyncio.wait([self._reporting])
         await self.reporter.write()  # the last heartbeat may have come before the last update
-
-    async def _run(self) -> None:
-        await self._wait_for_workers()
-        trivial = await self.examination.baselines(self.tasks)
-        if trivial:
-            shown = ", ".join(f"{k} {v:.3f}" for k, v in trivial.items())
-            print(f"held-out {self.environment.headline} without a model: {shown}", flush=True)
-        await gather([self._begin(), self._train()])
-        await self.examination.evaluate("end")
-        self.phases.enter("stopping")
-        await self.stream.settle(LEAVE_S)
-        await self.dismiss()
-        await self._until(lambda: not self.dispatcher.workers(), LEAVE_S)
-        await self._until(self.metrics.look, LEAVE_S)
-        counts, spent = (self.counts, self.dispatcher.counters), self.phases.seconds()
-        report.write(self.folder, self.journal, trivial, *counts, spent, self.training)
-        self.finished = True
 
     async def _begin(self) -> None:
         """Evaluate "start" by version 0: no actor gets newer weights before the result is durable.
@@ -217,15 +209,14 @@ class Run:
         version = self.weight_sync.weights.version
         checkpoint = resume.adopt(self.home, version, self.journal, self.shard)
         recorded = self.metrics.resume(checkpoint, version) if self.resumed else set()
-        self.trackers.start()
         self.stream.announced |= recorded | set(range(checkpoint.version + 1))
+        await self.trackers.start()
         s = self.settings
         self.pacing = Pacing(s.questions_per_update, s.max_staleness, s.updates, version)
         if not self.pacing.finished:  # resumed for more updates, it has not ended any more
             (self.folder / report.SUMMARY).unlink(missing_ok=True)
         self.metrics.counters(self.dispatcher.workers())
-        first, self.training_since = self.pacing.version, self._clock()
-        idle = self.open_trees.phases.seconds().get("no trees", 0.0)
+        self.training_since = self._clock()
         self.open_trees.begin(self.pacing, newest)
         # A crash may have come between an update and its evaluation.
         await self.examination.evaluate_if_due(self.pacing.version, self.pacing.finished)
@@ -237,18 +228,6 @@ class Run:
                 # not wait_for, which in 3.11 may lose a cancellation
                 async with asyncio.timeout(CHECK_S):
                     await self.open_trees.moved.wait()
-        seconds = self._clock() - self.training_since
-        idle = self.open_trees.phases.seconds().get("no trees", 0.0) - idle
-        self.training = Training(
-            first,
-            self.pacing.version,
-            self.resumed,
-            seconds,
-            learner_seconds(self.totals, seconds),
-            self.metrics.busy(),
-            idle,
-            self.totals[LOADING],
-        )
 
     def _emit(self, tree: Tree, turns: list[Turn]) -> None:
         self.counts.update(dynamic_sampling.counted(turns, self.process.reward, self.process.equal))
@@ -263,16 +242,16 @@ class Run:
         if self._reporting.done():
             self._reporting.result()
 
-    def _progress(self) -> Progress:
-        return Progress(
-            self.phases.now(),
-            self.weight_sync.weights.version,
-            self.settings.updates,
-            len(self.open_trees.growing),
-            self.open_trees.done,
-            len(self.journal.evaluations()),
-            self.journal.changes(),
-        )
+    def _progress(self) -> dict[str, Any]:
+        return {
+            "phase": self.phases.now(),
+            "version": self.weight_sync.weights.version,
+            "updates": self.settings.updates,
+            "growing": len(self.open_trees.growing),
+            "done": self.open_trees.done,
+            "evaluations": len(self.journal.evaluations()),
+            "marks": self.journal.changes(),
+        }
 
     def _health(self) -> Health | None:
         """The newest report, of all schedulers if this is the first. The exporter's thread asks."""
@@ -296,7 +275,7 @@ class Run:
         await self.weight_sync.everywhere(Weights(trained.version, path, trained.digest))
         values = dict(trained.metrics) | self.metrics.counters(self.dispatcher.workers())
         judged, residency = self.runtime.judged, self.runtime.fleet.residency
-        doubts = [judged.take(), residency.doubt()]
+        doubts = judged.take()
         if judged.share is not None:
             # PPR's turns already have this as a column
             values.setdefault("score/judge_valid", judged.share)
@@ -309,15 +288,13 @@ class Run:
             outcomes.clear()
         counts = {**self.counts, **self.dispatcher.counters}
         values |= {f"count/{name}": float(n) for name, n in counts.items()}
-        values |= residency.take().values()
-        self.totals.update({name: values.get(name, 0.0) for name in (*LEARNER, LOADING)})
+        values |= residency.take()
         self.metrics.record(trained.version, values)
-        self.trackers.check()
         warnings = [*trained.warnings, *self.fruitless.note(values)]
         if self.shard.number:  # the learner tells every scheduler
             warnings = []
-        for warning in self.reminders.due(trained.version, [*warnings, *filter(None, doubts)]):
-            terminal.say(f"warning, update {trained.version}: {warning}")
+        for warning in self.reminders.due(trained.version, [*warnings, *doubts]):
+            alerts.say(f"warning, update {trained.version}: {warning}")
         self.pacing.trained(trained.version)
         await self.examination.evaluate_if_due(self.pacing.version, self.pacing.finished)
         self.open_trees.moved.set()
@@ -354,7 +331,7 @@ class Run:
         self.exporter.close()
         self.metrics.close()
         self.journal.close()
-        self.trackers.close(FINISH_S if self.finished else STOP_S)
+        await self.trackers.close(FINISH_S if self.finished else STOP_S)
 
 
 async def run(process: SchedulerProcess) -> int:

@@ -24,8 +24,6 @@ SLOW = ("e2e", "faults", "gpu")
 LONG = (
     "tests/tools/research",
     "tests/actors/test_sglang_fleet.py",
-    "tests/actors/test_sglang_inside.py",
-    "tests/actors/test_sglang_url.py",
 )
 """Where slow tests run with tools/test --all only: measurements, and further ways to SGLang."""
 

@@ -1,35 +1,18 @@
-"""Environments of OpenEnv for its adapter in this process. Their bases have OpenEnv's published
-shape, or are its own where COPPICE_OPENENV_REAL is set."""
+"""Environments of OpenEnv for its adapter. Their bases are the library's own, or have its published
+shape where it is not installed."""
 
-import os
 import random
 from typing import Any
 
-if os.environ.get("COPPICE_OPENENV_REAL"):
+try:
     from openenv.core.env_server.interfaces import Environment  # pyright: ignore
     from openenv.core.env_server.types import Action, Observation  # pyright: ignore
-else:
-    import abc
-
+except ModuleNotFoundError:
     import pydantic
 
-    class Environment(abc.ABC):
-        """As in openenv 0.10: an optional transform and rubric, and three abstract members."""
-
+    class Environment:
         def __init__(self, transform: Any = None, rubric: Any = None):
             self.transform, self.rubric = transform, rubric
-
-        @abc.abstractmethod
-        def reset(
-            self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any
-        ) -> Any: ...
-
-        @abc.abstractmethod
-        def step(self, action: Any, timeout_s: float | None = None, **kwargs: Any) -> Any: ...
-
-        @property
-        @abc.abstractmethod
-        def state(self) -> Any: ...
 
     class _Strict(pydantic.BaseModel):
         model_config = pydantic.ConfigDict(
@@ -45,9 +28,36 @@ else:
         reward: bool | int | float | None = None
 
 
-from tests.openenv_counter import classes
+class Add(Action):
+    number: int
 
-Counting, Add, Seen = classes(Environment, Action, Observation)
+
+class Seen(Observation):
+    total: int
+    drawn: int
+
+
+class Counting(Environment):
+    """Adds up numbers, and draws one of its own each time; 9 ends it."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Any:
+        if seed == 13:
+            raise RuntimeError("no episode of this seed")
+        self.total, self.rng = seed or 0, random.Random(seed)
+        return Seen(total=self.total, drawn=0, done=False, reward=0.0)
+
+    def step(self, action: Any, timeout_s: float | None = None, **_: Any) -> Any:
+        if action.number < 0:
+            raise RuntimeError("only upwards")
+        self.total += action.number
+        seen = {"total": self.total, "drawn": self.rng.randrange(100)}
+        return Seen(**seen, done=action.number == 9, reward=action.number / 10)
+
+    @property
+    def state(self) -> Any:
+        return {"total": self.total}
 
 
 class Unseeded(Counting):

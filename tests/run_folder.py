@@ -15,7 +15,6 @@ from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.telemetry import report
 from coppice.scheduler.telemetry.metrics import Metrics
-from coppice.scheduler.telemetry.phases import Training
 from coppice.tools.launching import record
 from coppice.tools.launching.config import DEFAULT_CONFIG, load
 from coppice.wire.messages import Turn
@@ -62,10 +61,8 @@ def make(
         held = HeldOut(version, 16, "em", {"em": Estimate(mean, 0.1), "f1": Estimate(0.5, 0.2)})
         journal.save_evaluation(version, name, msgspec.to_builtins(held))
     if ended:
-        spent = ({"updates": 1.0, "waiting for trees": 2.0}, {"actors": 0.5})
-        training = Training(0, len(rewards), False, 3.0, *spent, 0.5, 0.25)
         phases, none = {"set-up": 1.0, "updates": 3.0}, Counter[str]()
-        report.write(folder, journal, {"random_answer": 0.125}, none, none, phases, training)
+        report.write(folder, journal, none, none, phases)
     journal.close()
     metrics.close()
     return folder

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from coppice.scheduler.dispatch.calls import Place, Worker, roomy
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Dispatcher
-from coppice.scheduler.dispatch.placement import Load, Place, roomy
 from coppice.wire.keys import RunKeys
-from coppice.wire.messages import SERVICES
+from coppice.wire.messages import SERVICES, Register
 from coppice.wire.service import Handler, Service
 
 
@@ -32,6 +32,14 @@ class EchoResult(msgspec.Struct, frozen=True):
 SERVICES["echo"] = (EchoRequest, EchoResult)
 
 
+def loaded(name: str, calls: int, capacity: int, stats: dict[str, float] | None = None) -> Worker:
+    """A ready worker of that many open calls, without a process."""
+    worker = Worker(name.encode(), Register(name, ["s"], capacity, 1, "here"), 0.0, "")
+    worker.ready, worker.stats = True, stats or {}
+    worker.in_flight = dict.fromkeys(range(calls))  # pyright: ignore[reportAttributeAccessIssue]
+    return worker
+
+
 class Prefer(Place):
     """On one worker while it has room. log: (worker, served) of each attempt that is over."""
 
@@ -40,10 +48,10 @@ class Prefer(Place):
         self.log: list[tuple[str, bool]] = []
         self.open: list[str] = []
 
-    def choose(self, loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
+    def choose(self, workers: Sequence[Worker], avoid: frozenset[str]) -> Worker | None:
         """That worker, or the least loaded."""
-        free = {load.worker for load in roomy(loads, avoid)}
-        return self.worker if self.worker in free else super().choose(loads, avoid)
+        preferred = (worker for worker in roomy(workers, avoid) if worker.name == self.worker)
+        return next(preferred, None) or super().choose(workers, avoid)
 
     def started(self, worker: str) -> None:
         """Note it."""

@@ -21,15 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 
-FLOORS = (
-    "defaults",
-    "launching",
-    "evaluating",
-    "finetuning",
-    "inspecting",
-    "planning",
-    "documentation",
-)
+FLOORS = "defaults launching evaluating finetuning inspecting planning".split()
 """The folders of tools/, from the ground up: a folder imports only those before it, at any depth of
 its functions."""
 

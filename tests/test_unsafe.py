@@ -8,16 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SERVER, INSIDE = "learner/model/weight_server.py", "actors/engines/sglang_inside.py"
 ALLOWED = {
-    # SGLang takes handles of shared memory in no other form; sealed with the run's token
-    (SERVER, "ForkingPickler"),
-    (SERVER, "multiprocessing"),  # ForkingPickler, and how torch shares memory
     # SGLang's rendezvous; on the loopback unless learner.publish_host names an address
-    (SERVER, "TCPStore"),
+    ("learner/model/weight_server.py", "TCPStore"),
     # the other end of the same; every answer is checked against the run's token
     ("actors/engines/sglang_transport.py", "TCPStore"),
-    (INSIDE, "multiprocessing"),  # the children that SGLang starts are ended by their handles
     ("common/process.py", "multiprocessing"),  # a pipe between a process and its own child
 }
 MODULES = set(

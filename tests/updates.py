@@ -110,6 +110,11 @@ def episodes(
     return Batch(version, trees, made, nodes)
 
 
+def newest(run: Path) -> Path | None:
+    """The newest complete checkpoint of a run."""
+    return max((run / "checkpoints").glob("v??????"), default=None)
+
+
 def rescored(some: Batch, scores: Callable[[Turn], dict[str, float]]) -> Batch:
     """The batch with other scores of each turn."""
 

@@ -18,7 +18,7 @@ COMMANDS = {
     "trees": ("tools.inspecting.dump", "print prefix trees of a run, or query them"),
     "report": ("tools.inspecting.report", "draw the curves of runs on one page"),
     "report --trace": ("tools.inspecting.trace", "write a window of a run for Perfetto"),
-    "evaluate": ("tools.evaluating", "measure a policy on a game or questions, or a judge"),
+    "evaluate": ("tools.evaluating", "measure a policy on a game or on questions"),
     "serve": ("judges.command", "plug a judge into a live run"),
     "serve --model": ("tools.launching.serve_model", "serve a model to OpenAI's clients"),
     "plan": ("tools.planning.command", "predict what a run takes"),
@@ -30,9 +30,9 @@ COMMANDS = {
     "dev chaos": ("tests.chaos", "strike a small run with faults"),
     "dev theory": ("research.theories", "measure what the papers claim"),
     "dev replicate": ("research.replication", "run a study of several arms and seeds"),
-    "dev process-bench": ("research.process_bench", "build a benchmark of process judges"),
+    "dev judge-bench": ("research.judge_bench", "build a benchmark of judges, and measure them"),
     "dev gpu-check": ("research.gpu_checks", "run every check that needs a GPU"),
-    "dev test": ("tools.check", "lint, type-check and test the project"),
+    "dev test": ("tests.check", "lint, type-check and test the project"),
 }
 """Subcommand, perhaps with the flag that chooses it -> module of the package, help."""
 _NEEDS_DEV = ("dev test", "dev gpu-check")

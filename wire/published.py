@@ -18,15 +18,12 @@ NAME = "manifest.json"
 class Memory(msgspec.Struct, frozen=True):
     """Where the learner offers the same weights from its memory (``learner.weight_server``).
 
-    store: host:port of the learner's rendezvous store. token: the secret that seals what is said
-    there, known only to those who may read the run folder. host: the name of the learner's host.
-    device: "cuda" or "cpu". gpu: the GPU, as CUDA_VISIBLE_DEVICES names it.
+    store: host:port of the learner's rendezvous store. device: "cuda" or "cpu". token: the secret
+    that seals what is said there, known only to those who may read the run folder.
     """
 
     store: str
-    host: str
     device: str
-    gpu: str = ""
     token: str = ""
 
 

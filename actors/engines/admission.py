@@ -1,12 +1,8 @@
 """Decide which requests start, and which of their prompt tokens a step computes.
 
-    waiting -> prefilling (rows reserved, cached pieces copied) -> ready (the whole prompt is
-    computed or was in the cache)
+    waiting -> prefilling (rows reserved, cached pieces copied) -> ready (the prompt is computed)
 
-A request starts when there are places and memory for its samples. If another request is computing
-the same prefix, the request waits until the prefix is in the cache, so that it is computed once. A
-step computes all decoding rows and at most ``prefill_tokens`` prompt tokens, first come, first
-served.
+A request waits for places and memory for its samples, and while another computes its prefix.
 """
 
 import collections

@@ -1,10 +1,8 @@
-"""The attention of one step. The prefix of a request is read once for all branches, and the result
-is merged with each branch's new tokens.
+"""The attention of one step. The prefix of a request is read once for all branches.
 
 The past of a query is the prefix of its request. Its own tokens are a sample's tail or the earlier
 tokens of its chunk of a prompt. The softmaxes over past and own tokens are merged exactly by their
-log-sum-exp. A tail that stands behind its prefix in the same row needs only one softmax. All
-prefixes of one shelf are one batched call, padded by a mask.
+log-sum-exp. All prefixes of one shelf are one batched call, padded by a mask.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,5 @@
 """The interface of every inference engine, and the checks of requests that no engine can serve."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -8,10 +7,6 @@ import numpy as np
 
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult
-
-OnTokens = Callable[[int, list[int], list[float], list[dict[int, float]]], None]
-"""Called in the event loop with a sample's index, its new tokens, their log-probabilities, and
-``Sample.top`` of these tokens ([] if the request does not ask)."""
 
 
 class Engine(Protocol):

@@ -1,9 +1,6 @@
-"""The forward of a step: the modules of transformers, or, for the plainest architectures, the same
-operations with less overhead.
-
-Llama, Qwen2 and Qwen3 differ only in a bias and two norms. For them, query, key and value are one
-matrix product and the rotary angles come from a table. A step of 32 tokens is a tenth faster, and a
-step of a tiny model several times faster. Other models run their own code.
+"""The forward of a step: the modules of transformers, or for Llama, Qwen2 and Qwen3 the same
+operations with less overhead: query, key and value are one matrix product and the rotary angles
+come from a table. A step of 32 tokens is a tenth faster, of a tiny model several times.
 """
 
 from typing import Any

@@ -1,9 +1,7 @@
 """Any OpenAI-compatible chat endpoint as an engine, to measure models that are served elsewhere.
 
-The tokens of this engine are UTF-8 bytes. A prompt is a list of chat messages as JSON
-(``EndpointText``), which ``EndpointEngine`` reads back from the prefix. It can therefore play only
-environments that show a fresh prompt each turn. All log-probabilities are 0, so its samples cannot
-be trained on.
+The tokens of this engine are UTF-8 bytes. A prompt is a list of chat messages as JSON, so it plays
+only environments that show a fresh prompt each turn. Log-probabilities are 0: no training.
 """
 
 import asyncio

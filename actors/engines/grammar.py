@@ -1,13 +1,6 @@
 """Constrained decoding: only those tokens are allowed that let a continuation match a regular
 expression or a JSON schema.
 
-A ``Grammar`` belongs to one tokenizer and compiles constraints; a ``Matcher`` follows one sample:
-
-    matcher = grammar.matcher(constraint)
-    while not matcher.done:
-        matcher.mask(logits)              # forbidden tokens become -inf
-        matcher.accept(sample(logits))
-
 Regular expressions are Rust's: classes are Unicode, ``.`` is any character but a line feed, and
 there are no look-arounds or back-references. Every continuation also matches in Python's ``re``,
 except that ``\\w`` here includes marks that Python's ``\\w`` lacks.

@@ -1,15 +1,11 @@
-"""The embedded engine: continuous batching of a Hugging Face causal LM over a radix cache, exact on
-any machine.
+"""The embedded engine: continuous batching of a Hugging Face causal LM over a radix cache.
 
-A prompt's new tokens are prefilled once for all its samples and children, in chunks beside the
-samples that decode. A decode step reads a prefix once for all its branches. Weights are swapped
-between two steps: running samples keep their keys and values, their later tokens carry the new
-version, and the prefix cache is emptied, so that no request reads another version's cache.
+Weights are swapped between two steps: running samples keep their keys and values, their later
+tokens carry the new version, and the prefix cache is emptied.
 """
 
 import asyncio
 import collections
-import contextlib
 import functools
 import time
 from pathlib import Path
@@ -23,7 +19,7 @@ from transformers import AutoConfig
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines import attend, decoder, weights
 from coppice.actors.engines.admission import Admission
-from coppice.actors.engines.base import OnTokens, check_request, check_tokens
+from coppice.actors.engines.base import check_request, check_tokens
 from coppice.actors.engines.grammar import Grammar
 from coppice.actors.engines.memory import KVMemory, Stretch
 from coppice.actors.engines.samples import ActiveRequest, Pictures, Running, StopStrings
@@ -31,7 +27,6 @@ from coppice.actors.engines.sampling import pick, uniforms
 from coppice.actors.engines.thread import EngineThread
 from coppice.common import vision
 from coppice.common.hardware import compute_dtype, free_memory, torch_device
-from coppice.common.heads import check_head
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult
 
@@ -64,8 +59,6 @@ class LocalEngine:
         self.busy_s = 0.0
         self._running = 0
         self._thread = EngineThread(self._has_work, self._timed_step, self._free)
-        self._news: list[_News] = []
-        """The tokens of this step that callers want at once."""
         self._loading = asyncio.Lock()
         self._requests = 0
 
@@ -114,7 +107,6 @@ class LocalEngine:
                 f"{self.folder}: layers of kind {sorted(kinds)}; the local engine has full"
                 " attention only. Serve this model with another engine"
             )
-        check_head(str(self.folder), settings)
         ours = hasattr(settings, "num_key_value_heads") and not hasattr(settings, "kv_lora_rank")
         if not ours:
             raise ValueError(
@@ -129,9 +121,8 @@ class LocalEngine:
         free = torch.cuda.mem_get_info()[0] if self.device == "cuda" else free_memory()
         if needed > free:
             raise MemoryError(
-                f"{self.folder} needs about {needed / 2**30:.1f} GiB (weights, keys and values),"
-                f" {free / 2**30:.1f} GiB are free: use a smaller model, fewer processes or a"
-                " smaller cache (actors.kv_cache_gib, --kv-cache-gib)"
+                f"{self.folder} needs {needed / 2**30:.1f} GiB (weights, keys and values) of"
+                f" {free / 2**30:.1f}: use fewer processes or a smaller cache (actors.kv_cache_gib)"
             )
 
     async def died(self) -> str:
@@ -147,34 +138,29 @@ class LocalEngine:
         """Stop the thread and abort open requests."""
         await self._thread.close()
 
-    async def generate(
-        self, request: GenerateRequest, on_tokens: OnTokens | None = None
-    ) -> GenerateResult:
-        """Sample ``request.n`` continuations. ``on_tokens`` gets tokens as they are sampled."""
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Sample ``request.n`` continuations."""
         self._check(request)
         if self._alone is None:
-            return await self._generate(request, on_tokens)
+            return await self._generate(request)
         async with self._alone:
             try:
-                return await self._generate(request, on_tokens)
+                return await self._generate(request)
             finally:
                 await self._thread.run(self._forget)
 
-    async def _generate(
-        self, request: GenerateRequest, on_tokens: OnTokens | None
-    ) -> GenerateResult:
+    async def _generate(self, request: GenerateRequest) -> GenerateResult:
         constraint, matcher = request.sampling.constraint, None
         if constraint is not None:
             matcher = await asyncio.to_thread(lambda: self._grammar.matcher(constraint))
         self._requests += 1
         positions = self._pictures.positions(request) if self._pictures is not None else None
         seed = hash((self.seed, self._requests))
-        active = ActiveRequest(request, seed, matcher, on_tokens, positions)
+        active = ActiveRequest(request, seed, matcher, positions)
         self._thread.ask(active.future, lambda: self._admission.waiting.append(active))
         try:
             return await asyncio.wrap_future(active.future)
         except asyncio.CancelledError:
-            active.on_tokens = None
             self._thread.tell(lambda: self._abort(active))
             raise
 
@@ -207,9 +193,8 @@ class LocalEngine:
         needed = self.memory.needed(prompt, request.n, sampling.max_tokens)
         if needed > self.memory.budget:
             raise DataFault(
-                f"{request.n} samples of {sampling.max_tokens} tokens after {prompt} need"
-                f" {needed / 2**30:.4f} GiB of keys and values: expected at most"
-                f" actors.kv_cache_gib={self.config.kv_cache_gib:.4f}"
+                f"{request.n} samples of {sampling.max_tokens} need {needed / 2**30:.4f} GiB of"
+                f" keys and values: expected at most actors.kv_cache_gib={self.config.kv_cache_gib}"
             )
         words = request.tokens
         if self._pictures is not None:
@@ -235,7 +220,7 @@ class LocalEngine:
         """Free the memory of all requests after a failure."""
         self._admission.clear()
         self.memory.clear()
-        self._news, self._running = [], 0
+        self._running = 0
 
     def _decoding(self) -> list[Running]:
         """Return the running samples in the order of their rows."""
@@ -324,18 +309,10 @@ class LocalEngine:
                 one.top.append(top[row])
             if row in left:
                 one.support.append(left[row])
-            if one.owner.on_tokens is not None:
-                news = [] if one.top is None else one.top[-1:]
-                self._news.append((one.owner, one.index, token, logprob, news))
             finish = self._finish(one)
             if finish:
                 finished.append((one, finish))
         self.counts["decoded_tokens"] += len(running)
-        if self._news:
-            # before the step's results, so that a caller gets its tokens before its result
-            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody listens
-                self._loop.call_soon_threadsafe(_deliver, self._loop, self._news)
-            self._news = []
         for one, finish in finished:
             self._leave(one, finish)
 
@@ -393,18 +370,6 @@ class LocalEngine:
         """Empty the prefix cache."""
         self.cache.clear()
         self._admission.ideal.clear()
-
-
-_News = tuple[ActiveRequest, int, int, float, list[dict[int, float]]]
-"""A request, the index of its sample, a new token, its log-probability, and the most probable
-tokens if they are asked for."""
-
-
-def _deliver(loop: asyncio.AbstractEventLoop, news: list[_News]) -> None:
-    for owner, index, token, logprob, top in news:
-        if owner.on_tokens is not None:
-            # Each callback is scheduled alone, so that one that raises does not stop the others.
-            loop.call_soon(owner.on_tokens, index, [token], [logprob], top)
 
 
 def _settle(active: ActiveRequest, outcome: GenerateResult | Fault) -> None:

@@ -2,12 +2,10 @@
 shelves, everything else in the radix cache.
 
 Invariant: the bytes of all shelves and of the cache never exceed the budget (while a shelf grows,
-it is copied and briefly exists twice). When a request is admitted, all the memory that it may need
-is reserved, so no running sample is ever stopped for lack of memory.
+it is copied and briefly exists twice). All that a request may need is reserved when it is admitted.
 
-All samples of a request share its prefix. Each sample has only its own tail of new tokens. Several
-samples have tails on a shelf of tails; the tail of an only sample stands behind the prefix in the
-same row, so that one call of attention reads both.
+Several samples have tails on a shelf of tails; the tail of an only sample stands behind the prefix
+in the same row, so that one call of attention reads both.
 """
 
 from typing import Any

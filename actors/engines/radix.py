@@ -1,14 +1,9 @@
-"""A radix tree of token sequences with their keys and values: a prefix is computed once, and all
-its children use it.
+"""A radix tree of token sequences with their keys and values, or of prefixes alone, to count the
+tokens that an ideal cache would compute.
 
-Invariant: in the order of eviction every segment precedes its parent. The first segment is
-therefore always a leaf, an unused subtree is evicted before its root, and a parent was used at
-least as recently as any of its children. Each segment owns its memory (a split copies both halves),
-so an eviction frees exactly the bytes that it counts. A caller copies the matched pieces at once,
-so no segment is pinned.
-
-A tree without keys and values is a plain set of prefixes; it counts the tokens that an ideal cache
-would compute.
+Invariant: in the order of eviction every segment precedes its parent, so the first is always a
+leaf. Each segment owns its memory (a split copies both halves), so an eviction frees exactly the
+bytes that it counts. A caller copies the matched pieces at once, so no segment is pinned.
 """
 
 from collections import OrderedDict

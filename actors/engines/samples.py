@@ -12,7 +12,6 @@ import tokenizers
 import torch
 
 from coppice.actors.engines.attend import Chunk
-from coppice.actors.engines.base import OnTokens
 from coppice.actors.engines.grammar import Matcher
 from coppice.actors.engines.memory import Shelf, Stretch
 from coppice.actors.engines.sampling import key
@@ -30,10 +29,9 @@ class ActiveRequest:
         request: GenerateRequest,
         seed: int,
         matcher: Matcher | None = None,
-        on_tokens: OnTokens | None = None,
         positions: np.ndarray | None = None,
     ):
-        self.request, self.matcher, self.on_tokens = request, matcher, on_tokens
+        self.request, self.matcher = request, matcher
         self.prompt = np.ascontiguousarray(request.tokens, np.int32)
         self.positions = positions
         self.shown = vision.runs(self.prompt) if positions is not None else []

@@ -1,14 +1,12 @@
-"""SGLang as an engine: a server that the actor starts, one in its process, or running servers.
+"""SGLang as an engine: a server that the actor starts, or running servers.
 
 SGLang's log-probabilities refer to the distribution after temperature. If top-p or top-k cut the
 distribution, its sampling mask gives the log-probabilities of the rest; a constraint is applied
 before both. At temperature 0 they refer to the untempered distribution. The policy version salts
-each request's cache entries (and an update that retracts flushes the cache), so no request reads
-another version's cache.
+each request's cache entries, so no request reads another version's cache.
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import random
@@ -22,9 +20,8 @@ import numpy as np
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.base import check_request, check_tokens
-from coppice.actors.engines.sglang_api import Facts, Launched, Remote
-from coppice.actors.engines.sglang_inside import Inside
-from coppice.actors.engines.sglang_weights import Ready, SGLangFleet, SGLangWeights, UpdateRefused
+from coppice.actors.engines.sglang_api import Launched, Servers
+from coppice.actors.engines.sglang_weights import SGLangWeights
 from coppice.common import support, vision
 from coppice.common.http import pause_s
 from coppice.wire.faults import DataFault, InfrastructureFault
@@ -48,41 +45,31 @@ _ROWS = ("input_ids", "rid", "sampling_params", "image_data", "extra_key", "lora
 """Fields of a body that have one value per sample, where there are several."""
 
 
-def ways(model: str, config: ActorsConfig, place: int) -> Launched | Inside | Remote:
-    """Return the way that ``config.sglang`` names, for the actor at ``place`` (from 0)."""
-    settings = config.sglang
-    if settings.way == "server":
-        return Launched(model, config)
-    if settings.way == "inside":
-        return Inside(model, config)
-    if not settings.urls:
-        raise ValueError(
-            'actors.sglang.way = "url", but actors.sglang.urls is empty: name running servers'
-        )
-    return Remote(settings.urls[place % len(settings.urls)], model, config)
-
-
 class SGLangEngine:
     """Implements ``actors.engines.base.Engine``.
 
     serving --whole weights--> requests wait --success--> serving; after a failure every request
     fails until a load succeeds."""
 
-    def __init__(
-        self, model: str, config: ActorsConfig = ActorsConfig(), seed: int = 0, place: int = 0
-    ):
-        self.folder, self.config, self.seed = Path(model), config, seed
-        self.way = ways(model, config, place)
+    def __init__(self, model: str, config: ActorsConfig = ActorsConfig(), place: int = 0):
+        self.folder, self.config = Path(model), config
+        urls = config.sglang.urls
+        if config.sglang.way == "url" and not urls:
+            raise ValueError(
+                'actors.sglang.way = "url", but actors.sglang.urls is empty: name running servers'
+            )
+        launched = config.sglang.way == "server"
+        self.way = (
+            Launched(model, config) if launched else Servers(urls[place % len(urls)], model, config)
+        )
         self.weights = SGLangWeights(self.way, self.folder, config.sglang)
         self._vision = vision.Vision.of(model)
         self.version = 0
         self.counts: Counter[str] = Counter()
         self.longest = config.max_context
-        self.facts = Facts()
         self._open = asyncio.Event()
         self._updating = asyncio.Lock()
-        self._look_now = asyncio.Event()
-        self._following: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[Any] | None = None
         self._broken = ""
         self._failures = 0
         self._in_flight = 0
@@ -91,41 +78,33 @@ class SGLangEngine:
 
     async def start(self) -> None:
         """Start SGLang or connect to it. Raises InfrastructureFault when this fails."""
-        await self.way.start()
         try:
+            await self.way.start()
             await self.weights.start()
-            self.facts = facts = self.weights.facts
-            self.longest = min(self.config.max_context, facts.context or self.config.max_context)
-            if facts.updated:  # an earlier run did it, or this actor before it was restarted
-                self._broken = (
-                    f"it holds weight version {facts.version} from before and waits for this run's"
-                    " weights; start it anew for a new run"
-                )
         except BaseException:
             await self.way.close()
             raise
+        facts = self.weights.facts
+        self.longest = min(self.config.max_context, facts.context or self.config.max_context)
+        if facts.updated:  # an earlier run did it, or this actor before it was restarted
+            self._broken = (
+                f"it holds weight version {facts.version} from before and waits for this run's"
+                " weights; start it anew for a new run"
+            )
         self._open.set()
-        if isinstance(self.way, Remote) and self.way.elastic:
-            self._following = asyncio.create_task(self._follow(SGLangFleet(self.way, self.weights)))
+        if self.way.elastic:
+            self._following = asyncio.create_task(self._follow())
 
-    async def _follow(self, fleet: SGLangFleet) -> None:
-        """Look after the servers behind a router every ``LOOK_S`` seconds, and whenever a request
-        met one that is not ready. Generation goes on."""
-        try:
-            while True:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._look_now.wait(), LOOK_S)
-                self._look_now.clear()
-                async with self._updating:
-                    if self._broken:
-                        continue  # the next load decides which servers take part
-                    try:
-                        if await fleet.look():
-                            self.facts = await self.way.facts()
-                    except (InfrastructureFault, DataFault) as fault:
-                        log.warning("%s", fault)
-        finally:
-            await fleet.let_go()
+    async def _follow(self) -> None:
+        """Behind a router, read its list every ``LOOK_S`` seconds. Generation goes on."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            async with self._updating:
+                try:
+                    if not self._broken:  # otherwise the next load decides which servers take part
+                        await self.weights.refresh()
+                except InfrastructureFault as fault:
+                    log.warning("%s", fault)
 
     async def close(self) -> None:
         """Unload this engine's adapters, and end an SGLang that it started."""
@@ -137,11 +116,11 @@ class SGLangEngine:
 
     async def died(self) -> str:
         """Return the reason when SGLang is gone. Raises what ended ``_follow``."""
-        dying = asyncio.create_task(self.way.died())
-        watched = [dying] if self._following is None else [dying, self._following]
+        dying = asyncio.ensure_future(self.way.died())
+        watched = {dying, self._following or dying}
         try:
             ended, _ = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-            return (dying if dying in ended else ended.pop()).result() or ""
+            return ended.pop().result()
         finally:
             dying.cancel()
 
@@ -149,7 +128,7 @@ class SGLangEngine:
         """Sample ``request.n`` continuations. When one fails, all are aborted."""
         check_request(request, self.config.max_batch, self.longest)
         words = request.tokens if self._vision is None else request.tokens[request.tokens >= 0]
-        check_tokens(words, self.facts.vocabulary, self.folder)
+        check_tokens(words, self.weights.facts.vocabulary, self.folder)
         if request.sampling.top_logprobs:
             raise DataFault(
                 f"top_logprobs {request.sampling.top_logprobs}: expected 0 with SGLang; ask the"
@@ -192,49 +171,32 @@ class SGLangEngine:
         """Verify the weights, update every server, and prove the update. New requests wait only
         while whole weights are moved. After a failure every request fails until a load succeeds."""
         async with self._updating:
-            start = time.monotonic()
+            start, version = time.monotonic(), request.version
+            ready = await self.weights.prepare(request)
+            if ready.chosen != "adapter":
+                self._open.clear()
             try:
-                ready = await self.weights.prepare(request)
-            except UpdateRefused as refused:  # nothing has changed anywhere
-                raise InfrastructureFault(str(refused)) from None
-            size, proof = await self._update(ready)
-            self.counts["loaded_bytes"] += size
-            self.counts["updates"] += 1
+                proof = await self.weights.update(ready)
+                # in the same step of the event loop as the weights
+                self.version, self._broken = version, ""
+            except BaseException as error:
+                self._failures += 1
+                self._broken = (
+                    f"the update to version {version} failed ({error!r}); weights are unknown until"
+                    " one succeeds"
+                )
+                raise
+            finally:
+                self._open.set()
             await self.weights.unload()
-            return LoadResult(request.version, request.digest, time.monotonic() - start, proof)
-
-    async def _update(self, ready: Ready) -> tuple[int, str]:
-        """Change weights and ``version`` in one step of the event loop."""
-        version = ready.request.version
-        if ready.chosen != "adapter":
-            self._open.clear()
-        try:
-            moved = await self.weights.update(ready)
-            self.version, self._broken = version, ""
-            return moved
-        except BaseException as error:
-            self._failures += 1
-            self._broken = (
-                f"the update to version {version} failed ({error!r}); weights are unknown until one"
-                " succeeds"
-            )
-            if isinstance(error, Exception) and not isinstance(error, InfrastructureFault):
-                raise InfrastructureFault(
-                    f"{self.way.name}: {type(error).__name__}: {error}"
-                ) from error
-            raise
-        finally:
-            self._open.set()
+            return LoadResult(version, request.digest, time.monotonic() - start, proof)
 
     def stats(self) -> dict[str, float]:
         """Return counters and gauges. busy_s: seconds with at least one open request."""
         busy = self._busy_s + (time.monotonic() - self._busy_since if self._in_flight else 0.0)
-        gauges = {
-            "version": self.version,
-            "running": self._in_flight,
-            "kv_capacity_tokens": self.facts.capacity,
-        }
-        return {**self.counts, "busy_s": busy, **gauges}
+        capacity = self.weights.facts.capacity
+        gauges = {"version": self.version, "running": self._in_flight, "busy_s": busy}
+        return {**self.counts, **gauges, "kv_capacity_tokens": capacity}
 
     def _prompt(self, request: GenerateRequest) -> dict[str, Any]:
         """Return ids with one placeholder per picture, which SGLang repeats, and pictures."""
@@ -261,9 +223,8 @@ class SGLangEngine:
             read = np.asarray(answer.get("prompt_token_ids") or [])
             if read.shape != text.shape or (read != request.tokens)[text].any():
                 raise InfrastructureFault(
-                    f"{self.way.name} read {len(read)} tokens of a prefix with pictures, expected"
-                    f" the {len(text)} of the tree: is it sglang 0.5.23 or newer, set up as in"
-                    " docs/engines.md#pictures?"
+                    f"{self.way.name} read {len(read)} tokens, expected the tree's {len(text)}:"
+                    " is it sglang 0.5.23 or newer, set up as in docs/engines.md#pictures?"
                 )
 
     def _bodies(self, request: GenerateRequest) -> list[dict[str, Any]]:
@@ -294,13 +255,12 @@ class SGLangEngine:
 
     def _most(self, sampling: Sampling) -> int:
         """Return a top-k with which SGLang reports the mask; without one, it cuts nothing."""
-        limit = self.facts.mask
-        wanted = sampling.top_k or self.facts.vocabulary or limit + 1
+        limit = self.weights.facts.mask
+        wanted = sampling.top_k or self.weights.facts.vocabulary or limit + 1
         if wanted > limit:
             raise DataFault(
-                f"top_p {sampling.top_p}, top_k {sampling.top_k}: expected a top_k of at most"
-                f" {limit}, or sampling_mask_max_tokens = {self.facts.vocabulary} in"
-                " actors.sglang.arguments"
+                f"top_k {sampling.top_k}: expected a top_k of at most {limit}, or actors.sglang."
+                f"arguments.sampling_mask_max_tokens = {self.weights.facts.vocabulary}"
             )
         return wanted
 
@@ -327,7 +287,6 @@ class SGLangEngine:
                 if self._broken or time.monotonic() > end:
                     raise
             self.counts["asked_again"] += 1
-            self._look_now.set()
             await asyncio.sleep(min(LOOK_S, pause_s(attempt, 0.1, 0.0, random.random())))
         raise AssertionError
 
@@ -345,9 +304,11 @@ class SGLangEngine:
         if len(rows) > 1:
             body = body | {key: [one[key] for one in rows] for key in _ROWS if key in body}
         try:
-            answer = await self.way.generate(body)
+            answer = await self.way.front.call("/generate", body, self.way.front.timeout_s)
         except BaseException as fault:
-            await asyncio.shield(self.way.abort([one["rid"] for one in bodies]))
+            names = [one["rid"] for one in bodies]
+            aborts = (server.abort(names) for server in self.way.servers)
+            await asyncio.shield(asyncio.gather(*aborts))
             # somebody else has restarted the server
             if isinstance(fault, DataFault) and "never been loaded" in str(fault):
                 raise InfrastructureFault(
@@ -411,7 +372,7 @@ class SGLangEngine:
                     masks = meta["output_token_sampling_mask"]
                     if len(masks) != len(tokens):
                         raise ValueError(f"{len(masks)} masks of {len(tokens)} tokens")
-                    whole = self.facts.vocabulary
+                    whole = self.weights.facts.vocabulary
                     left = support.encode([[] if len(ids) == whole else ids for ids in masks])
             finish = meta["finish_reason"]["type"]
             if finish not in _FINISHES:
@@ -432,7 +393,6 @@ class SGLangEngine:
         self.counts["prompt_tokens"] += prompts[0]
         self.counts["cached_tokens"] += cached[0]
         self.counts["prefilled_tokens"] += sum(prompts) - sum(cached)
-        self.counts["retractions"] += sum(int(row.get("num_retractions") or 0) for row in rows)
         return cached[0]
 
     def _strange(self, error: Exception) -> InfrastructureFault:

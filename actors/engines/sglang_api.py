@@ -26,10 +26,10 @@ from coppice.wire.faults import DataFault, InfrastructureFault
 
 log = logging.getLogger("actors.sglang.server")
 
-NO_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+_NO_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
 """Environment variables, unless the user sets them. Without them, after a child has died SGLang
 spends 65 s on dumps before it ends."""
-FIXED = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
+_FIXED = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 """Environment variables, whatever the user sets. If this one were 1, log-probabilities would be
 those before temperature."""
 _STEP_S = 0.5
@@ -54,7 +54,6 @@ class Facts(msgspec.Struct, frozen=True):
     context: int = 0
     vocabulary: int = 0
     device: str = ""
-    dtype: str = ""
     tp: int = 1
     version: str = ""
     mask: int = 4096
@@ -67,27 +66,22 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class Http:
-    """One server, reached by its URL. timeout_s: limit of one generation. model: the folder from
-    which the vocabulary is read, because an update changes the name that the server reports."""
+    """One server, reached by its URL. key: of the server; by default api_key_env's."""
 
-    def __init__(self, url: str, key: str, timeout_s: float, concurrency: int, model: str):
-        self.url, self.timeout_s, self.model = url.rstrip("/"), timeout_s, model
-        self.name = f"SGLang at {self.url}"
+    def __init__(self, url: str, model: str, config: ActorsConfig, key: str = ""):
+        self.url, self.model = url.rstrip("/"), model
+        self.name, self.timeout_s = f"SGLang at {self.url}", config.sglang.request_timeout_s
         self.client = JsonClient(
-            self.url, key=key, timeout_s=timeout_s, attempts=1, concurrency=max(64, 4 * concurrency)
-        )
-
-    async def start(self) -> None:
-        await self.client.start()
-
-    async def close(self) -> None:
-        await self.client.close()
+            self.url, key=key, api_key_env="" if key else config.sglang.api_key_env,
+            timeout_s=self.timeout_s, attempts=1, concurrency=max(64, 4 * config.capacity),
+        )  # fmt: skip
+        self.start, self.close = self.client.start, self.client.close
 
     async def answers(self, path: str) -> bool:
         """Return whether the server answers GET ``path``. "/health" fails while it starts or its
         generation pauses; "/model_info" tells whether the process lives."""
         try:
-            await self.client.send("GET", path, timeout_s=5.0, attempts=1)
+            await self.client.send("GET", path, timeout_s=5.0)
         except (InfrastructureFault, DataFault):
             return False
         return True
@@ -95,7 +89,7 @@ class Http:
     async def workers(self) -> dict[str, str] | None:
         """Return a router's numbers of its servers by their URLs; None if this is a server."""
         try:
-            answer = await self.client.get("/workers", timeout_s=10.0, attempts=1)
+            answer = await self.client.get("/workers", timeout_s=10.0)
             return {
                 _AT_RANK.sub("", worker["url"]).rstrip("/"): worker["id"]
                 for worker in answer["workers"]
@@ -110,27 +104,30 @@ class Http:
                 f" ({type(error).__name__}: {error})"
             ) from None
 
-    async def remove(self, worker: str) -> None:
-        """Tell the router to send nothing more to the server of this number."""
-        await self.client.send("DELETE", f"/workers/{worker}", timeout_s=10.0, attempts=1)
-
-    async def weights_name(self) -> str:
-        """Return the name of the weights that the server holds."""
-        info = await self.client.get("/model_info", timeout_s=10.0, attempts=1)
-        return str(info.get("weight_version") or "")
-
     async def facts(self) -> Facts:
-        """Return what the server reports about itself."""
-        info = await self.client.get("/server_info", timeout_s=30.0, attempts=3)
+        """Return what the server, and the model's configuration if there is one, say about it."""
+        info = await self.client.get("/server_info", timeout_s=30.0)
         # /model_info has what updates have changed since the start
-        info |= await self.client.get("/model_info", timeout_s=30.0, attempts=3)
-        return read_facts(self.model, info)
+        info |= await self.client.get("/model_info", timeout_s=30.0)
+        path, settings = Path(self.model) / "config.json", dict[str, Any]()
+        if path.is_file():
+            settings = json.loads(path.read_text())
+            settings |= settings.get("text_config") or {}
+        return Facts(
+            capacity=int(info.get("max_total_num_tokens") or 0),
+            context=int(info.get("context_length") or settings.get("max_position_embeddings") or 0),
+            vocabulary=int(settings.get("vocab_size") or 0),
+            device=str(info.get("device") or ""),
+            tp=int(info.get("tp_size") or 1),
+            version=str(info.get("weight_version") or ""),
+            mask=int(info.get("sampling_mask_max_tokens") or 4096),
+        )
 
     async def call(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Return the answer to POST ``path``. Raises InfrastructureFault when the call fails or
         takes longer than ``timeout_s``, and DataFault when /generate refuses the request."""
         try:
-            text = await self.client.send("POST", path, body, timeout_s=timeout_s, attempts=1)
+            text = await self.client.send("POST", path, body, timeout_s=timeout_s)
             answer = msgspec.json.decode(text) if text else {}
         except jsonl.MALFORMED as error:
             raise InfrastructureFault(
@@ -147,36 +144,79 @@ class Http:
 
     async def abort(self, names: list[str]) -> None:
         """Stop requests. A request that has already ended is not an error."""
-        for name in names:
-            try:
+        with contextlib.suppress(InfrastructureFault):  # a server that is gone runs nothing
+            for name in names:
                 await self.call("/abort_request", {"rid": name}, 10.0)
-            except InfrastructureFault:
-                return  # a server that is gone runs nothing
 
 
-class Way:
-    """How one engine reaches SGLang: requests go to ``front``, updates of weights to all
-    ``servers``. elastic: the servers come and go behind a router. Each way has ``start``, which
-    raises InfrastructureFault, and ``died``, which returns the reason when SGLang is gone."""
+class Servers:
+    """The way "url": requests go to ``front``, a server or a router, and updates of weights to all
+    ``servers``. elastic: ``front`` is a router, behind which servers come and go."""
 
-    elastic = False
+    def __init__(self, url: str, model: str, config: ActorsConfig, key: str = ""):
+        self.model, self.actors, self.config = model, config, config.sglang
+        self.front, self.elastic = Http(url, model, config, key), False
+        self.name, self.servers = self.front.name, [self.front]
 
-    def __init__(self, front: Any):
-        self.front, self.name = front, str(front.name)
-        self.servers: list[Any] = [front]
+    async def start(self) -> None:
+        """Open the connections. Behind a router, wait for a server at most ``start_timeout_s``.
+        Raises InfrastructureFault when nothing answers."""
+        await self._connect(self.front)
+        listed = await self.front.workers()
+        if listed is None:
+            return
+        self.elastic, self.servers = True, list[Http]()
+        end = time.monotonic() + self.config.start_timeout_s
+        while True:
+            for url in listed or {}:
+                with contextlib.suppress(InfrastructureFault):
+                    self.servers.append(await self.reached(url))
+            if self.servers:
+                return
+            if time.monotonic() > end:
+                raise InfrastructureFault(
+                    f"no server behind {self.front.url} answered in actors.sglang.start_timeout_s ="
+                    f" {self.config.start_timeout_s:g} s: add one (POST /workers)"
+                )
+            await asyncio.sleep(_STEP_S)
+            listed = await self.front.workers()
+
+    async def reached(self, url: str) -> Http:
+        """Return a further server behind the router. Raises InfrastructureFault."""
+        server = Http(url, self.model, self.actors)
+        try:
+            await self._connect(server)
+        except BaseException:
+            await server.close()
+            raise
+        return server
+
+    async def _connect(self, server: Http) -> None:
+        await server.start()
+        # an earlier actor, which died in an update, may have left these open
+        for path in ("/end_weight_update", "/continue_generation"):
+            with contextlib.suppress(InfrastructureFault):
+                await server.call(path, {}, 10.0)
+        if not await server.answers("/health"):
+            raise InfrastructureFault(
+                f"{server.name} does not answer /health: is it running there?"
+            )
 
     async def facts(self) -> Facts:
         """Return the facts of the first server, with the capacity of all servers together."""
         each = await asyncio.gather(*(server.facts() for server in self.servers))
         return msgspec.structs.replace(each[0], capacity=sum(facts.capacity for facts in each))
 
-    async def generate(self, body: dict[str, Any]) -> Any:
-        """Return the answer to POST /generate."""
-        return await self.front.call("/generate", body, self.front.timeout_s)
-
-    async def abort(self, names: list[str]) -> None:
-        """Stop requests wherever they run."""
-        await asyncio.gather(*(server.abort(names) for server in self.servers))
+    async def died(self) -> str:
+        """Return the reason when the URL or all servers behind it were silent three times."""
+        silent = 0
+        while silent < 3:
+            await asyncio.sleep(10.0)
+            alive = await asyncio.gather(*(s.answers("/model_info") for s in self.servers))
+            answers = any(alive) and (not self.elastic or await self.front.answers("/health"))
+            silent = 0 if answers else silent + 1
+        what = ", or no server behind it" if self.elastic else " /model_info"
+        return f"{self.name} no longer answers{what}"
 
     async def close(self) -> None:
         """Close the connections. Servers that this actor did not start go on."""
@@ -184,16 +224,14 @@ class Way:
             await server.close()
 
 
-class Launched(Way):
+class Launched(Servers):
     """The way "server": a child process on a loopback port, whose output goes to our log."""
 
     def __init__(self, model: str, config: ActorsConfig):
-        self.config = settings = config.sglang
-        if taken := sorted(set(settings.arguments) & set(_OWN)):
+        if taken := sorted(set(config.sglang.arguments) & set(_OWN)):
             raise ValueError(f"actors.sglang.arguments: {taken} are set by the actor: remove them")
         port, self._key = free_port(), secrets.token_urlsafe(24)
-        url = f"http://127.0.0.1:{port}"
-        super().__init__(Http(url, self._key, settings.request_timeout_s, config.capacity, model))
+        super().__init__(f"http://127.0.0.1:{port}", model, config, self._key)
         address = {"host": "127.0.0.1", "port": port, "api_key": self._key}
         self.arguments: dict[str, Any] = arguments(model, config) | address
         self._process: asyncio.subprocess.Process | None = None
@@ -206,35 +244,27 @@ class Launched(Way):
         own = {"PYTHONPATH": "", "PYTHONUNBUFFERED": "1", "SGL_FORCE_SHUTDOWN": "1"}
         python = self.config.python or sys.executable
         try:
-            self._process = await asyncio.create_subprocess_exec(
+            self._process = process = await asyncio.create_subprocess_exec(
                 python, Path(__file__).with_name("sglang_process.py"), limit=_LONGEST_LINE,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT, start_new_session=True,
-                env=NO_DUMPS | os.environ | own | self.config.environment | FIXED,
+                env=_NO_DUMPS | os.environ | own | self.config.environment | _FIXED,
             )  # fmt: skip
         except OSError as error:
             raise InfrastructureFault(
                 f"actors.sglang.python = {python!r} cannot be started: {error}"
             ) from None
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(self.arguments).encode())
-        self._process.stdin.close()
-        self._reading = asyncio.create_task(self._read())
-        try:
-            await self.front.start()
-            await self._ready()
-        except BaseException:
-            await self.close()
-            raise
-
-    async def _ready(self) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps(self.arguments).encode())
+        process.stdin.close()
+        self._reading = asyncio.create_task(self._read(process.stdout))
+        await self.front.start()
         end = time.monotonic() + self.config.start_timeout_s
         while not await self.front.answers("/health"):
-            assert self._process is not None
-            if self._process.returncode is not None:
+            if process.returncode is not None:
                 raise InfrastructureFault(
-                    f"the SGLang server ended with status {self._process.returncode} while"
-                    f" starting:\n{self._said()}"
+                    f"the SGLang server ended with status {process.returncode} while starting:\n"
+                    f"{self._said()}"
                 )
             if time.monotonic() > end:
                 raise InfrastructureFault(
@@ -243,11 +273,10 @@ class Launched(Way):
                 )
             await asyncio.sleep(_STEP_S)
 
-    async def _read(self) -> None:
-        assert self._process is not None and self._process.stdout is not None
+    async def _read(self, output: asyncio.StreamReader) -> None:
         while True:
             try:
-                line = await self._process.stdout.readline()
+                line = await output.readline()
             except ValueError:  # the line is longer than the limit; the rest of it is read next
                 continue
             if not line:
@@ -268,7 +297,7 @@ class Launched(Way):
 
     async def close(self) -> None:
         """End the server and its children."""
-        await self.front.close()
+        await super().close()
         if self._process is not None:
             # The signal goes to the server alone: it ends its children itself, but waits to
             # diagnose children that it finds dead.
@@ -281,82 +310,6 @@ class Launched(Way):
             await self._process.wait()
         if self._reading is not None:
             self._reading.cancel()
-
-
-class Remote(Way):
-    """The way "url": a server, or a router and the servers behind it, which may come and go."""
-
-    def __init__(self, url: str, model: str, config: ActorsConfig):
-        settings = config.sglang
-        self._key = os.environ.get(settings.api_key_env, "").strip() if settings.api_key_env else ""
-        if settings.api_key_env and not self._key:
-            raise ValueError(
-                f"environment variable {settings.api_key_env} is empty: it must hold the API key of"
-                f" {url}"
-            )
-        self.start_s = settings.start_timeout_s
-        super().__init__(Http(url, self._key, settings.request_timeout_s, config.capacity, model))
-
-    async def start(self) -> None:
-        """Open the connections. Behind a router, wait for a server at most ``start_s`` seconds.
-        Raises InfrastructureFault when nothing answers."""
-        try:
-            await self._connect(self.front)
-            listed = await self.front.workers()
-            self.elastic = listed is not None
-            if listed is not None:
-                self.servers, end = [], time.monotonic() + self.start_s
-                while not await self._first(listed):
-                    if time.monotonic() > end:
-                        raise InfrastructureFault(
-                            f"none of the {len(listed)} servers behind the router {self.front.url}"
-                            f" answered in actors.sglang.start_timeout_s = {self.start_s:g} s: add"
-                            " one (POST /workers)"
-                        )
-                    await asyncio.sleep(_STEP_S)
-                    listed = await self.front.workers() or {}
-        except BaseException:
-            await self.close()
-            raise
-
-    async def _first(self, listed: dict[str, str]) -> list[Any]:
-        for url in listed:
-            with contextlib.suppress(InfrastructureFault):
-                self.servers.append(await self.reached(url))
-        return self.servers
-
-    async def reached(self, url: str) -> Http:
-        """Return a further server behind the router. Raises InfrastructureFault."""
-        server = Http(url, self._key, self.front.timeout_s, 1, self.front.model)
-        try:
-            await self._connect(server)
-        except BaseException:
-            await server.close()
-            raise
-        return server
-
-    async def _connect(self, server: Http) -> None:
-        await server.start()
-        # an earlier actor, which died in an update, may have left these open
-        for path in ("/end_weight_update", "/continue_generation"):
-            with contextlib.suppress(InfrastructureFault):
-                await server.call(path, {}, 10.0)
-        if not await server.answers("/health"):
-            raise InfrastructureFault(
-                f"{server.name} does not answer /health: is it running there?"
-            )
-
-    async def died(self) -> str:
-        """Return the reason when the URL or all servers behind it were silent three times."""
-        silent = 0
-        while silent < 3:
-            await asyncio.sleep(10.0)
-            answers = (server.answers("/model_info") for server in self.servers)
-            alive = await asyncio.gather(*answers)
-            answers = any(alive) and (not self.elastic or await self.front.answers("/health"))
-            silent = 0 if answers else silent + 1
-        what = ", or no server behind it" if self.elastic else " /model_info"
-        return f"{self.name} no longer answers{what}"
 
 
 def arguments(model: str, config: ActorsConfig) -> dict[str, Any]:
@@ -383,21 +336,3 @@ def linear_layers(model: Path) -> list[str]:
         if len(shape) == 2 and name.endswith(".weight") and not name.startswith("visual.")
     }
     return sorted(layers - {"embed_tokens", "lm_head"})
-
-
-def read_facts(model: str, info: dict[str, Any]) -> Facts:
-    """Read SGLang's description of itself and, if there is one, the model's configuration."""
-    path, settings = Path(model) / "config.json", dict[str, Any]()
-    if path.is_file():
-        settings = json.loads(path.read_text())
-        settings |= settings.get("text_config") or {}
-    return Facts(
-        capacity=int(info.get("max_total_num_tokens") or 0),
-        context=int(info.get("context_length") or settings.get("max_position_embeddings") or 0),
-        vocabulary=int(settings.get("vocab_size") or 0),
-        device=str(info.get("device") or ""),
-        dtype=str(info.get("dtype") or ""),
-        tp=int(info.get("tp_size") or 1),
-        version=str(info.get("weight_version") or ""),
-        mask=int(info.get("sampling_mask_max_tokens") or 4096),
-    )

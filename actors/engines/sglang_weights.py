@@ -1,33 +1,31 @@
 """Load a policy version into SGLang: pause generation, move the weights, prove that they arrived,
 name them, and continue. Adapters are small files and are loaded without a pause.
 
-Every server of one engine takes part in each step, and a step that fails on any server fails the
-update. Behind a router a server that fails is let go instead while another is left, and ``join``
-brings a server to the version of the others while they generate. A server gets the name of a
-version, which holds a mark of this actor, only after the proof; SGLang reports the name with every
-sample, so samples of weights that anybody else loaded are known by it.
+A step that fails fails the update; behind a router only the failing server is let go while another
+is left. The name of a version holds a mark of this actor and is given only after the proof. SGLang
+reports it with every sample, so samples of weights that anybody else loaded are known by it.
 """
 
 import asyncio
 import hashlib
 import logging
-import tempfile
 import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from coppice.actors.config import SGLangConfig
-from coppice.actors.engines import sglang_transport as transport
 from coppice.actors.engines import weights
-from coppice.actors.engines.sglang_api import Facts, Remote, Way
-from coppice.wire import digest, published
+from coppice.actors.engines.sglang_api import Facts, Http, Servers
+from coppice.actors.engines.sglang_transport import Pull
+from coppice.wire import published
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import LoadRequest
+from coppice.wire.published import Manifest
 
 log = logging.getLogger("actors.sglang")
 
@@ -37,26 +35,19 @@ _CHECKSUMS = "/weights_checker", {"action": "checksum"}
 _ADAPTERS_KEPT = 2
 """The newest adapter and the previous one, which requests that began earlier still use."""
 
+Transport = Literal["disk", "adapter", "distributed"]
 
-class UpdateRefused(Exception):
+
+class UpdateRefused(InfrastructureFault):
     """The update was refused before anything changed."""
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """A verified version that is ready for its transport. folder: holds its file. pulls: by server.
-    scratch: the same folder if it was created for this update."""
+    """A verified version that is ready for its transport. pulls: by server, of a broadcast."""
 
     request: LoadRequest
-    chosen: transport.Transport
-    folder: Path
-    pulls: dict[Any, transport.Pull]
-    scratch: tempfile.TemporaryDirectory[str] | None
-    begun: float
-
-    def clean_up(self) -> None:
-        """Remove the folder that was created for this update."""
-        if self.scratch is not None:
-            self.scratch.cleanup()
+    chosen: Transport
+    pulls: dict[Http, Pull]
 
 
 class SGLangWeights:
@@ -64,27 +55,26 @@ class SGLangWeights:
     and ``unload``. adapter: the adapter of new requests, "" for none. named: the whole
     weights in force."""
 
-    def __init__(self, way: Way, base: Path, config: SGLangConfig):
+    def __init__(self, way: Servers, base: Path, config: SGLangConfig):
         self.way, self.base, self.config = way, base, config
         self.adapter, self.named = "", ""
         self.facts = Facts()
         self._names: dict[str, int] = {}
         self._whole: LoadRequest | None = None
         """The last version of whole weights, None before the first update."""
-        self._adapters: dict[str, Path] = {}
+        self._adapters: dict[str, str] = {}
         self._checksum = ""
         """The checksum of the whole weights that the servers hold, without adapters."""
         self._tensors: frozenset[str] = frozenset()
         """The names of these weights' tensors in SGLang."""
 
     async def start(self) -> None:
-        """Name the servers' weights. Raises InfrastructureFault when they differ."""
-        servers = self.way.servers
-        self._checksum, _ = await self._agreed(servers)
+        """Name the servers' weights."""
+        self._checksum = await self._agreed(self.way.servers)
         self.facts = await self.way.facts()
         if not self.facts.updated:
             self.named = self._new_name(0)
-            await self._name(servers, self.named)
+            await self._name(self.way.servers, self.named)
 
     def order(self, name: Any) -> int:
         """Return when this actor gave this name: 0, 1, ...; -1 for any other name."""
@@ -96,64 +86,105 @@ class SGLangWeights:
         self._names[name] = len(self._names)
         return name
 
-    async def prepare(
-        self,
-        request: LoadRequest,
-        servers: list[Any] | None = None,
-        config: SGLangConfig | None = None,
-    ) -> Ready:
+    async def prepare(self, request: LoadRequest, servers: list[Http] | None = None) -> Ready:
         """Do all that can be done while requests go on. Raises UpdateRefused."""
-        servers, config = servers or self.way.servers, config or self.config
-        begun, folder, scratch, pulls = time.monotonic(), Path(request.path), None, {}
+        folder, pulls = Path(request.path), dict[Http, Pull]()
         try:
             manifest = published.read(folder, request.digest)
-            chosen = transport.choose(
-                manifest, self.facts, config, *transport.place(config, servers)
-            )
+            chosen = choose(manifest, self.facts, self.config)
             if chosen == "adapter" and self.facts.updated and self._whole is None:
                 raise InfrastructureFault(
                     f"{self.way.name} holds weight version {self.facts.version} from before, but an"
                     " adapter needs the base model's weights: start it anew"
                 )
-            if chosen in ("adapter", "disk", "merged"):
+            if chosen == "distributed":
+                pulls = await self._offered(manifest, servers or self.way.servers)
+            else:
                 await asyncio.to_thread(_verify, self.base, folder, request.digest)
-            if chosen == "merged":
-                scratch = await asyncio.to_thread(transport.merge, self.base, folder)
-                folder = Path(scratch.name)
-            if chosen in ("tensor", "distributed"):
-                facts = await self._each(servers, lambda server: server.facts())
-                pulls = await transport.prepare(
-                    chosen, dict(zip(servers, facts, strict=True)), manifest, config
-                )
         except (InfrastructureFault, ValueError, OSError) as fault:
             raise UpdateRefused(str(fault)) from None
-        return Ready(request, chosen, folder, pulls, scratch, begun)
+        return Ready(request, chosen, pulls)
 
-    async def update(self, ready: Ready) -> tuple[int, str]:
-        """Bring the version into force. Return the bytes that were moved and a hash of SGLang's
-        checksum and the adapter's digest. Whole weights pause generation: no request may be sent
-        meanwhile. After InfrastructureFault the weights may have changed."""
-        request, chosen, pause = ready.request, ready.chosen, 0.0
-        try:
-            if chosen == "adapter":
-                size = await self._load_adapter(request, ready.folder)
-            else:
-                size, pause = await self._load_whole(ready, self.way.servers, self.config)
-        finally:
-            ready.clean_up()
-        seconds = time.monotonic() - ready.begun
-        adapter, mb = request.digest if self.adapter else "", size / 1e6
+    async def _offered(self, manifest: Manifest, servers: list[Http]) -> dict[Http, Pull]:
+        """Ask the learner to offer a version to all servers at once."""
+        facts = await self._each(servers, lambda server: server.facts())
+        limit = self.config.update_timeout_s
+        pulls = {
+            server: Pull(server, fact, manifest, limit)
+            for server, fact in zip(servers, facts, strict=True)
+        }
+        asks = (asyncio.to_thread(pull.ask) for pull in pulls.values())
+        outcomes = await asyncio.gather(*asks, return_exceptions=True)
+        if failed := [one for one in outcomes if isinstance(one, BaseException)]:
+            await asyncio.gather(*(pull.release() for pull in pulls.values()))
+            raise failed[0]
+        return pulls
+
+    async def update(self, ready: Ready) -> str:
+        """Bring the version into force. Return a hash of SGLang's checksum and the adapter's
+        digest. Whole weights pause generation: no request may be sent meanwhile. After
+        InfrastructureFault the weights may have changed."""
+        request, begun = ready.request, time.monotonic()
+        if ready.chosen == "adapter":
+            await self._load_adapter(request)
+            begun = time.monotonic()
+        else:
+            await self._load_whole(ready, self.way.servers)
+        adapter, pause = request.digest if self.adapter else "", time.monotonic() - begun
         proof = hashlib.sha256(f"{self._checksum}{adapter}".encode()).hexdigest()
-        log.info(
-            f"version {request.version} by {chosen}: {mb:.1f} MB in {seconds:.2f} s"
-            f" ({mb / seconds:.0f} MB/s), generation paused for {pause:.2f} s, checksum {proof[:8]}"
-        )
-        return size, proof
+        told = "version %d by %s: generation paused for %.2f s, checksum %s"
+        log.info(told, request.version, ready.chosen, pause, proof[:8])
+        return proof
 
-    async def join(self, server: Any) -> str:
-        """Bring a new server to the version in force; say how. Raises UpdateRefused or a fault."""
+    async def refresh(self) -> None:
+        """Do what the router's list says, outside of updates: let servers go that left or started
+        anew, and take in each new one once it holds the version in force."""
+        listed = await self.way.front.workers()
+        if listed is None:
+            raise InfrastructureFault(f"{self.way.front.url}/workers is gone: there was a router")
+        await asyncio.gather(*(self._check(one, listed) for one in list(self.way.servers)))
+        new = listed.keys() - {server.url for server in self.way.servers}
+        await asyncio.gather(*(self._take_in(url, listed[url]) for url in new))
+        self.facts = await self.way.facts()
+
+    async def _check(self, server: Http, listed: dict[str, str]) -> None:
+        reason = "the router no longer lists it"
+        if server.url in listed:
+            try:
+                name = (await server.facts()).version
+            except InfrastructureFault as fault:
+                reason = f"it does not answer ({fault})"
+            else:
+                if name == self.named:
+                    return
+                reason = f"its weights are named {name!r}, not by this actor in this run"
+        await self._drop(server, reason)
+
+    async def _take_in(self, url: str, number: str) -> None:
+        """Bring a server to the version in force. If it cannot be, take it out of the router, which
+        would go on sending requests to it."""
+        try:
+            server = await self.way.reached(url)
+        except InfrastructureFault:
+            return  # it is still starting, or dead, which the router notices itself
+        try:
+            await self._join(server)
+            self.way.servers.append(server)
+            log.info("%s has joined with version %s", server.name, self.named.partition("@")[0])
+        except UpdateRefused as refused:
+            log.warning("%s stays out until another version: %s", server.name, refused)
+        except InfrastructureFault as fault:
+            if await server.answers("/model_info"):
+                await self.way.front.client.send("DELETE", f"/workers/{number}")
+                mend = "was taken out of the router: mend it and add it again (POST /workers)"
+                log.warning("%s cannot be updated and %s: %s", server.name, mend, fault)
+        finally:
+            if server not in self.way.servers:  # also when this actor stops meanwhile
+                await server.close()
+
+    async def _join(self, server: Http) -> None:
         (answer,) = await self._all([server], *_CHECKSUMS)
-        checksum, tensors, how = _checksum(answer), _tensors(answer), "it holds it"
+        checksum, tensors = _checksum(answer), _tensors(answer)
         if set(tensors) != self._tensors:
             raise InfrastructureFault(
                 f"{server.name} serves another model: {len(tensors)} tensors of other names"
@@ -164,21 +195,13 @@ class SGLangWeights:
                     f"{server.name} holds other weights (checksum {checksum[:16]}) than the model"
                     f" of the run ({self._checksum[:16]}): start it with that model"
                 )
-            # What it has cached is of other weights and must go, whatever ``pause`` says.
-            config = msgspec.structs.replace(self.config, pause="retract")
-            ready = await self.prepare(self._whole, [server], config)
-            try:
-                await self._load_whole(ready, [server], config)
-            finally:
-                ready.clean_up()
-            how = f"by {ready.chosen}"
+            await self._load_whole(await self.prepare(self._whole, [server]), [server])
         for name, folder in self._adapters.items():
-            adapter = {"lora_name": name, "lora_path": str(folder)}
+            adapter = {"lora_name": name, "lora_path": folder}
             await self._all([server], "/load_lora_adapter", adapter)
         await self._name([server], self.named)
         # an update that failed here may have left it paused
         await self._all([server], "/continue_generation", {})
-        return how
 
     async def unload(self, kept: int = _ADAPTERS_KEPT) -> None:
         """Unload all but the newest adapters, because servers may outlive this actor. A failure is
@@ -191,37 +214,43 @@ class SGLangWeights:
                 except InfrastructureFault as fault:
                     log.warning("adapter %s stays loaded: %s", name, fault)
 
-    async def _load_whole(
-        self, ready: Ready, servers: list[Any], config: SGLangConfig
-    ) -> tuple[int, float]:
-        """Return bytes moved and seconds paused. Generation always continues."""
-        begun, moved, joining = time.monotonic(), False, servers is not self.way.servers
+    async def _load_whole(self, ready: Ready, servers: list[Http]) -> None:
+        """Load and prove whole weights, into all servers or into a joining one. Generation always
+        continues."""
+        moved, version = False, ready.request.version
         try:
-            await self._all(servers, "/pause_generation", {"mode": config.pause})
+            # running requests go on with the new weights, by which their cache is computed again
+            await self._all(servers, "/pause_generation", {"mode": "retract"})
             # Tokens sampled before all weights have arrived get a weight version that is not a
             # policy version.
-            await self._name(servers, f"{MOVING}{ready.request.version}")
-            sizes = await self._each(servers, lambda server: self._move(server, ready, config))
-            await self._prove(ready, servers, joining)
-            name = self.named if joining else self._new_name(ready.request.version)
-            await self._name(servers, name)
-            self.named, moved = name, True
+            await self._name(servers, f"{MOVING}{version}")
+            await self._each(servers, lambda server: self._move(server, ready))
+            held = await self._agreed(servers)
+            if servers is self.way.servers:
+                self._prove(ready.request, held)
+                name = self._new_name(version)
+                await self._name(servers, name)
+                self.named = name
+            elif held != self._checksum:
+                raise InfrastructureFault(
+                    f"{servers[0].name} holds checksum {held[:16]} after the update, the others"
+                    f" {self._checksum[:16]}"
+                )
+            moved = True
         finally:
             await asyncio.shield(asyncio.ensure_future(self._go_on(servers, abort=not moved)))
-            for server, pull in ready.pulls.items():
-                if not moved or server not in servers:
-                    await pull.release()
-        return max(sizes), time.monotonic() - begun
+            for pull in ready.pulls.values():
+                await pull.release()
 
-    async def _move(self, server: Any, ready: Ready, config: SGLangConfig) -> int:
-        """Move the weights into a server whose generation pauses, and return their bytes."""
+    async def _move(self, server: Http, ready: Ready) -> None:
+        """Move the weights into a server whose generation pauses."""
         if pull := ready.pulls.get(server):
-            return await pull.take()
-        body = {"model_path": str(ready.folder), "flush_cache": config.pause == "retract"}
-        await server.call("/update_weights_from_disk", body, config.update_timeout_s)
-        return sum(path.stat().st_size for path in ready.folder.glob("*.safetensors"))
+            await pull.take()
+        else:
+            body = {"model_path": ready.request.path, "flush_cache": True}
+            await server.call("/update_weights_from_disk", body, self.config.update_timeout_s)
 
-    async def _go_on(self, servers: list[Any], abort: bool) -> None:
+    async def _go_on(self, servers: list[Http], abort: bool) -> None:
         """Let every server generate again. abort: only log further failures."""
         paths = [("/abort_request", {"rid": "", "abort_all": True})] if abort else []
         for path, body in [*paths, ("/continue_generation", {})]:
@@ -232,22 +261,13 @@ class SGLangWeights:
                     raise
                 log.warning("%s", fault)
 
-    async def _name(self, servers: list[Any], name: str) -> None:
+    async def _name(self, servers: list[Http], name: str) -> None:
         body = {"new_version": name, "abort_all_requests": False}
         await self._all(servers, "/update_weight_version", body)
 
-    async def _prove(self, ready: Ready, servers: list[Any], joining: bool) -> None:
-        """Raise InfrastructureFault unless all servers hold the same new weights and, for a file on
-        a CPU, those of the file. On a GPU the learner's watch notices other weights."""
-        request = ready.request
-        held, answers = await self._agreed(servers)
-        if joining:
-            if held != self._checksum:
-                raise InfrastructureFault(
-                    f"{servers[0].name} holds checksum {held[:16]} after the update, the others"
-                    f" {self._checksum[:16]}"
-                )
-            return
+    def _prove(self, request: LoadRequest, held: str) -> None:
+        """Raise InfrastructureFault unless the servers hold new weights. That these are the
+        learner's, the learner's watch of log-probabilities notices."""
         if held == self._checksum and request.digest != (self._whole.digest if self._whole else ""):
             if self._whole is not None:
                 raise InfrastructureFault(
@@ -258,56 +278,43 @@ class SGLangWeights:
                 "version %d did not change the weights that the servers started with",
                 request.version,
             )
-        if ready.chosen in ("disk", "merged") and self.facts.device == "cpu" and self.facts.tp == 1:
-            path = ready.folder / published.FILES["full"]
-            dtype = _STORED.get(self.facts.dtype, "")
-            for answer in answers:
-                await asyncio.to_thread(_compare, path, _tensors(answer), dtype)
         self._checksum, self._whole, self.adapter = held, request, ""
 
-    async def _agreed(self, servers: list[Any]) -> tuple[str, list[dict[str, Any]]]:
-        """Return the common checksum and all answers, or raise. Behind a router, let differing
-        servers go."""
+    async def _agreed(self, servers: list[Http]) -> str:
+        """Return the common checksum, or raise. Behind a router, let differing servers go."""
         answers = await self._all(servers, *_CHECKSUMS)
         sums = [_checksum(answer) for answer in answers]
         common = Counter(sums).most_common(1)[0][0] if sums else ""
-        pairs = list(zip(servers, sums, strict=True))
-        if not common or (len(set(sums)) != 1 and not self.way.elastic):
-            listed = ", ".join(f"{server.name}: {one[:16] or 'none'}" for server, one in pairs)
-            raise InfrastructureFault(
-                f"servers of one engine hold different weights ({listed}): start them anew"
-            )
-        for server, one in pairs:
+        if not common:
+            raise InfrastructureFault(f"{self.way.name} gave no checksum: is it sglang 0.5.23?")
+        for server, one in list(zip(servers, sums, strict=True)):
             if one != common:
                 reason = f"its weights have checksum {one[:16]}, most have {common[:16]}"
-                _lose(servers, server, reason)
+                await self._drop(server, reason)
         self._tensors = frozenset(_tensors(answers[sums.index(common)]))
-        return common, answers
+        return common
 
-    async def _load_adapter(self, request: LoadRequest, folder: Path) -> int:
-        """Load an adapter under a random name and return its bytes. Servers outlive actors and
-        refuse a name that they know."""
-        size = (folder / published.FILES["lora"]).stat().st_size
+    async def _load_adapter(self, request: LoadRequest) -> None:
+        """Load an adapter under a random name: servers outlive actors and refuse a name that they
+        know."""
         name = f"coppice-v{request.version}-{uuid.uuid4().hex[:8]}"
-        servers, self._adapters[name] = self.way.servers, folder
-        adapter = {"lora_name": name, "lora_path": str(folder)}
+        servers, self._adapters[name] = self.way.servers, request.path
+        adapter = {"lora_name": name, "lora_path": request.path}
         await self._all(servers, "/load_lora_adapter", adapter)
-        held, _ = await self._agreed(servers)
+        held = await self._agreed(servers)
         if held != self._checksum:
             raise InfrastructureFault(
-                f"{self.way.name} holds other base weights (checksum {held[:16]}) than when this"
-                f" actor last saw them ({self._checksum[:16]}): was it started anew with another"
-                " model, or updated by somebody else? Start it with the run's model"
+                f"{self.way.name} holds other base weights (checksum {held[:16]}) than before"
+                f" ({self._checksum[:16]}): somebody updated it. Start it with the run's model"
             )
         self.adapter = name
-        return size
 
-    async def _all(self, servers: list[Any], path: str, body: dict[str, Any]) -> list[Any]:
+    async def _all(self, servers: list[Http], path: str, body: dict[str, Any]) -> list[Any]:
         """Make the same call to every server at once, see ``_each``."""
         limit = self.config.update_timeout_s
         return await self._each(servers, lambda server: server.call(path, body, limit))
 
-    async def _each(self, servers: list[Any], call: Callable[[Any], Awaitable[Any]]) -> list[Any]:
+    async def _each(self, servers: list[Http], call: Callable[[Http], Awaitable[Any]]) -> list[Any]:
         """Return all answers. Behind a router, a server that fails is let go if one is left."""
         done = await asyncio.gather(*(call(server) for server in servers), return_exceptions=True)
         pairs = list(zip(servers, done, strict=True))
@@ -316,103 +323,37 @@ class SGLangWeights:
             lasting = not self.way.elastic or len(failed) == len(done)
             if lasting or not isinstance(fault, InfrastructureFault):
                 raise fault
-            _lose(servers, server, str(fault))
+            await self._drop(server, str(fault))
         return [one for one in done if not isinstance(one, BaseException)]
 
-
-class SGLangFleet:
-    """The servers behind a router during a run, which the router lists (``GET /workers``). ``look``
-    must not run while weights are loaded.
-
-    listed --reached, brought to the version, proven--> generating (in ``Remote.servers``)
-    listed --answers, but cannot be brought to the version--> taken out of the router
-    generating --unlisted, silent, or restarted--> gone
-    """
-
-    def __init__(self, way: Remote, weights: SGLangWeights):
-        self.way, self.weights = way, weights
-        self._connected = set(way.servers)
-        self._refused: dict[str, str] = {}
-        """The name of the weights that a server could not get, by the router's number of it."""
-
-    async def look(self) -> bool:
-        """Let servers go and take servers in, as the router lists them. Return whether the fleet
-        has changed. Raises InfrastructureFault when the router does not answer."""
-        listed = await self.way.front.workers()
-        if listed is None:
-            raise InfrastructureFault(f"{self.way.front.url}/workers is gone: there was a router")
-        await asyncio.gather(*(self._check(server, listed) for server in list(self.way.servers)))
-        here = {server.url for server in self.way.servers}
-        await asyncio.gather(
-            *(self._take(url, number) for url, number in listed.items() if url not in here)
-        )
-        return await self.let_go()
-
-    async def let_go(self) -> bool:
-        """Close connections to servers that left. Return whether the fleet has changed."""
-        before, self._connected = self._connected, set(self.way.servers)
-        for server in before - self._connected:
-            await server.close()
-        return before != self._connected
-
-    async def _check(self, server: Any, listed: dict[str, str]) -> None:
-        """Let a server go that is unlisted, silent, or holds weights that are not ours."""
-        reason = "the router no longer lists it"
-        if server.url in listed:
-            try:
-                name = await server.weights_name()
-            except InfrastructureFault as fault:
-                reason = f"it does not answer ({fault})"
-            else:
-                if name == self.weights.named:
-                    return
-                reason = f"its weights are named {name!r}, not by this actor in this run"
-        log.warning("%s has left: %s", server.name, reason)
+    async def _drop(self, server: Http, reason: str) -> None:
         self.way.servers.remove(server)
+        log.warning("%s is left out, and taken in again when it can be: %s", server.name, reason)
+        await server.close()
 
-    async def _take(self, url: str, number: str) -> None:
-        """Bring a server to the version in force, or take it out of the router."""
-        if self._refused.get(number) == self.weights.named:
-            return
-        try:
-            server = await self.way.reached(url)
-        except InfrastructureFault:
-            return  # it is still starting, or dead, which the router notices itself
-        try:
-            how = await self.weights.join(server)
-        except UpdateRefused as refused:
-            self._refused[number] = self.weights.named
-            log.warning("%s stays out until the next version: %s", server.name, refused)
-        except InfrastructureFault as fault:
-            if not await server.answers("/model_info"):
-                return
-            self._refused[number] = self.weights.named
-            try:  # the router would go on sending requests to it
-                await self.way.front.remove(number)
-                done = "was taken out of the router: mend it and add it again (POST /workers)"
-            except InfrastructureFault as refusal:
-                done = f"must be taken out of the router (DELETE /workers/{number}: {refusal})"
-            log.warning(
-                "%s cannot be brought to the weights in force and %s: %s", server.name, done, fault
-            )
-        else:
-            self.way.servers.append(server)
-            version = self.weights.named.partition("@")[0]
-            log.info("%s has joined with version %s (%s)", server.name, version, how)
-        finally:
-            if server not in self.way.servers:  # also when this actor stops meanwhile
-                await server.close()
+
+def choose(manifest: Manifest, facts: Facts, config: SGLangConfig) -> Transport:
+    """Return the transport of one version. Raises InfrastructureFault when the version is not
+    published as the config asks."""
+    memory, wanted = manifest.memory, config.weights
+    if manifest.kind == "lora":
+        return "adapter"
+    if wanted == "auto":
+        gpus = memory is not None and memory.device == facts.device == "cuda"
+        return "disk" if memory is None or (manifest.file and not gpus) else "distributed"
+    need = "file" if wanted == "disk" else "memory"
+    if not manifest.file if need == "file" else memory is None:
+        raise InfrastructureFault(
+            f'actors.sglang.weights = "{wanted}", but version {manifest.version} is not published'
+            f' that way: set learner.publish to "{need}" or "both"'
+        )
+    return wanted
 
 
 def _verify(base: Path, folder: Path, expected: str) -> None:
     """Refuse what SGLang would not: damage, wrong shapes, missing or unknown names."""
     kind, path = weights.verified_file(folder, expected)
     weights.check(kind, path, weights.BaseWeights(base).shapes)
-
-
-def _lose(servers: list[Any], server: Any, reason: str) -> None:
-    servers.remove(server)
-    log.warning("%s is left out, and taken in again when it can be: %s", server.name, reason)
 
 
 def _checksum(answer: dict[str, Any]) -> str:
@@ -423,25 +364,3 @@ def _tensors(answer: dict[str, Any]) -> dict[str, str]:
     """Return the checksums of the tensors by name, of the first rank."""
     ranks = answer.get("ranks") or [{}]
     return ranks[0].get("checksums") or {}
-
-
-_STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""The name of a number type in safetensors, by its name in torch."""
-_PADDED = ("embed_tokens", "lm_head")
-
-
-def _compare(path: Path, held: dict[str, str], dtype: str) -> None:
-    """Raise InfrastructureFault unless a CPU server's tensors have the file's checksums (eight
-    bytes of SHA-256). Tensors that SGLang fuses, wraps or pads are skipped."""
-    wrong = [
-        name
-        for name, stored, _, data in digest.each(path)
-        if name in held
-        and stored == dtype
-        and not any(part in name for part in _PADDED)
-        and hashlib.sha256(data).digest()[:8].hex() != held[name]
-    ]
-    if wrong:
-        raise InfrastructureFault(
-            f"{len(wrong)} tensors did not arrive as {path} holds them; the first: {wrong[0]}"
-        )

@@ -2,13 +2,7 @@
 
 Invariant: every request is answered or failed. A RuntimeError or ValueError (no memory, a failing
 model) fails the requests that the thread has taken, and the thread goes on. Any other error ends
-the thread, and so do ``FAILED_STEPS`` failed steps without a successful one between them. A thread
-that has ended fails all requests and accepts no more. Unless it was closed, ``died`` returns the
-reason.
-
-    serving --failed step--> serving
-    serving --close--> ended
-    serving --other error, or one that stays--> ended, died
+the thread, and so do ``FAILED_STEPS`` failed steps without a successful one between them.
 """
 
 import asyncio

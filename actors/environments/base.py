@@ -2,7 +2,7 @@
 and a crash loses nothing."""
 
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -256,12 +256,6 @@ class Environment(Protocol):
     def anchor(self, state: Any) -> str | None:
         """Return what is equal for equal situations of one task, for GiGPO: without the step count
         and earlier turns. With None, turns with equal prompts are in the same situation."""
-        return None
-
-    def meanwhile(self, state: Any) -> AsyncIterator[tuple[str, Transition]] | None:
-        """Return what else waits for the policy in the same episode while it acts in ``state``, or
-        comes meanwhile, each with a name of its own: what ``step`` returns one after the other
-        later. None where nothing can."""
         return None
 
     def stops(self, state: Any) -> list[str]:

@@ -25,7 +25,6 @@ from coppice.common.numbers import Natural
 from coppice.wire.messages import JudgedTurn
 
 ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
-_ACTION_OR_BOX = re.compile(r"<action>(.*?)</action>|\\boxed\{([^{}]*)\}", re.DOTALL)
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 PICTURE = "{picture}"
 TRIES, STRIDE = 256, 1_000_003
@@ -37,9 +36,8 @@ class Game(Environment):
     ``initial``, ``view``, ``move``, ``moves``, ``notation``, ``apply`` and ``lost``.
 
     prompt: the name of a .txt file in ``folder``, or a path with a slash. history: how many earlier
-    moves of the policy {past} lists. boxed: also accept ``\\boxed{..}`` as an action.
-    stop_at_action: end the generation at "</action>"; must be off if the policy may write the tag
-    while it thinks.
+    moves of the policy {past} lists. stop_at_action: end the generation at "</action>"; must be off
+    if the policy may write the tag while it thinks.
     """
 
     name = ""
@@ -51,9 +49,7 @@ class Game(Environment):
     max_turns = 0
     """The game's own budget of turns; 0 for none."""
 
-    def __init__(
-        self, prompt: str, history: Natural = 0, boxed: bool = False, stop_at_action: bool = True
-    ):
+    def __init__(self, prompt: str, history: Natural = 0, stop_at_action: bool = True):
         path, self.template = prompt_template(prompt, self.folder)
         placeholders = set(_PLACEHOLDER.findall(self.template))
         if not {"board", "row", "picture"} & placeholders:
@@ -70,7 +66,6 @@ class Game(Environment):
                 f"history = {history} has no effect: prompt file {path} has no {{past}} placeholder"
             )
         self.history, self.stop = history, ["</action>"] if stop_at_action else []
-        self._pattern = _ACTION_OR_BOX if boxed else ACTION
 
     # ----------------------------------------------------------------------------- of each game
 
@@ -129,8 +124,8 @@ class Game(Environment):
 
     def read(self, state: Any, text: str) -> Action:
         """Return the action of the last action block, checked against the rules."""
-        blocks = list(self._pattern.finditer(text))
-        move = self.move(blocks[-1][blocks[-1].lastindex or 1]) if blocks else None
+        blocks = ACTION.findall(text)
+        move = self.move(blocks[-1]) if blocks else None
         if move is None:
             return Action("invalid", text)
         return Action("move" if move in self.moves(state) else "illegal", text, move=move)

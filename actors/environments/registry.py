@@ -11,16 +11,12 @@ BUILT_IN = {
     "sudoku": "coppice.actors.environments.sudoku.environment:Sudoku",
     "agent": "coppice.actors.environments.agents.environment:AgentEnvironment",
     "gymnasium": "coppice.actors.environments.others.in_process:Gymnasium",
-    "openenv": "coppice.actors.environments.others.openenv:OpenEnv",
-    "openenv_server": "coppice.actors.environments.others.openenv:OpenEnvServer",
     "other_python": "coppice.actors.environments.others.other_python:OtherPython",
-    "reasoning_gym": "coppice.actors.environments.others.in_process:ReasoningGym",
     "textarena": "coppice.actors.environments.others.in_process:TextArena",
     "sotopia": "coppice.actors.environments.sotopia.environment:Sotopia",
     "minesweeper": "coppice.actors.environments.minesweeper.environment:Minesweeper",
     "sokoban": "coppice.actors.environments.sokoban.environment:Sokoban",
     "webshop": "coppice.actors.environments.webshop.environment:WebShop",
-    "webshop_server": "coppice.actors.environments.webshop.server:WebShopServer",
 }
 
 

@@ -6,9 +6,8 @@ import json
 import re
 from typing import Any
 
-from coppice.actors.serving.conversations import listed
-from coppice.actors.serving.protocol import UNTHREADED, RequestRefused, sse, unexpected
-from coppice.actors.serving.replies import Form, Reply
+from coppice.actors.serving.protocol import UNTHREADED, RequestRefused, listed, unexpected
+from coppice.actors.serving.replies import Form, Reply, sse
 from coppice.common.dialogue import text_of
 
 _TRANSLATED = """
@@ -132,11 +131,10 @@ def _format(body: dict[str, Any]) -> dict[str, Any] | None:
 class MessagesForm(Form):
     """thinks: whether the client asks for the thought, as a block before the text."""
 
-    id, call = "msg-", "toolu"
+    prefix, call = "msg-", "toolu"
 
-    def __init__(self, body: dict[str, Any], model: str):
-        super().__init__(str(body.get("model") or model))
-        thinking = body.get("thinking")
+    def __init__(self, model: str, name: str, thinking: Any = None):
+        super().__init__(model, name)
         self.thinks = isinstance(thinking, dict) and thinking.get("type") in ("enabled", "adaptive")
 
     def whole(self, reply: Reply) -> dict[str, Any]:

@@ -1,17 +1,19 @@
-"""Conversations in the bodies of /v1/chat/completions and /v1/responses. Fields that do not change
-what is asked are ignored.
+"""One form for the requests of all dialects: each becomes a body of chat completions, and that a
+conversation. Fields that do not change what is asked are ignored.
 
 Clients write one conversation in many ways: part lists, null, other names of roles, tools flat or
 nested. All become the messages and tools of chat completions, which chat templates read.
 """
 
-import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from coppice.actors.serving.protocol import RequestRefused, shown, unexpected
+from coppice.actors.serving import anthropic, responses
+from coppice.actors.serving.protocol import RequestRefused, listed, shown, unexpected
+from coppice.actors.serving.replies import ChatForm, Form
 from coppice.common.dialogue import Message, text_of
 
 LONGEST = 2**31 - 1
@@ -47,88 +49,28 @@ class Conversation(msgspec.Struct, frozen=True):
         return self.choice not in ("auto", "none")
 
 
-class ResponseStore:
-    """What /v1/responses has answered, for clients that refer to it by ids: items, and
-    conversations by the id of their last response. The oldest are dropped. Each session has its
-    own, so no episode sees another one's answers."""
-
-    def __init__(self, items: int = 4096, responses: int = 16):
-        self._most = items, responses
-        self._items: dict[str, dict[str, Any]] = {}
-        self._turns: dict[str, tuple[list[Message], list[dict[str, Any]]]] = {}
-
-    def add(self, response: dict[str, Any], before: list[Message]) -> None:
-        """Keep an answer's body. before: its conversation without the instructions."""
-        self._items |= {item["id"]: item for item in response["output"]}
-        self._turns[response["id"]] = before, response["output"]
-        for kept, most in zip((self._items, self._turns), self._most, strict=True):
-            while len(kept) > most:
-                del kept[next(iter(kept))]
-
-    def item(self, name: Any) -> dict[str, Any]:
-        """Return the item that has this id. Raises RequestRefused if there is none."""
-        if not isinstance(name, str) or name not in self._items:
-            wish = "expected the id of an item that was answered here; send the item itself"
-            raise RequestRefused(f"`input`: item_reference {shown(name)}: {wish}")
-        return self._items[name]
-
-    def conversation(self, name: Any) -> tuple[list[Message], list[dict[str, Any]]]:
-        """Return a conversation and the items that ended it. Raises RequestRefused."""
-        if not isinstance(name, str) or name not in self._turns:
-            wish = f"one of the last {self._most[1]} responses of this server; send the whole input"
-            raise unexpected("previous_response_id", name, wish)
-        return self._turns[name]
-
-    def clear(self) -> None:
-        self._items.clear()
-        self._turns.clear()
-
-
-def listed(body: dict[str, Any], field: str = "messages") -> list[Any]:
-    """Return a field that is a list of at least one message or item. Raises RequestRefused."""
-    value = body.get(field)
-    if not isinstance(value, list) or not value:
-        raise unexpected(field, value, "a list of at least one message")
-    return value
+def translated(
+    path: str, body: dict[str, Any], store: responses.ResponseStore
+) -> tuple[dict[str, Any], Callable[[str, str], Form]]:
+    """Return a body as chat completions have it, and the form of its reply. path: of the request.
+    store: what the ids in a body of /v1/responses refer to. Raises RequestRefused."""
+    if path.endswith("/responses"):
+        body, items = responses.chat_body(body, store)
+        return body, partial(responses.ResponsesForm, keep=partial(store.keep, items))
+    if "/messages" in path:
+        chat = anthropic.chat_body(body, counted=path.endswith("/count_tokens"))
+        return chat, partial(anthropic.MessagesForm, thinking=body.get("thinking"))
+    return body, ChatForm
 
 
 def chat_of(body: dict[str, Any], texts: Sequence[str] = ()) -> Conversation:
-    """Read a body. texts: further fields of a message that reach the template. Raises
-    RequestRefused."""
+    """Read a body of chat completions. texts: further fields of a message that reach the template.
+    Raises RequestRefused."""
     messages = [
         _message(m) | {key: m[key] for key in texts if isinstance(m.get(key), str)}
         for m in listed(body)
     ]
-    return _conversation(body, messages)
-
-
-def responses_of(
-    body: dict[str, Any], store: ResponseStore
-) -> tuple[Conversation, Callable[[dict[str, Any]], None]]:
-    """Read a body whose ids refer to ``store``. Also return what keeps the answer. Raises
-    RequestRefused."""
-    for name in ("conversation", "prompt"):
-        if body.get(name):
-            raise unexpected(name, body[name], "none, as nothing is stored; send the whole input")
-    text = body.get("instructions")
-    # not carried over to later requests
-    instructions = [_message({"role": "system", "content": text})] if text else []
-    given, messages = body.get("input"), list[Message]()
-    body = (
-        body | {"input": [{"role": "user", "content": given}]} if isinstance(given, str) else body
-    )
-    items = listed(body, "input")
-    if previous := body.get("previous_response_id"):
-        before, answer = store.conversation(previous)
-        messages, items = [*before], [*answer, *items]
-    for item in items:
-        _add(item, messages, store)
-    conversation = _conversation(body, [*instructions, *messages])
-    return conversation, lambda answer: store.add(answer, messages)
-
-
-def _conversation(body: dict[str, Any], messages: list[Message]) -> Conversation:
-    names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+    names = ("max_completion_tokens", "max_tokens")
     most = next((body[name] for name in names if body.get(name) is not None), None)
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
         raise unexpected("max_tokens", most, "a positive whole number")
@@ -150,7 +92,7 @@ def _message(message: Any) -> Message:
                 for call in calls
             ]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        reason = f"`messages`: {shown(message)}: {type(error).__name__} {error}"
+        reason = f"a message, {shown(message)}: {type(error).__name__} {error}"
         raise RequestRefused(reason) from None
     if role not in ("system", "user", "assistant", "tool"):
         raise unexpected("role", role, "system, developer, user, assistant or tool")
@@ -212,31 +154,3 @@ def _name(named: Any) -> str:
     function = named.get("function")
     name = named.get("name") or (function.get("name") if isinstance(function, dict) else None)
     return name if isinstance(name, str) else ""
-
-
-def _add(item: Any, messages: list[Message], store: ResponseStore) -> None:
-    """Add an item of /v1/responses. A reply's text and the calls after it are one message."""
-    kind = None
-    if isinstance(item, dict):
-        kind = item.get("type") or ("item_reference" if [*item] == ["id"] else "message")
-    if kind == "item_reference":
-        _add(store.item(item.get("id")), messages, store)
-    elif kind == "message":
-        messages.append(_message(item))
-    elif kind == "function_call":
-        try:
-            call = _call(item.get("call_id"), item.get("name"), item.get("arguments"))
-        except ValueError as error:
-            raise RequestRefused(f"`input`: {shown(item)}: {error}") from None
-        if not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": ""})
-        last = messages.pop()
-        messages.append({**last, "tool_calls": [*last.get("tool_calls", []), call]})
-    elif kind == "function_call_output":
-        output = item.get("output")
-        content = output if isinstance(output, str) else json.dumps(output)
-        result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
-        messages.append(result)
-    elif kind != "reasoning":
-        kinds = "message, function_call, function_call_output, item_reference or reasoning"
-        raise unexpected("input", item, f"items of the types {kinds}")

@@ -1,28 +1,44 @@
-"""Replies in the words of /v1/chat/completions and /v1/responses, whole or replayed as server-sent
-events."""
+"""Replies, and how chats and completions write them, whole or replayed as server-sent events."""
 
+import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
+from aiohttp import web
 
 from coppice.actors.environments.base import Spent
-from coppice.actors.serving.protocol import sse
+from coppice.actors.serving.protocol import RequestRefused, refusal
 from coppice.common.tool_calls import ToolCall
+from coppice.wire.faults import Fault
+
+KEEPALIVE_S = 10.0
+"""Seconds between comments of a stream that waits, so that no proxy closes it."""
+_BROKEN = "\ufffd"
+"""The result of decoding an incomplete character."""
+_KINDS = ("reasoning", "audio", "accepted_prediction", "rejected_prediction")
+
+
+class TokenText(msgspec.Struct, frozen=True):
+    """One sampled token, decoded alone. top: texts and log-probabilities of the most probable
+    tokens, descending."""
+
+    text: str
+    logprob: float
+    top: list[tuple[str, float]] = []
 
 
 class Reply(msgspec.Struct, frozen=True):
     """What the policy answered. think: its thought. stop: the stop string that ended it, "" if none
-    did. logprobs: as chat completions write them, None if nobody asks. others: further replies to
-    the same request (a chat's ``n``)."""
+    did. tokens: with their log-probabilities, None if nobody asks. others: further replies to the
+    same request (``n``, or several prompts)."""
 
     text: str
     calls: list[ToolCall] = []
     spent: Spent = Spent()
     think: str = ""
     stop: str = ""
-    logprobs: dict[str, Any] | None = None
+    tokens: list[TokenText] | None = None
     others: list["Reply"] = []
 
     @property
@@ -31,17 +47,14 @@ class Reply(msgspec.Struct, frozen=True):
         return "tool_calls" if self.calls else "length" if self.spent.finish == "length" else "stop"
 
 
-_ABSENT = dict.fromkeys("error incomplete_details instructions temperature top_p".split())
-_KINDS = ("reasoning", "audio", "accepted_prediction", "rejected_prediction")
-
-
 class Form:
-    """How one endpoint writes a reply. id: begins the ids of its replies."""
+    """How one endpoint writes a reply. name: ends the reply's id."""
 
-    id, call = "", "call"
+    prefix, call = "", "call"
 
-    def __init__(self, model: str):
-        self.model, self.created = model, int(time.time())
+    def __init__(self, model: str, name: str):
+        self.model, self.name, self.created = model, name, int(time.time())
+        self.id = self.prefix + name
 
     def whole(self, reply: Reply) -> dict[str, Any]:
         """Return the body of an answer that is not a stream."""
@@ -52,131 +65,132 @@ class Form:
         raise NotImplementedError
 
     def call_id(self, place: int | str) -> str:
-        return f"{self.call}_{self.id.rpartition('-')[2]}_{place}"
+        return f"{self.call}_{self.name}_{place}"
 
 
-class ChatForm(Form):
-    id = "chatcmpl-"
+class CompletionForm(Form):
+    prefix, kind, part = "cmpl-", "text_completion", "text_completion"
 
     def whole(self, reply: Reply) -> dict[str, Any]:
         choices = []
         for index, each in enumerate([reply, *reply.others]):
-            content = each.text or (None if each.calls else "")
-            message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-            message |= {"reasoning_content": each.think} if each.think else {}
-            message |= {"tool_calls": self._calls(index, each)} if each.calls else {}
-            choice = {"index": index, "message": message, "logprobs": each.logprobs}
-            choices.append(choice | {"finish_reason": each.finish})
-        return {**self._head("chat.completion"), "choices": choices, "usage": _usage(reply)}
+            head = {"index": index, **self.said(index, each), "logprobs": self.logprobs(each)}
+            choices.append({**head, "finish_reason": each.finish})
+        sampled = sum(each.spent.sampled for each in [reply, *reply.others])
+        prompt = reply.spent.prompt  # counts once, whatever the number of its samples
+        usage = {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+            "prompt_tokens_details": {"cached_tokens": reply.spent.cached, "audio_tokens": 0},
+            "completion_tokens_details": {f"{kind}_tokens": 0 for kind in _KINDS},
+        }
+        head = {"id": self.id, "object": self.kind, "created": self.created, "model": self.model}
+        return {**head, "choices": choices, "usage": usage}
 
     def events(self, reply: Reply, usage: bool) -> list[bytes]:
-        chunks: list[dict[str, Any]] = []
-        for index, each in enumerate([reply, *reply.others]):
-            deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-            deltas += [{"reasoning_content": each.think}] if each.think else []
-            deltas += [{"content": each.text}] if each.text else []
-            calls = self._calls(index, each)
-            deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(calls)]
-            chunks += [_chunk(index, delta) for delta in deltas[:-1]]
-            chunks.append(_chunk(index, deltas[-1], logprobs=each.logprobs))
-            chunks.append(_chunk(index, {}, finish_reason=each.finish))
-        chunks += [{"choices": [], "usage": _usage(reply)}] if usage else []
-        head = self._head("chat.completion.chunk")
+        head: dict[str, Any] = self.whole(reply) | {"object": self.part}
+        choices, counts = head.pop("choices"), head.pop("usage")
+        chunks = [{"choices": [part]} for choice in choices for part in self.parts(choice)]
+        chunks += [{"choices": [], "usage": counts}] if usage else []
         return [*(sse({**head, **chunk}) for chunk in chunks), b"data: [DONE]\n\n"]
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+    def said(self, index: int, reply: Reply) -> dict[str, Any]:
+        """Return what choice ``index`` says."""
+        return {"text": reply.text}
 
-    def _calls(self, index: int, reply: Reply) -> list[dict[str, Any]]:
+    def parts(self, choice: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the parts of a choice in a stream."""
+        return [choice]
+
+    def logprobs(self, reply: Reply) -> dict[str, Any] | None:
+        if (tokens := reply.tokens) is None:
+            return None
+        tops = [_by_text(token) for token in tokens]
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": tops if any(token.top for token in tokens) else None,
+        }
+
+
+class ChatForm(CompletionForm):
+    prefix, kind, part = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def said(self, index: int, reply: Reply) -> dict[str, Any]:
+        content = reply.text or (None if reply.calls else "")
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message |= {"reasoning_content": reply.think} if reply.think else {}
         choice, calls = f"{index}_" if index else "", []
         for i, call in enumerate(reply.calls):
             function = {"name": call.name, "arguments": call.arguments}
             name = self.call_id(f"{choice}{i}")
             calls.append({"id": name, "type": "function", "function": function})
-        return calls
+        return {"message": message | ({"tool_calls": calls} if calls else {})}
+
+    def parts(self, choice: dict[str, Any]) -> list[dict[str, Any]]:
+        message, plain = choice["message"], {"logprobs": None, "finish_reason": None}
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        said = ("reasoning_content", "content")
+        deltas += [{key: message[key]} for key in said if message.get(key)]
+        calls = enumerate(message.get("tool_calls", []))
+        deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in calls]
+        parts = [{"index": choice["index"], "delta": delta, **plain} for delta in [*deltas, {}]]
+        parts[-2] |= {"logprobs": choice["logprobs"]}
+        parts[-1] |= {"finish_reason": choice["finish_reason"]}
+        return parts
+
+    def logprobs(self, reply: Reply) -> dict[str, Any] | None:
+        if reply.tokens is None:
+            return None
+        content = []
+        for token in reply.tokens:
+            top = [_entry(text, logprob) for text, logprob in token.top]
+            content.append({**_entry(token.text, token.logprob), "top_logprobs": top})
+        return {"content": content, "refusal": None}
 
 
-class ResponsesForm(Form):
-    """keep: is told every answer, to which later requests may refer."""
-
-    id = "resp-"
-
-    def __init__(self, model: str, keep: Callable[[dict[str, Any]], None]):
-        super().__init__(model)
-        self._keep = keep
-
-    def whole(self, reply: Reply) -> dict[str, Any]:
-        spent = reply.spent
-        usage = {
-            "input_tokens": spent.prompt,
-            "input_tokens_details": {"cached_tokens": spent.cached},
-            "output_tokens": spent.sampled,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": spent.prompt + spent.sampled,
-        }
-        cut = reply.finish == "length"
-        name, items = self.id.rpartition("-")[2], []
-        if reply.text or not reply.calls:
-            part = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}
-            head = {"type": "message", "id": f"msg_{name}", "status": "completed"}
-            items.append({**head, "role": "assistant", "content": [part]})
-        for i, call in enumerate(reply.calls):
-            head = {"type": "function_call", "id": f"fc_{name}_{i}", "status": "completed"}
-            called = {"name": call.name, "arguments": call.arguments}
-            items.append({**head, "call_id": self.call_id(i), **called})
-        body = self._body("incomplete" if cut else "completed", items, usage)
-        body["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
-        self._keep(body)
-        return body
-
-    def events(self, reply: Reply, usage: bool) -> list[bytes]:
-        final, events = self.whole(reply), list[dict[str, Any]]()
-
-        def add(kind: str, **fields: Any) -> None:
-            events.append({"type": f"response.{kind}", "sequence_number": len(events), **fields})
-
-        add("created", response=self._body("in_progress", [], None))
-        for index, item in enumerate(final["output"]):
-            place = {"output_index": index, "item_id": item["id"]}
-            empty = {"content": []} if item["type"] == "message" else {"arguments": ""}
-            begun = {**item, "status": "in_progress", **empty}
-            add("output_item.added", output_index=index, item=begun)
-            if item["type"] == "message":
-                part, place = item["content"][0], {**place, "content_index": 0}
-                add("content_part.added", **place, part={**part, "text": ""})
-                add("output_text.delta", **place, delta=part["text"], logprobs=[])
-                add("output_text.done", **place, text=part["text"], logprobs=[])
-                add("content_part.done", **place, part=part)
-            else:
-                name, arguments = item["name"], item["arguments"]
-                add("function_call_arguments.delta", **place, delta=arguments)
-                add("function_call_arguments.done", **place, name=name, arguments=arguments)
-            add("output_item.done", output_index=index, item=item)
-        add(final["status"], response=final)
-        return [sse(event, event["type"]) for event in events]
-
-    def _body(self, status: str, output: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
-        head = {"id": self.id, "object": "response", "created_at": self.created, "status": status}
-        rest = {"metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
-        return {**head, "model": self.model, "output": output, "usage": usage, **rest, **_ABSENT}
+def _entry(text: str, logprob: float) -> dict[str, Any]:
+    # the bytes of a token that is a part of a character are not known here
+    spelled = None if _BROKEN in text else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": spelled}
 
 
-def _chunk(index: int, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
-    return {"choices": [choice]}
+def _by_text(token: TokenText) -> dict[str, float]:
+    """Return log-probabilities by text. Of equal texts the sampled, then the best counts."""
+    logprobs: dict[str, float] = {}
+    for text, logprob in token.top:
+        logprobs.setdefault(text, logprob)
+    return logprobs | {token.text: token.logprob}
 
 
-def usage(prompt: int, cached: int, sampled: int) -> dict[str, Any]:
-    """Return the counts of tokens. A prompt counts once, whatever the number of its samples."""
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": sampled,
-        "total_tokens": prompt + sampled,
-        "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
-        "completion_tokens_details": {f"{kind}_tokens": 0 for kind in _KINDS},
-    }
+def sse(value: dict[str, Any], name: str = "") -> bytes:
+    """Return a server-sent event of a name, or without one."""
+    event = b"event: " + name.encode() + b"\n" if name else b""
+    return event + b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def _usage(reply: Reply) -> dict[str, Any]:
-    sampled = sum(each.spent.sampled for each in [reply, *reply.others])
-    return usage(reply.spent.prompt, reply.spent.cached, sampled)
+async def send(
+    request: web.Request, form: Form, answer: asyncio.Future[Reply], stream: bool, usage: bool
+) -> web.StreamResponse:
+    """Send a reply when it is there: whole, or as a stream that is kept alive until then. A refusal
+    has its status unless the stream has begun."""
+    if not stream:
+        return web.json_response(form.whole(await asyncio.shield(answer)))
+    if (await asyncio.wait([answer], timeout=KEEPALIVE_S))[0]:
+        answer.result()
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    response = web.StreamResponse(headers=headers)
+    await response.prepare(request)
+    while not answer.done():
+        await response.write(b": waiting\n\n")
+        await asyncio.wait([answer], timeout=KEEPALIVE_S)
+    try:
+        events = form.events(answer.result(), usage)
+    except (RequestRefused, Fault) as error:
+        body = refusal(error).body(request.path)
+        events = [sse(body, body.get("type", ""))]
+    for event in events:
+        await response.write(event)
+    await response.write_eof()
+    return response

@@ -128,16 +128,11 @@ def _read(plain: Any) -> MinesState:
     """Return the state of plain values. Raises ValueError unless it is a game in progress."""
     state = msgspec.convert(plain, MinesState)
     cells, shown = state.rows * state.columns, set(state.board)
-    if cells < 1 or len(state.board) != cells or len(state.layout) not in (0, cells):
+    sized = len(state.board) == cells > 0 and len(state.layout) in (0, cells)
+    begun = state.layout or shown <= {HIDDEN, FLAG}
+    if not (sized and begun and shown <= _MARKS and shown & {HIDDEN, FLAG}) or state.over:
         raise ValueError(
-            f"board {state.board!r}: expected {state.rows} rows of {state.columns} cells, and a"
-            " layout as large or none"
+            f"board {state.board!r}, mines {state.layout!r}: expected a game that is on, of"
+            f" {state.rows} rows and {state.columns} columns"
         )
-    if not shown <= _MARKS or not shown & {HIDDEN, FLAG} or state.over:
-        raise ValueError(
-            f"board {state.board!r}: expected marks of {''.join(sorted(_MARKS))!r}, some of them"
-            " hidden, and a game that is on"
-        )
-    if not state.layout and not shown <= {HIDDEN, FLAG}:
-        raise ValueError(f"board {state.board!r}: revealed cells, but the mines are not placed")
     return state

@@ -50,7 +50,7 @@ class SokobanOracle(Oracle):
 
 def graded(position: Room, direction: int | None) -> tuple[float, str]:
     """Return the graded value of a step and the reason. direction: None for a reply that cannot be
-    read; 4 for standing still.
+    read.
 
     1 for a step of a shortest solution, 0 for any other, -1 for a reply that cannot be read and for
     the step that loses the last solution. Where no solution was left before the step, every
@@ -61,7 +61,7 @@ def graded(position: Room, direction: int | None) -> tuple[float, str]:
     before = shortest(position)
     if before is None:
         return 0.0, "the room could not be solved any more"
-    after = shortest(pushed(position, direction)) if direction < len(WORDS) else before
+    after = shortest(pushed(position, direction))
     if after is None:
         return -1.0, f"loses the last solution, which had {before} steps"
     change = f"{before} steps from the solution before, {after} after"

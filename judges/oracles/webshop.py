@@ -21,7 +21,7 @@ class WebShopOracle(Oracle):
     Column "reward": 1 for an action that lessens the distance and for a perfect purchase, -1 for an
     action that does nothing because it cannot be read or clicked, else 0. Column "distance": the
     actions that were needed before it. Raises DataFault for a turn of another environment or
-    catalogue, and for a server's shop, whose products are not known.
+    catalogue.
     """
 
     name = "webshop"

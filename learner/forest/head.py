@@ -163,7 +163,11 @@ class TokenLogprobs(torch.autograd.Function):
         total, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
         slope = torch.empty_like(hidden) if to_hidden else None
         kept: list[torch.Tensor] = []
-        room = _room(head) if to_weight else 0
+        room = 0  # the number of blocks whose odds may be kept for backward
+        if to_weight:
+            blocks = len(head.blocks()) * len(list(head.parts()))
+            size = max(1, len(head.buffer) * head.dtype.itemsize)
+            room = min(int(blocks * KEPT_SHARE), KEPT_BYTES // size)
         for part in head.parts():
             running = _Running(head.hidden[part], to_hidden, tracked)
             chosen = _pass(head, part, targets[part], running, kept, room)
@@ -194,13 +198,6 @@ class TokenLogprobs(torch.autograd.Function):
         if ctx.to_weight:
             to_weight = _weight_gradient(upstream, ctx.temperature, ctx.support, *rest)
         return to_hidden, to_weight, None, None, None, None
-
-
-def _room(head: _Head) -> int:
-    """Return the number of blocks, over all parts, whose odds may be kept for backward."""
-    blocks = len(head.blocks()) * len(list(head.parts()))
-    size = max(1, len(head.buffer) * head.dtype.itemsize)
-    return min(int(blocks * KEPT_SHARE), KEPT_BYTES // size)
 
 
 def _pass(

@@ -44,13 +44,7 @@ class TreeSegments(msgspec.Struct, frozen=True):
 
 
 def segments(table: TurnTable) -> TreeSegments:
-    """Return the segments of a table. Raises ValueError if the table was made without the paths of
-    its turns."""
-    if len(table.paths) != len(table):
-        raise ValueError(
-            "this scheme compares tokens: expected a table with paths, as"
-            " learner.update.table.build makes it"
-        )
+    """Return the segments of a table, which has the paths of its turns."""
     trajectories, seen = table.trajectories(), dict[bytes, int]()
     ends, paths, places = np.cumsum(table.tokens).tolist(), list[Path](), list[np.ndarray]()
     for rows, tree in zip(trajectories.rows, trajectories.tree, strict=True):

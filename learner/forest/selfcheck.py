@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from coppice.learner.forest.trees import SHARE_FROM, Path, alone, cuts, micro_batches, pack
+from coppice.learner.forest.trees import SHARE_FROM, Path, cuts, micro_batches, pack
 from coppice.learner.model.model import TreeModel
 
 LOGPROB_BOUND, GRADIENT_BOUND = 1e-3, 1e-2
@@ -95,18 +95,15 @@ def _plain(
     sum remain."""
     logprobs = []
     for i in sample:
-        logprobs.append(policy.read(alone(paths[i]), compute=compute, attention="causal")[0])
+        logprobs.append(policy.read(pack([paths[i]]), compute=compute, attention="causal")[0])
         logprobs[-1].sum().backward()
     return torch.cat(logprobs).detach()
 
 
 def _packed(
-    policy: TreeModel,
-    paths: Sequence[Path],
-    sample: list[int],
-    compute: torch.dtype,
+    policy: TreeModel, paths: Sequence[Path], sample: list[int], compute: torch.dtype,
     attention: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the same log-probabilities, read in the forest of all paths."""
     logprobs = policy.read(pack(paths, share=None), compute=compute, attention=attention)[0]
     of_path = logprobs.split([len(path.tokens) - path.start for path in paths])

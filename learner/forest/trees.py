@@ -139,11 +139,6 @@ def pack(paths: Sequence[Path], share: bool | None = True) -> Forest:
     return Trie(paths).forest(range(len(paths)), share)
 
 
-def alone(path: Path) -> Forest:
-    """Return one path as a forest, for the model's own causal attention."""
-    return pack([path])
-
-
 def filled(forest: Forest, bucket: int) -> Forest:
     """Return the forest with isolated filler nodes, so that its size is a multiple of ``bucket``:
     compiled attention needs static shapes."""

@@ -1,6 +1,5 @@
-"""A checkpoint is a folder with the weights and optimizer state of every model that trains, the
-learner's random states, what the watch and the adaptive KL remember, and the frontier: which
-version trained which groups.
+"""A checkpoint is a folder with the weights and optimizer state of every model that trains, what
+the watch and the adaptive KL remember, and the frontier: which version trained which groups.
 
 Exactly-once training depends on it: a group is trained if and only if the frontier of the resumed
 checkpoint holds it. Every file is on the disk before the folder has its name, and its digest is in
@@ -11,14 +10,11 @@ number of ranks, sharded or not, can read what any other number has written.
 
 import contextlib
 import logging
-import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from safetensors import SafetensorError
 
@@ -72,7 +68,6 @@ def save(
     def write() -> None:
         for part, (_, stepper) in trainer.parts().items():
             shards.save(draft, part, stepper, ranks)
-        (draft / f"rng-{ranks.rank:05d}.json").write_bytes(msgspec.json.encode(random_state()))
         own = sorted(draft.glob(f"*-{ranks.rank:05d}.*"))
         for path in own:  # here, because only the machine that wrote a file can wait for it
             atomic.sync(path)
@@ -152,11 +147,6 @@ def _set_aside(folder: Path) -> None:
     folder.rename(kept)
 
 
-def newest(run: Path) -> Path | None:
-    """Return the newest complete checkpoint of a run, if there is one."""
-    return max((run / "checkpoints").glob("v??????"), default=None)
-
-
 def restore_newest(trainer: Trainer, run: Path) -> tuple[State, list[str]]:
     """Restore the newest checkpoint that is whole, on every rank. Returns its state (version 0 if
     there is none) and a warning for each damaged one, which is set aside. Raises CheckpointError if
@@ -224,10 +214,6 @@ def _load(trainer: Trainer, folder: Path, state: State) -> None:
     with _damage(folder):
         for part, stepper in parts.items():
             shards.load(stored[part], stepper)
-        files = sorted(folder.glob("rng-?????.json"))
-        if files:  # only rank 0 of replicated ranks writes one, and all draw alike
-            own = files[min(trainer.ranks.rank, len(files) - 1)]
-            draw_on(msgspec.json.decode(own.read_bytes(), type=RngState))
     if trainer.prm is not None:
         trainer.prm.updates = state.prm_updates
     trainer.version, trainer.kl_factor = state.version, state.kl_factor
@@ -245,39 +231,3 @@ def _damage(folder: Path) -> Iterator[None]:
         ) from error
     except (OSError, SafetensorError, msgspec.DecodeError, KeyError, ValueError) as error:
         raise DamagedError(f"checkpoint {folder} is damaged: {error}") from error
-
-
-class RngState(msgspec.Struct, frozen=True):
-    """The random states of a rank, from which plug-ins and layers with dropout draw; the learner's
-    own draws depend on seed and version alone. cuda: one entry per device."""
-
-    python: tuple[int, list[int], float | None]
-    numpy: tuple[str, list[int], int, int, float]
-    torch: bytes
-    cuda: list[bytes]
-
-
-def random_state() -> RngState:
-    """Return the generators' states now."""
-    version, words, spare = random.getstate()
-    name, key, *rest = np.random.get_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    numpy: Any = (name, np.asarray(key).tolist(), *rest)
-    own, *devices = (one.numpy().tobytes() for one in (torch.get_rng_state(), *cuda))
-    return RngState((version, list(words), spare), numpy, own, devices)
-
-
-def draw_on(saved: RngState) -> None:
-    """Put the generators into saved states. Devices without a saved state keep theirs."""
-    version, words, spare = saved.python
-    random.setstate((version, tuple(words), spare))
-    name, key, *rest = saved.numpy
-    state: Any = (name, np.array(key, np.uint32), *rest)
-    np.random.set_state(state)
-    torch.set_rng_state(_unpacked(saved.torch))
-    for device, packed in enumerate(saved.cuda[: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(_unpacked(packed), device)
-
-
-def _unpacked(packed: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)

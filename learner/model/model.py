@@ -15,7 +15,6 @@ from transformers import AutoConfig
 
 from coppice.common import vision
 from coppice.common.hardware import compute_dtype, free_memory
-from coppice.common.heads import check_head
 from coppice.learner.config import LearnerConfig, LoraConfig
 from coppice.learner.forest.attention import FOREST, Backend, Layout
 from coppice.learner.forest.head import token_logprobs
@@ -114,7 +113,6 @@ class TreeModel:
         self.config, self.ranks, self.device = config, ranks, ranks.device
         self.compute: torch.dtype = getattr(torch, compute_dtype(config.dtype))
         model = loading.load(folder, ranks.sharded)
-        check_head(folder, model.config.get_text_config())
         check_layers(folder, model)
         self.vision = vision.Vision.of(folder)
         if config.train_vision and self.vision is None:

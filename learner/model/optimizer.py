@@ -35,15 +35,6 @@ class Stepper:
         left = {"constant": 1.0, "linear": 1 - done, "cosine": cosine}[c.schedule]
         return c.lr * (c.min_ratio + (1 - c.min_ratio) * left)
 
-    def local_square(self) -> float:
-        """Return the squared norm of the gradient that this rank has so far. Sharded ranks hold a
-        part of the common gradient, and of each part ``copies`` ranks a copy, which share its
-        square, so that the sum over the ranks is that of the gradient."""
-        held = [p.grad for p in self.parameters.values() if p.grad is not None]
-        local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in held]
-        squares = sum((grad.float().square().sum() for grad in local), torch.zeros(()))
-        return float(squares) / self.ranks.copies
-
     def step(self, version: int) -> float:
         """Make one step on the accumulated gradients. Returns their norm before clipping; raises
         RuntimeError if the norm is not finite."""

@@ -15,7 +15,7 @@ from coppice.common import vision
 from coppice.common.atomic import drafted, write_whole
 from coppice.common.frontier import runs
 from coppice.learner.model.model import TreeModel
-from coppice.learner.model.weight_server import Snapshot, WeightServer
+from coppice.learner.model.weight_server import WeightServer
 from coppice.wire import digest
 from coppice.wire.published import FILES, Manifest
 
@@ -62,10 +62,8 @@ def publish(
             else:
                 proof = fingerprint(tensors)
             if server is not None:  # copies, because training goes on while engines read them
-                own = {
-                    name: tensor.to(policy.device, copy=True) for name, tensor in tensors.items()
-                }
-                memory = server.offer(Snapshot(version, own))
+                own = {n: t.to(policy.device, copy=True) for n, t in tensors.items()}
+                memory = server.offer(version, own)
             manifest = Manifest(version, "full", proof, file, memory)
         manifest.write(draft)
     published = Published(version, str(folder), manifest.digest)

@@ -22,8 +22,7 @@ Sharding = Literal["replicate", "fsdp", "hybrid"]
 
 class Ranks:
     """This process among the learner's ranks, until ``close``. With one rank every operation is the
-    identity. shards: neighbouring ranks that hold one copy of the model together. copies: the ranks
-    that hold each part of it, if the model is sharded."""
+    identity. shards: neighbouring ranks that hold one copy of the model together."""
 
     def __init__(self, timeout_s: float, sharding: Sharding = "replicate", shard_ranks: int = 0):
         cuda, timeout = torch_device() == "cuda", timedelta(seconds=timeout_s)
@@ -43,8 +42,7 @@ class Ranks:
                 " the model: expected a divisor, the same on every machine; set learner.shard_ranks"
             )
         self.sharded = self.shards > 1
-        self.copies = self.count // self.shards if self.sharded else 1
-        self._mesh = self._grid(timeout) if self.sharded and self.copies > 1 else None
+        self._mesh = self._grid(timeout) if 1 < self.shards < self.count else None
 
     def _grid(self, timeout: timedelta) -> DeviceMesh:
         """Return the ranks as rows of ``shards`` neighbours. torch's own groups of a mesh would

@@ -1,17 +1,13 @@
-"""Serves the newest weights from the learner's memory to inference engines, as handles of shared
-memory or by broadcasts.
+"""Broadcasts the newest weights from the learner's memory to inference engines.
 
 Engines ask through a rendezvous (a TCPStore of torch.distributed): ``asked`` counts the asks,
-``ask/N`` and ``answer/N`` are JSON, and ``done/N`` ends an ask. A thread per ask serves it from a
-snapshot, so a slow engine delays neither training nor other engines; every wait has a timeout. Asks
-and answers are sealed with a token from the manifest, which only the run's owner can read;
-broadcasts have no authentication. Rendezvous and broadcasts listen only on ``host``, which must be
-the loopback or a private network of the cluster.
+``ask/N`` and ``answer/N`` are JSON, and ``done/N`` ends an ask. Each ask has a thread, so a slow
+engine delays neither training nor other engines. Asks and answers are sealed with a token from the
+manifest, which only the run's owner can read; broadcasts have no authentication. Both listen only
+on ``host``, which must be the loopback or a private network of the cluster.
 """
 
-import base64
 import contextlib
-import io
 import json
 import logging
 import os
@@ -19,15 +15,12 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.multiprocessing import reductions
 
 from coppice.wire.published import Memory, opened, prefix, sealed
 
@@ -36,27 +29,8 @@ log = logging.getLogger("learner.weight_server")
 BUCKET_BYTES = 512 * 2**20
 _LOOK_S = 0.02
 _LOST_S = 10.0
-_sharing = threading.Lock()
-"""Guards torch's sharing strategy, which is global in the process."""
 
-Named = list[tuple[str, torch.Tensor]]
-
-
-class Snapshot:
-    """The tensors of one version by name, in buckets of at most ``bucket_bytes`` (a larger tensor
-    has a bucket of its own)."""
-
-    def __init__(
-        self, version: int, tensors: dict[str, torch.Tensor], bucket_bytes: int = BUCKET_BYTES
-    ):
-        self.version, size = version, 0
-        self.buckets: list[Named] = [[]]
-        for name, tensor in tensors.items():
-            if self.buckets[-1] and size + tensor.nbytes > bucket_bytes:
-                self.buckets.append([])
-                size = 0
-            self.buckets[-1].append((name, tensor.detach().contiguous()))
-            size += tensor.nbytes
+_Buckets = list[list[tuple[str, torch.Tensor]]]
 
 
 class WeightServer:
@@ -66,27 +40,33 @@ class WeightServer:
     def __init__(self, host: str = "127.0.0.1", timeout_s: float = 300.0):
         self.host, self.timeout = host, timedelta(seconds=timeout_s)
         if host == "127.0.0.1":
-            # broadcasts between CPUs listen there
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # of broadcasts between CPUs
         else:
-            told = (
-                "anyone who reaches %s can disturb the giving of weights: keep it a closed network"
-            )
-            log.warning(told, host)
+            log.warning("anyone who reaches %s can disturb broadcasts: keep it closed", host)
         self.token = secrets.token_urlsafe(24)
         self._meeting = bound_store(host, self.timeout)
         self.address = f"{host}:{self._meeting.port}"
-        self._snapshots: list[Snapshot] = []
+        self._offered: dict[int, _Buckets] = {}
+        """Tensors by name and bucket, of each version."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="weights", daemon=True)
         self._thread.start()
 
-    def offer(self, snapshot: Snapshot) -> Memory:
+    def offer(
+        self, version: int, tensors: dict[str, torch.Tensor], bucket_bytes: int = BUCKET_BYTES
+    ) -> Memory:
         """Serve this version from now on, and the one before, which engines may still ask for.
-        Returns the entry for the manifest."""
-        self._snapshots = [*self._snapshots[-1:], snapshot]
-        device = snapshot.buckets[0][0][1].device
-        return Memory(self.address, socket.gethostname(), device.type, _gpu(device), self.token)
+        Returns the entry for the manifest. bucket_bytes: of what is sent at once; a larger tensor
+        is sent alone."""
+        buckets, size = _Buckets([[]]), 0
+        for name, tensor in tensors.items():
+            if buckets[-1] and size + tensor.nbytes > bucket_bytes:
+                buckets.append([])
+                size = 0
+            buckets[-1].append((name, tensor.detach().contiguous()))
+            size += tensor.nbytes
+        self._offered = dict([*self._offered.items()][-1:]) | {version: buckets}
+        return Memory(self.address, buckets[0][0][1].device.type, self.token)
 
     def close(self) -> None:
         """Stop serving. Must be called before exit, or a thread that waits in the store would abort
@@ -98,7 +78,8 @@ class WeightServer:
         store, number, missing = self._client(), 1, 0
         while not self._closing.wait(_LOOK_S):
             while store.check([f"ask/{number}"]):
-                threading.Thread(target=self._serve, args=(number,), daemon=True).start()
+                args, name = (number,), f"weights-{number}"
+                threading.Thread(target=self._serve, args=args, name=name, daemon=True).start()
                 number, missing = number + 1, 0
             missing = missing + 1 if store.add("asked", 0) >= number else 0
             if missing * _LOOK_S > _LOST_S:  # the asker was killed after it had taken the number
@@ -113,12 +94,11 @@ class WeightServer:
         store = self._client()
         try:
             ask = json.loads(opened(self.token, f"ask/{number}", store.get(f"ask/{number}")))
-            snapshot = next((s for s in self._snapshots if s.version == ask["version"]), None)
-            if snapshot is None:
-                now = ", ".join(str(s.version) for s in self._snapshots) or "none"
+            offered = self._offered
+            if ask["version"] not in offered:
+                now = ", ".join(map(str, offered)) or "none"
                 raise LookupError(f"asked for version {ask['version']}, gives {now}")
-            serve = {"tensor": self._hand_over, "distributed": self._broadcast}[ask["transport"]]
-            serve(store, number, ask, snapshot)
+            self._broadcast(store, number, ask, offered[ask["version"]])
         except (RuntimeError, LookupError, ValueError, TypeError) as error:
             log.warning("ask %d failed: %s: %s", number, type(error).__name__, error)
             with contextlib.suppress(RuntimeError):
@@ -140,28 +120,25 @@ class WeightServer:
             if self._closing.wait(_LOOK_S):
                 return
 
-    def _hand_over(self, store: Any, number: int, ask: dict[str, Any], snapshot: Snapshot) -> None:
-        """Answer with handles to the snapshot's own memory, which stays until the asker is done."""
-        ranks = range(int(ask["ranks"]))
-        buckets = [
-            described(bucket) | {"payloads": [handles(bucket) for _ in ranks]}
-            for bucket in snapshot.buckets
-        ]
-        self._answer(store, number, {"buckets": buckets})
-        self._ended(store, number)
-
-    def _broadcast(self, store: Any, number: int, ask: dict[str, Any], snapshot: Snapshot) -> None:
+    def _broadcast(self, store: Any, number: int, ask: dict[str, Any], buckets: _Buckets) -> None:
         """Join a group with the asker's ranks as rank 0, and broadcast each bucket as bytes."""
         meeting = bound_store(self.host, self.timeout)
-        buckets = [described(bucket) for bucket in snapshot.buckets]
-        answer = {"address": self.host, "port": meeting.port, "buckets": buckets}
+        told = [
+            {
+                "names": [name for name, _ in bucket],
+                "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+                "shapes": [list(tensor.shape) for _, tensor in bucket],
+            }
+            for bucket in buckets
+        ]
+        answer = {"address": self.host, "port": meeting.port, "buckets": told}
         self._answer(store, number, answer)
         size = 1 + int(ask["ranks"])
         group = joined(meeting, ask["group"], ask["backend"], size, self.timeout)
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         try:
-            for bucket in snapshot.buckets:
+            for bucket in buckets:
                 flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in bucket])
                 if not group.broadcast([flat], options).wait(self.timeout):
                     raise RuntimeError(f"no broadcast of {flat.nbytes} bytes within {self.timeout}")
@@ -173,8 +150,7 @@ class WeightServer:
 
 
 def bound_store(host: str, timeout: timedelta) -> Any:
-    """Return a rendezvous that listens only on ``host``. By default, torch would listen on every
-    address of the machine."""
+    """Return a rendezvous that listens only on ``host``; by default torch's listens everywhere."""
     listening = socket.socket()
     listening.bind((host, 0))
     listening.listen(128)
@@ -182,16 +158,6 @@ def bound_store(host: str, timeout: timedelta) -> Any:
     return TCPStore(
         *address, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=file
     )
-
-
-def described(bucket: Named) -> dict[str, Any]:
-    """Return the names, number types (in torch's spelling), shapes and bytes of a bucket."""
-    return {
-        "names": [name for name, _ in bucket],
-        "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-        "shapes": [list(tensor.shape) for _, tensor in bucket],
-        "bytes": sum(tensor.nbytes for _, tensor in bucket),
-    }
 
 
 def joined(store: Any, name: str, backend: str, size: int, timeout: timedelta) -> Any:
@@ -206,48 +172,3 @@ def joined(store: Any, name: str, backend: str, size: int, timeout: timedelta) -
     )
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
     return group
-
-
-class _ByUuid:
-    """A CUDA tensor whose handle names its device by UUID, because the other process may number its
-    devices differently."""
-
-    _DEVICE = 6
-    """The index of the device among the arguments of ``rebuild_cuda_tensor``."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor = tensor
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        rebuild, arguments = reductions.reduce_tensor(self.tensor)
-        uuid = str(torch.cuda.get_device_properties(self.tensor.device).uuid)
-        return rebuild, (*arguments[: self._DEVICE], uuid, *arguments[self._DEVICE + 1 :])
-
-
-def handles(bucket: Named) -> str:
-    """Return the input of SGLang's update_weights_from_tensor, base64 of a pickle of names and
-    handles. Only one rank may use it, once."""
-    buffer = io.BytesIO()
-    with _shared_by_name():
-        ForkingPickler(buffer).dump([(name, _ByUuid(t) if t.is_cuda else t) for name, t in bucket])
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
-@contextlib.contextmanager
-def _shared_by_name() -> Iterator[None]:
-    """Share CPU memory by name, since unrelated processes cannot pass file descriptors."""
-    with _sharing:
-        before = torch.multiprocessing.get_sharing_strategy()
-        torch.multiprocessing.set_sharing_strategy("file_system")
-        try:
-            yield
-        finally:
-            torch.multiprocessing.set_sharing_strategy(before)
-
-
-def _gpu(device: torch.device) -> str:
-    """Return the name of the GPU in CUDA_VISIBLE_DEVICES."""
-    if device.type != "cuda":
-        return ""
-    shown = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
-    return shown[device.index] if shown else str(device.index)

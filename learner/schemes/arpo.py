@@ -9,17 +9,14 @@ from typing import Literal
 
 import numpy as np
 
-from coppice.common.declared import SchemeNeeds
+from coppice.common.declared import reads
 from coppice.common.statistics import standardise, within
 from coppice.learner.forest.segments import segments
 from coppice.learner.schemes import grpo
 from coppice.learner.update.table import TurnTable, scored
 
 trains = scored("column")
-
-
-def needs(column: str, **_: object) -> SchemeNeeds:
-    return SchemeNeeds(columns=frozenset({column}), group="task", least=2, aggregation="trajectory")
+needs = reads("column", group="task", least=2, aggregation="trajectory")
 
 
 def advantages(

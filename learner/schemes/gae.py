@@ -18,12 +18,9 @@ trains = scored("column")
 def needs(
     column: str, targets: Kind, kl_coef: float, rho_max: float, c_max: float, **_: object
 ) -> SchemeNeeds:
-    return SchemeNeeds(
-        columns=frozenset({column}),
-        group="batch",
-        models=frozenset(target_needs(targets, kl_coef, rho_max, c_max)),
-        aggregation="token",
-    )
+    models = frozenset(target_needs(targets, kl_coef, rho_max, c_max))
+    columns = frozenset({column})
+    return SchemeNeeds(columns=columns, group="batch", models=models, aggregation="token")
 
 
 def advantages(

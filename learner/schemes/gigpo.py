@@ -8,19 +8,14 @@ gets 0. A = A_E + alpha A_S, where A_E is GRPO over episode returns.
 
 import numpy as np
 
-from coppice.common.declared import SchemeNeeds
+from coppice.common.declared import reads
 from coppice.common.numbers import Ddof, NotNegative, Share
 from coppice.common.statistics import standardise, within
 from coppice.learner.schemes import grpo
 from coppice.learner.update.table import TurnTable, scored
 
 trains = scored("column")
-
-
-def needs(column: str, **_: object) -> SchemeNeeds:
-    return SchemeNeeds(
-        columns=frozenset({column}), group="task", least=2, equal="turns", aggregation="trajectory"
-    )
+needs = reads("column", group="task", least=2, equal="turns", aggregation="trajectory")
 
 
 def advantages(
@@ -28,10 +23,7 @@ def advantages(
     episode_std: bool = False, step_std: bool = False, ddof: Ddof = 1,
 ) -> np.ndarray:  # fmt: skip
     """Both std switches are off in the released code ("mean_norm")."""
-    if table.anchor is None:
-        raise KeyError(
-            "gigpo needs the observations (anchor) of the turns, which this table does not have"
-        )
+    assert table.anchor is not None, "a table of a batch has the observations of its turns"
     # only last turns have an outcome
     rewards = np.nan_to_num(table.column(column), posinf=np.inf, neginf=-np.inf)
     returns = np.zeros(len(table))

@@ -8,16 +8,13 @@ is Dr. GRPO.
 
 import numpy as np
 
-from coppice.common.declared import SchemeNeeds
+from coppice.common.declared import reads
 from coppice.common.numbers import Ddof
 from coppice.common.statistics import standardise, within
 from coppice.learner.update.table import TurnTable, scored
 
 trains = scored("column")
-
-
-def needs(column: str, **_: object) -> SchemeNeeds:
-    return SchemeNeeds(columns=frozenset({column}), group="task", least=2, aggregation="trajectory")
+needs = reads("column", group="task", least=2, aggregation="trajectory")
 
 
 def advantages(

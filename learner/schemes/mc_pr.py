@@ -9,7 +9,7 @@ ones.
 
 import numpy as np
 
-from coppice.common.declared import SchemeNeeds
+from coppice.common.declared import reads
 from coppice.common.numbers import Count, Ddof
 from coppice.learner.schemes.turn_grpo import by_turn
 from coppice.learner.update.table import TurnTable, scored
@@ -17,10 +17,7 @@ from coppice.learner.update.table import TurnTable, scored
 COLUMNS = frozenset({"mc_value", "outcome"})
 
 trains = scored("outcome")
-
-
-def needs(**_: object) -> SchemeNeeds:
-    return SchemeNeeds(columns=COLUMNS, group="batch", aggregation="token")
+needs = reads(*COLUMNS, group="batch", aggregation="token")
 
 
 def advantages(table: TurnTable, n_min: Count = 4, ddof: Ddof = 0) -> np.ndarray:

@@ -38,14 +38,9 @@ def needs(base: Base, variant: Variant, outcome: str, step_reward: str, **_: obj
     columns = {outcome, step_reward} if environments else {outcome}
     unlike = "learner.scheme_options.base = 'grpo' or 'rloo'"
     return SchemeNeeds(
-        columns=frozenset(columns),
-        reward=outcome,
-        group="task",
-        least=2,
-        models=frozenset(models),
-        pushes_equal=unlike if base == "reinforce_pp" else "",
-        aggregation="trajectory",
-    )
+        columns=frozenset(columns), reward=outcome, group="task", least=2, models=frozenset(models),
+        pushes_equal=unlike if base == "reinforce_pp" else "", aggregation="trajectory",
+    )  # fmt: skip
 
 
 def advantages(

@@ -3,16 +3,13 @@ its turns (methods.md 3.6)."""
 
 import numpy as np
 
-from coppice.common.declared import SchemeNeeds
+from coppice.common.declared import reads
 from coppice.common.numbers import Ddof
 from coppice.common.statistics import standardise
 from coppice.learner.update.table import TurnTable, scored
 
 trains = scored("column")
-
-
-def needs(column: str, **_: object) -> SchemeNeeds:
-    return SchemeNeeds(columns=frozenset({column}), group="batch", aggregation="token")
+needs = reads("column", group="batch", aggregation="token")
 
 
 def advantages(table: TurnTable, column: str = "outcome", ddof: Ddof = 0) -> np.ndarray:

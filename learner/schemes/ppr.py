@@ -30,12 +30,9 @@ def needs(
     process: str, outcome: str, targets: Kind, kl_coef: float, rho_max: float, c_max: float,
     **_: object,
 ) -> SchemeNeeds:  # fmt: skip
-    return SchemeNeeds(
-        columns=frozenset({process, outcome}),
-        group="batch",
-        models=frozenset(target_needs(targets, kl_coef, rho_max, c_max)),
-        aggregation="token",
-    )
+    models = frozenset(target_needs(targets, kl_coef, rho_max, c_max))
+    columns = frozenset({process, outcome})
+    return SchemeNeeds(columns=columns, group="batch", models=models, aggregation="token")
 
 
 def advantages(

@@ -9,21 +9,15 @@ whitened. Questions whose accuracy is outside [accuracy_low, accuracy_high] are 
 
 import numpy as np
 
-from coppice.common.declared import SchemeNeeds
+from coppice.common.declared import reads
 from coppice.common.numbers import Ddof, NotNegative, Share
 from coppice.common.statistics import leave_one_out, whiten, within
 from coppice.learner.update.table import TurnTable
 
-
-def needs(outcome: str, **_: object) -> SchemeNeeds:
-    return SchemeNeeds(
-        columns=frozenset({outcome}),
-        group="task",
-        least=2,
-        models=frozenset({"prm"}),
-        prm_loss="cross_entropy",
-        aggregation="token",
-    )
+needs = reads(
+    "outcome", group="task", least=2, models=frozenset({"prm"}), prm_loss="cross_entropy",
+    aggregation="token",
+)  # fmt: skip
 
 
 def trains(

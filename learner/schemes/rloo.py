@@ -3,15 +3,12 @@
 
 import numpy as np
 
-from coppice.common.declared import SchemeNeeds
+from coppice.common.declared import reads
 from coppice.common.statistics import leave_one_out, within
 from coppice.learner.update.table import TurnTable, scored
 
 trains = scored("column")
-
-
-def needs(column: str, **_: object) -> SchemeNeeds:
-    return SchemeNeeds(columns=frozenset({column}), group="task", least=2, aggregation="token")
+needs = reads("column", group="task", least=2, aggregation="token")
 
 
 def advantages(table: TurnTable, column: str = "reward") -> np.ndarray:

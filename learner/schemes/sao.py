@@ -9,19 +9,14 @@ paper's mask of stale tokens is the correction ``icepop`` at level "token".
 
 import numpy as np
 
-from coppice.common.declared import SchemeNeeds
+from coppice.common.declared import reads
 from coppice.common.numbers import Positive
 from coppice.common.statistics import whiten as whiten_tokens
 from coppice.learner.update.table import TurnTable, scored
 from coppice.learner.update.targets import Advantages, gae
 
 trains = scored("column")
-
-
-def needs(column: str, **_: object) -> SchemeNeeds:
-    return SchemeNeeds(
-        columns=frozenset({column}), group="batch", models=frozenset({"value"}), aggregation="token"
-    )
+needs = reads("column", group="batch", models=frozenset({"value"}), aggregation="token")
 
 
 def advantages(

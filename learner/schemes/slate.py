@@ -6,14 +6,12 @@ k = 1, A = r.
 
 import numpy as np
 
-from coppice.common.declared import SchemeNeeds
+from coppice.common.declared import reads
 from coppice.common.numbers import Ddof, Positive
 from coppice.common.statistics import among_siblings, within
 from coppice.learner.update.table import TurnTable
 
-
-def needs(**_: object) -> SchemeNeeds:
-    return SchemeNeeds(columns=frozenset({"reward"}), group="step", aggregation="turn")
+needs = reads("reward", group="step", aggregation="turn")
 
 
 def advantages(table: TurnTable, ddof: Ddof = 1, eps: Positive = 1e-6) -> np.ndarray:

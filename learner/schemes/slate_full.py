@@ -4,18 +4,13 @@ tokens (methods.md 1.6; estimator A of SLATE's Theorem 1)."""
 
 import numpy as np
 
-from coppice.common.declared import SchemeNeeds
+from coppice.common.declared import reads
 from coppice.common.numbers import Ddof
 from coppice.learner.schemes import grpo
 from coppice.learner.update.table import TurnTable, scored
 
 trains = scored("reward")
-
-
-def needs(**_: object) -> SchemeNeeds:
-    return SchemeNeeds(
-        columns=frozenset({"reward"}), group="task", least=2, aggregation="trajectory"
-    )
+needs = reads("reward", group="task", least=2, aggregation="trajectory")
 
 
 def advantages(table: TurnTable, ddof: Ddof = 1) -> np.ndarray:

@@ -9,15 +9,12 @@ code gives R itself, which is not centred).
 
 import numpy as np
 
-from coppice.common.declared import SchemeNeeds
+from coppice.common.declared import reads
 from coppice.common.statistics import standardise, within
 from coppice.learner.update.table import TurnTable, scored
 
 trains = scored("column")
-
-
-def needs(column: str, **_: object) -> SchemeNeeds:
-    return SchemeNeeds(columns=frozenset({column}), group="task", least=2, aggregation="trajectory")
+needs = reads("column", group="task", least=2, aggregation="trajectory")
 
 
 def advantages(table: TurnTable, column: str = "outcome") -> np.ndarray:

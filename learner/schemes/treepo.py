@@ -28,11 +28,9 @@ def needs(column: str, leave_out_equal: bool, **_: object) -> SchemeNeeds:
 
 
 def advantages(
-    table: TurnTable,
-    column: str = "outcome",
-    weighting: Literal["average", "size"] = "average",
-    leave_out_equal: bool = True,
-) -> np.ndarray:
+    table: TurnTable, column: str = "outcome",
+    weighting: Literal["average", "size"] = "average", leave_out_equal: bool = True,
+) -> np.ndarray:  # fmt: skip
     nodes, (trajectories, returns) = segments(table), table.returns(column)
     mean, result = nodes.mean(returns), np.zeros(len(returns))
     for leaf, path in enumerate(nodes.paths):

@@ -8,14 +8,12 @@ population's (ddof = 0). gamma = 0, so a turn's tokens share one advantage.
 
 import numpy as np
 
-from coppice.common.declared import SchemeNeeds
+from coppice.common.declared import reads
 from coppice.common.numbers import Count, Ddof
 from coppice.common.statistics import standardise
 from coppice.learner.update.table import TurnTable
 
-
-def needs(column: str, **_: object) -> SchemeNeeds:
-    return SchemeNeeds(columns=frozenset({column}), group="batch", aggregation="token")
+needs = reads("column", group="batch", aggregation="token")
 
 
 def advantages(

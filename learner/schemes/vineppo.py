@@ -8,14 +8,12 @@ tokens of the batch.
 
 import numpy as np
 
-from coppice.common.declared import SchemeNeeds
+from coppice.common.declared import reads
 from coppice.common.statistics import whiten as whiten_tokens
 from coppice.learner.schemes.mc_pr import COLUMNS, temporal_differences
 from coppice.learner.update.table import TurnTable
 
-
-def needs(**_: object) -> SchemeNeeds:
-    return SchemeNeeds(columns=COLUMNS, group="batch", aggregation="token")
+needs = reads(*COLUMNS, group="batch", aggregation="token")
 
 
 def advantages(table: TurnTable, whiten: bool = True) -> np.ndarray:

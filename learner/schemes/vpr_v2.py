@@ -8,14 +8,12 @@ advantages are 0. A KL or entropy term of the config acts all the same.
 
 import numpy as np
 
-from coppice.common.declared import SchemeNeeds
+from coppice.common.declared import reads
 from coppice.common.numbers import Ddof, Share
 from coppice.common.statistics import centre, within
 from coppice.learner.update.table import TurnTable
 
-
-def needs(column: str, **_: object) -> SchemeNeeds:
-    return SchemeNeeds(columns=frozenset({column}), group="step", least=2, aggregation="token")
+needs = reads("column", group="step", least=2, aggregation="token")
 
 
 def advantages(

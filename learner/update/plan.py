@@ -63,16 +63,12 @@ def plan_of(config: LearnerConfig) -> LearnerPlan:
         backwards = config.epochs * critic.steps
         models["critic"] = ModelPlan(critic.lora or lora, 1, backwards, vocabulary=False)
     if prm is not None:
-        models["prm"] = ModelPlan(prm.lora or lora, _scorings(prm), prm.epochs)
+        # it scores all tokens, once more after learning if the scheme gets those scores, and each
+        # part of an update but the first before its step
+        forwards = 1 + (prm.order == "update_first") + prm.epochs - 1 / prm.minibatches
+        models["prm"] = ModelPlan(prm.lora or lora, forwards, prm.epochs)
     # A correction's surrogate is defined by its aggregation, a scheme's advantages are without it.
     aggregation = correct.declared.aggregation or scheme.needs.aggregation
     if config.aggregation != "auto":
         aggregation = config.aggregation
     return LearnerPlan(scheme, correct, models, critic, prm, kl, reference, proximal, aggregation)
-
-
-def _scorings(prm: PrmConfig) -> float:
-    """Return how often the reward model forwards all tokens without a backward: to score them, once
-    more after learning if the scheme gets those scores, and each part of an update but the first
-    before its step."""
-    return 1 + (prm.order == "update_first") + prm.epochs - 1 / prm.minibatches

@@ -71,24 +71,19 @@ class PolicyStep:
         If KL(proximal || current) exceeds target_kl, no step is made, and the metrics hold only
         this KL.
         """
-        sums = torch.zeros(7, dtype=torch.float64)
-        for number, (chosen, filler) in enumerate(steps.mine):
+        sums = torch.zeros(3, dtype=torch.float64)
+        for chosen, filler in steps.mine:
             if filler:
                 self._micro_batch(objective, chosen, 0.0, None)
             else:
-                sums[:4] += self._micro_batch(objective, chosen, scale, record)
-            if number == 0:
-                sums[4:] = torch.tensor([self.stepper.local_square(), sums[3], sums[3] ** 2])
-        surrogate, moved, tokens, weight, square, first, squares = self.ranks.add(sums).tolist()
+                sums += self._micro_batch(objective, chosen, scale, record)
+        surrogate, moved, tokens = self.ranks.add(sums).tolist()
         metrics = {"learner/proximal_kl": moved / max(1.0, tokens)} if self.config.target_kl else {}
         if self.config.target_kl and metrics["learner/proximal_kl"] > self.config.target_kl:
             self.stepper.adamw.zero_grad(set_to_none=True)
             return metrics
         with self.timed("step"):
             norm = self.stepper.step(version)
-        share = first / weight
-        parts = share**2 if self.ranks.sharded else squares / weight**2
-        metrics |= watch.gradient_noise(norm**2, square, share, parts)
         return metrics | {
             "learner/grad_norm": norm,
             "learner/surrogate": surrogate,
@@ -101,9 +96,8 @@ class PolicyStep:
     def _micro_batch(
         self, objective: Objective, chosen: list[int], scale: float, record: torch.Tensor | None
     ) -> torch.Tensor:
-        """Backward one forest's share of the objective. Returns, as float64 [4], this share, the
-        sum of KL(proximal || current) over the tokens, their number and the sum of their weights.
-        """
+        """Backward one forest's share of the objective. Returns, as float64 [3], this share, the
+        sum of KL(proximal || current) over the tokens, and their number."""
         c, rows, device = self.config, objective.rows, self.policy.device
         index = rows.index(chosen)
         sampled = rows.sampled[index]
@@ -132,18 +126,11 @@ class PolicyStep:
             (-share).backward()
         if record is not None:
             cut = surrogate.clipped.float() + 2 * surrogate.masked.float()
-            columns = [
-                current,
-                entropy,
-                initial_kl,
-                surrogate.coefficient,
-                cut,
-                torch.ones_like(cut),
-            ]
+            forwarded = torch.ones_like(cut)
+            columns = [current, entropy, initial_kl, surrogate.coefficient, cut, forwarded]
             record[:, index] = torch.stack([column.detach().float().cpu() for column in columns])
         moved = kl("k3", here(objective.proximal), current.detach()).sum()
-        sums = float(share.detach()), float(moved), len(index), objective.weights[index].sum()
-        return torch.tensor(sums, dtype=torch.float64)
+        return torch.tensor([float(share.detach()), float(moved), len(index)], dtype=torch.float64)
 
     def _compared(self, objective: Objective, index: np.ndarray, current: torch.Tensor) -> Logprobs:
         """Return the log-probabilities that the correction compares, with the part of each segment

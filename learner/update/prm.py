@@ -136,16 +136,13 @@ class ImplicitPrm:
                 if not skipped:
                     rewards = self.rewards(rows, steps, reference)
                 loss, slope = self.preference(table, rewards, part)
-                if loss.used:
-                    metrics["prm/grad_norm"] = self._step(rows, steps, slope, version)
-                    skipped = False
+                if not loss.used:
+                    continue
+                for some, filler in steps.mine:
+                    current = self.model.read(rows.forest(some))[0]
+                    pull = torch.as_tensor(slope[rows.index(some)], dtype=torch.float32)
+                    factor = (0.0 if filler else 1.0) * pull.to(current.device)
+                    (factor * current).sum().backward()
+                metrics["prm/grad_norm"] = self.stepper.step(version)
+                self.updates, skipped = self.updates + 1, False
         return metrics | ({"prm/skipped": 1.0} if skipped else {})
-
-    def _step(self, rows: Rows, steps: Plan, slope: np.ndarray, version: int) -> float:
-        """Backward the linear pass, make an optimizer step, and return the norm of the gradient."""
-        for some, filler in steps.mine:
-            current = self.model.read(rows.forest(some))[0]
-            pull = torch.as_tensor(slope[rows.index(some)], dtype=torch.float32).to(current.device)
-            ((0.0 if filler else 1.0) * pull * current).sum().backward()
-        self.updates += 1
-        return self.stepper.step(version)

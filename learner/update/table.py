@@ -69,14 +69,15 @@ class TurnTable(msgspec.Struct, frozen=True):
         """Return the table of some of the turns. kept: bool [turns]."""
         tokens = self.per_token(kept)
         identities = (self.tree, self.group, self.trajectory, self.turn, self.tokens)
+        tree, group, trajectory, turn, count = (column[kept] for column in identities)
         return TurnTable(
-            *(column[kept] for column in identities),
+            tree, group, trajectory, turn, count,
             {name: column[kept] for name, column in self.scores.items()},
             None if self.anchor is None else self.anchor[kept],
             None if self.sampled is None else self.sampled[tokens],
             {name: column[tokens] for name, column in self.token_scores.items()},
             [self.paths[row] for row in np.flatnonzero(kept)] if self.paths else [],
-        )
+        )  # fmt: skip
 
     def column(self, name: str) -> np.ndarray:
         """Return one score column. Raises KeyError that names the existing columns."""
@@ -198,10 +199,8 @@ def build(
             n: column((t.scores.get(n, np.nan) for _, t, _ in rows), np.float64) for n in names
         },
         anchor=column(
-            zlib.crc32(nodes[group.tree, node.parent].tokens.tobytes())
-            if turn.anchor is None
-            else turn.anchor
-            for group, turn, node in rows
+            zlib.crc32(nodes[g.tree, n.parent].tokens.tobytes()) if t.anchor is None else t.anchor
+            for g, t, n in rows
         ),
         sampled=np.concatenate([path.sampled for path in paths]) if paths else np.zeros(0, bool),
         paths=paths,

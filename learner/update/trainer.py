@@ -11,6 +11,7 @@ import time
 import msgspec
 import numpy as np
 import torch
+from accelerate.utils import set_seed
 
 from coppice.learner.config import AdaptiveKl, LearnerProcess
 from coppice.learner.forest.selfcheck import check
@@ -53,13 +54,9 @@ class Trainer:
         self.plan = plan_of(c)
         self.scheme, self.correct, models = self.plan.scheme, self.plan.correct, self.plan.models
         self.policy = TreeModel(
-            process.model,
-            c,
-            process.temperature,
-            ranks,
-            process.seed,
+            process.model, c, process.temperature, ranks, process.seed,
             reference=models["policy"].copy,
-        )
+        )  # fmt: skip
         self.stepper = Stepper("policy", self.policy.trained(), c.optimizer, ranks)
         self.policy_step = PolicyStep(self.policy, self.stepper, self.correct, c, ranks, self.timed)
         c_critic, c_prm = self.plan.critic, self.plan.prm
@@ -93,6 +90,8 @@ class Trainer:
         """Train on one batch, from version v to v + 1. Returns the metrics, equal on all ranks, and
         sets ``warnings`` to those of the watch."""
         start = self._since = time.monotonic()
+        # what plug-ins draw depends on seed and version alone, also after a resume
+        set_seed((self.process.seed + batch.version) % 2**32)
         nodes = {(tree, node.id): node for tree, node in batch.nodes}
         metrics: dict[str, float] = {"learner/groups": len(batch.groups)}
         metrics["learner/questions"], self.warnings = batch.questions, []
@@ -135,7 +134,7 @@ class Trainer:
         weights = token_weights(table, trained, self.plan.aggregation, c.constant_tokens)
         objective = self._objective(table, rows, estimate, weights)
         metrics = self._table_metrics(table, objective) | prm_metrics
-        metrics |= self.scheme.metrics(table) | watch.explained_variance(table)
+        metrics |= self.scheme.metrics(table)
         metrics |= self._steps(table, objective, estimate, everything)
         if c.adaptive_kl is not None and "learner/kl" in metrics:
             metrics["learner/kl_factor"] = self.kl_factor
@@ -207,7 +206,7 @@ class Trainer:
         c, critic, rows = self.config, self.critic, objective.rows
         record = torch.zeros(MEASURES, rows.tokens)
         metrics: dict[str, float] = {"learner/skipped": 1.0}
-        stepped, stopped, first, questions = False, 0, np.zeros(len(table), bool), 0
+        stepped, stopped, first = False, 0, np.zeros(len(table), bool)
         frozen = critic is not None and self.version < critic.config.policy_frozen_updates
         for epoch in range(c.epochs):
             for turns, scale in self._minibatches(table, objective.weights, epoch):
@@ -224,7 +223,7 @@ class Trainer:
                     kept = record if epoch == 0 else None
                     result = self.policy_step.step(objective, steps, scale, self.version, kept)
                     if "learner/grad_norm" in result:
-                        metrics, questions = result, len(np.unique(table.tree[turns]))
+                        metrics = result
                     else:
                         metrics, stopped = metrics | result, 1
                 if critic is not None:
@@ -239,7 +238,6 @@ class Trainer:
                             )
         if c.target_kl:
             metrics["learner/stopped_steps"] = float(stopped)
-        metrics |= self.watch.noise_scale(metrics, questions)
         whole = self.ranks.add(record).numpy()
         return metrics | watched(table, objective, first, whole, self.version)
 

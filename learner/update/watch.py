@@ -6,7 +6,6 @@ import msgspec
 import numpy as np
 
 from coppice.learner.config import WatchConfig
-from coppice.learner.update.table import TurnTable
 
 LIMITS = (
     ("engine_gap", "watch/engine_gap_p99",
@@ -102,51 +101,11 @@ def metrics(
     return {name: float(value) for name, value in results.items()}
 
 
-def gradient_noise(
-    whole: float, parts: float, share: float, squared_shares: float
-) -> dict[str, float]:
-    """Return unbiased estimates of |mean gradient|^2 and of the noise in |gradient|^2 (McCandlish
-    et al. 2018, appendix A.1, for unequal parts); empty where one part is the whole.
-
-    whole: squared norm of an optimizer step's gradient. parts: the sum of the squared norms of
-    disjoint parts of it, which carry the shares s of the loss weights. share, squared_shares: sum
-    of s and of s^2. E whole = signal + noise and E parts = signal sum s^2 + noise sum s.
-    """
-    if share - squared_shares < 1e-6:
-        return {}
-    signal = (share * whole - parts) / (share - squared_shares)
-    return {"watch/gradient_signal": signal, "watch/gradient_noise": whole - signal}
-
-
-def explained_variance(table: TurnTable, outcome: str = "outcome") -> dict[str, float]:
-    """Return the share of the outcome's variance that each score column explains: r^2 of a
-    trajectory's mean score and its outcome, if neither is constant and 3 trajectories have both."""
-    if outcome not in table.scores:
-        return {}
-    of = table.trajectories().of
-
-    def mean(column: np.ndarray) -> np.ndarray:
-        scored = np.bincount(of, weights=~np.isnan(column))
-        total = np.bincount(of, weights=np.nan_to_num(column))
-        return np.where(scored > 0, total / np.maximum(1, scored), np.nan)
-
-    results, outcomes = {}, mean(table.column(outcome))
-    for name in sorted(set(table.scores) - {outcome}):
-        scores = mean(table.column(name))
-        both = ~np.isnan(scores) & ~np.isnan(outcomes)
-        x, y = scores[both], outcomes[both]
-        if len(x) >= 3 and np.ptp(x) > 0 and np.ptp(y) > 0:
-            results[f"watch/explained_{name}"] = float(np.corrcoef(x, y)[0, 1] ** 2)
-    return results
-
-
 class WatchState(msgspec.Struct):
-    """What the watch compares with, for a checkpoint. norms: the last gradient norms. noise: signal
-    and noise of the last gradients. first, last: the first and the last trajectory lengths, by
-    group."""
+    """What the watch compares with, for a checkpoint. norms: the last gradient norms. first, last:
+    the first and the last trajectory lengths, by group."""
 
     norms: list[float] = []
-    noise: list[tuple[float, float]] = []
     first: dict[str, list[float]] = {}
     last: dict[str, list[float]] = {}
 
@@ -157,21 +116,6 @@ class Watch:
 
     def __init__(self, config: WatchConfig, bfloat16: bool = False):
         self.config, self.bfloat16, self.state = config, bfloat16, WatchState()
-
-    def noise_scale(self, values: dict[str, float], questions: int) -> dict[str, float]:
-        """Return the simple noise scale B = tr(Sigma) / |G|^2 in questions: at this batch size,
-        noise and signal of the gradient are equal (McCandlish et al. 2018, eq. 2.9). It is the
-        ratio of the means over the last 20 updates, because a ratio of two noisy numbers is biased;
-        empty without an estimate, or where the mean signal is not positive.
-
-        values: metrics of an optimizer step on this many questions.
-        """
-        if "watch/gradient_noise" not in values:
-            return {}
-        noise = values["watch/gradient_noise"] * questions
-        self.state.noise = [*self.state.noise, (values["watch/gradient_signal"], noise)][-NORMS:]
-        signal, noise = np.mean(self.state.noise, axis=0)
-        return {"watch/noise_scale": float(noise / signal)} if signal > 0 else {}
 
     def warnings(self, values: dict[str, float], grad_norm: float | None) -> list[str]:
         """Return one sentence for each value beyond its threshold. The sentence names value,

@@ -41,25 +41,17 @@ class SlowExactMatch(ExactMatch):
 def _seconds(folder: Path, model: Path, staleness: int) -> float:
     run = folder / f"staleness{staleness}"
     settings = {
-        "model.name": f'"{model}"',
-        "warm_start.steps": 0,
+        "model.name": f'"{model}"', "warm_start.steps": 0,
         "judges.use": f'{{slate_rules = {{}}, "{__name__}:SlowExactMatch" = {{}}}}',
-        "scheduler.strategy_options": "{k = 2}",
-        "scheduler.budget": 1,
-        "scheduler.max_action_tokens": 4,
-        "scheduler.updates": UPDATES,
-        "scheduler.questions_per_update": 4,
-        "scheduler.max_staleness": staleness,
-        "scheduler.evaluation.questions": 0,
-        "actors.count": 1,
-        "learner.count": 1,
-    }
+        "scheduler.strategy_options": "{k = 2}", "scheduler.budget": 1,
+        "scheduler.max_action_tokens": 4, "scheduler.updates": UPDATES,
+        "scheduler.questions_per_update": 4, "scheduler.max_staleness": staleness,
+        "scheduler.evaluation.questions": 0, "actors.count": 1, "learner.count": 1,
+    }  # fmt: skip
     command = [
-        sys.executable,
-        str(ROOT / "tools" / "launch"),
-        "--config",
+        sys.executable, str(ROOT / "tools" / "launch"), "--config",
         str(ROOT / "configs" / "slate-cpu.toml"),
-    ]
+    ]  # fmt: skip
     command += ["--run-folder", str(run)]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]

@@ -20,10 +20,10 @@ import numpy as np
 from coppice.common import loop
 from coppice.common.numbers import Count
 from coppice.research.benches import result
+from coppice.scheduler.dispatch.calls import Place
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Dispatcher
-from coppice.scheduler.dispatch.placement import Place
+from coppice.scheduler.dispatch.placement import CAPACITY, Fleet
 from coppice.scheduler.garbage import sparing
-from coppice.scheduler.telemetry.fleet import CAPACITY, Fleet
 from coppice.wire.arrays import Frame, decode_header, encode, encode_body
 from coppice.wire.keys import Grant, RunKeys
 from coppice.wire.messages import (
@@ -42,18 +42,16 @@ from coppice.wire.messages import (
 )
 
 SIZES = {
-    "1 worker, 64 open calls": (1, 64, 64),
-    "16 workers, 64 open calls": (16, 4, 64),
+    "1 worker, 64 open calls": (1, 64, 64), "16 workers, 64 open calls": (16, 4, 64),
     "256 workers, 512 open calls": (256, 4, 512),
     "1,024 workers, 2,048 open calls": (1024, 4, 2048),
     "10,000 workers, 64 open calls": (10_000, 4, 64),
     "10,000 workers, 20,000 open calls": (10_000, 4, 20_000),
-    "16 workers, 1,000 open calls": (16, 4, 1000),
-    "16 workers, 10,000 open calls": (16, 4, 10_000),
+    "16 workers, 1,000 open calls": (16, 4, 1000), "16 workers, 10,000 open calls": (16, 4, 10_000),
     "16 workers, 100,000 open calls": (16, 4, 100_000),
     "1,024 workers, 100,000 open calls": (1024, 4, 100_000),
     "10,000 workers, 100,000 open calls": (10_000, 4, 100_000),
-}
+}  # fmt: skip
 """Workers, calls that each takes at once, callers that each have one call open."""
 SERVICE = "judge.noop"
 SENTENCE = (
@@ -63,19 +61,13 @@ SENTENCE = (
 REQUEST = JudgeRequest(
     [
         JudgedTurn(
-            question="Which river meets the Scheldt in Ghent?",
-            golds=["Lys"],
-            context=SENTENCE * 6,
-            response=f"<think> {SENTENCE} </think> <search> rivers of Ghent </search>",
-            step=2,
-            budget=4,
-            think=SENTENCE,
-            query="rivers of Ghent",
-            observation=SENTENCE * 3,
+            question="Which river meets the Scheldt in Ghent?", golds=["Lys"], context=SENTENCE * 6,
+            response=f"<think> {SENTENCE} </think> <search> rivers of Ghent </search>", step=2,
+            budget=4, think=SENTENCE, query="rivers of Ghent", observation=SENTENCE * 3,
             past_queries=["Ghent"],
         )
     ]
-)
+)  # fmt: skip
 """One turn of a SLATE tree, about 1.5 kB."""
 ANSWER = JudgeResult([Judgement({"think": 1.0, "query": 0.0}, explanation="no-op")])
 GROWTH, TURNS, SHARED = 40, 4, 100
@@ -166,16 +158,13 @@ class Callers:
 
 
 async def measure(
-    workers: int,
-    capacity: int,
-    callers: int,
-    placed: bool,
-    calls: int,
+    workers: int, capacity: int, callers: int, placed: bool, calls: int,
     meter: Callable[[], float] = time.process_time,
-) -> float:
+) -> float:  # fmt: skip
     """Return what a call costs by ``meter``, over ``calls`` calls after as many that are not
     counted: by default seconds of processor time."""
-    transport, service = AnsweringTransport(), "generate" if placed else SERVICE
+    transport: Any = AnsweringTransport()
+    service = "generate" if placed else SERVICE
     transport.answers[service] = encode_body(generated() if placed else ANSWER)
     dispatcher = Dispatcher("", None, DispatchConfig(dead_after_s=3600.0), router=transport)
     await dispatcher.start()

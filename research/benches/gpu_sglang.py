@@ -50,10 +50,8 @@ from coppice.wire.messages import GenerateRequest, GenerateResult, Sampling
 
 _FIELDS = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size"
 _SIZES = {
-    "0.5b": (896, 24, 14, 2, 4864),
-    "3b": (2048, 36, 16, 2, 11008),
-    "7b": (3584, 28, 28, 4, 18944),
-}
+    "0.5b": (896, 24, 14, 2, 4864), "3b": (2048, 36, 16, 2, 11008), "7b": (3584, 28, 28, 4, 18944),
+}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     name: dict(zip(_FIELDS.split(), sizes, strict=True)) | {"tie_word_embeddings": name != "7b"}
     for name, sizes in _SIZES.items()
@@ -191,18 +189,12 @@ async def under_dispatcher(engine: SGLangEngine, grow: Grow) -> tuple[Answered, 
     prompted = sum(request.n * len(request.tokens) for request, _ in answered)
     ideal, reachable = _ideal(answered)
     return answered, {
-        "seconds": seconds,
-        "tokens_s": _sampled(answered) / seconds,
-        "requests": len(answered),
-        "samples": sum(request.n for request, _ in answered),
-        "prompt_tokens": prompted,
-        "prefilled_tokens": prefilled,
-        "ideal_prefill_tokens": ideal,
-        "ideal_with_last_tokens": reachable,
-        "prefilled_over_ideal": prefilled / reachable,
-        "hit_share": 1 - prefilled / prompted,
-        "ideal_hit_share": 1 - reachable / prompted,
-    }
+        "seconds": seconds, "tokens_s": _sampled(answered) / seconds, "requests": len(answered),
+        "samples": sum(request.n for request, _ in answered), "prompt_tokens": prompted,
+        "prefilled_tokens": prefilled, "ideal_prefill_tokens": ideal,
+        "ideal_with_last_tokens": reachable, "prefilled_over_ideal": prefilled / reachable,
+        "hit_share": 1 - prefilled / prompted, "ideal_hit_share": 1 - reachable / prompted,
+    }  # fmt: skip
 
 
 def _ideal(answered: Answered) -> tuple[int, int]:
@@ -272,11 +264,9 @@ def mc_pr(model: Path, work: TreeWork, most: int) -> Grow:
     async def grow(recording: Recording) -> None:
         environment, counts = AnyMove(work.prompt), Counter[str]()
         settings = SchedulerConfig(
-            strategy="mc_value",
-            judge="none",
-            max_action_tokens=work.move,
+            strategy="mc_value", judge="none", max_action_tokens=work.move,
             strategy_options={"continuations": work.continuations},
-        )
+        )  # fmt: skip
         with tempfile.TemporaryDirectory() as scratch:
             journal = Journal(Path(scratch) / "journal.sqlite")
             calls: Any = recording  # it is called as the dispatcher is
@@ -367,12 +357,9 @@ def _command(server: SGLangServer, tokenizer: Path, folder: Path, count: int) ->
         "temperature": 1.0, "warmup-requests": 0, "output-file": folder / "found.jsonl",
     }  # fmt: skip
     switches = [
-        "--return-logprob",
-        "--disable-stream",
-        "--disable-tqdm",
-        "--flush-cache",
+        "--return-logprob", "--disable-stream", "--disable-tqdm", "--flush-cache",
         "--output-details",
-    ]
+    ]  # fmt: skip
     named = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     return [server.python, "-m", "sglang.bench_serving", *named, *switches]
 
@@ -386,13 +373,9 @@ async def _run(server: SGLangServer, command: list[str], folder: Path) -> str:
     printed = folder / "printed"
     with printed.open("wb") as out:
         process = await asyncio.create_subprocess_exec(
-            *command,
-            cwd=folder,
-            env=environment,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=out,
+            *command, cwd=folder, env=environment, stdin=asyncio.subprocess.DEVNULL, stdout=out,
             stderr=out,
-        )
+        )  # fmt: skip
         try:
             status = await asyncio.wait_for(process.wait(), LONGEST_S)
         except TimeoutError:
@@ -455,13 +438,9 @@ def started(folder: Path, arguments: dict[str, Any]) -> SGLangEngine:
         python=python, arguments={"dtype": "bfloat16", "skip_server_warmup": True} | arguments
     )
     config = ActorsConfig(
-        engine="sglang",
-        max_batch=512,
-        capacity=256,
-        max_context=8192,
-        prefill_tokens=8192,
+        engine="sglang", max_batch=512, capacity=256, max_context=8192, prefill_tokens=8192,
         sglang=sglang,
-    )
+    )  # fmt: skip
     return SGLangEngine(str(folder), config)
 
 

@@ -3,7 +3,7 @@ flight, judges that join and leave, a slow learner.
 
 Its peers are real services whose answers cost next to nothing. The learner keeps its own record, so
 that an audit need not believe the scheduler. ``coppice dev bench load --set keep=RUN`` keeps the
-run folder, and ``--set read=RUN`` prints the figures of a run, also of a live one."""
+run folder, whose load.jsonl has the curve."""
 
 import asyncio
 import itertools
@@ -31,8 +31,8 @@ from coppice.research.benches import result
 from coppice.scheduler import main as scheduling
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
+from coppice.scheduler.dispatch.placement import CAPACITY
 from coppice.scheduler.growth.tree import Tree
-from coppice.scheduler.telemetry.fleet import CAPACITY
 from coppice.tools.defaults.settings import importable
 from coppice.tools.inspecting.audit import audit
 from coppice.wire import digest
@@ -61,7 +61,6 @@ TICK_S = 0.01
 ACTION = (
     "<think> The question asks for a city, so I search. </think><search> capital of Peru </search>"
 )
-COLUMNS = "t cpu load trees growing nodes rss_mib journal_mib lag_p50 lag_p99 lag_max".split()
 FAST, SLOW = "fast", "exact_match"
 """The judge of every turn, and the judge of every tree's outcome."""
 SECONDS = {FAST: 0.001, SLOW: 1.0}
@@ -103,11 +102,9 @@ class Actor:
         forced = request.sampling.stop == ["</answer>"]
         tokens = np.array(self.plan.forced if forced else self.plan.act, np.int32)
         sample = Sample(
-            tokens,
-            np.full(len(tokens), -1, np.float32),
-            np.full(len(tokens), self.version, np.int32),
-            "stop",
-        )
+            tokens, np.full(len(tokens), -1, np.float32),
+            np.full(len(tokens), self.version, np.int32), "stop",
+        )  # fmt: skip
         return GenerateResult([sample] * request.n, len(request.tokens), 0)
 
     async def load(self, request: LoadRequest, call: Call) -> LoadResult:
@@ -304,20 +301,17 @@ class Probed(scheduling.Run):
         pacing, trees = getattr(self, "pacing", None), list(self.trees)
         files = [self.folder / f"journal.sqlite{end}" for end in ("", "-wal")]
         values = {
-            "t": time.monotonic() - scheduling.scheduler.STARTED,
-            "cpu": time.process_time(),
+            "t": time.monotonic() - scheduling.scheduler.STARTED, "cpu": time.process_time(),
             "load": os.getloadavg()[0],
             "trees": pacing.admitted - pacing.version * pacing.questions if pacing else 0,
             "growing": len(self.open_trees.growing),
             "nodes": sum(len(tree.nodes) for tree in trees),
             "rss_mib": psutil.Process().memory_info().rss / 2**20,
             "journal_mib": sum(file.stat().st_size for file in files if file.exists()) / 2**20,
-            "lag_p50": _share(self.lags, 0.5),
-            "lag_p99": _share(self.lags, 0.99),
-            "lag_max": max(self.lags, default=0.0),
-            "workers": len(self.dispatcher.workers()),
+            "lag_p50": _share(self.lags, 0.5), "lag_p99": _share(self.lags, 0.99),
+            "lag_max": max(self.lags, default=0.0), "workers": len(self.dispatcher.workers()),
             "open": Counter(call.service for call in self.dispatcher.open_calls()),
-        }
+        }  # fmt: skip
         with (self.folder / "load.jsonl").open("ab") as file:
             file.write(msgspec.json.encode(values) + b"\n")
         self.lags = []
@@ -330,20 +324,15 @@ def scheduler(every_s: float) -> None:
 
 
 def prepare(
-    run: Path,
-    trees: int,
-    steps: int,
-    questions: int,
-    updates: int,
-    plan: LoadPlan,
+    run: Path, trees: int, steps: int, questions: int, updates: int, plan: LoadPlan,
     timing: DispatchConfig = DispatchConfig(),
-) -> None:
+) -> None:  # fmt: skip
     """Write what the processes read: tokenizer, tasks, prompt, the peers' plan and the scheduler's
     process file."""
-    from coppice.tools.defaults.tiny_board import tokenizer
+    from coppice.tools.defaults.tiny import board_tokenizer
 
     run.mkdir(parents=True, exist_ok=True)
-    words = tokenizer().backend_tokenizer
+    words = board_tokenizer().backend_tokenizer
     words.save(str(run / "tokenizer.json"))
     (run / "prompt.txt").write_text("Answer the question. You may search. Question: {question}")
     rows = [
@@ -360,29 +349,15 @@ def prepare(
     )
     (run / "load.json").write_bytes(msgspec.json.encode(plan))
     settings = SchedulerConfig(
-        budget=steps,
-        judge=FAST,
-        updates=updates,
-        questions_per_update=questions,
-        max_staleness=trees // questions - 1,
-        evaluation=EvaluationConfig(questions=0),
+        budget=steps, judge=FAST, updates=updates, questions_per_update=questions,
+        max_staleness=trees // questions - 1, evaluation=EvaluationConfig(questions=0),
         dispatch=timing,
-    )
+    )  # fmt: skip
     tasks, options = str(run / "train.jsonl"), {"prompt": str(run / "prompt.txt")}
     process = SchedulerProcess(
-        "scheduler",
-        str(run),
-        0,
-        str(run),
-        "search_qa",
-        options,
-        tasks,
-        tasks,
-        2,
-        ["retrieve"],
-        64,
+        "scheduler", str(run), 0, str(run), "search_qa", options, tasks, tasks, 2, ["retrieve"], 64,
         settings,
-    )
+    )  # fmt: skip
     (run / "scheduler.json").write_bytes(msgspec.json.encode(process))
     (run / "config.json").write_bytes(msgspec.json.encode({"scheduler": settings}))
 
@@ -396,13 +371,11 @@ def measure(run: Path, every_s: float) -> None:
     logs = [(run / f"{name}.log").open("wb") for name in ("scheduler", *ROLES)]
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", text, str(run / "scheduler.json")],
-            env=environment,
-            stdout=log,
+            [sys.executable, "-c", text, str(run / "scheduler.json")], env=environment, stdout=log,
             stderr=log,
         )
         for text, log in zip(code, logs, strict=True)
-    ]
+    ]  # fmt: skip
     try:
         status = children[0].wait()
     finally:
@@ -415,66 +388,43 @@ def measure(run: Path, every_s: float) -> None:
 
 
 def figures(run: Path) -> dict[str, Any]:
-    """Print the curve of a run and return its figures. Memory of a node is what the process grew
-    by, over the nodes that are in memory."""
+    """Return the figures of a run. Memory of a node is what the process grew by, over the nodes in
+    memory."""
     lines = [msgspec.json.decode(line) for line in (run / "load.jsonl").read_bytes().splitlines()]
-    print("  ".join(f"{name:>9}" for name in COLUMNS))
-    for line in lines[:: max(1, len(lines) // 40)]:
-        print(
-            "  ".join(
-                f"{line[name]:>9.1f}" if isinstance(line[name], float) else f"{line[name]:>9}"
-                for name in COLUMNS
-            )
-        )
     fullest = max(lines, key=lambda line: line["nodes"])
-    most = {
-        name: max(line[name] for line in lines) for name in ("trees", "nodes", "rss_mib", "lag_max")
+    most = {n: max(line[n] for line in lines) for n in ("trees", "nodes", "rss_mib", "lag_max")}
+    median = {n: statistics.median(line[n] for line in lines) for n in ("lag_p50", "lag_p99")}
+    return {
+        **most,
+        **median,
+        "journal_mib": lines[-1]["journal_mib"],
+        "bytes_per_node": 2**20 * fullest["rss_mib"] / max(1, fullest["nodes"]),
+        "violations": [str(violation) for violation in audit(run)[:5]],
+        "last": lines[-1],
     }
-    median = {
-        name: statistics.median(line[name] for line in lines) for name in ("lag_p50", "lag_p99")
-    }
-    return (
-        most
-        | median
-        | {
-            "journal_mib": lines[-1]["journal_mib"],
-            "bytes_per_node": 2**20 * fullest["rss_mib"] / max(1, fullest["nodes"]),
-            "violations": [str(violation) for violation in audit(run)[:5]],
-            "last": lines[-1],
-        }
-    )
 
 
 def run(
-    trees: Count = 10_000,
-    nodes: Count = 200_000,
-    judges: Count = 64,
-    questions: Count = 1000,
-    updates: Count = 20,
-    minutes: NotNegative = 5.0,
-    stay_s: Positive = 20.0,
-    every_s: Positive = 10.0,
-    keep: str = "",
-    read: str = "",
-) -> dict[str, Any]:
+    trees: Count = 10_000, nodes: Count = 200_000, judges: Count = 64, questions: Count = 1000,
+    updates: Count = 20, minutes: NotNegative = 5.0, stay_s: Positive = 20.0,
+    every_s: Positive = 10.0, keep: str = "",
+) -> dict[str, Any]:  # fmt: skip
     """Return the largest number of trees in flight over the bound of admission, whose goal is at
     most 1, with all figures.
 
     trees: in flight, ``questions`` to an update. minutes: the time that the learner takes for all
     updates together. stay_s: how long a judge stays. every_s: seconds between samples. keep: the
-    run folder, a new one. read: a run folder whose figures are shown again.
+    run folder, a new one.
     """
-    folder = Path(read or keep or tempfile.mkdtemp())
+    folder = Path(keep or tempfile.mkdtemp())
     try:
-        if not read:
-            plan = LoadPlan(questions, 60 * minutes / updates, judges, stay_s, [], [])
-            prepare(folder, trees, max(1, nodes // trees // 6), questions, updates, plan)
-            measure(folder, every_s)
+        plan = LoadPlan(questions, 60 * minutes / updates, judges, stay_s, [], [])
+        prepare(folder, trees, max(1, nodes // trees // 6), questions, updates, plan)
+        measure(folder, every_s)
         measured = figures(folder)
     finally:
-        if not (read or keep):
+        if not keep:
             shutil.rmtree(folder, ignore_errors=True)
     ratio = measured["trees"] / (trees // questions * questions)
-    return result(
-        "load: trees in flight over the bound of admission", ratio, 1.0, "lower", **measured
-    )
+    name = "load: trees in flight over the bound of admission"
+    return result(name, ratio, 1.0, "lower", **measured)

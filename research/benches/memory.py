@@ -38,7 +38,7 @@ _PROCESS_FILE = re.compile(r"processes/([a-z-]+?)(-\d+)?\.json$")
 class Peaks(msgspec.Struct):
     """Peaks in GiB. total: the sum over all processes. each: one process of a kind. kinds: the sum
     of a kind. at: the parts of the largest total. counts: the most processes of a kind that were
-    seen at once. Starts empty; ``take`` adds samples, ``table`` shows the peaks.
+    seen at once. Starts empty; ``take`` adds samples.
     """
 
     total: float = 0.0
@@ -62,30 +62,6 @@ class Peaks(msgspec.Struct):
         if sum(sums.values()) > self.total:
             self.total, self.at = sum(sums.values()), dict(sums)
 
-    def table(self) -> str:
-        """Return the peaks as lines of text."""
-        lines = [
-            f"{'process':<14}{'count':>6}{'peak of one':>13}{'peak of all':>13}"
-            f"{'at the peak of the sum':>24}   GiB"
-        ]
-        lines += [
-            f"{kind:<14}{self.counts[kind]:>6}{self.each[kind]:>13.2f}{self.kinds[kind]:>13.2f}"
-            f"{self.at.get(kind, 0.0):>24.2f}"
-            for kind in sorted(self.kinds)
-        ]
-        return "\n".join(
-            [*lines, f"{'sum':<14}{sum(self.counts.values()):>6}{'':>26}{self.total:>24.2f}"]
-        )
-
-
-def pss_gib(pid: int) -> float:
-    """Return the proportional set size of a process in GiB. Raises OSError if the process has
-    ended."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) / 2**20
-    raise OSError(f"process {pid} has no memory map any more")
-
 
 def kind(command: Sequence[str]) -> str:
     """Return the kind of a process: "actor" for actor-3 and so on by its process file, "set-up" for
@@ -106,8 +82,8 @@ def sample(root: psutil.Process) -> list[tuple[str, float]]:
         return []
     for process in family:
         try:
-            sizes.append((kind(process.cmdline()), pss_gib(process.pid)))
-        except (psutil.Error, OSError):
+            sizes.append((kind(process.cmdline()), process.memory_full_info().pss / 2**30))
+        except psutil.Error:
             continue
     return sizes
 
@@ -130,19 +106,15 @@ def measure(arguments: Sequence[str]) -> Peaks:
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "out"
         command = [
-            sys.executable,
-            str(ROOT / "tools" / "launch"),
-            "--run-folder",
-            f"{scratch}/run",
+            sys.executable, str(ROOT / "tools" / "launch"), "--run-folder", f"{scratch}/run",
             *arguments,
-        ]
+        ]  # fmt: skip
         with out.open("wb") as terminal:
             peaks, status = watch(command, cwd=ROOT, stdout=terminal, stderr=terminal)
         if status:
             raise RuntimeError(
                 f"{' '.join(command)} ended with status {status}: {out.read_text()[-2000:]}"
             )
-    print(peaks.table(), flush=True)
     return peaks
 
 

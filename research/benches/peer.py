@@ -48,13 +48,6 @@ GOALS = {"groups": 2.5, "slate": 4.0}
 """Of the ratio of trained tokens a second; the ratio of memory should be below 1."""
 TICK_S = 0.01
 """Of the CPU clock."""
-SHOWN = {
-    "tokens_s": "trained tokens a second",
-    "tokens_cpu_s": "trained tokens a CPU second",
-    "update_s": "seconds an update",
-    "peak_gib": "peak memory, GiB",
-}
-"""The rows of the table."""
 LOOK_S = 0.5
 """Between two looks at a side's processes."""
 DIGITS = "0123456789"
@@ -88,20 +81,14 @@ class PeerLoad(msgspec.Struct, frozen=True):
 
 LOADS = {
     "groups": PeerLoad(
-        EpisodeShape(steps=1, shared=27, question=12, observation=0),
-        questions=8,
-        samples=8,
-        action=40,
-        rows=8,
+        EpisodeShape(steps=1, shared=27, question=12, observation=0), questions=8, samples=8,
+        action=40, rows=8,
     ),
     "slate": PeerLoad(
-        EpisodeShape(steps=3, shared=120, question=30, observation=60),
-        questions=4,
-        samples=5,
-        action=40,
-        rows=5,
+        EpisodeShape(steps=3, shared=120, question=30, observation=60), questions=4, samples=5,
+        action=40, rows=5,
     ),
-}
+}  # fmt: skip
 """Plain groups whose prompts are as long as in configs/slate-cpu.toml, and trees with the lengths
 of the other SLATE benchmarks."""
 
@@ -255,18 +242,10 @@ def peer(load: PeerLoad, model: Path, folder: Path, dtype: str, counted: int) ->
     folder.mkdir()
     updates = counted + 1
     work = msgspec.to_builtins(load) | {
-        "model": str(model),
-        "prompts": prompts(load, model, 0, updates),
-        "sequences": load.sequences,
-        "updates": updates,
-        "steps": load.shape.steps,
-        "dtype": dtype,
-        "threads": THREADS,
-        "rank": RANK,
-        "alpha": ALPHA,
-        "lr": LR,
-        "seed": 0,
-    }
+        "model": str(model), "prompts": prompts(load, model, 0, updates),
+        "sequences": load.sequences, "updates": updates, "steps": load.shape.steps, "dtype": dtype,
+        "threads": THREADS, "rank": RANK, "alpha": ALPHA, "lr": LR, "seed": 0,
+    }  # fmt: skip
     (folder / "work.json").write_bytes(msgspec.json.encode(work))
     python, busy = environments.python("trl", "peer", over_ours=True), os.getloadavg()[0]
     variables = {
@@ -277,11 +256,9 @@ def peer(load: PeerLoad, model: Path, folder: Path, dtype: str, counted: int) ->
     variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = folder / "updates.jsonl"
     looks = watched(
-        [str(python), "-m", "coppice.research.benches.peer", str(folder / "work.json")],
-        folder,
-        variables,
-        done,
-    )
+        [str(python), "-m", "coppice.research.benches.peer", str(folder / "work.json")], folder,
+        variables, done,
+    )  # fmt: skip
     updates = [msgspec.json.decode(line, type=Update) for line in done.read_bytes().splitlines()]
     return rated(_checked(load, updates), looks, busy)
 
@@ -324,38 +301,23 @@ def _settings(
         + steps * (load.action + load.shape.observation)
     )
     given = {
-        "model.name": f'"{model}"',
-        "data.environment": '"coppice.research.any_text:AnyText"',
-        "data.options": f'{{shape = {{{shape}}}, alphabet = "{DIGITS}"}}',
-        "warm_start.steps": 0,
+        "model.name": f'"{model}"', "data.environment": '"coppice.research.any_text:AnyText"',
+        "data.options": f'{{shape = {{{shape}}}, alphabet = "{DIGITS}"}}', "warm_start.steps": 0,
         "judges.use": '{"coppice.research.any_text:Checksum" = {}}',
         "scheduler.judge": '"checksum"',
         "scheduler.strategy": '"full"' if steps == 1 else '"slate"',
-        "scheduler.strategy_options": f"{{k = {load.samples}}}",
-        "scheduler.budget": steps,
-        "scheduler.max_action_tokens": load.action,
-        "scheduler.updates": updates,
-        "scheduler.questions_per_update": load.questions,
-        "scheduler.max_staleness": 1,
-        "scheduler.evaluation.questions": 0,
-        "actors.count": 1,
-        "actors.dtype": f'"{dtype}"',
-        "actors.threads": THREADS // 2,
-        "actors.max_batch": 64,
-        "actors.capacity": 128,
-        "actors.max_context": longest,
-        "actors.kv_cache_gib": 0.4,
-        "learner.count": 1,
-        "learner.dtype": f'"{dtype}"',
-        "learner.threads": rank_threads,
-        "learner.scheme": '"grpo"' if steps == 1 else '"slate"',
-        "learner.aggregation": '"token"',
-        "learner.kl_coef": 0.0,
-        "learner.lr": LR,
-        "learner.lora": f"{{rank = {RANK}, alpha = {ALPHA}}}",
-        "learner.micro_tokens": 960,
+        "scheduler.strategy_options": f"{{k = {load.samples}}}", "scheduler.budget": steps,
+        "scheduler.max_action_tokens": load.action, "scheduler.updates": updates,
+        "scheduler.questions_per_update": load.questions, "scheduler.max_staleness": 1,
+        "scheduler.evaluation.questions": 0, "actors.count": 1, "actors.dtype": f'"{dtype}"',
+        "actors.threads": THREADS // 2, "actors.max_batch": 64, "actors.capacity": 128,
+        "actors.max_context": longest, "actors.kv_cache_gib": 0.4, "learner.count": 1,
+        "learner.dtype": f'"{dtype}"', "learner.threads": rank_threads,
+        "learner.scheme": '"grpo"' if steps == 1 else '"slate"', "learner.aggregation": '"token"',
+        "learner.kl_coef": 0.0, "learner.lr": LR,
+        "learner.lora": f"{{rank = {RANK}, alpha = {ALPHA}}}", "learner.micro_tokens": 960,
         "learner.checkpoint_every": updates,
-    }
+    }  # fmt: skip
     return {key: str(value) for key, value in given.items()}
 
 
@@ -372,14 +334,9 @@ def _checked(load: PeerLoad, updates: list[Update]) -> list[Update]:
 
 
 def compare(
-    load: PeerLoad,
-    model: Path,
-    folder: Path,
-    dtype: str,
-    rounds: int,
-    counted: int,
+    load: PeerLoad, model: Path, folder: Path, dtype: str, rounds: int, counted: int,
     rank_threads: int,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Interleaved rounds of both; each ratio is the median over the rounds, above 1 where ours is
     faster, below where it is smaller."""
     made: dict[str, list[Round]] = {"peer": [], "ours": []}
@@ -399,30 +356,11 @@ def compare(
     }
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
-    """The comparison in Markdown: medians, and the ratios of ours to the peer's with those of the
-    single rounds."""
-    lines = ["| load | | TRL | Coppice | ratio (rounds) |", "|---|---|---|---|---|"]
-    for load, row in found.items():
-        for key, what in SHOWN.items():
-            theirs, own = ([one[key] for one in row[side]] for side in ("peer", "ours"))
-            ratios = [a / b for a, b in zip(own, theirs, strict=True)]
-            cells = [f"{statistics.median(values):.1f}" for values in (theirs, own)]
-            each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-            cells.append(f"{statistics.median(ratios):.2f} ({each})")
-            lines.append(f"| {load} | {what} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def run(
-    model: str = DEFAULT,
-    loads: tuple[Literal["groups", "slate"], ...] = ("groups", "slate"),
-    dtype: Literal["float32", "bfloat16"] = "float32",
-    rounds: Count = ROUNDS,
-    counted: Count = COUNTED,
-    questions: Count | None = None,
-    rank_threads: Count = THREADS // 2,
-) -> dict[str, Any]:
+    model: str = DEFAULT, loads: tuple[Literal["groups", "slate"], ...] = ("groups", "slate"),
+    dtype: Literal["float32", "bfloat16"] = "float32", rounds: Count = ROUNDS,
+    counted: Count = COUNTED, questions: Count | None = None, rank_threads: Count = THREADS // 2,
+) -> dict[str, Any]:  # fmt: skip
     """Compare all loads. The ratio is the worst of (tokens a second over its goal, memory of the
     peer over ours): 1 meets every goal.
 
@@ -444,7 +382,6 @@ def run(
         min(row["tokens_ratio"] / GOALS[name], 1 / row["memory_ratio"])
         for name, row in found.items()
     )
-    print(table(found), flush=True)
     packages = ("torch", "transformers", "peft")
     versions = {name: metadata.version(name) for name in packages} | {"trl": _version("trl")}
     name, more = "side by side with TRL: ratio / its goal (worst)", msgspec.to_builtins(shapes)
@@ -468,30 +405,17 @@ def trl_settings(work: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the fields of GRPOConfig. work: what ``peer`` writes."""
     per_step = work["sequences"] // work["steps"]
     return {
-        "output_dir": str(folder / "trl"),
-        "max_steps": work["updates"],
-        "use_cpu": True,
-        "model_init_kwargs": {"dtype": work["dtype"]},
-        "bf16": work["dtype"] == "bfloat16",
-        "num_generations": work["samples"],
-        "max_completion_length": work["action"],
+        "output_dir": str(folder / "trl"), "max_steps": work["updates"], "use_cpu": True,
+        "model_init_kwargs": {"dtype": work["dtype"]}, "bf16": work["dtype"] == "bfloat16",
+        "num_generations": work["samples"], "max_completion_length": work["action"],
         "per_device_train_batch_size": work["rows"],
         "gradient_accumulation_steps": work["sequences"] // work["rows"],
-        "steps_per_generation": per_step // work["rows"],
-        "shuffle_dataset": False,
-        "temperature": 1.0,
-        "beta": 0.0,
-        "num_iterations": 1,
-        "learning_rate": work["lr"],
-        "lr_scheduler_type": "constant",
-        "gradient_checkpointing": False,
-        "disable_dropout": True,
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
+        "steps_per_generation": per_step // work["rows"], "shuffle_dataset": False,
+        "temperature": 1.0, "beta": 0.0, "num_iterations": 1, "learning_rate": work["lr"],
+        "lr_scheduler_type": "constant", "gradient_checkpointing": False, "disable_dropout": True,
+        "save_strategy": "no", "logging_strategy": "no", "report_to": "none", "disable_tqdm": True,
         "seed": work["seed"],
-    }
+    }  # fmt: skip
 
 
 def train(work: dict[str, Any], folder: Path) -> None:

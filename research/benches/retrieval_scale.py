@@ -78,13 +78,9 @@ def rate(index: faiss.Index, queries: np.ndarray, batch: int, seconds: float) ->
 
 
 def compared(
-    blocks: Callable[[], Iterable[np.ndarray]],
-    count: int,
-    queries: np.ndarray,
-    names: tuple[str, ...],
-    batches: tuple[int, ...],
-    seconds: float,
-) -> dict[str, Any]:
+    blocks: Callable[[], Iterable[np.ndarray]], count: int, queries: np.ndarray,
+    names: tuple[str, ...], batches: tuple[int, ...], seconds: float,
+) -> dict[str, Any]:  # fmt: skip
     """Build each kind and return what it takes and finds. names: kinds, and after a space search
     parameters; the first is exact."""
     rows, exact = dict[str, Any](), [set[int]()]
@@ -137,15 +133,11 @@ async def called(folder: Path, questions: list[str], count: int) -> dict[str, An
 
 
 def run(
-    passages: Count = 2_000,
-    dimensions: Count = 384,
-    queries: Count = 200,
+    passages: Count = 2_000, dimensions: Count = 384, queries: Count = 200,
     names: tuple[str, ...] = ("flat", "ivfpq", "refined", "hnsw"),
-    batches: tuple[int, ...] = (1, 32),
-    seconds: Positive = 0.1,
-    texts: Count = 300,
+    batches: tuple[int, ...] = (1, 32), seconds: Positive = 0.1, texts: Count = 300,
     calls: Count = 500,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Run the benchmark. texts: passages of the built-in corpus, whose index is compared too, and
     called. The ratio is the least recall of 10."""
     threads, facts = faiss.omp_get_max_threads(), ensure_facts(cache_folder())
@@ -156,10 +148,8 @@ def run(
         rows = compared(lambda: clusters.blocks(passages), passages, drawn, names, batches, seconds)
         with tempfile.TemporaryDirectory() as folder:
             corpus, index, encoder = (
-                Path(folder) / "corpus.jsonl",
-                Path(folder) / "index",
-                Encoder(),
-            )
+                Path(folder) / "corpus.jsonl", Path(folder) / "index", Encoder(),
+            )  # fmt: skip
             corpus.write_bytes(
                 b"".join((facts / "corpus.jsonl").read_bytes().splitlines(keepends=True)[:texts])
             )
@@ -170,13 +160,9 @@ def run(
             ]
             vectors = faiss.read_index(str(index / "index.faiss")).reconstruct_n(0, real)
             found = compared(
-                lambda: [vectors],
-                real,
-                encoder.embed(queried[:queries], "query"),
-                names,
-                batches,
+                lambda: [vectors], real, encoder.embed(queried[:queries], "query"), names, batches,
                 seconds,
-            )
+            )  # fmt: skip
             served = loop.run(called(index, queried, calls))
     finally:
         faiss.omp_set_num_threads(threads)

@@ -55,13 +55,9 @@ def _words(rng: np.random.Generator, count: int) -> list[int]:
 
 
 def slate(
-    rng: np.random.Generator,
-    question: int = 200,
-    steps: int = 4,
-    k: int = 5,
-    action: int = 80,
+    rng: np.random.Generator, question: int = 200, steps: int = 4, k: int = 5, action: int = 80,
     retrieved: int = 400,
-) -> list[Path]:
+) -> list[Path]:  # fmt: skip
     """Make one question with k actions from one prefix at every step, one of which is continued."""
     paths, prefix = [], _words(rng, question)
     for _ in range(steps):
@@ -99,11 +95,8 @@ def episodes(
 
 Name = Literal["slate", "grpo", "mc_pr", "episodes"]
 SHAPES: dict[Name, Callable[..., list[Path]]] = {
-    "slate": slate,
-    "grpo": grpo,
-    "mc_pr": mc_pr,
-    "episodes": episodes,
-}
+    "slate": slate, "grpo": grpo, "mc_pr": mc_pr, "episodes": episodes,
+}  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------
@@ -184,14 +177,11 @@ def measure(model: TreeModel, name: Name, repeats: int = REPEATS) -> dict[str, A
             times[key].append(seconds(work, model, paths))
     middle = {key: statistics.median(values) for key, values in times.items()}
     return {
-        "shape": name,
-        "tokens": forested.nodes,
-        "token_ratio": forested.token_ratio,
+        "shape": name, "tokens": forested.nodes, "token_ratio": forested.token_ratio,
         "limits": {size: limit(paths, dense) for size, dense in SIZES.items()},
         "over_padded": middle["padded"] / middle["forest"],
-        "over_varlen": middle["varlen"] / middle["forest"],
-        "cpu_s": middle,
-    }
+        "over_varlen": middle["varlen"] / middle["forest"], "cpu_s": middle,
+    }  # fmt: skip
 
 
 def run(shapes: tuple[Name, ...] = tuple(SHAPES), repeats: int = REPEATS) -> dict[str, Any]:
@@ -251,16 +241,11 @@ def measure_gpu() -> dict[str, Any]:
     peak = next((v for key, v in PEAK_TFLOPS.items() if key in name), None)
     tflops = 6 * weights * forested.nodes / shared / 1e12
     return {
-        "device": name,
-        "packed_tokens": forested.nodes,
-        "token_ratio": forested.token_ratio,
-        "forest_s": shared,
-        "unshared_s": unshared,
-        "speed_up": unshared / shared,
-        "share_of_token_ratio": unshared / shared / forested.token_ratio,
-        "tflops": tflops,
+        "device": name, "packed_tokens": forested.nodes, "token_ratio": forested.token_ratio,
+        "forest_s": shared, "unshared_s": unshared, "speed_up": unshared / shared,
+        "share_of_token_ratio": unshared / shared / forested.token_ratio, "tflops": tflops,
         "share_of_peak": None if peak is None else tflops / peak,
-    }
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.engines.sglang import SGLangEngine
 from coppice.learner.model.publish import Published, fingerprint, publish
-from coppice.learner.model.weight_server import Snapshot, WeightServer
+from coppice.learner.model.weight_server import WeightServer
 from coppice.research.benches import prefill as shape
 from coppice.research.benches import result
 from coppice.research.benches.gpu_sglang import SHAPES, random_model, started
@@ -39,8 +39,7 @@ from coppice.wire.published import FILES, Manifest
 
 SAMPLES, PROMPT = 8, 64
 RANK = 16
-OUT_OF_MEMORY = ("tensor", "distributed")
-TRANSPORTS = (*OUT_OF_MEMORY, "disk", "adapter", "merged")
+TRANSPORTS = ("distributed", "disk", "adapter")
 """The order matters: each transport must bring weights that differ from those that the server
 holds."""
 
@@ -65,11 +64,9 @@ def whole(base: Path, folder: Path) -> Manifest:
     """Save all weights with a small change."""
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     return _save(
-        {n: (p.detach() * 1.001).contiguous() for n, p in model.named_parameters()},
-        folder,
-        2,
+        {n: (p.detach() * 1.001).contiguous() for n, p in model.named_parameters()}, folder, 2,
         "full",
-    )
+    )  # fmt: skip
 
 
 def _save(tensors: dict[str, torch.Tensor], folder: Path, version: int, kind: Any) -> Manifest:
@@ -88,7 +85,7 @@ async def measure(
         manifest = make(base, folder)
         arrivals: list[float] = []
 
-        def arrived(index: int, tokens: list[int], logprobs: list[float]) -> None:
+        def arrived(index: int, *_: object) -> None:
             if index == 0:
                 arrivals.append(time.perf_counter())
 
@@ -112,11 +109,9 @@ async def measure(
         pause = float(gaps.max() - step)
         size = (folder / FILES[manifest.kind]).stat().st_size
         return {
-            "load_s": loaded.seconds,
-            "pause_s": pause,
-            "tokens_lost": pause * SAMPLES / step,
+            "load_s": loaded.seconds, "pause_s": pause, "tokens_lost": pause * SAMPLES / step,
             "mb": size / 1e6,
-        }
+        }  # fmt: skip
 
 
 async def _measure(model: str) -> dict[str, Any]:
@@ -161,12 +156,9 @@ class AdapterPolicy:
 
 
 async def updates(
-    engine: SGLangEngine,
-    folder: Path,
-    device: str,
-    transports: tuple[str, ...] = TRANSPORTS,
+    engine: SGLangEngine, folder: Path, device: str, transports: tuple[str, ...] = TRANSPORTS,
     rank: int = RANK,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     """Return the seconds by transport for a started engine of the model in ``folder``, and print
     each as soon as it is measured."""
     seconds: dict[str, float] = {}
@@ -177,9 +169,9 @@ async def updates(
                 published = _published(
                     version, transport, folder, Path(scratch), offers, device, rank
                 )
-                way = "lora" if transport in ("adapter", "merged") else "weights"
+                wanted: Any = "auto" if transport == "adapter" else transport
                 engine.weights.config = msgspec.structs.replace(
-                    engine.config.sglang, **{way: transport}
+                    engine.config.sglang, weights=wanted
                 )
                 seconds[transport] = (
                     await engine.load(LoadRequest(version, published.path, published.digest))
@@ -191,16 +183,11 @@ async def updates(
 
 
 def _published(
-    version: int,
-    transport: str,
-    model: Path,
-    scratch: Path,
-    offers: WeightServer,
-    device: str,
+    version: int, transport: str, model: Path, scratch: Path, offers: WeightServer, device: str,
     rank: int,
-) -> Published:
+) -> Published:  # fmt: skip
     """Publish the version as the learner does."""
-    if transport in ("adapter", "merged"):
+    if transport == "adapter":
         policy: Any = AdapterPolicy(model, rank)
         return publish(policy, version, scratch, keep=1)
     stored = model / FILES["full"]
@@ -212,9 +199,7 @@ def _published(
             name: tensor * (1 + version / 100)
             for name, tensor in load_file(stored, device=device).items()
         }
-        manifest = Manifest(
-            version, "full", fingerprint(own), False, offers.offer(Snapshot(version, own))
-        )
+        manifest = Manifest(version, "full", fingerprint(own), False, offers.offer(version, own))
     manifest.write(scratch)
     return Published(version, str(scratch), manifest.digest)
 
@@ -244,12 +229,8 @@ def main() -> None:
     """Print JSON lines: the seconds of each transport when they are measured, then all of them."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", default="7b", choices=list(SHAPES), help="default %(default)s")
-    parser.add_argument(
-        "--without", nargs="+", default=[], choices=TRANSPORTS, help="transports to leave out"
-    )
     options = parser.parse_args()
-    transports = tuple(name for name in possible() if name not in options.without)
-    seconds = asyncio.run(_served(options.size, shape.model_folder(), transports))
+    seconds = asyncio.run(_served(options.size, shape.model_folder(), possible()))
     print(json.dumps({"size": options.size, "update_s": seconds}), flush=True)
 
 

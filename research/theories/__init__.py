@@ -1,16 +1,14 @@
 """The command coppice dev theory measures, from the definitions, the claims of four papers on
 process rewards and the bias of corrections.
 
-Each paper is a module here with ``rows(seed)``, claims, and ``figures(folder)``. A row states
-what was measured to be true, even where the paper prints something else; docs/theory.md has both.
+Each paper is a module here whose ``rows(seed)`` are claims. A row states what was measured to be
+true, even where the paper prints something else; docs/theory.md has both.
 """
 
 import argparse
 import importlib
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -99,10 +97,19 @@ def magnitude(error: float) -> str:
     return "0" if error == 0 else f"{error:.0e}"
 
 
+def zero(claim: str, error: float, limit: float = 1e-12) -> ClaimRow:
+    """Return the row of a number that is 0 but for rounding."""
+    return ClaimRow(claim, magnitude(error), "0", bool(error < limit))
+
+
+def drawn(claim: str, measured: BatchEstimate, expected: ArrayLike) -> ClaimRow:
+    """Return the row of an estimate with its expected value."""
+    return ClaimRow(claim, str(measured), show(expected), measured.near(expected))
+
+
 EXAMPLES = """\
-  coppice dev theory                                    everything
-  coppice dev theory slate vpr --seed 1                 two papers, other draws
-  coppice dev theory staleness --figures docs/figures   with its plots"""
+  coppice dev theory                      everything
+  coppice dev theory slate vpr --seed 1   two papers, other draws"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -118,9 +125,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of every random draw (default: 0)"
     )
-    parser.add_argument(
-        "--figures", type=Path, metavar="FOLDER", help="also write the plots (SVG) to this folder"
-    )
     return parser
 
 
@@ -135,13 +139,13 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    papers = [_module(name) for name in options.names or PAPERS]
-    rows = [row for paper in papers for row in paper.rows(options.seed)]
+    papers = options.names or PAPERS
+    rows = [
+        row
+        for name in papers
+        for row in importlib.import_module(f"{__name__}.{name}").rows(options.seed)
+    ]
     print(table(rows))
-    if options.figures is not None:
-        options.figures.mkdir(parents=True, exist_ok=True)
-        for paper in papers:
-            paper.figures(options.figures)
     return int(not all(row.agrees for row in rows))
 
 
@@ -156,7 +160,3 @@ def table(rows: Iterable[ClaimRow]) -> str:
         "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
         for line in cells
     )
-
-
-def _module(name: str) -> Any:
-    return importlib.import_module(f"{__name__}.{name}")

@@ -6,16 +6,12 @@ of logits per state. The loss covers the whole population of pairs, so its optim
 error. Source: OPRL eq. 1-2, Theorem 3.3, Proposition 3.4; methods.md 5.
 """
 
-from pathlib import Path
-
 import msgspec
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from coppice.research.theories import ClaimRow, differences, magnitude, show
-from coppice.tools.inspecting.figures import save
+from coppice.research.theories import ClaimRow, differences, show, zero
 
 Array = NDArray[np.float64]
 ACTIONS = 3
@@ -76,13 +72,9 @@ def fit(paths: ActionTree, reference: Array, utility_differences: Array, beta: f
     states, actions = torch.from_numpy(paths.states), torch.from_numpy(paths.actions)
     logits = torch.from_numpy(reference.copy()).requires_grad_()
     optimiser = torch.optim.LBFGS(
-        [logits],
-        max_iter=2000,
-        tolerance_grad=1e-12,
-        tolerance_change=0,
-        history_size=50,
+        [logits], max_iter=2000, tolerance_grad=1e-12, tolerance_change=0, history_size=50,
         line_search_fn="strong_wolfe",
-    )
+    )  # fmt: skip
 
     def closure() -> torch.Tensor:
         optimiser.zero_grad()
@@ -240,57 +232,39 @@ def rows(seed: int = 0) -> list[ClaimRow]:
 
 
 def _theorem_3_3(rng: np.random.Generator) -> list[ClaimRow]:
-    plain = telescoped(rng, 1.0)
-    paper = telescoped(rng, 1 / BETA)
+    plain, paper, name = telescoped(rng, 1.0), telescoped(rng, 1 / BETA), "OPRL Thm 3.3:"
     against_r = deviation(paper.totals - paper.utilities)
     predicted = (1 / BETA - 1) * deviation(paper.utilities)
     without, with_term = stale_reference(rng)
-    chance = chance_residual(rng)
+    chance, fitted = chance_residual(rng), deviation(plain.totals - plain.utilities)
+    scaled, std = deviation(paper.totals - paper.utilities / BETA), f"{name} std of sum r_phi - R"
+    paper_claim, near = f"{std}, Pr = sigmoid(dR/beta), beta={BETA}: not R", against_r - predicted
     return [
-        _zero("std of sum r_phi - R, Pr = sigmoid(dR)", deviation(plain.totals - plain.utilities)),
-        _zero("largest |r_phi - (soft Q - soft V)|: potential shaping", plain.shaping_gap),
+        zero(f"{std}, Pr = sigmoid(dR)", fitted, FITTED),
+        zero(
+            f"{name} largest |r_phi - (soft Q - soft V)|: potential shaping",
+            plain.shaping_gap, FITTED,
+        ),
+        ClaimRow(paper_claim, show(against_r), show(predicted), abs(near) < FITTED),
+        zero(f"{std}/beta, the same fit", scaled, FITTED),
+        ClaimRow(f"{std}, pi_old != pi_ref", show(without), "> 0", without > 0.1),
+        zero(f"{name} the same less beta (log pi_ref - log pi_old)", with_term, FITTED),
         ClaimRow(
-            f"OPRL Thm 3.3: std of sum r_phi - R, Pr = sigmoid(dR/beta), beta={BETA}: not R",
-            show(against_r),
-            show(predicted),
-            abs(against_r - predicted) < FITTED,
+            f"{std}, random transitions: not constant", show(chance), "> 0", chance > 0.01
         ),
-        _zero(
-            "std of sum r_phi - R/beta, the same fit",
-            deviation(paper.totals - paper.utilities / BETA),
-        ),
-        ClaimRow(
-            "OPRL Thm 3.3: std of sum r_phi - R, pi_old != pi_ref",
-            show(without),
-            "> 0",
-            without > 0.1,
-        ),
-        _zero("the same less beta (log pi_ref - log pi_old)", with_term),
-        ClaimRow(
-            "OPRL Thm 3.3: std of sum r_phi - R, random transitions: not constant",
-            show(chance),
-            "> 0",
-            chance > 0.01,
-        ),
-    ]
-
-
-def _zero(claim: str, error: float) -> ClaimRow:
-    return ClaimRow(f"OPRL Thm 3.3: {claim}", magnitude(error), "0", error < FITTED)
+    ]  # fmt: skip
 
 
 def _proposition_3_4(rng: np.random.Generator) -> list[ClaimRow]:
     to_go, divergence, immediate = (float(gap) for gap in multi_step_gaps(rng))
-    gaps = (
-        ("grad J + beta grad KL, one step", one_step_gap(rng)),
-        ("grad J less the reward-to-go form, two steps", to_go),
-        ("grad J + beta grad KL over whole paths, two steps", divergence),
-    )
-    results = [
-        ClaimRow(f"OPRL Prop 3.4: {claim}", magnitude(gap), "0", gap < 1e-9) for claim, gap in gaps
-    ]
     claim = "OPRL Prop 3.4: grad J less the printed immediate-reward form, two steps: off"
-    return [*results, ClaimRow(claim, f"{immediate:.4f}", "> 0", immediate > 1e-4)]
+    whole = "OPRL Prop 3.4: grad J + beta grad KL over whole paths, two steps"
+    return [
+        zero("OPRL Prop 3.4: grad J + beta grad KL, one step", one_step_gap(rng), 1e-9),
+        zero("OPRL Prop 3.4: grad J less the reward-to-go form, two steps", to_go, 1e-9),
+        zero(whole, divergence, 1e-9),
+        ClaimRow(claim, f"{immediate:.4f}", "> 0", immediate > 1e-4),
+    ]
 
 
 def _bound(rng: np.random.Generator) -> list[ClaimRow]:
@@ -298,51 +272,16 @@ def _bound(rng: np.random.Generator) -> list[ClaimRow]:
     upper, absolute, wider = (float(ratio) for ratio in bound_ratios(*policies))
     old, phi = np.log([[0.5, 0.5]]), np.log([[0.999, 0.001]])
     example = [float((phi - old).min()), float(-old.min())]
-    return [
-        ClaimRow(
-            "OPRL Prop 3.4: largest r over beta log(1/eps), 10,000 policies",
-            show(upper),
-            "<= 1",
-            upper <= 1,
-        ),
-        ClaimRow(
-            "OPRL Prop 3.4: largest |r| over it: the printed bound fails",
-            show(absolute, 2),
-            "> 1",
-            absolute > 1,
-        ),
-        ClaimRow(
-            "OPRL Prop 3.4: largest |r| with eps of both policies", show(wider), "<= 1", wider <= 1
-        ),
-        ClaimRow(
-            "OPRL Prop 3.4: r / beta and log(1/eps), pi_old (.5, .5), phi (.999, .001)",
-            show(example, 2),
-            "-6.21 / 0.69",
-            bool(np.allclose(example, [-6.21, 0.69], atol=0.005)),
-        ),
-    ]
-
-
-def figures(folder: Path) -> None:
-    """Write theory-oprl.svg: the sum of the fitted step rewards against the utility, for both
-    preference models."""
-    figure = Figure(figsize=(5.2, 3.2))
-    axes = figure.subplots()
-    for name, scale, mark in (
-        ("Pr = sigmoid(dR)", 1.0, "o"),
-        ("Pr = sigmoid(dR/beta), as assumed", 1 / BETA, "^"),
-    ):
-        sums = telescoped(np.random.default_rng(0), scale)
-        offset = float((sums.totals - scale * sums.utilities).mean())
-        (drawn,) = axes.plot(sums.utilities, sums.totals - offset, mark, markersize=5, label=name)
-        line = np.array([sums.utilities.min(), sums.utilities.max()])
-        axes.plot(
-            line, scale * line, color=drawn.get_color(), linewidth=1, label=f"slope {scale:g}"
-        )
-    axes.set(
-        xlabel="utility R of a path",
-        ylabel="sum of r_phi, less its constant",
-        title="OPRL Theorem 3.3, beta = 0.5",
+    agrees = bool(np.allclose(example, [-6.21, 0.69], atol=0.005))
+    claims = (
+        "OPRL Prop 3.4: largest r over beta log(1/eps), 10,000 policies",
+        "OPRL Prop 3.4: largest |r| over it: the printed bound fails",
+        "OPRL Prop 3.4: largest |r| with eps of both policies",
+        "OPRL Prop 3.4: r / beta and log(1/eps), pi_old (.5, .5), phi (.999, .001)",
     )
-    axes.legend(frameon=False, fontsize=8)
-    save(figure, folder / "theory-oprl.svg")
+    return [
+        ClaimRow(claims[0], show(upper), "<= 1", upper <= 1),
+        ClaimRow(claims[1], show(absolute, 2), "> 1", absolute > 1),
+        ClaimRow(claims[2], show(wider), "<= 1", wider <= 1),
+        ClaimRow(claims[3], show(example, 2), "-6.21 / 0.69", agrees),
+    ]

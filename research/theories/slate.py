@@ -8,10 +8,8 @@ methods.md 5.
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from coppice.research.theories import (
@@ -19,12 +17,12 @@ from coppice.research.theories import (
     STANDARD_ERRORS,
     BatchEstimate,
     ClaimRow,
+    drawn,
     estimate,
-    magnitude,
     show,
     stacked,
+    zero,
 )
-from coppice.tools.inspecting.figures import save
 
 Array = NDArray[np.float64]
 # (earlier noise, earlier rewards, noise) -> reward
@@ -241,34 +239,22 @@ def _theorem_1(rng: np.random.Generator) -> list[ClaimRow]:
         ("SLATE Thm 1: the same, steps cancel the past: bound 1/T fails", cancelling, [1.0] * 3),
     ):
         ratios = stacked(variance_ratio(process, horizon, rng) for horizon in HORIZONS)
-        results.append(ClaimRow(claim, str(ratios), show(expected), ratios.near(expected)))
+        results.append(drawn(claim, ratios, expected))
     for claim, process, expected in (
-        (
-            "SLATE Thm 1: Cov(r_1, later), prefix-dependent means, T=4",
-            prefix_dependent,
-            3 * DEPENDENCE * NOISE.var(),
-        ),
-        (
-            "SLATE Thm 1: Cov(r_1, later), steps cancel the past: assumption 1 fails",
-            cancelling,
-            -NOISE.var(),
-        ),
+        ("prefix-dependent means, T=4", prefix_dependent, 3 * DEPENDENCE * NOISE.var()),
+        ("steps cancel the past: assumption 1 fails", cancelling, -NOISE.var()),
     ):
         covariance = future_covariance(process, 4, rng)
-        results.append(ClaimRow(claim, str(covariance), show(expected), covariance.near(expected)))
-    both = negated_variances(rng)
-    expected = [(1 - 1 / GROUP) * NOISE.var(), 0]
+        results.append(drawn(f"SLATE Thm 1: Cov(r_1, later), {claim}", covariance, expected))
     claim = "SLATE Thm 1: r_2 = -r_1, truncated (step 1) and full variance: eq. 8 fails"
-    return [*results, ClaimRow(claim, str(both), show(expected), both.near(expected))]
+    expected = [(1 - 1 / GROUP) * NOISE.var(), 0]
+    return [*results, drawn(claim, negated_variances(rng), expected)]
 
 
 def _selection(rng: np.random.Generator) -> ClaimRow:
-    extended = extended_variances(rng)
     expected = [(1 - 1 / GROUP) * 9 * chosen_share(), (1 - 1 / GROUP) * (1 + 9 / 2)]
-    claim = (
-        "SLATE Thm 1: prefixes extended by softmax(A / 0.7), truncated (step 2), full: eq. 8 fails"
-    )
-    return ClaimRow(claim, str(extended), show(expected), extended.near(expected))
+    claim = "prefixes extended by softmax(A / 0.7), truncated (step 2), full: eq. 8 fails"
+    return drawn(f"SLATE Thm 1: {claim}", extended_variances(rng), expected)
 
 
 def _scope(rng: np.random.Generator) -> list[ClaimRow]:
@@ -276,27 +262,21 @@ def _scope(rng: np.random.Generator) -> list[ClaimRow]:
     measured = correlations(horizon, rng)
     full, divided, truncated, truncated_divided, *scales = measured.value
     limit = horizon**-0.5
-    agrees = measured.at(0).near(limit) and abs(truncated - 1) < 1e-12
+    agrees = bool(measured.at(0).near(limit) and abs(truncated - 1) < 1e-12)
     within = divided <= limit + STANDARD_ERRORS * measured.error[1] and divided < truncated_divided
+    before, after = (
+        f"{show(pair)} (se {measured.error[i]:.4f})"
+        for i, pair in enumerate(([full, truncated], [divided, truncated_divided]))
+    )
+    claims = (
+        "SLATE scope: correlation with the step-1 advantage, T=4, full / truncated",
+        "SLATE scope: variance after division by the group's std, full / truncated",
+        "SLATE scope: correlation after that division, full / truncated",
+    )
     return [
-        ClaimRow(
-            "SLATE scope: correlation with the step-1 advantage, T=4, full / truncated",
-            f"{show([full, truncated])} (se {measured.error[0]:.4f})",
-            show([limit, 1]),
-            bool(agrees),
-        ),
-        ClaimRow(
-            "SLATE scope: variance after division by the group's std, full / truncated",
-            show(scales),
-            show([1, 1]),
-            bool(np.allclose(scales, 1, atol=1e-9)),
-        ),
-        ClaimRow(
-            "SLATE scope: correlation after that division, full / truncated",
-            f"{show([divided, truncated_divided])} (se {measured.error[1]:.4f})",
-            f"<= {limit:.4f} < truncated",
-            bool(within),
-        ),
+        ClaimRow(claims[0], before, show([limit, 1]), agrees),
+        ClaimRow(claims[1], show(scales), show([1, 1]), bool(np.allclose(scales, 1, atol=1e-9))),
+        ClaimRow(claims[2], after, f"<= {limit:.4f} < truncated", bool(within)),
     ]
 
 
@@ -305,44 +285,9 @@ def _proposition_2(rng: np.random.Generator) -> list[ClaimRow]:
     ratios = stacked(mean_advantage_ratio(horizon, group, rng) for horizon, group in cases)
     expected = [(1 - horizon / group) / (1 - 1 / group) for horizon, group in cases]
     claim = "SLATE Prop 2: per-mean variance ratio at k=G/T, (T,G)=(4,20)/(2,10)/(5,50): below 1"
-    literal = float(
-        np.abs(centred(candidates(independent, 4, GROUP, 1000, rng)).mean(axis=-1)).max()
-    )
-    return [
-        ClaimRow(claim, str(ratios), show(expected), ratios.near(expected)),
-        ClaimRow(
-            "SLATE Prop 2: largest |mean of the centred advantages|: always 0",
-            magnitude(literal),
-            "0",
-            literal < 1e-12,
-        ),
-    ]
-
-
-def figures(folder: Path) -> None:
-    """Write theory-slate.svg: the variance ratio against the horizon for the three processes."""
-    horizons = np.arange(1, 9)
-    figure = Figure(figsize=(5.2, 3.2))
-    axes = figure.subplots()
-    axes.plot(horizons, 1 / horizons, color="black", linewidth=1, label="claimed bound, 1/T")
-    for name, process, mark in (
-        ("independent steps", independent, "o"),
-        ("prefix-dependent means", prefix_dependent, "s"),
-        ("steps that cancel the past", cancelling, "^"),
-    ):
-        rng = np.random.default_rng(0)
-        ratios = [
-            variance_ratio(process, int(horizon), rng, groups=40_000).value for horizon in horizons
-        ]
-        axes.plot(horizons, ratios, mark, markersize=5, label=name)
-    axes.set(
-        yscale="log",
-        xlabel="steps T",
-        ylabel="truncated / full variance",
-        title="SLATE Theorem 1, k = G = 5",
-    )
-    axes.legend(frameon=False, fontsize=8)
-    save(figure, folder / "theory-slate.svg")
+    means = centred(candidates(independent, 4, GROUP, 1000, rng)).mean(axis=-1)
+    literal = "SLATE Prop 2: largest |mean of the centred advantages|: always 0"
+    return [drawn(claim, ratios, expected), zero(literal, float(np.abs(means).max()))]
 
 
 def _correlation(a: Array, b: Array) -> float:

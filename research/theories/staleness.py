@@ -12,12 +12,10 @@ ahead of it by a number of exact gradient steps, the staleness. The proximal pol
 """
 
 from functools import cache
-from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from coppice.learner.update.corrections import (
@@ -30,7 +28,6 @@ from coppice.learner.update.corrections import (
 )
 from coppice.learner.update.targets import gae, retrace, vtrace
 from coppice.research.theories import ClaimRow, magnitude, show
-from coppice.tools.inspecting.figures import save
 
 Array = NDArray[np.float64]
 ACTIONS, TOKENS, TOKENS_PER_TURN = 3, 4, 2
@@ -42,7 +39,6 @@ STEP = 1.5
 TASKS = 10  # every number is a mean over this many random tasks
 UNTRUNCATED = 1e9  # a bound that no ratio comes near
 BOUNDS = (1.0, 1.25, 1.5, 2.0, UNTRUNCATED)
-MARKS = "osv^<>DPX*h"  # these tell lines gaps that lie on one another
 EXACT = 1e-12  # rounding error of an identity
 UNBIASED = load("tis", {"level": "sequence", "upper": UNTRUNCATED})
 
@@ -256,33 +252,22 @@ def rows(seed: int = 0) -> list[ClaimRow]:
     """Return the rows on bias and noise of every correction, and on bias of the value targets."""
     data = {staleness: stale(random_tasks(seed), staleness) for staleness in STALENESS}
     return [
-        _drift(data),
-        *_by_staleness(data),
-        *_at_one_staleness(data[SHOWN]),
-        *_levels_and_bounds(data[SHOWN]),
-        *_findings(data),
-        *_targets(data[SHOWN]),
-    ]
+        _drift(data), *_by_staleness(data), *_at_one_staleness(data[SHOWN]),
+        *_levels_and_bounds(data[SHOWN]), *_findings(data), *_targets(data[SHOWN]),
+    ]  # fmt: skip
 
 
 def _drift(data: dict[int, Stale]) -> ClaimRow:
     divergences = []
     for pairs in data.values():
         gaps = [
-            (log_probs(task.behaviour) - log_probs(logits)).sum(axis=1) for task, logits in pairs
+            chances(task.behaviour) @ (log_probs(task.behaviour) - log_probs(logits)).sum(axis=1)
+            for task, logits in pairs
         ]
-        divergences.append(
-            np.mean(
-                [chances(pair[0].behaviour) @ gap for pair, gap in zip(pairs, gaps, strict=True)]
-            )
-            / TOKENS
-        )
-    return ClaimRow(
-        f"Staleness: KL(behaviour || current) a token, {_steps()} steps",
-        show(divergences),
-        "grows from 0",
-        bool(divergences[0] == 0 and np.all(np.diff(divergences) > 0)),
-    )
+        divergences.append(np.mean(gaps) / TOKENS)
+    grows = bool(divergences[0] == 0 and np.all(np.diff(divergences) > 0))
+    claim = f"Staleness: KL(behaviour || current) a token, {_steps()} steps"
+    return ClaimRow(claim, show(divergences), "grows from 0", grows)
 
 
 def _by_staleness(data: dict[int, Stale]) -> list[ClaimRow]:
@@ -320,79 +305,44 @@ def _at_one_staleness(pairs: Stale) -> list[ClaimRow]:
 
 
 def _levels_and_bounds(pairs: Stale) -> list[ClaimRow]:
-    levels = [
-        average(pairs, load("tis", {"level": level, "upper": UNTRUNCATED})) for level in LEVELS
-    ]
-    bounds = [
-        average(pairs, load("tis", {"level": "sequence", "upper": upper})) for upper in BOUNDS
-    ]
-    ladders = (
-        ("no bound, level token / turn / sequence", levels),
-        ("sequence, bound 1 / 1.25 / 1.5 / 2 / none", bounds),
-    )
+    settings = {
+        "no bound, level token / turn / sequence": [(level, UNTRUNCATED) for level in LEVELS],
+        "sequence, bound 1 / 1.25 / 1.5 / 2 / none": [("sequence", upper) for upper in BOUNDS],
+    }
     results = []
-    for name, ladder in ladders:
-        bias, deviation = [m.bias for m in ladder], [m.deviation for m in ladder]
-        claims = (
-            (
-                f"Staleness {SHOWN}: bias of tis, {name}",
-                bias,
-                "falls to 0",
-                np.all(np.diff(bias) < 0),
-            ),
-        )
-        claims += (
-            (
-                f"Staleness {SHOWN}: deviation of tis, {name}",
-                deviation,
-                "rises",
-                np.all(np.diff(deviation) > 0),
-            ),
-        )
-        results += [
-            ClaimRow(claim, show(measured, 3), expected, bool(agrees))
-            for claim, measured, expected, agrees in claims
-        ]
+    for name, ladder in settings.items():
+        made = [average(pairs, load("tis", {"level": l_, "upper": u})) for l_, u in ladder]
+        bias, deviation = [m.bias for m in made], [m.deviation for m in made]
+        falls, rises = bool(np.all(np.diff(bias) < 0)), bool(np.all(np.diff(deviation) > 0))
+        claim = f"Staleness {SHOWN}: bias of tis, {name}"
+        results.append(ClaimRow(claim, show(bias, 3), "falls to 0", falls))
+        claim = f"Staleness {SHOWN}: deviation of tis, {name}"
+        results.append(ClaimRow(claim, show(deviation, 3), "rises", rises))
     return results
 
 
 def _findings(data: dict[int, Stale]) -> list[ClaimRow]:
-    names = {name: load(name, {}) for name in CORRECTIONS}
-    bias = {name: average(data[SHOWN], correction).bias for name, correction in names.items()}
+    names, now = {name: load(name, {}) for name in CORRECTIONS}, data[SHOWN]
+    bias = {name: average(now, correction).bias for name, correction in names.items()}
     worse = [name for name, measured in bias.items() if measured > bias["none"]]
-    clip, near = (
-        average(data[STALENESS[-1]], names[name]).cosine for name in ("ppo_clip", "decoupled")
-    )
+    last = data[STALENESS[-1]]
+    clip, near = (average(last, names[name]).cosine for name in ("ppo_clip", "decoupled"))
     token = load("tis", {"upper": UNTRUNCATED})
-    plain, vtraced = average(data[SHOWN], token).bias, with_vtrace_advantages(data[SHOWN]).bias
-    kept_up = [
-        with_current_baseline(data[SHOWN], correction).bias for correction in (names["none"], token)
-    ]
+    plain, vtraced = average(now, token).bias, with_vtrace_advantages(now).bias
+    kept_up = [with_current_baseline(now, one).bias for one in (names["none"], token)]
+    moves = kept_up[0] > bias["none"] and abs(kept_up[1] - plain) < EXACT
+    share, few = f"{len(worse)} of {len(bias) - 1}", "some: cutting is bias too"
+    claims = (
+        f"Staleness {SHOWN}: corrections with more bias than none",
+        f"Staleness {STALENESS[-1]}: cosine of ppo_clip / decoupled",
+        f"Staleness {SHOWN}: bias of tis (token, no bound), return / V-trace advantages",
+        f"Staleness {SHOWN}: bias of none / tis (token, no bound), baseline of current",
+    )
     return [
-        ClaimRow(
-            f"Staleness {SHOWN}: corrections with more bias than none",
-            f"{len(worse)} of {len(bias) - 1}",
-            "some: cutting is bias too",
-            len(worse) > 0,
-        ),
-        ClaimRow(
-            f"Staleness {STALENESS[-1]}: cosine of ppo_clip / decoupled",
-            show([clip, near], 3),
-            "< 0 < decoupled",
-            clip < 0 < near,
-        ),
-        ClaimRow(
-            f"Staleness {SHOWN}: bias of tis (token, no bound), return / V-trace advantages",
-            show([plain, vtraced], 3),
-            "V-trace less",
-            vtraced < plain,
-        ),
-        ClaimRow(
-            f"Staleness {SHOWN}: bias of none / tis (token, no bound), baseline of current",
-            show(kept_up, 3),
-            f"more than before / {plain:.3f}",
-            kept_up[0] > bias["none"] and abs(kept_up[1] - plain) < EXACT,
-        ),
+        ClaimRow(claims[0], share, few, len(worse) > 0),
+        ClaimRow(claims[1], show([clip, near], 3), "< 0 < decoupled", clip < 0 < near),
+        ClaimRow(claims[2], show([plain, vtraced], 3), "V-trace less", vtraced < plain),
+        ClaimRow(claims[3], show(kept_up, 3), f"more than before / {plain:.3f}", moves),
     ]
 
 
@@ -419,73 +369,6 @@ def _targets(pairs: Stale) -> list[ClaimRow]:
             ClaimRow(claim, show(np.where(np.array(biases) < EXACT, 0.0, biases)), expected, agrees)
         )
     return results
-
-
-def figures(folder: Path) -> None:
-    """Write corrections-bias.svg (bias against staleness) and corrections-tradeoff.svg (bias
-    against deviation)."""
-    data = {staleness: stale(random_tasks(0), staleness) for staleness in STALENESS}
-    _bias_figure(data, folder / "corrections-bias.svg")
-    _tradeoff_figure(data[SHOWN], folder / "corrections-tradeoff.svg")
-
-
-def _bias_figure(data: dict[int, Stale], path: Path) -> None:
-    figure = Figure(figsize=(7.6, 4.2))
-    axes = figure.subplots()
-    for index, (label, correction) in enumerate(_lines().items()):
-        bias = [average(pairs, correction).bias for pairs in data.values()]
-        style = MARKS[index] + ("-", "--", ":")[index % 3]
-        axes.plot(
-            range(len(STALENESS)), bias, style, color=_colour(index), markersize=5, label=label
-        )
-    axes.set_xticks(range(len(STALENESS)), [str(staleness) for staleness in STALENESS])
-    axes.set(xlabel="staleness, gradient steps", ylabel="||bias|| / ||exact gradient||")
-    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    save(figure, path)
-
-
-def _tradeoff_figure(pairs: Stale, path: Path) -> None:
-    figure = Figure(figsize=(7.6, 4.2))
-    axes = figure.subplots()
-    bounds = [
-        average(pairs, load("tis", {"level": "sequence", "upper": upper})) for upper in BOUNDS
-    ]
-    axes.plot([m.deviation for m in bounds], [m.bias for m in bounds], ".-", color="0.6", zorder=1)
-    for bound, measured in zip(("1", "1.25", "1.5", "2", "none"), bounds, strict=True):
-        axes.annotate(
-            bound,
-            (measured.deviation, measured.bias),
-            xytext=(4, 4),
-            textcoords="offset points",
-            fontsize=7,
-        )
-    axes.plot([], [], ".-", color="0.6", label="tis (sequence), by bound")
-    for index, (label, correction) in enumerate(_lines().items()):
-        measured = average(pairs, correction)
-        axes.plot(
-            measured.deviation,
-            measured.bias,
-            MARKS[index],
-            color=_colour(index),
-            markersize=6,
-            label=label,
-        )
-    axes.set(
-        xlabel="standard deviation of one sequence / ||exact gradient||",
-        ylabel="||bias|| / ||exact gradient||",
-    )
-    axes.set_title(f"staleness {SHOWN}", fontsize=10)
-    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    save(figure, path)
-
-
-def _lines() -> dict[str, Corrected]:
-    lines = {f"{name} ({load(name, {}).level})": load(name, {}) for name in CORRECTIONS}
-    return lines | {"tis (sequence, no bound)": UNBIASED}
-
-
-def _colour(index: int) -> str:
-    return f"C{index}" if index < len(CORRECTIONS) else "black"
 
 
 def _steps() -> str:

@@ -1,15 +1,17 @@
-"""The dispatcher's records of workers and calls. Only the dispatcher changes them."""
+"""The dispatcher's records of workers and calls, which only the dispatcher changes, and ``Place``,
+through which a call that knows more than the load chooses its worker itself."""
 
 import asyncio
+import itertools
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from coppice.common.numbers import Count, Positive
-from coppice.scheduler.dispatch.placement import Breaker, Place
 from coppice.wire.arrays import Frame
 from coppice.wire.faults import Fault
 from coppice.wire.messages import Register
@@ -17,6 +19,8 @@ from coppice.wire.messages import Register
 Check = Callable[[Any], None]
 """Raises InfrastructureFault for an answer that cannot be right."""
 
+PARTS = 64
+"""A call may expire later than asked, by at most this part of its time."""
 STARTED = "the scheduler has started"
 """The name of the trace event at the beginning of each start of a run."""
 
@@ -27,8 +31,7 @@ class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     heartbeat_s: Positive = 2.0
     """Seconds between two heartbeats of a worker."""
     dead_after_s: Positive = 20.0
-    """Seconds of silence after which a worker is given up and its calls move on; well above a long
-    pause of a busy machine."""
+    """Seconds of silence after which a worker is given up and its calls move on."""
     replace_after_s: Positive = 120.0
     """Seconds of silence after which the launcher asks a process for its stacks and replaces it;
     far above any computation that holds up heartbeats."""
@@ -38,8 +41,7 @@ class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Event(msgspec.Struct, frozen=True):
     """One attempt of a call, for traces, in monotonic seconds. outcome: "ok", a kind of fault,
-    "deadline" or "cancelled". caller: who waited, or "". version: the one in the answer. phases:
-    seconds of its parts."""
+    "deadline" or "cancelled". caller: who waited. version: in the answer. phases: seconds."""
 
     service: str
     worker: str
@@ -49,6 +51,27 @@ class Event(msgspec.Struct, frozen=True):
     caller: str = ""
     version: int | None = None
     phases: dict[str, float] = {}
+
+
+class Breaker:
+    """Keeps calls away from a worker for ``rest_s`` seconds after ``threshold`` failures in a row:
+    closed -> open -> (rest_s passes) -> closed, where a single failure opens it again."""
+
+    def __init__(self, threshold: int = 5, rest_s: float = 10.0):
+        self.threshold, self.rest_s = threshold, rest_s
+        self.failures = 0
+        self.open_until = float("-inf")
+
+    def record(self, ok: bool, now: float) -> None:
+        """Record whether one call succeeded."""
+        self.failures = 0 if ok else self.failures + 1
+        if self.failures >= self.threshold:
+            self.open_until = now + self.rest_s
+            self.failures = self.threshold - 1
+
+    def closed(self, now: float) -> bool:
+        """May this worker be used now?"""
+        return now >= self.open_until
 
 
 class Worker:
@@ -102,6 +125,43 @@ class Worker:
         return f"has {len(self.in_flight)} requests in flight of at most {self.hello.capacity}"
 
 
+def roomy(workers: Sequence[Worker], avoid: frozenset[str] = frozenset()) -> list[Worker]:
+    """The workers with room. Those to ``avoid``, which failed this call, are used only if there is
+    no other at all: a worker that fails fast always has room and would swallow every attempt."""
+    return [w for w in [w for w in workers if w.name not in avoid] or workers if w.has_room]
+
+
+class Place:
+    """How one call is ordered and placed: here first in, first out for the least loaded worker.
+    ``rank`` and ``choose`` are asked while it waits, ``started`` and ``ended`` once per attempt."""
+
+    def rank(self) -> tuple[Any, ...]:
+        """The sorting key among waiting calls; equal ranks keep their order. It may change."""
+        return ()
+
+    def waits_with(self) -> Any:
+        """What it shares with calls behind it that wait if this one must; None: they may start."""
+        return None
+
+    def homes(self) -> Collection[str]:
+        """The workers that it prefers, which it is shown also in a large fleet."""
+        return ()
+
+    def choose(self, workers: Sequence[Worker], avoid: frozenset[str]) -> Worker | None:
+        """The worker to run on now, or None to wait until a call ends or a heartbeat comes.
+        workers: the usable ones, or some of many (``pool``); avoid: see ``roomy``."""
+        return min(roomy(workers, avoid), key=lambda worker: worker.share, default=None)
+
+    def started(self, worker: str) -> None:
+        """An attempt was sent to ``worker``."""
+
+    def ended(self, worker: str, result: Any | None) -> None:
+        """The attempt has ended. result: None unless it was served."""
+
+
+LEAST_LOADED = Place()
+
+
 @dataclass(slots=True, eq=False)
 class Pending:
     """One call until its outcome.
@@ -114,7 +174,7 @@ class Pending:
     body: list[Frame]
     result_type: type
     deadline: float
-    place: Place | None
+    place: Place
     worker: str | None
     caller: str
     since: float
@@ -147,3 +207,38 @@ class Attempt:
     pending: Pending
     worker: Worker
     start: float
+
+
+class Deadlines:
+    """Calls ``expire`` for each call whose time is over and that was not discarded before. One
+    timer serves many calls: with 20,000 open calls, one each costs more than all else of a call."""
+
+    def __init__(self, expire: Callable[[Pending, float], None]):
+        self._expire = expire
+        self._due: dict[float, tuple[dict[Pending, float], asyncio.TimerHandle]] = {}
+
+    def __iter__(self) -> Iterator[Pending]:
+        """The calls, of which none may come or go meanwhile."""
+        return itertools.chain.from_iterable(calls for calls, _ in self._due.values())
+
+    def add(self, pending: Pending, seconds: float) -> float:
+        """Let a call expire in ``seconds``, and return the moment that ``discard`` needs."""
+        loop = asyncio.get_running_loop()
+        step = 2.0 ** math.floor(math.log2(max(seconds, 1e-3))) / PARTS
+        moment = math.ceil((loop.time() + seconds) / step) * step
+        if (due := self._due.get(moment)) is None:
+            due = self._due[moment] = {}, loop.call_at(moment, self._reach, moment)
+        due[0][pending] = seconds
+        return moment
+
+    def discard(self, pending: Pending, moment: float) -> None:
+        """The call has an outcome."""
+        if (due := self._due.get(moment)) is not None:
+            due[0].pop(pending, None)
+            if not due[0]:
+                due[1].cancel()
+                del self._due[moment]
+
+    def _reach(self, moment: float) -> None:
+        for pending, seconds in self._due.pop(moment)[0].items():
+            self._expire(pending, seconds)

@@ -16,11 +16,19 @@ from typing import Any
 
 import msgspec
 
-from coppice.scheduler.dispatch.calls import Attempt, Check, DispatchConfig, Event, Pending, Worker
-from coppice.scheduler.dispatch.deadlines import Deadlines
-from coppice.scheduler.dispatch.placement import Place, backoff
+from coppice.scheduler.dispatch.calls import (
+    LEAST_LOADED,
+    Attempt,
+    Check,
+    Deadlines,
+    DispatchConfig,
+    Event,
+    Pending,
+    Place,
+    Worker,
+)
 from coppice.scheduler.dispatch.pool import Pool
-from coppice.scheduler.dispatch.roster import Roster, Transport
+from coppice.scheduler.dispatch.roster import Roster
 from coppice.wire import arrays
 from coppice.wire import messages as wire
 from coppice.wire.arrays import Frame, encode
@@ -45,13 +53,15 @@ _LOOK_AGAIN_S = 0.05
 """Seconds until held-back calls are tried again although nothing happened."""
 
 
+def backoff(attempt: int, rng: random.Random, base_s: float = 0.05, most_s: float = 5.0) -> float:
+    """Seconds before the next attempt: exponential, the upper half drawn at random."""
+    ceiling = min(most_s, base_s * 2 ** min(attempt, 30))
+    return ceiling * (0.5 + 0.5 * rng.random())
+
+
 def _order(pending: Pending) -> tuple[Any, ...]:
     """The sorting key: retried calls, then the ranks of their places, then the order of arrival."""
-    return (
-        not pending.failed_on,
-        *(pending.place.rank() if pending.place is not None else ()),
-        pending.arrival,
-    )
+    return not pending.failed_on, *pending.place.rank(), pending.arrival
 
 
 def _insert(queue: deque[Pending], pending: Pending) -> None:
@@ -81,7 +91,7 @@ class Dispatcher:
         keys: RunKeys | None,
         config: DispatchConfig = DispatchConfig(),
         seed: int = 0,
-        router: Transport | None = None,
+        router: Router | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.router, self.clock, self.config = router or Router(bind, keys), clock, config
@@ -108,7 +118,7 @@ class Dispatcher:
         request: msgspec.Struct,
         *,
         deadline: float,
-        place: Place | None = None,
+        place: Place = LEAST_LOADED,
         worker: str | None = None,
         caller: str = "",
         check: Check | None = None,
@@ -116,7 +126,7 @@ class Dispatcher:
         """Run ``request`` on a worker that offers ``service`` and return its result struct.
 
         deadline: seconds for the whole call, including waiting and retries. place: chooses the
-        worker and is told of every attempt; without a place, the least loaded worker is used.
+        worker and is told of every attempt.
         worker: if named, the call goes to this worker only, at once, once, even if the worker is
         full. caller: words that ``on_fault`` gets; without them ``on_fault`` is not called. check:
         an answer that it refuses counts as an infrastructure fault of its worker.
@@ -156,7 +166,7 @@ class Dispatcher:
         pool, now, refused, passed = self.roster.pools[service], self.clock(), set(), 0
         while passed < min(len(queue), _LOOK_AHEAD) and (least := pool.least(now)) is not None:
             pending = queue[passed]
-            kind = pending.place.waits_with() if pending.place is not None else None
+            kind = pending.place.waits_with()
             if pending.done.done():
                 del queue[passed]  # its caller was cancelled and has not run since
             elif kind in refused or (worker := self._place(pending, pool, least, now)) is None:
@@ -165,9 +175,9 @@ class Dispatcher:
             else:
                 del queue[passed]
                 self._start(pending, worker)
-                if pending.place is not None:
+                if pending.place is not LEAST_LOADED:
                     self._reorder(queue, passed)
-        held_back = any(queue[at].place is not None for at in range(passed))
+        held_back = any(queue[at].place is not LEAST_LOADED for at in range(passed))
         if held_back and pool.least(now) is not None:
             self._look_later(service)
 
@@ -219,10 +229,10 @@ class Dispatcher:
             self._again_at[service] = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, look)
 
     def _place(self, pending: Pending, pool: Pool, least: Worker, now: float) -> Worker | None:
-        if pending.place is None:
+        if pending.place is LEAST_LOADED:
             return pool.least(now, pending.failed_on) if pending.failed_on else least
-        loads = pool.loads(now, pending.place.homes(), pending.failed_on)
-        return pool.members.get(pending.place.choose(loads, pending.failed_on) or "")
+        shown = pool.shown(now, pending.place.homes(), pending.failed_on)
+        return pending.place.choose(shown, pending.failed_on)
 
     def _changed(self, worker: Worker) -> None:
         worker.left_out = False
@@ -239,8 +249,7 @@ class Dispatcher:
             wire.Request(number, pending.service, max(0.001, pending.deadline - now))
         )
         self.router.send([worker.identity, header, *pending.body])
-        if pending.place is not None:
-            pending.place.started(worker.name)
+        pending.place.started(worker.name)
 
     def _finish(self, attempt: Attempt, outcome: str, result: Any = None) -> None:
         """An attempt has ended: free its room and start waiting calls."""
@@ -248,8 +257,7 @@ class Dispatcher:
         worker.in_flight.pop(attempt.number, None)
         self._changed(worker)
         pending.attempt = None
-        if pending.place is not None:
-            pending.place.ended(worker.name, result)
+        pending.place.ended(worker.name, result)
         event = Event(
             pending.service,
             worker.name,
@@ -269,8 +277,7 @@ class Dispatcher:
         """An attempt has failed. blamed: whether that counts against its worker."""
         pending, infrastructure = attempt.pending, isinstance(fault, InfrastructureFault)
         if blamed:
-            attempt.worker.breaker.record(not infrastructure, now := self.clock())
-            self._wake_after_rest(attempt.worker, now)
+            attempt.worker.breaker.record(not infrastructure, self.clock())
         self._finish(attempt, fault.kind)
         if pending.done.done():
             return
@@ -288,17 +295,6 @@ class Dispatcher:
         seconds = backoff(pending.tries, self._rng)
         asyncio.get_running_loop().call_later(seconds, self._again, pending)
 
-    def _wake_after_rest(self, worker: Worker, now: float) -> None:
-        """If the worker rests from now on, look at the waiting calls when its rest is over."""
-
-        def wake() -> None:
-            if self.roster.by_identity.get(worker.identity) is worker:
-                self._changed(worker)
-                self._pump_all(worker)
-
-        if not worker.breaker.closed(now):
-            asyncio.get_running_loop().call_later(worker.breaker.open_until - now, wake)
-
     def _again(self, pending: Pending) -> None:
         if self.clock() >= pending.deadline:
             self._expire(pending, pending.deadline - pending.since)
@@ -314,7 +310,6 @@ class Dispatcher:
         if attempt:
             where = f"on {attempt.worker.name}, which {answer}"
             attempt.worker.breaker.record(False, now)
-            self._wake_after_rest(attempt.worker, now)
             attempt.worker.expires(attempt)
         else:
             states = [f"{w.name} {w.state(now)}" for w in self.workers(pending.service)]

@@ -1,90 +1,240 @@
-"""The choice of a worker by load alone, and ``Place``, through which a call that knows more makes
-the choice itself. Pure decisions: the dispatcher does the I/O."""
+"""Which actor generates for which tree, and when (docs/placement.md). A tree begins on the least
+crowded actor and goes on where most of its prefix is. A call waits while older trees leave its tree
+no cache room. The oldest tree never waits, and an actor that has decoded less than a batch for
+``PATIENCE_S`` takes a call anyway, so no call waits forever. Pure but for the clock."""
 
-import random
-from collections.abc import Collection, Mapping, Sequence
+import bisect
+import itertools
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
+
+from coppice.scheduler.dispatch.calls import Place, Worker, roomy
+from coppice.scheduler.dispatch.pool import FEW, LOOKED_AT
+from coppice.scheduler.dispatch.residency import Residency
+from coppice.wire.messages import GenerateRequest, GenerateResult
+
+AFFINITY_SLACK = 0.5
+"""Affinity is given up when the holder of a prefix is fuller than the least loaded actor by more
+than this share of its capacity: a prefill costs less than a queue."""
+PATIENCE_S = 0.2
+"""Seconds from an answer to a tree's next call, unless a judge or a tool is slow."""
+KEPT = 64
+"""The number of ended trees whose mean need is the expected need of a tree."""
+HOMES = 4
+"""The number of actors, those where a tree was last, on which its calls look for their prefix."""
+MEMORY = 0.99
+"""Weight of the earlier samples in the moving mean of the length of a sample."""
+CAPACITY = "kv_capacity_tokens"
+"""The gauge in a worker's heartbeat that says how many tokens its cache holds."""
 
 
-class Load(msgspec.Struct, frozen=True):
-    """A worker as placement sees it. stats: the counters and gauges of its last heartbeat."""
+class Seat(msgspec.Struct):
+    """A tree's place in an actor's cache, in tokens beyond those shared with other trees. path: the
+    longest prompt; sampling: expected tokens of calls in flight; need: the largest sum of both."""
 
-    worker: str
-    in_flight: int
-    capacity: int
-    stats: Mapping[str, float] = {}
+    path: int = 0
+    sampling: float = 0.0
+    calls: int = 0
+    need: float = 0.0
+
+
+class Growing(msgspec.Struct):
+    """A begun tree. shared: cached tokens of its first prompt; first: its other tokens."""
+
+    shared: int
+    first: float
+    actors: list[str] = []
+
+
+class Fleet:
+    """The trees on all actors; tell it when one has ``ended``. steps: the turns that a tree is
+    assumed to take, until ended trees show what a tree needs. batch: the samples that an actor
+    decodes together; one with fewer takes trees beyond its cache's room (0: never)."""
+
+    def __init__(
+        self, steps: int = 4, batch: int = 24, clock: Callable[[], float] = time.monotonic
+    ):
+        self.residency = Residency()
+        self.steps, self.batch, self.clock = steps, batch, clock
+        self.trees: dict[int, Growing] = {}
+        self.seats: dict[str, dict[int, Seat]] = {}
+        self.decoding: Counter[str] = Counter()
+        self.sample_length: float | None = None  # the moving mean
+        self._low_since: dict[str, float] = {}
+        self.sums: dict[str, tuple[list[int], list[float]]] = {}  # what ``expected`` returned
+        self._needs: deque[float] = deque(maxlen=KEPT)
+        self._mean: float | None = None
+
+    def call(self, tree: int, request: GenerateRequest, background: bool = False) -> Place:
+        """The place of a call of ``tree``. background: it serves no trained trajectory."""
+        return Generation(self, tree, request, background)
+
+    def ended(self, tree: int) -> None:
+        """Free a tree's room, and remember what it needed as the measure for other trees."""
+        growing = self.trees.pop(tree, None)
+        seats = [self.seats.get(actor, {}) for actor in growing.actors] if growing else []
+        needs = [by_tree.pop(tree).need for by_tree in seats if tree in by_tree]
+        if needs:
+            self._needs.append(max(needs))
+            self._mean = sum(self._needs) / len(self._needs)
+            self.sums.clear()
+
+    def left(self, worker: str) -> None:
+        """Forget a worker that is gone, or whose name belongs to a new worker."""
+        self.residency.forget(worker)
+        for by_worker in (self.seats, self.sums, self.decoding, self._low_since):
+            by_worker.pop(worker, None)
+
+    def decode(self, worker: str, samples: int) -> None:
+        """Add samples to those being decoded, and note since when they are fewer than a batch."""
+        self.decoding[worker] += samples
+        if self.decoding[worker] >= self.batch:
+            self._low_since.pop(worker, None)
+        else:
+            self._low_since.setdefault(worker, self.clock())
+
+    def low(self, worker: str) -> bool:
+        """Whether the worker has been decoding less than a batch for at least ``PATIENCE_S``."""
+        never = math.inf if worker in self.decoding else -math.inf
+        return self.clock() - self._low_since.get(worker, never) >= PATIENCE_S
+
+    def expected(self, worker: str) -> tuple[list[int], list[float]]:
+        """The trees on a worker, ascending, and the tokens of the first 0, 1, 2, ... of them."""
+        if worker not in self.sums:
+            seats = sorted(self.seats.get(worker, {}).items())
+            sizes = (self.size(self.trees[tree], seat.need) for tree, seat in seats)
+            self.sums[worker] = [tree for tree, _ in seats], [0.0, *itertools.accumulate(sizes)]
+        return self.sums[worker]
+
+    def size(self, tree: Growing, need: float) -> float:
+        """Tokens that a tree is expected to need in all."""
+        return max(need, self.steps * tree.first if self._mean is None else self._mean)
+
+    def crowd(self, worker: Worker) -> tuple[float, int]:
+        """A worker's load plus the taken share of its cache, then its number of trees."""
+        capacity = self.residency.capacity(worker.name)
+        taken = 0.0 if math.isinf(capacity) else self.expected(worker.name)[1][-1] / capacity
+        return worker.share + taken, len(self.seats.get(worker.name, ()))
+
+
+class Generation(Place):
+    """The place of one generate call. tokens: the prompt as the bytes of int32 [length]."""
+
+    def __init__(self, fleet: Fleet, tree: int, request: GenerateRequest, background: bool):
+        self.fleet, self.tree, self.request, self.background = fleet, tree, request, background
+        self.tokens = request.tokens.astype(np.int32, copy=False).tobytes()
+        self.length = len(request.tokens)
+        # of each attempt in flight: the cached prompt tokens and the sampled ones to expect
+        self._sent: dict[str, tuple[int, float]] = {}
 
     @property
-    def share(self) -> float:
-        """The used share of the capacity; above 1 when pinned calls were added to a full worker."""
-        return self.in_flight / self.capacity
-
-
-def roomy(loads: Sequence[Load], avoid: frozenset[str] = frozenset()) -> list[Load]:
-    """The workers with room. Those to ``avoid``, which failed this call, are used only if there is
-    no other at all: a worker that fails fast always has room and would swallow every attempt."""
-    candidates = [load for load in loads if load.worker not in avoid] or loads
-    return [load for load in candidates if load.in_flight < load.capacity]
-
-
-def choose(loads: Sequence[Load], avoid: frozenset[str] = frozenset()) -> str | None:
-    """The least loaded worker, or None when all are full."""
-    free = roomy(loads, avoid)
-    return min(free, key=lambda load: load.share).worker if free else None
-
-
-class Place:
-    """How one call is ordered and placed: here first in, first out for the least loaded worker.
-    ``rank`` and ``choose`` are asked while it waits, ``started`` and ``ended`` once per attempt."""
+    def begun(self) -> bool:
+        """Whether a call of the tree was ever sent."""
+        return self.tree in self.fleet.trees
 
     def rank(self) -> tuple[Any, ...]:
-        """The sorting key among waiting calls; equal ranks keep their order. It may change."""
-        return ()
+        """Trained trajectories, begun trees, older trees, deeper prompts; siblings together."""
+        return self.background, not self.begun, self.tree, -self.length, self.tokens
 
     def waits_with(self) -> Any:
-        """What it shares with calls behind it that wait if this one must; None: they may start."""
-        return None
+        """A tree that has not begun does not overtake an older one that has no cache room yet."""
+        return None if self.begun else "new"
 
-    def homes(self) -> Collection[str]:
-        """The workers that it prefers, which it is shown also in a large fleet."""
-        return ()
+    def homes(self) -> list[str]:
+        return self.fleet.trees[self.tree].actors[-HOMES:] if self.begun else []
 
-    def choose(self, loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
-        """The worker to run on now, or None to wait until a call ends or a heartbeat comes. loads:
-        the usable workers, or some of many (``scheduler.pool``); avoid: see ``roomy``."""
-        return choose(loads, avoid)
+    def choose(self, workers: Sequence[Worker], avoid: frozenset[str]) -> Worker | None:
+        fleet = self.fleet
+        for worker in workers:
+            if CAPACITY in worker.stats:
+                fleet.residency.limit(worker.name, worker.stats[CAPACITY])
+        free, tree = roomy(workers, avoid), self._growing()
+        fitting = [worker for worker in free if self._fits(tree, worker.name)]
+        if not fitting:
+            return None
+        if not self.begun:
+            return min(fitting, key=fleet.crowd)
+        homes = {worker.name for worker in free} if len(workers) <= FEW else set(tree.actors)
+        expect = fleet.residency.expect
+        held = {
+            name: expect(name, self.tokens) if name in homes else tree.shared
+            for name in (worker.name for worker in free)
+        }
+        home = _nearest(free, held)
+        best = home if home in fitting else _nearest(fitting, held)
+        moved = held[best.name] < held[home.name]
+        return None if moved and not fleet.low(best.name) else best
 
     def started(self, worker: str) -> None:
-        """An attempt was sent to ``worker``."""
+        fleet = self.fleet
+        tree = fleet.trees[self.tree] = self._growing()
+        for actor in tree.actors:
+            seats = fleet.seats.get(actor, {})
+            if actor != worker and self.tree in seats and not seats[self.tree].calls:
+                del seats[self.tree]  # the tree has moved
+                fleet.sums.pop(actor, None)
+        tree.actors = [actor for actor in tree.actors if actor != worker] + [worker]
+        sampling = self._sampling()
+        self._sent[worker] = fleet.residency.started(worker, self.tokens), sampling
+        seat = fleet.seats.setdefault(worker, {}).setdefault(self.tree, Seat())
+        seat.calls += 1
+        seat.path = max(seat.path, self.length - tree.shared)
+        seat.sampling += sampling
+        seat.need = max(seat.need, seat.path + seat.sampling)
+        fleet.sums.pop(worker, None)
+        fleet.decode(worker, self.request.n)
 
-    def ended(self, worker: str, result: Any | None) -> None:
-        """The attempt has ended. result: None unless it was served."""
+    def ended(self, worker: str, result: GenerateResult | None) -> None:
+        fleet, (expected, sampling) = self.fleet, self._sent.pop(worker)
+        if (seat := fleet.seats.get(worker, {}).get(self.tree)) is not None:
+            seat.calls -= 1
+            seat.sampling -= sampling
+        fleet.decode(worker, -self.request.n)
+        if result is None:
+            return
+        fleet.residency.compare(result.prompt_tokens, expected, result.cached_tokens)
+        for sample in result.samples:
+            if length := len(sample.tokens):
+                before = fleet.sample_length or length
+                fleet.sample_length = length + MEMORY * (before - length)
+                tokens = self.tokens + sample.tokens[:-1].astype(np.int32, copy=False).tobytes()
+                fleet.residency.sampled(worker, tokens, int(sample.versions[0]))
+
+    def _growing(self) -> Growing:
+        if tree := self.fleet.trees.get(self.tree):
+            return tree
+        # what trees share, such as instructions, is on any of them
+        some, residency = itertools.islice(self.fleet.seats, LOOKED_AT), self.fleet.residency
+        shared = max((residency.expect(worker, self.tokens) for worker in some), default=0)
+        return Growing(shared, self.length - shared + self._sampling())
+
+    def _sampling(self) -> float:
+        """Tokens that the call is expected to sample, from the mean length of samples so far."""
+        most, mean = self.request.sampling.max_tokens, self.fleet.sample_length
+        return self.request.n * (most if mean is None else min(most, mean))
+
+    def _fits(self, tree: Growing, worker: str) -> bool:
+        """Whether older trees leave room. The oldest fits, and any if the worker is low."""
+        fleet = self.fleet
+        capacity = fleet.residency.capacity(worker)
+        if math.isinf(capacity):
+            return True
+        trees, sums = fleet.expected(worker)
+        older = bisect.bisect_left(trees, self.tree)
+        if not older:
+            return True
+        own = fleet.size(tree, self.length - tree.shared + self._sampling())
+        return tree.shared + sums[older] + own <= capacity or fleet.low(worker)
 
 
-class Breaker:
-    """Keeps calls away from a worker for ``rest_s`` seconds after ``threshold`` failures in a row:
-    closed -> open -> (rest_s passes) -> closed, where a single failure opens it again."""
-
-    def __init__(self, threshold: int = 5, rest_s: float = 10.0):
-        self.threshold, self.rest_s = threshold, rest_s
-        self.failures = 0
-        self.open_until = float("-inf")
-
-    def record(self, ok: bool, now: float) -> None:
-        """Record whether one call succeeded."""
-        self.failures = 0 if ok else self.failures + 1
-        if self.failures >= self.threshold:
-            self.open_until = now + self.rest_s
-            self.failures = self.threshold - 1
-
-    def closed(self, now: float) -> bool:
-        """May this worker be used now?"""
-        return now >= self.open_until
-
-
-def backoff(attempt: int, rng: random.Random, base_s: float = 0.05, most_s: float = 5.0) -> float:
-    """Seconds before the next attempt: exponential, the upper half drawn at random."""
-    ceiling = min(most_s, base_s * 2 ** min(attempt, 30))
-    return ceiling * (0.5 + 0.5 * rng.random())
+def _nearest(workers: Sequence[Worker], held: Mapping[str, int]) -> Worker:
+    """The worker, not overloaded, that holds most of a prefix. held: prefix tokens by worker."""
+    least = min(worker.share for worker in workers)
+    near = [worker for worker in workers if worker.share <= least + AFFINITY_SLACK]
+    return max(near, key=lambda worker: (held[worker.name], -worker.share))

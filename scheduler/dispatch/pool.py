@@ -1,5 +1,4 @@
-"""The workers of one service by their load: each change costs about the same however many there
-are."""
+"""The workers of one service by their load, at the same cost of a change for any number."""
 
 import heapq
 import itertools
@@ -7,7 +6,6 @@ import operator
 from collections.abc import Collection
 
 from coppice.scheduler.dispatch.calls import Worker
-from coppice.scheduler.dispatch.placement import Load
 
 FEW = 8
 """A call that chooses for itself chooses among all workers if they are no more than this."""
@@ -57,12 +55,12 @@ class Pool:
             return self._top(now)
         return next(iter(self._first(1, now, avoid)), None)
 
-    def loads(self, now: float, homes: Collection[str], avoid: Collection[str]) -> list[Load]:
+    def shown(self, now: float, homes: Collection[str], avoid: Collection[str]) -> list[Worker]:
         """The workers that a call may choose from, as they joined: all usable ones if few, or its
         ``homes`` and the least loaded, without homes also some in turn. Of many, those to
         ``avoid`` are left out unless they are homes."""
         if len(self.members) <= FEW:
-            return [_load(worker) for worker in self._ring if worker.usable(now)]
+            return [worker for worker in self._ring if worker.usable(now)]
         some = [self.members[name] for name in homes if name in self.members]
         for _ in range(0 if homes else LOOKED_AT // 2):
             self._turn = (self._turn + 1) % len(self._ring)
@@ -70,7 +68,7 @@ class Pool:
         found = {worker.name: worker for worker in some if worker.usable(now)}
         for worker in self._first(LOOKED_AT // 2, now, {*avoid, *homes}):
             found[worker.name] = worker
-        return [_load(w) for w in sorted(found.values(), key=operator.attrgetter("joined"))]
+        return sorted(found.values(), key=operator.attrgetter("joined"))
 
     def _push(self, worker: Worker, order: int) -> None:
         if worker.has_room:
@@ -97,7 +95,3 @@ class Pool:
         for entry in taken:
             heapq.heappush(self._heap, entry)
         return found
-
-
-def _load(worker: Worker) -> Load:
-    return Load(worker.name, len(worker.in_flight), worker.hello.capacity, worker.stats)

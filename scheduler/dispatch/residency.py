@@ -1,6 +1,5 @@
 """What each actor's prefix cache probably holds: a radix tree of token ids per worker, which
-forgets its least recently used leaves beyond the capacity, and everything at a new version.
-``Forecast`` compares it with the reported cached tokens. Pure; the order of calls is its time."""
+forgets its least recently used leaves beyond the capacity, and everything at a new version."""
 
 import heapq
 import itertools
@@ -8,16 +7,10 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 
-import msgspec
 import numpy as np
 
 _WIDTH = 4
 """Bytes per token id: prefixes are compared as the bytes of int32."""
-GAP = 0.2
-"""If caches fall short of the prediction by more than this share of the prompt tokens, something is
-wrong."""
-STRETCH = 10_000
-"""A shortfall is looked for over stretches of this many prompt tokens."""
 
 
 class Edge:
@@ -112,45 +105,11 @@ class Prefixes:
             heapq.heappush(self._leaves, (edge.used, next(self._clock), edge))
 
 
-class Forecast(msgspec.Struct):
-    """Prompt tokens of served calls: all, predicted as cached, reported as cached."""
-
-    prompt: int = 0
-    predicted: int = 0
-    reported: int = 0
-
-    def add(self, prompt: int, predicted: int, reported: int) -> None:
-        """Count one more call."""
-        self.prompt += prompt
-        self.predicted += predicted
-        self.reported += reported
-
-    def values(self) -> dict[str, float]:
-        """The metrics, as shares of the prompt tokens. Empty if no call was served."""
-        if not self.prompt:
-            return {}
-        return {
-            "cache/prompt_tokens": float(self.prompt),
-            "cache/hit_rate": self.reported / self.prompt,
-            "cache/predicted_hit_rate": self.predicted / self.prompt,
-            "cache/prediction_error": (self.predicted - self.reported) / self.prompt,
-        }
-
-    def __str__(self) -> str:
-        return (
-            f"actors found {self.reported / self.prompt:.0%} of {self.prompt} prompt tokens in"
-            f" their prefix caches where {self.predicted / self.prompt:.0%} were expected: a cache"
-            " is smaller than kv_capacity_tokens says, something else uses or empties it, or the"
-            " engine does not share prefixes between requests"
-        )
-
-
 class Residency:
     """The caches of all workers."""
 
     def __init__(self) -> None:
-        self._forecast, self._stretch = Forecast(), Forecast()
-        self._short, self._doubt = 0, ""
+        self._prompt = self._predicted = self._reported = 0
         self._caches: defaultdict[str, Prefixes] = defaultdict(Prefixes)
         self._versions: dict[str, int] = {}
 
@@ -180,19 +139,6 @@ class Residency:
         if version == self._versions.setdefault(worker, version):
             self._caches[worker].insert(tokens)
 
-    def compared(self, prompt: int, predicted: int, reported: int) -> None:
-        """A call was served: compare predicted with reported cached tokens. Two stretches in a row
-        that fell short are a doubt, which is raised once."""
-        self._forecast.add(prompt, predicted, reported)
-        stretch = self._stretch
-        stretch.add(prompt, predicted, reported)
-        if stretch.prompt >= STRETCH:
-            short = stretch.predicted - stretch.reported > GAP * stretch.prompt
-            self._short = self._short + 1 if short or self._short > 1 else 0
-            if self._short == 2:
-                self._doubt = str(stretch)
-            self._stretch = Forecast()
-
     def emptied(self, worker: str, version: int) -> None:
         """The worker loaded weights of ``version``, so its cache is empty."""
         self._caches[worker].clear()
@@ -203,12 +149,21 @@ class Residency:
         self._caches.pop(worker, None)
         self._versions.pop(worker, None)
 
-    def take(self) -> Forecast:
-        """Return the forecast since the last ``take``, and begin a new one."""
-        taken, self._forecast = self._forecast, Forecast()
-        return taken
+    def compare(self, prompt: int, predicted: int, reported: int) -> None:
+        """A call was served: count its prompt tokens, those predicted as cached, and reported."""
+        self._prompt += prompt
+        self._predicted += predicted
+        self._reported += reported
 
-    def doubt(self) -> str:
-        """The doubt that was raised since the last call, or ""."""
-        warning, self._doubt = self._doubt, ""
-        return warning
+    def take(self) -> dict[str, float]:
+        """Return the metrics since the last ``take``, none if no call was served."""
+        prompt, predicted, reported = self._prompt, self._predicted, self._reported
+        self._prompt = self._predicted = self._reported = 0
+        if not prompt:
+            return {}
+        return {
+            "cache/prompt_tokens": float(prompt),
+            "cache/hit_rate": reported / prompt,
+            "cache/predicted_hit_rate": predicted / prompt,
+            "cache/prediction_error": (predicted - reported) / prompt,
+        }

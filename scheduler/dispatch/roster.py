@@ -6,36 +6,18 @@ import itertools
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from coppice.scheduler.dispatch.calls import DispatchConfig, Worker
 from coppice.scheduler.dispatch.pool import Pool
-from coppice.wire.arrays import Frame, encode
+from coppice.wire.arrays import encode
 from coppice.wire.faults import Fault, InfrastructureFault, WireError
-from coppice.wire.keys import Grant, RunKeys
 from coppice.wire.messages import Drain, Goodbye, Message, Register, Registered
 from coppice.wire.service import service_types
+from coppice.wire.sockets import Router
 
 log = logging.getLogger("scheduler.roster")
-
-JoinHook = Callable[[Worker], Awaitable[None]]
-
-
-class Transport(Protocol):
-    """What the dispatcher needs of its socket (``wire.sockets.Router``, or a simulated network)."""
-
-    endpoint: str
-    keys: RunKeys | None
-    sender: str
-
-    def grant(self, public: str) -> Grant | None: ...
-
-    def listen(self, deliver: Callable[[list[Frame]], None]) -> asyncio.Future[None]: ...
-
-    def send(self, frames: Iterable[Frame]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Roster:
@@ -43,13 +25,13 @@ class Roster:
     before a worker's first call. numbers: of calls; a worker may answer the next scheduler with an
     old one, so no two schedulers share them. failure: of a background task."""
 
-    on_join: JoinHook | None = None
+    on_join: Callable[[Worker], Awaitable[None]] | None = None
     on_leave: Callable[[Worker, str], None] | None = None
     failure: BaseException | None = None
 
     def __init__(
         self,
-        router: Transport,
+        router: Router,
         config: DispatchConfig,
         clock: Callable[[], float],
         counters: Counter[str],

@@ -1,23 +1,20 @@
-"""Give every actor the newest weights, after an update and when it joins, and prove that all actors
-hold the same weights."""
+"""Give every actor the newest weights, and prove that all actors hold the same ones."""
 
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import Sequence
 
 import msgspec
 
 from coppice.scheduler.dispatch.calls import Worker
 from coppice.scheduler.dispatch.dispatcher import Dispatcher
 from coppice.scheduler.dispatch.residency import Residency
-from coppice.scheduler.telemetry import terminal
+from coppice.scheduler.telemetry import alerts
 from coppice.wire.faults import Fault, InfrastructureFault
 from coppice.wire.messages import LoadRequest, LoadResult
 
 LOAD_S = 1200.0
-"""Longer than an engine's own timeouts for loading (actors.sglang.update_timeout_s per step), so
-that its own error arrives first."""
+"""Longer than an engine's own timeouts for loading, so that its own error arrives first."""
 
 
 class Weights(msgspec.Struct, frozen=True):
@@ -33,11 +30,6 @@ class Versions(msgspec.Struct):
 
     proven: int = 0
     newest: int = sys.maxsize
-
-
-def most_common(proofs: Sequence[str]) -> str:
-    """The most frequent proof that is not "", the first on a tie; "" if no actor gives a proof."""
-    return max(proofs, key=lambda proof: (bool(proof), proofs.count(proof)), default="")
 
 
 class WeightSync:
@@ -60,7 +52,9 @@ class WeightSync:
         try:
             actors = self.dispatcher.workers("load")
             proofs = await asyncio.gather(*(self._proven(actor) for actor in actors))
-            self._common = common = most_common(proofs)
+            # the most frequent one, the first on a tie; engines without a proof have no say
+            frequency = Counter(proof for proof in proofs if proof).most_common(1)
+            self._common = common = frequency[0][0] if frequency else ""
         finally:
             self._settled.set()
         for actor, proof in zip(actors, proofs, strict=True):
@@ -69,7 +63,7 @@ class WeightSync:
         self.versions.proven = weights.version
         if not self.dispatcher.workers("generate"):
             version = weights.version
-            terminal.say(f"no actor holds policy version {version}: waiting for one to join")
+            alerts.say(f"no actor holds policy version {version}: waiting for one to join")
 
     async def to(self, actor: Worker) -> None:
         """Give a joining actor the newest weights. Raises Fault without their proof."""
@@ -106,7 +100,7 @@ class WeightSync:
     def _drop(self, actor: Worker, reason: str) -> None:
         version = self.weights.version
         what = f"did not take policy version {version} and is dropped"
-        terminal.say(f"actor {actor.name} {what}: {reason}")
+        alerts.say(f"actor {actor.name} {what}: {reason}")
         self.counts["failed_loads"] += 1
         self.dispatcher.roster.remove(actor, f"weights of version {version} were not proven")
 

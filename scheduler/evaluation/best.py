@@ -1,6 +1,5 @@
 """Keep the weights that did best on the held-out tasks (methods.md 2.4) as hard links in the only
-folder RUN/best/vNNNNNN, beside best.json. Version 0, the model of the start, has no weights of its
-own."""
+folder RUN/best/vNNNNNN, beside best.json. Version 0 has no weights of its own."""
 
 import logging
 import os
@@ -50,7 +49,10 @@ def keep(run: Path, weights: Weights, measure: str, value: float) -> bool:
                 if not msgspec.json.decode(manifest, type=published.Manifest).file:
                     raise FileNotFoundError(f"{source} was given out of memory, without a file")
                 for path in sorted(source.iterdir()):
-                    _link(path, draft / path.name)
+                    try:
+                        os.link(path, draft / path.name)
+                    except OSError:  # another file system, or one without hard links
+                        shutil.copy2(path, draft / path.name)
             record = Best(weights.version, measure, value)
             (draft / "best.json").write_bytes(msgspec.json.encode(record))
     except OSError as error:
@@ -59,10 +61,3 @@ def keep(run: Path, weights: Weights, measure: str, value: float) -> bool:
     if before is not None:
         shutil.rmtree(before[1], ignore_errors=True)
     return True
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # the target is on another file system, or the file system has no hard links
-        shutil.copy2(source, target)

@@ -1,5 +1,4 @@
-"""Held-out evaluation of a run: whole trajectories by the policy in force, on tasks that are never
-trained on."""
+"""Held-out evaluation: whole trajectories by the policy in force, on tasks never trained on."""
 
 import asyncio
 import logging
@@ -12,19 +11,17 @@ import msgspec
 
 from coppice.actors.environments.base import Environment, Task
 from coppice.scheduler.concurrency import gather
-from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.dispatch.weight_sync import WeightSync
 from coppice.scheduler.evaluation import best, evaluation
 from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.open_trees import OpenTrees
-from coppice.scheduler.growth.services import Runtime, Services
-from coppice.scheduler.growth.tasks import GeneratedTasks, Tasks
+from coppice.scheduler.growth.services import Runtime
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.telemetry import report
 from coppice.scheduler.telemetry.alerts import JudgeTally
 from coppice.scheduler.telemetry.metrics import Metrics
-from coppice.scheduler.telemetry.phases import Phases
+from coppice.scheduler.telemetry.report import Phases
 from coppice.wire.faults import DataFault
 
 log = logging.getLogger("scheduler.examination")
@@ -32,8 +29,7 @@ log = logging.getLogger("scheduler.examination")
 AT_ONCE = 96
 """The largest number of held-out trees that grow at the same time."""
 WORK = ["environment_steps", "continuation_steps", "generated_tokens"]
-"""Counts of work against which a run's curves are drawn. They continue after a resume, and include
-work that a crash undid."""
+"""Counts of work for curves. They continue after a resume, with work that a crash undid."""
 
 
 class Examination:
@@ -59,20 +55,6 @@ class Examination:
         settings = runtime.settings
         self.strategy = strategies.evaluation(settings.strategy, settings.strategy_options)
 
-    async def baselines(self, training: Tasks | GeneratedTasks) -> dict[str, float]:
-        """The results on the held-out tasks that need no model."""
-        if not self.tasks:
-            return {}
-        if isinstance(training, Tasks):
-            return evaluation.trivial_baselines(self.tasks, training.tasks)
-        runtime = self._runtime(self.runtime.settings)
-
-        def services(task: Task, place: int) -> Services:
-            tree = Tree(-1, task.id, "baseline")
-            return Context(runtime, task, tree, random.Random(f"baseline/{place}")).services
-
-        return await evaluation.play_baselines(self.environment, self.tasks, services)
-
     async def evaluate_if_due(self, version: int, finished: bool) -> None:
         """Evaluate ``version`` once if it is due. The last one waits for the end."""
         every = self.runtime.settings.evaluation.every
@@ -85,17 +67,20 @@ class Examination:
         """Do all held-out tasks; journal and print the result, and keep the best version."""
         if not self.tasks:
             return
-        ends = {"start": "first evaluation", "end": "last evaluation"}
-        with self.phases.over(ends.get(name, "evaluations between")):
-            await self._evaluate(name)
-
-    async def _evaluate(self, name: str) -> None:
         start, weights, journal = time.monotonic(), self.weight_sync.weights, self.runtime.journal
-        settings = self.runtime.settings
-        settings = msgspec.structs.replace(settings, temperature=settings.evaluation.temperature)
-        room = asyncio.Semaphore(AT_ONCE)
-        runtime, tasks = self._runtime(settings), enumerate(self.tasks)
-        pairs = await gather(self._examine(i, task, runtime, room) for i, task in tasks)
+        ends = {"start": "first evaluation", "end": "last evaluation"}
+        settings, room = self.runtime.settings, asyncio.Semaphore(AT_ONCE)
+        runtime = msgspec.structs.replace(
+            self.runtime,
+            emit=lambda tree, turns: None,
+            counts=Counter(),
+            judged=JudgeTally(),
+            environment=self.environment,
+            settings=msgspec.structs.replace(settings, temperature=settings.evaluation.temperature),
+        )
+        with self.phases.over(ends.get(name, "evaluations between")):
+            work = (self._examine(i, task, runtime, room) for i, task in enumerate(self.tasks))
+            pairs = await gather(work)
         done = [pair for pair in pairs if pair is not None]
         result = evaluation.summarise(weights.version, self.environment, done)
         journal.save_evaluation(weights.version, name, msgspec.to_builtins(result))
@@ -130,14 +115,3 @@ class Examination:
                 return None
             journal.close_tree(tree)
             return task, tree
-
-    def _runtime(self, settings: SchedulerConfig) -> Runtime:
-        """A copy for held-out tasks, which trains nothing and counts nothing."""
-        return msgspec.structs.replace(
-            self.runtime,
-            emit=lambda tree, turns: None,
-            counts=Counter(),
-            judged=JudgeTally(),
-            environment=self.environment,
-            settings=settings,
-        )

@@ -2,7 +2,7 @@
 The dispatcher then asks another worker, as after any infrastructure fault."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
@@ -57,30 +57,30 @@ def sampled(
     oldest: what every actor had proven when the call began; versions: what actors may have now."""
     complete("samples", request.n, answer)
     for sample in answer.samples if vocabulary else ():
-        most = request.sampling.max_tokens
-        for fault in _faults(sample, most, vocabulary, oldest, versions.newest):
+        limits = request.sampling.max_tokens, vocabulary, oldest, versions.newest
+        if fault := _fault(sample, *limits):
             raise InfrastructureFault(f"{fault}: mend the engine")
 
 
-def _faults(sample: Sample, most: int, vocabulary: int, oldest: int, newest: int) -> Iterator[str]:
+def _fault(sample: Sample, most: int, vocabulary: int, oldest: int, newest: int) -> str:
+    """What is wrong with a sample, or ""."""
     tokens, logprobs, versions = sample.tokens, sample.logprobs, sample.versions
     if not 1 <= len(tokens) <= most:
-        yield f"a sample of {len(tokens)} tokens, expected 1 to {most}"
-    elif not tokens.shape == logprobs.shape == versions.shape == (len(tokens),):
-        counts = (
-            f"{tokens.shape} tokens, {logprobs.shape} log-probabilities, {versions.shape} versions"
-        )
-        yield f"arrays of {counts}, expected as many of each"
-    elif tokens.min() < 0 or tokens.max() >= vocabulary:
-        yield f"the tokens {tokens.min()} to {tokens.max()}, expected 0 to {vocabulary - 1}"
-    elif not (np.isfinite(logprobs).all() and logprobs.max() <= ABOVE_ZERO):
+        return f"a sample of {len(tokens)} tokens, expected 1 to {most}"
+    if not tokens.shape == logprobs.shape == versions.shape == (len(tokens),):
+        shapes = f"{tokens.shape} tokens, {logprobs.shape} log-probabilities, {versions.shape}"
+        return f"arrays of {shapes} versions, expected as many of each"
+    if tokens.min() < 0 or tokens.max() >= vocabulary:
+        return f"the tokens {tokens.min()} to {tokens.max()}, expected 0 to {vocabulary - 1}"
+    if not (np.isfinite(logprobs).all() and logprobs.max() <= ABOVE_ZERO):
         bounds = f"{logprobs.min()} to {logprobs.max()}"
-        yield f"the log-probabilities {bounds}, expected finite ones of at most 0"
-    elif versions.min() < oldest or versions.max() > newest:
+        return f"the log-probabilities {bounds}, expected finite ones of at most 0"
+    if versions.min() < oldest or versions.max() > newest:
         bounds = f"{versions.min()} to {versions.max()}"
-        yield f"tokens of the policy versions {bounds}, expected {oldest} to {newest}"
-    elif sample.support:
-        try:
+        return f"tokens of the policy versions {bounds}, expected {oldest} to {newest}"
+    try:
+        if sample.support:
             support.decode(sample.support, len(tokens))
-        except ValueError as error:
-            yield f"an unreadable support ({error})"
+    except ValueError as error:
+        return f"an unreadable support ({error})"
+    return ""

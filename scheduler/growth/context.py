@@ -4,12 +4,11 @@ scores that came since the step before, so a crash never loses a sample that a t
 """
 
 import asyncio
-import contextlib
 import logging
 import math
 import random
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -26,11 +25,6 @@ from coppice.wire.messages import Sample, Turn
 
 log = logging.getLogger("scheduler.context")
 
-Drawn = tuple[list[Sample], int, int]
-"""What ``Services.sample_actions`` returns."""
-How = tuple[Any, ...]
-"""What a sample depends on: the tokens before it, the number of candidates, and their limits."""
-
 
 class Context:
     """One tree's growth: its services, actions and states, and the steps that a strategy takes.
@@ -44,13 +38,9 @@ class Context:
         self.settings, self.environment = runtime.settings, runtime.environment
         self.services = Services(runtime, task, tree, rng)
         self.seed = rng.getrandbits(62)
-        # samples begun before their turn, by trajectory and call, as of an agent's parallel calls;
-        # one is taken only for the very tokens from which it was begun
-        self._begun: dict[tuple[int, str], tuple[How, asyncio.Task[Drawn]]] = {}
 
     async def plant(self) -> None:
         """Add the root unless there is one: the first prompt, or what all prompts share."""
-        self._forget()
         state = await asyncio.to_thread(self.environment.initial, self.task)
         self.state_type = type(state)
         if not self.tree.nodes:
@@ -67,12 +57,11 @@ class Context:
         return self._show(state, trajectory, 0)
 
     async def generate(self, node: Node, n: int, trajectory: int | None = None) -> list[Node]:
-        """Sample ``n`` actions from the prefix that ends in ``node``, and add them as its children.
-        What else waits in the episode is sampled at the same time, for a later call of this method.
-        """
+        """Sample ``n`` actions from the prefix that ends in ``node``, its new children."""
         state = None if node.state is None else self.after(node)
         trajectory = node.trajectory if trajectory is None else trajectory
-        samples, cached, opening = await self._drawn(self.tree.prefix(node), n, state, trajectory)
+        prefix = self.tree.prefix(node)
+        samples, cached, opening = await self.services.sample_actions(prefix, n, state)
         actions = [self._sampled(node, s, opening, trajectory=trajectory) for s in samples]
         actions[0].cached = cached
         return actions
@@ -118,11 +107,8 @@ class Context:
         try:
             state, action, tools = self.state(node), self.action(node), self._tools(node)
             transition = await self.environment.step(state, action, tools)
-        except BaseException as error:
-            self._forget(node.trajectory)
-            if isinstance(error, Dropped):
-                return self._drop(node, error)
-            raise
+        except Dropped as fault:
+            return self._drop(node, fault)
         self.runtime.counts["environment_steps"] += 1
         columns = {} if transition.reward is None else {"step_reward": transition.reward}
         if transition.done:
@@ -135,14 +121,13 @@ class Context:
             whose = f"tree {self.tree.id}, task {self.tree.task}"
             self.runtime.faults.failed("an episode", reason, whose)
         if columns:
-            self._check(columns, node)
+            answers.check_environment(self.environment.name, columns)
             node.scores |= columns
             self.changed([node])
         # for readers of the tree: the policy reads the next prompt instead
         if transition.observation and fresh:
             self._observe(node, transition)
         if transition.done:
-            self._forget(node.trajectory)
             return None
         place = self._next(node, transition)
         if self._room(self.tree.length(place)):
@@ -234,59 +219,6 @@ class Context:
         """int32 [tokens]: the forced opening of an answer; empty if the environment forces none."""
         return self.runtime.text.encode(self.environment.forced_prefix)
 
-    async def _drawn(self, prefix: np.ndarray, n: int, state: Any, trajectory: int) -> Drawn:
-        """Sample actions, or take what was begun ahead; meanwhile begin what else waits."""
-        others = None if state is None else self.environment.meanwhile(state)
-        if others is None:
-            return await self.services.sample_actions(prefix, n, state)
-        how = self._how(prefix, n, state)
-        begun = [k for k, (what, _) in self._begun.items() if (k[0], what) == (trajectory, how)]
-        if begun:
-            own = self._begun.pop(begun[0])[1]
-        else:
-            own = asyncio.ensure_future(self.services.sample_actions(prefix, n, state))
-        watching = asyncio.create_task(self._begin(others, n, trajectory))
-        try:
-            return await own
-        except BaseException:
-            self._forget(trajectory)
-            raise
-        finally:
-            own.cancel()
-            watching.cancel()
-
-    async def _begin(
-        self, others: AsyncIterator[tuple[str, Transition]], n: int, trajectory: int
-    ) -> None:
-        """Begin to sample what waits meanwhile. What cannot be shown fails in its own turn."""
-        async for call, transition in others:
-            with contextlib.suppress(ValueError):
-                prefix, state = self._prefix(transition, trajectory), transition.state
-                if self._room(len(prefix)) and (trajectory, call) not in self._begun:
-                    work = self.services.sample_actions(prefix, n, state)
-                    task = asyncio.ensure_future(work)
-                    # an error is raised where the samples are taken
-                    task.add_done_callback(lambda task: task.cancelled() or task.exception())
-                    self._begun[trajectory, call] = self._how(prefix, n, state), task
-
-    def _forget(self, trajectory: int | None = None) -> None:
-        """Cancel what was begun for a trajectory, or for all: nobody will ask for it."""
-        for place in [place for place in self._begun if trajectory in (None, place[0])]:
-            self._begun.pop(place)[1].cancel()
-
-    def _prefix(self, transition: Transition, trajectory: int) -> np.ndarray:
-        """int32 [tokens]: what the policy reads after a transition, as ``_next`` adds it."""
-        if transition.after is None:
-            _, tail = self.services.rendered(transition.state)
-            return np.concatenate([self.tree.nodes[0].tokens, self.services.encode(tail)])
-        node = self.tree.actions(trajectory)[transition.after]
-        answered = self.runtime.text.encode(self._answered(node, transition))
-        return np.concatenate([self.tree.prefix(node), answered])
-
-    def _how(self, prefix: np.ndarray, n: int, state: Any) -> How:
-        rules = self.environment
-        return prefix.tobytes(), n, rules.most(state), rules.beginning(state), rules.stops(state)
-
     def _tools(self, node: Node) -> Services:
         above, replies = self.tree.parent(node), ()
         prompt = 0 if above is None else self.tree.length(above)
@@ -346,14 +278,6 @@ class Context:
         most = length + len(self._forced) + self.settings.max_action_tokens
         return not self.runtime.longest or most <= self.runtime.longest
 
-    def _check(self, scores: dict[str, float], node: Node) -> None:
-        """Raise ValueError if the environment gave ``node`` a score that is no finite number."""
-        try:
-            answers.check_environment(self.environment.name, scores)
-        except ValueError:
-            self._forget(node.trajectory)
-            raise
-
     def _outgrown(self, action: Node, place: Node, state: Any) -> None:
         place.chosen = False
         context = f"the context of {self.runtime.longest} tokens"
@@ -361,7 +285,7 @@ class Context:
         if not self.environment.outcome_judge:
             end = self.environment.outgrown(state)
             columns = {"outcome": 0.0 if end.outcome is None else end.outcome, **end.measures}
-            self._check(columns, action)
+            answers.check_environment(self.environment.name, columns)
             action.scores |= columns
         self.runtime.counts["outgrown_trajectories"] += 1
         self.changed([action, place])

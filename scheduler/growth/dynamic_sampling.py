@@ -13,8 +13,7 @@ LATEST_STEP = 8
 """Groups of this step and of later ones are counted together."""
 COMPARED, EQUAL = "compared_step_", "equal_step_"
 COUNTS = [f"{name}{step}" for name in (COMPARED, EQUAL) for step in range(1, LATEST_STEP + 1)]
-"""Counts by step: groups of two scored trajectories or more, and those of them whose rewards are
-equal."""
+"""Counts by step: groups of two scored trajectories or more, and those with equal rewards."""
 
 
 def differs(groups: Iterable[Sequence[Turn]], column: str, equal: Equal) -> bool:
@@ -42,15 +41,9 @@ def counted(turns: Sequence[Turn], column: str, equal: Equal) -> Counter[str]:
 
 def summary(counts: Mapping[str, int]) -> str:
     """Return the line of the closing summary, or "" if no group was compared."""
-    counted = [
-        (step, counts.get(f"{EQUAL}{step}", 0), counts[f"{COMPARED}{step}"])
-        for step in range(1, LATEST_STEP + 1)
-        if counts.get(f"{COMPARED}{step}")
-    ]
-    if not counted:
-        return ""
-    each = ", ".join(f"step {step}: {equal} of {whole}" for step, equal, whole in counted)
-    equal, compared = (sum(row[i] for row in counted) for i in (1, 2))
-    later = f" (step {LATEST_STEP}: or later)" * (counted[-1][0] == LATEST_STEP)
-    share = f"{equal} of {compared} ({equal / compared:.0%})"
-    return f"groups whose rewards are all equal, which teach nothing: {share}; {each}{later}"
+    equal, compared = (
+        sum(count for name, count in counts.items() if name.startswith(kind))
+        for kind in (EQUAL, COMPARED)
+    )
+    share = f"{equal} of {compared} ({equal / max(1, compared):.0%})"
+    return f"groups whose rewards are all equal, which teach nothing: {share}" * (compared > 0)

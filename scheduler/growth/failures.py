@@ -7,9 +7,6 @@ import traceback
 
 from coppice.scheduler.ledger.journal import JournalError
 
-ALIKE = 16
-"""This many trees in a row that fail alike end the run: odd tasks are fewer, and a mistake in an
-environment or a plug-in, which no tree survives, soon reaches it."""
 MACHINE = {getattr(errno, name) for name in "ENOSPC EDQUOT EROFS EIO EMFILE ENFILE ENOMEM".split()}
 """Errors of the system that the next tree would meet as well: a full disk, no more open files."""
 
@@ -35,23 +32,3 @@ def brief(error: BaseException) -> str:
     return " ".join(
         f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode().split()
     )
-
-
-class InARow:
-    """Counts trees in a row that failed alike: with one type of exception, raised at one line."""
-
-    def __init__(self) -> None:
-        self._kind: tuple[type[BaseException], str, int | None] | None = None
-        self._count = 0
-
-    def grew(self) -> None:
-        """Note a tree that grew to its end."""
-        self._kind, self._count = None, 0
-
-    def failed(self, error: BaseException) -> bool:
-        """Note a tree that ``error`` ended. Return whether it is at least the ``ALIKE``-th."""
-        frames = traceback.extract_tb(error.__traceback__)
-        file, line = (frames[-1].filename, frames[-1].lineno) if frames else ("", None)
-        kind = type(error), file, line
-        self._kind, self._count = kind, self._count + 1 if kind == self._kind else 1
-        return self._count >= ALIKE

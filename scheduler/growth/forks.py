@@ -12,8 +12,7 @@ from coppice.scheduler.growth.strategies.chain import episode
 from coppice.scheduler.growth.tree import Fork, Node, Tree
 
 Leaves = dict[int, list[Node]]
-"""The trained actions of each trajectory by its number, from the first turn to its leaf; none if
-the outcome could not be judged."""
+"""The trained actions of each trajectory by its number; none if its outcome is unknown."""
 
 
 async def grown(tree: Tree, ctx: Context, forks: Mapping[int, Fork | None]) -> Leaves:

@@ -11,7 +11,7 @@ from coppice.scheduler.config import SchedulerProcess
 from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.dynamic_sampling import differs
-from coppice.scheduler.growth.failures import ALIKE, InARow, brief, is_of_the_run, traced
+from coppice.scheduler.growth.failures import brief, is_of_the_run, traced
 from coppice.scheduler.growth.services import ATTEMPTS, Runtime
 from coppice.scheduler.growth.tasks import GeneratedTasks, Tasks
 from coppice.scheduler.growth.tree import DROPPED, Tree
@@ -19,7 +19,6 @@ from coppice.scheduler.ledger.journal import TreeRow
 from coppice.scheduler.ledger.pacing import Pacing
 from coppice.scheduler.ledger.stream import Stream
 from coppice.scheduler.telemetry.health import Reporter
-from coppice.scheduler.telemetry.phases import Phases
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault
 
 log = logging.getLogger("scheduler.open_trees")
@@ -50,10 +49,8 @@ class OpenTrees:
         self.runtime, self.journal, self.counts = runtime, runtime.journal, runtime.counts
         self.stream, self.tasks, self.reporter = stream, tasks, reporter
         self.strategy = strategies.load(self.settings.strategy, self.settings.strategy_options)
-        self.phases = Phases("no trees")
         self.moved, self.begun = asyncio.Event(), asyncio.Event()
         self.unfinished: deque[TreeRow] = deque()
-        self.in_a_row = InARow()
         self.growing: dict[int, asyncio.Task[None]] = {}
         self.outcomes: list[float] = []
         self.done = sum(n for status, n in self.journal.tally().items() if status != "growing")
@@ -85,8 +82,7 @@ class OpenTrees:
 
     def admit(self) -> None:
         """Start trees while pacing admits them and the run is not paused: first those of an earlier
-        start, the oldest first, so that an update takes the trees that it would have taken without
-        a crash."""
+        start, the oldest first, so that updates take the same trees as without a crash."""
         first = self.settings.questions_per_update
         for _ in range(ADMITTED_AT_ONCE):
             begun = self.begun.is_set() or self.pacing.admitted < first
@@ -101,12 +97,25 @@ class OpenTrees:
 
     async def attempts(self, tree: Tree, context: Context, grow: Grow) -> None:
         """Plant and grow a tree, again after an infrastructure fault. Raises the last attempt's
-        InfrastructureFault, and DataFault for what is the tree's: also an exception of a plug-in,
-        unless ``ALIKE`` trees in a row failed alike."""
+        InfrastructureFault, and DataFault for what is the tree's: also an exception of a plug-in.
+        """
         try:
-            with self.phases.over("trees"):
-                await self._attempt(tree, context, grow)
-            self.in_a_row.grew()
+            for attempt in range(1, ATTEMPTS + 1):
+                context.services.attempt = attempt
+                try:
+                    await context.plant()
+                    await grow(tree, context)
+                    context.save([])  # so that what cannot be written fails here, with the tree
+                    return
+                except InfrastructureFault as fault:
+                    log.warning("tree %d, attempt %d: %s", tree.id, attempt, fault)
+                    if attempt == ATTEMPTS:
+                        raise InfrastructureFault(
+                            f"tree {tree.id} failed {ATTEMPTS} times; the last time: {fault}. Mend"
+                            " or replace the worker (its log says more), then resume the run"
+                            f" ({self._whose(tree)})"
+                        ) from fault
+                    self.counts["tree_retries"] += 1
         except Fault:
             raise
         except (Exception, asyncio.CancelledError) as error:
@@ -122,12 +131,6 @@ class OpenTrees:
             self.moved.set()
 
     def _own_fault(self, tree: Tree, error: BaseException) -> DataFault:
-        """A tree's own fault. Raises Fault after ``ALIKE`` trees that failed alike."""
-        if self.in_a_row.failed(error):
-            raise Fault(
-                f"{ALIKE} trees in a row failed alike, the last one with {brief(error)}"
-                f" ({self._whose(tree)}): mend what the log's traceback names, then resume the run"
-            ) from error
         self.runtime.faults.failed("a tree", brief(error), f"{self._whose(tree)}: quarantined")
         return DataFault(traced(error))
 
@@ -151,8 +154,7 @@ class OpenTrees:
 
     def _take_up(self, row: TreeRow) -> None:
         """Continue a tree of an earlier start: resend its untrained groups, and grow what is
-        missing. A deterministic run grows it anew, as its random numbers depend on all that was
-        drawn before."""
+        missing. A deterministic run grows it anew, with the random numbers of its beginning."""
         if row.status == "growing" and self.process.deterministic:
             self.journal.uproot(row.id)
         tree = self.journal.tree(row)
@@ -209,24 +211,6 @@ class OpenTrees:
             return False
         groups = map(self.journal.turns, tree.groups)
         return not differs(groups, self.process.reward, self.process.equal)
-
-    async def _attempt(self, tree: Tree, context: Context, grow: Grow) -> None:
-        for attempt in range(1, ATTEMPTS + 1):
-            context.services.attempt = attempt
-            try:
-                await context.plant()
-                await grow(tree, context)
-                context.save([])  # so that what cannot be written fails here, with the tree
-                return
-            except InfrastructureFault as fault:
-                log.warning("tree %d, attempt %d: %s", tree.id, attempt, fault)
-                if attempt == ATTEMPTS:
-                    raise InfrastructureFault(
-                        f"tree {tree.id} failed {ATTEMPTS} times; the last time: {fault}. Mend or"
-                        " replace the worker (its log says more), then resume the run"
-                        f" ({self._whose(tree)})"
-                    ) from fault
-                self.counts["tree_retries"] += 1
 
     def _quarantine(self, tree: Tree, reason: str) -> None:
         log.error("task %s is quarantined: %s", tree.task, reason)

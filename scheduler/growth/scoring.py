@@ -10,16 +10,12 @@ from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.tree import Node, turns_of
 from coppice.wire.messages import JudgedTurn
 
-Pasts = dict[int, tuple[list[tuple[str, str]], str]]
-"""Earlier turns and the transcript, by the node that comes before the judged turn."""
-
 
 async def score(ctx: Context, nodes: Sequence[Node]) -> None:
     """Have actions judged, and write the judge's columns to them, if the run has a judge."""
     if not nodes or ctx.settings.judge == UNJUDGED:
         return
-    pasts: Pasts = {}  # siblings have one past
-    turns = [_judged(ctx, node, pasts) for node in nodes]
+    turns = [_judged(ctx, node) for node in nodes]
     judgements = await ctx.services.judgements(ctx.settings.judge, turns)
     scores, invalid = ctx.runtime.judged.note(judgements)
     ctx.runtime.counts["judged_scores"] += scores
@@ -73,24 +69,21 @@ async def log_outcome(ctx: Context, node: Node) -> list[str]:
     return list(judgement.scores)
 
 
-def _judged(ctx: Context, node: Node, pasts: Pasts) -> JudgedTurn:
+def _judged(ctx: Context, node: Node) -> JudgedTurn:
     state, action = ctx.state(node), ctx.action(node)
     turn = ctx.environment.judged(ctx.task, state, action, node.step, ctx.settings.budget)
     if ctx.environment.fresh:
         return turn
-    if node.parent not in pasts:
-        path = ctx.tree.path(node)
-        pasts[node.parent] = turns_of(path), "".join(above.text for above in path[1:-1])
-    before, transcript = pasts[node.parent]
-    answer = ctx.answer(node)
-    turn = ctx.environment.recalled(turn, state, before)
+    path, answer = ctx.tree.path(node), ctx.answer(node)
+    transcript = "".join(above.text for above in path[1:-1])
+    turn = ctx.environment.recalled(turn, state, turns_of(path))
     observation = answer.text if answer is not None else None
     return msgspec.structs.replace(turn, transcript=transcript, observation=observation)
 
 
 def _concluded(ctx: Context, node: Node) -> JudgedTurn:
     if not ctx.environment.fresh:
-        return _judged(ctx, node, {})
+        return _judged(ctx, node)
     answer, state, action = ctx.answer(node), ctx.state(node), ctx.action(node)
     after = None if answer is None else ctx.after(answer)
     budget = ctx.settings.budget

@@ -1,5 +1,4 @@
-"""What one tree asks of the workers: samples of the policy, judgements, passages, moves and
-replies. Each is one awaited call."""
+"""What one tree asks of the workers: samples, judgements, passages, moves and replies."""
 
 import asyncio
 import copy
@@ -25,9 +24,9 @@ from coppice.common import support, vision
 from coppice.common.dialogue import until
 from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import UNJUDGED, SchedulerConfig
-from coppice.scheduler.dispatch.calls import Check
+from coppice.scheduler.dispatch.calls import LEAST_LOADED, Check, Place
 from coppice.scheduler.dispatch.dispatcher import Dispatcher
-from coppice.scheduler.dispatch.placement import Place
+from coppice.scheduler.dispatch.placement import Fleet
 from coppice.scheduler.dispatch.weight_sync import Versions
 from coppice.scheduler.growth import answers
 from coppice.scheduler.growth.text import Shown, Text
@@ -35,7 +34,6 @@ from coppice.scheduler.growth.tree import Node, Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.ledger.node_codec import encode_node
 from coppice.scheduler.telemetry.alerts import Faults, JudgeTally
-from coppice.scheduler.telemetry.fleet import Fleet
 from coppice.wire import messages as wire
 from coppice.wire.faults import DataFault
 
@@ -210,7 +208,7 @@ class Services(Tools):
         result = await self._generate(wire.GenerateRequest(prompt, 1, sampling), False)
         tokens = result.samples[0].tokens
         self.runtime.counts["generated_tokens"] += len(tokens)
-        return until(text.decode(tokens), stop)
+        return until(text.decode(tokens), stop)[0]
 
     async def _call(
         self,
@@ -218,16 +216,13 @@ class Services(Tools):
         request: msgspec.Struct,
         check: Check | None = None,
         deadline: float | None = None,
-        place: Place | None = None,
+        place: Place = LEAST_LOADED,
     ) -> Any:
         """Call a service through the dispatcher, with this tree named as the caller."""
         attempt = f", attempt {self.attempt} of {ATTEMPTS}" if self.attempt else ""
-        caller, deadline = (
-            f"tree {self.tree.id}{attempt}",
-            deadline or self.settings.judge_deadline_s,
-        )
+        caller, seconds = f"tree {self.tree.id}{attempt}", self.settings.judge_deadline_s
         return await self.runtime.dispatcher.call(
-            service, request, deadline=deadline, place=place, caller=caller, check=check
+            service, request, deadline=deadline or seconds, place=place, caller=caller, check=check
         )
 
     async def _generate(

@@ -1,5 +1,4 @@
-"""Tasks in epoch order. A position names one draw of a shuffle by the seed, so a resumed run skips
-none."""
+"""Tasks in epoch order. A position names one draw, so a resumed run skips none."""
 
 import contextlib
 import random
@@ -9,7 +8,7 @@ from coppice.actors.environments import registry
 from coppice.actors.environments.base import HELD_OUT_SEEDS, Environment, RejectedTask, Task
 from coppice.actors.environments.task_files import load_tasks, too_few, unusable
 from coppice.scheduler.config import SchedulerProcess
-from coppice.scheduler.growth.failures import ALIKE, brief
+from coppice.scheduler.growth.failures import brief
 from coppice.wire.faults import DataFault
 
 
@@ -60,11 +59,12 @@ class GeneratedTasks:
 
     @property
     def evidence(self) -> bool:
-        """Whether the first task that can be made has supporting passages."""
-        for position in range(ALIKE):
+        """Whether one of the first tasks has supporting passages."""
+        made = list[Task]()
+        for position in range(16):
             with contextlib.suppress(Exception):  # such a draw's tree is quarantined
-                return bool(self.at(position).evidence)
-        return False
+                made.append(self.at(position))
+        return any(task.evidence for task in made)
 
     def at(self, position: int) -> Task:
         """The task of draw ``position``; its seed is below 2^30."""

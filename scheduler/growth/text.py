@@ -1,5 +1,4 @@
-"""Text becomes tokens once, when it enters the tree; sampled ids are never tokenized again. This
-module never imports torch."""
+"""Text becomes tokens once, when it enters the tree. This module never imports torch."""
 
 import functools
 import math
@@ -12,8 +11,7 @@ import numpy as np
 import tokenizers
 
 from coppice.common import vision
-from coppice.common.chat_template import ChatTemplate
-from coppice.common.dialogue import Renderer
+from coppice.common.dialogue import ChatTemplate, Renderer
 
 RECENT = 64
 """The texts whose tokens are remembered: what an environment checks is encoded again when it enters

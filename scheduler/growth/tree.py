@@ -14,8 +14,7 @@ DROPPED = "dropped"
 """The note of an action that says why its episode was dropped."""
 FATES = ("crashed", "ended", DROPPED)
 """Notes of an episode's last action that say what ended it: its process failed, its context was
-full, or the episode was dropped, because its request was refused or a replay could not reach it
-again."""
+full, or the episode was dropped, because of a refused request or an unreachable replay."""
 
 Kind = Literal["prompt", "action", "observation"]
 

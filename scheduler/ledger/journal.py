@@ -42,8 +42,7 @@ _UNITED = ("trees", "nodes", "groups", "pictures")
 """The tables that each scheduler has its own rows of: their numbers tell them apart."""
 
 LOG_PAGES = 16_384
-"""The log's pages (64 MiB) from which a commit moves the log into the file; ``sync`` does it long
-before, beside the event loop."""
+"""The log's pages (64 MiB) from which a commit moves it into the file; ``sync`` comes before."""
 
 
 class JournalError(OSError):

@@ -16,15 +16,10 @@ started from minus the version at its admission, and no token of it is older. He
 class Pacing:
     """Counts trees; none is admitted that no update would consume. It owns no task or client."""
 
-    def __init__(
-        self, questions: int, max_staleness: int, updates: int, version: int = 0, untrained: int = 0
-    ):
-        if questions < 1 or max_staleness < 0:
-            values = f"questions={questions}, max_staleness={max_staleness}"
-            raise ValueError(f"{values}: expected at least 1 and at least 0")
+    def __init__(self, questions: int, max_staleness: int, updates: int, version: int = 0):
         self.questions, self.max_staleness, self.updates = questions, max_staleness, updates
         self.version = version
-        self.admitted = version * questions + untrained
+        self.admitted = version * questions
 
     def may_start(self) -> bool:
         """Whether one more tree may be admitted now."""

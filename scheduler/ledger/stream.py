@@ -5,6 +5,9 @@ checkpoint holds a group that the journal lost. Each node travels once per conne
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
 
 from coppice.common.shards import Shard
 from coppice.scheduler.dispatch.dispatcher import Dispatcher, Worker
@@ -16,8 +19,7 @@ from coppice.wire.messages import Trained, TrainGroup, TreeClosed, Turn
 log = logging.getLogger("scheduler.stream")
 
 FOREVER_S = 7 * 24 * 3600.0
-"""The deadline of a train call: it is answered when its update is done, however long the batch
-takes to fill."""
+"""The deadline of a train call, which is answered when its update is done."""
 _RESEND_WAIT_S = 1.0
 
 
@@ -100,17 +102,12 @@ class Stream:
         task.add_done_callback(ended)
 
     async def _send(self, tree: Tree, group: int, turns: list[Turn]) -> None:
-        whole = False
         await self.journal.written()
-        while True:
-            body = TrainGroup(group, tree.id, self._fresh(tree, turns, whole), turns)
-            try:
-                trained: Trained = await self.dispatcher.call("train", body, deadline=FOREVER_S)
-                break
-            except InfrastructureFault as fault:
-                log.warning("group %d is sent again: %s", group, fault)
-                whole = True
-                await asyncio.sleep(_RESEND_WAIT_S)
+
+        def body(again: bool) -> TrainGroup:
+            return TrainGroup(group, tree.id, self._fresh(tree, turns, again), turns)
+
+        trained: Trained = await self._delivered("train", body)
         self.replaced.discard(tree.id)
         # again, if the group was sent again after the tree's end was told
         self._sent.pop(tree.id, None)
@@ -141,11 +138,16 @@ class Stream:
                 await self.journal.written()
                 await asyncio.to_thread(self.journal.sync)
                 self._synced = number
+        await self._delivered("close", lambda again: closed)
+        self._sent.pop(closed.tree, None)
+
+    async def _delivered(self, service: str, body: Callable[[bool], msgspec.Struct]) -> Any:
+        """Call the learner until it answers. body(again): what is sent, again after a fault."""
+        again = False
         while True:
             try:
-                await self.dispatcher.call("close", closed, deadline=FOREVER_S)
-                self._sent.pop(closed.tree, None)
-                return
+                return await self.dispatcher.call(service, body(again), deadline=FOREVER_S)
             except InfrastructureFault as fault:
-                log.warning("closing of tree %d is sent again: %s", closed.tree, fault)
+                log.warning("a %s call is sent again: %s", service, fault)
+                again = True
                 await asyncio.sleep(_RESEND_WAIT_S)

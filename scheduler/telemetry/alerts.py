@@ -1,5 +1,10 @@
 """What a user must hear of during a run: each line as soon as it matters, and none so often that it
-hides the table. Pure but for ``say`` and the injected clock."""
+hides the table.
+
+A line of stdout that is a fault or a warning begins with WARNING, and one of the run's end with
+NOTICE (the levels of sd-daemon); others have no such beginning. The launcher
+(tools/launching/screen.py) takes the beginnings away, and chooses what it shows.
+"""
 
 import math
 import re
@@ -10,20 +15,30 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from coppice.scheduler.telemetry.terminal import say
 from coppice.wire.messages import Judgement
 
+WARNING, NOTICE = "<4>", "<5>"
 EVERY_S = 60.0
 """Seconds between two lines about one failing service, often enough to show that it still fails."""
 EVERY_UPDATES = 10
 """Updates between two lines of a warning that persists."""
-LEVELS = (0.9, 0.5)
-"""The run warns once when the share of valid scores falls below each of these levels."""
+LEVEL = 0.9
+"""The run warns while the share of valid scores is below this."""
 UPDATES = 3
 """The updates in a row after which a condition is told that may be chance in one update."""
 _LONGEST = 300
 """The number of characters of a fault's text that are shown; the log has the whole text."""
 _NUMBER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?")
+
+
+def say(line: str) -> None:
+    """Print a line about a fault, or a warning, at once."""
+    print(WARNING + line, flush=True)
+
+
+def conclude(text: str) -> None:
+    """Print lines of the run's end at once."""
+    print("\n".join(NOTICE + line for line in text.split("\n")), flush=True)
 
 
 class Faults:
@@ -99,7 +114,7 @@ class JudgeTally:
     def __init__(self, judge: str = "", run: Path = Path("RUN")):
         self.judge, self.run = judge, run
         self.share: float | None = None
-        self.scores = self._passed = 0
+        self.scores = 0
         self._scores, self._invalid = Counter[str](), Counter[str]()
 
     def note(self, judgements: Sequence[Judgement]) -> tuple[int, int]:
@@ -110,22 +125,20 @@ class JudgeTally:
         self._invalid.update(invalid)
         return len(scores), len(invalid)
 
-    def take(self) -> str:
-        """Restart the tally. Returns a warning if the share fell below a further level, or ""."""
+    def take(self) -> list[str]:
+        """Restart the tally. Returns a warning if the share is below ``LEVEL``."""
         scores, invalid = self._scores, self._invalid
         self._scores, self._invalid = Counter(), Counter()
         if not scores:
-            return ""
+            return []
         self.scores = scores.total()
         self.share = 1 - invalid.total() / self.scores
-        passed, before = sum(self.share < level for level in LEVELS), self._passed
-        self._passed = max(passed, before)
         columns = ", ".join(f"{name} {invalid[name]} of {scores[name]}" for name in sorted(invalid))
-        return (
+        return [
             f"judge {self.judge} gave {invalid.total()} invalid scores of {scores.total()}"
             f" ({columns}) since the last update; they reward nothing: see the turns with"
             f" coppice trees {shlex.quote(str(self.run))}, and the judge's log in {self.run}/logs"
-        ) * (passed > before)
+        ] * (self.share < LEVEL)
 
 
 class Fruitless:
@@ -138,37 +151,36 @@ class Fruitless:
 
     def note(self, record: Mapping[str, float]) -> list[str]:
         """Return the warnings that hold after one more update."""
-        left_out = record.get("learner/left_out_trajectories", 0) > 0
-        conditions = (
-            (
-                left_out and not record.get("learner/turns"),
-                1,
-                "nothing is learnt: the scheme left out every trajectory, because turns lack the"
-                f" column that it reads ({self._column!r}). See with coppice trees which columns"
-                " the last turns have, and set learner.scheme_options to one of them",
-            ),
-            (
-                self._unsupported,
-                1,
-                "the judge of queries reads supporting passages and no task has any (the field"
-                " evidence), so every new query scores 0: give the tasks evidence, or set"
-                " judges.use.slate_rules.query = 'format'",
-            ),
-            (
-                record.get("score/valid", 1.0) == 0,
-                UPDATES,
-                f"no action was valid in the last {UPDATES} updates: the policy does not write the"
-                " environment's notation. Look at its actions with coppice trees, and begin with a"
-                " model that was fine-tuned to it (coppice sft)",
-            ),
-            (
-                record.get("learner/zero_advantage_share", 0.0) == 1,
-                UPDATES,
-                f"nothing is learnt: every advantage was 0 in the last {UPDATES} updates, because"
-                f" the compared trajectories earned the same ({self._column!r}). Choose harder or"
-                " easier tasks, more candidates or a higher scheduler.temperature, or set"
-                " scheduler.dynamic_sampling_budget",
-            ),
-        )
-        self._held = Counter({said: self._held[said] + 1 for holds, _, said in conditions if holds})
-        return [said for _, after, said in conditions if self._held[said] >= after]
+        value = record.get
+        left_out = value("learner/left_out_trajectories", 0) > 0 and not value("learner/turns")
+        rules = [
+            (left_out, 1, _LEFT_OUT),
+            (self._unsupported, 1, _UNSUPPORTED),
+            (value("score/valid", 1.0) == 0, UPDATES, _INVALID),
+            (value("learner/zero_advantage_share", 0.0) == 1, UPDATES, _EQUAL),
+        ]
+        self._held = Counter({said: self._held[said] + 1 for holds, _, said in rules if holds})
+        due = [said for _, after, said in rules if self._held[said] >= after]
+        return [said.format(column=repr(self._column)) for said in due]
+
+
+_LEFT_OUT = (
+    "nothing is learnt: the scheme left out every trajectory, because turns lack the column that"
+    " it reads ({column}). See with coppice trees which columns the last turns have, and set"
+    " learner.scheme_options to one of them"
+)
+_UNSUPPORTED = (
+    "the judge of queries reads supporting passages and no task has any (the field evidence), so"
+    " every new query scores 0: give the tasks evidence, or set judges.use.slate_rules.query ="
+    " 'format'"
+)
+_INVALID = (
+    f"no action was valid in the last {UPDATES} updates: the policy does not write the"
+    " environment's notation. Look at its actions with coppice trees, and begin with a model that"
+    " was fine-tuned to it (coppice sft)"
+)
+_EQUAL = (
+    f"nothing is learnt: every advantage was 0 in the last {UPDATES} updates, because the compared"
+    " trajectories earned the same ({column}). Choose harder or easier tasks, more candidates or"
+    " a higher scheduler.temperature, or set scheduler.dynamic_sampling_budget"
+)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import coppice
 from coppice.common.atomic import write_whole
-from coppice.scheduler.telemetry import terminal
+from coppice.scheduler.telemetry import alerts
 from coppice.scheduler.telemetry.health import Health
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Exporter:
         try:
             self._server = start_http_server(int(port), host, registry)
         except OSError as error:
-            terminal.say(
+            alerts.say(
                 f"no endpoint for Prometheus: scheduler.prometheus = {address!r} cannot be used"
                 f" ({error}): choose another port, or 0 for any"
             )

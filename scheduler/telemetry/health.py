@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -16,14 +17,13 @@ from coppice.common import shards
 from coppice.common.atomic import write_whole
 from coppice.scheduler.dispatch.calls import Pending, Worker
 from coppice.scheduler.dispatch.dispatcher import Dispatcher
-from coppice.scheduler.telemetry import terminal
+from coppice.scheduler.telemetry import alerts
 
 NAME = "health.json"
 PAUSED = "paused"
 """While a file of this name is in the run's folder, no new tree is admitted."""
 LEARNING = ("train", "close")
-"""The learner's services. Their calls stay open while no tree grows, because an update needs
-several trees."""
+"""The learner's services. Their calls are open while no tree grows."""
 REMEMBERED = 64
 """The most workers that have left and are still reported."""
 TICK_S = 0.25
@@ -34,8 +34,7 @@ deadline and it answered none meanwhile."""
 
 
 class WorkerHealth(msgspec.Struct, frozen=True):
-    """A worker. heard: when its last message came. state: "here", or why it left. calls: its last
-    calls, in words."""
+    """A worker. heard: when its last message came. state: "here", or why it left. calls: words."""
 
     name: str
     pid: int
@@ -207,27 +206,16 @@ def _worker(worker: Worker, now: float, state: str = "here") -> WorkerHealth:
     )
 
 
-class Progress(msgspec.Struct, frozen=True):
-    """The run's part of a report. marks: a counter that changes with every progress."""
-
-    phase: str
-    version: int
-    updates: int
-    growing: int
-    done: int
-    evaluations: int
-    marks: int
-
-
 class Reporter:
     """Writes the reports, and says on the terminal when nothing has moved for ``watchdog_s``
-    seconds. order: the file that pauses the run, if it is not in the folder of the reports."""
+    seconds. progress: the run's fields of a report, and "marks", a counter that changes with every
+    progress. order: the file that pauses the run, if it is not in the folder of the reports."""
 
     def __init__(
         self,
         run: Path,
         dispatcher: Dispatcher,
-        progress: Callable[[], Progress],
+        progress: Callable[[], dict[str, Any]],
         watchdog_s: float,
         stall_s: float,
         order: Path | None = None,
@@ -282,21 +270,20 @@ class Reporter:
         if paused != self.paused and self.order.parent == self.run:
             how = f"resume with coppice watch, or remove {self.order}"
             told = f"paused: no new tree begins; trees in flight finish ({how})"
-            terminal.say(told if paused else "resumed")
+            alerts.say(told if paused else "resumed")
         self.paused = paused
 
     def report(self, now: float) -> Health:
         """The report of this moment. now: monotonic seconds. A paused run stands still on purpose
         as soon as only the learner's calls are open."""
-        progress, workers = self.progress(), list(self.dispatcher.roster.by_name.values())
+        fields, workers = self.progress(), list(self.dispatcher.roster.by_name.values())
         calls = self.dispatcher.open_calls()
         learnt = [
             (w.stats.get("passes", 0.0), w.stats.get("updates", 0.0))
             for w in workers
             if "train" in w.hello.services
         ]
-        fields = msgspec.structs.asdict(progress)
-        marks = progress.phase, fields.pop("marks"), *learnt
+        marks = fields["phase"], fields.pop("marks"), *learnt
         idle = self.paused and all(call.service in LEARNING for call in calls)
         if marks != self._marks or idle:
             self._marks, self._progress_at = marks, now
@@ -323,4 +310,4 @@ class Reporter:
             self._said_at = report.at
             waits = "; ".join(report.waits()) or "no call is open"
             idle = report.at - report.progress_at
-            terminal.say(f"  no progress for {idle:.0f} s ({report.phase}): {waits}")
+            alerts.say(f"  no progress for {idle:.0f} s ({report.phase}): {waits}")

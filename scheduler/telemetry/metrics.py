@@ -3,8 +3,7 @@ TensorBoard scalars, and a line for the launcher. Of several schedulers each wri
 and the first shows an update when all have recorded it."""
 
 import time
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,6 @@ _BoardEvent: Any = vars(event_pb2)["Event"]
 _Session: Any = vars(event_pb2)["SessionLog"]
 _Summary: Any = vars(summary_pb2)["Summary"]
 
-_KINDS = {
-    "generate": "actors",
-    "judge": "judges",
-    "player": "players",
-    "speaker": "speakers",
-    "retrieve": "retriever",
-}
-"""The summary's name for the workers that offer a service."""
-
 
 class Counters(msgspec.Struct, frozen=True):
     """A worker's counters at the heartbeat of time ``at``, their growth, and that per second."""
@@ -41,21 +31,12 @@ class Counters(msgspec.Struct, frozen=True):
     rates: dict[str, float] = {}
 
 
-def _counters(worker: Worker, before: Counters | None) -> Counters:
-    """The worker's counters now. If no heartbeat came since, they keep the earlier rates."""
-    if before is None:
-        return Counters(worker.beat_at, worker.stats)
-    if worker.beat_at <= before.at:
-        return Counters(before.at, before.stats, {}, before.rates)
-    new = {k: max(0.0, v - before.stats.get(k, 0.0)) for k, v in worker.stats.items()}
-    seconds = worker.beat_at - before.at
-    return Counters(worker.beat_at, worker.stats, new, {k: v / seconds for k, v in new.items()})
-
-
 class Metrics:
     """Writes the records until ``close``. newest: the newest value of each metric. whole: whether
     this is the first of several schedulers, whose records it joins; then call ``look`` now and
-    then."""
+    then. on_record: told of each record of the run."""
+
+    on_record: Callable[[dict[str, float]], None] = staticmethod(lambda record: None)
 
     def __init__(self, run: Path, whole: bool = False):
         self.run, self._path = run, run / "metrics.jsonl"
@@ -68,8 +49,6 @@ class Metrics:
         begun = {"ts": self._start * 1e6, "args": {"epoch": time.time()}}
         self._trace_line(name=STARTED, ph="i", pid="scheduler", tid="scheduler", s="g", **begun)
         self._counters: dict[str, Counters] = {}
-        self._busy: defaultdict[str, float] = defaultdict(float)
-        self._watched: defaultdict[str, float] = defaultdict(float)
         self.newest: dict[str, float] = {}
         self._reader = Reader(run) if whole else None
         self._unshown: set[int] = set()
@@ -83,8 +62,7 @@ class Metrics:
 
     def resume(self, frontier: Frontier, newest: int) -> set[int]:
         """Leave one record of each update up to ``newest``, the learner's version, and return the
-        versions that have one. A record that a crash lost gets the checkpoint's metrics and the
-        time before."""
+        versions that have one. A lost record gets the checkpoint's metrics."""
         lines: dict[tuple[int, bool, int], bytes] = {}
         times = {0: 0.0}
         for number, (line, record) in enumerate(parsed(self._path.read_bytes())):
@@ -134,58 +112,56 @@ class Metrics:
         ]
         summary = _Summary(value=scalars)
         self._board.add_event(_BoardEvent(wall_time=time.time(), step=step, summary=summary))
+        self.on_record(record)
 
     def counters(self, workers: Sequence[Worker]) -> dict[str, float]:
         """Metrics from the heartbeats since the last call, over the time between a worker's
-        heartbeats. A worker without a new one keeps its rates; a metric that no worker has is
-        absent."""
-        before = self._counters
-        self._counters = {
-            worker.admission: _counters(worker, before.get(worker.admission))
-            for worker in workers
-            if worker.stats
-        }
-        by_service: dict[str, list[Counters]] = {"generate": [], "train": []}
+        heartbeats. A worker without a new one keeps its rates."""
+        now = dict[str, Counters]()
         for worker in workers:
-            if (counters := self._counters.get(worker.admission)) is None:
-                continue
-            for service in by_service.keys() & worker.hello.services:
-                by_service[service].append(counters)
-            busy = [seconds for name, seconds in counters.new.items() if name.endswith("busy_s")]
-            if busy:
-                since = counters.at - before[worker.admission].at
-                offered = {service.partition(".")[0] for service in worker.hello.services}
-                for kind in {_KINDS[name] for name in offered & _KINDS.keys()}:
-                    self._busy[kind] += min(since, sum(busy))
-                    self._watched[kind] += since
+            before = self._counters.get(worker.admission)
+            if before is None:
+                if worker.stats:
+                    now[worker.admission] = Counters(worker.beat_at, worker.stats)
+            elif (seconds := worker.beat_at - before.at) <= 0:
+                now[worker.admission] = msgspec.structs.replace(before, new={})
+            else:
+                old = before.stats.get
+                new = {name: max(0.0, v - old(name, 0.0)) for name, v in worker.stats.items()}
+                rates = {name: growth / seconds for name, growth in new.items()}
+                now[worker.admission] = Counters(worker.beat_at, worker.stats, new, rates)
+        self._counters = now
 
-        def rates(service: str, counter: str) -> list[float]:
-            return [one.rates.get(counter, 0.0) for one in by_service[service] if one.rates]
+        def offering(service: str) -> list[Counters]:
+            return [
+                now[worker.admission]
+                for worker in workers
+                if worker.admission in now and service in worker.hello.services
+            ]
 
-        engines = by_service["generate"]
+        def per_second(those: list[Counters], counter: str) -> list[float]:
+            return [one.rates.get(counter, 0.0) for one in those if one.rates]
+
+        engines, ranks = offering("generate"), offering("train")
         prefilled, ideal, saved = (
             sum(engine.new.get(name, 0.0) for engine in engines)
             for name in ("prefilled_tokens", "ideal_prefill_tokens", "cached_tokens")
         )
         values = {
-            "busy/engines": float(len(rates("generate", "busy_s"))),
+            "busy/engines": float(len(per_second(engines, "busy_s"))),
             "cache/tokens_saved": saved,
             "cache/prefilled_over_ideal": prefilled / max(1.0, ideal),
             "cache/ideal_tokens": ideal,
         }
-        for name, service in (("busy/engine", "generate"), ("busy/learner", "train")):
+        for name, those in (("busy/engine", engines), ("busy/learner", ranks)):
             # engines that add up concurrent requests may exceed 1
-            if shares := [min(1.0, share) for share in rates(service, "busy_s")]:
+            if shares := [min(1.0, share) for share in per_second(those, "busy_s")]:
                 values[name] = sum(shares) / len(shares)
-        if decoded := rates("generate", "decoded_tokens"):
+        if decoded := per_second(engines, "decoded_tokens"):
             values["rate/decoded_tokens"] = sum(decoded)
-        if learnt := rates("train", "learner/forwarded_tokens"):
+        if learnt := per_second(ranks, "learner/forwarded_tokens"):
             values["rate/learner_tokens"] = sum(learnt)
         return values
-
-    def busy(self) -> dict[str, float]:
-        """The busy share per kind of worker over all heartbeats that ``counters`` has seen."""
-        return {kind: self._busy[kind] / watched for kind, watched in self._watched.items()}
 
     def event(self, event: Event) -> None:
         """Write one attempt of a call as a line of Chrome's trace format, in microseconds."""

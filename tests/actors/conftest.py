@@ -39,13 +39,19 @@ class Door:
         status, text = await self.post(path, body, **headers)
         return status, json.loads(text)["error"]["message"]
 
+    async def request(self) -> Conversation:
+        """The oldest request that waits."""
+        while not self.session.waiting:
+            await self.session.news.wait()
+        return next(iter(self.session.waiting.values()))
+
     async def turn(
         self, reply: Reply, path: str, body: Any, prefix: str = "", **headers: str
     ) -> tuple[Conversation, str]:
         """Ask, answer with ``reply``; return the request and what the client gets."""
         asking = asyncio.create_task(self.post(path, body, prefix, **headers))
-        request, answer = await self.session.requests.get()
-        answer.set_result(reply)
+        request = await self.request()
+        self.session.answer(request, reply)
         status, text = await asking
         assert status == 200
         return request, text

@@ -15,6 +15,7 @@ from coppice.actors.environments.agents import gateway as module
 from coppice.actors.environments.agents.episode import Ended, Episode, ForkServer
 from coppice.actors.environments.agents.gateway import Gateway, Session
 from coppice.actors.environments.base import Spent
+from coppice.actors.serving import replies
 from coppice.actors.serving.replies import Reply
 from coppice.common.tool_calls import ToolCall
 from tests.actors.conftest import HELLO, Door
@@ -59,7 +60,7 @@ async def test_an_unknown_key_is_401_and_a_closed_session_409_also_a_waiter(door
         assert (await door.post(path, body, Authorization="Bearer nobody"))[0] == 401
     assert door.session.reward is None
     waiting = asyncio.create_task(door.refused("chat/completions", HELLO))
-    await door.session.requests.get()
+    await door.request()
     door.gateway.end(door.session, "the episode has ended")
     for status, said in (
         await waiting,
@@ -87,10 +88,7 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [ADD], "tool_choice": {"function": {"name": "sub"}}}, "add"),
     ({"tool_choice": "required"}, "`tool_choice`"),
     ({"messages": []}, "`messages`"),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]},
-        "`messages`",
-    ),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]}, "call"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "'wizard': expected system"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "`content`"),
     ({"max_tokens": 0}, "`max_tokens`"),
@@ -98,12 +96,12 @@ CHATS: list[tuple[dict[str, Any], str]] = [
 RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "`response_format`"),
     ({"text": "x"}, "text"),
-    ({"input": [{"type": "function_call", "name": "add", "arguments": 1}]}, "`input`"),
+    ({"input": [{"type": "function_call", "name": "add", "arguments": 1}]}, "tool call"),
     ({"input": []}, "`input`"),
     ({"previous_response_id": "resp-1"}, "`previous_response_id`"),
     ({"conversation": {"id": "conv_1"}}, "`conversation`"),
     ({"input": [{"type": "computer_call"}]}, "computer_call"),
-    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference 'msg_1'"),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "`item_reference`: 'msg_1'"),
 ]
 REWARDS: list[tuple[Any, str]] = [
     ({"reward": True}, "reward"),
@@ -124,23 +122,23 @@ async def test_what_cannot_be_answered_is_refused_with_its_name(
 ) -> None:
     status, message = await door.refused(path, body)
     assert status == 400 and said in message
-    assert door.session.requests.empty()
+    assert not door.session.waiting
 
 
 async def test_a_stream_that_waits_sends_comments_and_tells_its_refusal(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "KEEPALIVE_S", 0.01)
+    monkeypatch.setattr(replies, "KEEPALIVE_S", 0.01)
     url, body = f"{door.gateway.url}/chat/completions", {**HELLO, "stream": True}
     for ended in (False, True):
         async with door.http.post(url, json=body, headers=door.own) as response:
-            _, answer = await door.session.requests.get()
+            request = await door.request()
             lines = [await response.content.readline() for _ in range(3)]
             assert lines == [b": waiting\n", b"\n", b": waiting\n"]
             if ended:
                 door.gateway.end(door.session, "the episode has ended")
             else:
-                answer.set_result(Reply("hi"))
+                door.session.answer(request, Reply("hi"))
             rest = (await response.content.read()).decode()
         assert ("the episode has ended" in rest, "[DONE]" in rest) == (ended, not ended)
 
@@ -157,23 +155,11 @@ async def test_a_repeated_request_joins_only_if_it_says_so(door: Door) -> None:
     assert other["choices"][0]["message"]["content"] == "three"
 
 
-async def test_one_idempotency_key_is_one_call_and_another_key_is_another_call(door: Door) -> None:
-    keys = [{**door.own, "Idempotency-Key": key} for key in ("a", "b", "a")]
-    asking = [asyncio.create_task(door.post("chat/completions", HELLO, **key)) for key in keys]
-    pending = [await door.session.requests.get() for _ in range(2)]
-    assert door.session.requests.empty() or len({asked.id for asked, _ in pending}) == 2
-    for number, (_, answer) in enumerate(pending):
-        answer.set_result(Reply(f"reply {number}"))
-    first, other, again = [json.loads((await one)[1])["id"] for one in asking]
-    assert first == again != other
-    assert door.session.requests.empty()
-
-
 async def test_a_call_that_waits_is_known_again_behind_many_others(door: Door) -> None:
     answers = [door.session.ask(module.Conversation([]), f"{number}") for number in range(20)]
     assert door.session.ask(module.Conversation([]), "0", again=True) == answers[0]
-    for _, answer in answers:
-        answer.set_result(Reply("x"))
+    for request in [*door.session.waiting.values()]:
+        door.session.answer(request, Reply("x"))
     door.session.ask(module.Conversation([]), "more")
     assert len(door.session._answers) == module.REMEMBERED + 1
 
@@ -241,8 +227,7 @@ def test_no_body_is_answered_with_an_error_of_the_server() -> None:
 
         async def answering() -> None:
             while True:
-                _, answer = await door.session.requests.get()
-                answer.set_result(Reply("x"))
+                door.session.answer(await door.request(), Reply("x"))
 
         task = runner.get_loop().create_task(answering())
 

@@ -438,28 +438,6 @@ async def test_a_stop_string_of_any_length_is_found_where_it_ends(llama: Path, l
     assert stop not in decode(tokens[:-1], skip_special_tokens=False)
 
 
-async def test_tokens_are_told_as_they_come_in_order_and_before_the_result(llama: Path) -> None:
-    engine = await started(llama)
-    told: dict[int, list[tuple[int, float]]] = {0: [], 1: [], 2: []}
-    steps: list[int] = []
-
-    def on_tokens(index: int, tokens: list[int], logprobs: list[float], top: Any) -> None:
-        told[index] += zip(tokens, logprobs, strict=True)
-        steps.append(index)
-        if len(steps) == 4:
-            raise KeyError("a caller's mistake, which the event loop reports")
-
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-    result = await engine.generate(GenerateRequest(ids(37, 10), 3, Sampling(12)), on_tokens)
-    await engine.close()
-    for index, sample in enumerate(result.samples):
-        assert [t for t, _ in told[index]] == sample.tokens.tolist()
-        np.testing.assert_array_equal(
-            np.array([p for _, p in told[index]], np.float32), sample.logprobs
-        )
-    assert steps[:3] == [0, 1, 2]
-
-
 def distribution(row: torch.Tensor, sampling: Sampling, allowed: list[int]) -> torch.Tensor:
     """Log-probabilities, float64 [vocabulary], after constraint, temperature, top-k and top-p, from
     a plain forward's logits."""

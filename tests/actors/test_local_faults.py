@@ -152,19 +152,6 @@ async def test_an_abort_that_fails_fails_the_others_and_the_engine_goes_on(
     await check_all_is_free_and_right(engine, llama)
 
 
-async def test_tokens_of_a_step_that_failed_are_not_told_after_the_failure(
-    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[int] = []
-    monkeypatch.setattr(engine, "_finish", failing_once(engine._finish, RuntimeError("no memory")))
-    with pytest.raises(InfrastructureFault):
-        await engine.generate(
-            GenerateRequest(ids(1, 5), 2, Sampling(3)), lambda index, *_: told.append(index)
-        )
-    await engine.generate(GenerateRequest(ids(1, 5), 1, Sampling(3)), lambda *_: None)
-    assert told == []
-
-
 @pytest.mark.parametrize("seed", range(3))
 async def test_whatever_fails_and_wherever_every_request_is_answered_rightly_or_failed(
     llama: Path, monkeypatch: pytest.MonkeyPatch, seed: int

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coppice.actors.environments.base import Spent
-from coppice.actors.serving import anthropic
+from coppice.actors.serving import anthropic, replies
 from coppice.actors.serving.conversations import Conversation, chat_of
 from coppice.actors.serving.replies import Reply
 from coppice.common.dialogue import histories
@@ -182,7 +182,7 @@ async def test_what_cannot_be_answered_is_refused_in_its_shape(
     answer = json.loads(text)
     assert (status, answer["type"]) == (400, "error")
     assert answer["error"]["type"] == "invalid_request_error"
-    assert said in answer["error"]["message"] and door.session.requests.empty()
+    assert said in answer["error"]["message"] and not door.session.waiting
 
 
 async def test_a_thread_is_answered_with_the_reason_to_send_it_whole(door: Door) -> None:
@@ -191,16 +191,20 @@ async def test_a_thread_is_answered_with_the_reason_to_send_it_whole(door: Door)
         status, text = await door.post("messages", {**HELLO, "thread": thread})
         error = json.loads(text)["error"]
         assert (status, error["details"]["error_code"]) == (400, "thread_unsupported_request")
-    assert door.session.requests.empty()
+    assert not door.session.waiting
 
 
-async def test_an_unknown_key_and_a_refusal_in_a_stream_are_in_its_shape(door: Door) -> None:
+async def test_an_unknown_key_and_a_refusal_in_a_stream_are_in_its_shape(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replies, "KEEPALIVE_S", 0.01)
     status, text = await door.post("messages", HELLO, **{"x-api-key": "nobody"})
     assert (status, json.loads(text)["error"]["type"]) == (401, "authentication_error")
     asking = asyncio.create_task(door.post("messages", {**HELLO, "stream": True}))
-    await door.session.requests.get()
+    await door.request()
+    await asyncio.sleep(0.05)  # the stream has begun
     door.gateway.end(door.session, "the episode has ended")
-    name, line = (await asking)[1].strip().split("\n")
+    name, line = (await asking)[1].strip().split("\n")[-2:]
     said = json.loads(line.removeprefix("data: "))["error"]["message"]
     assert name == "event: error" and "the episode has ended" in said
 

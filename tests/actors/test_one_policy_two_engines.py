@@ -69,15 +69,3 @@ async def test_before_and_after_ten_updates_of_an_adapter(
         for engine in pair:
             await engine.load(LoadRequest(version, str(folder), proof))
     assert np.abs(before - await compare(pair, UPDATES)).max() > 100 * BOUND
-
-
-async def test_an_adapter_that_the_actor_merges(
-    llama: Path, tmp_path: Path, sglang_server: Shared, pair: tuple[Engine, Engine]
-) -> None:
-    merging = sglang_server.engine(lora="merged")
-    await merging.start()
-    folder, proof, _ = adapter_folder(tmp_path, llama, 3)
-    await pair[0].load(LoadRequest(3, str(folder), proof))
-    await merging.load(LoadRequest(3, str(folder), proof))
-    await compare((pair[0], merging), 3)
-    await merging.close()

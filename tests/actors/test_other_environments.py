@@ -4,7 +4,6 @@ stored, and episodes that do not disturb each other."""
 import asyncio
 import os
 import random
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,9 @@ import pytest
 import pytest_asyncio
 
 from coppice.actors.environments.base import Environment
-from coppice.actors.environments.others.in_other_python.worker import Turned
-from coppice.actors.environments.others.in_process import (
-    Gymnasium,
-    InThisPython,
-    ReasoningGym,
-    TextArena,
-)
-from coppice.actors.environments.others.openenv import OpenEnv
+from coppice.actors.environments.others.in_process import Gymnasium, InThisPython, TextArena
 from coppice.actors.environments.others.other_python import OtherPython
-from coppice.wire.faults import DataFault
+from coppice.actors.environments.others.worker import Turned
 
 
 class Drawn(InThisPython):
@@ -57,21 +49,21 @@ class _Talk:
         return f"<action>[{len(messages[-1]['content']) % 9}]"  # determined by what it sees
 
 
-def other(python: str, game: str, **arguments: Any) -> OtherPython:
-    """Return a game in this Python ("sys"), or in the one that a variable names. Without it the
-    test is skipped."""
-    path = sys.executable if python == "sys" else os.environ.get(python)
-    return OtherPython(path, game, arguments) if path else pytest.skip(f"{python} names no Python")
+def other(game: str, python: str = "", **arguments: Any) -> OtherPython:
+    """Return a game in this Python, or in the one that a variable names. Without it the test is
+    skipped."""
+    path = os.environ.get(python) or pytest.skip(f"{python} names no Python") if python else ""
+    return OtherPython(game, path, arguments)
 
 
-def openenv(name: str) -> OpenEnv:
-    """Return an environment of OpenEnv's shape in this process."""
-    place = f"tests.openenv_shape:{name}"
-    return OpenEnv(place, "tests.openenv_shape:Add", "You add.", field="number")
+def openenv(name: str, python: str = "") -> OtherPython:
+    classes = {"environment": f"tests.openenv_shape:{name}", "action": "tests.openenv_shape:Add"}
+    return other("openenv", python, **classes, field="number")
 
 
 Talk: Any = _Talk
 GEM, TEXTWORLD = "COPPICE_GEM_PYTHON", "COPPICE_TEXTWORLD_PYTHON"
+OPENENV = "COPPICE_OPENENV_PYTHON"
 ADAPTED: dict[str, tuple[Callable[[], Environment], list[str]]] = {
     "drawn": (Drawn, ["a", "bb", "ccc"]),
     "drawn, no copies": (lambda: Drawn(copies=False), ["a", "bb", "ccc"]),
@@ -82,18 +74,18 @@ ADAPTED: dict[str, tuple[Callable[[], Environment], list[str]]] = {
     "GuessTheNumber": (lambda: TextArena("GuessTheNumber-v0"), ["[5]", "[9]", "[2]"]),
     "2048": (lambda: TextArena("2048-v0"), ["[left]", "[up]", "[right]"]),
     "TicTacToe": (lambda: TextArena("TicTacToe-v0", players=2, second=0.5), ["[4]", "[0]", "[8]"]),
-    "other Python": (lambda: other("sys", "tests.drawn_game:Drawn"), ["a", "bb", "ccc"]),
-    "no copies there": (lambda: other("sys", "tests.drawn_game:Uncopied"), ["a", "bb", "ccc"]),
-    "GEM 2048": (lambda: other(GEM, "gem", id="game:Game2048-v0-easy"), ["left", "up", "right"]),
-    "GEM Sudoku": (lambda: other(GEM, "gem", id="game:Sudoku-v0-easy"), ["1 1 1", "1 1 2"]),
-    "TextWorld": (lambda: other(TEXTWORLD, "textworld"), ["look", "inventory", "go north"]),
+    "other Python": (lambda: other("tests.drawn_game:Drawn"), ["a", "bb", "ccc"]),
+    "no copies there": (lambda: other("tests.drawn_game:Uncopied"), ["a", "bb", "ccc"]),
+    "GEM 2048": (lambda: other("gem", GEM, id="game:Game2048-v0-easy"), ["left", "up", "right"]),
+    "GEM Sudoku": (lambda: other("gem", GEM, id="game:Sudoku-v0-easy"), ["1 1 1", "1 1 2"]),
+    "TextWorld": (lambda: other("textworld", TEXTWORLD), ["look", "inventory", "go north"]),
     "reasoning there": (
-        lambda: other("sys", "reasoning_gym", name="word_ladder"),
+        lambda: other("reasoning_gym", name="word_ladder"),
         ["COLD,CORD", "x"],
     ),
     "OpenEnv": (lambda: openenv("Counting"), ["1", '{"number": 2}', "3"]),
+    "the real OpenEnv": (lambda: openenv("Counting", OPENENV), ["1", '{"number": 2}', "3"]),
     "OpenEnv, no seed": (lambda: openenv("Unseeded"), ["1", "2", "9"]),
-    "reasoning": (lambda: ReasoningGym("basic_arithmetic"), ["3", "x"]),
 }
 
 
@@ -119,7 +111,7 @@ async def adapted(
 
 
 def reply(action: str) -> str:
-    return f"<action>{action}</action><answer>{action}</answer>"
+    return f"<action>{action}</action>"
 
 
 async def act(environment: Any, state: Any, action: str) -> Any:
@@ -216,26 +208,6 @@ async def test_an_unreadable_or_refused_action_ends_the_episode_with_what_it_ear
         assert (last.done, last.outcome, last.measures) == (True, first.reward, {"success": 0.0})
 
 
-@pytest.mark.parametrize(("answer", "score"), [("7", 0.01), ("words", 0.0), ("5 \u00d7 6", 0.5)])
-async def test_an_answer_at_which_a_set_fails_scores_0_and_leaves_its_question_alone(
-    answer: str, score: float
-) -> None:
-    pytest.importorskip("reasoning_gym")
-    environment: Any = ReasoningGym("prime_factorization", {"min_value": 30, "max_value": 30})
-    task = environment.task(3)
-    for text, expected in ((answer, score), (task.golds[0], 1.0), (answer, score)):
-        transition = await act(environment, environment.initial(task), text)
-        assert (transition.outcome, transition.done) == (expected, True)
-
-
-async def test_a_question_that_another_process_made_otherwise_is_a_fault_and_no_score() -> None:
-    pytest.importorskip("reasoning_gym")
-    environment: Any = ReasoningGym("basic_arithmetic")
-    state = msgspec.structs.replace(environment.initial(environment.task(3)), seen="1 + 1")
-    with pytest.raises(DataFault, match="another question of seed 3"):
-        await act(environment, state, "2")
-
-
 async def test_the_horizon_ends_an_episode() -> None:
     environment: Any = Drawn()
     seen = await episode(environment, 5, ["a"] * 9)
@@ -248,7 +220,7 @@ async def test_the_horizon_ends_an_episode() -> None:
     [
         (lambda: Gymnasium("Taxi-v3"), "Taxi"),
         (lambda: Gymnasium("Pendulum-v1"), "Pendulum-v1"),
-        (lambda: ReasoningGym("no_such_set"), "no_such_set"),
+        (lambda: other("reasoning_gym", name="no_such_set"), "no_such_set"),
         (lambda: TextArena("NoGame-v0"), "TicTacToe-v0"),
         (lambda: TextArena("GermanWhist-v0", players=3), "players = 3: it does not begin: .*two-p"),
     ],

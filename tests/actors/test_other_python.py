@@ -2,8 +2,8 @@
 process of one's own may do beside it."""
 
 import asyncio
+import json
 import os
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ async def drawn(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., 
     environments: list[OtherPython] = []
 
     def make(game: str = "tests.drawn_game:Drawn", **options: Any) -> Any:
-        environments.append(OtherPython(sys.executable, game, **options))
+        environments.append(OtherPython(game, **options))
         return environments[-1]
 
     yield make
@@ -111,12 +111,6 @@ async def test_tasks_are_dealt_to_the_processes_and_a_task_stays_with_its_own(
     assert first == third != second
 
 
-async def test_an_end_says_whether_it_was_a_success(drawn: Callable[..., Any]) -> None:
-    environment = drawn()
-    last = await played(environment, await opened(environment), "a", "end")
-    assert (last.done, last.measures) == (True, {"success": 1.0})
-
-
 async def test_keys_of_this_process_do_not_reach_the_other(
     drawn: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,11 +124,76 @@ async def test_keys_of_this_process_do_not_reach_the_other(
     assert "PYTHONHASHSEED" in state.seen and "SOME_" not in state.seen
 
 
+PRIMES = {"name": "prime_factorization", "min_value": 30, "max_value": 30}
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [("7", 0.01), ("words", 0.0), ("5 \u00d7 6", 0.5), ("2 \u00d7 3 \u00d7 5", 1.0)],
+)
+async def test_an_answer_of_a_set_has_the_librarys_partial_credit_and_leaves_its_question_alone(
+    drawn: Callable[..., Any], answer: str, score: float
+) -> None:
+    pytest.importorskip("reasoning_gym")
+    environment = drawn("reasoning_gym", arguments=PRIMES)
+    for _ in range(2):
+        last = await played(environment, await opened(environment, 3), answer)
+        assert (last.outcome, last.done) == (score, True)
+        assert last.measures == {"success": float(score == 1)}
+
+
+def counting(drawn: Callable[..., Any], name: str = "Counting", field: str = "number") -> Any:
+    pytest.importorskip("pydantic")
+    classes = {"environment": f"tests.openenv_shape:{name}", "action": "tests.openenv_shape:Add"}
+    return drawn("openenv", arguments=classes | {"field": field})
+
+
+async def test_fields_of_openenv_are_seen_and_its_rewards_are_earned(
+    drawn: Callable[..., Any],
+) -> None:
+    environment = counting(drawn)
+    state = await opened(environment)
+    assert json.loads(state.seen) == {"total": 7, "drawn": 0}
+    two = await played(environment, state, "1", '{"number": 2}')
+    assert (json.loads(two.observation)["total"], two.reward, two.done) == (10, 0.2, False)
+    last = await played(environment, two.state, "9")
+    assert (last.done, last.outcome, last.measures) == (True, pytest.approx(1.2), {"success": 1.0})
+
+
+async def test_openenv_without_seeds_and_rewards_draws_by_the_seed_and_earns_nothing(
+    drawn: Callable[..., Any],
+) -> None:
+    environment = counting(drawn, "Unseeded")
+    one, again, two = [await opened(environment, seed) for seed in (1, 1, 2)]
+    assert one == again and one.seen != two.seen
+    last = await played(environment, one, "9")
+    assert (last.done, last.outcome, last.measures) == (True, 0.0, {"success": 0.0})
+
+
+@pytest.mark.parametrize("action", ['{"number": "many"}', '{"number": 1, "more": 2}', "many"])
+async def test_an_action_that_openenv_refuses_ends_the_episode_with_what_it_earned(
+    drawn: Callable[..., Any], action: str
+) -> None:
+    environment = counting(drawn, field="" if action == "many" else "number")
+    last = await played(environment, await opened(environment), '{"number": 5}', action)
+    assert (last.done, last.outcome, last.measures) == (True, 0.5, {"success": 0.0})
+
+
+async def test_what_an_openenv_environment_raises_is_a_fault_of_its_task(
+    drawn: Callable[..., Any],
+) -> None:
+    environment = counting(drawn)
+    with pytest.raises(DataFault, match="RuntimeError: no episode of"):
+        await opened(environment, 13)
+    with pytest.raises(DataFault, match="RuntimeError: only upwards"):
+        await played(environment, await opened(environment), "1", "-1")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"python": "/no/such/python"}, "/no/such/python"),
-        ({"game": "gym"}, "expected one of .'gem', 'reasoning_gym', 'textworld'., or module:Class"),
+        ({"game": "gym"}, "expected one of .'gem', 'openenv', .*'textworld'., or module:Class"),
         ({"game": "tests.no_such_game:Drawn"}, "no_such_game"),
         ({"arguments": {"second": 1}}, "unexpected keyword argument 'second'"),
     ],
@@ -143,6 +202,6 @@ def test_what_cannot_be_started_is_refused_before_a_run(
     options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    usable = {"python": sys.executable, "game": "tests.drawn_game:Drawn"}
+    usable = {"game": "tests.drawn_game:Drawn"}
     with pytest.raises(ValueError, match=said):
         load("other_python", usable | options)

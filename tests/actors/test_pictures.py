@@ -17,7 +17,7 @@ from coppice.actors.engines.sglang import SGLangEngine
 from coppice.actors.engines.sglang_api import linear_layers
 from coppice.common import vision
 from coppice.learner.forest.trees import Path as Tokens
-from coppice.learner.forest.trees import alone
+from coppice.learner.forest.trees import pack
 from coppice.learner.model.model import TreeModel
 from coppice.learner.model.publish import publish
 from coppice.learner.model.ranks import Ranks
@@ -66,7 +66,7 @@ def assert_equal(learner: TreeModel, request: GenerateRequest, result: GenerateR
             PICTURES,
         )
         with torch.no_grad():
-            expected = learner.read(alone(path), attention="causal")[0].numpy()
+            expected = learner.read(pack([path]), attention="causal")[0].numpy()
         assert np.abs(expected - sample.logprobs).max() < GREATEST_DIFFERENCE
 
 
@@ -171,7 +171,7 @@ def test_sglang_is_sent_one_placeholder_per_picture_and_must_have_read_the_trees
     read = np.where(request.tokens < 0, 262, request.tokens).tolist()
     engine._check_read(request, [{"prompt_token_ids": read}])
     for wrong in (read[1:], [9, *read[1:]], None):
-        with pytest.raises(InfrastructureFault, match="expected the 32 of the tree"):
+        with pytest.raises(InfrastructureFault, match="expected the tree's 32"):
             engine._check_read(request, [{"prompt_token_ids": wrong}])
     with pytest.raises(DataFault, match="expected 2 x 2"):
         engine._bodies(msgspec.structs.replace(asked(1), images={1: PICTURES[2]}))

@@ -127,24 +127,8 @@ async def test_the_judges_context_is_the_bare_question_and_each_past_step() -> N
     assert (turn.step, turn.past_queries, turn.query) == (2, ["capital"], "capital")
 
 
-def test_prompts_hold_the_question_and_unknown_ones_are_refused() -> None:
-    (message,) = SearchQA("search_r1").prompt(TASK)
-    assert TASK.question in message["content"]
-    assert "<information>" in message["content"]
-    with pytest.raises(FileNotFoundError, match="search_r1"):
-        SearchQA("serch_r1")
-
-
 TAGS = ["<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>"]
 TAGS += ["<information>", " ", "Sofia"]
-
-
-@given(st.lists(st.sampled_from(TAGS), max_size=12).map("".join))
-def test_any_text_is_an_action_and_an_invalid_one_carries_no_query_and_no_answer(text: str) -> None:
-    action = SearchQA().read(None, text)
-    assert action.text == text
-    assert (action.argument is not None) == (action.kind in ("search", "answer"))
-    assert action.valid == (action.kind in ("search", "answer"))
 
 
 def sampled(text: str) -> str:
@@ -164,18 +148,6 @@ def test_whatever_is_sampled_a_readable_or_forced_answer_is_the_one_the_table_re
     if action.kind == "answer":
         assert action.argument == extract_answer(text)
     assert environment.parse_forced(text).argument == extract_answer(f"<answer>{text}</answer>")
-
-
-WORDS = st.text(st.characters(blacklist_characters="<>"), max_size=30)
-
-
-@given(WORDS, WORDS, st.sampled_from(["search", "answer"]), st.text(max_size=20))
-def test_think_and_content_are_read_stripped_whatever_follows_the_closing_tag(
-    think: str, content: str, kind: str, after: str
-) -> None:
-    action = SearchQA().read(None, f"<think>{think}</think> <{kind}>{content}</{kind}>{after}")
-    assert (action.kind, action.think) == (kind, think.strip())
-    assert action.argument == content.strip()
 
 
 async def test_a_judge_sees_the_steps_before_the_action_and_their_usable_queries() -> None:

@@ -1,244 +1,144 @@
-"""An update of SGLang that fails at each of its steps: what the engine serves afterwards, and that
-generation always goes on.
-
-The server is scripted: a real one cannot be made to fail at a chosen step. What a real one does is
-in test_sglang_weights.py.
-"""
+"""Updates of a scripted SGLang server that fail at each of their steps: what the engine serves
+afterwards, and that generation always goes on."""
 
 import asyncio
+import gc
 import threading
+import warnings
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import pytest_asyncio
 import torch
-from safetensors.torch import save_file
 
-from coppice.actors.config import ActorsConfig, SGLangConfig
-from coppice.actors.engines import sglang, sglang_weights
-from coppice.actors.engines.sglang_api import Facts
-from coppice.wire import digest
-from coppice.wire.faults import InfrastructureFault
-from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
-from coppice.wire.published import Manifest
-
-REQUEST = GenerateRequest(np.array([1, 2, 3], np.int32), 1, Sampling(4))
-STEPS = [
-    "/pause_generation",
-    "/update_weight_version",
-    "/update_weights_from_disk",
-    "/weights_checker",
-]
-
-
-class Scripted:
-    """Server and way in one: answers like SGLang, fails where ``fails`` says, ``once`` for each
-    entry."""
-
-    name, elastic = "scripted", False
-
-    def __init__(self) -> None:
-        self.servers = [self]
-        self.weights, self.version, self.paused = "base", "0", False
-        self.fails: dict[str, BaseException] = {}
-        self.calls: list[str] = []
-        self.finish = "length"
-        self.aborted: list[str] = []
-        self.bodies: list[dict[str, Any]] = []
-        self.let_go = asyncio.Event()
-        self.held = False
-
-    async def start(self) -> None: ...
-
-    async def facts(self) -> Facts:
-        return Facts(1000, 1000, 260, "cuda", "float32", 1, self.version)
-
-    async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        self.bodies.append(body)
-        await (self.let_go.wait() if self.held else asyncio.sleep(0.05))  # on its way
-        if "/generate" in self.fails:
-            raise self.fails.pop("/generate")
-        while self.paused:
-            await asyncio.sleep(0.01)
-        meta = {"weight_version": self.version, "prompt_tokens": 3, "cached_tokens": 0}
-        meta |= {"finish_reason": {"type": self.finish}, "output_token_logprobs": [[-1.0, 1, None]]}
-        return {"output_ids": [1], "meta_info": meta}
-
-    async def abort(self, names: list[str]) -> None:
-        self.aborted += names
-
-    async def died(self) -> str:
-        return ""
-
-    async def close(self) -> None: ...
-
-    async def call(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        self.calls.append(path)
-        if path == "/pause_generation":
-            self.paused = True
-        if path == "/continue_generation":
-            self.paused = False
-        if path == "/update_weights_from_disk":
-            self.weights = digest.safetensors_file(Path(body["model_path"]) / "model.safetensors")
-        if path in self.fails:
-            raise self.fails.pop(path)
-        if path == "/update_weight_version":
-            self.version = body["new_version"]
-        return (
-            {"per_engine_checksum": self.weights, "ranks": []} if path == "/weights_checker" else {}
-        )
+from coppice.actors.engines import sglang_weights
+from coppice.actors.engines.sglang import SGLangEngine
+from coppice.wire.faults import DataFault, InfrastructureFault
+from coppice.wire.messages import LoadRequest
+from coppice.wire.published import Manifest, Memory
+from tests.sglang_cpu.scripted import (
+    REQUEST,
+    STEPS,
+    Server,
+    adapter,
+    engine,
+    giving,
+    in_memory,
+    published,
+    version,
+    whole,
+)
 
 
-def version(folder: Path, number: int) -> LoadRequest:
-    """A published version of a model of one tensor."""
-    place = folder / f"v{number}"
-    place.mkdir(exist_ok=True)
-    save_file({"a": torch.full((4,), float(number))}, place / "model.safetensors")
-    proof = digest.safetensors_file(place / "model.safetensors")
-    Manifest(number, "full", proof).write(place)
-    return LoadRequest(number, str(place), proof)
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[Server]:
+    made = Server()
+    await made.start()
+    yield made
+    await made.stop()
 
 
-def adapter(folder: Path, number: int) -> LoadRequest:
-    """A published adapter, which only a real SGLang could read."""
-    place = folder / f"a{number}"
-    place.mkdir()
-    save_file({"a": torch.full((4,), float(number))}, place / "adapter_model.safetensors")
-    proof = digest.safetensors_file(place / "adapter_model.safetensors")
-    Manifest(number, "lora", proof).write(place)
-    return LoadRequest(number, str(place), proof)
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Scripted:
-    made = Scripted()
-    monkeypatch.setattr(sglang, "ways", lambda *_: made)
-    return made
-
-
-async def started(
-    tmp_path: Path, settings: SGLangConfig = SGLangConfig(update_timeout_s=5)
-) -> sglang.SGLangEngine:
-    base = tmp_path / "base"
-    base.mkdir()
-    (base / "config.json").write_text("{}")
-    save_file({"a": torch.zeros(4)}, base / "model.safetensors")
-    config = ActorsConfig(max_batch=8, max_context=512, sglang=settings)
-    made = sglang.SGLangEngine(str(base), config)
+@pytest_asyncio.fixture
+async def updated(server: Server, tmp_path: Path) -> AsyncIterator[SGLangEngine]:
+    """An engine that holds version 1."""
+    made = engine(tmp_path, server.url)
     await made.start()
     await made.load(version(tmp_path, 1))
-    return made
+    server.calls.clear()
+    yield made
+    await made.close()
 
 
-@pytest.mark.parametrize("step", [*STEPS, "/continue_generation"])
-@pytest.mark.parametrize(
-    "error", [InfrastructureFault("injected"), KeyError("buckets"), asyncio.CancelledError()]
-)
+async def sampled(made: SGLangEngine) -> list[int]:
+    """The versions of a sample's tokens, which the scripted server samples as its weights."""
+    (sample,) = (await asyncio.wait_for(made.generate(REQUEST), 30)).samples
+    return sample.versions.tolist()
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("how", ["fails", "is cancelled"])
 async def test_a_failed_update_serves_nothing_until_one_succeeds(
-    server: Scripted, tmp_path: Path, step: str, error: BaseException
+    server: Server, updated: SGLangEngine, tmp_path: Path, step: str, how: str
 ) -> None:
-    engine = await started(tmp_path)
-    server.fails = {step: error}
-    with pytest.raises((InfrastructureFault, asyncio.CancelledError)):
-        await engine.load(version(tmp_path, 2))
-    assert "/continue_generation" in server.calls[server.calls.index("/pause_generation") :]
+    if how == "fails":
+        server.fails[step] = 400
+        with pytest.raises(InfrastructureFault, match="injected"):
+            await updated.load(version(tmp_path, 2))
+    else:
+        reached, release = server.hold(step)
+        update = asyncio.create_task(updated.load(version(tmp_path, 2)))
+        await reached.wait()
+        update.cancel()
+        release.set()
+        await asyncio.gather(update, return_exceptions=True)
+        assert update.cancelled() and server.going.is_set()
     with pytest.raises(InfrastructureFault, match="weights are unknown"):
-        await engine.generate(REQUEST)
-    server.paused = False  # where it was the going on that failed
-    await engine.load(version(tmp_path, 2))
-    assert (await engine.generate(REQUEST)).samples[0].versions.tolist() == [2]
+        await updated.generate(REQUEST)
+    server.going.set()  # where it was the going on that failed
+    await updated.load(version(tmp_path, 2))
+    assert await sampled(updated) == [2]
 
 
-@pytest.mark.parametrize("step", STEPS[2:])
+@pytest.mark.parametrize("step", STEPS[2:4])
 async def test_a_request_that_was_on_its_way_does_not_answer_with_half_an_update(
-    server: Scripted, tmp_path: Path, step: str
+    server: Server, updated: SGLangEngine, tmp_path: Path, step: str
 ) -> None:
-    engine = await started(tmp_path)
-    server.fails = {step: InfrastructureFault("injected")}
-    server.held = True
-    running = asyncio.create_task(engine.generate(REQUEST))
-    while not server.bodies:
-        await asyncio.sleep(0)
+    reached, release = server.hold("/generate")
+    running = asyncio.create_task(updated.generate(REQUEST))
+    await reached.wait()
+    server.fails[step] = 400
     with pytest.raises(InfrastructureFault, match="injected"):
-        await engine.load(version(tmp_path, 2))
-    server.let_go.set()
+        await updated.load(version(tmp_path, 2))
+    release.set()
     with pytest.raises(InfrastructureFault, match="failed"):
         await running
 
 
-class Held:
-    """Calls of ``path`` stand still from where the server has taken them until ``release``."""
-
-    def __init__(self, server: Scripted, path: str):
-        self.path, self.answer = path, server.call
-        self.reached, self.release = asyncio.Event(), asyncio.Event()
-        server.call = self.call  # pyright: ignore[reportAttributeAccessIssue]
-
-    async def call(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        answer = await self.answer(path, body, timeout_s)
-        if path == self.path:
-            self.reached.set()
-            await self.release.wait()
-        return answer
-
-
-async def test_a_cancelled_update_leaves_no_server_paused(server: Scripted, tmp_path: Path) -> None:
-    engine = await started(tmp_path)
-    pausing = Held(server, "/pause_generation")
-    task = asyncio.create_task(engine.load(version(tmp_path, 2)))
-    await pausing.reached.wait()
-    assert server.paused
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    assert not server.paused
-
-
-async def test_an_action_that_was_cut_off_is_no_sample(server: Scripted, tmp_path: Path) -> None:
-    engine = await started(tmp_path)
-    server.finish = "abort"
-    with pytest.raises(InfrastructureFault, match="aborted"):
-        await engine.generate(REQUEST)
-
-
-async def test_a_server_that_somebody_started_anew_is_noticed(
-    server: Scripted, tmp_path: Path
+@pytest.mark.parametrize(
+    ("state", "said"), [({"finish": "abort"}, "aborted"), ({"named": "default"}, "'default', exp")]
+)
+async def test_a_sample_that_was_cut_off_or_is_of_a_server_started_anew_is_refused(
+    server: Server, updated: SGLangEngine, state: dict[str, str], said: str
 ) -> None:
-    engine = await started(tmp_path)
-    server.version = "default"
-    with pytest.raises(InfrastructureFault, match="'default', expected '1@"):
-        await engine.generate(REQUEST)
+    vars(server).update(state)
+    with pytest.raises(InfrastructureFault, match=said):
+        await updated.generate(REQUEST)
 
 
 async def test_a_new_actor_takes_no_weights_of_an_update_that_was_cut_off(
-    server: Scripted, tmp_path: Path
+    server: Server, tmp_path: Path
 ) -> None:
-    server.version = "moving-1"
-    (tmp_path / "base").mkdir()
-    engine = sglang.SGLangEngine(str(tmp_path / "base"), ActorsConfig(max_batch=8, max_context=512))
-    await engine.start()
+    server.named = "moving-1"
+    made = engine(tmp_path, server.url)
+    await made.start()
     with pytest.raises(InfrastructureFault, match="moving-1"):
-        await engine.generate(REQUEST)
+        await made.generate(REQUEST)
+    with pytest.raises(InfrastructureFault, match="weight version moving-1 from before"):
+        await made.load(adapter(tmp_path, 1))
+    assert "/load_lora_adapter" not in server.calls
+    await made.close()
 
 
-@pytest.mark.parametrize(
-    "error",
-    [InfrastructureFault("no answer within 1800 s"), TimeoutError(), asyncio.CancelledError()],
-)
+@pytest.mark.parametrize("status", [500, 400, 0])
 async def test_a_request_that_nobody_waits_for_any_more_is_aborted(
-    server: Scripted, tmp_path: Path, error: BaseException
+    server: Server, updated: SGLangEngine, status: int
 ) -> None:
-    engine = await started(tmp_path)
-    server.fails = {"/generate": error}
-    with pytest.raises(type(error)):
-        await engine.generate(REQUEST)
-    assert server.aborted == [server.bodies[-1]["rid"]]
+    """After a failure, a refusal and a cancellation."""
+    reached, release = server.hold("/generate")
+    server.fails["/generate"] = status
+    running = asyncio.create_task(updated.generate(REQUEST))
+    await reached.wait()
+    (release.set if status else running.cancel)()
+    with pytest.raises((InfrastructureFault, DataFault, asyncio.CancelledError)):
+        await running
+    assert server.bodies["/abort_request"]["rid"] == server.bodies["/generate"]["rid"]
 
 
 async def test_requests_go_on_while_a_version_is_verified(
-    server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    updated: SGLangEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = await started(tmp_path)
     verifying, verified = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
@@ -247,71 +147,104 @@ async def test_requests_go_on_while_a_version_is_verified(
         verified.wait(30)
 
     monkeypatch.setattr(sglang_weights, "_verify", slow)
-    update = asyncio.create_task(engine.load(version(tmp_path, 2)))
+    update = asyncio.create_task(updated.load(version(tmp_path, 2)))
     await verifying.wait()
     try:
-        assert (await asyncio.wait_for(engine.generate(REQUEST), 10)).samples[
-            0
-        ].versions.tolist() == [1]
+        assert await sampled(updated) == [1]
     finally:
         verified.set()
     await update
-    assert (await engine.generate(REQUEST)).samples[0].versions.tolist() == [2]
+    assert await sampled(updated) == [2]
 
 
 async def test_an_adapter_comes_into_force_without_a_pause_and_the_oldest_goes_after_it(
-    server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, updated: SGLangEngine, tmp_path: Path
 ) -> None:
-    engine = await started(tmp_path)
-    monkeypatch.setattr(sglang_weights, "_verify", lambda *_: None)
     for number in (2, 3):
-        await engine.load(adapter(tmp_path, number))
+        await updated.load(adapter(tmp_path, number))
     server.calls.clear()
-    loading, unloading = Held(server, "/load_lora_adapter"), Held(server, "/unload_lora_adapter")
-    update = asyncio.create_task(engine.load(adapter(tmp_path, 4)))
-    await loading.reached.wait()
-    assert (await engine.generate(REQUEST)).samples[0].versions.tolist() == [3]
-    loading.release.set()
-    await unloading.reached.wait()
-    assert (await engine.generate(REQUEST)).samples[0].versions.tolist() == [4]
-    unloading.release.set()
+    loading, loaded = server.hold("/load_lora_adapter")
+    unloading, unloaded = server.hold("/unload_lora_adapter")
+    update = asyncio.create_task(updated.load(adapter(tmp_path, 4)))
+    await loading.wait()
+    assert await sampled(updated) == [3]
+    loaded.set()
+    await unloading.wait()
+    assert await sampled(updated) == [4]
+    unloaded.set()
     await update
-    assert server.calls == ["/load_lora_adapter", "/weights_checker", "/unload_lora_adapter"]
+    steps = [path for path in server.calls if path != "/generate"]
+    assert steps == ["/load_lora_adapter", "/weights_checker", "/unload_lora_adapter"]
 
 
 async def test_an_adapter_on_other_base_weights_is_noticed(
-    server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, updated: SGLangEngine, tmp_path: Path
 ) -> None:
-    engine = await started(tmp_path)
-    monkeypatch.setattr(sglang_weights, "_verify", lambda *_: None)
-    was, server.weights = server.weights, "of another model"
+    server.weights = 99
     with pytest.raises(InfrastructureFault, match="other base weights"):
-        await engine.load(adapter(tmp_path, 2))
+        await updated.load(adapter(tmp_path, 2))
     with pytest.raises(InfrastructureFault, match="weights are unknown"):
-        await engine.generate(REQUEST)
-    server.weights = was
-    await engine.load(adapter(tmp_path, 3))
-    assert (await engine.generate(REQUEST)).samples[0].versions.tolist() == [3]
+        await updated.generate(REQUEST)
+    server.weights = 1
+    await updated.load(adapter(tmp_path, 3))
+    assert await sampled(updated) == [3]
 
 
-async def test_two_servers_of_one_engine_with_different_weights_are_noticed(
-    server: Scripted, tmp_path: Path
+async def test_an_update_that_changes_nothing_is_noticed(
+    server: Server, updated: SGLangEngine, tmp_path: Path
 ) -> None:
-    engine = await started(tmp_path)
-    server.servers.append(Scripted())
-    server.weights = "of another model"
-    with pytest.raises(InfrastructureFault, match="different weights"):
-        await engine.weights.start()
+    first = version(tmp_path, 1)
+    await updated.load(first)  # the digest says so: nothing was to change
+    other = published(tmp_path, 2, "full", whole(1) | {"c.weight": torch.zeros(4, 4)})
+    with pytest.raises(InfrastructureFault, match="those from before version 2"):
+        await updated.load(other)
 
 
-async def test_no_adapter_goes_onto_whole_weights_of_a_run_before(
-    server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["a.weight", "z.weight"])
+async def test_weights_of_another_model_are_refused_before_sglang_sees_them(
+    server: Server, updated: SGLangEngine, tmp_path: Path, name: str
 ) -> None:
-    server.version = "7"
-    (tmp_path / "base").mkdir()
-    engine = sglang.SGLangEngine(str(tmp_path / "base"), ActorsConfig(max_batch=8, max_context=512))
-    await engine.start()
-    monkeypatch.setattr(sglang_weights, "_verify", lambda *_: None)
-    with pytest.raises(InfrastructureFault, match="weight version 7 from before"):
-        await engine.load(adapter(tmp_path, 1))
-    assert "/load_lora_adapter" not in server.calls
+    """SGLang would end its process over a wrong shape, and take no notice of an unknown name."""
+    other = published(tmp_path, 2, "full", whole(2) | {name: torch.zeros(5)})
+    with pytest.raises(InfrastructureFault, match=name):
+        await updated.load(other)
+    assert not server.calls and await sampled(updated) == [1]
+
+
+async def test_a_version_that_the_learner_no_longer_gives_is_refused(
+    server: Server, updated: SGLangEngine, tmp_path: Path
+) -> None:
+    with giving() as giver:
+        old, _, _ = (in_memory(tmp_path, giver, number) for number in (2, 3, 4))
+        with pytest.raises(InfrastructureFault, match="asked for version 2, gives 3, 4"):
+            await updated.load(old)
+    assert "/pause_generation" not in server.calls and await sampled(updated) == [1]
+
+
+async def test_a_learner_that_is_gone_is_an_error_within_the_timeout(
+    server: Server, tmp_path: Path
+) -> None:
+    made = engine(tmp_path, server.url, update_timeout_s=2.0)
+    await made.start()
+    Manifest(7, "full", "d" * 64, False, Memory("127.0.0.1:1", "cpu")).write(tmp_path)
+    with pytest.raises(InfrastructureFault, match="rendezvous"):
+        await asyncio.wait_for(made.load(LoadRequest(7, str(tmp_path), "d" * 64)), 60)
+    await made.close()
+
+
+@pytest.mark.parametrize("answers", [False, True])
+async def test_a_failed_start_leaves_no_session_open(
+    server: Server, tmp_path: Path, answers: bool
+) -> None:
+    """No server there, or one that refuses the key."""
+    server.fails["/health"] = 401
+    made: Any = engine(tmp_path, server.url if answers else "http://127.0.0.1:9")
+    gc.collect()  # what other tests of this process have left
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", ResourceWarning)
+        with pytest.raises(InfrastructureFault, match="does not answer /health"):
+            await made.start()
+        del made
+        await asyncio.sleep(0)  # transports close in the loop's next round
+        gc.collect()
+    assert not [one for one in warned if issubclass(one.category, ResourceWarning)]

@@ -14,7 +14,6 @@ from coppice.actors.environments.sokoban.rooms import (
     generate,
     layout_digest,
     parse,
-    pushed,
     shortest,
     written,
 )
@@ -72,17 +71,6 @@ def test_distances_equal_a_forward_search_in_random_positions(
     assert unsolvable > rooms * positions / 10
 
 
-def test_a_shortest_solution_is_found_by_following_the_distances() -> None:
-    for seed in range(200):
-        position = generate(6, 1 + seed % 3, seed, 15)
-        for left in range(shortest(position) or 0, 0, -1):
-            assert shortest(position) == left
-            position = next(
-                after for way in range(4) if shortest(after := pushed(position, way)) == left - 1
-            )
-        assert position.solved
-
-
 def test_two_thousand_rooms_are_solvable_within_the_horizon_and_of_the_stated_difficulty() -> None:
     rooms = [generate(6, 1, seed, 15) for seed in range(2000)]
     steps = [shortest(room) or 0 for room in rooms]
@@ -91,18 +79,6 @@ def test_two_thousand_rooms_are_solvable_within_the_horizon_and_of_the_stated_di
     assert statistics.mean(steps) == pytest.approx(4.5, abs=0.1)
     assert statistics.median(steps) == 4
     assert len({layout_digest(room) for room in rooms}) > 1000
-
-
-def test_random_steps_solve_a_fifth_of_the_rooms() -> None:
-    rng, solved = random.Random(0), 0
-    for seed in range(2000):
-        position = generate(6, 1, seed, 15)
-        for _ in range(15):
-            position = pushed(position, rng.randrange(4))
-            if position.solved:
-                solved += 1
-                break
-    assert solved / 2000 == pytest.approx(0.21, abs=0.03)
 
 
 @pytest.mark.parametrize(("size", "boxes"), [(5, 1), (6, 2), (6, 3), (8, 3)])
@@ -122,14 +98,6 @@ def test_a_generator_that_finds_no_room_says_what_to_do() -> None:
     said = "size 6 with 1 boxes and a solution of at most 15 steps from seed 3 in 4096 tries: ask"
     with pytest.raises(DataFault, match=said):
         generate(6, 1, 3, 15, wanted=lambda room: False)
-
-
-def test_boards_survive_parsing_and_writing() -> None:
-    for seed in range(100):
-        board = written(generate(6, 1 + seed % 3, seed, 15))
-        assert written(parse(board)) == board
-    board = "######" + "#S√X_#" + "#____#" * 3 + "######"
-    assert written(parse(board)) == board
 
 
 def test_turned_and_mirrored_rooms_have_one_digest_and_others_another() -> None:
@@ -157,13 +125,10 @@ def test_turned_and_mirrored_rooms_have_one_digest_and_others_another() -> None:
     ("board", "said"),
     [
         ("#" * 35, "expected a square"),
-        ("#" * 81, "expected a square of size 5 to 8"),
         (CORRIDOR.replace("_", "."), "expected a square of size 5 to 8 of '#_O√XPS'"),
         ("_" + CORRIDOR[1:], "inside walls"),
         (CORRIDOR.replace("P", "_"), "expected one player"),
-        (CORRIDOR.replace("_", "P"), "expected one player"),
         (CORRIDOR.replace("_", "X"), "as many boxes as targets, 1 to 3"),
-        (CORRIDOR.replace("X", "_").replace("O", "_"), "as many boxes as targets"),
     ],
 )
 def test_a_broken_board_is_refused(board: str, said: str) -> None:

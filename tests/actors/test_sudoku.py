@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coppice.actors.environments.base import SPLIT, Task, Transition
+from coppice.actors.environments.base import Task, Transition
 from coppice.actors.environments.sudoku import environment as sudoku
 from coppice.actors.environments.sudoku.environment import (
     Sudoku,
@@ -82,10 +82,6 @@ def small(board: str, turn: int = 0) -> SudokuState:
     return SudokuState(4, board, SOLVED, board, turn)
 
 
-# ----------------------------------------------------------------------------------------------
-# puzzles
-
-
 @given(PUZZLES, SEEDS)
 @settings(max_examples=40, deadline=None)
 def test_a_puzzle_has_exactly_its_blanks_and_one_solution(kind: tuple[int, int], seed: int) -> None:
@@ -136,21 +132,6 @@ def test_the_solver_finds_the_one_solution_of_17_clues() -> None:
     assert list(solutions(clues.replace("0", "."))) == [answer]
 
 
-@given(st.randoms(use_true_random=False), st.integers(0, 16))
-@settings(max_examples=60, deadline=None)
-def test_the_solver_finds_what_a_plain_search_finds(rng: random.Random, clues: int) -> None:
-    cells = set(rng.sample(range(16), clues))
-    digits = [d if rng.random() < 0.9 else rng.choice("1234") for d in full_grid(4, rng)]
-    board = "".join(digits[cell] if cell in cells else "." for cell in range(16))
-    found = list(solutions(board))
-    assert len(found) == len(set(found))
-    assert set(found) == plain_search(board, 400)
-
-
-# ----------------------------------------------------------------------------------------------
-# play
-
-
 @given(SEEDS, st.booleans(), st.integers(1, 60), st.randoms(use_true_random=False))
 @settings(max_examples=30, deadline=None)
 def test_random_legal_play_keeps_the_rules(
@@ -196,27 +177,8 @@ def test_the_last_turn_counts_as_lost_time_unless_it_solves(
     assert not play(game, small(board + SOLVED[4:], turn=5), (0, 0, 2)).done
 
 
-# ----------------------------------------------------------------------------------------------
-# texts
-
-
 def test_a_move_is_row_column_digit_counted_from_1() -> None:
     for text in ("3 7 5", "3,7, 5", "\n3  7\t5\n"):
         assert Sudoku().move(text) == (2, 6, 5), text
     for text in ("375", "3 7", "3 7 5 1", "-3 7 5", "٣ 7 5", "9" * 5000):
         assert Sudoku().move(text) is None, text
-
-
-def test_the_prompt_says_the_size_and_the_blanks() -> None:
-    game = Sudoku()
-    (message,) = game.prompt(game.task(5), game.initial(game.task(5)))
-    assert "9x9 with 3x3 boxes, and 40 cells" in message["content"].split(SPLIT)[1]
-
-
-def test_the_history_keeps_the_last_moves_with_their_result() -> None:
-    game = Sudoku(size=4, blanks=8, history=2)
-    state = small("...." + SOLVED[4:])
-    for move in ((0, 0, 1), (0, 1, 3), (0, 1, 2)):
-        state = play(game, state, move).state
-    assert state.past == ("1 2 3 wrong", "1 2 2 right")
-    assert "1 2 3 wrong\n1 2 2 right" in game.prompt(game.task(0), state)[0]["content"]

@@ -20,37 +20,17 @@ from coppice.actors.environments.task_files import (
 )
 from coppice.scheduler.growth.tasks import Tasks, held_out
 
-ROWS = [
-    {"question": "Who?", "golden_answers": ["a", "", "b"]},
-    {
-        "prompt": [{"role": "user", "content": "Rules. Question: what now"}],
-        "reward_model": {"ground_truth": {"target": "x"}},
-    },
-    {"question": "No gold", "golden_answers": []},
-    {"golden_answers": ["x"]},
-]
+ROWS = [{"question": "Who?", "golden_answers": ["a", "", "b"]}, {"question": "No gold"}]
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_search_r1_and_flashrag_rows_load_and_unusable_ones_are_rejected_with_reasons(
-    tmp_path: Path, ending: str
+def test_a_parquet_file_loads_and_its_unusable_rows_are_rejected_with_reasons(
+    tmp_path: Path,
 ) -> None:
-    path = tmp_path / f"tasks.{ending}"
-    if ending == "jsonl":
-        path.write_text("\n".join([*map(json.dumps, ROWS), "{broken", "[1]"]) + "\n")
-    else:
-        columns = {name for row in ROWS for name in row}
-        whole = [{name: row.get(name) for name in columns} for row in ROWS]
-        pyarrow.parquet.write_table(pa.Table.from_pylist(whole), path)
-    tasks, rejected = load_tasks(str(path))
-    assert [t.question for t in tasks] == ["Who?", "what now?"]
-    assert [t.golds for t in tasks] == [["a", "b"], ["x"]]
-    reasons = [r.reason for r in rejected]
-    assert ending != "jsonl" or reasons[-1] == "a list, expected an object"
-    assert "no gold answer" in reasons[0]
-    assert "no question" in reasons[1]
-    assert rejected[0].where.endswith(":3")
-    assert len(rejected) == (4 if ending == "jsonl" else 2)
+    path = tmp_path / "tasks.parquet"
+    pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path)
+    (task,), (rejected,) = load_tasks(str(path))
+    assert (task.question, task.golds) == ("Who?", ["a", "b"])
+    assert rejected.where == f"{path}:2" and "no gold answer" in rejected.reason
 
 
 def written(path: Path, *rows: object) -> str:
@@ -60,7 +40,7 @@ def written(path: Path, *rows: object) -> str:
 
 def test_unusable_held_out_rows_and_a_set_that_is_too_small_are_told(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    lines = [json.dumps(ROWS[0]), "", "{broken", '{"question": "No gold"}', json.dumps(ROWS[1])]
+    lines = [json.dumps(ROWS[0]), "", "{broken", "[1]", json.dumps(ROWS[0])]
     path.write_text("\n".join(lines))
     tasks, (rows, few) = held_out(str(path), 5)
     assert len(tasks) == 2
@@ -80,24 +60,6 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row_and_lines_in_latin_1_are_
     assert task.question == "Où?"
     assert rejected.where == f"{path}:2"
     assert rejected.reason.startswith("not in UTF-8")
-
-
-def test_a_line_with_a_hundred_thousand_brackets_is_set_aside(tmp_path: Path) -> None:
-    path = tmp_path / "t.jsonl"
-    path.write_text('{"question":' * 100_000 + "\n" + json.dumps(ROWS[0]))
-    (task,), (rejected,) = load_tasks(str(path))
-    assert (task.question, rejected.where) == (ROWS[0]["question"], f"{path}:1")
-    assert rejected.reason == "not JSON: nested too deeply"
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32-be"])
-def test_a_file_in_utf_16_or_utf_32_is_refused_with_the_remedy(
-    tmp_path: Path, encoding: str
-) -> None:
-    path = tmp_path / "t.jsonl"
-    path.write_bytes(json.dumps(ROWS[0]).encode(encoding))
-    with pytest.raises(ValueError, match=r"t\.jsonl .*UTF-16 .*iconv"):
-        load_tasks(str(path))
 
 
 def test_a_row_becomes_a_task_or_is_set_aside_with_its_place(tmp_path: Path) -> None:
@@ -138,9 +100,6 @@ def test_what_is_neither_a_file_nor_a_hub_name_is_named(source: str) -> None:
         with pytest.raises(ValueError, match=r"expected a \.jsonl or \.parquet path"):
             check_form(source)
 
-
-# ----------------------------------------------------------------------------------------------
-# several sources, and the hub
 
 SET = "RUC-NLPIR/FlashRAG_datasets"
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coppice.actors.environments.base import SPLIT, Tools, Transition
+from coppice.actors.environments.base import Tools, Transition
 from coppice.actors.environments.tictactoe.environment import (
     EMPTY,
     TicTacToe,
@@ -75,10 +75,6 @@ def test_openspiel_agrees_on_every_board_about_turn_moves_end_returns_and_minima
     assert good / 4520 == pytest.approx(0.580, abs=5e-4)
 
 
-# ------------------------------------------------------------------------------------------
-# episodes
-
-
 @given(seeds, st.lists(st.integers(0, 8), min_size=9, max_size=9), st.booleans(), st.integers(0, 3))
 def test_an_episode_follows_openspiel_to_its_end(
     seed: int, choices: list[int], served: bool, opening: int
@@ -132,29 +128,6 @@ async def test_stepping_is_pure_and_the_random_opponent_uses_the_rng_of_the_tool
     assert len(set(replies[0])) == 8
 
 
-@pytest.mark.parametrize(
-    ("kind", "texts"),
-    [
-        ("move", ["<action>1</action>", "if <action>5</action> then .. <action>\n1 </action>"]),
-        ("illegal", ["<action>5</action>", "<action>1</action> no: <action>5</action>"]),
-        ("invalid", [f"<action>{text}</action>" for text in ("0", "10", "1 2")] + ["<action>1"]),
-    ],
-)
-async def test_the_last_action_block_names_a_free_cell_or_the_game_is_lost(
-    kind: str, texts: list[str]
-) -> None:
-    state = TicTacToeState("....X....", "O", "rival")
-    for text in texts:
-        environment, table = TicTacToe(), Table((8,))
-        action = environment.read(state, text)
-        assert (action.kind, action.move) == (kind, {"move": (0,), "illegal": (4,)}.get(kind))
-        end = await environment.step(state, action, table)
-        assert end.done == (kind != "move")
-        if kind != "move":
-            assert (end.outcome, end.measures) == (-1.0, {"success": 0.0, "draw": 0.0})
-            assert table.asked == []
-
-
 @pytest.mark.parametrize("reply", [(), (4,), (9,), (0, 1), ("a",)])
 async def test_an_opponents_illegal_move_is_an_infrastructure_fault_that_names_it(
     reply: tuple[Any, ...],
@@ -165,9 +138,6 @@ async def test_an_opponents_illegal_move_is_an_infrastructure_fault_that_names_i
     state = TicTacToeState("....XO...", "X", "rival")
     with pytest.raises(InfrastructureFault, match=r"player rival played .* on X\.\.\.XO\.\.\."):
         await environment.step(state, environment.read(state, "<action>1</action>"), table)
-
-
-# ------------------------------------------------------------------------------------------ tasks
 
 
 def test_the_first_position_follows_from_the_seed_whatever_the_order_of_the_opponents() -> None:
@@ -208,40 +178,6 @@ async def test_an_opening_is_random_and_leaves_the_first_action_to_the_policy(op
         boards.append([s.board for s in states])
     assert boards[0] == boards[1]
     assert len(set(boards[0])) > (0, 8, 60, 150)[opening]
-
-
-# ---------------------------------------------------------------------------------- the prompt
-
-
-@given(seeds, st.integers(0, 3))
-def test_a_board_and_its_moves_can_be_read_back_from_the_prompt(seed: int, opening: int) -> None:
-    for prompt in ("tictactoe", "tictactoe_compact"):
-        environment = TicTacToe(prompt=prompt, opening=opening)
-        state = environment.initial(environment.task(seed))
-        (message,) = environment.prompt(environment.task(0), state)
-        shown = message["content"].split(SPLIT)[1]
-        lines = [line for line in shown.splitlines() if len(line) == 3 and set(line) <= set("XO.")]
-        assert "".join(lines) == state.board
-        numbers = environment.view(state)["legal"]
-        assert numbers in shown
-        moves = [environment.read(state, f"<action>{n}</action>").move for n in numbers.split()]
-        assert moves == environment.moves(state)
-
-
-async def test_the_last_moves_are_shown_as_far_as_history_says() -> None:
-    environment = TicTacToe(history=2)
-    state = TicTacToeState(EMPTY, "X", "rival")
-    for cell, reply, past in ((1, 3, ("1",)), (2, 4, ("1", "2")), (6, 2, ("2", "6"))):
-        action = environment.read(state, f"<action>{cell}</action>")
-        state = (await environment.step(state, action, Table((reply,)))).state
-        assert state.past == past
-    assert environment.prompt(environment.task(0), state)[0]["content"].endswith("2\n6")
-    without = await TicTacToe().step(TicTacToeState(EMPTY, "X", "rival"), action, Table((0,)))
-    assert without.state.past == ()
-
-
-# ------------------------------------------------------------------------------------------ results
-# and options
 
 
 @pytest.mark.parametrize("second", [0.0, 1.0])

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coppice.common.chat_template import ChatTemplate
-from coppice.common.dialogue import DEEPEST, Renderer, arguments, histories, text_of
+from coppice.common.dialogue import DEEPEST, ChatTemplate, Renderer, arguments, histories, text_of
 
 QWEN = """{%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}

@@ -13,7 +13,7 @@ import psutil
 from coppice.scheduler.telemetry import health
 from coppice.scheduler.telemetry.health import Health
 from coppice.tools.inspecting.audit import audit
-from coppice.tools.inspecting.watch import RowTable, WatchApp
+from coppice.tools.inspecting.watch import ProcessTable, WatchApp
 from coppice.tools.launching import record
 from coppice.tools.launching.status import Status, gather
 from tests.runs import Run
@@ -107,8 +107,7 @@ async def test_the_keys_pause_resume_drain_and_stop_a_run(
         await pilot.press("r")
         await until(lambda: report(run).version > later.version + 1 and not report(run).paused)
 
-        table = app.query_one("#processes", RowTable)
-        await pilot.press("tab")
+        table = app.query_one(ProcessTable)
         while table.chosen() != "actor-1":
             await pilot.press("down")
         await pilot.press("d", "y")

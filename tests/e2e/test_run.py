@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,18 +23,14 @@ from tests.world import QUESTIONS, UPDATES
 TWO = ("actors.count=2", "learner.count=2", "scheduler.evaluation.questions=4")
 
 
-def check_seconds(run: Run, first: int, most: float) -> None:
-    """The phases of the start that began with version ``first`` add up to no more than the command
-    took, ``most`` seconds."""
+def check_seconds(run: Run, resumed: bool, most: float) -> None:
+    """The phases of this start add up to no more than the command took, ``most`` seconds."""
     spent = run.summary()["seconds"]
-    phases, training = spent["phases"], spent["training"]
+    phases = spent["phases"]
     assert {"starting processes", "updates", "last evaluation", "stopping"} <= set(phases)
-    assert ("first evaluation" in phases) == (not training["resumed"])
+    assert ("first evaluation" in phases) == (not resumed)
     assert sum(phases.values()) == pytest.approx(spent["this_start"])
-    assert 0 < training["seconds"] < spent["this_start"] <= most
-    assert (training["first"], training["last"]) == (first, UPDATES)
-    assert sum(training["learner"].values()) == pytest.approx(training["seconds"])
-    assert training["learner"]["updates"] > 0
+    assert phases["updates"] < spent["this_start"] <= most
     journal = run.journal()
     for row in journal.trees("split='heldout' AND status='closed'"):
         sampled = [n.versions for n in journal.tree(row).nodes.values() if n.versions is not None]
@@ -57,7 +52,7 @@ def test_a_run_trains_to_its_end_and_leaves_what_it_promises(
     run = launch(searching, *TWO, *types, anew=True)
     out = run.finish()
     run.check()
-    check_seconds(run, 0, time.monotonic() - began)
+    check_seconds(run, False, time.monotonic() - began)
     assert f"number type {dtype} (as the config says" in out
     assert "held-out start" in out
     assert "held-out end" in out
@@ -66,7 +61,6 @@ def test_a_run_trains_to_its_end_and_leaves_what_it_promises(
     assert set(summary["heldout"]) == {"start", "end"}
     best = max(summary["heldout"].values(), key=lambda found: found["measures"]["em"]["mean"])
     assert chosen(run.folder, "best")[0] == summary["best"]["version"] == best["version"]
-    assert set(summary["baselines"]) == {"random_answer", "best_constant_answer"}
     updates = [record for record in run.records() if "learner/groups" in record]
     assert len(updates) == UPDATES
     # engine and learner agree on the same weights
@@ -77,7 +71,7 @@ def test_a_run_trains_to_its_end_and_leaves_what_it_promises(
     shown = capsys.readouterr().out
     assert "admitted at version" in shown
     assert "reward" in shown
-    assert dump.main([str(run.folder), "--jsonl", "--all"]) == 0
+    assert dump.main([str(run.folder), "--json", "--all"]) == 0
     trees = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(trees) == UPDATES * QUESTIONS
     assert all(sum(n["chosen"] and n["kind"] == "action" for n in t["nodes"]) >= 1 for t in trees)
@@ -103,9 +97,7 @@ def test_after_kill_9_of_every_process_a_resumed_run_loses_and_repeats_nothing(
     out = run.finish()
     run.check()
     assert set((run.folder / "metrics.jsonl").read_text().splitlines()) & set(out.splitlines())
-    first = run.summary()["seconds"]["training"]["first"]
-    assert f"(resumed at version {first})" in out
-    check_seconds(run, first, time.monotonic() - began)
+    check_seconds(run, True, time.monotonic() - began)
     # the cut alone moves them by up to -log 0.9
     assert max(record["learner/logprob_gap_max"] for record in run.trained()) < 2e-5
     assert "log-probability difference" not in out
@@ -118,13 +110,11 @@ def test_after_kill_9_of_every_process_a_resumed_run_loses_and_repeats_nothing(
     losses = {record["version"]: record["learner/surrogate"] for record in updates}
     for name in ("wandb", "trackio"):  # as the terminal says where a tracker has not finished
         again = ["-m", "coppice.scheduler.telemetry.tracking", name, str(run.folder)]
-        subprocess.run([sys.executable, *again], stdin=subprocess.DEVNULL, check=True)
+        with (run.folder / "metrics.jsonl").open("rb") as records:
+            subprocess.run([sys.executable, *again], stdin=records, check=True)
     for points in (in_trackio(run.folder), in_wandb(run.folder)):
-        tracked = [(step, loss) for step, loss in points if loss is not None]
-        assert max(Counter(step for step, _ in tracked).values()) == 1, "no update twice"
-        assert tracked[-1][0] == UPDATES
-        # a record that was on its way at the kill may be missing
-        assert dict(tracked).items() <= losses.items()
+        tracked = [step for step, loss in points if loss is not None]
+        assert tracked == sorted({int(version) for version in losses}), "each update once"
     for log in ("wandb", "trackio", "scheduler"):
         assert "planted-6f1c0b7e4d2a" not in (run.folder / "logs" / f"{log}.log").read_text()
 

@@ -40,7 +40,9 @@ def test_slate_on_sglang(searching: Path, launch: Callable[..., Run]) -> None:
     # SGLang and the learner agree on the same weights
     assert updates[0]["learner/logprob_gap_max"] < 1e-3
     log = (run.folder / "logs" / "actor-0.log").read_text().splitlines()
-    proofs = [line.rsplit(" ", 1)[1] for line in log if re.search("version [12] by tensor", line)]
+    proofs = [
+        line.rsplit(" ", 1)[1] for line in log if re.search("version [12] by distributed", line)
+    ]
     # SGLang's checksums of two versions that the learner gave out of its memory
     assert len(set(proofs)) == 2
     trees = run.trees()

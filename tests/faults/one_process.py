@@ -31,6 +31,7 @@ from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, Schedule
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.main import Run
 from coppice.scheduler.telemetry.metrics import Metrics
+from tests.updates import newest
 
 UPDATES, QUESTIONS = 8, 2
 
@@ -149,10 +150,10 @@ def follow(folder: Path, plan: Plan) -> list[int]:
                     traceback.print_exc()
                 os._exit(code)
         codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        if point and plan.damage and (newest := checkpoint.newest(folder)) is not None:
-            content = bytearray((newest / "policy-00000.safetensors").read_bytes())
+        if point and plan.damage and (last := newest(folder)) is not None:
+            content = bytearray((last / "policy-00000.safetensors").read_bytes())
             content[len(content) // 2] ^= 1
-            (newest / "policy-00000.safetensors").write_bytes(content)
+            (last / "policy-00000.safetensors").write_bytes(content)
     return codes
 
 

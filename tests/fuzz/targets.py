@@ -19,10 +19,10 @@ from coppice.actors.environments import registry
 from coppice.actors.environments.base import Task
 from coppice.actors.environments.sotopia.environment import read_turn
 from coppice.actors.environments.webshop.environment import read_reply
-from coppice.actors.serving import tools as dialects
-from coppice.actors.serving.conversations import ResponseStore
-from coppice.actors.serving.protocol import CompletionFields, RequestRefused, body_of
-from coppice.actors.serving.protocol import read as read_body
+from coppice.actors.serving.conversations import chat_of, translated
+from coppice.actors.serving.protocol import RequestRefused, body_of
+from coppice.actors.serving.responses import ResponseStore
+from coppice.actors.serving.sampling import completion_of, read
 from coppice.common import options, support, vision
 from coppice.common.http import JsonClient, retry_after
 from coppice.judges import sotopia
@@ -106,22 +106,20 @@ def rank_batch(data: bytes) -> None:
 
 
 def http_chat(data: bytes) -> None:
-    readers: list[Callable[[dict[str, Any]], Any]] = [
-        lambda body: read_body(body, CompletionFields),
-        lambda body: dialects.chat(body, "m").sampled,
-        lambda body: dialects.responses(body, "m", ResponseStore()).sampled,
-        lambda body: dialects.messages(body, "m").sampled,
-    ]
-    for reader in readers:
+    with contextlib.suppress(RequestRefused):
+        completion_of(body_of(data))
+    for path in ("chat/completions", "responses", "messages"):
         with contextlib.suppress(RequestRefused):
-            reader(body_of(data)).sampling(64)
+            chat, _ = translated(f"/v1/{path}", body_of(data), ResponseStore())
+            chat_of(chat)
+            read(chat, ("tools", "tool_choice")).constraint()
 
 
 def http_answer(data: bytes) -> None:
     client = JsonClient("http://127.0.0.1:1")
     with contextlib.suppress(InfrastructureFault):
         client._decoded("/x", data)
-    retry_after(data.decode("latin-1"), 0.0)
+    retry_after(data.decode("latin-1"))
 
 
 def judge_replies(data: bytes) -> None:

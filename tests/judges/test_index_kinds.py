@@ -4,7 +4,6 @@ loaded is refused with the remedy."""
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import faiss
 import msgspec
@@ -15,7 +14,6 @@ from coppice.judges.retriever import index as indexes
 from coppice.judges.retriever.encoder import Encoder, Role
 from coppice.judges.retriever.http_client import contents_of
 from coppice.judges.retriever.index import Index, build, read_manifest
-from coppice.research.benches import retrieval_scale
 from coppice.research.benches.retrieval_scale import Clusters
 from coppice.tools.defaults.index_corpus import main
 
@@ -200,18 +198,3 @@ def test_the_command_says_the_kind_and_its_bytes_and_refuses_in_one_line(
     with pytest.raises(SystemExit) as left:
         main([*command, "nonsense"])
     assert (left.value.code, capsys.readouterr().err.count("\n")) == (2, 1)
-
-
-@pytest.mark.slow
-def test_the_bench_measures_recall_memory_and_queries() -> None:
-    size: Any = {"passages": 1500, "dimensions": 32, "queries": 40, "texts": 260, "calls": 120}
-    row = retrieval_scale.run(**size, seconds=0.01)
-    flat, ivfpq, hnsw = (row["synthetic"][name] for name in ("flat", "ivfpq", "hnsw"))
-    assert flat["recall"] == 1 >= hnsw["recall"] > 0.9
-    assert row["ratio"] == min(ivfpq["recall"], hnsw["recall"])
-    assert ivfpq["bytes"] < 0.5 * flat["bytes"] < flat["bytes"] < hnsw["bytes"]
-    rates = [one["queries_per_s"].values() for one in row["synthetic"].values()]
-    assert all(rate > 0 for some in rates for rate in some)
-    assert row["built_in"]["hnsw"]["recall"] > 0.9
-    bare, joined, cached = row["calls"].values()
-    assert cached["searched"] < min(bare["searched"], joined["searched"]) <= 120

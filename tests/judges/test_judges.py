@@ -115,22 +115,14 @@ async def test_no_answer_is_never_right_whatever_the_gold(
         ("Country: currency LEV!", ONE, -1),  # asked before
         ("Bulgaria capital", ALL, -1),
         ("", {}, -1),
-        ("weather in Oslo", {}, -1),
         ("Bulgaria currency </Bulgaria currency", {}, -1),  # a tag
         # every word of the field must be named
         ("Estonia main export partner", ESTONIA, 1),
-        ("partner for the main export of Estonia", ESTONIA, 1),  # in any order
         ("Estonia main religion", ESTONIA, 0),  # another field that shares a word with it
-        ("Estonia main export", ESTONIA, 0),
-        ("main export partner", ESTONIA, 0),
         ("Latvia", ESTONIA, -1),
         # a word that neither question nor passage has asks for something else
         ("Monaco national holiday", MONACO, 1),
-        ("which national holiday of the country Monaco", MONACO, 1),
-        ("Monaco national holiday National Day", MONACO, 1),
         ("Monaco national holiday partner", MONACO, 0),
-        ("Qatar national holiday", MONACO, 0),
-        ("Qatar", MONACO, -1),
         ("national holiday", MONACO, 0),  # words of the field do not name the value
         ("national holiday day", MONACO, 1),
         ("internet code .at", AUSTRIA, 1),  # a value that is a function word
@@ -166,10 +158,6 @@ async def test_answers_are_plus_or_minus_one_and_empty_thinking_costs() -> None:
         ("<score>1</score> then <score>-1</score>", -1),
         ("<score>7</score>", None),
         ("<score>0.5</score>", None),
-        ("7", None),
-        ("+1", None),
-        ("<score>good</score>", None),
-        ("<score>11</score>", None),
         ("", None),
     ],
 )
@@ -208,7 +196,6 @@ async def test_a_slow_rule_judge_leaves_the_event_loop_free() -> None:
 
 SHAPES: dict[str, Any] = {
     "text": [Judgement({"a": "0.5"})],  # pyright: ignore[reportArgumentType]
-    "none": [Judgement({"a": None})],  # pyright: ignore[reportArgumentType]
     "plain": [{"a": 1.0}],
     "nothing": None,
 }
@@ -240,10 +227,9 @@ class Odd(Judge):
     [
         ("raise", "on purpose"),
         ("short", "0 judgements"),
-        ("unknown", "declares"),
+        ("unknown", "declared ones of"),
         ("hang", "took over"),
         ("text", r"judge odd returned '0.5' \(str\) in column 'a'; expected a number"),
-        ("none", r"judge odd returned None \(NoneType\) in column 'a'; expected a number"),
         ("plain", r"\{'a': 1.0\} \(dict\) for a turn; expected a wire.messages.Judgement"),
         ("nothing", r"judge odd returned None \(NoneType\); expected a list of Judgement"),
     ],

@@ -22,7 +22,7 @@ from coppice.actors.environments.minesweeper.environment import (
     played,
 )
 from coppice.judges.oracles.minesweeper import MinesweeperOracle, labels
-from coppice.judges.oracles.posterior import BUDGET, Contradiction, Posterior, posterior
+from coppice.judges.oracles.posterior import Contradiction, Posterior, posterior
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import JudgedTurn
 from tests import games
@@ -93,23 +93,6 @@ def test_the_posterior_is_that_of_all_layouts_listed(
     assert all(found.certain(c) == (n == found.layouts) for c, n in found.mined.items())
 
 
-def test_components_whose_mines_vary_are_weighted_with_the_free_cells() -> None:
-    # "#1#1#" twice, far apart: each time either the middle cell is a mine, or both outer ones are
-    numbers = {1: 1, 3: 1, 24: 1, 26: 1}
-    for mines in range(2, 6):
-        found = posterior(1, 29, mines, numbers)
-        assert (found.layouts, found.mined) == listed(1, 29, mines, numbers)
-    two = posterior(1, 29, 2, numbers)
-    assert [cell for cell, count in two.mined.items() if count] == [2, 25]
-    assert two.certain(2) and two.certain(25)
-
-
-def test_a_position_without_numbers_has_the_density_of_mines() -> None:
-    found = posterior(16, 30, 99, {})
-    assert set(found.risks().values()) == {99 / 480}
-    assert posterior(2, 2, 4, {}).certain(3)
-
-
 @pytest.mark.parametrize(("rows", "columns", "mines"), [(16, 30, 99), (30, 16, 99), (16, 16, 40)])
 @pytest.mark.parametrize("share", [0.05, 0.15, 0.3, 0.7])
 def test_on_large_boards_the_risks_sum_to_the_number_of_mines(
@@ -164,19 +147,6 @@ def test_a_spent_budget_is_said_and_keeps_what_is_certain(
         assert exact.mined[cell] == 0 or risk > 0
 
 
-def test_the_budget_is_that_of_all_components_together() -> None:
-    numbers = {1: 1, 3: 1, 24: 1, 26: 1}
-    exact = posterior(1, 29, 2, numbers)
-    assert posterior(1, 29, 2, numbers, exact.nodes) == exact
-    short = posterior(1, 29, 2, numbers, exact.nodes - 1)
-    # the component that fell back: the mean of 1 of 2 and 1 of 2; the other has its one mine in the
-    # middle or two outside
-    assert not short.exact
-    assert [short.risks()[cell] for cell in (23, 25, 27)] == [0.5] * 3
-    assert (short.certain(2), short.mined[0]) == (False, short.mined[4])
-    assert 0.5 < short.risks()[2] == 1 - short.risks()[0] < 1
-
-
 def test_without_budget_a_cell_has_the_mean_of_the_single_numbers_beside_it() -> None:
     numbers = {0: 1, 3: 1}  # the first sees the hidden cells 1 and 4, the other also 6 and 7
     found = posterior(4, 3, 4, numbers, budget=0)
@@ -184,15 +154,6 @@ def test_without_budget_a_cell_has_the_mean_of_the_single_numbers_beside_it() ->
     both, free = (1 / 2 + 1 / 4) / 2, dict.fromkeys((2, 5, 8, 9, 10, 11), 4 / 10)
     assert found.risks() == pytest.approx({1: both, 4: both, 6: 1 / 4, 7: 1 / 4} | free)
     assert posterior(4, 3, 4, numbers).exact
-
-
-def test_the_hardest_positions_take_the_budget() -> None:
-    """That is about 0.3 s each."""
-    rng = random.Random(8)
-    found = [posterior(24, 24, 110, lattice(24, 24, 110, rng)) for _ in range(3)]
-    assert [one.exact for one in found] == [True, True, False]
-    assert all(one.nodes <= BUDGET for one in found)
-    assert all(sum(one.mined.values()) == 110 * one.layouts for one in found[:2])
 
 
 FORCED = MinesState(1, 7, 2, 0, ".1#1###", "..*..*.")
@@ -224,13 +185,10 @@ def scores(turns: list[JudgedTurn], **options: Any) -> list[dict[str, float]]:
     [
         (FORCED, [REVEAL, 0, 4], 1, 2, 0),
         (FORCED, [REVEAL, 0, 5], 0, 0, 0.5),
-        (FORCED, [REVEAL, 0, 6], 0, 0, 0.5),
         (FORCED, [REVEAL, 0, 2], 0, 0, 1),
         (FORCED, [MARK, 0, 2], 1, 1, None),
         (FORCED, [MARK, 0, 5], 0, -1, None),  # a mine, but not certain
-        (FORCED, [MARK, 0, 4], 0, -1, None),
         *((FORCED, move, 0, -2, None) for move in UNUSABLE),
-        (GUESS, [REVEAL, 0, 2], 1, 1, 0.25),
         (GUESS, [REVEAL, 1, 3], 1, 1, 0.25),  # a mine: the label is that of the risk
         (GUESS, [REVEAL, 0, 1], 0, 0, 0.5),
         (GUESS, [MARK, 0, 1], 0, -1, None),
@@ -338,7 +296,6 @@ def test_a_spent_budget_is_a_column() -> None:
         {"board": "........."},
         MinesState(2, 4, 1, 0, "#######", "*......."),
         MinesState(1, 3, 1, 0, "#1#", "*."),
-        MinesState(1, 3, 1, 0, "#1*", "*.*"),
         MinesState(1, 3, 0, 0, "...", "..."),
         MinesState(1, 3, 1, 0, "#1#", ""),
         MinesState(1, 3, 1, 0, "#2#", "*.."),
@@ -350,10 +307,6 @@ def test_a_turn_that_shows_no_game_is_a_data_fault(state: Any) -> None:
     other = JudgedTurn("other-7", [], "", "", 1, 4, state=plain, move=[0, 0, 1])
     with pytest.raises(DataFault, match="judge minesweeper, task other-7: its state is not one of"):
         asyncio.run(MinesweeperOracle().score([other]))
-
-
-# ----------------------------------------------------------------------------------------------
-# players
 
 
 @pytest.mark.parametrize(

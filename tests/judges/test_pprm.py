@@ -9,16 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
-import torch
 from aiohttp import web
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from coppice.actors.config import ActorsConfig
-from coppice.actors.engines.grammar import Grammar
-from coppice.actors.engines.local import LocalEngine
-from coppice.actors.serving.server import Server, runner
 from coppice.judges.llm import PROMPTS
 from coppice.judges.pprm import (
     Pprm,
@@ -31,8 +25,7 @@ from coppice.judges.pprm import (
 from coppice.judges.serve import make_worker
 from coppice.scheduler.config import SchedulerConfig
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.messages import Constraint, JudgedTurn, Judgement
-from tests import tiny
+from coppice.wire.messages import JudgedTurn, Judgement
 from tests.judges.test_llm import chat, chat_server
 
 Reply = Callable[[int, dict[str, Any]], Awaitable[web.Response]]
@@ -65,13 +58,6 @@ def test_only_two_whole_numbers_are_a_score(reply: str, expected: tuple[int, int
     assert parse_final_score(reply) == expected
 
 
-@given(st.integers(-3, 30), st.integers(-3, 30), st.text(max_size=30))
-def test_a_pair_is_a_score_if_its_quotient_is_one(reached: int, most: int, before: str) -> None:
-    valid = most > 0 and 0 <= reached <= most
-    found = parse_final_score(f"{before}\nScores: <final_score>{reached},{most}</final_score>")
-    assert found == ((reached, most) if valid else None)
-
-
 def test_the_prompt_is_rules_then_question_and_transcript_then_the_turn() -> None:
     system, user = messages(TURN, read_templates())
     assert (system["role"], user["role"]) == ("system", "user")
@@ -82,12 +68,6 @@ def test_the_prompt_is_rules_then_question_and_transcript_then_the_turn() -> Non
     # what a turn says is never a placeholder
     assert "<think> {query_str} </think>" in user["content"]
     assert "gold" not in system["content"] + user["content"]  # the judge is not told the answer
-
-
-def test_the_first_turn_follows_the_bare_question() -> None:
-    first = JudgedTurn("Who?", [], "", "<think> a </think>", 1, 4)
-    prompt = messages(first, read_templates())[1]["content"]
-    assert prompt == "Query:\nWho?\n\nResponse:\n<think> a </think>\n"
 
 
 def test_the_prompt_of_the_next_turn_goes_on_from_the_transcript_of_this_one() -> None:
@@ -196,20 +176,6 @@ async def test_a_reply_that_does_not_come_is_invalid_before_the_deadline() -> No
     assert PprmEndpoint("http://h", "m").patience_s < SchedulerConfig().judge_deadline_s
 
 
-@pytest.mark.parametrize("enough", [True, False])
-async def test_a_question_is_tried_ten_times_and_then_invalid(enough: bool) -> None:
-    async def reply(call: int, body: dict[str, Any]) -> web.Response:
-        good = enough and call == 10
-        return chat("<final_score>1,2</final_score>") if good else web.Response(status=503)
-
-    async with judge_of(reply) as judge:
-        made = await one(judge)
-        assert judge.client.counts["requests"] == 10
-        assert judge.stats()["failed"] == (0 if enough else 1)
-    assert (made.scores, made.invalid) == (({"process": 0.5}, []) if enough else ({}, ["process"]))
-    assert enough or "10 attempts" in made.explanation
-
-
 async def test_what_cannot_be_read_is_invalid_asked_once_and_counted_in_the_valid_rate() -> None:
     pairs = [f"<final_score>{pair}</final_score>" for pair in ("2,2", "3,2", "0,2")]
     replies = [pairs[0], "well done", *pairs[1:]]
@@ -269,84 +235,3 @@ def test_a_constrained_reply_is_read_and_fits(
     assert not re.fullmatch(form, longest.replace("x", "xx", 1))
     assert not re.fullmatch(form, longest.replace("x", "\n", 1))
     assert not re.fullmatch(form, longest.replace(f"{reached},{most}", f"{most + 1},{most}"))
-
-
-@pytest.fixture(scope="module")
-def grammar(tmp_path_factory: pytest.TempPathFactory) -> tuple[Grammar, tokenizers.Tokenizer]:
-    folder = tiny.save(tmp_path_factory.mktemp("grammar") / "tiny")
-    words = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return Grammar(words, 260, frozenset({257})), words
-
-
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**31))
-def test_whatever_is_sampled_under_the_constraint_is_a_score(
-    grammar: tuple[Grammar, tokenizers.Tokenizer], seed: int
-) -> None:
-    compiled, words = grammar
-    random, tokens = torch.Generator().manual_seed(seed), list[int]()
-    matcher = compiled.matcher(Constraint("regex", reply_form(120)))
-    while not matcher.done:
-        logits = torch.randn(260, generator=random) * 2
-        matcher.mask(logits)
-        tokens.append(int(logits.softmax(-1).multinomial(1, generator=random)))
-        matcher.accept(tokens[-1])
-    assert not matcher.problem
-    assert len(tokens) <= 120
-    made = words.decode([token for token in tokens if token != 257], skip_special_tokens=False)
-    assert parse_final_score(made) is not None, made
-    assert made.count("\n") == 1
-
-
-def test_the_papers_length_can_be_compiled(grammar: tuple[Grammar, tokenizers.Tokenizer]) -> None:
-    assert not grammar[0].matcher(Constraint("regex", reply_form(4096))).problem
-
-
-@asynccontextmanager
-async def served(folder: Path) -> AsyncIterator[tuple[LocalEngine, str]]:
-    """A real server of the embedded engine, and its URL."""
-    engine = LocalEngine(
-        str(folder), ActorsConfig(dtype="float32", max_context=4096, max_batch=8, kv_cache_gib=0.1)
-    )
-    await engine.start()
-    serving = runner(Server(engine, folder))
-    await serving.setup()
-    await web.TCPSite(serving, "127.0.0.1", 0).start()
-    yield engine, f"http://127.0.0.1:{serving.addresses[0][1]}/v1"
-    await serving.cleanup()
-    await engine.close()
-
-
-@pytest.mark.parametrize(("constrain", "rate"), [("sglang", 1.0), ("", 0.0)])
-async def test_a_model_that_knows_nothing_gives_scores_exactly_when_it_is_held_to_the_form(
-    llama: Path, constrain: Any, rate: float
-) -> None:
-    async with served(llama) as (_, url):
-        judge = Pprm(
-            PprmEndpoint(url, llama.name, max_tokens=80, temperature=1.0, constrain=constrain)
-        )
-        await judge.start()
-        made = await judge.score([TURN] * 6)
-        await judge.close()
-    assert judge.stats()["judge_valid_rate"] == rate
-    assert judge.client.counts["failures"] == 0
-    assert all(0.0 <= judgement.scores["process"] <= 1.0 for judgement in made if rate)
-
-
-async def test_a_server_computes_the_rules_once_and_each_turn_once(llama: Path) -> None:
-    after = TURN.transcript + TURN.response + (TURN.observation or "")
-    later = JudgedTurn(TURN.question, [], "", "<answer> x </answer>", 3, 4, transcript=after)
-    other = JudgedTurn("Where?", [], "", "<answer> y </answer>", 1, 4)
-    async with served(llama) as (engine, url):
-        judge = Pprm(PprmEndpoint(url, llama.name, max_tokens=2))
-        await judge.start()
-        seen: set[str] = set()
-        for turn in (TURN, later, other):
-            system, user = (message["content"] for message in messages(turn, judge.templates))
-            text = f"<|system|>{system}<|user|>{user}<|assistant|>"  # one token a character
-            seen |= {text[:end] for end in range(1, len(text) + 1)}
-            await one(judge, turn)
-        await judge.close()
-        assert judge.counts["failed"] == 0
-        assert len(seen) <= engine.counts["prefilled_tokens"] <= len(seen) + 3
-        assert engine.counts["prompt_tokens"] > 2 * len(seen)

@@ -153,14 +153,6 @@ def test_a_turn_cannot_write_its_own_score() -> None:
     assert points(turn(response=claim))[1] == (0, 6)
 
 
-def test_reasons_name_a_passage_only_as_far_as_a_reader_of_the_turn_knows_it() -> None:
-    before = PprmRules().judge(turn(**BRIDGE)).explanation
-    assert "the one whose currency is lev" in before
-    assert "Bulgaria" not in before
-    later = PprmRules().judge(turn(**SECOND, past_observations=[HOP_1])).explanation
-    assert "the capital of Bulgaria" in later
-
-
 def test_passages_and_answers_are_found_as_the_environment_shows_them() -> None:
     assert passages(HOP_1) == ["(Title: Bulgaria) Currency: lev", "(Title: Chad) Currency: franc"]
     assert passages("\n<information>No results found.</information>\n") == []

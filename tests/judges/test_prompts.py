@@ -44,11 +44,6 @@ def test_what_a_turn_says_is_in_its_prompts_and_no_placeholder_is_left() -> None
     assert not any(re.search(r"\{\w+\}", text) for text in made.values())
 
 
-def test_absent_parts_are_rendered_none() -> None:
-    made = Slate(NOWHERE).prompts(JudgedTurn("Q", ["g"], "", "", 1, 4))
-    assert all(text.count("None") >= 2 for text in made.values())
-
-
 def test_a_template_of_the_users_replaces_the_built_in_one(tmp_path: Path) -> None:
     own = tmp_path / "think.txt"
     own.write_text("Grade {thinking}. {unknown} stays.")
@@ -62,10 +57,6 @@ def test_a_template_of_the_users_replaces_the_built_in_one(tmp_path: Path) -> No
 def test_a_template_for_an_unknown_component_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"outcome.*think.*query.*answer"):
         Slate(NOWHERE, {"outcome": "x.txt"})
-
-
-# ----------------------------------------------------------------------------------------------
-# shared prefixes
 
 
 def test_the_templates_are_one_text_up_to_the_end_of_the_context() -> None:
@@ -96,21 +87,6 @@ def test_all_prompts_of_one_context_begin_with_the_same_head_and_context() -> No
     assert len(made) == 10
     assert len(set(made)) == 10
     assert all(text.startswith(f"{head}\n\n") for text in made)
-
-
-def test_a_later_context_goes_on_from_the_one_before_it() -> None:
-    judge, first = Slate(NOWHERE), "Question: who?"
-    (one,), (two,) = (
-        [judge.prompts(turn)["think"] for turn in candidates(context, 1)]
-        for context in (first, f"{first}\nThinking: a")
-    )
-    head = judge.templates["think"].partition("{context}")[0] + first
-    assert one.startswith(head)
-    assert two.startswith(head)
-
-
-# ----------------------------------------------------------------------------------------------
-# constrained replies
 
 
 @given(st.integers(62, 4000))

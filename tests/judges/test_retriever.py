@@ -1,23 +1,18 @@
 """What is found is what inner products say, whichever way it is asked for; what cannot be used is
 refused with its reason."""
 
-import asyncio
 import json
-import os
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import faiss
 import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
 
-from coppice.judges.config import RetrieverConfig
 from coppice.judges.retriever.encoder import Encoder, model_folder
 from coppice.judges.retriever.hot import HotQueries
 from coppice.judges.retriever.http_client import SearchR1Client, contents_of, title_and_text
@@ -28,15 +23,11 @@ from coppice.judges.retriever.index import (
     build,
     read_corpus,
     read_manifest,
-    sha256,
 )
-from coppice.judges.retriever.worker import RetrieverProcess
 from coppice.tools.defaults.index_corpus import ensure_index
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import Passage, RetrieveRequest
-from tests.services import bench
 
-ROOT = Path(__file__).parent.parent.parent
 FACTS = {
     "Bulgaria": "Currency: lev",
     "Italy": "Capital: Rome",
@@ -112,13 +103,6 @@ def test_a_topk_above_the_corpus_gives_the_whole_corpus(folder: Path, minilm: En
     assert sorted(p.id for p in row) == ["0", "1", "2", "3"]
 
 
-def test_the_manifest_says_what_the_index_was_made_of(folder: Path, corpus: Path) -> None:
-    manifest = read_manifest(folder)
-    assert (manifest.encoder, manifest.dimensions, manifest.passages) == ("minilm", 384, 4)
-    assert manifest.corpus_sha256 == sha256(corpus) == sha256(folder / "passages.jsonl")
-    assert faiss.read_index(str(folder / "index.faiss")).ntotal == 4
-
-
 GOOD = b'{"id": "a", "contents": "\\"T\\"\\ntext"}'
 
 
@@ -127,10 +111,8 @@ GOOD = b'{"id": "a", "contents": "\\"T\\"\\ntext"}'
     [
         (b"{oops", "malformed"),
         (b'{"id": "b"}', "contents"),
-        (b'{"id": "b", "contents": 7}', "contents"),
         (b'{"contents": "\\"T\\"\\ntext"}', "id"),
         (b'{"id": "b", "contents": "only a title"}', "empty text"),
-        (b'{"id": "b", "contents": ""}', "empty text"),
         (GOOD, "'a' was used before"),
         (b'{"id": "b", "contents": "\xff"}', "utf-8"),
         (b"", "truncated"),
@@ -168,16 +150,6 @@ def test_the_byte_order_mark_of_a_corpus_is_no_part_of_its_first_passage(tmp_pat
     path.write_bytes(b"\xef\xbb\xbf" + GOOD + b"\n" + GOOD.replace(b'"a"', b'"c"'))
     offsets, bad = read_corpus(path)
     assert (list(offsets), bad) == ([3, 3 + len(GOOD) + 1], [])
-
-
-def test_skipped_lines_do_not_shift_those_after_them(tmp_path: Path, minilm: Encoder) -> None:
-    path = tmp_path / "corpus.jsonl"
-    rows = [{"id": title, "contents": contents_of(title, text)} for title, text in FACTS.items()]
-    lines = [json.dumps(row) for row in rows]
-    path.write_text("\n".join(["{bad", *lines[:2], "{bad", *lines[2:], ""]))
-    build(path, tmp_path / "made", minilm, skip_bad=True)
-    (row,) = Index(tmp_path / "made", minilm).search([MOUNTAIN], topk=1)
-    assert row[0].id == row[0].title == "Chile"
 
 
 def test_an_index_of_another_encoder_is_refused(
@@ -282,8 +254,6 @@ async def test_without_scores_the_server_returns_the_bare_documents() -> None:
     [
         (b'{"query": "x"}', "query"),  # what SLATE's released loop sends
         (b'{"queries": "x"}', "queries"),
-        (b'{"queries": [7]}', "queries"),
-        (b'{"queries": ["x"], "topk": "3"}', "topk"),
         (b'{"queries": ["x"], "topk": 0}', "topk"),
         (b'{"queries": []}', "at least one query"),
         (b"{", "truncated"),
@@ -304,7 +274,6 @@ async def test_a_bad_request_is_answered_422_with_the_reason(body: bytes, reason
         (b"out of memory", 500, "HTTP 500.*out of memory"),
         (b'{"detail": "no queries"}', 422, "HTTP 422.*no queries"),
         (b'{"results": []}', 200, "ValidationError"),
-        (b"<html>", 200, "DecodeError"),
         (b'{"result": ' + b"[" * 100_000, 200, "ValidationError|RecursionError"),
         (b'{"result": []}', 200, "0 results for 1 queries"),
     ],
@@ -325,24 +294,3 @@ async def test_the_query_used_longest_ago_leaves_the_cache_first() -> None:
     assert shelf.asked == [["x"], ["y"], ["z"]]
     with pytest.raises(DataFault, match="topk 0"):
         await retriever.handle(RetrieveRequest(["x"], 0), None)  # pyright: ignore
-
-
-async def test_a_retriever_process_over_a_remote_server_serves_and_drains(tmp_path: Path) -> None:
-    shelf = Shelf()
-    async with serving(application(shelf)) as url, bench(tmp_path) as b:
-        (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)
-        process = tmp_path / "retriever.json"
-        settings = RetrieverProcess("retriever", str(tmp_path), RetrieverConfig(url))
-        process.write_bytes(msgspec.json.encode(settings))
-        command = [sys.executable, "-m", "coppice.judges.retriever.worker", str(process)]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        worker = await asyncio.create_subprocess_exec(*command, cwd=ROOT, env=environment)
-        try:
-            await b.dispatcher.wait_for("retrieve", 1, 60)
-            request = RetrieveRequest(["x"], 1)
-            result: Any = await b.dispatcher.call("retrieve", request, deadline=30)
-            assert result.passages == await Shelf().search(["x"], 1)
-        finally:
-            worker.terminate()
-            assert await asyncio.wait_for(worker.wait(), 30) == 0
-    assert shelf.asked == [["x"]]

@@ -52,7 +52,7 @@ def logit_of(folder: Path, text: str) -> float:
 
 
 async def started(folder: Path, **options: Any) -> RewardModel:
-    judge = make_worker("reward_model", {"model": str(folder), "device": "cpu"} | options)
+    judge = make_worker("reward_model", {"model": str(folder)} | options)
     assert isinstance(judge, RewardModel)
     await judge.start()
     return judge
@@ -97,17 +97,6 @@ async def test_a_cut_text_keeps_its_opening_token(classifier: Path, tmp_path: Pa
     assert len(ids) == 20
     assert ids[0] == tokenizer.bos_token_id
     assert tokenizer.decode(ids[1:]) == "<|user|>Who?<|assistant|><think> a </think>"[-19:]
-
-
-async def test_a_tokenizer_without_a_chat_template_reads_the_two_texts(tmp_path: Path) -> None:
-    folder = save(tmp_path / "plain")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = None
-    for path in folder.glob("*.jinja"):
-        path.unlink()
-    tokenizer.save_pretrained(folder)
-    judge = await started(folder)
-    assert tokenizer.decode(judge.tokens(turn())) == "Who?\n\n<think> a </think>"
 
 
 async def test_without_a_padding_token_scores_are_the_same(

@@ -39,7 +39,6 @@ def scores(turns: list[JudgedTurn], judge: SokobanOracle | None = None) -> list[
         (ROOM, [0], 0, 0, 1),
         (ROOM, [2], 0, 0, 1),
         (ROOM, None, -1, 0, 1),
-        (ROOM, [4], 0, 0, 1),
         (EDGE, [0], 1, 1, 2),
         (EDGE, [1], 0, 0, 2),  # against the wall
         (RISK, [0], -1, 0, 6),

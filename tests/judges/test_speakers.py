@@ -50,14 +50,6 @@ async def test_the_request_reaches_the_endpoint_and_its_reply_comes_back(tmp_pat
     assert seen == [expected, expected]  # a busy server is asked again
 
 
-async def test_a_speaker_may_have_a_temperature_of_its_own(tmp_path: Path) -> None:
-    async def reply(request: web.Request) -> web.Response:
-        return chat(str((await request.json())["temperature"]))
-
-    async with served(tmp_path, reply, temperature=0.75) as b:
-        assert await spoken(b) == "0.75"
-
-
 async def test_a_refused_request_is_a_data_fault_that_names_the_cause(tmp_path: Path) -> None:
     async def reply(request: web.Request) -> web.Response:
         return web.Response(status=400, text="the messages are too long")

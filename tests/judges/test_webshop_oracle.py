@@ -95,17 +95,6 @@ def test_distances_are_exact_where_the_name_leads_to_a_later_page() -> None:
     assert [shortest(shop, place, goal) for place in places] == expected
 
 
-@pytest.mark.parametrize("number", range(0, 7000, 700))
-def test_each_action_of_a_shortest_purchase_is_right_and_brings_it_one_nearer(number: int) -> None:
-    goal, state = SHOP.goals[number], WebShopState(number, SHOP.store.digest)
-    commands = [f"search[{goal.product.name}]", f"click[{goal.product.asin}]"]
-    commands += [*(f"click[{value}]" for value in goal.values), "click[buy now]"]
-    for left, command in zip(range(len(commands), 0, -1), commands, strict=True):
-        (judgement,) = judge([turn(state, command)])
-        assert judgement == {"reward": 1.0, "distance": float(left)}
-        state = after(state, command)
-
-
 def test_detours_are_worth_nothing_and_unusable_actions_less() -> None:
     goal, state = SHOP.goals[0], WebShopState(0, SHOP.store.digest)
     listed = after(state, f"search[{goal.product.name}]")

@@ -2,14 +2,13 @@
 trees with float64 recursion.
 
 Every result is a push: what an update multiplies the score function of a token by, summed over all
-copies of that token (the same token after the same prefix of the same question). ``python -m
-tests.learner.released`` measures how far this project's forms are from them.
+copies of that token (the same token after the same prefix of the same question).
 """
 
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -204,49 +203,3 @@ def treepo(questions: Sequence[Node], sizes: bool = False) -> Push:
                 key = (*key, token)
                 terms.append((key, float(advantage)))
     return _summed([terms])
-
-
-def cosine(a: Push, b: Push) -> float:
-    """Return the cosine between two pushes of the same questions."""
-    x, y = (np.array([push.get(key, 0.0) for key in sorted({*a, *b})]) for push in (a, b))
-    return float(x @ y / np.sqrt((x @ x) * (y @ y)))
-
-
-def main() -> None:
-    """Print the median cosine over 12 batches of two random questions (with its 10% and 90%
-    quantiles) for each departure of docs/methods-table.md. Trees are SPO's 6-6-6 in segments of 8
-    tokens; tokens are all different, or one of four has a probability of 0.6 or 0.9."""
-    chances = (None, (0.6, 0.2, 0.1, 0.1), (0.9, 0.05, 0.03, 0.02))
-    apart, even, peaked = (
-        [
-            [grown(np.random.default_rng([i, j]), (6, 6, 6), 8, chance) for j in range(2)]
-            for i in range(12)
-        ]
-        for chance in chances
-    )
-    departures: dict[str, tuple[list[list[Node]], Callable[[list[Node]], tuple[Push, Push]]]] = {
-        "spo, every leaf's path (form = 'paper')": (
-            apart,
-            lambda q: (ours(q, "spo", form="paper"), spo(q)),
-        ),
-        "spo, whitened over the batch and not by 8 edges": (apart, lambda q: (spo(q), spo(q, 8))),
-        "treerl, form = 'paper'": (apart, lambda q: (ours(q, "treerl", form="paper"), treerl(q))),
-        "treepo, weighting = 'size'": (
-            apart,
-            lambda q: (ours(q, "treepo", weighting="size"), treepo(q)),
-        ),
-    }
-    for name, batches in (("0.6", even), ("0.9", peaked)):
-        pooled = f"equal tokens of siblings pooled, {name}"
-        departures[f"spo, {pooled}"] = (batches, lambda q: (ours(q, "spo", most=10**6), spo(q)))
-        departures[f"treerl, {pooled}"] = (batches, lambda q: (ours(q, "treerl"), treerl(q)))
-        departures[f"treepo, {pooled}"] = (batches, lambda q: (ours(q, "treepo"), treepo(q)))
-    for name, (batches, both) in departures.items():
-        low, median, high = np.quantile(
-            [cosine(*both(batch)) for batch in batches], [0.1, 0.5, 0.9]
-        )
-        print(f"{name}: {median:.2f} ({low:.2f} to {high:.2f})")
-
-
-if __name__ == "__main__":
-    main()

@@ -17,7 +17,7 @@ from coppice.learner.config import LearnerConfig, LoraConfig
 from coppice.learner.forest import attention, flex
 from coppice.learner.forest.attention import Layout, blocks, tree_attention
 from coppice.learner.forest.head import token_logprobs
-from coppice.learner.forest.trees import Forest, Path, alone, filled, pack
+from coppice.learner.forest.trees import Forest, Path, filled, pack
 from coppice.learner.model import model as model_module
 from coppice.learner.model.model import TreeModel
 from coppice.learner.model.ranks import Ranks
@@ -223,7 +223,7 @@ def compare(
     (together * scale).sum().backward()
     gradients = {n: p.grad.clone() for n, p in model.trained().items() if p.grad is not None}
     model.tower.zero_grad()
-    pieces = [model.read(alone(path), attention="causal")[0] for path in paths]
+    pieces = [model.read(pack([path]), attention="causal")[0] for path in paths]
     (torch.cat(pieces) * scale).sum().backward()
     assert (together - torch.cat(pieces)).abs().max() < logprob_bound
     assert gradients
@@ -242,23 +242,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FilePath]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "checkpointing"), [(0, True), (4, False), (4, True)])
-@pytest.mark.parametrize("backend", ["dense", "cascade"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_training_equals_path_by_path_training(
-    folders: dict[str, FilePath], kind: str, backend: Any, rank: int, checkpointing: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(attention, "SMALL_SUBTREE", 6)  # blocks of both kinds in small trees
-    lora = LoraConfig(rank, 8.0)
-    config = LearnerConfig(
-        dtype="float32", lora=lora, attention=backend, gradient_checkpointing=checkpointing
-    )
-    model = TreeModel(str(folders[kind]), config, 1.0, Ranks(60))
-    compare(model, forest(3, steps=3), LOGPROB_BOUND, GRADIENT_BOUND)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["dense", "cascade"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_training_equals_path_by_path_training_to_float64_rounding(
@@ -272,17 +255,6 @@ def test_packed_training_equals_path_by_path_training_to_float64_rounding(
     for seed in (3, 4):
         compare(model, forest(seed, steps=3), 1e-12, 1e-11)
         model.tower.zero_grad()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_critic_on_the_forest_equals_the_critic_path_by_path(
-    folders: dict[str, FilePath], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "SMALL_SUBTREE", 6)
-    config = LearnerConfig(dtype="float32", gradient_checkpointing=True)
-    lora = LoraConfig(4, 8.0)
-    model = TreeModel(str(folders[kind]), config, 1.0, Ranks(60), lora=lora, values=True)
-    compare(model, forest(5), LOGPROB_BOUND, GRADIENT_BOUND)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Each off-policy correction against a scalar computation, at every level and over every split into
 micro-batches."""
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -261,18 +260,6 @@ def test_the_two_clip_bounds_are_apart_and_dual_clip_bounds_large_ratios_of_bad_
     assert good.term.tolist() == pytest.approx([4.0])  # dual clip is for bad tokens only
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "decoupled", "tis", "icepop", "gspo"])
-def test_a_bad_token_far_off_policy_has_no_weight_unless_dual_clip_is_null(name: str) -> None:
-    zeros, ones = torch.zeros(1), -torch.ones(1)
-    logprobs = Logprobs(torch.tensor([20.0], requires_grad=True), zeros, zeros)
-    bounded, plain = (
-        load(name, {"level": "token", **o})(logprobs, ones) for o in ({}, {"dual_clip": "null"})
-    )
-    assert (bounded.coefficient.item(), bounded.term.item()) == (0, -3)
-    assert plain.coefficient.item() == pytest.approx(math.exp(20))
-    assert bounded.clipped.item()
-
-
 def test_another_aggregation_than_that_of_the_correction_is_told() -> None:
     gspo = load("gspo", {})
     assert gspo.doubts(4, "auto") == gspo.doubts(4, "trajectory") == []
@@ -326,17 +313,6 @@ def test_unknown_corrections_options_and_levels_are_refused_with_the_known_ones(
             load(name, {"level": "trajectory"})
 
 
-def test_each_correction_says_its_level_and_whether_it_reads_the_proximal_policy() -> None:
-    for name, function in CORRECTIONS.items():
-        default = (
-            "token" if name == "none" else inspect.signature(function).parameters["level"].default
-        )
-        assert load(name, {}).level == default
-        assert load(name, {"level": "turn"}).needs_proximal(2) == (
-            name in ("decoupled", "tis", "icepop")
-        )
-        assert not load(name, {"level": "turn"}).needs_proximal(1)
-        assert load(name, {"level": "sequence"}).needs_proximal(1) == (name != "none")
-    assert [load(name, {}).level for name in ("sequence_mask", "geometric_mask", "gspo")] == [
-        "sequence"
-    ] * 3
+def test_ratios_are_taken_over_tokens_but_for_the_corrections_of_sequences() -> None:
+    sequences = {name for name in CORRECTIONS if load(name, {}).level == "sequence"}
+    assert sequences == {"sequence_mask", "geometric_mask", "gspo"}

@@ -21,7 +21,7 @@ from coppice.scheduler.dispatch.dispatcher import Dispatcher
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import Trained, TrainGroup, TreeClosed
 from tests.services import bench
-from tests.updates import groups, trainer
+from tests.updates import groups, newest, trainer
 
 LONG_S = 60.0
 
@@ -104,7 +104,7 @@ async def test_a_trained_group_is_answered_at_once(tmp_path: Path, llama: Path) 
         for version, saved in ((1, False), (2, True)):
             some, _ = groups(version)
             await trained(dispatcher, some)
-            assert (checkpoint.newest(tmp_path) is not None) == saved
+            assert (newest(tmp_path) is not None) == saved
             (again,) = await asyncio.gather(*send(dispatcher, some[:1]))
             assert again.version == version
         first, _ = groups(1)
@@ -158,35 +158,12 @@ async def test_a_tree_without_groups_counts_as_a_question(tmp_path: Path, llama:
         assert (first.metrics["learner/questions"], first.metrics["learner/groups"]) == (3, 2)
 
 
-async def test_groups_of_a_replaced_tree_change_nothing(tmp_path: Path, llama: Path) -> None:
-    digests: list[str] = []
-    for replaced in (0, 1):
-        run = tmp_path / str(replaced)
-        leader = Leader(trainer(llama, run), run, Inbox(3, {}))
-        call = cast(Any, None)
-        some, _ = groups(0, trees=3 + replaced)
-        working = asyncio.create_task(leader.work())
-        calls = [asyncio.create_task(leader.train(group, call)) for group in some]
-        for group in reversed(some):
-            await leader.close(TreeClosed(group.tree, [group.id], replaced=group.id == 3), call)
-        answers = await asyncio.gather(*calls)
-        leader.stop()
-        await working
-        assert [answer.version for answer in answers] == [1] * (3 + replaced)
-        assert answers[0].metrics["learner/questions"] == answers[0].metrics["learner/groups"] == 3
-        found = checkpoint.newest(run)
-        assert found is not None
-        assert checkpoint.restore(leader.trainer, found).groups() == {group.id: 1 for group in some}
-        digests.append(answers[0].digest)
-    assert digests[0] == digests[1]
-
-
 async def test_stopping_leaves_a_checkpoint_of_the_newest(tmp_path: Path, llama: Path) -> None:
     async with learner(llama, tmp_path, checkpoint_every=10) as (_, dispatcher):
         some, _ = groups(0)
         await trained(dispatcher, some)
-        assert checkpoint.newest(tmp_path) is None
-    found = checkpoint.newest(tmp_path)
+        assert newest(tmp_path) is None
+    found = newest(tmp_path)
     assert found is not None
     state = checkpoint.restore(trainer(llama, tmp_path), found)
     assert (state.version, state.groups()) == (1, {group.id: 1 for group in some})

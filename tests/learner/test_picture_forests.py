@@ -13,7 +13,7 @@ from coppice.common import vision
 from coppice.common.vision import Vision
 from coppice.learner.forest.selfcheck import PackingError, check
 from coppice.learner.forest.trees import Path as Tokens
-from coppice.learner.forest.trees import alone, pack
+from coppice.learner.forest.trees import pack
 from coppice.learner.main import pack_batch, unpack_batch
 from coppice.learner.model.model import TreeModel
 from coppice.learner.model.ranks import Ranks
@@ -76,7 +76,7 @@ def test_pictures_read_as_by_the_plain_model(folder: Path, tmp_path: Path, atten
         for path, logprobs in zip(paths, packed, strict=True):
             np.testing.assert_allclose(logprobs, by_transformers(folder, path), atol=2e-5)
             np.testing.assert_allclose(
-                policy.read(alone(path), attention="causal")[0], logprobs, atol=2e-5
+                policy.read(pack([path]), attention="causal")[0], logprobs, atol=2e-5
             )
 
 

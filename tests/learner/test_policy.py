@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from coppice.learner.forest.trees import Path as Tokens
-from coppice.learner.forest.trees import alone, pack, share
+from coppice.learner.forest.trees import pack, share
 from tests.updates import batch, state, steady, trainer
 
 PATHS = [Tokens([1, 2, 3, 4, 5], 3), Tokens([1, 2, 3, 9, 8, 7], 3), Tokens([1, 2, 6, 6], 2)]
@@ -16,7 +16,7 @@ PATHS = [Tokens([1, 2, 3, 4, 5], 3), Tokens([1, 2, 3, 9, 8, 7], 3), Tokens([1, 2
 @pytest.mark.parametrize("rank", [0, 4])
 def test_the_reference_stays_the_initial_policy(tmp_path: Path, llama: Path, rank: int) -> None:
     made = trainer(llama, tmp_path, rank)
-    initial = torch.cat([made.policy.read(alone(path), attention="causal")[0] for path in PATHS])
+    initial = torch.cat([made.policy.read(pack([path]), attention="causal")[0] for path in PATHS])
     assert_close(made.policy.reference_logprobs(pack(PATHS)), initial, atol=2e-5, rtol=1e-5)
     for version in range(2):
         made.update(batch(version, version))

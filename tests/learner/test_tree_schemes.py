@@ -84,11 +84,6 @@ def test_a_turn_with_its_own_prompt_is_shared_only_if_all_turns_before_it_are() 
     assert len(set(segments(leaves(other, [0, 1], fresh=True)).of.tolist())) == 2
 
 
-def test_a_table_without_tokens_has_no_segments() -> None:
-    with pytest.raises(ValueError, match=r"learner\.update\.table\.build"):
-        segments(msgspec.structs.replace(leaves(TREE, OUTCOMES), paths=[]))
-
-
 def white(raw: list[float]) -> np.ndarray:
     return (np.array(raw) - np.mean(raw)) / np.std(raw, ddof=1)
 

@@ -2,17 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coppice.actors.engines import weights
-from coppice.learner.forest import selfcheck
 from coppice.learner.model import checkpoint
 from coppice.learner.model.publish import publish
 from coppice.learner.model.ranks import Ranks
@@ -26,6 +23,7 @@ from tests.updates import (
     everything,
     gradient,
     groups,
+    newest,
     process,
     rescored,
     state,
@@ -51,7 +49,7 @@ def test_four_updates_equal_two_a_checkpoint_a_resume_and_two(
     first.watch.state.first["wrong"] = [2.0, 3.0]
     checkpoint.save(first, tmp_path, {1: 1, 2: 1}, 3)
     resumed = trainer(llama, tmp_path, rank, dtype=dtype)
-    found = checkpoint.newest(tmp_path)
+    found = newest(tmp_path)
     assert found is not None
     assert checkpoint.restore(resumed, found).groups() == {1: 1, 2: 1}
     assert resumed.watch.state.first == {"wrong": [2.0, 3.0]}
@@ -153,30 +151,6 @@ def test_no_trajectory_without_outcome_counts(tmp_path: Path, llama: Path, schem
     assert_equal(everything(lacking), after)
 
 
-@pytest.mark.parametrize("aggregation", ["trajectory", "token"])
-def test_no_question_without_outcome_counts(tmp_path: Path, llama: Path, aggregation: str) -> None:
-    some = episodes(8, 0)
-
-    def known(tree: int, turn: Turn) -> float | None:
-        return None if tree == some.groups[0].tree else float(turn.trajectory == 1)
-
-    grpo = {"scheme": "grpo", "scheme_options": {"column": "outcome"}, "aggregation": aggregation}
-    lacking, without = (steady(trainer(llama, tmp_path, **grpo)) for _ in range(2))
-    lost = scored(some, known)
-    lacking.update(lost)
-    without.update(msgspec.structs.replace(lost, groups=lost.groups[1:], questions=2))
-    assert_equal(everything(lacking), everything(without))
-
-
-@pytest.mark.parametrize("scheme", ["slate", "grpo"])
-def test_an_update_without_a_score_moves_nothing(tmp_path: Path, llama: Path, scheme: str) -> None:
-    made = trainer(llama, tmp_path, scheme=scheme, kl_coef=0.0)
-    before = state(made)
-    assert made.update(rescored(batch(0, 0), lambda _: {}))["learner/skipped"] == 1
-    assert made.version == 1
-    assert_equal(before, state(made))
-
-
 def test_primes_reward_model_trains_on_what_its_filter_keeps(tmp_path: Path, llama: Path) -> None:
     some = episodes(8, 0)
     easy = some.groups[0].tree
@@ -267,18 +241,6 @@ def test_a_batch_takes_an_equal_part_of_every_scheduler_however_far_one_is_ahead
     assert inbox.ready() is None
 
 
-def test_a_group_enters_one_batch_only_however_often_it_is_sent() -> None:
-    some, _ = groups(0, trees=1)
-    inbox = Inbox(1, {})
-    assert inbox.add(some[0])
-    assert inbox.add(some[0])
-    inbox.close(TreeClosed(0, [0]))
-    assert len(inbox.take([0], 0).groups) == 1
-    assert not inbox.add(some[0])
-    inbox.close(TreeClosed(0, [0]))
-    assert inbox.ready() is None
-
-
 def test_groups_of_a_replaced_tree_leave_with_the_next_batch_and_are_no_question() -> None:
     some, _ = groups(0, trees=4)
     inbox = Inbox(1, {3: 0})
@@ -309,16 +271,3 @@ def test_more_critic_steps_come_nearer_to_the_returns(tmp_path: Path, llama: Pat
         )
         losses.append([model.update(episodes(8, version))["critic/loss"] for version in range(2)])
     assert losses[1][1] < losses[0][1]
-
-
-def test_the_first_batch_is_checked_against_the_plain_path(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, alone = trainer(llama, tmp_path), selfcheck.alone
-
-    def shifted(path: Any) -> Any:
-        return msgspec.structs.replace(alone(path), depth=np.arange(len(path.tokens)) * 2)
-
-    monkeypatch.setattr(selfcheck, "alone", shifted)
-    with pytest.raises(selfcheck.PackingError, match="differ from"):
-        made.update(batch(9, 0))

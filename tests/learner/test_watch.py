@@ -1,23 +1,11 @@
 """The numerics watch: what it measures, and that each warning speaks exactly when its threshold is
 passed."""
 
-import itertools
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from coppice.learner.config import WatchConfig
-from coppice.learner.update.watch import (
-    FIRST,
-    Watch,
-    effective_share,
-    explained_variance,
-    gradient_noise,
-    metrics,
-)
-from tests.learner.tables import NO, made_of
-from tests.updates import batch, trainer
+from coppice.learner.update.watch import FIRST, Watch, effective_share, metrics
 
 
 def measured(
@@ -121,53 +109,6 @@ def test_a_gradient_norm_is_held_against_the_median_of_the_twenty_before_it() ->
         watch.warnings({}, 9.0)
     assert watch.warnings({}, 80.0) == []
     assert len(watch.warnings({}, 100.0)) == 1
-
-
-@pytest.mark.parametrize("parts", [[[0], [1, 2]], [[0, 1]], [[0], [1], [2]]])
-def test_signal_and_noise_are_unbiased_for_unequal_parts(parts: list[list[int]]) -> None:
-    # Three questions with gradients 2 +- 1, each a third of the loss: the mean is 2, the variance
-    # of their mean 1 / 3.
-    found = []
-    for signs in itertools.product([-1, 1], repeat=3):
-        each = (2 + np.array(signs)) / 3
-        shares = np.array([len(part) / 3 for part in parts])
-        squares = sum(each[part].sum() ** 2 for part in parts)
-        made = gradient_noise(each.sum() ** 2, squares, shares.sum(), (shares**2).sum())
-        found.append([made["watch/gradient_signal"], made["watch/gradient_noise"]])
-    np.testing.assert_allclose(np.mean(found, axis=0), [4, 1 / 3])
-
-
-def test_the_noise_scale_is_the_ratio_of_the_means_in_questions() -> None:
-    watch = Watch(WatchConfig())
-    made = [
-        watch.noise_scale({"watch/gradient_signal": signal, "watch/gradient_noise": noise}, 8)
-        for signal, noise in ((-1.0, 2.0), (3.0, 2.0), (4.0, 1.0))
-    ]
-    assert made == [{}, {"watch/noise_scale": 16.0}, {"watch/noise_scale": pytest.approx(40 / 6)}]
-    assert watch.noise_scale({}, 8) == {}
-
-
-def test_one_rank_of_several_micro_batches_has_a_noise_scale(tmp_path: Path, llama: Path) -> None:
-    one, several = (
-        trainer(llama, tmp_path, micro_tokens=tokens).update(batch(0, 0)) for tokens in (4096, 24)
-    )
-    assert "watch/gradient_noise" not in one
-    whole = several["watch/gradient_signal"] + several["watch/gradient_noise"]
-    assert whole == pytest.approx(several["learner/grad_norm"] ** 2, rel=1e-6)
-    assert several["learner/grad_norm"] == pytest.approx(one["learner/grad_norm"], rel=1e-4)
-
-
-def test_a_column_explains_its_squared_correlation_with_the_outcome() -> None:
-    columns: dict[str, list[float]] = {
-        "outcome": [0, NO, 1, 0, 1],
-        "process": [NO, 1, 3, 2, 4],  # the first trajectory has two turns
-        "same": [1.0] * 5,
-        "rare": [NO, NO, 3, 2, NO],
-    }
-    table = made_of([2, 1, 1, 1], columns)
-    # Outcomes 0, 1, 0, 1 and scores 1, 3, 2, 4: covariance 2, sums of squares 1 and 5
-    assert explained_variance(table) == {"watch/explained_process": pytest.approx(0.8)}
-    assert explained_variance(made_of([2, 1, 1, 1], {"process": columns["process"]})) == {}
 
 
 def test_clipped_and_masked_shares_entropy_kl_and_coefficient_are_means_over_tokens() -> None:

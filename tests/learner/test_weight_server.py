@@ -1,21 +1,29 @@
 """Whoever reaches the learner's rendezvous without the run's token learns no secret there and
-cannot slip in a pickle."""
+cannot answer in the learner's place."""
 
 import json
 import threading
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from coppice.actors.engines.sglang_transport import Rendezvous
-from coppice.learner.model.weight_server import Snapshot, WeightServer, bound_store
+from coppice.actors.engines.sglang_api import Facts
+from coppice.actors.engines.sglang_transport import Pull
+from coppice.learner.model.weight_server import WeightServer, bound_store
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.published import Memory, opened, prefix, sealed
+from coppice.wire.published import Manifest, Memory, opened, prefix, sealed
 
-ASK = {"version": 3, "transport": "tensor", "ranks": 1}
+ASK = {"version": 3, "ranks": 1}
+
+
+def pull(memory: Memory) -> Pull:
+    """What a server asks; the server itself is not asked."""
+    server: Any = None
+    return Pull(server, Facts(), Manifest(3, "full", "d", False, memory), 20)
 
 
 def outsider(memory: Memory) -> TCPStore:
@@ -23,12 +31,13 @@ def outsider(memory: Memory) -> TCPStore:
     return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=20))
 
 
-def test_the_token_is_nowhere_in_the_store_and_no_ask_without_it_is_served() -> None:
+async def test_the_token_is_nowhere_in_the_store_and_no_ask_without_it_is_served() -> None:
     giver = WeightServer(timeout_s=20)
     try:
-        memory = giver.offer(Snapshot(3, {"w": torch.ones(4)}))
-        talk = Rendezvous(memory, 20)
-        assert talk.ask(ASK)["buckets"][0]["names"] == ["w"]
+        memory = giver.offer(9, {"w": torch.ones(4)})
+        talk = pull(memory)
+        with pytest.raises(InfrastructureFault, match="asked for version 3, gives 9"):
+            talk.ask()
         spy = outsider(memory)
         keys = [key for key in spy.list_keys() if key.startswith(prefix(memory.token))]
         assert keys
@@ -39,27 +48,27 @@ def test_the_token_is_nowhere_in_the_store_and_no_ask_without_it_is_served() -> 
         answer = json.loads(opened(memory.token, f"answer/{number}", store.get(f"answer/{number}")))
         assert "was not written by this run" in answer["error"]
         store.set(f"done/{number}", "1")
-        talk.done()
+        await talk.release()
     finally:
         giver.close()
 
 
 def test_an_answer_of_somebody_else_never_reaches_a_server() -> None:
     meeting = bound_store("127.0.0.1", timedelta(seconds=20))
-    memory = Memory(f"127.0.0.1:{meeting.port}", "h", "cpu", token="the run's token")
+    memory = Memory(f"127.0.0.1:{meeting.port}", "cpu", token="the run's token")
 
     def forge() -> None:
         store = PrefixStore(prefix(memory.token), outsider(memory))
         store.get("ask/1")
         store.set(
             "answer/1",
-            sealed("a guess", "answer/1", json.dumps({"buckets": [{"payloads": ["gASV"]}]})),
+            sealed("a guess", "answer/1", json.dumps({"buckets": [{"names": ["w"]}]})),
         )
 
     forger = threading.Thread(target=forge)
     forger.start()
     with pytest.raises(InfrastructureFault, match="was not written by this run"):
-        Rendezvous(memory, 20).ask(ASK)
+        pull(memory).ask()
     forger.join()
 
 

@@ -1,9 +1,7 @@
-"""Agents that call the policy several times at the same time: all calls are sampled at once, and
-every one is below exactly what was read."""
+"""Agents that call the policy several times at the same time, and what their episodes leave."""
 
 import asyncio
 import gc
-import random
 import weakref
 from typing import Any
 
@@ -14,8 +12,7 @@ from coppice.actors.environments.agents.gateway import Session
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.strategies import chain, full, mc_value, slate
 from coppice.scheduler.growth.tree import Tree
-from coppice.wire.messages import GenerateRequest
-from tests.agent_stage import Stage, Stages
+from tests.agent_stage import Stages
 
 AGENTS = '''
 from concurrent.futures import ThreadPoolExecutor
@@ -30,13 +27,6 @@ def fan(task):
     call([user(" ".join(replies))])
     return float(len(replies))
 
-def hasty(task):
-    """Does not wait for two of its calls."""
-    for i in range(2):
-        threading.Thread(target=call, args=[[user(f"aside {i}")]], daemon=True).start()
-    call([user("main")])
-    os._exit(0)
-
 def lasting(task):
     messages = [user("go")]
     for i in range(2):
@@ -49,44 +39,24 @@ def parts(prompt: str, i: int) -> str:
     return "r" + "".join(character for character in prompt[-60:] if character.isdigit())
 
 
-def together(stage: Stage, number: int) -> None:
-    """Answer no call about a part before ``number`` of them wait."""
-    call, all_there, waiting = stage.policy.call, asyncio.Event(), list[str]()
-
-    async def held(service: str, request: Any, **more: Any) -> Any:
-        if isinstance(request, GenerateRequest):
-            prompt = stage.text.tokenizer.decode(request.tokens.tolist(), skip_special_tokens=False)
-            if "part" in prompt:
-                waiting.append(prompt)
-                if len(waiting) == number:
-                    all_there.set()
-                async with asyncio.timeout(30):
-                    await all_there.wait()
-        return await call(service, request, **more)
-
-    stage.policy.call = held
-
-
 @pytest.mark.parametrize(
-    ("strategy", "options", "at_once"), [(chain, {}, 6), (slate, {"k": 2}, 6), (full, {"k": 2}, 12)]
+    ("strategy", "options", "k"), [(chain, {}, 1), (slate, {"k": 2}, 1), (full, {"k": 2}, 2)]
 )
-async def test_parallel_calls_are_all_sampled_before_any_is_answered(
-    stage: Stages, strategy: Any, options: dict[str, Any], at_once: int
+async def test_parallel_calls_are_all_answered_below_what_each_has_read(
+    stage: Stages, strategy: Any, options: dict[str, Any], k: int
 ) -> None:
     s = stage(parts, "fan")
-    together(s, at_once)
     tree = await s.grow(strategy, **options)
     s.check(tree)
-    for trajectory in range(at_once // 6):
+    for trajectory in range(k):
         first, *middle, last = tree.actions(trajectory)
         assert [tree.nodes[action.parent].parent for action in middle] == [first.id] * 6
         assert {tree.nodes[action.parent].text.count("part") for action in middle} == {1}
         assert tree.nodes[last.parent].parent == 0 and last.scores["outcome"] == 6.0
 
 
-async def test_calls_beyond_the_budget_are_not_sampled_ahead(stage: Stages) -> None:
+async def test_parallel_calls_end_at_the_budget(stage: Stages) -> None:
     s = stage(parts, "fan", horizon=4)
-    together(s, 3)
     tree = await s.grow(chain)
     s.check(tree)
     assert len(s.policy.samples) == 4 and tree.actions()[-1].scores["outcome"] == 6.0
@@ -97,15 +67,6 @@ async def test_parallel_calls_are_given_their_replies_again_in_a_replay(stage: S
     tree = await s.grow(mc_value, continuations=2)
     assert [action.scores["mc_value"] for action in tree.actions()] == [6.0] * 8
     assert s.environment.replayed > 0 and s.counts["dropped_branches"] == 0
-
-
-async def test_of_calls_whose_agent_is_gone_nothing_goes_on(stage: Stages) -> None:
-    s = stage(parts, "hasty")
-    context = Context(s.runtime, s.task, s.tree, random.Random(1))
-    await context.plant()
-    await chain.grow(s.tree, context)
-    assert not context._begun
-    assert all(action.parent >= 0 for action in s.tree.actions())
 
 
 async def test_an_ended_episode_leaves_neither_its_tree_nor_its_contexts_in_memory(

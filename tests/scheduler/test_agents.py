@@ -152,5 +152,5 @@ async def test_no_process_is_left(stage: Stages) -> None:
     await s.environment.open(s.environment.initial(s.task), s.anew().services)
     ((_, episode, _),) = s.environment._waiting
     await s.environment.close()
-    assert episode._process is not None and episode._process.returncode == -9
+    assert episode._process is not None and episode._process.ended.result() == -9
     await asyncio.sleep(0)

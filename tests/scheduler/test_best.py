@@ -51,17 +51,6 @@ def test_the_best_of_all_evaluated_versions_is_there_at_the_end(tmp_path: Path) 
         versions.chosen(tmp_path, 3)
 
 
-def test_what_is_cut_off_while_it_is_written_is_not_taken_for_the_best(tmp_path: Path) -> None:
-    after(tmp_path, [0.1, 0.3])
-    draft = tmp_path / "best" / "v000002.draft"
-    draft.mkdir()
-    (draft / "model.safetensors").write_bytes(b"half")
-    assert best.keep(tmp_path, published(tmp_path, 2), "em", 0.4)
-    found = kept(tmp_path)
-    assert (found[1] / "model.safetensors").read_bytes() == b"weights 2"
-    assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["v000002"]
-
-
 def test_a_disk_that_takes_nothing_costs_the_copy_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

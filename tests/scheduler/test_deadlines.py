@@ -3,8 +3,7 @@
 import asyncio
 import random
 
-from coppice.scheduler.dispatch.calls import Pending
-from coppice.scheduler.dispatch.deadlines import PARTS, Deadlines
+from coppice.scheduler.dispatch.calls import LEAST_LOADED, PARTS, Deadlines, Pending
 from tests.simulation.virtual_time import Agenda, VirtualLoop
 
 
@@ -15,7 +14,7 @@ def test_a_call_expires_never_before_its_time_and_at_most_one_part_of_it_later()
     async def work() -> None:
         deadlines = Deadlines(lambda pending, _: ended.update({pending: agenda.now}))
         for _ in range(500):
-            pending = Pending("s", [], dict, 0.0, None, None, "", 0.0)
+            pending = Pending("s", [], dict, 0.0, LEAST_LOADED, None, "", 0.0)
             seconds = 10 ** rng.uniform(-2, 4)
             moment = deadlines.add(pending, seconds)
             if rng.random() < 0.3:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coppice.scheduler.dispatch.calls import Place, Worker
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
-from coppice.scheduler.dispatch.placement import Load, Place
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault
 from coppice.wire.service import Call, Service
 from tests.services import Bench, EchoRequest, EchoResult, Prefer, bench
@@ -96,25 +96,11 @@ class Ranked(Place):
     def rank(self) -> tuple[int, ...]:
         return (self.number,)
 
-    def choose(self, loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
-        return super().choose(loads, avoid) if self.free.is_set() else None
+    def choose(self, workers: Sequence[Worker], avoid: frozenset[str]) -> Worker | None:
+        return super().choose(workers, avoid) if self.free.is_set() else None
 
     def started(self, worker: str) -> None:
         self.order.append(self.number)
-
-
-async def test_waiting_calls_start_in_the_order_of_their_ranks(tmp_path: Path) -> None:
-    started: list[int] = []
-    free = asyncio.Event()
-    async with bench(tmp_path) as b:
-        await b.work("w", {"echo": echo}, capacity=1)
-        places = [Ranked(rank, started, free) for rank in (3, 1, 2, 0)]
-        calls = [call(b, place) for place in places]
-        await asyncio.sleep(0)
-        free.set()
-        b.dispatcher.look_again("echo")
-        await asyncio.gather(*calls)
-    assert started == [0, 1, 2, 3]
 
 
 async def test_a_held_back_call_stops_no_other_and_is_tried_again(tmp_path: Path) -> None:
@@ -147,9 +133,9 @@ class Kin(Ranked):
     def waits_with(self) -> str:
         return "kin"
 
-    def choose(self, loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
+    def choose(self, workers: Sequence[Worker], avoid: frozenset[str]) -> Worker | None:
         self.asked.append(self.number)
-        return super().choose(loads, avoid)
+        return super().choose(workers, avoid)
 
     def started(self, worker: str) -> None:
         super().started(worker)

@@ -1,10 +1,5 @@
-"""What a held-out evaluation rests on: generated tasks, summaries of finished trees, players
-without a model."""
+"""What a held-out evaluation rests on: generated tasks and summaries of finished trees."""
 
-import random
-from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,18 +8,9 @@ import pytest
 from coppice.actors.environments.base import Task
 from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.actors.environments.tictactoe.environment import TicTacToe
-from coppice.scheduler.config import SchedulerConfig
-from coppice.scheduler.evaluation.evaluation import (
-    estimate,
-    play_baselines,
-    summarise,
-    trivial_baselines,
-)
-from coppice.scheduler.growth.services import Runtime, Services
+from coppice.scheduler.evaluation.evaluation import estimate, summarise
 from coppice.scheduler.growth.tasks import GeneratedTasks
-from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
-from coppice.scheduler.ledger.journal import Journal
 
 GAME = TicTacToe(prompt="tictactoe_compact", opponents={"random": 1.0})
 
@@ -115,34 +101,3 @@ def test_an_estimate_is_the_mean_with_its_95_percent_interval() -> None:
     # Agresti-Coull: ten of ten is 12 of 14, never a certainty
     assert estimate([1.0] * 10).half == pytest.approx(1.96 * (12 / 14 * 2 / 14 / 10) ** 0.5)
     assert estimate([]).mean != estimate([]).mean
-
-
-def test_the_best_constant_answer_is_found_on_the_held_out_tasks() -> None:
-    golds = [["Rome"], ["rome", "Roma"], ["Sofia"], ["Oslo"]]
-    heldout = [Task(str(i), golds=each) for i, each in enumerate(golds)]
-    found = trivial_baselines(heldout, [Task("t", golds=["SOFIA"])])
-    assert found == {"random_answer": 0.25, "best_constant_answer": 0.5}
-
-
-def services(tmp_path: Path, llama: Path, environment: Any) -> Callable[[Task, int], Services]:
-    """Services without workers: random opponents need none."""
-    nobody: Any = None
-    journal, text = Journal(tmp_path / "journal"), Text(str(llama))
-    config, silent = SchedulerConfig(), lambda *_: None
-    runtime = Runtime(nobody, journal, text, environment, config, Counter(), silent)
-
-    def made(task: Task, place: int) -> Services:
-        return Services(runtime, task, Tree(-1, task.id, "baseline"), random.Random(f"b/{place}"))
-
-    return made
-
-
-async def test_players_without_a_model_have_their_returns(tmp_path: Path, llama: Path) -> None:
-    tools = services(tmp_path, llama, GAME)
-    tasks = GeneratedTasks(GAME.task, 0).held_out(1500)
-    found = await play_baselines(GAME, tasks, tools)
-    assert set(found) == {"random_legal_move", "first_legal_move"}
-    # random against random, either side begins; 3 standard errors are 0.07
-    assert abs(found["random_legal_move"]) < 0.08
-    assert found["first_legal_move"] > 0.08  # it fills a row
-    assert await play_baselines(GAME, tasks, tools) == found

@@ -7,9 +7,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coppice.scheduler.dispatch.placement import Load, Place
-from coppice.scheduler.telemetry.fleet import CAPACITY, PATIENCE_S, Fleet
+from coppice.scheduler.dispatch.calls import Place, Worker
+from coppice.scheduler.dispatch.placement import CAPACITY, PATIENCE_S, Fleet
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sample, Sampling
+from tests.services import loaded
 
 HEAD = list(range(100, 120))
 
@@ -26,9 +27,9 @@ class World:
         self.stats = {} if capacity is None else {CAPACITY: float(capacity)}
         self.running: dict[str, list[Place]] = {name: [] for name in workers}
 
-    def loads(self) -> list[Load]:
+    def workers(self) -> list[Worker]:
         running = self.running.items()
-        return [Load(name, len(calls), self.room, self.stats) for name, calls in running]
+        return [loaded(name, len(calls), self.room, self.stats) for name, calls in running]
 
     def call(
         self, tree: int, prompt: list[int], n: int = 1, longest: int = 10, background: bool = False
@@ -37,11 +38,12 @@ class World:
         return self.fleet.call(tree, request, background)
 
     def start(self, place: Place, avoid: frozenset[str] = frozenset()) -> str | None:
-        worker = place.choose(self.loads(), avoid)
-        if worker is not None:
-            place.started(worker)
-            self.running[worker].append(place)
-        return worker
+        worker = place.choose(self.workers(), avoid)
+        if worker is None:
+            return None
+        place.started(worker.name)
+        self.running[worker.name].append(place)
+        return worker.name
 
     def end(self, place: Place, samples: list[list[int]] | None = None) -> None:
         worker = next(name for name, calls in self.running.items() if place in calls)

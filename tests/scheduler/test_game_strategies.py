@@ -16,7 +16,7 @@ from coppice.judges.oracles.sudoku import SudokuOracle
 from coppice.judges.oracles.tictactoe import MinimaxPlayer, TicTacToeOracle
 from coppice.scheduler.concurrency import TaskGroup, gather
 from coppice.scheduler.config import SchedulerConfig
-from coppice.scheduler.growth.strategies import chain, full, mc_value
+from coppice.scheduler.growth.strategies import chain, mc_value
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
 from coppice.wire import messages as wire
@@ -129,18 +129,6 @@ async def test_each_turn_is_a_prompt_below_the_shared_part(tmp_path: Path, llama
         assert state["board"][:3] in stage.runtime.text.decode(request.tokens)
 
 
-BAD = ["hello", "<action>99</action>", "<action>1</action> <action>x</action>"]
-
-
-@pytest.mark.parametrize("bad", BAD)
-async def test_an_unusable_action_loses_the_episode(tmp_path: Path, llama: Path, bad: str) -> None:
-    stage = Stage(tmp_path, llama, tictactoe(), script=[bad])
-    await stage.grow(chain)
-    ((turn,),) = stage.groups
-    assert (turn.scores["valid"], turn.scores["reward"], turn.scores["outcome"]) == (0, 0, -1)
-    assert stage.counts["invalid_actions"] == 1
-
-
 async def test_turns_are_generated_while_an_oracle_thinks(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, tictactoe())
     stage.services.hold = asyncio.Event()
@@ -176,16 +164,6 @@ async def test_a_chain_grown_halfway_judges_what_was_not_judged(
     assert [turn.node for turn in turns][: len(before)] == [action.id for action in before]
     assert all("reward" in turn.scores for turn in turns)
     assert [turn.turn for turn in turns] == list(range(1, len(turns) + 1))
-
-
-@pytest.mark.parametrize("strategy", [chain, full, mc_value])
-async def test_a_group_is_emitted_once(tmp_path: Path, llama: Path, strategy: Any) -> None:
-    stage = Stage(tmp_path, llama, tictactoe(), k=2, continuations=2)
-    await stage.grow(strategy)
-    asked = len(stage.services.generated)
-    await stage.grow(strategy, stage.reread())
-    assert len(stage.services.generated) == asked
-    assert len(stage.groups) == 1
 
 
 async def test_continuations_do_not_change_the_episode(tmp_path: Path, llama: Path) -> None:

@@ -4,14 +4,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
-from coppice.scheduler.telemetry.health import PAUSED, UNANSWERED, Progress, Reporter, read
+from coppice.scheduler.telemetry.health import UNANSWERED, Reporter
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.service import Call
 from tests.services import Bench, EchoRequest, EchoResult, bench
@@ -22,8 +21,9 @@ CONFIG = DispatchConfig(heartbeat_s=0.05, dead_after_s=30.0)
 
 def reporter(run: Path, b: Bench, marks: Sequence[int] = (0,)) -> Reporter:
     """A reporter of a run whose progress is ``marks[0]``."""
-    progress = partial(Progress, "updates", 2, 9, 1, 4, 1)
-    return Reporter(run, b.dispatcher, lambda: progress(marks[0]), 60.0, 600.0)
+    fields = {"phase": "updates", "version": 2, "updates": 9, "growing": 1, "done": 4}
+    fields |= {"evaluations": 1}
+    return Reporter(run, b.dispatcher, lambda: {**fields, "marks": marks[0]}, 60.0, 600.0)
 
 
 def progress_at(writer: Reporter, *moments: float) -> list[float]:
@@ -140,16 +140,3 @@ async def test_a_paused_run_stands_still_on_purpose_once_only_the_learner_has_ca
         await asyncio.gather(*calls, return_exceptions=True)
     told = [line.split(";")[0] for line in capsys.readouterr().out.splitlines()]
     assert told == ["<4>paused: no new tree begins", "<4>resumed"]
-
-
-async def test_the_file_pauses_the_run_and_its_absence_resumes_it(tmp_path: Path) -> None:
-    async with bench(tmp_path, CONFIG) as b:
-        writer = reporter(tmp_path, b)
-        work = asyncio.create_task(writer.work())
-        async with asyncio.timeout(20):
-            for change, paused in ((Path.touch, True), (Path.unlink, False)):
-                change(tmp_path / PAUSED)
-                while (report := read(tmp_path)) is None or report.paused != paused:
-                    await asyncio.sleep(0.01)
-                assert writer.paused == paused
-        work.cancel()

@@ -82,16 +82,6 @@ def test_trees_are_trained_as_old_as_the_bound_says_in_the_end(
     assert len(sim.ages) == len(sim.admitted) == 5 * questions
 
 
-@given(st.integers(1, 4), st.integers(0, 3))
-def test_trees_that_close_in_order_stay_within_the_bound(questions: int, staleness: int) -> None:
-    sim = Simulation(questions, staleness, updates=8)
-    while not sim.pacing.finished:
-        sim.admit()
-        for event in (0, 2, 3, 4):
-            sim.play(event)
-    assert max(sim.ages.values()) <= staleness
-
-
 def test_a_tree_that_grows_on_while_later_ones_are_trained_is_trained_however_old_it_is() -> None:
     sim = Simulation(1, 1, updates=6)
     for _ in range(5):

@@ -13,9 +13,8 @@ from coppice.scheduler.growth.rollouts import outcomes, position_before
 from coppice.scheduler.growth.strategies import chain
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.ledger.journal import Journal
-from coppice.scheduler.ledger.stream import Stream
 from coppice.wire import arrays
-from coppice.wire.messages import GenerateRequest, GenerateResult, Request, Sample, TrainGroup
+from coppice.wire.messages import GenerateRequest, GenerateResult, Request, Sample
 from tests.agent_stage import Staged
 from tests.pictures import Colours, squares
 
@@ -117,24 +116,3 @@ async def test_continuations_see_the_pictures_of_their_states(stage: Stage) -> N
         shown = [run.number for run in vision.runs(request.tokens)]
         assert sorted(shown) == sorted(request.images)
         assert request.images[shown[0]] == GOAL
-
-
-async def test_the_learner_gets_each_picture_with_the_node_that_shows_it(stage: Stage) -> None:
-    tree = await stage.grow(chain)
-    received = list[TrainGroup]()
-
-    class Learner:
-        async def call(self, service: str, request: TrainGroup, **_: Any) -> None:
-            received.append(sent(service, request))
-            raise InterruptedError
-
-    learner: Any = Learner()
-    stream = Stream(learner, stage.journal, lambda _: None)  # pyright: ignore
-    with pytest.raises(InterruptedError):
-        await stream._send(tree, 0, stage.groups[0])
-    (group,) = received
-    by_id = {node.id: node for node in group.nodes}
-    assert by_id[0].images == {1: GOAL}
-    for node in group.nodes:
-        assert list(node.images) == vision.numbers(node.tokens)
-    assert sum(len(node.images) for node in group.nodes) == 4

@@ -5,25 +5,24 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coppice.scheduler.dispatch.placement import Breaker, Load, backoff, choose
+from coppice.scheduler.dispatch.calls import Breaker, Place
+from coppice.scheduler.dispatch.dispatcher import backoff
+from tests.services import loaded
 
-LOADS = st.lists(
-    st.builds(Load, st.sampled_from("abcdef"), st.integers(0, 12), st.integers(1, 8)),
-    max_size=6,
-    unique_by=lambda load: load.worker,
+WORKERS = st.dictionaries(
+    st.sampled_from("abcdef"), st.tuples(st.integers(0, 12), st.integers(1, 8)), max_size=6
 )
 NAMES = st.frozensets(st.sampled_from("abcdef"))
 
 
-@given(LOADS, NAMES)
-def test_no_full_worker_is_chosen(loads: list[Load], avoid: frozenset[str]) -> None:
-    name = choose(loads, avoid)
-    usable = [load for load in loads if load.worker not in avoid] or loads
-    free = {load.worker: load for load in usable if load.in_flight < load.capacity}
-    if name is None:
-        assert not free
-        return
-    assert free[name].share == min(load.share for load in free.values())
+@given(WORKERS, NAMES)
+def test_no_full_worker_is_chosen(sizes: dict[str, tuple[int, int]], avoid: frozenset[str]) -> None:
+    workers = [loaded(name, *size) for name, size in sizes.items()]
+    usable = [worker for worker in workers if worker.name not in avoid] or workers
+    free = [worker for worker in usable if worker.has_room]
+    chosen = Place().choose(workers, avoid)
+    assert chosen is None if not free else chosen in free
+    assert chosen is None or chosen.share == min(worker.share for worker in free)
 
 
 def test_a_breaker_rests_a_worker_after_failures_in_a_row_and_then_gives_it_one_chance() -> None:

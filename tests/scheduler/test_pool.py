@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from coppice.scheduler.dispatch.calls import Worker
-from coppice.scheduler.dispatch.placement import Load, choose
+from coppice.scheduler.dispatch.calls import Place, Worker
 from coppice.scheduler.dispatch.pool import FEW, LOOKED_AT, Pool
 from coppice.wire.messages import Register
 
@@ -56,9 +55,8 @@ class Fleet:
             if worker.left_out:
                 self.pool.touch(worker)
 
-    def usable(self) -> list[Load]:
-        usable = [worker for worker in self.workers if worker.usable(self.now)]
-        return [Load(w.name, len(w.in_flight), w.hello.capacity, w.stats) for w in usable]
+    def usable(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.usable(self.now)]
 
 
 @pytest.fixture(params=range(20))
@@ -80,27 +78,25 @@ def test_the_least_loaded_worker_is_found_as_if_all_were_looked_at(fleets: Itera
         avoid = frozenset(w.name for w in fleet.workers if fleet.rng.random() < 0.3)
         for names in (frozenset[str](), avoid, frozenset(w.name for w in fleet.workers)):
             found = fleet.pool.least(fleet.now, names)
-            loads = {load.worker: load for load in fleet.usable()}
-            expected = choose(list(loads.values()), names)
+            expected = Place().choose(fleet.usable(), names)
             assert (found is None) == (expected is None)
             if found is not None and expected is not None:
-                assert loads[found.name].share == loads[expected].share
-                assert (found.name in names) == (expected in names)
+                assert found.share == expected.share
+                assert (found.name in names) == (expected.name in names)
 
 
 def test_a_call_sees_all_of_few_workers_and_some_of_many(fleets: Iterator[Fleet]) -> None:
     sizes = set[bool]()
     for fleet in fleets:
         usable, homes = fleet.usable(), [w.name for w in fleet.rng.sample(fleet.workers, 1)]
-        shown = fleet.pool.loads(fleet.now, homes, frozenset())
+        shown = fleet.pool.shown(fleet.now, homes, frozenset())
         few = len(fleet.workers) <= FEW
         sizes.add(few)
         if few:
             assert shown == usable
             continue
-        assert set(homes) & {load.worker for load in usable} <= {load.worker for load in shown}
-        assert all(load in usable for load in shown)
+        assert {w for w in usable if w.name in homes} <= {*shown} <= {*usable}
         assert len(shown) <= LOOKED_AT + len(homes)
-        least = {load.worker: load.share for load in usable}.get(choose(usable) or "")
-        assert least is None or least in {load.share for load in shown}
+        least = Place().choose(usable, frozenset())
+        assert least is None or least.share in {worker.share for worker in shown}
     assert sizes == {True, False}

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from coppice.actors.config import ActorsConfig
-from coppice.actors.engines.base import OnTokens
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.environments.base import SPLIT, Task
 from coppice.actors.environments.search_qa.environment import SearchQA
@@ -38,10 +37,8 @@ class Echo(Speaker):
 class Silent(LocalEngine):
     """An engine that does not report what it left."""
 
-    async def generate(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, request: GenerateRequest, on_tokens: OnTokens | None = None
-    ) -> GenerateResult:
-        result = await super().generate(request, on_tokens)
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await super().generate(request)
         samples = [msgspec.structs.replace(sample, support=None) for sample in result.samples]
         return msgspec.structs.replace(result, samples=samples)
 

@@ -8,7 +8,7 @@ import pytest
 
 from coppice.actors.environments.registry import load
 from coppice.judges.oracles.sokoban import SokobanOracle
-from coppice.scheduler.growth.strategies import chain, full
+from coppice.scheduler.growth.strategies import full
 from tests.scheduler.test_game_strategies import Services, Stage
 
 
@@ -38,16 +38,3 @@ async def test_full_trajectories_have_step_rewards_and_situations_that_recur(
     assert len({turn.anchor for turn in turns}) < len(turns) / 2
     first = [turn.anchor for turn in turns if turn.turn == 1]
     assert len(first) == 4 and len(set(first)) == 1
-
-
-async def test_a_chain_is_judged_by_the_oracle_and_ends_with_the_shown_room(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    its = stage(tmp_path, llama, monkeypatch)
-    await its.grow(chain)
-    (turns,) = its.groups
-    assert all({"reward", "optimal", "valid_share"} <= set(turn.scores) for turn in turns)
-    assert all(turn.scores["reward"] == -1 for turn in turns if turn.scores["valid"] == 0)
-    last = its.reread().nodes[max(its.reread().nodes)]
-    assert last.kind == "observation"
-    assert last.text.splitlines()[0] == "# # # # # #"

@@ -120,15 +120,6 @@ async def test_slate_emits_all_candidates_and_continues_one(tmp_path: Path, llam
     assert kinds == ["prompt", "action", "observation", "action"]
 
 
-async def test_when_all_fail_the_notice_uses_the_step_up(tmp_path: Path, llama: Path) -> None:
-    stage = Stage(tmp_path, llama, [[NOTHING] * 3, [RIGHT] * 3])
-    await stage.grow(slate)
-    assert stage.rewards() == [[-2, -2, -2], [1, 1, 1]]
-    notice = stage.tree.path(stage.tree.tip())[2]
-    assert "could not be used" in notice.text
-    assert stage.counts["invalid_actions"] == 3
-
-
 async def test_a_used_up_budget_forces_an_untrained_answer(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, [[GOOD] * 3, [BAD] * 3, [" Sofia </answer>"]])
     await stage.grow(slate)

@@ -1,6 +1,7 @@
-"""Trackers get every record that no crash takes back, once, and nothing of theirs reaches the run.
-Both real packages are run, offline."""
+"""Trackers get every record, and nothing of theirs reaches the run. Both real packages are run,
+offline."""
 
+import asyncio
 import json
 import os
 import signal
@@ -9,7 +10,6 @@ import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
@@ -17,8 +17,7 @@ import pytest
 from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
 from coppice.common import shards
-from coppice.scheduler.telemetry import tracking
-from coppice.scheduler.telemetry.tracking import Trackers, follow
+from coppice.scheduler.telemetry.tracking import Trackers, recorded
 
 Point = tuple[int, float | None]
 """Step and loss of a record; None for an evaluation."""
@@ -30,22 +29,22 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     folder = tmp_path / "run-1"
-    for name in ("logs", "checkpoints"):
-        (folder / name).mkdir(parents=True)
+    (folder / "logs").mkdir(parents=True)
     (folder / "config.json").write_text('{"name": "planted"}')
     (folder / "metrics.jsonl").touch()
     return folder
 
 
-def write(run: Path, points: list[Point], checkpoint: int) -> None:
-    """The records of ``points``, and the newest checkpoint."""
-    (run / "checkpoints" / f"v{checkpoint:06d}").mkdir()
-    lines = b""
-    for step, loss in points:
-        update = {"learner/groups": 1.0, "learner/surrogate": loss}
-        values = {"heldout/em": 0.5} if loss is None else update
-        lines += msgspec.json.encode({"version": float(step), **values}) + b"\n"
-    (run / "metrics.jsonl").write_bytes(lines)
+def written(step: int, loss: float | None) -> dict[str, float]:
+    values = (
+        {"heldout/em": 0.5} if loss is None else {"learner/groups": 1.0, "learner/surrogate": loss}
+    )
+    return {"version": float(step), **values}
+
+
+def write(run: Path, *points: Point) -> None:
+    lines = [msgspec.json.encode(written(*point)) + b"\n" for point in points]
+    (run / "metrics.jsonl").write_bytes(b"".join(lines))
 
 
 def in_trackio(run: Path) -> list[Point]:
@@ -56,17 +55,18 @@ def in_trackio(run: Path) -> list[Point]:
 
 
 def in_wandb(run: Path) -> list[Point]:
+    """The points of the newest start: offline, W&B knows no earlier one."""
     points: list[Point] = []
     files = sorted((run / "tracking" / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len({file.name for file in files}) == 1, "one run"
-    for file in files:
-        for stored in _stored(file):
-            record = Record()
-            record.ParseFromString(stored)
-            if record.WhichOneof("record_type") == "history":
-                items = record.history.item
-                values = {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items}
-                points.append((record.history.step.num, values.get("learner/surrogate")))
+    newest = max(files, key=lambda file: file.stat().st_mtime_ns)
+    for stored in _stored(newest):
+        record = Record()
+        record.ParseFromString(stored)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            values = {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items}
+            points.append((record.history.step.num, values.get("learner/surrogate")))
     return points
 
 
@@ -85,131 +85,73 @@ def _stored(path: Path) -> Iterator[bytes]:
             record = b""
 
 
-def lived(run: Path, name: str) -> list[str]:
-    """One start of the run, and what was said meanwhile."""
+async def lived(run: Path, name: str, *new: Point) -> None:
+    """One start of the run, with ``new`` records."""
     told: list[str] = []
     trackers = Trackers(run, [name], told.append)
-    trackers.start()
-    trackers.close(240.0)
-    return told
+    await trackers.start()
+    for point in new:
+        trackers.log(written(*point))
+    await trackers.close(240.0)
+    assert told == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "read"), [("wandb", in_wandb), ("trackio", in_trackio)])
-def test_a_resumed_run_goes_on_in_the_same_run_and_no_lost_update_appears(
-    name: str, read, run: Path, monkeypatch
+async def test_a_resumed_run_goes_on_in_the_same_run_after_the_last_step_that_is_known(
+    name: str, read, run: Path
 ) -> None:
-    write(run, [(0, None), (1, 0.1), (2, 0.2), (2, None), (3, 0.3)], checkpoint=2)
-    assert lived(run, name) == []
-    before = [(0, None), (1, 0.1), (2, 0.2), (2, None)][: 4 if name == "trackio" else 3]
-    assert read(run) == before  # W&B joins the records of one version
-    # The crash took version 3 back, and it was made again with another loss. So was version 4, of
-    # which there is no checkpoint yet.
-    write(run, [(0, None), (1, 0.1), (2, 0.2), (2, None), (3, 0.33), (4, 0.4)], checkpoint=3)
-    assert lived(run, name) == []
-    assert read(run) == [*before, (3, 0.33)]
-    assert lived(run, name) == []
-    assert read(run) == [*before, (3, 0.33)]
+    write(run, (0, None), (1, 0.1))
+    await lived(run, name, (2, 0.2), (3, 0.3))
+    before = [(0, None), (1, 0.1), (2, 0.2)]
+    assert read(run) == [*before, (3, 0.3)]
+    # The crash took version 3 back, and it was made again with another loss.
+    write(run, *before, (3, 0.33))
+    await lived(run, name, (4, 0.4))
+    # offline, W&B cannot say what it knows
+    assert read(run) == [*before, (3, 0.33 if name == "wandb" else 0.3), (4, 0.4)]
 
 
-class Kept:
-    """A tracker that keeps what it is given. fault: what it raises instead."""
-
-    def __init__(self) -> None:
-        self.given: list[dict[str, float]] = []
-        self.points: list[Point] = []
-        self.finished = False
-        self.fault: Exception | None = None
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        if self.fault is not None:
-            raise self.fault
-        self.given.append({"step": step, **values})
-        self.points.append((step, values.get("learner/surrogate")))
-
-    def finish(self) -> None:
-        self.finished = True
-
-
-@pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
-    tracker: Any = Kept()
-    monkeypatch.setattr(tracking, "TRACKERS", {"wandb": lambda *_: tracker})
-    return tracker
-
-
-def test_a_record_is_given_whole_and_once(run: Path, kept: Kept) -> None:
-    write(run, [(1, 0.1), (2, 0.2)], checkpoint=9)
-    whole = (run / "metrics.jsonl").read_bytes()
-    (run / "metrics.jsonl").write_bytes(whole[:-3])
-    looks = iter([False, False, True])
-
-    def ended(_: float) -> bool:
-        if len(kept.points) == 1:
-            (run / "metrics.jsonl").write_bytes(whole)
-        return next(looks)
-
-    follow("wandb", run, ended)
-    assert (kept.points, kept.finished) == ([(1, 0.1), (2, 0.2)], True)
-    more = b'{"version":3.0,"learner/surrogate":null}\n{"version":4.0}\n'
-    (run / "metrics.jsonl").write_bytes(whole + more)
-    kept.fault = OSError("No space left on device")
-    with pytest.raises(OSError, match="No space"):
-        follow("wandb", run, lambda _: True)
-    kept.fault = None
-    follow("wandb", run, lambda _: True)
-    # 3 was being given when the tracker failed
-    assert [step for step, _ in kept.points] == [1, 2, 4]
-
-
-def test_a_tracker_gets_schedulers_joined_records(run: Path, kept: Kept) -> None:
-    write(run, [(0, None), (1, 0.1), (1, None), (2, 0.2)], checkpoint=9)
+def test_a_tracker_gets_schedulers_joined_records(run: Path) -> None:
+    write(run, (0, None), (1, 0.1), (1, None), (2, 0.2))
     other = shards.folder(run, 1)
     other.mkdir(parents=True)
     (other / "metrics.jsonl").write_text('{"version":1.0,"learner/groups":1.0,"count/calls":5.0}\n')
-    follow("wandb", run, lambda _: True)
-    evaluation = {"heldout/em": 0.5}
-    first = {"learner/groups": 1.0, "learner/surrogate": 0.1, "count/calls": 5.0}
-    assert kept.given == [
-        {"step": 0, **evaluation},
-        {"step": 1, **first},
-        {"step": 1, **evaluation},
-    ]
-    with (other / "metrics.jsonl").open("a") as file:
-        file.write('{"version":2.0,"learner/groups":1.0,"count/calls":8.0}\n')
-    follow("wandb", run, lambda _: True)
-    second = {"learner/groups": 1.0, "learner/surrogate": 0.2, "count/calls": 8.0}
-    assert kept.given[3:] == [{"step": 2, **second}]
+    whole = written(1, 0.1) | {"count/calls": 5.0}
+    assert recorded(run) == [written(0, None), whole, written(1, None)]
 
 
-def test_a_tracker_that_fails_is_told_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tracker_that_fails_is_told_once(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("HOME", str(run.parent))  # no key is there
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     told: list[str] = []
     trackers = Trackers(run, ["wandb"], told.append)
-    trackers.start()
-    end = time.monotonic() + 120
-    while not told and time.monotonic() < end:
-        trackers.check()
-        time.sleep(0.05)
-    trackers.check()
-    trackers.close()
+    await trackers.start()
+    async with asyncio.timeout(120):
+        while not told:
+            trackers.log(written(1, 0.1))
+            await asyncio.sleep(0.05)
+    trackers.log(written(2, 0.2))
+    await trackers.close()
     assert len(told) == 1
     assert told[0].startswith("tracker wandb has failed: ")
     assert "API key" in told[0]
-    assert f"python -m coppice.scheduler.telemetry.tracking wandb {run} < /dev/null" in told[0]
+    assert f"-m coppice.scheduler.telemetry.tracking wandb {run} < {run}/metrics.jsonl" in told[0]
 
 
-def test_a_tracker_that_hangs_holds_nobody_up_and_does_not_stay(run: Path) -> None:
+async def test_a_tracker_that_hangs_holds_nobody_up_and_does_not_stay(run: Path) -> None:
     told: list[str] = []
     trackers = Trackers(run, ["trackio"], told.append)
-    trackers.start()
-    process = psutil.Process(trackers._processes["trackio"].pid)
+    await trackers.start()
+    (process,) = psutil.Process().children()
     process.send_signal(signal.SIGSTOP)
-    trackers.check()
+    for step in range(10_000):  # more than a pipe holds
+        trackers.log(written(step, 0.1))
     assert told == []
-    trackers.close(0.1)
+    await trackers.close(0.1)
     assert not process.is_running()
     (line,) = told
     assert line.startswith("tracker trackio did not finish within 0 s:")
@@ -219,11 +161,13 @@ def test_no_tracker_outlives_a_killed_scheduler(run: Path) -> None:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        trackers = Trackers(run, ["trackio"])
-        trackers.start()
-        os.write(writer, str(trackers._processes["trackio"].pid).encode())
-        time.sleep(600)
-        os._exit(0)
+
+        async def living() -> None:
+            await Trackers(run, ["trackio"]).start()
+            os.write(writer, str(psutil.Process().children()[0].pid).encode())
+            time.sleep(600)  # noqa: ASYNC251
+
+        asyncio.run(living())
     tracker = psutil.Process(int(os.read(reader, 32)))
     tracker.send_signal(signal.SIGSTOP)  # it cannot see that its stdin ended
     os.kill(child, signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""One real SGLang server for a whole test session, started as an actor starts its own."""
+"""One real SGLang server for a whole test session, started as an actor starts its own: on a CPU in
+an environment of its own (COPPICE_SGLANG_VENV), which is made first if need be."""
 
 import asyncio
 import os
@@ -12,9 +13,39 @@ import torch
 from coppice.actors.config import ActorsConfig, SGLangConfig
 from coppice.actors.engines.sglang import SGLangEngine
 from coppice.actors.engines.sglang_api import Launched
-from tests.sglang_cpu import environment
-from tests.sglang_cpu.server import FLAGS, SITE, VARIABLES
+from coppice.research import venvs
 
+SITE = Path(__file__).resolve().parent / "site"
+
+FLAGS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "llguidance",
+    "cuda_graph_backend_decode": "disabled",
+    "cuda_graph_backend_prefill": "disabled",
+    "disable_overlap_schedule": True,
+    "skip_server_warmup": True,
+    "mem_fraction_static": 0.5,
+    "max_total_tokens": 16384,
+    "max_running_requests": 8,
+    "chunked_prefill_size": 256,
+    "random_seed": 1,
+    "sleep_on_idle": True,  # its scheduler would poll without a pause, beside all other tests
+    "enable_cache_report": True,
+    "enable_metrics": True,
+}
+VARIABLES = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    # without it, every model sglang knows is imported at start
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "cpu_models",
+    # llguidance compiles the masking of logits, and does not end here for minutes
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 KEY = "COPPICE_TEST_SGLANG_KEY"
 """The variable that holds the session server's key."""
 
@@ -43,19 +74,14 @@ def config(**settings: Any) -> SGLangConfig:
         python = os.environ.get("COPPICE_SGLANG_PYTHON", sys.executable)
         arguments = GPU_FLAGS | {key: value for key, value in more.items() if key != "lora_backend"}
         return SGLangConfig(python=python, arguments=arguments, start_timeout_s=600.0, **settings)
-    python, variables = str(environment.python()), VARIABLES | {"PYTHONPATH": str(SITE)}
     return SGLangConfig(
-        python=python,
-        arguments=FLAGS | more,
-        environment=variables,
-        start_timeout_s=300.0,
-        **settings,
-    )
+        python=str(venvs.python("sglang", "sglang_cpu")), arguments=FLAGS | more, start_timeout_s=300.0,
+        environment=VARIABLES | {"PYTHONPATH": str(SITE)}, **settings,
+    )  # fmt: skip
 
 
 class Shared:
-    """The server; its event loop runs in a thread, so that tests with loops of their own can use
-    it."""
+    """The server, whose event loop runs in a thread, for tests with loops of their own."""
 
     def __init__(self, model: Path, arguments: dict[str, Any]):
         self.model = model
@@ -71,7 +97,6 @@ class Shared:
 
     @property
     def url(self) -> str:
-        """Up to the path."""
         return self.way.front.url
 
     def engine(self, **settings: Any) -> SGLangEngine:
@@ -84,7 +109,6 @@ class Shared:
         )
 
     def close(self) -> None:
-        """End it."""
         self._run(self.way.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

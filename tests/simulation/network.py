@@ -42,7 +42,7 @@ class Network:
         self.connections: dict[bytes, Connection] = {}
         self.socket: Socket | None = None
 
-    def bind(self) -> "Socket":
+    def bind(self) -> Any:
         """A new scheduler's socket. The one before is dead."""
         self.socket = Socket(self)
         return self.socket
@@ -101,7 +101,7 @@ class Network:
 
 
 class Socket:
-    """The scheduler's end: ``scheduler.dispatch.Transport``. on_send: called before each message (a
+    """The scheduler's end: ``wire.sockets.Router``. on_send: called before each message (a
     crash may come there)."""
 
     endpoint = "simulated"

@@ -124,9 +124,6 @@ class Records:
     def counters(self, workers: Sequence[Any]) -> dict[str, float]:
         return {}
 
-    def busy(self) -> dict[str, float]:
-        return {}
-
     def event(self, event: Any) -> None:
         """Traces are not kept."""
 

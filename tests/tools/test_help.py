@@ -23,12 +23,13 @@ def printed() -> dict[str, argparse.ArgumentParser]:
     """The parsers whose help a person can see, by the words before --help. That of coppice evaluate
     is made for shells only."""
     tools_ = [parser for name, parser in main.parsers() if name != "evaluate"]
-    tools_ += [evaluating._module(name).parser() for name in ("tictactoe", *evaluating.MODULES)]
+    tools_ += [evaluating.subject(name).parser() for name in ("tictactoe", "qa")]
     return {parser.prog: parser for tool in tools_ for parser in whole(tool)}
 
 
 PARSERS = printed()
-TOOLS = {name: parser for name, parser in PARSERS.items() if not name.startswith("coppice sft ")}
+STAGES = ("coppice sft ", "coppice dev judge-bench ")
+TOOLS = {name: parser for name, parser in PARSERS.items() if not name.startswith(STAGES)}
 
 
 def examples(parser: argparse.ArgumentParser) -> list[str]:

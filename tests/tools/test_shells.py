@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 CASES = [
     ("coppice trees --ht", "--html"),
     ("coppice evaluate qa --forc", "--forced"),
-    ("coppice sft train --schedule cosi", "cosine"),
+    ("coppice sft collect --split held", "heldout"),
     ("coppice launch --config configs/slate-tin", "configs/slate-tiny.toml"),
     ("coppice trees runs/on", "runs/one"),
 ]

@@ -29,9 +29,7 @@ FAULTS = (
     "InfrastructureFault DataFault JournalError CheckpointError DamagedError PackingError Rejected"
     " MemoryError TimeoutError"
 ).split()
-SAID = (
-    "terminal.say self._say screen.say self.screen.say log.warning log.error log.exception".split()
-)
+SAID = "alerts.say self._say screen.say self.screen.say log.warning log.error log.exception".split()
 FUNCTIONS = {
     "tools/launching/failures.py": ("cause_of", "remedy"),
     "tools/launching/rules.py": ("doubts",),
@@ -46,7 +44,6 @@ FUNCTIONS = {
     "learner/update/watch.py": ("warnings", "_length"),
     "learner/model/optimizer.py": ("step",),
     "learner/model/checkpoint.py": ("restore_newest",),
-    "scheduler/dispatch/residency.py": ("__str__",),
     "scheduler/telemetry/alerts.py": ("take",),
     "scheduler/main.py": ("main",),
     "actors/environments/task_files.py": ("unusable", "too_few", "load_tasks"),

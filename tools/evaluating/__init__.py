@@ -1,20 +1,16 @@
-"""The command coppice evaluate: a game (ENV), question answering (qa), or judges of processes
-(nvprocess)."""
+"""The command coppice evaluate: a game (ENV) or question answering (qa)."""
 
 import argparse
 import importlib
 import sys
+from collections.abc import Sequence
 from typing import Any
 
-MODULES = {
-    "qa": "coppice.tools.evaluating.qa.main",
-    "nvprocess": "coppice.tools.evaluating.judge_bench.evaluate",
-}
-"""What is measured by a module of its own; any other first word is a game."""
 
-
-def _module(name: str) -> Any:
-    return importlib.import_module(MODULES.get(name, "coppice.tools.evaluating.games"))
+def subject(name: str) -> Any:
+    """The module that measures: of questions, or of games."""
+    place = "qa.evaluation" if name == "qa" else "games"
+    return importlib.import_module(f"coppice.tools.evaluating.{place}")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -23,12 +19,16 @@ def parser() -> argparse.ArgumentParser:
 
     whole = argparse.ArgumentParser("coppice evaluate")
     commands = whole.add_subparsers()
-    for name in (*registry.BUILT_IN, *MODULES):
-        commands.add_parser(name, parents=[_module(name).parser()], add_help=False, help=name)
+    for name in (*registry.BUILT_IN, "qa"):
+        commands.add_parser(name, parents=[subject(name).parser()], add_help=False, help=name)
     return whole
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    name = next(iter(sys.argv[1:]), "")
-    return _module(name).main(sys.argv[2:] if name in MODULES else sys.argv[1:])
+    arguments = sys.argv[1:] if arguments is None else arguments
+    of, words = subject(next(iter(arguments), "")), 1 if arguments[:1] == ["qa"] else 0
+    from coppice.tools.evaluating import examination
+
+    command = "coppice evaluate" + " qa" * words
+    return examination.run(command, of.parser(), of.prepare, arguments[words:])

@@ -7,20 +7,21 @@ evaluation was interrupted.
 
 import argparse
 import asyncio
+import math
 import random
 import shlex
 import sqlite3
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from coppice.actors.environments.base import Environment, Task
-from coppice.common import loop
+from coppice.common import jsonl, loop
 from coppice.judges.serve import PlugIn
 from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import SchedulerConfig
@@ -43,31 +44,22 @@ GAUGES = ("version", "running", "kv_cache_bytes", "kv_running_bytes", "kv_capaci
 """The stats of an engine that cannot be summed over sessions."""
 
 Outcome = TypeVar("Outcome")
-Grow = Callable[[Tree, list[Sample]], Awaitable[None]]
 
 
-class SampleMean(msgspec.Struct, frozen=True):
-    """Mean and half width of the 95% interval over ``n`` values: one per task, or one per turn if
-    each turn is measured."""
+class SampleMean(Estimate, frozen=True):
+    """An estimate over ``n`` values: one per task, or one per turn if each turn is measured."""
 
-    mean: float
-    half: float
     n: int
 
-    def __str__(self) -> str:
-        return f"{self.mean:.3f} ±{self.half:.3f}"
 
-
-def sample_mean(
-    values: Sequence[float], by: Callable[[Sequence[float]], Estimate] = estimate
-) -> SampleMean:
-    """Measure at least one value."""
-    found = by(values)
-    return SampleMean(found.mean, found.half, len(values))
-
-
-# ----------------------------------------------------------------------------------------------
-# tasks that count once
+def sample_mean(values: Sequence[float], counts: bool = False) -> SampleMean:
+    """Measure at least one value. counts: the standard error is that of the values, even if every
+    count is 0 or 1 (``estimate`` would treat such values as proportions)."""
+    n, found = len(values), estimate(values)
+    if counts:
+        deviations = math.fsum((value - found.mean) ** 2 for value in values)
+        return SampleMean(found.mean, 1.96 * math.sqrt(deviations / max(1, n - 1) / n), n)
+    return SampleMean(found.mean, found.half, n)
 
 
 class TaskProgress:
@@ -87,81 +79,13 @@ class TaskProgress:
             print(f"{line}, {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
-class JournaledTasks:
-    """The tasks of one journal, by position. At most ``concurrency`` are done at a time.
-
-    unit: the plural name of a task ("games"); done: what happens to it ("played"). undone: the
-    reasons of the tasks that could not be done.
-    """
-
-    def __init__(self, folder: Path, total: int, unit: str, done: str, concurrency: int):
-        self.journal = Journal(folder / "journal.sqlite")
-        self.rows = {row.id: row for row in self.journal.trees("split='heldout'")}
-        self.before = sum(row.status == "closed" for row in self.rows.values())
-        self.progress = TaskProgress(total, unit, self.before)
-        self.done, self.room = done, asyncio.Semaphore(concurrency)
-        self.undone: dict[str, str] = {}
-
-    @property
-    def now(self) -> int:
-        """The number of tasks done in this session."""
-        return self.progress.done - self.before
-
-    async def task(
-        self, position: int, task: str, version: int, grow: Grow, name: str = ""
-    ) -> Tree | None:
-        """The finished tree of a task, from the journal or grown now; None if the task cannot be
-        done.
-
-        ``grow`` gets a new tree, and the samples that the policy gave before an interruption. name:
-        the task's name if its id is not unique. An exception that is not the evaluation's
-        (``scheduler.failures``) gives up its task alone. Raises InfrastructureFault if the first
-        ``HOPELESS`` tasks could not be done.
-        """
-        await self.room.acquire()
-        row = self.rows.get(position)
-        tree = self.journal.tree(row) if row is not None else None
-        if row is None or row.status != "closed":
-            said = [_sample(node) for node in tree.actions()] if tree is not None else []
-            tree = Tree(position, task, "heldout")
-            self.journal.start_tree(tree, position, version)
-            try:
-                await grow(tree, said)
-            except Exception as error:
-                data = isinstance(error, DataFault)
-                if not data and (isinstance(error, Fault) or is_of_the_run(error)):
-                    raise
-                if not data:
-                    tree.changed.clear()  # what is not written yet may be what cannot be written
-                self._give_up(tree, name or task, str(error) if data else traced(error))
-                tree = None
-            else:
-                self.journal.close_tree(tree)
-                self.progress.one()
-        # After a fault the room stays taken: no further task begins while the evaluation ends.
-        self.room.release()
-        return tree
-
-    def _give_up(self, tree: Tree, name: str, reason: str) -> None:
-        self.undone[name] = reason
-        self.journal.close_tree(tree, "quarantined", reason)
-        if len(self.undone) >= HOPELESS and not self.progress.done:
-            what = f"the first {HOPELESS} {self.progress.unit} could not be {self.done}"
-            raise InfrastructureFault(f"{what}; the last reason: {reason}") from None
-
-
-def _sample(action: Node) -> Sample:
-    given: Any = (action.tokens, action.logprobs, action.versions, action.finish)
-    return Sample(*given)
-
-
 # ----------------------------------------------------------------------------------------------
 # costs
 
 
 class EvaluationCosts(msgspec.Struct, frozen=True):
     """The costs of a session, a line of FOLDER/sessions.jsonl, or of all sessions: seconds, and the
-    engine's counters. A killed session has no line."""
+    counters of engine and services. A killed session has no line."""
 
     seconds: float
     engine: dict[str, float]
@@ -172,17 +96,12 @@ def total_costs(path: Path) -> EvaluationCosts:
     session."""
     cut_torn_tail(path)
     seconds, total = 0.0, Counter[str]()
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            session = msgspec.json.decode(line, type=EvaluationCosts)
-        except msgspec.DecodeError as error:
-            remedy = "remove that line; its counts are lost"
-            raise InfrastructureFault(
-                f"{path}:{number} is no session ({error}): {remedy}"
-            ) from None
-        seconds += session.seconds
-        total.update(session.engine)
+    try:
+        for _, session in jsonl.lines(path, EvaluationCosts, "sessions") if path.exists() else ():
+            seconds += session.seconds
+            total.update(session.engine)
+    except ValueError as error:
+        raise InfrastructureFault(f"{error}: remove that line; its counts are lost") from None
     return EvaluationCosts(round(seconds, 3), dict(total))
 
 
@@ -192,13 +111,14 @@ def total_costs(path: Path) -> EvaluationCosts:
 
 class PolicyRow(msgspec.Struct, frozen=True):
     """A policy with all on which its result depends. name: of its folder in OUT, "" if that is OUT.
-    settings: as saved there."""
+    settings: as saved there. budgets: of the sets that have another than config."""
 
     name: str
     settings: Any
     policy: MeasuredPolicy
     environment: Environment
     config: SchedulerConfig
+    budgets: dict[str, int] = {}
 
 
 class PolicyOutcomes(msgspec.Struct, frozen=True):
@@ -213,7 +133,8 @@ class Evaluation:
     """Policies do ``tasks``, which are (set, task). A subclass says how (``grow``), what remains of
     a tree (``outcome``) and what the result is (``play``, which calls ``examine``).
 
-    workers, handlers: the services besides the policy.
+    workers, handlers: the services besides the policy. unit: the plural name of a task; done: what
+    happens to it.
     """
 
     unit, done = "tasks", "done"
@@ -239,71 +160,48 @@ class Evaluation:
         """Return the result."""
         raise NotImplementedError
 
-    async def grow(self, row: PolicyRow, of: str, context: Context, calls: ResumedCalls) -> None:
-        """Grow the context's tree. of: the set of its task."""
+    async def grow(self, row: PolicyRow, context: Context, calls: ResumedCalls) -> None:
+        """Grow the context's tree."""
         raise NotImplementedError
 
     def outcome(self, task: Task, tree: Tree | None) -> Any:
         """What the result needs of a task's tree; None if the task could not be done."""
         raise NotImplementedError
 
-    def config(self, row: PolicyRow, of: str) -> SchedulerConfig:
-        """The settings of a set's tasks."""
-        return row.config
-
     def stats(self) -> dict[str, float]:
-        """The counters of the services."""
+        """The counters of the engine and of other services."""
         engine = self.services.engine if self.services is not None else None
-        return engine.stats() if engine is not None else {}
+        found = engine.stats() if engine is not None else {}
+        return {key: value for key, value in found.items() if key not in GAUGES}
 
     async def examine(self, row: PolicyRow) -> PolicyOutcomes:
         """A row's tasks, done now or before. Raises InfrastructureFault if none could be done."""
-        folder, who = self.out / row.name, f"{row.name}: " if row.name else ""
-        tasks = JournaledTasks(folder, len(self.tasks), self.unit, self.done, self.concurrency)
-        sessions, start = folder / "sessions.jsonl", None
+        tasks = _RowTasks(self, row)
+        before, who = tasks.progress.done, f"{row.name}: " if row.name else ""
+        sessions, start = self.out / row.name / "sessions.jsonl", None
         try:
-            if tasks.before < len(self.tasks):
+            if before < len(self.tasks):
                 if row.name:
-                    left = f"{who}{len(self.tasks) - tasks.before} {self.unit}"
+                    left = f"{who}{len(self.tasks) - before} {self.unit}"
                     print(left, file=sys.stderr, flush=True)
                 await self._serve(row.policy)
                 start = self.stats()
             outcomes = await gather(
-                self._task(row, tasks, position, *task) for position, task in enumerate(self.tasks)
+                tasks.outcome(position, *task) for position, task in enumerate(self.tasks)
             )
         finally:
             if start is not None:
-                spent = {
-                    k: v - start.get(k, 0.0) for k, v in self.stats().items() if k not in GAUGES
-                }
+                spent = {key: value - start.get(key, 0.0) for key, value in self.stats().items()}
                 seconds = round(time.monotonic() - tasks.progress.start_s, 3)
+                done = {self.unit: tasks.progress.done - before}
                 cut_torn_tail(sessions)
-                append(sessions, {self.unit: tasks.now, "seconds": seconds, "engine": spent})
+                append(sessions, {**done, "seconds": seconds, "engine": spent})
             tasks.journal.close()
         if not tasks.progress.done:
             reason = next(iter(tasks.undone.values()), "there is none")
             what = f"{who}no {self.unit} could be {self.done}"
             raise InfrastructureFault(f"{what}; the first reason: {reason}")
         return PolicyOutcomes(outcomes, tasks.undone, total_costs(sessions))
-
-    async def _task(
-        self, row: PolicyRow, tasks: JournaledTasks, position: int, of: str, task: Task
-    ) -> Any:
-        async def grow(tree: Tree, said: list[Sample]) -> None:
-            assert self.services is not None, "nothing was started"
-            calls: Any = ResumedCalls(self.services, said)
-            runtime = Runtime(
-                calls, tasks.journal, row.policy.text, row.environment, self.config(row, of),
-                Counter(), lambda tree, turns: None,
-            )  # fmt: skip
-            # The draws are those of a run's held-out evaluation of this task, and the same again
-            # after an interruption.
-            context = Context(runtime, task, tree, random.Random(f"heldout/{tree.id}"))
-            await self.grow(row, of, context, calls)
-
-        name = f"{of}/{task.id}" if of else task.id
-        tree = await tasks.task(position, task.id, row.settings.version, grow, name)
-        return self.outcome(task, tree)
 
     async def _serve(self, policy: MeasuredPolicy) -> None:
         """Start the services with this policy's engine, unless they run already."""
@@ -324,6 +222,77 @@ class Evaluation:
         if self.services is not None:
             services, self.services = self.services, None
             await services.close()
+
+
+class _RowTasks:
+    """The tasks of a row in the journal of its folder. undone: the reasons of the tasks that could
+    not be done."""
+
+    def __init__(self, evaluation: Evaluation, row: PolicyRow):
+        self.evaluation, self.row = evaluation, row
+        self.journal = Journal(evaluation.out / row.name / "journal.sqlite")
+        self.rows = {one.id: one for one in self.journal.trees("split='heldout'")}
+        before = sum(one.status == "closed" for one in self.rows.values())
+        self.progress = TaskProgress(len(evaluation.tasks), evaluation.unit, before)
+        self.room = asyncio.Semaphore(evaluation.concurrency)
+        self.undone: dict[str, str] = {}
+
+    async def outcome(self, position: int, of: str, task: Task) -> Any:
+        """The outcome of a task's tree, which is in the journal or grown now. of: its set.
+
+        An exception that is not the evaluation's (``scheduler.failures``) gives up its task alone.
+        Raises InfrastructureFault if the first ``HOPELESS`` tasks could not be done.
+        """
+        await self.room.acquire()
+        row = self.rows.get(position)
+        tree = self.journal.tree(row) if row is not None else None
+        if row is None or row.status != "closed":
+            said = [_sample(node) for node in tree.actions()] if tree is not None else []
+            tree = Tree(position, task.id, "heldout")
+            self.journal.start_tree(tree, position, self.row.settings.version)
+            try:
+                await self._grow(tree, of, task, said)
+            except Exception as error:
+                data = isinstance(error, DataFault)
+                if not data and (isinstance(error, Fault) or is_of_the_run(error)):
+                    raise
+                if not data:
+                    tree.changed.clear()  # what is not written yet may be what cannot be written
+                name = f"{of}/{task.id}" if of else task.id
+                self._give_up(tree, name, str(error) if data else traced(error))
+                tree = None
+            else:
+                self.journal.close_tree(tree)
+                self.progress.one()
+        # After a fault the room stays taken: no further task begins while the evaluation ends.
+        self.room.release()
+        return self.evaluation.outcome(task, tree)
+
+    async def _grow(self, tree: Tree, of: str, task: Task, said: list[Sample]) -> None:
+        row, services = self.row, self.evaluation.services
+        assert services is not None, "nothing was started"
+        calls: Any = ResumedCalls(services, said)
+        config = msgspec.structs.replace(row.config, budget=row.budgets.get(of, row.config.budget))
+        runtime = Runtime(
+            calls, self.journal, row.policy.text, row.environment, config, Counter(),
+            lambda tree, turns: None,
+        )  # fmt: skip
+        # The draws are those of a run's held-out evaluation of this task, and the same again after
+        # an interruption.
+        context = Context(runtime, task, tree, random.Random(f"heldout/{tree.id}"))
+        await self.evaluation.grow(row, context, calls)
+
+    def _give_up(self, tree: Tree, name: str, reason: str) -> None:
+        self.undone[name] = reason
+        self.journal.close_tree(tree, "quarantined", reason)
+        if len(self.undone) >= HOPELESS and not self.progress.done:
+            what = f"the first {HOPELESS} {self.progress.unit} could not be {self.evaluation.done}"
+            raise InfrastructureFault(f"{what}; the last reason: {reason}") from None
+
+
+def _sample(action: Node) -> Sample:
+    given: Any = (action.tokens, action.logprobs, action.versions, action.finish)
+    return Sample(*given)
 
 
 # ----------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The folder of an evaluation: claimed by one process, with settings that stay the same."""
 
+import contextlib
 import fcntl
 import os
 import time
@@ -24,28 +25,26 @@ def claim(
     evaluation or cannot be written.
     """
     folders = [(out, settings), *((out / name, own) for name, own in parts)]
-    try:
-        if out.exists() and not out.is_dir():
-            expected = "a folder of this evaluation, or one that does not exist yet"
-            raise ValueError(f"--out {out} is a file: expected {expected}")
-        ours = {"lock", f"{SETTINGS}{DRAFT}"}
-        others = out.exists() and any(path.name not in ours for path in out.iterdir())
-        if others and not (out / SETTINGS).is_file():
-            something = f"holds something else (no {SETTINGS})"
-            raise ValueError(f"--out {out} {something}: choose another folder")
-        out.mkdir(parents=True, exist_ok=True)
-        lock = locked(out / "lock", f"--out {out}")
+    with contextlib.ExitStack() as failed:
         try:
+            if out.exists() and not out.is_dir():
+                expected = "a folder of this evaluation, or one that does not exist yet"
+                raise ValueError(f"--out {out} is a file: expected {expected}")
+            ours = {"lock", f"{SETTINGS}{DRAFT}"}
+            others = out.exists() and any(path.name not in ours for path in out.iterdir())
+            if others and not (out / SETTINGS).is_file():
+                something = f"holds something else (no {SETTINGS})"
+                raise ValueError(f"--out {out} {something}: choose another folder")
+            out.mkdir(parents=True, exist_ok=True)
+            lock = failed.enter_context(locked(out / "lock", f"--out {out}"))
             for folder, own in folders:
                 check_same(folder / SETTINGS, own, f"--out {folder}")
             for folder, own in folders:
                 folder.mkdir(exist_ok=True)
                 keep(folder / SETTINGS, own, f"--out {folder}")
-        except (ValueError, OSError):
-            lock.close()
-            raise
-    except OSError as error:
-        raise _unwritable(out, error) from None
+        except OSError as error:
+            raise _unwritable(out, error) from None
+        failed.pop_all()
     return lock
 
 

@@ -4,7 +4,6 @@ intervals, in one process."""
 import argparse
 import inspect
 import random
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,8 @@ from coppice.tools.evaluating.examination import (
     SampleMean,
     sample_mean,
 )
-from coppice.tools.evaluating.in_process import ResumedCalls, config_of
-from coppice.tools.evaluating.players import MeasuredPolicy, RunPolicy, key_values
+from coppice.tools.evaluating.in_process import ResumedCalls
+from coppice.tools.evaluating.players import MeasuredPolicy, PlayerSettings, key_values
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sample
 
 NO_MODEL = {name.removesuffix("_legal_move"): name for name in BASELINES}
@@ -44,31 +43,18 @@ SIMULATIONS = 1000
 """The simulations per move of the fixed opponent (methods.md 3.2)."""
 
 
-class MatchSettings(msgspec.Struct, frozen=True, kw_only=True):
+class MatchSettings(PlayerSettings, frozen=True, kw_only=True):
     """Everything on which the result depends, saved as OUT/evaluation.json; a resumed evaluation
     must have the same settings.
 
-    source: the model folder, the run, the endpoint's URL or the baseline. weights: the digest of
-    local weights. sides: "half each", or "as drawn" by the environment's option second. opponents:
-    those that are served, with their options. oracle: "" for none.
+    sides: "half each", or "as drawn" by the environment's option second. opponents: those that are
+    served, with their options. oracle: "" for none.
     """
 
     environment: str
-    options: dict[str, Any]
-    player: str
-    source: str
-    model: str = ""
-    version: int = 0
-    weights: str = ""
-    fields: dict[str, Any] = {}
     games: int
     seed: int
     seeds: int
-    temperature: float
-    top_p: float
-    top_k: int
-    max_tokens: int
-    thinking: bool
     sides: str
     opponents: dict[str, dict[str, Any]]
     oracle: str
@@ -121,8 +107,7 @@ EXAMPLES = """\
   coppice evaluate sudoku --run RUN --version best       its best ones
   coppice evaluate minesweeper --baseline random         what chance reaches
   coppice evaluate sokoban --endpoint http://127.0.0.1:9/v1 --endpoint-model m
-coppice evaluate qa --help: question answering
-coppice evaluate nvprocess --help: judges of processes"""
+coppice evaluate qa --help: question answering"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -135,26 +120,19 @@ def parser() -> argparse.ArgumentParser:
     )
     games = f"one of {', '.join(registry.BUILT_IN)}, or module:Class"
     parser.add_argument("environment", metavar="ENV", help=games)
-    one = parser.add_argument_group("player").add_mutually_exclusive_group(required=True)
-    add = one.add_argument
-    add("--model", metavar="NAME", help="a model folder, a built-in name or a hub id")
-    run = "a run folder: its newest weights, and its settings of ENV"
-    add("--run", type=Path, metavar="RUN", help=run)
-    add("--endpoint", metavar="URL", help="an OpenAI-compatible endpoint, up to /v1")
-    baseline = "no model: a random reply of those listed, or the first"
-    add("--baseline", choices=sorted(NO_MODEL), help=baseline)
     players.add_players(parser)
+    baseline = "instead of a player with a model: a random reply of those listed, or the first"
+    parser.add_argument("--baseline", choices=sorted(NO_MODEL), help=baseline)
     add = parser.add_argument_group("games").add_argument
     add("--games", type=int, default=100, help="games per set of tasks (default: %(default)s)")
-    seed = "first task seed (default: held-out)"
-    add("--seed", type=int, default=HELD_OUT_SEEDS.start, help=seed)
+    start = HELD_OUT_SEEDS.start
+    add("--seed", type=int, default=start, help="first task seed (default: held-out)")
     add("--seeds", type=int, default=1, help="the number of sets of tasks (default: %(default)s)")
     opponent = f"random, one of {', '.join(PLAYERS)}, or module:Class (default: MCTS)"
     add("--opponent", metavar="NAME", help=opponent)
-    simulations = f"simulations of the MCTS opponent (default: {SIMULATIONS})"
-    add("--simulations", type=int, help=simulations)
-    oracle = "label moves by the built-in oracle (default: yes)"
-    add("--oracle", action=argparse.BooleanOptionalAction, default=True, help=oracle)
+    add("--simulations", type=int, help=f"of the MCTS opponent (default: {SIMULATIONS})")
+    oracle = argparse.BooleanOptionalAction
+    add("--oracle", action=oracle, default=True, help="label moves by the built-in oracle")
     for flag, words in (
         ("--option", "option of ENV, a TOML value; repeatable"),
         ("--oracle-option", "option of the oracle or of the outcome's judge; repeatable"),
@@ -162,8 +140,6 @@ def parser() -> argparse.ArgumentParser:
     ):
         add(flag, action="append", default=[], metavar="KEY=VALUE", help=words)
     examination.add_output(parser, "ENV")
-    at_once = "games played at once (default: %(default)s)"
-    parser.add_argument("--concurrency", type=int, default=16, help=at_once)
     return parser
 
 
@@ -175,19 +151,26 @@ def prepare(flags: argparse.Namespace) -> Prepared:
     """The evaluation of a command line. Raises ValueError, OSError or MemoryError with the
     remedy."""
     players.check(flags, "games", "seeds")
+    if len(flags.model) + len(flags.run) + bool(flags.endpoint) + bool(flags.baseline) != 1:
+        raise ValueError("expected one player: --model, --run, --endpoint or --baseline")
     if flags.baseline and (flags.temperature or flags.max_tokens):
         useless = "--temperature and --max-tokens have no effect with --baseline"
         raise ValueError(f"{useless}: leave them out")
     if flags.oracle_option and not flags.oracle:
         raise ValueError("--oracle-option has no effect with --no-oracle")
-    run = players.read_run(flags.run, flags.version) if flags.run else None
-    options = key_values("--option", flags.option)
-    same = run is not None and run.scheduler.environment == flags.environment
+    (policy,) = players.policies(flags) or [_baseline(flags)]
+    run, options = policy.own, key_values("--option", flags.option)
+    default = SchedulerConfig()
     # the run's own prompt, but the fixed opponents, because results must be comparable
-    if run is not None and same:
-        own = run.scheduler.options | run.scheduler.scheduler.evaluation.options
+    if run is not None and run.environment == flags.environment:
+        default, own = run.scheduler, run.options | run.scheduler.evaluation.options
         options = {k: v for k, v in own.items() if k not in ("opponents", "second")} | options
     environment = _environment(flags.environment, options)
+    if flags.baseline and not lists_replies(environment):
+        lacking = f"{flags.environment} lists no replies to choose from (Environment.replies)"
+        raise ValueError(f"--baseline: {lacking}")
+    if flags.endpoint and not environment.fresh:
+        raise ValueError(f"--endpoint: {flags.environment} shows no fresh prompt each turn")
     options, opponents, workers = _opponents(flags, environment, options)
     parameters = inspect.signature(type(environment).__init__).parameters
     halves = "second" in parameters and "second" not in options
@@ -209,17 +192,13 @@ def prepare(flags: argparse.Namespace) -> Prepared:
         raise ValueError(f"--speaker-option has no effect: {lacking}")
     opponents |= dict.fromkeys(sorted(speakers), spoken)
     workers += [_worker(one, spoken, "--speaker-option") for one in sorted(speakers)]
-    default = run.scheduler.scheduler if run is not None and same else SchedulerConfig()
-    policy = _policy(flags, run, environment)
     settings = MatchSettings(
         environment=flags.environment, options=options, games=flags.games, seed=flags.seed,
-        seeds=flags.seeds, temperature=flags.temperature, top_p=flags.top_p, top_k=flags.top_k,
-        max_tokens=flags.max_tokens or default.max_action_tokens,
-        thinking=default.thinking and not flags.no_thinking,
-        sides="half each" if halves else "as drawn", opponents=opponents, oracle=oracle,
-        oracle_options=oracle_options, **policy.described,
+        seeds=flags.seeds, sides="half each" if halves else "as drawn", opponents=opponents,
+        oracle=oracle, oracle_options=oracle_options,
+        **players.sampled(flags, policy, default, default.thinking),
     )  # fmt: skip
-    config = config_of(settings, judges[0].name if oracle else UNJUDGED, strategy="chain")
+    config = settings.config(judges[0].name if oracle else UNJUDGED, strategy="chain")
     row = PolicyRow("", settings, policy, environment, config)
     workers += judges
     work = lambda out: GamesEvaluation(row, workers, out, flags.concurrency).run()  # noqa: E731
@@ -273,23 +252,10 @@ def _worker(spec: str, options: dict[str, Any], flag: str) -> PlugIn:
     return worker
 
 
-def _policy(
-    flags: argparse.Namespace, run: RunPolicy | None, environment: Environment
-) -> MeasuredPolicy:
-    if flags.baseline:
-        if not lists_replies(environment):
-            lacking = f"{flags.environment} lists no replies to choose from (Environment.replies)"
-            raise ValueError(f"--baseline: {lacking}")
-        text: Any = EndpointText()  # stands for a Text
-        described = {"player": "baseline", "source": flags.baseline}
-        return MeasuredPolicy(flags.baseline, described, text, lambda: None)
-    if run is not None:
-        return players.of_run(flags.run, run, flags)
-    if flags.model:
-        return players.of_model(flags.model, flags)
-    if not environment.fresh:
-        raise ValueError(f"--endpoint: {flags.environment} shows no fresh prompt each turn")
-    return players.of_endpoint(flags)
+def _baseline(flags: argparse.Namespace) -> MeasuredPolicy:
+    text: Any = EndpointText()  # stands for a Text
+    described = {"player": "baseline", "source": flags.baseline}
+    return MeasuredPolicy(flags.baseline, described, text, lambda: None)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -324,7 +290,7 @@ class GamesEvaluation(Evaluation):
         write_whole(self.out / "result.json", result)
         return result
 
-    async def grow(self, row: PolicyRow, of: str, context: Context, calls: ResumedCalls) -> None:
+    async def grow(self, row: PolicyRow, context: Context, calls: ResumedCalls) -> None:
         """Play a game."""
         if row.settings.player == "baseline":
             self._without_model(context, calls)
@@ -389,9 +355,3 @@ def lines(result: GamesResult) -> str:
         printed.append(f"not played: {len(result.unplayed) - 3} more, see result.json")
     printed.append(f"{result.seconds:.0f} s, {result.generated_tokens} generated tokens")
     return "\n".join(printed)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns its exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    return examination.run("coppice evaluate", parser(), prepare, arguments)

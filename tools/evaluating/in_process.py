@@ -1,5 +1,4 @@
-"""The services of an evaluation in one process. They take the place of a run's dispatcher and
-workers."""
+"""The services of an evaluation in one process, in the place of a run's dispatcher and workers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -8,13 +7,9 @@ from typing import Any
 from coppice.actors.engines.base import Engine
 from coppice.judges.base import Judge, Player, PlugIn, Speaker
 from coppice.judges.serve import Batcher, answering
-from coppice.scheduler.config import SchedulerConfig
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import GenerateResult, Sample
 
-PATIENCE_S = 3600.0
-"""The deadline of a call. It is long because no other engine or service could take over from the
-one in this process."""
 Handler = Callable[[Any], Awaitable[Any]]
 
 
@@ -25,10 +20,9 @@ class NotStarted(RuntimeError):
 
 class InProcess:
     """Serves ``generate`` by an engine, and judges, opponents and speakers by workers, through the
-    dispatcher's ``call``.
+    dispatcher's ``call``. Call ``start`` first and ``close`` last.
 
-    Call ``start`` first and ``close`` last. engine: None for a player without a model.
-    more: handlers of other services.
+    engine: None for a player without a model. more: handlers of other services.
     """
 
     def __init__(
@@ -45,19 +39,15 @@ class InProcess:
             self.handlers[worker.service] = lambda one, handle=handle: handle(one, no_call)
 
     async def start(self) -> None:
-        """Start the engine, then the workers. Their errors pass through, such as MemoryError for a
-        model that does not fit."""
-        if self.engine is not None:
-            await self.engine.start()
-        for worker in self.workers:
-            await worker.start()
+        """Start engine and workers. Their errors pass through, such as MemoryError for a model that
+        does not fit."""
+        for one in (*([self.engine] if self.engine is not None else []), *self.workers):
+            await one.start()
 
     async def close(self) -> None:
         """Release what ``start`` acquired."""
-        for worker in self.workers:
-            await worker.close()
-        if self.engine is not None:
-            await self.engine.close()
+        for one in (*self.workers, *([self.engine] if self.engine is not None else [])):
+            await one.close()
 
     async def call(self, service: str, request: Any, *, deadline: float, **_: Any) -> Any:
         """The answer of a service. Raises InfrastructureFault if the service does not exist or
@@ -70,16 +60,6 @@ class InProcess:
                 return await self.handlers[service](request)
         except TimeoutError:
             raise InfrastructureFault(f"{service} gave no answer within {deadline:.0f} s") from None
-
-
-def config_of(settings: Any, judge: str, **more: Any) -> SchedulerConfig:
-    """The scheduler's settings for a player: one trajectory per task, with deadlines that allow
-    slow services."""
-    same = ("temperature", "top_p", "top_k", "thinking")
-    return SchedulerConfig(
-        judge=judge, max_action_tokens=settings.max_tokens, generate_deadline_s=PATIENCE_S,
-        judge_deadline_s=PATIENCE_S, **{name: getattr(settings, name) for name in same}, **more,
-    )  # fmt: skip
 
 
 class ResumedCalls:

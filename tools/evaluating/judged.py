@@ -1,18 +1,13 @@
 """Journaled turns as the judges of a run receive them: the run's environment reads the actions
 again."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from coppice.actors.environments import registry
 from coppice.actors.environments.base import Environment, Task
-from coppice.actors.environments.task_files import load_tasks
-from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.scheduler.growth.tree import Node, Tree, turns_of
-from coppice.scheduler.ledger.journal import TreeRow
 from coppice.wire.messages import JudgedTurn
 
 
@@ -43,29 +38,6 @@ def process(folder: Path) -> PlayedRun:
         return msgspec.json.decode(path.read_bytes(), type=PlayedRun)
     except msgspec.DecodeError as error:
         raise ValueError(f"{path}: {error}; expected what coppice launch wrote") from None
-
-
-def turns(folder: Path, row: TreeRow, tree: Tree) -> list[tuple[Node, JudgedTurn]]:
-    """Return every action of a tree with what a judge sees of it. Raises FileNotFoundError or
-    ValueError if the run or its task is not there."""
-    of = process(folder)
-    environment = registry.load(of.environment, of.options)
-    task = next((task for task in _tasks(of, environment, row) if task.id == row.task), None)
-    if task is None:
-        raise ValueError(f"tree {row.id}: its task {row.task!r} is not among the run's tasks")
-    actions = [node for node in tree.nodes.values() if node.kind == "action"]
-    return [(node, turn(environment, tree, node, task, of.scheduler.budget)) for node in actions]
-
-
-def _tasks(of: PlayedRun, environment: Environment, row: TreeRow) -> Iterator[Task]:
-    if registry.makes_tasks(environment):
-        makes: Any = environment
-        generated = GeneratedTasks(makes.task, of.seed)
-        train = row.split == "train"
-        yield from [generated.at(row.position)] if train else generated.held_out(row.position + 1)
-    else:
-        source = of.train if row.split == "train" else of.heldout
-        yield from load_tasks(source, environment.verbatim)[0]
 
 
 def turn(environment: Environment, tree: Tree, node: Node, task: Task, budget: int) -> JudgedTurn:

@@ -16,7 +16,7 @@ from coppice.actors.engines.base import Engine
 from coppice.actors.engines.endpoint import EndpointEngine, EndpointText
 from coppice.common.http import Reached
 from coppice.common.options import option
-from coppice.scheduler.config import SchedulerProcess
+from coppice.scheduler.config import SchedulerConfig, SchedulerProcess
 from coppice.scheduler.growth.text import Text
 from coppice.tools.evaluating import versions
 from coppice.wire import published
@@ -24,40 +24,35 @@ from coppice.wire.messages import LoadRequest
 
 MAX_CONTEXT = 4096
 """Tokens of prompt and action, unless a run's settings say otherwise."""
-_READ_WHOLE = 2**30
-"""Bytes of weights up to which the whole files are read for their digest, which takes about a
-second."""
 
 
 def add_players(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say how an endpoint is asked, how a model in this process computes, and
-    how actions are sampled."""
+    """Add the flags that say who is measured, how an endpoint is asked, how a model in this process
+    computes, and how actions are sampled."""
+    many, value = {"action": "append", "default": []}, {"metavar": "KEY=VALUE"}
+    add = parser.add_argument_group("players (--model and --run may be repeated)").add_argument
+    add("--model", **many, metavar="NAME", help="a model folder, a built-in name or a hub id")
+    add("--run", **many, type=Path, metavar="RUN", help="a run folder: its weights and settings")
+    add("--endpoint", metavar="URL", help="an OpenAI-compatible endpoint, up to /v1")
     add = parser.add_argument_group("with --endpoint").add_argument
     add("--endpoint-model", metavar="NAME", help="the model to ask for")
-    key = "the environment variable that holds the API key"
-    add("--api-key-env", metavar="VARIABLE", help=key)
-    field = "a field of each request, its value in TOML; repeatable"
-    add("--endpoint-field", action="append", default=[], metavar="KEY=VALUE", help=field)
+    add("--api-key-env", metavar="VARIABLE", help="environment variable of the API key")
+    add("--endpoint-field", **many, **value, help="a field of each request, in TOML; repeatable")
     add("--timeout", type=float, help="seconds of one attempt (default: 300)")
     add("--attempts", type=int, help="attempts of one request (default: 6)")
     add = parser.add_argument_group("with --model or --run").add_argument
-    version = (
-        "of --run: a number (0: the start), or best on its held-out tasks (default: the newest)"
-    )
-    add("--version", type=versions.argument, metavar="VERSION", help=version)
-    thinking = "ask a chat template that knows the switch for none"
-    add("--no-thinking", action="store_true", help=thinking)
+    version = "a number (0: the start), or best on held-out tasks (default: the newest)"
+    add("--version", type=versions.argument, metavar="VERSION", help=f"of --run: {version}")
+    add("--no-thinking", action="store_true", help="ask a chat template that can for none")
     add("--threads", type=int, help="compute threads (default: 1)")
-    context = f"tokens of a prompt and its action together (default: the run's, else {MAX_CONTEXT})"
+    context = f"tokens of prompt and action (default: the run's, else {MAX_CONTEXT})"
     add("--max-context", type=int, help=context)
     add = parser.add_argument_group("actions").add_argument
     add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-    nucleus = "sample from the likeliest tokens of this total probability (default: 1, all)"
-    add("--top-p", type=float, default=1.0, help=nucleus)
-    top = "sample from this number of likeliest tokens (default: 0, all)"
-    add("--top-k", type=int, default=0, help=top)
-    most = "tokens of one action, at most (default: the run's, else 500)"
-    add("--max-tokens", type=int, help=most)
+    add("--top-p", type=float, default=1.0, help="of the likeliest tokens (default: 1, all)")
+    add("--top-k", type=int, default=0, help="number of likeliest tokens (default: 0, all)")
+    add("--max-tokens", type=int, help="most tokens of an action (default: the run's, else 500)")
+    parser.add_argument("--concurrency", type=int, default=16, help="tasks at once (default: 16)")
 
 
 _POSITIVE = ("concurrency", "timeout", "attempts", "max_tokens", "threads", "max_context")
@@ -106,34 +101,6 @@ def key_values(name: str, texts: list[str]) -> dict[str, Any]:
         raise ValueError(f"{name}: {error}") from None
 
 
-# ----------------------------------------------------------------------------------------------
-# runs
-
-
-class RunPolicy(msgspec.Struct, frozen=True):
-    """A run folder as a player: its process files, and the weights to load (None: the weights of
-    its model folder)."""
-
-    scheduler: SchedulerProcess
-    actor: ActorProcess
-    load: LoadRequest | None
-
-
-def read_run(run: Path, version: int | str | None) -> RunPolicy:
-    """The run with one version (None: the newest, "best": on its held-out tasks). Raises ValueError
-    or FileNotFoundError."""
-    if not (run / "processes" / "scheduler.json").is_file():
-        missing = "no processes/scheduler.json there; expected the folder of a run"
-        raise FileNotFoundError(f"--run {run}: {missing}")
-    scheduler = saved(run / "processes" / "scheduler.json", SchedulerProcess)
-    actor = saved(run / "processes" / "actor-0.json", ActorProcess)
-    number, weights = versions.chosen(run, version)
-    if weights is None:
-        return RunPolicy(scheduler, actor, None)
-    proof = saved(weights / published.NAME, published.Manifest).digest
-    return RunPolicy(scheduler, actor, LoadRequest(number, str(weights.resolve()), proof))
-
-
 _Read = TypeVar("_Read")
 
 
@@ -146,21 +113,16 @@ def saved(path: Path, kind: type[_Read]) -> _Read:
         reason = error.strerror if isinstance(error, OSError) else error
         remedy = "copy the run folder again, or measure another run or version"
         wanted = f"expected a file that a run wrote: {remedy}"
-        raise ValueError(f"--run: {path}: {reason}; {wanted}") from None
+        raise ValueError(f"{path}: {reason}; {wanted}") from None
 
 
 def weights_digest(folder: str) -> str:
-    """A digest of the weights in a model folder: of the contents of its files, or of their names,
-    sizes and times if the files are large."""
-    files = sorted(Path(folder).glob("*.safetensors"))
-    small = sum(file.stat().st_size for file in files) <= _READ_WHOLE
+    """A digest of the weights in a model folder, of which the whole files are read."""
     total = hashlib.sha256()
-    for file in files:
-        size, time_ns = file.stat().st_size, file.stat().st_mtime_ns
-        total.update(f"{file.name} {size} {0 if small else time_ns}\n".encode())
-        if small:
-            with file.open("rb") as content:
-                total.update(hashlib.file_digest(content, "sha256").digest())
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        total.update(f"{file.name} {file.stat().st_size} 0\n".encode())
+        with file.open("rb") as content:
+            total.update(hashlib.file_digest(content, "sha256").digest())
     return total.hexdigest()[:16]
 
 
@@ -184,8 +146,61 @@ class MeasuredPolicy(msgspec.Struct, frozen=True):
     own: SchedulerProcess | None = None
 
 
-def of_model(name: str, flags: argparse.Namespace) -> MeasuredPolicy:
-    """The player of --model. Raises ValueError."""
+class PlayerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the results of all evaluations depend on.
+
+    source: the model folder, the run, the endpoint's URL or the baseline. weights: the digest of
+    local weights, "" for an endpoint. options: the environment's.
+    """
+
+    player: str
+    source: str
+    model: str = ""
+    version: int = 0
+    weights: str = ""
+    fields: dict[str, Any] = {}
+    options: dict[str, Any]
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    thinking: bool
+
+    def config(self, judge: str, **more: Any) -> SchedulerConfig:
+        """The scheduler's settings for one trajectory per task. The deadlines are long because
+        nothing could take over from an engine or a service in this process."""
+        return SchedulerConfig(
+            judge=judge, max_action_tokens=self.max_tokens, generate_deadline_s=3600.0,
+            judge_deadline_s=3600.0, temperature=self.temperature, top_p=self.top_p,
+            top_k=self.top_k, thinking=self.thinking, **more,
+        )  # fmt: skip
+
+
+def sampled(
+    flags: argparse.Namespace, policy: MeasuredPolicy, own: SchedulerConfig, thinking: bool
+) -> dict[str, Any]:
+    """The fields of ``PlayerSettings`` but its options. own: whose number of tokens is the default.
+    thinking: of the run."""
+    given = {name: getattr(flags, name) for name in ("temperature", "top_p", "top_k")}
+    most = flags.max_tokens or own.max_action_tokens
+    thinking = thinking and not flags.no_thinking
+    return policy.described | given | {"max_tokens": most, "thinking": thinking}
+
+
+def policies(
+    flags: argparse.Namespace,
+    least_context: int = 0,
+    engine: type[EndpointEngine] = EndpointEngine,
+    text: type[EndpointText] = EndpointText,
+) -> list[MeasuredPolicy]:
+    """The players of a command line. least_context: a lower bound of a run's context, unless a flag
+    gives it. engine, text: of an endpoint. Raises ValueError or OSError."""
+    everyone = [_of_model(name, flags) for name in flags.model]
+    everyone += [_of_run(path, flags, least_context) for path in flags.run]
+    return everyone + ([_of_endpoint(flags, engine, text)] if flags.endpoint else [])
+
+
+def _of_model(name: str, flags: argparse.Namespace) -> MeasuredPolicy:
     from coppice.tools.defaults.models import ensure_model
     from coppice.tools.defaults.settings import cache_folder  # these import torch
 
@@ -202,28 +217,31 @@ def of_model(name: str, flags: argparse.Namespace) -> MeasuredPolicy:
     )  # fmt: skip
 
 
-def of_run(
-    path: Path, run: RunPolicy, flags: argparse.Namespace, least_context: int = 0
-) -> MeasuredPolicy:
-    """The player of --run. least_context: a lower bound of the context, unless a flag gives it."""
-    folder, own = run.actor.model, run.actor.actors
+def _of_run(path: Path, flags: argparse.Namespace, least_context: int) -> MeasuredPolicy:
+    if not (path / "processes" / "scheduler.json").is_file():
+        missing = "no processes/scheduler.json there; expected the folder of a run"
+        raise FileNotFoundError(f"--run {path}: {missing}")
+    scheduler = saved(path / "processes" / "scheduler.json", SchedulerProcess)
+    actor = saved(path / "processes" / "actor-0.json", ActorProcess)
+    number, weights = versions.chosen(path, flags.version)
+    folder, own, load = actor.model, actor.actors, None
+    if weights is not None:
+        proof = saved(weights / published.NAME, published.Manifest).digest
+        load = LoadRequest(number, str(weights.resolve()), proof)
     room = max(own.max_context, least_context)
     config = _local(msgspec.structs.replace(own, max_context=room), flags)
     described: dict[str, Any] = {"player": "run", "source": str(path.resolve()), "model": folder}
-    described |= {"version": run.load.version if run.load else 0}
-    described |= {"weights": run.load.digest if run.load else weights_digest(folder)}
+    described |= {"version": load.version if load else 0}
+    described |= {"weights": load.digest if load else weights_digest(folder)}
     return MeasuredPolicy(
         _short(f"{path.resolve().name}-v{described['version']}"), described, Text(folder),
-        lambda: _engine(folder, config), config.max_context, run.load, run.scheduler,
+        lambda: _engine(folder, config), config.max_context, load, scheduler,
     )  # fmt: skip
 
 
-def of_endpoint(
-    flags: argparse.Namespace,
-    engine: type[EndpointEngine] = EndpointEngine,
-    text: type[EndpointText] = EndpointText,
+def _of_endpoint(
+    flags: argparse.Namespace, engine: type[EndpointEngine], text: type[EndpointText]
 ) -> MeasuredPolicy:
-    """The player of --endpoint. Raises ValueError."""
     parts = urlsplit(flags.endpoint)
     good = parts.scheme in ("http", "https") and parts.hostname and not parts.query
     if not good or "@" in parts.netloc:

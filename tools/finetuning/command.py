@@ -2,26 +2,24 @@
 inspected and repeated."""
 
 import argparse
-import itertools
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from coppice.common.atomic import draft_of
+from coppice.common.atomic import draft_of, drafted
 from coppice.common.options import command_parser, option
 from coppice.tools.evaluating.examination import INTERRUPTED, conduct
 from coppice.tools.evaluating.folder import keep, locked
-from coppice.tools.evaluating.judge_bench import judging, record
-from coppice.tools.evaluating.judge_bench.evaluate import add_deadline, check_deadline
-from coppice.tools.evaluating.judge_bench.record import Labelled, RecordedStep, Trajectory
-from coppice.tools.finetuning import training
-from coppice.tools.finetuning.judge import label
+from coppice.tools.finetuning import judging, labels, records, training
+from coppice.tools.finetuning.records import Labelled, RecordedStep, Trajectory
 from coppice.wire.faults import Fault
 
 MODEL_MAKERS = ("train", "warm-start")
-"""The commands whose --out is a new folder. The --out of the other commands is a file."""
+"""The commands whose --out is a new folder, which appears whole or not at all. The --out of the
+other commands is a file."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,12 +27,22 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     # SIGTERM cleans up as Ctrl-C does
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    left = "give the same command again"
     try:
         if options.command not in MODEL_MAKERS:
-            check_files(_written(options), _inputs(options))
-        return options.run(options) or 0
+            return options.run(options) or 0
+        left = "nothing was saved"
+        if os.path.lexists(options.out):
+            raise ValueError(
+                f"--out {options.out} exists: choose another folder, or remove that one"
+            )
+        with drafted(options.out, "--out") as draft:
+            options.run(options, draft)
+        left = f"the model is whole in {options.out}"
+        print(left)
+        return 0
     except KeyboardInterrupt:
-        print(f"coppice sft {options.command}: stopped; {_left(options)}", file=sys.stderr)
+        print(f"coppice sft {options.command}: stopped; {left}", file=sys.stderr)
         return INTERRUPTED
     except (Fault, OSError, ValueError, MemoryError) as error:
         print(f"coppice sft {options.command}: {error}", file=sys.stderr)
@@ -43,18 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-def _left(options: argparse.Namespace) -> str:
-    if options.command not in MODEL_MAKERS:
-        return "give the same command again"
-    return f"the model is whole in {options.out}" if options.out.exists() else "nothing was saved"
-
-
 EXAMPLES = """\
   coppice sft collect RUN --out trajectories.jsonl
-  coppice sft label trajectories.jsonl --judge-a slate --judge-b slate_rules \\
-    --out labelled.jsonl --review review.txt
-  coppice sft review labelled.jsonl review.txt --out corrected.jsonl
-  coppice sft rows corrected.jsonl --balance --out rows.jsonl
+  coppice sft label trajectories.jsonl --judge-a slate --judge-b slate_rules --out labelled.jsonl
+  coppice sft rows labelled.jsonl --balance --out rows.jsonl
   coppice sft train --model FOLDER --rows rows.jsonl --out FOLDER --epochs 2
   coppice sft warm-start --config configs/slate-tiny.toml --out FOLDER"""
 
@@ -68,217 +68,139 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--out", required=True, type=Path, help="what is written")
     seed.add_argument("--seed", type=int, default=0, help="of every random draw (default: 0)")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, words, run, options, *parents in (
-        ("collect", "trajectories of search runs, from their journals", collect, _collect, out),
-        ("label", "two judges score every step", label_, _label_options, out),
-        ("review", "apply the corrections of an edited review file", review, _review, out),
-        ("rows", "training rows of a process reward model", rows, _rows, seed, out),
-        ("train", "fine-tune a model on rows", training.train, _train, seed, out),
-        ("warm-start", "the warm start of a run's policy", training.warm_start, _warm_start, out),
-    ):  # fmt: skip
+
+    def command(name: str, words: str, run: Any, *parents: argparse.ArgumentParser) -> Any:
         one = commands.add_parser(name, help=words, parents=parents)
-        options(one)
         one.set_defaults(run=run)
-    return parser
+        return one.add_argument
 
-
-def _collect(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = command("collect", "trajectories of search runs, from their journals", collect, out)
     add("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    split = "which tasks (default: train)"
-    add("--split", choices=("train", "heldout"), default="train", help=split)
-    prefix = "put before the ids, which begin with the folder's name (for runs of one name)"
-    add("--prefix", default="", help=prefix)
+    add("--split", choices=("train", "heldout"), default="train", help="tasks (default: train)")
+    add("--prefix", default="", help="put before the ids (for runs whose folders share a name)")
 
-
-def _label_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = command("label", "two judges score every step", label, out)
     add("trajectories", type=Path, help="file of `collect`")
+    value = {"action": "append", "default": [], "metavar": "KEY=VALUE"}
     for side in "ab":
-        judge = "a built-in judge or module:Class"
-        add(f"--judge-{side}", required=True, metavar="SPEC", help=judge)
-        value = "its option, a TOML value"
-        add(f"--option-{side}", action="append", default=[], metavar="KEY=VALUE", help=value)
+        add(f"--judge-{side}", required=True, metavar="SPEC", help="built-in or module:Class")
+        add(f"--option-{side}", **value, help="its option, a TOML value")
     most = "of two scores that count as equal (default: %(default)s)"
-    add("--most-difference", type=float, default=label.MOST_DIFFERENCE, help=most)
-    add_deadline(parser)
-    add("--review", required=True, type=Path, help="the steps in a form to edit")
+    add("--most-difference", type=float, default=labels.MOST_DIFFERENCE, help=most)
+    judging.add_deadline(add)
 
-
-def _review(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("labelled", type=Path, help="file of `label`")
-    add("review", type=Path, help="the review file, edited")
-
-
-def _rows(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("labelled", nargs="+", type=Path, help="labelled or corrected trajectories")
+    add = command("rows", "training rows of a process reward model", rows, seed, out)
+    add("labelled", nargs="+", type=Path, help="labelled trajectories")
     add("--balance", action="store_true", help="as many rows of good steps as of bad ones")
     add("--most", type=int, default=0, help="rows to take at random (default: all)")
 
-
-def _train(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = command("train", "fine-tune a model on rows", training.train, seed, out)
     add("--model", required=True, help="a model folder, a built-in name or a hub id")
     add("--rows", required=True, type=Path, help="JSONL file of `rows`, or of your own")
-    length = parser.add_mutually_exclusive_group().add_argument
-    length("--epochs", type=float, default=3, help="passes over the rows (default: %(default)s)")
-    length("--steps", type=int, help="instead of epochs")
+    add("--epochs", type=float, default=3, help="passes over the rows (default: %(default)s)")
+    add("--steps", type=int, help="instead of epochs")
     add("--batch", type=int, default=32, help="rows per step (default: %(default)s)")
     add("--lr", type=float, default=2e-5, help="peak learning rate (default: %(default)s)")
-    schedules = ("cosine", "constant", "linear")
-    rate = "of the learning rate (default: cosine)"
-    add("--schedule", choices=schedules, default="cosine", help=rate)
-    warmup = "share of the steps (default: %(default)s)"
-    add("--warmup-ratio", type=float, default=0.1, help=warmup)
+    add("--warmup-ratio", type=float, default=0.1, help="share of steps (default: %(default)s)")
     add("--lora-rank", type=int, default=0, help="0, the default, trains all weights")
-    add("--lora-alpha", type=float, default=32.0, help="scale of LoRA (default: %(default)s)")
-    switch = argparse.BooleanOptionalAction
-    packing = "read a batch as one forest, shared prefixes once"
-    add("--packing", action=switch, default=True, help=packing)
-    forward = "tokens of one forward pass (default: %(default)s)"
-    add("--forward-tokens", type=int, default=8192, help=forward)
+    add("--forward-tokens", type=int, default=8192, help="of one forward (default: %(default)s)")
     longest = "longer rows are left out and counted (default: the model's context)"
     add("--max-tokens", type=int, help=longest)
-    held_out = "share to measure on, in whole groups (default: %(default)s)"
-    add("--held-out", type=float, default=0.1, help=held_out)
+    share = "share to measure on, in whole groups (default: %(default)s)"
+    add("--held-out", type=float, default=0.1, help=share)
     end = "add the model's end token to completions (actions of a policy need none)"
-    add("--end-token", action=switch, default=True, help=end)
-    cores, threads = len(os.sched_getaffinity(0)), "compute threads (default: all, %(default)s)"
-    add("--threads", type=int, default=cores, help=threads)
+    add("--end-token", action=argparse.BooleanOptionalAction, default=True, help=end)
+    cores = len(os.sched_getaffinity(0))
+    add("--threads", type=int, default=cores, help="compute threads (default: all, %(default)s)")
 
-
-def _warm_start(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = command("warm-start", "the warm start of a run's policy", training.warm_start, out)
     add("--config", required=True, type=Path, help="TOML file of the run to come")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key; repeatable")
-
-
-# ----------------------------------------------------------------------------------------------
-# files
-
-
-def check_files(written: Sequence[tuple[str, Path]], inputs: Sequence[Path]) -> None:
-    """Raises ValueError if an output is an input or lies in an input folder, if two outputs are one
-    file, or if one cannot be written. written: each output with its flag."""
-    for flag, path in written:
-        if not path.parent.is_dir():
-            raise ValueError(f"{flag} {path}: there is no folder {path.parent}, make it first")
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{flag} {path} is no ordinary file: name a file")
-        try:
-            draft_of(path).touch()
-            draft_of(path).unlink()
-        except OSError as error:
-            problem = f"cannot be written ({error.strerror})"
-            raise ValueError(f"{flag} {path} {problem}: name another file") from None
-    for (flag, path), read in itertools.product(written, inputs):
-        if path.resolve().is_relative_to(read.resolve()):
-            conflict = f"{'lies in' if read.is_dir() else 'would write over'} {read}"
-            remedy = "which this command reads: name another file"
-            raise ValueError(f"{flag} {path} {conflict}, {remedy}")
-    for (other, earlier), (flag, path) in itertools.combinations(written, 2):
-        if path.resolve() == earlier.resolve():
-            raise ValueError(f"{flag} {path} is {other} too: name two files")
-
-
-def _written(options: argparse.Namespace) -> list[tuple[str, Path]]:
-    written = [("--out", options.out)]
-    if options.command == "label":
-        written += [("--out with its answers", path) for path in _answers_of(options.out)]
-        written.append(("--review", options.review))
-    return written
-
-
-def _inputs(options: argparse.Namespace) -> list[Path]:
-    """The files that the command reads, and the folders that it reads with all their contents."""
-    if options.command == "collect":
-        from coppice.tools.finetuning.judge.collect import task_files  # imports environments
-
-        return [*options.runs, *(path for folder in options.runs for path in task_files(folder))]
-    if options.command == "label":
-        return [options.trajectories]
-    return [options.labelled, options.review] if options.command == "review" else options.labelled
-
-
-def _answers_of(out: Path) -> list[Path]:
-    """The answers, the settings and the lock that ``label`` keeps beside ``out``."""
-    return [out.parent / f"{out.stem}.answers.{kind}" for kind in ("jsonl", "json", "lock")]
+    return parser
 
 
 # ----------------------------------------------------------------------------------------------
 # stages
 
 
+def check_files(out: Path, inputs: Sequence[Path], also: Sequence[Path] = ()) -> None:
+    """Raises ValueError if an output is an input or lies in an input folder, or cannot be written.
+    also: what is written with --out."""
+    for path in (out, *also):
+        flag = f"--out {path}" if path == out else f"--out {out}, written with {path},"
+        if not path.parent.is_dir():
+            raise ValueError(f"{flag}: there is no folder {path.parent}, make it first")
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{flag} is no ordinary file: name a file")
+        try:
+            draft_of(path).touch()
+            draft_of(path).unlink()
+        except OSError as error:
+            problem = f"cannot be written ({error.strerror})"
+            raise ValueError(f"{flag} {problem}: name another file") from None
+        for read in inputs:
+            if path.resolve().is_relative_to(read.resolve()):
+                conflict = f"{'lies in' if read.is_dir() else 'would write over'} {read}"
+                raise ValueError(f"{flag} {conflict}, which this command reads: name another file")
+
+
 def collect(options: argparse.Namespace) -> None:
     """Read journals and write trajectories."""
-    from coppice.tools.finetuning.judge.collect import collect_all
+    from coppice.tools.finetuning.collecting import collect_all, task_files  # import environments
 
+    tasks = [path for folder in options.runs for path in task_files(folder)]
+    check_files(options.out, [*options.runs, *tasks])
     trajectories, skipped = collect_all(options.runs, options.split, options.prefix)
-    record.write(options.out, trajectories)
+    records.write(options.out, trajectories)
     steps = sum(len(one.steps) for one in trajectories)
     right = f"{sum(one.outcome for one in trajectories)} with a correct answer"
     print(f"{len(trajectories)} trajectories ({right}), {steps} turns to judge, in {options.out}")
     say("skipped", skipped)
 
 
-def label_(options: argparse.Namespace) -> int:
-    """Read trajectories; write labelled ones and a file to review. Returns the exit status."""
-    most = options.most_difference
-    if options.review.exists():
-        remedy = "it may hold corrections; move it away first"
-        raise ValueError(f"--review {options.review} exists: {remedy}")
+def label(options: argparse.Namespace) -> int:
+    """Read trajectories; write labelled ones, with the judges' answers beside them. Returns the
+    exit status."""
+    out, most, read = options.out, options.most_difference, options.trajectories
+    answered, settings_file, lock = (
+        out.parent / f"{out.stem}.answers.{kind}" for kind in ("jsonl", "json", "lock")
+    )
+    check_files(out, [read], [answered, settings_file, lock])
     if not 0 <= most <= 1:
         raise ValueError(f"--most-difference {most:g}: expected a difference of scores, 0 to 1")
-    trajectories = record.read(options.trajectories, Trajectory[RecordedStep])
-    check_deadline(options.deadline)
+    trajectories = records.read([read], Trajectory[RecordedStep])
+    judging.check_deadline(options.deadline)
     judges = [
         judging.JudgeSpec("a", options.judge_a, dict(map(option, options.option_a))),
         judging.JudgeSpec("b", options.judge_b, dict(map(option, options.option_b))),
     ]
-    settings = label.LabelSettings(record.digest(options.trajectories), judging.lasting(judges))
-    path, settings_file, lock = _answers_of(options.out)
-    with locked(lock, f"--out {options.out}"):
+    settings = labels.LabelSettings(records.digest(read), judging.lasting(judges))
+    with locked(lock, f"--out {out}"):
         keep(settings_file, settings, str(settings_file))
-        work = lambda: judging.ask_all(judges, trajectories, path, options.deadline)  # noqa: E731
-        kept = f"answered (in {path})"
+        work = lambda: judging.ask_all(judges, trajectories, answered, options.deadline)  # noqa: E731
+        kept = f"answered (in {answered})"
         answers = conduct(work, "the same command", kept, "coppice sft label")
         if isinstance(answers, int):
             return answers
-        steps, counts = label.labelled(trajectories, answers, "a", "b", most)
+        steps, counts = labels.labelled(trajectories, answers, most)
         if not steps:
             raise ValueError(f"no step is left: {dict(counts)}")
-        record.write(options.out, steps)
-        record.write(options.review, label.to_review(steps))
-    print(f"{len(steps)} trajectories in {options.out}, to be reviewed in {options.review}")
+        records.write(out, steps)
+    print(f"{len(steps)} trajectories in {out}")
     say("steps", counts)
     return 0
 
 
-def review(options: argparse.Namespace) -> None:
-    """Read labelled trajectories and an edited review file; write corrected trajectories."""
-    records = record.read(options.labelled, Trajectory[Labelled])
-    corrections = label.read_corrections(options.review, label.to_review(records))
-    kept, counts = label.corrected(records, corrections)
-    if not kept:
-        raise ValueError("the review drops every step: there is nothing to write")
-    record.write(options.out, kept)
-    print(f"{len(kept)} trajectories in {options.out}")
-    say("steps", counts)
-
-
 def rows(options: argparse.Namespace) -> None:
     """Read labelled trajectories; write training rows of a process reward model."""
-    labelled = record.read_all(options.labelled, Trajectory[Labelled])
-    training_rows, left_out = label.judgement_rows(
-        labelled, options.most, options.seed, options.balance
-    )
-    if not training_rows:
+    check_files(options.out, options.labelled)
+    labelled = records.read(options.labelled, Trajectory[Labelled])
+    made, left_out = labels.judgement_rows(labelled, options.most, options.seed, options.balance)
+    if not made:
         remedy = "label with judges that explain"
         raise ValueError(f"no row can be made; left out: {dict(left_out)} ({remedy})")
-    record.write(options.out, training_rows)
-    print(f"{len(training_rows)} rows in {options.out}")
+    records.write(options.out, made)
+    print(f"{len(made)} rows in {options.out}")
     say("left out", left_out)
 
 

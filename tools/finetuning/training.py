@@ -1,36 +1,28 @@
-"""The stages of coppice sft that make a model folder: train and warm-start. The folder appears
-whole or not at all."""
+"""The stages of coppice sft that make a model folder: train and warm-start."""
 
 import argparse
 import itertools
 import math
-import os
 import random
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from coppice.common import jsonl
-from coppice.common.atomic import drafted, write_whole
+from coppice.common.atomic import write_whole
+from coppice.tools.finetuning.labels import TrainingRow
 
 if TYPE_CHECKING:
     from coppice.learner.fine_tune import Example  # which imports torch
     from coppice.scheduler.growth.text import Text
 
 
-def train(options: argparse.Namespace) -> None:
+def train(options: argparse.Namespace, folder: Path) -> None:
     """Fine-tune a model on rows and write a model folder."""
-    _check_new(options.out)
     _check(options)
-    with drafted(options.out, "--out") as draft:
-        _train(options, draft)
-    print(f"model in {options.out}")
-
-
-def _train(options: argparse.Namespace, folder: Path) -> None:
     from torch import OutOfMemoryError
     from transformers.utils import logging
 
@@ -54,9 +46,9 @@ def _train(options: argparse.Namespace, folder: Path) -> None:
         raise ValueError(f"{options.rows}: no row is left to learn from ({counts})")
     steps = options.steps or math.ceil(options.epochs * len(learnt) / options.batch)
     recipe = Recipe(
-        steps=steps, batch=options.batch, lr=options.lr, schedule=options.schedule,
+        steps=steps, batch=options.batch, lr=options.lr, schedule="cosine",
         warmup=round(options.warmup_ratio * steps), shuffle=options.seed,
-        lora_rank=options.lora_rank, lora_alpha=options.lora_alpha, packing=options.packing,
+        lora_rank=options.lora_rank, lora_alpha=32.0, packing=True,
         forward_tokens=options.forward_tokens,
     )  # fmt: skip
     sizes = f"{len(learnt)} rows, {len(held_out)} held out"
@@ -69,11 +61,6 @@ def _train(options: argparse.Namespace, folder: Path) -> None:
         raise MemoryError(f"{reason}: {remedy}") from None
     counts = {"rows": len(learnt), "held_out_rows": len(held_out), "too_long": long}
     write_whole(folder / "sft.json", counts | {"recipe": recipe, "losses": losses})
-
-
-def _check_new(out: Path) -> None:
-    if os.path.lexists(out):
-        raise ValueError(f"--out {out} exists: choose another folder, or remove that one")
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -91,18 +78,6 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(f"{said} {value}: expected 0 or more")
 
 
-class _Message(msgspec.Struct, forbid_unknown_fields=True):
-    role: Literal["system", "user", "assistant"]
-    content: str
-
-
-class _Row(msgspec.Struct, forbid_unknown_fields=True):
-    completion: str
-    prompt: str = ""
-    messages: list[_Message] = []
-    group: str = ""
-
-
 def read_rows(path: Path, text: "Text", end: Sequence[int] = ()) -> "list[Example]":
     """Read the rows {prompt or messages, completion} of a JSONL file as examples in the chat
     format. end: tokens after each completion.
@@ -113,11 +88,12 @@ def read_rows(path: Path, text: "Text", end: Sequence[int] = ()) -> "list[Exampl
 
     examples = []
     expected = "{prompt, completion} or {messages, completion} (docs/sft.md)"
-    for number, row in jsonl.lines(path, _Row, expected, "--rows"):
+    for number, row in jsonl.lines(path, TrainingRow, expected, "--rows"):
         if bool(row.prompt) == bool(row.messages):
             which = f"{'both' if row.prompt else 'neither'} of prompt and messages"
             raise ValueError(f"{path}:{number}: {which}; expected {expected}")
-        chat = msgspec.to_builtins(row.messages) or [{"role": "user", "content": row.prompt}]
+        own = [{"role": "user", "content": row.prompt}]
+        chat = list(msgspec.to_builtins(row.messages)) or own
         prompt = text.encode(text.prompt(chat)).tolist()
         completion = text.encode(row.completion).tolist()
         if not completion:
@@ -157,13 +133,10 @@ def _end_token(model: Path) -> list[int]:
     return [end_token]
 
 
-def warm_start(options: argparse.Namespace) -> None:
-    """Copy the policy with which the runs of a config begin to a new model folder."""
-    _check_new(options.out)
+def warm_start(options: argparse.Namespace, folder: Path) -> None:
+    """Copy the policy with which the runs of a config begin to a model folder."""
     from coppice.tools.launching.config import load
     from coppice.tools.launching.prepare import prepare
 
-    with drafted(options.out, "--out") as draft:
-        model = prepare(load(options.config, options.set)).model
-        shutil.copytree(model, draft, dirs_exist_ok=True)
-    print(f"model in {options.out} (the copy of {model})")
+    model = prepare(load(options.config, options.set)).model
+    shutil.copytree(model, folder, dirs_exist_ok=True)

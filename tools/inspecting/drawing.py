@@ -6,7 +6,7 @@ import difflib
 import json
 import string
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from coppice.common import vision
 from coppice.common.support import decode
 from coppice.scheduler.growth.tree import FATES, Node, Tree
 from coppice.scheduler.ledger.journal import Journal, TreeRow
-from coppice.tools.inspecting import frames, replay
+from coppice.tools.inspecting import replay
 
-Newest = tuple[int | None, Mapping[tuple[int, int], np.ndarray]]
-"""What ``replay.newest`` returns, or None and nothing."""
+Newest = Mapping[tuple[int, int], np.ndarray]
+"""Log-probabilities of an action's tokens under the newest policy (``replay.newest``)."""
 
 # ----------------------------------------------------------------------------------------------
 # values
@@ -71,24 +71,25 @@ def html(
     rows: Sequence[TreeRow],
     table: pl.DataFrame,
     run: Path,
-    newest: Newest = (None, {}),
+    version: int | None,
+    newest: Newest,
 ) -> str:
-    """Return the page of the trees ``rows``. table: their ``frames.trees``."""
+    """Return the page of the trees ``rows``. table: their ``frames.trees``. version: of newest."""
     words, trees = replay.tokenizer(run), []
     for row, values in zip(rows, table.iter_rows(named=True), strict=True):
         means = [name for name in ("outcome", "reward") if values.get(name) is not None]
         said = [row.status, *(f"{name} {values[name]:.2f}" for name in means)]
-        said += [f"{values['actions'] or 0} actions", *calls(values)]
+        said.append(f"{values['actions'] or 0} actions")
         trees.append(as_json(journal, row) | {"said": ", ".join(said)})
         for node in trees[-1]["nodes"]:
             tokens = np.array(node["tokens"], np.int32)
             node["pictures"] = [vision.url(png) for png in journal.pictures(tokens).values()]
             if node["logprobs"]:
                 node["pieces"] = replay.pieces(words, tokens)
-                if (values_now := newest[1].get((row.id, node["id"]))) is not None:
+                if (values_now := newest.get((row.id, node["id"]))) is not None:
                     node["newest"] = values_now.tolist()
     name = (run if run.is_dir() else run.parent).resolve().name
-    data = {"title": f"{name}: {len(trees)} prefix trees", "newest": newest[0], "trees": trees}
+    data = {"title": f"{name}: {len(trees)} prefix trees", "newest": version, "trees": trees}
     here = Path(__file__).parent
     # "<" cannot end the element that holds the data, whatever a policy wrote.
     encoded = msgspec.json.encode(data).decode(errors="replace").replace("<", "\\u003c")
@@ -105,16 +106,18 @@ SHOWN = 4
 
 class Detail(msgspec.Struct, frozen=True):
     """How much of a tree is drawn. width: columns of the terminal. full: whole texts, with the
-    judges' explanations. tokens: the lines that are drawn below an action, given its tree's
-    number."""
+    judges' explanations. tokens: every token of an action, with its log-probability. words: the
+    tokenizer, if there is one."""
 
     width: int
     full: bool = False
-    tokens: Callable[[int, Node], list[str]] = lambda tree, node: []
+    tokens: bool = False
+    words: Tokenizer | None = None
+    newest: Newest = {}
 
 
-def as_text(journal: Journal, row: TreeRow, detail: Detail, calls: Sequence[str] = ()) -> str:
-    """Return a tree as text for a terminal. calls: what is said of its calls."""
+def as_text(journal: Journal, row: TreeRow, detail: Detail) -> str:
+    """Return a tree as text for a terminal."""
     tree = journal.tree(row)
     groups = [
         f"{group} ({'not yet' if version is None else f'version {version}'})"
@@ -124,17 +127,10 @@ def as_text(journal: Journal, row: TreeRow, detail: Detail, calls: Sequence[str]
     head += f"  admitted at version {row.version}"
     head += f"  reason: {row.reason}" if row.reason else ""
     lines = [head, f"groups trained: {', '.join(groups) or 'none'}"]
-    lines += [f"calls: {', '.join(calls)}"] if calls else []
     if root := tree.nodes.get(0):
         lines += _folded(f"prompt, {len(root.tokens)} tokens: {root.text}", "", detail)
         lines += _below(tree, root, "", detail)
     return "\n".join(lines)
-
-
-def calls(values: Mapping[str, Any]) -> list[str]:
-    """Return how long a tree's calls took, in words. values: its row of ``frames.trees``."""
-    kinds = [name for name in values if name.endswith("_s") and name not in frames.TREE]
-    return [f"{name[:-2]} {values[name]:.1f} s" for name in kinds if values[name]]
 
 
 def _below(tree: Tree, node: Node, indent: str, detail: Detail) -> list[str]:
@@ -148,7 +144,10 @@ def _below(tree: Tree, node: Node, indent: str, detail: Detail) -> list[str]:
         for name, note in child.notes.items():
             if detail.full or name in FATES:
                 text += _folded(f"{name}: {note}", indent + rest + "  # ", detail)
-        text += [indent + rest + "  " + line for line in detail.tokens(tree.id, child)]
+        if detail.tokens and child.logprobs is not None and len(child.logprobs):
+            now = detail.newest.get((tree.id, child.id))
+            lines_of = _token_lines(detail.words, child.tokens, child.logprobs, now)
+            text += [indent + rest + "  " + line for line in lines_of]
         lines += text + _below(tree, child, indent + rest, detail)
     return lines
 
@@ -171,14 +170,12 @@ def title(node: Node) -> str:
     return "  ".join(parts)
 
 
-def token_lines(words: Tokenizer | None, node: Node, newest: np.ndarray | None) -> list[str]:
-    """Return one line per token of an action: its log-probability when it was sampled, that under
-    the newest policy if it is known, its text."""
-    if node.logprobs is None or not len(node.logprobs):
-        return []
-    columns = [node.logprobs] if newest is None else [node.logprobs, newest]
+def _token_lines(
+    words: Tokenizer | None, tokens: np.ndarray, sampled: np.ndarray, newest: np.ndarray | None
+) -> list[str]:
+    columns = [sampled] if newest is None else [sampled, newest]
     values = ["".join(f"{value:9.4f}" for value in row) for row in zip(*columns, strict=True)]
-    texts = replay.pieces(words, node.tokens)
+    texts = replay.pieces(words, tokens)
     head = "  sampled" + ("   newest" if newest is not None else "") + "  token"
     return [head, *(f"{row}  {text!r}" for row, text in zip(values, texts, strict=True))]
 

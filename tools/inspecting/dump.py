@@ -8,7 +8,6 @@ import os
 import shutil
 import sqlite3
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import polars as pl
@@ -25,7 +24,6 @@ EXAMPLES = """\
   coppice trees RUN --surprising 3 --full       largest advantages, judges' words
   coppice trees RUN --diff 12:4 12:9            two candidates of tree 12"""
 LISTED = "tree status version actions reward spread outcome invalid age_s task".split()
-ORDERS = (*frames.RANKS, "sort", "sample")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -60,28 +58,23 @@ def parser() -> argparse.ArgumentParser:
         "coppice trees RUN [which trees] [how]",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or a journal file")
-    which = parser.add_argument_group("which trees (default: the last finished one)").add_argument
+    trees = parser.add_argument_group("which trees (default: the last finished one)")
+    which, order = trees.add_argument, trees.add_mutually_exclusive_group().add_argument
     which("--tree", type=int, help="this tree")
     which("--heldout", action="store_true", help="trees of held-out evaluations")
     which("--where", metavar="SQL", help="a condition on the columns of --columns")
     which("--text", metavar="REGEX", help="trees in which the text of a node matches")
-    which("--sort", metavar="COLUMN", help="by this column, the largest first")
+    order("--sort", metavar="COLUMN", help="by this column, the largest first")
+    surprising = "the N trees with the largest advantage, up or down"
+    order("--surprising", type=_count, metavar="N", help=surprising)
     which("--reverse", action="store_true", help="with --sort: the smallest first")
-    for name, words in (
-        ("best", "the N trees with the highest outcome"),
-        ("worst", "the N trees with the lowest outcome"),
-        ("surprising", "the N trees with the largest advantage"),
-        ("sample", "N trees at random, the same ones each time"),
-        ("limit", "at most N trees"),
-    ):
-        which(f"--{name}", type=_count, metavar="N", help=words)
+    which("--limit", type=_count, metavar="N", help="at most N trees")
     which("--all", action="store_true", help="print every tree found, not a list of them")
     how = parser.add_argument_group("how").add_mutually_exclusive_group().add_argument
     for name, words in (
         ("list", "one line per tree (default when several are found)"),
         ("columns", "the columns that --where and --sort take"),
-        ("json", "one JSON document: a tree, or a list of several"),
-        ("jsonl", "JSON, one tree per line"),
+        ("json", "JSON, one tree per line"),
         ("dot", "graphs for Graphviz"),
     ):
         how(f"--{name}", action="store_true", help=words)
@@ -102,9 +95,6 @@ def parser() -> argparse.ArgumentParser:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     command = parser()
     options = command.parse_args(arguments)
-    given = [f"--{name}" for name in ORDERS if getattr(options, name) is not None]
-    if len(given) > 1:
-        command.error(f"{' and '.join(given)} put the trees in different orders: give one of them")
     if options.newest and not (options.html or options.tokens):
         command.error("--newest has an effect with --html or --tokens")
     if options.reverse and not options.sort:
@@ -116,8 +106,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def _several(options: argparse.Namespace) -> bool:
     """Whether the command line asks for more than the last tree."""
-    ways = ("all", "list", "columns", "parquet", "where", "text", "limit", *ORDERS)
-    return any(getattr(options, way) not in (None, False) for way in ways)
+    ways = "all list columns parquet where text limit sort surprising".split()
+    return any(getattr(options, way) for way in ways)
 
 
 def show(journal: Journal, options: argparse.Namespace) -> None:
@@ -128,12 +118,7 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
         print(drawing.difference(one, other, width))
         return
     rows, table, below = find(journal, options)
-    values: Callable[[TreeRow], str] = lambda row: json.dumps(  # noqa: E731
-        drawing.as_json(journal, row), ensure_ascii=False
-    )
-    newest: drawing.Newest = (None, {})
-    if options.newest:
-        newest = replay.newest(journal, rows, options.run)
+    version, newest = replay.newest(journal, rows, options.run) if options.newest else (None, {})
     if options.columns:
         print("\n".join(f"{name:<24} {kind}" for name, kind in table.schema.items()))
     elif options.parquet:
@@ -142,13 +127,12 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
             frame.write_parquet(options.parquet / f"{name}.parquet")
             print(f"{options.parquet / name}.parquet: {len(frame)} rows")
     elif options.html:
-        text = drawing.html(journal, rows, table, options.run, newest)
+        text = drawing.html(journal, rows, table, options.run, version, newest)
         options.html.write_text(text, encoding="utf-8")
         print(f"{options.html}: {len(rows)} trees, {options.html.stat().st_size / 2**20:.1f} MiB")
     elif options.json:
-        print(values(rows[0]) if len(rows) == 1 else f"[{', '.join(map(values, rows))}]")
-    elif options.jsonl:
-        print("\n".join(map(values, rows)))
+        for row in rows:
+            print(json.dumps(drawing.as_json(journal, row), ensure_ascii=False))
     elif options.dot:
         print("\n".join(drawing.as_dot(journal, row) for row in rows))
     elif options.list or (len(rows) > 1 and not (options.all or options.full or options.tokens)):
@@ -157,16 +141,11 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
         print("\n".join(line[:width].rstrip() for line in aligned([shown.columns, *cells])))
     else:
         words = replay.tokenizer(options.run) if options.tokens else None
-
-        def of_token(tree: int, node: Node) -> list[str]:
-            return drawing.token_lines(words, node, newest[1].get((tree, node.id)))
-
-        more = (of_token,) if options.tokens else ()
-        detail = drawing.Detail(width, options.full, *more)
-        if newest[0] is not None:
-            print(f"newest: version {newest[0]}")
-        for row, of_tree in zip(rows, table.iter_rows(named=True), strict=True):
-            print(drawing.as_text(journal, row, detail, drawing.calls(of_tree)) + "\n")
+        detail = drawing.Detail(width, options.full, options.tokens, words, newest)
+        if version is not None:
+            print(f"newest: version {version}")
+        for row in rows:
+            print(drawing.as_text(journal, row, detail) + "\n")
 
 
 def _cell(value: object) -> str:
@@ -247,12 +226,14 @@ def filtered(table: pl.DataFrame, below: pl.DataFrame, options: argparse.Namespa
 def ordered(table: pl.DataFrame, options: argparse.Namespace) -> pl.DataFrame:
     """Return the trees in the order that is asked for, the newest first by default, and no more
     than asked for. Raises ValueError."""
-    for rank in frames.RANKS:
-        if (count := getattr(options, rank)) is not None:
-            return frames.ranked(table, rank).head(count)
-    if options.sample is not None:
-        table = table.sample(min(options.sample, len(table)), seed=0)
-    elif options.sort:
+    if options.surprising:
+        names = [name for name in ("advantage", "reward", "outcome") if name in table.columns]
+        if not names:
+            lacking = "the run has none of the columns advantage, reward and outcome"
+            raise ValueError(f"--surprising: {lacking}; use --sort COLUMN")
+        size = pl.max_horizontal(pl.col(f"{names[0]}_{end}").abs() for end in ("max", "min"))
+        return table.sort(size, descending=True, nulls_last=True).head(options.surprising)
+    if options.sort:
         if options.sort not in table.columns:
             columns = ", ".join(table.columns)
             raise ValueError(f"--sort {options.sort}: no such column; expected one of {columns}")

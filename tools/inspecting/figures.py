@@ -61,11 +61,8 @@ def inline(figure: Figure, label: str) -> str:
     return element.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)
 
 
-def panels(
-    drawn: Mapping[str, Mapping[str, Curve]], x_label: str, limits: Mapping[str, float] = {}
-) -> Figure:
-    """Draw one panel per title, each with its curves by name. limits: titles with a value at which
-    a dashed line stands."""
+def panels(drawn: Mapping[str, Mapping[str, Curve]], x_label: str) -> Figure:
+    """Draw one panel per title, each with its curves by name."""
     columns = min(2, len(drawn))
     rows = -(-len(drawn) // columns)
     with matplotlib.rc_context(_STYLE):
@@ -78,8 +75,6 @@ def panels(
                     _line(axis, place, name, curve, len(curves) <= SMOOTHED)
             if all(abs(y) < 1e-9 for curve in curves.values() for y in curve.y):  # rounding only
                 axis.set_ylim(-1, 1)
-            if title in limits:
-                axis.axhline(limits[title], color=_COLOURS[3], linewidth=1, linestyle=(0, (2, 2)))
             axis.set_title(title, fontsize=9.5, loc="left")
             axis.set_xlabel(x_label)
             axis.grid(alpha=0.25)

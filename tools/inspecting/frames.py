@@ -8,17 +8,14 @@ docs/dump.md says what each column means.
 
 import contextlib
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 import polars as pl
 
-from coppice.common import shards
 from coppice.scheduler.growth.tree import FATES
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.tools.inspecting.replay import opened
-from coppice.tools.inspecting.trace import FILE, traced
 
 NODE = {
     **dict.fromkeys("tree node parent".split(), pl.Int64),
@@ -43,12 +40,6 @@ TREE = {
 SUMS = ("actions", "turns", "sampled", "invalid", "judge_invalid", "spread")
 """The columns of ``trees`` that sum up its actions."""
 ACTION = pl.col("kind") == "action"
-RANKS = {
-    "best": ("outcome", "reward", "step_reward"),
-    "worst": ("outcome", "reward", "step_reward"),
-    "surprising": ("advantage", "reward", "outcome"),
-}
-"""The columns by which trees are ranked: by the first that the run has, then by the next."""
 
 
 def nodes(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
@@ -85,10 +76,7 @@ def _floats(values: Sequence[float | None]) -> pl.Series:
 
 def trees(journal: Journal, rows: Sequence[TreeRow], below: pl.DataFrame) -> pl.DataFrame:
     """Return one row per tree of ``rows``: the columns of ``TREE`` and ``SUMS``, each score's mean,
-    NAME_min and NAME_max over its actions, and the seconds of its calls.
-
-    below: the trees' ``nodes``.
-    """
+    NAME_min and NAME_max over its actions. below: the trees' ``nodes``."""
     now, plain = time.time(), []
     for row in rows:
         versions = [version for _, version in journal.groups(row.id)]
@@ -113,39 +101,7 @@ def trees(journal: Journal, rows: Sequence[TreeRow], below: pl.DataFrame) -> pl.
         sums += [values.alias(column) for column, values in ends.items() if column not in names]
     frame = pl.DataFrame(plain, schema=TREE, orient="row")
     of_actions = below.filter(ACTION).group_by("tree").agg(sums)
-    for more in (of_actions, seconds(journal.path.parent)):
-        frame = frame.join(more, on="tree", how="left", maintain_order="left")
-    return frame
-
-
-def seconds(run: Path) -> pl.DataFrame:
-    """Return, for each tree of a run, the seconds that its calls of each kind took, their waiting
-    for a worker not counted: generate_s, judge_s, ... A run of an earlier release did not record
-    for whom a call was."""
-    sums: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for home in shards.homes(run):
-        for call in traced(home) if (home / FILE).is_file() else ():
-            if call.tree is not None:
-                kind = f"{call.service.partition('.')[0]}_s"
-                sums[kind][call.tree] += call.end - call.start
-    waited = sorted({tree for kind in sums.values() for tree in kind})
-    columns = {kind: _floats([sums[kind].get(tree) for tree in waited]) for kind in sorted(sums)}
-    return pl.DataFrame({"tree": pl.Series(waited, dtype=pl.Int64), **columns})
-
-
-def ranked(table: pl.DataFrame, rank: str) -> pl.DataFrame:
-    """Return the ``trees`` in the order of a rank of ``RANKS``: the highest first, or the lowest
-    for "worst". The rank's later columns decide between equal trees. Raises ValueError if the run
-    has none of the columns."""
-    names = [name for name in RANKS[rank] if name in table.columns]
-    if not names:
-        lacking = ", ".join(RANKS[rank])
-        raise ValueError(f"{rank}: the run has none of the columns {lacking}; use --sort COLUMN")
-    values = [pl.col(name) for name in names]
-    if rank == "surprising":
-        ends = [pl.col(f"{names[0]}_{end}").abs() for end in ("max", "min")]
-        values = [pl.max_horizontal(*ends)]
-    return table.sort(values, descending=rank != "worst", nulls_last=True, maintain_order=True)
+    return frame.join(of_actions, on="tree", how="left", maintain_order="left")
 
 
 def read(run: Path, split: str = "train") -> tuple[pl.DataFrame, pl.DataFrame]:

@@ -47,17 +47,6 @@ def _table(
     ]
 
 
-def turns(journal: Journal, rows: Sequence[TreeRow]) -> tuple[TurnTable, Places]:
-    """Return the turns of all groups of the trees ``rows``, as the learner received them."""
-    trees = [Journal.tree(journal, row) for row in rows]
-    groups = [
-        TrainGroup(group, tree.id, [], journal.turns(group))
-        for tree in trees
-        for group in tree.groups
-    ]
-    return _table(journal, trees, groups)
-
-
 def advantages(
     journal: Journal,
     rows: Sequence[TreeRow],
@@ -78,7 +67,13 @@ def advantages(
         raise ValueError(
             f"scheme {of.name!r} reads values of the learner's models, which are not in a journal"
         )
-    table, places = turns(journal, rows)
+    trees = [Journal.tree(journal, row) for row in rows]
+    groups = [
+        TrainGroup(group, tree.id, [], journal.turns(group))
+        for tree in trees
+        for group in tree.groups
+    ]
+    table, places = _table(journal, trees, groups)
     if not len(table):
         return {}
     if lacking := of.needs.columns - table.scores.keys():

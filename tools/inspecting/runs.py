@@ -17,16 +17,14 @@ from typing import Any
 import msgspec
 
 from coppice.common import shards
-from coppice.scheduler.growth.dynamic_sampling import COMPARED, EQUAL
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.ledger.records import Reader
 from coppice.tools.launching import changes, status
 from coppice.tools.launching.record import ENVIRONMENT
 
-SHARE, EQUAL_SHARE = "share/", "equal/"
-"""The prefixes of metrics made here: share/staleness_1 is the share of the tokens that were sampled
-one update before the version being trained; equal/1 the share of the compared groups of step 1
-whose rewards are all equal (scheduler/growth/dynamic_sampling.py)."""
+SHARE = "share/"
+"""The prefix of metrics made here: share/staleness_1 is the share of the tokens that were sampled
+one update before the version being trained."""
 
 UNREADABLE = (OSError, ValueError, sqlite3.Error, msgspec.MsgspecError)
 """Errors of a file of a run that is not there, cut off, damaged or of another version."""
@@ -69,23 +67,20 @@ def read(folder: Path, name: str | None = None) -> RunFolder:
         )
     missing: list[str] = []
 
-    def content(path: Path, consequence: str) -> dict[str, Any]:
+    def content(path: Path) -> dict[str, Any]:
         try:
             return json.loads(path.read_text())
         except UNREADABLE as error:
             absent = isinstance(error, FileNotFoundError)
             why = "is missing" if absent else f"cannot be read ({error})"
-            missing.append(f"{path.name} {why}: {consequence}.")
+            missing.append(f"{path.relative_to(folder)} {why}.")
         return {}
 
     records = _records(folder)
     if not records:
         missing.append("It has made no update yet, so there are no curves.")
-    ended = "the run has not ended in order, so some totals are missing"
-    summary = content(folder / "summary.json", ended)
-    config = content(folder / "config.json", "its settings are unknown")
-    before = "it was launched before the machine and the packages were recorded"
-    environment = content(folder / ENVIRONMENT, before)
+    names = ("summary.json", "config.json", ENVIRONMENT)
+    summary, config, environment = (content(folder / name) for name in names)
     try:
         for old, new in itertools.pairwise([*changes.former(folder), config]):
             changed = "; ".join(map(str, changes.differences(old, new)))
@@ -93,7 +88,7 @@ def read(folder: Path, name: str | None = None) -> RunFolder:
     except UNREADABLE as error:
         missing.append(f"Its former settings cannot be read ({error}).")
     for home in shards.homes(folder)[1:]:
-        other = content(home / "summary.json", "another of its schedulers has not ended in order")
+        other = content(home / "summary.json")
         for of in {"counts", "calls"} & other.keys():
             summary[of] = Counter(summary.get(of)) + Counter(other[of])
     try:
@@ -106,25 +101,16 @@ def read(folder: Path, name: str | None = None) -> RunFolder:
         missing.append("It has no held-out evaluation.")
     evaluations = list({result["version"]: result for result in results}.values())
     now = status.gather(folder, time.monotonic())
-    name, state = name or folder.resolve().name, f"{now.state}: {now.said}"
     parts = (records, evaluations, summary, config, environment, missing)
-    return RunFolder(folder, name, state, *parts)
+    return RunFolder(folder, name or folder.resolve().name, f"{now.state}: {now.said}", *parts)
 
 
 def _records(folder: Path) -> list[dict[str, float]]:
-    """One record per update, with the share of its tokens by their age, and of its groups with
-    equal rewards by their step."""
+    """One record per update, with the share of its tokens by their age."""
     records = Reader(folder).read()
     recorded = {name for record in records for name in record}
     ages = [name for name in recorded if re.fullmatch(r"watch/staleness_\d+/tokens", name)]
-    steps = [n.rpartition(COMPARED)[2] for n in recorded if n.startswith(f"count/{COMPARED}")]
-    for before, record in zip([{}, *records], records, strict=False):
-        for step in steps:
-            names = (f"count/{kind}{step}" for kind in (COMPARED, EQUAL))
-            # counts are since the run began
-            compared, equal = (record.get(name, 0.0) - before.get(name, 0.0) for name in names)
-            if compared > 0:
-                record[f"{EQUAL_SHARE}{step}"] = equal / compared
+    for record in records:
         if total := sum(record.get(age, 0.0) for age in ages):
             record |= {f"{SHARE}{age.split('/')[1]}": record.get(age, 0.0) / total for age in ages}
     return records
@@ -163,8 +149,14 @@ def heldout(runs: Sequence[RunFolder], measure: str) -> Curve:
     The interval of a single run is that of its evaluation, over questions; that of several is over
     seeds.
     """
-    results = [[(e["version"], e["measures"].get(measure)) for e in r.evaluations] for r in runs]
-    return _mean({v: (v, m["mean"], m["half"]) for v, m in of_run if m} for of_run in results)
+    return _mean(
+        {
+            e["version"]: (e["version"], m["mean"], m["half"])
+            for e in run.evaluations
+            if (m := e["measures"].get(measure))
+        }
+        for run in runs
+    )
 
 
 def _mean(of_runs: Iterable[dict[float, tuple[float, float, float]]]) -> Curve:

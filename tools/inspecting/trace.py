@@ -1,4 +1,4 @@
-"""What a run's trace says of its newest start: where its wall time went (``budget``), and the
+"""What a run's trace says of its newest start: where its wall time went (``shares``), and the
 command coppice report --trace, which writes a window of it for Perfetto (ui.perfetto.dev), in the
 JSON of Chrome's trace format.
 
@@ -8,12 +8,12 @@ which it answered an update's groups. A call's time includes its way to the work
 there; a call that waits for a free worker is not open yet."""
 
 import argparse
-import bisect
 import contextlib
+import heapq
 import math
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -57,6 +57,25 @@ class TracedCall(msgspec.Struct, frozen=True):
     version: int = 0
 
 
+class TracedUpdate(msgspec.Struct, frozen=True):
+    """An update of the learner. work: its causes, in order. trees: those that it trained."""
+
+    version: int
+    work: list[Span]
+    trees: set[int]
+
+
+class TracedStart(msgspec.Struct, frozen=True):
+    """The newest start of a run, in seconds of the monotonic clock. calls: all but those to the
+    learner. updates: in order. heldout: trees of evaluations."""
+
+    began: float
+    until: float
+    calls: list[TracedCall]
+    updates: list[TracedUpdate]
+    heldout: set[int]
+
+
 def traced(home: Path) -> Iterator[TracedCall]:
     """Yield the calls of a scheduler's trace, and each of its starts as a call of the service
     ``STARTED``; no line that a crash cut off. Raises OSError."""
@@ -73,52 +92,27 @@ def traced(home: Path) -> Iterator[TracedCall]:
                 yield TracedCall(row["name"], start, end, *told)
 
 
-class TracedUpdate(msgspec.Struct, frozen=True):
-    """An update of the learner. work: its causes, in order. trees: those that it trained."""
-
-    version: int
-    work: list[Span]
-    trees: set[int]
-
-
-class TracedStart(msgspec.Struct, frozen=True):
-    """The newest start of a run, in seconds of the monotonic clock. calls: all but those to the
-    learner. heldout: trees of evaluations. streamed: when groups were sent to the learner."""
-
-    began: float
-    until: float
-    calls: list[TracedCall]
-    updates: list[TracedUpdate]
-    heldout: set[int]
-    streamed: list[float] = []
-
-
 def recorded(run: Path, records: Sequence[dict[str, float]]) -> TracedStart:
     """Return what a run has recorded of its newest start. records: its updates' records.
 
     Raises ValueError if its trace cannot say, and OSError and sqlite3.Error if the trace or the
     journal cannot be read.
     """
-    began, every = None, []
     first, *others = shards.homes(run)
-    for call in traced(first):
-        if call.service == STARTED:
-            began, every = call.start, []
-        every.append(call)
-    if began is None:
+    every = list(traced(first))
+    starts = [place for place, call in enumerate(every) if call.service == STARTED]
+    if not starts:
         raise ValueError("its trace was recorded before calls said whom they serve")
+    began, every = every[starts[-1]].start, every[starts[-1] + 1 :]
     every += [call for home in others for call in traced(home) if call.start >= began]
-    base = 0
-    answered: dict[int, float] = {}  # when each update was
+    base, answered = 0, dict[int, float]()  # when each update was
     for call in every:
         if call.service == "load" and not answered:
-            base = max(
-                base, call.version
-            )  # a resumed run first gives the actors its newest weights
+            # a resumed run first gives the actors its newest weights
+            base = max(base, call.version)
         if call.service == "train" and call.version > base:
             # what an earlier start has trained is answered at once
             answered.setdefault(call.version, call.end)
-    streamed = [call.start for call in every if call.service == "train"]
     calls = [call for call in every if call.service not in ("train", "close", STARTED)]
     with contextlib.closing(opened(run)) as journal:
         heldout = {row.id for row in journal.trees("split!='train'")}
@@ -134,7 +128,7 @@ def recorded(run: Path, records: Sequence[dict[str, float]]) -> TracedStart:
             work = list(_consecutive(round(end - sum(lengths.values()), 6), lengths))
             updates.append(TracedUpdate(version, work, trees[version]))
     until = max([began, *(call.end for call in calls), *answered.values()])
-    return TracedStart(began, until, calls, updates, heldout, streamed)
+    return TracedStart(began, until, calls, updates, heldout)
 
 
 def _lengths(record: Mapping[str, float]) -> dict[str, float]:
@@ -158,73 +152,47 @@ def _consecutive(
         start = after
 
 
-# ----------------------------------------------------------------------------------------------
-# causes
-
-
-def budget(run: Path, records: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the seconds of each cause in the newest start of a run, the largest first. Raises as
-    ``recorded`` does."""
-    start = recorded(run, records)
-    return shares(start.calls, start.updates, start.heldout, start.began, start.until)
-
-
-def shares(
-    calls: Sequence[TracedCall],
-    updates: Sequence[TracedUpdate],
-    heldout: set[int],
-    since: float,
-    until: float,
-) -> dict[str, float]:
-    """Return the seconds of each cause between ``since`` and ``until``, which sum to their
-    distance. updates: in order. heldout: their trees."""
-    newest: dict[int | None, TracedCall] = {}  # of each tree the call that ends last
-    for call in calls:
-        newest[call.tree] = max(newest.get(call.tree, call), call, key=lambda one: one.end)
-    lasts = [
-        max((newest[t] for t in u.trees if t in newest), key=lambda c: c.end, default=None)
-        for u in updates
-    ]
-    ends = [update.work[-1][2] for update in updates]
-    changes = [(call.start, False, call) for call in calls] + [(c.end, True, c) for c in calls]
-    changes.sort(key=lambda change: change[:2])
-    spans = [span for update in updates for span in update.work]
-    spans += [span for call in calls for span in call.phases]
-    edges = sorted({since, until, *(t for t, *_ in changes), *(t for s in spans for t in s[1:])})
-    first = min((call.start for call in calls), default=until)
-    opened: defaultdict[int | None, list[TracedCall]] = defaultdict(list)
-    kinds: Counter[str] = Counter()
+def shares(run: TracedStart) -> dict[str, float]:
+    """Return the seconds of each cause, the largest first; they sum to the start's."""
     seconds: defaultdict[str, float] = defaultdict(float)
-    coming = iter([*changes, (math.inf, True, None)])
-    moment, ends_now, call = next(coming)
-    for start, end in pairwise(edges):
-        while call is not None and moment <= start:
-            kind = HELDOUT if call.tree in heldout else OTHERS
-            kind = WEIGHTS if call.service == "load" else kind
-            kinds[kind] += -1 if ends_now else 1
-            (opened[call.tree].remove if ends_now else opened[call.tree].append)(call)
-            moment, ends_now, call = next(coming)
-        if start < since or end > until:
-            continue
-        place = bisect.bisect_right(ends, start)
-        work = updates[place].work if place < len(updates) else []
-        last = lasts[place] if place < len(lasts) else None
-        if start < first:
-            cause = STARTING
-        elif busy := [name for name, a, b in work if a <= start < b]:
-            cause = busy[0]
-        elif last is not None and opened[last.tree]:
-            own = max(opened[last.tree], key=lambda c: c.end)
-            phases = [f" ({name})" for name, a, b in own.phases if a <= start < b]
-            cause = "".join(["rollouts: ", own.service.partition(".")[0], *phases[:1]])
-        else:
-            cause = next((kind for kind in (WEIGHTS, HELDOUT, OTHERS) if kinds[kind]), SCHEDULER)
-        seconds[cause] += end - start
+    causes = sorted(_causes(run), key=lambda cause: -cause[1])
+    edges = {min(max(t, run.began), run.until) for cause in causes for t in cause[1:3]}
+    open_: list[tuple[tuple[float, ...], float, str]] = []  # the first rule's cause on top
+    for start, end in pairwise(sorted(edges)):
+        while causes and causes[-1][1] <= start:
+            rule, _, until, name = causes.pop()
+            heapq.heappush(open_, (rule, until, name))
+        while open_[0][1] <= start:
+            heapq.heappop(open_)
+        seconds[open_[0][2]] += end - start
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
-# ----------------------------------------------------------------------------------------------
-# the command
+def _causes(run: TracedStart) -> Iterator[tuple[tuple[float, ...], float, float, str]]:
+    """Yield whatever may be the cause of a moment: its rule, of which the smallest decides, start,
+    end, name."""
+    of_tree: defaultdict[int | None, list[TracedCall]] = defaultdict(list)
+    for call in run.calls:
+        of_tree[call.tree].append(call)
+        kind = WEIGHTS if call.service == "load" else OTHERS
+        kind = HELDOUT if kind == OTHERS and call.tree in run.heldout else kind
+        yield (3, (WEIGHTS, HELDOUT, OTHERS).index(kind)), call.start, call.end, kind
+    last_end = {tree: max(call.end for call in calls) for tree, calls in of_tree.items()}
+    first = min((call.start for call in run.calls), default=run.until)
+    yield (0,), run.began, first, STARTING
+    yield (4,), run.began, run.until, SCHEDULER
+    before = -math.inf
+    for place, update in enumerate(run.updates):
+        for name, start, end in update.work:
+            yield (1, place), start, end, name
+        after = update.work[-1][2]
+        last = max(update.trees & last_end.keys(), key=lambda tree: last_end[tree], default=-1)
+        for call in of_tree.get(last, ()):
+            name, whole = f"rollouts: {call.service.partition('.')[0]}", (call.start, call.end)
+            phases = [(f"{name} ({phase})", *span) for phase, *span in call.phases]
+            for rank, (cause, start, end) in enumerate([*phases, (name, *whole)]):
+                yield (2, -call.end, rank), max(start, before), min(end, after), cause
+        before = after
 
 
 def parser() -> argparse.ArgumentParser:
@@ -252,62 +220,41 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         run = recorded(options.run, runs.read(options.run).records)
-        events = window(run, run.began + options.since, run.began + options.until)
-        if not any(event["ph"] == "X" for event in events):
+        made = list(events(run, run.began + options.since, run.began + options.until))
+        if not made:
             between = f"nothing ran between {options.since:g} s and {options.until:g} s"
             raise ValueError(f"{between}; the start lasted {run.until - run.began:.1f} s")
-        write_whole(options.out, {"traceEvents": events, "displayTimeUnit": "ms"})
+        write_whole(options.out, {"traceEvents": made, "displayTimeUnit": "ms"})
     except runs.UNREADABLE as error:
         print(f"coppice report --trace: {options.run}: {error}", file=sys.stderr)
         return 2
-    print(f"trace: {options.out} ({len(events)} events; open it at ui.perfetto.dev)")
+    print(f"trace: {options.out} ({len(made)} events; open it at ui.perfetto.dev)")
     return 0
 
 
-def window(run: TracedStart, since: float, until: float) -> list[dict[str, Any]]:
-    """Return the trace events of what overlaps the time between ``since`` and ``until``, in
-    microseconds since the start began."""
-
-    def us(moment: float) -> float:
-        return round((moment - run.began) * 1e6, 3)
-
-    slices: list[tuple[str, Span, dict[str, Any], TracedCall | None]] = []
-    for c in run.calls:
-        args = {"outcome": c.outcome} | ({} if c.tree is None else {"tree": c.tree})
-        slices.append((c.worker, (c.service, c.start, c.end), {"args": args}, c))
+def events(run: TracedStart, since: float, until: float) -> Iterator[dict[str, Any]]:
+    """Yield the trace events of what overlaps the time between ``since`` and ``until``, in
+    microseconds since the start began: calls with their phases, and parts of updates. Each process
+    has as many rows as things that it does at once."""
+    done: list[tuple[str, tuple[Span, ...], dict[str, Any]]] = []
+    for call in run.calls:
+        spans = ((call.service, call.start, call.end), *call.phases)
+        done.append((call.worker, spans, {"outcome": call.outcome, "tree": call.tree}))
     for update in run.updates:
-        for cause, start, end in update.work:
-            if end > start:
-                span = (cause.removeprefix("learner: "), start, end)
-                slices.append((LEARNER, span, {"args": {"version": update.version}}, None))
-    processes = {name: number for number, name in enumerate(sorted({row[0] for row in slices}), 1)}
-    lanes: dict[str, list[float]] = {name: [] for name in processes}
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": n, "tid": 0, "args": {"name": name}}
-        for name, n in processes.items()
-    ]
-    updates = {tree: update for update in run.updates for tree in update.trees}
-    for process, span, args, call in sorted(slices, key=lambda row: row[1][1]):
-        name, start, end = span
+        parts = [span for span in update.work if span[2] > span[1]]
+        done += [(LEARNER, (part,), {"version": update.version}) for part in parts]
+    rows: dict[str, list[float]] = {}
+    for process, spans, args in sorted(done, key=lambda row: row[1][0][1]):
+        _, start, end = spans[0]
         if end < since or start > until:
             continue
-        ends = lanes[process]
-        free = next((lane for lane, lane_end in enumerate(ends) if lane_end <= start), len(ends))
-        # the learner's work never overlaps but for the clock's rounding
-        free = 0 if process == LEARNER else free
-        lanes[process][free : free + 1] = [end]
-        place = {"pid": processes[process], "tid": free + 1}
-        for part, a, b in (span, *(call.phases if call else ())):
-            length = round((b - a) * 1e6, 3)
-            events.append({"ph": "X", "name": part, "ts": us(a), "dur": length, **place, **args})
-            args = {}  # the phases have none
-        if call and name == "generate" and call.tree in updates:
-            trained = updates[call.tree].work[0][1]
-            if start < trained <= until:
-                arrow = {"name": "trained by", "cat": "sampling", "id": len(events)}
-                events.append({"ph": "s", "ts": us(start), **arrow, **place})
-                end_at = {"ts": us(trained), "pid": processes[LEARNER], "tid": 1}
-                events.append({"ph": "f", "bp": "e", **arrow, **end_at})
-    mark = {"ph": "i", "s": "t", "name": "stream", "pid": processes.get(LEARNER), "tid": 1}
-    streamed = [at for at in run.streamed if LEARNER in processes and since <= at <= until]
-    return events + [{**mark, "ts": us(at)} for at in streamed]
+        if process not in rows:
+            name, pid = {"name": process}, len(rows) + 1
+            yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": name}
+        ends = rows.setdefault(process, [])
+        row = next((row for row, busy in enumerate(ends) if busy <= start), len(ends))
+        ends[row : row + 1] = [end]
+        place = {"pid": [*rows].index(process) + 1, "tid": row + 1, "args": args}
+        for name, a, b in spans:
+            ts, dur = round((a - run.began) * 1e6, 3), round((b - a) * 1e6, 3)
+            yield {"ph": "X", "name": name, "ts": ts, "dur": dur, **place}

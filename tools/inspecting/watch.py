@@ -1,5 +1,5 @@
-"""The command coppice watch: a live view of a run, with keys that open a tree, pause and resume the
-run, drain a worker and stop the run."""
+"""The command coppice watch: a live view of a run, with keys that pause and resume it, drain a
+worker and stop it."""
 
 import argparse
 import asyncio
@@ -7,9 +7,11 @@ import contextlib
 import sqlite3
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import ClassVar
 
 import msgspec
@@ -19,25 +21,161 @@ from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
-from textual.screen import ModalScreen, Screen
+from textual.screen import ModalScreen
 from textual.widgets import Footer, OptionList, Static
 
 from coppice.common.options import command_parser
-from coppice.tools.inspecting import drawing, frames, watched
-from coppice.tools.inspecting.watched import Look, Watcher
-from coppice.tools.launching import control, screen
+from coppice.scheduler.ledger.journal import Journal, TreeRow
+from coppice.scheduler.ledger.records import Reader
+from coppice.scheduler.telemetry import health
+from coppice.tools.evaluating.examination import table
+from coppice.tools.inspecting import frames
+from coppice.tools.launching import control, screen, status
+from coppice.tools.launching.status import Status, ago, span
 
 EXAMPLES = """\
   coppice watch RUN                  the run folder, live, stopped or broken
   coppice watch RUN/journal.sqlite   a journal alone: its trees
-  coppice watch RUN | cat            one page, where there is no terminal"""
-EVERY_S, RESTING_S, LONGEST_S = 1.0, 5.0, 10.0
-"""Seconds between two looks at a run that is running, and at one that is not; the longest pause."""
-SHARE = 0.005
-"""The share of one processor that this process may take: a look that cost more is followed by a
-longer pause."""
+  coppice watch RUN | cat            its status, where there is no terminal"""
+EVERY_S, RESTING_S = 2.0, 5.0
+"""Seconds between two looks at a run that is running, and at one that is not."""
 BAD = ("ended", psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 """States of a process of a running run that are shown in red."""
+
+
+# ----------------------------------------------------------------------------------------------
+# what is shown, as plain text; nothing raises for what is missing or damaged
+
+CURVES = "reward outcome process valid judged engine learner cache tok/s stale".split()
+"""The columns of the terminal's table that are drawn, if the run has them. engine, learner: busy
+shares; cache: prompt tokens that the prefix cache served."""
+ENDED, GROWING = 8, 4
+"""The newest trees that are listed."""
+TAIL_BYTES = 2**24
+"""How much of a long metrics.jsonl is read at first: the newest 4,000 updates or so."""
+TREES = ("tree", "status", "from", "trained", "actions", "reward", "outcome", "task")
+PROCESSES = ("process", "pid", "state", "age", "restarts", "memory", "heard", "calls")
+
+Rows = list[tuple[str, ...]]
+
+
+class Look(msgspec.Struct, frozen=True):
+    """A run at one moment. records: of the updates, in order. trees, processes: rows of the tables,
+    with the columns of ``TREES`` and ``PROCESSES``."""
+
+    status: Status
+    records: list[dict[str, float]]
+    trees: Rows
+    processes: Rows
+
+
+class Watcher:
+    """Looks at a run, or at a journal file, again and again. Each look reads only what is new of
+    metrics.jsonl and of the newest trees."""
+
+    def __init__(self, run: Path):
+        self.run = run
+        shown = {metric for name, metric, _ in screen.COLUMNS if name in CURVES}
+        self._records = Reader(run, shown.__contains__, TAIL_BYTES)
+        self._sums: dict[int, tuple[str, str, str]] = {}
+
+    def look(self) -> Look:
+        """Read what there is now."""
+        now = status.gather(self.run, time.monotonic())
+        records = self._records.read()
+        try:
+            trees = self._trees()
+        except (OSError, sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
+            trees = []
+            if not any("journal.sqlite" in text for text in now.damaged):
+                now.damaged.append(f"the newest trees cannot be read ({error})")
+        return Look(now, records, trees, _processes(self.run, now))
+
+    def _trees(self) -> Rows:
+        newest = "id IN (SELECT id FROM trees WHERE status{}='growing' ORDER BY id DESC LIMIT ?)"
+        with contextlib.closing(frames.opened(self.run)) as journal:
+            ended = journal.trees(newest.format("!"), ENDED)
+            growing = journal.trees(newest.format(""), GROWING)
+            self._sums = {row.id: self._sums.get(row.id) or _sums(journal, row) for row in ended}
+            rows: Rows = []
+            for row in (*reversed(ended), *reversed(growing)):
+                trained = [version for _, version in journal.groups(row.id) if version is not None]
+                state = row.status if row.split == "train" else row.split
+                versions = str(row.version), str(max(trained, default="-"))
+                sums = self._sums.get(row.id, ("-", "-", "-"))
+                rows.append((str(row.id), state, *versions, *sums, row.task))
+            return rows
+
+
+def _sums(journal: Journal, row: TreeRow) -> tuple[str, str, str]:
+    """The number of a tree's actions, their mean reward and the mean outcome."""
+    nodes, means = journal.tree(row).nodes.values(), []
+    for name in ("reward", "outcome"):
+        values = [node.scores[name] for node in nodes if name in node.scores]
+        means.append(f"{fmean(values):+.2f}" if values else "-")
+    return str(sum(node.kind == "action" for node in nodes)), means[0], means[1]
+
+
+def _processes(run: Path, now: Status) -> Rows:
+    """The launcher's processes, then the workers that joined from elsewhere."""
+    report = health.joined(health.read_all(run)) if now.state == "running" else None
+    joined = report.workers if report is not None else []
+    workers = {worker.pid: worker for worker in joined if worker.state == "here"}
+
+    def calls(worker: health.WorkerHealth | None) -> str:
+        limit = f"/{worker.capacity}" if worker and worker.capacity < 2**20 else ""
+        return f"{worker.in_flight}{limit}" if worker else "-"
+
+    rows: Rows = [(*status.cells(p), calls(workers.pop(p.pid, None))) for p in now.processes]
+    for worker in workers.values():
+        heard = span(report.at - worker.heard if report is not None else None)
+        place = (worker.name, str(worker.pid), f"on {worker.host}", "-", "-", "-")
+        rows.append((*place, heard, calls(worker)))
+    return rows
+
+
+def words(look: Look, width: int) -> list[str]:
+    """Everything but the two tables, in lines of at most ``width`` columns."""
+    lines = [*status.head(look.status, width), *curves(look.records, width)]
+    said = [f"waits for {text}" for text in look.status.waits]
+    if (failure := look.status.failure) is not None:
+        when = ago(time.time() - failure.time, failure.process)
+        log = status.shown(Path(failure.log))
+        said.append(f"failed {when}: {failure.cause}; {failure.then} (log: {log})")
+    said += [f"a call failed {look.status.fault}"] if look.status.fault else []
+    said += [f"to do: {look.status.do}"] if look.status.do else []
+    return lines + [line for text in said for line in status.told(text, width)]
+
+
+def curves(records: Sequence[dict[str, float]], width: int) -> list[str]:
+    """Each metric's first value, its course and its newest value; two metrics per line where there
+    is room."""
+    if not records:
+        return ["curves: no update is recorded yet"]
+    across = 2 if width >= 76 else 1
+    each = (width - 2 * (across - 1)) // across
+    cells = []
+    for name, metric, form in screen.COLUMNS:
+        values = [record[metric] for record in records if metric in record]
+        if name in CURVES and values:
+            first, last = form.format(values[0]), form.format(values[-1])
+            cells.append(f"{name:<8}{first:>6} {spark(values, each - 22):<{each - 22}} {last:>6}")
+    return ["  ".join(cells[start : start + across]) for start in range(0, len(cells), across)]
+
+
+def spark(values: Sequence[float], width: int) -> str:
+    """Draw values from the lowest bar for the least to the highest for the largest; a bar is the
+    mean of its share of the values."""
+    count = max(1, min(width, len(values)))
+    ends = pairwise(len(values) * place // count for place in range(count + 1))
+    means = [fmean(values[start:end]) for start, end in ends]
+    low, high = min(means), max(means)
+    heights = [(mean - low) / (high - low) if high > low else 0.5 for mean in means]
+    return "".join("▁▂▃▄▅▆▇█"[round(height * 7)] for height in heights)
+
+
+# ----------------------------------------------------------------------------------------------
+# the view
 
 
 class Question(ModalScreen[bool]):
@@ -62,65 +200,25 @@ class Question(ModalScreen[bool]):
         yield Static(f"{self.text}\n\ny: yes    n: no", markup=False)
 
 
-class TreeScreen(Screen[None]):
-    """One tree, as coppice trees prints it."""
+class ProcessTable(OptionList):
+    """The processes. The cursor stays at its row when others come and go."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        ("escape,q", "dismiss", "Back"),
-        ("f", "full", "Whole texts"),
-    ]
+    def __init__(self):
+        super().__init__(id="processes", compact=True, markup=False)
+        self.cells: Rows = []
 
-    def __init__(self, run: Path, number: int):
-        super().__init__()
-        self.run, self.number, self.full = run, number, False
-
-    def compose(self) -> ComposeResult:
-        """A page that scrolls."""
-        with VerticalScroll():
-            yield Static(id="tree", markup=False)
-        yield Footer()
-
-    def on_resize(self) -> None:
-        """Draw the tree, first and whenever the width changes."""
-        try:
-            with contextlib.closing(frames.opened(self.run)) as journal:
-                (row,) = journal.trees("id=?", self.number)
-                detail = drawing.Detail(max(40, self.size.width - 3), self.full)
-                text = drawing.as_text(journal, row, detail)
-        except (OSError, sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
-            text = f"tree {self.number} cannot be read: {error}"
-        self.query_one("#tree", Static).update(text.replace("(--full)", "(key f)"))
-
-    def action_full(self) -> None:
-        """Show whole texts and the judges' explanations, or fold them again."""
-        self.full = not self.full
-        self.on_resize()
-
-
-class RowTable(OptionList):
-    """A table whose title names the columns. Its cursor stays at its row when rows come and go; at
-    the top it stays with the newest."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("tab", "app.focus_next", "Next table")]
-
-    def __init__(self, name: str, columns: tuple[str, ...]):
-        super().__init__(id=name, compact=True, markup=False)
-        self.columns = columns
-        self.cells: watched.Rows = []
-
-    def show(self, rows: watched.Rows, bad: tuple[str, ...] = ()) -> None:
-        """Show ``rows``, whose first cells tell them apart. bad: cells whose rows are red."""
+    def show(self, rows: Rows, bad: tuple[str, ...] = ()) -> None:
+        """Show ``rows``. bad: cells whose rows are red."""
         if rows == self.cells:
             return
         place, key = self.highlighted or 0, self.chosen()
-        self.border_title, *lines = watched.table([self.columns, *rows])
+        self.border_title, *lines = table([PROCESSES, *rows])
         self.cells, names = rows, [row[0] for row in rows]
         styles = ["bold red" if set(bad) & set(row) else "" for row in rows]
         self.set_options(Text(*line) for line in zip(lines, styles, strict=True))
         self.styles.height = len(rows) + 1
         if names:
-            kept = place and key in names
-            self.highlighted = names.index(key) if kept else min(place, len(names) - 1)
+            self.highlighted = names.index(key) if key in names else min(place, len(names) - 1)
 
     def chosen(self) -> str:
         """The first cell of the row under the cursor, or "" if the table is empty."""
@@ -139,11 +237,10 @@ class WatchApp(App[None]):
     .-wide #page { layout: horizontal; }
     .-wide #words { width: 79; margin-right: 1; }
     .-wide #tables { width: 1fr; }
-    RowTable { border: none; border-top: solid $primary; padding: 0 0 0 1; max-height: 14; }
-    RowTable { scrollbar-size: 1 1; text-wrap: nowrap; text-overflow: ellipsis; }
-    RowTable:focus { border: none; border-top: heavy $accent; }
-    #trees { max-height: 9; }
-    .-wide RowTable, .-wide #trees { max-height: 48vh; }
+    #trees, #processes { padding: 0 0 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
+    #processes, #processes:focus { border: none; border-top: heavy $accent; scrollbar-size: 1 1; }
+    #processes { max-height: 14; }
+    .-wide #processes { max-height: 48vh; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("p", "pause", "Pause"),
@@ -166,31 +263,25 @@ class WatchApp(App[None]):
             with Vertical(id="words"):
                 yield Static(id="text", markup=False)
             with Vertical(id="tables"):
-                yield RowTable("trees", watched.TREES)
-                yield RowTable("processes", watched.PROCESSES)
+                yield Static(id="trees", markup=False)
+                yield ProcessTable()
         yield Footer()
 
     def on_mount(self) -> None:
         """Begin to look."""
-        self.set_focus(self.query_one("#trees"), scroll_visible=False)
+        self.set_focus(self.query_one("#processes"), scroll_visible=False)
         self.follow()
 
     @work
     async def follow(self) -> None:
         """Look at the run again and again, in a thread, because its disk may be slow."""
-        before, pause = 0.0, 0.0
         while True:
             self.look = await asyncio.to_thread(self.reader.look)
             self.draw()
             every = EVERY_S if self.look.status.state == "running" else RESTING_S
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(pause, every)):
-                    await self.ordered.wait()
+                await asyncio.wait_for(self.ordered.wait(), every)
             self.ordered.clear()
-            now = time.process_time()
-            if before:  # the first look draws everything
-                pause = min(LONGEST_S, (now - before) / SHARE)
-            before = now
 
     def on_resize(self) -> None:
         """Fold the words anew."""
@@ -202,14 +293,14 @@ class WatchApp(App[None]):
             return
         before = self.usable
         width = self.query_one("#words").content_size.width or 78
-        text = "\n".join(watched.words(self.look, width))
+        text = "\n".join(words(self.look, width))
         label = self.query_one("#text", Static)
         if text != label.content:
             label.update(text, layout=text.count("\n") != str(label.content).count("\n"))
         running = self.look.status.state == "running"
         paused = self.look.status.paused.startswith("paus")
-        self.query_one("#trees", RowTable).show(self.look.trees)
-        self.query_one("#processes", RowTable).show(self.look.processes, BAD if running else ())
+        self.query_one("#trees", Static).update("\n".join(table([TREES, *self.look.trees])))
+        self.query_one(ProcessTable).show(self.look.processes, BAD if running else ())
         self.usable = {"pause": running and not paused, "resume": running and paused}
         self.usable |= {"drain": running, "stop": running}
         if self.usable != before:
@@ -218,12 +309,6 @@ class WatchApp(App[None]):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Hide the keys that cannot be used now."""
         return self.usable.get(action, True)
-
-    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Open the tree under the cursor."""
-        table = event.option_list
-        if isinstance(table, RowTable) and table.id == "trees":
-            self.push_screen(TreeScreen(self.run_, int(table.chosen())))
 
     def action_pause(self) -> None:
         """Ask, then pause."""
@@ -236,11 +321,7 @@ class WatchApp(App[None]):
 
     def action_drain(self) -> None:
         """Ask, then drain the worker under the cursor."""
-        table = self.query_one("#processes", RowTable)
-        name = table.chosen()
-        if self.focused is not table or not name:
-            self.notify("choose a worker in the table of processes first (Tab)", severity="warning")
-            return
+        name = self.query_one(ProcessTable).chosen()
         try:
             question = f"Drain {name}? {control.draining(self.run_, name)}"
             self.order(question, partial(control.drain, name=name))
@@ -268,7 +349,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of coppice watch."""
     parser = command_parser(
         "coppice watch",
-        "A live view of a run; keys open a tree, pause, resume, drain a worker, stop.",
+        "A live view of a run; keys pause, resume, drain a worker, stop.",
         EXAMPLES,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or a journal file")
@@ -285,6 +366,6 @@ def main(arguments: list[str] | None = None) -> int:
     if sys.stdin.isatty() and sys.stdout.isatty():
         WatchApp(run).run()
     else:
-        page = "\n".join(watched.page(Watcher(run).look(), 80))
+        page = "\n".join(status.page(status.gather(run, time.monotonic())))
         screen.RunScreen(0).say(page, "summary")  # the reader (head, less) may close the pipe
     return 0

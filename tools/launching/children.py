@@ -80,7 +80,7 @@ class Child:
             own = spec.environment | process_variables(spec.threads)
             file = str(self.run / "processes" / f"{spec.file}.json")
             show = subprocess.PIPE if spec.name.startswith(SCHEDULER) else log
-            command = [spec.python or sys.executable, "-m", spec.module, file]
+            command = [sys.executable, "-m", spec.module, file]
             self.process = spawn(command, inherited, own, stdout=show, stderr=log)
 
     @property

@@ -59,8 +59,8 @@ class Holder:
         environment: dict[str, str], folder: str, meeting: tuple[str, int] | None,
     ) -> tuple[str, int]:  # fmt: skip
         """Start a process, and return the host's name and the process's number. command: after the
-        name of this node's Python, if that is "". home: the folder of its scheduler, whose endpoint
-        is ``endpoint``. folder: the launcher's, from which plug-ins are found. meeting: where the
+        name of this node's Python. home: the folder of its scheduler, whose endpoint is
+        ``endpoint``. folder: the launcher's, from which plug-ins are found. meeting: where the
         learner's ranks meet. Raises FileNotFoundError."""
         file, end = home / "endpoint", time.monotonic() + _SEEN_S
         while not (file.is_file() and file.read_text() == endpoint):  # of an earlier start?
@@ -71,7 +71,7 @@ class Holder:
         own = dict(environment)
         if meeting is not None:
             own |= {"MASTER_ADDR": meeting[0], "MASTER_PORT": str(meeting[1])}
-        words = [command[0] or sys.executable, *command[1:]]
+        words = [sys.executable, *command]
         place = folder if os.path.isdir(folder) else importable()
         with log.open("ab") as written:
             self._process = spawn(words, os.environ, own, cwd=place, stdout=written, stderr=written)
@@ -230,7 +230,7 @@ class Nodes:
         own |= spec.environment | process_variables(spec.threads)
         own.pop("CUDA_VISIBLE_DEVICES", None)  # Ray sets that one
         home, file = shards.folder(run, spec.shard or 0), run / "processes" / f"{spec.file}.json"
-        command = [spec.python, "-m", spec.module, str(file)]
+        command = ["-m", spec.module, str(file)]
         endpoint = (home / "endpoint").read_text()
         started = holder.start.remote(command, home, endpoint, log, own, str(Path.cwd()), meeting)
         return Away(holder, started, needs, self.say)

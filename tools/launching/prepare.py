@@ -56,10 +56,18 @@ def lacking_machine(config: Config) -> Iterator[str]:
             yield f"data.options.pass_env names {name!r}, which is not set: export it"
     if config.actors.engine != "sglang" or g.way == "url":
         return
-    if g.arguments.get("device") != "cpu" and not hardware.visible_gpus():
+    on_gpus, gpus = g.arguments.get("device") != "cpu", hardware.visible_gpus()
+    if on_gpus and not gpus:
         yield (
             "actors.engine = 'sglang' needs a GPU, and nvidia-smi and CUDA_VISIBLE_DEVICES show"
             " none here: start on a machine with a GPU, or take configs/slate-cpu.toml"
+        )
+    w = config.learner
+    broadcasts = w.publish != "file" and g.weights != "disk" and not w.lora.rank
+    if on_gpus and gpus and broadcasts and not 0 < g.gpus <= len(gpus) - w.here:
+        yield (
+            f"learner.publish = {w.publish!r} with actors.sglang.gpus = {g.gpus}: expected GPUs"
+            f" beside the learner's (of {len(gpus)}) for broadcasts, or learner.publish = 'file'"
         )
     python = g.python or sys.executable
     try:

@@ -30,11 +30,10 @@ from coppice.tools.launching.settings import JUDGE_HOST, Assets, JudgeModelProce
 
 
 class PlannedProcess(msgspec.Struct, frozen=True):
-    """One process, ``python -m module RUN/processes/<file>.json``, started by the interpreter
-    python ("" for the launcher's own). vital: when this process dies, the whole run stops or is
-    resumed; other processes are restarted alone. withheld: variables of the launcher that it must
-    not see, because they hold the API keys of others. needed: those that it needs. shard: the
-    scheduler to which it belongs, None for what all schedulers share."""
+    """One process, ``python -m module RUN/processes/<file>.json``. vital: when this process dies,
+    the whole run stops or is resumed; other processes are restarted alone. withheld: variables of
+    the launcher that it must not see, because they hold the API keys of others. needed: those that
+    it needs. shard: the scheduler to which it belongs, None for what all schedulers share."""
 
     name: str
     module: str
@@ -42,7 +41,6 @@ class PlannedProcess(msgspec.Struct, frozen=True):
     threads: int = 1
     vital: bool = False
     environment: dict[str, str] = {}
-    python: str = ""
     withheld: frozenset[str] = frozenset()
     needed: frozenset[str] = frozenset()
     shard: int | None = None
@@ -226,17 +224,13 @@ def _ranks(learner: LearnerConfig, meeting: dict[str, str]) -> Iterator[PlannedP
 
 
 def _actor(config: Config, place: int) -> PlannedProcess:
-    """Plan one actor. With SGLang inside, it runs where sglang is installed; with
-    actors.sglang.gpus it sees only its own GPUs."""
+    """Plan one actor. With actors.sglang.gpus it sees only its own GPUs."""
     a, name, shard = config.actors, f"actor-{place}", place % config.scheduler.shards
     actor = PlannedProcess(name, "coppice.actors.worker", name, a.threads, shard=shard)
     if a.engine != "sglang":
         return actor
-    inside = a.sglang.way == "inside"
     shown = gpus_of(place, a.sglang.gpus, config.learner.here, hardware.visible_gpus())
-    environment = dict(a.sglang.environment) if inside else {}
-    environment |= {"CUDA_VISIBLE_DEVICES": ",".join(shown)} if shown else {}
-    return replace(actor, environment=environment, python=a.sglang.python if inside else "")
+    return replace(actor, environment={"CUDA_VISIBLE_DEVICES": ",".join(shown)} if shown else {})
 
 
 def _gpus_left(config: Config) -> dict[str, str]:

@@ -133,10 +133,10 @@ def _engine(config: Config) -> Iterator[str]:
         yield f"{urls}: expected each URL once; a router spreads the requests of one actor"
     useless = ("python", "arguments", "environment", "gpus") if g.way == "url" else ("api_key_env",)
     yield from idle(config, f"with {way}", *(f"actors.sglang.{key}" for key in useless))
-    if g.weights in ("tensor", "distributed") and (w.publish == "file" or w.lora.rank):
+    if g.weights == "distributed" and (w.publish == "file" or w.lora.rank):
         expected = "learner.publish = 'memory' or 'both', and learner.lora.rank = 0"
         yield f"{say('actors.sglang.weights')}: expected {expected} (adapters travel as files)"
-    if w.lora.rank and g.lora == "adapter":
+    if w.lora.rank:
         yield from _adapters(g, w.lora.rank, w.train_vision)
 
 
@@ -145,11 +145,10 @@ def _adapters(g: SGLangConfig, rank: int, vision: bool) -> Iterator[str]:
     update, or ignore a part of them."""
     adapters, arguments = f"learner.lora.rank = {rank}", "actors.sglang.arguments"
     if vision:
-        applies = "SGLang applies adapters to the language layers only; expected 'merged'"
-        yield f"learner.train_vision with actors.sglang.lora = 'adapter': {applies}"
+        applies = "SGLang applies adapters to the language layers only; expected rank 0"
+        yield f"learner.train_vision with {adapters}: {applies}"
     if g.arguments.get("enable_lora") is False:
-        remedy = "remove it, or set actors.sglang.lora = 'merged'"
-        yield f"{arguments}.enable_lora = False with {adapters}: {remedy}"
+        yield f"{arguments}.enable_lora = False with {adapters}: remove it"
     for key, value in {"max_lora_rank": rank, **ADAPTERS_AT_ONCE}.items():
         limit = g.arguments.get(key)
         if isinstance(limit, int) and limit < value:

@@ -16,7 +16,7 @@ import msgspec
 
 from coppice.common import shards
 from coppice.scheduler.ledger.records import UPDATE, Joined
-from coppice.scheduler.telemetry.terminal import NOTICE, WARNING
+from coppice.scheduler.telemetry.alerts import NOTICE, WARNING
 
 COLUMNS = [
     ("update", "version", "{:.0f}"),

@@ -11,15 +11,12 @@ from coppice.actors.environments.base import POLICY
 from coppice.actors.environments.game import Game
 from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.actors.environments.task_files import listed
+from coppice.tools.defaults import search_play, tiny
 from coppice.tools.defaults.facts import ensure_facts
 from coppice.tools.defaults.index_corpus import ensure_index
 from coppice.tools.defaults.legal_play import ensure_legal_play
 from coppice.tools.defaults.models import check_weights, ensure_model
-from coppice.tools.defaults.search_play import Tags, ensure_search_play
 from coppice.tools.defaults.settings import cache_folder
-from coppice.tools.defaults.tiny_agent import NAME as TINY_AGENT
-from coppice.tools.defaults.tiny_agent import Calls
-from coppice.tools.defaults.tiny_search import NAME as TINY_SEARCH
 from coppice.tools.defaults.warm_start import ensure_warm_start
 from coppice.tools.launching.config import Config
 from coppice.tools.launching.settings import Assets, setting
@@ -76,14 +73,15 @@ def _for_questions(
             expected = "expected a JSONL file of {id, contents}"
             raise FileNotFoundError(f"data.corpus {str(corpus)!r} does not exist: {expected}")
         retriever = str(ensure_index(corpus, encoder, cache, threads))
-    notation = Tags(environment) if isinstance(environment, SearchQA) else Calls()
-    if config.model.name == (TINY_SEARCH if isinstance(environment, SearchQA) else TINY_AGENT):
+    searches = isinstance(environment, SearchQA)
+    if config.model.name == (tiny.SEARCH if searches else tiny.AGENT):
         corpus = ensure_facts(cache) / "corpus.jsonl"
-        model = ensure_search_play(model, corpus, notation, warm, cache, threads)
-    elif warm.steps and not isinstance(environment, SearchQA):
+        notation = search_play.tags(environment) if searches else search_play.calls()
+        model = search_play.ensure_search_play(model, corpus, notation, warm, cache, threads)
+    elif warm.steps and not searches:
         raise ValueError(
             f"warm_start.steps = {warm.steps}: agents have a warm start for model.name ="
-            f" {TINY_AGENT!r} alone; set it to 0 (coppice sft trains a model on conversations)"
+            f" {tiny.AGENT!r} alone; set it to 0 (coppice sft trains a model on conversations)"
         )
     elif warm.steps and facts is not None:
         assert isinstance(environment, SearchQA)

@@ -147,7 +147,7 @@ def with_adapters(config: Config) -> Config:
     """Add the arguments that a server which actors start needs for adapters. Their target layers
     follow from the model's files."""
     g, rank = config.actors.sglang, config.learner.lora.rank
-    if config.actors.engine != "sglang" or g.way == "url" or g.lora != "adapter" or not rank:
+    if config.actors.engine != "sglang" or g.way == "url" or not rank:
         return config
     sglang = replace(g, arguments={"enable_lora": True, "max_lora_rank": rank} | g.arguments)
     return replace(config, actors=replace(config.actors, sglang=sglang))

@@ -10,21 +10,21 @@ from typing import Any
 
 import msgspec
 
+from coppice.actors.environments import registry
 from coppice.common.options import check_choice, checked, command_parser, option
 from coppice.scheduler.growth import strategies
-from coppice.tools.inspecting import runs
+from coppice.tools.defaults.models import OURS, ensure_model
+from coppice.tools.defaults.settings import cache_folder
 from coppice.tools.launching.config import DEFAULT_CONFIG, Config, load
-from coppice.tools.launching.memory import memory_parts
-from coppice.tools.planning import formulas, prediction
-from coppice.tools.planning.formulas import GPUS, Assumed
-from coppice.tools.planning.growth import Work, work_of
-from coppice.tools.planning.prediction import Split
+from coppice.tools.launching.memory import model_shape
+from coppice.tools.planning import formulas
+from coppice.tools.planning.formulas import GPUS, SHAPES, Assumed, Dense, Split
+from coppice.tools.planning.growth import MadeUp, Work, work_of
 
 EXAMPLES = """\
   coppice plan --config configs/slate-7b.toml --gpus 8 --assume turns=3
   coppice plan --config configs/ppr-7b.toml --gpu h200 --assume price=3.5
-  coppice plan --run runs/NAME-TIME --set scheduler.strategy_options.k=8
-  coppice plan --against runs/NAME-TIME          what it predicts of a run"""
+  coppice plan --set scheduler.strategy_options.k=8"""
 UNPROVEN = """\
 Nothing of this project was measured on a GPU: these times and bytes are
 arithmetic over assumed efficiencies. docs/plan.md compares runs on CPUs."""
@@ -40,21 +40,13 @@ def parser() -> argparse.ArgumentParser:
         "coppice plan", "Predict what a run takes: tokens, FLOPs, memory, time, cost.", EXAMPLES
     )
     add, names = parser.add_argument, ", ".join(Assumed.__struct_fields__)
-    default = f"default: that of --run, else {DEFAULT_CONFIG.name}"
-    texts = "take texts, and without --gpus speeds, from this run that ended"
-    measured = "compare what is predicted of this run with what it measured"
-    change = "change a key, as for coppice launch; repeatable"
-    kind = f"their kind: {', '.join(GPUS)} (default: h100)"
-    shape = "folder of a config.json, if the model is not here"
-    add("--config", type=Path, metavar="FILE", help=f"TOML file, as for coppice launch ({default})")
-    add("--set", action="append", metavar="KEY=VALUE", help=change)
-    add("--run", type=Path, metavar="RUN", help=texts)
-    add("--against", type=Path, metavar="RUN", help=measured)
+    add("--config", type=Path, metavar="FILE", help=f"TOML file (default: {DEFAULT_CONFIG.name})")
+    add("--set", action="append", metavar="KEY=VALUE", help="change a key; repeatable")
     add("--gpus", type=int, help="GPUs for actors and learner together")
-    add("--gpu", default="h100", metavar="NAME", help=kind)
+    add("--gpu", default="h100", metavar="NAME", help=f"one of {', '.join(GPUS)} (default: h100)")
     assumption = f"{names} (docs/plan.md); repeatable"
     add("--assume", action="append", default=[], metavar="KEY=VALUE", help=assumption)
-    add("--shape", type=Path, metavar="FOLDER", help=shape)
+    add("--shape", type=Path, metavar="FOLDER", help="of a config.json, if the model is not here")
     add("--json", action="store_true", help="print the plan as JSON")
     return parser
 
@@ -64,40 +56,22 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         given = checked("--assume", "coppice plan", Assumed, dict(map(option, options.assume)), ())
-        check(options, set(given))
-        told = against(options) if options.against else plan(options, given)
-    except runs.UNREADABLE as error:
+        check_choice(f"--gpu {options.gpu!r}", options.gpu, GPUS)
+        if useless := sorted(given.keys() - LENGTHS if options.gpus is None else ()):
+            raise ValueError(f"--assume {useless[0]} has no effect without --gpus: remove it")
+        told = plan(options, given)
+    except (OSError, ValueError) as error:
         print(f"coppice plan: {error}", file=sys.stderr)
         return 2
-    if options.json:
-        print(msgspec.json.format(msgspec.json.encode(told)).decode())
-    else:
-        print("\n".join(compared(told) if isinstance(told, dict) else page(told)))
+    whole = msgspec.json.format(msgspec.json.encode(told)).decode()
+    print(whole if options.json else "\n".join(page(told)))
     return 0
 
 
-def check(options: argparse.Namespace, given: set[str]) -> None:
-    """Raise ValueError for options without effect, and for a GPU that is not known. given: names
-    that --assume sets."""
-    check_choice(f"--gpu {options.gpu!r}", options.gpu, GPUS)
-    if options.against and (options.gpus or options.set or options.config or given):
-        others = "--gpus, --set, --config and --assume"
-        raise ValueError(
-            f"{others} have no effect with --against: it takes that run's; remove them"
-        )
-    for name in sorted(given):
-        if name in LENGTHS and options.run:
-            reason = "with --run, whose texts are known"
-            raise ValueError(f"--assume {name} has no effect {reason}: remove it")
-        if name not in LENGTHS and options.gpus is None:
-            raise ValueError(f"--assume {name} has no effect without --gpus: remove it")
-
-
 class RunPlan(msgspec.Struct, frozen=True):
-    """What a run of ``config`` will take. texts: the lengths that nobody gave are marked as
-    assumed. unshared, shared: FLOPs of the learner's update without and with shared prefixes.
-    memory: main memory of the processes, as (how many, GiB of each); none with GPUs, whose splits
-    say it."""
+    """What a run of ``config`` will take. texts: their lengths; those that nobody gave are marked
+    as assumed. unshared, shared: FLOPs of the learner's update without and with shared prefixes.
+    gpu, splits: none without --gpus."""
 
     config: Config
     weights: float
@@ -105,7 +79,6 @@ class RunPlan(msgspec.Struct, frozen=True):
     work: Work
     unshared: float
     shared: float
-    memory: dict[str, tuple[int, float]]
     gpu: str
     assumed: Assumed
     splits: list[Split]
@@ -113,49 +86,60 @@ class RunPlan(msgspec.Struct, frozen=True):
 
 def plan(options: argparse.Namespace, given: dict[str, Any]) -> RunPlan:
     """Return the plan of a config. given: what --assume sets."""
-    changes, on_gpus, memory = options.set or [], options.gpus is not None, {}
-    if options.run and not options.config:
-        config = prediction.config_of(options.run, changes)
-    else:
-        config = load(options.config or DEFAULT_CONFIG, changes)
-    model, learner = prediction.model_of(config, options.shape), config.learner
-    assumed = msgspec.convert((GPUS[options.gpu] if on_gpus else {}) | given, Assumed)
-    if options.run:
-        source, texts = prediction.recorded(options.run, config), f"texts of {options.run}"
-    else:
-        source, lengths = prediction.made_up(config, assumed)
-        marks = {name: "" if name in given else " (assumed)" for name in lengths}
-        said = (f"{name} {value:g}{marks[name]}" for name, value in lengths.items())
-        texts = f"lengths: {', '.join(said)}"
-    if not on_gpus:
-        memory = memory_parts(config, msgspec.structs.asdict(model), model.weights)
-        assumed = prediction.reached(options.run) if options.run else assumed
-    work, timed = work_of(config, source), on_gpus or options.run
-    splits = prediction.splits(config, model, work, assumed, options.gpus) if timed else []
-    unshared, shared = (formulas.learner_flops(learner, model, work, one) for one in (False, True))
-    gpu, totals = options.gpu if on_gpus else "", (unshared, shared)
-    return RunPlan(config, model.weights, texts, work, *totals, memory, gpu, assumed, splits)
+    gpu = "" if options.gpus is None else options.gpu
+    config = load(options.config or DEFAULT_CONFIG, options.set or [])
+    model = model_of(config, options.shape)
+    assumed = msgspec.convert(GPUS.get(gpu, {}) | given, Assumed)
+    source, lengths = made_up(config, assumed)
+    marks = {name: "" if name in given else " (assumed)" for name in lengths}
+    texts = ", ".join(f"{name} {value:g}{marks[name]}" for name, value in lengths.items())
+    work = work_of(config, source)
+    splits = formulas.splits(config, model, work, assumed, options.gpus) if gpu else []
+    unshared, shared = (
+        formulas.learner_flops(config.learner, model, work, one) for one in (False, True)
+    )
+    return RunPlan(
+        config, model.weights, f"lengths: {texts}", work, unshared, shared, gpu, assumed, splits
+    )
 
 
-def against(options: argparse.Namespace) -> dict[str, tuple[float, float]]:
-    """Return what is predicted of a run and what it measured, by quantity, with texts and speeds of
-    ``--run``, or of itself."""
-    config, texts = prediction.config_of(options.against), options.run or options.against
-    model = prediction.model_of(config, options.shape)
-    work = work_of(config, prediction.recorded(texts, config))
-    (own,) = prediction.splits(config, model, work, prediction.reached(texts), None)
-    predicted = msgspec.structs.asdict(work) | msgspec.structs.asdict(own.speed)
-    measured = prediction.measured(options.against)
-    return {name: (predicted[name], value) for name, value in measured.items()}
+def model_of(config: Config, given: Path | None = None) -> Dense:
+    """Return the sizes of a config's model: those of a config.json that is ``given``, of the
+    model's folder, or as known by its name. Raises ValueError.
+
+    A model of this project that is not here yet is made, which takes some seconds.
+    """
+    name = config.model.name
+    folder = given or (ensure_model(name, cache_folder()) if name in OURS else Path(name))
+    if shape := model_shape(folder):
+        return Dense.of(shape, str(folder))
+    for start, sizes in SHAPES.items():
+        if not given and name.rpartition("/")[2].startswith(start):
+            return sizes
+    lacking = f"{given or f'model.name = {name!r}'}: no config.json there"
+    raise ValueError(
+        f"{lacking}, so the model's sizes are unknown: expected --shape FOLDER, with the model's"
+        f" config.json in it, or a model that is here or known ({', '.join(SHAPES)})"
+    )
 
 
-def compared(rows: dict[str, tuple[float, float]]) -> list[str]:
-    """Return what the terminal shows of a comparison."""
-    lines = ["per update", f"{'':<12}{'predicted':>14}{'measured':>14}{'error':>9}"]
-    for name, (guess, true) in rows.items():
-        error = f"{guess / true - 1:+.0%}" if true else "-"
-        lines.append(f"{name:<12}{number(guess):>14}{number(true):>14}{error:>9}")
-    return lines
+def made_up(config: Config, assumed: Assumed) -> tuple[MadeUp, dict[str, float]]:
+    """Return texts of the assumed lengths, and these lengths. Raises ValueError."""
+    s, options, a = config.scheduler, config.data.options, assumed
+    seen = options.get("max_observation_characters", 400) // 4
+    environment = registry.load(config.data.environment, options)
+    instruction, action = min(a.instruction, a.prompt - 1), a.action or -(-s.max_action_tokens // 2)
+    observation, turns = seen if a.observation < 0 else a.observation, a.turns or float(s.budget)
+    if action > s.max_action_tokens:
+        most = f"expected at most scheduler.max_action_tokens = {s.max_action_tokens}"
+        raise ValueError(f"--assume action={a.action}: {most}")
+    if not 1 <= turns <= (s.budget if environment.forced_prefix else math.inf):
+        most = f"at most scheduler.budget = {s.budget} where that ends an episode"
+        raise ValueError(f"--assume turns={turns:g}: expected at least 1, and {most}")
+    lengths = (instruction, a.prompt, action, observation)
+    source = MadeUp(*lengths, turns, s.budget, environment.fresh)
+    names = ("instruction", "prompt", "action", "observation", "turns")
+    return source, dict(zip(names, (*lengths, turns), strict=True))
 
 
 def page(told: RunPlan) -> list[str]:
@@ -182,39 +166,31 @@ def page(told: RunPlan) -> list[str]:
         ("FLOPs of the learner", told.unshared, told.shared),
     ):
         lines += [f"  {name:<34}{number(a):>12}{number(b):>12}{1 - b / max(1, a):>8.0%}"]
-    return [*lines, "", *memory(told), "", *times(told)]
-
-
-def memory(told: RunPlan) -> list[str]:
-    """Return the memory of each kind of process."""
-    if told.gpu:
-        best = told.splits[0]
-        room = f"with room for {number(best.cache)} tokens of cache"
-        actor = f"  an actor's GPU {best.actor_gib:8.1f}, {room}"
-        return ["memory, GiB", actor, f"  a rank's GPU   {best.rank_gib:8.1f}"]
-    total = sum(count * each for count, each in told.memory.values())
-    kinds = told.memory.items()
-    lines = [f"  {count:>3} {name:<20}{each:>8.2f} each" for name, (count, each) in kinds]
-    return ["main memory, GiB", *lines, f"  {'all':<24}{total:>8.2f}"]
+    if not told.gpu:
+        return [*lines, "", "no times: give --gpus; main memory: coppice launch --dry-run"]
+    return [*lines, "", *times(told), *summed(told, told.splits[0])]
 
 
 def times(told: RunPlan) -> list[str]:
-    """Return the splits, the fastest first, and what the best one costs."""
-    if not told.splits:
-        return ["no times: give --gpus, or --run with a run of this machine"]
-    fastest = "the fastest split first (*: the config's own)"
-    order = fastest if told.gpu else "at the speed of the run's processes"
-    lines = [f"seconds of an update, {order}"]
-    lines += [" actors ranks  generate    learn  latency   period  waits for   stale    hours"]
+    """Return the memory of the fastest split, and the times of all, the fastest first."""
+    best, c = told.splits[0], told.config
+    room = f"with room for {number(best.cache)} tokens of cache"
+    lines = [
+        "memory, GiB",
+        f"  an actor's GPU {best.actor_gib:8.1f}, {room}",
+        f"  a rank's GPU   {best.rank_gib:8.1f}",
+        "",
+        "seconds of an update, the fastest split first (*: the config's own)",
+        " actors ranks  generate    learn  latency   period  waits for   stale    hours",
+    ]
     for one in told.splits:
-        s, c = one.speed, told.config
-        own = told.gpu and (one.engines, one.ranks) == (c.actors.count, c.learner.count)
+        s, own = one.speed, (one.engines, one.ranks) == (c.actors.count, c.learner.count)
         values = "".join(f"{number(value):>9}" for value in (s.learn, s.latency, s.period))
         line = f"{one.actors:>7}{one.ranks:>6}{number(s.generate):>10}{values}"
         line += f"  {s.bound:<10}{s.staleness:>7.1f}{number(one.hours):>9}"
-        lines += [line + " *" * bool(own)]
+        lines += [line + " *" * own]
         lines += [f"        does not fit: {one.lacks}"[:80]] if one.lacks else []
-    return [*lines, *summed(told, told.splits[0])] if told.gpu else lines
+    return lines
 
 
 def summed(told: RunPlan, best: Split) -> list[str]:

@@ -10,6 +10,8 @@ import msgspec
 from coppice.common.numbers import Count, Natural, NotNegative, Positive
 from coppice.learner.config import LearnerConfig
 from coppice.learner.update.plan import plan_of
+from coppice.tools.launching.config import Config
+from coppice.tools.launching.memory import rank_gib, typed
 from coppice.tools.planning.growth import Work
 
 
@@ -92,6 +94,12 @@ GPUS = {
 seller, so there are none."""
 Part = Annotated[float, msgspec.Meta(gt=0, le=1)]
 """A share that is not 0."""
+CUDA_GIB = 1.5
+"""GiB of a GPU that a process takes beside what is counted (CUDA's context, libraries, buffers): an
+assumption."""
+ENGINE_SHARE = 0.85
+"""Share of a GPU's memory that SGLang fills with weights and cache if
+actors.sglang.arguments.mem_fraction_static does not say."""
 
 
 class Assumed(msgspec.Struct, frozen=True):
@@ -217,3 +225,61 @@ def staleness(bound: str, stale: int, latency: float, learn: float, period: floa
     whole, rest = divmod(latency, period)
     newer = (whole * (whole - 1) / 2 * period + whole * rest) / latency if latency else 0.0
     return max(0.0, stale - newer)
+
+
+class Split(msgspec.Struct, frozen=True):
+    """Who gets how many of the GPUs, and what follows. engines: actor processes. hours: of the
+    whole run without its evaluations. cache: tokens that an engine has room for. actor_gib,
+    rank_gib: memory of one GPU. lacks: why it cannot work, or "". gpu_hours: of all GPUs; cost: 0
+    without a price."""
+
+    actors: int
+    ranks: int
+    engines: int
+    speed: Speed
+    hours: float
+    cache: float
+    actor_gib: float
+    rank_gib: float
+    lacks: str
+    gpu_hours: float
+    cost: float
+
+
+def split(
+    config: Config, model: Dense, work: Work, reach: Assumed, actors: int, ranks: int
+) -> Split:
+    """Return what follows if this many GPUs generate and train."""
+    a, s, size = config.actors, config.scheduler, 2
+    learner = msgspec.structs.replace(typed(config).learner, count=ranks)
+    each = max(1, a.sglang.gpus)
+    engines, held = actors // each, model.weights * size / 2**30
+    room = float(a.sglang.arguments.get("mem_fraction_static", ENGINE_SHARE)) * reach.memory * each
+    cache = (room - held) * 2**30 / model.cached(size)
+    context = max(1.0, work.context / max(1, work.sampled))
+    most = engines * min(a.max_batch, max(1.0, cache / context))
+    timed = speed(learner, model, work, reach, s.max_staleness, actors, most, size)
+    hours = timed.period * s.updates / 3600
+    rank = sum(rank_gib(learner, msgspec.structs.asdict(model), model.weights, size)) + CUDA_GIB
+    lacks, spent = "", hours * (actors + ranks)
+    if cache < a.max_context:
+        lacks = f"an engine has {max(0.0, cache):.0f} tokens of cache"
+        lacks += f", less than actors.max_context = {a.max_context}"
+    elif rank > reach.memory:
+        lacks = f"a rank needs {rank:.0f} GiB of {reach.memory:g}"
+    return Split(
+        actors, ranks, engines, timed, hours, cache, room / each, rank, lacks, spent,
+        spent * reach.price,
+    )  # fmt: skip
+
+
+def splits(config: Config, model: Dense, work: Work, reach: Assumed, gpus: int) -> list[Split]:
+    """Return every split of ``gpus`` between actors and learner, the fastest that fits first.
+    Raises ValueError."""
+    each = max(1, config.actors.sglang.gpus)
+    if gpus <= each:
+        needed = f"{each} of an engine (actors.sglang.gpus) and 1 of the learner"
+        raise ValueError(f"--gpus {gpus}: expected at least {each + 1}, {needed}")
+    many = range(each, gpus, each)
+    every = [split(config, model, work, reach, actors, gpus - actors) for actors in many]
+    return sorted(every, key=lambda one: (bool(one.lacks), one.speed.period))

@@ -1,10 +1,12 @@
-"""Grows the trees of some updates by the real strategy, with a simulated policy, environment and
+"""Grows the trees of some updates by the real strategy, with a made-up policy, environment and
 judge, and counts what actors and learner get to do. Caches are the scheduler's own model of a
 prefix cache, emptied by each update; the learner's own code packs and cuts the paths."""
 
 import asyncio
 import itertools
+import math
 import random
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +26,6 @@ from coppice.scheduler.growth.rewards import COMPONENTS
 from coppice.scheduler.growth.services import Runtime
 from coppice.scheduler.growth.tree import Tree
 from coppice.tools.launching.settings import Config
-from coppice.tools.planning.samples import MadeUp, RecordedTexts, Sampled, seeded
 from coppice.wire.messages import (
     GenerateRequest,
     GenerateResult,
@@ -35,7 +36,6 @@ from coppice.wire.messages import (
     Turn,
 )
 
-Source = MadeUp | RecordedTexts
 OUTCOME = frozenset({"outcome", "f1"})
 """What a judge of the outcome gives, and no other."""
 CHARACTERS = 4
@@ -74,6 +74,71 @@ class Work(msgspec.Struct, frozen=True):
     pairs: float = 0
     path_targets: float = 0
     targets: float = 0
+
+
+# ----------------------------------------------------------------------------------------------
+# texts
+
+
+def going_on(turns: float, budget: int) -> float:
+    """Return the probability p that an action is not the last, so that episodes of at most
+    ``budget`` actions have ``turns`` in the mean: the p with 1 + p + p^2 + .. + p^(budget - 1) =
+    turns."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        p = (low + high) / 2
+        low, high = (p, high) if math.fsum(p**i for i in range(budget)) < turns else (low, p)
+    return high
+
+
+def seeded(prefix: bytes, number: int = 0) -> random.Random:
+    """Return the randomness of a prefix, the same in every process."""
+    return random.Random(zlib.crc32(prefix) + (number << 32))
+
+
+class SampledAction(msgspec.Struct, frozen=True):
+    """tokens: int32. ends: whether it ends its episode. then: what the policy reads after it, an
+    observation or the whole next prompt where prompts are fresh."""
+
+    tokens: np.ndarray
+    ends: bool
+    then: np.ndarray
+
+
+class MadeUp:
+    """Texts of fixed lengths in tokens (``formulas.Assumed``), in which siblings share nothing.
+    Which actions end their episode is drawn, so that its mean number of them is ``turns``."""
+
+    def __init__(
+        self, instruction: int, prompt: int, action: int, observation: int, turns: float,
+        budget: int, fresh: bool,
+    ):  # fmt: skip
+        self.instruction, self.own = instruction, prompt - instruction
+        self.length, self.observation, self.fresh = action, observation, fresh
+        self.horizon = max(budget, math.ceil(turns))  # the most actions of an episode
+        self.on = going_on(turns, self.horizon)
+
+    def prompt(self, rng: random.Random) -> np.ndarray:
+        """Return a prompt, int32."""
+        return np.concatenate([np.arange(self.instruction, dtype=np.int32), _unlike(rng, self.own)])
+
+    def action(self, prefix: bytes, turn: int, number: int) -> SampledAction:
+        """Return the action that is drawn as number 0, 1, .. after a prefix, the bytes of int32,
+        with ``turn`` actions before it."""
+        rng = seeded(prefix, number)
+        ends = turn + 1 >= self.horizon or rng.random() >= self.on
+        tokens = _unlike(rng, self.length)
+        return SampledAction(
+            tokens, ends, self.prompt(rng) if self.fresh else _unlike(rng, self.observation)
+        )
+
+
+def _unlike(rng: random.Random, count: int) -> np.ndarray:
+    return np.array([rng.getrandbits(24) for _ in range(count)], np.int32)
+
+
+# ----------------------------------------------------------------------------------------------
+# what stands for a run's services
 
 
 class NoJournal:
@@ -121,7 +186,7 @@ class World(Environment):
 
     name = "simulated"
 
-    def __init__(self, config: Config, source: Source):
+    def __init__(self, config: Config, source: MadeUp):
         self.source, self.text, self.actors = source, Numbers(), config.actors.count
         real = registry.load(config.data.environment, config.data.options)
         for name in "fresh outcome_judge measured rewarded_by_judge gives_step_rewards".split():
@@ -142,11 +207,10 @@ class World(Environment):
         self.caches = [Prefixes() for _ in range(self.actors)]
         self.counts: Counter[str] = Counter()
         self.longest: defaultdict[int, Counter[int]] = defaultdict(Counter)
-        self.offered: defaultdict[bytes, list[Sampled]] = defaultdict(list)  # by prefix and tokens
-        self.taken: list[Sampled] = []
+        self.offered: dict[bytes, SampledAction] = {}  # by prefix and tokens
 
     def initial(self, task: Task) -> EpisodeState:
-        return self._place(self.source.prompt(task.seed), 0)
+        return self._place(self.source.prompt(random.Random(task.seed)), 0)
 
     def prompt(self, task: Task, state: EpisodeState) -> list[dict[str, Any]]:
         # all of a fresh prompt follows the separator: equal tokens are shared, whatever their node
@@ -154,33 +218,24 @@ class World(Environment):
         return [{"content": f"{SPLIT}{shown}" if self.fresh else shown}]
 
     def read(self, state: EpisodeState, text: str) -> Action:
-        # the number of the action among those taken stands for its move
-        offered = self.offered[state.prefix + self.text.encode(text).tobytes()]
-        action = offered.pop(0) if len(offered) > 1 else offered[0]
-        self.taken.append(action)
-        valid = "answer" if self._over(action, state) else "search"
-        return Action(valid if action.valid else "invalid", text, move=(len(self.taken) - 1,))
+        return Action("answer" if self._offered(state, text).ends else "search", text)
 
     async def step(self, state: EpisodeState, action: Action, tools: Tools) -> Transition:
-        assert action.move is not None, "a forced answer is not stepped"
-        taken, reward = self.taken[action.move[0]], 0.0 if self.gives_step_rewards else None
-        if self._over(taken, state):
+        taken = self._offered(state, action.text)
+        reward = 0.0 if self.gives_step_rewards else None
+        if taken.ends:
             drawn = float(seeded(state.prefix, len(action.text)).random() < 0.5)
-            outcome = None if self.outcome_judge else taken.scores.get("outcome", drawn)
+            outcome = None if self.outcome_judge else drawn
             measures = dict.fromkeys(self.measured, 0.0)
             return Transition(state, "", True, outcome, measures, reward=reward)
-        assert taken.then is not None, "something follows an action that does not end"
         prefix, said = taken.then, ""
         if not self.fresh:
             read = [np.frombuffer(state.prefix, np.int32), self.text.encode(action.text)]
             prefix, said = np.concatenate([*read, taken.then]), f" {self.text.decode(taken.then)}"
         return Transition(self._place(prefix, state.turn + 1), said, False, reward=reward)
 
-    def _over(self, action: Sampled, state: EpisodeState) -> bool:
-        """Whether an action ends the episode. An end at the horizon says nothing of the same action
-        in an earlier turn."""
-        horizon = self.source.horizon
-        return state.turn + 1 >= horizon or (action.ends and action.turn + 1 < horizon)
+    def _offered(self, state: EpisodeState, text: str) -> SampledAction:
+        return self.offered[state.prefix + self.text.encode(text).tobytes()]
 
     def _place(self, prefix: np.ndarray, turn: int) -> EpisodeState:
         place = EpisodeState(prefix.astype(np.int32).tobytes(), turn)
@@ -188,19 +243,17 @@ class World(Environment):
         return place
 
     async def call(self, service: str, request: Any, place: Any = None, **_: Any) -> Any:
-        """Answer as an actor or a judge does. A column that the run's judges did not give to an
-        action is drawn."""
+        """Answer as an actor or a judge does, whose scores are drawn."""
         if isinstance(request, GenerateRequest):
             return self._generate(request, place.tree)
         self.counts["judged"] += len(request.turns)
         columns = OUTCOME if service == f"judge.{self.outcome_judge}" else self.columns - OUTCOME
 
-        def scored(turn: JudgedTurn) -> dict[str, float]:
-            scores = self.taken[turn.move[0]].scores if turn.move else {}
+        def scored(turn: JudgedTurn) -> Judgement:
             rng = seeded(turn.response.encode())
-            return {name: scores.get(name, float(rng.random() < 0.5)) for name in sorted(columns)}
+            return Judgement({name: float(rng.random() < 0.5) for name in sorted(columns)})
 
-        return JudgeResult([Judgement(scored(turn)) for turn in request.turns])
+        return JudgeResult([scored(turn) for turn in request.turns])
 
     def _generate(self, request: GenerateRequest, tree: int) -> GenerateResult:
         prefix, n = request.tokens.astype(np.int32), request.n
@@ -228,27 +281,31 @@ class World(Environment):
         action = self.source.action(base, self.turns[base], self.draws[base])
         self.draws[base] += 1
         tokens = action.tokens[min(kept, len(action.tokens) - 1) :][: request.sampling.max_tokens]
-        self.offered[request.tokens.astype(np.int32).tobytes() + tokens.tobytes()].append(action)
+        self.offered[request.tokens.astype(np.int32).tobytes() + tokens.tobytes()] = action
         rng = seeded(tokens.tobytes())
         logprobs = -np.array([rng.expovariate(4) for _ in tokens], np.float32)
         top = [{0: -rng.expovariate(2)} for _ in tokens] if request.sampling.top_logprobs else None
         return Sample(tokens, logprobs, np.zeros(len(tokens), np.int32), "stop", top, b"")
 
 
-def work_of(config: Config, source: Source) -> Work:
+# ----------------------------------------------------------------------------------------------
+# updates
+
+
+def work_of(config: Config, source: MadeUp) -> Work:
     """Return the mean work of an update, from a few that are grown, or from some trees of one if it
     is large."""
     questions = config.scheduler.questions_per_update
     one = grown(config, source, 1, 1)
     each = max(1, one.sampled + one.prompt)
     size = max(1, min(questions, int(TOKENS // each)))
-    updates = int(max(1, min(UPDATES, TOKENS / (size * each), source.trees / size)))
+    updates = int(max(1, min(UPDATES, TOKENS / (size * each))))
     work = msgspec.structs.asdict(grown(config, source, size, updates))
     scale = {name: 1.0 if name in ("longest", "steps") else questions / size for name in work}
     return Work(**{name: value * scale[name] for name, value in work.items()})
 
 
-def grown(config: Config, source: Source, size: int, updates: int) -> Work:
+def grown(config: Config, source: MadeUp, size: int, updates: int) -> Work:
     """Grow ``updates`` updates of ``size`` trees. Returns the mean of what an update takes."""
     world, total = World(config, source), dict[str, float]()
     parts = max(1, round(config.learner.minibatches * size / config.scheduler.questions_per_update))

@@ -15,7 +15,7 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -38,7 +38,7 @@ from coppice.actors.serving.protocol import RequestRefused
 from coppice.actors.serving.replies import Reply
 from coppice.common.dialogue import Message, histories, until
 from coppice.common.numbers import Count, NotNegative, Positive
-from coppice.common.tool_calls import MARKS, ToolCall, opening, parse
+from coppice.common.tool_calls import MARKS, Parsed, ToolCall, opening, parse
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import JudgedTurn
 
@@ -165,7 +165,7 @@ class AgentEnvironment(Environment):
 
     def read(self, state: AgentState, text: str) -> Action:
         """Return the reply: valid if its calls are readable, offered, and there where required."""
-        parsed = parse(until(text, state.stop), self.family, state.offered)
+        parsed, _ = self._parsed(text, state)
         invalid = parsed.problem or (state.must_call and not parsed.calls)
         kind = "invalid" if invalid else "search" if parsed.calls else "answer"
         return Action(kind, text, None if parsed.calls else parsed.text)
@@ -200,22 +200,6 @@ class AgentEnvironment(Environment):
             self._keep(transition.state, episode, event)
         return msgspec.structs.replace(transition, reward=reward)
 
-    async def meanwhile(self, state: AgentState) -> AsyncIterator[tuple[str, Transition]]:
-        """Yield the other calls of the agent in ``state``, as long as the budget has room."""
-        found = next((waiting for waiting in self._waiting if waiting[0] == state), None)
-        if found is None:
-            return
-        _, episode, first = found
-        seen, room = {first.id}, self.horizon - len(state.record)
-        while len(seen) < room:
-            new = [request for request in episode.requests() if request.id not in seen]
-            for request in new[: room - len(seen)]:
-                seen.add(request.id)
-                yield request.id, _asking(state, state.record, request)
-            if episode.over:
-                return
-            await episode.news()
-
     def outgrown(self, state: AgentState) -> Transition:
         """Return the end of an episode whose conversation has no room: a failure."""
         return Transition(state, "", True, 0.0, {"crashed": 0.0})
@@ -224,7 +208,7 @@ class AgentEnvironment(Environment):
         self, task: Task, state: AgentState, action: Action, step: int, budget: int
     ) -> JudgedTurn:
         """Return what a judge sees: a query (the texts of the calls' arguments) or an answer."""
-        reply = parse(until(action.text, state.stop), self.family, state.offered)
+        reply, _ = self._parsed(action.text, state)
         return JudgedTurn(
             question=task.question or task.id,
             golds=task.golds,
@@ -303,10 +287,13 @@ class AgentEnvironment(Environment):
                 raise Diverged(f"the agent ended in a replay where it had gone on before ({fault})")
 
     def _reply(self, text: str, request: Conversation, spent: Spent) -> Reply:
-        kept = until(text, request.stop)
-        ended = next((stop for stop in request.stop if text.startswith(stop, len(kept))), "")
-        parsed = parse(kept, self.family, request.offered)
-        return Reply(parsed.text, parsed.calls, spent, parsed.think, stop=ended)
+        parsed, ended = self._parsed(text, request)
+        return Reply(parsed.text, parsed.calls, spent, parsed.think, ended)
+
+    def _parsed(self, text: str, place: AgentState | Conversation) -> tuple[Parsed, str]:
+        """Return a reply up to its stop string, and that string."""
+        kept, ended = until(text, place.stop)
+        return parse(kept, self.family, place.offered), ended
 
     async def _begun(self, state: AgentState, tools: Tools) -> tuple[Episode, Conversation]:
         if self._started is None:

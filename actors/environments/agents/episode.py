@@ -48,21 +48,12 @@ class AgentProcess:
     def __init__(self, pid: int):
         self.pid = pid
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-    @property
-    def returncode(self) -> int | None:
-        if not self.ended.done():
-            return None
-        return 1 if self.ended.exception() else self.ended.result()
+        """Its exit status, or InfrastructureFault if it is lost."""
 
     def kill(self) -> None:
         """Have its keeper kill the agent with all that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGTERM)
-
-    async def wait(self) -> int:
-        """Return the exit status. Raises InfrastructureFault if it is lost."""
-        return await asyncio.shield(self.ended)
 
 
 class ForkServer:
@@ -203,7 +194,6 @@ class Episode:
         self.gateway, self.server, self.task = gateway, server, task
         self.seconds, self.memory_gib, self.output_mib = seconds, memory_gib, output_mib
         self.session: Session = gateway.opened()
-        self._waiting: dict[str, tuple[Conversation, asyncio.Future[Reply]]] = {}
         self._process: AgentProcess | None = None
         self._ended: asyncio.Task[Ended] | None = None
         self._said, self._returned = bytearray(), None
@@ -229,14 +219,12 @@ class Episode:
 
     def requests(self) -> list[Conversation]:
         """Return the requests that wait, oldest first. While any waits, the time stands still."""
-        while not self.session.requests.empty():
-            request, answer = self.session.requests.get_nowait()
-            self._waiting[request.id] = request, answer
-        if self._waiting and self._since is not None:
+        waiting = [*self.session.waiting.values()]
+        if waiting and self._since is not None:
             self._left -= asyncio.get_running_loop().time() - self._since
             self._since = None
             self._hold(None)
-        return [request for request, _ in self._waiting.values()]
+        return waiting
 
     @property
     def over(self) -> bool:
@@ -262,18 +250,15 @@ class Episode:
         return waiting[0]
 
     def answer(self, request: Conversation, reply: Reply) -> None:
-        """Answer a request that waits. An agent that has gone away has no use for it."""
-        self.session.open, self.session.step_reward = request.id, None
+        """Answer a request that waits."""
         self._since = asyncio.get_running_loop().time()
         self._hold(self._since + max(self._left, 0.0))
-        _, answer = self._waiting.pop(request.id)
-        if not answer.done():
-            answer.set_result(reply)
+        self.session.answer(request, reply)
 
     async def close(self) -> None:
         """Kill the process, with all that it has started, and close the session."""
         self.gateway.end(self.session, "the episode has ended")
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None and not self._process.ended.done():
             self._process.kill()
         if self._ended is not None:
             await asyncio.gather(self._ended, return_exceptions=True)
@@ -288,7 +273,7 @@ class Episode:
         assert self._process is not None
         process, fault = self._process, ""
         reading = asyncio.create_task(self._read(process.stdout))
-        ended = asyncio.ensure_future(process.wait())
+        ended = asyncio.shield(process.ended)
         try:
             try:
                 async with self._limit:
@@ -300,9 +285,9 @@ class Episode:
                         await ended
             except TimeoutError:
                 fault = f"it ran longer than {self.seconds:g} s"
-            if process.returncode is None:
+            if not process.ended.done():
                 process.kill()
-            code = await ended
+            code = await asyncio.shield(process.ended)
             await asyncio.wait([reading], timeout=DRAIN_S)
         finally:
             reading.cancel()

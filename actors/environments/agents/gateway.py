@@ -11,22 +11,20 @@ import contextlib
 import hashlib
 import secrets
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
 
-from coppice.actors.serving import anthropic, protocol
-from coppice.actors.serving.conversations import Conversation, ResponseStore, chat_of, responses_of
+from coppice.actors.serving import protocol
+from coppice.actors.serving.conversations import Conversation, chat_of, translated
 from coppice.actors.serving.protocol import RequestRefused
-from coppice.actors.serving.replies import ChatForm, Reply, ResponsesForm
+from coppice.actors.serving.replies import Reply, send
+from coppice.actors.serving.responses import ResponseStore
 from coppice.wire.messages import Passage
 
 LARGEST_BODY = 16 << 20
 """The most bytes of a request; histories come whole with every call."""
-KEEPALIVE_S = 10.0
-"""Seconds between comments of a stream that waits, so that no proxy closes it."""
 REMEMBERED = 4
 """Answered requests of a session that are kept for a client that asks again."""
 CLOSED = 10_000
@@ -54,7 +52,6 @@ class _Fields(msgspec.Struct):
     model: str | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
-    text: dict[str, Any] | None = None
     stop: str | Annotated[list[_Text], msgspec.Meta(max_length=MOST_STOPS)] | None = None
 
 
@@ -69,7 +66,7 @@ class _Retrieval(msgspec.Struct):
 
 
 class Session:
-    """The episode that belongs to a key: its requests in the order in which they came."""
+    """The episode that belongs to a key, and its requests in the order in which they came."""
 
     def __init__(self, key: str):
         self.key = key
@@ -77,7 +74,8 @@ class Session:
         """Raises RequestRefused for what the policy cannot be asked."""
         self.refused = ""
         """What the last call was refused with, "" once a later request was accepted."""
-        self.requests: asyncio.Queue[tuple[Conversation, asyncio.Future[Reply]]] = asyncio.Queue()
+        self.waiting: dict[str, Conversation] = {}
+        """Requests without an answer by their ids, oldest first."""
         self.news = asyncio.Event()
         """Set when the next request comes."""
         self.reward: float | None = None
@@ -93,36 +91,34 @@ class Session:
         self.responses = ResponseStore()
         self._times: collections.Counter[str] = collections.Counter()
         self._answers: dict[str, asyncio.Future[Reply]] = {}
-        self._keys: dict[tuple[str, str], str] = {}
 
     def ask(
-        self, conversation: Conversation, digest: str, again: bool = False, key: str = ""
+        self, conversation: Conversation, digest: str, again: bool = False
     ) -> tuple[str, asyncio.Future[Reply]]:
         """Queue a request; return its id and its future answer. digest: of its body. again: the
-        client repeats its last request with this body. key: the client's own name of the call."""
+        client repeats its last request with this body."""
         if self.closed:
             raise closed(self.closed)
-        if key:
-            name = self._keys.get((key, digest), "")
-        else:
-            name = f"{digest}{self._times[digest]}" if again else ""
-        if name in self._answers:
+        name = f"{digest}{self._times[digest]}"
+        if again and name in self._answers:
             return name, self._answers[name]
         self.check(conversation)
         self.refused = ""
         self._times[digest] += 1
         name = f"{digest}{self._times[digest]}"
-        conversation = msgspec.structs.replace(conversation, id=name)
         answer = self._answers[name] = asyncio.get_running_loop().create_future()
-        if key:
-            self._keys[key, digest] = name
         for old in [old for old, one in self._answers.items() if one.done()][:-REMEMBERED]:
             del self._answers[old]
-        self._keys = {call: kept for call, kept in self._keys.items() if kept in self._answers}
-        self.requests.put_nowait((conversation, answer))
+        self.waiting[name] = msgspec.structs.replace(conversation, id=name)
         self.news.set()  # wakes all that wait now; who waits later waits for the next request
         self.news = asyncio.Event()
         return name, answer
+
+    def answer(self, request: Conversation, reply: Reply) -> None:
+        """Answer a request that waits."""
+        self.open, self.step_reward = request.id, None
+        del self.waiting[request.id]
+        self._answers[request.id].set_result(reply)
 
     def give(self, reward: float, response_id: str) -> None:
         """Keep the reward of the episode or a reply. Raises RequestRefused for a late one."""
@@ -138,14 +134,11 @@ class Session:
         """Refuse further requests and those that wait. Only the reason is kept."""
         self.closed, self.open, self.retrieve, self.count = reason, "", None, None
         self.check = lambda conversation: None  # it knew the tree
-        waiting = [answer for answer in self._answers.values() if not answer.done()]
+        for name in self.waiting:
+            self._answers[name].set_exception(closed(reason))
+            self._answers[name].exception()  # nobody may be waiting for it any more
+        self.waiting, self._answers, self.responses = {}, {}, ResponseStore()
         self._times.clear()
-        self._answers.clear()
-        self.responses.clear()
-        self._keys.clear()
-        for answer in waiting:
-            answer.set_exception(closed(reason))
-            answer.exception()  # nobody may be waiting for it any more
 
 
 def closed(reason: str) -> RequestRefused:
@@ -250,47 +243,28 @@ class Gateway:
         session, body = self._session(request), protocol.body_of(await request.read())
         if session.count is None:
             raise RequestRefused("nobody here can count the tokens of a request", 404)
+        body, _ = translated(request.path, body, session.responses)
         try:
-            tokens = session.count(chat_of(anthropic.chat_body(body, counted=True)))
+            tokens = session.count(chat_of(body))
         except ValueError as error:  # of the chat template
             raise RequestRefused(str(error)) from None
         return web.json_response({"input_tokens": tokens})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         """Answer a request of any dialect, read as one of chat completions."""
-        body, form_of = protocol.body_of(await request.read()), ChatForm
-        if request.path.endswith("/responses"):
-            conversation, keep = responses_of(body, self._session(request).responses)
-            form_of = partial(ResponsesForm, keep=keep)
-        else:
-            if request.path.endswith("/messages"):
-                form_of, body = partial(anthropic.MessagesForm, body), anthropic.chat_body(body)
-            conversation = chat_of(body)
-        fields = protocol.converted(body, _Fields)
-        form = body.get("response_format") or (fields.text or {}).get("format")
-        wanted = {**body, "response_format": form}
+        raw = await request.read()
+        body, form_of = translated(
+            request.path, protocol.body_of(raw), self._session(request).responses
+        )
+        conversation, fields = chat_of(body), protocol.converted(body, _Fields)
         for name, (neutral, wish) in UNSUPPORTED.items():
-            if wanted.get(name) is not None and wanted[name] not in neutral:
-                raise protocol.unexpected(name, wanted[name], wish)
+            if body.get(name) is not None and body[name] not in neutral:
+                raise protocol.unexpected(name, body[name], wish)
         stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
         conversation = msgspec.structs.replace(conversation, stop=tuple(filter(None, stop)))
-        digest = hashlib.blake2b(await request.read(), digest_size=8).hexdigest()
+        digest = hashlib.blake2b(raw, digest_size=8).hexdigest()
         again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        key = request.headers.get("Idempotency-Key", "")
-        name, answer = self._session(request).ask(conversation, digest, again, key)
-        answered = form_of(fields.model or "policy")
-        answered.id += name
-        if not fields.stream:
-            return web.json_response(answered.whole(await asyncio.shield(answer)))
-        response = await protocol.stream(request)
-        while not answer.done():
-            await asyncio.wait([answer], timeout=KEEPALIVE_S)
-            if not answer.done():
-                await response.write(b": waiting\n\n")
+        name, answer = self._session(request).ask(conversation, digest, again)
+        form = form_of(fields.model or "policy", name)
         usage = bool((fields.stream_options or {}).get("include_usage"))
-        try:
-            events = answered.events(answer.result(), usage)
-        except RequestRefused as refused:  # the status is sent already
-            body = refused.body(request.path)
-            events = [protocol.sse(body, body.get("type", ""))]
-        return await protocol.finish(response, events)
+        return await send(request, form, answer, bool(fields.stream), usage)

@@ -54,7 +54,7 @@ class MinesState(msgspec.Struct, frozen=True):
 
 
 class Minesweeper(Game):
-    """The Minesweeper rules. prompt, history, boxed, stop_at_action: see ``Game``.
+    """The Minesweeper rules. prompt, history, stop_at_action: see ``Game``.
 
     centre_start: the centre is revealed before turn 1. success_rule: with "reveal" all safe cells
     must be revealed; with "flags", GEM's rule, also exactly the mines must be flagged. Both are
@@ -70,7 +70,6 @@ class Minesweeper(Game):
         self,
         prompt: str = "minesweeper",
         history: Natural = 0,
-        boxed: bool = False,
         stop_at_action: bool = True,
         rows: Count = 5,
         columns: Count = 5,
@@ -79,7 +78,7 @@ class Minesweeper(Game):
         success_rule: Literal["reveal", "flags"] = "reveal",
         max_turns: Count = 25,
     ):
-        super().__init__(prompt, history, boxed, stop_at_action)
+        super().__init__(prompt, history, stop_at_action)
         most = rows * columns - min(rows, 3) * min(columns, 3) - centre_start
         if most < 1:
             raise ValueError(

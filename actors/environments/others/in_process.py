@@ -1,24 +1,21 @@
-"""Environments of libraries that live in this process: Gymnasium's text worlds, TextArena's offline
-games, and the task sets of reasoning-gym (docs/environments.md)."""
+"""Environments of libraries that live in this process: Gymnasium's text worlds and TextArena's
+offline games (docs/environments.md)."""
 
-import functools
 import re
 import threading
 from typing import Any
 
 import msgspec
 
-from coppice.actors.environments.base import POLICY, SPLIT, Action, Task, Tools, Transition
-from coppice.actors.environments.others.in_other_python.libraries import Reasoning
-from coppice.actors.environments.others.in_other_python.worker import (
+from coppice.actors.environments.base import POLICY, SPLIT, Task, Tools
+from coppice.actors.environments.others.mutable import Mutable, Played
+from coppice.actors.environments.others.worker import (
     Games,
     Turned,
     random_state,
     set_random_state,
 )
-from coppice.actors.environments.others.mutable import Mutable, Played
 from coppice.common.numbers import Count, Share
-from coppice.wire.faults import DataFault
 
 _PLAYING = threading.RLock()
 """Held while a game is played: first states are made in threads, and there is one random state of
@@ -185,7 +182,6 @@ class TextArena(InThisPython):
         self._make = lambda: textarena.make(id)
         self.players, self.second, self.opponent = players, second, opponent
         self.speakers = () if players == 1 or opponent == POLICY else (opponent,)
-        self.rules = "You play a text game."
         try:
             self.stands(0, (), None)
         except Exception as error:  # noqa: BLE001
@@ -229,62 +225,3 @@ class TextArena(InThisPython):
             turned = await self.ask(state.seed, actions, action)
             actions = (*actions, action)
         return turned, actions
-
-
-# -------------------------------------------------------------------------------- reasoning-gym
-
-
-class ReasoningGym(InThisPython):
-    """One question, one answer, a score between 0 and 1. name: a set. config: its settings. Every
-    task is the first of the set with the task's own seed.
-
-    Two kinds of sets belong in a process of their own (``other_python`` with game =
-    "reasoning_gym"): those that evaluate the policy's answer as a formula, such as countdown and
-    puzzle24, which an answer can keep busy for ever; and isomorphic_strings,
-    polynomial_multiplication, ransom_note and word_ladder, whose questions depend on the hashes of
-    the process (PYTHONHASHSEED) as well.
-    """
-
-    name = "reasoning_gym"
-    tag = "answer"
-    format = "Think, then write the answer alone between <answer> and </answer>."
-    copies = False
-
-    def __init__(self, name: str, config: dict[str, Any] | None = None):
-        super().__init__(horizon=1)
-        try:
-            import reasoning_gym  # noqa: F401
-        except ModuleNotFoundError:
-            raise ValueError("reasoning-gym is not installed: pip install reasoning-gym") from None
-        self.set, self._make = name, functools.partial(Reasoning, name, **(config or {}))
-        try:
-            self.task(0)
-        except (ValueError, TypeError, AssertionError) as error:
-            raise ValueError(f"name = {name!r}, config = {config or {}}: {error}") from None
-
-    def allowed(self, text: str) -> str | None:
-        return text.strip()  # an empty answer is scored by the library, too
-
-    def begin(self, seed: int) -> tuple[Reasoning, Turned]:
-        game = self._make()
-        return game, Turned(game.begin(seed))
-
-    def turn(self, game: Reasoning, action: str) -> Turned:
-        return Turned(*game.turn(action))
-
-    def task(self, seed: int) -> Task:
-        question, answer = self.stands(seed, (), None).seen, self._make().ask(seed)[1]["answer"]
-        return Task(f"{self.set}-{seed}", question, [str(answer)], seed=seed)
-
-    def initial(self, task: Task) -> Played:
-        return Played(task.seed, task.question)
-
-    async def step(self, state: Played, action: Action, tools: Tools) -> Transition:
-        """Score the answer. A reply without an answer scores 0. Raises DataFault if the set makes
-        another question of the seed than in the process that asked it."""
-        if self.stands(state.seed, (), None).seen != state.seen:
-            raise DataFault(
-                f"{self.set} makes another question of seed {state.seed} in this process: play it"
-                " with data.environment = 'other_python'"
-            )
-        return await super().step(state, action, tools)

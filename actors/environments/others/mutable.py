@@ -1,15 +1,17 @@
 """Environments of other libraries under this project's contract: their objects change while they
 are played, our states do not. A state is seed and actions, which must determine the game."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from coppice.actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
-from coppice.actors.environments.others.in_other_python.worker import ActionRefused, Turned
+from coppice.actors.environments.game import ACTION
+from coppice.actors.environments.others.worker import ActionRefused, Turned
 from coppice.common.numbers import Count
+
+FORMAT = "Reply with one action between <action> and </action>."
 
 
 class Played(msgspec.Struct, frozen=True):
@@ -34,13 +36,11 @@ class Mutable(Environment):
     measured: Sequence[str] = ("success",)
     gives_step_rewards = True
     rewarded_by_judge = False
-    tag = "action"
-    rules = ""
-    format = "Reply with one action between <action> and </action>."
+    stop = ["</action>"]
+    rules = "You play a text game."
 
     def __init__(self, horizon: Count):
-        self.horizon, self.stop = horizon, [f"</{self.tag}>"]
-        self._block = re.compile(f"<{self.tag}>(.*?)</{self.tag}>", re.DOTALL)
+        self.horizon = horizon
 
     async def ask(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:
         """Return what stands after an action, or before it if it is None. Raises ActionRefused if
@@ -71,11 +71,10 @@ class Mutable(Environment):
         return msgspec.structs.replace(state, seen=shown.seen)
 
     def prompt(self, task: Task, state: Played) -> list[dict[str, Any]]:
-        rules = f"{self.rules}\n" if self.rules else ""
-        return [{"role": "user", "content": f"{rules}{self.format}\n{SPLIT}\n{state.seen}"}]
+        return [{"role": "user", "content": f"{self.rules}\n{FORMAT}\n{SPLIT}\n{state.seen}"}]
 
     def read(self, state: Played, text: str) -> Action:
-        blocks = self._block.findall(text)
+        blocks = ACTION.findall(text)
         if not blocks:
             return Action("invalid", text)
         action = self.allowed(blocks[-1])

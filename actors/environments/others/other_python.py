@@ -1,6 +1,6 @@
-"""Games of libraries that cannot live in this process, because their licence or the versions that
-they pin forbid it: another Python plays them (docs/environments.md). It gets the seed and all
-actions with every step, so it can be killed at any time."""
+"""Games of libraries that cannot live in this process, because their licence, the versions that
+they pin or what they evaluate forbid it: another process plays them (docs/environments.md). It gets
+the seed and all actions with every step, so it can be killed at any time."""
 
 import asyncio
 import contextlib
@@ -8,29 +8,25 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-from coppice.actors.environments.others.in_other_python.worker import ActionRefused, Turned
 from coppice.actors.environments.others.mutable import Mutable
+from coppice.actors.environments.others.worker import GAMES, ActionRefused, Turned
 from coppice.common.numbers import Count, Positive
 from coppice.common.process import die_with, without_secrets
 from coppice.wire.faults import DataFault, InfrastructureFault
 
-GAMES = {
-    "gem": "libraries:Gem",
-    "reasoning_gym": "libraries:Reasoning",
-    "textworld": "libraries:TextWorld",
-}
-"""Classes in the folder of the worker, by the names of their libraries."""
-WORKER = Path(__file__).parent / "in_other_python" / "worker.py"
+WORKER = Path(__file__).with_name("worker.py")
 LARGEST = 16 << 20
 """The most bytes of an answer."""
 
 
 class OtherPython(Mutable):
-    """python: its path. game, arguments: a class and what it is made with. rules: what the policy
-    is told beside what the game shows. timeout_s: for an answer, that of the first step with the
+    """python: its path, "" for the one of this process. game, arguments: a name in ``worker.GAMES``
+    or "module:Class", and what it is made with. rules: what the policy is told beside what the game
+    shows. timeout_s: for an answer, that of the first step with the
     start of the process. processes: that play at the same time; a task's states are all with
     one."""
 
@@ -38,8 +34,8 @@ class OtherPython(Mutable):
 
     def __init__(
         self,
-        python: str,
         game: str,
+        python: str = "",
         arguments: dict[str, Any] | None = None,
         rules: str = "You play a text game.",
         horizon: Count = 100,
@@ -48,9 +44,9 @@ class OtherPython(Mutable):
     ):
         super().__init__(horizon)
         self.rules = rules
-        place = GAMES.get(game, game)
-        command = [python, str(WORKER), place, json.dumps(arguments or {})]
-        if ":" not in place:
+        python = python or sys.executable
+        command = [python, str(WORKER), game, json.dumps(arguments or {})]
+        if ":" not in game and game not in GAMES:
             raise ValueError(f"game = {game!r}: expected one of {sorted(GAMES)}, or module:Class")
         try:
             trial = subprocess.run(

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from coppice.actors.environments.base import HELD_OUT_SEEDS, Action, Task, Tools, Transition
-from coppice.actors.environments.game import ACTION, Game
+from coppice.actors.environments.game import Game
 from coppice.actors.environments.sokoban import rooms
 from coppice.actors.environments.sokoban.rooms import (
     BOXES,
@@ -31,8 +31,6 @@ from coppice.actors.environments.sokoban.rooms import (
 from coppice.common.numbers import Count, Natural
 
 WORDS = ("up", "down", "left", "right")
-STILL = "still"
-"""A fifth word of the released reading, which changes nothing. Its move is (4,)."""
 STEP, ON_TARGET, SOLUTION = -0.1, 1.0, 10.0
 """What a step, a box that comes onto a target, and the solution bring."""
 HELD_OUT_SHARE = 8
@@ -61,11 +59,9 @@ class Sokoban(Game):
 
     size: of the square room, outer walls included. boxes: 1 to 3. horizon: turns until the episode
     ends. split: with "rooms", the walls and targets of a held-out room occur in no training room,
-    however turned or mirrored; with "released", held-out rooms only have other seeds. reading:
-    "strict" takes exactly one of the four words from the last action block, in any case; "released"
-    takes the first of up, down, left, right and still that the first block contains. outcome: the
-    episode's "return", or its "success" (1 or 0). side: the pixels of a side of {picture}; 0 draws
-    16 per cell.
+    however turned or mirrored; with "released", held-out rooms only have other seeds. outcome:
+    the episode's "return", or its "success" (1 or 0). side: the pixels of a side of {picture}; 0
+    draws 16 per cell. An action is exactly one of the four words, in any case.
     """
 
     name = "sokoban"
@@ -82,11 +78,10 @@ class Sokoban(Game):
         boxes: int = 1,
         horizon: Count = 15,
         split: Literal["rooms", "released"] = "rooms",
-        reading: Literal["strict", "released"] = "strict",
         outcome: Literal["return", "success"] = "return",
         side: Natural = 0,
     ):
-        super().__init__(prompt, history, stop_at_action=stop_at_action)
+        super().__init__(prompt, history, stop_at_action)
         for option, value, expected in (("size", size, SIZES), ("boxes", boxes, BOXES)):
             if value not in expected:
                 raise ValueError(f"{option} = {value}: expected {expected[0]} to {expected[-1]}")
@@ -95,7 +90,7 @@ class Sokoban(Game):
                 f"side = {side}: expected 0, or a prompt that has a {{picture}}: sokoban_picture"
             )
         self.size, self.boxes, self.max_turns, self.side = size, boxes, horizon, side
-        self.split, self.reading, self.outcome = split, reading, outcome
+        self.split, self.outcome = split, outcome
 
     def initial(self, task: Task) -> SokobanState:
         held_out = task.seed in HELD_OUT_SEEDS
@@ -124,18 +119,6 @@ class Sokoban(Game):
     def anchor(self, state: SokobanState) -> str:
         return shown(state.board)
 
-    def read(self, state: SokobanState, text: str) -> Action:
-        """Return the step that a reply means. reading = "released" looks for words inside the first
-        action block (methods.md 4.6)."""
-        if self.reading == "strict":
-            return super().read(state, text)
-        block = ACTION.search(text)
-        words = block[1].lower() if block else ""
-        for move, word in enumerate((*WORDS, STILL)):
-            if word in words:
-                return Action("move", text, move=(move,))
-        return Action("invalid", text)
-
     def move(self, text: str) -> tuple[int, ...] | None:
         word = text.strip().lower()
         return (WORDS.index(word),) if word in WORDS else None
@@ -148,13 +131,13 @@ class Sokoban(Game):
         return [] if state.over else [(way,) for way in rooms.optimal(parse(state.board))]
 
     def notation(self, move: tuple[int, ...]) -> str:
-        return (*WORDS, STILL)[move[0]]
+        return WORDS[move[0]]
 
     async def step(self, state: SokobanState, action: Action, tools: Tools) -> Transition:
         """Take a step. An invalid action changes nothing, but costs the step and the turn."""
         move = action.move if action.valid else None
         before = parse(state.board)
-        after = pushed(before, move[0]) if move is not None and move[0] < len(WORDS) else before
+        after = before if move is None else pushed(before, move[0])
         reward = STEP + ON_TARGET * (after.placed - before.placed) + SOLUTION * after.solved
         over = after.solved or state.turn + 1 >= self.max_turns
         word = self.notation(move) if move else "nothing, because the reply could not be read"

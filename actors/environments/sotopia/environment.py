@@ -44,9 +44,6 @@ DIMENSIONS = {
 """The dimensions by which a side is judged, each with its least and its greatest score."""
 QUIET = 3
 """A conversation ends after three turns in a row in which nobody did anything."""
-FAREWELLS = ("left", "leave", "bye", "have a good")
-"""The words that end a conversation in OPRL's released code, wherever they stand in the last turn
-(option ``word_endings``)."""
 RELATIONSHIPS = (
     "You have never met before.",
     "You know each other by name only.",
@@ -94,8 +91,7 @@ class Sotopia(Environment):
     served speaker, whose replies have at most partner_tokens tokens. side: which agent is trained;
     the first one begins. turns: of both sides together. judge: the judge of outcomes. profiles: a
     side knows of the other what their relationship tells, or at most the name ("hidden", as in
-    SOTOPIA's current release). word_endings: certain words end the conversation (see
-    ``FAREWELLS``). split: whether every fourth scenario is held out, or none ("all").
+    SOTOPIA's current release). split: whether every fourth scenario is held out, or none ("all").
     """
 
     name = "sotopia"
@@ -110,7 +106,6 @@ class Sotopia(Environment):
         partner_tokens: Count = 512,
         judge: str = "sotopia_rules",
         profiles: Literal["relationship", "hidden"] = "relationship",
-        word_endings: bool = False,
         split: Literal["scenarios", "all"] = "scenarios",
     ):
         self.library = load(scenarios)
@@ -124,7 +119,7 @@ class Sotopia(Environment):
             )
         self.partner, self.partner_tokens, self.speakers = partner, partner_tokens, (partner,)
         self.side, self.turns, self.outcome_judge = side, turns, judge
-        self.profiles, self.word_endings = profiles, word_endings
+        self.profiles = profiles
         self._combos = {combo.pk: combo for combo in self.library.combos}
         self._training = self._held_out = self.library.combos
         if split == "scenarios":
@@ -203,8 +198,7 @@ class Sotopia(Environment):
         ``QUIET`` turns of nothing."""
         quiet = len(turns) >= QUIET and all(turn.kind == "none" for turn in turns[-QUIET:])
         last = turns[-1] if turns else SotopiaTurn(0, "none")
-        farewell = self.word_endings and any(word in last.argument.lower() for word in FAREWELLS)
-        return len(turns) >= self.turns or last.kind == "leave" or quiet or farewell
+        return len(turns) >= self.turns or last.kind == "leave" or quiet
 
     def _cast(self, state: SotopiaState) -> tuple[Scenario, list[Agent]]:
         combo = self._combos[state.combo]

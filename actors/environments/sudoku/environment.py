@@ -46,7 +46,7 @@ class SudokuState(msgspec.Struct, frozen=True):
 
 
 class Sudoku(Game):
-    """The Sudoku rules. prompt, history, boxed, stop_at_action: see ``Game``.
+    """The Sudoku rules. prompt, history, stop_at_action: see ``Game``.
 
     size: 9 or 4. blanks: cells to fill. max_turns: turns until the episode ends with outcome 0.
     terminate_on_wrong: if True, a wrong digit ends the episode as a loss; otherwise the digit is
@@ -61,14 +61,13 @@ class Sudoku(Game):
         self,
         prompt: str = "sudoku",
         history: Natural = 0,
-        boxed: bool = False,
         stop_at_action: bool = True,
         size: int = 9,
         blanks: int = 40,
         terminate_on_wrong: bool = False,
         max_turns: Count = 100,
     ):
-        super().__init__(prompt, history, boxed, stop_at_action)
+        super().__init__(prompt, history, stop_at_action)
         if size not in MOST_BLANKS:
             raise ValueError(f"size = {size}: expected 9 or 4")
         most = MOST_BLANKS[size]

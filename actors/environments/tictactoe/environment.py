@@ -85,7 +85,7 @@ class TicTacToeState(msgspec.Struct, frozen=True):
 
 
 class TicTacToe(Game):
-    """The game for one policy. prompt, history, boxed, stop_at_action: see ``Game``.
+    """The game for one policy. prompt, history, stop_at_action: see ``Game``.
 
     opponents: by name, the weight with which an episode draws its opponent: "random", or the name
     of a served player. The default is half "tictactoe_mcts", half "random" (methods.md 3.2).
@@ -102,13 +102,12 @@ class TicTacToe(Game):
         *,
         prompt: str = "tictactoe",
         history: Natural = 0,
-        boxed: bool = False,
         stop_at_action: bool = True,
         opponents: dict[str, float] | None = None,
         second: Share = 0.5,
         opening: Annotated[int, msgspec.Meta(ge=0, le=MOST_OPENING)] = 0,
     ):
-        super().__init__(prompt, history, boxed, stop_at_action)
+        super().__init__(prompt, history, stop_at_action)
         weights = {"tictactoe_mcts": 0.5, RANDOM: 0.5} if opponents is None else opponents
         if "" in weights or not 0 < sum(weights.values()) < inf or min(weights.values()) < 0:
             raise ValueError(

@@ -1,8 +1,5 @@
 """The embedded catalogue: 1,000 invented products, made from a seed and the words of
-catalogue.toml.
-
-Products of one type share query, category and pool of attributes, so that search must be narrowed.
-The nouns of their names are known, so the embedded shop needs no spaCy."""
+catalogue.toml. Those of one type share query, category and pool of attributes."""
 
 import random
 import tomllib

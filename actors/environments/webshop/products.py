@@ -15,8 +15,6 @@ DEFAULT_PRICE = 100.0
 LONGEST_ASIN = 10
 PATH_SEPARATOR = "\u203a"
 """Stands between the parts of a product category."""
-NOUNS = ("NOUN", "PROPN")
-"""The parts of speech that decide whether two products are of one type."""
 
 
 class Human(msgspec.Struct, frozen=True):
@@ -52,9 +50,9 @@ class Product(msgspec.Struct, frozen=True):
     nouns: tuple[str, ...]
 
 
-def read_products(products: str, attributes: str, human: str, pipeline: str) -> list[Product]:
-    """Return the products of three files in the original layout. human: "" for none. pipeline: of
-    spaCy, for names without the field "nouns". A product whose asin is longer than ten characters,
+def read_products(products: str, attributes: str, human: str) -> list[Product]:
+    """Return the products of three files in the original layout. human: "" for none. Each
+    product has a further list "nouns", of its name's. One whose asin is longer than ten characters,
     "nan" or a repetition is left out.
 
     Raises FileNotFoundError for a missing file and ValueError for a file of another layout.
@@ -66,11 +64,6 @@ def read_products(products: str, attributes: str, human: str, pipeline: str) -> 
         for row in _json(products, list):
             if row["asin"] != "nan" and len(row["asin"]) <= LONGEST_ASIN:
                 rows.setdefault(row["asin"], row)
-        unparsed = [row for row in rows.values() if "nouns" not in row]
-        if unparsed:
-            found = spacy_nouns([row["name"] for row in unparsed], pipeline)
-            for row, nouns in zip(unparsed, found, strict=True):
-                row["nouns"] = nouns
         return [
             product_of(row, described.get(asin, {}), instructions.get(asin, ()))
             for asin, row in rows.items()
@@ -78,32 +71,8 @@ def read_products(products: str, attributes: str, human: str, pipeline: str) -> 
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{products = }, {attributes = }: {type(error).__name__}: {error}; expected the layout"
-            " of WebShop's items_shuffle and items_ins_v2 (docs/webshop.md)"
+            " of WebShop's items_shuffle and items_ins_v2, and nouns (docs/webshop.md)"
         ) from None
-
-
-def spacy_nouns(names: Sequence[str], pipeline: str) -> list[tuple[str, ...]]:
-    """Return the lower-case nouns of each name. pipeline: the name or the folder of a spaCy
-    pipeline that tags parts of speech.
-
-    Raises ValueError with the remedy if spaCy or the pipeline is not installed.
-    """
-    missing = "spaCy is not installed"
-    try:
-        import spacy  # pyright: ignore[reportMissingImports] (an extra)
-
-        missing = f"spaCy has no pipeline {pipeline!r}"
-        parser = spacy.load(pipeline, exclude=["parser", "ner"])
-    except (ImportError, OSError):
-        raise ValueError(
-            f"{missing}, and it finds the nouns of product names: install the extra `webshop` and"
-            " the pipeline (python -m spacy download en_core_web_sm), or give each product of the"
-            " file a list `nouns`"
-        ) from None
-    return [
-        tuple(token.text.lower() for token in document if token.pos_ in NOUNS)
-        for document in parser.pipe(list(names))
-    ]
 
 
 def product_of(

@@ -67,10 +67,7 @@ def turns(*words: str) -> tuple[SotopiaTurn, ...]:
         (reply("speak", "first") + reply("leave"), ("leave",)),
         ('{"action_type": "action", "argument": "a {b} c", "to": ["Ada"]}', ("action", "a {b} c")),
         (reply(NOD, "nods\nTurn #9: x"), (NOD, "nods Turn #9: x")),
-        ('{"action_type": "leave"}', ("leave",)),
         (reply("speak", "  "), None),
-        (reply("shout", "Hello."), None),
-        ('{"action_type": "speak", "argument": 3}', None),
         ('{"action_type": "speak", "argument": "no end', None),
         (reply("speak", "Hello.") + ' {"a": 1}', None),
         ('{"a":' * 5_000, None),
@@ -93,20 +90,18 @@ def test_turns_are_written_in_the_words_of_sotopia() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "word_endings", "over"),
+    ("words", "over"),
     [
-        (["a"] * 19, False, False),
-        (["a"] * 20, False, True),
-        (["leave"], False, True),
-        (["none"] * 2, False, False),
-        (["none"] * 3, False, True),
-        (["none", "a", "none", "none"], False, False),
-        (["The bag you left."], False, False),
-        (["The bag you left."], True, True),
+        (["a"] * 19, False),
+        (["a"] * 20, True),
+        (["leave"], True),
+        (["none"] * 2, False),
+        (["none"] * 3, True),
+        (["none", "a", "none", "none"], False),
     ],
 )
-def test_a_conversation_ends_as_specified(words: list[str], word_endings: bool, over: bool) -> None:
-    assert Sotopia(word_endings=word_endings).over(turns(*words)) is over
+def test_a_conversation_ends_as_specified(words: list[str], over: bool) -> None:
+    assert Sotopia().over(turns(*words)) is over
 
 
 def test_what_a_side_knows_grows_with_the_relationship_and_never_holds_the_secret() -> None:
@@ -134,14 +129,6 @@ def test_the_prompt_hides_goal_and_secret_of_the_other_side_and_shares_its_head(
     assert first.startswith(head + SPLIT)
     hidden = Sotopia(profiles="hidden").prompt(Task("t"), state)[0]["content"]
     assert other.public_info not in hidden and other.name in hidden
-
-
-def test_strangers_are_not_named() -> None:
-    environment = Sotopia()
-    state = msgspec.structs.replace(START, turns=(SotopiaTurn(1, "speak", "Hello."),))
-    text = environment.prompt(Task("t"), state)[0]["content"]
-    assert environment.library.agents["agent-02"].first_name not in text
-    assert 'the other person said: "Hello."' in text
 
 
 def test_the_tags_of_the_layout_decide_who_sees_a_text() -> None:
@@ -214,14 +201,6 @@ def test_no_held_out_scenario_is_trained_and_every_episode_is_held_out_from_both
     assert {second.initial(tasks.at(position)).trained for position in range(9)} == {1}
     combos = [everything.initial(everything.task(seed)).combo for seed in range(40)]
     assert sorted(combos) == sorted(combo.pk for combo in load("").combos)
-
-
-def test_our_scenarios_are_twenty_and_each_side_has_rules() -> None:
-    library = load("")
-    assert len(library.envs) == 20 and len(library.combos) == 40
-    assert len({scenario.scenario for scenario in library.envs.values()}) == 20
-    assert all(scenario.rules for scenario in library.envs.values())
-    assert {scenario.relationship for scenario in library.envs.values()} == {0, 1, 2, 3, 4, 5}
 
 
 def test_scenarios_are_read_from_a_folder_in_the_layout_of_the_data(tmp_path: Path) -> None:

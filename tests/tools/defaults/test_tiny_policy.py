@@ -14,7 +14,7 @@ from coppice.actors.environments import registry
 from coppice.actors.environments.base import SPLIT
 from coppice.actors.environments.game import Game
 from coppice.scheduler.growth.text import Text
-from coppice.tools.defaults import tiny_board as tiny_policy
+from coppice.tools.defaults import tiny
 from coppice.tools.defaults.legal_play import FIRST_SEED, ensure_legal_play, legal_play, random_play
 from coppice.tools.defaults.models import ensure_model
 from coppice.tools.defaults.settings import WarmStart
@@ -26,7 +26,7 @@ GAMES: dict[str, dict[str, Any]] = {
     "minesweeper": {"prompt": "minesweeper_compact", "rows": 4, "columns": 4, "mines": 3},
     "sokoban": {"prompt": "sokoban_compact", "history": 0},
 }
-CORE = tiny_policy.tokenizer().backend_tokenizer
+CORE = tiny.board_tokenizer().backend_tokenizer
 
 
 def game(name: str) -> Game:
@@ -39,10 +39,10 @@ def game(name: str) -> Game:
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("policy") / "tiny"
-    return tiny_policy.make_tiny_policy(folder, hidden=32, layers=2, heads=4, intermediate=64)
+    return tiny.make_board(folder, hidden=32, layers=2, heads=4, intermediate=64)
 
 
-@given(st.text(tiny_policy.CHARACTERS, max_size=80))
+@given(st.text(tiny.CHARACTERS, max_size=80))
 @example("  two  spaces , and don't !\n\n <action>1 2</action>  ")
 @example("<s>")
 @settings(deadline=None, database=None)
@@ -131,7 +131,7 @@ def test_the_warm_start_lowers_the_loss_and_is_made_once(
 @pytest.mark.slow
 def test_another_model_or_recipe_is_another_warm_start(policy: Path, tmp_path: Path) -> None:
     environment, options = game("tictactoe"), GAMES["tictactoe"]
-    other = tiny_policy.make_tiny_policy(
+    other = tiny.make_board(
         tmp_path / "other", seed=1, hidden=32, layers=1, heads=2, intermediate=32
     )
     made = [

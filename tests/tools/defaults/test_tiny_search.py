@@ -14,7 +14,7 @@ from coppice.actors.environments.base import Action
 from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.learner.fine_tune import Example
 from coppice.scheduler.growth.text import Text
-from coppice.tools.defaults import search_play, tiny_search
+from coppice.tools.defaults import search_play, tiny
 from coppice.tools.defaults.search_play import ensure_search_play
 from coppice.tools.defaults.settings import WarmStart
 
@@ -25,7 +25,7 @@ FACTS = [
 ]  # fmt: skip
 NAMES = sorted({name for title, _, value in FACTS for name in (title, value)})
 FIELDS = ["Capital", "Currency", "Main export"]
-WORDS = tiny_search.tokenizer(NAMES, FIELDS)
+WORDS = tiny.search_tokenizer(NAMES, FIELDS)
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +42,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def policy(corpus: Path) -> Path:
     torch.set_num_threads(1)
-    return tiny_search.make_tiny_search(
-        corpus.parent / "tiny", corpus, hidden=32, layers=1, heads=2
-    )
+    return tiny.make_search(corpus.parent / "tiny", corpus, hidden=32, layers=1, heads=2)
 
 
 def play(policy: Path, count: int = 600, two_hop: float = 0.5) -> list[Example]:
-    notation, config = search_play.Tags(SearchQA("question", 2)), WarmStart(two_hop=two_hop)
+    notation, config = search_play.tags(SearchQA("question", 2)), WarmStart(two_hop=two_hop)
     return search_play.search_play(Text(str(policy)), notation, NAMES, FIELDS, count, config)
 
 
@@ -58,7 +56,7 @@ def decoded(policy: Path, example: Example) -> tuple[str, str]:
 
 
 def test_names_and_fields_are_those_of_the_corpus(corpus: Path) -> None:
-    assert tiny_search.names_and_fields(corpus) == (NAMES, FIELDS)
+    assert tiny.names_and_fields(corpus) == (NAMES, FIELDS)
 
 
 @given(st.text(max_size=60))
@@ -87,7 +85,7 @@ def test_attention_writes_back_what_it_reads(policy: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     attention = model.model.layers[0].self_attn
     both = attention.o_proj.weight @ attention.v_proj.weight
-    torch.testing.assert_close(both, tiny_search.WRITTEN * torch.eye(32), atol=1e-5, rtol=0)
+    torch.testing.assert_close(both, tiny.WRITTEN * torch.eye(32), atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow
@@ -130,7 +128,7 @@ def test_the_warm_start_is_cached_by_what_it_depends_on(
     def start(**changes: int) -> Path:
         config = WarmStart(**({"steps": 1, "rows": 4} | changes))
         return ensure_search_play(
-            policy, corpus, search_play.Tags(SearchQA("question", 2)), config, tmp_path, 1
+            policy, corpus, search_play.tags(SearchQA("question", 2)), config, tmp_path, 1
         )
 
     assert start(steps=0) == policy

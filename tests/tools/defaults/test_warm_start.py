@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from coppice.tools.check import PLAIN_KERNELS
 from tests import tiny
+from tests.check import PLAIN_KERNELS
 
 PROGRAM = """
 import sys

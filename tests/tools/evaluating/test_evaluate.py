@@ -27,9 +27,9 @@ from coppice.actors.environments.sotopia.environment import DIMENSIONS
 from coppice.common.http import Reached
 from coppice.scheduler.config import SchedulerConfig, SchedulerProcess
 from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.evaluating import main
 from coppice.tools.evaluating.examination import EvaluationCosts, total_costs
 from coppice.tools.evaluating.folder import claim
-from coppice.tools.evaluating.games import main
 from coppice.tools.inspecting.dump import main as dump
 from coppice.wire import digest
 from coppice.wire.faults import DataFault, InfrastructureFault
@@ -163,7 +163,7 @@ def test_a_model_is_measured_and_table_json_and_journal_agree(
     assert main([*command, "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again == found, "a finished evaluation is only reported again"
-    assert dump([str(out), "--heldout", "--all", "--jsonl"]) == 0
+    assert dump([str(out), "--heldout", "--all", "--json"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 8
 
 
@@ -461,7 +461,7 @@ def test_torn_files_are_mended_or_named(tmp_path: Path) -> None:
     assert total_costs(tmp_path / "sessions.jsonl") == EvaluationCosts(2, {"x": 3})
     with (tmp_path / "sessions.jsonl").open("ab") as file:
         file.write(b"{}\n")
-    named = r"sessions\.jsonl:2 is no session.*remove that line"
+    named = r"sessions\.jsonl:2: .*remove that line"
     with pytest.raises(InfrastructureFault, match=named):
         total_costs(tmp_path / "sessions.jsonl")
     (tmp_path / "out").mkdir()

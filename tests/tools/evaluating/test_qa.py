@@ -29,9 +29,9 @@ from coppice.scheduler.config import SchedulerConfig, SchedulerProcess
 from coppice.scheduler.evaluation.evaluation import Estimate
 from coppice.scheduler.growth.tasks import held_out
 from coppice.scheduler.growth.tree import Tree
+from coppice.tools import evaluating
 from coppice.tools.evaluating.examination import SampleMean
-from coppice.tools.evaluating.qa.evaluation import QaTable, macro, notes, settings_of
-from coppice.tools.evaluating.qa.main import main
+from coppice.tools.evaluating.qa.evaluation import QaTable, TableSettings, macro, notes
 from coppice.tools.evaluating.qa.methods import PROMPTS as QA_PROMPTS
 from coppice.tools.evaluating.qa.methods import filled
 from coppice.tools.evaluating.qa.retrieval import CachedRetrieval
@@ -43,6 +43,10 @@ from coppice.wire.published import Manifest
 from tests.tools.evaluating.test_evaluate import chat, played, result, served
 
 TOKENS = np.arange(3, dtype=np.int32)
+
+
+def main(arguments: list[str]) -> int:
+    return evaluating.main(["qa", *arguments])
 
 
 def grown(*parts: tuple[str, str], prompt: str = "Question: who?", forced: bool = False) -> Tree:
@@ -185,14 +189,14 @@ def test_a_row_that_cannot_work_is_counted_and_does_not_end_its_set(tmp_path: Pa
     path.write_text(path.read_text() + "".join(rows))
     (found,) = read_sets([f"x={path}"], None, 0)
     reasons = {"evidence or hops": 3, "no question": 1, "no gold answer": 1, "not JSON": 1}
-    assert ([task.id for task in found.tasks], found.rejected) == (["good?"], reasons)
+    assert ([task.id for task in found.tasks], found.settings.reasons) == (["good?"], reasons)
     assert len(found.notes) == 1
     assert found.notes[0].startswith(
         f"x: 6 of 7 rows cannot be used; the first: {path}:2: evidence"
     )
     ((small,),) = (one.notes[1:] for one in read_sets([f"x={path}"], 9, 0))
     assert small == "x: 9 questions are asked for and 1 are there, so all of them are used"
-    (said,) = notes(QaTable(settings_of([found], 0), []))
+    (said,) = notes(QaTable(TableSettings([found.settings], 0), []))
     told = "3 evidence or hops, 1 no question, 1 no gold answer, 1 not JSON"
     assert said == f"x: 6 rows of its file cannot be used: {told}"
 
@@ -201,7 +205,7 @@ def test_the_built_in_questions_are_two_sets_by_hops(tmp_path: Path) -> None:
     path = write(tmp_path / "one.jsonl", {"a": "1", "b": "2"})
     two = write(tmp_path / "two.jsonl", {"c": "3"}, hops=2)
     path.write_text(path.read_text() + two.read_text())
-    found = {s.name: [t.id for t in s.tasks] for s in read_sets([], None, 0, path)}
+    found = {s.settings.name: [t.id for t in s.tasks] for s in read_sets([], None, 0, path)}
     assert found == {"one_hop": ["a", "b"], "two_hop": ["c"]}
 
 
@@ -223,9 +227,9 @@ def test_a_set_of_the_hub_is_its_test_split_else_dev_else_train(
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     found = read_sets(["paper"], None, 0)
-    assert tuple(s.name for s in found) == PAPER
+    assert tuple(s.settings.name for s in found) == PAPER
     assert [s.tasks[0].id for s in found[:2]] == ["nq/test.jsonl?", "triviaqa/dev.jsonl?"]
-    assert [s.source for s in found[:2]] == [f"{HUB}/nq:test", f"{HUB}/triviaqa:dev"]
+    assert [s.settings.source for s in found[:2]] == [f"{HUB}/nq:test", f"{HUB}/triviaqa:dev"]
     (train,) = read_sets([f"x={HUB}/nq:train"], None, 0)
     assert train.tasks[0].id == "nq/train.jsonl?"
     none = r"no nosuch/test or dev or validation or train\.jsonl"
@@ -248,7 +252,10 @@ def test_a_plain_set_of_the_hub_is_its_test_split_else_dev_else_train(
     hub = SimpleNamespace(get_dataset_split_names=lambda name: splits, load_dataset=load)
     monkeypatch.setitem(sys.modules, "datasets", hub)
     (found,) = read_sets(["x=owner/name"], None, 0)
-    assert ([task.id for task in found.tasks], found.source) == ([taken], f"owner/name:{taken}")
+    assert ([task.id for task in found.tasks], found.settings.source) == (
+        [taken],
+        f"owner/name:{taken}",
+    )
     assert read_sets(["x=owner/name:train"], None, 0)[0].tasks[0].id == "train"
     splits[:] = ["all"]
     with pytest.raises(ValueError, match=r"splits \['all'\].*owner/name:split"):
@@ -362,7 +369,8 @@ def retriever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Books:
     """Books behind every --retriever."""
     books = Books()
     monkeypatch.setattr(
-        "coppice.tools.evaluating.qa.main.opening_of", lambda retriever, threads: books.opening
+        "coppice.tools.evaluating.qa.evaluation.opening_of",
+        lambda retriever, threads: books.opening,
     )
     return books
 
@@ -398,7 +406,7 @@ def test_a_table_has_rows_of_methods_columns_of_sets_and_the_macro_mean(
     assert "response_tokens" not in row["sets"]["easy"], "an endpoint's journal holds bytes"
     assert row["generated_tokens"] == 5 * 20
     assert (row["queries"], row["hits"]) == (10, 4), "both sets ask for w0 to w3"
-    assert dump([str(out / "rag.m"), "--heldout", "--all", "--jsonl"]) == 0
+    assert dump([str(out / "rag.m"), "--heldout", "--all", "--json"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 10
 
 
@@ -590,7 +598,8 @@ def test_a_cache_that_is_none_and_an_index_that_cannot_be_loaded_are_said_before
         assert main([*command, "--cache", str(notes)]) == 2
         assert "notes.txt is no file of found passages" in capsys.readouterr().err
         monkeypatch.setattr(
-            "coppice.tools.evaluating.qa.main.opening_of", lambda retriever, threads: no_encoder
+            "coppice.tools.evaluating.qa.evaluation.opening_of",
+            lambda retriever, threads: no_encoder,
         )
         assert main(command) == 2
         assert "--retriever: no/encoder is not a local folder" in capsys.readouterr().err

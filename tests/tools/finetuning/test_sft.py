@@ -1,4 +1,4 @@
-"""coppice sft: collecting, labelling, reviewing, training."""
+"""coppice sft: collecting, labelling, training."""
 
 import json
 import os
@@ -23,17 +23,19 @@ from coppice.actors.environments.search_qa.environment import Step as PastStep
 from coppice.judges.base import Judge
 from coppice.judges.pprm import parse_final_score
 from coppice.learner.fine_tune import Example, Recipe, Student, batch_of, fine_tune, rate
-from coppice.research import process_bench
+from coppice.research.judge_bench import main as bench
+from coppice.research.judge_bench import parser as bench_parser
+from coppice.research.judge_bench.building import Item
+from coppice.research.judge_bench.measuring import judges_of
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.evaluating.folder import locked
-from coppice.tools.evaluating.judge_bench import evaluate, record
-from coppice.tools.evaluating.judge_bench.judging import Answers, StepAnswer
-from coppice.tools.evaluating.judge_bench.record import Labelled, RecordedStep, Trajectory
+from coppice.tools.finetuning import labels, records
 from coppice.tools.finetuning.command import main, parser
-from coppice.tools.finetuning.judge import label
-from coppice.tools.finetuning.judge.label import read_corrections, two_lines
+from coppice.tools.finetuning.judging import Answers, StepAnswer
+from coppice.tools.finetuning.labels import MOST_DIFFERENCE, two_lines
+from coppice.tools.finetuning.records import Labelled, RecordedStep, Trajectory
 from coppice.tools.finetuning.training import read_rows, split
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import JudgedTurn, Judgement
@@ -111,7 +113,7 @@ def test_a_trajectory_holds_every_turn_but_the_last_as_a_judge_sees_it(
     run: Path, tmp_path: Path, capsys: Any
 ) -> None:
     assert main(["collect", str(run), "--out", str(tmp_path / "t.jsonl")]) == 0
-    first, second = record.read(tmp_path / "t.jsonl", Trajectory[RecordedStep])
+    first, second = records.read([tmp_path / "t.jsonl"], Trajectory[RecordedStep])
     assert (first.id, first.outcome, len(first.steps)) == ("run-0-0", 1, 1)
     assert (second.id, second.outcome, len(second.steps)) == ("run-0-1", 0, 2)
     assert (first.question, first.data_source) == (QUESTION, "d")
@@ -119,7 +121,7 @@ def test_a_trajectory_holds_every_turn_but_the_last_as_a_judge_sees_it(
     contexts = [step.context for step in second.steps]
     assert contexts == [QUESTION, f"{QUESTION}\n\n{action(0)}{found(0)}"]
     assert [step.response for step in second.steps] == [action(0) + found(0), action(1) + found(1)]
-    turn = record.judged_turn(second, second.steps[1])
+    turn = records.judged_turn(second, second.steps[1])
     state = SearchState(QUESTION, (PastStep("think 0", "query 0", found(0)),))
     environment = SearchQA("short", 2)
     task = Task("t1", second.question, second.golden_answers, second.evidence)
@@ -150,95 +152,63 @@ def test_what_is_no_search_run_is_refused(run: Path, tmp_path: Path, capsys: Any
     assert "expected one of search_qa" in capsys.readouterr().err
 
 
-def command(arguments: list[str]) -> int:
-    """Run coppice sft, or coppice dev process-bench for "bench"."""
-    return process_bench.main(arguments[1:]) if arguments[0] == "bench" else main(arguments)
-
-
 def test_no_command_writes_over_what_it_reads(run: Path, tmp_path: Path, capsys: Any) -> None:
     labelled_file(tmp_path)
-    record.write(tmp_path / "t.jsonl", [trajectory("x", 1)])
-    twins = {"link.jsonl": "r.jsonl", "l2.jsonl": "l.jsonl", "b.report.json": "l.jsonl"}
+    records.write(tmp_path / "t.jsonl", [trajectory("x", 1)])
+    twins = {"link.jsonl": "l.jsonl", "b.report.json": "l.jsonl"}
     for twin, name in twins.items():
         (tmp_path / twin).symlink_to(tmp_path / name)
-    names = ("l.jsonl", "t.jsonl", "r.jsonl", "l2.jsonl", "b.jsonl", "link.jsonl")
-    l, t, r, l2, b, link = (str(tmp_path / name) for name in names)  # noqa: E741
-    report, answers = str(tmp_path / "b.report.json"), str(tmp_path / "b.answers.jsonl")
+    names = ("l.jsonl", "t.jsonl", "b.jsonl", "link.jsonl", "b.report.json")
+    l, t, b, link, report = (str(tmp_path / name) for name in names)  # noqa: E741
     judges = ["--judge-a", "pprm_rules", "--judge-b", "pprm_rules"]
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    for arguments, message in (
-        (["review", l, r, "--out", r], f"--out {r} would write over {r}"),
-        (["review", l, r, "--out", link], f"link.jsonl would write over {r}"),
-        (["review", l, r, "--out", l], f"would write over {l}"),
-        (["review", l, r, "--out", f"{run}/../r.jsonl"], f"would write over {r}"),
-        (["rows", t, l, "--out", l], f"would write over {l}"),
-        (["bench", l, "--size", "1", "--out", l], f"would write over {l}"),
-        (["bench", t, "--exclude", l, "--size", "1", "--out", l], f"would write over {l}"),
-        (["bench", l2, "--size", "1", "--out", l], f"would write over {l2}"),
-        (["bench", report, "--size", "1", "--out", b], "--out with its report"),
-        (["label", t, *judges, "--out", t, "--review", b], f"--out {t} would write over {t}"),
-        (["label", t, *judges, "--out", b, "--review", t], f"--review {t} would write over {t}"),
-        (["label", t, *judges, "--out", b, "--review", answers], "name two files"),
-        (["collect", str(run), "--out", f"{run}/journal.sqlite"], f"lies in {run}, which"),
-        (["collect", str(run), "--out", f"{tmp_path}/train.jsonl"], "train.jsonl would write over"),
+    for command, *arguments, message in (
+        (main, "rows", t, l, "--out", l, f"--out {l} would write over {l}"),
+        (main, "rows", l, "--out", link, f"link.jsonl would write over {l}"),
+        (main, "rows", l, "--out", f"{run}/../l.jsonl", f"would write over {l}"),
+        (bench, "build", t, "--exclude", l, "--size", "1", "--out", l, f"would write over {l}"),
+        (bench, "build", report, "--size", "1", "--out", b, f"written with {report}, would write"),
+        (main, "label", t, *judges, "--out", t, f"--out {t} would write over {t}"),
+        (main, "collect", str(run), "--out", f"{run}/journal.sqlite", f"lies in {run}, which"),
+        (main, "collect", str(run), "--out", f"{tmp_path}/train.jsonl", "l would write over"),
     ):  # fmt: skip
         assert command(arguments) == 2, arguments
         assert message in capsys.readouterr().err
         after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         assert after == before, arguments
-    assert main(["review", l, r, "--out", b]) == 0
-    assert main(["review", l, r, "--out", b]) == 0, "an earlier output is no input"
+    assert main(["rows", l, "--out", b]) == 0
+    assert main(["rows", l, "--out", b]) == 0, "an earlier output is no input"
 
 
 def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path, capsys: Any) -> None:
-    record.write(tmp_path / "t.jsonl", [trajectory("x", 1)])
+    records.write(tmp_path / "t.jsonl", [trajectory("x", 1)])
     judges = ["--judge-a", f"{Flaky.__module__}:Flaky", "--judge-b", "pprm_rules"]
-    command = ["label", str(tmp_path / "t.jsonl"), *judges]
-    good, long = str(tmp_path / "good.jsonl"), str(tmp_path / ("x" * 250))
+    command, long = ["label", str(tmp_path / "t.jsonl"), *judges], str(tmp_path / ("x" * 250))
     Flaky.asked = []
-    for out, review, message in (
-        (good, "/nodir/r.jsonl", "--review /nodir/r.jsonl: there is no folder /nodir, make it"),
-        ("/nodir/l.jsonl", good, "--out /nodir/l.jsonl: there is no folder"),
-        (good, str(tmp_path), f"--review {tmp_path} is no ordinary file: name a file"),
-        (".", good, "--out . is no ordinary file"),
-        ("/dev/null", good, "--out /dev/null is no ordinary file"),
-        (long, good, f"--out {long} cannot be written (File name too long): name another file"),
+    for out, message in (
+        ("/nodir/l.jsonl", "--out /nodir/l.jsonl: there is no folder /nodir, make it"),
+        ("/dev/null", "--out /dev/null is no ordinary file: name a file"),
+        (long, f"--out {long} cannot be written (File name too long): name another file"),
     ):
-        assert main([*command, "--out", out, "--review", review]) == 2
+        assert main([*command, "--out", out]) == 2
         assert message in capsys.readouterr().err
     assert Flaky.asked == []
     assert [path.name for path in tmp_path.iterdir()] == ["t.jsonl"]
 
 
-def graded(one: Trajectory[RecordedStep], response: str) -> Any:
-    step = Labelled(
-        context=one.question, response=response, score_a=1, score_b=1, score=1, target=JUDGEMENT
-    )
-    return msgspec.structs.replace(one, steps=[step])
-
-
-def test_runs_of_one_name_make_one_benchmark_when_collected_with_a_prefix(
+def test_runs_of_one_name_are_told_apart_by_a_prefix(
     run: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    twin = shutil.copytree(run, tmp_path / "other" / "run")
-    files = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
-    for folder, file, more in zip(
-        (run, twin, twin), files, ([], [], ["--prefix", "other-"]), strict=True
-    ):
-        assert main(["collect", str(folder), "--out", file, *more]) == 0
-        found = record.read(Path(file), Trajectory[RecordedStep])
-        record.write(Path(file), [graded(one, f"{file} {one.id}") for one in found])
-    out = ["--out", str(tmp_path / "made.jsonl")]
-    for words in (["bench", "--size", "9"], ["rows"]):
-        capsys.readouterr()
-        assert command([*words, files[0], files[1], *out]) == 2
-        said = capsys.readouterr().err
-        assert f"the id 'run-0-0' is in {files[0]} and in {files[1]}: ids are unique" in said
-        assert "--prefix (coppice sft collect)" in said
-        assert command([*words, files[0], files[2], *out]) == 0
-    assert command(["bench", "--size", "9", files[0], files[2], *out]) == 0
-    made = record.read(tmp_path / "made.jsonl", record.Item)
-    assert {item.id for item in made} == {"run-0-0", "run-0-1", "other-run-0-0", "other-run-0-1"}
+    made = labelled_file(tmp_path)
+    records.write(tmp_path / "twin.jsonl", made)
+    files, out = [str(tmp_path / name) for name in ("l.jsonl", "twin.jsonl")], str(tmp_path / "o")
+    assert main(["rows", *files, "--out", out]) == 2
+    said = capsys.readouterr().err
+    assert f"twin.jsonl:1: the id 'x' comes a second time, it is in {files[0]}" in said
+    assert "--prefix (coppice sft collect)" in said
+    assert main(["collect", str(run), "--out", out, "--prefix", "other-"]) == 0
+    found = records.read([Path(out)], Trajectory[RecordedStep])
+    assert [one.id for one in found] == ["other-run-0-0", "other-run-0-1"]
 
 
 # ----------------------------------------------------------------------------------------------
@@ -266,7 +236,9 @@ def test_steps_that_differ_by_more_than_the_limit_are_dropped_and_at_the_limit_k
     pairs = {"x#1": (0.9, 0.5), "x#2": (0.7, 0.3), "x#3": (0.9, 0.49), "x#4": (None, 1.0)}
     pairs |= {"x#5": (5 / 6, 1 / 6), "y#1": (1.0, 0.0)}
     answers = answered(tmp_path / "a.jsonl", pairs)
-    made, counts = label.labelled([trajectory("x", 5), trajectory("y", 1)], answers, "a", "b")
+    made, counts = labels.labelled(
+        [trajectory("x", 5), trajectory("y", 1)], answers, MOST_DIFFERENCE
+    )
     (kept,) = made
     scores = [(s.response, s.score_a, s.score_b) for s in kept.steps]
     assert scores == [("x 1", 0.9, 0.5), ("x 2", 0.7, 0.3)]
@@ -282,7 +254,6 @@ def test_steps_that_differ_by_more_than_the_limit_are_dropped_and_at_the_limit_k
 def test_a_judgement_becomes_exactly_two_lines() -> None:
     long = "Analysis: first\n\n second\nScores:  <final_score> 2 , 6 </final_score> and more"
     assert two_lines(long) == "Analysis: first second\nScores: <final_score>2,6</final_score>"
-    assert two_lines(long, (1, 1)).endswith("second\nScores: <final_score>1,1</final_score>")
     assert two_lines("Analysis: no score") == ""
     assert two_lines("Scores: <final_score>2,6</final_score>") == ""
 
@@ -302,10 +273,10 @@ class Flaky(Judge):
 
 
 def test_a_labelling_goes_on_where_an_endpoint_failed(tmp_path: Path, capsys: Any) -> None:
-    record.write(tmp_path / "t.jsonl", [trajectory("x", 3), trajectory("y", 2)])
+    records.write(tmp_path / "t.jsonl", [trajectory("x", 3), trajectory("y", 2)])
     judge = f"{Flaky.__module__}:Flaky"
     command = ["label", str(tmp_path / "t.jsonl"), "--judge-a", judge, "--judge-b", judge]
-    command += ["--out", str(tmp_path / "l.jsonl"), "--review", str(tmp_path / "r.jsonl")]
+    command += ["--out", str(tmp_path / "l.jsonl")]
     Flaky.asked, Flaky.broken = [], True
     assert main(command) == 1
     assert "the endpoint is gone" in capsys.readouterr().err
@@ -314,88 +285,42 @@ def test_a_labelling_goes_on_where_an_endpoint_failed(tmp_path: Path, capsys: An
     assert main(command) == 0
     assert len(Flaky.asked) == 2 * 5 - 2
     assert "5 labelled" in capsys.readouterr().out
-    made = record.read(tmp_path / "l.jsonl", Trajectory[Labelled])
+    made = records.read([tmp_path / "l.jsonl"], Trajectory[Labelled])
     assert [len(one.steps) for one in made] == [3, 2]
-    assert main(command) == 2
-    assert "it may hold corrections" in capsys.readouterr().err
-    (tmp_path / "r.jsonl").unlink()
     assert main([*command, "--option-b", "x=1"]) == 2
     assert main([*command[:3], "pprm_rules", *command[4:]]) == 2
     assert "begun with judges" in capsys.readouterr().err
 
 
 def test_a_labelling_that_is_under_way_is_not_begun_twice(tmp_path: Path, capsys: Any) -> None:
-    record.write(tmp_path / "t.jsonl", [trajectory("x", 1)])
+    records.write(tmp_path / "t.jsonl", [trajectory("x", 1)])
     judges = ["--judge-a", "pprm_rules", "--judge-b", "pprm_rules"]
-    out = ["--out", str(tmp_path / "l.jsonl"), "--review"]
-    command = ["label", str(tmp_path / "t.jsonl"), *judges, *out]
+    command = ["label", str(tmp_path / "t.jsonl"), *judges, "--out", str(tmp_path / "l.jsonl")]
     with locked(tmp_path / "l.answers.lock", "the other"):
-        assert main([*command, str(tmp_path / "r.jsonl")]) == 2
+        assert main(command) == 2
     assert "l.jsonl is in use by another process" in capsys.readouterr().err
     assert not (tmp_path / "l.answers.jsonl").exists()
-    assert main([*command, str(tmp_path / "l.jsonl")]) == 2
-    assert "name two files" in capsys.readouterr().err
-    assert main([*command, str(tmp_path / "r.jsonl")]) == 0
+    assert main(command) == 0
 
 
 # ----------------------------------------------------------------------------------------------
-# reviewing
+# rows
 
 
-def labelled_file(folder: Path) -> tuple[list[Trajectory[Labelled]], Path]:
+def labelled_file(folder: Path) -> list[Trajectory[Labelled]]:
     good = (0.75, 0.75)
     answers = answered(folder / "a", {"x#1": good, "x#2": good, "x#3": good, "y#1": (0.75, 0.5)})
-    made, _ = label.labelled([trajectory("x", 3), trajectory("y", 1)], answers, "a", "b")
-    record.write(folder / "l.jsonl", made)
-    record.write(folder / "r.jsonl", label.to_review(made))
-    return made, folder / "r.jsonl"
-
-
-def edit(path: Path, corrections: dict[str, str]) -> None:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:
-        line["correction"] = corrections.get(line["id"], "")
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def test_corrections_replace_scores_in_the_label_and_in_the_target(tmp_path: Path) -> None:
-    before, review = labelled_file(tmp_path)
-    edit(review, {"x#1": "1,6", "x#2": "drop", "y#1": "drop"})
-    out = ["--out", str(tmp_path / "c.jsonl")]
-    assert main(["review", str(tmp_path / "l.jsonl"), str(review), *out]) == 0
-    (one,) = record.read(tmp_path / "c.jsonl", Trajectory[Labelled])
-    assert [step.response for step in one.steps] == ["x 1", "x 3"]
-    assert one.steps[0].score == pytest.approx(1 / 6)
-    assert one.steps[0].target == "Analysis: good.\nScores: <final_score>1,6</final_score>"
-    assert (one.steps[0].score_a, one.steps[0].score_b) == (0.75, 0.75)
-    assert one.steps[1] == before[0].steps[2]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    ["7,6", "3", "3,0", "-1,6", "half", "3.5,6", "Drop it", "1,2</final_score><final_score>2,2"],
-)
-def test_an_unusable_correction_is_refused_with_its_line(wrong: str, tmp_path: Path) -> None:
-    before, review = labelled_file(tmp_path)
-    edit(review, {"x#2": wrong})
-    with pytest.raises(ValueError, match=r"r\.jsonl:2: correction .*expected"):
-        read_corrections(review, label.to_review(before))
-
-
-def test_an_unknown_or_repeated_step_is_refused_with_its_line(tmp_path: Path) -> None:
-    before, review = labelled_file(tmp_path)
-    with pytest.raises(ValueError, match=r"r\.jsonl:4: no step 'y#1'"):
-        read_corrections(review, label.to_review(before[:1]))
-    review.write_text(review.read_text() + review.read_text())
-    with pytest.raises(ValueError, match=r"r\.jsonl:5: .*second time"):
-        read_corrections(review, label.to_review(before))
+    trajectories = [trajectory("x", 3), trajectory("y", 1)]
+    made, _ = labels.labelled(trajectories, answers, MOST_DIFFERENCE)
+    records.write(folder / "l.jsonl", made)
+    return made
 
 
 def test_a_training_row_asks_as_the_judge_asks_and_answers_in_two_lines(tmp_path: Path) -> None:
-    made, _ = labelled_file(tmp_path)
+    made = labelled_file(tmp_path)
     untold = msgspec.structs.replace(made[1].steps[0], target="")
     unlearnt = msgspec.structs.replace(made[1], steps=[untold])
-    found, left = label.judgement_rows([made[0], made[0], unlearnt])
+    found, left = labels.judgement_rows([made[0], made[0], unlearnt])
     assert (len(found), left) == (3, {"without a judgement to learn": 1, "the same as another": 3})
     assert [message.role for message in found[0].messages] == ["system", "user"]
     assert QUESTION in found[0].messages[1].content
@@ -404,14 +329,14 @@ def test_a_training_row_asks_as_the_judge_asks_and_answers_in_two_lines(tmp_path
 
 
 def test_balanced_rows_are_half_of_good_steps_and_half_of_bad_ones(tmp_path: Path) -> None:
-    made, _ = labelled_file(tmp_path)
+    made = labelled_file(tmp_path)
     # the score is the mean of two judges, what is learnt is one's
     target = JUDGEMENT.replace("3,4", "1,4")
     low = [msgspec.structs.replace(step, target=target) for step in made[0].steps[:1]]
     records = [msgspec.structs.replace(made[0], steps=[*low, *made[0].steps[1:]])]
-    found, left = label.judgement_rows(records, balance=True)
+    found, left = labels.judgement_rows(records, balance=True)
     assert (len(found), left) == (2, {"more than the other kind": 1})
-    assert len(label.judgement_rows(records, most=2)[0]) == 2
+    assert len(labels.judgement_rows(records, most=2)[0]) == 2
     assert main(["rows", str(tmp_path / "l.jsonl"), "--out", str(tmp_path / "rows.jsonl")]) == 0
     assert len(read_rows(tmp_path / "rows.jsonl", Text(str(tiny.save(tmp_path / "m"))))) == 4
 
@@ -419,14 +344,14 @@ def test_balanced_rows_are_half_of_good_steps_and_half_of_bad_ones(tmp_path: Pat
 def test_a_benchmark_is_built_from_files(tmp_path: Path, capsys: Any) -> None:
     labelled_file(tmp_path)
     made, pool = tmp_path / "b.jsonl", str(tmp_path / "l.jsonl")
-    build = ["bench", pool, "--size", "2", "--out", str(made)]
-    assert command(build) == 0
-    assert len(record.read(made, record.Item)) == 2
+    command = ["build", pool, "--size", "2", "--out", str(made)]
+    assert bench(command) == 0
+    assert len(records.read([made], Item)) == 2
     assert json.loads((tmp_path / "b.report.json").read_text())["taken"]["correct_good"] == 1
     assert "1 correct_bad" in capsys.readouterr().out
-    assert command([*build, "--exclude", pool]) == 2
+    assert bench([*command, "--exclude", pool]) == 2
     assert "no trajectory is left" in capsys.readouterr().err
-    assert command([*build, "--threshold", "best"]) == 2
+    assert bench([*command, "--threshold", "best"]) == 2
 
 
 # ----------------------------------------------------------------------------------------------
@@ -633,8 +558,8 @@ def test_the_rows_of_a_question_are_learnt_or_held_out_together(tmp_path: Path) 
     assert sorted(e.tokens[0] for e in [*learnt, *held]) == list(range(14))
     assert not {e.group for e in learnt if e.group} & {e.group for e in held if e.group}
     assert split(examples[:9:4], 0.1, 0)[1] == [], "one question alone is learnt"
-    made, _ = labelled_file(tmp_path)
-    assert {row.group for row in label.judgement_rows(made)[0]} == {QUESTION}
+    made = labelled_file(tmp_path)
+    assert {row.group for row in labels.judgement_rows(made)[0]} == {QUESTION}
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b", "group": "q"}\n')
     assert read_rows(tmp_path / "rows.jsonl", Text(str(tiny.save(tmp_path / "m"))))[0].group == "q"
 
@@ -672,14 +597,14 @@ def test_the_commands_of_the_docs_are_commands(name: str) -> None:
     text = (Path(__file__).parents[3] / "docs" / f"{name}.md").read_text()
     blocks = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     commands = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    begins = ("coppice sft", "coppice evaluate", "coppice dev process-bench")
+    begins = ("coppice sft", "coppice dev judge-bench")
     said = [shlex.split(line, comments=True) for line in commands if line.startswith(begins)]
     assert said
     for _, name, *arguments in said:
         if name == "sft":
             given = [found for found in arguments if not found.startswith("[") and found != "..]"]
             parser().parse_args(given)
-        elif name == "dev":
-            process_bench.parser().parse_args(arguments[1:])
+        elif arguments[1] == "measure":
+            judges_of(bench_parser().parse_args(arguments[1:]))
         else:
-            evaluate.judges_of(evaluate.parser().parse_args(arguments[1:]))
+            bench_parser().parse_args(arguments[1:])

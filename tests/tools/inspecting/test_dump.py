@@ -10,7 +10,7 @@ import pytest
 
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
-from coppice.tools.inspecting import frames, runs, sections
+from coppice.tools.inspecting import frames, report, runs
 from coppice.tools.inspecting.dump import main
 from coppice.wire.messages import Turn
 
@@ -80,29 +80,6 @@ def test_trees_are_found_by_their_columns_and_texts(
     assert listed(capsys) == found
 
 
-def test_the_best_and_the_worst_have_the_highest_and_the_lowest_outcome(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    journal = Journal(run / "journal.sqlite")
-    for row in journal.trees():
-        tree = journal.tree(row)
-        tree.nodes[1].scores["outcome"] = float(row.id)
-        tree.changed = {1: tree.nodes[1]}
-        journal.save_nodes(tree)
-    journal.close()
-    for rank, order in (("--best", [4, 3]), ("--worst", [0, 1])):
-        assert main([str(run), rank, "2"]) == 0
-        assert listed(capsys) == order
-
-
-def test_a_sample_is_the_same_each_time_and_no_larger_than_asked_for(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    samples = [listed(capsys) for _ in range(2) if main([str(run), "--sample", "3"]) == 0]
-    assert samples[0] == samples[1]
-    assert len({*samples[0]}) == 3
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -130,16 +107,12 @@ def test_what_is_not_there_is_told_with_what_is(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (
-            ["--best", "1", "--sort", "spread"],
-            "--best and --sort put the trees in different orders",
-        ),
+        (["--surprising", "1", "--sort", "spread"], "not allowed with argument --surprising"),
         (["--reverse"], "no effect without --sort"),
         (["--newest"], "--newest has an effect with --html or --tokens"),
-        (["--diff", "1", "2", "--best", "3"], "--diff names its two trees"),
+        (["--diff", "1", "2", "--limit", "3"], "--diff names its two trees"),
         (["--limit=0"], "'0': expected a whole number of at least 1"),
-        (["--sample=-1"], "'-1': expected a whole number of at least 1"),
-        (["--best=two"], "'two': expected a whole number of at least 1"),
+        (["--surprising=-1"], "'-1': expected a whole number of at least 1"),
     ],
 )
 def test_options_that_contradict_each_other_or_are_no_number_are_refused(
@@ -178,8 +151,8 @@ def test_a_run_without_scores_or_rewards_is_listed_too(
     assert listed(capsys) == [1, 0]
     assert main([str(tmp_path), "--where", "risk_min = 0.5", "--list"]) == 0
     assert listed(capsys) == [1]
-    assert main([str(tmp_path), "--best", "1"]) == 2
-    assert "the run has none of the columns outcome, reward" in capsys.readouterr().err
+    assert main([str(tmp_path), "--surprising", "1"]) == 2
+    assert "the run has none of the columns advantage, reward" in capsys.readouterr().err
 
 
 def test_the_frames_hold_every_score_and_survive_parquet(run: Path, tmp_path: Path) -> None:
@@ -205,14 +178,11 @@ def test_the_frames_hold_every_score_and_survive_parquet(run: Path, tmp_path: Pa
     assert both[1].filter(pl.col("tree") < 5).equals(nodes.sort("tree", "node"))
 
 
-def test_one_document_or_one_line_per_tree(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(run), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tree"] == 4
-    assert main([str(run), "--json", "--limit", "2"]) == 0
-    assert [tree["tree"] for tree in json.loads(capsys.readouterr().out)] == [4, 3]
-    assert main([str(run), "--jsonl", "--all"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [json.loads(line)["tree"] for line in lines] == [0, 1, 2, 3, 4]
+def test_json_has_one_line_per_tree(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options, trees in (([], [4]), (["--all"], [0, 1, 2, 3, 4])):
+        assert main([str(run), "--json", *options]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [json.loads(line)["tree"] for line in lines] == trees
 
 
 def test_two_candidates_differ_from_their_first_unequal_node_on(
@@ -231,24 +201,6 @@ def test_one_task_is_compared_at_two_versions(
     assert main([str(run), "--diff", "task1@0", "task1@1:2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "-   answer 1 plus" in lines and "+   answer 4 minus" in lines
-
-
-def test_the_seconds_of_a_trees_calls_are_columns_and_told(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    calls = [("generate", 1, 2.0), ("generate", 1, 0.5), ("judge.exact_match", 1, 0.25)]
-    lines = [json.dumps({"name": "train", "dur": 9e6, "args": {"version": 1}})]
-    for name, tree, seconds in (*calls, ("generate", 3, 4.0)):
-        caller = {"for": f"tree {tree}, attempt 1 of 2"}
-        lines.append(json.dumps({"name": name, "dur": 1e6 * seconds, "args": caller}))
-    # a crash cut the last line off
-    (run / "trace.jsonl").write_text(",\n".join(lines) + ',\n{"name":"gener')
-    trees, _ = frames.read(run)
-    rows = {row["tree"]: row for row in trees.iter_rows(named=True)}
-    assert (rows[1]["generate_s"], rows[1]["judge_s"], rows[3]["generate_s"]) == (2.5, 0.25, 4.0)
-    assert rows[3]["judge_s"] is None and "train_s" not in rows[3]
-    assert main([str(run), "--where", "generate_s > 3", "--all"]) == 0
-    assert "calls: generate 4.0 s\n" in capsys.readouterr().out
 
 
 def test_long_texts_are_folded_and_full_shows_them_with_the_judges_words(
@@ -303,8 +255,8 @@ def test_why_an_episode_crashed_is_shown_without_being_asked_for(
     _, nodes = frames.read(tmp_path)
     assert "crashed: exit status 1: TypeError: bad" in nodes["fate"].to_list()
     (tmp_path / "config.json").write_text("{}")
-    page = sections.sections({"a run": [runs.read(tmp_path)]})
-    (statistics,) = [part.tables[0] for part in page if part.title == "Trees and rollouts"]
+    page = report.sections({"a run": [runs.read(tmp_path)]})
+    (statistics,) = [part.tables[0] for part in page if part.title == "Trees"]
     crashes = "1; 1 of them crashed: exit status 1: TypeError: bad"
     assert ["episodes that crashed and score 0", crashes] in statistics.rows
 

@@ -20,9 +20,8 @@ from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.telemetry import health
 from coppice.scheduler.telemetry.health import Health, Queue, WorkerHealth
-from coppice.tools.inspecting import watched
-from coppice.tools.inspecting.watch import RowTable, WatchApp, main
-from coppice.tools.inspecting.watched import Watcher, page, spark, staleness
+from coppice.tools.inspecting import watch
+from coppice.tools.inspecting.watch import WatchApp, main, spark
 from coppice.tools.launching import control, record, status
 from coppice.tools.launching.config import DEFAULT_CONFIG, load
 from coppice.tools.launching.record import Failure, Member, Record
@@ -60,8 +59,6 @@ def a_record(version: int) -> dict[str, float]:
     return {
         "version": version,
         "learner/groups": 8.0,
-        "watch/staleness_0/tokens": 25.0,
-        "watch/staleness_1/tokens": 75.0,
         "score/reward": version / 10 - 0.5,
         "rollout/outcome": version / 10,
         "score/valid": 1.0,
@@ -130,7 +127,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         return ProcessStatus(name, member.pid, state, member.restarts, age, 100.0, heard)
 
     clock = SimpleNamespace(time=lambda: NOW, monotonic=lambda: MONOTONIC)
-    for module in (status, watched):
+    for module in (status, watch):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(status, "_process", process)
     monkeypatch.setattr(Record, "alive", True)
@@ -204,26 +201,12 @@ async def test_a_paused_run_says_so_and_offers_to_resume(run: Path) -> None:
         await until(lambda: "resuming at the scheduler's next heartbeat" in screen(app))
 
 
-async def test_enter_opens_the_tree_under_the_cursor_and_its_texts_unfold(run: Path) -> None:
-    async with watching(run) as (app, pilot):
-        await pilot.press("down", "enter")
-        await until(lambda: "tree 8  task task 8" in screen(app))
-        assert "<answer> city 8 </answer>" in screen(app)
-        assert "it is right" not in screen(app)
-        await pilot.press("f")
-        await until(lambda: "slate_rules: it is right" in screen(app))
-        await pilot.press("d")
-        assert any("choose a worker" in toast.message for toast in app._notifications)
-        await pilot.press("escape")
-        await until(lambda: "update 8 of 9" in screen(app))
-
-
 @pytest.mark.parametrize(
     ("keys", "order", "asks", "said"),
     [
         ("p", "pause", "Pause the run?", ["run"]),
         ("s", "stop", "Stop the run?", ["run"]),
-        ("tab down down down d", "drain", "Drain actor-0?", ["run", "actor-0"]),
+        ("down down down d", "drain", "Drain actor-0?", ["run", "actor-0"]),
     ],
 )
 async def test_every_key_that_harms_asks_once_more(
@@ -247,20 +230,6 @@ async def test_every_key_that_harms_asks_once_more(
         await pilot.press("y")
         await until(lambda: "it is done" in screen(app))
         assert orders == [said]
-
-
-async def test_the_cursor_stays_with_its_tree_and_at_the_top_with_the_newest(run: Path) -> None:
-    async with watching(run) as (app, pilot):
-        table = app.query_one("#trees", RowTable)
-        assert table.chosen() == "9"
-        for number, keys, there in ((12, [], "12"), (13, ["down", "down"], "8")):
-            await pilot.press(*keys)
-            journal = Journal(run / "journal.sqlite")
-            plant(journal, number)
-            journal.close()
-            app.ordered.set()
-            await until(lambda newest=str(number): table.cells[0][0] == newest)
-            assert table.chosen() == there
 
 
 # ----------------------------------------------------------------------------------------------
@@ -305,15 +274,8 @@ async def test_what_is_missing_or_damaged_is_said_and_the_view_lives(
     damage(run)
     async with watching(run, 80, 40) as (app, pilot):
         assert says in " ".join(screen(app).split())
-        await pilot.press("enter", "tab", "escape")
+        await pilot.press("enter", "tab", "escape", "d")
         assert app.is_running
-
-
-async def test_a_tree_that_cannot_be_read_any_more_is_said(run: Path) -> None:
-    async with watching(run) as (app, pilot):
-        (run / "journal.sqlite").unlink()
-        await pilot.press("enter")
-        await until(lambda: "tree 9 cannot be read: no journal at" in screen(app))
 
 
 async def test_a_journal_alone_shows_its_trees_and_takes_no_orders(run: Path) -> None:
@@ -322,8 +284,8 @@ async def test_a_journal_alone_shows_its_trees_and_takes_no_orders(run: Path) ->
     async with watching(alone) as (app, pilot):
         assert "copy.sqlite: a journal (without the folder of its run" in screen(app)
         assert not any(key in screen(app) for key in ("Pause", "Stop", "Drain"))
-        await pilot.press("s", "p", "enter")
-        await until(lambda: "tree 9  task task 9" in screen(app))
+        await pilot.press("s", "p")
+        assert "task 9" in screen(app)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -337,23 +299,13 @@ def test_a_sparkline_spans_its_least_to_its_largest_value() -> None:
     assert len(spark(list(range(1000)), 17)) == 17
 
 
-def test_the_histogram_counts_the_tokens_of_the_last_updates() -> None:
-    records = [{"watch/staleness_0/tokens": 1000.0}] * 5
-    newest = {"watch/staleness_0/tokens": 30.0, "watch/staleness_2/tokens": 70.0}
-    (line,) = staleness(records + [newest] * watched.LATEST, 120)
-    assert line.endswith("of the last 20 updates: 0\xa0███\xa030%  2\xa0███████\xa070%")
-    assert staleness([{"score/reward": 1.0}], 80) == []
-
-
 # ---------------------------------------------------------------------------------------------- the
 # command
 
 
-def test_without_a_terminal_one_page_is_printed(
+def test_without_a_terminal_the_status_is_printed(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(run)]) == 0
-    said = capsys.readouterr().out
-    assert said.splitlines() == page(Watcher(run).look(), 80)
-    assert "newest trees\n  tree  status" in said
-    assert "  actor-1    104  stopped" in said
+    page = status.page(status.gather(run, MONOTONIC))
+    assert capsys.readouterr().out.splitlines() == page

@@ -38,7 +38,7 @@ def grown(folder: Path, model: Path, **settings: object) -> list[Tree]:
         turns = []
         for k, reward in enumerate(rewards):
             tokens = np.array(words.encode(LETTERS[: 3 + k]).ids, np.int32)
-            node = tree.add(root, "action", tokens, "a", scores={"reward": reward})
+            node = tree.add(root, "action", tokens, "a", scores={"reward": reward, "outcome": 1.0})
             node.logprobs = np.full(len(tokens), -1.5, np.float32)
             node.versions = np.zeros(len(tokens), np.int32)
             turns.append(Turn(node.id, k, 1, {"reward": reward}))

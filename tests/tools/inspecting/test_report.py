@@ -1,6 +1,5 @@
 """coppice report on run folders that the run's own classes have written."""
 
-import io
 import itertools
 import math
 import re
@@ -11,14 +10,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from coppice.tools.inspecting import runs, sections
-from coppice.tools.inspecting.report import main
-from coppice.tools.inspecting.sections import Section
+from coppice.tools.inspecting import report, runs
+from coppice.tools.inspecting.report import Section, main
 from tests.run_folder import make
 
 SECTIONS = (
     *("Runs", "Held-out results", "Learning", "Reward components", "Staleness", "Numerics watch"),
-    *("Time", "Trees and rollouts", "Configuration", "Environment and versions"),
+    *("Time", "Trees", "Configuration", "Environment and versions"),
 )
 
 
@@ -31,7 +29,7 @@ def page_of(tmp_path: Path, *arguments: object) -> str:
 def parts(*folders: tuple[Path, str]) -> dict[str, Section]:
     """The parts of the page, with figures that are not rendered."""
     known = runs.grouped([runs.read(folder, name) for folder, name in folders])
-    return {part.title: part for part in sections.sections(known)}
+    return {part.title: part for part in report.sections(known)}
 
 
 def rows(part: Section, caption: str) -> list[list[str]]:
@@ -44,12 +42,9 @@ def captions(part: Section) -> dict[str, str]:
     return {drawn.title: drawn.caption for drawn in part.figures}
 
 
-def test_a_page_has_every_section_with_what_the_run_recorded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_has_every_section_with_what_the_run_recorded(tmp_path: Path) -> None:
     text = page_of(tmp_path, f"{make(tmp_path / 'a')}=base")
     assert re.findall(r'<h2 id="[^"]*">(.*?)</h2>', text) == list(SECTIONS)
-    assert "| base | em | 0.250 ±0.100 (version 0) | 0.750" in capsys.readouterr().out
     assert re.search('aria-label="score/reward: [^"]+: -0.5 → 1"', text)
     assert "No run has recorded any of this." in text.split("Numerics watch</h2>")[1][:400]
     page = parts((tmp_path / "a", "base"))
@@ -58,9 +53,7 @@ def test_a_page_has_every_section_with_what_the_run_recorded(
     assert rows(page["Held-out results"], "Held-out measures")[1:] == [
         ["base", "em", before, after, "rose beyond both intervals"], ["base", "f1", *same],
     ]  # fmt: skip
-    assert any("random_answer 0.125" in text for text in page["Held-out results"].words)
     assert captions(page["Staleness"])["share/staleness_1"] == "0.25 → 0.25"
-    assert ["learner: updates", "1.0 s (33.3%)"] in rows(page["Time"], "Seconds per process")
     assert dict(rows(page["Time"], "Who waited for whom")[1:]) == {
         "rollouts: generate (decode)": "2.3 s (60.8%)",
         "rollouts: generate (prefill)": "0.7 s (19.2%)",
@@ -69,9 +62,7 @@ def test_a_page_has_every_section_with_what_the_run_recorded(
         "learner: publishing weights": "0.1 s (3.2%)",
         "sum": "3.8 s",
     }
-    trees = page["Trees and rollouts"]
-    assert ["mean actions", "2"] in rows(trees, "Tree statistics")
-    assert [head.split(",")[1] for head, _ in trees.texts][:2] == [" best: tree 2", " best: tree 1"]
+    assert ["mean actions", "2"] in rows(page["Trees"], "Means over trees")
     assert ["python", sys.version.split()[0]] in rows(page["Environment and versions"], "Machine")
 
 
@@ -91,7 +82,7 @@ def test_runs_of_one_name_become_a_mean_with_its_interval_over_seeds(tmp_path: P
     assert expected in rows(page["Held-out results"], "Held-out measures")
     assert captions(page["Learning"])["score/reward"].endswith(": slate: 3 → 9; grpo: -0.5 → 1")
     head = ["", *(f"slate: {folder}" for folder in folders), "grpo"]
-    assert rows(page["Trees and rollouts"], "Tree statistics")[0] == head
+    assert rows(page["Trees"], "Means over trees")[0] == head
 
 
 def test_a_name_has_the_same_colour_where_another_run_has_no_points(tmp_path: Path) -> None:
@@ -101,10 +92,10 @@ def test_a_name_has_the_same_colour_where_another_run_has_no_points(tmp_path: Pa
     assert "#3b82c4" not in reward.svg
 
 
-def test_texts_of_rollouts_names_and_tasks_are_escaped(tmp_path: Path) -> None:
-    run = make(tmp_path / "a", text="<script>alert(1)</script> & $x_$ </pre>")
+def test_names_are_escaped(tmp_path: Path) -> None:
+    run = make(tmp_path / "a")
     text = page_of(tmp_path, f"{run}=<b>$n_$</b>", f'{run}="><img src=x onerror=alert(2)>')
-    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp;" in text
+    assert "&lt;b&gt;$n_$&lt;/b&gt;" in text
     assert not re.search(r"<(script|b|img)\b", text)
 
 
@@ -132,9 +123,9 @@ def test_what_a_run_lacks_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     lines = (old / "trace.jsonl").read_text().splitlines(keepends=True)
     (old / "trace.jsonl").write_text("".join(lines[1:]))
     for folder, sentences in (
-        (live, "summary.json is missing, It has no held-out evaluation, its trees have no scores"),
+        (live, "summary.json is missing, It has no held-out evaluation"),
         (young, "has made no update yet"),
-        (old, "before the machine and the packages were recorded, its settings are unknown"),
+        (old, "environment.json is missing, config.json is missing"),
         (old, "Its journal cannot be read, recorded before calls said whom they serve"),
     ):
         page = parts((folder, folder.name))
@@ -158,22 +149,12 @@ def test_suffixes_say_what_is_written_and_equal_runs_give_equal_bytes(tmp_path: 
     assert "<svg" in (tmp_path / "x.svg").read_text()
 
 
-def test_the_figures_of_a_page_are_written_as_pngs(tmp_path: Path) -> None:
-    options = ("--png", tmp_path / "figures", "--metric", "learner/entropy")
-    text = page_of(tmp_path, make(tmp_path / "a"), *options)
-    files = sorted((tmp_path / "figures").iterdir())
-    assert len(files) == text.count("<figure>") > 5
-    assert {Image.open(io.BytesIO(file.read_bytes())).format for file in files} == {"PNG"}
-    assert "learning-01.png" in [file.name for file in files]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("/no/such", "/no/such is no run folder"),
         ("{run} --metric score/rewrd", "score/rewrd: no run has recorded it; there are learner"),
         ("{run} --out x.pdf", "--out x.pdf: expected a name that ends with .html, .png, .svg"),
-        ("{run} --out x.png --png folder", "--png has no effect"),
         ("{run}=a {run}=a", "given twice"),
         ("{young} --out x.svg", "no update was made yet"),
     ],
@@ -195,7 +176,7 @@ def test_what_cannot_be_drawn_is_said(
 def test_a_browser_shows_the_page_in_both_schemes_without_errors_or_requests(
     tmp_path: Path, browser: Any
 ) -> None:
-    page_of(tmp_path, make(tmp_path / "a", text="<script>document.title = 'taken'</script>"))
+    page_of(tmp_path, make(tmp_path / "a"))
     grounds, said, requests = {}, [], []
     for scheme, width in itertools.product(("light", "dark"), (1280, 400)):
         view = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)

@@ -281,7 +281,7 @@ TALK = 'data={environment="sotopia",options={partner="PARTNER",judge="exact_matc
     ("override", "said"),
     [
         ("learner.scheme=slat", "learner.scheme = 'slat': did you mean 'slate'? expected one of"),
-        ("actors.sglang.pause=in_plac", "did you mean 'in_place'?"),
+        ("actors.sglang.weights=dsk", "did you mean 'disk'?"),
         ("retriever.encoder=minlm", "did you mean 'minilm'?"),
         ("data.environment=sudku", "did you mean 'sudoku'?"),
         ("scheduler.judge=slate_rule", "did you mean 'slate_rules'"),
@@ -390,7 +390,7 @@ def test_the_baselines_are_one_word_away(size: str) -> None:
         ([*SGLANG, "actors.sglang.way=url"], "expected URLs with 'url'"),
         ([*SGLANG, 'actors.sglang.urls=["http://h"]'], "expected URLs with 'url'"),
         ([*URL, "actors.count=2"], "expected one URL per actor"),
-        ([*SGLANG, "actors.sglang.weights=tensor"], "learner.publish = 'memory'"),
+        ([*SGLANG, "actors.sglang.weights=distributed"], "learner.publish = 'memory'"),
         ([*URL, 'actors.sglang.urls=["http://h", "http://h"]'], "expected each URL once"),
         ([*SGLANG, f"{ARGUMENTS}.max_lora_rank=8"], "max_lora_rank = 8: expected 16 or more"),
         ([*SGLANG, f"{ARGUMENTS}.max_loras_per_batch=1"], "_batch = 1: expected 2 or more"),
@@ -406,10 +406,9 @@ def test_a_setting_of_another_engine_or_way_is_refused(overrides: list[str], sai
     ("overrides", "rank"),
     [
         ([], 16),
-        (["learner.lora.rank=4", "actors.sglang.way=inside"], 4),
+        (["learner.lora.rank=4", "actors.sglang.gpus=1"], 4),
         ([f"{ARGUMENTS}.max_lora_rank=64"], 64),
         (["learner.lora.rank=0"], None),
-        (["actors.sglang.lora=merged"], None),
         ([*URL, "actors.count=1"], None),
     ],
 )
@@ -525,7 +524,6 @@ def test_pictures_refuse_a_warm_start_and_adapters_of_the_vision() -> None:
     adapters = ["learner.lora={ rank = 16, alpha = 32.0 }", "learner.train_vision=true"]
     with pytest.raises(ValueError, match="SGLang applies adapters to the language layers only"):
         load(path, adapters)
-    load(path, [*adapters, "actors.sglang.lora=merged"])
 
 
 def test_a_key_is_changed_by_key_value_alone_between_other_options() -> None:

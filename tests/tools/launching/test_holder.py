@@ -16,7 +16,7 @@ async def started(run: Path, code: str) -> Holder:
     (run / "endpoint").write_text(HERE)
     held = Holder()
     where = ("10.0.0.1", 9)
-    assert (await held.start(["", "-c", code], run, HERE, run / "log", {}, str(run), where))[1] > 0
+    assert (await held.start(["-c", code], run, HERE, run / "log", {}, str(run), where))[1] > 0
     return held
 
 
@@ -27,7 +27,7 @@ async def test_a_node_that_does_not_see_the_run_folder_is_refused_with_the_remed
     (tmp_path / "endpoint").write_text("tcp://10.0.0.1:6")  # of an earlier start
     for run in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(FileNotFoundError, match=r"does not see the run folder.*disk that all"):
-            await Holder().start([""], run, HERE, tmp_path / "log", {}, "", None)
+            await Holder().start([], run, HERE, tmp_path / "log", {}, "", None)
 
 
 async def test_a_rank_is_told_where_they_meet_and_its_end_is_reported(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from coppice.judges.serve import JudgeProcess
-from coppice.tools.defaults.tiny_board import NAME as TINY
+from coppice.tools.defaults.tiny import BOARD as TINY
 from coppice.tools.launching import processes
 from coppice.tools.launching.config import DEFAULT_CONFIG, ConfigError, load
 from coppice.tools.launching.prepare import prepare

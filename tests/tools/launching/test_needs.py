@@ -8,8 +8,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from coppice.tools.defaults.models import ensure_model
+from coppice.tools.launching import prepare
 from coppice.tools.launching.command import main
+from coppice.tools.launching.config import load
 
+DEFAULT = Path("configs/slate-cpu.toml").resolve()
 SGLANG = ["actors.engine=sglang", "actors.kv_cache_gib=null", "actors.dtype=null"]
 NOWHERE = ["data.train=mine/nope.jsonl", "data.heldout=nope.parquet", "data.corpus=nope.jsonl"]
 
@@ -130,3 +133,16 @@ def test_a_variable_for_the_agent_that_is_not_set_is_refused(
     data = ["data.agent=cat", 'data.options={pass_env = ["NOT_SET_KEY"]}', "warm_start.steps=0"]
     data += ["scheduler.judge=none", "method=grpo"]
     assert "pass_env names 'NOT_SET_KEY', which is not set" in line(capsys, overrides=data)
+
+
+@pytest.mark.parametrize(
+    ("override", "refused"), [("actors.sglang.gpus=1", 0), ("actors.sglang.gpus=2", 1)]
+)
+def test_weights_are_not_broadcast_within_the_learners_gpus(
+    override: str, refused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coppice.tools.launching.prepare.hardware.visible_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr("coppice.tools.launching.prepare._HAS_SGLANG", "")
+    sets = [*SGLANG, override, "learner.count=1", "learner.lora.rank=0", "learner.publish=memory"]
+    said = list(prepare.lacking_machine(load(DEFAULT, sets)))
+    assert ["beside the learner's" in one for one in said] == [True] * refused

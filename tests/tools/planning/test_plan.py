@@ -1,11 +1,10 @@
-"""coppice plan: counts of trees by hand, of a real run, the arithmetic of times, what the terminal
-shows, and what is refused."""
+"""coppice plan: counts of trees by hand, the arithmetic of times, what the terminal shows, and what
+is refused."""
 
 import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -13,12 +12,10 @@ import pytest
 
 from coppice.learner.config import LearnerConfig, LoraConfig
 from coppice.tools.launching.config import Config, load
-from coppice.tools.planning import command, formulas, prediction
+from coppice.tools.planning import command, formulas
 from coppice.tools.planning.formulas import Assumed, Dense
-from coppice.tools.planning.growth import Work, grown
-from coppice.tools.planning.samples import going_on
+from coppice.tools.planning.growth import Work, going_on, grown
 from tests.forks import ROOT
-from tests.runs import Run
 
 TINY = ROOT / "configs" / "slate-tiny.toml"
 SIZES = Assumed(instruction=4, prompt=10, action=5, observation=3, turns=2)
@@ -41,7 +38,7 @@ def one_tree(name: str, *changes: str) -> Work:
 
 
 def made(config: Config, trees: int = 1) -> Work:
-    source, _ = prediction.made_up(config, SIZES)
+    source, _ = command.made_up(config, SIZES)
     return grown(config, source, trees, 1)
 
 
@@ -266,9 +263,6 @@ REFUSED = {
     "--assume turns=0.5": "turns=0.5: expected at least 1",
     "--assume action=33": "action=33: expected at most scheduler.max_action_tokens = 32",
     "--assume prompt=0": "prompt = 0: expected a whole number, at least 1",
-    "--run nowhere": "nowhere is no run folder",
-    "--run nowhere --assume turns=2": "--assume turns has no effect with --run",
-    "--against nowhere --gpus 4": "have no effect with --against",
     "--set scheduler.strategy=slat": "did you mean 'slate'",
     "--set model.name=Nobody/Knows-1B": "expected --shape FOLDER",
 }
@@ -299,27 +293,3 @@ def test_a_shape_stands_for_a_model_that_is_not_here(
 def test_a_plan_loads_no_torch() -> None:
     code = "import sys, coppice.tools.planning.command; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "False\n"
-
-
-# ------------------------------------------------------------------------------------------ a real
-# run
-
-
-@pytest.mark.slow
-def test_the_texts_of_a_real_run_give_its_counts(
-    searching: Path, launch: Callable[..., Run], capsys: pytest.CaptureFixture[str]
-) -> None:
-    started = launch(searching, "scheduler.questions_per_update=4")
-    started.finish()
-    run = started.folder
-    status, out, err = answer(capsys, "--against", str(run), "--json")
-    assert status == 0, err
-    rows = json.loads(out)
-    for name, error in (("turns", 0.01), ("sampled", 0.1), ("path", 0.1), ("forwarded", 0.1)):
-        predicted, measured = rows[name]
-        assert predicted == pytest.approx(measured, rel=error), name
-    assert rows["learn"][0] == pytest.approx(rows["learn"][1])  # the speed is the run's own
-    status, out, err = answer(capsys, "--run", str(run), "--set", "scheduler.strategy_options.k=5")
-    assert status == 0, err
-    assert max(map(len, out.replace(str(run), "RUN").splitlines())) <= 80
-    assert f"{5 * 2 * 4} turns trained" in " ".join(out.split())

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 from coppice.research import benches
 from coppice.research.benches import decode, prefill
@@ -19,46 +18,19 @@ def test_prefill_is_ideal_by_a_count_the_engine_has_no_part_in(llama: Path) -> N
     assert row["ratio"] <= row["goal"]
 
 
-def test_decode_compares_both_sides_and_names_its_limit(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decode_compares_both_sides(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "NEW", 6)
-    monkeypatch.setattr(decode, "_BUFFER", 2**20)
     row = decode.run(str(llama))
     assert len(row["ours_tokens_s"]) == len(row["generate_tokens_s"]) == decode.ROUNDS
     assert row["ratio"] > 0
-    assert row["limit_tokens_s"] == min(
-        row["bandwidth_limit_tokens_s"], row["compute_limit_tokens_s"]
-    )
-    assert 0 < row["share_of_limit"] < 1
-    # By hand: tied weights of float32 read once, and 256 bytes of keys and values a token of each
-    # prefix and of half the tails.
-    weights, prefixes = _parameters(llama), sum(map(len, decode._prompts(260)))
-    assert row["bytes_per_step"] == 4 * weights + 256 * (prefixes + 32 * 3)
-    assert row["operations_per_step"] == 2 * weights * 32 + 4 * 2 * 32 * (4 * prefixes + 32 * 3)
-
-
-def _parameters(folder: Path) -> int:
-    return sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
-
-
-def test_a_machine_moves_more_bytes_than_none_and_its_peak_is_that_of_a_processor() -> None:
-    assert 1e8 < decode.bandwidth() < 1e13
-    assert 1e9 < decode.matrix_peak() < 1e15
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["prefil"], "unknown ['prefil']"),
-        (
-            ["prefill", "--set", "modle=x"],
-            "['modle'] unknown to benchmark prefill, which takes ['model']",
-        ),
-        (
-            ["peer", "--set", "dtype=float16"],
-            "dtype = 'float16': expected one of 'float32', 'bfloat16'",
-        ),
+        (["prefill", "--set", "modle=x"], "['modle'] unknown to benchmark prefill, which takes ['model']"),
+        (["peer", "--set", "dtype=float16"], "dtype = 'float16': expected one of 'float32', 'bfloat16'"),
         (["memory", "--set", "actors=0"], "actors = 0: expected a whole number, at least 1"),
     ],
 )

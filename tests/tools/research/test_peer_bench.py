@@ -8,16 +8,7 @@ from transformers import AutoTokenizer
 
 from coppice.research.any_text import AnyText, EpisodeShape, TextState
 from coppice.research.benches import peer
-from coppice.research.benches.peer import (
-    DIGITS,
-    LOADS,
-    PeerLoad,
-    ProcessLook,
-    Round,
-    Update,
-    endless,
-    prompts,
-)
+from coppice.research.benches.peer import DIGITS, LOADS, PeerLoad, ProcessLook, Round, Update, endless, prompts
 from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.scheduler.growth.text import Text
 
@@ -30,9 +21,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", list(LOADS))
-def test_the_peer_gets_the_questions_of_a_run_and_prefixes_as_long_as_its_own(
-    name: str, llama: Path
-) -> None:
+def test_the_peer_gets_the_questions_of_a_run_and_prefixes_as_long_as_its_own(name: str, llama: Path) -> None:
     load, text = LOADS[name], Text(str(llama))
     environment = AnyText(load.shape, DIGITS)
     drawn = GeneratedTasks(environment.task, seed=7)
@@ -51,9 +40,7 @@ def test_the_peer_gets_the_questions_of_a_run_and_prefixes_as_long_as_its_own(
         assert len(ids) == len(root) + trunk
 
 
-def test_a_tokenizer_that_merges_digits_is_refused(
-    monkeypatch: pytest.MonkeyPatch, llama: Path
-) -> None:
+def test_a_tokenizer_that_merges_digits_is_refused(monkeypatch: pytest.MonkeyPatch, llama: Path) -> None:
     monkeypatch.setattr(Text, "encode", lambda self, text: [0] * (len(text) // 2))
     with pytest.raises(ValueError, match="merges digits"):
         prompts(SMALL["groups"], llama, 0, 1)
@@ -80,21 +67,8 @@ def test_a_side_that_trained_less_is_refused() -> None:
         peer._checked(SMALL["groups"], [Update(1.0, tokens // 2)])
 
 
-def test_the_table_has_medians_and_the_ratio_of_every_round() -> None:
-    def rounds(gib: float, *tokens_s: float) -> list[dict[str, float]]:
-        rates = [{"tokens_s": t, "tokens_cpu_s": t, "update_s": 60 / t} for t in tokens_s]
-        return [rate | {"peak_gib": gib} for rate in rates]
-
-    sides = {"peer": rounds(8.0, 10.0, 20.0, 30.0), "ours": rounds(4.0, 30.0, 40.0, 30.0)}
-    lines = peer.table({"groups": sides}).splitlines()
-    assert "| groups | trained tokens a second | 20.0 | 30.0 | 2.00 (3.00, 2.00, 1.00) |" in lines
-    assert "| groups | peak memory, GiB | 8.0 | 4.0 | 0.50 (0.50, 0.50, 0.50) |" in lines
-
-
 @pytest.mark.slow
-def test_the_whole_bench_runs_both_trainers_on_equal_work(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_whole_bench_runs_both_trainers_on_equal_work(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "LOOK_S", 0.05)
     monkeypatch.setattr(peer, "LOADS", SMALL)
     row = peer.run(str(llama), ("groups", "slate"), rounds=1, counted=1)

@@ -1,7 +1,12 @@
-"""Answer the questions of all sets in every row. An interruption costs at most the replies that
-were under way: an interrupted question repeats the replies in its journal and takes its searches
-from the cache."""
+"""The command coppice evaluate qa measures question answering by runs, models and endpoints, and by
+the papers' untrained baselines: a table of methods and models by question sets.
 
+An interruption costs at most the replies that were under way: an interrupted question repeats the
+replies in its journal and takes its searches from the cache.
+"""
+
+import argparse
+import hashlib
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -10,35 +15,43 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from coppice.actors.environments import registry
 from coppice.actors.environments.base import Task
 from coppice.common.atomic import write_whole
-from coppice.scheduler.config import SchedulerConfig
-from coppice.scheduler.evaluation.evaluation import Estimate, estimate
+from coppice.common.options import command_parser
+from coppice.judges.retriever.worker import RetrieverProcess
+from coppice.scheduler.config import UNJUDGED, SchedulerConfig
+from coppice.scheduler.evaluation.evaluation import Estimate
+from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.tree import Tree
-from coppice.tools.evaluating.examination import Evaluation, PolicyRow, SampleMean, sample_mean
+from coppice.tools.evaluating import examination, players
+from coppice.tools.evaluating.examination import (
+    Evaluation,
+    PolicyRow,
+    Prepared,
+    SampleMean,
+    repeated,
+    sample_mean,
+)
 from coppice.tools.evaluating.in_process import ResumedCalls
+from coppice.tools.evaluating.players import MeasuredPolicy, PlayerSettings
 from coppice.tools.evaluating.qa import methods
+from coppice.tools.evaluating.qa.endpoint import ChatEngine, ChatText
 from coppice.tools.evaluating.qa.methods import How
-from coppice.tools.evaluating.qa.retrieval import CachedRetrieval
+from coppice.tools.evaluating.qa.retrieval import CachedRetrieval, identity_of, opening_of
 from coppice.tools.evaluating.qa.scoring import COUNTS, MEASURES, TOKENS, score
-from coppice.tools.evaluating.qa.sets import MULTI_HOP, QuestionSet
+from coppice.tools.evaluating.qa.sets import MULTI_HOP, QuestionSet, SetSettings, read_sets
 
+_OPTIONS = {"prompt": "search_r1", "topk": 3}
+"""The environment's options of a policy that is no run."""
 _COUNTERS = (
     "prompt_tokens cached_tokens prefilled_tokens decoded_tokens busy_s requests retries".split()
 )
 
 
-class SetSettings(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A column. rejected: rows of the file that cannot work; reasons: their number by reason.
-    digest: of the questions and golds."""
-
-    name: str
-    source: str
-    questions: int
-    rejected: int
-    digest: str
-    reasons: dict[str, int] = {}
+# ----------------------------------------------------------------------------------------------
+# settings and results
 
 
 class TableSettings(msgspec.Struct, frozen=True):
@@ -49,34 +62,21 @@ class TableSettings(msgspec.Struct, frozen=True):
     seed: int
 
 
-class RowSettings(msgspec.Struct, frozen=True, kw_only=True):
+class RowSettings(PlayerSettings, frozen=True, kw_only=True):
     """Everything but the questions on which a row's result depends, saved as
     OUT/ROW/evaluation.json.
 
-    source: model folder, run or URL. weights: their digest, "" for an endpoint. options: the
-    environment's, for the method search. prompts: digest of the method's prompts. budgets: the
-    budgets of sets that differ from how.budget. retriever: what answers the method's queries, "" if
-    it has none.
+    options: the environment's, for the method search. prompts: digest of the method's prompts.
+    budgets: the budgets of sets that differ from how.budget. retriever: what answers the method's
+    queries, "" if it has none.
     """
 
     method: str
-    player: str
-    source: str
-    model: str = ""
-    version: int = 0
-    weights: str = ""
-    fields: dict[str, Any] = {}
-    options: dict[str, Any]
     prompts: str
     how: How
     budgets: dict[str, int] = {}
     retriever: str
-    temperature: float
-    top_p: float
-    top_k: int
-    max_tokens: int
     max_context: int
-    thinking: bool
 
 
 class RowResult(msgspec.Struct, frozen=True):
@@ -108,13 +108,186 @@ class QaTable(msgspec.Struct, frozen=True):
     rows: list[RowResult]
 
 
-def settings_of(sets: Sequence[QuestionSet], seed: int) -> TableSettings:
-    """The settings that all rows share."""
-    columns = [
-        SetSettings(s.name, s.source, len(s.tasks), sum(s.rejected.values()), s.digest, s.rejected)
-        for s in sets
+# ----------------------------------------------------------------------------------------------
+# command line
+
+EXAMPLES = """\
+  coppice evaluate qa --run RUN                          the built-in questions
+  coppice evaluate qa --run RUN --version 0 --questions 200
+  coppice evaluate qa --model FOLDER --set dev=dev.jsonl --retriever FOLDER
+  coppice evaluate qa --model FOLDER --method cot,rag,search --measure f1"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of coppice evaluate qa."""
+    parser = command_parser(
+        "coppice evaluate qa",
+        "Measure question answering: a table of methods and models by question sets.",
+        EXAMPLES,
+        "coppice evaluate qa [questions] [players] [methods] [options]",
+    )
+    add = parser.add_argument_group("questions (default: the built-in held-out ones)").add_argument
+    sets = ".jsonl, .parquet or owner/name[/folder][:split] of the hub; paper: the papers' seven"
+    add("--set", action="append", default=[], metavar="NAME=SOURCE", help=sets)
+    add("--questions", type=int, help="size of each set's fixed subset (default: all)")
+    add("--seed", type=int, default=0, help="seed of the subset (default: %(default)s)")
+    players.add_players(parser)
+    add, switch = parser.add_argument_group("methods").add_argument, argparse.BooleanOptionalAction
+    add("--method", help=f"some of {','.join(sorted(methods.METHODS))} (default: search)")
+    add("--prompt", help="of search: short, search_r1 or a path (default: the run's, or search_r1)")
+    add("--topk", type=int, help="passages of a search (default: the run's, else 3)")
+    budget = "turns of search, or searches, [of one set] (default: the run's, else 4)"
+    add("--budget", action="append", type=_budget, default=[], metavar="[SET=]N", help=budget)
+    add("--forced", action=switch, help="search: force an answer (default: as the run, else yes)")
+    retriever = "index folder, URL of a Search-R1 server, or the word default (default: the run's)"
+    add("--retriever", metavar="PLACE", help=retriever)
+    add("--cache", type=Path, help="file of found passages (default: OUT/retrieval.sqlite)")
+    out = "folder; a table in it is continued and may get rows (default: evaluations/qa-TIME)"
+    examination.add_output(parser, "qa", out)
+    shown = f"what the table shows, one of {', '.join(MEASURES)} (default: %(default)s)"
+    parser.add_argument("--measure", choices=MEASURES, default="em", metavar="NAME", help=shown)
+    return parser
+
+
+def _budget(text: str) -> tuple[str, int]:
+    """A value of --budget as (set, budget). The set is "" if the budget is for all sets."""
+    name, _, count = text.rpartition("=")
+    if not count.isdecimal() or int(count) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number above 0, alone or as SET=N")
+    return name, int(count)
+
+
+def prepare(flags: argparse.Namespace) -> Prepared:
+    """The evaluation of a command line. Raises ValueError, OSError or MemoryError with the
+    remedy."""
+    players.check(flags, "questions", "topk")
+    names = [name for name, _ in flags.budget]
+    if (twice := repeated(names)) is not None:
+        of_set = f" for {twice}" if twice else ""
+        raise ValueError(f"--budget is given twice{of_set}: give it once")
+    if not (flags.model or flags.run or flags.endpoint):
+        raise ValueError("nobody to measure: give --model, --run or --endpoint")
+    rows, retriever = read_rows(flags)
+    sets = read_sets(flags.set, flags.questions, flags.seed)
+    columns = [one.settings.name for one in sets]
+    if unknown := [name for name in names if name and name not in columns]:
+        expected = f"expected a set of this table, {', '.join(columns)}"
+        raise ValueError(f"--budget {unknown[0]}=..: {expected}")
+    for note in [note for one in sets for note in one.notes]:
+        print(note, file=sys.stderr)
+    settings = TableSettings([one.settings for one in sets], flags.seed)
+
+    async def work(out: Path) -> QaTable:
+        retrieval = None
+        if retriever:
+            opening = opening_of(retriever, flags.threads or 1)
+            cache = flags.cache or out / "retrieval.sqlite"
+            retrieval = CachedRetrieval(cache, identity_of(retriever), opening)
+
+        def finished(table: QaTable) -> None:
+            (out / "table.md").write_text(markdown(table, flags.measure) + "\n")
+
+        try:
+            return await QaEvaluation(
+                rows, sets, settings, out, retrieval, flags.concurrency, finished
+            ).run()
+        finally:
+            if retrieval is not None:
+                await retrieval.close()
+
+    def shown(table: QaTable) -> str:
+        return "\n".join([markdown(table, flags.measure), *notes(table)])
+
+    parts = [(row.name, row.settings) for row in rows]
+    return Prepared("qa", settings, work, shown, parts=parts)
+
+
+def read_rows(flags: argparse.Namespace) -> tuple[list[PolicyRow], str]:
+    """The rows of the command line, each a policy with a method, and the retriever as a folder or
+    URL ("" if no row retrieves).
+
+    Raises ValueError, OSError or MemoryError with the remedy.
+    """
+    wanted = list(dict.fromkeys((flags.method or "search").split(",")))
+    retrieving = {name for name in wanted if methods.load(name).retrieves}
+    for flag in ("prompt", "forced"):
+        if getattr(flags, flag) is not None and "search" not in wanted:
+            raise ValueError(f"--{flag} has no effect without the method search")
+    if flags.topk is not None and not retrieving:
+        raise ValueError("--topk has no effect: none of the methods retrieves")
+    # Other methods have longer prompts than the run, whose own context is no limit here.
+    everyone = players.policies(flags, players.MAX_CONTEXT, ChatEngine, ChatText)
+    for path, trained in ((p.described["source"], p.own.environment) for p in everyone if p.own):
+        if trained != "search_qa":
+            expected = "expected a run of 'search_qa'"
+            raise ValueError(f"--run {path} was trained on {trained!r}: {expected}")
+    retriever = _retriever(flags) if retrieving else ""
+    identity = identity_of(retriever) if retrieving else ""
+    rows = [
+        _row(flags, name, policy, identity if name in retrieving else "")
+        for policy in everyone
+        for name in wanted
     ]
-    return TableSettings(columns, seed)
+    if twice := repeated([row.name for row in rows]):
+        remedy = "measure models of the same name in folders of their own"
+        raise ValueError(f"two rows would be named {twice}: {remedy}")
+    return rows, retriever
+
+
+def _row(
+    flags: argparse.Namespace, method: str, policy: MeasuredPolicy, identity: str
+) -> PolicyRow:
+    search, run, options = method == "search", policy.own, _OPTIONS
+    own, thinking = SchedulerConfig(budget=How().budget), SchedulerConfig().thinking
+    forced = True
+    if run is not None:
+        options = run.options | run.scheduler.evaluation.options
+        thinking = run.scheduler.thinking
+        if search:
+            own = run.scheduler
+            # as the held-out evaluation of a run with this strategy does
+            forced = strategies.load(own.strategy).examined_by == "chain"
+    overrides = {"prompt": flags.prompt, "topk": flags.topk}
+    options = options | {key: value for key, value in overrides.items() if value is not None}
+    environment: Any = registry.load("search_qa", options)
+    forced = flags.forced if flags.forced is not None else forced
+    budgets = dict(flags.budget)
+    budget = budgets.pop("", own.budget)
+    template = hashlib.sha256(environment.template.encode()).hexdigest()[:12]
+    settings = RowSettings(
+        method=method, options=options if search else {},
+        prompts=template if search else methods.digest(method),
+        how=How(environment.topk, budget, forced and search), budgets=budgets, retriever=identity,
+        max_context=policy.max_context, **players.sampled(flags, policy, own, thinking),
+    )  # fmt: skip
+    config = settings.config(UNJUDGED, budget=budget)
+    return PolicyRow(f"{method}.{policy.name}", settings, policy, environment, config, budgets)
+
+
+def _retriever(flags: argparse.Namespace) -> str:
+    """The folder or URL of the retriever: the one of --retriever, else the runs' own, else the
+    built-in corpus."""
+    if flags.retriever not in (None, "default"):
+        return flags.retriever
+    files = [run / "processes" / "retriever.json" for run in flags.run]
+    saved = [players.saved(file, RetrieverProcess) for file in files if file.is_file()]
+    backends = {one.retriever.backend for one in saved}
+    if flags.retriever is None and backends:
+        if len(backends) > 1:
+            remedy = "say with --retriever which one all rows use"
+            raise ValueError(f"the runs searched in {sorted(backends)}: {remedy}")
+        return backends.pop()
+    from coppice.tools.defaults.facts import ensure_facts
+    from coppice.tools.defaults.index_corpus import ensure_index
+    from coppice.tools.defaults.settings import cache_folder
+
+    cache = cache_folder()
+    corpus = ensure_facts(cache) / "corpus.jsonl"
+    return str(ensure_index(corpus, "minilm", cache, flags.threads or 1))
+
+
+# ----------------------------------------------------------------------------------------------
+# the questions
 
 
 class QaEvaluation(Evaluation):
@@ -125,21 +298,13 @@ class QaEvaluation(Evaluation):
     def __init__(
         self, rows: Sequence[PolicyRow], sets: Sequence[QuestionSet], settings: TableSettings,
         out: Path, retrieval: CachedRetrieval | None, concurrency: int,
-        finished: Callable[[QaTable], None] = lambda table: None,
+        finished: Callable[[QaTable], None],
     ):  # fmt: skip
-        tasks = [(one.name, task) for one in sets for task in one.tasks]
+        tasks = [(one.settings.name, task) for one in sets for task in one.tasks]
         handlers = {"retrieve": retrieval.handle} if retrieval is not None else {}
         super().__init__(out, tasks, concurrency, handlers=handlers)
-        self.rows, self.sets, self.settings = rows, sets, settings
+        self.rows, self.settings = rows, settings
         self.retrieval, self.finished = retrieval, finished
-
-    async def run(self) -> QaTable:
-        """See ``Evaluation.run``."""
-        try:
-            return await super().run()
-        finally:
-            if self.retrieval is not None:
-                await self.retrieval.close()
 
     async def play(self) -> QaTable:
         """Answer the questions that are not answered yet."""
@@ -166,12 +331,7 @@ class QaEvaluation(Evaluation):
         rows = [_decoded(files[name], RowResult) for name in order if name in files]
         return QaTable(self.settings, [row for row in rows if row is not None])
 
-    def config(self, row: PolicyRow, of: str) -> SchedulerConfig:
-        """The row's settings with the budget of a set."""
-        s: RowSettings = row.settings
-        return msgspec.structs.replace(row.config, budget=s.budgets.get(of, s.how.budget))
-
-    async def grow(self, row: PolicyRow, of: str, context: Context, calls: ResumedCalls) -> None:
+    async def grow(self, row: PolicyRow, context: Context, calls: ResumedCalls) -> None:
         """Answer a question, and score the last action of its tree."""
         tree, settings = context.tree, row.settings
         how = msgspec.structs.replace(settings.how, budget=context.settings.budget)
@@ -191,27 +351,31 @@ class QaEvaluation(Evaluation):
 
     def stats(self) -> dict[str, float]:
         """The engine's counters, and those of the retrieval."""
-        stats = super().stats()
-        queries = self.retrieval.counts if self.retrieval is not None else {}
-        counters = {key: stats.get(key, 0.0) for key in _COUNTERS}
-        return counters | {key: queries.get(key, 0) for key in ("queries", "hits")}
+        return super().stats() | (self.retrieval.counts if self.retrieval is not None else {})
 
     async def _answered(self, row: PolicyRow) -> RowResult:
         examined = await self.examine(row)
-        measured, first = {}, 0
-        for one in self.sets:
-            scores = examined.outcomes[first : first + len(one.tasks)]
-            measured[one.name] = _summary(scores, row.settings.player == "endpoint")
-            first += len(one.tasks)
+        in_bytes = row.settings.player == "endpoint"  # so measures in tokens are left out
+        measures = [name for name in MEASURES if not (in_bytes and name in TOKENS)]
+        measured: dict[str, dict[str, SampleMean]] = {}
+        first = 0
+        for one in self.settings.sets:
+            scores = examined.outcomes[first : first + one.questions]
+            values = {name: [own[name] for own in scores if name in own] for name in measures}
+            measured[one.name] = {
+                name: sample_mean(found, name in COUNTS) for name, found in values.items() if found
+            }
+            first += one.questions
         multi = [measured[name] for name in MULTI_HOP if name in measured]
-        costs, engine = examined.costs, examined.costs.engine
+        engine = examined.costs.engine
         tokens, queries, hits = (
             int(engine.get(key, 0)) for key in ("decoded_tokens", "queries", "hits")
         )
         return RowResult(
             row.name, row.settings, measured, macro(list(measured.values())),
-            macro(multi) if len(multi) == len(MULTI_HOP) else {}, examined.undone, costs.seconds,
-            tokens, queries, hits, {k: value for k, value in engine.items() if k in _COUNTERS},
+            macro(multi) if len(multi) == len(MULTI_HOP) else {}, examined.undone,
+            examined.costs.seconds, tokens, queries, hits,
+            {key: engine.get(key, 0.0) for key in _COUNTERS},
         )  # fmt: skip
 
 
@@ -225,26 +389,6 @@ def _decoded(file: Path, kind: type[T]) -> T | None:
         return msgspec.json.decode(file.read_bytes(), type=kind) if file.is_file() else None
     except msgspec.DecodeError:
         return None
-
-
-def _summary(scores: Sequence[dict[str, float]], in_bytes: bool) -> dict[str, SampleMean]:
-    """Each measure over the questions of one set. in_bytes: the journal holds bytes, so measures in
-    tokens are left out."""
-    measures = {}
-    for name in MEASURES:
-        values = [score[name] for score in scores if name in score]
-        if values and not (in_bytes and name in TOKENS):
-            measures[name] = sample_mean(values, _of_counts if name in COUNTS else estimate)
-    return measures
-
-
-def _of_counts(values: Sequence[float]) -> Estimate:
-    """Mean and 1.96 standard errors, even if every count is 0 or 1 (``estimate`` would treat such
-    values as proportions)."""
-    n = len(values)
-    mean = math.fsum(values) / n
-    variance = math.fsum((value - mean) ** 2 for value in values) / max(1, n - 1)
-    return Estimate(mean, 1.96 * math.sqrt(variance / n))
 
 
 def macro(sets: Sequence[dict[str, SampleMean]]) -> dict[str, Estimate]:

@@ -149,16 +149,12 @@ async def iter_retgen(tree: Tree, ctx: Context, how: How) -> None:
 
 
 async def ircot(tree: Tree, ctx: Context, how: How) -> None:
-    """IRCoT (Trivedi et al., 2022) alternates retrieval and chain of thought.
+    """IRCoT (Trivedi et al., 2022) alternates retrieval and chain of thought: the next sentence of
+    reasoning, written from the passages so far, is the next query, until it says "answer is" or
+    ``budget`` searches are made. Then a separate chat reads all passages and answers.
 
-    1. Retrieve with the question. 2. Write the next sentence of reasoning from the passages so far;
-    a sentence with "answer is" ends the loop. 3. Retrieve with the sentence, add the new passages,
-    and repeat from 2 until ``budget`` searches are made. 4. Read all passages and answer, in a
-    separate chat (the paper's separate reader).
-
-    Simplified: a sentence ends at its first full stop before a space, or at the end of the line, so
-    an abbreviation may cut it. The reader reasons before it answers. A thinking model is asked for
-    a sentence without thinking; any thinking that it writes nevertheless is removed.
+    Simplified: a sentence ends at its first full stop before a space, or at the end of the line.
+    The reader reasons before it answers. A thinking model is asked for a sentence without thinking.
     """
     question, thoughts, query = ctx.task.question, "", ctx.task.question
     kept: dict[str, Passage] = {}
@@ -227,16 +223,13 @@ async def search_o1(tree: Tree, ctx: Context, how: How) -> None:
     """Search-o1 (Li et al., 2025): searches inside one chain of reasoning, with each result
     condensed by a separate generation.
 
-    The model writes a query inside its reasoning. A second prompt ("reason in documents") gets the
-    passages, the reasoning so far and the query. The extract that it writes, not the passages, is
-    inserted, and the reasoning continues. ``budget`` counts the searches that were made. A repeated
-    query, or one beyond the budget, gets a notice and costs no search; after the second kind of
-    notice the model replies once more. After ``budget`` + 5 queries of any kind the question ends
-    (the paper's code: 10 searches, 15 turns).
+    A second prompt ("reason in documents") gets passages, reasoning and query; the extract that it
+    writes is inserted. A repeated query, or one beyond ``budget``, gets a notice and costs no
+    search; after the second kind the model replies once more. After ``budget`` + 5 queries the
+    question ends (the paper's code: 10 searches, 15 turns).
 
-    Simplified: the project's <search> tags and a <result> block replace the paper's markers. The
-    second prompt sees the last 2,000 characters of the reasoning, not a selection of its steps, and
-    is asked without thinking. No answer is forced.
+    Simplified: <search> tags and a <result> block replace the paper's markers. The second prompt
+    sees the last 2,000 characters of the reasoning, without thinking. No answer is forced.
     """
     prompt = filled("search_o1", question=ctx.task.question, budget=str(how.budget))
     node = await ask(tree, ctx, prompt, _STOP)

@@ -26,25 +26,26 @@ SPLITS = ("test", "dev", "validation", "train")
 calls a dev split validation."""
 
 
-class QuestionSet(msgspec.Struct, frozen=True):
-    """A column of the table. source: the source on the command line, with the split that was
-    chosen.
-
-    rejected: the number of rows of the file that cannot work, by reason. notes: what the user
-    should know of the file before the evaluation.
-    """
+class SetSettings(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A column of the table. source: that of the command line, with the split that was chosen.
+    rejected: rows of the file that cannot work; reasons: their number by reason. digest: of the
+    questions and their gold answers, in order."""
 
     name: str
     source: str
-    tasks: list[Task]
-    rejected: dict[str, int]
-    notes: list[str] = []
+    questions: int
+    rejected: int
+    digest: str
+    reasons: dict[str, int] = {}
 
-    @property
-    def digest(self) -> str:
-        """A hex digest of the questions and their gold answers, in order."""
-        rows = [(task.id, task.question, task.golds) for task in self.tasks]
-        return hashlib.sha256(msgspec.json.encode(rows)).hexdigest()[:16]
+
+class QuestionSet(msgspec.Struct, frozen=True):
+    """The tasks of a column. notes: what the user should know of the file before the
+    evaluation."""
+
+    settings: SetSettings
+    tasks: list[Task]
+    notes: list[str] = []
 
 
 def read_sets(
@@ -79,8 +80,7 @@ def read_sets(
     tasks, rejected = load_tasks(str(heldout))
     by_hops = {name: [t for t in tasks if t.hops == n] for n, name in enumerate(HOPS, 1)}
     return [
-        QuestionSet(name, "built-in", subset(own, count, seed), _counted(rejected))
-        for name, own in by_hops.items()
+        _set(name, "built-in", subset(own, count, seed), rejected) for name, own in by_hops.items()
     ]
 
 
@@ -91,12 +91,18 @@ def _read(name: str, source: str, count: int | None, seed: int) -> QuestionSet:
     except (FileNotFoundError, ValueError) as error:
         raise type(error)(f"--set {name}={source}: {error}") from None
     notes = unusable(name, rejected, len(tasks)) + too_few(name, len(tasks), count or 0)
-    return QuestionSet(name, source, subset(tasks, count, seed), _counted(rejected), notes)
+    return _set(name, source, subset(tasks, count, seed), rejected, notes)
 
 
-def _counted(rejected: Sequence[RejectedTask]) -> dict[str, int]:
-    """The number of rejected rows by reason, without the details of a reason."""
-    return dict(Counter(re.split("[:,(]", row.reason)[0].strip() for row in rejected))
+def _set(
+    name: str, source: str, tasks: list[Task], rejected: Sequence[RejectedTask],
+    notes: Sequence[str] = (),
+) -> QuestionSet:  # fmt: skip
+    reasons = Counter(re.split("[:,(]", row.reason)[0].strip() for row in rejected)
+    rows = [(task.id, task.question, task.golds) for task in tasks]
+    digest = hashlib.sha256(msgspec.json.encode(rows)).hexdigest()[:16]
+    settings = SetSettings(name, source, len(tasks), len(rejected), digest, dict(reasons))
+    return QuestionSet(settings, tasks, list(notes))
 
 
 def subset(tasks: Sequence[Task], count: int | None, seed: int) -> list[Task]:

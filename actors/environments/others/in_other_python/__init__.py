@@ -1,1 +1,0 @@
-"""Files that also run in other Pythons, without any package of this project."""

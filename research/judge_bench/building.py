@@ -1,0 +1,184 @@
+"""Builds a benchmark of process judges from labelled trajectories: filter, threshold, label,
+balance (methods.md 2.5; PPR, A.4). Nothing is dropped silently: the report counts the dropped
+trajectories by reason."""
+
+import argparse
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from coppice.common.atomic import write_whole
+from coppice.tools.finetuning import records
+from coppice.tools.finetuning.command import check_files, say
+from coppice.tools.finetuning.records import THRESHOLD, Labelled, Trajectory, copied, label
+
+CATEGORIES = ("correct_good", "correct_bad", "wrong_good", "wrong_bad")
+"""The outcome, and whether the mean step score is above the threshold."""
+
+
+class Graded(Labelled, frozen=True, kw_only=True):
+    """A turn of the benchmark. label: 1 if the score is above the threshold."""
+
+    label: Literal[0, 1]
+
+
+class Item(Trajectory[Graded], frozen=True, kw_only=True):
+    """A trajectory of the benchmark."""
+
+    category: Literal["correct_good", "correct_bad", "wrong_good", "wrong_bad"]
+
+
+class BenchReport(msgspec.Struct, frozen=True):
+    """What happened to the trajectories. mean_score: over the steps left after filtering;
+    threshold: the one used for the labels.
+
+    pool, taken: items by category, before and after balancing. missing: items that the pool could
+    not provide.
+    """
+
+    trajectories: int
+    dropped: dict[str, int]
+    mean_score: float
+    threshold: float
+    pool: dict[str, int]
+    taken: dict[str, int]
+    multi_step: int
+    steps: int
+    good_steps: int
+    missing: int
+
+
+def build(
+    labelled: Sequence[Trajectory[Labelled]], size: int, threshold: float | None, seed: int = 0,
+    exclude: Sequence[Trajectory[Labelled]] = (),
+) -> tuple[list[Item], BenchReport]:  # fmt: skip
+    """Choose at most ``size`` items, with categories as even as the pool allows. Items of several
+    steps are preferred.
+
+    threshold: None means the pool's mean step score, as in the paper. exclude: records whose ids
+    and questions are kept out, because different runs answer a question much alike. Raises
+    ValueError if no trajectory is left.
+    """
+    pool, dropped = _filtered(labelled, exclude)
+    if not pool:
+        raise ValueError(f"no trajectory is left for the benchmark; dropped: {dict(dropped)}")
+    scores = [step.score for one in pool for step in one.steps]
+    mean = sum(scores) / len(scores)
+    limit = mean if threshold is None else threshold
+    items = [_item(one, limit) for one in pool]
+    random.Random(seed).shuffle(items)
+    items.sort(key=lambda item: len(item.steps) == 1)
+    by_category = {name: [item for item in items if item.category == name] for name in CATEGORIES}
+    shares = even(size, [len(members) for members in by_category.values()])
+    taken = {
+        name: members[:share]
+        for (name, members), share in zip(by_category.items(), shares, strict=True)
+    }
+    chosen = sorted((item for own in taken.values() for item in own), key=lambda item: item.id)
+    if surplus := len(items) - len(chosen):
+        dropped["not needed for the balance"] = surplus
+    return chosen, BenchReport(
+        len(labelled), dict(dropped), mean, limit,
+        {name: len(members) for name, members in by_category.items()},
+        {name: len(members) for name, members in taken.items()},
+        sum(len(item.steps) > 1 for item in chosen), sum(len(item.steps) for item in chosen),
+        sum(step.label for item in chosen for step in item.steps), size - len(chosen),
+    )  # fmt: skip
+
+
+def _filtered(
+    labelled: Sequence[Trajectory[Labelled]], exclude: Sequence[Trajectory[Labelled]]
+) -> tuple[list[Trajectory[Labelled]], Counter[str]]:
+    ids, questions = {one.id for one in exclude}, {one.question for one in exclude}
+    seen: set[tuple[str, ...]] = set()
+    kept, dropped = [], Counter[str]()
+    for one in labelled:
+        key = (one.question, *(step.response for step in one.steps))
+        if one.id in ids or one.question in questions:
+            dropped["id or question is in the excluded file"] += 1
+        elif not [gold for gold in one.golden_answers if gold.strip()]:
+            dropped["no gold answer"] += 1
+        elif key in seen:
+            dropped["the same question and steps as another"] += 1
+        else:
+            seen.add(key)
+            kept.append(one)
+    return kept, dropped
+
+
+def _item(one: Trajectory[Labelled], limit: float) -> Item:
+    steps = [copied(step, Graded, label=label(step.score, limit), target="") for step in one.steps]
+    kind = category(one.outcome, [step.score for step in steps], limit)
+    return copied(one, Item, steps=steps, category=kind)
+
+
+def category(outcome: int, scores: Sequence[float], threshold: float) -> str:
+    """One of ``CATEGORIES``, from the outcome and from the label of the mean step score."""
+    good = label(sum(scores) / len(scores), threshold)
+    return f"{'correct' if outcome else 'wrong'}_{'good' if good else 'bad'}"
+
+
+def even(size: int, available: Sequence[int]) -> list[int]:
+    """Divide ``size`` as evenly as ``available`` allows. A category that has too little gives all;
+    the others share the rest."""
+    shares = [0] * len(available)
+    while sum(shares) < size and shares != list(available):
+        open_ = [i for i, share in enumerate(shares) if share < available[i]]
+        lowest = min(shares[i] for i in open_)
+        shares[next(i for i in open_ if shares[i] == lowest)] += 1
+    return shares
+
+
+def check_threshold(threshold: float) -> None:
+    """Raises ValueError if ``threshold`` is not between 0 and 1, as scores are."""
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"--threshold {threshold:g}: expected a score, 0 to 1")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of coppice dev judge-bench build."""
+    add = parser.add_argument
+    add("labelled", nargs="+", type=Path, help="labelled trajectories (coppice sft)")
+    add("--out", required=True, type=Path, help="the records; a report is written beside them")
+    add("--size", required=True, type=int, help="trajectories in the benchmark")
+    threshold = "good scores exceed it: a number, or mean (default: %(default)s)"
+    add("--threshold", default=str(THRESHOLD), help=threshold)
+    add("--seed", type=int, default=0, help="of every random draw (default: 0)")
+    excluded = "leave out these labelled trajectories and all others of their questions; repeatable"
+    add("--exclude", type=Path, action="append", default=[], help=excluded)
+
+
+def write(flags: argparse.Namespace) -> None:
+    """Build the benchmark of a command line. Raises ValueError or OSError with the remedy."""
+    out: Path = flags.out
+    report_path = out.parent / f"{out.name.removesuffix('.jsonl')}.report.json"
+    check_files(out, [*flags.labelled, *flags.exclude], [report_path])
+    if flags.size < 1:
+        raise ValueError(f"--size {flags.size}: expected 1 trajectory or more")
+    pool = records.read(flags.labelled, Trajectory[Labelled])
+    excluded = [
+        one
+        for path in flags.exclude
+        for one in records.read([path], Trajectory[Labelled], "--exclude")
+    ]
+    try:
+        threshold = None if flags.threshold == "mean" else float(flags.threshold)
+    except ValueError:
+        expected = "expected a number from 0 to 1, or mean"
+        raise ValueError(f"--threshold {flags.threshold}: {expected}") from None
+    check_threshold(threshold or 0.0)
+    items, report = build(pool, flags.size, threshold, flags.seed, excluded)
+    records.write(out, items)
+    write_whole(report_path, report)
+    print(f"{len(items)} trajectories in {out}, {report.multi_step} of several steps;", end=" ")
+    print(f"{report.good_steps} of {report.steps} steps are good")
+    for heading, counts in (("taken", report.taken), ("in the pool", report.pool)):
+        say(heading, counts)
+    say("dropped", report.dropped)
+    if report.missing:
+        print(f"the pool has {report.missing} fewer than asked for")
+    print(f"report {report_path}")
