@@ -419,21 +419,6 @@ def test_a_server_that_an_actor_starts_takes_the_learners_adapters(
     assert load(DEFAULT, [*SGLANG, *overrides]).actors.sglang.arguments == expected
 
 
-def test_the_documented_policy_and_judge_on_two_servers_load() -> None:
-    block = (
-        (ROOT / "docs" / "judges.md").read_text().partition("### Two servers")[2].split("```")[1]
-    )
-    export, *servers, launch = block.replace("\\\n", " ").strip().splitlines()
-    words = shlex.split(launch.partition("coppice launch ")[2])
-    assert words[0] == "--config"
-    made = load(ROOT / words[1], [words[i + 1] for i, word in enumerate(words) if word == "--set"])
-    policy = servers[0]
-    assert f"--max-lora-rank {made.learner.lora.rank}" in policy
-    assert "--enable-lora" in policy
-    assert f":{policy.partition('--port ')[2].split()[0]}" in made.actors.sglang.urls[0]
-    assert made.actors.sglang.api_key_env in export
-
-
 def test_actors_take_the_gpus_behind_the_learners_and_take_turns_when_there_are_none() -> None:
     assert [gpus_of(i, 1, 2, list("0123")) for i in range(3)] == [["2"], ["3"], ["2"]]
     assert [gpus_of(i, 2, 2, list("012345")) for i in range(2)] == [["2", "3"], ["4", "5"]]
