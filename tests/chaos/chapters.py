@@ -67,7 +67,6 @@ def chaos(
 def _chapter(
     run: Struck, faults: list[Fault], struck: Counter[str], survived: Counter[str]
 ) -> list[str]:
-    """Strike one run and bring it to its end. Return the invariants that it broke."""
     start = time.monotonic()
     run.launch(*world.settings(len(run.homes)))
     try:
@@ -96,7 +95,6 @@ def _chapter(
 
 
 def _keep(run: Struck, folder: Path) -> None:
-    """Copy a run that broke an invariant from its disk, which vanishes with this process."""
     shutil.copytree(run.folder, folder / "run", ignore_dangling_symlinks=True)
     with contextlib.suppress(OSError):
         shutil.copyfile(run.out, folder / "run" / "launcher.out")

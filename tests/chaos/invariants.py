@@ -24,7 +24,6 @@ class Account(msgspec.Struct, frozen=True):
 
 
 def account(folder: Path) -> Account:
-    """Count the tasks of a run in its journals."""
     journal = frames.opened(folder)
     try:
         rows = journal.trees("split='train'")
@@ -56,8 +55,6 @@ def of_the_files(folder: Path, questions: int) -> list[str]:
 
 
 def left_behind(run: Struck, patience_s: float = 60.0) -> list[str]:
-    """Return what stays of a run that has ended: processes, and the shared memory of any process
-    that it ever had."""
     end = time.monotonic() + patience_s
     while True:
         left = [n for n in os.listdir("/dev/shm") if any(f"_{pid}_" in n for pid in run.seen)]

@@ -29,7 +29,6 @@ GUEST = "guest"
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """The launcher's node, with room for the ranks and two more processes."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False}
@@ -56,7 +55,6 @@ def guest(run: Path, folder: Path) -> subprocess.Popen[str]:
 
 
 def members(run: Run) -> dict[str, dict[str, int]]:
-    """The processes of the run's record."""
     return json.loads((run.folder / record.NAME).read_bytes())["members"]
 
 

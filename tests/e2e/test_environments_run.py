@@ -21,7 +21,6 @@ Launch = Callable[..., Run]
 
 
 def shown(run: Run, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    """What coppice trees prints of the run."""
     capsys.readouterr()
     assert dump.main([str(run.folder), *options]) == 0
     return " ".join(capsys.readouterr().out.split())
@@ -115,7 +114,6 @@ def test_monte_carlo_values_of_a_game_are_trained(game: Path, launch: Launch) ->
 def test_a_run_in_the_shop_trains_on_its_rewards_and_shows_its_pages(
     tmp_path: Path, launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The oracle judges every turn, and GiGPO trains on the environment's rewards."""
     config = world.playing(tmp_path, "tests.shop:AnyText", max_position_embeddings=16384)
     run = launch(
         config,
@@ -204,7 +202,6 @@ def test_conversations_with_a_frozen_copy_are_trained_by_oprl(
 def test_a_policy_trains_on_pictures_and_goes_on_after_kill_9(
     tmp_path: Path, launch: Launch
 ) -> None:
-    """OPRL on full trajectories, with the implicit reward model."""
     config = world.playing(tmp_path, "tests.pictures:Colours", seeing=True)
     run = launch(
         config,

@@ -27,7 +27,6 @@ ENDLESS = "scheduler.updates=5000"
 
 
 def report(run: Run) -> Health:
-    """What the scheduler says of a run that lives."""
     assert run.launcher.poll() is None, run.said()
     said = health.read(run.folder)
     assert said is not None

@@ -53,5 +53,4 @@ def test_slate_on_sglang(searching: Path, launch: Callable[..., Run]) -> None:
 
 
 def versions(tree: Tree) -> set[int]:
-    """All that sampled a token of it."""
     return {int(v) for n in tree.nodes.values() if n.versions is not None for v in n.versions}

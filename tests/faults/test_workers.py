@@ -32,7 +32,6 @@ class Floor:
         self.processes: list[asyncio.subprocess.Process] = []
 
     async def hire(self, name: str) -> asyncio.subprocess.Process:
-        """Start a worker process and wait until it is ready."""
         command = [sys.executable, "-m", "tests.faults.worker_process", self.dispatcher.endpoint]
         pipes = dict.fromkeys(("stdout", "stderr"), asyncio.subprocess.PIPE)
         process = await asyncio.create_subprocess_exec(*command, str(self.keys), name, **pipes)
@@ -49,14 +48,12 @@ class Floor:
         return asyncio.create_task(self.dispatcher.call("echo", request, deadline=30, place=place))
 
     async def has(self, process: asyncio.subprocess.Process, what: float) -> None:
-        """Wait until the worker has received such a request."""
         assert process.stdout is not None
         async with asyncio.timeout(10):
             while await process.stdout.readline() != f"got {int(what)}\n".encode():
                 pass
 
     async def left(self, name: str) -> None:
-        """Wait until the dispatcher has noticed that a worker is gone."""
         async with asyncio.timeout(10):
             while name in {worker.name for worker in self.dispatcher.workers()}:
                 await asyncio.sleep(0.01)

@@ -128,7 +128,6 @@ _ANY = {"warm_start.seed", "learner.entropy_coef", "learner.prm.threshold"}
 
 
 def _numeric(tree: dict[str, Any], path: str = "") -> list[str]:
-    """The keys of all numbers."""
     keys: list[str] = []
     for name, value in tree.items():
         if isinstance(value, dict):
@@ -210,7 +209,6 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
 
 
 def write(folder: Path, **files: str) -> Path:
-    """Write NAME.toml with each text; return the first."""
     for name, text in files.items():
         (folder / f"{name}.toml").write_text(text)
     return folder / f"{next(iter(files))}.toml"
@@ -250,7 +248,6 @@ def test_a_base_that_cannot_be_read_is_refused_with_who_extends_it(
 
 
 def repeated(tree: dict[str, Any], base: dict[str, Any], path: str = "") -> list[str]:
-    """Keys of the tree that have the same value in the base."""
     same: list[str] = []
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -312,7 +309,6 @@ class Outcome(Judge):
 
 @pytest.fixture
 def plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plug-ins in the folder where the user stands."""
     (tmp_path / "graded_here.py").write_text(_GRADED)
     (tmp_path / "engine_here.py").write_text(
         "class Own:\n    def __init__(self, model: str, pause_s: float = 1.0): ...\n"

@@ -32,7 +32,6 @@ MODEL = [
 
 
 def made(run: Path, overrides: list[str], judge_model: str = "JUDGE") -> dict[str, Any]:
-    """Process files by name, of the processes in the plan."""
     config, assets = load(DEFAULT_CONFIG, overrides), Assets("MODEL", "T", "H", "I", judge_model)
     files = [process.file for process in processes.make(config, assets, run)]
     read = {name: (run / "processes" / f"{name}.json").read_bytes() for name in files}
@@ -89,7 +88,6 @@ def test_the_model_is_found_before_the_start(
 
 @asynccontextmanager
 async def process(module: str, file: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """One process of a plan, ended in order."""
     command = [sys.executable, "-m", module, str(file)]
     running = await asyncio.create_subprocess_exec(*command, cwd=DEFAULT_CONFIG.parent.parent)
     try:

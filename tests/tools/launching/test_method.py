@@ -145,7 +145,6 @@ def test_a_scheme_of_ones_own_must_declare_itself() -> None:
 
 @pytest.fixture
 def plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schemes in the folder where the user stands."""
     body = "def advantages(table): return table.per_token(table.column('made_up'))\n"
     declared = (
         "from coppice.common.declared import SchemeNeeds\n"

@@ -27,7 +27,6 @@ def line(capsys: pytest.CaptureFixture[str], *options: str, overrides: list[str]
 
 @pytest.fixture
 def unprepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A set-up that may not begin."""
     monkeypatch.setattr(
         "coppice.tools.launching.command.prepare", lambda config: pytest.fail("set up")
     )

@@ -33,7 +33,6 @@ ENOUGH_S = 60
 
 @contextmanager
 def server(last: str, *arguments: str, error: str = "KeyError") -> Iterator[subprocess.Popen[str]]:
-    """A server whose engine fails with ``error`` at each step."""
     command = [sys.executable, "-c", DYING.replace("ERROR", error) + last, *arguments]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -26,8 +26,6 @@ def report(
     phase: str = "updates",
     **judges: Any,
 ) -> None:
-    """Write the scheduler's report of the moment ``at``, with changes to what it knows of the
-    judges."""
     whole = WorkerHealth(
         "judges", PIDS["judges"], "here", ["judge.x"], at, "here", 0, 4, 9, 0, ["judge.x: ok"]
     )
@@ -42,7 +40,6 @@ def report(
 
 @pytest.fixture
 def dog(tmp_path: Path) -> Watchdog:
-    """A watchdog of a launcher that has looked for a while."""
     dog = Watchdog(tmp_path)
     dog._calm_since, dog._looked = 0.0, 5000.0
     return dog
