@@ -59,10 +59,7 @@ def members(run: Run) -> dict[str, dict[str, int]]:
 
 
 def test_workers_come_and_go_and_a_node_dies_and_nothing_is_lost(
-    cluster: Cluster,
-    searching: Path,
-    launch: Callable[..., Run],
-    tmp_path: Path,
+    cluster: Cluster, searching: Path, launch: Callable[..., Run], tmp_path: Path
 ) -> None:
     """When the second node dies, its actors and judges start on a third that joins then."""
     second = cluster.add_node(num_cpus=3)

@@ -128,9 +128,7 @@ endless_judgement()
 """
 
 
-def test_the_stacks_of_an_endless_loop_are_read_from_the_log(
-    tmp_path: Path,
-) -> None:
+def test_the_stacks_of_an_endless_loop_are_read_from_the_log(tmp_path: Path) -> None:
     log, script = tmp_path / "log", tmp_path / "judge.py"
     script.write_text(HANGS)
     with log.open("wb") as file:
