@@ -34,7 +34,7 @@ def written_names() -> set[str]:
 def test_every_metric_that_the_code_writes_is_in_the_table() -> None:
     # the parts of these are listed below
     names = written_names() - {"count/*", "watch/*_*", "watch/*_*/*"}
-    assert len(names) > 80, "the names were not found"
+    assert len(names) > 70, "the names were not found"
     assert sorted(name for name in names if declaration(name) is None) == []
 
 

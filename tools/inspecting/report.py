@@ -52,7 +52,7 @@ CURVES = {
     "Numerics watch": (
         "Do engine and learner agree, and how far off-policy is the data?",
         "watch/engine_gap_p99 watch/sample_share learner/clip_share learner/mask_share"
-        " watch/ratio_p99 watch/ratio_p01 learner/grad_norm watch/noise_scale",
+        " watch/ratio_p99 watch/ratio_p01 learner/grad_norm",
     ),
     "Time": (
         "",

@@ -76,7 +76,9 @@ def instructions() -> Iterator[Instructions]:
 
 
 @pytest.mark.parametrize("placed", [False, True])
-def test_a_call_costs_the_same_with_many_workers_and_many_open_calls(instructions: Instructions, placed: bool) -> None:
+def test_a_call_costs_the_same_with_many_workers_and_many_open_calls(
+    instructions: Instructions, placed: bool
+) -> None:
     def cost(workers: int, capacity: int, callers: int) -> float:
         fleet = (workers, capacity, callers, placed)
         return asyncio.run(call_cost.measure(*fleet, 400, lambda: instructions.executed))
@@ -117,7 +119,9 @@ async def grow(runtime: Runtime, number: int) -> int:
     return len(tree.nodes)
 
 
-async def node_cost(text: Text, folder: Path, budget: int, instructions: Instructions) -> dict[str, float]:
+async def node_cost(
+    text: Text, folder: Path, budget: int, instructions: Instructions
+) -> dict[str, float]:
     """Grow SLATE trees whose calls are all answered at once. Returns instructions and bytes of the
     journal for a node, and the nodes of a tree."""
     path, groups = folder / f"{budget}.sqlite", itertools.count()
@@ -134,7 +138,9 @@ async def node_cost(text: Text, folder: Path, budget: int, instructions: Instruc
     return {"cost": spent / nodes, "bytes": written / nodes, "nodes": nodes / TREES}
 
 
-def test_a_node_costs_the_same_in_a_deep_tree(instructions: Instructions, tmp_path: Path, llama: Path) -> None:
+def test_a_node_costs_the_same_in_a_deep_tree(
+    instructions: Instructions, tmp_path: Path, llama: Path
+) -> None:
     text, costs = Text(str(llama)), []
     for budget in (4, 20):
         costs.append(asyncio.run(node_cost(text, tmp_path, budget, instructions)))

@@ -120,7 +120,10 @@ def test_a_check_that_compares_float32_makes_triton_multiply_in_float32(
     (tmp_path / "says.py").write_text("import os; print(os.environ.get('TRITON_F32_DEFAULT'))")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
-    said = [gpu_checks.run(Check("says", ["says"], 20.0, exact=exact), 20.0).output.strip() for exact in (True, False)]
+    said = [
+        gpu_checks.run(Check("says", ["says"], 20.0, exact=exact), 20.0).output.strip()
+        for exact in (True, False)
+    ]
     assert said == ["ieee", "None"]
     assert {check.name for check in gpu_checks.CHECKS if check.exact} == {
         "engine-and-learner", "contract"

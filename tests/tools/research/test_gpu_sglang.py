@@ -33,7 +33,9 @@ def server(sglang_server: Shared, llama: Path, tmp_path: Path) -> SGLangServer:
     """The session's server, and an interpreter that can run sglang.bench_serving."""
     key = os.environ[KEY]
     if torch.cuda.is_available():
-        return SGLangServer(sglang_server.url, key, llama, os.environ.get("COPPICE_SGLANG_PYTHON", sys.executable))
+        return SGLangServer(
+            sglang_server.url, key, llama, os.environ.get("COPPICE_SGLANG_PYTHON", sys.executable)
+        )
     # sglang.bench_serving imports it for a data set of pictures; the CPU environment is without.
     (tmp_path / "datasets.py").write_text("load_dataset = None\n")
     variables = VARIABLES | {"PYTHONPATH": f"{SITE}{os.pathsep}{tmp_path}"}
@@ -54,13 +56,21 @@ async def test_it_counts_tokens_and_compares_with_bench_serving(
     # SGLang computes a prompt's last token again for each sample; three questions at once may each
     # compute what they share.
     assert trees["ideal_with_last_tokens"] == 103 + 12
-    assert trees["ideal_with_last_tokens"] <= trees["prefilled_tokens"] <= trees["ideal_with_last_tokens"] + 2 * 40
+    assert (
+        trees["ideal_with_last_tokens"]
+        <= trees["prefilled_tokens"]
+        <= trees["ideal_with_last_tokens"] + 2 * 40
+    )
     assert 0 < trees["hit_share"] <= trees["ideal_hit_share"] < 1
     assert trees["ratio"] == pytest.approx(trees["tokens_s"] / trees["bench_serving_tokens_s"])
     assert min(trees["ratio"], trees["ratio_at_once"]) > 0
     # Three to five states of one game, three continuations from each to the end of the game.
     assert 3 * 3 + 3 < games["samples"] <= 5 + 3 * (5 + 4 + 3 + 2 + 1)
-    assert games["ideal_prefill_tokens"] <= games["ideal_with_last_tokens"] <= games["prefilled_tokens"]
+    assert (
+        games["ideal_prefill_tokens"]
+        <= games["ideal_with_last_tokens"]
+        <= games["prefilled_tokens"]
+    )
     assert games["prefilled_tokens"] < games["prompt_tokens"] / 2
 
 
@@ -68,9 +78,12 @@ async def test_the_ideal_knows_each_prompt_token_and_what_was_sampled() -> None:
     def answered(prompt: list[int], *sampled: list[int]) -> tuple[GenerateRequest, GenerateResult]:
         tokens = np.array(prompt, np.int32)
         samples = [
-            Sample(np.array(s, np.int32), np.zeros(len(s)), np.zeros(len(s), np.int32), "length") for s in sampled
+            Sample(np.array(s, np.int32), np.zeros(len(s)), np.zeros(len(s), np.int32), "length")
+            for s in sampled
         ]
-        return GenerateRequest(tokens, len(sampled), Sampling(2)), GenerateResult(samples, len(prompt), 0)
+        return GenerateRequest(tokens, len(sampled), Sampling(2)), GenerateResult(
+            samples, len(prompt), 0
+        )
 
     record = [
         answered([1, 2, 3], [7, 8], [9, 9]),  # three new; two samples compute the last once more
@@ -91,7 +104,9 @@ async def test_it_times_each_transport_and_the_server_then_samples_from_the_last
     assert tuple(found) == transports
     assert {"disk", "adapter"} <= set(found)
     assert min(found.values()) > 0
-    (sample,) = (await engine.generate(GenerateRequest(np.arange(5, dtype=np.int32), 1, Sampling(3)))).samples
+    (sample,) = (
+        await engine.generate(GenerateRequest(np.arange(5, dtype=np.int32), 1, Sampling(3)))
+    ).samples
     assert set(sample.versions.tolist()) == {len(found)}
     await engine.close()
 
@@ -120,7 +135,9 @@ def scripted(folder: Path, code: str) -> SGLangServer:
     (package / "bench_serving.py").write_text(head + code)
     for name in ("tokenizer.json", "config.json"):
         (folder / name).write_text("{}")
-    return SGLangServer("http://127.0.0.1:9", "secret-key", folder, sys.executable, {"PYTHONPATH": str(folder)})
+    return SGLangServer(
+        "http://127.0.0.1:9", "secret-key", folder, sys.executable, {"PYTHONPATH": str(folder)}
+    )
 
 
 ANSWER = """
@@ -138,7 +155,9 @@ TWO = [WantedSample(np.array([1, 2, 3], np.int32), 4), WantedSample(np.array([1,
 
 
 async def test_its_requests_carry_the_token_ids(tmp_path: Path) -> None:
-    copy = "open('COPY', 'w').write(open(path('--dataset-path')).read())".replace("COPY", str(tmp_path / "seen"))
+    copy = "open('COPY', 'w').write(open(path('--dataset-path')).read())".replace(
+        "COPY", str(tmp_path / "seen")
+    )
     made = scripted(tmp_path, copy + answers("{}"))
     assert await gpu_sglang.bench_serving(made, TWO) == 12.5
     rows = [msgspec.json.decode(line) for line in (tmp_path / "seen").read_bytes().splitlines()]
@@ -155,14 +174,20 @@ async def test_its_requests_carry_the_token_ids(tmp_path: Path) -> None:
         (answers('{"output_lens": [4, 1]}'), r"sampled tokens \[4, 1\].."),
     ],
 )
-async def test_a_baseline_that_fails_or_does_other_work_says_so(tmp_path: Path, code: str, told: str) -> None:
+async def test_a_baseline_that_fails_or_does_other_work_says_so(
+    tmp_path: Path, code: str, told: str
+) -> None:
     with pytest.raises(RuntimeError, match=told) as raised:
         await gpu_sglang.bench_serving(scripted(tmp_path, code), TWO)
     assert "secret-key" not in str(raised.value)
 
 
-async def test_a_baseline_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_baseline_that_hangs_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_sglang, "LONGEST_S", 0.5)
     with pytest.raises(RuntimeError, match=r"after 0\.5 s"):
         await gpu_sglang.bench_serving(scripted(tmp_path, "time.sleep(600)"), TWO)
-    assert not [child for child in psutil.Process().children() if "sglang.bench_serving" in child.cmdline()]
+    assert not [
+        child for child in psutil.Process().children() if "sglang.bench_serving" in child.cmdline()
+    ]

@@ -119,7 +119,9 @@ def test_a_record_without_optional_fields_is_read(tmp_path: Path) -> None:
         ({"id": "1"}, "second time"),
     ],
 )
-def test_a_bad_record_is_refused_with_its_line(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_bad_record_is_refused_with_its_line(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "b.jsonl"
     path.write_text(json.dumps(FIVE) + "\n" + json.dumps({**FIVE, "id": "2", **change}) + "\n")
     with pytest.raises(ValueError, match=rf"b\.jsonl:2.*{message}"):
@@ -310,7 +312,9 @@ def test_several_judges_make_one_table_beside_the_majority_class(
     assert json.loads((tmp_path / "out" / "result.json").read_text()) == found
 
 
-def test_an_evaluation_goes_on_where_a_judge_failed(bench: Path, tmp_path: Path, capsys: Any) -> None:
+def test_an_evaluation_goes_on_where_a_judge_failed(
+    bench: Path, tmp_path: Path, capsys: Any
+) -> None:
     Breaks.asked, Breaks.broken = [], True
     assert run(bench, tmp_path / "out", "--judge", spec(Breaks)) == 1
     assert "the endpoint is gone" in capsys.readouterr().err
@@ -324,7 +328,9 @@ def test_an_evaluation_goes_on_where_a_judge_failed(bench: Path, tmp_path: Path,
     assert Breaks.asked == []
 
 
-def test_an_endpoint_that_fails_is_not_an_invalid_output(bench: Path, tmp_path: Path, capsys: Any) -> None:
+def test_an_endpoint_that_fails_is_not_an_invalid_output(
+    bench: Path, tmp_path: Path, capsys: Any
+) -> None:
     assert run(bench, tmp_path / "out", "--judge", spec(Silent)) == 1
     assert "5 steps failed" in capsys.readouterr().err
     assert Answers(tmp_path / "out" / "answers.jsonl").found == {}
@@ -354,7 +360,9 @@ class Hangs(Told):
         return [self.one(turn) for turn in turns]
 
 
-def test_a_judge_that_hangs_fails_at_its_step_and_says_how_far_it_is(bench: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_judge_that_hangs_fails_at_its_step_and_says_how_far_it_is(
+    bench: Path, tmp_path: Path, capsys: Any
+) -> None:
     assert run(bench, tmp_path / "out", "--judge", spec(Hangs), "--deadline", "0.05") == 1
     said = capsys.readouterr().err
     assert "1 steps failed, the first is 3#1: no judgement within 0.05 s (--deadline)" in said
@@ -384,7 +392,9 @@ def test_answers_by_other_texts_or_another_plug_in_are_not_gone_on_with(
     assert texts[0] != texts[1]
 
 
-def test_a_threshold_that_the_labels_were_not_made_with_is_told(bench: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_threshold_that_the_labels_were_not_made_with_is_told(
+    bench: Path, tmp_path: Path, capsys: Any
+) -> None:
     assert run(bench, tmp_path / "out") == 0
     assert "another threshold" not in capsys.readouterr().err
     assert run(bench, tmp_path / "other", "--threshold", "0.05") == 0
@@ -392,7 +402,9 @@ def test_a_threshold_that_the_labels_were_not_made_with_is_told(bench: Path, tmp
     assert told in capsys.readouterr().err
 
 
-def test_other_settings_are_refused_but_another_address_is_not(bench: Path, tmp_path: Path, capsys: Any) -> None:
+def test_other_settings_are_refused_but_another_address_is_not(
+    bench: Path, tmp_path: Path, capsys: Any
+) -> None:
     out = tmp_path / "out"
     assert run(bench, out, "--judge", spec(Told)) == 0
     assert run(bench, out, "--judge", spec(Told), "--threshold", "0.5") == 2
@@ -472,6 +484,8 @@ def test_a_torn_answer_is_asked_again(tmp_path: Path) -> None:
     assert len(Answers(path).found) == 2
 
 
-def test_a_score_out_of_range_is_an_error_and_no_answer(bench: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_score_out_of_range_is_an_error_and_no_answer(
+    bench: Path, tmp_path: Path, capsys: Any
+) -> None:
     assert run(bench, tmp_path / "out", "--judge", spec(Wild)) == 1
     assert "a number from 0 to 1" in capsys.readouterr().err

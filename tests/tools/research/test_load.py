@@ -24,7 +24,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run: eight judges that stay one second, and a learner that takes its time."""
     folder = tmp_path_factory.mktemp("load")
     timing = DispatchConfig(heartbeat_s=0.2, dead_after_s=3.0)
-    load.prepare(folder, TREES, 3, QUESTIONS, UPDATES, LoadPlan(QUESTIONS, 0.5, JUDGES, 1.0, [], []), timing)
+    load.prepare(
+        folder, TREES, 3, QUESTIONS, UPDATES, LoadPlan(QUESTIONS, 0.5, JUDGES, 1.0, [], []), timing
+    )
     load.measure(folder, 0.2)
     return folder
 
@@ -37,11 +39,15 @@ def test_every_tree_is_trained_once_though_judges_come_and_go(run: Path) -> None
     assert groups == frontier.read(run, UPDATES).groups()  # the learner's own record
     assert not audit(run)
     joined = (run / "scheduler.log").read_text().count("judge.fast'], capacity")
-    assert joined > JUDGES // 2, "half of the places are fast judges', and no place was filled a second time"
+    assert joined > JUDGES // 2, (
+        "half of the places are fast judges', and no place was filled a second time"
+    )
 
 
 def test_a_slow_learner_holds_up_admission_and_nothing_is_left_open(run: Path) -> None:
-    admitted_at = Counter(tree.version for tree in Journal(run / "journal.sqlite", readonly=True).trees())
+    admitted_at = Counter(
+        tree.version for tree in Journal(run / "journal.sqlite", readonly=True).trees()
+    )
     assert admitted_at[0] == TREES
     for version in range(UPDATES):
         assert sum(admitted_at[v] for v in range(version + 1)) <= TREES + version * QUESTIONS
@@ -51,10 +57,16 @@ def test_a_slow_learner_holds_up_admission_and_nothing_is_left_open(run: Path) -
 
 
 def test_calls_of_the_fast_judge_do_not_queue_behind_those_of_the_slow_one(run: Path) -> None:
-    calls = [msgspec.json.decode(line.rstrip(b",\n")) for line in (run / "trace.jsonl").read_bytes().splitlines()]
+    calls = [
+        msgspec.json.decode(line.rstrip(b",\n"))
+        for line in (run / "trace.jsonl").read_bytes().splitlines()
+    ]
     fast, slow = (
-        [(c["ts"], c["ts"] + c["dur"]) for c in calls if c["name"] == f"judge.{kind}"] for kind in (FAST, SLOW)
+        [(c["ts"], c["ts"] + c["dur"]) for c in calls if c["name"] == f"judge.{kind}"]
+        for kind in (FAST, SLOW)
     )
     beside = [call for call in fast if any(began < call[0] < ended for began, ended in slow)]
-    overtook = [call for call in beside if any(began < call[0] and call[1] < ended for began, ended in slow)]
+    overtook = [
+        call for call in beside if any(began < call[0] and call[1] < ended for began, ended in slow)
+    ]
     assert len(overtook) > len(beside) / 2 > 0

@@ -42,7 +42,9 @@ def test_300_megabytes_of_a_child_are_seen_from_outside() -> None:
 )
 def test_what_computes_nothing_imports_no_torch(module: str) -> None:
     code = f"import sys, {module}; print({{'torch', 'transformers', 'faiss'}} & {{*sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    )
     assert done.stdout == "set()\n"
 
 

@@ -8,7 +8,16 @@ from transformers import AutoTokenizer
 
 from coppice.research.any_text import AnyText, EpisodeShape, TextState
 from coppice.research.benches import peer
-from coppice.research.benches.peer import DIGITS, LOADS, PeerLoad, ProcessLook, Round, Update, endless, prompts
+from coppice.research.benches.peer import (
+    DIGITS,
+    LOADS,
+    PeerLoad,
+    ProcessLook,
+    Round,
+    Update,
+    endless,
+    prompts,
+)
 from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.scheduler.growth.text import Text
 
@@ -21,7 +30,9 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", list(LOADS))
-def test_the_peer_gets_the_questions_of_a_run_and_prefixes_as_long_as_its_own(name: str, llama: Path) -> None:
+def test_the_peer_gets_the_questions_of_a_run_and_prefixes_as_long_as_its_own(
+    name: str, llama: Path
+) -> None:
     load, text = LOADS[name], Text(str(llama))
     environment = AnyText(load.shape, DIGITS)
     drawn = GeneratedTasks(environment.task, seed=7)
@@ -40,7 +51,9 @@ def test_the_peer_gets_the_questions_of_a_run_and_prefixes_as_long_as_its_own(na
         assert len(ids) == len(root) + trunk
 
 
-def test_a_tokenizer_that_merges_digits_is_refused(monkeypatch: pytest.MonkeyPatch, llama: Path) -> None:
+def test_a_tokenizer_that_merges_digits_is_refused(
+    monkeypatch: pytest.MonkeyPatch, llama: Path
+) -> None:
     monkeypatch.setattr(Text, "encode", lambda self, text: [0] * (len(text) // 2))
     with pytest.raises(ValueError, match="merges digits"):
         prompts(SMALL["groups"], llama, 0, 1)
@@ -68,7 +81,9 @@ def test_a_side_that_trained_less_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_bench_runs_both_trainers_on_equal_work(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_bench_runs_both_trainers_on_equal_work(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(peer, "LOOK_S", 0.05)
     monkeypatch.setattr(peer, "LOADS", SMALL)
     row = peer.run(str(llama), ("groups", "slate"), rounds=1, counted=1)

@@ -36,7 +36,9 @@ def folder(run: Path, records: list[dict[str, float]], finished: bool = True) ->
 START = evaluation(0, 0, 0, -0.5)
 
 
-def test_a_curve_holds_the_evaluations_only_by_environment_and_continuation_steps(tmp_path: Path) -> None:
+def test_a_curve_holds_the_evaluations_only_by_environment_and_continuation_steps(
+    tmp_path: Path,
+) -> None:
     later = [evaluation(8, 100, 300, 0.25, 40), evaluation(9, 150, 500, 1)]
     run = folder(tmp_path / "run", [evaluation(0, 0, 0, -0.5, 0), *later])
     expected = StudyCurve([0, 8, 9], [0, 140, 150], [0, 300, 500], [-0.5, 0.25, 1], 12)
@@ -52,7 +54,9 @@ def test_a_version_evaluated_twice_counts_once_as_it_was_last(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("continued", [None, 0.0])
-def test_steps_that_decrease_are_refused_with_the_folder(tmp_path: Path, continued: float | None) -> None:
+def test_steps_that_decrease_are_refused_with_the_folder(
+    tmp_path: Path, continued: float | None
+) -> None:
     later = [evaluation(8, 100, 300, 0, 7), evaluation(9, 106, 9, 0, continued)]
     run = folder(tmp_path / "run", [START, *later])
     with pytest.raises(ValueError, match=f"{run}.*decrease"):
@@ -99,7 +103,9 @@ def study(tmp_path: Path) -> Path:
     return out
 
 
-def test_a_report_is_made_of_the_finished_runs_there_are(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_is_made_of_the_finished_runs_there_are(
+    study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["vpr-tictactoe", "--out", str(study), "--report"]) == 0
     report = (study / "return.md").read_text()
     assert report.strip() in capsys.readouterr().out
@@ -121,7 +127,9 @@ def test_a_report_of_some_arms_and_seeds(study: Path) -> None:
     assert "MC-PR" not in text
 
 
-def test_another_measure_has_a_report_of_its_own(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_measure_has_a_report_of_its_own(
+    study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = ["vpr-tictactoe", "--out", str(study), "--report", "--measure"]
     assert main([*given, "return_half"]) == 0
     assert "| VPR | 2 | 0.100 ±0.000 |" in (study / "return_half.md").read_text()

@@ -39,7 +39,9 @@ def test_slate_theorem_1_fails_where_its_assumptions_do(rng: np.random.Generator
     assert slate.extended_variances(rng, GROUPS).near([7.2 * slate.chosen_share(), 4.4])
 
 
-@pytest.mark.parametrize(("horizon", "group", "quoted"), [(4, 20, 0.842), (2, 10, 0.889), (5, 50, 0.918)])
+@pytest.mark.parametrize(
+    ("horizon", "group", "quoted"), [(4, 20, 0.842), (2, 10, 0.889), (5, 50, 0.918)]
+)
 def test_slate_proposition_2_is_an_inequality(
     horizon: int, group: int, quoted: float, rng: np.random.Generator
 ) -> None:
@@ -48,7 +50,9 @@ def test_slate_proposition_2_is_an_inequality(
     assert slate.mean_advantage_ratio(horizon, group, rng, 4000).near(expected)
 
 
-def test_ppr_class_gap_variance_and_product_form_are_those_of_the_distribution(rng: np.random.Generator) -> None:
+def test_ppr_class_gap_variance_and_product_form_are_those_of_the_distribution(
+    rng: np.random.Generator,
+) -> None:
     exact = ppr.exact_moments()
     quoted = [exact.class_gap + 1, exact.renorm_variance(), exact.covariance]
     assert quoted == pytest.approx([1.214, 0.3676, 0.0488], abs=3e-4)
@@ -56,7 +60,9 @@ def test_ppr_class_gap_variance_and_product_form_are_those_of_the_distribution(r
     assert ppr.estimates(rng, 100_000).near(quoted)
 
 
-@pytest.mark.parametrize(("horizon", "process", "outcome"), [(10, 0.9, 0.3487), (50, 4.5, 0.02577), (100, 9, 0.000266)])
+@pytest.mark.parametrize(
+    ("horizon", "process", "outcome"), [(10, 0.9, 0.3487), (50, 4.5, 0.02577), (100, 9, 0.000266)]
+)
 def test_vpr_proposition_3_step_labels_grow_with_the_horizon_and_the_outcome_signal_dies(
     horizon: int, process: float, outcome: float
 ) -> None:
