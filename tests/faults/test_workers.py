@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from coppice.scheduler.dispatch.calls import LEAST_LOADED
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Dispatcher
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.keys import RunKeys
@@ -44,7 +45,7 @@ class Floor:
     def ask(self, what: float, prefer: str | None = None) -> asyncio.Task[EchoResult]:
         """One call, answered with the process id of the worker that served it."""
         request = EchoRequest(np.array([what], np.float32))
-        place = Prefer(prefer) if prefer else None
+        place = Prefer(prefer) if prefer else LEAST_LOADED
         return asyncio.create_task(self.dispatcher.call("echo", request, deadline=30, place=place))
 
     async def has(self, process: asyncio.subprocess.Process, what: float) -> None:
