@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from coppice.actors.config import ActorProcess
-from coppice.actors.engines import registry
+from coppice.actors.engines import base
 from coppice.actors.engines.base import Engine
 from coppice.common import loop
 from coppice.common.process import begin
@@ -41,7 +41,7 @@ def service(engine: Engine, name: str, capacity: int) -> Service:
 
 async def run(process: ActorProcess) -> None:
     """Load the model and serve until drained. Raises InfrastructureFault when the engine dies."""
-    engine = registry.load(process)
+    engine = base.load(process)
     await engine.start()
     log.info("%s: %s served by %s", process.name, process.model, process.actors.engine)
     folder = Path(process.run)

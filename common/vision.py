@@ -222,7 +222,7 @@ def check_head(folder: str | Path, text: Any) -> None:
             )
 
 
-def load(folder: str | Path, dtype: Any, attention: str, values: bool = True) -> Any:
+def load(folder: str | Path, dtype: Any, attention: str | None, values: bool = True) -> Any:
     """Load a causal language model, without its stored weights if not ``values``. Of a model with
     vision, ``attention`` is that of the language layers; the vision tower keeps its own. Raises
     ValueError if the model computes its attention or its logits in another way."""

@@ -28,16 +28,16 @@ except ModuleNotFoundError:
         reward: bool | int | float | None = None
 
 
-class Add(Action):
+class Add(Action):  # pyright: ignore
     number: int
 
 
-class Seen(Observation):
+class Seen(Observation):  # pyright: ignore
     total: int
     drawn: int
 
 
-class Counting(Environment):
+class Counting(Environment):  # pyright: ignore
     """Adds up numbers, and draws one of its own each time; 9 ends it."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True

@@ -17,9 +17,6 @@ from coppice.actors.environments import registry
 from coppice.actors.environments.base import Environment, Task
 from coppice.judges.base import Judge
 from coppice.judges.exact_match import ExactMatch
-from coppice.judges.oracles.minesweeper import MinesweeperOracle
-from coppice.judges.oracles.sokoban import SokobanOracle
-from coppice.judges.oracles.sudoku import SudokuOracle
 from coppice.judges.oracles.tictactoe import TicTacToeOracle
 from coppice.judges.oracles.webshop import WebShopOracle
 from coppice.judges.pprm_rules import PprmRules
@@ -92,15 +89,8 @@ def worlds() -> dict[str, World]:
         words = [f'{{"action_type": "speak", "argument": "{n} percent"}}' for n in (8, 9)]
         return rng.choice(["?", *words])
 
-    def cells(word: str, *ranges: int) -> Callable[[random.Random, str], str]:
-        def act(rng: random.Random, prompt: str) -> str:
-            numbers = " ".join(str(rng.randint(1, high)) for high in ranges)
-            return f"<action>{word}{numbers}</action>"
-
-        return act
-
-    def stepping(rng: random.Random, prompt: str) -> str:
-        return f"<action>{rng.choice(['up', 'down', 'left', 'right', 'jump'])}</action>"
+    def marking(rng: random.Random, prompt: str) -> str:
+        return f"<action>{rng.randint(1, 9)}</action>"
 
     evidence = ["Bulgaria\nCapital: Sofia"]
     question = Task("q", "What is the capital of Bulgaria?", ["Sofia"], evidence)
@@ -111,13 +101,10 @@ def worlds() -> dict[str, World]:
     return {
         "search_qa": World(search_qa, judges, searching, question),
         "tictactoe": game(
-            "tictactoe", TicTacToeOracle(kind="minimax"), cells("", 9), opponents=random_only
+            "tictactoe", TicTacToeOracle(kind="minimax"), marking, opponents=random_only
         ),
-        "sudoku": game("sudoku", SudokuOracle(), cells("", 4, 4, 4), size=4, blanks=4),
-        "sokoban": game("sokoban", SokobanOracle(), stepping, horizon=4),
         "webshop": game("webshop", WebShopOracle(), shopping, think="optional", horizon=4),
         "sotopia": World(registry.load("sotopia", {"turns": 6}), talk_judges, talking),
-        "minesweeper": game("minesweeper", MinesweeperOracle(), cells("reveal ", 5, 5)),
     }
 
 

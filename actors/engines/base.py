@@ -1,10 +1,14 @@
-"""The interface of every inference engine, and the checks of requests that no engine can serve."""
+"""The interface of every inference engine, the engines by name, and the checks of requests that no
+engine can serve. A user's own engine is named "module:Class" (docs/extend.md)."""
 
+import inspect
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from coppice.actors.config import ActorProcess
+from coppice.common.options import check_choice, checked, imported
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult
 
@@ -70,3 +74,39 @@ def check_tokens(ids: np.ndarray, vocabulary: int, folder: Path) -> None:
             f"token ids from {ids.min()} to {ids.max()}: expected 0 to {vocabulary - 1}, the ids of"
             f" {folder}; the request was made with another model's tokenizer"
         )
+
+
+BUILT_IN = {
+    "local": "coppice.actors.engines.local:LocalEngine",
+    "sglang": "coppice.actors.engines.sglang:SGLangEngine",
+}
+_OWN = ("model", "config", "seed", "place", "deterministic")
+"""Parameters of an engine's constructor that no option sets."""
+
+
+def check(name: str, options: dict[str, Any]) -> None:
+    """Raises ValueError for an unknown name and for options that the engine does not take."""
+    if ":" in name:
+        _imported(name, options)
+        return
+    entry = f"actors.engine = {name!r}"
+    check_choice(entry, name, BUILT_IN, ", or module:Class")
+    if options:
+        raise ValueError(
+            f"actors.engine_options {sorted(options)} have no effect with {entry}: remove them"
+        )
+
+
+def load(process: ActorProcess) -> Engine:
+    """Return the engine of an actor process, not yet started. Raises ValueError for its options."""
+    kind, options = _imported(process.actors.engine, process.actors.engine_options)
+    values = (process.model, process.actors, process.seed, process.place, process.deterministic)
+    own = dict(zip(_OWN, values, strict=True))
+    takes = inspect.signature(kind).parameters
+    return kind(**{key: value for key, value in own.items() if key in takes}, **options)
+
+
+def _imported(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return an engine's class, and its options as the types that the constructor declares."""
+    kind = imported(f"actors.engine = {name!r}", BUILT_IN.get(name, name))
+    return kind, checked("actors.engine_options", name, kind.__init__, options, ("self", *_OWN))

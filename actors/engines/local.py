@@ -7,21 +7,21 @@ tokens carry the new version, and the prefix cache is emptied.
 import asyncio
 import collections
 import functools
+import logging
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tokenizers
 import torch
 from transformers import AutoConfig
 
 from coppice.actors.config import ActorsConfig
-from coppice.actors.engines import attend, decoder, weights
-from coppice.actors.engines.admission import Admission
+from coppice.actors.engines import attend, weights
 from coppice.actors.engines.base import check_request, check_tokens
+from coppice.actors.engines.batch import RadixBatch
+from coppice.actors.engines.cached import CachedBatch
 from coppice.actors.engines.grammar import Grammar
-from coppice.actors.engines.memory import KVMemory, Stretch
 from coppice.actors.engines.samples import ActiveRequest, Pictures, Running, StopStrings
 from coppice.actors.engines.sampling import pick, uniforms
 from coppice.actors.engines.thread import EngineThread
@@ -30,12 +30,14 @@ from coppice.common.hardware import compute_dtype, free_memory, torch_device
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult
 
+log = logging.getLogger("actors.engines.local")
+
 
 class LocalEngine:
-    """Implements ``actors.engines.base.Engine`` for models with full attention, such as Llama,
-    Qwen2, Qwen3 and Qwen2.5-VL. deterministic: requests are served one after the other, and each
-    computes its whole prompt, because the rounding of a token's values depends on the tokens that
-    are computed with it.
+    """Implements ``actors.engines.base.Engine`` for any causal language model: continuous batching
+    over a radix cache for full attention (Llama, Qwen2.5-VL), else transformers' own caches.
+    deterministic: requests are served one after the other, and each computes its whole prompt,
+    because the rounding of a token's values depends on the tokens that are computed with it.
 
         engine = LocalEngine("models/smollm2", ActorsConfig(threads=2))
         await engine.start()
@@ -57,8 +59,10 @@ class LocalEngine:
         self.version = 0
         self.counts: collections.Counter[str] = collections.Counter()
         self.busy_s = 0.0
-        self._running = 0
-        self._thread = EngineThread(self._has_work, self._timed_step, self._free)
+        self.batch: RadixBatch | CachedBatch
+        self._thread = EngineThread(
+            lambda: bool(self.batch), self._step, lambda: self.batch.clear()
+        )
         self._loading = asyncio.Lock()
         self._requests = 0
 
@@ -73,7 +77,9 @@ class LocalEngine:
         self._set_up_thread()
         settings = AutoConfig.from_pretrained(self.folder).get_text_config()
         self._check_fits(settings)
-        self.model: Any = vision.load(self.folder, self.dtype, attend.ATTENTION).to(self.device)
+        others = not_computed(settings)
+        attention = None if others else attend.ATTENTION
+        self.model: Any = vision.load(self.folder, self.dtype, attention).to(self.device)
         self.model.eval()
         processor = vision.Vision.of(self.folder)
         self._pictures = Pictures(self.model, processor) if processor is not None else None
@@ -81,18 +87,15 @@ class LocalEngine:
         end = self.model.generation_config.eos_token_id
         self.end_tokens = frozenset(end if isinstance(end, list) else [] if end is None else [end])
         self.longest = min(self.config.max_context, settings.max_position_embeddings)
-        heads = settings.num_key_value_heads
-        width = getattr(settings, "head_dim", None)
-        width = width or settings.hidden_size // settings.num_attention_heads
-        shape = (settings.num_hidden_layers, 2, heads, width)
-        token = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self.memory = KVMemory(token, int(self.config.kv_cache_gib * 2**30), self.longest)
-        self.cache = self.memory.cache
-        self._admission = Admission(
-            self.memory, self.config.max_batch, self.config.prefill_tokens, self.counts
-        )
-        self._decoder = decoder.decoder(self.model, self.longest)
-        self._head = decoder.Head(self.model)
+        if others:
+            log.warning(
+                "%s: transformers generates, exactly and slowly, because the engine does not"
+                " compute %s (docs/models.md)", self.folder, others,
+            )  # fmt: skip
+            self.batch = CachedBatch(self.model, self.config.max_batch, self.counts)
+        else:
+            args = self.model, self.config, self.longest, self.counts, self._pictures
+            self.batch = RadixBatch(*args)
         self._stops = StopStrings(self.tokenizer)
 
     def _set_up_thread(self) -> None:
@@ -101,18 +104,6 @@ class LocalEngine:
         torch.set_num_threads(self.config.threads)
 
     def _check_fits(self, settings: Any) -> None:
-        kinds = set(getattr(settings, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"}:
-            raise ValueError(
-                f"{self.folder}: layers of kind {sorted(kinds)}; the local engine has full"
-                " attention only. Serve this model with another engine"
-            )
-        ours = hasattr(settings, "num_key_value_heads") and not hasattr(settings, "kv_lora_rank")
-        if not ours:
-            raise ValueError(
-                f"{self.folder}: {settings.model_type} has no key and value heads of one width, as"
-                " Llama has; serve this model with another engine (docs/models.md)"
-            )
         size = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
         if not size:
             raise FileNotFoundError(f"model folder {self.folder} holds no .safetensors file")
@@ -147,7 +138,7 @@ class LocalEngine:
             try:
                 return await self._generate(request)
             finally:
-                await self._thread.run(self._forget)
+                await self._thread.run(self.batch.forget)
 
     async def _generate(self, request: GenerateRequest) -> GenerateResult:
         constraint, matcher = request.sampling.constraint, None
@@ -157,7 +148,7 @@ class LocalEngine:
         positions = self._pictures.positions(request) if self._pictures is not None else None
         seed = hash((self.seed, self._requests))
         active = ActiveRequest(request, seed, matcher, positions)
-        self._thread.ask(active.future, lambda: self._admission.waiting.append(active))
+        self._thread.ask(active.future, lambda: self.batch.add(active))
         try:
             return await asyncio.wrap_future(active.future)
         except asyncio.CancelledError:
@@ -178,24 +169,14 @@ class LocalEngine:
         """Return counters and gauges. kv_cache_bytes: without running requests."""
         return {
             **self.counts,
-            "evicted_tokens": self.cache.evicted_tokens,
+            **self.batch.stats(),
             "busy_s": self.busy_s,
             "version": self.version,
-            "running": self._running,
-            "kv_cache_bytes": self.cache.bytes,
-            "kv_running_bytes": self.memory.running_bytes,
-            "kv_capacity_tokens": self.cache.budget // self.memory.token.nbytes,
         }
 
     def _check(self, request: GenerateRequest) -> None:
-        sampling, prompt = request.sampling, len(request.tokens)
         check_request(request, self.config.max_batch, self.longest)
-        needed = self.memory.needed(prompt, request.n, sampling.max_tokens)
-        if needed > self.memory.budget:
-            raise DataFault(
-                f"{request.n} samples of {sampling.max_tokens} need {needed / 2**30:.4f} GiB of"
-                f" keys and values: expected at most actors.kv_cache_gib={self.config.kv_cache_gib}"
-            )
+        self.batch.check(request)
         words = request.tokens
         if self._pictures is not None:
             words = words[words >= 0]
@@ -206,90 +187,15 @@ class LocalEngine:
         vocabulary = len(self.model.get_output_embeddings().weight)
         return Grammar(self.tokenizer, vocabulary, self.end_tokens)
 
-    def _has_work(self) -> bool:
-        return bool(self._admission) or self._running > 0
-
-    def _timed_step(self) -> None:
+    def _step(self) -> None:
+        """Run one step and sample a token for every sample that has logits."""
         start = time.monotonic()
         try:
-            self._step()
+            decoding, logits = self.batch.step(self.version)
+            if logits is not None:
+                self._sample(decoding, logits)
         finally:
             self.busy_s += time.monotonic() - start
-
-    def _free(self) -> None:
-        """Free the memory of all requests after a failure."""
-        self._admission.clear()
-        self.memory.clear()
-        self._running = 0
-
-    def _decoding(self) -> list[Running]:
-        """Return the running samples in the order of their rows."""
-        return [tail.owner for shelf in self.memory.tails.values() for tail in shelf.held]
-
-    def _step(self) -> None:
-        """Run one forward over decoding rows and chunks; sample a token for every sample."""
-        self._admission.admit(self.version)
-        chunks = self._admission.chunks()
-        decoding = self._decoding()
-        hidden = self._forward(decoding, chunks) if decoding or chunks else None
-        for running in decoding:
-            running.tail.length += 1
-        end, ends = len(decoding), dict[Stretch, int]()
-        for chunk in chunks:
-            chunk.prefix.length += chunk.count
-            end = ends[chunk.prefix] = end + chunk.count
-        rows = [hidden[: len(decoding)]] if hidden is not None and decoding else []
-        copies = [1] * len(decoding)
-        for active in self._admission.ready():
-            if active.ending is None:
-                assert hidden is not None
-                active.ending = hidden[ends[active.prefix] - 1].clone()
-            rows.append(active.ending[None])
-            copies.append(active.request.n)
-            decoding += self._branch(active)
-        if rows:
-            logits = self._head.logits(torch.cat(rows))
-            if len(decoding) > len(logits):
-                logits = logits.repeat_interleave(torch.tensor(copies, device=logits.device), 0)
-            self._sample(decoding, logits)
-
-    def _forward(self, decoding: list[Running], chunks: list[attend.Chunk]) -> torch.Tensor:
-        """Return final hidden states [rows, hidden]: decoding samples, then chunks' tokens."""
-        plan = attend.AttentionPlan(
-            [shelf for shelf in self.memory.tails.values() if shelf.held], chunks
-        )
-        tokens: list[Any] = [np.array([r.tokens[-1] for r in decoding], np.int64)]
-        positions = [np.array([r.position for r in decoding], np.int64)]
-        for chunk in chunks:
-            start, end = chunk.prefix.length, chunk.prefix.length + chunk.count
-            tokens.append(chunk.prefix.owner.prompt[start:end])
-            positions.append(chunk.prefix.owner.where(start, end))
-        if any(part.ndim > 1 for part in positions):
-            positions = [np.broadcast_to(part, (3, part.shape[-1])) for part in positions]
-        ids, where = (
-            torch.from_numpy(np.concatenate(parts, -1)).to(self.device)
-            for parts in (tokens, positions)
-        )
-        features = self._pictures.features(chunks) if self._pictures is not None else None
-        return self._decoder.forward(ids, where, plan, features)
-
-    def _branch(self, active: ActiveRequest) -> list[Running]:
-        """Keep the prompt in the cache and start the request's samples."""
-        # keys and values of an older version must not enter the new version's cache
-        if active.version == self.version:
-
-            def read(start: int, end: int) -> torch.Tensor:
-                return active.prefix.view(start, end).clone()
-
-            self.memory.keep(active.prompt, read, active.ending)
-        active.clock["decode"] = time.monotonic()
-        branches: list[Running] = []
-        for index in range(active.request.n):
-            tail = active.tails.put(None)
-            tail.owner = Running(active, index, tail)
-            branches.append(tail.owner)
-        self._running += len(branches)
-        return branches
 
     def _sample(self, running: list[Running], logits: torch.Tensor) -> None:
         """Sample one more token for each sample and remove the finished samples."""
@@ -335,26 +241,19 @@ class LocalEngine:
         """Cache a sample's keys and values and free its row; answer with the last sample."""
         active = running.owner
         if finish != "abort":
-            if active.version == self.version:
-                context = running.context()
-                self.memory.keep(context, running.read)
-                self._admission.ideal.insert(context)
             active.samples[running.index] = running.sample(finish)
-        running.tail.shelf.drop(running.tail)
-        self._running -= 1
-        self._admission.places += 1
         active.left -= 1
+        self.batch.leave(running, finish != "abort" and active.version == self.version)
         if active.left:
             return
-        active.prefix.shelf.drop(active.prefix)
         samples = [sample for sample in active.samples if sample is not None]
         if len(samples) == len(active.samples):
             phases = active.phases()
             _settle(active, GenerateResult(samples, len(active.prompt), active.cached, phases))
 
     def _abort(self, active: ActiveRequest) -> None:
-        self._admission.remove(active)
-        for running in self._decoding():
+        self.batch.remove(active)
+        for running in self.batch.running():
             if running.owner is active:
                 self._leave(running, "abort")
         _settle(active, InfrastructureFault("the caller has left"))
@@ -362,14 +261,19 @@ class LocalEngine:
     def _swap(self, kind: str, path: Path, version: int) -> None:
         weights.apply(self.model, self.folder, kind, path)
         self.version = version
-        self._forget()
+        self.batch.forget()
         if self._pictures is not None:
             self._pictures.forget()
 
-    def _forget(self) -> None:
-        """Empty the prefix cache."""
-        self.cache.clear()
-        self._admission.ideal.clear()
+
+def not_computed(settings: Any) -> str:
+    """Return which layers of a model RadixBatch does not compute, "" if it computes all."""
+    kinds = set(getattr(settings, "layer_types", None) or ["full_attention"]) - {"full_attention"}
+    recurrent = ("conv_kernel", "mamba_d_conv", "conv_L_cache")
+    if kinds or any(hasattr(settings, name) for name in recurrent):
+        return ", ".join(sorted(kinds)) or "convolutions"
+    ours = hasattr(settings, "num_key_value_heads") and not hasattr(settings, "kv_lora_rank")
+    return "" if ours else "heads of other shapes than Llama's"
 
 
 def _settle(active: ActiveRequest, outcome: GenerateResult | Fault) -> None:

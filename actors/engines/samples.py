@@ -73,7 +73,7 @@ class ActiveRequest:
 class Running:
     """One sample that decodes, with a tail of keys and values of all its tokens but the last."""
 
-    def __init__(self, owner: ActiveRequest, index: int, tail: Stretch):
+    def __init__(self, owner: ActiveRequest, index: int, tail: Any):
         self.owner, self.index, self.tail = owner, index, tail
         self.key = key(owner.seed, index)
         self.tokens: list[int] = []

@@ -54,14 +54,10 @@ class SGLangEngine:
     def __init__(self, model: str, config: ActorsConfig = ActorsConfig(), place: int = 0):
         self.folder, self.config = Path(model), config
         urls = config.sglang.urls
-        if config.sglang.way == "url" and not urls:
-            raise ValueError(
-                'actors.sglang.way = "url", but actors.sglang.urls is empty: name running servers'
-            )
-        launched = config.sglang.way == "server"
-        self.way = (
-            Launched(model, config) if launched else Servers(urls[place % len(urls)], model, config)
-        )
+        if config.sglang.way == "server":
+            self.way: Servers = Launched(model, config)
+        else:
+            self.way = Servers(urls[place % len(urls)], model, config)
         self.weights = SGLangWeights(self.way, self.folder, config.sglang)
         self._vision = vision.Vision.of(model)
         self.version = 0
@@ -242,8 +238,15 @@ class SGLangEngine:
         prompt |= {"return_logprob": True, "logprob_start_len": -1}
         prompt |= {"return_prompt_token_ids": True} if "image_data" in prompt else {}
         if sampling.cuts:
+            vocabulary, limit = self.weights.facts.vocabulary, self.weights.facts.mask
             prompt["return_sampling_mask"] = True
-            settings["top_k"] = self._most(sampling)
+            # SGLang reports the mask only with a top-k; that of the vocabulary cuts nothing
+            settings["top_k"] = sampling.top_k or vocabulary or limit + 1
+            if settings["top_k"] > limit:
+                raise DataFault(
+                    f"top_k {sampling.top_k}: expected a top_k of at most {limit}, or actors."
+                    f"sglang.arguments.sampling_mask_max_tokens = {vocabulary}"
+                )
         bodies: list[dict[str, Any]] = []
         for i in range(request.n):
             # SGLang uses seeds only if it was started with enable_deterministic_inference
@@ -252,17 +255,6 @@ class SGLangEngine:
             name = f"coppice-{uuid.uuid4().hex}"
             bodies.append(prompt | {"rid": name, "sampling_params": settings | own})
         return bodies
-
-    def _most(self, sampling: Sampling) -> int:
-        """Return a top-k with which SGLang reports the mask; without one, it cuts nothing."""
-        limit = self.weights.facts.mask
-        wanted = sampling.top_k or self.weights.facts.vocabulary or limit + 1
-        if wanted > limit:
-            raise DataFault(
-                f"top_k {sampling.top_k}: expected a top_k of at most {limit}, or actors.sglang."
-                f"arguments.sampling_mask_max_tokens = {self.weights.facts.vocabulary}"
-            )
-        return wanted
 
     async def _ask(self, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return one answer per body. Behind a router each is a request of its own."""

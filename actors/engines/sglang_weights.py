@@ -171,13 +171,12 @@ class SGLangWeights:
             await self._join(server)
             self.way.servers.append(server)
             log.info("%s has joined with version %s", server.name, self.named.partition("@")[0])
-        except UpdateRefused as refused:
-            log.warning("%s stays out until another version: %s", server.name, refused)
         except InfrastructureFault as fault:
-            if await server.answers("/model_info"):
+            told = "stays out until another version"
+            if not isinstance(fault, UpdateRefused) and await server.answers("/model_info"):
                 await self.way.front.client.send("DELETE", f"/workers/{number}")
-                mend = "was taken out of the router: mend it and add it again (POST /workers)"
-                log.warning("%s cannot be updated and %s: %s", server.name, mend, fault)
+                told = "was taken out of the router: mend it and add it again (POST /workers)"
+            log.warning("%s %s: %s", server.name, told, fault)
         finally:
             if server not in self.way.servers:  # also when this actor stops meanwhile
                 await server.close()

@@ -63,6 +63,17 @@ def adapt(model: Any, adapters: LoraConfig) -> Any:
     return model
 
 
+def check_names(folder: str, names: list[str]) -> None:
+    """Raise ValueError if a model folder calls an adapted module otherwise than transformers does:
+    no engine would find the module of the adapter."""
+    held = _stored(folder)
+    if other := [name for name in names if f"{vision.stored(name)}.weight" not in held]:
+        raise ValueError(
+            f"{folder} has another name for {other[0]}, so engines find no adapters for it; train"
+            " all weights (learner.lora.rank = 0)"
+        )
+
+
 def fill(tower: torch.nn.Module, folder: str, device: str) -> None:
     """Read this rank's rows of each hollow parameter of a sharded tower from the model's folder.
     Uses no collectives."""

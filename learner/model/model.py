@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from coppice.common import vision
 from coppice.common.hardware import compute_dtype, free_memory
 from coppice.learner.config import LearnerConfig, LoraConfig
+from coppice.learner.forest import recurrence
 from coppice.learner.forest.attention import FOREST, Backend, Layout
 from coppice.learner.forest.head import token_logprobs
 from coppice.learner.forest.trees import Forest
@@ -28,9 +29,9 @@ class Tower(torch.nn.Module):
     are used. It returns (log-probabilities, entropies) of the forest's targets over their support,
     or (values, values) of the states before them; float32 [targets]."""
 
-    def __init__(self, model: Any, temperature: float, values: bool):
+    def __init__(self, model: Any, temperature: float, values: bool, recurrent: bool):
         super().__init__()
-        self.model, self.temperature = model, temperature
+        self.model, self.temperature, self.recurrent = model, temperature, recurrent
         width = model.get_output_embeddings().weight.shape[1]
         self.value = torch.nn.Linear(width, 1) if values else None
         if self.value is not None:
@@ -71,6 +72,8 @@ class Tower(torch.nn.Module):
         tree: dict[str, Any] = {}
         if layout.backend != "causal":
             tree = {"layout": layout, "attention_mask": FOREST.to(device)}
+            if self.recurrent:
+                tree |= recurrence.segments(layout.forest, device)
         kind = torch.device(device).type
         adapters = self.model.disable_adapter() if initial else contextlib.nullcontext()
         narrow = compute == torch.bfloat16
@@ -113,7 +116,7 @@ class TreeModel:
         self.config, self.ranks, self.device = config, ranks, ranks.device
         self.compute: torch.dtype = getattr(torch, compute_dtype(config.dtype))
         model = loading.load(folder, ranks.sharded)
-        check_layers(folder, model)
+        recurrent = check_layers(folder, model)
         self.vision = vision.Vision.of(folder)
         if config.train_vision and self.vision is None:
             raise ValueError(
@@ -130,12 +133,15 @@ class TreeModel:
             head, linear = model.get_output_embeddings(), torch.nn.Linear
             modules = model.named_modules()
             names = [n for n, m in modules if isinstance(m, linear) and m is not head]
+            # kernels of state-space layers read this weight past an adapter
+            names = [n for n in names if not n.endswith(".out_proj") or not _convolves(model, n)]
+            loading.check_names(folder, names)
             adapters = PeftLora(target_modules=names, lora_dropout=0.0, **settings)
             model = loading.adapt(model, adapters)
         if config.gradient_checkpointing:
             model.enable_input_require_grads()
             model.gradient_checkpointing_enable()
-        tower = Tower(model, temperature, values)
+        tower = Tower(model, temperature, values, recurrent)
         if values:
             for parameter in tower.causal.get_output_embeddings().parameters():
                 if parameter is not tower.causal.get_input_embeddings().weight:
@@ -229,30 +235,38 @@ def _distinct(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarray | None
     return distinct[0], distinct[1], again.reshape(-1)
 
 
+def _convolves(model: Any, name: str) -> bool:
+    """Whether the layer that holds the module ``name`` has a convolution."""
+    return hasattr(model.get_submodule(name.rpartition(".")[0]), "conv1d")
+
+
 _FOLLOWS = {"full_attention", "sliding_attention", "attention", "chunked_attention"}
 """Types of layers that can attend along the branches of a tree."""
 
 
-def check_layers(folder: str, model: Any) -> None:
-    """Raise ValueError if a layer hands a state from token to token, which would reach a sibling,
-    or has attention sinks, which no backend computes yet."""
-    decoder = model.get_decoder()
+def check_layers(folder: str, model: Any) -> bool:
+    """Return whether layers hand a state from token to token, which then follows the tree. Raise
+    ValueError if a state cannot, or for attention sinks, which no backend computes yet."""
+    decoder, kind = model.get_decoder(), model.config.model_type
     if not hasattr(decoder, "layers"):
         raise ValueError(
-            f"{folder} ({model.config.model_type}) has no decoder with layers: expected a model"
+            f"{folder} ({kind}) has no decoder with layers: expected a model"
             " built as Llama is; train another model (docs/models.md)"
         )
-    kinds = set(getattr(decoder.config, "layer_types", None) or []) - _FOLLOWS
-    if any(isinstance(module, torch.nn.Conv1d) for module in decoder.layers.modules()):
-        kinds.add("convolution")
     if any(name.endswith(".sinks") for name, _ in decoder.layers.named_parameters()):
-        kinds.add("attention sinks")
-    if kinds:
         raise ValueError(
-            f"{folder} ({model.config.model_type}) has {', '.join(sorted(kinds))}: expected layers"
-            " of softmax attention alone, which can follow a tree; train another model"
-            " (docs/models.md)"
+            f"{folder} ({kind}) has attention sinks: expected softmax attention without them;"
+            " train another model (docs/models.md)"
         )
+    others = set(getattr(decoder.config, "layer_types", None) or []) - _FOLLOWS
+    convolutions = (isinstance(m, torch.nn.Conv1d) for m in decoder.layers.modules())
+    recurrent = bool(others) or any(convolutions)
+    if recurrent and (reason := recurrence.install(model)):
+        raise ValueError(
+            f"{folder} ({kind}) has layers whose state cannot follow a tree: {reason}; train"
+            " another model (docs/models.md)"
+        )
+    return recurrent
 
 
 def check_fits(folder: FilePath, lora: LoraConfig, ranks: Ranks, reference: bool = False) -> None:

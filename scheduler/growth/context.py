@@ -130,7 +130,8 @@ class Context:
         if transition.done:
             return None
         place = self._next(node, transition)
-        if self._room(self.tree.length(place)):
+        room = self.runtime.longest - self.tree.length(place) - len(self._forced)
+        if not self.runtime.longest or self.settings.max_action_tokens <= room:
             return place
         self._outgrown(node, place, transition.state)
         return None
@@ -247,36 +248,23 @@ class Context:
 
     def _observe(self, node: Node, transition: Transition) -> Node:
         """Add the environment's answer. The trajectory goes on there if turns are appended."""
-        text, state = self._answered(node, transition), msgspec.to_builtins(transition.state)
+        text, state = transition.observation, msgspec.to_builtins(transition.state)
+        if transition.messages:
+            text = self.runtime.text.after(node.tokens, transition.messages)
         tokens, appended = self.services.encode(Shown(text)), not self.environment.fresh
         observation = self.tree.add(node, "observation", tokens, text, state=state, chosen=appended)
         self.changed([observation])
         return observation
 
-    def _answered(self, node: Node, transition: Transition) -> str:
-        if not transition.messages:
-            return transition.observation
-        return self.runtime.text.after(node.tokens, transition.messages)
-
     def _show(self, state: Any, trajectory: int, step: int) -> Node:
         """Add a fresh prompt below the root, which holds what all turns share."""
         _, tail = self.services.rendered(state)
-        place: dict[str, Any] = {"trajectory": trajectory, "step": step, "chosen": True}
-        prompt = self.tree.add(
-            self.tree.nodes[0],
-            "prompt",
-            self.services.encode(tail),
-            tail.text,
-            state=msgspec.to_builtins(state),
-            **place,
-        )
+        tokens, plain = self.services.encode(tail), msgspec.to_builtins(state)
+        where: dict[str, Any] = {"trajectory": trajectory, "step": step, "chosen": True}
+        root = self.tree.nodes[0]
+        prompt = self.tree.add(root, "prompt", tokens, tail.text, state=plain, **where)
         self.changed([prompt])
         return prompt
-
-    def _room(self, length: int) -> bool:
-        """Whether an action fits into the context after ``length`` tokens."""
-        most = length + len(self._forced) + self.settings.max_action_tokens
-        return not self.runtime.longest or most <= self.runtime.longest
 
     def _outgrown(self, action: Node, place: Node, state: Any) -> None:
         place.chosen = False

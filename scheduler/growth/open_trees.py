@@ -196,7 +196,10 @@ class OpenTrees:
             why = f"an episode was dropped: {dropped[0]}" if dropped else "no judge gave an outcome"
             self._quarantine(tree, f"no trajectory could be trained, because {why}")
             return
-        replaced = self._replaces(tree)
+        replaced = len(self.stream.replaced) < self.settings.dynamic_sampling_budget
+        if replaced:  # another question takes the tree's place in the next update
+            groups = map(self.journal.turns, tree.groups)
+            replaced = not differs(groups, self.process.reward, self.process.equal)
         self.journal.close_tree(tree, "replaced" if replaced else "closed")
         self.stream.close(tree, replaced)
         if replaced:
@@ -204,13 +207,6 @@ class OpenTrees:
             self.pacing.withdraw()
         tips = [tree.tip(number) for number in {node.trajectory for node in tree.nodes.values()}]
         self.outcomes += [tip.scores["outcome"] for tip in tips if "outcome" in tip.scores]
-
-    def _replaces(self, tree: Tree) -> bool:
-        """Whether another question takes the tree's place in the next update."""
-        if len(self.stream.replaced) >= self.settings.dynamic_sampling_budget:
-            return False
-        groups = map(self.journal.turns, tree.groups)
-        return not differs(groups, self.process.reward, self.process.equal)
 
     def _quarantine(self, tree: Tree, reason: str) -> None:
         log.error("task %s is quarantined: %s", tree.task, reason)

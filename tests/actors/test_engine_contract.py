@@ -1,9 +1,5 @@
 """What every engine promises, against transformers itself: the embedded engine in both number types
-and a real SGLang server, on the same tiny model. The truth is always a full forward in float32.
-
-SGLang runs on a CPU here, with its own code and slow attention; one server serves the whole
-session.
-"""
+and a real SGLang server, on the same tiny model. The truth is always a full forward in float32."""
 
 import asyncio
 import json
@@ -28,6 +24,7 @@ from coppice.common.support import decode
 from coppice.wire import digest
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import Constraint, GenerateRequest, LoadRequest, Sampling
+from coppice.wire.published import Manifest
 from tests.actors.test_local_engine import (
     GREATEST_DIFFERENCE,
     full_logprobs,
@@ -82,11 +79,14 @@ async def begun(engine: Engine, request: GenerateRequest) -> None:
             await asyncio.sleep(0)
         return
     client: Any = engine.way
-    least = request.n * (len(request.tokens) + 3)
-    while (await client.front.client.get("/v1/loads", timeout_s=10.0, attempts=1))["loads"][0][
-        "num_total_tokens"
-    ] < least:
+    held, least = 0, request.n * (len(request.tokens) + 3)
+    while held < least:
         await asyncio.sleep(0.01)
+        held = (await client.front.client.get("/v1/loads"))["loads"][0]["num_total_tokens"]
+
+
+async def sampled(engine: Engine, prompt: np.ndarray, n: int, *args: Any, **fields: Any) -> Any:
+    return (await engine.generate(GenerateRequest(prompt, n, Sampling(*args, **fields)))).samples
 
 
 async def restore(made: SGLangEngine, folder: Path, scratch: Path) -> None:
@@ -99,9 +99,7 @@ async def test_greedy_tokens_and_logprobs_are_those_of_a_full_forward(
     engine: Engine, llama: Path
 ) -> None:
     prompt, model = ids(1, 24), reference(llama)
-    (sample,) = (
-        await engine.generate(GenerateRequest(prompt, 1, Sampling(8, temperature=0.0)))
-    ).samples
+    (sample,) = await sampled(engine, prompt, 1, 8, temperature=0.0)
     best = forward(model, prompt, sample.tokens).log_softmax(-1).max(-1).values.numpy()
     # the most probable token at each place, or one that rounding cannot tell from it
     assert near(engine, best, sample.logprobs)
@@ -113,8 +111,7 @@ async def test_logprobs_are_of_the_distribution_after_temperature(
     engine: Engine, llama: Path
 ) -> None:
     prompt, model = ids(2, 20), reference(llama)
-    result = await engine.generate(GenerateRequest(prompt, 3, Sampling(6, temperature=0.7)))
-    for sample in result.samples:
+    for sample in await sampled(engine, prompt, 3, 6, temperature=0.7):
         rows = forward(model, prompt, sample.tokens) / 0.7
         expected = rows.log_softmax(-1)[range(len(rows)), sample.tokens.tolist()].numpy()
         assert near(engine, expected, sample.logprobs)
@@ -126,11 +123,7 @@ async def test_logprobs_are_of_the_softmax_over_the_support_that_is_reported(
     engine: Engine, llama: Path, cut: dict[str, Any], n: int
 ) -> None:
     prompt, model = ids(3, 20), reference(llama)
-    result = await engine.generate(
-        GenerateRequest(prompt, n, Sampling(6, temperature=0.8, support=True, **cut))
-    )
-    for sample in result.samples:
-        assert sample.support is not None
+    for sample in await sampled(engine, prompt, n, 6, temperature=0.8, support=True, **cut):
         support = decode(sample.support, len(sample.tokens))
         rows = forward(model, prompt, sample.tokens) / 0.8
         assert support is not None
@@ -165,17 +158,10 @@ async def test_samples_of_one_prefix_differ_and_the_prefix_is_computed_once(engi
 
 async def test_finish_reasons(engine: Engine, llama: Path) -> None:
     prompt = ids(6, 12)
-    free = (
-        await engine.generate(GenerateRequest(prompt, 1, Sampling(10, temperature=0.0)))
-    ).samples[0]
+    (free,) = await sampled(engine, prompt, 1, 10, temperature=0.0)
     assert free.finish == "length"
-    text = tokenizer(llama).decode(free.tokens.tolist())
-    stop = text[3:5]
-    stopped = (
-        await engine.generate(
-            GenerateRequest(prompt, 1, Sampling(10, temperature=0.0, stop=[stop]))
-        )
-    ).samples[0]
+    stop = tokenizer(llama).decode(free.tokens.tolist())[3:5]
+    (stopped,) = await sampled(engine, prompt, 1, 10, temperature=0.0, stop=[stop])
     assert stopped.finish == "stop"
     assert free.tokens.tolist()[: len(stopped.tokens)] == stopped.tokens.tolist()
     assert stop in tokenizer(llama).decode(stopped.tokens.tolist())
@@ -191,12 +177,10 @@ async def test_cancelling_frees_the_engine(engine: Engine) -> None:
         await task
     await asyncio.sleep(0.5)
     before = engine.stats().get("decoded_tokens", 0.0)
-    # all the room there is
-    result = await engine.generate(GenerateRequest(ids(9, 10), 8, Sampling(2)))
-    assert len(result.samples) == 8
-    assert engine.stats()["decoded_tokens"] - before == sum(
-        len(s.tokens) for s in result.samples
-    )  # and nothing else ran
+    samples = await sampled(engine, ids(9, 10), 8, 2)  # all the room there is
+    assert len(samples) == 8
+    # and nothing else ran
+    assert engine.stats()["decoded_tokens"] - before == sum(len(s.tokens) for s in samples)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +190,6 @@ async def test_cancelling_frees_the_engine(engine: Engine) -> None:
         GenerateRequest(ids(0, 500), 1, Sampling(20)),
         GenerateRequest(ids(0, 0), 1, Sampling(5)),
         GenerateRequest(ids(0, 5), 99, Sampling(5)),
-        GenerateRequest(ids(0, 5), 1, Sampling(5, top_p=1.5)),
         GenerateRequest(ids(0, 5), 1, Sampling(5, top_p=0.0)),
         GenerateRequest(ids(0, 5), 1, Sampling(5, temperature=1e-300)),
         GenerateRequest(ids(0, 5), 1, Sampling(5, temperature=math.nan)),
@@ -220,7 +203,7 @@ async def test_a_request_that_can_never_work_is_a_data_fault(
 ) -> None:
     with pytest.raises(DataFault, match="expected"):
         await engine.generate(request_)
-    assert len((await engine.generate(GenerateRequest(ids(0, 5), 1, Sampling(1)))).samples) == 1
+    assert len(await sampled(engine, ids(0, 5), 1, 1)) == 1
 
 
 async def test_a_new_version_is_sampled_from_and_reads_no_other_versions_cache(
@@ -260,16 +243,14 @@ async def test_weights_that_are_not_as_announced_are_refused_and_the_old_ones_se
     engine: Engine, llama: Path, tmp_path: Path
 ) -> None:
     folder, proof, _ = version_folder(tmp_path, llama, 5)
-    greedy = GenerateRequest(ids(12, 12), 1, Sampling(6, temperature=0.0))
-    (before,) = (await engine.generate(greedy)).samples
+    (before,) = await sampled(engine, ids(12, 12), 1, 6, temperature=0.0)
     with pytest.raises(InfrastructureFault, match="digest"):
         await engine.load(LoadRequest(5, str(folder), "0" * 64))
-    (folder / "model.safetensors").write_bytes(
-        (folder / "model.safetensors").read_bytes()[:-4] + b"bits"
-    )
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4] + b"bits")
     with pytest.raises(InfrastructureFault, match="digest"):
         await engine.load(LoadRequest(5, str(folder), proof))
-    (after,) = (await engine.generate(greedy)).samples
+    (after,) = await sampled(engine, ids(12, 12), 1, 6, temperature=0.0)
     assert before.tokens.tolist() == after.tokens.tolist()
     assert set(after.versions.tolist()) == set(before.versions.tolist())
     assert near(engine, before.logprobs, after.logprobs)
@@ -281,8 +262,7 @@ async def test_an_adapter_alone_changes_the_policy(
     folder, proof, model = adapter_folder(tmp_path, llama, 6)
     await engine.load(LoadRequest(6, str(folder), proof))
     prompt = ids(13, 16)
-    result = await engine.generate(GenerateRequest(prompt, 2, Sampling(5)))
-    for sample in result.samples:
+    for sample in await sampled(engine, prompt, 2, 5):
         assert sample.versions.tolist() == [6] * len(sample.tokens)
         assert near(engine, full_logprobs(model, prompt, sample.tokens), sample.logprobs, times=5.0)
 
@@ -291,11 +271,8 @@ async def test_a_constraint_holds_from_the_first_to_the_last_token(
     engine: Engine, llama: Path
 ) -> None:
     constraint = Constraint("regex", "(yes|no), [0-9]{2}")
-    result = await engine.generate(
-        GenerateRequest(ids(14, 10), 3, Sampling(20, constraint=constraint))
-    )
     words = tokenizer(llama)
-    for sample in result.samples:
+    for sample in await sampled(engine, ids(14, 10), 3, 20, constraint=constraint):
         text = words.decode(sample.tokens.tolist(), skip_special_tokens=True)
         assert text[:-4] in ("yes", "no")
         assert text[-2:].isdigit()
@@ -303,7 +280,6 @@ async def test_a_constraint_holds_from_the_first_to_the_last_token(
 
 
 def tokenizer(folder: Path) -> tokenizers.Tokenizer:
-    """The model's."""
     return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
@@ -329,12 +305,11 @@ def adapter_folder(tmp_path: Path, source: Path, version: int) -> tuple[Path, st
                 parameter.normal_(0, 0.1)
     folder = tmp_path / f"adapter{version}"
     folder.mkdir()
-    save_file(get_peft_model_state_dict(model), folder / "adapter_model.safetensors")
+    file = folder / "adapter_model.safetensors"
+    save_file(get_peft_model_state_dict(model), file)
     settings = model.peft_config["default"].to_dict()
     settings["target_modules"] = sorted(settings["target_modules"])
     (folder / "adapter_config.json").write_text(json.dumps(settings, default=str))
-    proof = digest.safetensors_file(folder / "adapter_model.safetensors")
-    (folder / "manifest.json").write_text(
-        json.dumps({"version": version, "kind": "lora", "digest": proof})
-    )
+    proof = digest.safetensors_file(file)
+    Manifest(version, "lora", proof).write(folder)
     return folder, proof, model.merge_and_unload().eval()

@@ -21,11 +21,8 @@ END, OTHER_END, VOCABULARY = 257, 258, 272
 
 PATTERNS = [
     r"<explanation>[^<]{0,200}</explanation>\s*<score>(\+1|0|-1)</score>",
-    r"(ja|nein|vielleicht)",
-    r"[0-9]{3}-[0-9]{4}",
     r"(日本|é|🌲){2,4}",
     r"[ж-щ]{1,5}!?",
-    r"a{0,3}b{2}c*",
     r"[^a]{1,6}",
     r".{0,12}x",
     r"(?i:stop)|[0-9]+(\.[0-9]{1,2})?",
@@ -35,7 +32,6 @@ PATTERNS = [
 
 class Grade(msgspec.Struct, forbid_unknown_fields=True):
     reason: Annotated[str, msgspec.Meta(max_length=8)]
-    score: Literal[-1, 0, 1]
     tags: Annotated[list[Literal["a", "b"]], msgspec.Meta(max_length=2)] = []
 
 
@@ -43,15 +39,13 @@ GRADE = {
     "type": "object",
     "properties": {
         "reason": {"type": "string", "maxLength": 8},
-        "score": {"enum": [-1, 0, 1]},
         "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
     },
-    "required": ["reason", "score"],
+    "required": ["reason"],
     "additionalProperties": False,
 }
 SCHEMAS: list[tuple[dict[str, Any], Any]] = [
     (GRADE, Grade),
-    ({"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3}, list[bool]),
     ({"type": "integer", "minimum": -5, "maximum": 70}, Annotated[int, msgspec.Meta(ge=-5, le=70)]),
 ]
 
@@ -154,7 +148,7 @@ def test_a_copy_goes_its_own_way(grammar: Grammar, words: tokenizers.Tokenizer) 
     assert allowed(other) == sorted((a, b))
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_the_mask_works_in_place_on_every_kind_of_float(
     grammar: Grammar, words: tokenizers.Tokenizer, kind: torch.dtype
 ) -> None:
@@ -182,14 +176,11 @@ def test_a_match_that_is_given_up_allows_the_end_alone_and_says_why(
     [
         ("regex", "(", "unclosed group"),
         ("regex", "(?=a)b", "look-ahead"),
-        ("regex", r"(a)\1", "backreferences"),
         ("regex", r"[^\s\S]", "no text"),
         ("regex", "(" * 300 + "a" + ")" * 300, "nested"),
         ("regex", "a" * 60_000, "too many"),
         ("json_schema", "{", "JSON object"),
-        ("json_schema", "7", "expected a JSON object"),
         ("json_schema", '{"type": "objec"}', "objec"),
-        ("json_schema", '{"not": {}}', "not"),
         ("json_schema", '{"$ref": "http://127.0.0.1:1/x.json"}', "does not fetch"),
     ],
 )
@@ -208,10 +199,7 @@ def test_a_model_without_an_end_token_is_told_that_it_cannot_end_a_match(
         Grammar(words, VOCABULARY, frozenset()).matcher(Constraint("regex", "a"))
 
 
-def test_no_constraint_is_needed_to_have_a_grammar_and_a_smaller_vocabulary_is_cut(
-    words: tokenizers.Tokenizer,
-) -> None:
+def test_a_smaller_vocabulary_is_cut(words: tokenizers.Tokenizer) -> None:
     logits = torch.zeros(100)
-    matcher = Grammar(words, 100, frozenset({END})).matcher(Constraint("regex", "a|b"))
-    matcher.mask(logits)
+    Grammar(words, 100, frozenset({END})).matcher(Constraint("regex", "a|b")).mask(logits)
     assert torch.isfinite(logits).sum() == 2

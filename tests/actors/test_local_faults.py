@@ -19,6 +19,7 @@ from aiohttp import web
 from coppice.actors import worker
 from coppice.actors.config import ActorProcess, ActorsConfig
 from coppice.actors.engines import local, radix
+from coppice.actors.engines.batch import RadixBatch
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.engines.memory import KVMemory, Shelf
 from coppice.actors.engines.radix import RadixCache
@@ -90,17 +91,33 @@ async def together(
         return await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def failures(results: list[Any]) -> list[str]:
+    assert {type(result) for result in results} == {InfrastructureFault}
+    return [str(result) for result in results]
+
+
+def none_is_held(engine: LocalEngine) -> bool:
+    shelves = [*engine.batch.memory.prefixes.values(), *engine.batch.memory.tails.values()]
+    return sum(len(shelf.held) + shelf.promised for shelf in shelves) == 0
+
+
 async def check_all_is_free_and_right(engine: LocalEngine, folder: Path) -> None:
     """Nothing is held, and requests that need every place are answered as by a full forward."""
-    assert (engine.memory.running_bytes, engine.cache.bytes, engine.stats()["running"]) == (0, 0, 0)
-    assert (engine._admission.places, bool(engine._admission)) == (engine.config.max_batch, False)
+    assert (
+        engine.batch.memory.running_bytes,
+        engine.batch.memory.cache.bytes,
+        engine.stats()["running"],
+    ) == (0, 0, 0)
+    assert (engine.batch.admission.places, bool(engine.batch.admission)) == (
+        engine.config.max_batch,
+        False,
+    )
     prompts = [np.concatenate([ids(70, 20), ids(71 + i, 4)]) for i in range(3)]
     done = await together(
         engine, [GenerateRequest(p, engine.config.max_batch, Sampling(4)) for p in prompts]
     )
     assert worst(reference(folder), list(zip(prompts, done, strict=True))) < GREATEST_DIFFERENCE  # pyright: ignore
-    shelves = [*engine.memory.prefixes.values(), *engine.memory.tails.values()]
-    assert sum(len(shelf.held) + shelf.promised for shelf in shelves) == 0
+    assert none_is_held(engine)
 
 
 HEAD = ids(60, 20)
@@ -113,35 +130,26 @@ SIBLINGS = [GenerateRequest(np.concatenate([HEAD, ids(61, 3)]), 2, Sampling(6)) 
     [
         (Shelf, "resize", 1),  # the first starts
         (KVMemory, "reserve", 2),  # the third starts, while the second waits for the first's prefix
-        (LocalEngine, "_forward", 3),  # samples decode
+        (RadixBatch, "forward", 3),  # samples decode
         (KVMemory, "keep", 1),  # a prompt is whole
         (LocalEngine, "_leave", 2),  # a sample is done
     ],
 )
 async def test_a_step_that_fails_anywhere_fails_every_open_request_and_the_engine_goes_on(
-    llama: Path,
-    engine: LocalEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    owner: Any,
-    name: str,
-    call: int,
-) -> None:
+    llama: Path, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int
+) -> None:  # fmt: skip
     error = ValueError("no memory") if call == 2 else RuntimeError("no memory")
     monkeypatch.setattr(owner, name, failing_once(getattr(owner, name), error, call))
     results = await together(engine, [*SIBLINGS, GenerateRequest(ids(63, 30), 3, Sampling(6))])
-    assert [(type(result), str(result)) for result in results] == [
-        (InfrastructureFault, "engine step failed: no memory")
-    ] * 3
+    assert failures(results) == ["engine step failed: no memory"] * 3
     await check_all_is_free_and_right(engine, llama)
 
 
 async def test_an_abort_that_fails_fails_the_others_and_the_engine_goes_on(
     llama: Path, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tasks = [
-        asyncio.create_task(engine.generate(GenerateRequest(ids(i, 10), 2, Sampling(200))))
-        for i in range(2)
-    ]
+    request = GenerateRequest(ids(1, 10), 2, Sampling(200))
+    tasks = [asyncio.create_task(engine.generate(request)) for _ in range(2)]
     while not engine.counts["decoded_tokens"]:
         await asyncio.sleep(0)
     monkeypatch.setattr(Shelf, "drop", failing_once(Shelf.drop, RuntimeError("no memory")))
@@ -169,7 +177,7 @@ async def test_whatever_fails_and_wherever_every_request_is_answered_rightly_or_
 
     places = [
         (Shelf, "resize"), (Shelf, "put"), (Shelf, "drop"), (KVMemory, "reserve"), (KVMemory, "keep"),
-        (radix, "_part"), (RadixCache, "match"), (LocalEngine, "_forward"), (local, "pick"),
+        (radix, "_part"), (RadixCache, "match"), (RadixBatch, "forward"), (local, "pick"),
     ]  # fmt: skip
     with monkeypatch.context() as patched:
         for owner, name in places:
@@ -186,10 +194,12 @@ async def test_whatever_fails_and_wherever_every_request_is_answered_rightly_or_
     right = [(p, r) for p, r in zip(prompts, results, strict=True) if isinstance(r, GenerateResult)]
     assert {type(result) for result in results} == {GenerateResult, InfrastructureFault}
     assert worst(reference(llama), right) < GREATEST_DIFFERENCE
-    assert engine.memory.running_bytes + engine.cache.bytes <= engine.memory.budget
-    shelves = [*engine.memory.prefixes.values(), *engine.memory.tails.values()]
-    assert sum(len(shelf.held) + shelf.promised for shelf in shelves) == 0
-    assert engine._admission.places == engine.config.max_batch
+    assert (
+        engine.batch.memory.running_bytes + engine.batch.memory.cache.bytes
+        <= engine.batch.memory.budget
+    )
+    assert none_is_held(engine)
+    assert engine.batch.admission.places == engine.config.max_batch
     await engine.close()
 
 
@@ -203,7 +213,7 @@ def boom(*_: Any) -> Any:
 
 
 @DIES
-@pytest.mark.parametrize("error", [KeyError("boom"), MemoryError("boom"), AssertionError("boom")])
+@pytest.mark.parametrize("error", [KeyError("boom"), MemoryError("boom")])
 async def test_a_thread_that_ends_fails_all_that_is_open_tells_why_and_takes_no_more(
     tmp_path: Path, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -215,23 +225,20 @@ async def test_a_thread_that_ends_fails_all_that_is_open_tells_why_and_takes_no_
         go.wait(ENOUGH_S)
         raise error
 
-    monkeypatch.setattr(engine, "_forward", dying)
+    monkeypatch.setattr(engine.batch, "forward", dying)
     monkeypatch.setattr(local.weights, "verified_file", lambda *_: ("full", tmp_path))
     deaths = [asyncio.create_task(engine.died()) for _ in range(2)]
     async with asyncio.timeout(ENOUGH_S):
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(engine.generate(r)) for r in SIBLINGS]
         await reached.wait()  # what comes now stays before the thread's door
-        tasks.append(asyncio.create_task(engine.generate(SIBLINGS[0])))
-        tasks.append(asyncio.create_task(engine.generate(SIBLINGS[1])))
+        tasks += [asyncio.create_task(engine.generate(request)) for request in SIBLINGS]
         await asyncio.sleep(0)
         deaths[0].cancel()  # one who no longer listens leaves the others be
         go.set()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         reason = await deaths[1]
         assert reason == engine.ended == f"the engine's thread has ended: {error!r}"
-        assert [(type(result), str(result)) for result in results] == [
-            (InfrastructureFault, reason)
-        ] * 4
+        assert failures(results) == [reason] * 4
         assert await engine.died() == reason  # also to who asks late
         for late in (engine.generate(SIBLINGS[0]), engine.load(LoadRequest(1, str(tmp_path), ""))):
             with pytest.raises(InfrastructureFault, match="boom"):
@@ -251,11 +258,7 @@ def failing_module(engine: LocalEngine, fails: Iterator[bool]) -> None:
 @DIES
 async def test_an_error_that_stays_ends_the_thread_with_its_third_step(engine: LocalEngine) -> None:
     failing_module(engine, itertools.repeat(True))
-    said: list[str] = []
-    for round in range(FAILED_STEPS):
-        results = await together(engine, SIBLINGS)
-        assert {type(result) for result in results} == {InfrastructureFault}, round
-        said += {str(result) for result in results}
+    said = [failures(await together(engine, SIBLINGS))[0] for _ in range(FAILED_STEPS)]
     why = "CUDA error: device-side assert triggered"
     reason = f"the engine's thread has ended: RuntimeError('3 steps failed one after another, the last with: {why}')"
     assert said == [f"engine step failed: {why}"] * 2 + [reason]
@@ -303,17 +306,17 @@ async def test_weights_taken_in_part_are_never_sampled_from(
     await engine.close()
 
 
-async def test_a_close_is_no_death(engine: LocalEngine) -> None:
+async def test_a_close_fails_what_is_open_and_is_no_death(engine: LocalEngine) -> None:
     gone = asyncio.create_task(engine.died())
-    task = asyncio.create_task(engine.generate(GenerateRequest(ids(1, 10), 2, Sampling(200))))
+    request = GenerateRequest(ids(1, 10), 24, Sampling(200))
+    tasks = [asyncio.create_task(engine.generate(request)) for _ in range(2)]
     while not engine.counts["decoded_tokens"]:
         await asyncio.sleep(0)
     await engine.close()
-    with pytest.raises(InfrastructureFault, match="closed"):
-        await task
-    await asyncio.sleep(0)
-    assert not (engine._thread._death.done() or gone.done())
-    assert "closed" in engine.ended
+    for call in (*tasks, engine.generate(request)):  # one runs, one waits, one comes too late
+        with pytest.raises(InfrastructureFault, match="closed"):
+            await call
+    assert not gone.done() and "closed" in engine.ended
     gone.cancel()
 
 
@@ -321,7 +324,7 @@ async def test_a_close_is_no_death(engine: LocalEngine) -> None:
 async def test_an_actor_whose_engine_died_fails_its_calls_and_ends(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LocalEngine, "_forward", boom)
+    monkeypatch.setattr(RadixBatch, "forward", boom)
     settings = ActorsConfig(dtype="float32", max_context=256)
     async with bench(tmp_path) as b, asyncio.timeout(ENOUGH_S):
         (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)
@@ -342,7 +345,7 @@ async def test_an_actor_whose_engine_died_fails_its_calls_and_ends(
 async def test_a_server_says_that_its_engine_is_dead_and_why(
     llama: Path, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "_forward", boom)
+    monkeypatch.setattr(engine.batch, "forward", boom)
     served = runner(Server(engine, llama))
     await served.setup()
     await web.TCPSite(served, "127.0.0.1", 0).start()

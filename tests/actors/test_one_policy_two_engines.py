@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 import pytest_asyncio
 
 from coppice.actors.engines.base import Engine
@@ -44,28 +45,19 @@ async def compare(pair: tuple[Engine, Engine], version: int) -> np.ndarray:
     return last
 
 
-async def test_before_and_after_ten_updates_of_all_weights(
-    pair: tuple[Engine, Engine], llama: Path, tmp_path: Path
+@pytest.mark.parametrize("kind", ["all weights", "an adapter"])
+async def test_before_and_after_ten_updates(
+    pair: tuple[Engine, Engine], llama: Path, tmp_path: Path, kind: str
 ) -> None:
-    before = await compare(pair, 0)
-    source = llama
+    before, source = await compare(pair, 0), llama
     for version in range(1, UPDATES + 1):
-        folder, proof, model = version_folder(
-            tmp_path / f"from{version}", source, version, noise=0.05
-        )
-        for engine in pair:
-            await engine.load(LoadRequest(version, str(folder), proof))
-        source = tmp_path / f"source{version}"
-        model.save_pretrained(source)
-    assert np.abs(before - await compare(pair, UPDATES)).max() > 100 * BOUND
-
-
-async def test_before_and_after_ten_updates_of_an_adapter(
-    pair: tuple[Engine, Engine], llama: Path, tmp_path: Path
-) -> None:
-    before = await compare(pair, 0)
-    for version in range(1, UPDATES + 1):
-        folder, proof, _ = adapter_folder(tmp_path, llama, version)
+        if kind == "an adapter":
+            folder, proof, _ = adapter_folder(tmp_path, llama, version)
+        else:
+            place, source_of_next = tmp_path / f"from{version}", tmp_path / f"source{version}"
+            folder, proof, model = version_folder(place, source, version, noise=0.05)
+            model.save_pretrained(source_of_next)
+            source = source_of_next
         for engine in pair:
             await engine.load(LoadRequest(version, str(folder), proof))
     assert np.abs(before - await compare(pair, UPDATES)).max() > 100 * BOUND

@@ -173,21 +173,6 @@ async def test_a_step_changes_no_state_and_a_stored_state_goes_on(
         state = transition.state
 
 
-async def test_a_step_that_is_cancelled_leaves_nothing_behind() -> None:
-    pytest.importorskip("textarena")
-    environment = TextArena("TicTacToe-v0", players=2)
-    task = environment.task(3)
-    state = environment.initial(task)
-    expected = await act(environment, state, "[4]")
-    for copies in (True, False):
-        environment.games.copies = copies
-        step = asyncio.create_task(act(environment, state, "[4]"))
-        await asyncio.sleep(0)
-        step.cancel()
-        await asyncio.gather(step, return_exceptions=True)
-        assert await act(environment, state, "[4]") == expected
-
-
 async def test_siblings_are_copies_and_what_cannot_be_copied_is_played_again() -> None:
     for copies, played in ((True, 2 + 4), (False, 2 + 1 + 3 * 3)):
         environment: Any = Drawn(copies)

@@ -108,8 +108,7 @@ async def test_a_turn_that_follows_a_sample_continues_its_positions(
     assert_equal(learner, request, result)
 
 
-@pytest.mark.parametrize("rank", [0, 4])
-@pytest.mark.parametrize("train_vision", [False, True])
+@pytest.mark.parametrize(("rank", "train_vision"), [(0, True), (4, False), (4, True)])
 async def test_published_weights_come_into_force(
     seeing: Path, tmp_path: Path, rank: int, train_vision: bool
 ) -> None:
@@ -138,12 +137,10 @@ async def test_published_weights_come_into_force(
 async def test_pictures_that_do_not_fit_are_refused(seeing: Path, llama: Path) -> None:
     engine = await started(seeing)
     missing = msgspec.structs.replace(asked(1), images={})
-    with pytest.raises(
-        DataFault, match=r"pictures \[1\] are in the prefix and their bytes are not"
-    ):
-        await engine.generate(missing)
-    with pytest.raises(DataFault, match="has 6 tokens in the prefix: expected 2 x 2"):
-        await engine.generate(msgspec.structs.replace(asked(1), images={1: PICTURES[2]}))
+    other = msgspec.structs.replace(asked(1), images={1: PICTURES[2]})
+    for wrong, said in ((missing, r"pictures \[1\] are in"), (other, "expected 2 x 2")):
+        with pytest.raises(DataFault, match=said):
+            await engine.generate(wrong)
     assert len((await engine.generate(asked(1))).samples) == 2
     await engine.close()
     blind = await started(llama)
@@ -173,5 +170,3 @@ def test_sglang_is_sent_one_placeholder_per_picture_and_must_have_read_the_trees
     for wrong in (read[1:], [9, *read[1:]], None):
         with pytest.raises(InfrastructureFault, match="expected the tree's 32"):
             engine._check_read(request, [{"prompt_token_ids": wrong}])
-    with pytest.raises(DataFault, match="expected 2 x 2"):
-        engine._bodies(msgspec.structs.replace(asked(1), images={1: PICTURES[2]}))

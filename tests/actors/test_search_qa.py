@@ -113,20 +113,6 @@ async def test_stepping_is_pure_and_shows_passages_one_a_line() -> None:
     assert (done.observation, done.done, done.state.done) == ("", True, True)
 
 
-async def test_the_judges_context_is_the_bare_question_and_each_past_step() -> None:
-    environment = SearchQA("short", 2)
-    state = environment.initial(TASK)
-    assert environment.context(state) == "Question: What is the capital of Bulgaria?"
-    action = environment.read(None, "<think> t </think> <search> capital </search>")
-    moved = await environment.step(state, action, Shelf())
-    lines = environment.context(moved.state).split("\n")
-    assert lines[1:3] == ["Thinking: t", "Query: capital"]
-    retrieved = environment.context(moved.state).split("Retrieved: ")[1]
-    assert len(retrieved) == 300
-    turn = environment.judged(TASK, moved.state, action, 2, 4)
-    assert (turn.step, turn.past_queries, turn.query) == (2, ["capital"], "capital")
-
-
 TAGS = ["<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>"]
 TAGS += ["<information>", " ", "Sofia"]
 
@@ -151,8 +137,9 @@ def test_whatever_is_sampled_a_readable_or_forced_answer_is_the_one_the_table_re
 
 
 async def test_a_judge_sees_the_steps_before_the_action_and_their_usable_queries() -> None:
-    environment = SearchQA("short", 1)
+    environment = SearchQA("short", 2)
     task = Task("1", "Who?", ["a", "b"], evidence=["T\nField: a"])
+    assert environment.context(environment.initial(task)) == "Question: Who?"
     action = environment.read(None, "<think>s</think><search>q</search>")
     searched = await environment.step(environment.initial(task), action, Shelf())
     noticed = await environment.step(searched.state, environment.read(None, "?"), Shelf())
@@ -161,6 +148,9 @@ async def test_a_judge_sees_the_steps_before_the_action_and_their_usable_queries
     assert turn.past_observations == [searched.observation, noticed.observation]
     assert (turn.golds, turn.evidence) == (["a", "b"], ["T\nField: a"])
     assert (turn.answer, turn.think) == ("a", None)
+    lines, (_, retrieved, _) = turn.context.split("\n"), turn.context.split("Retrieved: ")
+    assert lines[1:3] == ["Thinking: s", "Query: q"]
+    assert len(retrieved.partition("\nThinking")[0]) == 300
     assert "<information>" not in turn.context
 
 

@@ -144,8 +144,14 @@ async def test_a_server_that_joins_during_an_update_gets_the_new_version(fleet: 
     assert third.weights == 2
 
 
-async def test_a_server_that_leaves_takes_no_further_part(fleet: Fleet) -> None:
+async def test_a_server_that_starts_anew_is_brought_back_and_one_that_leaves_takes_no_part(
+    fleet: Fleet,
+) -> None:
     first = fleet.servers[0]
+    first.anew()
+    await fleet.sampled(1)
+    await fleet.until(lambda: first.weights == 1)
+    await fleet.with_all(2)
     fleet.router.remove(first)
     await fleet.with_all(1)
     first.calls.clear()
@@ -182,12 +188,6 @@ async def test_a_server_that_fails_or_dies_in_an_update_does_not_fail_it(
     assert not fleet.router.removed
     await fleet.load(3)
     await fleet.sampled(3)
-
-
-async def test_a_server_that_starts_anew_between_updates_is_brought_back(fleet: Fleet) -> None:
-    fleet.servers[0].anew()
-    await fleet.sampled(1)
-    await fleet.until(lambda: fleet.servers[0].weights == 1)
 
 
 @pytest.mark.parametrize(

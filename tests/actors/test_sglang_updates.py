@@ -16,7 +16,7 @@ import torch
 from coppice.actors.engines import sglang_weights
 from coppice.actors.engines.sglang import SGLangEngine
 from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.messages import LoadRequest
+from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
 from coppice.wire.published import Manifest, Memory
 from tests.sglang_cpu.scripted import (
     REQUEST,
@@ -119,6 +119,12 @@ async def test_a_new_actor_takes_no_weights_of_an_update_that_was_cut_off(
         await made.load(adapter(tmp_path, 1))
     assert "/load_lora_adapter" not in server.calls
     await made.close()
+
+
+async def test_the_most_probable_tokens_are_asked_of_the_embedded_engine(tmp_path: Path) -> None:
+    made = engine(tmp_path, "http://127.0.0.1:1")
+    with pytest.raises(DataFault, match=r"top_logprobs 3: expected 0 .* ask the embedded engine"):
+        await made.generate(GenerateRequest(REQUEST.tokens, 1, Sampling(2, top_logprobs=3)))
 
 
 @pytest.mark.parametrize("status", [500, 400, 0])

@@ -78,10 +78,6 @@ def play(game: Sudoku, state: SudokuState, move: tuple[int, ...]) -> Transition:
     return games.play(game, state, game.notation(move))[-1]
 
 
-def small(board: str, turn: int = 0) -> SudokuState:
-    return SudokuState(4, board, SOLVED, board, turn)
-
-
 @given(PUZZLES, SEEDS)
 @settings(max_examples=40, deadline=None)
 def test_a_puzzle_has_exactly_its_blanks_and_one_solution(kind: tuple[int, int], seed: int) -> None:
@@ -111,14 +107,8 @@ def test_a_seed_without_a_puzzle_is_a_data_fault_that_names_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sudoku, "TRIES", 1)
-    failed = []
-    for seed in range(100, 140):
-        try:
-            generate(4, 12, seed)
-        except DataFault as fault:
-            failed.append(str(fault))
-            assert all(part in failed[-1] for part in (f"seed {seed}", "size 4", "12 blanks"))
-    assert failed
+    with pytest.raises(DataFault, match="size 4 with 12 blanks and one solution from seed 100"):
+        generate(4, 12, 100)
 
 
 def test_the_solver_knows_all_grids_of_size_4() -> None:
@@ -161,20 +151,6 @@ def test_random_legal_play_keeps_the_rules(
         "completion": pytest.approx(1 - state.board.count(".") / 10),
     }
     assert game.moves(state) == []
-
-
-@pytest.mark.parametrize(
-    ("board", "digit", "outcome"),
-    [("..34", 1, 0.0), ("..34", 2, 0.0), (".234", 2, 0.0), (".234", 1, 1.0)],
-)
-def test_the_last_turn_counts_as_lost_time_unless_it_solves(
-    board: str, digit: int, outcome: float
-) -> None:
-    game = Sudoku(size=4, max_turns=7, blanks=4)
-    transition = play(game, small(board + SOLVED[4:], turn=6), (0, 0, digit))
-    assert (transition.done, transition.outcome) == (True, outcome)
-    assert transition.measures["success"] == outcome
-    assert not play(game, small(board + SOLVED[4:], turn=5), (0, 0, 2)).done
 
 
 def test_a_move_is_row_column_digit_counted_from_1() -> None:

@@ -27,7 +27,6 @@ def engine(llama: Path, sglang: SGLangConfig) -> SGLangEngine:
     [
         (SGLangConfig(python="/nowhere/python"), "actors.sglang.python = '/nowhere/python'"),
         (SGLangConfig(python="/bin/true"), "ended with status 0 while starting"),
-        (SGLangConfig(way="url"), "actors.sglang.urls is empty"),
         (SGLangConfig(way="url", urls=["http://127.0.0.1:9"]), "does not answer /health"),
     ],
 )

@@ -5,8 +5,6 @@ import re
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from coppice.judges.evidence import holds, passages
 from coppice.judges.pprm import parse_final_score
@@ -122,29 +120,6 @@ def test_without_evidence_the_evidence_view_grades_by_what_came_back() -> None:
 )
 def test_text_outside_the_tags_has_no_point(view: Any, fields: dict[str, Any]) -> None:
     assert points(turn(**(fields | {"observation": HOP_2})), view) == ([], (0, 6))
-
-
-@given(
-    st.text(max_size=60),
-    st.text(max_size=200),
-    st.sampled_from([[], [HOP_1], [HOP_1, HOP_2]]),
-    st.booleans(),
-)
-def test_every_judgement_is_two_lines_that_the_pprm_could_have_written(
-    query: str, think: str, seen: list[str], knows: bool
-) -> None:
-    shown: Any = {
-        "past_observations": seen,
-        "observation": OTHER,
-        "evidence": EVIDENCE if knows else [],
-    }
-    made = turn(think=think, query=query, response="<search></search>", **shown)
-    for view in ("evidence", "retrieval"):
-        judgement = PprmRules(view).judge(made)
-        analysis, scores = judgement.explanation.split("\n")
-        assert re.fullmatch(r"Analysis: \S.*\.", analysis)
-        assert re.fullmatch(r"Scores: <final_score>\d,\d</final_score>", scores)
-        assert judgement == PprmRules(view).judge(made)
 
 
 def test_a_turn_cannot_write_its_own_score() -> None:

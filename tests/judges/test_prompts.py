@@ -52,9 +52,6 @@ def test_a_template_of_the_users_replaces_the_built_in_one(tmp_path: Path) -> No
         "Grade {context}. {unknown} stays."
     )
     assert judge.templates["query"] == (PROMPTS / "slate_query.txt").read_text()
-
-
-def test_a_template_for_an_unknown_component_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"outcome.*think.*query.*answer"):
         Slate(NOWHERE, {"outcome": "x.txt"})
 

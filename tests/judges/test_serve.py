@@ -134,26 +134,6 @@ def test_a_score_that_is_not_finite_or_invalid_is_none_and_counted(judgement: Ju
     assert bad == 1
 
 
-async def test_a_judge_starts_before_it_scores_and_closes_at_the_end(tmp_path: Path) -> None:
-    happened: list[str] = []
-
-    class Diary(Length):
-        async def start(self) -> None:
-            happened.append("start")
-            self.gate.set()
-
-        async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-            happened.append("score")
-            return await super().score(turns)
-
-        async def close(self) -> None:
-            happened.append("close")
-
-    async with serving(tmp_path, Diary()) as b:
-        await ask(b, "judge.length", "x")
-    assert happened == ["start", "score", "close"]
-
-
 async def test_the_launchers_process_serves_built_in_and_own_judges(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "from coppice.judges.base import Judge\n"

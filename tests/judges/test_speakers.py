@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from coppice.judges.base import Speaker
-from coppice.judges.llm import Chat
 from coppice.judges.serve import built_in_service, make_worker
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import SpeakRequest
@@ -74,14 +72,7 @@ async def test_a_reply_that_does_not_come_in_time_is_a_fault_with_its_limit() ->
 
 
 def test_a_plug_in_names_its_own_service() -> None:
-    class Echo(Speaker):
-        name = "echo"
-
-        async def speak(self, request: SpeakRequest) -> str:
-            return request.messages[-1]["content"]
-
-    assert Echo().service == "speaker.echo"
-    services = [built_in_service(name) for name in ("chat", "frozen", "echo")]
+    services = [built_in_service(name) for name in ("chat", "frozen", "my:Echo")]
     assert services == ["speaker.chat", "speaker.frozen", ""]
     endpoint = {"url": "http://127.0.0.1/v1", "model": "m"}
-    assert isinstance(make_worker("frozen", {"endpoint": endpoint}), Chat)
+    assert make_worker("frozen", {"endpoint": endpoint}).service == "speaker.frozen"

@@ -158,7 +158,7 @@ def logits(model: Any) -> torch.Tensor:
 @contextmanager
 def promised(cell: str) -> Iterator[None]:
     """Expect what a cell of the page says: "yes", or a word of the refusal."""
-    if cell == "yes":
+    if cell.startswith("yes"):
         yield
     else:
         with pytest.raises(ValueError, match=cell):
@@ -219,7 +219,7 @@ async def test_the_embedded_engine_samples_from_it_or_refuses_it(tmp_path: Path,
 def test_the_check_finds_a_state_that_leaks_between_paths_that_share_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_module, "check_layers", lambda *_: None)
+    monkeypatch.setattr(model_module, "check_layers", lambda *_: False)
     leaking = policy(made(tmp_path, "lfm2"))
     paths = [TokenPath([10 * i + j for j in range(9)], 4) for i in range(6)]
     with pytest.raises(PackingError, match="log-probabilities"):

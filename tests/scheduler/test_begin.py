@@ -19,7 +19,6 @@ from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, Schedule
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
 from coppice.scheduler.dispatch.weight_sync import Weights
 from coppice.scheduler.ledger.journal import Journal
-from coppice.scheduler.ledger.records import UPDATE
 from coppice.scheduler.main import Run
 from coppice.scheduler.telemetry import health
 from coppice.wire import messages as wire
@@ -203,49 +202,3 @@ async def test_a_journal_older_than_the_checkpoint_is_refused(tmp_path: Path, ll
         await resumed.live()
     assert resumed.waiting == []
     assert {row.id: journal.groups(row.id) for row in journal.trees()} == before
-
-
-class OneUpdate(House):
-    """A run whose learner answers one update and no other, however long the run lives on."""
-
-    async def train(self, group: wire.TrainGroup, call: Call) -> wire.Trained:
-        if self.trained:
-            await asyncio.get_running_loop().create_future()
-        return await super().train(group, call)
-
-
-class Outlived(House):
-    """A run beside a learner that has trained the groups ``known``, without a checkpoint."""
-
-    known: dict[int, int] = {}
-    again: list[int] = []
-
-    async def train(self, group: wire.TrainGroup, call: Call) -> wire.Trained:
-        if group.id not in self.known:
-            return await super().train(group, call)
-        self.again.append(group.id)
-        weights = self.folder / "weights" / "v000001"
-        return wire.Trained(self.known[group.id], str(weights), "digest", {UPDATE: 2.0}, [])
-
-
-async def test_an_update_whose_record_was_lost_counts_once(tmp_path: Path, llama: Path) -> None:
-    dead = OneUpdate(tmp_path, llama)
-    await dead.live(until=lambda house: house.run.stream.version == 1)
-    journal = Journal(tmp_path / "journal.sqlite", readonly=True)
-    rows = journal.trees("split='train'")[:QUESTIONS]
-    trained = {group: 1 for row in rows for group, _ in journal.groups(row.id)}
-    # a mark, and no record of it
-    assert 1 in {version for row in rows for _, version in journal.groups(row.id)}
-    (tmp_path / "metrics.jsonl").write_bytes(b"")
-    announced = msgspec.json.decode((tmp_path / "learner.json").read_bytes())
-    announced["trained"] = frontier.runs(trained)
-    (tmp_path / "learner.json").write_bytes(msgspec.json.encode(announced))
-    resumed = Outlived(tmp_path, llama, version=1)
-    resumed.known, resumed.again, resumed.in_force = trained, [], 1
-    await resumed.live()
-    check(tmp_path)
-    assert sorted(resumed.again) == sorted(trained)
-    records = (tmp_path / "metrics.jsonl").read_bytes()
-    lines = [msgspec.json.decode(line) for line in records.splitlines()]
-    told = [line for line in lines if not any(name.startswith("heldout/") for name in line)]
-    assert [int(line["version"]) for line in told] == list(range(1, UPDATES + 1))

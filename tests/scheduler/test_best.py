@@ -76,18 +76,6 @@ def test_weights_that_were_never_a_file_cannot_be_kept_and_that_is_said(
     assert best.read(tmp_path) is None
 
 
-def test_a_version_made_anew_after_a_crash_does_not_change_the_best(tmp_path: Path) -> None:
-    after(tmp_path, [0.1, 0.5])
-    weights = tmp_path / "weights" / "v000001"
-    (weights / "model.safetensors").unlink()
-    (weights / "model.safetensors").write_bytes(b"made anew")
-    number, folder = versions.chosen(tmp_path, "best")
-    assert number == 1
-    assert folder is not None
-    assert (folder / "model.safetensors").read_bytes() == b"weights 1"
-    assert versions.chosen(tmp_path, 1)[1] == weights
-
-
 def test_a_torn_record_ends_no_run_and_gives_way_to_the_next_that_is_kept(tmp_path: Path) -> None:
     after(tmp_path, [0.1, 0.5])
     (tmp_path / "best" / "v000001" / "best.json").write_bytes(b"")

@@ -43,28 +43,6 @@ async def test_a_deadline_names_workers_that_are_full_that_rest_or_hang(tmp_path
                 await b.dispatcher.call("echo", ask(), deadline=0.1)
 
 
-async def test_cancelling_the_caller_reaches_the_worker_and_frees_its_room(tmp_path: Path) -> None:
-    entered, cancelled = asyncio.Event(), asyncio.Event()
-
-    async def watch(request: EchoRequest, call: Call) -> EchoResult:
-        if request.tokens[0] == 1:
-            return EchoResult(request.tokens, 0)
-        entered.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cancelled.set()
-        raise AssertionError
-
-    async with bench(tmp_path) as b:
-        await b.work("w", {"echo": watch}, capacity=1)
-        caller = asyncio.create_task(b.dispatcher.call("echo", ask(0), deadline=60))
-        await asyncio.wait_for(entered.wait(), 5)
-        caller.cancel()
-        await asyncio.wait_for(cancelled.wait(), 5)
-        await b.dispatcher.call("echo", ask(1), deadline=5)
-
-
 async def test_a_call_runs_where_its_place_says_which_sees_each_attempt(tmp_path: Path) -> None:
     async def broken(request: EchoRequest, call: Call) -> EchoResult:
         raise InfrastructureFault("no luck")

@@ -104,18 +104,6 @@ def sudoku(**options: Any) -> Sudoku:
     return Sudoku(prompt="sudoku_compact", size=4, blanks=4, **options)
 
 
-async def test_a_chain_is_one_group_of_scored_turns(tmp_path: Path, llama: Path) -> None:
-    stage = Stage(tmp_path, llama, tictactoe())
-    await stage.grow(chain)
-    (turns,) = stage.groups
-    assert [turn.turn for turn in turns] == list(range(1, len(turns) + 1))
-    assert {turn.trajectory for turn in turns} == {0}
-    assert all(turn.scores["reward"] in (0, 1) and turn.scores["valid"] == 1 for turn in turns)
-    assert [("outcome" in turn.scores) for turn in turns] == [False] * (len(turns) - 1) + [True]
-    assert turns[-1].scores["outcome"] in (-1, 0, 1)
-    assert stage.counts["environment_steps"] == len(turns)
-
-
 async def test_each_turn_is_a_prompt_below_the_shared_part(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, tictactoe())
     await stage.grow(chain)
@@ -127,20 +115,6 @@ async def test_each_turn_is_a_prompt_below_the_shared_part(tmp_path: Path, llama
         assert request.tokens.tolist() == [*root.tokens.tolist(), *node.tokens.tolist()]
         state = stage.journal.tree(stage.journal.trees()[0]).nodes[node.id].state
         assert state["board"][:3] in stage.runtime.text.decode(request.tokens)
-
-
-async def test_turns_are_generated_while_an_oracle_thinks(tmp_path: Path, llama: Path) -> None:
-    stage = Stage(tmp_path, llama, tictactoe())
-    stage.services.hold = asyncio.Event()
-    growing = asyncio.create_task(stage.grow(chain))
-    async with asyncio.timeout(10):
-        while not any("outcome" in node.scores for node in stage.tree.nodes.values()):
-            await asyncio.sleep(0.001)
-    assert stage.services.judged == 0  # the whole episode was played, nothing was emitted
-    assert not stage.groups
-    stage.services.hold.set()
-    await growing
-    assert stage.services.judged == len(stage.groups[0])
 
 
 async def test_a_chain_grown_halfway_judges_what_was_not_judged(

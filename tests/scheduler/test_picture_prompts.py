@@ -9,7 +9,6 @@ import pytest
 
 from coppice.common import vision
 from coppice.scheduler.config import SchedulerConfig
-from coppice.scheduler.growth.rollouts import outcomes, position_before
 from coppice.scheduler.growth.strategies import chain
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.ledger.journal import Journal
@@ -102,17 +101,3 @@ async def test_a_picture_keeps_its_number(stage: Stage, tmp_path: Path, seeing: 
     assert again.journal.picture(squares(77)) == fresh
     readonly = Journal(tmp_path / "journal", readonly=True)
     assert readonly.pictures(back.nodes[0].tokens) == {1: GOAL}
-
-
-async def test_continuations_see_the_pictures_of_their_states(stage: Stage) -> None:
-    tree = await stage.grow(chain)
-    context = stage.anew(tree)
-    await context.plant()
-    stage.services.requests.clear()
-    action = tree.actions()[0]
-    values = await outcomes(context, position_before(context, action), 4)
-    assert len(values) == 4
-    for request in stage.services.requests:
-        shown = [run.number for run in vision.runs(request.tokens)]
-        assert sorted(shown) == sorted(request.images)
-        assert request.images[shown[0]] == GOAL

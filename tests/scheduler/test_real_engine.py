@@ -13,25 +13,15 @@ from coppice.actors.engines.local import LocalEngine
 from coppice.actors.environments.base import SPLIT, Task
 from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.common.support import decode
-from coppice.judges.base import Speaker
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Node, Tree
 from coppice.tools.evaluating.in_process import InProcess
 from coppice.wire.faults import DataFault
-from coppice.wire.messages import GenerateRequest, GenerateResult, SpeakRequest
+from coppice.wire.messages import GenerateRequest, GenerateResult
 from tests.agent_stage import Staged
 
 ASKED = [{"role": "user", "content": f"rules{SPLIT}now"}]
-
-
-class Echo(Speaker):
-    """Says back the request."""
-
-    name = "echo"
-
-    async def speak(self, request: SpeakRequest) -> str:
-        return msgspec.json.encode(request).decode()
 
 
 class Silent(LocalEngine):
@@ -48,7 +38,7 @@ async def staged(
 ) -> Staged:
     """A stage whose policy is the tiny model, with its engine started."""
     engine = kind(str(llama), ActorsConfig(dtype="float32", max_context=512))
-    services, task = InProcess(engine, [Echo()]), Task("t", "Who?", ["me"])
+    services, task = InProcess(engine, []), Task("t", "Who?", ["me"])
     chosen = SchedulerConfig(max_action_tokens=12, **settings)
     world = Text(str(llama)), services, SearchQA("short"), task, chosen
     await services.start()
@@ -66,19 +56,6 @@ async def test_the_policy_replies_as_its_seed_says(tmp_path: Path, llama: Path) 
     stop = replies[0][3]
     cut = await stage.anew(seed=1).services.say("policy", ASKED, 12, [stop])
     assert cut == replies[0][: replies[0].index(stop)]
-    await stage.services.close()
-
-
-async def test_a_served_speaker_gets_messages_without_the_split(
-    tmp_path: Path, llama: Path
-) -> None:
-    stage = await staged(tmp_path, llama, temperature=0.9)
-    said = await stage.anew().services.say("echo", ASKED, 5, ["x"])
-    echoed = msgspec.json.decode(said, type=SpeakRequest)
-    assert echoed.messages == [{"role": "user", "content": "rulesnow"}]
-    assert (echoed.max_tokens, echoed.temperature, echoed.stop) == (5, 0.9, ["x"])
-    assert ASKED[0]["content"] == f"rules{SPLIT}now"
-    assert stage.counts == {"spoken_replies": 1}
     await stage.services.close()
 
 

@@ -197,14 +197,9 @@ async def test_a_trajectory_that_outgrows_the_context_ends_as_a_failure_alone(
     assert len(stage.services.requests) == asked
 
 
-def scores(tree: Tree) -> dict[int, dict[str, float]]:
-    return {number: node.scores for number, node in tree.nodes.items()}
-
-
-def written(stage: Stage) -> tuple[list[str], Counter[int]]:
-    """From now on: the journal's transactions, and how often each node is written."""
-    commits: list[str] = []
-    nodes: Counter[int] = Counter()
+async def test_a_step_of_slate_is_one_transaction(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, [[GOOD, GOOD, GOOD]] * 3 + [[RIGHT, RIGHT, RIGHT]], budget=4)
+    commits, nodes = list[str](), Counter[int]()
 
     def trace(statement: str) -> None:
         if statement.startswith("COMMIT"):
@@ -213,12 +208,6 @@ def written(stage: Stage) -> tuple[list[str], Counter[int]]:
             nodes[int(statement.split("(")[1].split(",")[1])] += 1
 
     stage.journal._db.set_trace_callback(trace)
-    return commits, nodes
-
-
-async def test_a_step_of_slate_is_one_transaction(tmp_path: Path, llama: Path) -> None:
-    stage = Stage(tmp_path, llama, [[GOOD, GOOD, GOOD]] * 3 + [[RIGHT, RIGHT, RIGHT]], budget=4)
-    commits, nodes = written(stage)
     await stage.grow(slate)
     assert len(stage.groups) == len(commits) == 4
     stage.journal.close_tree(stage.tree)  # with the outcome, which is judged after the last group
@@ -226,23 +215,8 @@ async def test_a_step_of_slate_is_one_transaction(tmp_path: Path, llama: Path) -
     assert len(commits) == 5
     tip = stage.tree.tip().id
     assert nodes == {node: 1 + (node == tip) for node in stage.tree.nodes}
-    assert scores(stage.reread()) == scores(stage.tree)
-
-
-@pytest.mark.parametrize("strategy", [chain, ppr])
-async def test_a_chains_step_is_one_transaction(tmp_path: Path, llama: Path, strategy: Any) -> None:
-    stage = Stage(tmp_path, llama, [[GOOD]] * 3 + [[RIGHT]], budget=4, k=1)
-    commits, nodes = written(stage)
-    await stage.grow(strategy)
-    await stage.journal.written()
-    assert len(stage.groups) == 1
-    # The tree's start, four steps, the group with the outcome. Python 3.12 takes fewer turns of the
-    # loop to end a group of tasks, so two may be one.
-    assert 1 + 4 <= len(commits) <= 1 + 4 + 1
-    actions = {node.id for node in stage.tree.actions()}
-    assert all(nodes[node] == 1 for node in stage.tree.nodes if node not in actions)
-    assert all(nodes[action] <= 2 for action in actions)  # sampled, then judged
-    assert scores(stage.reread()) == scores(stage.tree)
+    back, kept = stage.reread().nodes, stage.tree.nodes
+    assert {n: node.scores for n, node in back.items()} == {n: kept[n].scores for n in kept}
 
 
 def test_nodes_that_the_journal_lacks_leave_their_numbers_unused() -> None:

@@ -86,32 +86,6 @@ async def test_trees_that_close_together_wait_once_for_the_disk(tmp_path: Path) 
     assert order[0] == "sync" and order.count("sync") <= 2
 
 
-async def test_a_group_is_committed_before_it_is_sent(tmp_path: Path) -> None:
-    journal, learner = Journal(tmp_path / "j"), LateLearner()
-    stream = Stream(cast(Any, learner), journal, cast(Any, None))
-    commit, call, commits, sent = journal._commit, learner.call, list[int](), list[list[int]]()
-
-    def counted(statements: Any) -> None:
-        commits.append(len(statements))
-        commit(statements)
-
-    async def told(service: str, request: Any, deadline: float) -> Any:
-        groups = Journal(tmp_path / "j", readonly=True).groups(request.tree)
-        sent.append([group for group, _ in groups])
-        return await call(service, request, deadline)
-
-    journal._commit, learner.call = counted, told
-    for number in range(50):
-        tree = planted(journal, number)
-        stream.emit(tree, [Turn(0, 0, 1, {})])
-    assert not commits
-    while len(sent) < 50:
-        await asyncio.sleep(0)
-    assert sent == [[number] for number in range(50)]
-    assert len(commits) == 1
-    await stream.stop()
-
-
 async def test_a_group_that_could_not_be_written_is_never_sent(tmp_path: Path) -> None:
     journal, learner = Journal(tmp_path / "j"), LateLearner()
     stream = Stream(cast(Any, learner), journal, cast(Any, None))

@@ -34,7 +34,6 @@ FLAGS: dict[str, Any] = {
     "random_seed": 1,
     "sleep_on_idle": True,  # its scheduler would poll without a pause, beside all other tests
     "enable_cache_report": True,
-    "enable_metrics": True,
 }
 VARIABLES = {
     "SGLANG_USE_CPU_ENGINE": "1",

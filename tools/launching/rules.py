@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from coppice.actors.config import SGLangConfig
-from coppice.actors.engines import registry as engines
+from coppice.actors.engines import base as engines
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import POLICY, Environment
 from coppice.actors.environments.task_files import check_form, listed

@@ -92,7 +92,8 @@ class WebShop(Environment):
                 " `human` only with them"
             )
         self.rich, self.horizon, self.history = pages == "text_rich", horizon, history
-        self.outcome, self.think = outcome, think
+        self.outcome: Literal["success", "score"] = outcome
+        self.think: Think = think
         goods = read_products(products, attributes, human) if products else catalogue()
         self.store = Store(goods)
         self.goals = make_goals(goods, bool(human))

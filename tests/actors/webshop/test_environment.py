@@ -2,6 +2,7 @@
 layout."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from coppice.actors.environments.base import SPLIT, Task, Transition
 from coppice.actors.environments.webshop.environment import LONGEST_PROMPT, WebShop, read_reply
 from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.tools.defaults.legal_play import FIRST_SEED
-from coppice.wire.faults import DataFault
+from coppice.tools.launching.config import load
 from tests import games
 
 SHOP = WebShop()
@@ -149,12 +150,6 @@ def test_held_out_seeds_draw_only_held_out_goals_and_training_seeds_only_the_oth
     assert environment.initial(environment.task(FIRST_SEED)).goal in environment.training
 
 
-def test_a_state_of_another_catalogue_is_a_data_fault() -> None:
-    state = msgspec.structs.replace(SHOP.initial(SHOP.task(5)), catalogue="other")
-    with pytest.raises(DataFault, match="catalogue 'other'"):
-        SHOP.prompt(SHOP.task(5), state)
-
-
 NAMES = ("Alder Mug", "Birch Mug", "Cedar Mug")
 
 
@@ -190,7 +185,9 @@ def test_products_of_the_original_layout_are_read_by_path(tmp_path: Path) -> Non
     products = environment.store.products
     assert list(products) == ["B0", "B1", "B2"]
     assert products["B0"].options == {"color": ("red | blue", "green")}
-    assert [product.price for product in products.values()][:2] == [100.0, 1005.5]
+    first, second, third = [product.price for product in products.values()]
+    assert (first, second, products["B2"].tag) == (100.0, 1005.5, "$10.0 to $20.0")
+    assert 10 <= third <= 20 and WebShop(**files(tmp_path)).store.products["B2"].price == third
     assert [goal.product.asin for goal in environment.goals].count("B0") == 2
     assert {goal.product.asin for goal in environment.goals} == {"B0", "B2"}
     assert len(environment.goals) == 4
@@ -231,3 +228,12 @@ def test_missing_and_foreign_files_are_refused_with_the_reason(tmp_path: Path) -
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         registry.load("webshop", options)
+
+
+def test_the_page_tells_the_size_of_the_shop_and_a_config_that_works(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "webshop.md").read_text()
+    kinds = len({product.query for product in SHOP.store.products.values()})
+    assert f"products of {kinds} types, with {len(SHOP.goals):,} goals" in text
+    (block,) = re.findall(r"^```toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    (tmp_path / "own.toml").write_text(f'name = "own"\n{block}')
+    assert load(tmp_path / "own.toml", []).data.environment == "webshop"

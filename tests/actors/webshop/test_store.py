@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from coppice.actors.environments.webshop.products import product_of
 from coppice.actors.environments.webshop.store import Store, StorePlace, observation, pieces
 
@@ -111,19 +109,3 @@ def test_at_most_fifty_results_in_the_order_of_the_products_that_share_a_word() 
     assert STORE.results("mugs")[:4] == ("B0", "B1", "B2", "B3")
     for words in ("<r> mug", "<q> mugs", "<c> kitchen", "<a> x mug"):  # the original's back doors
         assert set(STORE.results(words)) <= set(STORE.products)
-
-
-@pytest.mark.parametrize(
-    ("pricing", "least", "most", "tag"),
-    [
-        ("", 100, 100, "$100.0"),
-        ("$1,005.50", 1005.5, 1005.5, "$1005.5"),
-        ("$10.00 - $20.00", 10, 20, "$10.0 to $20.0"),
-    ],
-)
-def test_a_price_is_read_drawn_from_its_range_or_100(
-    pricing: str, least: float, most: float, tag: str
-) -> None:
-    product = product_of(mug(1, pricing=pricing), {})
-    assert least <= product.price <= most and product.tag == tag
-    assert product == product_of(mug(1, pricing=pricing), {})

@@ -7,7 +7,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 
@@ -33,9 +33,7 @@ class Missing:
         return {"type": "any"}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            f"{self._name} is a placeholder: this environment has no compiled kernels"
-        )
+        raise RuntimeError(f"{self._name} is a placeholder: there are no compiled kernels here")
 
 
 def missing(name: str) -> Any:
@@ -71,27 +69,22 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._root, self._member, self._below = root, member or missing, below
 
     def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None = None,
-        target: types.ModuleType | None = None,
+        self, fullname: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """A specification for each module of the package."""
-        wanted = fullname.startswith(f"{self._root}.") or (
-            fullname == self._root and not self._below
-        )
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if wanted else None
+        root = fullname == self._root and not self._below
+        if root or fullname.startswith(f"{self._root}."):
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """The placeholder module itself."""
         return Package(spec.name, self._member)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing to run."""
+        pass
 
 
 def install(finder: Finder) -> None:
-    """Ask ``finder`` after all others, so that an installed package wins."""
+    """Ask it after all others, so that an installed package wins."""
     sys.meta_path.append(finder)
 
 

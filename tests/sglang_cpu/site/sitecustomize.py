@@ -7,15 +7,7 @@ import placeholders
 
 placeholders.install(placeholders.Finder("triton", placeholders.triton))
 for name in (
-    "torchvision",
-    "tvm_ffi",
-    "compressed_tensors",
-    "openai_harmony",
-    "xgrammar",
-    "gguf",
-    "zstandard",
-    "soundfile",
-    "watchfiles",
-    "jsonschema",
-):
+    "torchvision tvm_ffi compressed_tensors openai_harmony xgrammar gguf zstandard soundfile"
+    " watchfiles jsonschema"
+).split():
     placeholders.install(placeholders.Finder(name))
