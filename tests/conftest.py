@@ -21,10 +21,7 @@ hypothesis.settings.load_profile("any machine")
 SLOW = ("e2e", "faults", "gpu")
 """Folders of tests/ in which every test is slow: whole runs, processes that die, CUDA."""
 
-LONG = (
-    "tests/tools/research",
-    "tests/actors/test_sglang_fleet.py",
-)
+LONG = ("tests/tools/research", "tests/actors/test_sglang_fleet.py")
 """Where slow tests run with tools/test --all only: measurements, and further ways to SGLang."""
 
 COMPUTING = (

@@ -85,14 +85,12 @@ class Fork:
             self.stdout = os.fdopen(reading, "rb")
 
     def poll(self) -> int | None:
-        """Return the exit status, None while the process runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit status. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
         while self.poll() is None:
             if end is not None and timeout is not None and time.monotonic() > end:
@@ -102,12 +100,10 @@ class Fork:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the process."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -118,7 +114,6 @@ class Launched(Fork):
         self.server, self.pid, self.returncode = server, pid, None
 
     def poll(self) -> int | None:
-        """Return the exit status, None while the process runs."""
         if self.returncode is None:
             self.returncode = self.server.ask({"poll": self.pid})
         return self.returncode
@@ -147,13 +142,11 @@ class Server:
         return Launched(self, self.ask(request, [out.fileno()]))
 
     def ask(self, request: dict[str, Any], files: Sequence[int] = ()) -> Any:
-        """Return the server's answer."""
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(request).encode()], files)
             return json.loads(self._socket.recv(64))
 
     def close(self) -> None:
-        """End the server, and the runs that are its children with it."""
         self._socket.close()
         self._process.wait()
 
@@ -190,7 +183,6 @@ def _alone(parent: int) -> None:
 
 
 def _launch(arguments: Sequence[str], cwd: str, begin: str) -> None:
-    """Be the launcher in the folder ``cwd``."""
     from coppice.tools.launching import command
 
     os.chdir(cwd)
@@ -215,7 +207,6 @@ def _launch(arguments: Sequence[str], cwd: str, begin: str) -> None:
 
 
 def _become(module: str, file: str, begin: str) -> None:
-    """Be the process that ``python -m module file`` would be."""
     import torch
 
     from coppice import scheduler

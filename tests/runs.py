@@ -60,7 +60,6 @@ class Run:
         self._start(*config, "--run-folder", str(self.folder), *arguments)
 
     def resume(self, *arguments: str) -> None:
-        """Launch the run again, as its user would."""
         self._start("--resume", str(self.folder), *arguments)
 
     def _start(self, *arguments: str) -> None:
@@ -82,7 +81,6 @@ class Run:
             )  # fmt: skip
 
     def said(self) -> str:
-        """What the launcher has said since its last launch."""
         with self.out.open("rb") as out:
             out.seek(self._said)
             return out.read().decode(errors="replace")
@@ -134,7 +132,6 @@ class Run:
         raise Lost(f"{what}:\n{self.said()[-5000:]}") from None
 
     def moved(self, updates: int = 1) -> None:
-        """Wait until ``updates`` more updates have been made."""
         mark = self.version() + updates
         self.wait(lambda: self.version() >= mark, f"version {mark}")
 
@@ -152,7 +149,6 @@ class Run:
         return status
 
     def finish(self, status: int = 0) -> str:
-        """Wait for the end, which must have this status, and return what the launcher said."""
         if (ended := self.ended()) != status:
             self._lost(f"status {ended}, expected {status}")
         return self.said()
@@ -163,21 +159,17 @@ class Run:
         self.ended()
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        """Send a process of the run a signal."""
         os.kill(self.pids()[name], number)
 
     def close(self) -> None:
-        """Kill what still runs."""
         if self.launches:
             self.launcher.kill()
             self.launcher.wait()
 
     def summary(self) -> dict[str, Any]:
-        """The run's summary.json."""
         return json.loads((self.folder / "summary.json").read_text())
 
     def records(self) -> list[dict[str, float]]:
-        """The run's records."""
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
@@ -186,11 +178,9 @@ class Run:
         return [record for record in self.records() if "learner/grad_norm" in record]
 
     def journal(self) -> Journal:
-        """The run's journal, to be read."""
         return Journal(self.folder / "journal.sqlite", readonly=True)
 
     def trees(self, where: str = "split='train'") -> list[Tree]:
-        """The trees of the journal."""
         journal = self.journal()
         return [journal.tree(row) for row in journal.trees(where)]
 

@@ -27,7 +27,6 @@ EXAMPLES = """\
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of coppice dev chaos."""
     what = "Strike a small run with faults, and check that nothing is lost."
     parser, default = command_parser("coppice dev chaos", what, EXAMPLES), "(default: %(default)s)"
     add = parser.add_argument
@@ -43,7 +42,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def arguments(options: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     command = parser()
     parsed = command.parse_args(options)
     if sys.platform != "linux":
@@ -58,7 +56,6 @@ def arguments(options: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(options: list[str] | None = None) -> int:
-    """Run the command and return its exit status: 1 if an invariant is broken, 130 after Ctrl-C."""
     given = arguments(options)
     if given.list:
         for name, kind in KINDS.items():

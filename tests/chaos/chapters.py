@@ -67,12 +67,10 @@ def chaos(
 def _chapter(
     run: Struck, faults: list[Fault], struck: Counter[str], survived: Counter[str]
 ) -> list[str]:
-    """Strike one run and bring it to its end. Return the invariants that it broke."""
     start = time.monotonic()
     run.launch(*world.settings(len(run.homes)))
     try:
         run.settle(3)
-        before = invariants.footprints(run)
         for fault in faults:
             began = time.monotonic()
             struck[fault.kind] += 1
@@ -82,28 +80,21 @@ def _chapter(
             seconds = time.monotonic() - began
             where = f"{fault.number:>4} {fault.kind:<10} {fault.place:<11} {seconds:>5.1f} s"
             print(f"{where}  {' '.join(what.split())}"[:WIDTH], flush=True)
-        after = invariants.footprints(run)
         if (status := run.stop_and_end()) != 0:
             return [f"the run's end: exit status {status}, expected 0:\n{run.said()[-1500:]}"]
     except (Lost, OSError, psutil.Error) as lost:
         return [f"after {sum(survived.values())} faults: {lost}"]
-    broken = [*invariants.grown(before, after), *invariants.left_behind(run)]
+    broken = invariants.left_behind(run)
     broken += invariants.of_the_files(run.folder, world.QUESTIONS * len(run.homes))
     count = invariants.account(run.folder)
     print(
         f"{count.drawn} drawn = {count.trained} trained + {count.quarantined} quarantined;"
         f" {count.updates} updates, {run.launches} launches, {time.monotonic() - start:.0f} s"
     )
-    row = "{:<10}  {:>10.6} {:>6.6}  {:>12} {:>4}"
-    print(row.format("holds", "first MiB", "last", "first files", "last"))
-    for name, first in before.items():
-        last, mib = after[name], (f"{before[name].mib:.0f}", f"{after[name].mib:.0f}")
-        print(row.format(name, *mib, first.descriptors, last.descriptors), flush=True)
     return broken
 
 
 def _keep(run: Struck, folder: Path) -> None:
-    """Copy a run that broke an invariant from its disk, which vanishes with this process."""
     shutil.copytree(run.folder, folder / "run", ignore_dangling_symlinks=True)
     with contextlib.suppress(OSError):
         shutil.copyfile(run.out, folder / "run" / "launcher.out")

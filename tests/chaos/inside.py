@@ -26,8 +26,6 @@ LAUNCHER = "coppice launch"
 
 
 def address(pid: int) -> str:
-    """Return the name of the socket of a process (in Linux's abstract namespace, which needs no
-    file)."""
     return f"\0coppice-chaos-{pid}"
 
 
@@ -82,8 +80,6 @@ def hold(seconds: float) -> None:
 
 
 def turn_clock(by: float) -> str:
-    """Move this process's date. The monotonic clock stays, as it does when an administrator sets
-    the date."""
     real, real_ns = time.time, time.time_ns
     time.time, time.time_ns = lambda: real() + by, lambda: real_ns() + int(by * 1e9)
     return f"the date moved by {by / 86400:+.1f} days"
@@ -106,7 +102,6 @@ def shut_down(kind: str) -> int:
 
 
 def begin() -> None:
-    """Take orders, as a process of a run or its launcher."""
     listen()
     if sys.argv[0] != LAUNCHER:
         messages.wrap()

@@ -1,30 +1,15 @@
-"""What must hold of a run that was struck, read from outside: its files, its processes' memory and
-descriptors, and what stays of it."""
+"""What must hold of a run that was struck, read from outside: its files, and what stays of it."""
 
 import os
 import time
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from coppice.common import shards
 from coppice.tools.inspecting import frames
 from coppice.tools.inspecting.audit import audit
 from tests.chaos.run import Struck
-
-GROWTH, ROOM_MIB, MORE_DESCRIPTORS = 1.25, 64.0, 16
-"""A process may hold so many times the memory that it began with, and so many MiB and descriptors
-more. It was started again meanwhile, and the caches of its allocator and of torch fill in another
-order each time."""
-
-
-class Footprint(msgspec.Struct, frozen=True):
-    """What a process holds. mib: its proportional share of the memory (PSS). descriptors: open
-    files and sockets."""
-
-    mib: float
-    descriptors: int
 
 
 class Account(msgspec.Struct, frozen=True):
@@ -38,27 +23,7 @@ class Account(msgspec.Struct, frozen=True):
     updates: int
 
 
-def footprints(run: Struck) -> dict[str, Footprint]:
-    """Return what each process of a run holds, by name."""
-    found = {name: psutil.Process(pid) for name, pid in run.pids().items()}
-    pss = {name: process.memory_full_info().pss / 2**20 for name, process in found.items()}
-    return {name: Footprint(pss[name], process.num_fds()) for name, process in found.items()}
-
-
-def grown(before: dict[str, Footprint], after: dict[str, Footprint]) -> list[str]:
-    """Return what grew beyond what is allowed."""
-    faults = []
-    for name, first in before.items():
-        last = after[name]
-        if last.mib > GROWTH * first.mib + ROOM_MIB:
-            faults.append(f"flat memory: {name} grew from {first.mib:.0f} to {last.mib:.0f} MiB")
-        if (now := last.descriptors) > first.descriptors + MORE_DESCRIPTORS:
-            faults.append(f"flat descriptors: {name} grew from {first.descriptors} to {now}")
-    return faults
-
-
 def account(folder: Path) -> Account:
-    """Count the tasks of a run in its journals."""
     journal = frames.opened(folder)
     try:
         rows = journal.trees("split='train'")
@@ -90,8 +55,6 @@ def of_the_files(folder: Path, questions: int) -> list[str]:
 
 
 def left_behind(run: Struck, patience_s: float = 60.0) -> list[str]:
-    """Return what stays of a run that has ended: processes, and the shared memory of any process
-    that it ever had."""
     end = time.monotonic() + patience_s
     while True:
         left = [n for n in os.listdir("/dev/shm") if any(f"_{pid}_" in n for pid in run.seen)]

@@ -51,7 +51,6 @@ def take(kind: str, wanted: bool = True) -> Callable[[str], None] | None:
 
 
 def wrap() -> None:
-    """Have the messages, loads and gradients of this process pass by the armed faults."""
     _wrap_messages()
     _wrap_loads()
     _wrap_gradients()
@@ -110,7 +109,6 @@ def _peer(pump: sockets.Pump, message: list[Frame]) -> bytes:
 
 
 def wrong(body: Any, rng: random.Random) -> tuple[Any, str]:
-    """An answer with too few parts, or with parts that cannot be."""
     match body:
         case JudgeResult():
             return replace(body, judgements=body.judgements[1:]), "too few judgements"
@@ -134,7 +132,6 @@ def wrong(body: Any, rng: random.Random) -> tuple[Any, str]:
 
 
 def nan(body: Any, rng: random.Random) -> tuple[Any, str]:
-    """An answer with NaN for a number."""
     no = float("nan")
     match body:
         case JudgeResult():
@@ -150,7 +147,6 @@ def nan(body: Any, rng: random.Random) -> tuple[Any, str]:
 
 
 def huge(body: Any, rng: random.Random) -> tuple[Any, str]:
-    """An answer that is longer than a message may be, or than was asked for."""
     text = "x " * (rng.choice([BEYOND, 4 * 2**20]) // 2)
     size = f"{len(text) / 2**20:.0f} MiB"
     match body:

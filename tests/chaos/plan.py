@@ -83,8 +83,6 @@ def _struck(kind: str, schedulers: int) -> tuple[str, ...]:
 def plan(
     seed: int, count: int, kinds: Collection[str] = KINDS.keys(), schedulers: int = 1
 ) -> list[Fault]:
-    """Return ``count`` faults. Of every 100, each kind has its share; the places of a kind take
-    turns."""
     rng = random.Random(seed)
     places = {kind: _turns(_struck(kind, schedulers), rng) for kind in sorted(kinds)}
     faults: list[Fault] = []

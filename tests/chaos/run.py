@@ -34,14 +34,11 @@ class Struck(Run):
         self._orders.bind(inside.address(os.getpid()))
 
     def pids(self) -> dict[str, int]:
-        """As of every run; all are kept in ``seen``."""
         pids = super().pids()
         self.seen |= set(pids.values())
         return pids
 
     def whole(self) -> bool:
-        """Whether every process lives and every worker has answered its scheduler since that
-        started."""
         pids, reports = self.pids(), health.read_all(self.folder)
         if set(pids) != set(plan.places(plan.EVERYWHERE, len(self.homes))):
             return False
@@ -54,17 +51,13 @@ class Struck(Run):
 
     @property
     def schedulers(self) -> list[str]:
-        """The names of the schedulers."""
         return [shards.called("scheduler", number) for number in range(len(self.homes))]
 
     def settle(self, updates: int) -> None:
-        """Wait until a whole run has made ``updates`` more updates."""
         mark = self.version() + updates
         self.wait(lambda: self.version() >= mark and self.whole(), f"version {mark}", PATIENCE_S)
 
     def moves_or_ends(self) -> int | None:
-        """Wait until another update was made, or until the launcher has ended. Return its exit
-        status, None if the run moves."""
         mark = self.version() + 1
         end = time.monotonic() + PATIENCE_S
         while self.version() < mark and self.launcher.poll() is None:
@@ -90,20 +83,16 @@ class Struck(Run):
         raise Lost(f"{kind} did not strike {place} within {patience_s:.0f} s")
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        """Send a process, or all schedulers, a signal."""
         for each in self.schedulers if name == plan.ALL else [name]:
             super().signal(each, number)
 
     def stop_and_end(self) -> int:
-        """Stop in order, as Ctrl-C does, then resume for three more updates. Return the exit status
-        of the run's end."""
         self.launcher.send_signal(signal.SIGINT)
         self.finish(130)
         self.resume(f"scheduler.updates={self.version() + 3}")
         return self.ended()
 
     def close(self) -> None:
-        """Kill what still runs."""
         self._orders.close()
         super().close()
 

@@ -77,7 +77,6 @@ def mount(place: Path, options: str, first: bool = False) -> bool:
 
 
 def unmount(place: Path) -> None:
-    """Let the disk go."""
     subprocess.run(["umount", "--lazy", str(place)], capture_output=True, check=False)
 
 
@@ -114,7 +113,6 @@ def _read_only(run: Struck) -> str:
 
 
 def _unwritable(run: Struck, place: str) -> str:
-    """Let no file of a process grow for some seconds, or until it has ended."""
     process = psutil.Process(run.pids()[place])
     _, hard = process.rlimit(psutil.RLIMIT_FSIZE)
     process.rlimit(psutil.RLIMIT_FSIZE, (0, hard))
@@ -152,7 +150,6 @@ def _journal(run: Struck, rng: random.Random) -> str:
 
 
 def _checkpoint(run: Struck, rng: random.Random) -> str:
-    """Flip a bit of a file of the newest checkpoint, or cut the file short, or remove it."""
     run.kill_all()
     newest = max((run.folder / "checkpoints").glob("v??????"))
     path = rng.choice(sorted(newest.iterdir()))

@@ -21,7 +21,6 @@ from coppice.scheduler.ledger.journal import Journal
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sample, Sampling, Turn
 from tests.chaos import invariants, messages, plan
-from tests.chaos.invariants import Footprint, grown
 from tests.forks import ROOT, Fork
 
 
@@ -125,11 +124,3 @@ def test_a_task_that_is_neither_trained_nor_quarantined_is_found(tmp_path: Path)
     assert "nothing lost: 4 drawn, 3 trained and 0 quarantined" in faults
     assert "whole updates: 3 tasks are in 2 updates of 2 tasks each" in faults
     assert f"the run is over: there is no {tmp_path / 'summary.json'}" in faults
-
-
-@pytest.mark.slow
-def test_growth_of_memory_and_descriptors_is_found() -> None:
-    before = {"judges": Footprint(100.0, 20), "launcher": Footprint(40.0, 7)}
-    assert grown(before, {"judges": Footprint(150.0, 25), "launcher": Footprint(40.0, 7)}) == []
-    faults = grown(before, {"judges": Footprint(300.0, 90), "launcher": Footprint(40.0, 7)})
-    assert [fault.partition(":")[0] for fault in faults] == ["flat memory", "flat descriptors"]

@@ -28,7 +28,6 @@ SETTINGS = (
 
 
 def settings(schedulers: int = 1) -> list[str]:
-    """What a run says at its launch, beyond the config of tests.world."""
     questions = QUESTIONS * schedulers
     shards = f"scheduler.shards={schedulers}", f"scheduler.questions_per_update={questions}"
     return [*SETTINGS, *shards]
@@ -39,10 +38,8 @@ class Searching(SearchQA):
     part of every tree."""
 
     def read(self, state: SearchState | None, text: str) -> Action:
-        """Return a search for the text."""
         return Action("search", text, text[:20] or "capital", think="I look it up.")
 
     async def step(self, state: SearchState, action: Action, tools: Tools) -> Transition:
-        """As in every search, a little later."""
         await asyncio.sleep(PACE_S)
         return await super().step(state, action, tools)

@@ -20,6 +20,5 @@ class Hanging(ExactMatch):
         return await super().score(turns)
 
     def never_ends(self) -> None:
-        """Loop without an end."""
         while True:
             pass

@@ -29,7 +29,6 @@ GUEST = "guest"
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """The launcher's node, with room for the ranks and two more processes."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False}
@@ -56,15 +55,11 @@ def guest(run: Path, folder: Path) -> subprocess.Popen[str]:
 
 
 def members(run: Run) -> dict[str, dict[str, int]]:
-    """The processes of the run's record."""
     return json.loads((run.folder / record.NAME).read_bytes())["members"]
 
 
 def test_workers_come_and_go_and_a_node_dies_and_nothing_is_lost(
-    cluster: Cluster,
-    searching: Path,
-    launch: Callable[..., Run],
-    tmp_path: Path,
+    cluster: Cluster, searching: Path, launch: Callable[..., Run], tmp_path: Path
 ) -> None:
     """When the second node dies, its actors and judges start on a third that joins then."""
     second = cluster.add_node(num_cpus=3)

@@ -21,7 +21,6 @@ Launch = Callable[..., Run]
 
 
 def shown(run: Run, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    """What coppice trees prints of the run."""
     capsys.readouterr()
     assert dump.main([str(run.folder), *options]) == 0
     return " ".join(capsys.readouterr().out.split())
@@ -92,7 +91,7 @@ def test_chains_of_a_game_against_two_opponents_train_to_the_end(
     assert f"outcome {games[-1][-1].scores['outcome']:+.3f}" in text
 
 
-def test_monte_carlo_values_of_a_game_survive_kill_9(game: Path, launch: Launch) -> None:
+def test_monte_carlo_values_of_a_game_are_trained(game: Path, launch: Launch) -> None:
     run = launch(
         game,
         *GAME,
@@ -100,10 +99,6 @@ def test_monte_carlo_values_of_a_game_survive_kill_9(game: Path, launch: Launch)
         "learner.scheme=mc_pr",
         "scheduler.strategy_options={continuations=3}",
     )
-    run.moved()
-    run.kill_all()
-    assert not (run.folder / "summary.json").exists()
-    run.resume()
     run.finish()
     run.check()
     values = [turn.scores["mc_value"] for turns in check_game(run) for turn in turns]
@@ -119,7 +114,6 @@ def test_monte_carlo_values_of_a_game_survive_kill_9(game: Path, launch: Launch)
 def test_a_run_in_the_shop_trains_on_its_rewards_and_shows_its_pages(
     tmp_path: Path, launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The oracle judges every turn, and GiGPO trains on the environment's rewards."""
     config = world.playing(tmp_path, "tests.shop:AnyText", max_position_embeddings=16384)
     run = launch(
         config,
@@ -160,7 +154,7 @@ def test_a_run_in_the_shop_trains_on_its_rewards_and_shows_its_pages(
 # SOTOPIA
 
 
-def test_conversations_with_a_frozen_copy_are_trained_by_oprl_also_through_kill_9(
+def test_conversations_with_a_frozen_copy_are_trained_by_oprl(
     tmp_path: Path, launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = world.playing(tmp_path, "tests.conversations:AnyWords", max_position_embeddings=8192)
@@ -183,9 +177,6 @@ def test_conversations_with_a_frozen_copy_are_trained_by_oprl_also_through_kill_
         "learner.scheme_options={ base = 'grpo', invalid_penalty = 0.0 }",
         "learner.prm={ threshold = 0.6, lr = 1e-3 }",
     )
-    run.moved()
-    run.kill_all()
-    run.resume()
     run.finish()
     run.check(2, 2, learns=False)
     for tree, turns in zip(run.trees(), run.groups(), strict=True):
@@ -201,7 +192,7 @@ def test_conversations_with_a_frozen_copy_are_trained_by_oprl_also_through_kill_
     assert all(words in text for words in ("said:", "The conversation is over.", "goal"))
     summary = run.summary()
     assert 0 <= summary["heldout"]["end"]["measures"]["goal"]["mean"] <= 10
-    assert summary["counts"]["spoken_replies"] > 0
+    assert summary["counts"]["spoken_replies"] >= 24
     assert summary["quarantined"] == []
 
 
@@ -211,7 +202,6 @@ def test_conversations_with_a_frozen_copy_are_trained_by_oprl_also_through_kill_
 def test_a_policy_trains_on_pictures_and_goes_on_after_kill_9(
     tmp_path: Path, launch: Launch
 ) -> None:
-    """OPRL on full trajectories, with the implicit reward model."""
     config = world.playing(tmp_path, "tests.pictures:Colours", seeing=True)
     run = launch(
         config,

@@ -23,15 +23,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     before = {path.name for path in site.iterdir()}
     (wheel,) = folder.glob("*.whl")
-    pip = [
-        str(folder / "venv" / "bin" / "pip"),
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-index",
-        "--ignore-installed",
-    ]
-    subprocess.run([*pip, str(wheel)], check=True)
+    pip = "install -q --no-deps --no-index --ignore-installed".split()
+    subprocess.run([str(folder / "venv" / "bin" / "pip"), *pip, str(wheel)], check=True)
     gained = {path.name for path in site.iterdir()} - before
     assert {name for name in gained if not name.endswith(".dist-info")} == {"coppice"}
     return site

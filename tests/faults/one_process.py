@@ -71,7 +71,6 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def arm(point: str) -> None:
-    """Have this process killed at a crash point."""
     owner, name, call, done = POINTS[point]
     function, calls = getattr(owner, name), 0
 
@@ -89,7 +88,6 @@ def arm(point: str) -> None:
 
 
 def processes(folder: Path, plan: Plan) -> tuple[SchedulerProcess, ActorProcess, LearnerProcess]:
-    """The process files of the run's three parts."""
     settings = SchedulerConfig(
         strategy="full", strategy_options={"k": 3}, judge="none", updates=UPDATES,
         questions_per_update=QUESTIONS, max_staleness=plan.staleness, max_action_tokens=3,
@@ -112,7 +110,6 @@ def processes(folder: Path, plan: Plan) -> tuple[SchedulerProcess, ActorProcess,
 
 
 async def live(folder: Path, plan: Plan) -> None:
-    """One life of the run."""
     scheduling, acting, learning = processes(folder, plan)
     (folder / "endpoint").unlink(missing_ok=True)
     trainer = Trainer(learning, Ranks(60))
@@ -134,7 +131,6 @@ async def live(folder: Path, plan: Plan) -> None:
 
 
 def follow(folder: Path, plan: Plan) -> list[int]:
-    """Exit codes of all lives of a run."""
     codes = []
     for point in [*plan.points, ""]:
         pid = os.fork()
@@ -158,7 +154,6 @@ def follow(folder: Path, plan: Plan) -> list[int]:
 
 
 def main(place: Path) -> None:
-    """All runs of the folder's lives.json, each in a folder of its name."""
     plans = msgspec.json.decode((place / "lives.json").read_bytes(), type=dict[str, Plan])
     codes = {}
     for name, plan in plans.items():

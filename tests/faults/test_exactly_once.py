@@ -37,7 +37,6 @@ def lived(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
 
 
 def weights(run: Path) -> str:
-    """The digest of the last version's weights and moments."""
     return digest.safetensors_file(
         run / "checkpoints" / f"v{UPDATES:06d}" / "policy-00000.safetensors"
     )

@@ -49,7 +49,6 @@ class Crew:
         return self.capsys.readouterr().out
 
     def starts(self, *names: str) -> list[int]:
-        """How often each of these was started."""
         files = [self.run / "processes" / f"{name}.starts" for name in names]
         return [len(file.read_text()) if file.exists() else 0 for file in files]
 
@@ -75,8 +74,6 @@ def crew(
 
 @contextlib.contextmanager
 def once(condition: Callable[[], bool], act: Callable[[], None]) -> Iterator[None]:
-    """Act beside the launch when the condition is met."""
-
     def wait() -> None:
         end = time.monotonic() + 60
         while not condition() and time.monotonic() < end:

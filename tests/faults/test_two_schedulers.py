@@ -26,12 +26,10 @@ OTHERS = ("scheduler", "learner-0", "actor-0", "actor-1", "judges-1", "retriever
 
 
 def paused(run: Struck, wanted: bool) -> None:
-    """Wait until both schedulers say that they are paused, or that they are not."""
     run.wait(lambda: {one.paused for one in health.read_all(run.folder)} == {wanted}, "pause", 20)
 
 
 def scraped(run: Struck, *samples: str) -> None:
-    """Wait until Prometheus gets these samples."""
     url = (run.folder / "prometheus").read_text()
     run.wait(
         lambda: set(urllib.request.urlopen(url).read().decode().splitlines()) >= {*samples},

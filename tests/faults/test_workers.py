@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from coppice.scheduler.dispatch.calls import LEAST_LOADED
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Dispatcher
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.keys import RunKeys
@@ -32,7 +33,6 @@ class Floor:
         self.processes: list[asyncio.subprocess.Process] = []
 
     async def hire(self, name: str) -> asyncio.subprocess.Process:
-        """Start a worker process and wait until it is ready."""
         command = [sys.executable, "-m", "tests.faults.worker_process", self.dispatcher.endpoint]
         pipes = dict.fromkeys(("stdout", "stderr"), asyncio.subprocess.PIPE)
         process = await asyncio.create_subprocess_exec(*command, str(self.keys), name, **pipes)
@@ -45,18 +45,16 @@ class Floor:
     def ask(self, what: float, prefer: str | None = None) -> asyncio.Task[EchoResult]:
         """One call, answered with the process id of the worker that served it."""
         request = EchoRequest(np.array([what], np.float32))
-        place = Prefer(prefer) if prefer else None
+        place = Prefer(prefer) if prefer else LEAST_LOADED
         return asyncio.create_task(self.dispatcher.call("echo", request, deadline=30, place=place))
 
     async def has(self, process: asyncio.subprocess.Process, what: float) -> None:
-        """Wait until the worker has received such a request."""
         assert process.stdout is not None
         async with asyncio.timeout(10):
             while await process.stdout.readline() != f"got {int(what)}\n".encode():
                 pass
 
     async def left(self, name: str) -> None:
-        """Wait until the dispatcher has noticed that a worker is gone."""
         async with asyncio.timeout(10):
             while name in {worker.name for worker in self.dispatcher.workers()}:
                 await asyncio.sleep(0.01)

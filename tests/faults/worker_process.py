@@ -18,7 +18,6 @@ from tests.services import EchoRequest, EchoResult
 
 
 async def serve(endpoint: str, keys: Path, name: str) -> None:
-    """Offer ``echo`` until drained."""
     gate = keys / f"{name}.gate"
 
     async def echo(request: EchoRequest, call: Call) -> EchoResult:

@@ -12,7 +12,6 @@ from coppice.tools import evaluating, main
 
 
 def whole(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """A parser and those of its subcommands."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

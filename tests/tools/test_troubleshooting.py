@@ -139,7 +139,6 @@ def test_every_rule_of_the_audit_has_an_entry() -> None:
 
 
 def known_setting(kind: Any, path: list[str]) -> bool:
-    """Whether a config section of this type has the key ``path``; the keys of a dict are free."""
     if not path:
         return True
     for alternative in typing.get_args(kind) or [kind]:

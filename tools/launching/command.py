@@ -159,7 +159,6 @@ def main(command: list[str] | None = None) -> int:
 
 
 def _told(error: OSError | ValueError, run: Path) -> str:
-    """Return the message of an error, with the remedy if the run's disk is at fault."""
     match error.errno if isinstance(error, OSError) else None:
         case errno.ENOSPC:
             return no_space(run)
@@ -179,7 +178,6 @@ def _records() -> TextIO:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Have what this process and its children write to stdout go nowhere."""
     sys.stdout.flush()
     stdout = os.dup(1)
     with open(os.devnull, "w") as nowhere:

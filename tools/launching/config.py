@@ -151,7 +151,6 @@ def _located(tree: dict[str, Any], fault: str) -> str:
 
 
 def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
-    """(path, value) of every number under ``path``, including the options of plug-ins."""
     if isinstance(value, dict):
         for key, inner in typing.cast(dict[str, Any], value).items():
             yield from _numbers(inner, f"{path}.{key}" if path else key)
@@ -181,7 +180,6 @@ def _set(tree: dict[str, Any], override: str) -> None:
 
 
 def _check_keys(tree: dict[str, Any], kind: type, path: str) -> None:
-    """Refuse unknown keys and name the nearest known key; msgspec checks the types afterwards."""
     hints = typing.get_type_hints(kind)
     for key, value in tree.items():
         if key not in hints:
@@ -210,7 +208,6 @@ def _nearest(path: str, key: str, here: list[str]) -> str:
 
 
 def _keys(kind: type, path: str = "") -> Iterator[str]:
-    """Every key of a section and of the sections in it."""
     for key, hint in typing.get_type_hints(kind).items():
         yield f"{path}{key}"
         if (inner := _struct(hint)) is not None:

@@ -52,7 +52,6 @@ def drain(run: Path, name: str) -> str:
 
 
 def _worker(run: Path, name: str) -> None:
-    """Refuse to drain what cannot be drained."""
     member = _running(run).members.get(name)
     why = ""
     if member is None:

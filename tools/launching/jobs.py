@@ -119,7 +119,6 @@ def kuberay(config: Config, given: list[str]) -> str:
 
 
 def _pod(config: Config, name: str) -> dict[str, Any]:
-    """Return the template of a pod that fills one node."""
     c = config.cluster
     limits = {"cpu": str(c.cpus), "memory": f"{c.memory_gib}Gi"}
     limits |= {"nvidia.com/gpu": str(c.gpus)} if c.gpus else {}

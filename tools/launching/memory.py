@@ -49,8 +49,6 @@ def number_type(config: Config, model: Path | None = None) -> str:
 
 
 def _actors_type(config: Config, model: Path | None) -> tuple[str, str]:
-    """Return the number type of the actors and the reason; "" if only a server that runs elsewhere,
-    or a model not yet here, could tell."""
     a = config.actors
     if a.engine != "sglang":
         return hardware.dtype_and_reason(a.dtype)

@@ -183,7 +183,6 @@ def _shared(scheme: Scheme, strategy: Strategy) -> set[str]:
 
 
 def _strategy(config: Config, gives: StrategyGives, environment: Environment) -> Iterator[str]:
-    """What the strategy needs of engine, judge and environment."""
     s, say = config.scheduler, partial(setting, config)
     named, place = say("scheduler.strategy"), say("data.environment")
     if gives.group == "step" and gives.size > config.actors.max_batch:
@@ -206,7 +205,6 @@ def _strategy(config: Config, gives: StrategyGives, environment: Environment) ->
 def _columns(
     config: Config, scheme: Scheme, gives: StrategyGives, served: Served, environment: Environment
 ) -> str:
-    """Why what the scheme reads and the score columns that are there for it do not agree, or ""."""
     s, outside, say = config.scheduler, config.judges.outside, partial(setting, config)
     reads, grows, judges = say("learner.scheme"), say("scheduler.strategy"), say("scheduler.judge")
     if gives.purpose and not scheme.needs.columns & gives.purpose:
@@ -247,7 +245,6 @@ def _columns(
 
 
 def _models(config: Config, scheme: Scheme) -> Iterator[str]:
-    """Only those of the learner's own models that the scheme reads may have a section."""
     w, needs, reads = config.learner, scheme.needs, setting(config, "learner.scheme")
     for section in ("critic", "prm"):
         if getattr(w, section) is not None and section not in plan_of(w).models:
@@ -261,8 +258,6 @@ def _models(config: Config, scheme: Scheme) -> Iterator[str]:
 
 
 def _rewards(config: Config, scheme: Scheme, gives: StrategyGives) -> Iterator[str]:
-    """Settings of the reward need a scheme that says which column it is, and dynamic sampling a
-    scheme that compares within a group."""
     w, needs, default, say = config.learner, scheme.needs, LearnerConfig(), partial(setting, config)
     reads, keys = say("learner.scheme"), "reward_scale reward_clip soft_overlong kl_reward_coef"
     changed = [say(f"learner.{k}") for k in keys.split() if getattr(w, k) != getattr(default, k)]

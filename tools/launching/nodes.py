@@ -240,7 +240,6 @@ class Nodes:
         _ray().shutdown()
 
     def _place(self, spec: PlannedProcess, options: dict[str, Any]) -> Any:
-        """Place the learner's ranks together, on as few nodes as hold them."""
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

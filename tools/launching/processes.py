@@ -73,7 +73,6 @@ def make(config: Config, assets: Assets, run: Path) -> list[PlannedProcess]:
 
 
 def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[PlannedProcess, Any]]:
-    """Yield each process but the learner's ranks, with what its file holds."""
     w, a, data = config.learner, config.actors, config.data
     s = replace(config.scheduler, strategy_options=strategy_options(config))
     needs = schemes.load(w.scheme, w.scheme_options).needs
@@ -224,7 +223,6 @@ def _ranks(learner: LearnerConfig, meeting: dict[str, str]) -> Iterator[PlannedP
 
 
 def _actor(config: Config, place: int) -> PlannedProcess:
-    """Plan one actor. With actors.sglang.gpus it sees only its own GPUs."""
     a, name, shard = config.actors, f"actor-{place}", place % config.scheduler.shards
     actor = PlannedProcess(name, "coppice.actors.worker", name, a.threads, shard=shard)
     if a.engine != "sglang":

@@ -181,7 +181,6 @@ def write_environment(run: Path) -> None:
 
 
 def _said(command: str) -> str:
-    """Return what a command prints, or "" if it is not there, fails or hangs."""
     try:
         words = shlex.split(command)
         done = subprocess.run(words, capture_output=True, check=True, text=True, timeout=20)

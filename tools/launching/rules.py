@@ -34,7 +34,6 @@ def check(config: Config) -> None:
 
 
 def _faults(config: Config) -> Iterator[str]:
-    """Yield what is wrong, in order; what a plug-in refuses itself is raised."""
     s, a, encoder = config.scheduler, config.actors, config.retriever.encoder
     if s.dispatch.dead_after_s <= s.dispatch.heartbeat_s:
         least = setting(config, "scheduler.dispatch.heartbeat_s")
@@ -81,8 +80,6 @@ def _several_schedulers(config: Config) -> Iterator[str]:
 
 
 def _make_judges(config: Config) -> Served:
-    """Make the judges, opponents and speakers of [judges.use] once, as their processes will make
-    them. Raises ValueError for an option that cannot work."""
     judges, served, deadline = config.judges, Served(), config.scheduler.judge_deadline_s
     for spec, options in judges.use.items():
         if judges.model is not None:  # the port is chosen when the run starts
@@ -112,7 +109,6 @@ def _judge_model(config: Config) -> Iterator[str]:
 
 
 def _engine(config: Config) -> Iterator[str]:
-    """Yield what the chosen engine, or the chosen way to reach it, would silently ignore."""
     a, w, g = config.actors, config.learner, config.actors.sglang
     say, engine = partial(setting, config), f"with actors.engine = {config.actors.engine!r}"
     engines.check(a.engine, a.engine_options)
@@ -141,8 +137,6 @@ def _engine(config: Config) -> Iterator[str]:
 
 
 def _adapters(g: SGLangConfig, rank: int, vision: bool) -> Iterator[str]:
-    """Yield the arguments under which SGLang would refuse the learner's adapters at the first
-    update, or ignore a part of them."""
     adapters, arguments = f"learner.lora.rank = {rank}", "actors.sglang.arguments"
     if vision:
         applies = "SGLang applies adapters to the language layers only; expected rank 0"
@@ -156,8 +150,6 @@ def _adapters(g: SGLangConfig, rank: int, vision: bool) -> Iterator[str]:
 
 
 def _environment(config: Config, served: Served) -> Iterator[str]:
-    """Check the environment's options, the tasks' sources, the services that episodes need, and the
-    method."""
     data, warm = config.data, setting(config, "warm_start.steps")
     environment = registry.load(data.environment, data.options)
     examined = registry.load(data.environment, data.options | config.scheduler.evaluation.options)
@@ -180,8 +172,6 @@ def _environment(config: Config, served: Served) -> Iterator[str]:
 def _services(
     config: Config, served: Served, environment: Environment, examined: Environment
 ) -> Iterator[str]:
-    """Refuse a judge, an opponent or a speaker that neither the run nor [judges.outside] serves,
-    because the run would wait for it forever."""
     s, outside, named = config.scheduler, config.judges.outside, setting(config, "data.environment")
     opponents = {**getattr(environment, "opponents", {}), **getattr(examined, "opponents", {})}
     needed = {f"judge.{s.judge}": setting(config, "scheduler.judge")} if s.judge != UNJUDGED else {}
@@ -207,8 +197,6 @@ def _services(
 
 
 def _learner(config: Config) -> Iterator[str]:
-    """Yield the settings of the learner that contradict each other or the run's length, or would do
-    nothing."""
     w, s, updates = config.learner, config.scheduler, setting(config, "scheduler.updates")
     plan, long = plan_of(w), w.soft_overlong
     say, no_effect = partial(setting, config), partial(idle, config)

@@ -91,7 +91,6 @@ def _for_questions(
 
 
 def _files(sources: str | list[str], facts: Path | None, split: str) -> str | list[str]:
-    """Return sources, with "default" replaced by the file of built-in questions."""
     own = str(facts / f"{split}.jsonl") if facts else "default"
     files = [own if source == "default" else source for source in listed(sources)]
     return files[0] if isinstance(sources, str) else files

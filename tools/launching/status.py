@@ -205,7 +205,6 @@ def _process(run: Path, name: str, member: record.Member, heard: float | None) -
 
 
 def _advice(status: Status, launched: Record | None) -> str:
-    """One line that says what to do, with the exact command."""
     run = shlex.quote(str(status.run))
     again = f"coppice launch --resume {run}"
     lost = [t for t in status.damaged if t.startswith("config") or "journal.sqlite cannot" in t]

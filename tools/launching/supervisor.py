@@ -112,7 +112,6 @@ class Supervisor:
         return None
 
     def _hire(self, spec: PlannedProcess) -> Child:
-        """Start a process, for the first time or again. What a scheduler says is shown."""
         if (child := self.children.get(name := spec.name)) is None:
             child = self.children[name] = Child(spec, self.run, self.nodes)
         else:
@@ -157,7 +156,6 @@ class Supervisor:
         return None if scheduler.poll() in (0, INTERRUPTED) else self.children[SCHEDULER]
 
     def _ended(self) -> bool:
-        """True once scheduler 0 failed, or all schedulers exited 0."""
         first, *others = (self.children[name].process.poll() for name in self.schedulers)
         return first is not None and (first != 0 or all(status == 0 for status in others))
 
@@ -167,8 +165,6 @@ class Supervisor:
         return shard is None or self.children[self.schedulers[shard]].process.poll() != 0
 
     def _tend(self, now: float) -> Child | None:
-        """Start dead workers again. Return the child whose death ends this start of the run, if
-        there is one."""
         for child in self.children.values():
             if isinstance(child.process, Away):
                 self.recorder.placed(child.spec.name, child.process.pid, child.process.host)
@@ -191,8 +187,6 @@ class Supervisor:
         self.recorder.failed(child.spec.name, cause.text, child.log, then)
 
     def _served(self, child: Child) -> bool:
-        """Whether a worker, or one of a scheduler's workers, answered calls since its last start,
-        as far as the scheduler has reported it."""
         reports = [one.health for one in self.watchdogs if one.health is not None]
         return any(
             worker.answered and child.process.pid in (worker.pid, report.pid)
@@ -232,7 +226,6 @@ class Supervisor:
         self._wait([child.spec.name], 5.0)
 
     def _stacks(self) -> None:
-        """Have every process that can write its stacks to its log."""
         for name, child in self.children.items():
             if child.process.poll() is None:
                 doing, stacks = child.activity()
@@ -240,7 +233,6 @@ class Supervisor:
                 self.screen.say(f"{name}: {said}")
 
     def _first(self, child: Child) -> Child:
-        """Return the rank whose death took ``child`` along, or ``child`` itself."""
         group = [c for c in self.children.values() if c.spec.vital and c.spec.name != SCHEDULER]
         self._wait([other.spec.name for other in group], SETTLE_S)
         dead = [other for other in group if other.process.poll() not in (None, 0)]

@@ -35,7 +35,6 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A set-up that is done, and processes that end at once."""
     assets = Assets("MODEL", "TRAIN", "HELDOUT", "INDEX")
     monkeypatch.setattr("coppice.tools.launching.command.prepare", lambda config: assets)
     monkeypatch.setattr("coppice.tools.launching.command.supervise", lambda *given: 0)

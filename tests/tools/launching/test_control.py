@@ -12,10 +12,7 @@ import pytest
 from coppice.common.atomic import write_whole
 from coppice.scheduler.telemetry import health
 from coppice.tools.launching import control, record
-from coppice.tools.launching.processes import PlannedProcess
-from coppice.tools.launching.record import Member, Record, Recorder
-from coppice.tools.launching.screen import RunScreen
-from coppice.tools.launching.supervisor import DRAIN, LOOK_S, Signals, Supervisor
+from coppice.tools.launching.record import Member, Record
 
 WAITS = (
     "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7));"
@@ -63,30 +60,6 @@ def test_a_pause_is_a_file_that_resume_removes(floor: Floor) -> None:
     assert (floor.run / health.PAUSED).exists()
     control.resume(floor.run)
     assert not (floor.run / health.PAUSED).exists()
-
-
-def test_the_launcher_drains_the_worker_that_is_named_and_forgets_the_orders_to_an_earlier_start(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "waits.py").write_text(f"open({str(tmp_path / 'endpoint')!r}, 'w')\n{WAITS}")
-    names, paths = ("scheduler", "actor-0", "actor-1"), {"PYTHONPATH": str(tmp_path)}
-    plan = [PlannedProcess(name, "waits", name, 1, name == "scheduler", paths) for name in names]
-    supervisor = Supervisor(tmp_path, plan, Signals(), Recorder(tmp_path), RunScreen(0))
-    (tmp_path / DRAIN).mkdir()
-    (tmp_path / DRAIN / "actor-1").touch()
-    try:
-        assert supervisor.start() is None
-        workers = [supervisor.children[name] for name in names[1:]]
-        while not all(b"\n" in worker.log.read_bytes() for worker in workers):
-            assert [worker.process.poll() for worker in workers] == [None, None]
-        assert "starts a fresh one about 60 s later" in control.draining(tmp_path, "actor-0")
-        control.drain(tmp_path, "actor-0")
-        supervisor._look(time.monotonic() + LOOK_S)
-        assert workers[0].process.wait(30) == 7
-        assert workers[1].process.poll() is None
-        assert not list((tmp_path / DRAIN).iterdir())
-    finally:
-        supervisor.stop()
 
 
 @pytest.mark.parametrize(

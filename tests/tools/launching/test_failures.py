@@ -1,8 +1,6 @@
 """Why a process ended, read from its status and its log; how often it is started again."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from coppice.tools.launching.failures import (
     RESTARTS,
@@ -81,18 +79,11 @@ def test_going_on_is_advised_plainly_only_where_nothing_has_to_change(
     assert remedy(cause, "AGAIN").startswith(said)
 
 
-@given(st.lists(st.floats(0.0, 10_000.0), min_size=1).map(sorted))
-def test_a_pause_is_given_until_too_many_deaths_lie_in_the_window(deaths: list[float]) -> None:
-    rate = Rate()
-    for i, now in enumerate(deaths):
-        near = sum(before > now - WITHIN_S for before in deaths[: i + 1])
-        assert rate.pause(now) == (2.0 ** (near - 1) if near <= RESTARTS else None)
-
-
 def test_a_death_after_progress_counts_as_the_first() -> None:
     rate = Rate()
     pauses = [rate.pause(float(i), progress=i == 2) for i in range(6)]
     assert pauses == [1.0, 2.0, 1.0, 2.0, 4.0, None]
+    assert rate.pause(WITHIN_S + 4.5) == 2.0  # one of them is in the window
 
 
 FAULT, KILL = Cause("ValueError: bad", False), cause_of(-9, "")
@@ -111,11 +102,6 @@ def test_kills_are_resumed_a_few_times_without_progress_and_for_a_week_with_it()
     assert ends == [False] * RESTARTS + [True]
     resumes = Resumes("")
     assert all(resumes.pause(KILL, f"v{i + 1:06d}") == 1.0 for i in range(7 * 24))
-
-
-def test_a_full_disk_is_not_resumed_though_there_was_progress() -> None:
-    full = Cause("OSError: [Errno 28] No space left on device", False)
-    assert Resumes("").pause(full, "v000001") is None
 
 
 def test_trees_in_the_journal_are_progress_after_a_kill_and_not_after_an_error() -> None:

@@ -32,7 +32,6 @@ MODEL = [
 
 
 def made(run: Path, overrides: list[str], judge_model: str = "JUDGE") -> dict[str, Any]:
-    """Process files by name, of the processes in the plan."""
     config, assets = load(DEFAULT_CONFIG, overrides), Assets("MODEL", "T", "H", "I", judge_model)
     files = [process.file for process in processes.make(config, assets, run)]
     read = {name: (run / "processes" / f"{name}.json").read_bytes() for name in files}
@@ -56,13 +55,6 @@ def test_a_judge_that_asks_for_the_served_model_gets_its_address_and_what_it_can
     (spec,) = (p for p in processes.make(config, assets, tmp_path) if p.name == "judge-model")
     module = "coppice.tools.launching.serve_model"
     assert (spec.module, spec.threads, spec.vital) == (module, 1, False)
-
-
-def test_a_run_without_a_judge_model_has_no_process_for_it(tmp_path: Path) -> None:
-    elsewhere = ["judges.use.pprm.endpoint.url=http://h/v1", "judges.use.pprm.endpoint.model=m"]
-    files = made(tmp_path, elsewhere, "")
-    assert "judge-model" not in files
-    assert files["judges"]["judges"]["pprm"]["endpoint"] == {"url": "http://h/v1", "model": "m"}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +88,6 @@ def test_the_model_is_found_before_the_start(
 
 @asynccontextmanager
 async def process(module: str, file: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """One process of a plan, ended in order."""
     command = [sys.executable, "-m", module, str(file)]
     running = await asyncio.create_subprocess_exec(*command, cwd=DEFAULT_CONFIG.parent.parent)
     try:

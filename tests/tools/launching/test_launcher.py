@@ -33,7 +33,6 @@ def handlers() -> Iterator[None]:
 
 @pytest.fixture
 def assets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A set-up that is done."""
     made = Assets("MODEL", "TRAIN", "HELDOUT", "INDEX")
     monkeypatch.setattr("coppice.tools.launching.command.prepare", lambda config: made)
     monkeypatch.setattr(

@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[3]
 
 
 def smol(folder: Path) -> Path:
-    """SmolLM2-135M's shape and size on disk, without its numbers."""
     shape = {
         "hidden_size": 576,
         "intermediate_size": 1536,

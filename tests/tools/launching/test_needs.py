@@ -27,7 +27,6 @@ def line(capsys: pytest.CaptureFixture[str], *options: str, overrides: list[str]
 
 @pytest.fixture
 def unprepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A set-up that may not begin."""
     monkeypatch.setattr(
         "coppice.tools.launching.command.prepare", lambda config: pytest.fail("set up")
     )
@@ -60,21 +59,14 @@ def test_a_wrong_model_is_refused_also_by_a_dry_run(
 
 
 def test_a_model_that_the_hub_does_not_give_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def absent(*given: object, **more: object) -> None:
         raise OSError("404\nsee the hub")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", absent)
-    monkeypatch.setattr(
-        "coppice.tools.launching.command.prepare",
-        lambda config: ensure_model(config.model.name, tmp_path),
-    )
-    said = line(capsys, overrides=["model.name=nobody/nothing"])
-    assert (
-        "model.name = 'nobody/nothing' is no folder and the hub did not give it: 404 see the hub"
-        in said
-    )
+    with pytest.raises(FileNotFoundError, match="is no folder and the hub did not give it: 404"):
+        ensure_model("nobody/nothing", tmp_path)
 
 
 def test_weights_that_are_cut_short_are_named_with_the_remedy(

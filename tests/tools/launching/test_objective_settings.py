@@ -64,27 +64,25 @@ def test_settings_that_fit_are_accepted(settings: list[str]) -> None:
     load(SLATE, settings)
 
 
+MC_PR, LONG = "method=mc-pr", "learner.soft_overlong={max_tokens=30, cache_tokens=30}"
+TWO_COLUMNS = r"makes the rewards of turns from .* remove it"
+
+
 @pytest.mark.parametrize(
-    "changes",
-    ["reward_scale=2.0", "reward_clip=0.5", "soft_overlong={max_tokens=30, cache_tokens=30}"],
-)
-@pytest.mark.parametrize(
-    "method",
-    [[PPR], [SUDOKU, "method=mc-pr"], [SUDOKU, "method=vineppo"]],
-    ids=["ppr", "mc-pr", "vineppo"],
+    ("path", "changes", "said"),
+    [
+        (PPR, ["learner.reward_scale=2.0"], TWO_COLUMNS),
+        (PPR, ["learner.kl_reward_coef=0.1"], r"learner\.scheme_options\.kl_coef instead"),
+        (SUDOKU, [MC_PR, "learner.reward_clip=0.5"], TWO_COLUMNS),
+        (SUDOKU, [MC_PR, "learner.kl_reward_coef=0.1"], r"learner\.kl_coef is a KL in the loss"),
+        (SUDOKU, ["method=vineppo", "scheduler.max_action_tokens=30", LONG], TWO_COLUMNS),
+    ],
 )
 def test_a_change_of_one_column_is_refused_where_the_scheme_makes_rewards_of_two(
-    method: list[Any], changes: str
+    path: Path, changes: list[str], said: str
 ) -> None:
-    with pytest.raises(ConfigError, match=r"makes the rewards of turns from .* remove it"):
-        load(method[0], [*method[1:], "scheduler.max_action_tokens=30", f"learner.{changes}"])
-
-
-def test_a_kl_in_the_reward_of_ppr_or_mc_pr_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"learner\.scheme_options\.kl_coef instead"):
-        load(PPR, ["learner.kl_reward_coef=0.1"])
-    with pytest.raises(ConfigError, match=r"learner\.kl_coef is a KL in the loss"):
-        load(SUDOKU, ["method=mc-pr", "learner.kl_reward_coef=0.1"])
+    with pytest.raises(ConfigError, match=said):
+        load(path, changes)
 
 
 def test_k1_in_the_loss_is_a_doubt() -> None:

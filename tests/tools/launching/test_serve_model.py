@@ -3,15 +3,18 @@ line why it does not."""
 
 import re
 import signal
-import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from coppice.judges.config import JudgeModelConfig
 from coppice.tools.launching.serve_model import is_loopback, main
+from coppice.tools.launching.settings import JudgeModelProcess
 
 pytestmark = pytest.mark.slow
 
@@ -63,25 +66,50 @@ def test_what_cannot_be_served_is_one_clear_line(
     assert said.count("\n") == 1
 
 
-def test_a_cache_without_room_is_refused_by_its_option(
-    llama: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main([str(llama), "--kv-cache-gib", "1000000"])
-    assert "or a smaller cache (actors.kv_cache_gib, --kv-cache-gib)" in capsys.readouterr().err
-
-
-def test_an_address_that_is_taken_is_one_clear_line(llama: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        command = [*COMMAND, str(llama), "--port", str(taken.getsockname()[1]), "--threads", "1"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
-    assert "address already in use" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_only_addresses_of_this_machine_need_no_key() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.3.2.1", "::1", "localhost")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "localhost.example.org", "")))
+
+
+DYING = """
+import sys
+from coppice.actors.engines.local import LocalEngine
+from coppice.tools.launching import serve_model
+
+def boom(*_):
+    raise KeyError("boom")
+
+LocalEngine._step = boom
+"""
+
+
+@pytest.mark.parametrize("in_a_run", [False, True])
+def test_a_server_whose_engine_dies_ends_with_status_1_and_the_reason(
+    in_a_run: bool, tmp_path: Path, llama: Path
+) -> None:
+    """In a run the launcher then starts it again."""
+    given = [str(llama), "--port", "0", "--threads", "1", "--kv-cache-gib", "0.01"]
+    call, says = "sys.exit(serve_model.main(sys.argv[1:]))", "coppice serve --model"
+    if in_a_run:
+        call, says, given = "serve_model.in_a_run()", "judge-model", [str(tmp_path / "file.json")]
+        model = JudgeModelConfig(max_context=256, kv_cache_gib=0.01)
+        process = JudgeModelProcess(says, str(tmp_path), str(llama), 0, model)
+        Path(given[0]).write_bytes(msgspec.json.encode(process))
+    command = [sys.executable, "-c", DYING + call, *given]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().split(" at ")[1].strip()
+            request = urllib.request.Request(f"{url}/completions", b'{"prompt": "a tree"}')
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(request, timeout=60)
+            assert refused.value.code == 503
+            assert b"boom" in refused.value.read()
+            _, errors = server.communicate(timeout=60)
+        finally:
+            server.kill()
+    assert server.returncode == 1
+    reason = f"{says}: the engine's thread has ended: KeyError('boom')"
+    assert errors.splitlines()[-1].startswith(reason)

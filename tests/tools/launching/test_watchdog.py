@@ -26,8 +26,6 @@ def report(
     phase: str = "updates",
     **judges: Any,
 ) -> None:
-    """Write the scheduler's report of the moment ``at``, with changes to what it knows of the
-    judges."""
     whole = WorkerHealth(
         "judges", PIDS["judges"], "here", ["judge.x"], at, "here", 0, 4, 9, 0, ["judge.x: ok"]
     )
@@ -42,7 +40,6 @@ def report(
 
 @pytest.fixture
 def dog(tmp_path: Path) -> Watchdog:
-    """A watchdog of a launcher that has looked for a while."""
     dog = Watchdog(tmp_path)
     dog._calm_since, dog._looked = 0.0, 5000.0
     return dog
@@ -121,30 +118,17 @@ def test_a_learner_that_holds_up_the_run_is_a_reason_to_resume_it_and_the_end_of
 
 
 HANGS = """
-import sys, threading, time, concurrent.futures
 from coppice.common.process import begin
 def endless_judgement():
     print("ready", flush=True)
     while True:
         pass
-def never_unlocked():
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire()
-pool = concurrent.futures.ThreadPoolExecutor(2)
-pool.submit(int).result()
-pool.submit(never_unlocked)
 begin()
-code = never_unlocked.__code__
-while (code, 11) not in [(f.f_code, f.f_lineno) for f in sys._current_frames().values()]:
-    time.sleep(0.01)
 endless_judgement()
 """
 
 
-def test_the_stacks_of_an_endless_loop_and_of_a_deadlock_are_read_from_the_log(
-    tmp_path: Path,
-) -> None:
+def test_the_stacks_of_an_endless_loop_are_read_from_the_log(tmp_path: Path) -> None:
     log, script = tmp_path / "log", tmp_path / "judge.py"
     script.write_text(HANGS)
     with log.open("wb") as file:
@@ -155,7 +139,6 @@ def test_the_stacks_of_an_endless_loop_and_of_a_deadlock_are_read_from_the_log(
         assert process.stdout.readline() == b"ready\n"
         doing, text = watchdog.activity(process.pid, log)
         assert " in endless_judgement" in text
-        assert f'{script}", line 11 in never_unlocked' in text
         finding = watchdog.Finding("judges", "has been silent for 9 s", ["judge.x: ok after 1.0 s"])
         assert watchdog.diagnosis(finding, doing, text) == (
             "has been silent for 9 s; it computes (state R); its stacks are in its log;"
