@@ -59,7 +59,8 @@ class LocalEngine:
         self.version = 0
         self.counts: collections.Counter[str] = collections.Counter()
         self.busy_s = 0.0
-        self.batch: RadixBatch | CachedBatch
+        self.batch: Any
+        """A RadixBatch, or a CachedBatch for layers that it does not compute."""
         self._thread = EngineThread(
             lambda: bool(self.batch), self._step, lambda: self.batch.clear()
         )
