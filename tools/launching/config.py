@@ -194,9 +194,9 @@ def _check_keys(tree: dict[str, Any], kind: type, path: str) -> None:
 
 
 def _nearest(path: str, key: str, here: list[str]) -> str:
-    """The key that somebody most likely meant: the name here of what other libraries call so, the
-    same key in another section or an option of a plug-in (rather one of this section), or the
-    nearest spelling among those of the section, ``here``; "" if there is none."""
+    """Return the key that was probably meant, "" if none comes near: first the name here of another
+    library's key, then the same name in another section or a plug-in, then the nearest of the
+    section's keys, ``here``."""
     name = _SYNONYMS.get(key, key)
     if name in here:
         return f"{path}{name}"
