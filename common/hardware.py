@@ -1,7 +1,9 @@
 """What this machine has: the number type in which it computes, its GPUs and its free memory. The
 engine and the learner must agree on the number type, so both ask here."""
 
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -41,12 +43,31 @@ def visible_gpus() -> list[str]:
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shown is not None:
         return [gpu for gpu in shown.split(",") if gpu and gpu != "-1"]
-    if not shutil.which("nvidia-smi"):
-        return []
-    listed = subprocess.run(
-        ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False
-    )
-    return [str(i) for i, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU ")]
+    listed = _said("nvidia-smi", "--list-gpus").splitlines()
+    return [str(i) for i, line in enumerate(listed) if line.startswith("GPU ")]
+
+
+def gpu_software() -> dict[str, str]:
+    """Return versions on which GPU code depends, "" where unknown: "driver" and the newest "CUDA"
+    for which it is made, "torch's CUDA", and "nvcc", by which SGLang compiles kernels at its first
+    start. No tensor library is loaded."""
+    torch = importlib.util.find_spec("torch")
+    version = Path(torch.origin).with_name("version.py") if torch and torch.origin else Path()
+    made = version.read_text() if version.is_file() else ""
+    found = {
+        "driver": (r"Driver Version: *([\d.]+)", banner := _said("nvidia-smi")),
+        "CUDA": (r"CUDA(?: UMD)? Version: *([\d.]+)", banner),
+        "torch's CUDA": (r"cuda\b.*= '([\d.]+)'", made),
+        "nvcc": (r"release ([\d.]+)", _said("nvcc", "--version")),
+    }
+    matches = {name: re.search(*search) for name, search in found.items()}
+    return {name: match[1] if match else "" for name, match in matches.items()}
+
+
+def _said(*command: str) -> str:
+    if not shutil.which(command[0]):
+        return ""
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
 
 
 def torch_device() -> str:

@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 
 from coppice.common import hardware
+from coppice.tools.launching.config import load
+from coppice.tools.launching.prepare import lacking_machine
 
 LISTED = """\
 GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-2d1c6a0e-8d0e-4c3f-9f8e-0c5d8a1b2c3d)
 GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-7e9f1a2b-3c4d-5e6f-8a9b-0c1d2e3f4a5b)
   MIG 1g.10gb     Device  0: (UUID: MIG-a1b2c3d4-e5f6-5789-8abc-def012345678)
 """
+BANNER = "| NVIDIA-SMI 550.54.15    Driver Version: 550.54.15    CUDA Version: 12.4     |"
 
 
 @pytest.fixture
@@ -21,8 +24,8 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     text, program = tmp_path / "listed.txt", tmp_path / "nvidia-smi"
     text.write_text(LISTED)
     program.write_text(
-        f"#!{sys.executable}\nimport sys\nassert sys.argv[1:] == ['--list-gpus']\n"
-        f"print(open({str(text)!r}).read(), end='')\n"
+        f"#!{sys.executable}\nimport sys\n"
+        f"print(open({str(text)!r}).read() if '--list-gpus' in sys.argv else {BANNER!r}, end='')\n"
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -33,6 +36,24 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_gpus_are_those_that_nvidia_smi_lists(smi: Path) -> None:
     assert hardware.visible_gpus() == ["0", "1"]
     assert hardware.dtype_and_reason("auto") == ("bfloat16", "there is an NVIDIA GPU")
+
+
+@pytest.mark.usefixtures("smi")
+def test_a_driver_that_is_older_than_torchs_cuda_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = tmp_path / "torch" / "version.py"
+    version.parent.mkdir()
+    version.with_name("__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for torchs, said in (("13.0", ["driver 550.54.15 is made for CUDA 12.4"]), ("12.9", [])):
+        version.write_text(f"cuda: Optional[str] = '{torchs}'\nhip: Optional[str] = None\n")
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+        assert hardware.gpu_software() == {
+            "driver": "550.54.15", "CUDA": "12.4", "torch's CUDA": torchs, "nvcc": ""
+        }  # fmt: skip
+        refused = lacking_machine(load(Path("configs/slate-cpu.toml"), []))
+        assert [one[:38] for one in refused] == said
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 import msgspec
 
+from coppice.common import hardware
 from coppice.common.atomic import fresh
 from coppice.common.options import command_parser
 from coppice.scheduler.telemetry import health, tracking
@@ -218,6 +219,9 @@ def _announce(
     model: the policy's folder."""
     lines = [f"changed: {change}" for change in changed]
     lines += [f"warning: {doubt}" for doubt in rules.doubts(config)]
+    if gpus := hardware.visible_gpus():
+        versions = [f"{name} {found or '?'}" for name, found in hardware.gpu_software().items()]
+        lines.append(f"GPUs {len(gpus)}, {', '.join(versions)}")
     for line in (*lines, memory_warning(config, model), number_type(config, model)):
         if line:
             screen.say(line, "fault" if line.startswith("warning: ") else "detail")

@@ -54,9 +54,17 @@ def lacking_machine(config: Config) -> Iterator[str]:
     for name in config.data.options.get("pass_env", ()):
         if name not in os.environ:
             yield f"data.options.pass_env names {name!r}, which is not set: export it"
+    gpus = hardware.visible_gpus()
+    software = hardware.gpu_software() if gpus else {}
+    made, runs = software.get("torch's CUDA", ""), software.get("CUDA", "")
+    if made and runs and int(made.split(".")[0]) > int(runs.split(".")[0]):
+        yield (
+            f"driver {software['driver']} is made for CUDA {runs}, and torch for CUDA {made}:"
+            " expected a newer driver or another torch, or CUDA_VISIBLE_DEVICES= for the CPU"
+        )
     if config.actors.engine != "sglang" or g.way == "url":
         return
-    on_gpus, gpus = g.arguments.get("device") != "cpu", hardware.visible_gpus()
+    on_gpus = g.arguments.get("device") != "cpu"
     if on_gpus and not gpus:
         yield (
             "actors.engine = 'sglang' needs a GPU, and nvidia-smi and CUDA_VISIBLE_DEVICES show"
