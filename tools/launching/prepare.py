@@ -85,6 +85,6 @@ def lacking_machine(config: Config) -> Iterator[str]:
         return
     if not has:
         yield (
-            f"actors.engine = 'sglang', and {python} has no SGLang: start again with"
-            " COPPICE_EXTRA=sglang, or let actors.sglang.python name an interpreter that has it"
+            f"actors.engine = 'sglang', and {python} has no SGLang: install it into an environment"
+            " of its own (docs/engines.md) and let actors.sglang.python name its interpreter"
         )

@@ -105,7 +105,7 @@ def test_a_config_for_a_gpu_is_refused_without_one(
 @pytest.mark.parametrize(
     ("python", "said"),
     [
-        (sys.executable, f"{sys.executable} has no SGLang: start again with COPPICE_EXTRA=sglang"),
+        (sys.executable, f"{sys.executable} has no SGLang: install it into an environment"),
         ("/nope/python", "actors.sglang.python = '/nope/python' cannot be started: No such file"),
     ],
 )  # fmt: skip
