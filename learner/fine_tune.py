@@ -24,7 +24,7 @@ from coppice.learner.forest.attention import NAME, Layout
 from coppice.learner.forest.head import token_logprobs
 from coppice.learner.forest.trees import Path as TokenPath
 from coppice.learner.forest.trees import cuts, micro_batches, pack
-from coppice.learner.model.model import Tower
+from coppice.learner.model.model import Tower, check_layers
 
 _LINES = 10
 """The approximate number of progress lines per training."""
@@ -168,6 +168,7 @@ class Student:
         attention = {"attn_implementation": NAME} if recipe.packing else {}
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **attention)
         check_head(folder, model.config.get_text_config())
+        self._recurrent = recipe.packing and check_layers(str(folder), model)
         self.causal: Any = model
         """The causal LM without any adapters."""
         if recipe.lora_rank:
@@ -207,7 +208,8 @@ class Student:
             forest = pack([TokenPath(e.tokens, e.start) for e in batch])
             layout = Layout(forest, "auto", self.device)
             depth, compute = layout.forest.depth, self.compute
-            return -Tower(self.model, 1.0, False)(layout, depth, None, compute, False)[0].mean()
+            tower = Tower(self.model, 1.0, False, self._recurrent)
+            return -tower(layout, depth, None, compute, False)[0].mean()
         narrow = self.compute == torch.bfloat16
         with torch.autocast(self.device, dtype=torch.bfloat16, enabled=narrow):
             hidden, targets = self._padded(batch)

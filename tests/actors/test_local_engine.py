@@ -199,11 +199,12 @@ async def test_layers_without_kernels_share_the_places_and_follow_updates(tmp_pa
     update, proof, _ = version_folder(tmp_path, folder, 1)
     await engine.load(LoadRequest(1, str(update), proof))
     first, last = await asked[0], await asked[2]
-    assert last.samples[0].versions.tolist() == [1] * len(last.samples[0].tokens)
     assert [len(first.samples), len(last.samples), engine.stats()["running"]] == [3, 3, 0]
-    again = await engine.generate(GenerateRequest(ids(2, 7), 4, Sampling(12, seed=2)))
-    for sample, before in zip(again.samples, last.samples, strict=False):
-        np.testing.assert_allclose(sample.logprobs, before.logprobs, atol=1e-5)
+    one, more = [
+        await engine.generate(GenerateRequest(ids(2, 7), n, Sampling(12, seed=2))) for n in (1, 4)
+    ]
+    assert one.samples[0].versions.tolist() == [1] * len(one.samples[0].tokens)
+    assert one.samples[0].tokens.tolist() == more.samples[0].tokens.tolist()
     await engine.close()
 
 

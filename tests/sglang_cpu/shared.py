@@ -68,14 +68,14 @@ LORA: dict[str, Any] = {
 def config(**settings: Any) -> SGLangConfig:
     """Settings of a server that starts here. arguments: more of them. With a GPU, of the sglang
     that is installed for it."""
-    more = settings.pop("arguments", {})
+    more, variables = settings.pop("arguments", {}), settings.pop("environment", {})
     if torch.cuda.is_available():
         python = os.environ.get("COPPICE_SGLANG_PYTHON", sys.executable)
         arguments = GPU_FLAGS | {key: value for key, value in more.items() if key != "lora_backend"}
         return SGLangConfig(python=python, arguments=arguments, start_timeout_s=600.0, **settings)
     return SGLangConfig(
         python=str(venvs.python("sglang", "sglang_cpu")), arguments=FLAGS | more, start_timeout_s=300.0,
-        environment=VARIABLES | {"PYTHONPATH": str(SITE)}, **settings,
+        environment=VARIABLES | {"PYTHONPATH": str(SITE)} | variables, **settings,
     )  # fmt: skip
 
 
