@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 ROOT = Path(__file__).parent.parent
-_LEFT_OUT = (".git", ".venv", ".cache", "runs", "docs", "__pycache__", "*.egg-info")
+_LEFT_OUT = (".git", ".venv*", ".cache", "runs", "docs", "__pycache__", "*.egg-info")
 
 
 class Planted(msgspec.Struct, frozen=True):
@@ -69,8 +69,8 @@ FAULTS = (
     ),
     Planted(
         "keys and values of an older version enter the cache",
-        "actors/engines/local.py",
-        "must not enter the new version's cache\n        if active.version == self.version:",
+        "actors/engines/batch.py",
+        "must not enter the new version's cache\n        if active.version == version:",
         "must not enter the new version's cache\n        if True:",
         "tests/actors/test_local_engine.py::test_a_swap_while_a_prompt_is_prefilled_keeps_its_mixed_keys"
         "_out_of_the_cache",
@@ -78,7 +78,7 @@ FAULTS = (
     Planted(
         "new weights leave the prefix cache as it is",
         "actors/engines/local.py",
-        "self.version = version\n        self._forget()",
+        "self.version = version\n        self.batch.forget()",
         "self.version = version",
         "tests/actors/test_engine_contract.py"
         "::test_a_new_version_is_sampled_from_and_reads_no_other_versions_cache",
