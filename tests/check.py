@@ -52,7 +52,9 @@ def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
         "pyright": ["pyright", "--pythonpath", sys.executable],
     }
     if QUICK in arguments:
-        return checks | {"pytest": ["pytest", "-m", "not slow", *_SIDE_BY_SIDE, *given]}
+        return checks | {
+            "pytest": ["pytest", "-m", "not slow and not second", *_SIDE_BY_SIDE, *given]
+        }
     # --quiet would keep warnings from failing it
     checks["documentation"] = ["mkdocs", "build", "--strict"]
     if given:

@@ -26,7 +26,7 @@ def test_plain_kernels_are_used() -> None:
 def test_each_run_leaves_out_what_it_says() -> None:
     quick, normal, everything = steps(["-x", QUICK]), steps([]), steps([ALL])
     assert set(normal) - set(quick) == {"documentation", "pytest, alone", "pytest, plain kernels"}
-    assert quick["pytest"][1:3] == ["-m", "not slow"]
+    assert quick["pytest"][1:3] == ["-m", "not slow and not second"]
     assert normal["pytest, alone"][2:] == ["-m", "alone and not long"]
     assert everything["pytest, alone"][2:] == ["-m", "alone"]
     assert "tests/learner" in everything["pytest, plain kernels"]

@@ -45,6 +45,7 @@ def spelled(path: Path) -> set[str]:
     return found
 
 
+@pytest.mark.second
 def test_every_room_is_imported_as_a_part_of_the_package() -> None:
     for path in (path for place in (*ROOMS, "tests", "examples") for path in modules(place)):
         bare = {name for name in spelled(path) if name.split(".")[0] in ROOMS}
@@ -59,6 +60,7 @@ def test_the_package_is_all_that_its_folder_holds() -> None:
     assert links == {*ROOMS, "configs", "examples", "metrics.md"}
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("room", sorted(ROOMS))
 def test_a_room_imports_only_what_stands_below_it(room: str) -> None:
     for path in modules(room):

@@ -5,6 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 HOUSE = Path(__file__).parent.parent
 ROOMS = "wire common actors judges scheduler learner tools research examples".split()
 SAYS_NOTHING = frozenset(
@@ -32,6 +34,7 @@ def named(tree: ast.Module) -> Iterator[tuple[str, int]]:
                 yield node.attr, node.lineno
 
 
+@pytest.mark.second
 def test_no_name_is_one_of_the_words_that_say_nothing() -> None:
     found = [
         f"{path}:{line} {name}"
@@ -43,6 +46,7 @@ def test_no_name_is_one_of_the_words_that_say_nothing() -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.second
 def test_a_class_name_is_used_for_one_thing() -> None:
     places = defaultdict(list)
     for path, tree in modules():

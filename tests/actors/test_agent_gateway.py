@@ -203,6 +203,7 @@ async def client() -> aiohttp.ClientSession:
     return aiohttp.ClientSession()
 
 
+@pytest.mark.second
 def test_no_body_is_answered_with_an_error_of_the_server() -> None:
     with asyncio.Runner() as runner:
         gateway = Gateway()

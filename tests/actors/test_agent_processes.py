@@ -184,6 +184,7 @@ async def test_a_command_that_is_not_there_is_refused_with_its_name(gateway: Gat
         await ended(gateway, ForkServer(["no-such-agent"]))
 
 
+@pytest.mark.second
 async def test_the_end_of_the_fork_server_ends_its_episodes(gateway: Gateway) -> None:
     server = ForkServer(["sleep", "600"])
     episode = Episode(gateway, server, TASK)

@@ -168,6 +168,7 @@ async def test_finish_reasons(engine: Engine, llama: Path) -> None:
     assert len(stopped.logprobs) == len(stopped.tokens) < len(free.tokens)
 
 
+@pytest.mark.second
 async def test_cancelling_frees_the_engine(engine: Engine) -> None:
     request = GenerateRequest(ids(8, 10), 4, Sampling(400))
     task = asyncio.create_task(engine.generate(request))

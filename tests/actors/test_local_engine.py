@@ -375,6 +375,7 @@ async def test_a_repeated_prompt_needs_no_forward_of_its_own(llama: Path) -> Non
     assert result.cached_tokens == 20
 
 
+@pytest.mark.second
 async def test_running_samples_take_their_memory_from_the_budget(llama: Path) -> None:
     token = 2 * 2 * 2 * 8 * 4  # bytes: layers, key and value, heads, head_dim, float32
     rows = 128 + 4 * 64

@@ -235,6 +235,7 @@ async def test_a_template_in_the_tokenizer_settings_sees_special_tokens(tmp_path
         assert reply["usage"]["prompt_tokens"] == 1 + len(encoded(folder, "hi"))
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_hangs_up_frees_its_samples(client: Client, stream: bool) -> None:
     fields = {"prompt": "a", "n": 8, "max_tokens": 250, "temperature": 0}

@@ -136,6 +136,7 @@ async def episode(
     return seen
 
 
+@pytest.mark.second
 async def test_an_episode_is_determined_by_seed_and_actions_whatever_is_played_between(
     adapted: tuple[Callable[[], Environment], list[str]],
 ) -> None:
@@ -157,6 +158,7 @@ async def test_an_episode_is_determined_by_seed_and_actions_whatever_is_played_b
     assert await episode(make(), 7, actions, between) == alone  # another process
 
 
+@pytest.mark.second
 async def test_a_step_changes_no_state_and_a_stored_state_goes_on(
     adapted: tuple[Callable[[], Environment], list[str]],
 ) -> None:
@@ -200,6 +202,7 @@ async def test_the_horizon_ends_an_episode() -> None:
     assert seen[-1].outcome == pytest.approx(sum(transition.reward for transition in seen[3:]))
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("make", "said"),
     [

@@ -63,6 +63,7 @@ async def test_the_game_is_in_a_process_of_its_own_that_close_ends(
         os.kill(pid, 0)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("action", "fault", "said"),
     [
@@ -127,6 +128,7 @@ async def test_keys_of_this_process_do_not_reach_the_other(
 PRIMES = {"name": "prime_factorization", "min_value": 30, "max_value": 30}
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("answer", "score"),
     [("7", 0.01), ("words", 0.0), ("5 \u00d7 6", 0.5), ("2 \u00d7 3 \u00d7 5", 1.0)],
@@ -170,6 +172,7 @@ async def test_openenv_without_seeds_and_rewards_draws_by_the_seed_and_earns_not
     assert (last.done, last.outcome, last.measures) == (True, 0.0, {"success": 0.0})
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("action", ['{"number": "many"}', '{"number": 1, "more": 2}', "many"])
 async def test_an_action_that_openenv_refuses_ends_the_episode_with_what_it_earned(
     drawn: Callable[..., Any], action: str

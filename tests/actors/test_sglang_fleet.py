@@ -120,6 +120,7 @@ async def test_no_sample_of_a_server_that_joins_is_taken_before_it_holds_the_ver
     assert [server.weights for server in fleet.servers] == [2, 2, 2]
 
 
+@pytest.mark.second
 async def test_a_sample_of_weights_with_an_equal_number_from_elsewhere_is_not_taken(
     fleet: Fleet,
 ) -> None:
@@ -165,6 +166,7 @@ async def test_a_server_that_starts_anew_is_brought_back_and_one_that_leaves_tak
     await fleet.sampled(2)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("ends", ["fails", "dies"])
 async def test_a_server_that_fails_or_dies_in_an_update_does_not_fail_it(
@@ -256,6 +258,7 @@ async def test_an_adapter_reaches_a_server_that_joins(fleet: Fleet) -> None:
     assert not fleet.router.removed
 
 
+@pytest.mark.second
 async def test_a_version_that_can_no_longer_be_had_leaves_a_joining_server_out_until_the_next(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -284,6 +287,7 @@ def holds(server: Server, number: int, path: str = "/end_weight_update") -> None
     server.at[path] = moved
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("chosen", ["disk", "distributed"])
 async def test_weights_reach_all_servers_side_by_side_and_bucket_by_bucket(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, chosen: Any

@@ -227,6 +227,7 @@ async def test_a_version_that_the_learner_no_longer_gives_is_refused(
     assert "/pause_generation" not in server.calls and await sampled(updated) == [1]
 
 
+@pytest.mark.second
 async def test_a_learner_that_is_gone_is_an_error_within_the_timeout(
     server: Server, tmp_path: Path
 ) -> None:
@@ -238,6 +239,7 @@ async def test_a_learner_that_is_gone_is_an_error_within_the_timeout(
     await made.close()
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("answers", [False, True])
 async def test_a_failed_start_leaves_no_session_open(
     server: Server, tmp_path: Path, answers: bool

@@ -70,6 +70,7 @@ def test_fields_and_parameters_become_rows_with_types_and_defaults(tmp_path: Pat
     assert parameters == [("factor", "2.0", "of the radius. Raises nothing.")]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("module", CONFIGS)
 def test_every_key_of_a_config_section_is_described(module: str) -> None:
     sections = [one for one in loaded(f"coppice.{module}").classes.values() if of_config(one)]

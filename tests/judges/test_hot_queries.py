@@ -163,6 +163,7 @@ async def test_a_fleet_spreads_searches_and_goes_on_without_a_server_until_it_is
     assert [server.asked[-1] for server in servers] == [["y"]] * 3
 
 
+@pytest.mark.second
 async def test_a_run_searches_in_a_fleet_by_its_urls_and_one_server_may_be_away() -> None:
     shelves = Shelf(), Shelf()
     async with serving(application(shelves[0])) as away:

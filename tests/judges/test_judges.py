@@ -222,6 +222,7 @@ class Odd(Judge):
         return [Judgement({"a": math.nan, "b": 1.0})]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("question", "message"),
     [

@@ -79,6 +79,7 @@ def shown(board: str) -> dict[int, int]:
     }
 
 
+@pytest.mark.second
 @given(SIZES, st.floats(0, 1), RANDOM)
 @settings(max_examples=120, deadline=None)
 def test_the_posterior_is_that_of_all_layouts_listed(

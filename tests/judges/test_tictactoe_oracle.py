@@ -179,6 +179,7 @@ def test_an_option_of_the_search_is_refused_with_minimax(option: dict[str, Any])
         make_worker("tictactoe", {"kind": "minimax", **option})
 
 
+@pytest.mark.second
 @given(boards, st.integers(0, 2**63))
 @settings(deadline=None)
 def test_players_play_legal_moves_and_the_same_one_for_the_same_seed(board: str, seed: int) -> None:

@@ -128,6 +128,7 @@ def listed(mask: Any, name: str) -> list[set[int]]:
     return [set(row[:n].tolist()) for n, row in zip(numbers, indices, strict=True)]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("seed", range(6))
 def test_the_block_mask_equals_that_of_all_pairs(seed: int) -> None:
     made = branching(seed)

@@ -48,6 +48,7 @@ def test_every_file_has_a_digest_that_sha256sum_agrees_with(tmp_path: Path, llam
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
 
 
+@pytest.mark.second
 def test_all_is_synced_before_the_checkpoint_has_its_name_and_its_place_after(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,7 @@ MODELS = {
 }
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("scheme", MODELS)
 def test_no_trajectory_without_outcome_counts(tmp_path: Path, llama: Path, scheme: str) -> None:
     def known(tree: int, turn: Turn) -> float | None:

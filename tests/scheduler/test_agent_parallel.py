@@ -69,6 +69,7 @@ async def test_parallel_calls_are_given_their_replies_again_in_a_replay(stage: S
     assert s.environment.replayed > 0 and s.counts["dropped_branches"] == 0
 
 
+@pytest.mark.second
 async def test_an_ended_episode_leaves_neither_its_tree_nor_its_contexts_in_memory(
     stage: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:

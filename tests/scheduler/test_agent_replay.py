@@ -88,6 +88,7 @@ async def test_random_numbers_and_modules_are_an_episodes_own(stage: Stages) -> 
     assert s.counts["dropped_branches"] == 0
 
 
+@pytest.mark.second
 def test_many_episodes_on_the_loop_of_a_run_leave_no_file_open(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,6 +118,7 @@ async def outcomes(plan: list[tuple[str, str]], fates: list[str], folder: Path) 
     return counted
 
 
+@pytest.mark.second
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(PLANS, FATES)
 def test_every_dispatched_call_reaches_exactly_one_outcome(
@@ -229,6 +230,7 @@ async def test_an_error_that_comes_after_the_deadline_still_tells_its_reason(
         assert b.dispatcher.counters["timeouts"] == isinstance(fault, InfrastructureFault)
 
 
+@pytest.mark.second
 async def test_a_rested_worker_is_used_again_after_its_rest(tmp_path: Path) -> None:
     left = [InfrastructureFault("not yet")] * 5
 

@@ -4,6 +4,7 @@ tests give."""
 import random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -156,6 +157,7 @@ SHAPE = st.tuples(st.integers(1, 60), st.integers(1, 4), st.integers(1, 6))
 SHAPES = st.lists(SHAPE, min_size=1, max_size=12)
 
 
+@pytest.mark.second
 @settings(deadline=None)
 @given(SHAPES, st.integers(1, 300), st.integers(0, 8), st.integers(1, 3), st.randoms())
 def test_every_call_is_served_in_the_end_whatever_the_caches_hold(

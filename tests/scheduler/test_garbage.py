@@ -4,6 +4,8 @@ end."""
 import gc
 import weakref
 
+import pytest
+
 from coppice.scheduler.garbage import THAW_S, YOUNG, Survivors, sparing
 
 
@@ -14,6 +16,7 @@ class Cycle:
         self.itself = self
 
 
+@pytest.mark.second
 def test_survivors_are_not_looked_at_again_until_the_thaw() -> None:
     now, before = 0.0, gc.get_freeze_count()
     survivors = Survivors(lambda: now)
@@ -36,6 +39,7 @@ def test_survivors_are_not_looked_at_again_until_the_thaw() -> None:
         gc.unfreeze()
 
 
+@pytest.mark.second
 def test_a_context_spares_and_leaves_the_collector_as_it_was() -> None:
     usual, callbacks, frozen = gc.get_threshold(), list(gc.callbacks), gc.get_freeze_count()
     with sparing():

@@ -90,6 +90,7 @@ async def test_an_answer_resets_unanswered_calls_and_who_left_is_reported(tmp_pa
         assert not writer.report(0.0).workers
 
 
+@pytest.mark.second
 async def test_a_report_tells_how_long_the_event_loop_was_held_up(tmp_path: Path) -> None:
     async with bench(tmp_path, CONFIG) as b:
         writer = reporter(tmp_path, b)

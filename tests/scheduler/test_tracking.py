@@ -121,6 +121,7 @@ def test_a_tracker_gets_schedulers_joined_records(run: Path) -> None:
     assert recorded(run) == [written(0, None), whole, written(1, None)]
 
 
+@pytest.mark.second
 async def test_a_tracker_that_fails_is_told_once(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +158,7 @@ async def test_a_tracker_that_hangs_holds_nobody_up_and_does_not_stay(run: Path)
     assert line.startswith("tracker trackio did not finish within 0 s:")
 
 
+@pytest.mark.second
 def test_no_tracker_outlives_a_killed_scheduler(run: Path) -> None:
     reader, writer = os.pipe()
     child = os.fork()

@@ -35,6 +35,7 @@ def test_every_process_inherits_the_limits_of_the_kernel_caches_and_the_users_ow
     assert started(sys.executable, "-c", tool, cwd=ROOT, env=shell).stdout == "32 7\n"
 
 
+@pytest.mark.second
 def test_a_tool_starts_where_python_does_not_put_a_scripts_folder_on_its_path() -> None:
     shell = os.environ | {"PYTHONSAFEPATH": "1", "COPPICE_VENV": sys.prefix}
     shell.pop("PYTHONPATH", None)

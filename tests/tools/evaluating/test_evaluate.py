@@ -272,6 +272,7 @@ def test_conversations_are_measured_with_either_partner_and_either_judge(
 # endpoints
 
 
+@pytest.mark.second
 def test_an_endpoint_plays_and_a_limit_is_waited_for(tmp_path: Path) -> None:
     limit = web.Response(status=429, headers={"Retry-After": "0.01"})
     legal = Legal(lambda number: limit if number == 2 else None)
@@ -288,6 +289,7 @@ def test_an_endpoint_plays_and_a_limit_is_waited_for(tmp_path: Path) -> None:
     assert SPLIT not in first["messages"][0]["content"]
 
 
+@pytest.mark.second
 def test_an_endpoint_that_fails_for_good_ends_with_its_url_its_status_and_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

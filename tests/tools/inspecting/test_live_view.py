@@ -87,6 +87,7 @@ SEEN = {
 }
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (160, 40), (40, 15)])
 async def test_a_live_run_fits_the_terminal(run: Path, width: int, height: int) -> None:
     async with watching(run, width, height) as (app, _):
@@ -106,6 +107,7 @@ async def test_a_paused_run_says_so_and_offers_to_resume(run: Path) -> None:
         await until(lambda: "resuming at the scheduler's next heartbeat" in screen(app))
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("keys", "order", "asks", "said"),
     [
@@ -142,6 +144,7 @@ def torn_journal(run: Path) -> None:
     (run / "journal.sqlite").write_bytes(body[: len(body) // 2])
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("damage", "says"),
     [

@@ -40,6 +40,7 @@ def captions(part: Section) -> dict[str, str]:
     return {drawn.title: drawn.caption for drawn in part.figures}
 
 
+@pytest.mark.second
 def test_a_page_has_every_section_with_what_the_run_recorded(tmp_path: Path) -> None:
     text = page_of(tmp_path, f"{make(tmp_path / 'a')}=base")
     assert re.findall(r'<h2 id="[^"]*">(.*?)</h2>', text) == list(SECTIONS)
@@ -65,6 +66,7 @@ def test_a_page_has_every_section_with_what_the_run_recorded(tmp_path: Path) -> 
     assert ["python", sys.version.split()[0]] in rows(page["Environment and versions"], "Machine")
 
 
+@pytest.mark.second
 def test_runs_of_one_name_become_a_mean_with_its_interval_over_seeds(tmp_path: Path) -> None:
     folders = [make(tmp_path / f"s{i}", [i, 9.0], {0: i / 10}) for i in (1, 2, 6)]
     # Student's t with two degrees of freedom; the values 1, 2, 6 have variance 7
@@ -84,6 +86,7 @@ def test_runs_of_one_name_become_a_mean_with_its_interval_over_seeds(tmp_path: P
     assert rows(page["Trees"], "Means over trees")[0] == head
 
 
+@pytest.mark.second
 def test_names_are_escaped(tmp_path: Path) -> None:
     run = make(tmp_path / "a")
     text = page_of(tmp_path, f"{run}=<b>$n_$</b>", f'{run}="><img src=x onerror=alert(2)>')
@@ -91,6 +94,7 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     assert not re.search(r"<(script|b|img)\b", text)
 
 
+@pytest.mark.second
 def test_config_differences_are_exact(tmp_path: Path) -> None:
     first = make(tmp_path / "a", changes=["learner.lr=0.5", "seed=1"])
     seeds = [make(tmp_path / f"b{seed}", changes=[f"seed={seed}", "name=two"]) for seed in (2, 3)]
@@ -129,6 +133,7 @@ def test_what_a_run_lacks_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     assert "score/reward" not in shown
 
 
+@pytest.mark.second
 def test_suffixes_say_what_is_written_and_equal_runs_give_equal_bytes(tmp_path: Path) -> None:
     run = make(tmp_path / "a")
     for name in ("x.png", "x.svg"):
@@ -141,6 +146,7 @@ def test_suffixes_say_what_is_written_and_equal_runs_give_equal_bytes(tmp_path: 
     assert "<svg" in (tmp_path / "x.svg").read_text()
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -42,6 +42,7 @@ def test_the_trace_has_the_calls_of_all_actors(run: Path) -> None:
     assert [update.trees for update in start.updates] == [{0, 1}, {2, 3}, {4, 5}]
 
 
+@pytest.mark.second
 def test_the_report_counts_all_trees_and_shows_the_rollouts_of_both(run: Path) -> None:
     assert report.main([str(run), "--out", str(run / "report.html")]) == 0
     page = (run / "report.html").read_text()

@@ -36,6 +36,7 @@ async def test_a_rank_is_told_where_they_meet_and_its_end_is_reported(tmp_path: 
     assert (tmp_path / "log").read_text() == "10.0.0.1 9\n"
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("begun", [True, False])
 async def test_a_process_of_another_node_that_has_not_begun_survives_the_question_for_stacks(
     begun: bool, tmp_path: Path

@@ -120,6 +120,7 @@ sys.exit(command.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("flag", "on_stdout", "on_stderr"),
     [

@@ -284,6 +284,7 @@ def test_a_shape_stands_for_a_model_that_is_not_here(
     assert json.loads(out)["weights"] == 2 * (4 * 64 * 64 + 3 * 64 * 128) + 2 * 64 * 1000
 
 
+@pytest.mark.second
 def test_a_plan_loads_no_torch() -> None:
     code = "import sys, coppice.tools.planning.command; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "False\n"

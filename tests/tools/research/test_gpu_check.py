@@ -47,6 +47,7 @@ def goes_on(pid: int) -> bool:
         return False
 
 
+@pytest.mark.second
 @pytest.mark.usefixtures("modules")
 def test_a_check_that_fails_or_hangs_is_named_and_the_rest_runs(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -65,6 +66,7 @@ def test_a_check_that_fails_or_hangs_is_named_and_the_rest_runs(
         assert f"== {line}" in printed
 
 
+@pytest.mark.second
 @pytest.mark.usefixtures("modules")
 def test_a_check_that_takes_too_long_may_end_what_it_began() -> None:
     outcome = gpu_checks.run(Check("long", ["polite"], 3.0), 3.0)
@@ -72,6 +74,7 @@ def test_a_check_that_takes_too_long_may_end_what_it_began() -> None:
     assert outcome.output == "begun\nended its servers\n"
 
 
+@pytest.mark.second
 @pytest.mark.usefixtures("modules")
 def test_when_the_time_is_up_the_rest_is_named_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_checks, "GRACE_S", 0.5)
