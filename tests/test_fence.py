@@ -82,6 +82,7 @@ def test_no_arrow_between_folders_of_tools_runs_back_up() -> None:
             )
 
 
+@pytest.mark.second
 def test_no_files_import_each_other_in_a_circle() -> None:
     paths = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): path
@@ -106,6 +107,7 @@ def imported(path: Path, paths: dict[str, Path]) -> set[str]:
     return found & set(paths)
 
 
+@pytest.mark.second
 def test_reading_a_config_imports_nothing_that_computes() -> None:
     code = (
         "import sys; from coppice.tools.launching.config import DEFAULT_CONFIG, load;"
@@ -118,6 +120,7 @@ def test_reading_a_config_imports_nothing_that_computes() -> None:
     assert done.stderr.strip() == "[]"
 
 
+@pytest.mark.second
 def test_the_scheduler_never_imports_torch() -> None:
     code = "import sys; from coppice.scheduler import main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -223,6 +223,7 @@ async def test_a_new_version_is_sampled_from_and_reads_no_other_versions_cache(
     assert engine.stats()["version"] == 3
 
 
+@pytest.mark.second
 async def test_an_update_within_a_generation_labels_each_token(
     engine: Engine, llama: Path, tmp_path: Path
 ) -> None:

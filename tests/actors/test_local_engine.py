@@ -303,6 +303,7 @@ async def test_single_samples_beside_each_other_equal_a_full_forward(llama: Path
     assert worst(reference(llama), done) < GREATEST_DIFFERENCE
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("module", "name", "value"),
     [(decoder, "PLAIN", ()), (attend, "_attention", attend.by_products)],
@@ -319,6 +320,7 @@ async def test_the_other_decoder_and_attention_equal_a_full_forward(
     assert worst(reference(llama), done) < GREATEST_DIFFERENCE
 
 
+@pytest.mark.second
 async def test_bfloat16_stays_near_a_bfloat16_forward(llama: Path) -> None:
     engine = await started(llama, dtype="bfloat16")
     done = await explored(engine, 8)

@@ -160,6 +160,7 @@ async def test_an_abort_that_fails_fails_the_others_and_the_engine_goes_on(
     await check_all_is_free_and_right(engine, llama)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("seed", range(3))
 async def test_whatever_fails_and_wherever_every_request_is_answered_rightly_or_failed(
     llama: Path, monkeypatch: pytest.MonkeyPatch, seed: int

@@ -103,6 +103,7 @@ async def test_a_cancelled_step_leaves_no_answer_for_the_next_one(
         assert await asyncio.gather(*again) == expected
 
 
+@pytest.mark.second
 async def test_tasks_are_dealt_to_the_processes_and_a_task_stays_with_its_own(
     drawn: Callable[..., Any],
 ) -> None:
@@ -150,6 +151,7 @@ def counting(drawn: Callable[..., Any], name: str = "Counting", field: str = "nu
     return drawn("openenv", arguments=classes | {"field": field})
 
 
+@pytest.mark.second
 async def test_fields_of_openenv_are_seen_and_its_rewards_are_earned(
     drawn: Callable[..., Any],
 ) -> None:
@@ -162,6 +164,7 @@ async def test_fields_of_openenv_are_seen_and_its_rewards_are_earned(
     assert (last.done, last.outcome, last.measures) == (True, pytest.approx(1.2), {"success": 1.0})
 
 
+@pytest.mark.second
 async def test_openenv_without_seeds_and_rewards_draws_by_the_seed_and_earns_nothing(
     drawn: Callable[..., Any],
 ) -> None:
@@ -182,6 +185,7 @@ async def test_an_action_that_openenv_refuses_ends_the_episode_with_what_it_earn
     assert (last.done, last.outcome, last.measures) == (True, 0.5, {"success": 0.0})
 
 
+@pytest.mark.second
 async def test_what_an_openenv_environment_raises_is_a_fault_of_its_task(
     drawn: Callable[..., Any],
 ) -> None:

@@ -70,6 +70,7 @@ def assert_equal(learner: TreeModel, request: GenerateRequest, result: GenerateR
         assert np.abs(expected - sample.logprobs).max() < GREATEST_DIFFERENCE
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("chunk", [3, 512])
 async def test_samples_have_the_learners_logprobs(folder: Path, tmp_path: Path, chunk: int) -> None:
     engine, learner = await started(folder, prefill_tokens=chunk), policy(folder, tmp_path)

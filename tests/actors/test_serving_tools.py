@@ -54,6 +54,7 @@ async def test_a_required_call_is_made_and_matches_its_schema(client: Client, ch
     assert arguments["b"] == 3
 
 
+@pytest.mark.second
 async def test_definitions_of_several_tools_with_equal_names_are_kept_apart(client: Client) -> None:
     """As pydantic writes nested parameters: references that start at the root of each tool's own
     schema."""
@@ -141,6 +142,7 @@ async def test_several_replies_and_their_logprobs_come_beside_tools(client: Clie
     assert len({choice["message"]["tool_calls"][0]["id"] for choice in called}) == 2
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("path", ["chat/completions", "responses"])
 async def test_one_allowed_tool_is_called_and_all_are_in_prompt(client: Client, path: str) -> None:
     required = {"mode": "required", "tools": [{"type": "function", "name": "add"}]}

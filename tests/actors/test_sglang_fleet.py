@@ -215,6 +215,7 @@ async def test_before_the_first_update_a_server_of_other_weights_is_taken_out_of
     await fleet.closed()
 
 
+@pytest.mark.second
 async def test_a_run_waits_for_the_first_server_behind_its_router(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     starting = asyncio.create_task(fleet.opened(0))
@@ -233,6 +234,7 @@ async def test_requests_outlast_a_router_that_starts_anew(fleet: Fleet) -> None:
     await asking
 
 
+@pytest.mark.second
 async def test_what_a_dying_server_computed_is_asked_again_elsewhere(fleet: Fleet) -> None:
     first = fleet.servers[0]
     first.going.clear()

@@ -310,6 +310,7 @@ def test_a_turn_that_shows_no_game_is_a_data_fault(state: Any) -> None:
         asyncio.run(MinesweeperOracle().score([other]))
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("player", "success", "completion"), [("least risk", 0.799, 0.972), ("random", 0.021, 0.777)]
 )

@@ -154,6 +154,7 @@ async def test_the_request_is_the_system_and_the_user_message_at_temperature_zer
     assert made == Judgement({"process": 4 / 6}, [], text)
 
 
+@pytest.mark.second
 async def test_a_reply_that_does_not_come_is_invalid_before_the_deadline() -> None:
     never = asyncio.Event()
 
@@ -186,6 +187,7 @@ async def test_what_cannot_be_read_is_invalid_asked_once_and_counted_in_the_vali
     assert made[1] == Judgement({}, ["process"], "well done")
 
 
+@pytest.mark.second
 async def test_a_start_waits_for_a_server_that_comes_later_and_not_for_ever() -> None:
     asked = list[str]()
 

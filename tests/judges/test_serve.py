@@ -285,6 +285,7 @@ def test_a_judge_follows_a_resumed_run_to_its_new_endpoint(
     assert endpoints == ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
 
 
+@pytest.mark.second
 async def test_a_judge_that_hung_has_its_places_again_after_deadlines(tmp_path: Path) -> None:
     judge = Length(concurrency=2)
     batcher = Batcher(judge)

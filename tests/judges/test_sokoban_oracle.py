@@ -63,6 +63,7 @@ def test_a_lost_room_rewards_no_step_and_has_no_distance() -> None:
     assert scores([judged(lost, None)])[0]["reward"] == -1
 
 
+@pytest.mark.second
 def test_following_the_oracle_solves_every_room_in_the_stated_number_of_steps() -> None:
     for seed in range(60):
         game, rng = Sokoban(boxes=1 + seed % 3), random.Random(seed)

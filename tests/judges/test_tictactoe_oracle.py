@@ -190,6 +190,7 @@ def test_players_play_legal_moves_and_the_same_one_for_the_same_seed(board: str,
         assert moves <= {(cell,) for cell in legal_cells(board)}
 
 
+@pytest.mark.second
 def test_the_strong_opponent_plays_optimally_on_every_board() -> None:
     search = MctsPlayer().search
     assert search == Search(simulations=1000, rollouts=10, uct_c=2.0, solve=True)

@@ -59,6 +59,7 @@ def shortest(shop: Store, place: StorePlace, goal: Goal) -> int:
         level, steps = onward, steps + 1
 
 
+@pytest.mark.second
 def test_distances_are_those_of_a_breadth_first_search() -> None:
     products = catalogue(count=66)
     shop, goals, rng = Store(products), make_goals(products, human=False), random.Random(3)

@@ -90,6 +90,7 @@ def test_scores_follow_planted_values(tmp_path: Path, llama: Path, loss: str, sc
     assert np.corrcoef(scores, values)[0, 1] > 0.7
 
 
+@pytest.mark.second
 def test_more_steps_of_the_reward_model_learn_more(tmp_path: Path, llama: Path) -> None:
     def after(folder: str, **more: int) -> tuple[int, float]:
         made, prm = oprl(llama, tmp_path / folder, {"lr": 1e-2, "beta": 0.5} | more, lr=1e-9)

@@ -163,6 +163,7 @@ def test_spo_as_released_draws_at_most_so_many_segments_of_each_question(most: i
     assert [len(set(of.tolist())) for of in drawn] == [most] * 3
 
 
+@pytest.mark.second
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**16))
 def test_the_released_forms_are_those_of_a_recursion_over_the_sampled_tree(seed: int) -> None:

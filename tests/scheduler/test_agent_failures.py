@@ -86,6 +86,7 @@ def counted(reply: str = "reply {}") -> Callable[[str, int], str]:
     return lambda prompt, i: reply.replace("{}", str(next(numbers)))
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 async def test_thoughts_that_are_left_out_stay_in_the_tree(stage: Stages, wrapper: str) -> None:
     s = stage(counted(wrapper + "reply {}."), "thoughtless")

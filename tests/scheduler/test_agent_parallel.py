@@ -39,6 +39,7 @@ def parts(prompt: str, i: int) -> str:
     return "r" + "".join(character for character in prompt[-60:] if character.isdigit())
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("strategy", "options", "k"), [(chain, {}, 1), (slate, {"k": 2}, 1), (full, {"k": 2}, 2)]
 )
@@ -62,6 +63,7 @@ async def test_parallel_calls_end_at_the_budget(stage: Stages) -> None:
     assert len(s.policy.samples) == 4 and tree.actions()[-1].scores["outcome"] == 6.0
 
 
+@pytest.mark.second
 async def test_parallel_calls_are_given_their_replies_again_in_a_replay(stage: Stages) -> None:
     s = stage(parts, "fan")
     tree = await s.grow(mc_value, continuations=2)

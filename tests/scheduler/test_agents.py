@@ -101,6 +101,7 @@ async def test_another_conversation_is_a_branch_and_the_first_goes_on(stage: Sta
     assert "You help." in above[1].text and "You help." not in s.policy.prompts[2]
 
 
+@pytest.mark.second
 async def test_a_half_grown_tree_goes_on_by_replay(stage: Stages) -> None:
     s = stage(adds, "counting")
     context = s.anew()
@@ -122,6 +123,7 @@ async def test_a_half_grown_tree_goes_on_by_replay(stage: Stages) -> None:
     assert again.policy.prompts[0].startswith(expected)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("name", "options", "outcome", "crashed"),
     [

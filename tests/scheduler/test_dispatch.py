@@ -35,6 +35,7 @@ async def test_a_call_nobody_can_serve_ends_at_its_deadline_and_says_so(tmp_path
             await b.dispatcher.call("echo", ask(), deadline=0.2)
 
 
+@pytest.mark.second
 async def test_a_deadline_names_workers_that_are_full_that_rest_or_hang(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         await b.work("hanger", {"echo": hang}, capacity=1)

@@ -32,6 +32,7 @@ def scraped(run: Path) -> dict[tuple[str, str], float]:
     return {(s.name, s.labels.get("service", "")): s.value for s in samples}
 
 
+@pytest.mark.second
 def test_a_scrape_has_the_newest_value_of_every_metric_and_the_queues(tmp_path: Path) -> None:
     metrics, reports = Metrics(tmp_path), [None, health()]
     exporter = Exporter(tmp_path, lambda: metrics.newest, lambda: reports[0])

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 SLOW_SECONDS = 25.0
 
 
+@pytest.mark.second
 def test_every_invariant_holds_for_the_first_seeds() -> None:
     failures = {seed: failed for seed in range(15) if (failed := simulate(seed).failures)}
     assert failures == {}, "replay one with python -m tests.simulation SEED"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from coppice.tools.launching.settings import Config
 
@@ -105,6 +106,7 @@ def told() -> Iterator[tuple[str, str]]:
                             yield f"{name}: {function}", text
 
 
+@pytest.mark.second
 def test_every_quoted_message_is_one_of_the_code() -> None:
     assert len(QUOTED) > 100, "the quoted messages were not found"
     assert [quoted for quoted in QUOTED if letters(quoted) < LETTERS] == [], (

@@ -77,6 +77,7 @@ async def test_a_key_for_one_judge_serves_no_other_judge(tmp_path: Path) -> None
         assert "and not judge" in await refused(b, "j", ["judge"], invitation)
 
 
+@pytest.mark.second
 async def test_a_minted_key_is_good_at_once_and_a_revoked_one_sent_away(tmp_path: Path) -> None:
     async with bench(tmp_path, DispatchConfig(heartbeat_s=0.05)) as b:
         name, invitation = RunKeys.load(tmp_path / "keys").invite(

@@ -207,6 +207,7 @@ def test_players_without_a_model_have_their_known_strength(tmp_path: Path) -> No
         assert measures["return_first"]["n"] == measures["return_second"]["n"] == 30
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("environment", "name", "turns", "headline"),
     [
@@ -355,6 +356,7 @@ def test_an_endpoint_gets_pictures_as_data_urls() -> None:
 # interruptions
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("opponent", ["random", "minimax"])
 def test_an_interrupted_evaluation_goes_on_to_the_result_of_an_uninterrupted_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], opponent: str

@@ -107,6 +107,7 @@ def test_config_differences_are_exact(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.second
 def test_what_a_run_lacks_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     live = make(tmp_path / "live", ended=False, scores=False, exact={})
     with (live / "metrics.jsonl").open("a") as file:

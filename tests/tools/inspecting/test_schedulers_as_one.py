@@ -36,6 +36,7 @@ def test_trees_of_all_journals_are_found(run: Path, capsys: pytest.CaptureFixtur
     assert len(opened.records) == 3
 
 
+@pytest.mark.second
 def test_the_trace_has_the_calls_of_all_actors(run: Path) -> None:
     start = trace.recorded(run, runs.read(run).records)
     assert {call.worker for call in start.calls} == {"actor-0", "actor-1"}
@@ -51,6 +52,7 @@ def test_the_report_counts_all_trees_and_shows_the_rollouts_of_both(run: Path) -
     assert (read.missing, read.name) == ([], "run")
 
 
+@pytest.mark.second
 def test_watch_and_status_see_both(run: Path) -> None:
     look = watch.Watcher(run).look()
     assert [row[0] for row in look.trees] == ["5", "4", "3", "2", "1", "0"]
@@ -63,6 +65,7 @@ def test_watch_and_status_see_both(run: Path) -> None:
     assert damaged.do.startswith("mend what is damaged (shards/1/journal.sqlite")
 
 
+@pytest.mark.second
 def test_pictures_of_several_journals_have_numbers_of_their_own(run: Path) -> None:
     known: dict[int, bytes] = {}
     for number in range(2):
@@ -98,6 +101,7 @@ def reported(run: Path) -> Path:
     return run
 
 
+@pytest.mark.second
 def test_one_report_has_everybody_s_workers_and_calls(reported: Path) -> None:
     reports = health.read_all(reported)
     whole = health.joined(reports)
@@ -113,6 +117,7 @@ def test_one_report_has_everybody_s_workers_and_calls(reported: Path) -> None:
     assert health.joined([]) is None
 
 
+@pytest.mark.second
 def test_draining_an_actor_says_what_its_own_scheduler_would_lack(
     reported: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,7 @@ def test_a_new_run_in_the_folder_of_another_one_is_refused_with_what_it_holds_an
     assert saved(run) == config
 
 
+@pytest.mark.second
 @pytest.mark.usefixtures("started")
 def test_a_resume_says_what_it_changes_and_keeps_the_former_configs(
     run: Path, capsys: pytest.CaptureFixture[str]

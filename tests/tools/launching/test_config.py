@@ -35,6 +35,7 @@ URL = [*SGLANG, "actors.sglang.way=url", 'actors.sglang.urls=["http://h"]']
 ARGUMENTS = "actors.sglang.arguments"
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.stem)
 def test_every_shipped_config_loads_for_its_hardware_and_survives_being_saved(path: Path) -> None:
     config = load(path, [])

@@ -108,6 +108,7 @@ while True:
 """
 
 
+@pytest.mark.second
 def test_slurms_signal_stops_the_launcher_and_the_job_ends_with_the_launchers_status(
     tmp_path: Path,
 ) -> None:

@@ -128,6 +128,7 @@ endless_judgement()
 """
 
 
+@pytest.mark.second
 def test_the_stacks_of_an_endless_loop_are_read_from_the_log(tmp_path: Path) -> None:
     log, script = tmp_path / "log", tmp_path / "judge.py"
     script.write_text(HANGS)

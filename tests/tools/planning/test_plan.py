@@ -100,6 +100,7 @@ def test_the_value_of_a_state_is_no_judge_s_column() -> None:
     assert one_tree("vpr-sudoku-cpu", *mc_pr).sampled == 2 * 5 + 3 * 10 + 3 * 5
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.toml")))
 def test_every_shipped_config_has_a_plan(name: str) -> None:
     config = load(ROOT / "configs" / f"{name}.toml", [*SMALL, "scheduler.budget=2"])
@@ -229,6 +230,7 @@ def test_a_split_that_does_not_fit_comes_last_and_says_why(
     assert "no split fits" in out
 
 
+@pytest.mark.second
 def test_trees_beyond_one_scheduler_ask_for_more(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "2", "--json")
     best = json.loads(out)["splits"][0]["speed"]
