@@ -1,5 +1,6 @@
 """The package index has a solution for each combination of extras that the pages name."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,10 +24,12 @@ def test_what_is_installed_together_has_a_solution(given: str) -> None:
     kind, *names = given.split()
     ask = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
     index = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.split()
-    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header"]
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--native-tls"]
     command += [] if kind == "group" else [str(ROOT / "pyproject.toml")]
     command += [word for name in names for word in (f"--{kind}", name)]
     command += ["--index-url", *index] if index else []
     solved = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if solved.returncode and not re.search("No solution|not found", solved.stderr):
+        pytest.skip(f"the package index cannot be asked: {solved.stderr[-300:]}")
     assert solved.returncode == 0, solved.stderr
     assert "\ntorch==" in solved.stdout
