@@ -22,26 +22,24 @@ class Shelf(Tools):
     rng = random.Random(0)
 
     async def retrieve(self, query: str, topk: int) -> list[Passage]:
-        return [
-            Passage("1", "Bulgaria", "Capital: Sofia", 0.9),
-            Passage("2", "Rome", "x" * 400, 0.5),
-        ][:topk]
+        sofia = Passage("1", "Bulgaria", "Capital: Sofia", 0.9)
+        return [sofia, Passage("2", "Rome", "x" * 400, 0.5)][:topk]
 
 
-def test_an_action_is_one_think_block_then_one_search_or_answer_block() -> None:
-    def kind(text: str) -> str:
-        return SearchQA().read(None, text).kind
-
-    assert kind("<think> a </think> <search> q </search>") == "search"
-    assert kind("\n<think>a</think>\n<answer>x</answer> and more") == "answer"
-    for text in (
-        "<search> q </search>",
-        "<think> a </think> <search> q",
-        "<think> a </think> <search> q </answer>",
-        "hello <think> a </think> <search> q </search>",
-        "<think> <answer> x </answer> </think>",
-    ):
-        assert kind(text) == "invalid", text
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("<think> a </think> <search> q </search>", "search"),
+        ("\n<think>a</think>\n<answer>x</answer> and more", "answer"),
+        ("<search> q </search>", "invalid"),
+        ("<think> a </think> <search> q", "invalid"),
+        ("<think> a </think> <search> q </answer>", "invalid"),
+        ("hello <think> a </think> <search> q </search>", "invalid"),
+        ("<think> <answer> x </answer> </think>", "invalid"),
+    ],
+)
+def test_an_action_is_one_think_block_then_one_search_or_answer_block(text: str, kind: str) -> None:
+    assert SearchQA().read(None, text).kind == kind
 
 
 @pytest.mark.parametrize(
@@ -60,8 +58,7 @@ def test_with_an_optional_think_block_the_first_search_or_answer_block_counts(
     text: str, kind: str, think: str | None, content: str | None
 ) -> None:
     action = SearchQA(think="optional").read(None, text)
-    assert (action.kind, action.think) == (kind, think)
-    assert action.argument == content
+    assert (action.kind, action.think, action.argument) == (kind, think, content)
 
 
 @pytest.mark.parametrize("think", ["required", "optional"])
@@ -99,13 +96,10 @@ async def test_stepping_is_pure_and_shows_passages_one_a_line() -> None:
     moved = await environment.step(state, action, Shelf())
     assert state.steps == ()
     assert moved.state.steps[0].query == "capital"
-    assert moved.observation.startswith(
-        "\n<information>Doc 1(Title: Bulgaria) Capital: Sofia\nDoc 2(Title: Rome)"
-    )
-    assert moved.observation.endswith("</information>\n")
-    assert len(moved.observation) == 60 + len("\n<information></information>\n")
-    two = await SearchQA("short", 1, newlines=2).step(state, action, Shelf())
     passage = "Doc 1(Title: Bulgaria) Capital: Sofia"
+    shown = f"{passage}\nDoc 2(Title: Rome) {'x' * 400}"[:60]
+    assert moved.observation == f"\n<information>{shown}</information>\n"
+    two = await SearchQA("short", 1, newlines=2).step(state, action, Shelf())
     assert two.observation == f"\n\n<information>{passage}</information>\n\n"
     assert environment.render([]) == "\n<information>No results found.</information>\n"
     answer = environment.read(None, "<think>t</think><answer>Sofia</answer>")

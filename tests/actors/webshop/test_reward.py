@@ -19,29 +19,21 @@ def product(name: str, query: str, path: str, *attributes: str, **texts: Any) ->
     return product_of(row, {"attributes": attributes})
 
 
-SHIRT = product(
-    "Alder Men's Cotton T-Shirt",
-    "men's t-shirts",
-    "Clothing > Men > Shirts > T-Shirts",
-    *("machine wash", "short sleeve"),
-)
+CLOTHING, PATIO = "Clothing > Men > Shirts", "Patio > Furniture > Picnic"
+TEE, WASH = "men's t-shirts", ("machine wash", "short sleeve")
+COLLAR = "Has a short sleeve and a collar."
+SHIRT = product("Alder Men's Cotton T-Shirt", TEE, f"{CLOTHING} > T-Shirts", *WASH)
 POLO = product(
     "Birch Men's Polo Shirt",
     "polo shirts",
-    "Clothing > Men > Shirts > Polos",
+    f"{CLOTHING} > Polos",
     "machine washable",
-    full_description="Has a short sleeve and a collar.",
+    full_description=COLLAR,
 )
 PICNIC = product(
-    "Pine Picnic Table",
-    "picnic tables",
-    "Patio > Furniture > Picnic",
-    "solid wood",
-    small_description=["easy assemble"],
+    "Pine Picnic Table", "picnic tables", PATIO, "solid wood", small_description=["easy assemble"]
 )
-LAMP = product(
-    "Cedar Desk Lamp", "men's t-shirts", "Home > Lighting > Lamps", "machine wash", "short sleeve"
-)
+LAMP = product("Cedar Desk Lamp", TEE, "Home > Lighting > Lamps", *WASH)
 G = Goal(SHIRT, "", SHIRT.attributes, (("color", "dark blue"), ("size", "x-large")), 30.0)
 LONG = product(
     "Oak Coffee Table Drawer Shelf Storage Desk Cabinet Stand Rack Bench",
