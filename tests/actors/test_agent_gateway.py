@@ -11,7 +11,6 @@ import pytest
 
 from coppice.actors.environments.agents import gateway as module
 from coppice.actors.environments.agents.gateway import Session
-from coppice.actors.environments.base import Spent
 from coppice.actors.serving import replies
 from coppice.actors.serving.conversations import Conversation
 from coppice.actors.serving.replies import Reply
@@ -253,10 +252,3 @@ async def test_neutral_fields_and_other_ways_to_write_messages_change_nothing(do
     request, _ = await door.turn(Reply("x"), CHAT, {"messages": [told, empty], **neutral})
     said = [(message["role"], message["content"]) for message in request.messages]
     assert said == [("system", "a"), ("assistant", "")]
-
-
-async def test_usage_is_what_was_spent(door: Door) -> None:
-    usage = (await door.chat(Reply("hi", spent=Spent(10, 4, 3))))["usage"]
-    counts = usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]
-    assert counts == (10, 3, 13)
-    assert usage["prompt_tokens_details"]["cached_tokens"] == 4

@@ -81,12 +81,10 @@ async def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     await gateway.close()
 
 
-async def ended(
-    gateway: Gateway, server: ForkServer | str, limits: tuple[float, ...] = (20.0,), **columns: Any
-) -> Ended:
+async def ended(gateway: Gateway, server: ForkServer | str, **columns: Any) -> Ended:
     """Play an episode of a process that does not ask the policy."""
     server = ForkServer([], f"agents_of_a_test:{server}") if isinstance(server, str) else server
-    episode = Episode(gateway, server, TASK | columns, *limits)
+    episode = Episode(gateway, server, TASK | columns, 20.0)
     try:
         await episode.start()
         event = await episode.next()
@@ -116,21 +114,12 @@ async def test_what_a_function_printed_is_kept_when_it_is_killed(gateway: Gatewa
     assert len(end.said) == TAIL
 
 
-NODE = (
-    "x\n  at\nTypeError: bad\n    at a.js:1\n    at b.js:2 {\n  code: 'E'\n}\n\nNode.js v20.1.0\n"
-)
+NODE = "x\n  at\nTypeError: bad\n    at b.js:2 {\n  code: 'E'\n}\n\nNode.js v20.1.0\n"
 PYTHON = "Traceback (most recent call last):\n  File ...\n    x\nmine.Boom: one\ntwo\n"
+ERRORS = [(NODE, "TypeError: bad"), (PYTHON, "mine.Boom: one"), ("", "")]
 
 
-@pytest.mark.parametrize(
-    ("said", "error"),
-    [
-        (NODE, "TypeError: bad"),
-        (PYTHON, "mine.Boom: one"),
-        ("Error: tried again\nthe end", "the end"),
-        ("", ""),
-    ],
-)
+@pytest.mark.parametrize(("said", "error"), [*ERRORS, ("Error: tried again\nthe end", "the end")])
 def test_the_error_of_an_episode_is_the_line_that_names_it(said: str, error: str) -> None:
     assert Ended(None, "exit status 1", said).error == error
 

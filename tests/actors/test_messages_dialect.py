@@ -77,16 +77,6 @@ def test_a_conversation_in_blocks_is_the_same_history_as_the_chat_that_says_the_
         assert (asked.tools, asked.choice, asked.most) == (chat.tools, "auto", 9)
 
 
-def test_the_line_that_claude_code_changes_in_every_request_is_no_part_of_the_prompt() -> None:
-    line = "x-anthropic-billing-header: cc_version=2.1.100; cch={};"
-    plain = asked_by(system="You add.").messages
-    for number in (1, 2):
-        billed = line.format(number)
-        blocks = [{"type": "text", "text": text} for text in (billed, "You add.")]
-        for system in (f"{billed}\nYou add.", blocks):
-            assert asked_by(system=system).messages == plain
-
-
 async def test_a_reply_is_blocks_of_text_and_calls_with_its_thought_if_wanted(door: Door) -> None:
     reply = Reply("I add.", [ToolCall("add", '{"a": 1}')], Spent(10, 4, 3), "hm")
     for thinking in ({}, {"thinking": {"type": "enabled", "budget_tokens": 1024}}):

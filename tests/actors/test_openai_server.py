@@ -127,17 +127,6 @@ async def test_a_chat_is_the_completion_of_its_template(client: Client, llama: P
     assert chat["usage"]["prompt_tokens"] == len(encoded(llama, "<|user|>hi<|assistant|>"))
 
 
-async def test_n_choices_share_one_prefill_and_usage_counts_every_token(client: Client) -> None:
-    reply = await client.completions(n=5, seed=1)
-    assert [choice["index"] for choice in reply["choices"]] == list(range(5))
-    assert {choice["finish_reason"] for choice in reply["choices"]} <= {"stop", "length"}
-    assert len({choice["text"] for choice in reply["choices"]}) > 1
-    usage = reply["usage"]
-    assert usage["completion_tokens"] == client.engine.counts["decoded_tokens"]
-    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-    assert client.engine.counts["prefilled_tokens"] == usage["prompt_tokens"]
-
-
 async def test_a_stop_string_ends_the_text_before_it(client: Client) -> None:
     free = (await client.completions(seed=5, max_tokens=24))["choices"][0]["text"]
     stop = free[6:8]

@@ -74,22 +74,10 @@ def test_the_episode_ends_at_the_horizon_and_success_may_be_the_outcome() -> Non
     assert game.moves(play(game, SokobanState(ROOM, turn=2), "up")[-1].state) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "move"),
-    [
-        ("<action>up</action>", 0),
-        ("<action> Right </action>", 3),
-        ("<action>left</action> or <action>right</action>", 3),
-        ("I go <action>down", None),
-        ("left", None),
-        ("<action>upset</action>", None),
-        ("<action>right, then up</action>", None),
-        ("<action></action>", None),
-    ],
-)
-def test_one_direction_is_read_from_the_last_block(text: str, move: int | None) -> None:
-    action = Sokoban().read(SokobanState(ROOM), text)
-    assert (action.move, action.valid) == (None if move is None else (move,), move is not None)
+def test_an_action_is_one_direction() -> None:
+    assert [Sokoban().move(text) for text in (" Right ", "up", "upset", "right, then up", "")] == [
+        *((3,), (0,), None, None, None)
+    ]
 
 
 def test_the_prompt_has_rules_then_state_and_shows_the_last_two_turns() -> None:

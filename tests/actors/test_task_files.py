@@ -44,9 +44,8 @@ def test_unusable_held_out_rows_and_a_set_that_is_too_small_are_told(tmp_path: P
     path.write_text("\n".join(lines))
     tasks, (rows, few) = held_out(str(path), 5)
     assert len(tasks) == 2
-    said = f"held-out set: 2 of 4 rows cannot be used; the first: {path}:3: not JSON"
-    assert rows.startswith(said)
-    assert few == "held-out set: 5 questions are asked for and 2 are there, so all of them are used"
+    assert "2 of 4 rows cannot be used" in rows and f"{path}:3: not JSON" in rows
+    assert "5 questions are asked for and 2 are there" in few
     assert held_out(written(path, ROWS[0]), 1)[1] == []
 
 
@@ -57,8 +56,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row_and_lines_in_latin_1_are_
     row = json.dumps({"question": "Où?", "golden_answers": ["à"]}, ensure_ascii=False)
     path.write_bytes(row.encode("utf-8-sig") + b"\n" + row.encode("latin-1") + b"\n")
     (task,), (rejected,) = load_tasks(str(path))
-    assert task.question == "Où?"
-    assert rejected.where == f"{path}:2"
+    assert (task.question, rejected.where) == ("Où?", f"{path}:2")
     assert rejected.reason.startswith("not in UTF-8")
 
 
@@ -104,25 +102,16 @@ def test_what_is_neither_a_file_nor_a_hub_name_is_named(source: str) -> None:
 SET = "RUC-NLPIR/FlashRAG_datasets"
 
 
-def test_equal_ids_of_several_sources_stay_apart_and_those_of_one_stay_as_they_are(
-    tmp_path: Path,
-) -> None:
-    row = {"id": "train_0", "golden_answers": ["a"]}
-    one = written(tmp_path / "nq.jsonl", row | {"question": "Who?"}, {"question": "no gold"})
-    two = written(tmp_path / "hotpotqa.jsonl", row | {"question": "Where?"})
-    tasks, rejected = load_tasks([one, two])
-    assert [task.id for task in tasks] == [f"{one}#train_0", f"{two}#train_0"]
-    assert [task.question for task in tasks] == ["Who?", "Where?"]
-    assert [r.where for r in rejected] == [f"{one}:2"]
-    assert [load_tasks(setting)[0][0].id for setting in ([one], one)] == ["train_0"] * 2
-
-
-def test_a_run_draws_from_all_of_its_sources(tmp_path: Path) -> None:
-    rows = [{"id": i, "question": f"{i}?", "golden_answers": ["a"]} for i in range(5)]
-    sources = [written(tmp_path / name, *rows) for name in ("x.jsonl", "y.jsonl")]
-    tasks = Tasks(sources, 0)
-    assert len({tasks.at(position).id for position in range(10)}) == 10
-    assert {task.id for task in held_out(sources, 99)[0]} == {task.id for task in tasks.tasks}
+def test_equal_ids_of_several_sources_stay_apart_and_a_run_draws_from_all(tmp_path: Path) -> None:
+    rows = [{"id": f"n{i}", "question": f"{i}?", "golden_answers": ["a"]} for i in range(5)]
+    sources = [written(tmp_path / name, *rows, {}) for name in ("x.jsonl", "y.jsonl")]
+    tasks, rejected = load_tasks(sources)
+    assert [task.id for task in tasks] == [f"{source}#n{i}" for source in sources for i in range(5)]
+    assert [one.where for one in rejected] == [f"{source}:6" for source in sources]
+    assert [load_tasks(setting)[0][0].id for setting in (sources[:1], sources[0])] == ["n0", "n0"]
+    drawn = Tasks(sources, 0)
+    assert {drawn.at(position).id for position in range(10)} == {task.id for task in tasks}
+    assert {task.id for task in held_out(sources, 99)[0]} == {task.id for task in tasks}
     assert held_out(sources, 3)[0] == held_out(sources, 99)[0][:3]
 
 
@@ -152,7 +141,6 @@ def test_a_hub_set_is_told_from_a_path_by_its_form() -> None:
 def test_a_folder_of_the_hub_is_train_unless_a_split_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against a stand-in for the hub: no test here reaches the real one."""
     from huggingface_hub.errors import EntryNotFoundError
 
     def download(repository: str, file: str, repo_type: str) -> str:
