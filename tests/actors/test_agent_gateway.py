@@ -73,7 +73,7 @@ NEEDED = {CHAT: HELLO, RESPONSES: {"input": "x"}, REWARD: {}}
 
 
 @pytest.mark.parametrize(("path", "body", "said"), REFUSED)
-async def test_what_cannot_be_answered_is_refused_with_its_name(
+async def test_what_cannot_be_answered_is_named(
     door: Door, path: str, body: Any, said: str
 ) -> None:
     status, message = await door.refused(path, NEEDED[path] | body)
@@ -111,9 +111,7 @@ async def test_a_repeated_request_joins_only_if_it_says_so(door: Door) -> None:
     assert other["choices"][0]["message"]["content"] == "three"
 
 
-async def test_ids_repeat_with_what_is_asked_and_a_call_that_waits_is_known_again(
-    door: Door,
-) -> None:
+async def test_ids_repeat_with_what_is_asked_and_a_waiting_call_is_known_again(door: Door) -> None:
     digests = ["a", "b", "a", *map(str, range(20))]
     answers, again = [
         [session.ask(Conversation([]), digest) for digest in digests]

@@ -94,9 +94,7 @@ async def restore(made: SGLangEngine, folder: Path, scratch: Path) -> None:
     await made.load(LoadRequest(0, str(base), proof))
 
 
-async def test_greedy_tokens_and_logprobs_are_those_of_a_full_forward(
-    engine: Engine, llama: Path
-) -> None:
+async def test_greedy_tokens_are_those_of_a_full_forward(engine: Engine, llama: Path) -> None:
     prompt, model = ids(1, 24), reference(llama)
     (sample,) = await sampled(engine, prompt, 1, 8, temperature=0.0)
     best = forward(model, prompt, sample.tokens).log_softmax(-1).max(-1).values.numpy()
@@ -106,9 +104,7 @@ async def test_greedy_tokens_and_logprobs_are_those_of_a_full_forward(
     assert sample.versions.tolist() == [0] * len(sample.tokens)
 
 
-async def test_logprobs_are_of_the_distribution_after_temperature(
-    engine: Engine, llama: Path
-) -> None:
+async def test_logprobs_are_those_after_temperature(engine: Engine, llama: Path) -> None:
     prompt, model = ids(2, 20), reference(llama)
     for sample in await sampled(engine, prompt, 3, 6, temperature=0.7):
         rows = forward(model, prompt, sample.tokens) / 0.7
@@ -195,7 +191,7 @@ async def test_cancelling_frees_the_engine(engine: Engine) -> None:
         GenerateRequest(np.array([-1], np.int32), 1, Sampling(5)),
     ],
 )
-async def test_a_request_that_can_never_work_is_a_data_fault(
+async def test_an_impossible_request_is_a_data_fault(
     engine: Engine, request_: GenerateRequest
 ) -> None:
     with pytest.raises(DataFault, match="expected"):
@@ -220,9 +216,7 @@ async def test_a_new_version_is_sampled_from_and_reads_no_other_versions_cache(
 
 
 @pytest.mark.second
-async def test_an_update_within_a_generation_labels_each_token(
-    engine: Engine, llama: Path, tmp_path: Path
-) -> None:
+async def test_an_update_labels_each_token(engine: Engine, llama: Path, tmp_path: Path) -> None:
     folder, proof, _ = version_folder(tmp_path, llama, 4)
     request = GenerateRequest(ids(11, 10), 8, Sampling(200, seed=1))
     task = asyncio.create_task(engine.generate(request))
@@ -251,9 +245,7 @@ async def test_weights_that_are_not_as_announced_are_refused_and_the_old_ones_se
     assert near(engine, before.logprobs, after.logprobs)
 
 
-async def test_an_adapter_alone_changes_the_policy(
-    engine: Engine, llama: Path, tmp_path: Path
-) -> None:
+async def test_an_adapter_changes_the_policy(engine: Engine, llama: Path, tmp_path: Path) -> None:
     folder, proof, model = adapter_folder(tmp_path, llama, 6)
     await engine.load(LoadRequest(6, str(folder), proof))
     prompt = ids(13, 16)
@@ -262,9 +254,7 @@ async def test_an_adapter_alone_changes_the_policy(
         assert near(engine, full_logprobs(model, prompt, sample.tokens), sample.logprobs, times=5.0)
 
 
-async def test_a_constraint_holds_from_the_first_to_the_last_token(
-    engine: Engine, llama: Path
-) -> None:
+async def test_a_constraint_holds_to_the_last_token(engine: Engine, llama: Path) -> None:
     constraint = Constraint("regex", "(yes|no), [0-9]{2}")
     words = tokenizer(llama)
     for sample in await sampled(engine, ids(14, 10), 3, 20, constraint=constraint):

@@ -112,9 +112,7 @@ def test_an_episode_ends_with_all_its_measures(game: Any) -> None:
         ("Look: {picture}", 0, "sudoku draws no pictures"),
     ],
 )
-def test_a_prompt_that_cannot_work_is_refused(
-    tmp_path: Path, text: str, history: int, said: str
-) -> None:
+def test_an_unusable_prompt_is_refused(tmp_path: Path, text: str, history: int, said: str) -> None:
     path = tmp_path / "prompt.txt"
     path.write_text(text)
     with pytest.raises(ValueError, match=said):

@@ -155,8 +155,6 @@ def test_a_constraint_that_cannot_be_used_is_a_data_fault_that_names_the_problem
     assert len(str(caught.value)) < 600
 
 
-def test_a_model_without_an_end_token_is_told_that_it_cannot_end_a_match(
-    words: tokenizers.Tokenizer,
-) -> None:
+def test_without_an_end_token_a_constraint_is_refused(words: tokenizers.Tokenizer) -> None:
     with pytest.raises(DataFault, match="eos_token_id"):
         Grammar(words, VOCABULARY, frozenset()).matcher(Constraint("regex", "a"))

@@ -63,9 +63,7 @@ def tokens(result: GenerateResult) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-async def test_greedy_equals_transformers_generate_token_for_token(
-    local: Local, tmp_path: Path, kind: str
-) -> None:
+async def test_greedy_equals_transformers_generate(local: Local, tmp_path: Path, kind: str) -> None:
     folder = tiny.save(tmp_path / kind, kind)
     engine, model = await local(folder), reference(folder)
     prompts = [ids(seed, 3 + 7 * seed) for seed in range(5)]
@@ -183,9 +181,7 @@ async def test_a_model_that_does_not_fit_is_refused(llama: Path) -> None:
         await LocalEngine(str(llama), ActorsConfig(kv_cache_gib=1e6)).start()
 
 
-async def test_layers_without_kernels_share_the_places_and_follow_updates(
-    local: Local, tmp_path: Path
-) -> None:
+async def test_layers_without_kernels_follow_updates(local: Local, tmp_path: Path) -> None:
     folder = tiny.save(tmp_path / "gemma3", "gemma3")
     engine = await local(folder, max_batch=4)
     # one after the other, because each needs three of four places
@@ -203,7 +199,7 @@ async def test_layers_without_kernels_share_the_places_and_follow_updates(
     assert tokens(one)[0] == tokens(more)[0]
 
 
-async def test_a_cancelled_load_leaves_the_engine_serving(
+async def test_a_cancelled_load_leaves_it_serving(
     local: Local, tmp_path: Path, llama: Path
 ) -> None:
     engine = await local()
@@ -313,9 +309,7 @@ def test_attention_by_products_is_that_of_the_cpus_kernel() -> None:
         torch.testing.assert_close(plain, tuple(kernel))
 
 
-async def test_a_prompt_prefilled_in_chunks_beside_decoding_rows_equals_one_prefilled_whole(
-    local: Local,
-) -> None:
+async def test_a_prompt_prefilled_in_chunks_beside_others_equals_a_whole_one(local: Local) -> None:
     engine = await local(prefill_tokens=16)
     busy = GenerateRequest(ids(30, 5), 3, Sampling(200, seed=1))
     running = asyncio.create_task(engine.generate(busy))
@@ -363,9 +357,7 @@ async def test_running_samples_take_their_memory_from_the_budget(local: Local) -
 
 
 @pytest.mark.parametrize("length", [1, 5, 40])
-async def test_a_stop_string_of_any_length_is_found_where_it_ends(
-    local: Local, length: int
-) -> None:
+async def test_a_stop_string_is_found_where_it_ends(local: Local, length: int) -> None:
     engine = await local()
     free = await engine.generate(GenerateRequest(ids(36, 10), 1, Sampling(120, seed=4)))
     text = engine.tokenizer.decode(free.samples[0].tokens.tolist(), skip_special_tokens=False)

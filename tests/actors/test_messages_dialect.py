@@ -150,9 +150,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "said"), REFUSED)
-async def test_what_cannot_be_answered_is_refused_in_its_shape(
-    door: Door, body: Any, said: str
-) -> None:
+async def test_a_refusal_has_its_shape(door: Door, body: Any, said: str) -> None:
     status, refusal = await error(door, body)
     assert (status, refusal["type"]) == (400, "invalid_request_error")
     assert said in refusal["message"]

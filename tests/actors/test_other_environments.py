@@ -103,9 +103,7 @@ async def episode(
 
 
 @pytest.mark.second
-async def test_an_episode_is_determined_by_seed_and_actions_whatever_is_played_between(
-    adapted: Adapted,
-) -> None:
+async def test_an_episode_is_determined_by_seed_and_actions_alone(adapted: Adapted) -> None:
     make, actions = adapted
     environment, other = make(), make()
     random.seed(1)
@@ -173,9 +171,7 @@ async def test_the_horizon_ends_an_episode() -> None:
         (lambda: TextArena("GermanWhist-v0", players=3), "players = 3: it does not begin: .*two-p"),
     ],
 )
-def test_an_environment_that_is_not_there_is_named(
-    make: Callable[[], Environment], said: str
-) -> None:
+def test_a_missing_environment_is_named(make: Callable[[], Environment], said: str) -> None:
     for package in ("gymnasium", "textarena", "reasoning_gym"):
         pytest.importorskip(package)
     with pytest.raises(ValueError, match=said):

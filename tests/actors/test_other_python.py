@@ -21,9 +21,7 @@ async def process_of(environment: Any, state: Any) -> int:
     return int((await played(environment, state, "process")).state.seen.partition("[")[0])
 
 
-async def test_the_game_is_in_a_process_of_its_own_that_close_ends(
-    other: Make,
-) -> None:
+async def test_the_game_is_in_a_process_of_its_own_that_close_ends(other: Make) -> None:
     environment = other()
     state = await begun(environment)
     pid = await process_of(environment, state)
@@ -57,9 +55,7 @@ async def test_a_step_that_fails_is_a_fault_and_the_episode_goes_on_from_its_sta
     assert (await process_of(environment, state) == before) == (fault is DataFault)
 
 
-async def test_a_cancelled_step_leaves_no_answer_for_the_next_one(
-    other: Make,
-) -> None:
+async def test_a_cancelled_step_leaves_no_answer_for_the_next_one(other: Make) -> None:
     environment = other()
     state = await begun(environment)
     expected = [await played(environment, state, action) for action in ("a", "bb")]
@@ -74,9 +70,7 @@ async def test_a_cancelled_step_leaves_no_answer_for_the_next_one(
 
 
 @pytest.mark.second
-async def test_tasks_are_dealt_to_the_processes_and_a_task_stays_with_its_own(
-    other: Make,
-) -> None:
+async def test_tasks_are_dealt_to_the_processes_and_a_task_stays_with_its_own(other: Make) -> None:
     environment = other(processes=2)
     states = [await begun(environment, seed) for seed in (1, 2, 3)]
     first, second, third = [await process_of(environment, state) for state in states]
@@ -97,9 +91,7 @@ async def test_keys_of_this_process_do_not_reach_the_other(
 
 
 @pytest.mark.second
-async def test_answers_of_a_set_have_the_librarys_partial_credit_and_leave_their_question_alone(
-    other: Make,
-) -> None:
+async def test_answers_of_a_set_have_the_librarys_partial_credit(other: Make) -> None:
     pytest.importorskip("reasoning_gym")
     primes = {"name": "prime_factorization", "min_value": 30, "max_value": 30}
     environment = other("reasoning_gym", arguments=primes)
@@ -117,9 +109,7 @@ async def test_answers_of_a_set_have_the_librarys_partial_credit_and_leave_their
 
 
 @pytest.mark.second
-async def test_fields_of_openenv_are_seen_and_its_rewards_are_earned(
-    other: Make,
-) -> None:
+async def test_fields_of_openenv_are_seen_and_its_rewards_are_earned(other: Make) -> None:
     environment = other("openenv", arguments=openenv())
     state = await begun(environment)
     assert json.loads(state.seen) == {"total": 7, "drawn": 0}
@@ -130,9 +120,7 @@ async def test_fields_of_openenv_are_seen_and_its_rewards_are_earned(
 
 
 @pytest.mark.second
-async def test_openenv_without_seeds_and_rewards_draws_by_the_seed_and_earns_nothing(
-    other: Make,
-) -> None:
+async def test_openenv_without_seeds_and_rewards_draws_by_the_seed(other: Make) -> None:
     environment = other("openenv", arguments=openenv("Unseeded"))
     one, again, two = [await begun(environment, seed) for seed in (1, 1, 2)]
     assert one == again and one.seen != two.seen
@@ -142,18 +130,14 @@ async def test_openenv_without_seeds_and_rewards_draws_by_the_seed_and_earns_not
 
 @pytest.mark.second
 @pytest.mark.parametrize("action", ['{"number": "many"}', '{"number": 1, "more": 2}', "many"])
-async def test_an_action_that_openenv_refuses_ends_the_episode_with_what_it_earned(
-    other: Make, action: str
-) -> None:
+async def test_an_action_that_openenv_refuses_ends_the_episode(other: Make, action: str) -> None:
     environment = other("openenv", arguments=openenv(field="" if action == "many" else "number"))
     last = await played(environment, await begun(environment), '{"number": 5}', action)
     assert (last.done, last.outcome, last.measures) == (True, 0.5, {"success": 0.0})
 
 
 @pytest.mark.second
-async def test_what_an_openenv_environment_raises_is_a_fault_of_its_task(
-    other: Make,
-) -> None:
+async def test_what_an_openenv_environment_raises_is_a_fault_of_its_task(other: Make) -> None:
     environment = other("openenv", arguments=openenv())
     with pytest.raises(DataFault, match="RuntimeError: no episode of"):
         await begun(environment, 13)

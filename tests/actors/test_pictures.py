@@ -140,9 +140,7 @@ async def test_pictures_that_do_not_fit_are_refused(local: Local, seeing: Path) 
         await blind.generate(asked(1))
 
 
-def test_sglang_is_sent_one_placeholder_per_picture_and_must_have_read_the_trees_tokens(
-    seeing: Path,
-) -> None:
+def test_sglang_is_sent_a_placeholder_per_picture_and_must_have_read_it(seeing: Path) -> None:
     settings = SGLangConfig(way="url", urls=["http://127.0.0.1:1"])
     engine = SGLangEngine(str(seeing), ActorsConfig(max_context=256, sglang=settings))
     request = asked(1, 2, 1)

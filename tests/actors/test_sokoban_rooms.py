@@ -46,9 +46,7 @@ def searched(board: str) -> int | None:
 
 
 @pytest.mark.parametrize(("boxes", "rooms", "positions"), [(1, 40, 25), (2, 12, 8), (3, 4, 4)])
-def test_distances_equal_a_forward_search_in_random_positions(
-    boxes: int, rooms: int, positions: int
-) -> None:
+def test_distances_equal_a_forward_search(boxes: int, rooms: int, positions: int) -> None:
     """The positions are drawn anywhere in the room, so many of them cannot be solved."""
     rng, unsolvable = random.Random(boxes), 0
     for seed in range(rooms):

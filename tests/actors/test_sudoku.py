@@ -92,9 +92,7 @@ def test_the_puzzle_is_the_one_that_removal_cell_by_cell_gives(blanks: int, seed
     assert generate(4, blanks, seed)[0] == next(grid for grid in tries if grid.count(".") == blanks)
 
 
-def test_a_seed_without_a_puzzle_is_a_data_fault_that_names_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_seed_without_a_puzzle_is_a_data_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sudoku, "TRIES", 1)
     with pytest.raises(DataFault, match="size 4 with 12 blanks and one solution from seed 100"):
         generate(4, 12, 100)

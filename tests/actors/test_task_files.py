@@ -23,9 +23,7 @@ from coppice.scheduler.growth.tasks import Tasks, held_out
 ROWS = [{"question": "Who?", "golden_answers": ["a", "", "b"]}, {"question": "No gold"}]
 
 
-def test_a_parquet_file_loads_and_its_unusable_rows_are_rejected_with_reasons(
-    tmp_path: Path,
-) -> None:
+def test_a_parquet_file_loads_and_its_unusable_rows_are_set_aside(tmp_path: Path) -> None:
     path = tmp_path / "tasks.parquet"
     pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path)
     (task,), (rejected,) = load_tasks(str(path))
@@ -49,9 +47,7 @@ def test_unusable_held_out_rows_and_a_set_that_is_too_small_are_told(tmp_path: P
     assert held_out(written(path, ROWS[0]), 1)[1] == []
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_row_and_lines_in_latin_1_are_set_aside(
-    tmp_path: Path,
-) -> None:
+def test_a_byte_order_mark_is_no_text_and_latin_1_is_set_aside(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     row = json.dumps({"question": "Où?", "golden_answers": ["à"]}, ensure_ascii=False)
     path.write_bytes(row.encode("utf-8-sig") + b"\n" + row.encode("latin-1") + b"\n")
@@ -115,9 +111,7 @@ def test_equal_ids_of_several_sources_stay_apart_and_a_run_draws_from_all(tmp_pa
     assert held_out(sources, 3)[0] == held_out(sources, 99)[0][:3]
 
 
-def test_one_source_of_several_that_cannot_be_read_ends_the_load_and_is_named(
-    tmp_path: Path,
-) -> None:
+def test_one_source_of_several_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     good = written(tmp_path / "a.jsonl", {"question": "q", "golden_answers": ["a"]})
     with pytest.raises(FileNotFoundError, match=r"gone\.jsonl"):
         load_tasks([good, str(tmp_path / "gone.jsonl")])
@@ -159,9 +153,7 @@ def test_a_folder_of_the_hub_is_train_unless_a_split_is_named(
         load_tasks(f"{SET}/nq:test")
 
 
-def test_a_set_that_has_a_folder_a_set_says_so_when_it_is_asked_for_as_a_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_set_of_folders_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str, split: str) -> None:
         raise ValueError("Config name is missing.\nPlease pick one among the configs: ['nq']")
 
@@ -187,9 +179,7 @@ def test_tasks_of_agents_stand_as_they_are_written(tmp_path: Path) -> None:
     assert len(load_tasks(source)[0]) == 1
 
 
-def test_a_task_that_is_taken_as_it_stands_has_all_columns_of_its_row_as_json_has_them(
-    tmp_path: Path,
-) -> None:
+def test_a_task_taken_as_it_stands_has_all_columns_of_its_row(tmp_path: Path) -> None:
     row = {"question": "q", "golden_answers": ["a"], "limits": [1, 2.5], "id": 7}
     row["due"] = datetime.date(2026, 1, 2)
     place = tmp_path / "tasks.parquet"

@@ -126,9 +126,7 @@ async def test_the_random_opponent_uses_the_rng_of_the_tools() -> None:
 
 
 @pytest.mark.parametrize("reply", [(), (4,), (9,), (0, 1), ("a",)])
-async def test_an_opponents_illegal_move_is_an_infrastructure_fault_that_names_it(
-    reply: tuple[Any, ...],
-) -> None:
+async def test_an_opponents_illegal_move_is_an_infrastructure_fault(reply: tuple[Any, ...]) -> None:
     environment, table = TicTacToe(), Table(reply)
     said = r"player rival played .* on X?\.\.\.\.?XO\.\.\."
     with pytest.raises(InfrastructureFault, match=said):

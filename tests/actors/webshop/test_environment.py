@@ -132,9 +132,7 @@ def test_equal_situations_have_equal_anchors_whatever_came_before() -> None:
 
 
 @pytest.mark.parametrize("split", ["products", "released"])
-def test_held_out_seeds_draw_only_held_out_goals_and_training_seeds_only_the_others(
-    split: Any,
-) -> None:
+def test_held_out_seeds_draw_held_out_goals_and_training_seeds_others(split: Any) -> None:
     environment = WebShop(split=split)
     tasks = GeneratedTasks(environment.task, 0)
     drawn = {environment.initial(tasks.at(position)).goal for position in range(3000)}
