@@ -104,14 +104,6 @@ async def test_greedy_tokens_are_those_of_a_full_forward(engine: Engine, llama: 
     assert sample.versions.tolist() == [0] * len(sample.tokens)
 
 
-async def test_logprobs_are_those_after_temperature(engine: Engine, llama: Path) -> None:
-    prompt, model = ids(2, 20), reference(llama)
-    for sample in await sampled(engine, prompt, 3, 6, temperature=0.7):
-        rows = forward(model, prompt, sample.tokens) / 0.7
-        expected = rows.log_softmax(-1)[range(len(rows)), sample.tokens.tolist()].numpy()
-        assert near(engine, expected, sample.logprobs)
-
-
 @pytest.mark.parametrize("cut", [{"top_p": 0.6}, {"top_k": 5}, {"top_p": 0.7, "top_k": 20}])
 @pytest.mark.parametrize("n", [1, 2])
 async def test_logprobs_are_of_the_softmax_over_the_support_that_is_reported(

@@ -90,8 +90,7 @@ def test_the_placeholders_of_every_prompt_are_filled_and_its_head_is_shared(game
 
 
 def test_an_episode_ends_with_all_its_measures(game: Any) -> None:
-    rng = random.Random(1)
-    state, transition = opened(game, 5), None
+    rng, state, transition = random.Random(1), opened(game, 5), None
     while transition is None or not transition.done:
         move = game.notation(rng.choice(game.moves(state)))
         (transition,) = play(game, state, move, tools=TOOLS)
@@ -179,16 +178,12 @@ def test_the_prompt_shows_the_board_and_never_the_solution(name: str, hidden: An
     [
         ("sudoku", {"size": 5}, "size = 5: expected 9 or 4"),
         ("sudoku", {"size": 4}, "blanks = 40: expected 1 to 12 for size 4"),
-        ("sudoku", {"blanks": 0}, "blanks = 0: expected 1 to 64 for size 9"),
-        ("minesweeper", {"mines": 0}, "mines = 0: expected 1 to 15 on 5x5"),
         ("minesweeper", {"mines": 16}, "expected 1 to 15 on 5x5, .* one safe cell, must be free"),
         ("minesweeper", {"mines": 17, "centre_start": False}, "mines = 17: expected 1 to 16"),
         ("minesweeper", {"rows": 3, "columns": 3, "mines": 1}, "expected a board larger"),
         ("tictactoe", {"opponents": {}}, "opponents = {}"),
         ("tictactoe", {"opponents": {"a": 0.0}}, "not all of them 0"),
-        ("tictactoe", {"opponents": {"a": -1.0, "b": 2.0}}, "weights >= 0"),
         ("tictactoe", {"opponents": {"a": float("nan")}}, "weights >= 0"),
-        ("tictactoe", {"opponents": {"": 1.0}}, "player names"),
         ("tictactoe", {"opening": 4}, "opening = 4: .* at least 0 and at most 3"),
         ("sokoban", {"size": 4}, "size = 4: expected 5 to 8"),
         ("sokoban", {"boxes": 4}, "boxes = 4: expected 1 to 3"),

@@ -150,16 +150,13 @@ def test_random_legal_play_keeps_the_rules(
 
 
 def test_a_move_is_a_word_and_a_cell_counted_from_1() -> None:
-    read = {
-        "reveal 3 12": REVEAL,
-        " CLICK  3,12 ": REVEAL,
-        "Open\t3\n12": REVEAL,
-        "MARK,3, 12": MARK,
-    }
-    for text, kind in read.items():
-        assert Minesweeper().move(text) == (kind, 2, 11), text
-    for text in ("3 12", "reveal 3", "reveal 3 12 1", "reveal3 12", "reveal -3 12", "reveal ٣ 2"):
-        assert Minesweeper().move(text) is None, text
+    read: dict[str, Any] = dict.fromkeys(
+        ("reveal 3 12", " CLICK  3,12 ", "Open\t3\n12"), (REVEAL, 2, 11)
+    )
+    read |= dict.fromkeys(("flag 3 12", "MARK, 3, 12"), (MARK, 2, 11))
+    unread = ("3 12", "reveal 3", "reveal 3 12 1", "reveal3 12", "reveal -3 12", "reveal ٣ 2")
+    read |= dict.fromkeys(unread)
+    assert {text: Minesweeper().move(text) for text in read} == read
 
 
 def test_the_history_keeps_the_last_moves_with_their_result() -> None:

@@ -1,15 +1,23 @@
-"""The Sokoban environment: rewards by hand, prompts, reading, and the split."""
+"""The Sokoban environment: rewards by hand, prompts, reading, the split, and pictures, of which
+Pillow is the independent reader."""
 
+import io
+
+import numpy as np
 import pytest
+from PIL import Image
 
 from coppice.actors.environments.base import SPLIT
+from coppice.actors.environments.sokoban.environment import SPRITE as SIDE
 from coppice.actors.environments.sokoban.environment import (
     Sokoban,
     SokobanState,
     is_held_out,
+    picture,
+    pixels,
     shown,
 )
-from coppice.actors.environments.sokoban.rooms import layout_digest, parse
+from coppice.actors.environments.sokoban.rooms import GLYPHS, layout_digest, parse
 from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.tools.defaults.legal_play import FIRST_SEED
 from tests.games import play
@@ -75,9 +83,8 @@ def test_the_episode_ends_at_the_horizon_and_success_may_be_the_outcome() -> Non
 
 
 def test_an_action_is_one_direction() -> None:
-    assert [Sokoban().move(text) for text in (" Right ", "up", "upset", "right, then up", "")] == [
-        *((3,), (0,), None, None, None)
-    ]
+    read = {" Right ": (3,), "up": (0,), "upset": None, "right, then up": None, "": None}
+    assert {text: Sokoban().move(text) for text in read} == read
 
 
 def test_the_prompt_has_rules_then_state_and_shows_the_last_two_turns() -> None:
@@ -119,3 +126,45 @@ def test_good_moves_begin_a_shortest_solution() -> None:
     assert game.good_moves(SokobanState(lane("#PXO_#"))) == [(3,)]
     assert game.good_moves(SokobanState(lane("#P_XO#"), over=True)) == []
     assert game.good_moves(SokobanState(lane("#X_PO#"))) == []
+
+
+EVERY_KIND = "######" + "#S√XO#" + "#____#" * 3 + "######"
+
+
+def test_every_kind_of_cell_has_its_own_sprite_wherever_it_lies() -> None:
+    image = pixels(EVERY_KIND)
+    tiles = {}
+    for cell, glyph in enumerate(EVERY_KIND):
+        row, column = divmod(cell, 6)
+        tile = image[row * SIDE : (row + 1) * SIDE, column * SIDE : (column + 1) * SIDE].tobytes()
+        assert tiles.setdefault(glyph, tile) == tile
+    tiles["P"] = pixels(EVERY_KIND.replace("S", "P"))[SIDE : 2 * SIDE, SIDE : 2 * SIDE].tobytes()
+    assert set(tiles) == set(GLYPHS)
+    assert len(set(tiles.values())) == len(GLYPHS)
+
+
+@pytest.mark.parametrize("side", [96, 192, 256])
+def test_a_side_enlarges_the_pixels(side: int) -> None:
+    file = Image.open(io.BytesIO(picture(EVERY_KIND, side)))
+    image = np.asarray(file)
+    assert (file.format, image.shape) == ("PNG", (side, side, 3))
+    assert side > 96 or np.array_equal(image, pixels(EVERY_KIND))
+    cell = side // 6
+    middle = image[cell // 2 :: cell, cell // 2 :: cell][:6, :6]
+    expected = pixels(EVERY_KIND)[SIDE // 2 :: SIDE, SIDE // 2 :: SIDE]
+    assert side == 256 or np.array_equal(middle, expected)
+    drawn, small = (np.unique(one.reshape(-1, 3), axis=0) for one in (image, pixels(EVERY_KIND)))
+    assert np.array_equal(drawn, small)
+
+
+def test_the_prompt_shows_the_room_as_a_picture_and_no_board() -> None:
+    game = Sokoban("sokoban_picture", history=0, side=256)
+    task = game.task(3)
+    state = game.initial(task)
+    (message,) = game.prompt(task, state)
+    before, seen, after = message["content"]
+    assert game.pictures and not Sokoban().pictures
+    assert seen == {"type": "image", "image": picture(state.board, 256)}
+    assert "{" not in before["text"] + after["text"]
+    assert SPLIT in before["text"]
+    assert not set("√#_") & set(before["text"] + after["text"])

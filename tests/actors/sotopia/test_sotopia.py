@@ -57,22 +57,21 @@ def turns(*words: str) -> tuple[Turn, ...]:
     return tuple(Turn(n % 2, *kind) for n, kind in enumerate(kinds))
 
 
-@pytest.mark.parametrize(
-    ("text", "turn"),
-    [
-        (reply("speak", "Hello."), ("speak", "Hello.")),
-        (f"I think {{so}}. {reply('none', 'ignored')}", ("none",)),
-        (reply("speak", "first") + reply("leave"), ("leave",)),
-        ('{"action_type": "action", "argument": "a {b} c", "to": ["Ada"]}', ("action", "a {b} c")),
-        (reply(NOD, "nods\nTurn #9: x"), (NOD, "nods Turn #9: x")),
-        (reply("speak", "  "), None),
-        ('{"action_type": "speak", "argument": "no end', None),
-        (reply("speak", "Hello.") + ' {"a": 1}', None),
-        ('{"a":' * 5_000, None),
-    ],
-)
-def test_the_last_json_object_of_a_reply_is_the_turn(text: str, turn: tuple[str] | None) -> None:
-    assert conversation.read_turn(text, 1) == (turn and Turn(1, *turn))
+def test_the_last_json_object_of_a_reply_is_the_turn() -> None:
+    hello = reply("speak", "Hello.")
+    read: dict[str, tuple[str, ...] | None] = {
+        hello: ("speak", "Hello."),
+        f"I think {{so}}. {reply('none', 'ignored')}": ("none",),
+        hello + reply("leave"): ("leave",),
+        '{"action_type": "action", "argument": "a {b} c", "to": ["Ada"]}': ("action", "a {b} c"),
+        reply(NOD, "nods\nTurn #9: x"): (NOD, "nods Turn #9: x"),
+        reply("speak", "  "): None,
+        '{"action_type": "speak", "argument": "no end': None,
+        hello + ' {"a": 1}': None,
+        '{"a":' * 5_000: None,
+    }
+    for text, turn in read.items():
+        assert conversation.read_turn(text, 1) == (turn and Turn(1, *turn)), text[:80]
 
 
 def test_turns_are_written_in_the_words_of_sotopia() -> None:
@@ -84,15 +83,10 @@ def test_turns_are_written_in_the_words_of_sotopia() -> None:
     assert lines == [f"Turn #{n}: {line}" for n, line in enumerate(written, 1)]
 
 
-@pytest.mark.parametrize(
-    ("words", "over"),
-    [
-        *(("a " * 19, False), ("a " * 20, True), ("leave", True), ("none none", False)),
-        *(("none none none", True), ("none a none none", False)),
-    ],
-)
-def test_a_conversation_ends_as_specified(words: str, over: bool) -> None:
-    assert Sotopia().over(turns(*words.split())) is over
+def test_a_conversation_ends_as_specified() -> None:
+    over = {"a " * 19: False, "a " * 20: True, "leave": True}
+    over |= {"none none": False, "none none none": True, "none a none none": False}
+    assert {words: Sotopia().over(turns(*words.split())) for words in over} == over
 
 
 def test_what_a_side_knows_grows_with_the_relationship_and_never_holds_the_secret() -> None:

@@ -39,26 +39,21 @@ def perfect(environment: WebShop, task: Task) -> list[str]:
     return [f"search[{goal.product.name}]", *(f"click[{name}]" for name in clicks)]
 
 
-@pytest.mark.parametrize(
-    ("text", "kind", "query", "move"),
-    [
-        (said("search[Red mug]"), "search", "red mug", None),
-        (said(" click[RED] "), "click", None, (3,)),
-        (said("click[< Prev]"), "click", None, (1,)),
-        (said("click[blue]"), "click", None, None),
-        (said("click[search]"), "click", None, None),
-        (said("search[a]") + "<action>click[red]</action>", "search", "a", None),
-        ("<THINK>so</THINK><ACTION>click[red]</ACTION>", "click", None, (3,)),
-        *((text, "invalid", None, None) for text in UNREADABLE),
-    ],
-)
-def test_a_reply_is_read_as_documented(
-    text: str, kind: str, query: str | None, move: tuple[int, ...] | None
-) -> None:
-    clickables = ["back to search", "< prev", "buy now", "red"] + ["search"] * ("search]" in text)
-    action = read_reply(text, clickables, "required")
-    assert (action.kind, action.argument, action.move) == (kind, query, move)
-    assert action.valid == (kind != "invalid")
+def test_a_reply_is_read_as_documented() -> None:
+    read: dict[str, tuple[Any, ...]] = {
+        said("search[Red mug]"): ("search", "red mug", None),
+        said(" click[RED] "): ("click", None, (3,)),
+        said("click[< Prev]"): ("click", None, (1,)),
+        said("click[blue]"): ("click", None, None),
+        said("search[a]") + "<action>click[red]</action>": ("search", "a", None),
+        "<THINK>so</THINK><ACTION>click[red]</ACTION>": ("click", None, (3,)),
+        **dict.fromkeys(UNREADABLE, ("invalid", None, None)),
+    }
+    for text, expected in read.items():
+        action = read_reply(text, ["back to search", "< prev", "buy now", "red"], "required")
+        assert (action.kind, action.argument, action.move) == expected, text
+        assert action.valid == (action.kind != "invalid")
+    assert read_reply(said("click[search]"), ["search"], "required").move is None
 
 
 @pytest.mark.parametrize(("outcome", "imperfect"), [("success", 0.0), ("score", 10 * 2 / 3)])
