@@ -99,18 +99,6 @@ async def test_a_stream_that_waits_sends_comments_and_tells_its_refusal(
         assert ("the episode has ended" in rest, "[DONE]" in rest) == (ended, not ended)
 
 
-async def test_a_repeated_request_joins_only_if_it_says_so(door: Door) -> None:
-    first = await door.chat(Reply("one"))
-    again = {**door.own, "x-stainless-retry-count": "1"}
-    same = json.loads((await door.post("chat/completions", HELLO, **again))[1])
-    assert same | {"created": 0} == first | {"created": 0}
-    second = await door.chat(Reply("two"))
-    assert second["choices"][0]["message"]["content"] == "two" and second["id"] != first["id"]
-    new = {"messages": [{"role": "user", "content": "other"}]}
-    other = await door.chat(Reply("three"), new, **again)
-    assert other["choices"][0]["message"]["content"] == "three"
-
-
 async def test_ids_repeat_with_what_is_asked_and_a_waiting_call_is_known_again(door: Door) -> None:
     digests = ["a", "b", "a", *map(str, range(20))]
     answers, again = [

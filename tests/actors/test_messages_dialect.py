@@ -19,6 +19,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOL = {"name": "add", "description": "Adds.", "input_schema": SCHEMA, "cache_control": {}}
 USER = {"role": "user", "content": "hello"}
 HELLO: dict[str, Any] = {"model": "claude-any", "max_tokens": 9, "messages": [USER]}
+TEXTS = [{"type": "text", "text": text, "cache_control": {}} for text in ("1 + ", "2")]
 REPLY = [
     {"type": "thinking", "thinking": "hm", "signature": ""},
     {"type": "redacted_thinking", "data": "x"},
@@ -31,22 +32,18 @@ RESULTS = [
     {"type": "tool_result", "tool_use_id": "toolu_2", "content": "no `a`", "is_error": True},
     {"type": "text", "text": "Go on."},
 ]
-TEXTS = [{"type": "text", "text": text, "cache_control": {}} for text in ("1 + ", "2")]
-HISTORY = [
-    {"role": "user", "content": TEXTS},
-    {"role": "assistant", "content": REPLY},
-    {"role": "user", "content": RESULTS},
-]
+SAID = (("user", TEXTS), ("assistant", REPLY), ("user", RESULTS))
+HISTORY = [{"role": role, "content": content} for role, content in SAID]
 CALLS = [
-    {"id": "c1", "function": {"name": "add", "arguments": '{"a":1}'}},
-    {"id": "c2", "function": {"name": "add", "arguments": "{}"}},
+    {"id": f"c{n}", "function": {"name": "add", "arguments": '{"a":1}' if n else "{}"}}
+    for n in (1, 0)
 ]
 SAME_CHAT = [
     {"role": "system", "content": "1 + 2"},
     {"role": "user", "content": "1 + 2"},
     {"role": "assistant", "content": "I add.", "tool_calls": CALLS},
     {"role": "tool", "tool_call_id": "c1", "content": "3"},
-    {"role": "tool", "tool_call_id": "c2", "content": "Error: no `a`"},
+    {"role": "tool", "tool_call_id": "c0", "content": "Error: no `a`"},
     {"role": "user", "content": "Go on."},
 ]
 

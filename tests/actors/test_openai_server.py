@@ -136,20 +136,18 @@ async def test_a_stop_string_ends_the_text_before_it(client: Client) -> None:
 
 
 async def test_completion_logprobs_are_those_of_a_full_forward(client: Client, llama: Path) -> None:
-    (choice,) = (await client.completions(logprobs=5, seed=6))["choices"]
+    (choice,) = (await client.completions(logprobs=0, seed=6))["choices"]
+    assert choice["logprobs"]["top_logprobs"] is None
     prompt = np.array(encoded(llama, "a tree"), np.int32)
     same = await client.engine.generate(GenerateRequest(prompt, 1, Sampling(8, seed=6)))
     expected = full_logprobs(reference(llama), prompt, same.samples[0].tokens)
     served = choice["logprobs"]["token_logprobs"]
     np.testing.assert_allclose(served, expected, atol=GREATEST_DIFFERENCE)
-    cut = await client.completions(logprobs=5, seed=6, regex="[a-z]{8}")
-    told = cut["choices"][0]["logprobs"]
-    columns = (told[name] for name in ("tokens", "token_logprobs", "top_logprobs"))
+    (told,) = (await client.completions(logprobs=5, regex="[a-z]{8}"))["choices"]
+    columns = (told["logprobs"][name] for name in ("tokens", "token_logprobs", "top_logprobs"))
     for token, logprob, top in zip(*columns, strict=True):
         assert top[token] == logprob and len(top) in (5, 6)
         assert [*top.values()] == sorted(top.values(), reverse=True)
-    (plain,) = (await client.completions(logprobs=0, seed=6))["choices"]
-    assert plain["logprobs"]["top_logprobs"] is None
 
 
 @pytest.mark.parametrize(
@@ -253,21 +251,18 @@ async def test_token_ids_are_a_prompt_and_prompts_keep_order(client: Client, lla
 GRADE = r"<explanation>[^<]{0,20}</explanation>\s{0,2}<score>(\+1|0|-1)</score>"
 YES: dict[str, Any] = {"type": "object", "properties": {"yes": {"type": "boolean"}}}
 YES |= {"required": ["yes"], "additionalProperties": False}
+CONSTRAINTS: list[dict[str, Any]] = [
+    {"regex": GRADE},
+    {"guided_regex": GRADE},
+    {"structured_outputs": {"regex": GRADE}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "y", "schema": YES}}},
+    {"json_schema": json.dumps(YES)},
+    {"guided_json": YES},
+    {"structured_outputs": {"json": YES}},
+]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"regex": GRADE},
-        {"guided_regex": GRADE},
-        {"structured_outputs": {"regex": GRADE}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "y", "schema": YES}}},
-        {"json_schema": json.dumps(YES)},
-        {"guided_json": YES},
-        {"structured_outputs": {"json": YES}},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("fields", CONSTRAINTS, ids=str)
 async def test_every_choice_matches_the_constraint(client: Client, fields: dict[str, Any]) -> None:
     reply = await client.chat(n=4, max_tokens=120, **fields)
     for choice in reply["choices"]:

@@ -1,5 +1,5 @@
-"""How weights reach SGLang: the choice of the transport, and a broadcast out of the learner's memory
-into a real server."""
+"""How weights reach SGLang: the choice of the transport, and a broadcast out of the learner's
+memory into a real server."""
 
 import contextlib
 from pathlib import Path

@@ -60,28 +60,25 @@ def test_a_row_becomes_a_task_or_is_set_aside_with_its_place(tmp_path: Path) -> 
     def row(question: str, golds: object = "a", **fields: object) -> dict[str, object]:
         return {"question": question, "golden_answers": golds, **fields}
 
+    passages = [{"title": "Bulgaria", "field": "Capital", "value": "Sofia"}]
+    passages.append({"title": "B", "field": "F", "value": "v"})
     prompt = [{"role": "user", "content": "Question: an example. Rules. Question: who wrote it\n"}]
-    truth = {"style": "rule", "ground_truth": {"target": ["x", "y"]}}
-    passage = {"title": "Bulgaria", "field": "Capital", "value": "Sofia"}
-    evidence = [passage, {"title": "B", "field": "F", "value": "v"}]
     rows = [
-        *map(row, ("who ", "Who?", "Go!", "It.")),
-        row("q?", ["v"], id=7, data_source="factbook", evidence=evidence),
-        row("q?", extra_info={"index": 12}),
-        {"prompt": prompt, "reward_model": truth},
+        *(row("who "), row("It."), row("q?", extra_info={"index": 12})),
+        row("q?", id=7, data_source="factbook", evidence=passages),
+        {"prompt": prompt, "reward_model": {"ground_truth": {"target": ["x", "y"]}}},
         *(row("unusable", golds) for golds in ([], ["  "], None, [1946])),
         row("q", evidence=[{"title": "no field"}]),
     ]
     source = written(tmp_path / "t.jsonl", *rows)
     tasks, rejected = load_tasks(source)
-    questions = ["who?", "Who?", "Go!", "It.", "q?", "q?", "who wrote it?"]
-    assert [task.question for task in tasks] == questions
-    assert tasks[4].evidence == ["Bulgaria\nCapital: Sofia", "B\nF: v"]
-    assert (tasks[4].id, tasks[4].hops, tasks[4].source) == ("7", 2, "factbook")
+    assert [task.question for task in tasks] == ["who?", "It.", "q?", "q?", "who wrote it?"]
+    assert tasks[3].evidence == ["Bulgaria\nCapital: Sofia", "B\nF: v"]
+    assert (tasks[3].hops, tasks[3].source) == (2, "factbook")
     # without an id, a row takes its index or its place
-    assert [task.id for task in tasks[5:]] == ["12", f"{source}:7"]
-    assert (tasks[6].golds, tasks[0].golds) == (["x", "y"], ["a"])
-    assert [one.where for one in rejected] == [f"{source}:{line}" for line in range(8, 13)]
+    assert [task.id for task in tasks] == [f"{source}:1", f"{source}:2", "12", "7", f"{source}:5"]
+    assert (tasks[0].golds, tasks[4].golds) == (["a"], ["x", "y"])
+    assert [one.where for one in rejected] == [f"{source}:{line}" for line in range(6, 11)]
     assert {one.reason[:14] for one in rejected[:4]} == {"no gold answer"}
     assert rejected[4].reason.startswith("evidence or hops")
 

@@ -150,18 +150,6 @@ async def test_an_invalid_reply_does_nothing_and_an_unreadable_partner_is_asked_
     assert step.done and step.observation == "The conversation is over."
 
 
-async def test_twenty_turns_are_ten_for_each_side_whoever_begins() -> None:
-    environment = Sotopia()
-    for trained in (0, 1):
-        state, own, done = SotopiaState("scenario-01-1", trained), 0, False
-        state = await environment.open(state, Table(reply("speak", "begin")))
-        assert len(state.turns) == trained
-        while not done:
-            step = await take(environment, state, reply("speak", "a"), reply("speak", "b"))
-            state, own, done = step.state, own + 1, step.done
-        assert own == 10 and [turn.side for turn in state.turns] == [0, 1] * 10
-
-
 async def test_a_side_that_leaves_ends_the_conversation() -> None:
     environment = Sotopia()
     assert (await take(environment, START, reply("leave"))).done

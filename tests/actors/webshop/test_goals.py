@@ -1,4 +1,4 @@
-"""Goals, synthetic and human, their splits, and the reward: its nine known answers and its rules."""
+"""Goals, synthetic and human, their splits, and the reward: nine known answers, and its rules."""
 
 import itertools
 from collections import Counter
