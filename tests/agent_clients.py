@@ -58,13 +58,13 @@ def chat(task: dict[str, Any]) -> float:
     """openai's chat completions; history as the SDK's own objects."""
     import openai
 
-    client, messages = openai.OpenAI(), asked(task)
+    create: Any = openai.OpenAI().chat.completions.create
+    messages = asked(task)
     while True:
-        reply = client.chat.completions.create(model="gpt-any", messages=messages, tools=TOOLS)
-        message: Any = reply.choices[0].message
+        reply = create(model="gpt-any", messages=messages, tools=TOOLS)
+        message = reply.choices[0].message
         assert reply.choices[0].finish_reason == ("tool_calls" if message.tool_calls else "stop")
-        usage: Any = reply.usage
-        assert usage.total_tokens > usage.completion_tokens > 0
+        assert reply.usage.total_tokens > reply.usage.completion_tokens > 0
         if not message.tool_calls:
             return right(task, message.content)
         messages += [message, *results(message.tool_calls)]
@@ -173,33 +173,18 @@ def required(task: dict[str, Any]) -> float:
     return float(called[0] + 2 * called[1])
 
 
-def _openai_agent() -> Any:
-    import agents
-
-    agents.set_tracing_disabled(True)
-    tools: Any = [agents.function_tool(add)]
-    return agents.Agent(name="adder", instructions="You add.", tools=tools, model="any")
-
-
-def agents_responses(task: dict[str, Any]) -> float:
-    """openai-agents at its default endpoint."""
-    import agents
-
-    result = agents.Runner.run_sync(_openai_agent(), ASKED + task["question"])
-    return right(task, result.final_output)
-
-
 async def agents_streamed(task: dict[str, Any]) -> float:
     """openai-agents at its default endpoint, streamed."""
     import agents
 
-    result = agents.Runner.run_streamed(_openai_agent(), ASKED + task["question"])
-    deltas = [
-        event.data.delta  # pyright: ignore
-        async for event in result.stream_events()
-        if getattr(getattr(event, "data", None), "type", "") == "response.output_text.delta"
-    ]
-    assert "".join(deltas) == result.final_output  # pyright: ignore
+    agents.set_tracing_disabled(True)
+    tools: Any = [agents.function_tool(add)]
+    agent = agents.Agent(name="adder", instructions="You add.", tools=tools, model="any")
+    result: Any = agents.Runner.run_streamed(agent, ASKED + task["question"])
+    data = [getattr(event, "data", None) async for event in result.stream_events()]
+    kind = "response.output_text.delta"
+    deltas = [one.delta for one in data if getattr(one, "type", "") == kind]
+    assert "".join(deltas) == result.final_output
     return right(task, result.final_output)
 
 

@@ -114,19 +114,18 @@ def test_random_legal_play_keeps_the_rules(
         max_turns=cap,
     )
     state = rules.initial(rules.task(seed))
-    transition = Transition(state, "", False)
-    hidden, cleared, marked, won = rows * columns, False, False, False
+    transition, hidden = Transition(state, "", False), rows * columns
+    cleared = marked = won = False
     while not transition.done:
-        open_to = {REVEAL: "#", MARK: "#F"}
         assert rules.moves(state) == [
             (kind, *divmod(cell, columns))
-            for kind, marks in open_to.items()
+            for kind, marks in ((REVEAL, "#"), (MARK, "#F"))
             for cell, mark in enumerate(state.board)
             if mark in marks
         ]
         kind, row, column = move = rng.choice(rules.moves(state))
-        cell = row * columns + column
-        before, transition = state, play(rules, state, rules.notation(move))
+        cell, before = row * columns + column, state
+        transition = play(rules, state, rules.notation(move))
         state = transition.state
         assert (state.seed, state.mines, state.turn) == (before.seed, before.mines, before.turn + 1)
         if kind == REVEAL and not before.layout:
@@ -137,7 +136,7 @@ def test_random_legal_play_keeps_the_rules(
             assert state.board == before.board[:cell] + mark + before.board[cell + 1 :]
         else:
             assert state.board == flooded(rows, columns, state.layout, before.board, cell)
-        hidden = state.board.count("#") + state.board.count("F") + state.board.count("*")
+        hidden = sum(state.board.count(mark) for mark in "#F*")
         flags = "".join("*" if mark == "F" else "." for mark in state.board)
         cleared, marked, hit = hidden == mines, flags == state.layout, "*" in state.board
         won = cleared and (marked or not flag_all)
