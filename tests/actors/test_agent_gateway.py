@@ -3,7 +3,6 @@ are answered, and which rewards it takes."""
 
 import asyncio
 import json
-import random
 import weakref
 from typing import Any
 
@@ -140,47 +139,6 @@ async def test_errors_of_http_itself_are_told_in_the_protocols_form(door: Door) 
     assert status == 404 and "/v1/nothing" in said
     status, said = await door.refused("chat/completions", {"messages": "x" * module.LARGEST_BODY})
     assert status == 413 and str(module.LARGEST_BODY) in said
-
-
-SANE = [
-    {},
-    {**HELLO, "tools": [ADD], "tool_choice": "auto"},
-    {"input": [{"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}]},
-    {"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "add"}}]}]},
-    {"queries": ["x"], "topk": 1, "reward": 1.0},
-]
-FIELDS = (
-    "messages input instructions tools tool_choice model max_tokens stream stream_options text n"
-    " stop response_format logprobs functions previous_response_id reward response_id queries topk"
-).split()
-WORDS = (
-    "role content type text tool_calls tool_call_id function name arguments call_id output"
-    " parameters format id"
-).split()
-
-
-def anything(rng: random.Random, depth: int = 0) -> Any:
-    """A value of JSON."""
-    kind = rng.randrange(8 if depth < 4 else 6)
-    if kind < 6:
-        return [None, rng.random() < 0.5, rng.randint(-(2**70), 2**70), -1e300, "", "user"][kind]
-    inner = [anything(rng, depth + 1) for _ in range(rng.randrange(4))]
-    return inner if kind == 6 else {rng.choice(WORDS): one for one in inner}
-
-
-@pytest.mark.second
-async def test_no_body_is_answered_with_an_error_of_the_server(door: Door) -> None:
-    async def answering() -> None:
-        while True:
-            door.session.answer(await door.request(), Reply("x"))
-
-    task, rng = asyncio.create_task(answering()), random.Random(0)
-    for _ in range(400):
-        body = rng.choice(SANE) | {rng.choice(FIELDS): anything(rng) for _ in range(2)}
-        status, text = await door.post(rng.choice([*NEEDED, "retrieve"]), body)
-        assert status in (200, 400, 404, 409), (body, status, text)
-        assert status == 200 or "message" in json.loads(text)["error"]
-    task.cancel()
 
 
 async def test_items_and_responses_are_known_by_id_in_their_own_session(door: Door) -> None:

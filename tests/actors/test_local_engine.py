@@ -235,24 +235,21 @@ async def explored(
     to ``most``, a few at a time."""
     rng = np.random.default_rng(seed)
     heads = [ids(100 + i, int(rng.integers(1, 60))) for i in range(3)]
-    done: list[tuple[np.ndarray, GenerateResult]] = []
-    places = asyncio.Semaphore(5)
+    done, places = list[tuple[np.ndarray, GenerateResult]](), asyncio.Semaphore(5)
+
+    def drawn(count: int, least: int = 0) -> int:
+        return int(rng.integers(least, count))
 
     async def ask() -> None:
         async with places:
+            head = heads[drawn(3)]
             if done and rng.random() < 0.5:
-                prompt, result = done[int(rng.integers(len(done)))]
-                sample = result.samples[int(rng.integers(len(result.samples)))]
-                head = np.concatenate(
-                    [prompt, sample.tokens[: int(rng.integers(0, len(sample.tokens) + 1))]]
-                )
-            else:
-                head = heads[int(rng.integers(3))]
-            prompt = np.concatenate(
-                [head, ids(int(rng.integers(10**6)), int(rng.integers(0, 40)))]
-            )[:200]
-            n, new = int(rng.integers(1, most + 1)), int(rng.integers(1, 40))
-            done.append((prompt, await engine.generate(GenerateRequest(prompt, n, Sampling(new)))))
+                prompt, result = done[drawn(len(done))]
+                sample = result.samples[drawn(len(result.samples))]
+                head = np.concatenate([prompt, sample.tokens[: drawn(len(sample.tokens) + 1)]])
+            prompt = np.concatenate([head, ids(drawn(10**6), drawn(40))])[:200]
+            request = GenerateRequest(prompt, drawn(most + 1, 1), Sampling(drawn(40, 1)))
+            done.append((prompt, await engine.generate(request)))
 
     await asyncio.gather(*(ask() for _ in range(requests)))
     return done

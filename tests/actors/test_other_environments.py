@@ -14,12 +14,12 @@ from coppice.actors.environments.base import Environment
 from coppice.actors.environments.others.in_process import Gymnasium, InThisPython, TextArena
 from coppice.actors.environments.others.other_python import OtherPython
 from coppice.actors.environments.others.worker import Turned
+from tests import drawn_game
 from tests.actors.conftest import begun, openenv, played
 
 
 class Drawn(InThisPython):
-    """A game of a library as many are: its object changes, and it draws from the process's random
-    state, also while it is played."""
+    """The game of tests/drawn_game.py in this Python."""
 
     name = "drawn"
 
@@ -28,14 +28,12 @@ class Drawn(InThisPython):
         super().__init__(horizon=6)
 
     def begin(self, seed: int) -> tuple[Any, Turned]:
-        return [random.random()], Turned("begin")
+        game = drawn_game.Drawn()
+        return game, Turned(game.begin(seed))
 
     def turn(self, game: Any, action: str) -> Turned:
-        if action == "bad":
-            raise ValueError("no such action")
         self.played += 1
-        game.append(game[-1] * random.random() + len(action))
-        return Turned(str(game), random.random())
+        return Turned(*game.turn(action))
 
 
 class Talk:

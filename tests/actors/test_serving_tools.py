@@ -12,19 +12,14 @@ import pytest
 from tests.actors.test_openai_server import SETTINGS, Client, serving
 
 
-def schema(properties: dict[str, Any], *required: str, **more: Any) -> dict[str, Any]:
-    """The schema of an object that has these properties and no others."""
-    needed = list(required or properties)
-    fixed = {"type": "object", "required": needed, "additionalProperties": False}
+def schema(properties: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The schema of an object that has all of these properties and no others."""
+    fixed = {"type": "object", "required": [*properties], "additionalProperties": False}
     return {**fixed, "properties": properties, **more}
 
 
-def tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
-
-
-def named(name: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name}}
+def tool(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
 
 
 def called(answer: dict[str, Any]) -> tuple[str, Any]:
@@ -33,8 +28,8 @@ def called(answer: dict[str, Any]) -> tuple[str, Any]:
     return call["function"]["name"], json.loads(call["function"]["arguments"])
 
 
-LOOK = named("look")
-ADD = tool("add", schema({"a": {"enum": [1, 2]}, "b": {"enum": [3]}}))
+LOOK = tool("look")
+ADD = tool("add", parameters=schema({"a": {"enum": [1, 2]}, "b": {"enum": [3]}}))
 ASKED = {"messages": [{"role": "user", "content": "1 + 3"}], "tools": [ADD], "max_tokens": 400}
 
 
@@ -45,7 +40,7 @@ async def client(llama: Path) -> AsyncIterator[Client]:
         yield opened
 
 
-@pytest.mark.parametrize("choice", ["required", named("add")])
+@pytest.mark.parametrize("choice", ["required", tool("add")])
 async def test_a_required_call_is_made_and_matches_its_schema(client: Client, choice: Any) -> None:
     answer = await client.chat(**ASKED, tool_choice=choice)
     assert [one["finish_reason"] for one in answer["choices"]] == ["tool_calls"]
@@ -59,11 +54,13 @@ async def test_definitions_of_several_tools_with_equal_names_are_kept_apart(clie
 
     def nested(name: str, value: int) -> dict[str, Any]:
         definitions = {"Inner": schema({"v": {"enum": [value]}})}
-        return tool(name, schema({"x": {"$ref": "#/$defs/Inner"}}, **{"$defs": definitions}))
+        return tool(
+            name, parameters=schema({"x": {"$ref": "#/$defs/Inner"}}, **{"$defs": definitions})
+        )
 
     asked = ASKED | {"tools": [nested("one", 1), nested("two", 2)], "max_tokens": 190}
     for name in ("one", "two"):
-        for choice in (named(name), "required"):
+        for choice in (tool(name), "required"):
             tool_called, arguments = called(await client.chat(**asked, tool_choice=choice))
             assert arguments == {"x": {"v": {"one": 1, "two": 2}[tool_called]}}
             assert choice == "required" or tool_called == name
@@ -72,8 +69,8 @@ async def test_definitions_of_several_tools_with_equal_names_are_kept_apart(clie
 async def test_parameters_that_refer_to_themselves_stay_their_own(client: Client) -> None:
     """A reference to the root is one to the tool's parameters, not to the list of tools."""
     following = {"anyOf": [{"type": "null"}, {"$ref": "#"}]}
-    tree = tool("tree", schema({"v": {"enum": [7]}, "next": following}))
-    answer = await client.chat(**ASKED | {"tools": [LOOK, tree]}, tool_choice=named("tree"), seed=1)
+    tree = tool("tree", parameters=schema({"v": {"enum": [7]}, "next": following}))
+    answer = await client.chat(**ASKED | {"tools": [LOOK, tree]}, tool_choice=tool("tree"), seed=1)
     message = answer["choices"][0]["message"]
     if "tool_calls" not in message:  # nested until the limit: still by the schema
         assert message["content"].count('"next"') > 1
