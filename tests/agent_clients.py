@@ -1,8 +1,5 @@
-"""Agents written with the clients that people use. Each is called with a task in a process of its
-own and returns a reward: whether it answers right.
-
-A function imports what it needs, so that one client can be missing and the others be there.
-"""
+"""Agents written with the clients that people use, of which any may be missing. Each is called with
+a task in a process of its own and returns a reward: whether it answers right."""
 # pyright: reportMissingImports=false
 
 import json

@@ -1,5 +1,4 @@
-"""Agents in processes of their own before a scripted policy, with a real tokenizer, a real tree and
-a real journal."""
+"""Agents in processes of their own before a scripted policy, with a real tree and journal."""
 
 import random
 import shutil
@@ -173,9 +172,6 @@ class Stage(Staged):
         journal = folder / f"journal-{name.rpartition(':')[2]}"
         super().__init__(journal, text, self.policy, environment, task, settings)
 
-    def emit(self, tree: Tree, turns: list[Turn]) -> None:
-        self.groups.append(turns)
-
     def read(self, tree: Tree, node: Node) -> str:
         """The text of all tokens up to the end of a node."""
         return self.text.tokenizer.decode(tree.prefix(node).tolist(), skip_special_tokens=False)
@@ -198,7 +194,6 @@ class Stage(Staged):
 
 
 Stages = Callable[..., Stage]
-"""The fixture ``stage`` of tests/scheduler: makes stages over the agents of a module."""
 
 
 def adds(prompt: str, i: int) -> str:

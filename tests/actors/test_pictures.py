@@ -5,6 +5,7 @@ import asyncio
 import base64
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -50,8 +51,9 @@ def asked(*numbers: int, n: int = 2) -> GenerateRequest:
     return GenerateRequest(prompt(*numbers), n, Sampling(8, seed=sum(numbers)), images)
 
 
-def policy(folder: Path, run: Path, rank: int = 0) -> TreeModel:
-    return TreeModel(str(folder), process(folder, run, rank).learner, 1.0, Ranks(60))
+def policy(folder: Path, run: Path, rank: int = 0, **settings: Any) -> TreeModel:
+    config = process(folder, run, rank, **settings).learner
+    return TreeModel(str(folder), config, 1.0, Ranks(60))
 
 
 def assert_equal(learner: TreeModel, request: GenerateRequest, result: GenerateResult) -> None:
@@ -106,10 +108,8 @@ async def test_a_turn_that_follows_a_sample_continues_its_positions(
 async def test_published_weights_come_into_force(
     local: Local, seeing: Path, tmp_path: Path, rank: int, train_vision: bool
 ) -> None:
-    engine, learner = await local(seeing), policy(seeing, tmp_path, rank)
-    if train_vision:
-        config = process(seeing, tmp_path, rank, train_vision=True).learner
-        learner = TreeModel(str(seeing), config, 1.0, Ranks(60))
+    engine = await local(seeing)
+    learner = policy(seeing, tmp_path, rank, train_vision=train_vision)
     before = await engine.generate(asked(1, 2))
     torch.manual_seed(1)
     with torch.no_grad():
@@ -144,15 +144,11 @@ def test_sglang_is_sent_a_placeholder_per_picture_and_must_have_read_it(seeing: 
     settings = SGLangConfig(way="url", urls=["http://127.0.0.1:1"])
     engine = SGLangEngine(str(seeing), ActorsConfig(max_context=256, sglang=settings))
     request = asked(1, 2, 1)
-    bodies = engine._bodies(request)
-    body = bodies[0]
-    ids, images = body["input_ids"], body["image_data"]
-    assert ids == bodies[1]["input_ids"]
-    assert ids == [*range(5), 260, 262, 261, 50, 260, 262, 261, 51, 260, 262, 261, 52, 7, 8]
-    assert [base64.b64decode(one.partition(",")[2]) for one in images] == [
-        PICTURES[n] for n in (1, 2, 1)
-    ]
-    assert body["return_prompt_token_ids"]
+    ids = [*range(5), 260, 262, 261, 50, 260, 262, 261, 51, 260, 262, 261, 52, 7, 8]
+    for body in engine._bodies(request):
+        images = [base64.b64decode(one.partition(",")[2]) for one in body["image_data"]]
+        assert images == [PICTURES[n] for n in (1, 2, 1)]
+        assert body["input_ids"] == ids and body["return_prompt_token_ids"]
     assert "image_data" not in engine._bodies(asked())[0]
     read = np.where(request.tokens < 0, 262, request.tokens).tolist()
     engine._check_read(request, [{"prompt_token_ids": read}])

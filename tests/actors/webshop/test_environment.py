@@ -158,7 +158,7 @@ def files(folder: Path) -> dict[str, Any]:
     asks = {"instruction_attributes": ["clay"], "instruction_options": ["green"]}
     people = [
         {"instruction": "i want a clay mug..", **asks},
-        {"instruction": "anything", **dict.fromkeys(asks, [])},
+        {"instruction": "anything", **{key: [] for key in asks}},
     ]
     contents = {"products": rows, "attributes": described, "human": {"B1": people, "B2": people}}
     for name, content in contents.items():
