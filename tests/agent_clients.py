@@ -160,10 +160,8 @@ def required(task: dict[str, Any]) -> float:
 
     create: Any = openai.OpenAI().chat.completions.create
     user = {"role": "user", "content": "call"}
-    names = ("add", "other")
-    tools: Any = [{"type": "function", "function": {**ADD, "name": name}} for name in names]
     named: Any = {"type": "function", "function": {"name": "other"}}
-    fields: Any = {"model": "any", "tools": tools}
+    fields: Any = {"model": "any", "tools": [*TOOLS, named]}
     first = create(messages=[user], tool_choice="required", **fields)
     second = create(messages=[user, user], tool_choice=named, **fields)
     called = [bool(reply.choices[0].message.tool_calls) for reply in (first, second)]

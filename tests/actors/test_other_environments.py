@@ -12,7 +12,6 @@ import pytest
 
 from coppice.actors.environments.base import Environment
 from coppice.actors.environments.others.in_process import Gymnasium, InThisPython, TextArena
-from coppice.actors.environments.others.other_python import OtherPython
 from coppice.actors.environments.others.worker import Turned
 from tests import drawn_game
 from tests.actors.conftest import begun, openenv, played
@@ -164,13 +163,12 @@ async def test_the_horizon_ends_an_episode() -> None:
     [
         (lambda: Gymnasium("Taxi-v3"), "Taxi"),
         (lambda: Gymnasium("Pendulum-v1"), "Pendulum-v1"),
-        (lambda: OtherPython("reasoning_gym", arguments={"name": "no_such_set"}), "no_such_set"),
         (lambda: TextArena("NoGame-v0"), "TicTacToe-v0"),
         (lambda: TextArena("GermanWhist-v0", players=3), "players = 3: it does not begin: .*two-p"),
     ],
 )
 def test_a_missing_environment_is_named(make: Callable[[], Environment], said: str) -> None:
-    for package in ("gymnasium", "textarena", "reasoning_gym"):
+    for package in ("gymnasium", "textarena"):
         pytest.importorskip(package)
     with pytest.raises(ValueError, match=said):
         make()
