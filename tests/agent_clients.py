@@ -176,7 +176,7 @@ async def agents_streamed(task: dict[str, Any]) -> float:
     tools: Any = [agents.function_tool(add)]
     agent = agents.Agent(name="adder", instructions="You add.", tools=tools, model="any")
     result: Any = agents.Runner.run_streamed(agent, ASKED + task["question"])
-    data = [getattr(event, "data", None) async for event in result.stream_events()]
+    data: list[Any] = [getattr(event, "data", None) async for event in result.stream_events()]
     kind = "response.output_text.delta"
     deltas = [one.delta for one in data if getattr(one, "type", "") == kind]
     assert "".join(deltas) == result.final_output

@@ -76,7 +76,11 @@ async def together(
 ) -> list[GenerateResult | BaseException]:
     """Results and errors of requests that one step sees for the first time."""
     go = threading.Event()
-    engine._thread.tell(lambda: go.wait(ENOUGH_S) and None)
+
+    def wait() -> None:
+        go.wait(ENOUGH_S)
+
+    engine._thread.tell(wait)
     tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
     await asyncio.sleep(0)  # each has reached the engine
     go.set()
