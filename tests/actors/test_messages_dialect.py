@@ -32,18 +32,21 @@ RESULTS = [
     {"type": "tool_result", "tool_use_id": "toolu_2", "content": "no `a`", "is_error": True},
     {"type": "text", "text": "Go on."},
 ]
-SAID = (("user", TEXTS), ("assistant", REPLY), ("user", RESULTS))
-HISTORY = [{"role": role, "content": content} for role, content in SAID]
+HISTORY = [
+    {"role": "user", "content": TEXTS},
+    {"role": "assistant", "content": REPLY},
+    {"role": "user", "content": RESULTS},
+]
 CALLS = [
-    {"id": f"c{n}", "function": {"name": "add", "arguments": '{"a":1}' if n else "{}"}}
-    for n in (1, 0)
+    {"id": "c1", "function": {"name": "add", "arguments": '{"a":1}'}},
+    {"id": "c2", "function": {"name": "add", "arguments": "{}"}},
 ]
 SAME_CHAT = [
     {"role": "system", "content": "1 + 2"},
     {"role": "user", "content": "1 + 2"},
     {"role": "assistant", "content": "I add.", "tool_calls": CALLS},
     {"role": "tool", "tool_call_id": "c1", "content": "3"},
-    {"role": "tool", "tool_call_id": "c0", "content": "Error: no `a`"},
+    {"role": "tool", "tool_call_id": "c2", "content": "Error: no `a`"},
     {"role": "user", "content": "Go on."},
 ]
 
