@@ -1,9 +1,9 @@
 """The experts that the routers of a mixture choose, by position and layer. The learner can route a
 token as the engine did (``learner.routing_replay``), because both round differently.
 
-Experts are int16 [positions, layers * k], UNKNOWN in layers without a router. The row of a token in
-a tree's node is that of the position before it, which predicts the token: so all rows of an action
-are known when it has been sampled.
+Experts are int16 [positions, layers * k], NO_EXPERT in layers without a router. The row of a token
+in a tree's node is that of the position before it, which predicts the token: so all rows of an
+action are there when it has been sampled.
 """
 
 import functools
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-UNKNOWN = -1
+from coppice.wire.messages import NO_EXPERT
 
 
 class Routers:
@@ -41,7 +41,7 @@ class Routers:
     def rows(self) -> np.ndarray:
         """Return what the routers chose in the last forward, int16 [rows, layers * k]."""
         some = next(iter(self.chosen.values()))
-        rows = torch.full((len(some), self.layers, some.shape[1]), UNKNOWN, dtype=torch.int16)
+        rows = torch.full((len(some), self.layers, some.shape[1]), NO_EXPERT, dtype=torch.int16)
         for number, chosen in self.chosen.items():
             rows[:, number] = chosen.to("cpu", torch.int16)
         return rows.flatten(1).numpy()

@@ -135,6 +135,10 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     images: dict[int, bytes] = {}
 
 
+NO_EXPERT = -1
+"""Stands in arrays of experts where none was chosen or told."""
+
+
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One continuation.
 

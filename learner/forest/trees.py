@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from coppice.common.routing import UNKNOWN
 from coppice.common.support import Support, joined
+from coppice.wire.messages import NO_EXPERT
 
 _NONE = np.zeros(0)
 
@@ -120,13 +120,13 @@ class Trie:
                 f"nodes tell {sorted(widths)} experts of a token: expected one number, as from"
                 " engines that all run the policy's model"
             )
-        experts, conflicts = np.full((size, widths.pop()), UNKNOWN, np.int16), 0
+        experts, conflicts = np.full((size, widths.pop()), NO_EXPERT, np.int16), 0
         for spine, rows in zip(self.spines, told, strict=True):
             if rows is None:
                 continue
             before = experts[spine]
-            blank = (before == UNKNOWN).all(1)
-            conflicts += int(((before != rows).any(1) & ~blank & (rows != UNKNOWN).any(1)).sum())
+            blank = (before == NO_EXPERT).all(1)
+            conflicts += int(((before != rows).any(1) & ~blank & (rows != NO_EXPERT).any(1)).sum())
             experts[spine[blank]] = rows[blank]
         return experts, conflicts
 
@@ -174,7 +174,7 @@ def filled(forest: Forest, bucket: int) -> Forest:
     size = len(forest.tokens)
     zeros, experts = np.zeros(more, np.int64), forest.experts
     if experts is not None:
-        rows = np.full((more, experts.shape[1]), UNKNOWN, np.int16)
+        rows = np.full((more, experts.shape[1]), NO_EXPERT, np.int16)
         experts = np.concatenate([experts, rows])
     return msgspec.structs.replace(
         forest,

@@ -7,11 +7,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import msgspec
 import numpy as np
 
-from coppice.common.routing import UNKNOWN
 from coppice.common.statistics import within
 from coppice.common.support import decode
 from coppice.learner.forest.trees import Path
-from coppice.wire.messages import TrainGroup, TreeNode
+from coppice.wire.messages import NO_EXPERT, TrainGroup, TreeNode
 
 
 class Trajectories(msgspec.Struct, frozen=True):
@@ -241,10 +240,10 @@ def _experts(line: list[TreeNode]) -> np.ndarray | None:
     if not width:
         return None
     rows = [
-        np.full((len(one.tokens), width), UNKNOWN, np.int16)
+        np.full((len(one.tokens), width), NO_EXPERT, np.int16)
         if one.experts is None
         else one.experts.reshape(len(one.tokens), width)
         for one in line
     ]
-    last = np.full((1, width), UNKNOWN, np.int16)
+    last = np.full((1, width), NO_EXPERT, np.int16)
     return np.concatenate([*rows, last])[1:]

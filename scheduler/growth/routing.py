@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from coppice.common.routing import UNKNOWN
 from coppice.scheduler.growth.tree import Node
+from coppice.wire.messages import NO_EXPERT
 
 
 def first_unknown(path: Sequence[Node]) -> int:
@@ -35,7 +35,7 @@ def fill(
             continue
         rows = experts[first - start : max(end - 1, 0) - start]
         if not begin:  # nothing is before the first token
-            rows = np.concatenate([np.full_like(experts[:1], UNKNOWN), rows])
+            rows = np.concatenate([np.full_like(experts[:1], NO_EXPERT), rows])
         if node.experts is None:
             node.experts = rows.reshape(-1)
             filled.append(node)

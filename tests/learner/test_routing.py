@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.local import LocalEngine
-from coppice.common.routing import UNKNOWN, Routers
+from coppice.common.routing import Routers
 from coppice.learner.config import LearnerConfig, LoraConfig
 from coppice.learner.forest.selfcheck import check, wide
 from coppice.learner.forest.trees import Path as TokenPath
@@ -22,7 +22,7 @@ from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.table import build
 from coppice.scheduler.growth import routing
 from coppice.scheduler.growth.tree import Tree
-from coppice.wire.messages import GenerateRequest, Sample, Sampling, TrainGroup, Turn
+from coppice.wire.messages import NO_EXPERT, GenerateRequest, Sample, Sampling, TrainGroup, Turn
 from tests.learner.test_architectures import made
 
 LAYERS, K, EXPERTS = 2, 2, 4
@@ -171,7 +171,7 @@ def test_the_first_choice_of_a_node_stays_and_others_are_counted() -> None:
     assert [node.id for node in filled] == [root.id] and not conflicts
     assert root.experts is not None
     rows = root.experts.reshape(5, -1)
-    assert (rows[0] == UNKNOWN).all() and np.array_equal(rows[1:], first[:4])
+    assert (rows[0] == NO_EXPERT).all() and np.array_equal(rows[1:], first[:4])
     assert np.array_equal(action.reshape(3, -1), first[4:])
     assert routing.fill([root], again, 3)[1:] == ([], 3)
     assert routing.first_unknown([root]) == 4
