@@ -47,6 +47,13 @@ def visible_gpus() -> list[str]:
     return [str(i) for i, line in enumerate(listed) if line.startswith("GPU ")]
 
 
+def gpu_gib() -> float:
+    """Return the GiB of the smallest GPU of this machine, 0 if unknown."""
+    total = ("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    sizes = [float(line) for line in _said("nvidia-smi", *total).split() if line.isdigit()]
+    return min(sizes, default=0.0) / 1024
+
+
 def gpu_software() -> dict[str, str]:
     """Return versions on which GPU code depends, "" where unknown: "driver" and the newest "CUDA"
     for which it is made, "torch's CUDA", and "nvcc", by which SGLang compiles kernels at its first
