@@ -8,6 +8,10 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PROCESSOR = Path("/proc/cpuinfo")
 _OWN_GROUPS, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
@@ -90,6 +94,16 @@ def torch_device() -> str:
             " set CUDA_VISIBLE_DEVICES= to compute on the CPU"
         )
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def wide_product(left: "Tensor", right: "Tensor", out: "Tensor | None" = None) -> "Tensor":
+    """Return left @ right in float32, which rounds nothing of narrower numbers. ``out`` is
+    overwritten."""
+    import torch
+
+    if left.is_cuda and left.dtype == torch.bfloat16:
+        return torch.mm(left, right, out_dtype=torch.float32, out=out)
+    return torch.mm(left.float(), right.float(), out=out)
 
 
 def free_memory() -> int:

@@ -321,7 +321,11 @@ async def test_the_other_decoder_and_attention_equal_a_full_forward(
 
 
 @pytest.mark.second
-async def test_bfloat16_stays_near_a_bfloat16_forward(llama: Path) -> None:
+@pytest.mark.parametrize("rounds", [("cpu",), ()], ids=["on a CPU", "on a GPU"])
+async def test_bfloat16_stays_near_a_bfloat16_forward(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, rounds: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(decoder, "_ROUNDS", rounds)
     engine = await started(llama, dtype="bfloat16")
     done = await explored(engine, 8)
     await engine.close()
@@ -331,8 +335,8 @@ async def test_bfloat16_stays_near_a_bfloat16_forward(llama: Path) -> None:
             expected = full_logprobs(exact, prompt, sample.tokens)
             apart.append(np.abs(expected - sample.logprobs).mean())
             own.append(np.abs(expected - full_logprobs(model, prompt, sample.tokens)).mean())
-    # no further from float32 than transformers' own bfloat16
-    assert np.mean(apart) < 1.5 * np.mean(own)
+    # no further from float32 than transformers' own bfloat16; nearer if logits are not rounded
+    assert np.mean(apart) < (1.5 if rounds else 1.2) * np.mean(own)
 
 
 async def test_a_prompt_prefilled_in_chunks_beside_decoding_rows_equals_one_prefilled_whole(
