@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from coppice.actors.config import ActorsConfig
-from coppice.actors.engines import attend, decoder, weights
+from coppice.actors.engines import attend, cached, decoder, weights
 from coppice.actors.engines.attend import Chunk
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.engines.samples import Running
@@ -379,6 +379,30 @@ async def test_a_repeated_prompt_needs_no_forward_of_its_own(llama: Path) -> Non
     # 3 new ones, and the last token of the shorter prompt, once.
     assert engine.counts["prefilled_tokens"] == 40 + 3 + 1
     assert result.cached_tokens == 20
+
+
+@pytest.mark.second
+async def test_transformers_caches_stay_within_the_budget(tmp_path: Path) -> None:
+    token = 2 * 2 * 16 * 4  # bytes of the layer that sees everything; the other one has a window
+    budget = 2 * 4 * (90 * token + 10_000)
+    folder = tiny.save(tmp_path / "gemma", "gemma3")
+    engine = await started(folder, kv_cache_gib=budget / 2**30)
+    batch = engine.batch
+    assert isinstance(batch, cached.CachedBatch)
+    tasks = [
+        asyncio.create_task(engine.generate(GenerateRequest(ids(i, 40), 4, Sampling(50))))
+        for i in range(4)
+    ]
+    most = held = 0
+    while not all(task.done() for task in tasks):
+        most = max(most, len(batch.running()))
+        held = max(held, sum(map(cached._bytes, list(batch._caches.values()))))
+        await asyncio.sleep(0)
+    with pytest.raises(DataFault, match="kv_cache_gib"):
+        await engine.generate(GenerateRequest(ids(60, 90), 12, Sampling(64)))
+    await engine.close()
+    assert 4 <= most <= 8
+    assert 0 < held <= budget
 
 
 @pytest.mark.second
