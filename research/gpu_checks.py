@@ -258,21 +258,13 @@ def report(
     }
     checks = [
         {
-            "name": one.name,
-            "seconds": round(one.seconds, 1),
-            "result": one.failure or "passed",
-            "measured": objects(one.output),
-            "last lines": one.output.splitlines()[-LAST_LINES:],
+            "name": one.name, "seconds": round(one.seconds, 1), "result": one.failure or "passed",
+            "measured": objects(one.output), "last lines": one.output.splitlines()[-LAST_LINES:],
         }
         for one in outcomes
-    ]
-    whole = {
-        "report": "coppice dev gpu-check",
-        "when": f"{when:%Y-%m-%d %H:%M} UTC",
-        "versions": version_table,
-        "machine": machine,
-        "checks": checks,
-    }
+    ]  # fmt: skip
+    whole = {"report": "coppice dev gpu-check", "when": f"{when:%Y-%m-%d %H:%M} UTC"}
+    whole |= {"versions": version_table, "machine": machine, "checks": checks}
     text = json.dumps(whole, indent=1)
     hidden = {str(ROOT): "COPPICE", str(Path.home()): "HOME", platform.node(): "HOST"}
     for private, name in hidden.items():

@@ -96,8 +96,7 @@ REMEDIES = {
     "optimizer step": "learner.sharding = 'fsdp' over more ranks, or learner.lora.rank",
     "activations": "learner.gradient_checkpointing, or a smaller learner.micro_tokens",
     "published": "learner.publish = 'file'",
-    "cache": "a smaller share of SGLang (actors.sglang.arguments.mem_fraction_static) or cache"
-    " (actors.kv_cache_gib)",
+    "cache": "a smaller actors.sglang.arguments.mem_fraction_static or kv_cache_gib",
     "": "learner.sharding = 'fsdp' over more ranks, or a smaller model",
 }
 
@@ -112,6 +111,6 @@ def lacks(parts: dict[str, float], free: float) -> str:
     """Return why parts do not fit into ``free`` GiB, with the largest one and its remedy, or ""."""
     if sum(parts.values()) <= free:
         return ""
-    largest = max(parts, key=lambda name: parts[name])
+    largest = max(parts.keys() - {"CUDA"}, key=lambda name: parts[name])
     remedy = next(remedy for end, remedy in REMEDIES.items() if end in largest)
     return f"{told(parts)}, {free:.1f} GiB are free: most is for {largest}; take {remedy}"

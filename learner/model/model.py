@@ -284,5 +284,8 @@ def check_fits(folder: str, config: LearnerConfig, ranks: Ranks) -> None:
     config = msgspec.structs.replace(config, count=ranks.count, shard_ranks=ranks.shards)
     on_gpu = ranks.device.startswith("cuda")
     free = torch.cuda.mem_get_info()[0] if on_gpu else free_memory()
-    if why := memory.lacks(memory.rank_parts(config, shape, weights, size), free / 2**30):
+    parts = memory.rank_parts(config, shape, weights, size)
+    if not on_gpu:  # of main memory the launcher's estimate warns
+        parts.pop("activations", None)
+    if why := memory.lacks(parts, free / 2**30):
         raise MemoryError(f"{folder}: a learner rank needs {why}")

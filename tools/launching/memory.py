@@ -132,31 +132,29 @@ def gpu_parts(
     config = typed(config)
     a, w, each = config.actors, config.learner, config.actors.sglang.gpus
     parts = [dict[str, float]() for _ in gpus]
-    size = 4 if w.dtype == "float32" else 2
-    for own in parts[: w.here]:
-        own |= rank_parts(w, shape, weights, size) | {"CUDA": CUDA_GIB}
+
+    def process(gpu: str, **held: float) -> None:
+        own = parts[gpus.index(gpu)]
+        for name, gib in {**held, "CUDA": CUDA_GIB}.items():
+            own[name] = own.get(name, 0.0) + gib
+
+    for gpu in gpus[: w.here]:
+        process(gpu, **rank_parts(w, shape, weights, 4 if w.dtype == "float32" else 2))
     share = float(a.sglang.arguments.get("mem_fraction_static", ENGINE_SHARE))
     for place in range(a.count if a.sglang.way != "url" else 0):
-        used, name = gpus[:1], f"actor-{place}: weights and cache"
-        gib = weights * 2 / 2**30 + a.kv_cache_gib
+        used, gib = gpus[:1], weights * 2 / 2**30 + a.kv_cache_gib
         if a.engine == "sglang":
-            used, gib = gpus_of(place, each, w.here, gpus), share * room
+            used, gib = gpus_of(place, each, w.here, gpus) or used, share * room
         for gpu in used:
-            parts[gpus.index(gpu)] |= {name: gib, f"actor-{place}: CUDA": CUDA_GIB}
-    first = gpus.index((gpus_left(config, gpus) or gpus)[0])
+            process(gpu, **{"actors' cache with weights": gib})
+    first = (gpus_left(config, gpus) or gpus)[0]
     if served := config.judges.model:
         gib = 2 * billions(served.name) + served.kv_cache_gib
-        parts[first] |= {"judges: weights and cache": gib, "judges: CUDA": CUDA_GIB}
-    if searches_here(config):
-        parts[first] |= {"retriever: encoder": ENCODER_GIB, "retriever: CUDA": CUDA_GIB}
+        process(first, **{"judges' cache with weights": gib})
+    searches = registry.load(config.data.environment, config.data.options).searches
+    if searches and not is_served(config.retriever.backend):
+        process(first, encoder=ENCODER_GIB)
     return parts
-
-
-def searches_here(config: Config) -> bool:
-    """Return whether a retriever of this run embeds queries."""
-    data = config.data
-    searches = registry.load(data.environment, data.options).searches
-    return searches and not is_served(config.retriever.backend)
 
 
 def billions(name: str) -> float:
@@ -169,10 +167,7 @@ def gpu_lines(parts: list[dict[str, float]]) -> list[str]:
     """Return a line for each kind of GPU: which, and what they hold."""
     kinds = dict[str, list[int]]()
     for number, own in enumerate(parts):
-        plain = {name.partition(": ")[2] or name: 0.0 for name in own}
-        for name, gib in own.items():
-            plain[name.partition(": ")[2] or name] += gib
-        kinds.setdefault(told(plain) if own else "nothing of the run", []).append(number)
+        kinds.setdefault(told(own) if own else "nothing of the run", []).append(number)
     return [f"GPU {', '.join(map(str, own))}: {line}" for line, own in kinds.items()]
 
 

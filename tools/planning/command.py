@@ -192,21 +192,16 @@ def page(told: RunPlan) -> list[str]:
 def memory(told: RunPlan) -> list[str]:
     """Return what each GPU holds in the config's own split, and which GPUs judges take."""
     room, used = told.assumed.memory, told.assumed.retriever_gpus
-    lines = [f"memory of the config's own split, of {room:g} GiB a GPU"] * bool(told.placed)
-    for line in gpu_lines(told.placed):
-        lines += textwrap.wrap(line, 80, initial_indent="  ", subsequent_indent="    ")
-    for number, parts in enumerate(told.placed):
-        if why := lacks(parts, room):
-            line = f"GPU {number} does not fit: {why}"
-            return [*lines, *textwrap.wrap(line, 80, initial_indent="  ", subsequent_indent="    ")]
-    lines += [f"  retriever: {used} GPUs (assumed)"] if used else []
+    lines = gpu_lines(told.placed)
+    for number, why in enumerate(lacks(parts, room) for parts in told.placed):
+        lines += [f"GPU {number} does not fit: {why}"] if why else []
+    lines += [f"retriever: {used} GPUs (assumed)"] if used else []
     for one in told.served:
         size = f"its weights {one.gib:.1f} GiB of each" if one.gib else "of unknown size"
-        lines += textwrap.wrap(
-            f"judge {one.judge}: {one.gpus} GPUs for {one.model}, {size} (assumed)",
-            80, initial_indent="  ", subsequent_indent="    ",
-        )  # fmt: skip
-    return lines
+        lines += [f"judge {one.judge}: {one.gpus} GPUs for {one.model}, {size} (assumed)"]
+    heading = [f"memory of the config's own split, of {room:g} GiB a GPU"] * bool(told.placed)
+    indents: Any = {"initial_indent": "  ", "subsequent_indent": "    "}
+    return [*heading, *(part for line in lines for part in textwrap.wrap(line, 80, **indents))]
 
 
 def times(told: RunPlan) -> list[str]:

@@ -302,7 +302,7 @@ def placed(config: Config, model: Dense, reach: Assumed, gpus: int) -> list[dict
     last = gpus
     for one in served(config, reach):
         for own in parts[max(0, last - one.gpus) : last]:
-            own |= {f"{one.judge}: weights and cache": ENGINE_SHARE * reach.memory}
+            own |= {"judges' cache with weights": ENGINE_SHARE * reach.memory}
         last -= one.gpus
     return parts
 

@@ -71,5 +71,7 @@ def test_what_a_gpu_cannot_hold_is_refused_with_the_remedy(
         monkeypatch.setattr(hardware, "gpu_gib", lambda room=room: room)
         assert bool(said := memory.gpu_lacks(config, model)) == refused
     assert said.startswith("GPU 0 holds ")
-    assert "actor-0: weights and cache 1.6" in said
-    assert "4.0 GiB are free: most is for actor-0: weights and cache; take a smaller share" in said
+    assert "actors' cache with weights 1.6" in said
+    assert (
+        "4.0 GiB are free: most is for actors' cache with weights; take a smaller actors." in said
+    )

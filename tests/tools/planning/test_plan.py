@@ -242,9 +242,9 @@ def test_a_judge_on_this_machine_has_gpus_of_its_own(capsys: pytest.CaptureFixtu
     assert {one["actors"] + one["ranks"] for one in told["splits"]} == {6}
     best = told["splits"][0]
     assert best["gpu_hours"] == pytest.approx(8 * best["hours"])
-    assert [sorted(parts)[-1] for parts in told["placed"][5:]] == [
-        "actor-1: weights and cache",
-        *2 * ["slate: weights and cache"],
+    assert [max(parts, key=parts.get) for parts in told["placed"][5:]] == [
+        "actors' cache with weights",
+        *2 * ["judges' cache with weights"],
     ]
     _, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "9", *assume("retriever_gpus=1"))
     shown = " ".join(out.split())
@@ -257,11 +257,13 @@ def test_a_judge_on_this_machine_has_gpus_of_its_own(capsys: pytest.CaptureFixtu
 def test_one_gpu_holds_engine_learner_and_retriever(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--config", str(ROOT / "configs" / "slate-24gb.toml"), *SMALL_PLAN, "--gpus", "1"]
     _, out, _ = answer(capsys, *small, *assume("memory=24"))
-    assert "weights and cache 9.6, encoder 0.5)" in " ".join(out.split())
+    assert "CUDA 4.5, actors' cache with weights 9.6, encoder 0.5)" in " ".join(out.split())
     assert "no times: actors and learner have no GPUs of their own" in out
     assert "does not fit" not in out
     _, out, _ = answer(capsys, *small, *assume("memory=10"))
-    most = "10.0 GiB are free: most is for actor-0: weights and cache; take a smaller share"
+    most = (
+        "10.0 GiB are free: most is for actors' cache with weights; take a smaller actors.sglang."
+    )
     assert most in " ".join(out.split())
 
 
