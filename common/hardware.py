@@ -8,6 +8,10 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PROCESSOR = Path("/proc/cpuinfo")
 _OWN_GROUPS, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
@@ -47,6 +51,13 @@ def visible_gpus() -> list[str]:
     return [str(i) for i, line in enumerate(listed) if line.startswith("GPU ")]
 
 
+def gpu_gib() -> float:
+    """Return the GiB of the smallest GPU of this machine, 0 if unknown."""
+    total = ("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    sizes = [float(line) for line in _said("nvidia-smi", *total).split() if line.isdigit()]
+    return min(sizes, default=0.0) / 1024
+
+
 def gpu_software() -> dict[str, str]:
     """Return versions on which GPU code depends, "" where unknown: "driver" and the newest "CUDA"
     for which it is made, "torch's CUDA", and "nvcc", by which SGLang compiles kernels at its first
@@ -83,6 +94,16 @@ def torch_device() -> str:
             " set CUDA_VISIBLE_DEVICES= to compute on the CPU"
         )
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def wide_product(left: "Tensor", right: "Tensor", out: "Tensor | None" = None) -> "Tensor":
+    """Return left @ right in float32, which rounds nothing of narrower numbers. ``out`` is
+    overwritten."""
+    import torch
+
+    if left.is_cuda and left.dtype == torch.bfloat16:
+        return torch.mm(left, right, out_dtype=torch.float32, out=out)
+    return torch.mm(left.float(), right.float(), out=out)
 
 
 def free_memory() -> int:

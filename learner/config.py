@@ -19,7 +19,7 @@ class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class OptimizerConfig(msgspec.Struct, frozen=True):
     """AdamW and its learning rate (``Stepper.rate``). frozen_updates: updates at the run's
-    beginning that make no step and are not counted."""
+    beginning that make no step and are not counted. offload: ``learner.offload_optimizer``."""
 
     lr: float
     warmup_updates: int
@@ -30,6 +30,7 @@ class OptimizerConfig(msgspec.Struct, frozen=True):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_ratio: float = 0.0
     frozen_updates: int = 0
+    offload: bool = False
 
 
 class AdaptiveKl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,7 +64,10 @@ class SecondModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def optimizer(self, learner: "LearnerConfig") -> OptimizerConfig:
         """Return the settings of its optimizer."""
-        return OptimizerConfig(self.lr, self.warmup_updates, 0, learner.betas, 0.0, self.grad_clip)
+        return OptimizerConfig(
+            self.lr, self.warmup_updates, 0, learner.betas, 0.0, self.grad_clip,
+            offload=learner.offload_optimizer,
+        )  # fmt: skip
 
 
 class CriticConfig(SecondModel, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -221,6 +225,8 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Route each token to the experts that the engine chose (mixtures of experts)."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward instead of keeping them."""
+    offload_optimizer: bool = False
+    """Keep AdamW's moments in main memory between steps."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The number type of products; "auto": model.dtype, or what the machine is faster in."""
     checkpoint_every: Count = 1
@@ -260,7 +266,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         frozen = self.critic.policy_frozen_updates if self.critic is not None else 0
         return OptimizerConfig(
             self.lr, self.warmup_updates, self.decay_updates, self.betas, self.weight_decay,
-            self.grad_clip, self.lr_schedule, self.lr_min_ratio, frozen,
+            self.grad_clip, self.lr_schedule, self.lr_min_ratio, frozen, self.offload_optimizer,
         )  # fmt: skip
 
 

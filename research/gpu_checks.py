@@ -13,14 +13,18 @@ import datetime
 import importlib.util
 import json
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from coppice.common.hardware import PROCESSOR, free_memory, gpu_software
 from coppice.common.options import command_parser
 from coppice.tools.bootstrap import ROOT
 
@@ -93,8 +97,13 @@ CHECKS = [
 # running
 
 
-def run_all(checks: Sequence[Check], whole_s: float = WHOLE_S) -> list[Outcome]:
-    """Run the checks, show their output and seconds, and return the outcomes in order."""
+def run_all(
+    checks: Sequence[Check],
+    whole_s: float = WHOLE_S,
+    ended: Callable[[list[Outcome]], None] = lambda _: None,
+) -> list[Outcome]:
+    """Run the checks, show their output and seconds, and return the outcomes in order. ended: gets
+    the outcomes so far after each check."""
     end, outcomes = time.monotonic() + whole_s, []
     for check in checks:
         print(f"== {check.name}", flush=True)
@@ -109,6 +118,7 @@ def run_all(checks: Sequence[Check], whole_s: float = WHOLE_S) -> list[Outcome]:
             f"== {check.name}: {outcome.failure or 'passed'}, {outcome.seconds:.1f} s", flush=True
         )
         outcomes.append(outcome)
+        ended(outcomes)
     return outcomes
 
 
@@ -225,6 +235,43 @@ def section(
     return "\n".join(lines) + "\n"
 
 
+LAST_LINES = 80
+"""Lines of a check's output in a report."""
+
+
+def report(
+    outcomes: Sequence[Outcome], version_table: dict[str, str], when: datetime.datetime
+) -> str:
+    """Return all that somebody else needs to judge the checks, as JSON. It names no folder of the
+    user and no host."""
+    cpu = re.search(r"model name\s*: (.+)", PROCESSOR.read_text() if PROCESSOR.exists() else "")
+    columns = "index,name,memory.total,driver_version,compute_cap,ecc.mode.current,power.limit"
+    machine = {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processor": cpu[1] if cpu else platform.processor(),
+        "processors": os.cpu_count(),
+        "free memory, GiB": round(free_memory() / 2**30, 1),
+        "GPUs": _said(["nvidia-smi", f"--query-gpu={columns}", "--format=csv"]).splitlines(),
+        "links": _said(["nvidia-smi", "topo", "-m"]).splitlines(),
+        "software": gpu_software(),
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES"),
+    }
+    checks = [
+        {
+            "name": one.name, "seconds": round(one.seconds, 1), "result": one.failure or "passed",
+            "measured": objects(one.output), "last lines": one.output.splitlines()[-LAST_LINES:],
+        }
+        for one in outcomes
+    ]  # fmt: skip
+    whole = {"report": "coppice dev gpu-check", "when": f"{when:%Y-%m-%d %H:%M} UTC"}
+    whole |= {"versions": version_table, "machine": machine, "checks": checks}
+    text = json.dumps(whole, indent=1)
+    hidden = {str(ROOT): "COPPICE", str(Path.home()): "HOME", platform.node(): "HOST"}
+    for private, name in hidden.items():
+        text = text.replace(private, name) if len(private) > 1 else text
+    return text + "\n"
+
+
 def objects(output: str) -> list[Any]:
     """Return, in order, the JSON objects of an output that begin at the start of a line."""
     values, decoder, lines = [], json.JSONDecoder(), output.splitlines(keepends=True)
@@ -262,7 +309,8 @@ def chosen(names: Sequence[str], sglang: bool) -> list[Check]:
 
 EXAMPLES = """\
   coppice dev gpu-check                         everything that fits this GPU
-  coppice dev gpu-check tree-training contract  two of them"""
+  coppice dev gpu-check tree-training contract  two of them
+  coppice dev gpu-check --report gpu.json       one file that can be sent"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -274,6 +322,8 @@ def parser() -> argparse.ArgumentParser:
     )
     names = f"any of {', '.join(c.name for c in CHECKS)} (default: all)"
     parser.add_argument("names", nargs="*", metavar="NAME", help=names)
+    held = "also write machine, versions, results and last lines there, as JSON"
+    parser.add_argument("--report", type=Path, metavar="FILE", help=held)
     return parser
 
 
@@ -289,20 +339,27 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"coppice dev gpu-check: {error}", file=sys.stderr)
         return 2
+    version_table = versions(python or sys.executable, sglang)
+
+    def ended(outcomes: list[Outcome]) -> None:
+        if options.report:  # after each check: what ends the command leaves a report
+            now = datetime.datetime.now(datetime.UTC)
+            options.report.write_text(report(outcomes, version_table, now))
+
+    ended([])
     if not torch.cuda.is_available():
         print(
             "coppice dev gpu-check: no CUDA device here; what can run on a CPU runs in tools/test",
             file=sys.stderr,
         )
         return 2
-    version_table = versions(python or sys.executable, sglang)
     print(", ".join(f"{name} {version}" for name, version in version_table.items()), flush=True)
     if not sglang:
         print(
             "SGLang is not checked: install the sglang extra, or set COPPICE_SGLANG_PYTHON",
             flush=True,
         )
-    outcomes = run_all(checks)
+    outcomes = run_all(checks, ended=ended)
     print(section(outcomes, version_table, datetime.datetime.now(datetime.UTC)))
     failed = [one.name for one in outcomes if one.failure]
     print(f"failed: {', '.join(failed)}" if failed else "all passed", flush=True)

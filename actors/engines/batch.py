@@ -12,9 +12,8 @@ from coppice.actors.config import ActorsConfig
 from coppice.actors.engines import attend, decoder
 from coppice.actors.engines.admission import Admission
 from coppice.actors.engines.memory import KVMemory, Stretch
-from coppice.actors.engines.samples import ActiveRequest, Pictures, Running
+from coppice.actors.engines.samples import ActiveRequest, Pictures, Running, check_room
 from coppice.common.routing import Routers
-from coppice.wire.faults import DataFault
 from coppice.wire.messages import GenerateRequest
 
 
@@ -43,13 +42,8 @@ class RadixBatch:
 
     def check(self, request: GenerateRequest) -> None:
         """Raise DataFault if a request would not fit even alone."""
-        sampling, prompt = request.sampling, len(request.tokens)
-        needed, held = self.memory.needed(prompt, request.n, sampling.max_tokens), 2**30
-        if needed > self.memory.budget:
-            raise DataFault(
-                f"{request.n} samples of {sampling.max_tokens} need {needed / held:.4f} GiB of keys"
-                f" and values: expected at most actors.kv_cache_gib={self.memory.budget / held:.4f}"
-            )
+        prompt, most = len(request.tokens), request.sampling.max_tokens
+        check_room(request, self.memory.needed(prompt, request.n, most), self.memory.budget)
 
     def add(self, active: ActiveRequest) -> None:
         """Take a request, which waits for its place."""

@@ -9,23 +9,29 @@ from typing import Any
 import torch
 
 from coppice.actors.engines import decoder
-from coppice.actors.engines.samples import ActiveRequest, Running
+from coppice.actors.engines.samples import ActiveRequest, Running, check_room
 from coppice.wire.messages import GenerateRequest
 
 
 class CachedBatch:
     """The requests of an engine for any causal language model. Each request has a cache of its own,
-    with a row for each sample. places: samples that may still start."""
+    with a row for each sample. places: samples that may still start. budget: bytes of all caches;
+    a request has its part until its last sample ends."""
 
-    def __init__(self, model: Any, places: int, counts: collections.Counter[str]):
+    def __init__(
+        self, model: Any, places: int, budget: int, counts: collections.Counter[str]
+    ):  # fmt: skip
         self._model, self._counts = model.get_decoder(), counts
         self._head = decoder.Head(model)
         self._device = model.device
         self._all_places = self._places = places
+        self._budget = budget
         self._waiting: collections.deque[ActiveRequest] = collections.deque()
         self._rows: dict[ActiveRequest, list[Running]] = {}
         """The samples of each running request, in the order of its cache's rows."""
         self._caches: dict[ActiveRequest, Any] = {}
+        self._token = self._rest = 0.0
+        """Bytes of a sample's cache for each token, and beside them."""
         self._again = self._gap() > (2e-5 if model.dtype == torch.float32 else 0.05)
         """Compute whole sequences: the model's cache is not exact."""
 
@@ -33,7 +39,16 @@ class CachedBatch:
         return bool(self._waiting or self._rows)
 
     def check(self, request: GenerateRequest) -> None:
-        """Accept every request."""
+        """Raise DataFault if a request would not fit even alone."""
+        check_room(request, self._needed(request), self._budget)
+
+    def _needed(self, request: GenerateRequest) -> int:
+        longest = len(request.tokens) + request.sampling.max_tokens
+        return int(request.n * (self._rest + self._token * longest)) * (not self._again)
+
+    def _fits(self, request: GenerateRequest) -> bool:
+        held = sum(self._needed(active.request) for active in self._rows)
+        return request.n <= self._places and held + self._needed(request) <= self._budget
 
     def add(self, active: ActiveRequest) -> None:
         """Take a request, which waits for its place."""
@@ -55,7 +70,7 @@ class CachedBatch:
             else:
                 last = [tokens[-1:] for tokens in sampled]
                 hidden.append(self.forward(last, cache, rows[0].position)[0][:, -1])
-        while self._waiting and self._waiting[0].request.n <= self._places:
+        while self._waiting and self._fits(self._waiting[0].request):
             active = self._waiting.popleft()
             hidden.append(self._start(active, version))
         return self.running(), self._head.logits(torch.cat(hidden)) if hidden else None
@@ -87,13 +102,17 @@ class CachedBatch:
         return out.last_hidden_state, out.past_key_values
 
     def _gap(self) -> float:
-        """Return how far states by the cache are from those of one forward, relative to these."""
+        """Return how far states by the cache are from those of one forward, relative to these. Also
+        learns the bytes of a cache."""
         tokens = list(range(24))
         whole = self.forward([tokens])[0][0, 16:]
         cache, steps = self.forward([tokens[:16]])[1], list[torch.Tensor]()
+        before = _bytes(cache)
         for place in range(16, 24):
             state, cache = self.forward([[tokens[place]]], cache, place)
             steps.append(state[0, 0])
+        self._token = (_bytes(cache) - before) / 8
+        self._rest = max(0.0, before - 16 * self._token)
         return float((torch.stack(steps) - whole).norm() / whole.norm())
 
     def leave(self, running: Running, keep: bool) -> None:
@@ -126,3 +145,10 @@ class CachedBatch:
     def stats(self) -> dict[str, float]:
         """Return gauges."""
         return {"running": len(self.running())}
+
+
+def _bytes(cache: Any) -> int:
+    """Return the bytes of a cache's layers, whose states are tensors or dicts of tensors."""
+    held = [state for layer in cache.layers for state in vars(layer).values()]
+    states = [one for s in held for one in (s.values() if isinstance(s, dict) else [s])]
+    return sum(state.nbytes for state in states if isinstance(state, torch.Tensor))

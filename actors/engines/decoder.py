@@ -10,10 +10,14 @@ from torch.nn import functional
 
 from coppice.actors.engines.attend import AttentionPlan
 from coppice.common import vision
+from coppice.common.hardware import wide_product
 
 PLAIN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _HEAD_ROWS = 2048
 """Rows of the head per product on a CPU; one product of 49,152 rows is a fifth slower."""
+_ROUNDS = ("cpu",)
+"""Devices on which logits keep the model's number type: wider ones take half as long again there.
+The distribution that is sampled from, and its log-probabilities, are those of the rounded."""
 
 
 def decoder(model: Any, longest: int) -> "PlainDecoder | WholeDecoder":
@@ -163,8 +167,10 @@ class Head:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map [rows, hidden] to logits [rows, vocabulary], which the next call overwrites."""
         weight = self._linear.weight
-        if hidden.device.type != "cpu" or self._linear.bias is not None:
+        if self._linear.bias is not None:
             return self._linear(hidden)
+        if hidden.device.type not in _ROUNDS:
+            return wide_product(hidden, weight.t())
         if len(self._kept) < len(hidden):
             self._kept = hidden.new_empty(len(hidden), len(weight))
         logits = self._kept[: len(hidden)]

@@ -93,7 +93,8 @@ class LocalEngine:
                 "%s: transformers generates, exactly and slowly, because the engine does not"
                 " compute %s (docs/models.md)", self.folder, others,
             )  # fmt: skip
-            self.batch = CachedBatch(self.model, self.config.max_batch, self.counts)
+            budget = int(self.config.kv_cache_gib * 2**30)
+            self.batch = CachedBatch(self.model, self.config.max_batch, budget, self.counts)
         else:
             args = self.model, self.config, self.longest, self.counts, self._pictures
             self.batch = RadixBatch(*args)

@@ -198,3 +198,12 @@ class Pictures:
                 self._features.popitem(last=False)
         self._features.move_to_end(png)
         return self._features[png]
+
+
+def check_room(request: GenerateRequest, needed: int, budget: int) -> None:
+    """Raise DataFault if a request needs more bytes of keys and values than there are at all."""
+    if needed > budget:
+        raise DataFault(
+            f"{request.n} samples of {request.sampling.max_tokens} need {needed / 2**30:.4f} GiB of"
+            f" keys and values: expected at most actors.kv_cache_gib={budget / 2**30:.4f}"
+        )

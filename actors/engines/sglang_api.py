@@ -324,6 +324,7 @@ def arguments(model: str, config: ActorsConfig) -> dict[str, Any]:
         "max_running_requests": config.max_batch,
         "chunked_prefill_size": config.prefill_tokens,
         "enable_cache_report": True,
+        "enable_fp32_lm_head": True,  # as the learner's
         **adapters,
     } | own
 

@@ -9,8 +9,8 @@ needs the probabilities once more, for softmax^T @ hidden, so some blocks are ke
 (``KEPT_SHARE``, ``KEPT_BYTES``).
 
 Scores are in units of log 2, because exp2 takes half the time of exp on the CPU. Everything but the
-products is float32. Where top-p or top-k cut the distribution that was sampled from, the tokens
-that they did not leave get the score ``LOWEST``.
+factors of products is float32. Where top-p or top-k cut the distribution that was sampled from, the
+tokens that they did not leave get the score ``LOWEST``.
 """
 
 import math
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
+from coppice.common.hardware import wide_product
 from coppice.common.support import Support
 
 ROWS = 4096
@@ -36,14 +37,14 @@ KEPT_SHARE = 0.75
 KEPT_BYTES = 1 << 30
 """The largest number of bytes that is kept for backward."""
 WIDE_ON = ("cpu",)
-"""Devices on which products are always float32, because narrower products are slower there."""
+"""Devices on which factors of products are always float32: narrower ones are slower there."""
 LOG2E = math.log2(math.e)
 LOWEST = -1e30
 
 
 class _Head:
-    """The hidden states and the weight of one call, block by block. Products are in the dtype of
-    ``hidden``, or in float32 on ``WIDE_ON``. Sums over the vocabulary are float32."""
+    """The hidden states and the weight of one call, block by block. Factors have the dtype of
+    ``hidden``, or float32 on ``WIDE_ON``. Products and sums over the vocabulary are float32."""
 
     def __init__(
         self, hidden: torch.Tensor, weight: torch.Tensor,
@@ -79,10 +80,9 @@ class _Head:
         overwrites them. weight: that of the block."""
         hidden = self.scaled[part]
         scores = self.buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
-        if self.wide:
-            torch.mm(hidden, weight.T, out=scores)
-        else:
-            scores.copy_(hidden @ weight.T).mul_(self.scale)
+        wide_product(hidden, weight.T, out=scores)
+        if not self.wide:
+            scores.mul_(self.scale)
         if self.left:
             cut, rows, tokens, bounds = self.left[part.start // ROWS]
             here = slice(*bounds[block.start // self.width :][:2])
@@ -117,9 +117,9 @@ class _Head:
         if self.wide:
             to.addmm_(left, right, beta=keep, alpha=sign)
         elif keep:
-            to.add_(left @ right, alpha=sign)
+            to.add_(wide_product(left, right), alpha=sign)
         else:
-            torch.mul(left @ right, sign, out=to)
+            wide_product(left, right, out=to).mul_(sign)
 
 
 class _Running:

@@ -85,7 +85,7 @@ def fill(tower: torch.nn.Module, folder: str, device: str) -> None:
         entry, (local, first) = _entry(stored, list(map(_plain, names)), weight), own_rows(weight)
         assert entry is not None, "load has found every hollow parameter in the folder"
         rows = entry[first : first + len(local)] if len(local) else torch.empty(local.shape)
-        rows = rows.to(device, torch.float32, copy=True)  # a slice is a view of the mapped file
+        rows = rows.to(device, weight.dtype, copy=True)  # a slice is a view of the mapped file
         size, stride = weight.shape, weight.stride()
         return DTensor.from_local(
             rows, weight.device_mesh, weight.placements, run_check=False, shape=size, stride=stride
@@ -143,19 +143,22 @@ _ALIGNMENT = 64
 """Each tensor begins at a multiple of this many bytes, as an allocator would place it."""
 
 
-def hold(model: Any, compute: torch.dtype, ranks: Ranks) -> None:
-    """Convert the frozen weights of linear layers to ``compute``, then move all frozen weights into
-    memory that the ranks share.
+def narrow(model: Any, compute: torch.dtype) -> None:
+    """Convert the frozen weights of linear layers to ``compute``, also those without values.
 
     Autocast rounds a linear layer's weight at every forward and keeps the rounded copy for
     backward. Rounding the weight once gives the same products. Embeddings and norms stay in
-    float32, as under autocast. Nothing may write to these weights afterwards. This is a collective
-    of replicated ranks on a CPU.
+    float32, as under autocast. Nothing may write to these weights afterwards.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     for linear in (m for m in model.modules() if isinstance(m, torch.nn.Linear)):
         if not linear.weight.requires_grad and id(linear.weight) not in embeddings:
             linear.weight.data = linear.weight.data.to(compute)
+
+
+def hold(model: Any, ranks: Ranks) -> None:
+    """Move all frozen weights into memory that the ranks share: a collective of replicated ranks on
+    a CPU."""
     one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.count)
     if ranks.count > 1 and one_machine and hasattr(os, "memfd_create"):
         _share([weight for weight in model.parameters() if not weight.requires_grad], ranks)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path as FilePath
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import torch
 from peft import LoraConfig as PeftLora
 from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig
 
 from coppice.common import vision
 from coppice.common.hardware import compute_dtype, free_memory
@@ -21,7 +21,7 @@ from coppice.learner.forest import recurrence
 from coppice.learner.forest.attention import FOREST, Backend, Layout
 from coppice.learner.forest.head import token_logprobs
 from coppice.learner.forest.trees import Forest
-from coppice.learner.model import loading
+from coppice.learner.model import loading, memory
 from coppice.learner.model.ranks import Ranks, whole
 
 
@@ -108,9 +108,10 @@ class Tower(torch.nn.Module):
 
 class TreeModel:
     """A model of the learner, which construction loads, adapts and places. Trained weights are
-    float32; compute is float32, or bfloat16 by autocast. values: a critic. reference: hold a frozen
-    copy of the initial weights, which a policy with adapters does not need. routed: tokens go to
-    the experts that their paths name."""
+    float32; compute is float32, or bfloat16 by autocast, in which the frozen weights of linear
+    layers are held then. values: a critic. reference: hold a ``frozen`` copy of the initial
+    weights, which a policy with adapters does not need. routed: tokens go to the experts that their
+    paths name."""
 
     passes: ClassVar[int] = 0
     """The forwards of all models of this process, which show that an update moves."""
@@ -118,10 +119,9 @@ class TreeModel:
     def __init__(
         self, folder: str, config: LearnerConfig, temperature: float, ranks: Ranks, seed: int = 0,
         lora: LoraConfig | None = None, values: bool = False, reference: bool = False,
-        routed: bool = False,
+        frozen: bool = False, routed: bool = False,
     ):  # fmt: skip
         lora = lora or config.lora
-        check_fits(FilePath(folder), lora, ranks, reference)
         torch.manual_seed(seed)  # gives every rank the same initial adapters
         self.config, self.ranks, self.device = config, ranks, ranks.device
         self.compute: torch.dtype = getattr(torch, compute_dtype(config.dtype))
@@ -167,12 +167,15 @@ class TreeModel:
             for name, value in vars(module).items():
                 if isinstance(value, float) and (name == "p" or name.endswith("dropout")):
                     setattr(module, name, 0.0)
+        if frozen:
+            tower.requires_grad_(False)
+        loading.narrow(model, self.compute)
         layer = type(tower.causal.get_decoder().layers[0]).__name__
         self.tower: Any = ranks.place(tower.train(), layer, self.compute)
         if ranks.sharded:
             loading.fill(self.tower, folder, self.device)
-        if self.lora and self.device.startswith("cpu") and not ranks.sharded:
-            loading.hold(model, self.compute, ranks)
+        if (self.lora or frozen) and self.device.startswith("cpu") and not ranks.sharded:
+            loading.hold(model, ranks)
         self.model: Any = self.tower.model
         """The Hugging Face model, including its adapters."""
         self.causal: Any = self.tower.causal
@@ -186,8 +189,8 @@ class TreeModel:
         }
         self.initial: TreeModel = self
         if reference:
-            self.initial = TreeModel(folder, config, temperature, ranks, seed, LoraConfig(rank=0))
-            self.initial.tower.requires_grad_(False)
+            none = LoraConfig(rank=0)
+            self.initial = TreeModel(folder, config, temperature, ranks, seed, none, frozen=True)
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that train, by name."""
@@ -285,21 +288,19 @@ def check_layers(folder: str, model: Any) -> bool:
     return recurrent
 
 
-def check_fits(folder: FilePath, lora: LoraConfig, ranks: Ranks, reference: bool = False) -> None:
-    """Check before loading that the weights, gradients and optimizer state of one rank fit into
-    memory. Raises FileNotFoundError if the folder has no weights, and MemoryError if they do not
-    fit."""
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    if not size:
+def check_fits(folder: str, config: LearnerConfig, ranks: Ranks) -> None:
+    """Check before loading that all models of one rank fit into its memory together, with
+    gradients, moments, copies and activations. Raises FileNotFoundError if the folder has no
+    weights, and MemoryError if they do not fit."""
+    shape, weights = memory.sizes(FilePath(folder))
+    if not weights:
         raise FileNotFoundError(f"model folder {folder} holds no .safetensors file")
-    stored = str(getattr(AutoConfig.from_pretrained(folder), "dtype", "float32"))
-    weights = size * (1 if "32" in stored else 2)
-    copies = 1.2 if lora.rank else 4.0 + reference
-    needed = weights * copies / ranks.shards
-    free = torch.cuda.mem_get_info()[0] if ranks.device.startswith("cuda") else free_memory()
-    if needed > free:
-        raise MemoryError(
-            f"{folder}: one learner rank needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f}"
-            " GiB are free: use fewer ranks (learner.count), LoRA (learner.lora.rank),"
-            " learner.sharding = 'fsdp' over more ranks or a smaller model"
-        )
+    size = 2 if compute_dtype(config.dtype) == "bfloat16" else 4
+    config = msgspec.structs.replace(config, count=ranks.count, shard_ranks=ranks.shards)
+    on_gpu = ranks.device.startswith("cuda")
+    free = torch.cuda.mem_get_info()[0] if on_gpu else free_memory()
+    parts = memory.rank_parts(config, shape, weights, size)
+    if not on_gpu:  # of main memory the launcher's estimate warns
+        parts.pop("activations", None)
+    if why := memory.lacks(parts, free / 2**30):
+        raise MemoryError(f"{folder}: a learner rank needs {why}")

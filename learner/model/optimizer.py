@@ -1,13 +1,15 @@
 """AdamW with its schedule. Each model of the learner (policy, critic, reward model) has its own."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from coppice.learner.config import OptimizerConfig
-from coppice.learner.model.ranks import Ranks
+from coppice.learner.model.ranks import Ranks, own_rows
 
 
 class Stepper:
@@ -21,6 +23,25 @@ class Stepper:
         self.name, self.parameters, self.config, self.ranks = name, parameters, config, ranks
         settings: Any = {"betas": config.betas, "weight_decay": config.weight_decay}
         self.adamw = torch.optim.AdamW(list(parameters.values()), lr=config.lr, **settings)
+        self._away: dict[torch.Tensor, torch.Tensor] = {}
+        """The values of each moment that is not on the device."""
+
+    @contextlib.contextmanager
+    def moments(self) -> Iterator[None]:
+        """Have the optimizer's moments on their device; outside, with ``offload``, they have no
+        storage there, and their values are in main memory."""
+        for moment, host in self._away.items():
+            moment.untyped_storage().resize_(host.nbytes)
+            moment.copy_(host)
+        self._away = {}
+        try:
+            yield
+        finally:
+            for state in self.adamw.state.values() if self.config.offload else ():
+                for moment in (own_rows(v)[0] for kind, v in state.items() if kind != "step"):
+                    host = torch.empty_like(moment, device="cpu", pin_memory=moment.is_cuda)
+                    self._away[moment] = host.copy_(moment)
+                    moment.untyped_storage().resize_(0)
 
     def rate(self, version: int) -> float:
         """Return the learning rate of the update version -> version + 1: a linear warm-up, then
@@ -50,6 +71,7 @@ class Stepper:
             )
         for group in self.adamw.param_groups:
             group["lr"] = self.rate(version)
-        self.adamw.step()
+        with self.moments():
+            self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
         return size

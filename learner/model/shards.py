@@ -20,13 +20,14 @@ def save(folder: Path, part: str, stepper: Stepper, ranks: Ranks) -> None:
     """Write this rank's rows of ``part`` (weights and moments) as FOLDER/PART-RANK.safetensors.
     Only the first copy of a row is written."""
     rows, where = {}, {}
-    for name, value in _entries(stepper):
-        if ranks.rank >= (ranks.shards if isinstance(value, DTensor) else 1):
-            continue
-        local, first = own_rows(value)
-        if local.numel():
-            rows[name] = local.cpu().contiguous().clone()
-            where[name] = [list(value.shape), first]
+    with stepper.moments():
+        for name, value in _entries(stepper):
+            if ranks.rank >= (ranks.shards if isinstance(value, DTensor) else 1):
+                continue
+            local, first = own_rows(value)
+            if local.numel():
+                rows[name] = local.cpu().contiguous().clone()
+                where[name] = [list(value.shape), first]
     if rows:
         path = folder / f"{part}-{ranks.rank:05d}.safetensors"
         save_file(rows, path, metadata={"where": json.dumps(where)})
@@ -86,15 +87,16 @@ def load(stored: StoredPart, stepper: Stepper) -> None:
             if of == name and kind != "weight":
                 state[kind] = stored.rows(entry, torch.zeros(()) if kind == "step" else parameter)
         read.append((parameter, stored.rows(f"weight/{name}", parameter), state))
-    for parameter, rows, state in read:
-        own_rows(parameter)[0].copy_(rows)
-        for kind, value in state.items():
-            if kind == "step":
-                stepper.adamw.state[parameter][kind] = value
-            else:
-                moment = torch.zeros_like(parameter.detach())
-                own_rows(moment)[0].copy_(value)
-                stepper.adamw.state[parameter][kind] = moment
+    with stepper.moments():
+        for parameter, rows, state in read:
+            own_rows(parameter)[0].copy_(rows)
+            for kind, value in state.items():
+                if kind == "step":
+                    stepper.adamw.state[parameter][kind] = value
+                else:
+                    moment = torch.zeros_like(parameter.detach())
+                    own_rows(moment)[0].copy_(value)
+                    stepper.adamw.state[parameter][kind] = moment
 
 
 def _entries(stepper: Stepper) -> Iterator[tuple[str, torch.Tensor]]:

@@ -15,7 +15,7 @@ from accelerate.utils import set_seed
 
 from coppice.learner.config import AdaptiveKl, LearnerProcess
 from coppice.learner.forest.selfcheck import check
-from coppice.learner.model.model import TreeModel
+from coppice.learner.model.model import TreeModel, check_fits
 from coppice.learner.model.optimizer import Stepper
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update import watch
@@ -53,6 +53,7 @@ class Trainer:
         c, self.timed = self.config, Stopwatch()
         self.plan = plan_of(c)
         self.scheme, self.correct, models = self.plan.scheme, self.plan.correct, self.plan.models
+        check_fits(process.model, c, ranks)
         self.policy = TreeModel(
             process.model, c, process.temperature, ranks, process.seed,
             reference=models["policy"].copy, routed=c.routing_replay,

@@ -25,7 +25,8 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     text.write_text(LISTED)
     program.write_text(
         f"#!{sys.executable}\nimport sys\n"
-        f"print(open({str(text)!r}).read() if '--list-gpus' in sys.argv else {BANNER!r}, end='')\n"
+        f"print(open({str(text)!r}).read() if '--list-gpus' in sys.argv else"
+        f" '81920\\n40960\\n' if '--query-gpu=memory.total' in sys.argv else {BANNER!r}, end='')\n"
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -34,6 +35,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_gpus_are_those_that_nvidia_smi_lists(smi: Path) -> None:
+    assert hardware.gpu_gib() == 40
     assert hardware.visible_gpus() == ["0", "1"]
     assert hardware.dtype_and_reason("auto") == ("bfloat16", "there is an NVIDIA GPU")
 

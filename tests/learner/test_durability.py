@@ -14,14 +14,14 @@ import torch
 
 from coppice.actors.engines import weights
 from coppice.common import atomic, frontier
-from coppice.learner.config import LoraConfig
+from coppice.learner.config import LearnerConfig
 from coppice.learner.model import checkpoint
 from coppice.learner.model.model import check_fits
 from coppice.learner.model.publish import publish
 from coppice.learner.model.ranks import Ranks
 from coppice.wire import digest
 from coppice.wire.faults import InfrastructureFault
-from tests.updates import batch, newest, state, trainer
+from tests.updates import batch, everything, newest, state, trainer
 
 
 def flip(path: Path) -> None:
@@ -247,11 +247,40 @@ def test_the_last_versions_are_kept_with_their_manifests(tmp_path: Path, llama: 
     assert (manifest["version"], manifest["kind"]) == (4, "lora")
 
 
+@pytest.mark.parametrize("settings", [{}, {"rank": 0}])
+def test_moments_in_main_memory_give_the_same_updates_and_checkpoints(
+    tmp_path: Path, llama: Path, settings: dict[str, int]
+) -> None:
+    kept = trainer(llama, tmp_path, **settings)
+    away = trainer(llama, tmp_path, **settings, offload_optimizer=True)
+    resumed = trainer(llama, tmp_path, **settings, offload_optimizer=True)
+    for version in range(2):
+        for made in (kept, away):
+            made.update(batch(version + 3, version))
+        for made in (away, resumed)[: 1 + version]:  # between steps nothing has storage
+            states = made.stepper.adamw.state.values()
+            assert {s[k].untyped_storage().nbytes() for s in states for k in s if k != "step"} == {
+                0
+            }
+        folders = [
+            checkpoint.save(made, tmp_path / name, {}, 3)
+            for name, made in (("kept", kept), ("away", away))
+        ]
+        sums = [(folder / "SHA256SUMS").read_text() for folder in folders]
+        assert sums[0] == sums[1]
+        checkpoint.restore(resumed, folders[1])
+    resumed.update(batch(9, 2))
+    kept.update(batch(9, 2))
+    for name, value in everything(kept).items():
+        assert torch.equal(value, everything(resumed)[name]), name
+
+
 def test_a_model_too_large_is_refused_before_it_is_loaded(tmp_path: Path, llama: Path) -> None:
     (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
+    config, ranks = LearnerConfig(), Ranks(60)
     with pytest.raises(FileNotFoundError, match="safetensors"):
-        check_fits(tmp_path, LoraConfig(), Ranks(60))
+        check_fits(str(tmp_path), config, ranks)
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(2**42)  # sparse: takes no space
-    with pytest.raises(MemoryError, match=r"learner\.count"):
-        check_fits(tmp_path, LoraConfig(), Ranks(60))
+    with pytest.raises(MemoryError, match=r"most is for frozen weights; take learner\.sharding"):
+        check_fits(str(tmp_path), config, ranks)

@@ -14,10 +14,12 @@ import torch
 from coppice.learner.config import LearnerConfig, LoraConfig
 from coppice.learner.forest.trees import Path as TokenPath
 from coppice.learner.forest.trees import pack
-from coppice.learner.model import loading
+from coppice.learner.model import checkpoint, loading
 from coppice.learner.model.model import TreeModel
 from coppice.learner.model.ranks import Ranks
+from coppice.learner.update.trainer import Trainer
 from tests import tiny
+from tests.updates import episodes, everything, trainer
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -53,10 +55,38 @@ def test_no_bit_of_a_result_changes(
 ) -> None:
     folder = tiny.save(tmp_path / kind, kind)
     held = policy(folder, dtype)
-    monkeypatch.setattr(loading, "hold", lambda *_: None)
+    monkeypatch.setattr(loading, "narrow", lambda *_: None)
     expected, found = read(policy(folder, dtype)), read(held)
     assert all(g.any() for g in expected[2:])
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("settings", [{}, {"rank": 0}, {"critic": {}, "scheme": "gae"}])
+def test_updates_and_a_resume_do_not_change_by_a_bit(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    settings = {"dtype": "bfloat16", "micro_tokens": 24} | settings
+    made = trainer(llama, tmp_path, **settings)
+    made.update(episodes(1, 0))
+    folder = checkpoint.save(made, tmp_path, {}, 3)
+    made.update(episodes(2, 1))
+    resumed = trainer(llama, tmp_path, **settings)
+    checkpoint.restore(resumed, folder)
+    resumed.update(episodes(2, 1))
+    monkeypatch.setattr(loading, "narrow", lambda *_: None)
+    wide = trainer(llama, tmp_path, **settings)
+    for version in range(2):
+        wide.update(episodes(version + 1, version))
+
+    def sizes(of: Trainer) -> set[int]:
+        """Bytes of a frozen number of the initial policy."""
+        every = of.policy.initial.tower.parameters()
+        return {p.itemsize for p in every if not p.requires_grad}
+
+    assert (sizes(made), sizes(wide)) == ({2, 4}, {4})
+    for name, value in everything(wide).items():
+        assert torch.equal(value, everything(made)[name]), name
+        assert torch.equal(value, everything(resumed)[name]), name
 
 
 def test_embeddings_and_trained_weights_stay_in_float32(llama: Path) -> None:

@@ -126,6 +126,11 @@ def test_narrow_inputs_are_reduced_in_float32(trained: bool) -> None:
 def test_the_path_of_narrow_products_agrees(monkeypatch: pytest.MonkeyPatch, trained: bool) -> None:
     """What accelerators do with bfloat16, here on the CPU."""
     monkeypatch.setattr(head, "WIDE_ON", ())
+    hidden, weight, targets, _ = given(75, 300, torch.bfloat16)
+    expected = full(hidden, weight, targets, 0.8)[0]  # the logits are not rounded
+    assert_close(
+        token_logprobs(hidden, weight, targets, 0.8)[0].double(), expected, atol=BOUND, rtol=0
+    )
     compare(given(75, 300), 0.8, trained)
     compare(given(75, 300, torch.bfloat16), 0.8, trained, bound=0.03)
 

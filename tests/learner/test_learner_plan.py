@@ -6,14 +6,17 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import convert
+from msgspec.structs import replace
 
 from coppice.learner.config import LearnerConfig, LearnerProcess
+from coppice.learner.model.memory import lacks, rank_parts, sizes
 from coppice.learner.model.model import TreeModel
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.plan import LearnerPlan, plan_of
 from coppice.learner.update.trainer import Batch, Trainer
 from coppice.tools.launching.config import load
-from coppice.tools.launching.memory import rank_gib
+from tests import tiny
 from tests.updates import episodes, trainer
 
 ROOT = Path(__file__).parents[2]
@@ -33,10 +36,16 @@ def agrees(made: Trainer, planned: LearnerPlan) -> None:
     copies = int(made.policy.initial is not made.policy)
     assert copies == sum(model.copy for model in planned.models.values())
     adapted = sum(model.lora for model, _ in parts.values())
-    few = msgspec.structs.replace(made.config, micro_tokens=1, sharding="replicate")
-    frozen, rest = rank_gib(few, {}, 2.0**30, 4)
-    assert frozen == 4 * adapted
-    assert rest == pytest.approx(16 * (len(parts) - adapted) + 0.8 * adapted + 4 * copies)
+    few = msgspec.structs.replace(
+        made.config, micro_tokens=1, sharding="replicate", offload_optimizer=False
+    )
+    told = rank_parts(few, {}, 2.0**30, 4)
+    assert told.get("frozen weights", 0) == 4 * adapted
+    assert told.get("initial policy", 0) == 4 * copies
+    trained = {name for name, (model, _) in parts.items() if not model.lora}
+    assert {n.partition(" ")[0]: gib for n, gib in told.items() if n.endswith("training")} == (
+        dict.fromkeys(trained, 16)
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,3 +98,44 @@ def test_every_shipped_config_is_trained_as_planned(tmp_path: Path, llama: Path)
             LearnerProcess("learner", str(tmp_path), 0, str(llama), 3, 1.0, config), Ranks(60)
         )
         agrees(made, plan_of(config))
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_sum_is_what_a_rank_holds(tmp_path: Path, rank: int, dtype: str) -> None:
+    folder = tiny.save(tmp_path / "wide", hidden_size=128, intermediate_size=256)
+    made = trainer(folder, tmp_path, rank, dtype=dtype)
+    shape, weights = sizes(folder)
+    told = rank_parts(made.config, shape, weights, 4 if dtype == "float32" else 2)
+    initial = made.policy.initial.tower.parameters()
+    frozen = sum(p.nbytes for p in initial if not p.requires_grad)
+    trained = sum(p.nbytes for p in made.policy.trained().values())
+    names = ("frozen weights", "initial policy", "policy in training")
+    held = [told.get(name, 0) * 2**30 for name in names]
+    assert sum(held[:2]) == pytest.approx(frozen, rel=0.01)
+    assert held[2] == pytest.approx(4 * trained, rel=0.01)
+
+
+def test_moments_in_main_memory_leave_the_largest_of_step_and_passes() -> None:
+    shape = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 9}
+    ppo = convert({"scheme": "gae", "lora": WHOLE, "micro_tokens": 2**24}, LearnerConfig)
+    gib = 2.0**30
+    held = rank_parts(ppo, shape, gib, 4)
+    assert (held["policy in training"], held["critic in training"]) == (16, 16)
+    assert "activations" in held
+    assert "optimizer step" not in held
+    away = rank_parts(replace(ppo, offload_optimizer=True), shape, gib, 4)
+    assert (away["policy in training"], away["activations"]) == (8, held["activations"])
+    short = rank_parts(replace(ppo, offload_optimizer=True, micro_tokens=1), shape, gib, 4)
+    assert short["optimizer step"] == 8 + 4  # one model's moments, and the sum of its gradients
+    halved = replace(ppo, sharding="fsdp", count=2, micro_tokens=1)
+    assert rank_parts(halved, shape, gib, 4)["critic in training"] == 8
+
+
+def test_what_does_not_fit_names_the_largest_part_and_its_remedy() -> None:
+    parts = {"frozen weights": 10.0, "policy in training": 20.0, "activations": 30.0}
+    assert lacks(parts, 60) == ""
+    assert lacks(parts, 59).endswith(
+        "59.0 GiB are free: most is for activations; take learner.gradient_checkpointing, or a"
+        " smaller learner.micro_tokens"
+    )

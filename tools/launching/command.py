@@ -18,11 +18,20 @@ import msgspec
 from coppice.common import hardware
 from coppice.common.atomic import fresh
 from coppice.common.options import command_parser
+from coppice.learner.model.memory import sizes
 from coppice.scheduler.telemetry import health, tracking
 from coppice.tools.defaults.settings import cache_folder
 from coppice.tools.launching import changes, jobs, processes, record, rules
 from coppice.tools.launching.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
-from coppice.tools.launching.memory import free_gib, memory_gib, memory_warning, number_type
+from coppice.tools.launching.memory import (
+    free_gib,
+    gpu_lacks,
+    gpu_lines,
+    gpu_parts,
+    memory_gib,
+    memory_warning,
+    number_type,
+)
 from coppice.tools.launching.nodes import Nodes
 from coppice.tools.launching.prepare import lacking_files, lacking_machine, prepare
 from coppice.tools.launching.record import existing, no_space
@@ -144,6 +153,8 @@ def main(command: list[str] | None = None) -> int:
                     signal.signal(number, signal.default_int_handler)
             with _silence() if options.quiet else contextlib.nullcontext():
                 assets = prepare(config)
+            if lack := gpu_lacks(config, Path(assets.model)):
+                raise ConfigError(lack)
         except (ConfigError, OSError, ValueError, MemoryError) as error:
             print(f"coppice launch: {' '.join(str(error).split())}", file=sys.stderr)
             return 2
@@ -222,6 +233,8 @@ def _announce(
     if gpus := hardware.visible_gpus():
         versions = [f"{name} {found or '?'}" for name, found in hardware.gpu_software().items()]
         lines.append(f"GPUs {len(gpus)}, {', '.join(versions)}")
+        room = hardware.gpu_gib()
+        lines += gpu_lines(gpu_parts(config, *sizes(model), gpus, room)) if room else []
     for line in (*lines, memory_warning(config, model), number_type(config, model)):
         if line:
             screen.say(line, "fault" if line.startswith("warning: ") else "detail")

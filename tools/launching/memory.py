@@ -1,15 +1,16 @@
 """The number type in which a run computes, and the main memory that it will need, told from its
 config and the policy's folder."""
 
+import re
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
+from coppice.actors.environments import registry
 from coppice.common import hardware
-from coppice.learner.config import LearnerConfig
-from coppice.learner.update.plan import plan_of
+from coppice.judges.retriever.worker import is_served
+from coppice.learner.model.memory import lacks, model_shape, rank_parts, sizes, told
 from coppice.tools.launching.settings import Config
 
 
@@ -61,33 +62,24 @@ def _actors_type(config: Config, model: Path | None) -> tuple[str, str]:
     return (chosen, f"SGLang's choice for weights stored in {stored}") if stored else ("", "")
 
 
-def model_shape(model: Path) -> dict[str, Any]:
-    """Return the settings of a model's folder, with the number type of its weights as "dtype"; {}
-    if it is not on this disk yet."""
-    settings = model / "config.json"
-    shape = msgspec.json.decode(settings.read_bytes()) if settings.is_file() else {}
-    return {"dtype": shape["torch_dtype"]} | shape if "torch_dtype" in shape else shape
-
-
 _PROCESS_GIB, _REST_GIB = 0.4, 0.6
 """GiB that a process with torch takes beside weights, caches and activations (libraries, buffers,
 memory that the allocator keeps), and GiB that the retriever, launcher, scheduler and judges take
 together. See docs/performance.md."""
-_SAVED = 9, 4
-"""Numbers kept for the backward pass per token and layer, as multiples of the hidden width and of
-the intermediate width."""
+CUDA_GIB = 1.5
+"""GiB of a GPU that a process takes beside what is counted (CUDA's context, libraries, buffers): an
+assumption."""
+ENCODER_GIB = 0.5
+"""GiB of a retriever's encoder with the activations of its queries. The index is in main memory."""
+ENGINE_SHARE = 0.85
+"""Share of a GPU's memory that SGLang fills with weights and cache if
+actors.sglang.arguments.mem_fraction_static does not say."""
 
 
 def memory_gib(config: Config, model: Path) -> float:
     """Estimate the most main memory that all processes hold together, in GiB. The weights of a
     model not yet on disk count as 0."""
-    return sum(count * each for count, each in memory_parts(config, *_sizes(model)).values())
-
-
-def _sizes(model: Path) -> tuple[dict[str, Any], float]:
-    shape = model_shape(model)
-    size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    return shape, size / (4 if shape.get("dtype") == "float32" else 2)
+    return sum(count * each for count, each in memory_parts(config, *sizes(model)).values())
 
 
 def memory_parts(
@@ -97,35 +89,97 @@ def memory_parts(
     model's config.json; weights: their number."""
     config = typed(config)
     a, w, served = config.actors, config.learner, config.judges.model
-    sizes = {"float32": 4}
-    acting, learning = (sizes.get(hardware.compute_dtype(d), 2) for d in (a.dtype, w.dtype))
-    frozen, own = rank_gib(w, shape, weights, learning)
+    numbers = {"float32": 4}
+    acting, learning = (numbers.get(hardware.compute_dtype(d), 2) for d in (a.dtype, w.dtype))
+    own = rank_parts(w, shape, weights, learning)
+    frozen = sum(own.pop(name, 0.0) for name in ("frozen weights", "initial policy"))
     parts = {"actor": (a.count, weights * acting / 2**30 + a.kv_cache_gib + _PROCESS_GIB)}
-    parts["learner rank"] = w.here, own + _PROCESS_GIB
-    if frozen and w.here:  # the ranks of one machine share them
-        parts["frozen weights"] = 1, frozen
+    parts["learner rank"] = w.here, sum(own.values()) + _PROCESS_GIB
+    if frozen and w.here:  # the ranks of one machine share them, sharded or not
+        parts["frozen weights"] = 1, frozen * w.shards
     parts |= {"judges' model": (1, served.kv_cache_gib + 1.1)} if served else {}
     return parts | {"all others": (config.scheduler.shards, _REST_GIB)}
 
 
-def rank_gib(
-    w: LearnerConfig, shape: dict[str, Any], weights: float, size: int
-) -> tuple[float, float]:
-    """Estimate what a learner rank holds of its models, in GiB: its frozen weights, and the rest.
-    size: bytes of a number in which it computes.
+def gpus_of(place: int, each: int, learners: int, gpus: list[str]) -> list[str]:
+    """Return the GPUs of the actor at ``place``: actors take turns on the GPUs after the learner's,
+    or on all if too few come after.
 
-    A trained weight takes 16 bytes (with its gradient and moments), and adapters with theirs take a
-    fifth of the frozen weights at most. The frozen copy of the initial policy, which a policy whose
-    weights all train may need, is in float32.
+    Raises ValueError when the machine has fewer GPUs than one actor needs.
     """
-    models, sizes = plan_of(w).models.values(), ("hidden_size", "intermediate_size")
-    hidden, inner = (shape.get(name, 0) for name in sizes)
-    layers, layer = shape.get("num_hidden_layers", 0), _SAVED[0] * hidden + _SAVED[1] * inner
-    kept = layer + layers * hidden if w.gradient_checkpointing else layers * layer
-    saved = w.micro_tokens * kept * (4 if size == 4 else 3)
-    frozen = weights * size * sum(model.lora.rank > 0 for model in models)
-    trained = weights * sum((0.8 if model.lora.rank else 16) + 4 * model.copy for model in models)
-    return frozen / w.shards / 2**30, (trained / w.shards + saved) / 2**30
+    if not each or not gpus:
+        return []
+    if each > len(gpus):
+        raise ValueError(f"actors.sglang.gpus = {each}, and {len(gpus)} are here: {gpus}")
+    own = gpus[learners:] if len(gpus) - learners >= each else gpus
+    first = place * each % (len(own) // each * each)
+    return own[first : first + each]
+
+
+def gpus_left(config: Config, gpus: list[str]) -> list[str]:
+    """Return the GPUs of the judges' models and the retriever: those that neither the learner nor
+    the actors use. If none is left, they may use any GPU."""
+    a = config.actors
+    own = a.count * a.sglang.gpus if a.engine == "sglang" and a.sglang.way != "url" else 0
+    return gpus[config.learner.here + own :]
+
+
+def gpu_parts(
+    config: Config, shape: dict[str, Any], weights: float, gpus: list[str], room: float
+) -> list[dict[str, float]]:
+    """Estimate what each of this machine's GPUs holds, in GiB, by what it is. room: GiB of a GPU.
+    Judges and retrievers that others have started are not known here."""
+    config = typed(config)
+    a, w, each = config.actors, config.learner, config.actors.sglang.gpus
+    parts = [dict[str, float]() for _ in gpus]
+
+    def process(gpu: str, **held: float) -> None:
+        own = parts[gpus.index(gpu)]
+        for name, gib in {**held, "CUDA": CUDA_GIB}.items():
+            own[name] = own.get(name, 0.0) + gib
+
+    for gpu in gpus[: w.here]:
+        process(gpu, **rank_parts(w, shape, weights, 4 if w.dtype == "float32" else 2))
+    share = float(a.sglang.arguments.get("mem_fraction_static", ENGINE_SHARE))
+    for place in range(a.count if a.sglang.way != "url" else 0):
+        used, gib = gpus[:1], weights * 2 / 2**30 + a.kv_cache_gib
+        if a.engine == "sglang":
+            used, gib = gpus_of(place, each, w.here, gpus) or used, share * room
+        for gpu in used:
+            process(gpu, **{"actors' cache with weights": gib})
+    first = (gpus_left(config, gpus) or gpus)[0]
+    if served := config.judges.model:
+        gib = 2 * billions(served.name) + served.kv_cache_gib
+        process(first, **{"judges' cache with weights": gib})
+    searches = registry.load(config.data.environment, config.data.options).searches
+    if searches and not is_served(config.retriever.backend):
+        process(first, encoder=ENCODER_GIB)
+    return parts
+
+
+def billions(name: str) -> float:
+    """Return the weights that a model's name states, in billions, 0 if none."""
+    found = re.search(r"(\d+(?:\.\d+)?)([bm])(?![a-z])", name.lower())
+    return float(found[1]) / (1 if found[2] == "b" else 1000) if found else 0.0
+
+
+def gpu_lines(parts: list[dict[str, float]]) -> list[str]:
+    """Return a line for each kind of GPU: which, and what they hold."""
+    kinds = dict[str, list[int]]()
+    for number, own in enumerate(parts):
+        kinds.setdefault(told(own) if own else "nothing of the run", []).append(number)
+    return [f"GPU {', '.join(map(str, own))}: {line}" for line, own in kinds.items()]
+
+
+def gpu_lacks(config: Config, model: Path) -> str:
+    """Return why a GPU of this machine cannot hold what the run puts there, or ""."""
+    gpus, room = hardware.visible_gpus(), hardware.gpu_gib()
+    if config.cluster.on or not (gpus and room):
+        return ""
+    for number, own in enumerate(gpu_parts(config, *sizes(model), gpus, room)):
+        if why := lacks(own, room):
+            return f"GPU {number} holds {why}"
+    return ""
 
 
 def free_gib() -> float:
@@ -139,8 +193,7 @@ def memory_warning(config: Config, model: Path) -> str:
     need, free = memory_gib(config, model), free_gib()
     if need <= free or hardware.visible_gpus() or config.cluster.on:
         return ""
-    shape, weights = _sizes(model)
-    parts = memory_parts(config, shape, weights).items()
+    parts = memory_parts(config, *sizes(model)).items()
     each = ", ".join(f"{count} {name} of {gib:.1f}" for name, (count, gib) in parts if count)
     return (
         f"warning: this plan needs about {need:.1f} GiB of memory and {free:.1f} are free, so that"

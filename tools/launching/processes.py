@@ -24,7 +24,7 @@ from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, Schedule
 from coppice.scheduler.telemetry.tracking import KEYS
 from coppice.tools.defaults.settings import importable
 from coppice.tools.launching.config import Config
-from coppice.tools.launching.memory import typed
+from coppice.tools.launching.memory import gpus_left, gpus_of, typed
 from coppice.tools.launching.method import strategy_options
 from coppice.tools.launching.settings import JUDGE_HOST, Assets, JudgeModelProcess
 
@@ -98,7 +98,7 @@ def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[Planne
             reads_evidence(config), w.routing_replay,
         )  # fmt: skip
     judges = {k: v for k, v in config.judges.use.items() if k not in PLAYERS}
-    rest = _gpus_left(config)
+    rest = _shown(gpus_left(config, hardware.visible_gpus()))
     if config.judges.model is not None:
         name, threads, port = "judge-model", config.judges.model.threads, free_port()
         served = JudgeModelProcess(name, str(run), assets.judge_model, port, config.judges.model)
@@ -116,7 +116,9 @@ def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[Planne
         batch = 1 if config.deterministic else config.retriever.batch
         settings = replace(config.retriever, backend=assets.retriever, batch=batch)
         module = "coppice.judges.retriever.worker"
-        for process, home, _ in each("retriever", module, threads=settings.threads):
+        for process, home, _ in each(
+            "retriever", module, threads=settings.threads, environment=rest
+        ):
             yield process, RetrieverProcess(process.name, home, settings)
     for place in range(a.count):
         process, seed = _actor(config, place), config.seed * 1000 + place
@@ -228,31 +230,11 @@ def _actor(config: Config, place: int) -> PlannedProcess:
     if a.engine != "sglang":
         return actor
     shown = gpus_of(place, a.sglang.gpus, config.learner.here, hardware.visible_gpus())
-    return replace(actor, environment={"CUDA_VISIBLE_DEVICES": ",".join(shown)} if shown else {})
+    return replace(actor, environment=_shown(shown))
 
 
-def _gpus_left(config: Config) -> dict[str, str]:
-    """Give the judges' models the GPUs that neither the learner nor the actors use; if none is
-    left, they may use any GPU."""
-    a = config.actors
-    own = a.count * a.sglang.gpus if a.engine == "sglang" and a.sglang.way != "url" else 0
-    rest = hardware.visible_gpus()[config.learner.here + own :]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(rest)} if rest else {}
-
-
-def gpus_of(place: int, each: int, learners: int, gpus: list[str]) -> list[str]:
-    """Return the GPUs of the actor at ``place``: actors take turns on the GPUs after the learner's,
-    or on all if too few come after.
-
-    Raises ValueError when the machine has fewer GPUs than one actor needs.
-    """
-    if not each or not gpus:
-        return []
-    if each > len(gpus):
-        raise ValueError(f"actors.sglang.gpus = {each}, and {len(gpus)} are here: {gpus}")
-    own = gpus[learners:] if len(gpus) - learners >= each else gpus
-    first = place * each % (len(own) // each * each)
-    return own[first : first + each]
+def _shown(gpus: list[str]) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 
 
 def torchrun(learner: LearnerConfig, run: Path) -> str:

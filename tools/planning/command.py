@@ -12,13 +12,15 @@ import msgspec
 
 from coppice.actors.environments import registry
 from coppice.common.options import check_choice, checked, command_parser, option
+from coppice.learner.model.memory import lacks, model_shape
+from coppice.learner.model.memory import told as parts_told
 from coppice.scheduler.growth import strategies
 from coppice.tools.defaults.models import OURS, ensure_model
 from coppice.tools.defaults.settings import cache_folder
 from coppice.tools.launching.config import DEFAULT_CONFIG, Config, load
-from coppice.tools.launching.memory import model_shape
+from coppice.tools.launching.memory import gpu_lines
 from coppice.tools.planning import formulas
-from coppice.tools.planning.formulas import GPUS, SHAPES, Assumed, Dense, Split
+from coppice.tools.planning.formulas import GPUS, SHAPES, Assumed, Dense, Served, Split
 from coppice.tools.planning.growth import MadeUp, Work, work_of
 
 EXAMPLES = """\
@@ -71,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 class RunPlan(msgspec.Struct, frozen=True):
     """What a run of ``config`` will take. texts: their lengths; those that nobody gave are marked
     as assumed. unshared, shared: FLOPs of the learner's update without and with shared prefixes.
-    gpu, splits: none without --gpus."""
+    gpu, splits: none without --gpus. placed: what each GPU holds in the config's own split, GiB."""
 
     config: Config
     weights: float
@@ -82,6 +84,8 @@ class RunPlan(msgspec.Struct, frozen=True):
     gpu: str
     assumed: Assumed
     splits: list[Split]
+    served: list[Served]
+    placed: list[dict[str, float]]
 
 
 def plan(options: argparse.Namespace, given: dict[str, Any]) -> RunPlan:
@@ -94,13 +98,24 @@ def plan(options: argparse.Namespace, given: dict[str, Any]) -> RunPlan:
     marks = {name: "" if name in given else " (assumed)" for name in lengths}
     texts = ", ".join(f"{name} {value:g}{marks[name]}" for name, value in lengths.items())
     work = work_of(config, source)
-    splits = [] if gpus is None else formulas.splits(config, model, work, assumed, gpus)
+    served = [] if gpus is None else formulas.served(config, assumed)
+    others = assumed.retriever_gpus + sum(one.gpus for one in served)
+    if gpus is not None and gpus <= others:
+        own = f"{assumed.retriever_gpus} of the retriever and {others - assumed.retriever_gpus}"
+        raise ValueError(
+            f"--gpus {gpus}: expected one at least beside {own} of judges (--assume judge_gpus,"
+            " retriever_gpus)"
+        )
+    splits = formulas.splits(config, model, work, assumed, (gpus or 0) - others, others)
+    enough = gpus is not None and config.learner.here <= gpus - others
+    placed = formulas.placed(config, model, assumed, gpus) if enough else []
     unshared, shared = (
         formulas.learner_flops(config.learner, model, work, one) for one in (False, True)
     )
     return RunPlan(
-        config, model.weights, f"lengths: {texts}", work, unshared, shared, gpu, assumed, splits
-    )
+        config, model.weights, f"lengths: {texts}", work, unshared, shared, gpu, assumed, splits,
+        served, placed,
+    )  # fmt: skip
 
 
 def model_of(config: Config, given: Path | None = None) -> Dense:
@@ -168,7 +183,25 @@ def page(told: RunPlan) -> list[str]:
         lines += [f"  {name:<34}{number(a):>12}{number(b):>12}{1 - b / max(1, a):>8.0%}"]
     if not told.gpu:
         return [*lines, "", "no times: give --gpus; main memory: coppice launch --dry-run"]
+    lines += ["", *memory(told)]
+    if not told.splits:
+        return [*lines, "", "no times: actors and learner have no GPUs of their own", "", UNPROVEN]
     return [*lines, "", *times(told), *summed(told, told.splits[0])]
+
+
+def memory(told: RunPlan) -> list[str]:
+    """Return what each GPU holds in the config's own split, and which GPUs judges take."""
+    room, used = told.assumed.memory, told.assumed.retriever_gpus
+    lines = gpu_lines(told.placed)
+    for number, why in enumerate(lacks(parts, room) for parts in told.placed):
+        lines += [f"GPU {number} does not fit: {why}"] if why else []
+    lines += [f"retriever: {used} GPUs (assumed)"] if used else []
+    for one in told.served:
+        size = f"its weights {one.gib:.1f} GiB of each" if one.gib else "of unknown size"
+        lines += [f"judge {one.judge}: {one.gpus} GPUs for {one.model}, {size} (assumed)"]
+    heading = [f"memory of the config's own split, of {room:g} GiB a GPU"] * bool(told.placed)
+    indents: Any = {"initial_indent": "  ", "subsequent_indent": "    "}
+    return [*heading, *(part for line in lines for part in textwrap.wrap(line, 80, **indents))]
 
 
 def times(told: RunPlan) -> list[str]:
@@ -176,9 +209,9 @@ def times(told: RunPlan) -> list[str]:
     best, c = told.splits[0], told.config
     room = f"with room for {number(best.cache)} tokens of cache"
     lines = [
-        "memory, GiB",
+        "memory in the fastest split, GiB",
         f"  an actor's GPU {best.actor_gib:8.1f}, {room}",
-        f"  a rank's GPU   {best.rank_gib:8.1f}",
+        *textwrap.wrap(f"  a rank's GPU {parts_told(best.rank)}", 80, subsequent_indent="    "),
         "",
         "seconds of an update, the fastest split first (*: the config's own)",
         " actors ranks  generate    learn  latency   period  waits for   stale    hours",
@@ -189,7 +222,9 @@ def times(told: RunPlan) -> list[str]:
         line = f"{one.actors:>7}{one.ranks:>6}{number(s.generate):>10}{values}"
         line += f"  {s.bound:<10}{s.staleness:>7.1f}{number(one.hours):>9}"
         lines += [line + " *" * own]
-        lines += [f"        does not fit: {one.lacks}"[:80]] if one.lacks else []
+        why, margin = f"does not fit: {one.lacks}", " " * 8
+        wrapped = textwrap.wrap(why, 80, initial_indent=margin, subsequent_indent=margin)
+        lines += wrapped if one.lacks else []
     return lines
 
 
@@ -197,8 +232,7 @@ def summed(told: RunPlan, best: Split) -> list[str]:
     """Return what the best split costs, and how many schedulers and judges it keeps busy, by
     Little's law (docs/performance.md, "How many of what")."""
     if best.lacks:
-        more = "more memory, fewer weights, sharding or a smaller micro_tokens"
-        return [f"no split fits: {more}"]
+        return ["no split fits"]
     assumed, period, shards = told.assumed, best.speed.period, told.config.scheduler.shards
     trees = 3600 * told.config.scheduler.questions_per_update / period
     bears = 3600 * (1 - HEARTBEATS) * 1000 / assumed.tree_ms

@@ -9,9 +9,10 @@ import msgspec
 
 from coppice.common.numbers import Count, Natural, NotNegative, Positive
 from coppice.learner.config import LearnerConfig
+from coppice.learner.model.memory import lacks, rank_parts
 from coppice.learner.update.plan import plan_of
 from coppice.tools.launching.config import Config
-from coppice.tools.launching.memory import rank_gib, typed
+from coppice.tools.launching.memory import CUDA_GIB, ENGINE_SHARE, billions, gpu_parts, typed
 from coppice.tools.planning.growth import Work
 
 
@@ -77,9 +78,11 @@ class Dense(msgspec.Struct):
 
 
 SHAPES = {
+    "Qwen2.5-0.5B": Dense(24, 896, 4864, 14, 151_936, 2),
     "Qwen2.5-1.5B": Dense(28, 1536, 8960, 12, 151_936, 2),
     "Qwen2.5-3B": Dense(36, 2048, 11_008, 16, 151_936, 2),
     "Qwen2.5-7B": Dense(28, 3584, 18_944, 28, 152_064, 4, tie_word_embeddings=False),
+    "Qwen2.5-VL-7B": Dense(28, 3584, 18_944, 28, 152_064, 4, tie_word_embeddings=False),
     "Qwen3-4B": Dense(36, 2560, 9728, 32, 151_936, 8, 128),
 }
 """Models of the shipped configs, by the beginning of their names, from their config.json."""
@@ -94,12 +97,8 @@ GPUS = {
 seller, so there are none."""
 Part = Annotated[float, msgspec.Meta(gt=0, le=1)]
 """A share that is not 0."""
-CUDA_GIB = 1.5
-"""GiB of a GPU that a process takes beside what is counted (CUDA's context, libraries, buffers): an
-assumption."""
-ENGINE_SHARE = 0.85
-"""Share of a GPU's memory that SGLang fills with weights and cache if
-actors.sglang.arguments.mem_fraction_static does not say."""
+JUDGE_SHARE = 0.5
+"""The largest share of its GPUs that a judge's weights fill; the rest is for its cache."""
 
 
 class Assumed(msgspec.Struct, frozen=True):
@@ -111,9 +110,11 @@ class Assumed(msgspec.Struct, frozen=True):
     quarter of max_observation_characters, or 100); turns, actions of an episode (0: the budget). A
     GPU: flops, dense bfloat16 operations a second; bandwidth, bytes a second; memory, GiB; price of
     an hour. learner_share: of the FLOPs in forwards and backwards (other trainers' updates of
-    reinforcement learning reached .14 to .21). prefill_share: of the FLOPs where
-    prompts are read. decode_share: of the bandwidth where tokens are sampled. wait: seconds that a
-    step waits for judges, retrievers and the scheduler. tree_ms: a scheduler's time of a tree.
+    reinforcement learning reached .14 to .21). prefill_share: of the FLOPs where prompts are read.
+    decode_share: of the bandwidth where tokens are sampled. judge_gpus: of each judge's server on
+    this machine (-1: as many as the weights in its model's name half fill). retriever_gpus: of a
+    retriever's server. wait: seconds that a step waits for judges, retrievers and the scheduler.
+    tree_ms: a scheduler's time of a tree.
     """
 
     instruction: Natural = 200
@@ -128,6 +129,8 @@ class Assumed(msgspec.Struct, frozen=True):
     learner_share: Part = 0.2
     prefill_share: Part = 0.4
     decode_share: Part = 0.5
+    judge_gpus: int = -1
+    retriever_gpus: Natural = 0
     wait: NotNegative = 1.0
     tree_ms: Positive = 20.0
 
@@ -223,9 +226,9 @@ def staleness(bound: str, stale: int, latency: float, learn: float, period: floa
 
 class Split(msgspec.Struct, frozen=True):
     """Who gets how many of the GPUs, and what follows. engines: actor processes. hours: of the
-    whole run without its evaluations. cache: tokens that an engine has room for. actor_gib,
-    rank_gib: memory of one GPU. lacks: why it cannot work, or "". gpu_hours: of all GPUs; cost: 0
-    without a price."""
+    whole run without its evaluations. cache: tokens that an engine has room for. actor_gib:
+    memory of an actor's GPU. rank: what a rank's holds, GiB. lacks: why it cannot work, or "".
+    gpu_hours: of all GPUs; cost: 0 without a price."""
 
     actors: int
     ranks: int
@@ -234,16 +237,16 @@ class Split(msgspec.Struct, frozen=True):
     hours: float
     cache: float
     actor_gib: float
-    rank_gib: float
+    rank: dict[str, float]
     lacks: str
     gpu_hours: float
     cost: float
 
 
 def split(
-    config: Config, model: Dense, work: Work, reach: Assumed, actors: int, ranks: int
+    config: Config, model: Dense, work: Work, reach: Assumed, actors: int, ranks: int, others: int
 ) -> Split:
-    """Return what follows if this many GPUs generate and train."""
+    """Return what follows if this many GPUs generate and train, beside ``others``."""
     a, s, size = config.actors, config.scheduler, 2
     learner = msgspec.structs.replace(typed(config).learner, count=ranks)
     each = max(1, a.sglang.gpus)
@@ -254,26 +257,62 @@ def split(
     most = engines * min(a.max_batch, max(1.0, cache / context))
     timed = speed(learner, model, work, reach, s.max_staleness, actors, most, size)
     hours = timed.period * s.updates / 3600
-    rank = sum(rank_gib(learner, msgspec.structs.asdict(model), model.weights, size)) + CUDA_GIB
-    lacks, spent = "", hours * (actors + ranks)
+    shape = msgspec.structs.asdict(model)
+    rank = rank_parts(learner, shape, model.weights, size) | {"CUDA": CUDA_GIB}
+    lacking, spent = "", hours * (actors + ranks + others)
     if cache < a.max_context:
-        lacks = f"an engine has {max(0.0, cache):.0f} tokens of cache"
-        lacks += f", less than actors.max_context = {a.max_context}"
-    elif rank > reach.memory:
-        lacks = f"a rank needs {rank:.0f} GiB of {reach.memory:g}"
+        lacking = f"an engine has {max(0.0, cache):.0f} tokens of cache"
+        lacking += f", less than actors.max_context = {a.max_context}"
+    else:
+        lacking = lacks(rank, reach.memory)
     return Split(
-        actors, ranks, engines, timed, hours, cache, room / each, rank, lacks, spent,
+        actors, ranks, engines, timed, hours, cache, room / each, rank, lacking, spent,
         spent * reach.price,
     )  # fmt: skip
 
 
-def splits(config: Config, model: Dense, work: Work, reach: Assumed, gpus: int) -> list[Split]:
-    """Return every split of ``gpus`` between actors and learner, the fastest that fits first.
-    Raises ValueError."""
+class Served(msgspec.Struct, frozen=True):
+    """A judge's model that others serve on this machine. gib: of its weights on each GPU, 0 if its
+    name does not say."""
+
+    judge: str
+    model: str
+    gpus: int
+    gib: float
+
+
+def served(config: Config, reach: Assumed) -> list[Served]:
+    """Return the judges' models that have GPUs of this machine."""
+    found = dict[str, Served]()  # by address
+    for name, options in config.judges.use.items():
+        endpoint = options.get("endpoint")
+        url, model = (endpoint.get(key, "") for key in ("url", "model")) if endpoint else ("", "")
+        if ("127.0.0.1" in url or "localhost" in url) and reach.judge_gpus:
+            gib = billions(model) * 2e9 / 2**30
+            gpus = max(1, math.ceil(gib / (JUDGE_SHARE * reach.memory)))
+            gpus = gpus if reach.judge_gpus < 0 else reach.judge_gpus
+            found[url] = Served(name, model, gpus, gib / gpus)
+    return list(found.values())
+
+
+def placed(config: Config, model: Dense, reach: Assumed, gpus: int) -> list[dict[str, float]]:
+    """Return what each of ``gpus`` holds in the config's own split, in GiB, by what it is."""
+    shape, names = msgspec.structs.asdict(model), list(map(str, range(gpus)))
+    parts = gpu_parts(config, shape, model.weights, names, reach.memory)
+    last = gpus
+    for one in served(config, reach):
+        for own in parts[max(0, last - one.gpus) : last]:
+            own |= {"judges' cache with weights": ENGINE_SHARE * reach.memory}
+        last -= one.gpus
+    return parts
+
+
+def splits(
+    config: Config, model: Dense, work: Work, reach: Assumed, gpus: int, others: int = 0
+) -> list[Split]:
+    """Return every split of ``gpus`` between actors and learner, the fastest that fits first, none
+    if there are too few for both. others: GPUs of judges and retrievers."""
     each = max(1, config.actors.sglang.gpus)
-    if gpus <= each:
-        needed = f"{each} of an engine (actors.sglang.gpus) and 1 of the learner"
-        raise ValueError(f"--gpus {gpus}: expected at least {each + 1}, {needed}")
     many = range(each, gpus, each)
-    every = [split(config, model, work, reach, actors, gpus - actors) for actors in many]
+    every = [split(config, model, work, reach, actors, gpus - actors, others) for actors in many]
     return sorted(every, key=lambda one: (bool(one.lacks), one.speed.period))

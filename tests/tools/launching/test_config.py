@@ -21,8 +21,8 @@ from coppice.scheduler.config import SchedulerProcess
 from coppice.tools.launching import processes, set_up
 from coppice.tools.launching.command import arguments, resolve
 from coppice.tools.launching.config import Config, ConfigError, convert, load
+from coppice.tools.launching.memory import gpus_of
 from coppice.tools.launching.method import bundles
-from coppice.tools.launching.processes import gpus_of
 from coppice.tools.launching.rules import doubts
 from coppice.tools.launching.settings import Assets
 

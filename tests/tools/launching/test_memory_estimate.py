@@ -58,3 +58,20 @@ def test_the_number_type_the_counts_and_the_forests_make_the_estimate(tmp_path: 
     )
     # weights, cache, libraries
     assert gib() - gib("actors.count=3") == pytest.approx(0.5 + 0.4 + 0.4, abs=0.02)
+
+
+def test_what_a_gpu_cannot_hold_is_refused_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_gpu = [f"model.name={smol(tmp_path)}"]
+    config, model = load(ROOT / "configs" / "slate-24gb.toml", one_gpu), tmp_path
+    assert memory.gpu_lacks(config, model) == ""  # no GPU here
+    monkeypatch.setattr(hardware, "visible_gpus", lambda: ["3"])
+    for room, refused in ((24.0, False), (4.0, True)):
+        monkeypatch.setattr(hardware, "gpu_gib", lambda room=room: room)
+        assert bool(said := memory.gpu_lacks(config, model)) == refused
+    assert said.startswith("GPU 0 holds ")
+    assert "actors' cache with weights 1.6" in said
+    assert (
+        "4.0 GiB are free: most is for actors' cache with weights; take a smaller actors." in said
+    )

@@ -192,13 +192,15 @@ def assume(*said: str) -> list[str]:
 
 
 SEVEN = str(ROOT / "configs" / "slate-7b.toml")
-GPU_PLAN = ["--config", SEVEN, "--set", "scheduler.questions_per_update=2"]
+SMALL_PLAN = ["--set", "scheduler.questions_per_update=2"]
+GPU_PLAN = ["--config", SEVEN, *SMALL_PLAN]
+ALONE = [*GPU_PLAN, *assume("judge_gpus=0")]
 
 
 def test_the_terminal_is_80_columns_wide_and_names_the_best_split(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    status, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "4", *assume("price=2.5", "turns=2.5"))
+    status, out, _ = answer(capsys, *ALONE, "--gpus", "4", *assume("price=2.5", "turns=2.5"))
     lines = out.splitlines()
     assert status == 0
     assert max(map(len, lines)) <= 80
@@ -213,7 +215,7 @@ def test_the_terminal_is_80_columns_wide_and_names_the_best_split(
 
 
 def test_json_holds_every_split(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "3", "--json", *assume("price=2"))
+    _, out, _ = answer(capsys, *ALONE, "--gpus", "3", "--json", *assume("price=2"))
     told = json.loads(out)
     assert len(told["splits"]) == 2
     best = told["splits"][0]
@@ -224,34 +226,70 @@ def test_json_holds_every_split(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_split_that_does_not_fit_comes_last_and_says_why(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    status, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "2", *assume("memory=10"))
+    status, out, _ = answer(capsys, *ALONE, "--gpus", "2", *assume("memory=10"))
     assert status == 0
     assert "does not fit: an engine has 0 tokens of cache" in out
+    _, out, _ = answer(capsys, *ALONE, "--gpus", "6", *assume("memory=20"))
+    needs = "GPU 0 does not fit: 22.1 GiB (frozen weights 15.2, policy in training 0.6,"
+    assert needs in " ".join(out.split())
     assert "no split fits" in out
+
+
+def test_a_judge_on_this_machine_has_gpus_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "8", "--json")
+    told = json.loads(out)
+    assert [(one["gpus"], round(one["gib"])) for one in told["served"]] == [(2, 25)]
+    assert {one["actors"] + one["ranks"] for one in told["splits"]} == {6}
+    best = told["splits"][0]
+    assert best["gpu_hours"] == pytest.approx(8 * best["hours"])
+    assert [max(parts, key=parts.get) for parts in told["placed"][5:]] == [
+        "actors' cache with weights",
+        *2 * ["judges' cache with weights"],
+    ]
+    _, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "9", *assume("retriever_gpus=1"))
+    shown = " ".join(out.split())
+    assert "GPU 0, 1, 2, 3: 22.1 GiB (" in shown
+    assert "judge slate: 2 GPUs for google/gemma-3-27b-it, its weights 25.1 GiB of each" in shown
+    assert "retriever: 1 GPUs (assumed)" in shown
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_one_gpu_holds_engine_learner_and_retriever(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--config", str(ROOT / "configs" / "slate-24gb.toml"), *SMALL_PLAN, "--gpus", "1"]
+    _, out, _ = answer(capsys, *small, *assume("memory=24"))
+    assert "CUDA 4.5, actors' cache with weights 9.6, encoder 0.5)" in " ".join(out.split())
+    assert "no times: actors and learner have no GPUs of their own" in out
+    assert "does not fit" not in out
+    _, out, _ = answer(capsys, *small, *assume("memory=10"))
+    most = (
+        "10.0 GiB are free: most is for actors' cache with weights; take a smaller actors.sglang."
+    )
+    assert most in " ".join(out.split())
 
 
 @pytest.mark.second
 def test_trees_beyond_one_scheduler_ask_for_more(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "2", "--json")
+    _, out, _ = answer(capsys, *ALONE, "--gpus", "2", "--json")
     best = json.loads(out)["splits"][0]["speed"]
     # for a second each
     trees, judged = 3600 * 2 / best["period"], json.loads(out)["work"]["judged"] / best["period"]
     bears = 0.9 * trees  # at which a second scheduler is needed
     slow = assume(f"tree_ms={3.6e6 * 0.9 / bears}")
-    _, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "2", *slow)
+    _, out, _ = answer(capsys, *ALONE, "--gpus", "2", *slow)
     assert f"{command.number(bears)} at" in out
     assert "(assumed): --set scheduler.shards=2" in " ".join(out.split())
     assert float(out.partition(" actions at judges")[0].split()[-1]) == pytest.approx(
         judged, rel=0.01
     )
-    _, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "2")
+    _, out, _ = answer(capsys, *ALONE, "--gpus", "2")
     assert "scheduler.shards" not in out
 
 
 REFUSED = {
     "--gpu h1 --gpus 8": "--gpu 'h1': did you mean 'h100'",
     "--assume price=3": "--assume price has no effect without --gpus",
-    "--gpus 1": "--gpus 1: expected at least 2",
+    "--gpus 0": "--gpus 0: expected one at least beside 0 of the retriever and 0 of judges",
+    "--gpus 2 --assume retriever_gpus=2": "beside 2 of the retriever",
     "--gpus 4 --assume learner_share=1.5": "learner_share = 1.5: expected a number, more than 0",
     "--gpus 4 --assume price=nan": "price = nan: expected a number",
     "--assume turn=2": "['turn'] unknown to coppice plan, which takes ['instruction', ",

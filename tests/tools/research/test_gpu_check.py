@@ -2,6 +2,7 @@
 has what was printed."""
 
 import datetime
+import json
 import os
 from pathlib import Path
 
@@ -99,6 +100,42 @@ def test_the_record_has_date_versions_seconds_and_what_was_measured() -> None:
     assert text.count('"slate"') == 1, "parts that came before the whole are in the whole"
     assert '{"disk": 8.5}' in text, "of a check that did not end, its parts"
     assert "Traceback: x" in text
+
+
+@pytest.mark.second
+@pytest.mark.usefixtures("modules")
+def test_a_report_holds_all_that_somebody_else_needs_and_nothing_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = tmp_path / "gpu.json"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "talks.py").write_text(
+        "for i in range(100): print(i)\nprint(__file__)\nprint('{\"a\": 1}')\nraise SystemExit(3)"
+    )
+    checks = [Check("talk", ["talks"], 20.0), Check("good", ["passes"], 20.0)]
+    monkeypatch.setattr(gpu_checks, "CHECKS", checks)
+    assert gpu_checks.main(["--report", str(told)]) == 2  # no CUDA here; the report says so
+    first = json.loads(told.read_text())
+    assert first["checks"] == []
+    assert first["versions"]["GPU"] == "none"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(gpu_checks, "versions", lambda *_: {"GPU": "1 x H200", "torch": "2.14.1"})
+    seen: list[int] = []
+    kept = gpu_checks.report
+    monkeypatch.setattr(gpu_checks, "report", lambda *all: seen.append(len(all[0])) or kept(*all))
+    assert gpu_checks.main(["--report", str(told)]) == 1
+    assert seen == [0, 1, 2]
+    text = told.read_text()
+    whole = json.loads(text)
+    assert whole["versions"] == {"GPU": "1 x H200", "torch": "2.14.1"}
+    assert whole["machine"]["processors"] == os.cpu_count()
+    assert {"driver", "CUDA", "torch's CUDA", "nvcc"} == whole["machine"]["software"].keys()
+    talk, good = whole["checks"]
+    assert (talk["result"], talk["measured"]) == ("failed (status 3)", [{"a": 1}])
+    assert talk["last lines"][0] == "22"
+    assert talk["last lines"][-2:] == ["HOME/talks.py", '{"a": 1}']
+    assert (good["result"], good["measured"]) == ("passed", [{"a": 1}])
+    assert str(tmp_path) not in text
 
 
 def test_checks_are_chosen_by_name() -> None:
