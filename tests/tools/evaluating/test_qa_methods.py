@@ -168,9 +168,7 @@ async def test_iter_retgen_searches_with_its_last_reply_and_the_question(
     assert (found["em"], found["searches"]) == (1.0, 2.0)
 
 
-async def test_search_o1_inserts_what_was_condensed_not_the_passages(
-    answered: Answered,
-) -> None:
+async def test_search_o1_inserts_what_was_condensed_not_the_passages(answered: Answered) -> None:
     lines = ["I must know. <search> historians </search>", "Livy wrote it."]
     lines.append("So <answer>Livy</answer>")
     services, _, found = await answered("search_o1", How(topk=1), *lines)
@@ -241,9 +239,7 @@ def test_thinking_before_a_reply_is_no_part_of_it(text: str, said: str) -> None:
     assert spoken(text) == said
 
 
-async def test_search_forces_an_answer_after_its_budget_or_not_at_all(
-    answered: Answered,
-) -> None:
+async def test_search_forces_an_answer_after_its_budget_or_not_at_all(answered: Answered) -> None:
     turn = "<think>t</think><search>a</search>"
     how = How(topk=1, budget=2, forced=True)
     services, tree, found = await answered("search", how, turn, turn, "Livy</answer>")
@@ -252,9 +248,7 @@ async def test_search_forces_an_answer_after_its_budget_or_not_at_all(
     assert (found["em"], found["answered"], found["searches"]) == (1.0, 0.0, 2.0)
 
 
-async def test_search_without_force_generates_last_without_a_search(
-    answered: Answered,
-) -> None:
+async def test_search_without_force_generates_last_without_a_search(answered: Answered) -> None:
     turn = "<think>t</think><search>a</search>"
     how = How(topk=1, budget=2, forced=False)
     services, tree, found = await answered("search", how, turn, turn)

@@ -36,9 +36,7 @@ def folder(run: Path, records: list[dict[str, float]], finished: bool = True) ->
 START = evaluation(0, 0, 0, -0.5)
 
 
-def test_a_curve_holds_evaluations_by_environment_and_continuation_steps(
-    tmp_path: Path,
-) -> None:
+def test_a_curve_holds_evaluations_by_environment_and_continuation_steps(tmp_path: Path) -> None:
     later = [evaluation(8, 100, 300, 0.25, 40), evaluation(9, 150, 500, 1)]
     run = folder(tmp_path / "run", [evaluation(0, 0, 0, -0.5, 0), *later])
     expected = StudyCurve([0, 8, 9], [0, 140, 150], [0, 300, 500], [-0.5, 0.25, 1], 12)
