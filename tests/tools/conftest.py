@@ -4,33 +4,27 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.tools.said import Said
+from tests.tools.said import Said, words_of
+
+Main = Callable[[list[str]], int]
 
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Said:
-    """Run a command that ends with ``status``. Give what it says: on stdout, or on stderr where the
-    status is not 0."""
+    """Run a command: ``said(main, "--json", status=1)``. See words_of."""
 
-    def of(main: Callable[[list[str]], int], *words: object, status: int = 0) -> str:
-        capsys.readouterr()
-        try:
-            ended = main([str(word) for word in words])
-        except SystemExit as error:
-            ended = error.code
-        assert ended == status
-        out, errors = capsys.readouterr()
-        return errors if status else out
+    def of(main: Main, *given: object, status: int = 0) -> str:
+        return words_of(capsys, main, given, status)
 
     return of
 
 
 @pytest.fixture
-def refused(said: Said) -> Said:
+def refused(capsys: pytest.CaptureFixture[str]) -> Said:
     """Run a command that refuses its words. Give the one line that it says."""
 
-    def of(main: Callable[[list[str]], int], *words: object) -> str:
-        line = said(main, *words, status=2)
+    def of(main: Main, *given: object) -> str:
+        line = words_of(capsys, main, given, 2)
         assert line.count("\n") == 1
         return line
 

@@ -19,7 +19,7 @@ DEFAULT = Path(__file__).parents[3] / "configs" / "slate-cpu.toml"
 def test_the_number_type_its_reason_and_two_that_differ_are_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hardware, "visible_gpus", lambda: ["0"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     auto = ["model.dtype=auto", "learner.dtype=auto", "actors.dtype=auto"]
     assert number_type(load(DEFAULT, auto)) == (
         "number type bfloat16 (there is an NVIDIA GPU; --set model.dtype=float32 changes it)"
@@ -55,7 +55,7 @@ def test_one_key_sets_the_number_type_of_actors_and_learner_and_each_room_may_ov
 def test_sglang_gets_the_number_type_and_one_that_differs_from_the_learners_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hardware, "visible_gpus", lambda: ["0"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     sglang = ["model.dtype=auto", "actors.engine=sglang", "actors.kv_cache_gib=1.0"]
 
     def told(*overrides: str) -> str:
@@ -83,5 +83,5 @@ def test_a_processor_computes_in_the_type_that_it_is_faster_in(
 ) -> None:
     (tmp_path / "cpuinfo").write_text(processor)
     monkeypatch.setattr(hardware, "PROCESSOR", tmp_path / "cpuinfo")
-    monkeypatch.setattr(hardware, "visible_gpus", list)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert hardware.compute_dtype("auto") == expected
