@@ -24,11 +24,7 @@ pytestmark = pytest.mark.slow
 
 AT = "judges.use.pprm.endpoint"
 ASKS = f"{AT}.url=served"
-MODEL = [
-    f"judges.model.name={TINY}",
-    "judges.model.max_context=512",
-    "judges.model.kv_cache_gib=0.05",
-]
+MODEL = [f"judges.model={{name='{TINY}', max_context=512, kv_cache_gib=0.05}}"]
 
 
 def made(run: Path, overrides: list[str], judge_model: str = "JUDGE") -> dict[str, Any]:
@@ -104,22 +100,16 @@ async def test_a_judge_started_before_its_model_waits_for_it_and_every_turn_has_
     files = made(tmp_path, [ASKS, model, f"{AT}.max_tokens=80"], str(llama))
     only = JudgeProcess("judges", str(tmp_path), {"pprm": files["judges"]["judges"]["pprm"]})
     (tmp_path / "judges.json").write_bytes(msgspec.json.encode(only))
-    turns = [
-        JudgedTurn("Who?", [], "", f"<think> {i} </think> <search> q </search>", 1, 4)
-        for i in range(4)
-    ]
+    said = [f"<think> {i} </think> <search> q </search>" for i in range(4)]
+    turns = [JudgedTurn("Who?", [], "", text, 1, 4) for text in said]
     async with bench(tmp_path) as b:
         (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)
-        async with (
-            process("coppice.judges.serve", tmp_path / "judges.json"),
-            process(
-                "coppice.tools.launching.serve_model", tmp_path / "processes" / "judge-model.json"
-            ),
-        ):
+        server, file = "coppice.tools.launching.serve_model", "processes/judge-model.json"
+        judges = process("coppice.judges.serve", tmp_path / "judges.json")
+        async with judges, process(server, tmp_path / file):
             await b.dispatcher.wait_for("judge.pprm", 1, 100)
-            result: JudgeResult = await b.dispatcher.call(
-                "judge.pprm", JudgeRequest(turns), deadline=100
-            )
+            asked = JudgeRequest(turns)
+            result: JudgeResult = await b.dispatcher.call("judge.pprm", asked, deadline=100)
     assert len(result.judgements) == 4
     for judgement in result.judgements:
         assert judgement.explanation.startswith("Analysis: ")

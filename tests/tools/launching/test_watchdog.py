@@ -19,13 +19,9 @@ PIDS = {SCHEDULER: 2**22 + 1, "judges": 2**22 + 2, "learner-0": 2**22 + 3}
 
 
 def report(
-    run: Path,
-    at: float,
-    progress_at: float = 0.0,
-    stuck: str = "",
-    phase: str = "updates",
+    run: Path, at: float, progress_at: float = 0.0, stuck: str = "", phase: str = "updates",
     **judges: Any,
-) -> None:
+) -> None:  # fmt: skip
     whole = WorkerHealth(
         "judges", PIDS["judges"], "here", ["judge.x"], at, "here", 0, 4, 9, 0, ["judge.x: ok"]
     )
