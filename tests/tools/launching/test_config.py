@@ -24,6 +24,7 @@ from coppice.tools.launching.command import arguments, resolve
 from coppice.tools.launching.config import Config, ConfigError, convert, load
 from coppice.tools.launching.method import bundles
 from coppice.tools.launching.processes import gpus_of
+from coppice.tools.launching.rules import doubts
 from coppice.tools.launching.settings import Assets
 
 ROOT = Path(__file__).parents[3]
@@ -164,6 +165,12 @@ _KL_TWICE = ["method=search-r1", "learner.scheme_options.kl_coef=0.1", "learner.
 def test_a_setting_without_effect_is_refused(changes: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(DEFAULT, changes)
+
+
+def test_a_context_above_one_forward_is_warned_of_because_no_path_is_divided() -> None:
+    changes = ["actors.max_context=4096", "learner.micro_tokens=2048"]
+    assert "no path is divided over forwards or ranks" in str(doubts(load(DEFAULT, changes)))
+    assert "max_context" not in str(doubts(load(DEFAULT, [*changes, "learner.micro_tokens=4096"])))
 
 
 def test_ranks_from_outside_are_told_how_to_start_and_the_launcher_starts_none(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from coppice.learner import schemes
+from coppice.learner.update import corrections
 from coppice.scheduler.growth import strategies
 from coppice.tools.bootstrap import ROOT
 from coppice.tools.launching import rules
@@ -170,6 +171,16 @@ def test_what_is_legal_and_not_what_its_name_promises_is_told() -> None:
         doubts = rules.doubts(load(SLATE, [f"learner.correction={name}", *several]))
         assert len(doubts) == count
         assert all("nothing limits how far the policy moves" in doubt for doubt in doubts)
+
+
+def test_dual_clip_is_on_unless_it_is_null() -> None:
+    def dual(*overrides: str) -> object:
+        w = load(SLATE, ["learner.correction_options={}", *overrides]).learner
+        found = corrections.load(w.correction, w.correction_options)
+        return found.options.get("dual_clip", "default")
+
+    assert dual() == "default"
+    assert dual("learner.correction_options.dual_clip=null") is None
 
 
 def test_only_candidates_of_one_prefix_must_decode_together() -> None:

@@ -40,7 +40,6 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def goes_on(pid: int) -> bool:
-    """Whether a process runs; one that has ended may wait for its parent to notice."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -110,11 +109,6 @@ def test_checks_are_chosen_by_name() -> None:
         gpu_checks.chosen(["nonsense"], sglang=True)
     with pytest.raises(ValueError, match="COPPICE_SGLANG_PYTHON"):
         gpu_checks.chosen(["speed-7b"], sglang=False)
-
-
-def test_json_is_found_between_other_lines() -> None:
-    text = 'start {no}\n{\n "a": {\n  "b": 1\n }\n}\n{also no\n[1]\n{"c": 2}\n'
-    assert gpu_checks.objects(text) == [{"a": {"b": 1}}, {"c": 2}]
 
 
 def test_a_check_that_compares_float32_makes_triton_multiply_in_float32(

@@ -17,7 +17,7 @@ from coppice.research.benches.peer import (
     Update,
     endless,
     prompts,
-)
+)  # fmt: skip
 from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.scheduler.growth.text import Text
 
@@ -47,12 +47,6 @@ def test_the_peer_gets_a_runs_questions_and_prefixes_as_long(name: str, llama: P
         ids = peers(text=prompt)["input_ids"]
         assert ids[: len(root)] == root.tolist()
         assert len(ids) == len(root) + trunk
-
-
-def test_merged_digits_are_refused(monkeypatch: pytest.MonkeyPatch, llama: Path) -> None:
-    monkeypatch.setattr(Text, "encode", lambda self, text: [0] * (len(text) // 2))
-    with pytest.raises(ValueError, match="merges digits"):
-        prompts(SMALL["groups"], llama, 0, 1)
 
 
 def test_the_end_of_text_of_the_copy_has_no_row_in_the_model(llama: Path, tmp_path: Path) -> None:
