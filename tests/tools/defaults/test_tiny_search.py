@@ -79,9 +79,7 @@ def test_attention_writes_back_what_it_reads(policy: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_turn_of_random_play_is_a_readable_action_in_the_tokens_of_a_rollout(
-    policy: Path,
-) -> None:
+def test_every_turn_of_random_play_is_a_readable_action(policy: Path) -> None:
     environment, text, kinds = SearchQA("question", 2), Text(str(policy)), Counter[str]()
     for prompt, said, example in played(policy):
         action = environment.read(None, said)
@@ -106,9 +104,7 @@ def test_what_random_play_does_is_as_mixed_as_it_says(policy: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_warm_start_is_cached_by_what_it_depends_on(
-    corpus: Path, policy: Path, tmp_path: Path
-) -> None:
+def test_a_warm_start_is_made_once(corpus: Path, policy: Path, tmp_path: Path) -> None:
     def start(**changes: int) -> Path:
         config = WarmStart(**({"steps": 1, "rows": 4} | changes))
         return search_play.ensure_search_play(policy, corpus, TAGS, config, tmp_path, 1)

@@ -35,7 +35,7 @@ from coppice.wire.faults import InfrastructureFault
 from coppice.wire.published import Manifest
 from tests import tiny
 from tests.pictures import Colours, squares
-from tests.tools.said import Said
+from tests.tools.said import Patch, Said
 
 Reply = Callable[[web.Request], Awaitable[web.Response]]
 
@@ -157,9 +157,7 @@ def played(out: Path) -> list[Any]:
 # players
 
 
-def test_a_model_is_measured_and_table_json_and_journal_agree(
-    llama: Path, tmp_path: Path, said: Said
-) -> None:
+def test_table_json_and_journal_agree(llama: Path, tmp_path: Path, said: Said) -> None:
     out = tmp_path / "out"
     words = f"tictactoe --opponent minimax --games 4 --seeds 2 --max-tokens 4 --model {llama}"
     command = [*words.split(), "--out", out]
@@ -183,9 +181,7 @@ def test_a_model_is_measured_and_table_json_and_journal_agree(
     assert len(said(dump, out, "--heldout", "--all", "--json").splitlines()) == 8
 
 
-def test_a_run_is_measured_with_its_newest_weights_and_its_prompt(
-    llama: Path, tmp_path: Path
-) -> None:
+def test_a_run_plays_with_its_newest_weights_and_its_prompt(llama: Path, tmp_path: Path) -> None:
     other, run = tiny.save(tmp_path / "other", seed=5), tmp_path / "run"
     folder = run / "weights" / "v000003"
     folder.mkdir(parents=True)
@@ -229,7 +225,7 @@ def test_players_without_a_model_have_their_known_strength(tmp_path: Path) -> No
         ("sokoban", "random", None, "success"),
     ],
 )
-def test_a_player_without_a_model_chooses_among_the_replies_that_an_environment_lists(
+def test_a_player_without_a_model_chooses_among_listed_replies(
     tmp_path: Path, environment: str, name: str, turns: float | None, headline: str
 ) -> None:
     assert main([environment, "--baseline", name, "--games", "6", "--out", str(tmp_path)]) == 0
@@ -249,9 +245,7 @@ def test_the_default_opponent_is_a_search_of_the_simulations_asked_for(tmp_path:
 
 
 @pytest.mark.parametrize("partner", ["policy", "chat"])
-def test_conversations_are_measured_with_either_partner_and_either_judge(
-    tmp_path: Path, partner: str
-) -> None:
+def test_conversations_have_either_partner_and_either_judge(tmp_path: Path, partner: str) -> None:
     asked: list[dict[str, Any]] = []
 
     async def reply(request: web.Request) -> web.Response:
@@ -302,9 +296,7 @@ def test_an_endpoint_plays_and_a_limit_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.second
-def test_an_endpoint_that_fails_for_good_ends_with_its_url_its_status_and_what_to_do(
-    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_endpoint_that_fails_is_named(tmp_path: Path, said: Said, monkeypatch: Patch) -> None:
     monkeypatch.setenv("TEST_PLAYER_KEY", "s3cret")
 
     async def broken(request: web.Request) -> web.Response:
@@ -369,9 +361,7 @@ FIRST = "tictactoe --baseline first --opponent random --games 2"
 
 @pytest.mark.second
 @pytest.mark.parametrize("opponent", ["random", "minimax"])
-def test_an_interrupted_evaluation_goes_on_to_the_result_of_an_uninterrupted_one(
-    tmp_path: Path, said: Said, opponent: str
-) -> None:
+def test_an_interruption_changes_no_result(tmp_path: Path, said: Said, opponent: str) -> None:
     whole_run, parts = Player(legal), Player(legal, interrupting(14, failing=25))
     with served(whole_run) as url:
         assert main(at_endpoint(url, tmp_path / "whole", opponent=opponent)) == 0
@@ -394,9 +384,7 @@ def test_other_settings_are_refused_by_name(tmp_path: Path, said: Said, refused:
     said(main, *command, "--concurrency", "3")
 
 
-def test_a_full_disk_neither_harms_a_folder_nor_ends_in_a_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
-) -> None:
+def test_a_full_disk_harms_no_folder(tmp_path: Path, monkeypatch: Patch, said: Said) -> None:
     write, out = Path.write_bytes, tmp_path / "new"
 
     def full(path: Path, content: bytes) -> int:
@@ -468,7 +456,7 @@ def test_what_cannot_be_measured_is_said_in_a_line(
     ],
 )
 def test_a_player_that_is_not_there_is_said_in_a_line(
-    tmp_path: Path, refused: Said, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
+    tmp_path: Path, refused: Said, monkeypatch: Patch, arguments: str, message: str
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert message in refused(main, "tictactoe", *arguments.split(), "--out", tmp_path / "out")

@@ -38,7 +38,7 @@ from tests.tools.evaluating.test_evaluate import (
     run_folder,
     served,
 )
-from tests.tools.said import Said
+from tests.tools.said import Patch, Said
 
 TOKENS = np.arange(3, dtype=np.int32)
 
@@ -179,9 +179,7 @@ def test_the_built_in_questions_are_two_sets_by_hops(tmp_path: Path) -> None:
     assert found == {"one_hop": ["a", "b"], "two_hop": ["c"]}
 
 
-def test_a_set_of_the_hub_is_its_test_split_else_dev_else_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_set_of_the_hub_is_its_test_split_else_dev(tmp_path: Path, monkeypatch: Patch) -> None:
     """Against a stand-in for the hub: no test here reaches the real one."""
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError
@@ -207,9 +205,7 @@ def test_a_set_of_the_hub_is_its_test_split_else_dev_else_train(
         read_sets([f"x={HUB}/nosuch"], None, 0)
 
 
-def test_a_plain_set_of_the_hub_is_its_test_split_else_dev_else_train(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_plain_set_of_the_hub_is_its_test_split_else_train(monkeypatch: Patch) -> None:
     def load(name: str, split: str) -> list[dict[str, Any]]:
         return [{"id": split, "question": f"{name}?", "golden_answers": ["a"]}]
 
@@ -258,9 +254,7 @@ def books() -> Iterator[Books]:
         yield made
 
 
-async def test_a_query_is_asked_once_by_retriever_and_topk_and_across_sessions(
-    tmp_path: Path, books: Books
-) -> None:
+async def test_a_query_is_asked_once_by_retriever_and_topk(tmp_path: Path, books: Books) -> None:
     for identity, topk in (("a", 2), ("a", 2), ("a", 3), ("b", 2)):
         opening = opening_of(books.option[1], 1)
         cached = CachedRetrieval(tmp_path / "cache.sqlite", identity, opening)
@@ -296,9 +290,7 @@ def at_endpoint(url: str, folder: Path, out: Path, *more: str) -> list[str]:
     return [*questions(folder), *words.split(), "--out", str(out), *more]
 
 
-def test_a_table_has_rows_of_methods_columns_of_sets_and_the_macro_mean(
-    tmp_path: Path, books: Books, said: Said
-) -> None:
+def test_a_table_has_methods_sets_and_their_means(tmp_path: Path, books: Books, said: Said) -> None:
     out = tmp_path / "out"
     with served(Player(scholar)) as url:
         command = at_endpoint(url, tmp_path, out, *books.option, "--method", "search,direct,rag")
@@ -324,9 +316,7 @@ def test_a_table_has_rows_of_methods_columns_of_sets_and_the_macro_mean(
     assert len(said(dump, out / "rag.m", "--heldout", "--all", "--json").splitlines()) == 10
 
 
-def test_an_endpoint_is_asked_in_turns_and_a_forced_answer_in_words(
-    tmp_path: Path, books: Books
-) -> None:
+def test_an_endpoint_is_asked_in_turns_and_then_in_words(tmp_path: Path, books: Books) -> None:
     def undecided(request: Any) -> str:
         last = "No steps are left" in request["messages"][-1]["content"]
         return "<answer>w0" if last else "<think>hm</think><search>more"
@@ -345,7 +335,7 @@ def test_an_endpoint_is_asked_in_turns_and_a_forced_answer_in_words(
 
 
 @pytest.mark.parametrize("method", ["search", "rag"])
-def test_an_interrupted_evaluation_goes_on_to_the_result_of_an_uninterrupted_one(
+def test_an_interruption_changes_no_result(
     tmp_path: Path, books: Books, said: Said, method: str
 ) -> None:
     whole, parts = Player(scholar), Player(scholar, interrupting(4, failing=9))
@@ -366,9 +356,7 @@ def test_an_interrupted_evaluation_goes_on_to_the_result_of_an_uninterrupted_one
     assert len(books.asked) == 2 * asked, "nor was a search"
 
 
-def test_rows_are_added_to_a_table_and_other_settings_refused_by_name(
-    tmp_path: Path, books: Books, refused: Said
-) -> None:
+def test_rows_are_added_but_of_the_same_table(tmp_path: Path, books: Books, refused: Said) -> None:
     out, player = tmp_path / "out", Player(scholar)
     with served(player) as url:
         command = at_endpoint(url, tmp_path, out, *books.option, "--method")
@@ -389,9 +377,7 @@ def test_rows_are_added_to_a_table_and_other_settings_refused_by_name(
         assert player.requests == before + 10
 
 
-def test_a_question_that_fits_no_context_scores_zero_and_is_listed(
-    tmp_path: Path, said: Said
-) -> None:
+def test_a_question_that_fits_no_context_scores_zero(tmp_path: Path, said: Said) -> None:
     def too_long(number: int) -> web.Response | None:
         long = web.Response(status=400, text="context length exceeded")
         return long if number in (3, 9) else None
@@ -420,7 +406,7 @@ def test_a_row_of_which_nothing_could_be_answered_is_no_row(tmp_path: Path, said
         assert main(command) == 0, "it goes on once they can"
 
 
-def test_a_finished_row_stays_in_the_table_when_a_later_one_fails_or_the_table_is_torn(
+def test_a_finished_row_stays_in_the_table(
     tmp_path: Path, books: Books, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -454,7 +440,7 @@ def test_a_set_may_have_a_budget_of_its_own(tmp_path: Path, books: Books, refuse
         assert "expected a set of this table, easy, hard" in refused(main, *command, "nq=3")
 
 
-def test_other_weights_under_the_same_path_are_refused(
+def test_other_weights_of_the_same_path_are_refused(
     llama: Path, tmp_path: Path, refused: Said
 ) -> None:
     model = Path(shutil.copytree(llama, tmp_path / "model"))
@@ -470,9 +456,7 @@ def test_other_weights_under_the_same_path_are_refused(
     assert "direct.model was begun with weights =" in refused(main, *command)
 
 
-def test_a_cache_that_is_none_and_an_index_that_cannot_be_loaded_are_said_before_any_question(
-    tmp_path: Path, refused: Said
-) -> None:
+def test_no_question_is_asked_with_a_broken_cache_or_index(tmp_path: Path, refused: Said) -> None:
     player, notes, index = Player(scholar), tmp_path / "notes.txt", tmp_path / "index"
     notes.write_text("no database " * 100)
     index.mkdir()
@@ -493,9 +477,7 @@ def searching_run(folder: Path, model: Path, strategy: str) -> Path:
 
 
 @pytest.mark.slow
-def test_a_tiny_model_and_runs_with_their_own_settings_are_measured(
-    llama: Path, tmp_path: Path, books: Books
-) -> None:
+def test_runs_are_measured_with_their_settings(llama: Path, tmp_path: Path, books: Books) -> None:
     chain, ppr = (searching_run(tmp_path / name, llama, name) for name in ("slate", "ppr"))
     out = tmp_path / "out"
     players = ["--run", str(chain), "--run", str(ppr), "--model", str(llama)]
@@ -531,8 +513,8 @@ def test_a_tiny_model_and_runs_with_their_own_settings_are_measured(
         ("--model smollm2-135m --version 1", "--version has no effect without --run"),
     ],
 )
-def test_what_cannot_be_measured_is_said_in_a_line_before_anything_starts(
-    tmp_path: Path, refused: Said, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
+def test_what_cannot_be_measured_is_said_at_once(
+    tmp_path: Path, refused: Said, monkeypatch: Patch, arguments: str, message: str
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     player = ["--endpoint", "http://localhost/v1", "--endpoint-model", "m"]

@@ -37,6 +37,7 @@ from coppice.wire.messages import (
     RetrieveResult,
     Sample,
 )
+from tests.tools.said import Patch
 
 Answered = Callable[..., Any]
 QUESTION = "Who wrote {documents} of Rome?"
@@ -130,9 +131,7 @@ async def test_rag_searches_for_the_question_then_reads(answered: Answered) -> N
     assert (found["em"], found["searches"]) == (1.0, 1.0)
 
 
-async def test_ircot_searches_with_each_sentence_and_stops_at_the_answer(
-    answered: Answered,
-) -> None:
+async def test_ircot_searches_with_each_sentence_until_the_answer(answered: Answered) -> None:
     lines = ["Rome had historians. Many", "So the answer is: Livy."]
     lines.append("Livy it is. <answer>Livy</answer>")
     services, _, found = await answered("ircot", How(topk=1, budget=4), *lines)
@@ -146,18 +145,14 @@ async def test_ircot_searches_with_each_sentence_and_stops_at_the_answer(
     assert (found["em"], found["searches"]) == (1.0, 2.0)
 
 
-async def test_ircot_ends_when_its_searches_are_used_up_or_nothing_is_said(
-    answered: Answered,
-) -> None:
+async def test_ircot_ends_when_its_searches_are_used_up(answered: Answered) -> None:
     how = How(topk=8, budget=3)
     services, _, _ = await answered("ircot", how, "One.", "Two.", "<answer>x</answer>")
     assert services.searches == [QUESTION, "One.", "Two."]
     assert services.prompts[-1].count("(Title:") == MOST_PASSAGES < 3 * 8
 
 
-async def test_iter_retgen_searches_with_its_last_reply_and_the_question(
-    answered: Answered,
-) -> None:
+async def test_iter_retgen_searches_with_its_reply_and_question(answered: Answered) -> None:
     lines = ("<think>Hm</think>Ovid? <answer>Ovid</answer>", "No. <answer>Livy</answer>")
     services, _, found = await answered("iter_retgen", How(topk=1, budget=2), *lines)
     assert [kind for kind, _ in services.log] == ["search", "say"] * 2
@@ -184,9 +179,7 @@ async def test_search_o1_inserts_what_was_condensed_not_the_passages(answered: A
     assert found["response_tokens"] == sum(map(len, lines))
 
 
-async def test_search_o1_searches_no_query_twice_and_none_beyond_its_budget(
-    answered: Answered,
-) -> None:
+async def test_search_o1_searches_no_query_twice_within_its_budget(answered: Answered) -> None:
     a, b, c = (f"<search>{query}</search>" for query in "abc")
     lines = (a, "found a", a, b, "found b", c, c)
     services, _, found = await answered("search_o1", How(budget=2), *lines)
@@ -204,7 +197,7 @@ async def test_search_o1_ends_when_queries_are_only_repeated(answered: Answered)
 
 
 async def test_what_a_model_thinks_is_neither_a_query_nor_a_finding(
-    answered: Answered, monkeypatch: pytest.MonkeyPatch
+    answered: Answered, monkeypatch: Patch
 ) -> None:
     asked: list[bool] = []
     plain = EndpointText.prompt

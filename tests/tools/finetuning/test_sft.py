@@ -41,7 +41,7 @@ from coppice.tools.finetuning.training import read_rows, split
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import JudgedTurn, Judgement
 from tests import tiny
-from tests.tools.said import Said
+from tests.tools.said import Patch, Said
 
 QUESTION = "What is the capital of Chad?"
 JUDGEMENT = "Analysis: good.\nScores: <final_score>3,4</final_score>"
@@ -109,9 +109,7 @@ def found(i: int) -> str:
     return f"\n<information>Doc 1(Title: T{i}) F: v</information>\n"
 
 
-def test_a_trajectory_holds_every_turn_but_the_last_as_a_judge_sees_it(
-    run: Path, tmp_path: Path, said: Said
-) -> None:
+def test_a_trajectory_is_what_a_judge_sees(run: Path, tmp_path: Path, said: Said) -> None:
     told = said(main, "collect", run, "--out", tmp_path / "t.jsonl")
     first, second = records.read([tmp_path / "t.jsonl"], Trajectory[RecordedStep])
     assert (first.id, first.outcome, len(first.steps)) == ("run-0-0", 1, 1)
@@ -187,9 +185,7 @@ def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path, refused:
     assert [path.name for path in tmp_path.iterdir()] == ["t.jsonl"]
 
 
-def test_runs_of_one_name_are_told_apart_by_a_prefix(
-    run: Path, tmp_path: Path, refused: Said
-) -> None:
+def test_a_prefix_tells_runs_of_a_name_apart(run: Path, tmp_path: Path, refused: Said) -> None:
     records.write(tmp_path / "twin.jsonl", labelled_file(tmp_path))
     first, twin, out = (tmp_path / name for name in ("l.jsonl", "twin.jsonl", "o"))
     told = refused(main, "rows", first, twin, "--out", out)
@@ -219,9 +215,7 @@ def answered(path: Path, scores: dict[str, tuple[float | None, float | None]]) -
     return answers
 
 
-def test_steps_that_differ_by_more_than_the_limit_are_dropped_and_at_the_limit_kept(
-    tmp_path: Path,
-) -> None:
+def test_steps_that_differ_by_more_than_the_limit_are_dropped(tmp_path: Path) -> None:
     pairs = {"x#1": (0.9, 0.5), "x#2": (0.7, 0.3), "x#3": (0.9, 0.49), "x#4": (None, 1.0)}
     pairs |= {"x#5": (5 / 6, 1 / 6), "y#1": (1.0, 0.0)}
     answers = answered(tmp_path / "a.jsonl", pairs)
@@ -263,9 +257,7 @@ FLAKY = f"{Flaky.__module__}:Flaky"
 RULES = "--judge-a pprm_rules --judge-b pprm_rules"
 
 
-def test_a_labelling_goes_on_where_an_endpoint_failed(
-    tmp_path: Path, said: Said, refused: Said
-) -> None:
+def test_a_labelling_goes_on_after_a_failure(tmp_path: Path, said: Said, refused: Said) -> None:
     records.write(tmp_path / "t.jsonl", [trajectory("x", 3), trajectory("y", 2)])
     words = f"label {tmp_path}/t.jsonl --judge-a {FLAKY} --judge-b {FLAKY} --out {tmp_path}/l.jsonl"
     Flaky.asked, Flaky.broken = [], True
@@ -383,9 +375,7 @@ def gradient(folder: Path, batch: Sequence[Example], **changes: Any) -> tuple[fl
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
 @pytest.mark.parametrize("forward_tokens", [0, 60])
-def test_a_packed_batch_has_the_loss_and_the_gradient_of_a_padded_one(
-    kind: str, forward_tokens: int, tmp_path: Path
-) -> None:
+def test_packing_changes_no_gradient(kind: str, forward_tokens: int, tmp_path: Path) -> None:
     folder, batch = tiny.save(tmp_path / kind, kind), examples_of()
     loss, slope = gradient(folder, batch)
     packed, packed_slope = gradient(folder, batch, packing=True, forward_tokens=forward_tokens)
@@ -395,9 +385,7 @@ def test_a_packed_batch_has_the_loss_and_the_gradient_of_a_padded_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_training_lowers_the_loss_and_leaves_an_ordinary_folder(
-    lora_rank: int, llama: Path, tmp_path: Path
-) -> None:
+def test_training_leaves_an_ordinary_folder(lora_rank: int, llama: Path, tmp_path: Path) -> None:
     recipe = Recipe(
         steps=30, batch=6, lr=1e-2, schedule="cosine", warmup=3, shuffle=0, packing=True,
         lora_rank=lora_rank,
@@ -459,7 +447,7 @@ def test_what_cannot_be_trained_is_refused(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_a_training_ends_it_with_one_line(
-    number: signal.Signals, llama: Path, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, llama: Path, tmp_path: Path, said: Said, monkeypatch: Patch
 ) -> None:
     def interrupted(*_: Any) -> float:
         os.kill(os.getpid(), number)
@@ -478,9 +466,7 @@ def test_a_signal_in_a_training_ends_it_with_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["r.jsonl"]
 
 
-def test_a_full_disk_under_the_trained_model_is_said(
-    llama: Path, tmp_path: Path, refused: Said
-) -> None:
+def test_a_full_disk_under_the_model_is_said(llama: Path, tmp_path: Path, refused: Said) -> None:
     command, limits = train_command(llama, tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
     try:
@@ -524,9 +510,7 @@ def test_a_completion_ends_with_the_end_token_when_asked(llama: Path, tmp_path: 
         {"messages": [{"role": "judge", "content": "a"}], "completion": "b"},
     ],
 )
-def test_a_row_that_is_not_one_conversation_is_refused_with_its_line(
-    row: dict[str, Any], llama: Path, tmp_path: Path
-) -> None:
+def test_a_row_is_one_conversation(row: dict[str, Any], llama: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "completion": "b"}\n' + json.dumps(row) + "\n")
     with pytest.raises(ValueError, match=r"rows\.jsonl:2.*expected"):

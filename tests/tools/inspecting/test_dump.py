@@ -12,7 +12,7 @@ from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.inspecting import frames, report, runs
 from coppice.tools.inspecting.dump import main
 from coppice.wire.messages import Turn
-from tests.tools.said import Said
+from tests.tools.said import Patch, Said
 
 TREES = 6
 
@@ -22,7 +22,7 @@ def ids(*values: int) -> np.ndarray:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(tmp_path: Path, monkeypatch: Patch) -> Path:
     """A run of six trees of two candidates. Tree i has the rewards i / 10 and -i / 10, trees 3 to 5
     were admitted at version 1, the last one grows, and a judge could not grade tree 2."""
     monkeypatch.setenv("COLUMNS", "80")
@@ -99,9 +99,7 @@ def test_what_is_not_there_or_contradicts_itself_is_told(
     assert words in said(main, run, *options, status=2)
 
 
-def test_what_is_no_journal_and_a_folder_that_cannot_be_written_are_told(
-    run: Path, said: Said
-) -> None:
+def test_what_cannot_be_read_or_written_is_told(run: Path, said: Said) -> None:
     other = run / "notes.txt"
     other.write_text("no journal at all, but long enough to be taken for one\n" * 40)
     assert "is no journal of a run, or a damaged one" in said(main, other, status=2)
@@ -143,9 +141,7 @@ def test_the_frames_hold_every_score_and_survive_parquet(run: Path) -> None:
     assert both[1].filter(pl.col("tree") < 5).equals(nodes.sort("tree", "node"))
 
 
-def test_two_candidates_or_versions_differ_from_their_first_unequal_node_on(
-    run: Path, said: Said
-) -> None:
+def test_candidates_differ_from_their_first_unequal_node_on(run: Path, said: Said) -> None:
     lines = said(main, run, "--diff", "3:1", "3:2").splitlines()
     assert lines[0] == "the first 1 nodes are equal (2 tokens)"
     assert "-   answer 3 plus" in lines and "+   answer 3 minus" in lines
@@ -154,9 +150,7 @@ def test_two_candidates_or_versions_differ_from_their_first_unequal_node_on(
     assert "-   answer 1 plus" in lines and "+   answer 4 minus" in lines
 
 
-def test_long_texts_are_folded_and_full_shows_them_with_the_judges_words(
-    run: Path, said: Said
-) -> None:
+def test_long_texts_are_folded_and_full_shows_them(run: Path, said: Said) -> None:
     with closing(Journal(run / "journal.sqlite")) as journal:
         tree = journal.tree(*journal.trees("id=4"))
         tree.nodes[1].text = "\n".join(f"line {i}" for i in range(30))
@@ -168,9 +162,7 @@ def test_long_texts_are_folded_and_full_shows_them_with_the_judges_words(
     assert "because 4" not in short and "slate_rules: because 4" in whole
 
 
-def test_why_an_episode_crashed_is_shown_without_being_asked_for(
-    tmp_path: Path, said: Said
-) -> None:
+def test_why_an_episode_crashed_is_always_shown(tmp_path: Path, said: Said) -> None:
     journal, tree = Journal(tmp_path / "journal.sqlite"), Tree(0, "task")
     root = tree.add(None, "prompt", ids(1), "Question")
     crash = "exit status 1: TypeError: bad\n\nIts last output:\n" + "looking\n" * 40

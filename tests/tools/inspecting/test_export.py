@@ -33,9 +33,7 @@ def test_a_full_disk_leaves_no_folder_and_is_said(run: Path, tmp_path: Path, sai
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_an_empty_folder_takes_the_policy_and_other_places_are_refused(
-    run: Path, tmp_path: Path, refused: Said
-) -> None:
+def test_only_an_empty_folder_takes_the_policy(run: Path, tmp_path: Path, refused: Said) -> None:
     (tmp_path / "empty").mkdir()
     assert main([str(run), "--out", str(tmp_path / "empty")]) == 0
     AutoModelForCausalLM.from_pretrained(tmp_path / "empty")

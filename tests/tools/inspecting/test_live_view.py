@@ -20,7 +20,7 @@ from coppice.tools.inspecting.watch import WatchApp, main
 from coppice.tools.launching import control, record
 from coppice.tools.launching.record import Failure, Member, Record
 from tests import run_folder
-from tests.tools.said import Said
+from tests.tools.said import Patch, Said
 
 NOBODY = 2**22 + 1
 """A number that no process has."""
@@ -44,7 +44,7 @@ def reported(run: Path, paused: bool = False) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(tmp_path: Path, monkeypatch: Patch) -> Path:
     """The folder of a run of ten updates whose launcher is this process."""
     monkeypatch.chdir(tmp_path)
     folder = run_folder.make(tmp_path / "run", [i / 10 for i in range(10)], ended=False)
@@ -117,7 +117,7 @@ async def test_a_paused_run_says_so_and_offers_to_resume(run: Path) -> None:
     ],
 )
 async def test_every_key_that_harms_asks_once_more(
-    run: Path, keys: str, order: str, asks: str, said: list[Any], monkeypatch: pytest.MonkeyPatch
+    run: Path, keys: str, order: str, asks: str, said: list[Any], monkeypatch: Patch
 ) -> None:
     orders: list[list[Any]] = []
 

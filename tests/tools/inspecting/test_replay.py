@@ -59,16 +59,12 @@ def column(folder: Path) -> list[float | None]:
     return actions["advantage"].to_list() if "advantage" in nodes.columns else []
 
 
-def test_a_turn_has_the_advantage_that_the_runs_scheme_gives_it(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_a_turn_has_the_advantage_of_the_runs_scheme(tmp_path: Path, llama: Path) -> None:
     grown(tmp_path, llama, scheme="rloo")
     assert column(tmp_path) == pytest.approx([1 - 4.0, 2 - 3.5, 6 - 1.5, -1.5, -1.5, 3.0])
 
 
-def test_a_scheme_that_compares_over_the_batch_sees_all_trees_of_the_update(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_a_scheme_sees_all_trees_of_the_update(tmp_path: Path, llama: Path) -> None:
     grown(tmp_path, llama, scheme="reinforce_pp", scheme_options={"baseline": "group"})
     rewards = np.array(REWARDS)
     centred = (rewards - rewards.mean(1, keepdims=True)).ravel()

@@ -115,9 +115,7 @@ def test_one_report_has_everybody_s_workers_and_calls(reported: Path) -> None:
     assert health.joined([]) is None
 
 
-def test_draining_an_actor_says_what_its_own_scheduler_would_lack(
-    reported: Path,
-) -> None:
+def test_draining_says_what_the_actors_scheduler_would_lack(reported: Path) -> None:
     own, members = psutil.Process(), {"actor-1": record.Member(12, 0.0)}
     launch = record.Record(own.pid, own.create_time(), members=members)
     write_whole(reported / record.NAME, launch)

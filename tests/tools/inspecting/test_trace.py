@@ -107,9 +107,7 @@ def test_a_run_is_divided_from_its_newest_start_on(tmp_path: Path) -> None:
     assert causes == pytest.approx(expected, abs=1e-3)
 
 
-def test_the_command_writes_a_trace_and_says_when_a_window_is_empty(
-    tmp_path: Path, refused: Said
-) -> None:
+def test_a_trace_is_written_unless_its_window_is_empty(tmp_path: Path, refused: Said) -> None:
     run, out = make(tmp_path / "run"), tmp_path / "trace.json"
     assert main([str(run), "--out", str(out)]) == 0
     kinds = Counter(event["ph"] for event in json.loads(out.read_text())["traceEvents"])

@@ -38,9 +38,7 @@ def saved(run: Path) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("nothing_made")
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
-def test_a_new_run_in_the_folder_of_another_one_is_refused_with_what_it_holds_and_both_remedies(
-    dry: list[str], tmp_path: Path, refused: Said
-) -> None:
+def test_a_new_run_takes_no_others_folder(dry: list[str], tmp_path: Path, refused: Said) -> None:
     run = make(tmp_path / "run", ended=False)
     config, other = saved(run), ROOT / "configs" / "vpr-tictactoe-cpu.toml"
     told = refused(main, "--config", other, "--run-folder", run, *dry)
@@ -51,7 +49,7 @@ def test_a_new_run_in_the_folder_of_another_one_is_refused_with_what_it_holds_an
 
 @pytest.mark.second
 @pytest.mark.usefixtures("ends_at_once")
-def test_a_resume_says_what_it_changes_and_keeps_the_former_configs(
+def test_a_resume_says_what_it_changes_and_keeps_the_configs(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def changed(*words: str, status: int = 1) -> list[str]:
@@ -80,7 +78,7 @@ def test_a_resume_says_what_it_changes_and_keeps_the_former_configs(
         (JUDGED, 'scheduler.judge: "slate_rules" -> "slate" (its trees were scored so)'),
     ],
 )
-def test_what_would_make_old_trees_or_checkpoints_wrong_is_refused(
+def test_what_would_spoil_old_trees_is_refused(
     overrides: list[str], said: str, run: Path, refused: Said
 ) -> None:
     config = saved(run)

@@ -26,6 +26,7 @@ from coppice.tools.launching.method import bundles
 from coppice.tools.launching.processes import gpus_of
 from coppice.tools.launching.rules import doubts
 from coppice.tools.launching.settings import Assets
+from tests.tools.said import Patch
 
 ROOT = Path(__file__).parents[3]
 DEFAULT = ROOT / "configs" / "slate-cpu.toml"
@@ -49,9 +50,7 @@ def test_every_shipped_config_loads_for_its_hardware_and_survives_being_saved(pa
         assert source == "default" or (there is not None and there.folder and there.split), source
 
 
-def test_a_run_is_given_all_sources_and_the_built_in_questions_by_their_file(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_given_all_its_sources(tmp_path: Path, llama: Path, monkeypatch: Patch) -> None:
     facts = tmp_path / "facts" / f"v{VERSION}"
     facts.mkdir(parents=True)
     (facts / "PROVENANCE.md").touch()
@@ -173,9 +172,7 @@ def test_a_context_above_one_forward_is_warned_of_because_no_path_is_divided() -
     assert "max_context" not in str(doubts(load(DEFAULT, [*changes, "learner.micro_tokens=4096"])))
 
 
-def test_ranks_from_outside_are_told_how_to_start_and_the_launcher_starts_none(
-    tmp_path: Path,
-) -> None:
+def test_ranks_from_outside_are_told_how_to_start(tmp_path: Path) -> None:
     config = load(DEFAULT, ["learner.sharding=hybrid", "learner.count=8", "learner.outside=true"])
     plan = processes.make(config, Assets("MODEL", "TRAIN", "HELDOUT", ""), tmp_path)
     assert not [process.name for process in plan if "learner" in process.name]
@@ -230,9 +227,7 @@ def test_a_config_states_only_what_differs_from_the_one_it_extends(tmp_path: Pat
         ('[model]\nextends = "b.toml"', r"unknown key model\.extends"),
     ],
 )
-def test_a_base_that_cannot_be_read_is_refused_with_who_extends_it(
-    text: str, said: str, tmp_path: Path
-) -> None:
+def test_a_base_is_refused_with_who_extends_it(text: str, said: str, tmp_path: Path) -> None:
     path = write(tmp_path, a=text, around='extends = "a.toml"')
     with pytest.raises(ConfigError, match=said):
         load(path, [])
@@ -299,7 +294,7 @@ class Outcome(Judge):
 
 
 @pytest.fixture
-def plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def plug_ins(tmp_path: Path, monkeypatch: Patch) -> None:
     (tmp_path / "graded_here.py").write_text(_GRADED)
     (tmp_path / "engine_here.py").write_text(
         "class Own:\n    def __init__(self, model: str, pause_s: float = 1.0): ...\n"
@@ -335,16 +330,12 @@ OWN = "actors.engine=engine_here:Own"
         (["data.environment=raises_here:Game"], "= 'raises_here:Game': KeyError: 'key'"),
     ],
 )
-def test_a_plug_in_that_cannot_serve_the_run_is_refused_before_the_set_up(
-    overrides: list[str], said: str
-) -> None:
+def test_a_plug_in_that_cannot_serve_the_run_is_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         load(DEFAULT, overrides)
 
 
-def test_the_documented_ways_to_a_judge_of_ones_own_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_documented_ways_to_an_own_judge_load(tmp_path: Path, monkeypatch: Patch) -> None:
     text = (ROOT / "docs" / "judges.md").read_text()
     (tmp_path / "graded.py").write_text(text.partition("```python\n")[2].partition("```")[0])
     monkeypatch.chdir(tmp_path)
@@ -389,9 +380,7 @@ def test_a_setting_of_another_engine_or_way_is_refused(overrides: list[str], sai
         ([*URL, "actors.count=1"], None),
     ],
 )
-def test_a_server_that_an_actor_starts_takes_the_learners_adapters(
-    overrides: list[str], rank: int | None
-) -> None:
+def test_an_actors_server_takes_the_adapters(overrides: list[str], rank: int | None) -> None:
     expected = {"enable_lora": True, "max_lora_rank": rank} if rank else {}
     assert load(DEFAULT, [*SGLANG, *overrides]).actors.sglang.arguments == expected
 
@@ -469,7 +458,7 @@ def test_a_papers_config_holds_its_settings(name: str) -> None:
 
 @pytest.mark.parametrize(("gpus", "shown"), [("01234567", "6,7"), ("0123", None), ("", None)])
 def test_judges_models_take_the_gpus_that_nobody_was_given(
-    gpus: str, shown: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    gpus: str, shown: str | None, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(gpus))
     config = load(ROOT / "configs" / "ppr-3b.toml", [])
@@ -494,9 +483,7 @@ def test_a_key_is_changed_by_key_value_alone_between_other_options() -> None:
     assert (config.actors.count, config.learner.count) == (2, 1)
 
 
-def test_a_plug_in_is_named_by_the_path_of_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plug_in_is_named_by_its_path(tmp_path: Path, monkeypatch: Patch) -> None:
     (tmp_path / "judges").mkdir()  # a folder that has the name of one of ours
     (tmp_path / "judges" / "mine.py").write_text(_GRADED)
     monkeypatch.chdir(tmp_path)

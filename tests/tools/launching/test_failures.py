@@ -63,9 +63,7 @@ def test_a_signal_and_a_lost_peer_come_from_outside() -> None:
         (Cause("ValueError: lr = -1", False), "mend what the cause names, or it will happen again"),
     ],
 )
-def test_going_on_is_advised_plainly_only_where_nothing_has_to_change(
-    cause: Cause, said: str
-) -> None:
+def test_going_on_is_advised_where_nothing_has_to_change(cause: Cause, said: str) -> None:
     assert remedy(cause, "AGAIN").startswith(said)
 
 

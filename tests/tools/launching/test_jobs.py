@@ -66,9 +66,7 @@ export -f scontrol srun
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["first", "requeued"])
-def test_the_script_starts_the_same_command_on_rays_first_node_and_goes_on_when_it_is_requeued(
-    again: bool, tmp_path: Path
-) -> None:
+def test_the_script_starts_or_resumes_the_same_command(again: bool, tmp_path: Path) -> None:
     given = ["--actors", "4", "--cluster", "slurm", "--set", 'judges.outside=["a b"]']
     options = 'cluster.options=["--partition=h100"]'
     script = jobs.slurm(config(f"runs={tmp_path}", "cluster.gpus=8", options), given)
@@ -105,9 +103,7 @@ while True:
 
 
 @pytest.mark.second
-def test_slurms_signal_stops_the_launcher_and_the_job_ends_with_the_launchers_status(
-    tmp_path: Path,
-) -> None:
+def test_slurms_signal_stops_the_launcher_whose_status_is_the_jobs(tmp_path: Path) -> None:
     """The step runs what stands for the launcher: it is recorded as one, and ends with 130 as one.
     The run is that of an earlier job."""
     (tmp_path / "launcher.py").write_text(LAUNCHER)

@@ -16,12 +16,12 @@ from coppice.tools.launching.command import main
 from coppice.tools.launching.processes import PlannedProcess
 from coppice.tools.launching.screen import RunScreen
 from coppice.tools.launching.supervisor import supervise
-from tests.tools.said import Said
+from tests.tools.said import Patch, Said
 
 
 @pytest.mark.usefixtures("nothing_made")
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
-def test_a_run_folder_below_a_file_is_refused_before_the_set_up(
+def test_a_run_folder_below_a_file_is_refused(
     dry: list[str], tmp_path: Path, refused: Said
 ) -> None:
     file = tmp_path / "file"
@@ -34,7 +34,7 @@ def test_a_run_folder_below_a_file_is_refused_before_the_set_up(
 @pytest.mark.parametrize(("dry", "status"), [([], 1), (["--dry-run"], 0)])
 def test_a_dry_run_prints_the_doubts_that_a_start_prints(
     dry: list[str], status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
 ) -> None:  # fmt: skip
     none = psutil.virtual_memory()._replace(available=0)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: none)
@@ -61,7 +61,7 @@ def test_a_torn_config_of_a_run_is_named(tmp_path: Path, refused: Said) -> None:
     ],
 )
 def test_a_disk_that_takes_nothing_at_the_start_is_one_line_with_the_remedy(
-    number: int, said: str, tmp_path: Path, refused: Said, monkeypatch: pytest.MonkeyPatch
+    number: int, said: str, tmp_path: Path, refused: Said, monkeypatch: Patch
 ) -> None:
     run, real = tmp_path / "run", Path.open
 
@@ -83,9 +83,7 @@ def test_a_launch_lifts_the_pause_that_an_earlier_start_left(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("ends_at_once")
-def test_a_resumed_run_keeps_its_config_when_the_disk_is_full(
-    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_takes_no_config(tmp_path: Path, said: Said, monkeypatch: Patch) -> None:
     run, write = tmp_path / "run", Path.write_bytes
     said(main, "--run-folder", run, status=1)
     config = (run / "config.json").read_bytes()
@@ -109,7 +107,7 @@ def test_a_resumed_run_keeps_its_config_when_the_disk_is_full(
 )
 def test_a_process_that_died_of_a_full_disk_says_so_though_its_log_cannot(
     free: int, remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch, ends_at_once: PlannedProcess,
+    monkeypatch: Patch, ends_at_once: PlannedProcess,
 ) -> None:  # fmt: skip
     usage = shutil.disk_usage(tmp_path)._replace(free=free)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
@@ -130,9 +128,7 @@ class Full(io.BytesIO):
 
 
 @pytest.mark.parametrize("where", ["copy", "terminal"])
-def test_the_schedulers_lines_are_read_to_the_end_though_one_place_does_not_take_them(
-    where: str, tmp_path: Path
-) -> None:
+def test_lines_are_read_though_one_place_does_not_take_them(where: str, tmp_path: Path) -> None:
     """Else the scheduler would stand still at its next line."""
     source, sound = io.BytesIO(b"one\ntwo\n"), (tmp_path / "lines").open("wb", buffering=0)
     copy: IO[bytes] = Full() if where == "copy" else sound

@@ -9,6 +9,7 @@ import pytest
 
 from coppice.tools.launching.config import load
 from coppice.tools.launching.memory import memory_gib, memory_warning
+from tests.tools.said import Patch
 
 ROOT = Path(__file__).parents[3]
 
@@ -25,9 +26,7 @@ def smol(folder: Path) -> Path:
 WIDE = ["actors.dtype=float32", "learner.dtype=float32", "actors.count=4", "learner.count=4"]
 
 
-def test_a_plan_beyond_the_free_memory_is_warned_of_with_what_each_process_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_beyond_the_free_memory_is_warned_of(tmp_path: Path, monkeypatch: Patch) -> None:
     config, model = load(ROOT / "configs" / "slate-cpu.toml", WIDE), smol(tmp_path)
     need = memory_gib(config, model)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

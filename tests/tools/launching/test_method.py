@@ -12,6 +12,7 @@ from coppice.tools.bootstrap import ROOT
 from coppice.tools.launching import rules
 from coppice.tools.launching.config import ConfigError, load
 from coppice.tools.launching.method import bundles, mismatch
+from tests.tools.said import Patch
 
 SLATE, PPR, GAME = (
     ROOT / "configs" / f"{name}.toml" for name in ("slate-tiny", "ppr-cpu", "vpr-tictactoe-cpu")
@@ -58,9 +59,7 @@ JUDGED_OTHERWISE += ["scheduler.evaluation.options={opponents={random=1.0}}"]
         (PPR, ["learner.scheme=turn_grpo"], "scheduler.strategy = 'ppr' makes none"),
     ],
 )
-def test_what_cannot_learn_is_refused_with_the_reason(
-    path: Path, overrides: list[str], said: str
-) -> None:
+def test_what_cannot_learn_is_refused(path: Path, overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         load(path, overrides)
 
@@ -133,7 +132,7 @@ def test_a_scheme_of_ones_own_must_declare_itself() -> None:
 
 
 @pytest.fixture
-def plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def plug_ins(tmp_path: Path, monkeypatch: Patch) -> None:
     body = "def advantages(table): return table.per_token(table.column('made_up'))\n"
     declared = (
         "from coppice.common.declared import SchemeNeeds\n"

@@ -11,7 +11,7 @@ from coppice.tools.defaults.models import ensure_model
 from coppice.tools.launching import prepare
 from coppice.tools.launching.command import main
 from coppice.tools.launching.config import load
-from tests.tools.said import Said
+from tests.tools.said import Patch, Said
 
 DEFAULT = Path("configs/slate-cpu.toml").resolve()
 SGLANG = ["actors.engine=sglang", "actors.kv_cache_gib=null", "actors.dtype=null"]
@@ -21,18 +21,14 @@ NOWHERE = ["data.train=mine/nope.jsonl", "data.heldout=nope.parquet", "data.corp
 @pytest.mark.usefixtures("nothing_made")
 @pytest.mark.parametrize("options", [[], ["--dry-run"]])
 @pytest.mark.parametrize("override", NOWHERE)
-def test_a_wrong_data_path_is_refused_also_by_a_dry_run(
-    override: str, options: list[str], refused: Said
-) -> None:
+def test_a_wrong_data_path_is_refused(override: str, options: list[str], refused: Said) -> None:
     key, _, value = override.partition("=")
     told = refused(main, override, *options)
     assert f"coppice launch: {key} = '{value}' does not exist: give a" in told
 
 
 @pytest.mark.parametrize("name", ["smollm2-136m", "/nope/model"])
-def test_a_wrong_model_is_refused_also_by_a_dry_run(
-    name: str, refused: Said, tmp_path: Path
-) -> None:
+def test_a_wrong_model_is_refused(name: str, refused: Said, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as raised:
         ensure_model(name, tmp_path)
     for told in (str(raised.value), refused(main, f"model.name={name}", "--dry-run")):
@@ -40,9 +36,7 @@ def test_a_wrong_model_is_refused_also_by_a_dry_run(
         assert "a folder with a config.json, or a hub id owner/name" in told
 
 
-def test_a_model_that_the_hub_does_not_give_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_model_that_the_hub_does_not_give_is_one_line(monkeypatch: Patch, tmp_path: Path) -> None:
     def absent(*given: object, **more: object) -> None:
         raise OSError("404\nsee the hub")
 
@@ -63,9 +57,7 @@ def test_weights_that_are_cut_short_are_named_with_the_remedy(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("nothing_made")
-def test_a_config_for_a_gpu_is_refused_without_one(
-    refused: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_config_for_a_gpu_is_refused_without_one(refused: Said, monkeypatch: Patch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     told = refused(main, *SGLANG)
     assert "actors.engine = 'sglang' needs a GPU, and nvidia-smi and CUDA_VISIBLE" in told
@@ -80,9 +72,7 @@ def test_a_config_for_a_gpu_is_refused_without_one(
         ("/nope/python", "actors.sglang.python = '/nope/python' cannot be started: No such file"),
     ],
 )
-def test_a_launch_without_sglang_is_refused_before_any_process_starts(
-    python: str, told: str, refused: Said
-) -> None:
+def test_a_launch_without_sglang_is_refused(python: str, told: str, refused: Said) -> None:
     cpu = 'actors.sglang.arguments={device = "cpu"}'
     assert told in refused(main, *SGLANG, cpu, f"actors.sglang.python={python}")
 
@@ -97,8 +87,8 @@ def test_a_variable_for_the_agent_that_is_not_set_is_refused(refused: Said) -> N
 @pytest.mark.parametrize(
     ("override", "refused"), [("actors.sglang.gpus=1", 0), ("actors.sglang.gpus=2", 1)]
 )
-def test_weights_are_not_broadcast_within_the_learners_gpus(
-    override: str, refused: int, monkeypatch: pytest.MonkeyPatch
+def test_weights_are_broadcast_to_other_gpus(
+    override: str, refused: int, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     sets = [*SGLANG, override, "learner.count=1", "learner.lora.rank=0", "learner.publish=memory"]

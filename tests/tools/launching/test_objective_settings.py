@@ -40,9 +40,7 @@ OPTIONS = "learner.scheme_options"
         ([*ALONE, "learner.scheme=outcome", "scheduler.dynamic_sampling_budget=4"], "no effect"),
     ],
 )  # fmt: skip
-def test_a_setting_without_effect_or_counted_twice_is_refused(
-    settings: list[str], reason: str
-) -> None:
+def test_a_setting_counted_twice_is_refused(settings: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load(SLATE, settings)
 
@@ -78,9 +76,7 @@ TWO_COLUMNS = r"makes the rewards of turns from .* remove it"
         (SUDOKU, ["method=vineppo", "scheduler.max_action_tokens=30", LONG], TWO_COLUMNS),
     ],
 )
-def test_a_change_of_one_column_is_refused_where_the_scheme_makes_rewards_of_two(
-    path: Path, changes: list[str], said: str
-) -> None:
+def test_rewards_of_two_columns_are_not_changed(path: Path, changes: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(path, changes)
 

@@ -13,7 +13,7 @@ import pytest
 from coppice.tools.launching.command import main
 from coppice.tools.launching.screen import BLOCK, COLUMNS, WIDEST, RunScreen
 from tests.forks import ROOT
-from tests.tools.said import Said
+from tests.tools.said import Patch, Said
 
 UPDATES = 50
 
@@ -36,9 +36,7 @@ def lines(updates: int = UPDATES) -> bytes:
     return b"".join([*told, b"<5>\n", b"<5>summary\n"])
 
 
-def test_every_update_has_a_row_and_the_headings_tell_how_far_the_run_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_update_has_a_row(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     clock = iter(60.0 * version for version in range(1, UPDATES + 1))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
@@ -76,9 +74,7 @@ def test_records_go_out_as_json_evaluations_too_and_words_elsewhere(tmp_path: Pa
     assert len(out.getvalue().splitlines()) == 4
 
 
-def test_two_schedulers_have_one_row_an_update_and_the_second_one_s_faults_its_name(
-    tmp_path: Path,
-) -> None:
+def test_two_schedulers_have_one_row_an_update(tmp_path: Path) -> None:
     out, copy = io.StringIO(), tmp_path / "copy"
     screen = RunScreen(3, out=out, schedulers=2)
     for number, more in enumerate((b"waiting\n", b"waiting\n<4>judge.slate fails: no\n")):
@@ -89,9 +85,7 @@ def test_two_schedulers_have_one_row_an_update_and_the_second_one_s_faults_its_n
     assert "scheduler-1: waiting\n" in copy.read_text()
 
 
-def test_neither_a_cut_off_record_nor_a_letter_that_the_terminal_lacks_ends_the_relay(
-    tmp_path: Path,
-) -> None:
+def test_no_odd_line_or_letter_ends_the_relay(tmp_path: Path) -> None:
     written = io.BytesIO()
     out = io.TextIOWrapper(written, encoding="ascii", write_through=True)
     RunScreen(3, out=out).relay(
@@ -155,7 +149,7 @@ def test_a_flag_without_effect_is_refused(flag: str, said: Said) -> None:
     ],
 )
 def test_a_tracker_that_cannot_work_is_refused_before_the_set_up(
-    flags: list[str], told: str, tmp_path: Path, refused: Said, monkeypatch: pytest.MonkeyPatch
+    flags: list[str], told: str, tmp_path: Path, refused: Said, monkeypatch: Patch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert told in refused(main, *flags, "--run-folder", tmp_path / "run")

@@ -56,9 +56,7 @@ def test_it_serves_at_the_address_it_prints_until_it_is_interrupted(llama: Path)
         (["--kv-cache-gib", "nan"], "--kv-cache-gib nan: expected a number above 0"),
     ],
 )
-def test_what_cannot_be_served_is_one_clear_line(
-    arguments: list[str], reason: str, said: Said
-) -> None:
+def test_what_cannot_be_served_is_said(arguments: list[str], reason: str, said: Said) -> None:
     told = said(main, *arguments, status=1)
     assert reason in told and told.startswith("coppice serve --model: ")
     assert told.count("\n") == 1
@@ -82,9 +80,7 @@ LocalEngine._step = boom
 
 
 @pytest.mark.parametrize("in_a_run", [False, True])
-def test_a_server_whose_engine_dies_ends_with_status_1_and_the_reason(
-    in_a_run: bool, tmp_path: Path, llama: Path
-) -> None:
+def test_a_server_ends_with_its_engine(in_a_run: bool, tmp_path: Path, llama: Path) -> None:
     """In a run the launcher then starts it again."""
     given = [str(llama), "--port", "0", "--threads", "1", "--kv-cache-gib", "0.01"]
     call, says = "sys.exit(serve_model.main(sys.argv[1:]))", "coppice serve --model"

@@ -79,9 +79,7 @@ def page(said: Said, tmp_path: Path) -> Callable[[], str]:
     return shown
 
 
-def test_a_live_run_shows_its_processes_its_queues_its_last_failure_and_that_nothing_is_to_do(
-    run: Path, page: Callable[[], str]
-) -> None:
+def test_a_live_run_has_nothing_to_do(run: Path, page: Callable[[], str]) -> None:
     command = [sys.executable, "-c", "input()", f"{run}/processes/scheduler.json"]
     process = subprocess.Popen(command, stdin=-1)
     try:
@@ -174,9 +172,7 @@ def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, refused: Said) ->
     assert refused(main, tmp_path) == f"coppice watch --status {tmp_path}: {expected}"
 
 
-def test_machines_get_the_same_as_json_and_the_folder_stays_as_it_was(
-    run: Path, said: Said
-) -> None:
+def test_machines_get_json_and_the_folder_stays_as_it_was(run: Path, said: Said) -> None:
     launched(run, "stopped")
     before = {path.name: path.read_bytes() for path in run.iterdir()}
     status = json.loads(said(main, run, "--json"))

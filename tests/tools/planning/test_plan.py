@@ -265,9 +265,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("arguments", REFUSED)
-def test_what_cannot_be_planned_is_refused(
-    arguments: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_planned_is_said(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     known = () if "model.name" in arguments else ("--set", "model.name=Qwen/Qwen2.5-1.5B")
     status, out, err = answer(capsys, *known, *arguments.split())
     assert (status, out) == (2, "")
@@ -275,9 +273,7 @@ def test_what_cannot_be_planned_is_refused(
     assert REFUSED[arguments] in err
 
 
-def test_a_shape_stands_for_a_model_that_is_not_here(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_shape_stands_for_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
     shape |= {"num_attention_heads": 4, "vocab_size": 1000, "tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(shape))

@@ -16,6 +16,7 @@ from coppice.research.benches.gpu_sglang import COMPACT, SGLangServer, WantedSam
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sample, Sampling
 from tests.actors.test_engine_contract import restore
 from tests.sglang_cpu.shared import KEY, SITE, VARIABLES, Shared
+from tests.tools.said import Patch
 
 pytestmark = pytest.mark.slow
 
@@ -154,7 +155,7 @@ async def test_a_failed_baseline_says_so(tmp_path: Path, code: str, told: str) -
     assert "secret-key" not in str(raised.value)
 
 
-async def test_a_hanging_baseline_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hanging_baseline_is_ended(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(gpu_sglang, "LONGEST_S", 0.5)
     with pytest.raises(RuntimeError, match=r"after 0\.5 s"):
         await gpu_sglang.bench_serving(scripted(tmp_path, "time.sleep(600)"), TWO)

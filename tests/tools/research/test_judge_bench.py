@@ -22,7 +22,7 @@ from coppice.tools.finetuning.judging import Answers, JudgeSpec, StepAnswer, las
 from coppice.tools.finetuning.records import THRESHOLD, Labelled, Trajectory, judged_turn, recorded
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import JudgedTurn, Judgement
-from tests.tools.said import Said
+from tests.tools.said import Patch, Said
 
 replace = msgspec.structs.replace
 ENDPOINT: dict[str, Any] = {"url": "http://127.0.0.1:1/v1", "model": "m"}
@@ -235,9 +235,7 @@ def measured(said: Said, bench: Path, tmp_path: Path) -> Measured:
 TOLD = f"{Told.__module__}:Told"
 
 
-def test_several_judges_make_one_table_beside_the_majority_class(
-    measured: Measured, tmp_path: Path
-) -> None:
+def test_several_judges_make_one_table(measured: Measured, tmp_path: Path) -> None:
     words = f"--judge {TOLD} --judge pprm_rules --option view=retrieval --json"
     found = json.loads(measured(f"{words} --baseline constant 1"))
     names = ["majority class", "constant 1", TOLD, "pprm_rules view=retrieval"]
@@ -258,27 +256,21 @@ def test_an_evaluation_goes_on_where_a_judge_failed(measured: Measured, tmp_path
         assert sorted(Told.asked) == ["bad 4", "good 2", "mute 3"], "no answer is asked for again"
 
 
-def test_an_endpoint_that_fails_is_not_an_invalid_output(
-    measured: Measured, tmp_path: Path
-) -> None:
+def test_a_failing_endpoint_is_no_invalid_output(measured: Measured, tmp_path: Path) -> None:
     Told.before = fails
     assert "5 steps failed" in measured(f"--judge {TOLD}", status=1)
     assert Answers(tmp_path / "out" / "answers.jsonl").found == {}
     assert "0.000" in measured(f"--judge {TOLD} --count-failed")
 
 
-def test_a_judge_that_is_not_there_ends_the_evaluation_soon(
-    bench: Path, measured: Measured
-) -> None:
+def test_an_absent_judge_ends_the_evaluation_soon(bench: Path, measured: Measured) -> None:
     Told.before = fails
     records.write(bench, [item(str(number), 1, [0.9]) for number in range(50)])
     assert "10 steps in a row" in measured(f"--judge {TOLD} --count-failed", status=1)
     assert Told.failed == 10
 
 
-def test_a_judge_that_hangs_or_scores_beyond_the_scale_fails_at_its_step(
-    measured: Measured, tmp_path: Path
-) -> None:
+def test_a_judge_that_hangs_fails_at_its_step(measured: Measured, tmp_path: Path) -> None:
     Told.before = lambda: "hang"
     told = measured(f"--judge {TOLD} --deadline 0.05", status=1)
     assert "1 steps failed, the first is 3#1: no judgement within 0.05 s (--deadline)" in told
@@ -288,8 +280,8 @@ def test_a_judge_that_hangs_or_scores_beyond_the_scale_fails_at_its_step(
     assert "a number from 0 to 1" in measured(f"--judge {TOLD}", status=1, out="wild")
 
 
-def test_answers_by_other_texts_or_another_plug_in_are_not_gone_on_with(
-    measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_answers_by_another_plug_in_are_not_gone_on_with(
+    measured: Measured, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     plug_in = tmp_path / "a_judge_of_mine.py"
     plug_in.write_text(f"from {Told.__module__} import Told\n\n\nclass Mine(Told):\n    pass\n")
@@ -307,9 +299,7 @@ def test_answers_by_other_texts_or_another_plug_in_are_not_gone_on_with(
     assert texts[0] != texts[1]
 
 
-def test_a_threshold_that_the_labels_were_not_made_with_is_told(
-    bench: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_another_threshold_is_told(bench: Path, tmp_path: Path, capsys: Any) -> None:
     command = ["measure", "--bench", str(bench), "--out"]
     assert main([*command, str(tmp_path / "own")]) == 0
     assert "another threshold" not in capsys.readouterr().err

@@ -20,6 +20,7 @@ from coppice.research.benches.peer import (
 )  # fmt: skip
 from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.scheduler.growth.text import Text
+from tests.tools.said import Patch
 
 ONE = EpisodeShape(steps=1, shared=6, question=4, observation=0)
 TWO = EpisodeShape(steps=2, shared=6, question=4, observation=3)
@@ -71,7 +72,7 @@ def test_a_side_that_trained_less_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_both_trainers_run_on_equal_work(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_trainers_run_on_equal_work(llama: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(peer, "LOOK_S", 0.05)
     monkeypatch.setattr(peer, "LOADS", SMALL)
     row = peer.run(str(llama), ("groups", "slate"), rounds=1, counted=1)

@@ -102,9 +102,7 @@ def test_a_report_is_of_the_finished_runs(study: Path, said: Said) -> None:
     assert "MC-PR" in (study / "return.svg").read_text()
 
 
-def test_an_unknown_arm_and_a_folder_without_runs_are_refused(
-    study: Path, tmp_path: Path, refused: Said
-) -> None:
+def test_an_arm_without_runs_is_refused(study: Path, tmp_path: Path, refused: Said) -> None:
     told = refused(main, "vpr-tictactoe", "--out", study, "--report", "--only", "VRP")
     assert all(repr(arm) in told for arm in ("VRP", *STUDIES["vpr-tictactoe"].arms))
     assert not (study / "return.md").exists()
