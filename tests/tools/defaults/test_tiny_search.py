@@ -1,7 +1,6 @@
 """The tiny search policy and its warm start on random searches."""
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -41,13 +40,11 @@ def policy(corpus: Path) -> Path:
     return tiny.make_search(corpus.parent / "tiny", corpus, hidden=32, layers=1, heads=2)
 
 
-def played(policy: Path, count: int = 600, two_hop: float = 0.5) -> list[tuple[str, str, Example]]:
+def played(policy: Path) -> list[tuple[str, str, Example]]:
     """The prompts and actions of random play."""
-    text, config = Text(str(policy)), WarmStart(two_hop=two_hop)
-    made, decode = (
-        search_play.search_play(text, TAGS, NAMES, FIELDS, count, config),
-        text.tokenizer.decode,
-    )
+    text = Text(str(policy))
+    made = search_play.search_play(text, TAGS, NAMES, FIELDS, 600, WarmStart(two_hop=0.5))
+    decode = text.tokenizer.decode
     return [(decode(one.tokens[: one.start]), decode(one.tokens[one.start :]), one) for one in made]
 
 
@@ -89,18 +86,6 @@ def test_every_turn_of_random_play_is_a_readable_action(policy: Path) -> None:
         assert text.encode(said).tolist() == example.tokens[example.start :]
     assert set(kinds) == {"search", "answer"}
     assert min(kinds.values()) > 100
-
-
-@pytest.mark.slow
-def test_what_random_play_does_is_as_mixed_as_it_says(policy: Path) -> None:
-    value = r"Doc 1\(Title: [^\n]*?\) (?:Capital|Currency|Main export): ([^\n<]*)"
-    first = [
-        f"<answer> {re.findall(value, prompt)[-1]} </answer>" in said
-        for prompt, said, _ in played(policy, 3000, two_hop=0.0)
-        if "<answer>" in said and "Doc 1(" in prompt
-    ]
-    # The tolerance is wide because names repeat in a small corpus.
-    assert sum(first) / len(first) == pytest.approx(search_play.ANSWERED["first"], abs=0.12)
 
 
 @pytest.mark.slow

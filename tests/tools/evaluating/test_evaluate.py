@@ -153,10 +153,6 @@ def played(out: Path) -> list[Any]:
     ]
 
 
-# ----------------------------------------------------------------------------------------------
-# players
-
-
 def test_table_json_and_journal_agree(llama: Path, tmp_path: Path, said: Said) -> None:
     out = tmp_path / "out"
     words = f"tictactoe --opponent minimax --games 4 --seeds 2 --max-tokens 4 --model {llama}"
@@ -274,10 +270,6 @@ def test_conversations_have_either_partner_and_either_judge(tmp_path: Path, part
         assert measures["goal"]["mean"] == 5
 
 
-# ----------------------------------------------------------------------------------------------
-# endpoints
-
-
 @pytest.mark.second
 def test_an_endpoint_plays_and_a_limit_is_waited_for(tmp_path: Path) -> None:
     limit = web.Response(status=429, headers={"Retry-After": "0.01"})
@@ -352,9 +344,6 @@ def test_an_endpoint_gets_pictures_as_data_urls() -> None:
     assert head == "data:image/png;base64"
     assert base64.b64decode(body) == squares(3)
 
-
-# ----------------------------------------------------------------------------------------------
-# interruptions
 
 FIRST = "tictactoe --baseline first --opponent random --games 2"
 

@@ -58,10 +58,6 @@ def grown(*parts: tuple[str, str], prompt: str = "Question: who?", forced: bool 
     return tree
 
 
-# ----------------------------------------------------------------------------------------------
-# scorers
-
-
 @pytest.mark.parametrize(
     ("said", "em", "f1"),
     [
@@ -129,10 +125,6 @@ def test_the_macro_mean_is_of_sets_and_its_interval_of_theirs() -> None:
     sets = [{"em": SampleMean(0.5, 0.3, 10)}, {"em": SampleMean(0.1, 0.4, 1000)}]
     assert macro(sets) == {"em": Estimate(0.3, pytest.approx(0.25))}  # pyright: ignore
     assert macro([sets[0], {}]) == {}, "a measure that one set lacks has no mean"
-
-
-# ----------------------------------------------------------------------------------------------
-# sets
 
 
 def write(path: Path, golds: dict[str, str], **more: Any) -> Path:
@@ -222,10 +214,6 @@ def test_a_plain_set_of_the_hub_is_its_test_split_else_train(monkeypatch: Patch)
         read_sets(["x=owner/name"], None, 0)
 
 
-# ----------------------------------------------------------------------------------------------
-# cached retrieval
-
-
 class Books:
     """A retrieval server that notes what it is asked. option: names it."""
 
@@ -263,10 +251,6 @@ async def test_a_query_is_asked_once_by_retriever_and_topk(tmp_path: Path, books
             assert [p.id for p in found] == [f"q-{i}" for i in range(topk)]
         await cached.close()
     assert books.asked == [("q", 2), ("q", 3), ("q", 2)]
-
-
-# ----------------------------------------------------------------------------------------------
-# whole evaluations
 
 
 def scholar(request: Any) -> str:

@@ -37,10 +37,20 @@ from coppice.wire.messages import (
     RetrieveResult,
     Sample,
 )
-from tests.tools.said import Patch
 
 Answered = Callable[..., Any]
 QUESTION = "Who wrote {documents} of Rome?"
+
+
+class Noted(EndpointText):
+    """Notes of every prompt whether the model is to think."""
+
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+
+    def prompt(self, messages: Any, thinking: bool = True, tools: Any = ()) -> str:
+        self.asked.append(thinking)
+        return super().prompt(messages, tools=tools)
 
 
 class Scripted:
@@ -48,7 +58,7 @@ class Scripted:
     the query. log: what was asked."""
 
     def __init__(self, *lines: str):
-        self.lines, self.text = list(lines), EndpointText()
+        self.lines, self.text = list(lines), Noted()
         self.log: list[tuple[str, str]] = []
         self.stops: list[list[str]] = []
 
@@ -197,26 +207,17 @@ async def test_search_o1_ends_when_queries_are_only_repeated(answered: Answered)
 
 
 async def test_what_a_model_thinks_is_neither_a_query_nor_a_finding(
-    answered: Answered, monkeypatch: Patch
+    answered: Answered,
 ) -> None:
-    asked: list[bool] = []
-    plain = EndpointText.prompt
-
-    def prompt(self: EndpointText, messages: Any, thinking: bool = True) -> str:
-        asked.append(thinking)
-        return plain(self, messages)
-
-    monkeypatch.setattr(EndpointText, "prompt", prompt)
     lines = ["\n\n<think>\n\n</think>\n\nRome fell. ", "<think>I wonder. "]
     lines.append("<think>so</think><answer>Livy</answer>")
     services, _, found = await answered("ircot", How(topk=1), *lines)
     assert services.searches == [QUESTION, "Rome fell."]
-    assert (asked, found["em"]) == ([False, False, True], 1.0)
-    asked.clear()
+    assert (services.text.asked, found["em"]) == ([False, False, True], 1.0)
     lines = ("<search>a</search>", "<think>b</think>\n\nLivy.", "end")
     services, _, _ = await answered("search_o1", How(topk=1), *lines)
     assert services.prompts[-1].endswith("<result> Livy. </result>\n")
-    assert asked == [True, False]
+    assert services.text.asked == [True, False]
 
 
 @pytest.mark.parametrize(

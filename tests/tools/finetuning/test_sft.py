@@ -47,10 +47,6 @@ QUESTION = "What is the capital of Chad?"
 JUDGEMENT = "Analysis: good.\nScores: <final_score>3,4</final_score>"
 
 
-# ----------------------------------------------------------------------------------------------
-# collecting
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run of four trees: two trajectories, an answer at once, a growing one, a question that is
@@ -196,10 +192,6 @@ def test_a_prefix_tells_runs_of_a_name_apart(run: Path, tmp_path: Path, refused:
     assert [one.id for one in found] == ["other-run-0-0", "other-run-0-1"]
 
 
-# ----------------------------------------------------------------------------------------------
-# labelling
-
-
 def trajectory(name: str, count: int) -> Trajectory[RecordedStep]:
     steps = [RecordedStep(context=QUESTION, response=f"{name} {i}") for i in range(1, count + 1)]
     return Trajectory(
@@ -281,10 +273,6 @@ def test_a_labelling_that_is_under_way_is_not_begun_twice(tmp_path: Path, refuse
     assert main(command) == 0
 
 
-# ----------------------------------------------------------------------------------------------
-# rows
-
-
 def labelled_file(folder: Path) -> list[Trajectory[Labelled]]:
     good = (0.75, 0.75)
     answers = answered(folder / "a", {"x#1": good, "x#2": good, "x#3": good, "y#1": (0.75, 0.5)})
@@ -326,10 +314,6 @@ def test_a_benchmark_is_built_from_files(tmp_path: Path, refused: Said) -> None:
     assert len(records.read([tmp_path / "b.jsonl"], Item)) == 2
     assert json.loads((tmp_path / "b.report.json").read_text())["taken"]["correct_good"] == 1
     assert "no trajectory is left" in refused(bench, *command, "--exclude", tmp_path / "l.jsonl")
-
-
-# ----------------------------------------------------------------------------------------------
-# training
 
 
 def test_the_rate_rises_and_falls_as_its_schedule_says() -> None:

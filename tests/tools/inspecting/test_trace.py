@@ -19,7 +19,7 @@ from coppice.tools.inspecting.trace import (
     main,
     recorded,
     shares,
-)  # fmt: skip
+)
 from tests.run_folder import make
 from tests.tools.said import Said
 

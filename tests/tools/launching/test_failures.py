@@ -10,7 +10,7 @@ from coppice.tools.launching.failures import (
     Resumes,
     cause_of,
     remedy,
-)  # fmt: skip
+)
 
 RAISED = """2026-11-22 09:00:00,123 learner.main rank 1 of 2: version 0, torch.float32
 Traceback (most recent call last):

@@ -49,10 +49,6 @@ def item(name: str, outcome: int, scores: list[float]) -> Item:
     return made
 
 
-# ----------------------------------------------------------------------------------------------
-# records
-
-
 def test_a_turn_survives_being_recorded() -> None:
     step = recorded(TURN)
     assert step.context == f"Who?\n\n{TURN.transcript}"
@@ -84,10 +80,6 @@ def test_a_record_is_read_and_a_bad_one_refused_with_its_line(tmp_path: Path) ->
         path.write_bytes(b"\n".join(map(msgspec.json.encode, (items[0], row | change))))
         with pytest.raises(ValueError, match=rf"b\.jsonl:2.*{message}"):
             records.read([path], Item)
-
-
-# ----------------------------------------------------------------------------------------------
-# builder
 
 
 @given(st.integers(0, 60), st.lists(st.integers(0, 30), min_size=1, max_size=5))
@@ -140,9 +132,6 @@ def test_the_mean_threshold_is_the_mean_over_steps() -> None:
     assert category(0, [0.652], 0.652) == "wrong_bad"
 
 
-# ----------------------------------------------------------------------------------------------
-# metric
-
 BENCH = [item("a", 1, [0.9, 0.1]), item("b", 0, [0.9]), item("c", 0, [0.1])]
 
 
@@ -166,10 +155,6 @@ def test_baselines_are_what_they_say() -> None:
     assert baseline("first-turn", BENCH, 0.652).accuracy.mean == 0.5
     many = [item(str(i), 1, [0.9]) for i in range(400)]
     assert 0.4 < baseline("random", many, 0.652).accuracy.mean < 0.6
-
-
-# ----------------------------------------------------------------------------------------------
-# command
 
 
 class Told(Judge):

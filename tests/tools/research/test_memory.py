@@ -15,11 +15,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(
     "module",
-    [
-        "tools.launching.command", "tools.planning.command", "scheduler.main", "judges.serve",
-        "judges.retriever.worker",
-    ],
-)  # fmt: skip
+    ["tools.launching.command", "scheduler.main", "judges.serve", "judges.retriever.worker"],
+)
 def test_what_computes_nothing_imports_no_torch(module: str) -> None:
     code = f"import sys, coppice.{module}; print({{'torch', 'transformers', 'faiss'}} & {{*sys.modules}})"
     done = subprocess.run(

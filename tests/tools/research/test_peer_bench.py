@@ -17,7 +17,7 @@ from coppice.research.benches.peer import (
     Update,
     endless,
     prompts,
-)  # fmt: skip
+)
 from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.scheduler.growth.text import Text
 from tests.tools.said import Patch

@@ -15,7 +15,7 @@ from coppice.research.theories.staleness import (
     chances,
     log_probs,
     stale,
-)  # fmt: skip
+)
 from tests.tools.said import Patch
 
 PAPERS = {"slate": slate, "ppr": ppr, "vpr": vpr, "oprl": oprl}
