@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[3]
 
 
 def smol(folder: Path) -> Path:
-    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
-    shape["dtype"] = "bfloat16"
+    shape: dict[str, object] = {"hidden_size": 576, "intermediate_size": 1536}
+    shape |= {"num_hidden_layers": 30, "dtype": "bfloat16"}
     (folder / "config.json").write_bytes(msgspec.json.encode(shape))
     with (folder / "model.safetensors").open("wb") as file:
         file.truncate(269_060_552)
