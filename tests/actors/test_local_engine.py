@@ -352,15 +352,12 @@ async def test_a_repeated_prompt_needs_no_forward_of_its_own(local: Local, llama
     assert result.cached_tokens == 20
 
 
-<<<<<<< HEAD
-async def test_running_samples_take_their_memory_from_the_budget(local: Local) -> None:
-=======
 @pytest.mark.second
-async def test_transformers_caches_stay_within_the_budget(tmp_path: Path) -> None:
+async def test_transformers_caches_stay_within_the_budget(local: Local, tmp_path: Path) -> None:
     token = 2 * 2 * 16 * 4  # bytes of the layer that sees everything; the other one has a window
     budget = 2 * 4 * (90 * token + 10_000)
     folder = tiny.save(tmp_path / "gemma", "gemma3")
-    engine = await started(folder, kv_cache_gib=budget / 2**30)
+    engine = await local(folder, kv_cache_gib=budget / 2**30)
     batch = engine.batch
     assert isinstance(batch, cached.CachedBatch)
     tasks = [
@@ -374,13 +371,12 @@ async def test_transformers_caches_stay_within_the_budget(tmp_path: Path) -> Non
         await asyncio.sleep(0)
     with pytest.raises(DataFault, match="kv_cache_gib"):
         await engine.generate(GenerateRequest(ids(60, 90), 12, Sampling(64)))
-    await engine.close()
     assert 4 <= most <= 8
     assert 0 < held <= budget
 
 
 @pytest.mark.second
-async def test_running_samples_take_their_memory_from_the_budget(llama: Path) -> None:
+async def test_running_samples_take_their_memory_from_the_budget(local: Local) -> None:
     token = 2 * 2 * 2 * 8 * 4  # bytes: layers, key and value, heads, head_dim, float32
     rows = 128 + 4 * 64
     engine = await local(kv_cache_gib=2 * rows * token / 2**30)

@@ -11,14 +11,7 @@ import pytest
 from markdown import Markdown
 from playwright.sync_api import sync_playwright
 
-from docs.site.pages import (
-    ROOT,
-    Links,
-    misread,
-    notebook_page,
-    rewritten,
-    source_page,
-)
+from docs.site.pages import ROOT, Links, misread, notebook_page, rewritten, source_page
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

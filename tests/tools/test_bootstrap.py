@@ -16,6 +16,7 @@ import pytest
 
 from coppice.tools import bootstrap
 from coppice.tools.bootstrap import ROOT
+from tests.tools.said import Patch
 
 ONEDNN, LRU = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"
 
@@ -77,9 +78,7 @@ def test_a_tool_starts_alike_with_a_closed_stdin_a_plain_ascii_shell_and_a_proxy
     assert done.stdout == f"/dev/null 0.8 ?0.1 {direct} {direct}\n", done.stderr
 
 
-def test_a_driver_without_a_gpu_asks_for_no_gpu_packages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_alone_asks_for_no_gpu_packages(tmp_path: Path, monkeypatch: Patch) -> None:
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
@@ -98,9 +97,7 @@ def test_an_environment_whose_python_is_gone_is_named_with_the_remedy(tmp_path: 
     assert f"{tmp_path}/bin/python {gone}" in said
 
 
-def test_an_environment_in_a_place_that_cannot_be_written_is_named_with_the_remedy(
-    tmp_path: Path,
-) -> None:
+def test_an_environment_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     shell = os.environ | {"COPPICE_VENV": str(tmp_path / "file" / "venv")}
     said = started(sys.executable, ROOT / "tools" / "launch", env=shell).stderr
@@ -132,9 +129,7 @@ def set_up_at_its_pip(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Pat
         yield set_up, Path(f"{place}.lock"), go_on
 
 
-def test_after_a_set_up_was_killed_no_second_one_begins_before_its_pip_has_ended(
-    tmp_path: Path,
-) -> None:
+def test_no_set_up_begins_before_the_pip_of_a_killed_one_ends(tmp_path: Path) -> None:
     with set_up_at_its_pip(tmp_path) as (set_up, path, go_on):
         set_up.kill()
         set_up.wait()

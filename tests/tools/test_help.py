@@ -68,7 +68,5 @@ def test_a_help_ends_with_examples_that_the_tool_accepts(name: str) -> None:
         ("RUN", ("watch", ["RUN"])),
     ],
 )
-def test_a_flag_chooses_another_command_wherever_it_stands(
-    words: str, expected: tuple[str, list[str]]
-) -> None:
+def test_a_flag_chooses_another_command(words: str, expected: tuple[str, list[str]]) -> None:
     assert main._mode("watch", words.split()) == expected

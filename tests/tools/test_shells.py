@@ -32,22 +32,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("tools", "configs", "README.md"):
         (place / name).symlink_to(ROOT / name)
     for shell in ("bash", "fish", "zsh"):  # the shells of the latter two are rarely here
-        command = [
-            sys.executable,
-            "-c",
-            "from coppice.tools.main import main; main()",
-            "completion",
-            shell,
-        ]
+        start = "from coppice.tools.main import main; main()"
+        command = [sys.executable, "-c", start, "completion", shell]
         with (place / f"script.{shell}").open("w") as script:
             subprocess.run(command, stdout=script, check=True)
     return place
 
 
 def completed(command: list[str], folder: Path) -> list[str]:
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
     return [line.split("\t")[0].rstrip("/") for line in done.stdout.splitlines()]
 
 

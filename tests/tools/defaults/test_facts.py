@@ -45,9 +45,7 @@ def test_no_held_out_entity_is_in_any_training_question_or_its_evidence(facts: P
         assert not {e["title"] for e in row["evidence"]} & held
 
 
-def test_evidence_is_in_the_corpus_ends_in_the_answer_and_a_bridge_names_one_country(
-    facts: Path,
-) -> None:
+def test_evidence_is_in_the_corpus_and_a_bridge_names_one_country(facts: Path) -> None:
     corpus = {row["id"]: row["contents"] for row in rows(facts / "corpus.jsonl")}
     for row in rows(facts / "heldout.jsonl")[:600]:
         for e in row["evidence"]:
@@ -75,9 +73,7 @@ def index(facts: Path, tmp_path_factory: pytest.TempPathFactory) -> Index:
     return Index(folder / "index", encoder)
 
 
-def test_traces_parse_as_valid_actions_and_the_loss_covers_exactly_the_action(
-    facts: Path, index: Index, llama: Path
-) -> None:
+def test_the_loss_of_a_trace_covers_a_valid_action(facts: Path, index: Index, llama: Path) -> None:
     text, environment = Text(str(llama)), SearchQA("short", 2)
     warm = [msgspec.convert(r, _Row, strict=False) for r in rows(facts / "warm.jsonl")[:40]]
     made, kinds = traces(warm, text, environment, index, 24, WarmStart()), set()

@@ -89,9 +89,7 @@ def test_one_random_move_in_ten_is_a_flag() -> None:
 
 
 @pytest.mark.slow
-def test_skill_is_the_share_of_good_moves_and_needs_a_game_that_knows_some(
-    policy: Path, tmp_path: Path
-) -> None:
+def test_skill_is_the_share_of_good_moves(policy: Path, tmp_path: Path) -> None:
     environment = game("sokoban")
     shares = []
     for skill in (0.0, 0.5, 1.0):
@@ -135,9 +133,7 @@ class _Killer:
 
 
 @pytest.mark.slow
-def test_a_warm_start_that_the_system_kills_is_an_error_with_a_remedy(
-    policy: Path, tmp_path: Path
-) -> None:
+def test_a_warm_start_that_the_system_kills_has_a_remedy(policy: Path, tmp_path: Path) -> None:
     with pytest.raises(MemoryError, match=r"killed.*warm_start\.rows"):
         from_play(
             policy, "nothing", [], [], lambda count: [_Killer()] * count,  # pyright: ignore

@@ -1,7 +1,6 @@
 """The tiny search policy and its warm start on random searches."""
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -41,13 +40,11 @@ def policy(corpus: Path) -> Path:
     return tiny.make_search(corpus.parent / "tiny", corpus, hidden=32, layers=1, heads=2)
 
 
-def played(policy: Path, count: int = 600, two_hop: float = 0.5) -> list[tuple[str, str, Example]]:
+def played(policy: Path) -> list[tuple[str, str, Example]]:
     """The prompts and actions of random play."""
-    text, config = Text(str(policy)), WarmStart(two_hop=two_hop)
-    made, decode = (
-        search_play.search_play(text, TAGS, NAMES, FIELDS, count, config),
-        text.tokenizer.decode,
-    )
+    text = Text(str(policy))
+    made = search_play.search_play(text, TAGS, NAMES, FIELDS, 600, WarmStart(two_hop=0.5))
+    decode = text.tokenizer.decode
     return [(decode(one.tokens[: one.start]), decode(one.tokens[one.start :]), one) for one in made]
 
 
@@ -79,9 +76,7 @@ def test_attention_writes_back_what_it_reads(policy: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_turn_of_random_play_is_a_readable_action_in_the_tokens_of_a_rollout(
-    policy: Path,
-) -> None:
+def test_every_turn_of_random_play_is_a_readable_action(policy: Path) -> None:
     environment, text, kinds = SearchQA("question", 2), Text(str(policy)), Counter[str]()
     for prompt, said, example in played(policy):
         action = environment.read(None, said)
@@ -94,21 +89,7 @@ def test_every_turn_of_random_play_is_a_readable_action_in_the_tokens_of_a_rollo
 
 
 @pytest.mark.slow
-def test_what_random_play_does_is_as_mixed_as_it_says(policy: Path) -> None:
-    value = r"Doc 1\(Title: [^\n]*?\) (?:Capital|Currency|Main export): ([^\n<]*)"
-    first = [
-        f"<answer> {re.findall(value, prompt)[-1]} </answer>" in said
-        for prompt, said, _ in played(policy, 3000, two_hop=0.0)
-        if "<answer>" in said and "Doc 1(" in prompt
-    ]
-    # The tolerance is wide because names repeat in a small corpus.
-    assert sum(first) / len(first) == pytest.approx(search_play.ANSWERED["first"], abs=0.12)
-
-
-@pytest.mark.slow
-def test_the_warm_start_is_cached_by_what_it_depends_on(
-    corpus: Path, policy: Path, tmp_path: Path
-) -> None:
+def test_a_warm_start_is_made_once(corpus: Path, policy: Path, tmp_path: Path) -> None:
     def start(**changes: int) -> Path:
         config = WarmStart(**({"steps": 1, "rows": 4} | changes))
         return search_play.ensure_search_play(policy, corpus, TAGS, config, tmp_path, 1)

@@ -35,13 +35,14 @@ from coppice.wire.faults import InfrastructureFault
 from coppice.wire.published import Manifest
 from tests import tiny
 from tests.pictures import Colours, squares
+from tests.tools.said import Patch, Said
 
 Reply = Callable[[web.Request], Awaitable[web.Response]]
 
 
 @contextmanager
 def served(reply: Reply) -> Iterator[str]:
-    """The URL of a chat endpoint that answers with ``reply``, on a thread of its own."""
+    """The URL of a server that answers with ``reply``, on a thread of its own."""
     ready, done = threading.Event(), asyncio.Event()
     port: list[int] = []
     loops: list[asyncio.AbstractEventLoop] = []
@@ -49,7 +50,7 @@ def served(reply: Reply) -> Iterator[str]:
     async def serve() -> None:
         loops.append(asyncio.get_running_loop())
         app = web.Application()
-        app.router.add_post("/v1/chat/completions", reply)
+        app.router.add_post("/v1/{what:.*}", reply)
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=0.1).start()
@@ -66,9 +67,7 @@ def served(reply: Reply) -> Iterator[str]:
     finally:
         loops[0].call_soon_threadsafe(done.set)
         thread.join()
-        assert not asyncio.all_tasks(loops[0]), (
-            "a reply that nobody waits for is cancelled with its server"
-        )
+        assert not asyncio.all_tasks(loops[0]), "a reply that nobody waits for is cancelled"
 
 
 def chat(text: str | None, **choice: Any) -> web.Response:
@@ -79,14 +78,15 @@ def chat(text: str | None, **choice: Any) -> web.Response:
     )
 
 
-class Legal:
-    """Plays a legal move that depends on the prompt alone. before: what happens at each request, by
-    its number; an event is waited for."""
+Before = Callable[[int], web.Response | asyncio.Event | None]
 
-    def __init__(
-        self, before: Callable[[int], web.Response | asyncio.Event | None] = lambda number: None
-    ):
-        self.before, self.requests = before, 0
+
+class Player:
+    """Answers a request with what it ``says`` to it. before: what happens at each request, by its
+    number; an event is waited for."""
+
+    def __init__(self, says: Callable[[Any], str], before: Before = lambda number: None):
+        self.says, self.before, self.requests = says, before, 0
         self.seen: list[dict[str, Any]] = []
 
     async def __call__(self, request: web.Request) -> web.Response:
@@ -97,24 +97,46 @@ class Legal:
         elif answer is not None:
             return answer
         self.seen.append(await request.json())
-        prompt = self.seen[-1]["messages"][0]["content"]
-        free = prompt.split("Empty cells: ")[1].split("\n")[0].split()
-        # the protocol cuts the stop string off
-        return chat(f"I take <action>{free[sum(prompt.encode()) % len(free)]}")
+        return chat(self.says(self.seen[-1]))
+
+
+def interrupting(at: int, failing: int) -> Before:
+    """The process is interrupted at one request, and the server fails at another."""
+
+    def before(number: int) -> web.Response | asyncio.Event | None:
+        if number == at:
+            os.kill(os.getpid(), signal.SIGINT)
+            return asyncio.Event()  # a reply might come before the interruption, and be kept
+        return web.Response(status=500) if number == failing else None
+
+    return before
+
+
+def legal(request: Any) -> str:
+    """A legal move that depends on the prompt alone; the protocol cuts the stop string off."""
+    prompt = request["messages"][0]["content"]
+    free = prompt.split("Empty cells: ")[1].split("\n")[0].split()
+    return f"I take <action>{free[sum(prompt.encode()) % len(free)]}"
 
 
 def at_endpoint(url: str, out: Path, *more: str, opponent: str = "random") -> list[str]:
     words = f"tictactoe --endpoint {url} --endpoint-model m --opponent {opponent} --games 12"
-    return [
-        *words.split(),
-        *"--concurrency 1 --oracle-option kind=minimax".split(),
-        *to(out),
-        *more,
-    ]
+    words += f" --concurrency 1 --oracle-option kind=minimax --out {out}"
+    return [*words.split(), *more]
 
 
-def to(out: Path) -> list[str]:
-    return ["--out", str(out)]
+def run_folder(
+    folder: Path, model: Path, environment: str, options: dict[str, Any], settings: SchedulerConfig
+) -> Path:
+    """What an evaluation reads of a run."""
+    actor = ActorProcess("actor-0", str(folder), 0, str(model), ActorsConfig(max_context=1024))
+    scheduler = SchedulerProcess(
+        "s", str(folder), 0, str(model), environment, options, "", "", 1, [], 6, settings
+    )
+    (folder / "processes").mkdir(parents=True)
+    for name, process in (("actor-0", actor), ("scheduler", scheduler)):
+        (folder / "processes" / f"{name}.json").write_bytes(msgspec.json.encode(process))
+    return folder
 
 
 def result(out: Path) -> dict[str, Any]:
@@ -131,19 +153,11 @@ def played(out: Path) -> list[Any]:
     ]
 
 
-# ----------------------------------------------------------------------------------------------
-# players
-
-
-def test_a_model_is_measured_and_table_json_and_journal_agree(
-    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_table_json_and_journal_agree(llama: Path, tmp_path: Path, said: Said) -> None:
     out = tmp_path / "out"
-    words = "tictactoe --opponent minimax --games 4 --seeds 2 --max-tokens 4 --model"
-    command = [*words.split(), str(llama), *to(out)]
-    assert main(command) == 0
-    table = capsys.readouterr().out
-    found = result(out)
+    words = f"tictactoe --opponent minimax --games 4 --seeds 2 --max-tokens 4 --model {llama}"
+    command = [*words.split(), "--out", out]
+    table, found = said(main, *command), result(out)
     assert found["headline"] == "return"
     first = HELD_OUT_SEEDS.start
     assert [part["seed"] for part in found["by_seed"]] == [first, first + 4]
@@ -158,16 +172,12 @@ def test_a_model_is_measured_and_table_json_and_journal_agree(
     journal = Journal(out / "journal.sqlite", readonly=True)
     actions = [action for row in journal.trees() for action in journal.tree(row).actions()]
     assert found["generated_tokens"] == sum(len(action.tokens) for action in actions)
-    assert main([*command, "--json"]) == 0
-    again = json.loads(capsys.readouterr().out)
+    again = json.loads(said(main, *command, "--json"))
     assert again == found, "a finished evaluation is only reported again"
-    assert dump([str(out), "--heldout", "--all", "--json"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 8
+    assert len(said(dump, out, "--heldout", "--all", "--json").splitlines()) == 8
 
 
-def test_a_run_is_measured_with_its_newest_weights_and_its_prompt(
-    llama: Path, tmp_path: Path
-) -> None:
+def test_a_run_plays_with_its_newest_weights_and_its_prompt(llama: Path, tmp_path: Path) -> None:
     other, run = tiny.save(tmp_path / "other", seed=5), tmp_path / "run"
     folder = run / "weights" / "v000003"
     folder.mkdir(parents=True)
@@ -175,19 +185,14 @@ def test_a_run_is_measured_with_its_newest_weights_and_its_prompt(
     proof = digest.safetensors_file(folder / "model.safetensors")
     Manifest(3, "full", proof).write(folder)
     options = {"prompt": "tictactoe_compact", "opponents": {"random": 1.0}}
-    settings = SchedulerConfig(max_action_tokens=7)
-    actor = ActorProcess("actor-0", str(run), 0, str(llama), ActorsConfig())
-    scheduler = SchedulerProcess(
-        "scheduler", str(run), 0, str(llama), "tictactoe", options, "", "", 1, [], 6, settings
-    )  # fmt: skip
-    (run / "processes").mkdir()
-    (run / "processes" / "actor-0.json").write_bytes(msgspec.json.encode(actor))
-    (run / "processes" / "scheduler.json").write_bytes(msgspec.json.encode(scheduler))
-    both = "tictactoe --games 2 --opponent minimax --oracle-option kind=minimax --out".split()
-    assert main([*both, str(tmp_path / "a"), "--run", str(run)]) == 0
-    assert main([*both, str(tmp_path / "b"), "--model", str(other), "--max-tokens", "7",
-                 "--option", "prompt=tictactoe_compact"]) == 0  # fmt: skip
-    assert main([*both, str(tmp_path / "c"), "--run", str(run), "--version", "0"]) == 0
+    run_folder(run, llama, "tictactoe", options, SchedulerConfig(max_action_tokens=7))
+    both = "tictactoe --games 2 --opponent minimax --oracle-option kind=minimax --out"
+    for words in (
+        f"{both} {tmp_path}/a --run {run}",
+        f"{both} {tmp_path}/b --model {other} --max-tokens 7 --option prompt=tictactoe_compact",
+        f"{both} {tmp_path}/c --run {run} --version 0",
+    ):
+        assert main(words.split()) == 0
     assert played(tmp_path / "a") == played(tmp_path / "b")
     assert played(tmp_path / "a") != played(tmp_path / "c")
     settings = result(tmp_path / "a")["settings"]
@@ -198,10 +203,10 @@ def test_a_run_is_measured_with_its_newest_weights_and_its_prompt(
 def test_players_without_a_model_have_their_known_strength(tmp_path: Path) -> None:
     known = [("first", "minimax", -1.0, -0.7), ("random", "random", -0.4, 0.4)]
     for name, opponent, low, high in known:
-        out = tmp_path / name
         words = f"tictactoe --baseline {name} --opponent {opponent} --games 60"
-        assert main([*words.split(), "--oracle-option", "kind=minimax", *to(out)]) == 0
-        measures = result(out)["overall"]["measures"]
+        words += f" --oracle-option kind=minimax --out {tmp_path / name}"
+        assert main(words.split()) == 0
+        measures = result(tmp_path / name)["overall"]["measures"]
         assert low <= measures["return"]["mean"] <= high
         assert measures["valid"]["mean"] == 1.0
         assert measures["return_first"]["n"] == measures["return_second"]["n"] == 30
@@ -216,7 +221,7 @@ def test_players_without_a_model_have_their_known_strength(tmp_path: Path) -> No
         ("sokoban", "random", None, "success"),
     ],
 )
-def test_a_player_without_a_model_chooses_among_the_replies_that_an_environment_lists(
+def test_a_player_without_a_model_chooses_among_listed_replies(
     tmp_path: Path, environment: str, name: str, turns: float | None, headline: str
 ) -> None:
     assert main([environment, "--baseline", name, "--games", "6", "--out", str(tmp_path)]) == 0
@@ -228,18 +233,15 @@ def test_a_player_without_a_model_chooses_among_the_replies_that_an_environment_
 
 
 def test_the_default_opponent_is_a_search_of_the_simulations_asked_for(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    words = "tictactoe --baseline random --games 6 --simulations 50 --no-oracle"
-    assert main([*words.split(), *to(out)]) == 0
-    found = result(out)
+    words = f"tictactoe --baseline random --games 6 --simulations 50 --no-oracle --out {tmp_path}"
+    assert main(words.split()) == 0
+    found = result(tmp_path)
     assert found["settings"]["opponents"] == {"tictactoe_mcts": {"simulations": 50}}
     assert "oracle" not in found["overall"]["measures"]
 
 
 @pytest.mark.parametrize("partner", ["policy", "chat"])
-def test_conversations_are_measured_with_either_partner_and_either_judge(
-    tmp_path: Path, partner: str
-) -> None:
+def test_conversations_have_either_partner_and_either_judge(tmp_path: Path, partner: str) -> None:
     asked: list[dict[str, Any]] = []
 
     async def reply(request: web.Request) -> web.Response:
@@ -250,16 +252,15 @@ def test_conversations_are_measured_with_either_partner_and_either_judge(
             return chat(json.dumps({"agent_1": scores, "agent_2": scores}))
         return chat(json.dumps({"action_type": "speak", "argument": "9 percent, and Friday."}))
 
-    out = tmp_path / "out"
     with served(reply) as url:
         words = f"sotopia --endpoint {url} --endpoint-model m --games 4 --option turns=4"
-        command = [*words.split(), "--option", f"partner={partner}", *to(out)]
+        command = f"{words} --option partner={partner} --out {tmp_path}".split()
         if partner == "chat":
             endpoint = f'endpoint={{url="{url}", model="partner"}}'
             command += ["--speaker-option", endpoint, "--option", "judge=sotopia"]
             command += ["--oracle-option", endpoint]
         assert main(command) == 0
-    measures = result(out)["overall"]["measures"]
+    measures = result(tmp_path)["overall"]["measures"]
     assert measures["valid"]["mean"] == 1 and measures["turns"]["mean"] == 2
     if partner == "chat":
         assert set(DIMENSIONS) < set(measures) and measures["goal"]["mean"] == 0
@@ -269,31 +270,25 @@ def test_conversations_are_measured_with_either_partner_and_either_judge(
         assert measures["goal"]["mean"] == 5
 
 
-# ----------------------------------------------------------------------------------------------
-# endpoints
-
-
 @pytest.mark.second
 def test_an_endpoint_plays_and_a_limit_is_waited_for(tmp_path: Path) -> None:
     limit = web.Response(status=429, headers={"Retry-After": "0.01"})
-    legal = Legal(lambda number: limit if number == 2 else None)
-    with served(legal) as url:
+    player = Player(legal, lambda number: limit if number == 2 else None)
+    with served(player) as url:
         field = ("--endpoint-field", "reasoning_effort=low")
-        assert main(at_endpoint(url, tmp_path / "out", *field)) == 0
-    found = result(tmp_path / "out")
+        assert main(at_endpoint(url, tmp_path, *field)) == 0
+    found = result(tmp_path)
     assert found["overall"]["measures"]["valid"]["mean"] == 1.0
     assert found["engine"]["retries"] == 1
-    assert found["generated_tokens"] == 5 * (legal.requests - 1)
-    first = legal.seen[0]
+    assert found["generated_tokens"] == 5 * (player.requests - 1)
+    first = player.seen[0]
     assert (first["model"], first["temperature"], first["stop"]) == ("m", 0.0, ["</action>"])
     assert first["reasoning_effort"] == "low"
     assert SPLIT not in first["messages"][0]["content"]
 
 
 @pytest.mark.second
-def test_an_endpoint_that_fails_for_good_ends_with_its_url_its_status_and_what_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_endpoint_that_fails_is_named(tmp_path: Path, said: Said, monkeypatch: Patch) -> None:
     monkeypatch.setenv("TEST_PLAYER_KEY", "s3cret")
 
     async def broken(request: web.Request) -> web.Response:
@@ -302,13 +297,11 @@ def test_an_endpoint_that_fails_for_good_ends_with_its_url_its_status_and_what_t
 
     with served(broken) as url:
         words = "--attempts 2 --api-key-env TEST_PLAYER_KEY"
-        assert main(at_endpoint(url, tmp_path / "out", *words.split())) == 1
-    said = capsys.readouterr().err
-    assert f"{url}/chat/completions: HTTP 500: out of memory" in said
-    assert "2 attempts" in said
-    assert "go on with: coppice evaluate tictactoe" in said
-    assert "s3cret" not in said
-    for path in (tmp_path / "out").iterdir():
+        told = said(main, *at_endpoint(url, tmp_path, *words.split()), status=1)
+    assert f"{url}/chat/completions: HTTP 500: out of memory" in told
+    assert "2 attempts" in told and "go on with: coppice evaluate tictactoe" in told
+    assert "s3cret" not in told
+    for path in tmp_path.iterdir():
         assert b"s3cret" not in path.read_bytes(), path
 
 
@@ -352,30 +345,18 @@ def test_an_endpoint_gets_pictures_as_data_urls() -> None:
     assert base64.b64decode(body) == squares(3)
 
 
-# ----------------------------------------------------------------------------------------------
-# interruptions
+FIRST = "tictactoe --baseline first --opponent random --games 2"
 
 
 @pytest.mark.second
 @pytest.mark.parametrize("opponent", ["random", "minimax"])
-def test_an_interrupted_evaluation_goes_on_to_the_result_of_an_uninterrupted_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], opponent: str
-) -> None:
-    never = asyncio.Event()
-
-    def interrupt(number: int) -> web.Response | asyncio.Event | None:
-        if number == 14:
-            os.kill(os.getpid(), signal.SIGINT)
-            return never  # a reply might come before the interruption is noticed, and be kept
-        return web.Response(status=500) if number == 25 else None
-
-    whole_run, parts = Legal(), Legal(interrupt)
+def test_an_interruption_changes_no_result(tmp_path: Path, said: Said, opponent: str) -> None:
+    whole_run, parts = Player(legal), Player(legal, interrupting(14, failing=25))
     with served(whole_run) as url:
         assert main(at_endpoint(url, tmp_path / "whole", opponent=opponent)) == 0
     with served(parts) as url:
         command = at_endpoint(url, tmp_path / "parts", "--attempts", "1", opponent=opponent)
-        assert main(command) == 130
-        assert "stopped; go on with: coppice evaluate tictactoe" in capsys.readouterr().err
+        assert "stopped; go on with: coppice evaluate" in said(main, *command, status=130)
         assert any(status == "growing" for _, _, status, _ in played(tmp_path / "parts"))
         assert main(command) == 1, "the server failed"
         assert main(command) == 0
@@ -385,28 +366,21 @@ def test_an_interrupted_evaluation_goes_on_to_the_result_of_an_uninterrupted_one
     assert parts.requests == whole_run.requests + 2, "no answer that was kept was asked for again"
 
 
-def test_other_settings_are_refused_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = "tictactoe --baseline first --opponent random --games 2"
-    command = [*words.split(), *to(tmp_path / "o")]
-    assert main(command) == 0
-    assert main([*command, "--games", "3"]) == 2
-    assert "was begun with games = 2, now it is 3" in capsys.readouterr().err
-    assert main([*command, "--concurrency", "3"]) == 0
+def test_other_settings_are_refused_by_name(tmp_path: Path, said: Said, refused: Said) -> None:
+    command = f"{FIRST} --out {tmp_path / 'o'}".split()
+    said(main, *command)
+    assert "was begun with games = 2, now it is 3" in refused(main, *command, "--games", "3")
+    said(main, *command, "--concurrency", "3")
 
 
-def test_a_full_disk_neither_harms_a_folder_nor_ends_in_a_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write = Path.write_bytes
+def test_a_full_disk_harms_no_folder(tmp_path: Path, monkeypatch: Patch, said: Said) -> None:
+    write, out = Path.write_bytes, tmp_path / "new"
 
     def full(path: Path, content: bytes) -> int:
         write(path, content[:3])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    out = tmp_path / "new"
-    command = [*"tictactoe --baseline first --opponent random --games 2 --out".split(), str(out)]
+    command = f"{FIRST} --out {out}".split()
     with monkeypatch.context() as disk:
         disk.setattr(Path, "write_bytes", full)
         assert main(command) == 2
@@ -415,10 +389,8 @@ def test_a_full_disk_neither_harms_a_folder_nor_ends_in_a_traceback(
     assert main(command) == 0, "what a dead process left of its settings is no other evaluation"
     with monkeypatch.context() as disk:
         disk.setattr(Path, "write_bytes", full)
-        capsys.readouterr()
-        assert main(command) == 1, "only the result is written again, not the settings"
         kept = "No space left on device\nwhat was played is kept; go on with: "
-        assert kept in capsys.readouterr().err
+        assert kept in said(main, *command, status=1), "only the result is written again"
     assert result(out)["overall"]["games"] == 2, "the result of before is whole"
 
 
@@ -455,13 +427,11 @@ def test_torn_files_are_mended_or_named(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_measured_is_said_in_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
+    tmp_path: Path, refused: Said, arguments: str, message: str
 ) -> None:
-    assert main([*arguments.split(), "--baseline", "first", "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
-    assert not (tmp_path / "out").exists()
+    out = tmp_path / "out"
+    assert message in refused(main, *arguments.split(), "--baseline", "first", "--out", out)
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(
@@ -475,9 +445,7 @@ def test_what_cannot_be_measured_is_said_in_a_line(
     ],
 )
 def test_a_player_that_is_not_there_is_said_in_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-    arguments: str, message: str,
-) -> None:  # fmt: skip
+    tmp_path: Path, refused: Said, monkeypatch: Patch, arguments: str, message: str
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert main(["tictactoe", *arguments.split(), "--out", str(tmp_path / "out")]) == 2
-    assert message in capsys.readouterr().err
+    assert message in refused(main, "tictactoe", *arguments.split(), "--out", tmp_path / "out")

@@ -1,14 +1,11 @@
 """coppice evaluate qa: scorers, sets, cached retrieval, the table, and whole evaluations."""
 
-import asyncio
 import json
 import math
 import os
 import shutil
-import signal
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,23 +15,30 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from coppice.actors.config import ActorProcess, ActorsConfig
 from coppice.actors.environments.task_files import load_tasks
-from coppice.judges.retriever.hot import HotQueries
-from coppice.scheduler.config import SchedulerConfig, SchedulerProcess
+from coppice.judges.retriever.index import IndexManifest
+from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.evaluation.evaluation import Estimate
 from coppice.scheduler.growth.tasks import held_out
 from coppice.scheduler.growth.tree import Tree
 from coppice.tools import evaluating
 from coppice.tools.evaluating.examination import SampleMean
 from coppice.tools.evaluating.qa.evaluation import QaTable, TableSettings, macro, notes
-from coppice.tools.evaluating.qa.retrieval import CachedRetrieval
+from coppice.tools.evaluating.qa.retrieval import CachedRetrieval, opening_of
 from coppice.tools.evaluating.qa.scoring import score
 from coppice.tools.evaluating.qa.sets import HUB, PAPER, read_sets, subset
 from coppice.tools.inspecting.dump import main as dump
-from coppice.wire.messages import Passage, RetrieveRequest
+from coppice.wire.messages import RetrieveRequest
 from coppice.wire.published import Manifest
-from tests.tools.evaluating.test_evaluate import chat, played, result, served
+from tests.tools.evaluating.test_evaluate import (
+    Player,
+    interrupting,
+    played,
+    result,
+    run_folder,
+    served,
+)
+from tests.tools.said import Patch, Said
 
 TOKENS = np.arange(3, dtype=np.int32)
 
@@ -52,10 +56,6 @@ def grown(*parts: tuple[str, str], prompt: str = "Question: who?", forced: bool 
         which: Any = kind
         node = tree.add(node, which, TOKENS, text, chosen=True, forced=forced and last)
     return tree
-
-
-# ----------------------------------------------------------------------------------------------
-# scorers
 
 
 @pytest.mark.parametrize(
@@ -127,10 +127,6 @@ def test_the_macro_mean_is_of_sets_and_its_interval_of_theirs() -> None:
     assert macro([sets[0], {}]) == {}, "a measure that one set lacks has no mean"
 
 
-# ----------------------------------------------------------------------------------------------
-# sets
-
-
 def write(path: Path, golds: dict[str, str], **more: Any) -> Path:
     rows = [{"id": q, "question": q, "golden_answers": [a], **more} for q, a in golds.items()]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -175,9 +171,7 @@ def test_the_built_in_questions_are_two_sets_by_hops(tmp_path: Path) -> None:
     assert found == {"one_hop": ["a", "b"], "two_hop": ["c"]}
 
 
-def test_a_set_of_the_hub_is_its_test_split_else_dev_else_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_set_of_the_hub_is_its_test_split_else_dev(tmp_path: Path, monkeypatch: Patch) -> None:
     """Against a stand-in for the hub: no test here reaches the real one."""
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError
@@ -203,9 +197,7 @@ def test_a_set_of_the_hub_is_its_test_split_else_dev_else_train(
         read_sets([f"x={HUB}/nosuch"], None, 0)
 
 
-def test_a_plain_set_of_the_hub_is_its_test_split_else_dev_else_train(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_plain_set_of_the_hub_is_its_test_split_else_train(monkeypatch: Patch) -> None:
     def load(name: str, split: str) -> list[dict[str, Any]]:
         return [{"id": split, "question": f"{name}?", "golden_answers": ["a"]}]
 
@@ -222,71 +214,52 @@ def test_a_plain_set_of_the_hub_is_its_test_split_else_dev_else_train(
         read_sets(["x=owner/name"], None, 0)
 
 
-# ----------------------------------------------------------------------------------------------
-# cached retrieval
-
-
 class Books:
-    """A backend that notes what it is asked."""
+    """A retrieval server that notes what it is asked. option: names it."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, int]] = []
-        self.opened = self.closed = 0
+        self.option: tuple[str, str]
 
-    async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        self.asked += [(query, topk) for query in queries]
-        rows = range(topk)
-        return [[Passage(f"{q}-{i}", "T", f"{q} {i}", 1 / (i + 1)) for i in rows] for q in queries]
+    async def __call__(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.asked += [(query, body["topk"]) for query in body["queries"]]
+        found = [
+            [
+                {"document": {"id": f"{query}-{i}", "contents": f'"T"\n{query} {i}'}, "score": 1.0}
+                for i in range(body["topk"])
+            ]
+            for query in body["queries"]
+        ]
+        return web.json_response({"result": found})
 
-    @asynccontextmanager
-    async def opening(self) -> AsyncIterator[HotQueries]:
-        self.opened += 1
-        yield HotQueries(self, 0, at_once=64)
-        self.closed += 1
+
+@pytest.fixture
+def books() -> Iterator[Books]:
+    made = Books()
+    with served(made) as url:
+        made.option = ("--retriever", url)
+        yield made
 
 
-async def test_a_query_is_asked_once_by_retriever_and_topk_and_across_sessions(
-    tmp_path: Path,
-) -> None:
-    books, file = Books(), tmp_path / "cache.sqlite"
+async def test_a_query_is_asked_once_by_retriever_and_topk(tmp_path: Path, books: Books) -> None:
     for identity, topk in (("a", 2), ("a", 2), ("a", 3), ("b", 2)):
-        cached = CachedRetrieval(file, identity, books.opening)
+        opening = opening_of(books.option[1], 1)
+        cached = CachedRetrieval(tmp_path / "cache.sqlite", identity, opening)
         for _ in range(2):
             (found,) = (await cached.handle(RetrieveRequest(["q"], topk))).passages
             assert [p.id for p in found] == [f"q-{i}" for i in range(topk)]
         await cached.close()
     assert books.asked == [("q", 2), ("q", 3), ("q", 2)]
-    assert (books.opened, books.closed) == (3, 3), "a backend is opened when it is needed"
 
 
-# ----------------------------------------------------------------------------------------------
-# whole evaluations
-
-
-class Scholar:
-    """Searches for the question, then answers with its last word. before: what happens at each
-    request, by its number; an event is waited for first."""
-
-    def __init__(
-        self, before: Callable[[int], web.Response | asyncio.Event | None] = lambda number: None
-    ):
-        self.before, self.requests = before, 0
-        self.seen: list[dict[str, Any]] = []
-
-    async def __call__(self, request: web.Request) -> web.Response:
-        self.requests += 1
-        answer = self.before(self.requests)
-        if isinstance(answer, asyncio.Event):
-            await answer.wait()
-        elif answer is not None:
-            return answer
-        self.seen.append(await request.json())
-        messages = self.seen[-1]["messages"]
-        word = messages[0]["content"].split("Question: ")[1].split("?")[0].split()[-1]
-        if "</search>" in self.seen[-1]["stop"] and len(messages) == 1:
-            # the protocol cuts the stop string off
-            return chat(f"<think>look</think><search>{word}")
-        return chat(f"<think>so</think><answer>{word}")
+def scholar(request: Any) -> str:
+    """Searches for the question, then answers with its last word; the protocol cuts the stop string
+    off."""
+    messages = request["messages"]
+    word = messages[0]["content"].split("Question: ")[1].split("?")[0].split()[-1]
+    searches = "</search>" in request["stop"] and len(messages) == 1
+    return f"<think>k</think><search>{word}" if searches else f"<think>k</think><answer>{word}"
 
 
 def questions(folder: Path) -> list[str]:
@@ -301,34 +274,15 @@ def at_endpoint(url: str, folder: Path, out: Path, *more: str) -> list[str]:
     return [*questions(folder), *words.split(), "--out", str(out), *more]
 
 
-@pytest.fixture
-def retriever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Books:
-    """Books behind every --retriever."""
-    books = Books()
-    monkeypatch.setattr(
-        "coppice.tools.evaluating.qa.evaluation.opening_of",
-        lambda retriever, threads: books.opening,
-    )
-    return books
-
-
-BOOKS = ("--retriever", "http://books")
-
-
-def test_a_table_has_rows_of_methods_columns_of_sets_and_the_macro_mean(
-    tmp_path: Path, retriever: Books, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_has_methods_sets_and_their_means(tmp_path: Path, books: Books, said: Said) -> None:
     out = tmp_path / "out"
-    with served(Scholar()) as url:
-        command = at_endpoint(url, tmp_path, out, *BOOKS, "--method", "search,direct,rag")
-        assert main(command) == 0
-        said = capsys.readouterr().out
-        assert main([*command, "--json"]) == 0
+    with served(Player(scholar)) as url:
+        command = at_endpoint(url, tmp_path, out, *books.option, "--method", "search,direct,rag")
+        shown, again = said(main, *command), said(main, *command, "--json")
     found = result(out)
-    again = json.loads(capsys.readouterr().out)
-    assert again == found, "a finished evaluation is only reported again"
+    assert json.loads(again) == found, "a finished evaluation is only reported again"
     lines = (out / "table.md").read_text().splitlines()
-    assert said.startswith("\n".join(lines))
+    assert shown.startswith("\n".join(lines))
     assert lines[0] == "| method | model | easy (6) | hard (4) | mean |"
     heads = [line.split(" | ")[:2] for line in lines[2:5]]
     assert heads == [["| search", "m"], ["| direct", "m"], ["| rag", "m"]]
@@ -343,54 +297,39 @@ def test_a_table_has_rows_of_methods_columns_of_sets_and_the_macro_mean(
     assert "response_tokens" not in row["sets"]["easy"], "an endpoint's journal holds bytes"
     assert row["generated_tokens"] == 5 * 20
     assert (row["queries"], row["hits"]) == (10, 4), "both sets ask for w0 to w3"
-    assert dump([str(out / "rag.m"), "--heldout", "--all", "--json"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 10
+    assert len(said(dump, out / "rag.m", "--heldout", "--all", "--json").splitlines()) == 10
 
 
-def test_an_endpoint_is_asked_in_turns_and_a_forced_answer_in_words(
-    tmp_path: Path, retriever: Books
-) -> None:
-    seen: list[list[dict[str, str]]] = []
+def test_an_endpoint_is_asked_in_turns_and_then_in_words(tmp_path: Path, books: Books) -> None:
+    def undecided(request: Any) -> str:
+        last = "No steps are left" in request["messages"][-1]["content"]
+        return "<answer>w0" if last else "<think>hm</think><search>more"
 
-    async def undecided(request: web.Request) -> web.Response:
-        seen.append((await request.json())["messages"])
-        asked = seen[-1][-1]["content"]
-        last = "No steps are left" in asked
-        return chat("<answer>w0" if last else "<think>hm</think><search>more")
-
-    with served(undecided) as url:
-        out, words = tmp_path / "out", "--questions 1 --budget 2"
-        assert main(at_endpoint(url, tmp_path, out, *BOOKS, *words.split())) == 0
-    roles = ["user", "assistant", "user", "assistant", "user"]
-    assert [m["role"] for m in seen[2]] == roles
-    assert seen[2][1]["content"] == "<think>hm</think><search>more</search>"
-    assert "Doc 1(Title: T) more 0" in seen[2][2]["content"]
-    assert not seen[2][-1]["content"].endswith("<answer>")
+    player, out = Player(undecided), tmp_path / "out"
+    with served(player) as url:
+        words = "--questions 1 --budget 2".split()
+        assert main(at_endpoint(url, tmp_path, out, *books.option, *words)) == 0
+    third = player.seen[2]["messages"]
+    assert [m["role"] for m in third] == ["user", "assistant", "user", "assistant", "user"]
+    assert third[1]["content"] == "<think>hm</think><search>more</search>"
+    assert "Doc 1(Title: T) more 0" in third[2]["content"]
+    assert not third[-1]["content"].endswith("<answer>")
     (last,) = [nodes[-1] for i, _, _, nodes in played(out / "search.m") if i == 0]
     assert last[1] == "w0</answer>", "the opening that the journal holds already is not there twice"
 
 
 @pytest.mark.parametrize("method", ["search", "rag"])
-def test_an_interrupted_evaluation_goes_on_to_the_result_of_an_uninterrupted_one(
-    tmp_path: Path, retriever: Books, capsys: pytest.CaptureFixture[str], method: str
+def test_an_interruption_changes_no_result(
+    tmp_path: Path, books: Books, said: Said, method: str
 ) -> None:
-    never = asyncio.Event()
-
-    def interrupt(number: int) -> web.Response | asyncio.Event | None:
-        if number == 4:
-            os.kill(os.getpid(), signal.SIGINT)
-            return never
-        return web.Response(status=500) if number == 9 else None
-
-    whole, parts = Scholar(), Scholar(interrupt)
-    more = [*BOOKS, "--method", method]
+    whole, parts = Player(scholar), Player(scholar, interrupting(4, failing=9))
+    more = [*books.option, "--method", method]
     with served(whole) as url:
         assert main(at_endpoint(url, tmp_path, tmp_path / "whole", *more)) == 0
-    asked = len(retriever.asked)
+    asked = len(books.asked)
     with served(parts) as url:
-        command = at_endpoint(url, tmp_path, tmp_path / "parts", *more, "--attempts", "1")
-        assert main(command) == 130
-        assert "go on with: coppice evaluate qa" in capsys.readouterr().err
+        command = at_endpoint(url, tmp_path, tmp_path / "parts", *more)
+        assert "go on with: coppice evaluate qa" in said(main, *command, status=130)
         assert main(command) == 1, "the server failed"
         assert main(command) == 0
     first, second = (played(tmp_path / name / f"{method}.m") for name in ("whole", "parts"))
@@ -398,19 +337,17 @@ def test_an_interrupted_evaluation_goes_on_to_the_result_of_an_uninterrupted_one
     one, other = result(tmp_path / "whole")["rows"][0], result(tmp_path / "parts")["rows"][0]
     assert (one["sets"], one["macro"]) == (other["sets"], other["macro"])
     assert parts.requests == whole.requests + 2, "no answer that was kept was asked for again"
-    assert len(retriever.asked) == 2 * asked, "nor was a search"
+    assert len(books.asked) == 2 * asked, "nor was a search"
 
 
-def test_rows_are_added_to_a_table_and_other_settings_refused_by_name(
-    tmp_path: Path, retriever: Books, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out, scholar = tmp_path / "out", Scholar()
-    with served(scholar) as url:
-        command = at_endpoint(url, tmp_path, out, *BOOKS, "--method")
+def test_rows_are_added_but_of_the_same_table(tmp_path: Path, books: Books, refused: Said) -> None:
+    out, player = tmp_path / "out", Player(scholar)
+    with served(player) as url:
+        command = at_endpoint(url, tmp_path, out, *books.option, "--method")
         assert main([*command, "direct"]) == 0
-        before = scholar.requests
+        before = player.requests
         assert main([*command, "rag"]) == 0
-        assert scholar.requests == before + 10
+        assert player.requests == before + 10
         assert [row["name"] for row in result(out)["rows"]] == ["direct.m", "rag.m"]
         for more, message in (
             (["rag", "--questions", "3"], "was begun with sets ="),
@@ -418,53 +355,47 @@ def test_rows_are_added_to_a_table_and_other_settings_refused_by_name(
             (["rag", "--max-tokens", "7"], "rag.m was begun with max_tokens = 500, now it is 7"),
             (["cot,direct,rag", "--topk", "7"], "direct.m was begun with how ="),
         ):
-            assert main([*command, *more]) == 2
-            assert message in capsys.readouterr().err
+            assert message in refused(main, *command, *more)
             assert not (out / "cot.m").exists(), "a refused command leaves nothing behind"
         assert main([*command, "rag", "--concurrency", "3"]) == 0
-        assert scholar.requests == before + 10
+        assert player.requests == before + 10
 
 
-def test_a_question_that_fits_no_context_scores_zero_and_is_listed(
-    tmp_path: Path, retriever: Books, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refused(number: int) -> web.Response | None:
+def test_a_question_that_fits_no_context_scores_zero(tmp_path: Path, said: Said) -> None:
+    def too_long(number: int) -> web.Response | None:
         long = web.Response(status=400, text="context length exceeded")
         return long if number in (3, 9) else None
 
-    with served(Scholar(refused)) as url:
-        assert main(at_endpoint(url, tmp_path, tmp_path / "out", "--method", "direct")) == 0
+    with served(Player(scholar, too_long)) as url:
+        told = said(main, *at_endpoint(url, tmp_path, tmp_path / "out", "--method", "direct"))
     row = result(tmp_path / "out")["rows"][0]
     assert row["sets"]["easy"]["em"]["mean"] == pytest.approx(5 / 6)
     assert row["sets"]["easy"]["em"]["n"] == 6
     failed = list(row["failed"])
     assert failed == ["easy/what is w2", "hard/what is w2"], "an id of two sets is two questions"
     assert "context length exceeded" in row["failed"]["easy/what is w2"]
-    assert "not finished, scored 0: easy/what is w2" in capsys.readouterr().out
+    assert "not finished, scored 0: easy/what is w2" in told
 
 
-def test_a_row_of_which_nothing_could_be_answered_is_no_row(
-    tmp_path: Path, retriever: Books, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refused(number: int) -> web.Response | None:
+def test_a_row_of_which_nothing_could_be_answered_is_no_row(tmp_path: Path, said: Said) -> None:
+    def bad(number: int) -> web.Response | None:
         return web.Response(status=400, text="no such field") if number < 5 else None
 
-    with served(Scholar(refused)) as url:
-        words = "--method direct --questions 2"
-        command = at_endpoint(url, tmp_path, tmp_path / "out", *words.split())
-        assert main(command) == 1
+    with served(Player(scholar, bad)) as url:
+        words = "--method direct --questions 2".split()
+        command = at_endpoint(url, tmp_path, tmp_path / "out", *words)
         told = "direct.m: no questions could be answered; the first reason: "
-        assert told in capsys.readouterr().err
+        assert told in said(main, *command, status=1)
         assert not (tmp_path / "out" / "result.json").exists()
         assert main(command) == 0, "it goes on once they can"
 
 
-def test_a_finished_row_stays_in_the_table_when_a_later_one_fails_or_the_table_is_torn(
-    tmp_path: Path, retriever: Books, capsys: pytest.CaptureFixture[str]
+def test_a_finished_row_stays_in_the_table(
+    tmp_path: Path, books: Books, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    with served(Scholar(lambda number: web.Response(status=500) if number == 13 else None)) as url:
-        command = at_endpoint(url, tmp_path, out, *BOOKS, "--method")
+    with served(Player(scholar, interrupting(0, failing=13))) as url:
+        command = at_endpoint(url, tmp_path, out, *books.option, "--method")
         assert main([*command, "rag,direct"]) == 1
         assert [row["name"] for row in result(out)["rows"]] == ["rag.m"]
         assert "| rag | m |" in (out / "table.md").read_text()
@@ -481,27 +412,20 @@ def test_a_finished_row_stays_in_the_table_when_a_later_one_fails_or_the_table_i
     assert tokens == [50, 50], "no session was lost"
 
 
-def test_a_set_may_have_a_budget_of_its_own(
-    tmp_path: Path, retriever: Books, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async def undecided(request: web.Request) -> web.Response:
-        return chat("<think>hm</think><search>more")
-
-    with served(undecided) as url:
-        words = [*BOOKS, "--questions", "1", "--budget"]
+def test_a_set_may_have_a_budget_of_its_own(tmp_path: Path, books: Books, refused: Said) -> None:
+    with served(Player(lambda request: "<think>hm</think><search>more")) as url:
+        words = [*books.option, "--questions", "1", "--budget"]
         command = at_endpoint(url, tmp_path, tmp_path / "out", *words)
         assert main([*command, "2", "--budget", "hard=3"]) == 0
         row = result(tmp_path / "out")["rows"][0]
         assert [row["sets"][name]["searches"]["mean"] for name in ("easy", "hard")] == [2, 3]
         assert (row["settings"]["how"]["budget"], row["settings"]["budgets"]) == (2, {"hard": 3})
-        assert main([*command, "2"]) == 2
-        assert "begun with budgets = {'hard': 3}" in capsys.readouterr().err
-        assert main([*command, "nq=3"]) == 2
-        assert "expected a set of this table, easy, hard" in capsys.readouterr().err
+        assert "begun with budgets = {'hard': 3}" in refused(main, *command, "2")
+        assert "expected a set of this table, easy, hard" in refused(main, *command, "nq=3")
 
 
-def test_other_weights_under_the_same_path_are_refused(
-    llama: Path, tmp_path: Path, retriever: Books, capsys: pytest.CaptureFixture[str]
+def test_other_weights_of_the_same_path_are_refused(
+    llama: Path, tmp_path: Path, refused: Said
 ) -> None:
     model = Path(shutil.copytree(llama, tmp_path / "model"))
     words = "--questions 1 --max-tokens 3 --method direct --model"
@@ -513,58 +437,36 @@ def test_other_weights_under_the_same_path_are_refused(
     for file in model.glob("*.safetensors"):
         content = file.read_bytes()
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    capsys.readouterr()
-    assert main(command) == 2
-    assert "direct.model was begun with weights =" in capsys.readouterr().err
+    assert "direct.model was begun with weights =" in refused(main, *command)
 
 
-def test_a_cache_that_is_none_and_an_index_that_cannot_be_loaded_are_said_before_any_question(
-    tmp_path: Path,
-    retriever: Books,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    scholar, notes = Scholar(), tmp_path / "notes.txt"
+def test_no_question_is_asked_with_a_broken_cache_or_index(tmp_path: Path, refused: Said) -> None:
+    player, notes, index = Player(scholar), tmp_path / "notes.txt", tmp_path / "index"
     notes.write_text("no database " * 100)
-
-    def no_encoder() -> Any:
-        raise OSError("no/encoder is not a local folder")
-
-    with served(scholar) as url:
-        command = at_endpoint(url, tmp_path, tmp_path / "out", *BOOKS, "--method", "direct,rag")
-        assert main([*command, "--cache", str(notes)]) == 2
-        assert "notes.txt is no file of found passages" in capsys.readouterr().err
-        monkeypatch.setattr(
-            "coppice.tools.evaluating.qa.evaluation.opening_of",
-            lambda retriever, threads: no_encoder,
-        )
-        assert main(command) == 2
-        assert "--retriever: no/encoder is not a local folder" in capsys.readouterr().err
-    assert scholar.requests == 0
+    index.mkdir()
+    manifest = IndexManifest("./no/encoder", 4, 1, "0")
+    (index / "manifest.json").write_bytes(msgspec.json.encode(manifest))
+    with served(player) as url:
+        command = at_endpoint(url, tmp_path, tmp_path / "out", "--method", "direct,rag")
+        command += ["--retriever", str(index)]
+        assert "notes.txt is no file of" in refused(main, *command, "--cache", notes)
+        told = refused(main, *command)
+        assert "--retriever: " in told and "no/encoder" in told
+    assert player.requests == 0
 
 
-def run_folder(folder: Path, model: Path, strategy: str) -> Path:
-    (folder / "processes").mkdir(parents=True)
+def searching_run(folder: Path, model: Path, strategy: str) -> Path:
     settings = SchedulerConfig(strategy=strategy, budget=2, max_action_tokens=5)
-    actor = ActorProcess("actor-0", str(folder), 0, str(model), ActorsConfig(max_context=1024))
-    options = {"prompt": "short", "topk": 1}
-    scheduler = SchedulerProcess(
-        "s", str(folder), 0, str(model), "search_qa", options, "", "", 1, [], 6, settings
-    )
-    for name, process in (("actor-0", actor), ("scheduler", scheduler)):
-        (folder / "processes" / f"{name}.json").write_bytes(msgspec.json.encode(process))
-    return folder
+    return run_folder(folder, model, "search_qa", {"prompt": "short", "topk": 1}, settings)
 
 
 @pytest.mark.slow
-def test_a_tiny_model_and_runs_with_their_own_settings_are_measured(
-    llama: Path, tmp_path: Path, retriever: Books
-) -> None:
-    chain, ppr = (run_folder(tmp_path / name, llama, name) for name in ("slate", "ppr"))
+def test_runs_are_measured_with_their_settings(llama: Path, tmp_path: Path, books: Books) -> None:
+    chain, ppr = (searching_run(tmp_path / name, llama, name) for name in ("slate", "ppr"))
     out = tmp_path / "out"
     players = ["--run", str(chain), "--run", str(ppr), "--model", str(llama)]
     command = [*questions(tmp_path), "--questions", "2", *players]
-    assert main([*command, *BOOKS, "--out", str(out), "--method", "search"]) == 0
+    assert main([*command, *books.option, "--out", str(out), "--method", "search"]) == 0
     rows = {row["name"]: row for row in result(out)["rows"]}
     assert list(rows) == [f"search.{llama.name}", "search.slate-v0", "search.ppr-v0"]
     slate = rows["search.slate-v0"]["settings"]
@@ -595,19 +497,17 @@ def test_a_tiny_model_and_runs_with_their_own_settings_are_measured(
         ("--model smollm2-135m --version 1", "--version has no effect without --run"),
     ],
 )
-def test_what_cannot_be_measured_is_said_in_a_line_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-    arguments: str, message: str,
-) -> None:  # fmt: skip
+def test_what_cannot_be_measured_is_said_at_once(
+    tmp_path: Path, refused: Said, monkeypatch: Patch, arguments: str, message: str
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     player = ["--endpoint", "http://localhost/v1", "--endpoint-model", "m"]
     given = [part for a in arguments.split() for part in (player if a == "P" else [a])]
-    own = [] if "--retriever" in given or "cot" in given or "direct" in given else list(BOOKS)
-    assert main([*given, *questions(tmp_path), *own, "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
-    assert not (tmp_path / "out").exists()
+    if not {"--retriever", "cot", "direct"} & set(given):
+        given += ["--retriever", "http://books"]
+    out = tmp_path / "out"
+    assert message in refused(main, *given, *questions(tmp_path), "--out", out)
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(
@@ -620,9 +520,9 @@ def test_what_cannot_be_measured_is_said_in_a_line_before_anything_starts(
     ],
 )
 def test_a_file_of_a_run_that_is_torn_or_missing_is_named(
-    tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str], file: str, content: str | None
+    tmp_path: Path, llama: Path, refused: Said, file: str, content: str | None
 ) -> None:
-    folder = run_folder(tmp_path / "run", llama, "chain")
+    folder = searching_run(tmp_path / "run", llama, "chain")
     (folder / "weights" / "v000001").mkdir(parents=True)
     Manifest(1, "full", "d").write(folder / "weights" / "v000001")
     if content is not None:
@@ -630,9 +530,6 @@ def test_a_file_of_a_run_that_is_torn_or_missing_is_named(
     else:
         (folder / file).unlink()
     out = tmp_path / "out"
-    assert main(["--run", str(folder), *questions(tmp_path), "--out", str(out)]) == 2
-    said = capsys.readouterr().err
-    assert file.removeprefix("processes/") in said
-    assert "expected" in said
-    assert said.count("\n") == 1
+    told = refused(main, "--run", folder, *questions(tmp_path), "--out", out)
+    assert file.removeprefix("processes/") in told and "expected" in told
     assert not out.exists()

@@ -42,12 +42,23 @@ Answered = Callable[..., Any]
 QUESTION = "Who wrote {documents} of Rome?"
 
 
+class Noted(EndpointText):
+    """Notes of every prompt whether the model is to think."""
+
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+
+    def prompt(self, messages: Any, thinking: bool = True, tools: Any = ()) -> str:
+        self.asked.append(thinking)
+        return super().prompt(messages, tools=tools)
+
+
 class Scripted:
     """An engine that says its lines one after the other, and a retriever of passages named after
     the query. log: what was asked."""
 
     def __init__(self, *lines: str):
-        self.lines, self.text = list(lines), EndpointText()
+        self.lines, self.text = list(lines), Noted()
         self.log: list[tuple[str, str]] = []
         self.stops: list[list[str]] = []
 
@@ -130,9 +141,7 @@ async def test_rag_searches_for_the_question_then_reads(answered: Answered) -> N
     assert (found["em"], found["searches"]) == (1.0, 1.0)
 
 
-async def test_ircot_searches_with_each_sentence_and_stops_at_the_answer(
-    answered: Answered,
-) -> None:
+async def test_ircot_searches_with_each_sentence_until_the_answer(answered: Answered) -> None:
     lines = ["Rome had historians. Many", "So the answer is: Livy."]
     lines.append("Livy it is. <answer>Livy</answer>")
     services, _, found = await answered("ircot", How(topk=1, budget=4), *lines)
@@ -146,18 +155,14 @@ async def test_ircot_searches_with_each_sentence_and_stops_at_the_answer(
     assert (found["em"], found["searches"]) == (1.0, 2.0)
 
 
-async def test_ircot_ends_when_its_searches_are_used_up_or_nothing_is_said(
-    answered: Answered,
-) -> None:
+async def test_ircot_ends_when_its_searches_are_used_up(answered: Answered) -> None:
     how = How(topk=8, budget=3)
     services, _, _ = await answered("ircot", how, "One.", "Two.", "<answer>x</answer>")
     assert services.searches == [QUESTION, "One.", "Two."]
     assert services.prompts[-1].count("(Title:") == MOST_PASSAGES < 3 * 8
 
 
-async def test_iter_retgen_searches_with_its_last_reply_and_the_question(
-    answered: Answered,
-) -> None:
+async def test_iter_retgen_searches_with_its_reply_and_question(answered: Answered) -> None:
     lines = ("<think>Hm</think>Ovid? <answer>Ovid</answer>", "No. <answer>Livy</answer>")
     services, _, found = await answered("iter_retgen", How(topk=1, budget=2), *lines)
     assert [kind for kind, _ in services.log] == ["search", "say"] * 2
@@ -168,9 +173,7 @@ async def test_iter_retgen_searches_with_its_last_reply_and_the_question(
     assert (found["em"], found["searches"]) == (1.0, 2.0)
 
 
-async def test_search_o1_inserts_what_was_condensed_not_the_passages(
-    answered: Answered,
-) -> None:
+async def test_search_o1_inserts_what_was_condensed_not_the_passages(answered: Answered) -> None:
     lines = ["I must know. <search> historians </search>", "Livy wrote it."]
     lines.append("So <answer>Livy</answer>")
     services, _, found = await answered("search_o1", How(topk=1), *lines)
@@ -186,9 +189,7 @@ async def test_search_o1_inserts_what_was_condensed_not_the_passages(
     assert found["response_tokens"] == sum(map(len, lines))
 
 
-async def test_search_o1_searches_no_query_twice_and_none_beyond_its_budget(
-    answered: Answered,
-) -> None:
+async def test_search_o1_searches_no_query_twice_within_its_budget(answered: Answered) -> None:
     a, b, c = (f"<search>{query}</search>" for query in "abc")
     lines = (a, "found a", a, b, "found b", c, c)
     services, _, found = await answered("search_o1", How(budget=2), *lines)
@@ -206,26 +207,17 @@ async def test_search_o1_ends_when_queries_are_only_repeated(answered: Answered)
 
 
 async def test_what_a_model_thinks_is_neither_a_query_nor_a_finding(
-    answered: Answered, monkeypatch: pytest.MonkeyPatch
+    answered: Answered,
 ) -> None:
-    asked: list[bool] = []
-    plain = EndpointText.prompt
-
-    def prompt(self: EndpointText, messages: Any, thinking: bool = True) -> str:
-        asked.append(thinking)
-        return plain(self, messages)
-
-    monkeypatch.setattr(EndpointText, "prompt", prompt)
     lines = ["\n\n<think>\n\n</think>\n\nRome fell. ", "<think>I wonder. "]
     lines.append("<think>so</think><answer>Livy</answer>")
     services, _, found = await answered("ircot", How(topk=1), *lines)
     assert services.searches == [QUESTION, "Rome fell."]
-    assert (asked, found["em"]) == ([False, False, True], 1.0)
-    asked.clear()
+    assert (services.text.asked, found["em"]) == ([False, False, True], 1.0)
     lines = ("<search>a</search>", "<think>b</think>\n\nLivy.", "end")
     services, _, _ = await answered("search_o1", How(topk=1), *lines)
     assert services.prompts[-1].endswith("<result> Livy. </result>\n")
-    assert asked == [True, False]
+    assert services.text.asked == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -241,9 +233,7 @@ def test_thinking_before_a_reply_is_no_part_of_it(text: str, said: str) -> None:
     assert spoken(text) == said
 
 
-async def test_search_forces_an_answer_after_its_budget_or_not_at_all(
-    answered: Answered,
-) -> None:
+async def test_search_forces_an_answer_after_its_budget_or_not_at_all(answered: Answered) -> None:
     turn = "<think>t</think><search>a</search>"
     how = How(topk=1, budget=2, forced=True)
     services, tree, found = await answered("search", how, turn, turn, "Livy</answer>")
@@ -252,9 +242,7 @@ async def test_search_forces_an_answer_after_its_budget_or_not_at_all(
     assert (found["em"], found["answered"], found["searches"]) == (1.0, 0.0, 2.0)
 
 
-async def test_search_without_force_generates_last_without_a_search(
-    answered: Answered,
-) -> None:
+async def test_search_without_force_generates_last_without_a_search(answered: Answered) -> None:
     turn = "<think>t</think><search>a</search>"
     how = How(topk=1, budget=2, forced=False)
     services, tree, found = await answered("search", how, turn, turn)

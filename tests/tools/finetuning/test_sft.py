@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec import to_builtins
 from transformers import AutoModelForCausalLM
 
 from coppice.actors.environments.base import Task
@@ -40,13 +41,10 @@ from coppice.tools.finetuning.training import read_rows, split
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import JudgedTurn, Judgement
 from tests import tiny
+from tests.tools.said import Patch, Said
 
 QUESTION = "What is the capital of Chad?"
 JUDGEMENT = "Analysis: good.\nScores: <final_score>3,4</final_score>"
-
-
-# ----------------------------------------------------------------------------------------------
-# collecting
 
 
 @pytest.fixture
@@ -82,14 +80,16 @@ def tree_of(number: int, name: str, searches: Sequence[int]) -> Tree:
     """A tree whose trajectories search so often and then answer; the first rightly, the others
     wrongly."""
     tree, nothing = Tree(number, name), np.zeros(1, np.int32)
-    root = tree.add(None, "prompt", nothing, "PROMPT", state=plain(SearchState(QUESTION)))
+    root = tree.add(None, "prompt", nothing, "PROMPT", state=to_builtins(SearchState(QUESTION)))
     for trajectory, count in enumerate(searches):
         state, node = SearchState(QUESTION), root
         for i in range(count):
             node = tree.add(node, "action", nothing, action(i), chosen=True, trajectory=trajectory)
             past = PastStep(f"think {i}", f"query {i}", found(i))
             state = msgspec.structs.replace(state, steps=(*state.steps, past))
-            node = tree.add(node, "observation", nothing, found(i), chosen=True, state=plain(state))
+            node = tree.add(
+                node, "observation", nothing, found(i), chosen=True, state=to_builtins(state)
+            )
         tree.add(root, "action", nothing, "a sibling that was not chosen", trajectory=trajectory)
         scores = {"outcome": float(trajectory == 0)}
         said = "<think> k </think> <answer> a </answer>"
@@ -105,14 +105,8 @@ def found(i: int) -> str:
     return f"\n<information>Doc 1(Title: T{i}) F: v</information>\n"
 
 
-def plain(state: SearchState) -> Any:
-    return msgspec.to_builtins(state)
-
-
-def test_a_trajectory_holds_every_turn_but_the_last_as_a_judge_sees_it(
-    run: Path, tmp_path: Path, capsys: Any
-) -> None:
-    assert main(["collect", str(run), "--out", str(tmp_path / "t.jsonl")]) == 0
+def test_a_trajectory_is_what_a_judge_sees(run: Path, tmp_path: Path, said: Said) -> None:
+    told = said(main, "collect", run, "--out", tmp_path / "t.jsonl")
     first, second = records.read([tmp_path / "t.jsonl"], Trajectory[RecordedStep])
     assert (first.id, first.outcome, len(first.steps)) == ("run-0-0", 1, 1)
     assert (second.id, second.outcome, len(second.steps)) == ("run-0-1", 0, 2)
@@ -128,91 +122,74 @@ def test_a_trajectory_holds_every_turn_but_the_last_as_a_judge_sees_it(
     expected = environment.judged(task, state, environment.read(state, action(1)), 2, 3)
     more = {"observation": found(1), "transcript": action(0) + found(0)}
     assert turn == msgspec.structs.replace(expected, **more)
-    said = capsys.readouterr().out
-    assert "2 trajectories (1 with a correct answer), 3 turns" in said
+    assert "2 trajectories (1 with a correct answer), 3 turns" in told
     for reason in ("1 it has one turn only", "1 the tree is growing", "1 its question is not in"):
-        assert f"skipped: {reason}" in said
+        assert f"skipped: {reason}" in told
 
 
-def test_what_is_no_search_run_is_refused(run: Path, tmp_path: Path, capsys: Any) -> None:
-    out = ["--out", str(tmp_path / "t.jsonl")]
-    assert main(["collect", str(tmp_path), *out]) == 2
-    assert "scheduler.json" in capsys.readouterr().err
+def test_what_is_no_search_run_is_refused(run: Path, tmp_path: Path, refused: Said) -> None:
+    out = ["--out", tmp_path / "t.jsonl"]
+    assert "scheduler.json" in refused(main, "collect", tmp_path, *out)
     twin = shutil.copytree(run, tmp_path / "other" / "run")
-    assert main(["collect", str(run), str(twin), *out]) == 2
-    assert "each with a --prefix" in capsys.readouterr().err
+    assert "each with a --prefix" in refused(main, "collect", run, twin, *out)
     for content in (b"", b"no database " * 100):
         (run / "journal.sqlite").write_bytes(content)
-        assert main(["collect", str(run), *out]) == 2
-        assert "journal.sqlite is no journal of a run" in capsys.readouterr().err
+        assert "journal.sqlite is no journal of a run" in refused(main, "collect", run, *out)
     path = run / "processes" / "scheduler.json"
     game = json.loads(path.read_text()) | {"environment": "tictactoe", "options": {}}
     path.write_text(json.dumps(game))
-    assert main(["collect", str(run), *out]) == 2
-    assert "expected one of search_qa" in capsys.readouterr().err
+    assert "expected one of search_qa" in refused(main, "collect", run, *out)
 
 
-def test_no_command_writes_over_what_it_reads(run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_no_command_writes_over_what_it_reads(run: Path, tmp_path: Path, refused: Said) -> None:
     labelled_file(tmp_path)
     records.write(tmp_path / "t.jsonl", [trajectory("x", 1)])
-    twins = {"link.jsonl": "l.jsonl", "b.report.json": "l.jsonl"}
-    for twin, name in twins.items():
-        (tmp_path / twin).symlink_to(tmp_path / name)
-    names = ("l.jsonl", "t.jsonl", "b.jsonl", "link.jsonl", "b.report.json")
-    l, t, b, link, report = (str(tmp_path / name) for name in names)  # noqa: E741
-    judges = ["--judge-a", "pprm_rules", "--judge-b", "pprm_rules"]
+    t, l, link, report = (  # noqa: E741
+        tmp_path / name for name in ("t.jsonl", "l.jsonl", "link.jsonl", "b.report.json")
+    )
+    link.symlink_to(l)
+    report.symlink_to(l)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    for command, *arguments, message in (
-        (main, "rows", t, l, "--out", l, f"--out {l} would write over {l}"),
-        (main, "rows", l, "--out", link, f"link.jsonl would write over {l}"),
-        (main, "rows", l, "--out", f"{run}/../l.jsonl", f"would write over {l}"),
-        (bench, "build", t, "--exclude", l, "--size", "1", "--out", l, f"would write over {l}"),
-        (bench, "build", report, "--size", "1", "--out", b, f"written with {report}, would write"),
-        (main, "label", t, *judges, "--out", t, f"--out {t} would write over {t}"),
-        (main, "collect", str(run), "--out", f"{run}/journal.sqlite", f"lies in {run}, which"),
-        (main, "collect", str(run), "--out", f"{tmp_path}/train.jsonl", "l would write over"),
-    ):  # fmt: skip
-        assert command(arguments) == 2, arguments
-        assert message in capsys.readouterr().err
+    for command, words, message in (
+        (main, f"rows {t} {l} --out {l}", f"--out {l} would write over {l}"),
+        (main, f"rows {l} --out {link}", f"link.jsonl would write over {l}"),
+        (main, f"rows {l} --out {run}/../l.jsonl", f"would write over {l}"),
+        (bench, f"build {t} --exclude {l} --size 1 --out {l}", f"would write over {l}"),
+        (bench, f"build {report} --size 1 --out {tmp_path}/b.jsonl", f"written with {report}, wo"),
+        (main, f"label {t} {RULES} --out {t}", f"--out {t} would write over {t}"),
+        (main, f"collect {run} --out {run}/journal.sqlite", f"lies in {run}, which"),
+        (main, f"collect {run} --out {tmp_path}/train.jsonl", "l would write over"),
+    ):
+        assert message in refused(command, *words.split())
         after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-        assert after == before, arguments
-    assert main(["rows", l, "--out", b]) == 0
-    assert main(["rows", l, "--out", b]) == 0, "an earlier output is no input"
+        assert after == before, words
+    for _ in range(2):
+        assert main(["rows", str(l), "--out", str(tmp_path / "b")]) == 0, "an output is no input"
 
 
-def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path, capsys: Any) -> None:
+def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path, refused: Said) -> None:
     records.write(tmp_path / "t.jsonl", [trajectory("x", 1)])
-    judges = ["--judge-a", f"{Flaky.__module__}:Flaky", "--judge-b", "pprm_rules"]
-    command, long = ["label", str(tmp_path / "t.jsonl"), *judges], str(tmp_path / ("x" * 250))
-    Flaky.asked = []
+    command = f"label {tmp_path}/t.jsonl --judge-a {FLAKY} --judge-b pprm_rules --out".split()
+    Flaky.asked, long = [], tmp_path / ("x" * 250)
     for out, message in (
         ("/nodir/l.jsonl", "--out /nodir/l.jsonl: there is no folder /nodir, make it"),
         ("/dev/null", "--out /dev/null is no ordinary file: name a file"),
         (long, f"--out {long} cannot be written (File name too long): name another file"),
     ):
-        assert main([*command, "--out", out]) == 2
-        assert message in capsys.readouterr().err
+        assert message in refused(main, *command, out)
     assert Flaky.asked == []
     assert [path.name for path in tmp_path.iterdir()] == ["t.jsonl"]
 
 
-def test_runs_of_one_name_are_told_apart_by_a_prefix(
-    run: Path, tmp_path: Path, capsys: Any
-) -> None:
-    made = labelled_file(tmp_path)
-    records.write(tmp_path / "twin.jsonl", made)
-    files, out = [str(tmp_path / name) for name in ("l.jsonl", "twin.jsonl")], str(tmp_path / "o")
-    assert main(["rows", *files, "--out", out]) == 2
-    said = capsys.readouterr().err
-    assert f"twin.jsonl:1: the id 'x' comes a second time, it is in {files[0]}" in said
-    assert "--prefix (coppice sft collect)" in said
-    assert main(["collect", str(run), "--out", out, "--prefix", "other-"]) == 0
-    found = records.read([Path(out)], Trajectory[RecordedStep])
+def test_a_prefix_tells_runs_of_a_name_apart(run: Path, tmp_path: Path, refused: Said) -> None:
+    records.write(tmp_path / "twin.jsonl", labelled_file(tmp_path))
+    first, twin, out = (tmp_path / name for name in ("l.jsonl", "twin.jsonl", "o"))
+    told = refused(main, "rows", first, twin, "--out", out)
+    assert f"twin.jsonl:1: the id 'x' comes a second time, it is in {first}" in told
+    assert "--prefix (coppice sft collect)" in told
+    assert main(["collect", str(run), "--out", str(out), "--prefix", "other-"]) == 0
+    found = records.read([out], Trajectory[RecordedStep])
     assert [one.id for one in found] == ["other-run-0-0", "other-run-0-1"]
-
-
-# ----------------------------------------------------------------------------------------------
-# labelling
 
 
 def trajectory(name: str, count: int) -> Trajectory[RecordedStep]:
@@ -230,16 +207,12 @@ def answered(path: Path, scores: dict[str, tuple[float | None, float | None]]) -
     return answers
 
 
-def test_steps_that_differ_by_more_than_the_limit_are_dropped_and_at_the_limit_kept(
-    tmp_path: Path,
-) -> None:
+def test_steps_that_differ_by_more_than_the_limit_are_dropped(tmp_path: Path) -> None:
     pairs = {"x#1": (0.9, 0.5), "x#2": (0.7, 0.3), "x#3": (0.9, 0.49), "x#4": (None, 1.0)}
     pairs |= {"x#5": (5 / 6, 1 / 6), "y#1": (1.0, 0.0)}
     answers = answered(tmp_path / "a.jsonl", pairs)
-    made, counts = labels.labelled(
-        [trajectory("x", 5), trajectory("y", 1)], answers, MOST_DIFFERENCE
-    )
-    (kept,) = made
+    both = [trajectory("x", 5), trajectory("y", 1)]
+    (kept,), counts = labels.labelled(both, answers, MOST_DIFFERENCE)
     scores = [(s.response, s.score_a, s.score_b) for s in kept.steps]
     assert scores == [("x 1", 0.9, 0.5), ("x 2", 0.7, 0.3)]
     assert [s.score for s in kept.steps] == pytest.approx([0.7, 0.5])
@@ -272,39 +245,32 @@ class Flaky(Judge):
         return [Judgement({"process": 1.0}, explanation=JUDGEMENT) for _ in turns]
 
 
-def test_a_labelling_goes_on_where_an_endpoint_failed(tmp_path: Path, capsys: Any) -> None:
+FLAKY = f"{Flaky.__module__}:Flaky"
+RULES = "--judge-a pprm_rules --judge-b pprm_rules"
+
+
+def test_a_labelling_goes_on_after_a_failure(tmp_path: Path, said: Said, refused: Said) -> None:
     records.write(tmp_path / "t.jsonl", [trajectory("x", 3), trajectory("y", 2)])
-    judge = f"{Flaky.__module__}:Flaky"
-    command = ["label", str(tmp_path / "t.jsonl"), "--judge-a", judge, "--judge-b", judge]
-    command += ["--out", str(tmp_path / "l.jsonl")]
+    words = f"label {tmp_path}/t.jsonl --judge-a {FLAKY} --judge-b {FLAKY} --out {tmp_path}/l.jsonl"
     Flaky.asked, Flaky.broken = [], True
-    assert main(command) == 1
-    assert "the endpoint is gone" in capsys.readouterr().err
+    assert "the endpoint is gone" in said(main, *words.split(), status=1)
     assert not (tmp_path / "l.jsonl").exists()
     Flaky.asked, Flaky.broken = [], False
-    assert main(command) == 0
+    assert "5 labelled" in said(main, *words.split())
     assert len(Flaky.asked) == 2 * 5 - 2
-    assert "5 labelled" in capsys.readouterr().out
     made = records.read([tmp_path / "l.jsonl"], Trajectory[Labelled])
     assert [len(one.steps) for one in made] == [3, 2]
-    assert main([*command, "--option-b", "x=1"]) == 2
-    assert main([*command[:3], "pprm_rules", *command[4:]]) == 2
-    assert "begun with judges" in capsys.readouterr().err
+    other = words.replace(FLAKY, "pprm_rules", 1)
+    assert "begun with judges" in refused(main, *other.split())
 
 
-def test_a_labelling_that_is_under_way_is_not_begun_twice(tmp_path: Path, capsys: Any) -> None:
+def test_a_labelling_that_is_under_way_is_not_begun_twice(tmp_path: Path, refused: Said) -> None:
     records.write(tmp_path / "t.jsonl", [trajectory("x", 1)])
-    judges = ["--judge-a", "pprm_rules", "--judge-b", "pprm_rules"]
-    command = ["label", str(tmp_path / "t.jsonl"), *judges, "--out", str(tmp_path / "l.jsonl")]
+    command = f"label {tmp_path}/t.jsonl {RULES} --out {tmp_path}/l.jsonl".split()
     with locked(tmp_path / "l.answers.lock", "the other"):
-        assert main(command) == 2
-    assert "l.jsonl is in use by another process" in capsys.readouterr().err
+        assert "l.jsonl is in use by another process" in refused(main, *command)
     assert not (tmp_path / "l.answers.jsonl").exists()
     assert main(command) == 0
-
-
-# ----------------------------------------------------------------------------------------------
-# rows
 
 
 def labelled_file(folder: Path) -> list[Trajectory[Labelled]]:
@@ -341,21 +307,13 @@ def test_balanced_rows_are_half_of_good_steps_and_half_of_bad_ones(tmp_path: Pat
     assert len(read_rows(tmp_path / "rows.jsonl", Text(str(tiny.save(tmp_path / "m"))))) == 4
 
 
-def test_a_benchmark_is_built_from_files(tmp_path: Path, capsys: Any) -> None:
+def test_a_benchmark_is_built_from_files(tmp_path: Path, refused: Said) -> None:
     labelled_file(tmp_path)
-    made, pool = tmp_path / "b.jsonl", str(tmp_path / "l.jsonl")
-    command = ["build", pool, "--size", "2", "--out", str(made)]
+    command = f"build {tmp_path}/l.jsonl --size 2 --out {tmp_path}/b.jsonl".split()
     assert bench(command) == 0
-    assert len(records.read([made], Item)) == 2
+    assert len(records.read([tmp_path / "b.jsonl"], Item)) == 2
     assert json.loads((tmp_path / "b.report.json").read_text())["taken"]["correct_good"] == 1
-    assert "1 correct_bad" in capsys.readouterr().out
-    assert bench([*command, "--exclude", pool]) == 2
-    assert "no trajectory is left" in capsys.readouterr().err
-    assert bench([*command, "--threshold", "best"]) == 2
-
-
-# ----------------------------------------------------------------------------------------------
-# training
+    assert "no trajectory is left" in refused(bench, *command, "--exclude", tmp_path / "l.jsonl")
 
 
 def test_the_rate_rises_and_falls_as_its_schedule_says() -> None:
@@ -401,9 +359,7 @@ def gradient(folder: Path, batch: Sequence[Example], **changes: Any) -> tuple[fl
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
 @pytest.mark.parametrize("forward_tokens", [0, 60])
-def test_a_packed_batch_has_the_loss_and_the_gradient_of_a_padded_one(
-    kind: str, forward_tokens: int, tmp_path: Path
-) -> None:
+def test_packing_changes_no_gradient(kind: str, forward_tokens: int, tmp_path: Path) -> None:
     folder, batch = tiny.save(tmp_path / kind, kind), examples_of()
     loss, slope = gradient(folder, batch)
     packed, packed_slope = gradient(folder, batch, packing=True, forward_tokens=forward_tokens)
@@ -411,34 +367,9 @@ def test_a_packed_batch_has_the_loss_and_the_gradient_of_a_padded_one(
     assert torch.allclose(packed_slope, slope, atol=1e-5)
 
 
-def test_no_example_of_a_pack_sees_another(llama: Path) -> None:
-    student = Student(llama, Recipe(steps=1, batch=2, lr=1.0, packing=True))
-    first, second, third = examples_of()[:3]
-    alone = [student.loss([e]).item() for e in (first, second, third)]
-    for other, one in ((second, alone[1]), (third, alone[2])):
-        both = student.loss([first, other]).item()
-        assert both == pytest.approx((alone[0] + one) / 2, abs=1e-5)
-
-
-def test_merged_adapters_say_what_the_adapters_said(llama: Path, tmp_path: Path) -> None:
-    student = Student(llama, Recipe(steps=1, batch=1, lr=1.0, lora_rank=4, lora_alpha=8))
-    for parameter in student.trained():
-        torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
-    ids = torch.arange(12)[None]
-    base = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
-    with torch.no_grad():
-        adapted = student.model(input_ids=ids).logits
-        plain_logits = base(input_ids=ids).logits
-        merged = student.model.merge_and_unload()(input_ids=ids).logits
-    assert not torch.allclose(adapted, plain_logits, atol=1e-2)
-    assert torch.allclose(adapted, merged, atol=1e-4)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_training_lowers_the_loss_and_leaves_an_ordinary_folder(
-    lora_rank: int, llama: Path, tmp_path: Path
-) -> None:
+def test_training_leaves_an_ordinary_folder(lora_rank: int, llama: Path, tmp_path: Path) -> None:
     recipe = Recipe(
         steps=30, batch=6, lr=1e-2, schedule="cosine", warmup=3, shuffle=0, packing=True,
         lora_rank=lora_rank,
@@ -447,48 +378,37 @@ def test_training_lowers_the_loss_and_leaves_an_ordinary_folder(
     losses = fine_tune(llama, examples, out, recipe, 1, held_out=examples[:2])
     assert losses.held_out is not None
     assert losses.held_out[1] < 0.7 * losses.held_out[0]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    example = examples_of()[0]
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([example.tokens])).logits[0]
-    places = range(example.start - 1, len(example.tokens) - 1)
-    said = torch.log_softmax(logits, -1)[places, example.tokens[example.start :]]
-    assert -said.mean().item() == pytest.approx(losses.held_out[1], rel=0.5)
-    assert "coppice" not in (tmp_path / "out" / "config.json").read_text()
-    assert not {p.name for p in (tmp_path / "out").iterdir()} & {"adapter_config.json"}
-
-
-def rows_file(path: Path, count: int) -> Path:
-    chat = [{"role": "system", "content": "Judge."}, {"role": "user", "content": "turn"}]
-    made = [
-        {"messages": chat, "completion": f"Analysis: {'x' * (300 if i == 0 else 3)}{i}"}
-        for i in range(count)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in made))
-    return path
+        logits = model(input_ids=torch.tensor([examples[0].tokens])).logits[0]
+    places = range(examples[0].start - 1, len(examples[0].tokens) - 1)
+    learnt = torch.log_softmax(logits, -1)[places, examples[0].tokens[examples[0].start :]]
+    assert -learnt.mean().item() == pytest.approx(losses.held_out[1], rel=0.5)
+    assert "coppice" not in (out / "config.json").read_text()
+    assert not (out / "adapter_config.json").exists()
 
 
 def train_command(llama: Path, folder: Path, count: int = 3) -> list[str]:
-    rows = str(rows_file(folder / "r.jsonl", count))
-    out = str(folder / "o")
-    return ["train", "--model", str(llama), "--rows", rows, "--out", out, "--threads", "1"]
+    chat = [{"role": "system", "content": "Judge."}, {"role": "user", "content": "turn"}]
+    texts = [f"Analysis: {'x' * (300 if i == 0 else 3)}{i}" for i in range(count)]
+    rows = [{"messages": chat, "completion": text} for text in texts]
+    (folder / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"train --model {llama} --rows {folder}/r.jsonl --out {folder}/o --threads 1".split()
 
 
 def test_train_says_what_it_left_out_and_measures_before_and_after(
-    llama: Path, tmp_path: Path, capsys: Any
+    llama: Path, tmp_path: Path, said: Said, refused: Said
 ) -> None:
     command = train_command(llama, tmp_path, 11)
     words = "--max-tokens 100 --epochs 2 --batch 3 --held-out 0.2"
-    assert main([*command, *words.split()]) == 0
-    said = capsys.readouterr().out
-    assert "1 of 11 rows are longer than 100 tokens and left out" in said
-    assert "8 rows, 2 held out, 6 steps of 3" in said
-    assert said.count("held-out loss") == 2
-    told = json.loads((tmp_path / "o" / "sft.json").read_text())
-    assert (told["rows"], told["held_out_rows"], told["too_long"]) == (8, 2, 1)
-    assert told["recipe"]["warmup"] == 1
-    assert main(command) == 2
-    assert "exists" in capsys.readouterr().err
+    told = said(main, *command, *words.split())
+    assert "1 of 11 rows are longer than 100 tokens and left out" in told
+    assert "8 rows, 2 held out, 6 steps of 3" in told
+    assert told.count("held-out loss") == 2
+    written = json.loads((tmp_path / "o" / "sft.json").read_text())
+    assert (written["rows"], written["held_out_rows"], written["too_long"]) == (8, 2, 1)
+    assert written["recipe"]["warmup"] == 1
+    assert "exists" in refused(main, *command)
 
 
 @pytest.mark.parametrize(
@@ -503,18 +423,16 @@ def test_train_says_what_it_left_out_and_measures_before_and_after(
     ],
 )
 def test_what_cannot_be_trained_is_refused(
-    arguments: str, message: str, llama: Path, tmp_path: Path, capsys: Any
+    arguments: str, message: str, llama: Path, tmp_path: Path, refused: Said
 ) -> None:
-    assert main([*train_command(llama, tmp_path), *arguments.split()]) == 2
-    assert message in capsys.readouterr().err
+    assert message in refused(main, *train_command(llama, tmp_path), *arguments.split())
     assert not (tmp_path / "o").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_a_training_ends_it_with_one_line(
-    number: signal.Signals, llama: Path, tmp_path: Path, capsys: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    number: signal.Signals, llama: Path, tmp_path: Path, said: Said, monkeypatch: Patch
+) -> None:
     def interrupted(*_: Any) -> float:
         os.kill(os.getpid(), number)
         return 0.0
@@ -524,29 +442,22 @@ def test_a_signal_in_a_training_ends_it_with_one_line(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     ending = signal.getsignal(signal.SIGTERM)
     try:
-        assert main([*train_command(llama, tmp_path), "--steps", "1"]) == 130
+        told = said(main, *train_command(llama, tmp_path), "--steps", "1", status=130)
     finally:
         signal.signal(signal.SIGINT, before)
     assert signal.getsignal(signal.SIGTERM) is ending, "who calls main has the handler it had"
-    assert capsys.readouterr().err == "coppice sft train: stopped; nothing was saved\n"
+    assert told == "coppice sft train: stopped; nothing was saved\n"
     assert [path.name for path in tmp_path.iterdir()] == ["r.jsonl"]
 
 
-def test_a_full_disk_under_the_trained_model_is_said(
-    llama: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save, limits = Student.save, resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def full(student: Student, folder: Path) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
-        try:
-            save(student, folder)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-    monkeypatch.setattr(Student, "save", full)
-    assert main([*train_command(llama, tmp_path), "--steps", "1"]) == 2
-    assert "coppice sft train: the trained model could not be written to" in capsys.readouterr().err
+def test_a_full_disk_under_the_model_is_said(llama: Path, tmp_path: Path, refused: Said) -> None:
+    command, limits = train_command(llama, tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        told = refused(main, *command, "--steps", "1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "coppice sft train: the trained model could not be written to" in told
     assert [path.name for path in tmp_path.iterdir()] == ["r.jsonl"]
 
 
@@ -583,9 +494,7 @@ def test_a_completion_ends_with_the_end_token_when_asked(llama: Path, tmp_path: 
         {"messages": [{"role": "judge", "content": "a"}], "completion": "b"},
     ],
 )
-def test_a_row_that_is_not_one_conversation_is_refused_with_its_line(
-    row: dict[str, Any], llama: Path, tmp_path: Path
-) -> None:
+def test_a_row_is_one_conversation(row: dict[str, Any], llama: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "completion": "b"}\n' + json.dumps(row) + "\n")
     with pytest.raises(ValueError, match=r"rows\.jsonl:2.*expected"):

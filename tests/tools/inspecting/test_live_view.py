@@ -16,10 +16,11 @@ from textual.pilot import Pilot
 from coppice.common.atomic import write_whole
 from coppice.scheduler.telemetry import health
 from coppice.scheduler.telemetry.health import Health, Queue, WorkerHealth
-from coppice.tools.inspecting.watch import WatchApp, main, spark
+from coppice.tools.inspecting.watch import WatchApp, main
 from coppice.tools.launching import control, record
 from coppice.tools.launching.record import Failure, Member, Record
 from tests import run_folder
+from tests.tools.said import Patch, Said
 
 NOBODY = 2**22 + 1
 """A number that no process has."""
@@ -43,13 +44,12 @@ def reported(run: Path, paused: bool = False) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(tmp_path: Path, monkeypatch: Patch) -> Path:
     """The folder of a run of ten updates whose launcher is this process."""
     monkeypatch.chdir(tmp_path)
     folder = run_folder.make(tmp_path / "run", [i / 10 for i in range(10)], ended=False)
-    death = Failure(
-        time.time() - 60, "actor-0", "killed by signal 9", "actor-0.log", "again in 1 s"
-    )
+    log, killed = "actor-0.log", "killed by signal 9"
+    death = Failure(time.time() - 60, "actor-0", killed, log, "again in 1 s")
     own = psutil.Process().create_time()
     write_whole(folder / record.NAME, Record(os.getpid(), own, members=MEMBERS, failures=[death]))
     reported(folder)
@@ -117,7 +117,7 @@ async def test_a_paused_run_says_so_and_offers_to_resume(run: Path) -> None:
     ],
 )
 async def test_every_key_that_harms_asks_once_more(
-    run: Path, keys: str, order: str, asks: str, said: list[Any], monkeypatch: pytest.MonkeyPatch
+    run: Path, keys: str, order: str, asks: str, said: list[Any], monkeypatch: Patch
 ) -> None:
     orders: list[list[Any]] = []
 
@@ -172,14 +172,5 @@ async def test_a_journal_alone_shows_its_trees_and_takes_no_orders(run: Path) ->
         assert not any(key in screen(app) for key in ("Pause", "Stop", "Drain"))
 
 
-def test_a_sparkline_spans_its_least_to_its_largest_value() -> None:
-    assert spark([0.0, 1.0, 2.0, 7.0], 10) == "▁▂▃█"
-    assert spark([0.0, 2.0, 6.0, 8.0], 2) == "▁█"
-    assert spark([3.0] * 4, 3) == "▅▅▅"
-
-
-def test_without_a_terminal_the_status_is_printed(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(run)]) == 0
-    assert "update 8 of 168 (updates)" in capsys.readouterr().out
+def test_without_a_terminal_the_status_is_printed(run: Path, said: Said) -> None:
+    assert "update 8 of 168 (updates)" in said(main, run)

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from coppice.tools.inspecting import notebook
 from coppice.tools.inspecting.frames import ACTION
 from tests.tools.inspecting.test_replay import REWARDS, grown
+from tests.tools.said import Patch
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "notebook.ipynb"
 
@@ -47,9 +48,7 @@ def test_turns_through_another_scheme(run: Path) -> None:
     assert not np.allclose(own["advantage"], other["advantage"])
 
 
-def test_the_example_runs_from_its_first_cell_to_its_last(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_example_of_the_documentation_runs(run: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(run.parents[1])
     cells = json.loads(EXAMPLE.read_text())["cells"]
     cells = [cell for cell in cells if cell["cell_type"] == "code"]

@@ -16,6 +16,7 @@ from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.inspecting import frames, replay
 from coppice.tools.inspecting.dump import main
 from coppice.wire.messages import Turn
+from tests.tools.said import Said
 from tests.updates import batch, process, trainer
 
 REWARDS = [[1.0, 2.0, 6.0], [0.0, 0.0, 3.0]]
@@ -58,16 +59,12 @@ def column(folder: Path) -> list[float | None]:
     return actions["advantage"].to_list() if "advantage" in nodes.columns else []
 
 
-def test_a_turn_has_the_advantage_that_the_runs_scheme_gives_it(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_a_turn_has_the_advantage_of_the_runs_scheme(tmp_path: Path, llama: Path) -> None:
     grown(tmp_path, llama, scheme="rloo")
     assert column(tmp_path) == pytest.approx([1 - 4.0, 2 - 3.5, 6 - 1.5, -1.5, -1.5, 3.0])
 
 
-def test_a_scheme_that_compares_over_the_batch_sees_all_trees_of_the_update(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_a_scheme_sees_all_trees_of_the_update(tmp_path: Path, llama: Path) -> None:
     grown(tmp_path, llama, scheme="reinforce_pp", scheme_options={"baseline": "group"})
     rewards = np.array(REWARDS)
     centred = (rewards - rewards.mean(1, keepdims=True)).ravel()
@@ -92,9 +89,8 @@ def test_trees_can_be_seen_through_another_scheme(tmp_path: Path, llama: Path) -
         replay.advantages(journal, journal.trees(), own.learner, "vineppo")
     with pytest.raises(ValueError, match="'gae' reads values of the learner's models"):
         replay.advantages(journal, journal.trees(), own.learner, "gae")
-    learner = msgspec.structs.replace(
-        own, learner=msgspec.structs.replace(own.learner, scheme="gae")
-    )
+    gae = msgspec.structs.replace(own.learner, scheme="gae")
+    learner = msgspec.structs.replace(own, learner=gae)
     (tmp_path / "processes" / "learner.json").write_bytes(msgspec.json.encode(learner))
     assert column(tmp_path) == []
 
@@ -125,21 +121,13 @@ def test_the_newest_policys_log_probabilities_are_those_of_its_model(
 
 
 def test_tokens_are_printed_with_their_log_probabilities(
-    tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, llama: Path, said: Said, refused: Said
 ) -> None:
-    trees = grown(tmp_path, llama)
-    assert main([str(tmp_path), "--tree", "1", "--tokens"]) == 0
-    lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
-    place = lines.index("sampled  token")
-    assert lines[place + 1 : place + 4] == [f"-1.5000  {letter!r}" for letter in LETTERS[:3]]
-    assert main([str(tmp_path), "--tree", "1", "--tokens", "--newest"]) == 0
-    lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == "newest: version 0"
-    place = lines.index("sampled   newest  token")
-    assert [line.split()[-1] for line in lines[place + 1 :][:3]] == [repr(x) for x in LETTERS[:3]]
+    trees, command = grown(tmp_path, llama), (main, tmp_path, "--tree", "1", "--tokens")
+    shown = said(*command)
+    assert all(f"-1.5000  {letter!r}" in shown for letter in LETTERS[:3])
+    assert "newest: version 0" in said(*command, "--newest")
     (tmp_path / "processes" / "learner.json").unlink()
-    assert main([str(tmp_path), "--tree", "1", "--tokens"]) == 0
-    # the number of the token
-    assert f"-1.5000  '{trees[1].nodes[1].tokens[0]}'" in capsys.readouterr().out
-    assert main([str(tmp_path), "--tokens", "--newest"]) == 2
-    assert f"{tmp_path} has no processes/learner.json" in capsys.readouterr().err
+    number = trees[1].nodes[1].tokens[0]
+    assert f"-1.5000  '{number}'" in said(*command)
+    assert f"{tmp_path} has no processes/learner.json" in refused(*command, "--newest")

@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from coppice.tools.inspecting import report, runs
 from coppice.tools.inspecting.report import Section, main
 from tests.run_folder import make
+from tests.tools.said import Said
 
+pytestmark = pytest.mark.second
 SECTIONS = (
     *("Runs", "Held-out results", "Learning", "Reward components", "Staleness", "Numerics watch"),
     *("Time", "Trees", "Configuration", "Environment and versions"),
@@ -40,7 +41,6 @@ def captions(part: Section) -> dict[str, str]:
     return {drawn.title: drawn.caption for drawn in part.figures}
 
 
-@pytest.mark.second
 def test_a_page_has_every_section_with_what_the_run_recorded(tmp_path: Path) -> None:
     text = page_of(tmp_path, f"{make(tmp_path / 'a')}=base")
     assert re.findall(r'<h2 id="[^"]*">(.*?)</h2>', text) == list(SECTIONS)
@@ -66,7 +66,6 @@ def test_a_page_has_every_section_with_what_the_run_recorded(tmp_path: Path) -> 
     assert ["python", sys.version.split()[0]] in rows(page["Environment and versions"], "Machine")
 
 
-@pytest.mark.second
 def test_runs_of_one_name_become_a_mean_with_its_interval_over_seeds(tmp_path: Path) -> None:
     folders = [make(tmp_path / f"s{i}", [i, 9.0], {0: i / 10}) for i in (1, 2, 6)]
     # Student's t with two degrees of freedom; the values 1, 2, 6 have variance 7
@@ -86,7 +85,6 @@ def test_runs_of_one_name_become_a_mean_with_its_interval_over_seeds(tmp_path: P
     assert rows(page["Trees"], "Means over trees")[0] == head
 
 
-@pytest.mark.second
 def test_names_are_escaped(tmp_path: Path) -> None:
     run = make(tmp_path / "a")
     text = page_of(tmp_path, f"{run}=<b>$n_$</b>", f'{run}="><img src=x onerror=alert(2)>')
@@ -94,7 +92,6 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     assert not re.search(r"<(script|b|img)\b", text)
 
 
-@pytest.mark.second
 def test_config_differences_are_exact(tmp_path: Path) -> None:
     first = make(tmp_path / "a", changes=["learner.lr=0.5", "seed=1"])
     seeds = [make(tmp_path / f"b{seed}", changes=[f"seed={seed}", "name=two"]) for seed in (2, 3)]
@@ -107,7 +104,6 @@ def test_config_differences_are_exact(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.second
 def test_what_a_run_lacks_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     live = make(tmp_path / "live", ended=False, scores=False, exact={})
     with (live / "metrics.jsonl").open("a") as file:
@@ -134,20 +130,6 @@ def test_what_a_run_lacks_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     assert "score/reward" not in shown
 
 
-@pytest.mark.second
-def test_suffixes_say_what_is_written_and_equal_runs_give_equal_bytes(tmp_path: Path) -> None:
-    run = make(tmp_path / "a")
-    for name in ("x.png", "x.svg"):
-        written = []
-        for _ in range(2):
-            assert main([str(run), "--out", str(tmp_path / name)]) == 0
-            written.append((tmp_path / name).read_bytes())
-        assert written[0] == written[1], name
-    assert Image.open(tmp_path / "x.png").format == "PNG"
-    assert "<svg" in (tmp_path / "x.svg").read_text()
-
-
-@pytest.mark.second
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -159,13 +141,9 @@ def test_suffixes_say_what_is_written_and_equal_runs_give_equal_bytes(tmp_path: 
     ],
 )
 def test_what_cannot_be_drawn_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
+    tmp_path: Path, said: Said, arguments: str, message: str
 ) -> None:
     run, young = make(tmp_path / "a"), make(tmp_path / "young", rewards=[], ended=False)
     given = arguments.format(run=run, young=young).split()
-    try:
-        status = main(given if "--out" in given else [*given, "--out", str(tmp_path / "x.svg")])
-    except SystemExit as ended:
-        status = ended.code
-    assert status == 2
-    assert message in capsys.readouterr().err
+    given += [] if "--out" in given else ["--out", str(tmp_path / "x.svg")]
+    assert message in said(main, *given, status=2)

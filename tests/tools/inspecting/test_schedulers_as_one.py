@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from coppice.common.atomic import write_whole
@@ -15,6 +16,9 @@ from coppice.scheduler.telemetry.health import Health, Queue, WorkerHealth
 from coppice.tools.inspecting import dump, frames, notebook, report, runs, trace, watch
 from coppice.tools.launching import control, record, status
 from tests import run_folder
+from tests.tools.said import Said
+
+pytestmark = pytest.mark.second
 
 
 @pytest.fixture
@@ -26,24 +30,21 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_trees_of_all_journals_are_found(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trees_of_all_journals_are_found(run: Path, said: Said) -> None:
     for place, trees in ((run, "5 4 3 2 1 0"), (folder(run, 1), "5 3 1")):
-        assert dump.main([str(place), "--list"]) == 0
-        lines = capsys.readouterr().out.splitlines()[1:]
+        lines = said(dump.main, place, "--list").splitlines()[1:]
         assert [line.split()[0] for line in lines] == trees.split()
     opened = notebook.OpenedRun(run)
     assert opened.nodes["tree"].n_unique() == 6
     assert len(opened.records) == 3
 
 
-@pytest.mark.second
 def test_the_trace_has_the_calls_of_all_actors(run: Path) -> None:
     start = trace.recorded(run, runs.read(run).records)
     assert {call.worker for call in start.calls} == {"actor-0", "actor-1"}
     assert [update.trees for update in start.updates] == [{0, 1}, {2, 3}, {4, 5}]
 
 
-@pytest.mark.second
 def test_the_report_counts_all_trees_and_shows_the_rollouts_of_both(run: Path) -> None:
     assert report.main([str(run), "--out", str(run / "report.html")]) == 0
     page = (run / "report.html").read_text()
@@ -52,7 +53,6 @@ def test_the_report_counts_all_trees_and_shows_the_rollouts_of_both(run: Path) -
     assert (read.missing, read.name) == ([], "run")
 
 
-@pytest.mark.second
 def test_watch_and_status_see_both(run: Path) -> None:
     look = watch.Watcher(run).look()
     assert [row[0] for row in look.trees] == ["5", "4", "3", "2", "1", "0"]
@@ -65,7 +65,6 @@ def test_watch_and_status_see_both(run: Path) -> None:
     assert damaged.do.startswith("mend what is damaged (shards/1/journal.sqlite")
 
 
-@pytest.mark.second
 def test_pictures_of_several_journals_have_numbers_of_their_own(run: Path) -> None:
     known: dict[int, bytes] = {}
     for number in range(2):
@@ -101,7 +100,6 @@ def reported(run: Path) -> Path:
     return run
 
 
-@pytest.mark.second
 def test_one_report_has_everybody_s_workers_and_calls(reported: Path) -> None:
     reports = health.read_all(reported)
     whole = health.joined(reports)
@@ -117,10 +115,8 @@ def test_one_report_has_everybody_s_workers_and_calls(reported: Path) -> None:
     assert health.joined([]) is None
 
 
-@pytest.mark.second
-def test_draining_an_actor_says_what_its_own_scheduler_would_lack(
-    reported: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    running = record.Record(1, 0.0, members={"actor-1": record.Member(12, 0.0)})
-    monkeypatch.setattr(control, "_running", lambda run: running)
+def test_draining_says_what_the_actors_scheduler_would_lack(reported: Path) -> None:
+    own, members = psutil.Process(), {"actor-1": record.Member(12, 0.0)}
+    launch = record.Record(own.pid, own.create_time(), members=members)
+    write_whole(reported / record.NAME, launch)
     assert "No other worker offers generate" in control.draining(reported, "actor-1")

@@ -16,12 +16,12 @@ from coppice.tools.inspecting.trace import (
     TracedCall,
     TracedStart,
     TracedUpdate,
-    events,
     main,
     recorded,
     shares,
 )
 from tests.run_folder import make
+from tests.tools.said import Said
 
 UPDATES = "learner: updates"
 
@@ -42,23 +42,14 @@ def test_planted_delays_come_out_as_they_were_planted() -> None:
         TracedCall("judge.rules", 12.0, 13.0, 3),
         TracedCall("generate", 14.0, 15.0, 10),
     ]
-    first = TracedUpdate(
-        1, [(UPDATES, 8.5, 10.0), (PUBLISH, 10.0, 10.25), (CHECKPOINT, 10.25, 10.5)], {1, 2}
-    )
+    parts = [(UPDATES, 8.5, 10.0), (PUBLISH, 10.0, 10.25), (CHECKPOINT, 10.25, 10.5)]
+    first = TracedUpdate(1, parts, {1, 2})
     second = TracedUpdate(2, [(UPDATES, 13.0, 14.0)], {3})
     assert shares(TracedStart(0.0, 15.0, calls, [first, second], {9, 10})) == {
-        "starting processes": 1.0,
-        "held-out evaluation": 3.0,
-        "scheduler": 1.0,
-        "rollouts: generate": 1.5,
-        "rollouts: judge": 3.0,
-        "rollouts: retrieve": 1.0,
-        UPDATES: 2.5,
-        PUBLISH: 0.25,
-        CHECKPOINT: 0.25,
-        "new weights": 0.5,
-        "other trees": 1.0,
-    }
+        "starting processes": 1.0, "held-out evaluation": 3.0, "scheduler": 1.0,
+        "rollouts: generate": 1.5, "rollouts: judge": 3.0, "rollouts: retrieve": 1.0,
+        UPDATES: 2.5, PUBLISH: 0.25, CHECKPOINT: 0.25, "new weights": 0.5, "other trees": 1.0,
+    }  # fmt: skip
 
 
 def test_a_phase_of_a_call_and_of_an_update_is_a_cause_of_its_own() -> None:
@@ -70,13 +61,10 @@ def test_a_phase_of_a_call_and_of_an_update_is_a_cause_of_its_own() -> None:
         TracedCall("retrieve", 0.0, 2.5, 2),
     ]
     assert shares(TracedStart(0.0, 4.0, calls, [update], set())) == {
-        "rollouts: generate (decode)": 1.75,
-        "rollouts: generate (prefill)": 0.75,
-        "rollouts: generate (queue)": 0.25,
-        "rollouts: generate": 0.25,
-        "learner: pack": 0.5,
-        "learner: backward": 0.5,
-    }
+        "rollouts: generate (decode)": 1.75, "rollouts: generate (prefill)": 0.75,
+        "rollouts: generate (queue)": 0.25, "rollouts: generate": 0.25,
+        "learner: pack": 0.5, "learner: backward": 0.5,
+    }  # fmt: skip
 
 
 TIMES = st.integers(0, 40).map(lambda i: i / 4)
@@ -94,10 +82,8 @@ def test_the_causes_sum_to_the_wall_time_whatever_happens(
     calls: list[TracedCall], cuts: list[float], window: tuple[float, float]
 ) -> None:
     cuts = sorted(cuts)
-    updates = [
-        TracedUpdate(i, [(UPDATES, a, b)], {i})
-        for i, (a, b) in enumerate(zip(cuts[::2], cuts[1::2], strict=False))
-    ]
+    pairs = enumerate(zip(cuts[::2], cuts[1::2], strict=False))
+    updates = [TracedUpdate(i, [(UPDATES, *pair)], {i}) for i, pair in pairs]
     causes = shares(TracedStart(min(window), max(window), calls, updates, {9}))
     assert sum(causes.values()) == pytest.approx(max(window) - min(window))
     assert all(seconds > 0 for seconds in causes.values())
@@ -116,52 +102,17 @@ def test_a_run_is_divided_from_its_newest_start_on(tmp_path: Path) -> None:
     again = "".join(json.dumps({"name": name} | told) + ",\n" for name in ("load", "train"))
     trace.write_text(before + began + again + "".join(rest) + '{"name":"gen')
     causes = shares(recorded(run, runs.read(run).records))
-    expected = {
-        "rollouts: generate (decode)": 1.52,
-        "rollouts: generate (prefill)": 0.48,
-        "learner: updates, other work": 0.22,
-        "learner: forward": 0.2,
-        PUBLISH: 0.08,
-    }
+    expected = {"rollouts: generate (decode)": 1.52, "rollouts: generate (prefill)": 0.48}
+    expected |= {"learner: updates, other work": 0.22, "learner: forward": 0.2, PUBLISH: 0.08}
     assert causes == pytest.approx(expected, abs=1e-3)
-    assert sum(causes.values()) == pytest.approx(2.5, abs=1e-3)
 
 
-def test_a_window_has_rows_and_names_of_processes() -> None:
-    phases = (("prefill", 1.0, 1.5), ("decode", 1.5, 3.0))
-    calls = [
-        TracedCall("generate", 1.0, 3.0, 1, "actor-0", phases=phases),
-        TracedCall("generate", 2.0, 4.0, 1, "actor-0"),
-        TracedCall("generate", 4.0, 5.0, 2, "actor-0"),
-        TracedCall("judge.rules", 4.0, 4.5, 1, "judges", "deadline"),
-    ]
-    update = TracedUpdate(7, [(UPDATES, 6.0, 7.0), (PUBLISH, 7.0, 7.0)], {1})
-    run = TracedStart(0.5, 9.0, calls, [update], set())
-    made = list(events(run, 2.5, 8.0))
-    names = {event["pid"]: event["args"]["name"] for event in made if event["ph"] == "M"}
-    keys = ("tid", "name", "ts", "dur", "args")
-    slices = [(names[e["pid"]], *(e[k] for k in keys)) for e in made if e["ph"] == "X"]
-    assert slices == [
-        ("actor-0", 1, "generate", 0.5e6, 2e6, {"outcome": "ok", "tree": 1}),
-        ("actor-0", 1, "prefill", 0.5e6, 0.5e6, {"outcome": "ok", "tree": 1}),
-        ("actor-0", 1, "decode", 1e6, 1.5e6, {"outcome": "ok", "tree": 1}),
-        ("actor-0", 2, "generate", 1.5e6, 2e6, {"outcome": "ok", "tree": 1}),
-        ("actor-0", 1, "generate", 3.5e6, 1e6, {"outcome": "ok", "tree": 2}),
-        ("judges", 1, "judge.rules", 3.5e6, 0.5e6, {"outcome": "deadline", "tree": 1}),
-        ("learner", 1, UPDATES, 5.5e6, 1e6, {"version": 7}),
-    ]
-    assert not list(events(run, 7.5, 8.0))
-
-
-def test_the_command_writes_a_trace_and_says_when_a_window_is_empty(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_is_written_unless_its_window_is_empty(tmp_path: Path, refused: Said) -> None:
     run, out = make(tmp_path / "run"), tmp_path / "trace.json"
     assert main([str(run), "--out", str(out)]) == 0
     kinds = Counter(event["ph"] for event in json.loads(out.read_text())["traceEvents"])
     # calls, their phases, and the parts of the updates
     assert kinds == {"M": 2, "X": 3 + 6 + 9}
-    assert main([str(run), "--from", "100", "--to", "200", "--out", str(out)]) == 2
-    assert "nothing ran between 100 s and 200 s; the start lasted 3.8 s" in capsys.readouterr().err
-    assert main([str(tmp_path)]) == 2
-    assert "no run folder" in capsys.readouterr().err
+    empty = refused(main, run, *"--from 100 --to 200 --out".split(), out)
+    assert "nothing ran between 100 s and 200 s; the start lasted 3.8 s" in empty
+    assert "no run folder" in refused(main, tmp_path)

@@ -1,6 +1,7 @@
 """What a resume may change of a run, and that a new run is never mixed with one that is there."""
 
 import json
+import re
 import types
 import typing
 from pathlib import Path
@@ -13,16 +14,14 @@ from coppice.tools.inspecting import runs
 from coppice.tools.launching import changes
 from coppice.tools.launching.command import main
 from coppice.tools.launching.config import DEFAULT_CONFIG, ROOT, convert, load
-from coppice.tools.launching.settings import Assets, Config
+from coppice.tools.launching.settings import Config
 from tests.run_folder import make
+from tests.tools.said import Said
 
 JUDGED = [
     'judges.use.slate.endpoint={url = "http://127.0.0.1:1/v1", model = "m"}',
     "scheduler.judge=slate",
 ]
-
-
-COMMAND = "coppice.tools.launching.command"
 
 
 @pytest.fixture
@@ -33,60 +32,43 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> None:
-    assets = Assets("MODEL", "TRAIN", "HELDOUT", "INDEX")
-    monkeypatch.setattr("coppice.tools.launching.command.prepare", lambda config: assets)
-    monkeypatch.setattr("coppice.tools.launching.command.supervise", lambda *given: 0)
-
-
 def saved(run: Path) -> dict[str, Any]:
     return json.loads((run / "config.json").read_bytes())
 
 
-def flags(*overrides: str) -> list[str]:
-    return [word for override in overrides for word in ("--set", override)]
-
-
+@pytest.mark.usefixtures("nothing_made")
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
-def test_a_new_run_in_the_folder_of_another_one_is_refused_with_what_it_holds_and_both_remedies(
-    dry: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(f"{COMMAND}.prepare", lambda config: pytest.fail("set up"))
+def test_a_new_run_takes_no_others_folder(dry: list[str], tmp_path: Path, refused: Said) -> None:
     run = make(tmp_path / "run", ended=False)
-    config = saved(run)
-    other = ROOT / "configs" / "vpr-tictactoe-cpu.toml"
-    assert main(["--config", str(other), "--run-folder", str(run), *dry]) == 2
-    said = capsys.readouterr().err
-    assert f"{run} holds a run already: go on with it by" in said
-    assert f"coppice launch --resume {run}, or choose another --run-folder\n" in said
-    assert said.count("\n") == 1
+    config, other = saved(run), ROOT / "configs" / "vpr-tictactoe-cpu.toml"
+    told = refused(main, "--config", other, "--run-folder", run, *dry)
+    assert f"{run} holds a run already: go on with it by" in told
+    assert f"coppice launch --resume {run}, or choose another --run-folder\n" in told
     assert saved(run) == config
 
 
 @pytest.mark.second
-@pytest.mark.usefixtures("started")
-def test_a_resume_says_what_it_changes_and_keeps_the_former_configs(
+@pytest.mark.usefixtures("ends_at_once")
+def test_a_resume_says_what_it_changes_and_keeps_the_configs(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--resume", str(run), *flags("learner.lr=5e-5", "scheduler.max_staleness=3")]) == 0
-    told = capsys.readouterr().out
-    assert "changed: scheduler.max_staleness: 1 -> 3\n" in told
-    assert "changed: learner.lr: 0.0001 -> 5e-05\n" in told
-    assert main(["--resume", str(run)]) == 0
-    assert "changed" not in capsys.readouterr().out
-    assert main(["--resume", str(run), *flags("scheduler.max_staleness=2"), "--dry-run"]) == 0
-    assert "changed: scheduler.max_staleness: 3 -> 2\n" in capsys.readouterr().out
-    assert main(["--resume", str(run), *flags("scheduler.max_staleness=2")]) == 0
+    def changed(*words: str, status: int = 1) -> list[str]:
+        assert main(["--resume", str(run), *words]) == status
+        return re.findall("changed: (.*)", capsys.readouterr().out)
+
+    staleness, rate = "scheduler.max_staleness: 1 -> 3", "learner.lr: 0.0001 -> 5e-05"
+    assert {*changed("learner.lr=5e-5", "scheduler.max_staleness=3")} == {staleness, rate}
+    assert changed() == []
+    again = ["scheduler.max_staleness: 3 -> 2"]
+    assert changed("scheduler.max_staleness=2", "--dry-run", status=0) == again
+    assert changed("scheduler.max_staleness=2") == again
     configs = [*changes.former(run), saved(run)]
     assert [config["scheduler"]["max_staleness"] for config in configs] == [1, 3, 2]
     told = "A resume changed its settings: scheduler.max_staleness: 3 -> 2."
     assert told in runs.read(run).missing
 
 
+@pytest.mark.usefixtures("nothing_made")
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -96,21 +78,13 @@ def test_a_resume_says_what_it_changes_and_keeps_the_former_configs(
         (JUDGED, 'scheduler.judge: "slate_rules" -> "slate" (its trees were scored so)'),
     ],
 )
-def test_what_would_make_old_trees_or_checkpoints_wrong_is_refused(
-    overrides: list[str],
-    said: str,
-    run: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_what_would_spoil_old_trees_is_refused(
+    overrides: list[str], said: str, run: Path, refused: Said
 ) -> None:
-    monkeypatch.setattr(f"{COMMAND}.prepare", lambda config: pytest.fail("set up"))
     config = saved(run)
-    assert main(["--resume", str(run), *flags(*overrides)]) == 2
-    error = capsys.readouterr().err
-    assert f"--resume {run} cannot change " in error
-    assert said in error
+    error = refused(main, "--resume", run, *overrides)
+    assert f"--resume {run} cannot change " in error and said in error
     assert "remove the change, or begin another run" in error
-    assert error.count("\n") == 1
     assert saved(run) == config
 
 

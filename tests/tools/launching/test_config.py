@@ -18,6 +18,7 @@ from coppice.common.atomic import as_json
 from coppice.judges.config import JudgeModelConfig, JudgesConfig
 from coppice.learner.config import CriticConfig, LearnerConfig, LoraConfig, PrmConfig
 from coppice.scheduler.config import SchedulerProcess
+from coppice.tools.defaults.facts import VERSION
 from coppice.tools.launching import processes, set_up
 from coppice.tools.launching.command import arguments, resolve
 from coppice.tools.launching.config import Config, ConfigError, convert, load
@@ -25,6 +26,7 @@ from coppice.tools.launching.memory import gpus_of
 from coppice.tools.launching.method import bundles
 from coppice.tools.launching.rules import doubts
 from coppice.tools.launching.settings import Assets
+from tests.tools.said import Patch
 
 ROOT = Path(__file__).parents[3]
 DEFAULT = ROOT / "configs" / "slate-cpu.toml"
@@ -48,16 +50,16 @@ def test_every_shipped_config_loads_for_its_hardware_and_survives_being_saved(pa
         assert source == "default" or (there is not None and there.folder and there.split), source
 
 
-def test_a_run_is_given_all_sources_and_the_built_in_questions_by_their_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(set_up, "ensure_facts", lambda cache: tmp_path)
-    monkeypatch.setattr(set_up, "ensure_model", lambda name, cache: tmp_path)
-    sources = ["data.train=['default', 'mine.jsonl']", "warm_start.steps=0"]
+def test_a_run_is_given_all_its_sources(tmp_path: Path, llama: Path, monkeypatch: Patch) -> None:
+    facts = tmp_path / "facts" / f"v{VERSION}"
+    facts.mkdir(parents=True)
+    (facts / "PROVENANCE.md").touch()
+    monkeypatch.setenv("COPPICE_CACHE", str(tmp_path))
+    sources = ["data.train=['default', 'mine.jsonl']", f"model.name={llama}", "warm_start.steps=0"]
     config = load(DEFAULT, [*sources, "retriever.backend=http://localhost:1"])
     found = set_up.prepare(config)
-    assert found.train == [f"{tmp_path}/train.jsonl", "mine.jsonl"]
-    assert found.heldout == f"{tmp_path}/heldout.jsonl"
+    assert found.train == [f"{facts}/train.jsonl", "mine.jsonl"]
+    assert found.heldout == f"{facts}/heldout.jsonl"
     processes.make(config, found, tmp_path)
     written = (tmp_path / "processes" / "scheduler.json").read_bytes()
     scheduler = msgspec.json.decode(written, type=SchedulerProcess)
@@ -108,20 +110,11 @@ def test_a_bad_key_or_value_is_refused_with_its_path(override: str, message: str
         convert(tree, [override])
 
 
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("learner.lr=nan", "learner.lr = nan"),
-        ("learner.correction_options.clip_low=nan", "learner.correction_options.clip_low = nan"),
-        ("scheduler.evaluation.options={second=nan}", "scheduler.evaluation.options.second = nan"),
-    ],
-)
-def test_a_number_that_is_none_is_refused_wherever_it_stands(override: str, named: str) -> None:
-    """JSON has none: the processes would read null from their files, and the run would wait for
-    them."""
-    with pytest.raises(ConfigError) as caught:
-        load(DEFAULT, [override])
-    assert str(caught.value) == f"config: {named}: expected a finite number"
+@pytest.mark.parametrize("key", ["learner.lr", "learner.correction_options.clip_low"])
+def test_a_number_that_is_none_is_refused_wherever_it_stands(key: str) -> None:
+    """JSON has none: the processes would read null, and the run would wait for them."""
+    with pytest.raises(ConfigError, match=f"config: {key} = nan: expected a finite number"):
+        load(DEFAULT, [f"{key}=nan"])
 
 
 _ANY = {"warm_start.seed", "learner.entropy_coef", "learner.prm.threshold"}
@@ -150,7 +143,6 @@ def test_every_number_of_the_config_has_a_range() -> None:
             convert(msgspec.to_builtins(whole), [f"{key}=-1"])
 
 
-OPTIONS = "learner.correction_options"
 HYBRID = ["learner.sharding=hybrid", "learner.count=4"]
 _KL_TWICE = ["method=search-r1", "learner.scheme_options.kl_coef=0.1", "learner.kl_coef=0.1"]
 
@@ -177,20 +169,15 @@ def test_a_setting_without_effect_is_refused(changes: list[str], said: str) -> N
 def test_a_context_above_one_forward_is_warned_of_because_no_path_is_divided() -> None:
     changes = ["actors.max_context=4096", "learner.micro_tokens=2048"]
     assert "no path is divided over forwards or ranks" in str(doubts(load(DEFAULT, changes)))
-    enough = load(DEFAULT, [*changes, "learner.micro_tokens=4096"])
-    assert "max_context" not in str(doubts(enough))
+    assert "max_context" not in str(doubts(load(DEFAULT, [*changes, "learner.micro_tokens=4096"])))
 
 
-def test_ranks_from_outside_are_told_how_to_start_and_the_launcher_starts_none(
-    tmp_path: Path,
-) -> None:
+def test_ranks_from_outside_are_told_how_to_start(tmp_path: Path) -> None:
     config = load(DEFAULT, ["learner.sharding=hybrid", "learner.count=8", "learner.outside=true"])
     plan = processes.make(config, Assets("MODEL", "TRAIN", "HELDOUT", ""), tmp_path)
     assert not [process.name for process in plan if "learner" in process.name]
-    told = processes.torchrun(config.learner, tmp_path)
-    assert (
-        "8 ranks" in told and f"-m coppice.learner.main {tmp_path}/processes/learner.json" in told
-    )
+    told, file = processes.torchrun(config.learner, tmp_path), f"{tmp_path}/processes/learner.json"
+    assert "8 ranks" in told and f"-m coppice.learner.main {file}" in told
     assert (tmp_path / "processes" / "learner.json").is_file()
 
 
@@ -240,9 +227,7 @@ def test_a_config_states_only_what_differs_from_the_one_it_extends(tmp_path: Pat
         ('[model]\nextends = "b.toml"', r"unknown key model\.extends"),
     ],
 )
-def test_a_base_that_cannot_be_read_is_refused_with_who_extends_it(
-    text: str, said: str, tmp_path: Path
-) -> None:
+def test_a_base_is_refused_with_who_extends_it(text: str, said: str, tmp_path: Path) -> None:
     path = write(tmp_path, a=text, around='extends = "a.toml"')
     with pytest.raises(ConfigError, match=said):
         load(path, [])
@@ -309,7 +294,7 @@ class Outcome(Judge):
 
 
 @pytest.fixture
-def plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def plug_ins(tmp_path: Path, monkeypatch: Patch) -> None:
     (tmp_path / "graded_here.py").write_text(_GRADED)
     (tmp_path / "engine_here.py").write_text(
         "class Own:\n    def __init__(self, model: str, pause_s: float = 1.0): ...\n"
@@ -345,16 +330,12 @@ OWN = "actors.engine=engine_here:Own"
         (["data.environment=raises_here:Game"], "= 'raises_here:Game': KeyError: 'key'"),
     ],
 )
-def test_a_plug_in_that_cannot_serve_the_run_is_refused_before_the_set_up(
-    overrides: list[str], said: str
-) -> None:
+def test_a_plug_in_that_cannot_serve_the_run_is_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         load(DEFAULT, overrides)
 
 
-def test_the_documented_ways_to_a_judge_of_ones_own_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_documented_ways_to_an_own_judge_load(tmp_path: Path, monkeypatch: Patch) -> None:
     text = (ROOT / "docs" / "judges.md").read_text()
     (tmp_path / "graded.py").write_text(text.partition("```python\n")[2].partition("```")[0])
     monkeypatch.chdir(tmp_path)
@@ -366,16 +347,6 @@ def test_the_documented_ways_to_a_judge_of_ones_own_load(
         words = shlex.split(command)
         made = load(DEFAULT, [words[i + 1] for i, word in enumerate(words) if word == "--set"])
         assert made.scheduler.judge == "graded"
-
-
-@pytest.mark.parametrize("size", ["", "-cpu"])
-def test_the_baselines_are_one_word_away(size: str) -> None:
-    path = ROOT / "configs" / f"vpr-sudoku{size}.toml"
-    assert load(path, []).learner.scheme == "turn_grpo"
-    assert load(path, ["method=outcome"]).learner.scheme == "outcome"
-    values = load(path, ["method=mc-pr"])
-    assert values.scheduler.strategy_options == {"continuations": 100}
-    assert (values.learner.scheme, values.scheduler.judge) == ("mc_pr", "sudoku")
 
 
 @pytest.mark.parametrize(
@@ -409,9 +380,7 @@ def test_a_setting_of_another_engine_or_way_is_refused(overrides: list[str], sai
         ([*URL, "actors.count=1"], None),
     ],
 )
-def test_a_server_that_an_actor_starts_takes_the_learners_adapters(
-    overrides: list[str], rank: int | None
-) -> None:
+def test_an_actors_server_takes_the_adapters(overrides: list[str], rank: int | None) -> None:
     expected = {"enable_lora": True, "max_lora_rank": rank} if rank else {}
     assert load(DEFAULT, [*SGLANG, *overrides]).actors.sglang.arguments == expected
 
@@ -489,12 +458,11 @@ def test_a_papers_config_holds_its_settings(name: str) -> None:
 
 @pytest.mark.parametrize(("gpus", "shown"), [("01234567", "6,7"), ("0123", None), ("", None)])
 def test_judges_models_take_the_gpus_that_nobody_was_given(
-    gpus: str, shown: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    gpus: str, shown: str | None, monkeypatch: Patch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("coppice.common.hardware.visible_gpus", lambda: list(gpus))
-    made = processes.make(
-        load(ROOT / "configs" / "ppr-3b.toml", []), Assets("M", "T", "H", "I"), tmp_path
-    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(gpus))
+    config = load(ROOT / "configs" / "ppr-3b.toml", [])
+    made = processes.make(config, Assets("M", "T", "H", "I"), tmp_path)
     (judges,) = (process for process in made if process.name == "judges")
     assert judges.environment.get("CUDA_VISIBLE_DEVICES") == shown
 
@@ -515,15 +483,11 @@ def test_a_key_is_changed_by_key_value_alone_between_other_options() -> None:
     assert (config.actors.count, config.learner.count) == (2, 1)
 
 
-def test_a_plug_in_is_named_by_the_path_of_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plug_in_is_named_by_its_path(tmp_path: Path, monkeypatch: Patch) -> None:
     (tmp_path / "judges").mkdir()  # a folder that has the name of one of ours
     (tmp_path / "judges" / "mine.py").write_text(_GRADED)
     monkeypatch.chdir(tmp_path)
-    changes = ["scheduler.judge=graded", 'judges.use."./judges/mine.py:Graded"={}']
-    config = load(DEFAULT, changes)
-    assert config.judges.use["./judges/mine.py:Graded"] == {}
+    load(DEFAULT, ["scheduler.judge=graded", 'judges.use."./judges/mine.py:Graded"={}'])
 
 
 def test_a_part_that_is_taken_away_takes_its_options_along() -> None:

@@ -70,9 +70,7 @@ def test_a_pause_is_a_file_that_resume_removes(floor: Floor) -> None:
         ("actor-1", "actor-1 waits for a node with room"),
     ],
 )
-def test_what_the_run_needs_or_did_not_start_is_not_drained(
-    floor: Floor, name: str, says: str
-) -> None:
+def test_what_the_run_needs_or_did_not_start_stays(floor: Floor, name: str, says: str) -> None:
     for order in (control.draining, control.drain):
         with pytest.raises(ValueError, match=says):
             order(floor.run, name)

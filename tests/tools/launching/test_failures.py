@@ -19,10 +19,7 @@ Traceback (most recent call last):
     raise PackingError(
     ^^^^^^^^^^^^^^^^^^^
 """
-HANDLED = (
-    RAISED
-    + "ValueError: of one request\n2026-11-22 09:00:01,000 wire.service learner: train failed\n"
-)
+HANDLED = f"{RAISED}ValueError: one\n2026-11-22 09:00:01,000 wire.service learner: train failed\n"
 
 
 @pytest.mark.parametrize(
@@ -30,17 +27,10 @@ HANDLED = (
     [
         (RAISED + "learner.selfcheck.PackingError: off by 0.6\n", "PackingError: off by 0.6"),
         (RAISED + "RuntimeError: in loading:\n\tsize\n", "RuntimeError: in loading: size"),
-        (
-            RAISED + "AssertionError\n[W1122] process group has not been destroyed\n",
-            "AssertionError",
-        ),
+        (RAISED + "AssertionError\n[W1122] process group not destroyed\n", "AssertionError"),
         (HANDLED + RAISED + "wire.faults.DataFault: later\n", "DataFault: later"),
         (HANDLED, "learner: train failed"),
-        (
-            f"{HANDLED}2026-11-22 09:00:02,000 scheduler.main the run ends:"
-            " tree 7 failed 5 times; the last time:\nbad\n",
-            "tree 7 failed 5 times; the last time: bad",
-        ),
+        (f"{HANDLED}2026-11-22 09:00:02,000 scheduler.main the run ends: no\nbad\n", "no bad"),
         ("", "it ended with status 1 and wrote nothing"),
         (RAISED + f"ValueError: {'x' * 5000}\n", f"ValueError: {'x' * 288} ..."),
     ],
@@ -73,9 +63,7 @@ def test_a_signal_and_a_lost_peer_come_from_outside() -> None:
         (Cause("ValueError: lr = -1", False), "mend what the cause names, or it will happen again"),
     ],
 )
-def test_going_on_is_advised_plainly_only_where_nothing_has_to_change(
-    cause: Cause, said: str
-) -> None:
+def test_going_on_is_advised_where_nothing_has_to_change(cause: Cause, said: str) -> None:
     assert remedy(cause, "AGAIN").startswith(said)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from coppice.tools.launching import nodes
 from coppice.tools.launching.nodes import Holder
+from tests.tools.said import Patch
 
 HERE = "tcp://10.0.0.1:7"
 
@@ -20,9 +21,7 @@ async def started(run: Path, code: str) -> Holder:
     return held
 
 
-async def test_a_node_that_does_not_see_the_run_folder_is_refused_with_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_node_must_see_the_run_folder(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(nodes, "_SEEN_S", 0.2)
     (tmp_path / "endpoint").write_text("tcp://10.0.0.1:6")  # of an earlier start
     for run in (tmp_path / "nowhere", tmp_path):
@@ -38,9 +37,7 @@ async def test_a_rank_is_told_where_they_meet_and_its_end_is_reported(tmp_path: 
 
 @pytest.mark.second
 @pytest.mark.parametrize("begun", [True, False])
-async def test_a_process_of_another_node_that_has_not_begun_survives_the_question_for_stacks(
-    begun: bool, tmp_path: Path
-) -> None:
+async def test_the_question_for_stacks_is_survived(begun: bool, tmp_path: Path) -> None:
     begin = "from coppice.common.process import begin; begin()\n" if begun else ""
     code = f"{begin}import signal; print('ready', flush=True)\nwhile True: signal.pause()"
     held = await started(tmp_path, code)

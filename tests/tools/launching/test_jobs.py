@@ -41,14 +41,11 @@ def test_as_many_nodes_as_the_plan_needs(changes: list[str], count: int) -> None
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_the_manifest_is_a_rayjob_by_kuberays_own_schema(gpus: int) -> None:
-    job: Any = yaml.safe_load(
-        jobs.kuberay(config(*IMAGE, "cluster.secret=api-keys", f"cluster.gpus={gpus}"), [])
-    )
+    made = config(*IMAGE, "cluster.secret=api-keys", f"cluster.gpus={gpus}")
+    job: Any = yaml.safe_load(jobs.kuberay(made, []))
     jsonschema.validate(job, SCHEMA)
     groups = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
-    assert (
-        sum(group["replicas"] for group in groups) == jobs.nodes(config(f"cluster.gpus={gpus}")) - 1
-    )
+    assert sum(group["replicas"] for group in groups) == jobs.nodes(made) - 1
     pod = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     assert pod["envFrom"] == [{"secretRef": {"name": "api-keys"}}]
     assert ("nvidia.com/gpu" in pod["resources"]["limits"]) == bool(gpus)
@@ -69,13 +66,10 @@ export -f scontrol srun
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["first", "requeued"])
-def test_the_script_starts_the_same_command_on_rays_first_node_and_goes_on_when_it_is_requeued(
-    again: bool, tmp_path: Path
-) -> None:
+def test_the_script_starts_or_resumes_the_same_command(again: bool, tmp_path: Path) -> None:
     given = ["--actors", "4", "--cluster", "slurm", "--set", 'judges.outside=["a b"]']
-    script = jobs.slurm(
-        config(f"runs={tmp_path}", "cluster.gpus=8", 'cluster.options=["--partition=h100"]'), given
-    )
+    options = 'cluster.options=["--partition=h100"]'
+    script = jobs.slurm(config(f"runs={tmp_path}", "cluster.gpus=8", options), given)
     (tmp_path / "job").write_text(script)
     run = tmp_path / f"{config().name}-17"
     if again:
@@ -109,9 +103,7 @@ while True:
 
 
 @pytest.mark.second
-def test_slurms_signal_stops_the_launcher_and_the_job_ends_with_the_launchers_status(
-    tmp_path: Path,
-) -> None:
+def test_slurms_signal_stops_the_launcher_whose_status_is_the_jobs(tmp_path: Path) -> None:
     """The step runs what stands for the launcher: it is recorded as one, and ends with 130 as one.
     The run is that of an earlier job."""
     (tmp_path / "launcher.py").write_text(LAUNCHER)

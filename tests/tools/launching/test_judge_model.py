@@ -19,16 +19,13 @@ from coppice.tools.launching.prepare import prepare
 from coppice.tools.launching.settings import JUDGE_HOST, Assets, JudgeModelProcess
 from coppice.wire.messages import JudgedTurn, JudgeRequest, JudgeResult
 from tests.services import bench
+from tests.tools.said import Patch
 
 pytestmark = pytest.mark.slow
 
 AT = "judges.use.pprm.endpoint"
 ASKS = f"{AT}.url=served"
-MODEL = [
-    f"judges.model.name={TINY}",
-    "judges.model.max_context=512",
-    "judges.model.kv_cache_gib=0.05",
-]
+MODEL = [f"judges.model={{name='{TINY}', max_context=512, kv_cache_gib=0.05}}"]
 
 
 def made(run: Path, overrides: list[str], judge_model: str = "JUDGE") -> dict[str, Any]:
@@ -38,9 +35,7 @@ def made(run: Path, overrides: list[str], judge_model: str = "JUDGE") -> dict[st
     return {name: msgspec.json.decode(content) for name, content in read.items()}
 
 
-def test_a_judge_that_asks_for_the_served_model_gets_its_address_and_what_it_can_do(
-    tmp_path: Path,
-) -> None:
+def test_a_judge_that_asks_for_the_served_model_gets_its_address(tmp_path: Path) -> None:
     files = made(tmp_path, [ASKS, *MODEL, "judges.model.max_batch=3"])
     process = msgspec.convert(files["judge-model"], JudgeModelProcess)
     assert (process.folder, process.model.name, process.model.max_context) == ("JUDGE", TINY, 512)
@@ -67,16 +62,12 @@ def test_a_judge_that_asks_for_the_served_model_gets_its_address_and_what_it_can
         ([ASKS, *MODEL, f"{AT}.max_tokens=60"], "max_tokens 60: a constrained reply needs"),
     ],
 )  # fmt: skip
-def test_a_served_model_that_cannot_work_is_refused_with_the_remedy(
-    overrides: list[str], said: str
-) -> None:
+def test_a_served_model_that_cannot_work_is_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(DEFAULT_CONFIG, overrides)
 
 
-def test_the_model_is_found_before_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_is_found_before_the_start(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("COPPICE_CACHE", str(tmp_path))
     game = Path("configs/vpr-tictactoe-cpu.toml")
     config = load(game, [*MODEL, ASKS, "warm_start.steps=0"])
@@ -97,29 +88,21 @@ async def process(module: str, file: Path) -> AsyncIterator[asyncio.subprocess.P
         assert await asyncio.wait_for(running.wait(), 30) == 0
 
 
-async def test_a_judge_started_before_its_model_waits_for_it_and_every_turn_has_a_score(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_a_judge_waits_for_its_model(tmp_path: Path, llama: Path) -> None:
     model = f'judges.model={{ name = "{llama}", max_context = 4096, kv_cache_gib = 0.1 }}'
     files = made(tmp_path, [ASKS, model, f"{AT}.max_tokens=80"], str(llama))
     only = JudgeProcess("judges", str(tmp_path), {"pprm": files["judges"]["judges"]["pprm"]})
     (tmp_path / "judges.json").write_bytes(msgspec.json.encode(only))
-    turns = [
-        JudgedTurn("Who?", [], "", f"<think> {i} </think> <search> q </search>", 1, 4)
-        for i in range(4)
-    ]
+    said = [f"<think> {i} </think> <search> q </search>" for i in range(4)]
+    turns = [JudgedTurn("Who?", [], "", text, 1, 4) for text in said]
     async with bench(tmp_path) as b:
         (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)
-        async with (
-            process("coppice.judges.serve", tmp_path / "judges.json"),
-            process(
-                "coppice.tools.launching.serve_model", tmp_path / "processes" / "judge-model.json"
-            ),
-        ):
+        server, file = "coppice.tools.launching.serve_model", "processes/judge-model.json"
+        judges = process("coppice.judges.serve", tmp_path / "judges.json")
+        async with judges, process(server, tmp_path / file):
             await b.dispatcher.wait_for("judge.pprm", 1, 100)
-            result: JudgeResult = await b.dispatcher.call(
-                "judge.pprm", JudgeRequest(turns), deadline=100
-            )
+            asked = JudgeRequest(turns)
+            result: JudgeResult = await b.dispatcher.call("judge.pprm", asked, deadline=100)
     assert len(result.judgements) == 4
     for judgement in result.judgements:
         assert judgement.explanation.startswith("Analysis: ")

@@ -4,88 +4,55 @@ import errno
 import io
 import os
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 import pytest
 
 from coppice.tools.launching.command import main
 from coppice.tools.launching.processes import PlannedProcess
 from coppice.tools.launching.screen import RunScreen
-from coppice.tools.launching.settings import Assets
 from coppice.tools.launching.supervisor import supervise
-
-ENDS_AT_ONCE = PlannedProcess("scheduler", "no_such_module", "scheduler", 1, True)
-
-
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    """A launcher takes the signals of its process."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+from tests.tools.said import Patch, Said
 
 
-@pytest.fixture
-def assets(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Assets("MODEL", "TRAIN", "HELDOUT", "INDEX")
-    monkeypatch.setattr("coppice.tools.launching.command.prepare", lambda config: made)
-    monkeypatch.setattr(
-        "coppice.tools.launching.command.processes.make", lambda config, found, run: [ENDS_AT_ONCE]
-    )
-
-
+@pytest.mark.usefixtures("nothing_made")
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
-def test_a_run_folder_below_a_file_is_refused_before_the_set_up(
-    dry: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_run_folder_below_a_file_is_refused(
+    dry: list[str], tmp_path: Path, refused: Said
 ) -> None:
-    monkeypatch.setattr(
-        "coppice.tools.launching.command.prepare", lambda config: pytest.fail("set up")
-    )
     file = tmp_path / "file"
     file.touch()
-    assert main(["--run-folder", str(file / "sub" / "run"), *dry]) == 2
-    said = capsys.readouterr().err
-    assert f"{file} is a file, expected a folder: choose another --run-folder\n" in said
-    assert said.count("\n") == 1
+    told = refused(main, "--run-folder", file / "sub" / "run", *dry)
+    assert f"{file} is a file, expected a folder: choose another --run-folder\n" in told
 
 
-@pytest.mark.usefixtures("assets")
+@pytest.mark.usefixtures("ends_at_once")
 @pytest.mark.parametrize(("dry", "status"), [([], 1), (["--dry-run"], 0)])
 def test_a_dry_run_prints_the_doubts_that_a_start_prints(
-    dry: list[str],
-    status: int,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("coppice.tools.launching.memory.free_gib", lambda: 0.0)
-    monkeypatch.setattr("coppice.tools.launching.memory.hardware.visible_gpus", lambda: [])
-    correction = ["--set", "learner.correction=gspo", "--set", "learner.aggregation=token"]
+    dry: list[str], status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: Patch,
+) -> None:  # fmt: skip
+    none = psutil.virtual_memory()._replace(available=0)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: none)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    correction = ["learner.correction=gspo", "learner.aggregation=token"]
     assert main(["--run-folder", str(tmp_path / "run"), *correction, *dry]) == status
     told = capsys.readouterr().out
     assert "warning: learner.correction = 'gspo'" in told
     assert "warning: this plan needs about" in told
 
 
-def test_a_torn_config_of_a_run_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_torn_config_of_a_run_is_named(tmp_path: Path, refused: Said) -> None:
     (tmp_path / "config.json").write_text('{"name": "x"')
-    assert main(["--resume", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert f"--resume {tmp_path}" in error and "is torn" in error and error.count("\n") == 1
+    error = refused(main, "--resume", tmp_path)
+    assert f"--resume {tmp_path}" in error and "is torn" in error
 
 
-@pytest.mark.usefixtures("assets")
+@pytest.mark.usefixtures("ends_at_once")
 @pytest.mark.parametrize(
     ("number", "said"),
     [
@@ -94,26 +61,20 @@ def test_a_torn_config_of_a_run_is_named(
     ],
 )
 def test_a_disk_that_takes_nothing_at_the_start_is_one_line_with_the_remedy(
-    number: int,
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    number: int, said: str, tmp_path: Path, refused: Said, monkeypatch: Patch
 ) -> None:
     run, real = tmp_path / "run", Path.open
 
-    def refused(path: Path, *given: Any, **more: Any) -> Any:
+    def full(path: Path, *given: Any, **more: Any) -> Any:
         if path.is_relative_to(run):
             raise OSError(number, os.strerror(number), str(path))
         return real(path, *given, **more)
 
-    monkeypatch.setattr(Path, "open", refused)
-    assert main(["--run-folder", str(run)]) == 2
-    error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    monkeypatch.setattr(Path, "open", full)
+    assert said in refused(main, "--run-folder", run)
 
 
-@pytest.mark.usefixtures("assets")
+@pytest.mark.usefixtures("ends_at_once")
 def test_a_launch_lifts_the_pause_that_an_earlier_start_left(tmp_path: Path) -> None:
     (tmp_path / "paused").touch()
     main(["--run-folder", str(tmp_path)])
@@ -121,12 +82,10 @@ def test_a_launch_lifts_the_pause_that_an_earlier_start_left(tmp_path: Path) -> 
     assert not (tmp_path / "paused").exists()
 
 
-@pytest.mark.usefixtures("assets")
-def test_a_resumed_run_keeps_its_config_when_the_disk_is_full(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("ends_at_once")
+def test_a_full_disk_takes_no_config(tmp_path: Path, said: Said, monkeypatch: Patch) -> None:
     run, write = tmp_path / "run", Path.write_bytes
-    assert main(["--run-folder", str(run)]) == 1
+    said(main, "--run-folder", run, status=1)
     config = (run / "config.json").read_bytes()
 
     def full(path: Path, content: bytes) -> None:
@@ -134,9 +93,8 @@ def test_a_resumed_run_keeps_its_config_when_the_disk_is_full(
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    capsys.readouterr()
-    assert main(["--resume", str(run)]) == 2
-    assert f"free some, then coppice launch --resume {run}\n" in capsys.readouterr().err
+    told = said(main, "--resume", run, status=2)
+    assert f"free some, then coppice launch --resume {run}\n" in told
     assert (run / "config.json").read_bytes() == config
 
 
@@ -148,16 +106,13 @@ def test_a_resumed_run_keeps_its_config_when_the_disk_is_full(
     ],
 )
 def test_a_process_that_died_of_a_full_disk_says_so_though_its_log_cannot(
-    free: int,
-    remedy: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    free: int, remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: Patch, ends_at_once: PlannedProcess,
+) -> None:  # fmt: skip
     usage = shutil.disk_usage(tmp_path)._replace(free=free)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
     (tmp_path / "config.json").touch()
-    assert supervise(tmp_path, lambda: [ENDS_AT_ONCE], RunScreen(0)) == 1
+    assert supervise(tmp_path, lambda: [ends_at_once], RunScreen(0)) == 1
     cause, *rest = capsys.readouterr().out.strip().splitlines()
     assert cause == f"scheduler failed: {sys.executable}: No module named no_such_module"
     again = f"coppice launch --resume {tmp_path}"
@@ -173,9 +128,7 @@ class Full(io.BytesIO):
 
 
 @pytest.mark.parametrize("where", ["copy", "terminal"])
-def test_the_schedulers_lines_are_read_to_the_end_though_one_place_does_not_take_them(
-    where: str, tmp_path: Path
-) -> None:
+def test_lines_are_read_though_one_place_does_not_take_them(where: str, tmp_path: Path) -> None:
     """Else the scheduler would stand still at its next line."""
     source, sound = io.BytesIO(b"one\ntwo\n"), (tmp_path / "lines").open("wb", buffering=0)
     copy: IO[bytes] = Full() if where == "copy" else sound

@@ -21,9 +21,7 @@ time.sleep(60)
 
 
 @pytest.mark.slow
-def test_what_a_killed_process_left_is_removed_once_nobody_maps_it_and_a_users_file_stays(
-    tmp_path: Path,
-) -> None:
+def test_what_a_killed_process_left_is_removed_once_unmapped(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", TAKES], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     path = SHARED_MEMORY / process.stdout.readline().strip()

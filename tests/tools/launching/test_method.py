@@ -1,5 +1,6 @@
 """The one check of what schemes read against what strategies, judges and environments give."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from coppice.tools.bootstrap import ROOT
 from coppice.tools.launching import rules
 from coppice.tools.launching.config import ConfigError, load
 from coppice.tools.launching.method import bundles, mismatch
+from tests.tools.said import Patch
 
 SLATE, PPR, GAME = (
     ROOT / "configs" / f"{name}.toml" for name in ("slate-tiny", "ppr-cpu", "vpr-tictactoe-cpu")
@@ -23,11 +25,8 @@ GRPO, GIGPO = [*FULL, "learner.scheme=grpo"], [*FULL, "learner.scheme=gigpo"]
 RULES, EXACT = "judges.use={exact_match={}, pprm_rules={}}", "scheduler.judge=exact_match"
 TURNED = "learner.correction_options={lower=3, upper=2}"
 PATIENT = "judges.use.pprm.endpoint={url='http://h/v1', model='m', patience_s=120.0}"
-JUDGED_OTHERWISE = [
-    "scheduler.judge=sudoku",
-    "judges.use.sudoku={}",
-    "scheduler.evaluation.options={opponents={random=1.0}}",
-]
+JUDGED_OTHERWISE = ["scheduler.judge=sudoku", "judges.use.sudoku={}"]
+JUDGED_OTHERWISE += ["scheduler.evaluation.options={opponents={random=1.0}}"]
 
 
 @pytest.mark.parametrize(
@@ -60,12 +59,9 @@ JUDGED_OTHERWISE = [
         (PPR, ["learner.scheme=turn_grpo"], "scheduler.strategy = 'ppr' makes none"),
     ],
 )
-def test_what_cannot_learn_is_refused_with_the_reason(
-    path: Path, overrides: list[str], said: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_what_cannot_learn_is_refused(path: Path, overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
         load(path, overrides)
-    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize("word", bundles())
@@ -107,16 +103,9 @@ def test_another_method_takes_away_what_was_stated_for_parts_that_it_does_not_ha
     assert load(gpu, ["method=grpo"]).scheduler.judge == "none"
 
 
-def test_null_takes_a_part_of_the_method_away() -> None:
-    assert load(SLATE, ["scheduler.strategy_options.k=null"]).scheduler.strategy_options == {}
-    assert load(PPR, ["learner.aggregation=null"]).learner.aggregation == "auto"
-    assert load(SLATE, ["method=null"]).method == ""
-
-
 def test_an_unknown_method_is_refused_with_the_nearest_and_all_words(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"method = 'grop': did you mean 'grpo'.* expected one of"
-    ):
+    nearest = r"method = 'grop': did you mean 'grpo'.* expected one of"
+    with pytest.raises(ConfigError, match=nearest):
         load(SLATE, ["method=grop"])
     with pytest.raises(ConfigError, match="method = 3: expected `str`"):
         load(written(tmp_path, "method = 3"), [])
@@ -135,16 +124,15 @@ def test_every_scheme_has_a_strategy_that_serves_it_and_every_strategy_a_scheme(
 
 @pytest.mark.usefixtures("plug_ins")
 def test_a_scheme_of_ones_own_must_declare_itself() -> None:
-    with pytest.raises(
-        ConfigError, match="mute_scheme does not declare itself: expected a function needs"
-    ):
+    mute = "mute_scheme does not declare itself: expected a function needs"
+    with pytest.raises(ConfigError, match=mute):
         load(SLATE, ["learner.scheme=mute_scheme:advantages"])
     with pytest.raises(ConfigError, match="reads column 'made_up', which nobody gives"):
         load(SLATE, ["learner.scheme=own_scheme:advantages"])
 
 
 @pytest.fixture
-def plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def plug_ins(tmp_path: Path, monkeypatch: Patch) -> None:
     body = "def advantages(table): return table.per_token(table.column('made_up'))\n"
     declared = (
         "from coppice.common.declared import SchemeNeeds\n"
@@ -186,13 +174,12 @@ def test_what_is_legal_and_not_what_its_name_promises_is_told() -> None:
 
 def test_dual_clip_is_on_unless_it_is_null() -> None:
     def dual(*overrides: str) -> object:
-        config = load(SLATE, ["learner.correction_options={}", *overrides]).learner
-        options = corrections.load(config.correction, config.correction_options).options
-        return options.get("dual_clip", "default")
+        w = load(SLATE, ["learner.correction_options={}", *overrides]).learner
+        found = corrections.load(w.correction, w.correction_options)
+        return found.options.get("dual_clip", "default")
 
     assert dual() == "default"
     assert dual("learner.correction_options.dual_clip=null") is None
-    assert dual("learner.correction_options.dual_clip=2") == 2
 
 
 def test_only_candidates_of_one_prefix_must_decode_together() -> None:

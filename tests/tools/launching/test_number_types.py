@@ -12,14 +12,13 @@ from coppice.tools.launching import processes
 from coppice.tools.launching.config import load
 from coppice.tools.launching.memory import number_type, typed
 from coppice.tools.launching.settings import Assets
+from tests.tools.said import Patch
 
 DEFAULT = Path(__file__).parents[3] / "configs" / "slate-cpu.toml"
 
 
-def test_the_number_type_its_reason_and_two_that_differ_are_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(hardware, "visible_gpus", lambda: ["0"])
+def test_the_number_type_and_its_reason_are_told(monkeypatch: Patch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     auto = ["model.dtype=auto", "learner.dtype=auto", "actors.dtype=auto"]
     assert number_type(load(DEFAULT, auto)) == (
         "number type bfloat16 (there is an NVIDIA GPU; --set model.dtype=float32 changes it)"
@@ -32,9 +31,7 @@ def test_the_number_type_its_reason_and_two_that_differ_are_told(
     assert "set model.dtype, and neither learner.dtype, actors.dtype nor" in said
 
 
-def test_one_key_sets_the_number_type_of_actors_and_learner_and_each_room_may_override_it(
-    tmp_path: Path,
-) -> None:
+def test_a_key_sets_the_number_type_and_each_room_may_override_it(tmp_path: Path) -> None:
     def written(*overrides: str) -> list[str]:
         config = load(DEFAULT, ["learner.dtype=auto", "actors.dtype=auto", *overrides])
         processes.make(config, Assets("M", "T", "H", "I"), tmp_path)
@@ -52,10 +49,8 @@ def test_one_key_sets_the_number_type_of_actors_and_learner_and_each_room_may_ov
     assert json.loads(kept)["learner"]["dtype"] == "auto"
 
 
-def test_sglang_gets_the_number_type_and_one_that_differs_from_the_learners_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hardware, "visible_gpus", lambda: ["0"])
+def test_sglang_gets_the_number_type(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     sglang = ["model.dtype=auto", "actors.engine=sglang", "actors.kv_cache_gib=1.0"]
 
     def told(*overrides: str) -> str:
@@ -79,9 +74,9 @@ def test_sglang_gets_the_number_type_and_one_that_differs_from_the_learners_is_t
     ],
 )
 def test_a_processor_computes_in_the_type_that_it_is_faster_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processor: str, expected: str
+    tmp_path: Path, monkeypatch: Patch, processor: str, expected: str
 ) -> None:
     (tmp_path / "cpuinfo").write_text(processor)
     monkeypatch.setattr(hardware, "PROCESSOR", tmp_path / "cpuinfo")
-    monkeypatch.setattr(hardware, "visible_gpus", list)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert hardware.compute_dtype("auto") == expected

@@ -40,9 +40,7 @@ OPTIONS = "learner.scheme_options"
         ([*ALONE, "learner.scheme=outcome", "scheduler.dynamic_sampling_budget=4"], "no effect"),
     ],
 )  # fmt: skip
-def test_a_setting_without_effect_or_counted_twice_is_refused(
-    settings: list[str], reason: str
-) -> None:
+def test_a_setting_counted_twice_is_refused(settings: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load(SLATE, settings)
 
@@ -78,9 +76,7 @@ TWO_COLUMNS = r"makes the rewards of turns from .* remove it"
         (SUDOKU, ["method=vineppo", "scheduler.max_action_tokens=30", LONG], TWO_COLUMNS),
     ],
 )
-def test_a_change_of_one_column_is_refused_where_the_scheme_makes_rewards_of_two(
-    path: Path, changes: list[str], said: str
-) -> None:
+def test_rewards_of_two_columns_are_not_changed(path: Path, changes: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(path, changes)
 
@@ -94,26 +90,24 @@ def test_k1_in_the_loss_is_a_doubt() -> None:
     assert "0 in expectation" in doubts("k1")[-1]
 
 
+def written(run: Path, name: str, kind: type[Any], *settings: str) -> Any:
+    """What a process of a run would read."""
+    processes.make(load(SLATE, list(settings)), Assets(str(run), "", "", "", ""), run)
+    return msgspec.json.decode((run / "processes" / f"{name}.json").read_bytes(), type=kind)
+
+
 def test_the_schedule_ends_with_the_run_and_the_scheduler_knows_the_reward(tmp_path: Path) -> None:
-    config = load(
-        SLATE, [*FULL, "learner.scheme=gigpo", "learner.lr_schedule=linear", "scheduler.updates=7"]
-    )
-    processes.make(config, Assets(str(tmp_path), "", "", "", ""), tmp_path)
-    learner = msgspec.json.decode(
-        (tmp_path / "processes" / "learner.json").read_bytes(), type=LearnerProcess
-    )
-    scheduler = msgspec.json.decode(
-        (tmp_path / "processes" / "scheduler.json").read_bytes(), type=SchedulerProcess
-    )
+    linear = ["learner.scheme=gigpo", "learner.lr_schedule=linear", "scheduler.updates=7"]
+    learner = written(tmp_path, "learner", LearnerProcess, *FULL, *linear)
+    scheduler = written(tmp_path, "scheduler", SchedulerProcess, *FULL, *linear)
     assert (learner.learner.decay_updates, learner.learner.optimizer.schedule) == (7, "linear")
     assert (scheduler.reward, scheduler.equal) == ("reward", "turns")
 
 
 def test_slate_selects_with_the_options_on_which_its_scheme_trains(tmp_path: Path) -> None:
     def selects(*settings: str) -> dict[str, Any]:
-        processes.make(load(SLATE, list(settings)), Assets(str(tmp_path), "", "", "", ""), tmp_path)
-        read = (tmp_path / "processes" / "scheduler.json").read_bytes()
-        return msgspec.json.decode(read, type=SchedulerProcess).scheduler.strategy_options
+        process = written(tmp_path, "scheduler", SchedulerProcess, *settings)
+        return process.scheduler.strategy_options
 
     grown = signature(slate.grow).parameters
     trained = signature(schemes.load("slate", {}).function).parameters
@@ -123,7 +117,6 @@ def test_slate_selects_with_the_options_on_which_its_scheme_trains(tmp_path: Pat
     assert selects("learner.scheme_options={ddof=0, eps=0.5}") == changed
     # an advantage of its own
     assert selects("learner.scheme=vpr_v2", "learner.scheme_options={ddof=1}") == selects()
-    with pytest.raises(
-        ConfigError, match=r"\['ddof'\].* set them in learner\.scheme_options alone"
-    ):
+    alone = r"\['ddof'\].* set them in learner\.scheme_options alone"
+    with pytest.raises(ConfigError, match=alone):
         load(SLATE, ["scheduler.strategy_options.ddof=0"])

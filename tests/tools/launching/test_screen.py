@@ -5,15 +5,16 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from coppice.tools.launching.command import arguments, main
+from coppice.tools.launching.command import main
 from coppice.tools.launching.screen import BLOCK, COLUMNS, WIDEST, RunScreen
+from tests.forks import ROOT
+from tests.tools.said import Patch, Said
 
-ROOT = Path(__file__).parent.parent.parent.parent
 UPDATES = 50
 
 
@@ -24,8 +25,7 @@ def record(version: int, **values: float) -> bytes:
 
 
 def lines(updates: int = UPDATES) -> bytes:
-    """The lines of a scheduler: a record per update, an evaluation, a warning that is wider than
-    the terminal, and the end."""
+    """A record per update, an evaluation, a warning wider than the terminal, and the end."""
     told = [b"waiting for workers: 4 x generate\n"]
     for version in range(1, updates + 1):
         told.append(record(version))
@@ -36,12 +36,10 @@ def lines(updates: int = UPDATES) -> bytes:
     return b"".join([*told, b"<5>\n", b"<5>summary\n"])
 
 
-def test_every_update_has_a_row_and_the_headings_tell_how_far_the_run_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_update_has_a_row(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     clock = iter(60.0 * version for version in range(1, UPDATES + 1))
-    monkeypatch.setattr("coppice.tools.launching.screen.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     out, copy = io.StringIO(), tmp_path / "copy"
     RunScreen(UPDATES, out=out).relay(io.BytesIO(lines()), copy.open("wb"))
     written = out.getvalue().splitlines()
@@ -76,9 +74,7 @@ def test_records_go_out_as_json_evaluations_too_and_words_elsewhere(tmp_path: Pa
     assert len(out.getvalue().splitlines()) == 4
 
 
-def test_two_schedulers_have_one_row_an_update_and_the_second_one_s_faults_its_name(
-    tmp_path: Path,
-) -> None:
+def test_two_schedulers_have_one_row_an_update(tmp_path: Path) -> None:
     out, copy = io.StringIO(), tmp_path / "copy"
     screen = RunScreen(3, out=out, schedulers=2)
     for number, more in enumerate((b"waiting\n", b"waiting\n<4>judge.slate fails: no\n")):
@@ -89,9 +85,7 @@ def test_two_schedulers_have_one_row_an_update_and_the_second_one_s_faults_its_n
     assert "scheduler-1: waiting\n" in copy.read_text()
 
 
-def test_neither_a_cut_off_record_nor_a_letter_that_the_terminal_lacks_ends_the_relay(
-    tmp_path: Path,
-) -> None:
+def test_no_odd_line_or_letter_ends_the_relay(tmp_path: Path) -> None:
     written = io.BytesIO()
     out = io.TextIOWrapper(written, encoding="ascii", write_through=True)
     RunScreen(3, out=out).relay(
@@ -140,29 +134,14 @@ def test_a_launch_keeps_its_outlets_apart(
         assert [line[: len(start)] for line, start in zip(told, expected, strict=True)] == expected
 
 
-@pytest.mark.parametrize("flags", [["--quiet", "--dry-run"], ["--json", "--dry-run"]])
-def test_a_flag_without_effect_is_refused(
-    flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        arguments(flags)
-    assert f"{flags[0]} has no effect with --" in capsys.readouterr().err
+@pytest.mark.parametrize("flag", ["--quiet", "--json"])
+def test_a_flag_without_effect_is_refused(flag: str, said: Said) -> None:
+    assert f"{flag} has no effect with --" in said(main, flag, "--dry-run", status=2)
 
 
-def test_the_headings_are_told_again_when_a_column_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = RunScreen(9, out=io.StringIO())
-    values: dict[str, Any] = {"version": 1.0, "score/reward": 1.0, "learner/groups": 3.0}
-    assert len(screen.take(json.dumps(values)).splitlines()) == 3
-    assert len(screen.take(json.dumps(values | {"version": 2.0})).splitlines()) == 1
-    values |= {"version": 3.0, "score/judge_valid": 0.5}
-    _, heading, row = screen.take(json.dumps(values)).splitlines()
-    assert (heading.split(), row.split()[2]) == (["update", "reward", "judged"], "0.50")
-    monkeypatch.setenv("COLUMNS", "20")
-    assert screen.take(json.dumps(values | {"version": 4.0})).split()[-2:] == ["4", "+1.00"]
-
-
+@pytest.mark.usefixtures("nothing_made")
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "told"),
     [
         (["--track", "wandbb"], "did you mean 'wandb'? expected one of ['trackio', 'wandb']"),
         (["--track", "wandb"], "'wandb', which is not installed: "),
@@ -170,17 +149,7 @@ def test_the_headings_are_told_again_when_a_column_comes(monkeypatch: pytest.Mon
     ],
 )
 def test_a_tracker_that_cannot_work_is_refused_before_the_set_up(
-    flags: list[str],
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str], told: str, tmp_path: Path, refused: Said, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(
-        "coppice.tools.launching.command.prepare", lambda config: pytest.fail("set up")
-    )
-    monkeypatch.setattr(
-        "coppice.scheduler.telemetry.tracking.importlib.util.find_spec", lambda name: None
-    )
-    assert main([*flags, "--run-folder", str(tmp_path / "run")]) == 2
-    assert said in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert told in refused(main, *flags, "--run-folder", tmp_path / "run")

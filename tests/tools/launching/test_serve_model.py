@@ -15,6 +15,7 @@ import pytest
 from coppice.judges.config import JudgeModelConfig
 from coppice.tools.launching.serve_model import is_loopback, main
 from coppice.tools.launching.settings import JudgeModelProcess
+from tests.tools.said import Said
 
 pytestmark = pytest.mark.slow
 
@@ -23,11 +24,12 @@ COMMAND = [sys.executable, "-c", START]
 """Without the set-up of the environment that coppice serve --model begins with."""
 
 
+def started(*command: str | Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
 def test_it_serves_at_the_address_it_prints_until_it_is_interrupted(llama: Path) -> None:
-    command = [*COMMAND, str(llama), "--port", "0", "--threads", "1", "--name", "tiny"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with started(*COMMAND, llama, *"--port 0 --threads 1 --name tiny".split()) as process:
         try:
             assert process.stdout is not None
             said = process.stdout.readline()
@@ -54,16 +56,10 @@ def test_it_serves_at_the_address_it_prints_until_it_is_interrupted(llama: Path)
         (["--kv-cache-gib", "nan"], "--kv-cache-gib nan: expected a number above 0"),
     ],
 )
-def test_what_cannot_be_served_is_one_clear_line(
-    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(arguments)
-    assert left.value.code == 1
-    said = capsys.readouterr().err
-    assert re.search(reason, said)
-    assert said.startswith("coppice serve --model: ")
-    assert said.count("\n") == 1
+def test_what_cannot_be_served_is_said(arguments: list[str], reason: str, said: Said) -> None:
+    told = said(main, *arguments, status=1)
+    assert reason in told and told.startswith("coppice serve --model: ")
+    assert told.count("\n") == 1
 
 
 def test_only_addresses_of_this_machine_need_no_key() -> None:
@@ -84,9 +80,7 @@ LocalEngine._step = boom
 
 
 @pytest.mark.parametrize("in_a_run", [False, True])
-def test_a_server_whose_engine_dies_ends_with_status_1_and_the_reason(
-    in_a_run: bool, tmp_path: Path, llama: Path
-) -> None:
+def test_a_server_ends_with_its_engine(in_a_run: bool, tmp_path: Path, llama: Path) -> None:
     """In a run the launcher then starts it again."""
     given = [str(llama), "--port", "0", "--threads", "1", "--kv-cache-gib", "0.01"]
     call, says = "sys.exit(serve_model.main(sys.argv[1:]))", "coppice serve --model"
@@ -95,10 +89,7 @@ def test_a_server_whose_engine_dies_ends_with_status_1_and_the_reason(
         model = JudgeModelConfig(max_context=256, kv_cache_gib=0.01)
         process = JudgeModelProcess(says, str(tmp_path), str(llama), 0, model)
         Path(given[0]).write_bytes(msgspec.json.encode(process))
-    command = [sys.executable, "-c", DYING + call, *given]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as server:
+    with started(sys.executable, "-c", DYING + call, *given) as server:
         try:
             assert server.stdout is not None
             url = server.stdout.readline().split(" at ")[1].strip()

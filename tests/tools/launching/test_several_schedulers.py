@@ -15,13 +15,8 @@ from coppice.tools.launching import processes
 from coppice.tools.launching.config import DEFAULT_CONFIG, ConfigError, load
 from coppice.tools.launching.settings import Assets
 
-TWO = [
-    "scheduler.shards=2",
-    "actors.count=3",
-    "scheduler.questions_per_update=6",
-    "learner.count=1",
-    "scheduler.trackers=['trackio']",
-]
+TWO = ["scheduler.shards=2", "actors.count=3", "scheduler.questions_per_update=6"]
+TWO += ["learner.count=1", "scheduler.trackers=['trackio']"]
 
 
 def read(run: Path, name: str, kind: type[Any]) -> Any:
@@ -37,9 +32,8 @@ def test_every_shard_has_its_own_workers_and_its_part_of_an_update(tmp_path: Pat
     }
     assert [p.name for p in plan[:2]] == ["scheduler", "scheduler-1"]
     assert {p.name for p in plan if p.vital} == {"scheduler", "learner-0"}
-    first, second = (
-        read(tmp_path, name, SchedulerProcess) for name in ("scheduler", "scheduler-1")
-    )
+    first = read(tmp_path, "scheduler", SchedulerProcess)
+    second = read(tmp_path, "scheduler-1", SchedulerProcess)
     assert (first.run, second.run) == (str(tmp_path), str(tmp_path))
     assert (first.shard, second.shard) == (Shard(0, 2), Shard(1, 2))
     assert (first.actors, second.actors) == (2, 1)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,7 @@ from coppice.tools.launching import record
 from coppice.tools.launching.config import DEFAULT_CONFIG, load
 from coppice.tools.launching.record import Failure, Member, Record
 from coppice.tools.launching.status import WIDTH, main
+from tests.tools.said import Said
 
 NOBODY = 2**22 + 1
 """A number that no process has."""
@@ -60,38 +62,45 @@ def reported(
     write_whole(run / "health.json", health)
 
 
-def page(run: Path, capsys: pytest.CaptureFixture[str]) -> str:
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return a_run(tmp_path / "run")
+
+
+@pytest.fixture
+def page(said: Said, tmp_path: Path) -> Callable[[], str]:
     """The page, whose lines are at most 80 columns wide unless they hold one long word."""
-    assert main([str(run)]) == 0
-    said = capsys.readouterr().out
-    assert all(len(line) <= WIDTH or str(run) in line for line in said.splitlines()), said
-    return " ".join(said.split())
+
+    def shown() -> str:
+        lines = said(main, tmp_path / "run").splitlines()
+        assert all(len(line) <= WIDTH or str(tmp_path) in line for line in lines), lines
+        return " ".join(" ".join(lines).split())
+
+    return shown
 
 
-def test_a_live_run_shows_its_processes_its_queues_its_last_failure_and_that_nothing_is_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = a_run(tmp_path / "run")
+def test_a_live_run_has_nothing_to_do(run: Path, page: Callable[[], str]) -> None:
     command = [sys.executable, "-c", "input()", f"{run}/processes/scheduler.json"]
     process = subprocess.Popen(command, stdin=-1)
     try:
         scheduler, judges = Member(process.pid, time.time() - 200, 1), Member(os.getpid(), 0.0)
         launched(run, "running", os.getpid(), scheduler=scheduler, judges=judges)
         reported(run, process.pid)
-        said = page(run, capsys)
-        assert f"run {run}: running (launcher {os.getpid()}, since" in said
-        assert "update 4 of 9 (updates); last progress " in said
-        assert " ago tasks: 1 closed, 1 growing" in said
-        assert "held out last: start (version 0): em 0.500 ±0.250" in said
-        assert re.search(rf"scheduler {process.pid} .*? 3 min 1", said)
-        # the number belongs to another process
-        assert f"judges {os.getpid()} ended - 0 - -" in said
-        assert "judge.x: 3 at judges, 1 waiting; the oldest since 7 s, for tree 4" in said
-        assert "actor-0: killed by signal 9 (SIGKILL); starting it again log: " in said
-        assert f"what to do nothing, the run goes on. Look at a tree: coppice trees {run}" in said
+        told = page()
+        for text in (
+            f"run {run}: running (launcher {os.getpid()}, since",
+            "update 4 of 9 (updates); last progress ",
+            " ago tasks: 1 closed, 1 growing",
+            "held out last: start (version 0): em 0.500 ±0.250",
+            f"judges {os.getpid()} ended - 0 - -",  # the number belongs to another process
+            "judge.x: 3 at judges, 1 waiting; the oldest since 7 s, for tree 4",
+            "actor-0: killed by signal 9 (SIGKILL); starting it again log: ",
+            f"what to do nothing, the run goes on. Look at a tree: coppice trees {run}",
+        ):
+            assert text in told
+        assert re.search(rf"scheduler {process.pid} .*? 3 min 1", told)
         reported(run, process.pid, idle_s=100.0)
-        replaced = "nothing moves; the launcher will replace it. For all stacks in the logs:"
-        assert f"{replaced} kill -QUIT {os.getpid()}" in page(run, capsys)
+        assert f"stacks in the logs: kill -QUIT {os.getpid()}" in page()
     finally:
         process.communicate(b"\n")
 
@@ -105,16 +114,15 @@ def test_a_live_run_shows_its_processes_its_queues_its_last_failure_and_that_not
     ],
 )
 def test_a_pause_is_told_with_the_way_out_of_it(
-    asked: bool, obeyed: bool, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    asked: bool, obeyed: bool, says: str, run: Path, page: Callable[[], str]
 ) -> None:
-    run = a_run(tmp_path / "run")
     launched(run, "running", os.getpid())
     reported(run, NOBODY, paused=obeyed)
     if asked:
         (run / "paused").touch()
-    said = page(run, capsys)
-    assert says in said
-    assert (f"to go on: coppice watch {run} and the key r, or remove {run}/paused" in said) == asked
+    told = page()
+    assert says in told
+    assert (f"to go on: coppice watch {run} and the key r, or remove {run}/paused" in told) == asked
 
 
 @pytest.mark.parametrize(
@@ -126,16 +134,14 @@ def test_a_pause_is_told_with_the_way_out_of_it(
     ],
 )
 def test_a_run_that_is_over_says_how_it_ended_and_what_to_do(
-    state: str, says: str, do: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    state: str, says: str, do: str, run: Path, page: Callable[[], str]
 ) -> None:
-    run = a_run(tmp_path / "run")
     launched(run, state)
     reported(run, NOBODY, version=9)
-    said = page(run, capsys)
-    assert f"run {run}: {says}" in said
-    assert f"update 9 of 9{'' if state == 'finished' else ' (updates)'} tasks" in said
-    assert "what waits" not in said
-    assert said.endswith(f"what to do {do.replace('RUN', str(run))}")
+    told = page()
+    assert f"run {run}: {says}" in told and "what waits" not in told
+    assert f"update 9 of 9{'' if state == 'finished' else ' (updates)'} tasks" in told
+    assert told.endswith(f"what to do {do.replace('RUN', str(run))}")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +155,7 @@ def test_a_run_that_is_over_says_how_it_ended_and_what_to_do(
     ],
 )
 def test_what_is_damaged_is_said_and_the_rest_of_the_page_stays(
-    name: str, content: str | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, content: str | None, says: str, tmp_path: Path, page: Callable[[], str]
 ) -> None:
     run = a_run(tmp_path / "run", journal=content is not None or name != "journal.sqlite")
     launched(run, "stopped")
@@ -157,26 +163,18 @@ def test_what_is_damaged_is_said_and_the_rest_of_the_page_stays(
     (run / name).unlink(missing_ok=True)
     if content is not None:
         (run / name).write_text(content)
-    said = page(run, capsys)
-    assert says in said
-    assert f"coppice launch --resume {run}" in said
+    told = page()
+    assert says in told and f"coppice launch --resume {run}" in told
 
 
-def test_what_is_no_run_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(tmp_path)]) == 2
+def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, refused: Said) -> None:
     expected = "no config.json is there; expected the folder of a run, runs/NAME-TIME\n"
-    assert capsys.readouterr() == ("", f"coppice watch --status {tmp_path}: {expected}")
+    assert refused(main, tmp_path) == f"coppice watch --status {tmp_path}: {expected}"
 
 
-def test_machines_get_the_same_as_json_and_the_folder_stays_as_it_was(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = a_run(tmp_path / "run")
+def test_machines_get_json_and_the_folder_stays_as_it_was(run: Path, said: Said) -> None:
     launched(run, "stopped")
     before = {path.name: path.read_bytes() for path in run.iterdir()}
-    assert main([str(run), "--json"]) == 0
-    status = json.loads(capsys.readouterr().out)
+    status = json.loads(said(main, run, "--json"))
     assert (status["state"], status["trees"]) == ("stopped", {"closed": 1, "growing": 1})
     assert {name: (run / name).read_bytes() for name in before} == before

@@ -11,6 +11,7 @@ import pytest
 
 from coppice.research import gpu_checks
 from coppice.research.gpu_checks import Check, Outcome
+from tests.tools.said import Patch
 
 HANGS = """
 import signal, subprocess, sys, time
@@ -31,7 +32,7 @@ WHEN = datetime.datetime(2026, 11, 22, 8, 30, tzinfo=datetime.UTC)
 
 
 @pytest.fixture
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def modules(tmp_path: Path, monkeypatch: Patch) -> None:
     """Modules that checks can run."""
     passes, fails = "print('{\"a\": 1}')", "print('no CUDA'); raise SystemExit(3)"
     sources = {"hangs": HANGS, "polite": POLITE, "fails": fails, "passes": passes}
@@ -41,7 +42,6 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def goes_on(pid: int) -> bool:
-    """Whether a process runs; one that has ended may wait for its parent to notice."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -51,7 +51,7 @@ def goes_on(pid: int) -> bool:
 @pytest.mark.second
 @pytest.mark.usefixtures("modules")
 def test_a_check_that_fails_or_hangs_is_named_and_the_rest_runs(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: Patch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_checks, "GRACE_S", 0.5)
     limits = {"slow": ("hangs", 3.0), "broken": ("fails", 60.0), "good": ("passes", 60.0)}
@@ -77,7 +77,7 @@ def test_a_check_that_takes_too_long_may_end_what_it_began() -> None:
 
 @pytest.mark.second
 @pytest.mark.usefixtures("modules")
-def test_when_the_time_is_up_the_rest_is_named_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_the_time_is_up_the_rest_is_named_and_not_run(monkeypatch: Patch) -> None:
     monkeypatch.setattr(gpu_checks, "GRACE_S", 0.5)
     checks = [Check("slow", ["hangs"], 60.0), Check("good", ["passes"], 60.0)]
     slow, good = gpu_checks.run_all(checks, whole_s=2.0)
@@ -149,14 +149,7 @@ def test_checks_are_chosen_by_name() -> None:
         gpu_checks.chosen(["speed-7b"], sglang=False)
 
 
-def test_json_is_found_between_other_lines() -> None:
-    text = 'start {no}\n{\n "a": {\n  "b": 1\n }\n}\n{also no\n[1]\n{"c": 2}\n'
-    assert gpu_checks.objects(text) == [{"a": {"b": 1}}, {"c": 2}]
-
-
-def test_a_check_that_compares_float32_makes_triton_multiply_in_float32(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exact_check_has_triton_in_float32(tmp_path: Path, monkeypatch: Patch) -> None:
     (tmp_path / "says.py").write_text("import os; print(os.environ.get('TRITON_F32_DEFAULT'))")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)

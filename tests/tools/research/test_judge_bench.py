@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,42 +22,31 @@ from coppice.tools.finetuning.judging import Answers, JudgeSpec, StepAnswer, las
 from coppice.tools.finetuning.records import THRESHOLD, Labelled, Trajectory, judged_turn, recorded
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import JudgedTurn, Judgement
+from tests.tools.said import Patch, Said
 
 replace = msgspec.structs.replace
 ENDPOINT: dict[str, Any] = {"url": "http://127.0.0.1:1/v1", "model": "m"}
 TURN = JudgedTurn(
-    question="Who?", golds=["Ada"], context="Question: Who?\nThinking: a", step=2, budget=3, think="b", query="c",
-    response="<think> b </think> <search> c </search>", past_queries=["q"], past_observations=["seen"],
+    question="Who?", golds=["Ada"], context="Question: Who?\nThinking: a", step=2, budget=3,
+    think="b", query="c", response="<think> b </think> <search> c </search>", past_queries=["q"],
+    past_observations=["seen"], transcript="<think> a </think> <search> q </search>seen",
     observation="\n<information>Doc 1(Title: T) F: v</information>\n", evidence=["T\nF: v"],
-    transcript="<think> a </think> <search> q </search>seen",
 )  # fmt: skip
 
 
-def labelled(
-    name: str, outcome: int, scores: list[float], question: str = "", gold: str = "g"
-) -> Any:
-    question = question or f"question of {name}?"
+def labelled(name: str, outcome: int, scores: list[float], asked: str = "", gold: str = "g") -> Any:
+    question = asked or f"question of {name}?"
     steps = [
         Labelled(context=question, response=f"{name} step {i}", score_a=s, score_b=s, score=s)
         for i, s in enumerate(scores)
     ]
-    return Trajectory(
-        id=name,
-        data_source="d",
-        question=question,
-        golden_answers=[gold],
-        outcome=1 if outcome else 0,
-        steps=steps,
-    )
+    told: Any = {"id": name, "data_source": "d", "question": question, "golden_answers": [gold]}
+    return Trajectory(**told, outcome=1 if outcome else 0, steps=steps)
 
 
 def item(name: str, outcome: int, scores: list[float]) -> Item:
     ((made,), _) = build([labelled(name, outcome, scores)], 1, 0.652)
     return made
-
-
-# ----------------------------------------------------------------------------------------------
-# records
 
 
 def test_a_turn_survives_being_recorded() -> None:
@@ -75,38 +65,21 @@ def test_a_step_of_context_and_response_alone_makes_the_same_prompt_of_a_pprm() 
     assert "Another wording of it?" in messages(judged_turn(held, foreign), texts)[1]["content"]
 
 
-STEP = {"context": "q?", "response": "r", "score_a": 1.0, "score_b": 0.5, "score": 0.75, "label": 1}
-FIVE = {
-    "id": "1", "data_source": "nq", "question": "q?", "golden_answers": ["a"], "outcome": 1,
-    "steps": [STEP], "category": "correct_good",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({}, ""),
+def test_a_record_is_read_and_a_bad_one_refused_with_its_line(tmp_path: Path) -> None:
+    path, items = tmp_path / "b.jsonl", [item("x", 1, [0.9]), item("y", 1, [0.9])]
+    records.write(path, items)
+    assert records.read([path], Item) == items
+    row = msgspec.to_builtins(items[1])
+    for change, message in (
         ({"category": "good"}, "category"),
         ({"steps": []}, "steps"),
         ({"more": 1}, "more"),
-        ({"steps": [{**STEP, "score": 1.2}]}, "score"),
-        ({"id": "1"}, "second time"),
-    ],
-)
-def test_a_record_is_read_and_a_bad_one_refused_with_its_line(
-    change: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    path, rows = tmp_path / "b.jsonl", [FIVE, {**FIVE, "id": "2", **change}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if not message:
-        assert msgspec.to_builtins(records.read([path], Item)) == rows
-        return
-    with pytest.raises(ValueError, match=rf"b\.jsonl:2.*{message}"):
-        records.read([path], Item)
-
-
-# ----------------------------------------------------------------------------------------------
-# builder
+        ({"steps": [row["steps"][0] | {"score": 1.2}]}, "score"),
+        ({"id": "x"}, "second time"),
+    ):
+        path.write_bytes(b"\n".join(map(msgspec.json.encode, (items[0], row | change))))
+        with pytest.raises(ValueError, match=rf"b\.jsonl:2.*{message}"):
+            records.read([path], Item)
 
 
 @given(st.integers(0, 60), st.lists(st.integers(0, 30), min_size=1, max_size=5))
@@ -159,9 +132,6 @@ def test_the_mean_threshold_is_the_mean_over_steps() -> None:
     assert category(0, [0.652], 0.652) == "wrong_bad"
 
 
-# ----------------------------------------------------------------------------------------------
-# metric
-
 BENCH = [item("a", 1, [0.9, 0.1]), item("b", 0, [0.9]), item("c", 0, [0.1])]
 
 
@@ -187,13 +157,9 @@ def test_baselines_are_what_they_say() -> None:
     assert 0.4 < baseline("random", many, 0.652).accuracy.mean < 0.6
 
 
-# ----------------------------------------------------------------------------------------------
-# command
-
-
 class Told(Judge):
-    """Scores a step by its label as the test's responses tell it: "good" 1, "bad" 0, "mute" not at all. before: what
-    happens at each step; asked: the responses so far; failed: an LLM judge's count of failures."""
+    """Scores "good" 1, "bad" 0 and "mute" not at all. before: what happens at each step; asked: the
+    responses so far; failed: an LLM judge's count of failures."""
 
     name, columns, concurrency = "told", ("process",), 1
     asked: ClassVar[list[str]] = []
@@ -229,31 +195,34 @@ def breaks() -> None:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Path:
-    path = tmp_path / "bench.jsonl"
-    said = ["good", "bad", "good", "mute", "bad"]
-    items = []
-    for number, (word, score) in enumerate(zip(said, [0.9, 0.1, 0.1, 0.9, 0.1], strict=True)):
-        one = item(str(number), number % 2, [score])
-        items.append(replace(one, steps=[replace(one.steps[0], response=f"{word} {number}")]))
-    records.write(path, items)
-    return path
+    words, scores = "good bad good mute bad".split(), [0.9, 0.1, 0.1, 0.9, 0.1]
+    items = [item(str(i), i % 2, [score]) for i, score in enumerate(scores)]
+    for i, one in enumerate(items):
+        items[i] = replace(one, steps=[replace(one.steps[0], response=f"{words[i]} {i}")])
+    records.write(tmp_path / "bench.jsonl", items)
+    return tmp_path / "bench.jsonl"
 
 
-def run(bench: Path, out: Path, *arguments: str) -> int:
-    return main(["measure", "--bench", str(bench), "--out", str(out), *arguments])
+Measured = Callable[..., str]
+
+
+@pytest.fixture
+def measured(said: Said, bench: Path, tmp_path: Path) -> Measured:
+    """What a measurement of the benchmark says."""
+
+    def of(words: str = "", status: int = 0, out: str = "out") -> str:
+        given = f"measure --bench {bench} --out {tmp_path / out} {words}"
+        return said(main, *given.split(), status=status)
+
+    return of
 
 
 TOLD = f"{Told.__module__}:Told"
 
 
-def test_several_judges_make_one_table_beside_the_majority_class(
-    bench: Path, tmp_path: Path, capsys: Any
-) -> None:
-    words = (
-        f"--judge {TOLD} --judge pprm_rules --option view=retrieval --json --baseline constant 1"
-    )
-    assert run(bench, tmp_path / "out", *words.split()) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_several_judges_make_one_table(measured: Measured, tmp_path: Path) -> None:
+    words = f"--judge {TOLD} --judge pprm_rules --option view=retrieval --json"
+    found = json.loads(measured(f"{words} --baseline constant 1"))
     names = ["majority class", "constant 1", TOLD, "pprm_rules view=retrieval"]
     assert [row["judge"] for row in found["rows"]] == names
     told = found["rows"][2]
@@ -262,64 +231,50 @@ def test_several_judges_make_one_table_beside_the_majority_class(
     assert json.loads((tmp_path / "out" / "result.json").read_text()) == found
 
 
-def test_an_evaluation_goes_on_where_a_judge_failed(
-    bench: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_an_evaluation_goes_on_where_a_judge_failed(measured: Measured, tmp_path: Path) -> None:
     Told.before = breaks
-    assert run(bench, tmp_path / "out", "--judge", TOLD) == 1
-    assert "the endpoint is gone" in capsys.readouterr().err
+    assert "the endpoint is gone" in measured(f"--judge {TOLD}", status=1)
     assert len(Answers(tmp_path / "out" / "answers.jsonl").found) == 2
     Told.asked, Told.before = [], lambda: None
     for _ in range(2):
-        assert run(bench, tmp_path / "out", "--judge", TOLD) == 0
+        assert "0.600" in measured(f"--judge {TOLD}")
         assert sorted(Told.asked) == ["bad 4", "good 2", "mute 3"], "no answer is asked for again"
-        assert "0.600" in capsys.readouterr().out
 
 
-def test_an_endpoint_that_fails_is_not_an_invalid_output(
-    bench: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_failing_endpoint_is_no_invalid_output(measured: Measured, tmp_path: Path) -> None:
     Told.before = fails
-    assert run(bench, tmp_path / "out", "--judge", TOLD) == 1
-    assert "5 steps failed" in capsys.readouterr().err
+    assert "5 steps failed" in measured(f"--judge {TOLD}", status=1)
     assert Answers(tmp_path / "out" / "answers.jsonl").found == {}
-    assert run(bench, tmp_path / "out", "--judge", TOLD, "--count-failed") == 0
-    assert "0.000" in capsys.readouterr().out
+    assert "0.000" in measured(f"--judge {TOLD} --count-failed")
 
 
-def test_a_judge_that_is_not_there_ends_the_evaluation_soon(tmp_path: Path, capsys: Any) -> None:
-    path, Told.before = tmp_path / "many.jsonl", fails
-    records.write(path, [item(str(number), 1, [0.9]) for number in range(50)])
-    assert run(path, tmp_path / "out", "--judge", TOLD, "--count-failed") == 1
-    assert "10 steps in a row" in capsys.readouterr().err
+def test_an_absent_judge_ends_the_evaluation_soon(bench: Path, measured: Measured) -> None:
+    Told.before = fails
+    records.write(bench, [item(str(number), 1, [0.9]) for number in range(50)])
+    assert "10 steps in a row" in measured(f"--judge {TOLD} --count-failed", status=1)
     assert Told.failed == 10
 
 
-def test_a_judge_that_hangs_or_scores_beyond_the_scale_fails_at_its_step(
-    bench: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_judge_that_hangs_fails_at_its_step(measured: Measured, tmp_path: Path) -> None:
     Told.before = lambda: "hang"
-    assert run(bench, tmp_path / "out", "--judge", TOLD, "--deadline", "0.05") == 1
-    said = capsys.readouterr().err
-    assert "1 steps failed, the first is 3#1: no judgement within 0.05 s (--deadline)" in said
-    assert f"{TOLD}: 4 of 5 steps" in said
+    told = measured(f"--judge {TOLD} --deadline 0.05", status=1)
+    assert "1 steps failed, the first is 3#1: no judgement within 0.05 s (--deadline)" in told
+    assert f"{TOLD}: 4 of 5 steps" in told
     assert len(Answers(tmp_path / "out" / "answers.jsonl").found) == 4
     Told.scale = 4.0
-    assert run(bench, tmp_path / "wild", "--judge", TOLD) == 1
-    assert "a number from 0 to 1" in capsys.readouterr().err
+    assert "a number from 0 to 1" in measured(f"--judge {TOLD}", status=1, out="wild")
 
 
-def test_answers_by_other_texts_or_another_plug_in_are_not_gone_on_with(
-    bench: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+def test_answers_by_another_plug_in_are_not_gone_on_with(
+    measured: Measured, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     plug_in = tmp_path / "a_judge_of_mine.py"
     plug_in.write_text(f"from {Told.__module__} import Told\n\n\nclass Mine(Told):\n    pass\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert run(bench, tmp_path / "out", "--judge", "a_judge_of_mine:Mine") == 0
+    measured("--judge a_judge_of_mine:Mine")
     plug_in.write_text(plug_in.read_text() + "    # says something else\n")
-    assert run(bench, tmp_path / "out", "--judge", "a_judge_of_mine:Mine") == 2
-    assert "begun with judges =" in capsys.readouterr().err
+    assert "begun with judges =" in measured("--judge a_judge_of_mine:Mine", status=2)
     template = tmp_path / "user.txt"
     options = {"endpoint": ENDPOINT, "templates": {"user": str(template)}}
     texts = []
@@ -329,32 +284,22 @@ def test_answers_by_other_texts_or_another_plug_in_are_not_gone_on_with(
     assert texts[0] != texts[1]
 
 
-def test_a_threshold_that_the_labels_were_not_made_with_is_told(
-    bench: Path, tmp_path: Path, capsys: Any
-) -> None:
-    assert run(bench, tmp_path / "out") == 0
+def test_another_threshold_is_told(bench: Path, tmp_path: Path, capsys: Any) -> None:
+    command = ["measure", "--bench", str(bench), "--out"]
+    assert main([*command, str(tmp_path / "own")]) == 0
     assert "another threshold" not in capsys.readouterr().err
-    assert run(bench, tmp_path / "other", "--threshold", "0.05") == 0
-    assert (
-        "3 of 5 labels of bench.jsonl were made with another threshold than 0.05"
-        in capsys.readouterr().err
-    )
+    assert main([*command, str(tmp_path / "other"), "--threshold", "0.05"]) == 0
+    told = "3 of 5 labels of bench.jsonl were made with another threshold than 0.05"
+    assert told in capsys.readouterr().err
 
 
-def test_other_settings_are_refused_but_another_address_is_not(
-    bench: Path, tmp_path: Path, capsys: Any
-) -> None:
-    out = tmp_path / "out"
-    assert run(bench, out, "--judge", TOLD) == 0
-    assert run(bench, out, "--judge", TOLD, "--threshold", "0.5") == 2
-    assert "begun with threshold = 0.652" in capsys.readouterr().err
+def test_other_settings_are_refused_but_another_address_is_not(measured: Measured) -> None:
+    measured(f"--judge {TOLD}")
+    told = measured(f"--judge {TOLD} --threshold 0.5", status=2)
+    assert "begun with threshold = 0.652" in told
     one = lasting([JudgeSpec("j", "pprm", {"endpoint": ENDPOINT})])
-    reached = {
-        "url": "http://127.0.0.1:2/v1",
-        "api_key_env": "KEY",
-        "timeout_s": 9.0,
-        "concurrency": 3,
-    }
+    reached = {"url": "http://127.0.0.1:2/v1", "api_key_env": "KEY", "timeout_s": 9.0}
+    reached |= {"concurrency": 3}
     for key, value in {**reached, "temperature": 0.5, "model": "n"}.items():
         found = lasting([JudgeSpec("j", "pprm", {"endpoint": ENDPOINT | {key: value}})])
         assert (found == one) == (key in reached), key
@@ -376,10 +321,9 @@ def test_other_settings_are_refused_but_another_address_is_not(
     ],
 )
 def test_what_cannot_be_measured_is_refused(
-    arguments: str, message: str, bench: Path, tmp_path: Path, capsys: Any
+    arguments: str, message: str, measured: Measured, tmp_path: Path
 ) -> None:
-    assert run(bench, tmp_path / "out", *arguments.split()) == 2
-    assert message in capsys.readouterr().err
+    assert message in measured(arguments, status=2)
     assert not (tmp_path / "out").exists()
 
 

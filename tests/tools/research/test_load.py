@@ -39,15 +39,12 @@ def test_every_tree_is_trained_once_though_judges_come_and_go(run: Path) -> None
     assert groups == frontier.read(run, UPDATES).groups()  # the learner's own record
     assert not audit(run)
     joined = (run / "scheduler.log").read_text().count("judge.fast'], capacity")
-    assert joined > JUDGES // 2, (
-        "half of the places are fast judges', and no place was filled a second time"
-    )
+    assert joined > JUDGES // 2, "no place of a fast judge was filled a second time"
 
 
 def test_a_slow_learner_holds_up_admission_and_nothing_is_left_open(run: Path) -> None:
-    admitted_at = Counter(
-        tree.version for tree in Journal(run / "journal.sqlite", readonly=True).trees()
-    )
+    trees = Journal(run / "journal.sqlite", readonly=True).trees()
+    admitted_at = Counter(tree.version for tree in trees)
     assert admitted_at[0] == TREES
     for version in range(UPDATES):
         assert sum(admitted_at[v] for v in range(version + 1)) <= TREES + version * QUESTIONS
@@ -57,16 +54,12 @@ def test_a_slow_learner_holds_up_admission_and_nothing_is_left_open(run: Path) -
 
 
 def test_calls_of_the_fast_judge_do_not_queue_behind_those_of_the_slow_one(run: Path) -> None:
-    calls = [
-        msgspec.json.decode(line.rstrip(b",\n"))
-        for line in (run / "trace.jsonl").read_bytes().splitlines()
-    ]
+    lines = (run / "trace.jsonl").read_bytes().splitlines()
+    calls = [msgspec.json.decode(line.rstrip(b",\n")) for line in lines]
     fast, slow = (
         [(c["ts"], c["ts"] + c["dur"]) for c in calls if c["name"] == f"judge.{kind}"]
         for kind in (FAST, SLOW)
     )
     beside = [call for call in fast if any(began < call[0] < ended for began, ended in slow)]
-    overtook = [
-        call for call in beside if any(began < call[0] and call[1] < ended for began, ended in slow)
-    ]
+    overtook = [(a, b) for a, b in beside if any(began < a and b < ended for began, ended in slow)]
     assert len(overtook) > len(beside) / 2 > 0

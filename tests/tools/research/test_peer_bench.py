@@ -20,6 +20,7 @@ from coppice.research.benches.peer import (
 )
 from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.scheduler.growth.text import Text
+from tests.tools.said import Patch
 
 ONE = EpisodeShape(steps=1, shared=6, question=4, observation=0)
 TWO = EpisodeShape(steps=2, shared=6, question=4, observation=3)
@@ -49,12 +50,6 @@ def test_the_peer_gets_a_runs_questions_and_prefixes_as_long(name: str, llama: P
         assert len(ids) == len(root) + trunk
 
 
-def test_merged_digits_are_refused(monkeypatch: pytest.MonkeyPatch, llama: Path) -> None:
-    monkeypatch.setattr(Text, "encode", lambda self, text: [0] * (len(text) // 2))
-    with pytest.raises(ValueError, match="merges digits"):
-        prompts(SMALL["groups"], llama, 0, 1)
-
-
 def test_the_end_of_text_of_the_copy_has_no_row_in_the_model(llama: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(endless(llama, tmp_path / "copy"))
     assert tokenizer.eos_token_id == 260  # ids of the tiny model end at 259
@@ -77,7 +72,7 @@ def test_a_side_that_trained_less_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_both_trainers_run_on_equal_work(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_trainers_run_on_equal_work(llama: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(peer, "LOOK_S", 0.05)
     monkeypatch.setattr(peer, "LOADS", SMALL)
     row = peer.run(str(llama), ("groups", "slate"), rounds=1, counted=1)

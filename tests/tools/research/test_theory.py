@@ -16,6 +16,7 @@ from coppice.research.theories.staleness import (
     log_probs,
     stale,
 )
+from tests.tools.said import Patch
 
 PAPERS = {"slate": slate, "ppr": ppr, "vpr": vpr, "oprl": oprl}
 QUOTED = {
@@ -38,14 +39,10 @@ def test_every_row_agrees_with_other_draws_too_and_expects_what_is_quoted(paper:
     assert set(QUOTED[paper]) <= {row.expected for row in rows}
 
 
-def test_the_command_prints_a_table_and_returns_1_when_a_row_disagrees(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_returns_1_when_a_row_disagrees(monkeypatch: Patch) -> None:
     assert main(["vpr"]) == 0
-    assert "VPR Prop 3" in capsys.readouterr().out
     monkeypatch.setattr(vpr, "rows", lambda seed: [ClaimRow("a claim", "1", "2", False)])
     assert main(["vpr"]) == 1
-    assert "NO" in capsys.readouterr().out
     assert main(["nobody"]) == 2
 
 
@@ -74,9 +71,8 @@ def test_the_estimators_mean_is_the_gradient_of_the_expected_surrogate(old: Stal
     correction, (states, actions) = load("icepop", {}), staleness.paths()
     leaf = torch.from_numpy(logits).requires_grad_()
     with torch.enable_grad():
-        current = torch.log_softmax(leaf, dim=-1)[
-            torch.from_numpy(states), torch.from_numpy(actions)
-        ].flatten()
+        places = torch.from_numpy(states), torch.from_numpy(actions)
+        current = torch.log_softmax(leaf, dim=-1)[places].flatten()
         behaviour = torch.from_numpy(log_probs(task.behaviour).ravel())
         chance = torch.from_numpy(chances(task.behaviour)).repeat_interleave(staleness.TOKENS)
         advantages = torch.from_numpy(task.returns).repeat_interleave(staleness.TOKENS)
@@ -92,9 +88,7 @@ def test_the_estimators_mean_is_the_gradient_of_the_expected_surrogate(old: Stal
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "level"), EVERY)
-def test_every_correction_at_every_level_is_unbiased_without_staleness(
-    name: str, level: str, tasks: list[TokenTask]
-) -> None:
+def test_fresh_corrections_are_unbiased(name: str, level: str, tasks: list[TokenTask]) -> None:
     fresh = stale(tasks, 0)
     found, plain = average(fresh, load(name, {"level": level})), average(fresh, load("none", {}))
     assert found.bias < EXACT
@@ -102,6 +96,6 @@ def test_every_correction_at_every_level_is_unbiased_without_staleness(
 
 
 @pytest.mark.slow
-def test_every_row_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_row_agrees(monkeypatch: Patch) -> None:
     monkeypatch.setattr(staleness, "TASKS", 5)
     assert [row.claim for row in staleness.rows() if not row.agrees] == []
