@@ -26,11 +26,6 @@ EVERY = [(name, level) for name in CORRECTIONS for level in LEVELS]
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class Batch(NamedTuple):
     """Log-probabilities, advantages and the segment of each token at each level, all [tokens]."""
 
