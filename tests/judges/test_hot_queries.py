@@ -14,7 +14,8 @@ from coppice.judges.retriever.http_client import RetrieverFleet
 from coppice.judges.retriever.worker import opened
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import Passage
-from tests.judges.test_retriever import Shelf, application, post, serving
+from tests.judges.test_llm import serving
+from tests.judges.test_retriever import Shelf, application, post
 
 
 class Gate(Shelf):

@@ -16,7 +16,7 @@ from coppice.judges.serve import Batcher
 from coppice.judges.slate import Slate, SlateEm, SlateRules, parse_score
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import JudgedTurn, Judgement, JudgeRequest
-from tests.judges.test_llm import chat, chat_server
+from tests.judges.test_llm import chat, started
 from tests.services import bench
 
 QUESTION = "What is the capital of the country whose currency is the lev?"
@@ -170,11 +170,8 @@ async def test_without_a_readable_reply_columns_are_invalid(text: str, counted: 
     async def reply(request: web.Request) -> web.Response:
         return chat(text) if text else web.Response(status=400)
 
-    async with chat_server(reply) as url:
-        judge = Slate(ChatEndpoint(url, "m", attempts=1))
-        await judge.start()
+    async with started(lambda url: Slate(ChatEndpoint(url, "m", attempts=1)), reply) as judge:
         made = await judged(judge, query="q")
-        await judge.close()
     assert (made.scores, sorted(made.invalid)) == ({}, ["query", "think"])
     assert (judge.counts[counted], judge.stats()["judge_valid_rate"]) == (2, 0)
 

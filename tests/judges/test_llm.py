@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,27 +21,38 @@ def chat(content: str) -> web.Response:
 
 
 @asynccontextmanager
-async def chat_server(reply: Reply, path: str = "POST /chat/completions") -> AsyncIterator[str]:
-    """The URL of a real server that answers with ``reply``."""
-    app, (method, below) = web.Application(), path.split()
-    app.router.add_route(method, f"/v1{below}", reply)
+async def serving(app: web.Application) -> AsyncIterator[str]:
+    """The URL of a real server."""
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
 
 
 @asynccontextmanager
-async def client(reply: Reply, **settings: Any) -> AsyncIterator[ChatClient]:
-    """A started client of a real server that answers with ``reply``."""
+async def chat_server(reply: Reply, path: str = "POST /chat/completions") -> AsyncIterator[str]:
+    """The URL of a real server that answers with ``reply``."""
+    app, (method, below) = web.Application(), path.split()
+    app.router.add_route(method, f"/v1{below}", reply)
+    async with serving(app) as url:
+        yield f"{url}/v1"
+
+
+@asynccontextmanager
+async def started(make: Callable[[str], Any], reply: Reply) -> AsyncIterator[Any]:
+    """A started judge or client, which ``make`` made of the URL of such a server."""
     async with chat_server(reply) as url:
-        made = ChatClient(ChatEndpoint(url, "m", **settings))
+        made = make(url)
         await made.start()
         yield made
         await made.close()
+
+
+def client(url: str, **settings: Any) -> ChatClient:
+    return ChatClient(ChatEndpoint(url, "m", **settings))
 
 
 HELLO = [{"role": "user", "content": "q"}]
@@ -54,12 +66,10 @@ async def test_a_form_is_in_the_words_of_the_server(constrain: Any) -> None:
         seen.update(await request.json())
         return chat("a")
 
-    async with chat_server(reply) as url:
-        fields = {"top_k": 3, "temperature": 0.5}
-        judge = Slate(ChatEndpoint(url, "m", constrain=constrain, fields=fields))
-        await judge.start()
+    fields = {"top_k": 3, "temperature": 0.5}
+    settings: dict[str, Any] = {"constrain": constrain, "fields": fields}
+    async with started(lambda url: Slate(ChatEndpoint(url, "m", **settings)), reply) as judge:
         assert await judge.reply("q") == ("a", "")
-        await judge.close()
     regex = {"regex": reply_form(512)}
     words = {"": {}, "sglang": regex, "vllm": {"structured_outputs": regex}}
     usual = {"model": "m", "messages": HELLO, "max_tokens": 512}
@@ -74,7 +84,7 @@ async def test_a_reply_that_is_not_the_protocol_is_final(body: bytes) -> None:
     async def reply(request: web.Request) -> web.Response:
         return web.Response(body=body, content_type="application/json")
 
-    async with client(reply) as c:
+    async with started(client, reply) as c:
         with pytest.raises(InfrastructureFault, match=r"not the chat protocol|no JSON"):
             await c.chat(HELLO, {})
         assert c.counts == {"requests": 1, "failures": 1}
@@ -91,7 +101,7 @@ async def test_a_cancelled_question_gives_its_place_back() -> None:
             await gate.wait()
         return chat("ok")
 
-    async with client(reply, concurrency=1) as c:
+    async with started(partial(client, concurrency=1), reply) as c:
         first = asyncio.create_task(c.chat(HELLO, {}))
         await entered.wait()
         first.cancel()

@@ -3,8 +3,7 @@ server holds to the form."""
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,8 @@ from coppice.judges.serve import make_worker
 from coppice.scheduler.config import SchedulerConfig
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import JudgedTurn, Judgement
-from tests.judges.test_llm import chat, chat_server
+from tests.judges.test_llm import chat, chat_server, started
 
-Reply = Callable[[int, dict[str, Any]], Awaitable[web.Response]]
 SAID = "<think> {query_str} </think> <search> q </search>"
 SEEN = "\n<information>Doc 1(Title: T) F: v</information>\n"
 BEFORE = "<think> a </think> <search> b </search> BEFORE"
@@ -117,21 +115,8 @@ def test_an_endpoint_table_has_the_papers_settings_where_it_names_none() -> None
         make_worker("pprm", {"endpoint": url | {"attempt": 2}})
 
 
-@asynccontextmanager
-async def judge_of(reply: Reply, **given: Any) -> AsyncIterator[Pprm]:
-    """A started judge of a real server that answers with ``reply``."""
-    calls = 0
-
-    async def handle(request: web.Request) -> web.Response:
-        nonlocal calls
-        calls += 1
-        return await reply(calls, await request.json())
-
-    async with chat_server(handle) as url:
-        made = Pprm(PprmEndpoint(url, "m", backoff_s=1e-4, **given))
-        await made.start()
-        yield made
-        await made.close()
+def asking(**given: Any) -> Callable[[str], Pprm]:
+    return lambda url: Pprm(PprmEndpoint(url, "m", **{"backoff_s": 1e-4, **given}))
 
 
 async def one(judge: Pprm, turn: JudgedTurn = TURN) -> Judgement:
@@ -141,16 +126,16 @@ async def one(judge: Pprm, turn: JudgedTurn = TURN) -> Judgement:
 
 async def test_the_request_is_the_system_and_the_user_message_at_temperature_zero() -> None:
     seen: dict[str, Any] = {}
+    text = "Analysis: fine.\nScores: <final_score>4,6</final_score>"
 
-    async def reply(call: int, body: dict[str, Any]) -> web.Response:
-        seen.update(body)
-        return chat("Analysis: fine.\nScores: <final_score>4,6</final_score>")
+    async def reply(request: web.Request) -> web.Response:
+        seen.update(await request.json())
+        return chat(text)
 
-    async with judge_of(reply) as judge:
+    async with started(asking(), reply) as judge:
         made = await one(judge)
     expected = {"model": "m", "messages": messages(TURN, read_templates())}
     assert seen == expected | {"temperature": 0.0, "max_tokens": 4096}
-    text = "Analysis: fine.\nScores: <final_score>4,6</final_score>"
     assert made == Judgement({"process": 4 / 6}, [], text)
 
 
@@ -158,14 +143,14 @@ async def test_the_request_is_the_system_and_the_user_message_at_temperature_zer
 async def test_a_reply_that_does_not_come_is_invalid_before_the_deadline() -> None:
     never = asyncio.Event()
 
-    async def reply(call: int, body: dict[str, Any]) -> web.Response:
+    async def reply(request: web.Request) -> web.Response:
         await never.wait()
         return web.Response(status=503)
 
-    async with judge_of(reply, timeout_s=0.2, patience_s=0.5) as judge:
+    async with started(asking(timeout_s=0.05, patience_s=0.2), reply) as judge:
         made = await one(judge)
         assert (made.scores, made.invalid) == ({}, ["process"])
-        assert "no reply within 0.5 s (patience_s)" in made.explanation
+        assert "no reply within 0.2 s (patience_s)" in made.explanation
         assert judge.client.counts["requests"] < 10
         assert judge.stats()["judge_valid_rate"] == 0
         never.set()
@@ -174,14 +159,14 @@ async def test_a_reply_that_does_not_come_is_invalid_before_the_deadline() -> No
 
 async def test_what_cannot_be_read_is_invalid_asked_once_and_counted_in_the_valid_rate() -> None:
     pairs = [f"<final_score>{pair}</final_score>" for pair in ("2,2", "3,2", "0,2")]
-    replies = [pairs[0], "well done", *pairs[1:]]
+    replies = iter([pairs[0], "well done", *pairs[1:]])
 
-    async def reply(call: int, body: dict[str, Any]) -> web.Response:
-        return chat(replies[call - 1])
+    async def reply(request: web.Request) -> web.Response:
+        return chat(next(replies))
 
-    async with judge_of(reply) as judge:
-        made = [await one(judge) for _ in replies]
-        assert judge.client.counts["requests"] == len(replies)
+    async with started(asking(), reply) as judge:
+        made = [await one(judge) for _ in range(4)]
+        assert judge.client.counts["requests"] == 4
         assert judge.stats() == {"judged": 4, "unparsed": 2, "failed": 0, "judge_valid_rate": 0.5}
     assert [judgement.scores for judgement in made] == [{"process": 1.0}, {}, {}, {"process": 0.0}]
     assert made[1] == Judgement({}, ["process"], "well done")
@@ -196,12 +181,12 @@ async def test_a_start_waits_for_a_server_that_comes_later_and_not_for_ever() ->
         return web.json_response({"data": []}) if len(asked) > 1 else web.Response(status=503)
 
     async with chat_server(models, "GET /models") as url:
-        judge = Pprm(PprmEndpoint(url, "m", wait_s=30.0))
+        judge = asking(wait_s=30.0)(url)
         await judge.start()
         await judge.close()
     assert asked == ["/v1/models"] * 2
     assert not judge.client.counts  # of questions
-    gone = Pprm(PprmEndpoint(url, "m", wait_s=0.1))
+    gone = asking(wait_s=0.1)(url)
     with pytest.raises(InfrastructureFault, match=r"no server after 0\.1 s"):
         await gone.start()
     await gone.close()

@@ -2,8 +2,6 @@
 refused with its reason."""
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from coppice.judges.retriever.index import (
 from coppice.tools.defaults.index_corpus import ensure_index
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import Passage, RetrieveRequest
+from tests.judges.test_llm import serving
 
 FACTS = {
     "Bulgaria": "Currency: lev",
@@ -205,17 +204,6 @@ class Shelf:
         return [
             [Passage(i, f"title of {q}", text, score) for i, text, score in rows] for q in queries
         ]
-
-
-@asynccontextmanager
-async def serving(app: web.Application) -> AsyncIterator[str]:
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
 
 
 def answering(body: bytes, status: int = 200) -> web.Application:

@@ -22,7 +22,7 @@ from coppice.judges.llm import ChatEndpoint
 from coppice.judges.sotopia import SotopiaJudge, SotopiaRules, holds, parse, reply_form
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import JudgedTurn, Judgement
-from tests.judges.test_llm import chat, chat_server
+from tests.judges.test_llm import chat, started
 
 SCORES = dict(zip(DIMENSIONS, (9, 2, 3, 0, -1, 1, 7), strict=True))
 ENVIRONMENT = Sotopia()
@@ -96,11 +96,10 @@ async def score(
         seen.append((await request.json())["messages"][0]["content"])
         return chat(text) if text else web.Response(status=400, text="no")
 
-    async with chat_server(answer) as url:
-        judge = SotopiaJudge(ChatEndpoint(url, "m"), **options)
-        await judge.start()
+    async with started(
+        lambda url: SotopiaJudge(ChatEndpoint(url, "m"), **options), answer
+    ) as judge:
         (judgement,) = await judge.score([turn])
-        await judge.close()
     return judgement, judge.stats()
 
 

@@ -13,7 +13,7 @@ from aiohttp import web
 from coppice.judges.serve import built_in_service, make_worker
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import SpeakRequest
-from tests.judges.test_llm import Reply, chat, chat_server
+from tests.judges.test_llm import Reply, chat, chat_server, started
 from tests.judges.test_serve import serving
 from tests.services import Bench
 
@@ -21,11 +21,11 @@ ASKED = SpeakRequest([{"role": "user", "content": "Hello?"}], 7, 0.25, ["\n"], 2
 
 
 @asynccontextmanager
-async def served(folder: Path, reply: Reply, **options: Any) -> AsyncIterator[Bench]:
+async def served(folder: Path, reply: Reply) -> AsyncIterator[Bench]:
     """A dispatcher with the built-in speaker of such a server."""
     async with chat_server(reply) as url:
         endpoint = {"url": url, "model": "m", "backoff_s": 1e-3}
-        async with serving(folder, make_worker("chat", {"endpoint": endpoint, **options})) as b:
+        async with serving(folder, make_worker("chat", {"endpoint": endpoint})) as b:
             yield b
 
 
@@ -62,13 +62,12 @@ async def test_a_reply_that_does_not_come_in_time_is_a_fault_with_its_limit() ->
         await asyncio.sleep(60)  # longer than the speaker's patience
         return chat("late")
 
-    async with chat_server(reply) as url:
-        endpoint = {"url": url, "model": "m", "patience_s": 0.05}
-        speaker: Any = make_worker("chat", {"endpoint": endpoint})
-        await speaker.start()
+    def speaker(url: str) -> Any:
+        return make_worker("chat", {"endpoint": {"url": url, "model": "m", "patience_s": 0.05}})
+
+    async with started(speaker, reply) as made:
         with pytest.raises(InfrastructureFault, match=r"0\.05 s \(patience_s\)"):
-            await speaker.speak(ASKED)
-        await speaker.close()
+            await made.speak(ASKED)
 
 
 def test_a_plug_in_names_its_own_service() -> None:
