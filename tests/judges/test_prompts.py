@@ -5,8 +5,8 @@ They share all up to the end of the context, which a server with a prefix cache 
 """
 
 import re
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -56,33 +56,14 @@ def test_a_template_of_the_users_replaces_the_built_in_one(tmp_path: Path) -> No
         Slate(NOWHERE, {"outcome": "x.txt"})
 
 
-def test_the_templates_are_one_text_up_to_the_end_of_the_context() -> None:
-    heads, tails = zip(
-        *((PROMPTS / f"slate_{c}.txt").read_text().split("{context}") for c in PLACEHOLDERS),
-        strict=True,
-    )
-    assert len(set(heads)) == 1
-    assert len(set(tails)) == 3
-    assert not any("{" in head for head in heads)
-
-
-def candidates(context: str, count: int = 5) -> list[JudgedTurn]:
-    """Of one context, the last an answer."""
-    parts: list[dict[str, Any]] = [{"query": f"query {i}"} for i in range(count - 1)]
-    turn: Any = JudgedTurn
-    return [
-        turn("Q", ["gold"], context, "", 1, 4, think=f"I think {i}", **part)
-        for i, part in enumerate([*parts, {"answer": "an answer"}])
-    ]
-
-
 def test_all_prompts_of_one_context_begin_with_the_same_head_and_context() -> None:
     context = "Question: who?\nThinking: {query}\nQuery: a\nRetrieved: b"
-    judge = Slate(NOWHERE)
-    made = [text for turn in candidates(context) for text in judge.prompts(turn).values()]
+    judge, turn = Slate(NOWHERE), partial(JudgedTurn, "Q", ["gold"], context, "", 1, 4)
+    turns = [turn(think=f"I think {i}", query=f"query {i}") for i in range(4)]
+    turns.append(turn(think="I think", answer="an answer"))
+    made = [text for turn in turns for text in judge.prompts(turn).values()]
     head = judge.templates["think"].partition("{context}")[0] + context
-    assert len(made) == 10
-    assert len(set(made)) == 10
+    assert len(set(made)) == len(made) == 10
     assert all(text.startswith(f"{head}\n\n") for text in made)
 
 
