@@ -12,15 +12,9 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coppice.judges import pprm
 from coppice.judges.llm import PROMPTS
-from coppice.judges.pprm import (
-    Pprm,
-    PprmEndpoint,
-    messages,
-    parse_final_score,
-    read_templates,
-    reply_form,
-)
+from coppice.judges.pprm import Pprm, PprmEndpoint, messages, parse_final_score, read_templates
 from coppice.judges.serve import make_worker
 from coppice.scheduler.config import SchedulerConfig
 from coppice.wire.faults import InfrastructureFault
@@ -106,11 +100,12 @@ def test_a_template_that_cannot_be_used_is_refused_with_the_reason(tmp_path: Pat
 
 def test_an_endpoint_table_has_the_papers_settings_where_it_names_none() -> None:
     url = {"url": "http://h/v1", "model": "m"}
-    judge: Any = make_worker("pprm", {"endpoint": url})
-    endpoint = judge.client.endpoint
+    judges: list[Any] = [
+        make_worker("pprm", {"endpoint": url | own}) for own in ({}, {"attempts": 2})
+    ]
+    endpoint, own = (judge.client.endpoint for judge in judges)
     assert (endpoint.attempts, endpoint.max_tokens, endpoint.temperature) == (10, 4096, 0.0)
-    judge = make_worker("pprm", {"endpoint": url | {"attempts": 2}})
-    assert judge.client.endpoint.attempts == 2
+    assert own.attempts == 2
     with pytest.raises(ValueError, match=r"judges\.use\.pprm\.endpoint"):
         make_worker("pprm", {"endpoint": url | {"attempt": 2}})
 
@@ -196,12 +191,9 @@ async def test_a_wait_for_a_server_ends_at_once_when_it_is_there_and_refuses_the
     async def models(request: web.Request) -> web.Response:
         return web.Response(status=401)
 
-    async with chat_server(models, "GET /models") as url:
-        judge = Pprm(PprmEndpoint(url, "m", wait_s=3600.0))
-        async with asyncio.timeout(30):
-            with pytest.raises(InfrastructureFault, match="wants an API key"):
-                await judge.start()
-        await judge.close()
+    async with chat_server(models, "GET /models") as url, asyncio.timeout(30):
+        with pytest.raises(InfrastructureFault, match="wants an API key"):
+            await asking(wait_s=3600.0)(url).start()
 
 
 @given(st.integers(66, 6000), st.integers(1, 9), st.data())
@@ -209,7 +201,7 @@ def test_a_constrained_reply_is_read_and_fits(
     max_tokens: int, most: int, data: st.DataObject
 ) -> None:
     reached = data.draw(st.integers(0, most))
-    form, room = reply_form(max_tokens), min(max_tokens - 50, 2000)
+    form, room = pprm.reply_form(max_tokens), min(max_tokens - 50, 2000)
     longest = f"Analysis: {'x' * room}\nScores: <final_score>{reached},{most}</final_score>"
     assert re.fullmatch(form, longest)
     assert len(longest) < max_tokens  # of at least one character a token, with one left for the end

@@ -29,11 +29,11 @@ ENVIRONMENT = Sotopia()
 
 
 def reply(mine: dict[str, Any], other: dict[str, Any] = SCORES) -> str:
-    sides = [
-        {name: {"reasoning": "r", "score": score} for name, score in side.items()}
-        for side in (mine, other)
-    ]
-    return json.dumps({"agent_1": sides[0], "agent_2": sides[1]})
+    sides = {
+        agent: {name: {"reasoning": "r", "score": score} for name, score in side.items()}
+        for agent, side in {"agent_1": mine, "agent_2": other}.items()
+    }
+    return json.dumps(sides)
 
 
 def judged(combo: str, trained: int, *words: str) -> JudgedTurn:

@@ -377,15 +377,18 @@ def test_prime_is_the_loop_over_responses_written_out_after_the_filter_of_questi
 # Properties on random tables
 
 SEEDS = st.integers(0, 2**32 - 1)
+BASES, VARIANTS = "grpo rloo reinforce_pp ppo", "step process merged token environment"
 EVERY: list[Which] = [
-    ("gae", {"gamma": 0.9, "lam": 0.8, "kl_coef": 0.1}), ("gae", {"whiten": False, "targets": "vtrace"}),
+    ("gae", {"gamma": 0.9, "lam": 0.8, "kl_coef": 0.1}),
+    ("gae", {"whiten": False, "targets": "vtrace"}),
     ("gigpo", {"step_std": True, "episode_std": True}),
-    *(("oprl", {"base": base, "variant": variant}) for base in ("grpo", "rloo", "reinforce_pp", "ppo")
-      for variant in ("step", "process", "merged", "token", "environment")),
-    *(("ppr", {"normalisation": how}) for how in ("constant", "sample", "none", "rescale", "reduced")),
-    ("ppr", {"invalid": "skip", "targets": "retrace"}), ("prime", {"accuracy_low": 0, "accuracy_high": 1}),
+    *(("oprl", {"base": base, "variant": variant}) for base in BASES.split()
+      for variant in VARIANTS.split()),
+    *(("ppr", {"normalisation": how}) for how in "constant sample none rescale reduced".split()),
+    ("ppr", {"invalid": "skip", "targets": "retrace"}),
+    ("prime", {"accuracy_low": 0, "accuracy_high": 1}),
     ("reinforce_pp", {}), ("reinforce_pp", {"baseline": "none"}), ("turn_grpo", {"n_min": 2}),
-    *((name, {}) for name in ("grpo", "mc_pr", "outcome", "rloo", "slate", "slate_full", "vpr_v2")),
+    *((name, {}) for name in "grpo mc_pr outcome rloo slate slate_full vpr_v2".split()),
 ]  # fmt: skip
 ON_TREES = {"arpo", "sao", "spo", "tree_grpo", "treepo", "treerl", "vineppo"}
 
