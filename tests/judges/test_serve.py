@@ -1,5 +1,5 @@
 """Every turn of every request is scored once, in batches no larger than the judge wants, and the
-answer goes to who asked."""
+answer goes to who asked; a speaker replies in text."""
 
 import asyncio
 import math
@@ -10,14 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from coppice.judges.base import Judge, Player, PlugIn, checked
 from coppice.judges.command import plug_in
-from coppice.judges.serve import BUILT_IN, Batcher, make_worker, serve
+from coppice.judges.serve import BUILT_IN, Batcher, built_in_service, make_worker, serve
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.keys import RunKeys
-from coppice.wire.messages import JudgedTurn, Judgement, JudgeRequest, PlayRequest, PlayResult
+from coppice.wire.messages import (
+    JudgedTurn,
+    Judgement,
+    JudgeRequest,
+    PlayRequest,
+    PlayResult,
+    SpeakRequest,
+)
 from coppice.wire.service import Service
+from tests.judges.test_llm import Reply, chat, chat_server, started
 from tests.services import Bench, bench
 
 
@@ -177,7 +186,7 @@ UNFINISHED = ("Nameless", "Bare", "Other")
 
 
 @pytest.fixture
-def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def standing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a started run, and beside it the plug-ins of a user who stands there."""
     run = tmp_path / "run"
     RunKeys.create(run / "keys")
@@ -209,7 +218,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("plugs:Plain", "run", ["a"], "option 'a': expected KEY=VALUE"),
     ],
 )
-@pytest.mark.usefixtures("started")
+@pytest.mark.usefixtures("standing")
 def test_a_judge_that_cannot_be_plugged_in_is_one_line(
     judge: str, run: str, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,14 +230,14 @@ def test_a_judge_that_cannot_be_plugged_in_is_one_line(
 
 
 def test_a_judge_follows_a_resumed_run_to_its_new_endpoint_and_says_when_none_answers(
-    started: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    standing: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def resumed(*given: Any) -> Service:
-        (started / "endpoint").write_text("tcp://127.0.0.1:2")
+        (standing / "endpoint").write_text("tcp://127.0.0.1:2")
         return Service(*given, give_up_s=0.0)
 
     monkeypatch.setattr("coppice.judges.serve.Service", resumed)
-    assert plug_in(["plugs:Plain", "--run", str(started)]) == 1
+    assert plug_in(["plugs:Plain", "--run", str(standing)]) == 1
     said, error = capsys.readouterr()
     endpoints = [line.partition(" to ")[2].partition(";")[0] for line in said.splitlines()]
     assert endpoints == ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
@@ -256,3 +265,56 @@ async def test_a_judge_that_hung_has_its_places_again_after_deadlines(tmp_path: 
 def test_the_slow_oracles_leave_the_event_loop() -> None:
     oracles: list[Any] = [make_worker(name, {}) for name in ("minesweeper", "sokoban", "tictactoe")]
     assert all(oracle.threaded for oracle in oracles)
+
+
+ASKED = SpeakRequest([{"role": "user", "content": "Hello?"}], 7, 0.25, ["\n"], 2**40 + 5)
+
+
+async def spoken(folder: Path, reply: Reply) -> str:
+    """What the built-in speaker of such a server says."""
+    async with chat_server(reply) as url:
+        endpoint = {"url": url, "model": "m", "backoff_s": 1e-3}
+        async with serving(folder, make_worker("chat", {"endpoint": endpoint})) as b:
+            result: Any = await b.dispatcher.call("speaker.chat", ASKED, deadline=10)
+            return result.text
+
+
+async def test_the_request_reaches_the_endpoint_and_its_reply_comes_back(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+
+    async def reply(request: web.Request) -> web.Response:
+        seen.append(await request.json())
+        return chat("Good day.") if len(seen) > 1 else web.Response(status=503)
+
+    assert await spoken(tmp_path, reply) == "Good day."
+    expected = {"model": "m", "messages": ASKED.messages, "max_tokens": 7, "temperature": 0.25}
+    expected |= {"stop": ["\n"], "seed": 5}
+    assert seen == [expected, expected]  # a busy server is asked again
+
+
+async def test_a_refused_request_is_a_data_fault_that_names_the_cause(tmp_path: Path) -> None:
+    async def reply(request: web.Request) -> web.Response:
+        return web.Response(status=400, text="the messages are too long")
+
+    with pytest.raises(DataFault, match="too long"):
+        await spoken(tmp_path, reply)
+
+
+async def test_a_reply_that_does_not_come_in_time_is_a_fault_with_its_limit() -> None:
+    async def reply(request: web.Request) -> web.Response:
+        await asyncio.sleep(60)  # longer than the speaker's patience
+        return chat("late")
+
+    def speaker(url: str) -> Any:
+        return make_worker("chat", {"endpoint": {"url": url, "model": "m", "patience_s": 0.05}})
+
+    async with started(speaker, reply) as made:
+        with pytest.raises(InfrastructureFault, match=r"0\.05 s \(patience_s\)"):
+            await made.speak(ASKED)
+
+
+def test_a_plug_in_names_its_own_service() -> None:
+    services = [built_in_service(name) for name in ("chat", "frozen", "my:Echo")]
+    assert services == ["speaker.chat", "speaker.frozen", ""]
+    endpoint = {"url": "http://127.0.0.1/v1", "model": "m"}
+    assert make_worker("frozen", {"endpoint": endpoint}).service == "speaker.frozen"
