@@ -183,6 +183,9 @@ async def test_a_slow_rule_judge_leaves_the_event_loop_free() -> None:
     assert (await scoring).scores == {"a": 1.0}
 
 
+TEXT: Any = "0.5"
+
+
 class Odd(RuleJudge):
     name, columns = "odd", ("a", "b")
 
@@ -192,7 +195,7 @@ class Odd(RuleJudge):
     [
         ([], "0 judgements"),
         ([Judgement({"c": 1.0})], "declared ones of"),
-        ([Judgement({"a": "0.5"})], r"judge odd returned '0.5' \(str\) in column 'a'"),  # pyright: ignore
+        ([Judgement({"a": TEXT})], r"judge odd returned '0.5' \(str\) in column 'a'"),
         ([{"a": 1.0}], r"\{'a': 1.0\} \(dict\) for a turn; expected a wire.messages.Judgement"),
         (None, r"judge odd returned None \(NoneType\); expected a list of Judgement"),
     ],

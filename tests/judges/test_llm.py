@@ -28,7 +28,6 @@ def chat(content: str) -> web.Response:
 
 @asynccontextmanager
 async def serving(app: web.Application) -> AsyncIterator[str]:
-    """The URL of a real server."""
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -40,7 +39,6 @@ async def serving(app: web.Application) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def chat_server(reply: Reply, path: str = "POST /chat/completions") -> AsyncIterator[str]:
-    """The URL of a real server that answers with ``reply``."""
     app, (method, below) = web.Application(), path.split()
     app.router.add_route(method, f"/v1{below}", reply)
     async with serving(app) as url:

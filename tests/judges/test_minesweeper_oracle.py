@@ -52,8 +52,7 @@ def listed(
 def random_numbers(
     rows: int, columns: int, mines: int, share: float, rng: random.Random
 ) -> dict[int, int]:
-    """The numbers of random safe cells of a random layout: harder than what play leads to, as no
-    region need be open."""
+    """The numbers of random safe cells: harder than what play leads to, as no region is open."""
     laid = set(rng.sample(range(rows * columns), mines))
     safe = [cell for cell in range(rows * columns) if cell not in laid]
     shown = rng.sample(safe, round(share * len(safe)))
@@ -229,8 +228,7 @@ def test_before_the_first_reveal_every_reveal_is_safe_and_no_flag_certain() -> N
 def test_all_legal_moves_of_a_reached_state(
     size: Size, seed: int, rng: random.Random, plies: int
 ) -> None:
-    """Binary is the least of the listed risks or a certain mine's flag, graded splits it, and its
-    mean is valid_share."""
+    """Binary is the least listed risk or a certain mine's flag; its mean is valid_share."""
     rows, columns, mines = size
     rules = Minesweeper(rows=rows, columns=columns, mines=min(mines, 5), centre_start=False)
     state = environment.played(rules.initial(rules.task(seed)), (REVEAL, rows // 2, columns // 2))

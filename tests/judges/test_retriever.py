@@ -194,7 +194,6 @@ class Shelf:
 
 
 def answering(body: bytes, status: int = 200) -> web.Application:
-    """A server that gives this answer to everything."""
 
     async def reply(request: web.Request) -> web.Response:
         return web.Response(body=body, status=status)

@@ -31,7 +31,6 @@ TURNS = [turn(), turn(transcript=BEFORE, observation=FOUND), LONG]
 
 
 def save(folder: Path, labels: int = 1, **shape: Any) -> Path:
-    """A random classifier with the tiny tokenizer."""
     tiny.save(folder)
     torch.manual_seed(7)
     config = tiny.config("llama", num_labels=labels, **shape)

@@ -53,8 +53,7 @@ async def serving(folder: Path, *workers: PlugIn) -> AsyncIterator[Bench]:
 
 
 class Length(Judge):
-    """Scores the length of the question; while ``gate`` is closed it waits. Remembers the batches
-    it was given."""
+    """Scores the length of the question, once ``gate`` is open."""
 
     name = "length"
     columns = ("length",)
@@ -271,7 +270,6 @@ ASKED = SpeakRequest([{"role": "user", "content": "Hello?"}], 7, 0.25, ["\n"], 2
 
 
 async def spoken(folder: Path, reply: Reply) -> str:
-    """What the built-in speaker of such a server says."""
     async with chat_server(reply) as url:
         endpoint = {"url": url, "model": "m", "backoff_s": 1e-3}
         async with serving(folder, make_worker("chat", {"endpoint": endpoint})) as b:

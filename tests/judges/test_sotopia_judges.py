@@ -37,8 +37,7 @@ def reply(mine: dict[str, Any], other: dict[str, Any] = SCORES) -> str:
 
 
 def judged(combo: str, trained: int, *words: str) -> JudgedTurn:
-    """What the judge sees of a conversation in which the sides say ``words`` in turn; "" does
-    nothing."""
+    """What the judge sees when the sides say ``words`` in turn; "" does nothing."""
     turns = enumerate(words)
     said = tuple(SotopiaTurn(k % 2, "speak" if text else "none", text) for k, text in turns)
     state = SotopiaState(combo, trained, said)

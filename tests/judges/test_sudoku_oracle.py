@@ -80,8 +80,7 @@ RANDOM = st.randoms(use_true_random=False)
 def test_all_legal_moves_of_a_reached_state(
     seed: int, kind: tuple[int, int], plies: int, rng: random.Random
 ) -> None:
-    """Binary is what the environment accepts, its mean is valid_share, and graded follows the
-    candidates of the board."""
+    """Binary is what the environment accepts; graded follows the candidates of the board."""
     size, blanks = kind
     game = Sudoku(size=size, blanks=blanks)
     state = game.initial(game.task(seed))

@@ -46,7 +46,6 @@ def grown(rng: np.random.Generator, widths: Sequence[int], segment: int = 3) -> 
 
 
 def paths(node: Node, above: tuple[Node, ...] = ()) -> Iterator[tuple[Node, ...]]:
-    """Yield the nodes of every leaf's path, the root first."""
     here = (*above, node)
     if not node.children:
         yield here
@@ -55,18 +54,15 @@ def paths(node: Node, above: tuple[Node, ...] = ()) -> Iterator[tuple[Node, ...]
 
 
 def leaves(node: Node) -> list[float]:
-    """Return the outcomes below a node."""
     return [path[-1].outcome for path in paths(node)]
 
 
 def unsure(token: int) -> bool:
-    """Return whether the policy sampled a token with a probability below 0.9."""
     return token % 3 != 0
 
 
 def table(questions: Sequence[Node]) -> TurnTable:
-    """Return the leaves of the questions as trajectories of one turn, with the columns ``outcome``
-    and ``weight`` (of strategy ``spo``)."""
+    """The leaves as trajectories of one turn, with the columns ``outcome`` and ``weight``."""
     rows = [(number, path) for number, root in enumerate(questions) for path in paths(root)]
     tokens = [np.array([x for node in path for x in node.tokens], np.int32) for _, path in rows]
     weight = [1 / math.prod(len(node.children) for node in path[:-1]) for _, path in rows]

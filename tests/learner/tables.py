@@ -52,8 +52,7 @@ def made_of(
     tokens: list[int] | None = None, sampled: list[bool] | None = None,
     token_scores: dict[str, list[float]] | None = None, anchor: list[int] | None = None,
 ) -> TurnTable:  # fmt: skip
-    """Whole trajectories, one after the other. lengths, tree: [trajectories]; scores, tokens,
-    anchor: [turns]."""
+    """Whole trajectories. lengths, tree: [trajectories]; scores, tokens, anchor: [turns]."""
     trees = np.repeat(tree or [0] * len(lengths), lengths)
     columns, token_columns = (
         {name: np.array(column, np.float64) for name, column in some.items()}
@@ -69,8 +68,7 @@ def made_of(
 
 
 def random_table(seed: int) -> TurnTable:
-    """One to three questions of one to four trajectories of one to four turns, with every column
-    there is."""
+    """One to three questions of one to four trajectories of up to four turns, with every column."""
     rng = np.random.default_rng(seed)
     tree = np.repeat(np.arange(3), rng.integers(1, 5, 3))[: rng.integers(2, 12)]
     lengths = rng.integers(1, 5, len(tree))

@@ -112,7 +112,6 @@ def branching(seed: int) -> Forest:
 
 
 def listed(mask: Any, name: str) -> list[set[int]]:
-    """The blocks of each row of a BlockMask's list ``name``."""
     numbers, indices = (getattr(mask, f"{name}_{part}")[0, 0] for part in ("num_blocks", "indices"))
     return [set(row[:n].tolist()) for n, row in zip(numbers, indices, strict=True)]
 
@@ -162,8 +161,7 @@ def test_a_model_that_does_not_pass_the_layout_on_is_refused() -> None:
 
 
 class _Norm(torch.nn.Module):
-    """RMSNorm in the precision of its input: transformers casts to float32, which would hide
-    float64 equality."""
+    """RMSNorm in the precision of its input: transformers' casts to float32."""
 
     def __init__(self, old: Any):
         super().__init__()
@@ -184,7 +182,6 @@ def full_head(
 
 
 def exact(model: TreeModel) -> None:
-    """Turn a model into float64, norms included."""
     model.tower.double()
     model.compute = torch.float64
     for module in list(model.tower.modules()):
@@ -196,8 +193,7 @@ def exact(model: TreeModel) -> None:
 def compare(
     model: TreeModel, paths: list[Path], logprob_bound: float = 2e-5, gradient_bound: float = 1e-4
 ) -> None:
-    """The forest against every path read alone: outputs, and the gradient of every trained
-    parameter, relative to its norm."""
+    """The forest against every path read alone: outputs and, relative to their norms, gradients."""
     torch.manual_seed(1)
     for parameter in model.trained().values():
         if not parameter.any():  # fresh adapters and value heads are zero
@@ -265,8 +261,7 @@ def test_any_random_tree_trains_as_its_paths_do(
 def test_trained_tokens_that_paths_share_pass_the_head_once(
     folders: dict[str, FilePath], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole trajectories that fork, each trained from its prompt on: the first five tokens of the
-    action are those of three leaves."""
+    """Trajectories that fork, trained from the prompt on: three leaves share five tokens."""
     rng = np.random.default_rng(0)
     prompt, trunk = list(rng.integers(0, 50, 7)), list(rng.integers(0, 50, 5))
     paths = [Path(prompt + trunk + list(rng.integers(0, 50, 4)), 7) for _ in range(3)]

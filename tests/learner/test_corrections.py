@@ -37,8 +37,7 @@ class Batch(NamedTuple):
 
 
 def batch(seed: int, far: float = 0.4, moved: float = 0.3, tokens: int = 14) -> Batch:
-    """far: spread of proximal - behaviour; moved: of current - proximal. Tokens in any order, two
-    turns a sequence."""
+    """far: spread of proximal - behaviour; moved: of current - proximal. Two turns a sequence."""
     rng = np.random.default_rng(seed)
     behaviour = rng.uniform(-3, -0.1, tokens)
     proximal = behaviour + rng.normal(0, far, tokens)
@@ -54,8 +53,7 @@ def batch(seed: int, far: float = 0.4, moved: float = 0.3, tokens: int = 14) -> 
 def whole(
     b: Batch, level: Level, chosen: np.ndarray | None = None
 ) -> tuple[Logprobs, torch.Tensor]:
-    """What a correction reads of the chosen tokens (default all), the rest in ``outside``; current
-    is a leaf."""
+    """What a correction reads of the chosen tokens (default all); current is a leaf."""
     there = np.ones(len(b.current), bool) if chosen is None else chosen
     ids = b.segment[level]
     away = np.where(there, 0.0, b.proximal - b.behaviour)
@@ -111,7 +109,6 @@ Formula = Callable[[Token], Pair]
 
 
 def pessimistic(ratio: float, advantage: float, low: float, high: float, dual: float = 0.0) -> Pair:
-    """Term and coefficient of PPO's clipped surrogate."""
     if advantage >= 0 and ratio > 1 + high:
         return (1 + high) * advantage, 0.0
     if advantage < 0 and ratio < 1 - low:

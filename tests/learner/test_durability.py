@@ -26,7 +26,6 @@ from tests.updates import batch, state
 
 
 def flip(path: Path) -> None:
-    """Change one bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -34,7 +33,6 @@ def flip(path: Path) -> None:
 
 @pytest.fixture
 def two(tmp_path: Path, make: Make) -> tuple[Path, Path]:
-    """The checkpoints of two updates."""
     learner = make()
     learner.update(batch(0, 0))
     first = checkpoint.save(learner, tmp_path, {1: 1}, 3)

@@ -31,7 +31,6 @@ def policy(folder: Path, dtype: str) -> TreeModel:
 
 
 def read(made: TreeModel) -> list[torch.Tensor]:
-    """Log-probabilities of a forest, those under the initial weights, and the gradients."""
     rng = np.random.default_rng(0)
     prefix = rng.integers(0, 250, 30).tolist()
     paths = [TokenPath(prefix + rng.integers(0, 250, 9).tolist(), 30) for _ in range(5)]

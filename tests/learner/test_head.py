@@ -19,8 +19,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def given(rows: int, vocabulary: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """hidden [rows, 24], weight [vocabulary, 24], targets [rows], upstream [rows]; logits of about
-    two nats."""
+    """hidden [rows, 24], weight [vocabulary, 24], targets and upstream [rows]."""
     torch.manual_seed(rows + vocabulary)
     hidden = torch.randn(rows, 24).to(dtype)
     weight = (0.4 * torch.randn(vocabulary, 24)).to(dtype)
@@ -31,8 +30,7 @@ def full(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float,
     support: Support | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Log-probabilities and entropies from all logits, in the wider dtype of double, over an
-    explicit mask of the support."""
+    """Log-probabilities and entropies from all logits in double, over a mask of the support."""
     scores = hidden.double() @ weight.double().T / temperature
     if support is not None:
         left = torch.as_tensor(support.counts == 0)[:, None].repeat(1, len(weight))

@@ -53,7 +53,6 @@ async def close(dispatcher: Dispatcher, some: list[TrainGroup]) -> None:
 
 
 async def trained(dispatcher: Dispatcher, some: list[TrainGroup]) -> list[Trained]:
-    """The answers to the groups of closed trees."""
     calls = send(dispatcher, some)
     await close(dispatcher, some)
     return await asyncio.gather(*calls)

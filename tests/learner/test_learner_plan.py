@@ -25,8 +25,7 @@ WHOLE, RANK_2 = {"rank": 0}, {"rank": 2}
 
 
 def agrees(made: Trainer, planned: LearnerPlan) -> None:
-    """Check that the trainer holds the models, adapters and copies of the plan, and that the
-    estimate counts exactly these."""
+    """Check that trainer and memory estimate have the plan's models, adapters and copies."""
     parts = made.parts()
     assert parts.keys() == planned.models.keys()
     for name, (model, _) in parts.items():

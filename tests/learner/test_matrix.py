@@ -57,8 +57,7 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
 
 
 def place_values(policy: np.ndarray, goal: Goal) -> tuple[np.ndarray, np.ndarray]:
-    """Exact values before each token [TURNS, places], and before each turn and after the last
-    [TURNS + 1, PROGRESS]."""
+    """Exact values before tokens [TURNS, places], turns and the end [TURNS + 1, PROGRESS]."""
     after = np.zeros((TURNS + 1, PROGRESS))
     after[TURNS, 2] = goal[1]
     before = np.zeros((TURNS, len(policy)))
@@ -74,8 +73,7 @@ def place_values(policy: np.ndarray, goal: Goal) -> tuple[np.ndarray, np.ndarray
 
 
 class Episodes(msgspec.Struct, frozen=True):
-    """A sampled batch. places, tokens: [turns x 2], flat like the table's token axis. time:
-    [turns], from 0."""
+    """A sampled batch. places, tokens: [turns x 2]; time: [turns], from 0."""
 
     table: TurnTable
     places: np.ndarray
@@ -132,8 +130,7 @@ def tokens_of(start: int, episode: np.ndarray, t: int, probability: np.ndarray) 
 
 
 def candidates(rng: np.random.Generator, policy: np.ndarray, k: int = 8) -> Episodes:
-    """SLATE's walk: at each turn of a question k candidates from one prefix, a random one goes on
-    (all are trained)."""
+    """SLATE's walk: of each turn's k candidates from one prefix a random one goes on."""
     p = np.repeat(STARTS, 2)
     turns, n = [], len(p)
     for _ in range(TURNS):
@@ -180,8 +177,7 @@ class TabularPrm:
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """A batch ready for an update: proximal and behaviour's log-probabilities, advantage and weights
-    [tokens]."""
+    """A batch ready for an update: log-probabilities, advantage and weights [tokens]."""
 
     batch: Episodes
     proximal: torch.Tensor
@@ -198,8 +194,7 @@ class Prepared(msgspec.Struct, frozen=True):
 
 
 class Run:
-    """A scheme that trains a table of logits; each batch is sampled from the policy of one update
-    before."""
+    """A scheme trains a table of logits on batches sampled from the policy of an update before."""
 
     def __init__(self, name: str):
         (self.goal, options), self.rng = SCHEMES[name], np.random.default_rng(7)

@@ -77,7 +77,6 @@ def test_k3_of_a_policy_that_left_the_reference_far_behind_has_a_finite_gradient
 
 
 def two_trajectories(**columns: list[float]) -> TurnTable:
-    """Two trajectories of two turns of one task, with 2, 3, 1 and 4 tokens."""
     return made_of([2, 2], columns, tokens=[2, 3, 1, 4])
 
 

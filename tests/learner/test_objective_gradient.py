@@ -18,8 +18,7 @@ KL = 0.05
 
 
 def two_questions() -> Batch:
-    """Question 0 with two steps of three candidates, question 1 with one step of two, question 2
-    without a group."""
+    """Question 0 with two steps of three, question 1 with one of two, question 2 none."""
     rng = np.random.default_rng(4)
     made, nodes = [], []
     for group, (tree, parent, first, k) in enumerate([(0, 0, 1, 3), (0, 9, 10, 3), (1, 0, 1, 2)]):
@@ -72,7 +71,6 @@ def _logprobs(made: Trainer, ids: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def shaken(made: Trainer) -> Trainer:
-    """Trained parameters away from the zeros that adapters and a critic start with."""
     torch.manual_seed(3)
     for model, _ in made.parts().values():
         for parameter in model.trained().values():

@@ -28,8 +28,7 @@ SHOWN = {
 
 
 def seen(tree: int = 0) -> list[Tokens]:
-    """Paths below one picture: turns of their own with pictures of one size, some of them the same,
-    and one with no more pictures."""
+    """Paths below one picture: turns with pictures of one size, some the same."""
     rng = np.random.default_rng(tree)
     head = np.concatenate([SHOWN[1], np.arange(2)])
     paths = [np.concatenate([head, rng.integers(0, 256, 4)])]
@@ -107,7 +106,6 @@ def test_the_self_check_holds_with_pictures_and_refuses_wrong_positions(
 
 
 def pictured(seed: int, version: int) -> Batch:
-    """Episodes of fresh prompts: the root shows a picture and each turn one of two others."""
     batch = episodes(seed, version, trees=2, turns=3, fresh=True)
 
     def with_picture(node: Any) -> Any:

@@ -28,11 +28,8 @@ STEPS, PER_QUESTION = 3, 4
 
 
 def planted(seed: int, questions: int = 6) -> tuple[Batch, np.ndarray]:
-    """Trajectories of three steps; a step's value is +1 or -1 by the kind of its tokens, the
-    outcome whether they sum above 0.
-
-    Also the planted values, one a turn.
-    """
+    """Trajectories of three steps, each worth +1 or -1 by its tokens, and the worths; the
+    outcome is whether they sum above 0."""
     rng = np.random.default_rng(seed)
     groups, nodes, values = [], [], []
     for tree in range(questions):
@@ -143,7 +140,6 @@ def two_trajectories() -> TurnTable:
 def preference(
     table: TurnTable, rewards: np.ndarray, config: PrmConfig, questions: np.ndarray | None = None
 ) -> tuple[Preference, np.ndarray]:
-    """The loss of a batch; only the settings of the model are read."""
     return ImplicitPrm.preference(
         cast(ImplicitPrm, SimpleNamespace(config=config)), table, rewards, questions
     )

@@ -50,7 +50,6 @@ async def sampled(model: Path, dtype: Dtype = "float32", **cut: Any) -> Batch:
 
 
 def tempered(model: Path, run: Path, rank: int = 4, **settings: object) -> Trainer:
-    """A trainer at the temperature of the samples."""
     made = trainer(model, run, rank, **settings)
     for one in (made.policy, made.policy.initial, made.prm and made.prm.model):
         if one is not None:
@@ -59,8 +58,7 @@ def tempered(model: Path, run: Path, rank: int = 4, **settings: object) -> Train
 
 
 def explicit(made: Trainer, path: Tokens) -> torch.Tensor:
-    """Log-probabilities [action tokens] by transformers' own forward and a softmax over an explicit
-    mask."""
+    """Log-probabilities by transformers' own forward and a softmax over an explicit mask."""
     assert path.support is not None
     ids = torch.as_tensor(np.asarray(path.tokens))
     scores = made.policy.causal(ids[None]).logits[0, path.start - 1 : -1].double() / TEMPERATURE

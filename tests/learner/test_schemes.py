@@ -20,7 +20,6 @@ Which = tuple[str, dict[str, Any]]
 
 
 def steps(reward: list[float], group: list[int]) -> TurnTable:
-    """Candidates of steps, with 1, 2, .. tokens."""
     n = len(reward)
     t = made_of([1] * n, {"reward": reward}, tokens=list(range(1, n + 1)))
     return msgspec.structs.replace(t, group=np.array(group))
@@ -184,8 +183,7 @@ def test_an_unknown_scheme_option_or_value_is_refused_with_the_known_ones(
 
 
 def critic_case(**more: list[float]) -> TurnTable:
-    """One trajectory of two turns, two tokens and one, the second token forced; values .5, .25,
-    .75; outcome 1."""
+    """Turns of two tokens and of one, the second token forced; values .5, .25, .75; outcome 1."""
     columns = {"value": [0.5, 0.25, 0.75]} | more
     return made_of(
         [2], {"outcome": [NO, 1]}, tokens=[2, 1], sampled=[True, False, True], token_scores=columns
@@ -336,7 +334,6 @@ PRIME_CASE = made_of(
 
 
 def prime_by_hand(low: float, high: float) -> list[float]:
-    """A loop over the responses."""
 
     def mates(question: int) -> list[Any]:
         return [

@@ -126,7 +126,6 @@ KEYS = ("ppr/turns_correct", "ppr/turns_wrong", "ppr/turn_pay_correct", "ppr/tur
 
 
 def said(series: list[tuple[float, ...]], limit: float = 1.3) -> list[str]:
-    """All that is said over a run."""
     watch = Watch(WatchConfig(turns=limit))
     return [s for row in series for s in watch.warnings(dict(zip(KEYS, row, strict=True)), None)]
 
