@@ -47,7 +47,7 @@ def batch(seed: int, far: float = 0.4, moved: float = 0.3, tokens: int = 14) -> 
         "token": np.arange(tokens), "turn": turn, "sequence": turn // 2,
     }  # fmt: skip
     columns = (current, proximal, behaviour, rng.normal(0, 1, tokens))
-    return Batch(*(column.astype(np.float32) for column in columns), segment)
+    return Batch(*(column.astype(np.float32) for column in columns), segment=segment)
 
 
 def whole(
@@ -100,7 +100,7 @@ def seen(b: Batch, level: Level) -> list[Token]:
         logs = [float(own[j]) for j in mates]
         old, total = sum(float(b.proximal[j]) - float(b.behaviour[j]) for j in mates), sum(logs)
         parts = (total, old, total / len(mates), float(own[i]), float(near[i]))
-        made.append(Token(*map(math.exp, parts), float(b.advantage[i])))
+        made.append(Token(*map(math.exp, parts), advantage=float(b.advantage[i])))
     return made
 
 
