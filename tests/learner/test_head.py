@@ -59,7 +59,7 @@ def compare(
     sides = []
     for compute in (token_logprobs, full):
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained)]
-        logprobs, entropy = compute(*leaves, targets, temperature, support)
+        logprobs, entropy = compute(leaves[0], leaves[1], targets, temperature, support)
         slopes = torch.autograd.grad((logprobs * upstream).sum(), leaves[: 1 + trained])
         sides.append([logprobs.detach(), entropy.detach(), *slopes])
     for got, expected in zip(*sides, strict=True):
@@ -110,9 +110,8 @@ def test_what_is_kept_for_backward_does_not_change_the_gradients(
 @pytest.mark.parametrize("trained", [False, True])
 def test_narrow_inputs_are_reduced_in_float32(trained: bool) -> None:
     inputs = given(75, 300, torch.bfloat16)
-    for made, expected in zip(
-        token_logprobs(*inputs[:3], 0.8), full(*inputs[:3], 0.8), strict=True
-    ):
+    own, plain = (compute(*inputs[:3], temperature=0.8) for compute in (token_logprobs, full))
+    for made, expected in zip(own, plain, strict=True):
         assert made.dtype == torch.float32
         assert_close(made.double(), expected, atol=BOUND, rtol=0)
     compare(inputs, 0.8, trained, bound=2**-7)  # the gradients are handed back in bfloat16
