@@ -10,6 +10,7 @@ import msgspec
 from coppice.actors.environments.base import Action, Transition
 from coppice.actors.environments.tictactoe.environment import TicTacToe, TicTacToeState
 from coppice.judges.base import Judge, checked
+from coppice.wire.faults import DataFault
 from coppice.wire.messages import JudgedTurn
 
 
@@ -44,3 +45,13 @@ def scores(judge: Judge, turns: list[JudgedTurn]) -> list[dict[str, float]]:
 def travelled(turns: list[JudgedTurn]) -> list[JudgedTurn]:
     """The turns as a judge in another process gets them."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(turns), type=list[JudgedTurn])
+
+
+def refused(judge: Judge, state: Any) -> bool:
+    """Whether a judge names the task whose state it cannot read."""
+    turn = JudgedTurn("other-7", [], "", "", 1, 4, state=state, move=[0, 0, 1])
+    try:
+        asyncio.run(judge.score([turn]))
+    except DataFault as error:
+        return f"judge {judge.name}, task other-7: its state is not one of" in str(error)
+    return False

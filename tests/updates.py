@@ -170,18 +170,15 @@ def everything(made: Trainer) -> dict[str, torch.Tensor]:
     }
 
 
-def gradient(made: Trainer, some: Batch, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+def gradient(made: Trainer, some: Batch) -> torch.Tensor:
     """The policy's gradient of the update, flat."""
     found: list[torch.Tensor] = []
 
     def keep() -> None:
-        found.append(
-            torch.cat(
-                [p.grad.reshape(-1) for p in made.policy.trained().values() if p.grad is not None]
-            )
-        )
+        slopes = (p.grad for p in made.policy.trained().values())
+        found.append(torch.cat([slope.reshape(-1) for slope in slopes if slope is not None]))
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(made.stepper.adamw, "step", keep)
         made.update(msgspec.structs.replace(some, version=made.version))
     return torch.cat(found) if found else torch.zeros(1)

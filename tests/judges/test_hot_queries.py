@@ -14,7 +14,8 @@ from coppice.judges.retriever.http_client import RetrieverFleet
 from coppice.judges.retriever.worker import opened
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import Passage
-from tests.judges.test_retriever import Shelf, application, post, serving
+from tests.judges.test_llm import serving
+from tests.judges.test_retriever import Shelf, application, post
 
 
 class Gate(Shelf):
@@ -98,16 +99,11 @@ async def test_a_failed_search_is_every_callers_fault_and_kept_by_nobody() -> No
 
 QUERIES = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4)
 FEW = st.integers(1, 3)
+CALLS = st.lists(st.tuples(QUERIES, st.integers(1, 2)), max_size=30)
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    st.lists(st.tuples(QUERIES, st.integers(1, 2)), max_size=30),
-    st.integers(0, 6),
-    FEW,
-    FEW,
-    st.randoms(use_true_random=False),
-)
+@given(CALLS, st.integers(0, 6), FEW, FEW, st.randoms(use_true_random=False))
 def test_whatever_is_asked_together_each_gets_its_own_and_nothing_twice_at_once(
     calls: list[tuple[list[str], int]], size: int, batch: int, at_once: int, order: object
 ) -> None:

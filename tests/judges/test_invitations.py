@@ -103,12 +103,9 @@ def test_an_invitation_holds_four_facts_in_a_private_file_and_the_run_keeps_no_s
     ],
 )
 def test_an_invitation_that_cannot_be_given_or_used_is_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    said: str,
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    arguments: list[str], said: str,
+) -> None:  # fmt: skip
     started(tmp_path / "run", "tcp://127.0.0.1:1")
     started(tmp_path / "open", "tcp://0.0.0.0:1")
     (tmp_path / "there").write_text("hello")

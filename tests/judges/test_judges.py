@@ -1,23 +1,19 @@
 """Scores of the built-in judges, and how a judge is served."""
 
 import asyncio
-import math
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from coppice.judges.base import Judge, RuleJudge
+from coppice.judges.base import Judge, RuleJudge, checked
 from coppice.judges.exact_match import ExactMatch, exact_match, extract_answer, f1, normalize
 from coppice.judges.llm import ChatEndpoint
-from coppice.judges.serve import Batcher
 from coppice.judges.slate import Slate, SlateEm, SlateRules, parse_score
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.messages import JudgedTurn, Judgement, JudgeRequest
-from tests.judges.test_llm import chat, chat_server
-from tests.services import bench
+from coppice.wire.messages import JudgedTurn, Judgement
+from tests.judges.test_llm import chat, started
 
 QUESTION = "What is the capital of the country whose currency is the lev?"
 EVIDENCE = ["Bulgaria\nCurrency: lev", "Bulgaria\nCapital: Sofia"]
@@ -25,13 +21,9 @@ SHOWN = "<information>Doc 1(Title: Bulgaria) Currency: lev</information>"
 
 
 def turn(**fields: Any) -> JudgedTurn:
-    given: dict[str, Any] = {
-        "question": QUESTION,
-        "golds": ["Sofia"],
-        "context": "",
-        "response": "",
-    }
-    return JudgedTurn(**(given | {"step": 1, "budget": 4, "think": "t"} | fields))
+    given: dict[str, Any] = {"question": QUESTION, "golds": ["Sofia"], "context": ""}
+    given |= {"response": "", "step": 1, "budget": 4, "think": "t"}
+    return JudgedTurn(**(given | fields))
 
 
 @pytest.mark.parametrize(
@@ -170,11 +162,8 @@ async def test_without_a_readable_reply_columns_are_invalid(text: str, counted: 
     async def reply(request: web.Request) -> web.Response:
         return chat(text) if text else web.Response(status=400)
 
-    async with chat_server(reply) as url:
-        judge = Slate(ChatEndpoint(url, "m", attempts=1))
-        await judge.start()
+    async with started(lambda url: Slate(ChatEndpoint(url, "m", attempts=1)), reply) as judge:
         made = await judged(judge, query="q")
-        await judge.close()
     assert (made.scores, sorted(made.invalid)) == ({}, ["query", "think"])
     assert (judge.counts[counted], judge.stats()["judge_valid_rate"]) == (2, 0)
 
@@ -194,55 +183,28 @@ async def test_a_slow_rule_judge_leaves_the_event_loop_free() -> None:
     assert (await scoring).scores == {"a": 1.0}
 
 
-SHAPES: dict[str, Any] = {
-    "text": [Judgement({"a": "0.5"})],  # pyright: ignore[reportArgumentType]
-    "plain": [{"a": 1.0}],
-    "nothing": None,
-}
+TEXT: Any = "0.5"
 
 
-class Odd(Judge):
-    """Misbehaves as the question asks."""
-
-    name = "odd"
-    columns = ("a", "b")
-
-    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        what = turns[0].question
-        if what == "raise":
-            raise RuntimeError("on purpose")
-        if what == "hang":
-            await asyncio.Event().wait()
-        if what == "short":
-            return []
-        if what == "unknown":
-            return [Judgement({"c": 1.0})]
-        if what in SHAPES:
-            return SHAPES[what]
-        return [Judgement({"a": math.nan, "b": 1.0})]
+class Odd(RuleJudge):
+    name, columns = "odd", ("a", "b")
 
 
-@pytest.mark.second
 @pytest.mark.parametrize(
-    ("question", "message"),
+    ("returned", "message"),
     [
-        ("raise", "on purpose"),
-        ("short", "0 judgements"),
-        ("unknown", "declared ones of"),
-        ("hang", "took over"),
-        ("text", r"judge odd returned '0.5' \(str\) in column 'a'; expected a number"),
-        ("plain", r"\{'a': 1.0\} \(dict\) for a turn; expected a wire.messages.Judgement"),
-        ("nothing", r"judge odd returned None \(NoneType\); expected a list of Judgement"),
+        ([], "0 judgements"),
+        ([Judgement({"c": 1.0})], "declared ones of"),
+        ([Judgement({"a": TEXT})], r"judge odd returned '0.5' \(str\) in column 'a'"),
+        ([{"a": 1.0}], r"\{'a': 1.0\} \(dict\) for a turn; expected a wire.messages.Judgement"),
+        (None, r"judge odd returned None \(NoneType\); expected a list of Judgement"),
     ],
 )
-async def test_a_judge_that_misbehaves_is_a_fault_that_says_how(
-    tmp_path: Path, question: str, message: str
+def test_a_judge_that_returns_something_else_is_a_fault_that_says_what(
+    returned: Any, message: str
 ) -> None:
-    async with bench(tmp_path) as b:
-        await b.work("odd", {"judge.odd": Batcher(Odd()).handle})
-        request = JudgeRequest([turn(question=question)])
-        with pytest.raises(InfrastructureFault, match=message):
-            await b.dispatcher.call("judge.odd", request, deadline=1.0)
+    with pytest.raises(InfrastructureFault, match=message):
+        checked(Odd(), [turn()], returned)
 
 
 async def test_the_exact_match_ablation_pays_right_answers_alone() -> None:

@@ -1,16 +1,23 @@
-"""The chat client: every question ends in a reply or a counted fault that names the cause."""
+"""The judge that asks a language model: every question ends in a reply or a counted fault that
+names the cause; every placeholder of its templates is filled, and their output is stated."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 
-from coppice.judges.llm import ChatClient, ChatEndpoint
-from coppice.judges.slate import Slate, reply_form
+from coppice.judges.llm import PROMPTS, ChatClient, ChatEndpoint
+from coppice.judges.slate import Slate, parse_score, reply_form
 from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import JudgedTurn
 
 Reply = Callable[[web.Request], Awaitable[web.Response]]
 
@@ -20,27 +27,36 @@ def chat(content: str) -> web.Response:
 
 
 @asynccontextmanager
-async def chat_server(reply: Reply, path: str = "POST /chat/completions") -> AsyncIterator[str]:
-    """The URL of a real server that answers with ``reply``."""
-    app, (method, below) = web.Application(), path.split()
-    app.router.add_route(method, f"/v1{below}", reply)
+async def serving(app: web.Application) -> AsyncIterator[str]:
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
 
 
 @asynccontextmanager
-async def client(reply: Reply, **settings: Any) -> AsyncIterator[ChatClient]:
-    """A started client of a real server that answers with ``reply``."""
+async def chat_server(reply: Reply, path: str = "POST /chat/completions") -> AsyncIterator[str]:
+    app, (method, below) = web.Application(), path.split()
+    app.router.add_route(method, f"/v1{below}", reply)
+    async with serving(app) as url:
+        yield f"{url}/v1"
+
+
+@asynccontextmanager
+async def started(make: Callable[[str], Any], reply: Reply) -> AsyncIterator[Any]:
+    """A started judge or client, which ``make`` made of the URL of such a server."""
     async with chat_server(reply) as url:
-        made = ChatClient(ChatEndpoint(url, "m", **settings))
+        made = make(url)
         await made.start()
         yield made
         await made.close()
+
+
+def client(url: str, **settings: Any) -> ChatClient:
+    return ChatClient(ChatEndpoint(url, "m", **settings))
 
 
 HELLO = [{"role": "user", "content": "q"}]
@@ -54,12 +70,10 @@ async def test_a_form_is_in_the_words_of_the_server(constrain: Any) -> None:
         seen.update(await request.json())
         return chat("a")
 
-    async with chat_server(reply) as url:
-        fields = {"top_k": 3, "temperature": 0.5}
-        judge = Slate(ChatEndpoint(url, "m", constrain=constrain, fields=fields))
-        await judge.start()
+    fields = {"top_k": 3, "temperature": 0.5}
+    settings: dict[str, Any] = {"constrain": constrain, "fields": fields}
+    async with started(lambda url: Slate(ChatEndpoint(url, "m", **settings)), reply) as judge:
         assert await judge.reply("q") == ("a", "")
-        await judge.close()
     regex = {"regex": reply_form(512)}
     words = {"": {}, "sglang": regex, "vllm": {"structured_outputs": regex}}
     usual = {"model": "m", "messages": HELLO, "max_tokens": 512}
@@ -74,7 +88,7 @@ async def test_a_reply_that_is_not_the_protocol_is_final(body: bytes) -> None:
     async def reply(request: web.Request) -> web.Response:
         return web.Response(body=body, content_type="application/json")
 
-    async with client(reply) as c:
+    async with started(client, reply) as c:
         with pytest.raises(InfrastructureFault, match=r"not the chat protocol|no JSON"):
             await c.chat(HELLO, {})
         assert c.counts == {"requests": 1, "failures": 1}
@@ -91,9 +105,78 @@ async def test_a_cancelled_question_gives_its_place_back() -> None:
             await gate.wait()
         return chat("ok")
 
-    async with client(reply, concurrency=1) as c:
+    async with started(partial(client, concurrency=1), reply) as c:
         first = asyncio.create_task(c.chat(HELLO, {}))
         await entered.wait()
         first.cancel()
         assert await asyncio.wait_for(c.chat(HELLO, {}), 5) == "ok"
         gate.set()  # a server waits a minute for open handlers when it is taken down
+
+
+PLACEHOLDERS = {
+    "think": {"context", "thinking"},
+    "query": {"context", "thinking", "query"},
+    "answer": {"context", "ground_truth", "predicted_answer"},
+}
+NOWHERE = ChatEndpoint("http://127.0.0.1:1/v1", "m")
+
+
+@pytest.mark.parametrize("column", PLACEHOLDERS)
+def test_a_template_has_its_placeholders_and_states_the_output(column: str) -> None:
+    text = (PROMPTS / f"slate_{column}.txt").read_text()
+    assert set(re.findall(r"\{(\w+)\}", text)) == PLACEHOLDERS[column]
+    assert re.search(r"<explanation>.*</explanation>\s*<score>.*</score>", text, re.DOTALL)
+    # the rules of every component
+    assert re.findall(r"^([+-]?[01]):", text, re.MULTILINE) == ["+1", "0", "-1"] * 3
+    assert parse_score(text) is None  # a model that repeats the instructions has not graded
+
+
+def test_what_a_turn_says_is_in_its_prompts_and_no_placeholder_is_left() -> None:
+    turn = JudgedTurn(
+        "Q", ["Sofia", "Sofiya"], "CONTEXT", "", 2, 4, think="THINK", query="QUERY", answer=None
+    )
+    made = Slate(NOWHERE).prompts(turn)
+    assert all("CONTEXT" in text and "THINK" in text for text in made.values())
+    assert "QUERY" in made["query"]
+    assert not any(re.search(r"\{\w+\}", text) for text in made.values())
+
+
+def test_a_template_of_the_users_replaces_the_built_in_one(tmp_path: Path) -> None:
+    own = tmp_path / "think.txt"
+    own.write_text("Grade {thinking}. {unknown} stays.")
+    judge = Slate(NOWHERE, {"think": str(own)})
+    assert judge.prompts(JudgedTurn("Q", [], "", "", 1, 4, think="{context}"))["think"] == (
+        "Grade {context}. {unknown} stays."
+    )
+    assert judge.templates["query"] == (PROMPTS / "slate_query.txt").read_text()
+    with pytest.raises(ValueError, match=r"outcome.*think.*query.*answer"):
+        Slate(NOWHERE, {"outcome": "x.txt"})
+
+
+def test_all_prompts_of_one_context_begin_with_the_same_head_and_context() -> None:
+    context = "Question: who?\nThinking: {query}\nQuery: a\nRetrieved: b"
+    judge, turn = Slate(NOWHERE), partial(JudgedTurn, "Q", ["gold"], context, "", 1, 4)
+    turns = [turn(think=f"I think {i}", query=f"query {i}") for i in range(4)]
+    turns.append(turn(think="I think", answer="an answer"))
+    made = [text for turn in turns for text in judge.prompts(turn).values()]
+    head = judge.templates["think"].partition("{context}")[0] + context
+    assert len(set(made)) == len(made) == 10
+    assert all(text.startswith(f"{head}\n\n") for text in made)
+
+
+@given(st.integers(62, 4000))
+def test_a_constrained_reply_is_read_and_fits(max_tokens: int) -> None:
+    form = reply_form(max_tokens)
+    room = max_tokens - 46
+    longest = f"<explanation>{'x' * room}</explanation>\n<score>+1</score>"
+    assert re.fullmatch(form, longest)
+    assert len(longest) < max_tokens  # of at least one character a token, with one left for the end
+    assert parse_score(longest) == 1.0
+    assert not re.fullmatch(form, longest.replace("x", "xx", 1))
+    assert not re.fullmatch(form, longest.replace("+1", "2"))
+
+
+def test_too_few_tokens_for_a_constrained_reply_are_refused_with_the_number_needed() -> None:
+    with pytest.raises(ValueError, match=r"max_tokens 40: .* 62 or more"):
+        Slate(ChatEndpoint("http://h", "m", max_tokens=40, constrain="sglang"))
+    Slate(ChatEndpoint("http://h", "m", max_tokens=40))

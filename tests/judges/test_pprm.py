@@ -3,8 +3,7 @@ server holds to the form."""
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,15 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coppice.judges import pprm
 from coppice.judges.llm import PROMPTS
-from coppice.judges.pprm import (
-    Pprm,
-    PprmEndpoint,
-    messages,
-    parse_final_score,
-    read_templates,
-    reply_form,
-)
+from coppice.judges.pprm import Pprm, PprmEndpoint, messages, parse_final_score, read_templates
 from coppice.judges.serve import make_worker
 from coppice.scheduler.config import SchedulerConfig
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import JudgedTurn, Judgement
-from tests.judges.test_llm import chat, chat_server
+from tests.judges.test_llm import chat, chat_server, started
 
-Reply = Callable[[int, dict[str, Any]], Awaitable[web.Response]]
 SAID = "<think> {query_str} </think> <search> q </search>"
 SEEN = "\n<information>Doc 1(Title: T) F: v</information>\n"
 BEFORE = "<think> a </think> <search> b </search> BEFORE"
@@ -108,30 +100,18 @@ def test_a_template_that_cannot_be_used_is_refused_with_the_reason(tmp_path: Pat
 
 def test_an_endpoint_table_has_the_papers_settings_where_it_names_none() -> None:
     url = {"url": "http://h/v1", "model": "m"}
-    judge: Any = make_worker("pprm", {"endpoint": url})
-    endpoint = judge.client.endpoint
+    judges: list[Any] = [
+        make_worker("pprm", {"endpoint": url | own}) for own in ({}, {"attempts": 2})
+    ]
+    endpoint, own = (judge.client.endpoint for judge in judges)
     assert (endpoint.attempts, endpoint.max_tokens, endpoint.temperature) == (10, 4096, 0.0)
-    judge = make_worker("pprm", {"endpoint": url | {"attempts": 2}})
-    assert judge.client.endpoint.attempts == 2
+    assert own.attempts == 2
     with pytest.raises(ValueError, match=r"judges\.use\.pprm\.endpoint"):
         make_worker("pprm", {"endpoint": url | {"attempt": 2}})
 
 
-@asynccontextmanager
-async def judge_of(reply: Reply, **given: Any) -> AsyncIterator[Pprm]:
-    """A started judge of a real server that answers with ``reply``."""
-    calls = 0
-
-    async def handle(request: web.Request) -> web.Response:
-        nonlocal calls
-        calls += 1
-        return await reply(calls, await request.json())
-
-    async with chat_server(handle) as url:
-        made = Pprm(PprmEndpoint(url, "m", backoff_s=1e-4, **given))
-        await made.start()
-        yield made
-        await made.close()
+def asking(**given: Any) -> Callable[[str], Pprm]:
+    return lambda url: Pprm(PprmEndpoint(url, "m", **{"backoff_s": 1e-4, **given}))
 
 
 async def one(judge: Pprm, turn: JudgedTurn = TURN) -> Judgement:
@@ -141,16 +121,16 @@ async def one(judge: Pprm, turn: JudgedTurn = TURN) -> Judgement:
 
 async def test_the_request_is_the_system_and_the_user_message_at_temperature_zero() -> None:
     seen: dict[str, Any] = {}
+    text = "Analysis: fine.\nScores: <final_score>4,6</final_score>"
 
-    async def reply(call: int, body: dict[str, Any]) -> web.Response:
-        seen.update(body)
-        return chat("Analysis: fine.\nScores: <final_score>4,6</final_score>")
+    async def reply(request: web.Request) -> web.Response:
+        seen.update(await request.json())
+        return chat(text)
 
-    async with judge_of(reply) as judge:
+    async with started(asking(), reply) as judge:
         made = await one(judge)
     expected = {"model": "m", "messages": messages(TURN, read_templates())}
     assert seen == expected | {"temperature": 0.0, "max_tokens": 4096}
-    text = "Analysis: fine.\nScores: <final_score>4,6</final_score>"
     assert made == Judgement({"process": 4 / 6}, [], text)
 
 
@@ -158,14 +138,14 @@ async def test_the_request_is_the_system_and_the_user_message_at_temperature_zer
 async def test_a_reply_that_does_not_come_is_invalid_before_the_deadline() -> None:
     never = asyncio.Event()
 
-    async def reply(call: int, body: dict[str, Any]) -> web.Response:
+    async def reply(request: web.Request) -> web.Response:
         await never.wait()
         return web.Response(status=503)
 
-    async with judge_of(reply, timeout_s=0.2, patience_s=0.5) as judge:
+    async with started(asking(timeout_s=0.05, patience_s=0.2), reply) as judge:
         made = await one(judge)
         assert (made.scores, made.invalid) == ({}, ["process"])
-        assert "no reply within 0.5 s (patience_s)" in made.explanation
+        assert "no reply within 0.2 s (patience_s)" in made.explanation
         assert judge.client.counts["requests"] < 10
         assert judge.stats()["judge_valid_rate"] == 0
         never.set()
@@ -174,14 +154,14 @@ async def test_a_reply_that_does_not_come_is_invalid_before_the_deadline() -> No
 
 async def test_what_cannot_be_read_is_invalid_asked_once_and_counted_in_the_valid_rate() -> None:
     pairs = [f"<final_score>{pair}</final_score>" for pair in ("2,2", "3,2", "0,2")]
-    replies = [pairs[0], "well done", *pairs[1:]]
+    replies = iter([pairs[0], "well done", *pairs[1:]])
 
-    async def reply(call: int, body: dict[str, Any]) -> web.Response:
-        return chat(replies[call - 1])
+    async def reply(request: web.Request) -> web.Response:
+        return chat(next(replies))
 
-    async with judge_of(reply) as judge:
-        made = [await one(judge) for _ in replies]
-        assert judge.client.counts["requests"] == len(replies)
+    async with started(asking(), reply) as judge:
+        made = [await one(judge) for _ in range(4)]
+        assert judge.client.counts["requests"] == 4
         assert judge.stats() == {"judged": 4, "unparsed": 2, "failed": 0, "judge_valid_rate": 0.5}
     assert [judgement.scores for judgement in made] == [{"process": 1.0}, {}, {}, {"process": 0.0}]
     assert made[1] == Judgement({}, ["process"], "well done")
@@ -196,12 +176,12 @@ async def test_a_start_waits_for_a_server_that_comes_later_and_not_for_ever() ->
         return web.json_response({"data": []}) if len(asked) > 1 else web.Response(status=503)
 
     async with chat_server(models, "GET /models") as url:
-        judge = Pprm(PprmEndpoint(url, "m", wait_s=30.0))
+        judge = asking(wait_s=30.0)(url)
         await judge.start()
         await judge.close()
     assert asked == ["/v1/models"] * 2
     assert not judge.client.counts  # of questions
-    gone = Pprm(PprmEndpoint(url, "m", wait_s=0.1))
+    gone = asking(wait_s=0.1)(url)
     with pytest.raises(InfrastructureFault, match=r"no server after 0\.1 s"):
         await gone.start()
     await gone.close()
@@ -211,12 +191,9 @@ async def test_a_wait_for_a_server_ends_at_once_when_it_is_there_and_refuses_the
     async def models(request: web.Request) -> web.Response:
         return web.Response(status=401)
 
-    async with chat_server(models, "GET /models") as url:
-        judge = Pprm(PprmEndpoint(url, "m", wait_s=3600.0))
-        async with asyncio.timeout(30):
-            with pytest.raises(InfrastructureFault, match="wants an API key"):
-                await judge.start()
-        await judge.close()
+    async with chat_server(models, "GET /models") as url, asyncio.timeout(30):
+        with pytest.raises(InfrastructureFault, match="wants an API key"):
+            await asking(wait_s=3600.0)(url).start()
 
 
 @given(st.integers(66, 6000), st.integers(1, 9), st.data())
@@ -224,7 +201,7 @@ def test_a_constrained_reply_is_read_and_fits(
     max_tokens: int, most: int, data: st.DataObject
 ) -> None:
     reached = data.draw(st.integers(0, most))
-    form, room = reply_form(max_tokens), min(max_tokens - 50, 2000)
+    form, room = pprm.reply_form(max_tokens), min(max_tokens - 50, 2000)
     longest = f"Analysis: {'x' * room}\nScores: <final_score>{reached},{most}</final_score>"
     assert re.fullmatch(form, longest)
     assert len(longest) < max_tokens  # of at least one character a token, with one left for the end

@@ -16,7 +16,6 @@ EVIDENCE = ["Bulgaria\nCurrency: lev", "Bulgaria\nCapital: Sofia"]
 
 
 def block(*passages: str) -> str:
-    """What a search shows."""
     listed = "\n".join(f"Doc {i}(Title: {text}" for i, text in enumerate(passages, 1))
     return f"\n<information>{listed}</information>\n"
 
@@ -30,7 +29,6 @@ AGAIN = SECOND | {"past_queries": ["bulgaria CAPITAL"]}
 
 
 def turn(**fields: Any) -> JudgedTurn:
-    """A turn whose response is written from its parts."""
     think, query, answer = fields.get("think"), fields.get("query"), fields.get("answer")
     said = "" if think is None else f"<think> {think} </think>"
     said += "" if query is None else f" <search> {query} </search>"

@@ -26,11 +26,11 @@ def turn(question: str = "Who?", response: str = "<think> a </think>", **fields:
 FOUND = "\n<information>found</information>\n"
 BEFORE = "<think> b </think> <search> c </search>"
 LONG = turn("What is much longer than the others?", "<answer> this </answer>")
+TEXT = "<|user|>Who?<|assistant|><think> a </think>"
 TURNS = [turn(), turn(transcript=BEFORE, observation=FOUND), LONG]
 
 
 def save(folder: Path, labels: int = 1, **shape: Any) -> Path:
-    """A random classifier with the tiny tokenizer."""
     tiny.save(folder)
     torch.manual_seed(7)
     config = tiny.config("llama", num_labels=labels, **shape)
@@ -43,12 +43,13 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("reward"))
 
 
-def logit_of(folder: Path, text: str) -> float:
-    """As the library gives it, one text at a time."""
+def expected(folder: Path, text: str) -> Any:
+    """The sigmoid of the logit that the library gives, one text at a time."""
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     ids = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"]
     with torch.inference_mode():
-        return model(input_ids=torch.tensor([ids])).logits.item()
+        logit = model(input_ids=torch.tensor([ids])).logits.item()
+    return pytest.approx(1 / (1 + math.exp(-logit)), abs=1e-6)
 
 
 async def started(folder: Path, **options: Any) -> RewardModel:
@@ -62,26 +63,24 @@ async def test_scores_are_the_sigmoid_of_the_logit_also_in_a_batch(classifier: P
     judge = await started(classifier)
     made = await judge.score(TURNS)
     texts = [
-        "<|user|>Who?<|assistant|><think> a </think>",
+        TEXT,
         f"<|user|>Who?\n\n{BEFORE}<|assistant|><think> a </think>{FOUND}",
         "<|user|>What is much longer than the others?<|assistant|><answer> this </answer>",
     ]
-    expected = [1 / (1 + math.exp(-logit_of(classifier, text))) for text in texts]
-    assert [judgement.scores["process"] for judgement in made] == pytest.approx(expected, abs=1e-6)
-    assert len({round(score, 4) for score in expected}) == 3
+    scores = [judgement.scores["process"] for judgement in made]
+    assert scores == [expected(classifier, text) for text in texts]
+    assert len({round(score, 4) for score in scores}) == 3
     assert judge.stats() == {"judged": 3, "truncated": 0}
     await judge.close()
 
 
 async def test_of_a_long_text_the_end_is_read_and_it_is_counted(classifier: Path) -> None:
     judge = await started(classifier, max_length=20)
-    text = "<|user|>Who?<|assistant|><think> a </think>"
     (made,) = await judge.score([turn()])
     kept = judge.end(judge.tokens(turn()))
-    assert AutoTokenizer.from_pretrained(classifier).decode(kept) == text[-20:]
-    expected = sigmoid(logit_of(classifier, text[-20:]))
-    assert made.scores["process"] == pytest.approx(expected, abs=1e-6)
-    whole = await started(classifier, max_length=len(text))
+    assert AutoTokenizer.from_pretrained(classifier).decode(kept) == TEXT[-20:]
+    assert made.scores["process"] == expected(classifier, TEXT[-20:])
+    whole = await started(classifier, max_length=len(TEXT))
     assert await whole.score([turn()]) != [made]
     assert whole.stats()["truncated"] == 0
     assert judge.stats() == {"judged": 1, "truncated": 1}
@@ -96,7 +95,7 @@ async def test_a_cut_text_keeps_its_opening_token(classifier: Path, tmp_path: Pa
     ids = judge.end(judge.tokens(turn()))
     assert len(ids) == 20
     assert ids[0] == tokenizer.bos_token_id
-    assert tokenizer.decode(ids[1:]) == "<|user|>Who?<|assistant|><think> a </think>"[-19:]
+    assert tokenizer.decode(ids[1:]) == TEXT[-19:]
 
 
 async def test_without_a_padding_token_scores_are_the_same(
@@ -106,8 +105,8 @@ async def test_without_a_padding_token_scores_are_the_same(
     made, alone = await bare.score(TURNS), [(await bare.score([one]))[0] for one in TURNS]
     assert made == alone
     padded = await (await started(classifier)).score(TURNS)
-    expected = [j.scores["process"] for j in padded]
-    assert [j.scores["process"] for j in made] == pytest.approx(expected, abs=1e-6)
+    scores = [[j.scores["process"] for j in judgements] for judgements in (made, padded)]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-6)
 
 
 async def test_what_is_no_reward_model_is_refused_with_the_reason(tmp_path: Path) -> None:

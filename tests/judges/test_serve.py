@@ -1,32 +1,33 @@
 """Every turn of every request is scored once, in batches no larger than the judge wants, and the
-answer goes to who asked."""
+answer goes to who asked; a speaker replies in text."""
 
 import asyncio
 import math
-import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from aiohttp import web
 
 from coppice.judges.base import Judge, Player, PlugIn, checked
 from coppice.judges.command import plug_in
-from coppice.judges.oracles.minesweeper import MinesweeperOracle
-from coppice.judges.oracles.sokoban import SokobanOracle
-from coppice.judges.oracles.tictactoe import TicTacToeOracle
-from coppice.judges.serve import BUILT_IN, Batcher, JudgeProcess, make_worker, serve
+from coppice.judges.serve import BUILT_IN, Batcher, built_in_service, make_worker, serve
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.keys import RunKeys
-from coppice.wire.messages import JudgedTurn, Judgement, JudgeRequest, PlayRequest, PlayResult
+from coppice.wire.messages import (
+    JudgedTurn,
+    Judgement,
+    JudgeRequest,
+    PlayRequest,
+    PlayResult,
+    SpeakRequest,
+)
 from coppice.wire.service import Service
+from tests.judges.test_llm import Reply, chat, chat_server, started
 from tests.services import Bench, bench
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 def turns(*questions: str) -> JudgeRequest:
@@ -52,8 +53,7 @@ async def serving(folder: Path, *workers: PlugIn) -> AsyncIterator[Bench]:
 
 
 class Length(Judge):
-    """Scores the length of the question; while ``gate`` is closed it waits. Remembers the batches
-    it was given."""
+    """Scores the length of the question, once ``gate`` is open."""
 
     name = "length"
     columns = ("length",)
@@ -76,8 +76,14 @@ class Length(Judge):
         return [Judgement({"length": float(len(turn.question))}) for turn in turns]
 
 
+def opened(batch: int = 4) -> Length:
+    judge = Length(batch)
+    judge.gate.set()
+    return judge
+
+
 async def test_requests_that_wait_are_scored_together_up_to_the_batch(tmp_path: Path) -> None:
-    judge = Length(batch=4)
+    judge = Length()
     batcher = Batcher(judge)
     questions = ["x" * n for n in range(1, 11)]
     async with bench(tmp_path) as b:
@@ -134,33 +140,6 @@ def test_a_score_that_is_not_finite_or_invalid_is_none_and_counted(judgement: Ju
     assert bad == 1
 
 
-async def test_the_launchers_process_serves_built_in_and_own_judges(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
-        "from coppice.judges.base import Judge\n"
-        "from coppice.wire.messages import Judgement\n"
-        "class Fixed(Judge):\n"
-        "    name, columns = 'fixed', ('outcome',)\n"
-        "    def __init__(self, value): self.value = value\n"
-        "    async def score(self, turns):\n"
-        "        return [Judgement({'outcome': self.value}) for _ in turns]\n"
-    )
-    judges = {"exact_match": {}, "own:Fixed": {"value": 0.25}}
-    process = JudgeProcess("judges", str(tmp_path), judges)
-    (tmp_path / "judges.json").write_bytes(msgspec.json.encode(process))
-    async with bench(tmp_path) as b:
-        (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)
-        command = [sys.executable, "-m", "coppice.judges.serve", "judges.json"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        worker = await asyncio.create_subprocess_exec(*command, cwd=tmp_path, env=environment)
-        try:
-            await b.dispatcher.wait_for("judge.fixed", 1, 60)
-            assert (await ask(b, "judge.fixed", "q"))[0].scores == {"outcome": 0.25}
-            assert (await ask(b, "judge.exact_match", "q"))[0].scores["outcome"] == 1
-        finally:
-            worker.terminate()
-            assert await asyncio.wait_for(worker.wait(), 30) == 0
-
-
 def test_the_built_in_judges_have_the_name_under_which_they_are_configured() -> None:
     asks = {"endpoint": {"url": "http://127.0.0.1:1/v1", "model": "m"}}
     needs = {"slate": asks, "pprm": asks, "sotopia": asks, "reward_model": {"model": "m"}}
@@ -176,21 +155,10 @@ def test_a_missing_option_is_named(name: str, needs: str) -> None:
         make_worker(name, {})
 
 
-class Picky(Judge):
-    """Cannot score a turn that asks "bad", and says so for the whole batch."""
-
-    name, columns, batch, concurrency = "picky", ("length",), 8, 1
-
-    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        if any(turn.question == "bad" for turn in turns):
-            raise DataFault("bad cannot be scored")
-        return [Judgement({"length": float(len(turn.question))}) for turn in turns]
-
-
 async def test_a_turn_that_cannot_be_scored_does_not_condemn_its_batch(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
-        await b.work("w", {"judge.picky": Batcher(Picky()).handle}, capacity=8)
-        asked = [ask(b, "judge.picky", question) for question in ("one", "bad", "three")]
+        await b.work("w", {"judge.length": Batcher(opened(8)).handle}, capacity=8)
+        asked = [ask(b, "judge.length", question) for question in ("one", "bad", "three")]
         good, bad, long = await asyncio.gather(*asked, return_exceptions=True)
     assert isinstance(bad, DataFault)
     scores = [answer[0].scores for answer in (good, long) if isinstance(answer, list)]
@@ -207,17 +175,17 @@ class Mirror(Player):
 
 
 async def test_an_opponent_is_served_beside_judges(tmp_path: Path) -> None:
-    async with serving(tmp_path, Picky(), Mirror()) as b:
+    async with serving(tmp_path, opened(), Mirror()) as b:
         played = await b.dispatcher.call("player.mirror", PlayRequest({"cell": 4}, 9), deadline=10)
         assert played == PlayResult([4, 9])
-        assert (await ask(b, "judge.picky", "two"))[0].scores == {"length": 3.0}
+        assert (await ask(b, "judge.length", "two"))[0].scores == {"length": 3.0}
 
 
 UNFINISHED = ("Nameless", "Bare", "Other")
 
 
 @pytest.fixture
-def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def standing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a started run, and beside it the plug-ins of a user who stands there."""
     run = tmp_path / "run"
     RunKeys.create(run / "keys")
@@ -249,7 +217,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("plugs:Plain", "run", ["a"], "option 'a': expected KEY=VALUE"),
     ],
 )
-@pytest.mark.usefixtures("started")
+@pytest.mark.usefixtures("standing")
 def test_a_judge_that_cannot_be_plugged_in_is_one_line(
     judge: str, run: str, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -260,29 +228,20 @@ def test_a_judge_that_cannot_be_plugged_in_is_one_line(
     assert error.count("\n") == 1
 
 
-def test_a_judge_of_a_run_that_has_ended_says_so(
-    started: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gives_up = partial(Service, give_up_s=0.0)
-    monkeypatch.setattr("coppice.judges.serve.Service", gives_up)
-    assert plug_in(["plugs:Plain", "--run", str(started)]) == 1
-    error = capsys.readouterr().err
-    assert "coppice serve: plain-plugin: no scheduler answered for 0 s" in error
-    assert "Traceback" not in error
-
-
-def test_a_judge_follows_a_resumed_run_to_its_new_endpoint(
-    started: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_judge_follows_a_resumed_run_to_its_new_endpoint_and_says_when_none_answers(
+    standing: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def resumed(*given: Any) -> Service:
-        (started / "endpoint").write_text("tcp://127.0.0.1:2")
+        (standing / "endpoint").write_text("tcp://127.0.0.1:2")
         return Service(*given, give_up_s=0.0)
 
     monkeypatch.setattr("coppice.judges.serve.Service", resumed)
-    assert plug_in(["plugs:Plain", "--run", str(started)]) == 1
-    said = capsys.readouterr().out.splitlines()
-    endpoints = [line.partition(" to ")[2].partition(";")[0] for line in said]
+    assert plug_in(["plugs:Plain", "--run", str(standing)]) == 1
+    said, error = capsys.readouterr()
+    endpoints = [line.partition(" to ")[2].partition(";")[0] for line in said.splitlines()]
     assert endpoints == ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
+    assert "coppice serve: plain-plugin: no scheduler answered for 0 s" in error
+    assert "Traceback" not in error
 
 
 @pytest.mark.second
@@ -303,4 +262,57 @@ async def test_a_judge_that_hung_has_its_places_again_after_deadlines(tmp_path: 
 
 
 def test_the_slow_oracles_leave_the_event_loop() -> None:
-    assert all(kind.threaded for kind in (MinesweeperOracle, SokobanOracle, TicTacToeOracle))
+    oracles: list[Any] = [make_worker(name, {}) for name in ("minesweeper", "sokoban", "tictactoe")]
+    assert all(oracle.threaded for oracle in oracles)
+
+
+ASKED = SpeakRequest([{"role": "user", "content": "Hello?"}], 7, 0.25, ["\n"], 2**40 + 5)
+
+
+async def spoken(folder: Path, reply: Reply) -> str:
+    async with chat_server(reply) as url:
+        endpoint = {"url": url, "model": "m", "backoff_s": 1e-3}
+        async with serving(folder, make_worker("chat", {"endpoint": endpoint})) as b:
+            result: Any = await b.dispatcher.call("speaker.chat", ASKED, deadline=10)
+            return result.text
+
+
+async def test_the_request_reaches_the_endpoint_and_its_reply_comes_back(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+
+    async def reply(request: web.Request) -> web.Response:
+        seen.append(await request.json())
+        return chat("Good day.") if len(seen) > 1 else web.Response(status=503)
+
+    assert await spoken(tmp_path, reply) == "Good day."
+    expected = {"model": "m", "messages": ASKED.messages, "max_tokens": 7, "temperature": 0.25}
+    expected |= {"stop": ["\n"], "seed": 5}
+    assert seen == [expected, expected]  # a busy server is asked again
+
+
+async def test_a_refused_request_is_a_data_fault_that_names_the_cause(tmp_path: Path) -> None:
+    async def reply(request: web.Request) -> web.Response:
+        return web.Response(status=400, text="the messages are too long")
+
+    with pytest.raises(DataFault, match="too long"):
+        await spoken(tmp_path, reply)
+
+
+async def test_a_reply_that_does_not_come_in_time_is_a_fault_with_its_limit() -> None:
+    async def reply(request: web.Request) -> web.Response:
+        await asyncio.sleep(60)  # longer than the speaker's patience
+        return chat("late")
+
+    def speaker(url: str) -> Any:
+        return make_worker("chat", {"endpoint": {"url": url, "model": "m", "patience_s": 0.05}})
+
+    async with started(speaker, reply) as made:
+        with pytest.raises(InfrastructureFault, match=r"0\.05 s \(patience_s\)"):
+            await made.speak(ASKED)
+
+
+def test_a_plug_in_names_its_own_service() -> None:
+    services = [built_in_service(name) for name in ("chat", "frozen", "my:Echo")]
+    assert services == ["speaker.chat", "speaker.frozen", ""]
+    endpoint = {"url": "http://127.0.0.1/v1", "model": "m"}
+    assert make_worker("frozen", {"endpoint": endpoint}).service == "speaker.frozen"

@@ -22,23 +22,22 @@ from coppice.judges.llm import ChatEndpoint
 from coppice.judges.sotopia import SotopiaJudge, SotopiaRules, holds, parse, reply_form
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import JudgedTurn, Judgement
-from tests.judges.test_llm import chat, chat_server
+from tests.judges.test_llm import chat, started
 
 SCORES = dict(zip(DIMENSIONS, (9, 2, 3, 0, -1, 1, 7), strict=True))
 ENVIRONMENT = Sotopia()
 
 
 def reply(mine: dict[str, Any], other: dict[str, Any] = SCORES) -> str:
-    sides = [
-        {name: {"reasoning": "r", "score": score} for name, score in side.items()}
-        for side in (mine, other)
-    ]
-    return json.dumps({"agent_1": sides[0], "agent_2": sides[1]})
+    sides = {
+        agent: {name: {"reasoning": "r", "score": score} for name, score in side.items()}
+        for agent, side in {"agent_1": mine, "agent_2": other}.items()
+    }
+    return json.dumps(sides)
 
 
 def judged(combo: str, trained: int, *words: str) -> JudgedTurn:
-    """What the judge sees of a conversation in which the sides say ``words`` in turn; "" does
-    nothing."""
+    """What the judge sees when the sides say ``words`` in turn; "" does nothing."""
     turns = enumerate(words)
     said = tuple(SotopiaTurn(k % 2, "speak" if text else "none", text) for k, text in turns)
     state = SotopiaState(combo, trained, said)
@@ -96,11 +95,10 @@ async def score(
         seen.append((await request.json())["messages"][0]["content"])
         return chat(text) if text else web.Response(status=400, text="no")
 
-    async with chat_server(answer) as url:
-        judge = SotopiaJudge(ChatEndpoint(url, "m"), **options)
-        await judge.start()
+    async with started(
+        lambda url: SotopiaJudge(ChatEndpoint(url, "m"), **options), answer
+    ) as judge:
         (judgement,) = await judge.score([turn])
-        await judge.close()
     return judgement, judge.stats()
 
 

@@ -36,8 +36,7 @@ def after(state: WebShopState, command: str) -> WebShopState:
 
 
 def shortest(shop: Store, place: StorePlace, goal: Goal) -> int:
-    """The least number of clicks and searches for the product's name that buy it with its options,
-    by breadth-first search."""
+    """The fewest clicks and searches for the product's name that buy it with its options."""
     level, seen, steps = {msgspec.structs.replace(place, visited=())}, set(), 1
     while True:
         seen |= level

@@ -13,8 +13,7 @@ random_paths = st.lists(
 
 
 def forest(seed: int, trees: int = 2, steps: int = 2) -> list[Path]:
-    """Paths of random trees under one common instruction: three candidates a step, the first one
-    continued."""
+    """Paths of random trees: three candidates a step, of which the first is continued."""
     rng = random.Random(seed)
 
     def some(n: int) -> list[int]:

@@ -72,8 +72,7 @@ def planted(name: str) -> Iterator[None]:
 
 
 def refused(made: Trainer, paths: Sequence[Path]) -> dict[str, str]:
-    """For each fault, and for none (""), the refusal's sentence, "" where the forest was found
-    healthy."""
+    """For each fault, and for none (""), the refusal's sentence; "" where there was none."""
     found = {}
     for name in ("", *FAULTS):
         with planted(name):

@@ -52,7 +52,6 @@ class Placing(Ranks):
     loaded = 0
 
     def place(self, module: torch.nn.Module, layer: str, compute: torch.dtype) -> torch.nn.Module:
-        """Place it."""
         self.loaded = max(self.loaded, sum(p.nbytes for p in module.parameters() if not p.is_meta))
         return super().place(module, layer, compute)
 
@@ -73,7 +72,6 @@ class Largest(TorchDispatchMode):
 
 
 def full(*_: object) -> None:
-    """A disk without room."""
     raise OSError(28, "No space left on device")
 
 
@@ -113,7 +111,6 @@ def work(folder: Path, name: str, scenario: Scenario, rank: int) -> None:
 
 
 def run(folder: Path, name: str, scenario: Scenario) -> list[int]:
-    """Exit codes of the ranks."""
     children = []
     for rank in range(scenario.count):
         pid = os.fork()

@@ -31,25 +31,14 @@ class Node(msgspec.Struct):
     outcome: float = 0.0
 
 
-def grown(
-    rng: np.random.Generator, widths: Sequence[int], segment: int = 3,
-    chances: Sequence[float] | None = None,
-) -> Node:  # fmt: skip
+def grown(rng: np.random.Generator, widths: Sequence[int], segment: int = 3) -> Node:
     """Draw a tree: every node has ``widths`` children, level by level, and ends early with
-    probability 0.2.
-
-    chances: the probabilities of the tokens; by default no token comes twice, so no two siblings
-    have an equal token.
-    """
+    probability 0.2. No token comes twice, so no two siblings have an equal token."""
 
     def child(level: int) -> Node:
         ends = level == len(widths) or rng.random() < 0.2
         length = int(rng.integers(1, segment + 1)) if ends else segment
-        fresh = (
-            rng.integers(1, 2**30, length)
-            if chances is None
-            else rng.choice(len(chances), length, p=chances) + 1
-        )
+        fresh = rng.integers(1, 2**30, length)
         below = [] if ends else [child(level + 1) for _ in range(widths[level])]
         return Node(fresh.tolist(), below, float(rng.random() < 0.5))
 
@@ -57,7 +46,6 @@ def grown(
 
 
 def paths(node: Node, above: tuple[Node, ...] = ()) -> Iterator[tuple[Node, ...]]:
-    """Yield the nodes of every leaf's path, the root first."""
     here = (*above, node)
     if not node.children:
         yield here
@@ -66,37 +54,25 @@ def paths(node: Node, above: tuple[Node, ...] = ()) -> Iterator[tuple[Node, ...]
 
 
 def leaves(node: Node) -> list[float]:
-    """Return the outcomes below a node."""
-    return (
-        [node.outcome]
-        if not node.children
-        else [x for child in node.children for x in leaves(child)]
-    )
+    return [path[-1].outcome for path in paths(node)]
 
 
 def unsure(token: int) -> bool:
-    """Return whether the policy sampled a token with a probability below 0.9."""
     return token % 3 != 0
 
 
 def table(questions: Sequence[Node]) -> TurnTable:
-    """Return the leaves of the questions as trajectories of one turn, with the columns ``outcome``
-    and ``weight`` (of strategy ``spo``)."""
+    """The leaves as trajectories of one turn, with the columns ``outcome`` and ``weight``."""
     rows = [(number, path) for number, root in enumerate(questions) for path in paths(root)]
     tokens = [np.array([x for node in path for x in node.tokens], np.int32) for _, path in rows]
     weight = [1 / math.prod(len(node.children) for node in path[:-1]) for _, path in rows]
+    numbers, turns = np.array([number for number, _ in rows]), np.arange(len(rows))
+    scores = {
+        "outcome": np.array([path[-1].outcome for _, path in rows]), "weight": np.array(weight)
+    }  # fmt: skip
     return TurnTable(
-        tree=np.array([number for number, _ in rows]),
-        group=np.array([number for number, _ in rows]),
-        trajectory=np.arange(len(rows)),
-        turn=np.ones(len(rows), np.int64),
-        tokens=np.array(list(map(len, tokens))),
-        scores={
-            "outcome": np.array([path[-1].outcome for _, path in rows]), "weight": np.array(weight)
-        },
-        paths=[
-            acted([0], own, [-1.0 if unsure(x) else -0.01 for x in own]) for own in tokens
-        ],
+        numbers, numbers, turns, np.ones_like(turns), np.array(list(map(len, tokens))), scores,
+        paths=[acted([0], own, [-1.0 if unsure(x) else -0.01 for x in own]) for own in tokens],
     )  # fmt: skip
 
 
@@ -118,46 +94,35 @@ def ours(questions: Sequence[Node], scheme: str, **options: object) -> Push:
     return push
 
 
-def _summed(edges: Sequence[list[tuple[Key, float]]], size: int = 0) -> Push:
-    """Whiten and average the terms of the tokens of edges, or of every micro-batch of ``size`` of
-    them in random order on its own."""
-    push, order = defaultdict[Key, float](float), np.random.default_rng(0).permutation(len(edges))
-    parts = np.array_split(order, max(1, len(edges) // size) if size else 1)
-    for part in parts:
-        terms = [term for i in part for term in edges[i]]
-        values = np.array([value for _, value in terms])
-        white = (values - values.mean()) / np.sqrt(values.var(ddof=1) + 1e-8)
-        for (key, _), value in zip(terms, white, strict=True):
-            push[key] += value / len(terms) / len(parts)
+def _whitened(terms: Sequence[tuple[Key, float]]) -> Push:
+    push, values = defaultdict[Key, float](float), np.array([value for _, value in terms])
+    white = (values - values.mean()) / np.sqrt(values.var(ddof=1) + 1e-8)
+    for (key, _), value in zip(terms, white, strict=True):
+        push[key] += value / len(terms)
     return push
 
 
-def spo(questions: Sequence[Node], size: int = 0) -> Push:
-    """SPO-tree: ``extract_edges_from_tree`` and the trainer's probability mask. size: the edges of
-    a micro-batch that is whitened on its own."""
-    edges: list[list[tuple[Key, float]]] = []
+def spo(questions: Sequence[Node]) -> Push:
+    """SPO-tree: ``extract_edges_from_tree`` and the trainer's probability mask."""
+    terms: list[tuple[Key, float]] = []
 
     def value(node: Node) -> float:
-        return (
-            float(np.mean([value(child) for child in node.children]))
-            if node.children
-            else node.outcome
-        )
+        if not node.children:
+            return node.outcome
+        return float(np.mean([value(child) for child in node.children]))
 
     def walk(node: Node, key: Key) -> None:
         for child in node.children:
-            gain, at, edge = value(child) - value(node), key, []
+            gain, at = value(child) - value(node), key
             for token in child.tokens:
                 at = (*at, token)
-                if unsure(token):
-                    edge.append((at, gain))
-            if abs(gain) > 1e-12:
-                edges.append(edge)
+                if unsure(token) and abs(gain) > 1e-12:
+                    terms.append((at, gain))
             walk(child, at)
 
     for number, root in enumerate(questions):
         walk(root, (number,))
-    return _summed(edges, size)
+    return _whitened(terms)
 
 
 def treerl(questions: Sequence[Node]) -> Push:
@@ -183,21 +148,18 @@ def treerl(questions: Sequence[Node]) -> Push:
     return {key: value / tokens for key, value in push.items()}
 
 
-def treepo(questions: Sequence[Node], sizes: bool = False) -> Push:
+def treepo(questions: Sequence[Node]) -> Push:
     """TreePO: ``compute_tree_reinforce_plus_plus_baseline_outcome_advantage`` after the filter of
-    equal groups. sizes: "group_size"."""
+    equal groups."""
     terms: list[tuple[Key, float]] = []
     for number, root in enumerate(questions):
         if len(set(leaves(root))) == 1:
             continue
         for path in paths(root):
             groups = [leaves(node) for node in path if len(leaves(node)) > 1]
-            weights = [len(group) if sizes else 1 for group in groups]
-            advantage = np.average(
-                [path[-1].outcome - np.mean(group) for group in groups], weights=weights
-            )
+            advantage = np.mean([path[-1].outcome - np.mean(group) for group in groups])
             key: Key = (number,)
             for token in (x for node in path for x in node.tokens):
                 key = (*key, token)
                 terms.append((key, float(advantage)))
-    return _summed([terms])
+    return _whitened(terms)

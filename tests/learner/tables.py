@@ -22,7 +22,8 @@ def acted(
     return Path(
         np.concatenate([prefix, action]).astype(np.int64), len(prefix),
         logprobs=np.zeros(n, np.float32) if logprobs is None else np.array(logprobs, np.float32),
-        versions=np.zeros(n, np.int32), sampled=np.ones(n, bool) if sampled is None else np.array(sampled),
+        versions=np.zeros(n, np.int32),
+        sampled=np.ones(n, bool) if sampled is None else np.array(sampled),
     )  # fmt: skip
 
 
@@ -47,26 +48,27 @@ def estimated(table: TurnTable, scheme: str, **options: Any) -> Advantages:
 
 
 def made_of(
-    lengths: list[int], scores: dict[str, list[float]], tree: list[int] | None = None, tokens: list[int] | None = None,
-    sampled: list[bool] | None = None, token_scores: dict[str, list[float]] | None = None,
-    anchor: list[int] | None = None,
+    lengths: list[int], scores: dict[str, list[float]], tree: list[int] | None = None,
+    tokens: list[int] | None = None, sampled: list[bool] | None = None,
+    token_scores: dict[str, list[float]] | None = None, anchor: list[int] | None = None,
 ) -> TurnTable:  # fmt: skip
-    """Whole trajectories, one after the other. lengths, tree: [trajectories]; scores, tokens,
-    anchor: [turns]."""
+    """Whole trajectories. lengths, tree: [trajectories]; scores, tokens, anchor: [turns]."""
     trees = np.repeat(tree or [0] * len(lengths), lengths)
-    columns = {name: np.array(column, np.float64) for name, column in (token_scores or {}).items()}
+    columns, token_columns = (
+        {name: np.array(column, np.float64) for name, column in some.items()}
+        for some in (scores, token_scores or {})
+    )
     return TurnTable(
-        tree=trees, group=trees, trajectory=np.repeat(np.arange(len(lengths)), lengths),
-        turn=np.concatenate([np.arange(1, n + 1) for n in lengths]), tokens=np.array(tokens or [1] * sum(lengths)),
-        scores={name: np.array(column, np.float64) for name, column in scores.items()},
-        anchor=None if anchor is None else np.array(anchor), sampled=None if sampled is None else np.array(sampled),
-        token_scores=columns,
+        trees, trees, np.repeat(np.arange(len(lengths)), lengths),
+        np.concatenate([np.arange(1, n + 1) for n in lengths]),
+        np.array(tokens or [1] * sum(lengths)), columns,
+        None if anchor is None else np.array(anchor),
+        None if sampled is None else np.array(sampled), token_columns,
     )  # fmt: skip
 
 
 def random_table(seed: int) -> TurnTable:
-    """One to three questions of one to four trajectories of one to four turns, with every column
-    there is."""
+    """One to three questions of one to four trajectories of up to four turns, with every column."""
     rng = np.random.default_rng(seed)
     tree = np.repeat(np.arange(3), rng.integers(1, 5, 3))[: rng.integers(2, 12)]
     lengths = rng.integers(1, 5, len(tree))

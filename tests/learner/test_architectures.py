@@ -11,22 +11,21 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines import weights
 from coppice.actors.engines.local import LocalEngine
-from coppice.learner.config import LearnerConfig, LoraConfig
 from coppice.learner.forest.selfcheck import PackingError, check
 from coppice.learner.forest.trees import Path as TokenPath
 from coppice.learner.model import model as model_module
 from coppice.learner.model.model import TreeModel
 from coppice.learner.model.publish import publish
-from coppice.learner.model.ranks import Ranks
 from coppice.wire.messages import GenerateRequest, Sampling
 from tests import tiny
 from tests.learner.forests import forest
 from tests.tiny import SHAPE
+from tests.updates import trainer
 
 SLIDING = ["sliding_attention", "full_attention"]
 MOE: dict[str, Any] = {
@@ -111,8 +110,7 @@ def made(folder: Path, kind: str) -> Path:
 
 
 def policy(folder: Path, rank: int = 0) -> TreeModel:
-    config = LearnerConfig(dtype="float32", lora=LoraConfig(rank))
-    return TreeModel(str(folder), config, 1.0, Ranks(60))
+    return trainer(folder, folder, rank).policy
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -148,11 +146,8 @@ def test_it_trains_and_is_published_or_is_refused(tmp_path: Path, kind: str, ran
         published = publish(trained, 1, tmp_path / "run", keep=2)
         kind_of_weights, path = weights.verified_file(Path(published.path), published.digest)
         if rank == 0:
-            names = [
-                set(safe_open(file, framework="pt").keys())
-                for file in (path, folder / "model.safetensors")
-            ]
-            assert names[0] <= names[1]
+            stored = folder / "model.safetensors"
+            assert load_file(path).keys() <= load_file(stored).keys()
         loaded = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         before = logits(loaded)
         weights.apply(loaded, folder, kind_of_weights, path)

@@ -26,11 +26,6 @@ EVERY = [(name, level) for name in CORRECTIONS for level in LEVELS]
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class Batch(NamedTuple):
     """Log-probabilities, advantages and the segment of each token at each level, all [tokens]."""
 
@@ -42,8 +37,7 @@ class Batch(NamedTuple):
 
 
 def batch(seed: int, far: float = 0.4, moved: float = 0.3, tokens: int = 14) -> Batch:
-    """far: spread of proximal - behaviour; moved: of current - proximal. Tokens in any order, two
-    turns a sequence."""
+    """far: spread of proximal - behaviour; moved: of current - proximal. Two turns a sequence."""
     rng = np.random.default_rng(seed)
     behaviour = rng.uniform(-3, -0.1, tokens)
     proximal = behaviour + rng.normal(0, far, tokens)
@@ -52,18 +46,14 @@ def batch(seed: int, far: float = 0.4, moved: float = 0.3, tokens: int = 14) -> 
     segment: dict[Level, np.ndarray] = {
         "token": np.arange(tokens), "turn": turn, "sequence": turn // 2,
     }  # fmt: skip
-    advantage = rng.normal(0, 1, tokens)
-    current, proximal, behaviour, advantage = (
-        a.astype(np.float32) for a in (current, proximal, behaviour, advantage)
-    )
-    return Batch(current, proximal, behaviour, advantage, segment)
+    columns = (current, proximal, behaviour, rng.normal(0, 1, tokens))
+    return Batch(*(column.astype(np.float32) for column in columns), segment=segment)
 
 
 def whole(
     b: Batch, level: Level, chosen: np.ndarray | None = None
 ) -> tuple[Logprobs, torch.Tensor]:
-    """What a correction reads of the chosen tokens (default all), the rest in ``outside``; current
-    is a leaf."""
+    """What a correction reads of the chosen tokens (default all); current is a leaf."""
     there = np.ones(len(b.current), bool) if chosen is None else chosen
     ids = b.segment[level]
     away = np.where(there, 0.0, b.proximal - b.behaviour)
@@ -104,24 +94,21 @@ class Token(NamedTuple):
 
 
 def seen(b: Batch, level: Level) -> list[Token]:
-    made = []
+    made, own, near = [], b.current - b.behaviour, b.current - b.proximal
     for i in range(len(b.current)):
-        mates = [j for j in range(len(b.current)) if b.segment[level][j] == b.segment[level][i]]
-        logs = [float(b.current[j]) - float(b.behaviour[j]) for j in mates]
-        old = sum(float(b.proximal[j]) - float(b.behaviour[j]) for j in mates)
-        own, near = float(b.current[i] - b.behaviour[i]), float(b.current[i] - b.proximal[i])
-        total = sum(logs)
-        ratio, old, mean, own, near = (
-            math.exp(x) for x in (total, old, total / len(mates), own, near)
-        )
-        made.append(Token(ratio, old, mean, own, near, float(b.advantage[i])))
+        mates = np.flatnonzero(b.segment[level] == b.segment[level][i])
+        logs = [float(own[j]) for j in mates]
+        old, total = sum(float(b.proximal[j]) - float(b.behaviour[j]) for j in mates), sum(logs)
+        parts = (total, old, total / len(mates), float(own[i]), float(near[i]))
+        made.append(Token(*map(math.exp, parts), advantage=float(b.advantage[i])))
     return made
 
 
-def pessimistic(
-    ratio: float, advantage: float, low: float, high: float, dual: float = 0.0
-) -> tuple[float, float]:
-    """Term and coefficient of PPO's clipped surrogate."""
+Pair = tuple[float, float]
+Formula = Callable[[Token], Pair]
+
+
+def pessimistic(ratio: float, advantage: float, low: float, high: float, dual: float = 0.0) -> Pair:
     if advantage >= 0 and ratio > 1 + high:
         return (1 + high) * advantage, 0.0
     if advantage < 0 and ratio < 1 - low:
@@ -131,7 +118,7 @@ def pessimistic(
     return ratio * advantage, ratio
 
 
-def weighted(coefficient: float, t: Token) -> tuple[float, float]:
+def weighted(coefficient: float, t: Token) -> Pair:
     return coefficient * t.advantage, coefficient
 
 
@@ -139,9 +126,7 @@ def between(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
-def times(
-    weight: float, t: Token, low: float = 0.2, high: float = 0.2, dual: float = 3.0
-) -> tuple[float, float]:
+def times(weight: float, t: Token, low: float = 0.2, high: float = 0.2, dual: float = 3.0) -> Pair:
     """A weight of proximal / behaviour times PPO's clipped surrogate of current / proximal."""
     term, coefficient = pessimistic(t.near, t.advantage, low, high, dual)
     return weight * term, weight * coefficient
@@ -152,7 +137,7 @@ def inside(value: float, low: float, high: float) -> float:
 
 
 # name, options, (token -> term, coefficient): the formulas of each paper, for one token at a time
-FORMULAS: list[tuple[str, dict[str, Any], Callable[[Token], tuple[float, float]]]] = [
+FORMULAS: list[tuple[str, dict[str, Any], Formula]] = [
     ("none", {}, lambda t: weighted(1.0, t)),
     ("ppo_clip", {}, lambda t: pessimistic(t.ratio, t.advantage, 0.2, 0.2, 3.0)),
     ("ppo_clip", {"dual_clip": None}, lambda t: pessimistic(t.ratio, t.advantage, 0.2, 0.2)),
@@ -191,9 +176,8 @@ def test_every_correction_has_a_formula_here() -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("name", "options", "formula"), FORMULAS)
 def test_terms_coefficients_and_gradients_are_those_of_the_formula_one_token_at_a_time(
-    name: str, options: dict[str, Any], formula: Callable[[Token], tuple[float, float]],
-    level: Level,
-) -> None:  # fmt: skip
+    name: str, options: dict[str, Any], formula: Formula, level: Level
+) -> None:
     for seed in range(6):
         b = batch(seed)
         slope, made = gradient(b, name, options | {"level": level})
@@ -232,27 +216,24 @@ def test_a_split_segment_has_the_gradient_of_one_piece(seed: int, which: tuple[s
             )
 
 
-def one(ratio: list[float], advantage: list[float]) -> tuple[Logprobs, torch.Tensor]:
+def one(
+    name: str, ratio: list[float], advantage: list[float] | None = None, **options: Any
+) -> Surrogate:
     """Tokens of the given ratios current / behaviour, with proximal = behaviour."""
-    zeros = torch.zeros(len(ratio))
-    return Logprobs(torch.tensor(ratio).log().requires_grad_(), zeros, zeros), torch.tensor(
-        advantage
-    )
+    zeros, gain = torch.zeros(len(ratio)), torch.tensor(advantage or [1.0] * len(ratio))
+    return load(name, options)(Logprobs(torch.tensor(ratio).log(), zeros, zeros), gain)
 
 
 def test_the_two_clip_bounds_are_apart_and_dual_clip_bounds_large_ratios_of_bad_tokens() -> None:
     ratio, advantage = [1.25, 1.35, 0.85, 0.75, 2.0, 4.0], [1.0, 1.0, -1.0, -1.0, -1.0, -1.0]
-    made = load("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0})(
-        *one(ratio, advantage)
+    made, plain = (
+        one("ppo_clip", ratio, advantage, clip_low=0.2, clip_high=0.3, dual_clip=dual)
+        for dual in (3.0, "null")
     )
     assert made.clipped.tolist() == [False, True, False, True, False, True]
-    assert_allclose(made.term.detach(), [1.25, 1.3, -0.85, -0.8, -2.0, -3.0], rtol=1e-6)
-    assert_allclose(made.coefficient, [1.25, 0, 0.85, 0, 2.0, 0], rtol=1e-6)
-    plain = load("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": "null"})(
-        *one(ratio, advantage)
-    )
+    assert_allclose(made.term, [1.25, 1.3, -0.85, -0.8, -2.0, -3.0], rtol=1e-6)
     assert plain.clipped.tolist() == [False, True, False, True, False, False]
-    good = load("ppo_clip", {"clip_high": 9.0, "dual_clip": 3.0})(*one([4.0], [1.0]))
+    good = one("ppo_clip", [4.0], clip_high=9.0, dual_clip=3.0)
     assert good.term.tolist() == pytest.approx([4.0])  # dual clip is for bad tokens only
 
 
@@ -264,18 +245,14 @@ def test_another_aggregation_than_that_of_the_correction_is_told() -> None:
 
 def test_masks_count_exactly_the_tokens_out_of_bounds_and_clips_are_no_masks() -> None:
     ratio = [0.4, 0.6, 1.0, 4.9, 5.1]
-    made = load("sequence_mask", {"level": "token", "lower": 0.5, "upper": 5.0})(
-        *one(ratio, [1.0] * 5)
-    )
+    made = one("sequence_mask", ratio, level="token", lower=0.5, upper=5.0)
     assert made.masked.tolist() == [True, False, False, False, True]
     assert not made.clipped.any()
-    assert made.coefficient.tolist() == pytest.approx([0, 0.6, 1, 4.9, 0])
-    mask = load("geometric_mask", {"level": "token"})(*one(ratio, [1.0] * 5))
+    mask = one("geometric_mask", ratio, level="token")
     assert mask.masked.tolist() == [True, True, False, True, True]
     for name in ("none", "aipo", "cispo"):
-        made = load(name, {})(*one(ratio, [1.0] * 5))
-        assert not (made.masked | made.clipped).any()
-    assert not load("ppo_clip", {})(*one(ratio, [1.0] * 5)).masked.any()
+        assert not (one(name, ratio).masked | one(name, ratio).clipped).any()
+    assert not one("ppo_clip", ratio).masked.any()
 
 
 def test_a_zero_advantage_has_no_gradient_and_is_not_counted_as_clipped() -> None:
@@ -297,16 +274,19 @@ def test_extreme_log_ratios_leave_everything_finite(name: str, level: Level, far
         assert torch.isfinite(made.coefficient).all()
 
 
-def test_unknown_corrections_options_and_levels_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"ppo.*expected one of.*ppo_clip"):
-        load("ppo", {})
-    with pytest.raises(ValueError, match=r"clip_lo.*unknown to correction 'ppo_clip'.*clip_low"):
-        load("ppo_clip", {"clip_lo": 0.1})
-    with pytest.raises(ValueError, match=r"upper.*unknown to correction 'ppo_clip'"):
-        load("ppo_clip", {"upper": 2.0})
-    for name in CORRECTIONS:
-        with pytest.raises(ValueError, match=r"level = 'trajectory'.*token.*turn.*sequence"):
-            load(name, {"level": "trajectory"})
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("ppo", {}, r"ppo.*expected one of.*ppo_clip"),
+        ("ppo_clip", {"clip_lo": 0.1}, r"clip_lo.*unknown to correction 'ppo_clip'.*clip_low"),
+        ("tis", {"level": "trajectory"}, r"level = 'trajectory'.*token.*turn.*sequence"),
+    ],
+)
+def test_unknown_corrections_options_and_levels_are_refused_with_the_known_ones(
+    name: str, options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        load(name, options)
 
 
 def test_ratios_are_taken_over_tokens_but_for_the_corrections_of_sequences() -> None:

@@ -1,5 +1,5 @@
-"""What the learner leaves on disk, whole or not at all: checkpoints, proven before the one before goes
-and set aside when damaged, and published weights."""
+"""What the learner leaves on disk, whole or not at all: checkpoints, proven before the one before
+goes and set aside when damaged, and published weights."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from coppice.actors.engines import weights
-from coppice.common import atomic, frontier
+from coppice.common import frontier
 from coppice.learner.config import LearnerConfig
 from coppice.learner.model import checkpoint
 from coppice.learner.model.model import check_fits
@@ -21,38 +21,44 @@ from coppice.learner.model.publish import publish
 from coppice.learner.model.ranks import Ranks
 from coppice.wire import digest
 from coppice.wire.faults import InfrastructureFault
-from tests.updates import batch, everything, newest, state, trainer
+from tests.learner.conftest import Make
+from tests.updates import batch, everything, state, trainer
 
 
 def flip(path: Path) -> None:
-    """Change one bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
-def two_checkpoints(run: Path, llama: Path) -> tuple[Path, Path]:
-    learner = trainer(llama, run)
+@pytest.fixture
+def two(tmp_path: Path, make: Make) -> tuple[Path, Path]:
+    learner = make()
     learner.update(batch(0, 0))
-    first = checkpoint.save(learner, run, {1: 1}, 3)
+    first = checkpoint.save(learner, tmp_path, {1: 1}, 3)
     learner.update(batch(1, 1))
-    return first, checkpoint.save(learner, run, {1: 1, 2: 2}, 3)
+    return first, checkpoint.save(learner, tmp_path, {1: 1, 2: 2}, 3)
 
 
-def test_every_file_has_a_digest_that_sha256sum_agrees_with(tmp_path: Path, llama: Path) -> None:
-    _, folder = two_checkpoints(tmp_path, llama)
+Two = tuple[Path, Path]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_every_file_has_a_digest_that_sha256sum_agrees_with(two: Two) -> None:
+    folder = two[1]
     listed = set(digest.sums(folder))
     assert listed == {"state.json", "policy-00000.safetensors"}
-    assert {path.name for path in folder.iterdir()} == listed | {digest.SUMS}
+    assert names(folder) == sorted(listed | {digest.SUMS})
     command = ["sha256sum", "--check", "--strict", digest.SUMS]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
 
 
-@pytest.mark.second
 def test_all_is_synced_before_the_checkpoint_has_its_name_and_its_place_after(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two_checkpoints(tmp_path, llama)
     calls: list[str] = []
     fsync, rename = os.fsync, Path.rename
 
@@ -66,11 +72,11 @@ def test_all_is_synced_before_the_checkpoint_has_its_name_and_its_place_after(
 
     monkeypatch.setattr(os, "fsync", syncing)
     monkeypatch.setattr(Path, "rename", renaming)
-    learner = trainer(llama, tmp_path)
+    learner = make()
     learner.version = 7
     folder = checkpoint.save(learner, tmp_path, {}, 3)
     named = calls.index("rename v000007.draft")
-    assert {path.name for path in folder.iterdir()} | {"v000007.draft"} <= set(calls[:named])
+    assert {*names(folder), "v000007.draft"} <= set(calls[:named])
     assert calls[named + 1 :] == ["checkpoints", tmp_path.name]
 
 
@@ -78,24 +84,24 @@ def test_all_is_synced_before_the_checkpoint_has_its_name_and_its_place_after(
 @pytest.mark.parametrize("name", ["state.json", "policy-00000.safetensors", digest.SUMS])
 @pytest.mark.parametrize("fault", ["flipped", "missing", "cut"])
 def test_a_damaged_newest_checkpoint_is_set_aside_by_name_and_the_one_before_is_restored(
-    tmp_path: Path, llama: Path, name: str, fault: str
+    tmp_path: Path, make: Make, two: Two, name: str, fault: str
 ) -> None:
-    first, second = two_checkpoints(tmp_path, llama)
+    first, second = two
+    file = second / name
     if fault == "flipped":
-        flip(second / name)
+        flip(file)
     elif fault == "missing":
-        (second / name).unlink()
+        file.unlink()
     else:
-        os.truncate(second / name, (second / name).stat().st_size // 2)
-    expected = trainer(llama, tmp_path)
+        os.truncate(file, file.stat().st_size // 2)
+    expected, resumed = make(), make()
     checkpoint.restore(expected, first)
-    resumed = trainer(llama, tmp_path)
     restored, (warning,) = checkpoint.restore_newest(resumed, tmp_path)
     assert (restored.version, restored.groups(), resumed.version) == (1, {1: 1}, 1)
     assert "v000002" in warning
     assert "from version 1" in warning
     assert all(torch.equal(value, state(expected)[key]) for key, value in state(resumed).items())
-    assert sorted(path.name for path in first.parent.iterdir()) == ["v000001", "v000002.damaged"]
+    assert names(first.parent) == ["v000001", "v000002.damaged"]
 
 
 class SecondOfTwo:
@@ -107,62 +113,46 @@ class SecondOfTwo:
         return values + torch.ones(2)
 
 
-def test_a_rank_loads_nothing_where_another_finds_damage(tmp_path: Path, llama: Path) -> None:
-    _, second = two_checkpoints(tmp_path, llama)
+def test_a_rank_loads_nothing_where_another_finds_damage(make: Make, two: Two) -> None:
+    second, resumed = two[1], make()
     os.truncate(second / "policy-00000.safetensors", 10)  # in the share of rank 0
-    resumed = trainer(llama, tmp_path)
-    before = {key: value.clone() for key, value in state(resumed).items()}
+    before = state(resumed)
     resumed.ranks = SecondOfTwo()  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(checkpoint.DamagedError, match="another rank could not read it"):
         checkpoint.restore(resumed, second)
     assert all(torch.equal(value, before[key]) for key, value in state(resumed).items())
 
 
-def test_only_damage_of_every_checkpoint_ends_the_run(tmp_path: Path, llama: Path) -> None:
-    first, second = two_checkpoints(tmp_path, llama)
-    for folder in (first, second):
+def test_only_damage_of_every_checkpoint_ends_the_run(tmp_path: Path, make: Make, two: Two) -> None:
+    for folder in two:
         flip(folder / "policy-00000.safetensors")
     for _ in range(2):
-        with pytest.raises(
-            checkpoint.CheckpointError, match=r"no checkpoint of .* can be read.*backup"
-        ):
-            checkpoint.restore_newest(trainer(llama, tmp_path), tmp_path)
-    assert sorted(path.name for path in first.parent.iterdir()) == ["v000001", "v000002"]
+        with pytest.raises(checkpoint.CheckpointError, match=r"no checkpoint of .* can be read"):
+            checkpoint.restore_newest(make(), tmp_path)
+    assert names(tmp_path / "checkpoints") == ["v000001", "v000002"]
 
 
 def test_the_checkpoint_before_stays_until_the_new_one_reads_back(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make: Make, two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, _ = two_checkpoints(tmp_path, llama)
-    finish = atomic.finish
+    rename = Path.rename
 
-    def failing_disk(draft: Path, out: Path, durable: bool = False) -> None:
-        finish(draft, out, durable)
-        flip(out / "policy-00000.safetensors")
+    def failing_disk(draft: Path, out: Path) -> Path:
+        flip(draft / "policy-00000.safetensors")
+        return rename(draft, out)
 
-    monkeypatch.setattr(atomic, "finish", failing_disk)
-    learner = trainer(llama, tmp_path)
+    monkeypatch.setattr(Path, "rename", failing_disk)
+    learner = make()
     learner.version = 3
     told = r"v000003 could not be written .*not what was written"
     with pytest.raises(checkpoint.CheckpointError, match=told):
         checkpoint.save(learner, tmp_path, {}, 1)
-    left = sorted(path.name for path in first.parent.iterdir())
-    assert left == ["v000001", "v000002", "v000003.damaged"]
+    assert names(tmp_path / "checkpoints") == ["v000001", "v000002", "v000003.damaged"]
 
 
-def test_what_the_watch_remembers_comes_back(tmp_path: Path, llama: Path) -> None:
-    learner, resumed = trainer(llama, tmp_path), trainer(llama, tmp_path)
-    for version in range(6):
-        learner.watch.warnings({"ppr/turns_correct": float(version)}, 1.0 + version)
-    folder = checkpoint.save(learner, tmp_path, {}, 3, {0: {"learner/loss": 0.5}})
-    restored = checkpoint.restore(resumed, folder)
-    assert resumed.watch.state == learner.watch.state
-    assert restored.records == {0: {"learner/loss": 0.5}}
-
-
-def test_what_a_plug_in_draws_depends_on_seed_and_version(tmp_path: Path, llama: Path) -> None:
+def test_what_a_plug_in_draws_depends_on_seed_and_version(make: Make) -> None:
     def drawn(version: int) -> list[float]:
-        trainer(llama, tmp_path).update(batch(0, version))
+        make().update(batch(0, version))
         return [random.random(), np.random.random(), float(torch.rand(1))]
 
     assert drawn(3) == drawn(3)
@@ -181,68 +171,58 @@ def test_a_frontier_is_stored_as_runs_and_the_newest_one_is_read(tmp_path: Path)
     assert frontier.read(tmp_path, 0) == frontier.Frontier()
 
 
-def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, llama: Path) -> None:
-    made = trainer(llama, tmp_path)
-    made.update(batch(0, 0))
-    first = checkpoint.save(made, tmp_path, {1: 1}, 3)
-    made.update(batch(1, 1))
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, make: Make, two: Two) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         with pytest.raises(checkpoint.CheckpointError, match="the one before is untouched"):
-            checkpoint.save(made, tmp_path, {1: 1, 2: 1}, 3)
+            checkpoint.save(make(), tmp_path, {}, 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert newest(tmp_path) == first
-    assert list((tmp_path / "checkpoints").iterdir()) == [first]
-    assert checkpoint.restore(trainer(llama, tmp_path), first).groups() == {1: 1}
+    assert names(tmp_path / "checkpoints") == ["v000001", "v000002"]
+    assert checkpoint.restore(make(), two[1]).groups() == {1: 1, 2: 2}
 
 
-def test_a_run_folder_that_cannot_be_written_is_named(tmp_path: Path, llama: Path) -> None:
+def test_a_run_folder_that_cannot_be_written_is_named(tmp_path: Path, make: Make) -> None:
     (tmp_path / "checkpoints").write_text("a file stands where the folder should be")
     with pytest.raises(checkpoint.CheckpointError, match="checkpoints/v000000"):
-        checkpoint.save(trainer(llama, tmp_path), tmp_path, {}, 3)
+        checkpoint.save(make(), tmp_path, {}, 3)
 
 
 @pytest.mark.parametrize(
     ("rank", "told"), [(0, "other parameters"), (8, r"another model.*learner\.lora\.rank")]
 )
 def test_a_checkpoint_of_another_parametrisation_is_refused_and_not_called_damage(
-    tmp_path: Path, llama: Path, rank: int, told: str
+    make: Make, two: Two, rank: int, told: str
 ) -> None:
-    folder = checkpoint.save(trainer(llama, tmp_path, 4), tmp_path, {}, 3)
     with pytest.raises(checkpoint.CheckpointError, match=told):
-        checkpoint.restore(trainer(llama, tmp_path, rank), folder)
+        checkpoint.restore(make(rank), two[0])
 
 
-def test_the_last_checkpoints_are_kept(tmp_path: Path, llama: Path) -> None:
-    made = trainer(llama, tmp_path)
-    for version in range(4):
-        made.version = version
-        checkpoint.save(made, tmp_path, {}, 2)
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["v000002", "v000003"]
+def test_the_last_checkpoints_are_kept(tmp_path: Path, make: Make, two: Two) -> None:
+    made = make()
+    made.version = 3
+    checkpoint.save(made, tmp_path, {}, 2)
+    assert names(tmp_path / "checkpoints") == ["v000002", "v000003"]
 
 
-def test_the_digest_changes_with_the_weights_and_proves_them(tmp_path: Path, llama: Path) -> None:
-    made = trainer(llama, tmp_path)
+def test_the_digest_changes_with_the_weights_and_proves_them(tmp_path: Path, make: Make) -> None:
+    made = make()
     first, again = publish(made.policy, 1, tmp_path, 9), publish(made.policy, 2, tmp_path, 9)
     assert first.digest == again.digest
     made.update(batch(3, 0))
     third = publish(made.policy, 3, tmp_path, 9)
     assert third.digest != first.digest
-    path = Path(third.path) / "adapter_model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    flip(Path(third.path) / "adapter_model.safetensors")
     with pytest.raises(InfrastructureFault, match="digest"):
         weights.verified_file(Path(third.path), third.digest)
 
 
-def test_the_last_versions_are_kept_with_their_manifests(tmp_path: Path, llama: Path) -> None:
-    made = trainer(llama, tmp_path)
+def test_the_last_versions_are_kept_with_their_manifests(tmp_path: Path, make: Make) -> None:
+    made = make()
     for version in range(1, 5):
         publish(made.policy, version, tmp_path, 2)
-    assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["v000003", "v000004"]
+    assert names(tmp_path / "weights") == ["v000003", "v000004"]
     manifest = json.loads((tmp_path / "weights" / "v000004" / "manifest.json").read_text())
     assert (manifest["version"], manifest["kind"]) == (4, "lora")
 

@@ -19,8 +19,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def given(rows: int, vocabulary: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """hidden [rows, 24], weight [vocabulary, 24], targets [rows], upstream [rows]; logits of about
-    two nats."""
+    """hidden [rows, 24], weight [vocabulary, 24], targets and upstream [rows]."""
     torch.manual_seed(rows + vocabulary)
     hidden = torch.randn(rows, 24).to(dtype)
     weight = (0.4 * torch.randn(vocabulary, 24)).to(dtype)
@@ -31,8 +30,7 @@ def full(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float,
     support: Support | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Log-probabilities and entropies from all logits, in the wider dtype of double, over an
-    explicit mask of the support."""
+    """Log-probabilities and entropies from all logits in double, over a mask of the support."""
     scores = hidden.double() @ weight.double().T / temperature
     if support is not None:
         left = torch.as_tensor(support.counts == 0)[:, None].repeat(1, len(weight))
@@ -61,10 +59,8 @@ def compare(
     sides = []
     for compute in (token_logprobs, full):
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained)]
-        one, other = leaves
-        logprobs, entropy = compute(one, other, targets, temperature, support)
-        (logprobs * upstream).sum().backward()
-        slopes = [leaf.grad for leaf in leaves[: 1 + trained]]
+        logprobs, entropy = compute(leaves[0], leaves[1], targets, temperature, support)
+        slopes = torch.autograd.grad((logprobs * upstream).sum(), leaves[: 1 + trained])
         sides.append([logprobs.detach(), entropy.detach(), *slopes])
     for got, expected in zip(*sides, strict=True):
         scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
@@ -114,11 +110,10 @@ def test_what_is_kept_for_backward_does_not_change_the_gradients(
 @pytest.mark.parametrize("trained", [False, True])
 def test_narrow_inputs_are_reduced_in_float32(trained: bool) -> None:
     inputs = given(75, 300, torch.bfloat16)
-    made, entropy = token_logprobs(inputs[0], inputs[1], inputs[2], 0.8)
-    expected = full(inputs[0], inputs[1], inputs[2], 0.8)
-    assert made.dtype == entropy.dtype == torch.float32
-    assert_close(made.double(), expected[0], atol=BOUND, rtol=0)
-    assert_close(entropy.double(), expected[1], atol=BOUND, rtol=0)
+    own, plain = (compute(*inputs[:3], temperature=0.8) for compute in (token_logprobs, full))
+    for made, expected in zip(own, plain, strict=True):
+        assert made.dtype == torch.float32
+        assert_close(made.double(), expected, atol=BOUND, rtol=0)
     compare(inputs, 0.8, trained, bound=2**-7)  # the gradients are handed back in bfloat16
 
 
@@ -136,9 +131,9 @@ def test_the_path_of_narrow_products_agrees(monkeypatch: pytest.MonkeyPatch, tra
 
 
 def test_scores_far_apart_between_blocks_stay_exact() -> None:
-    hidden, weight, targets, upstream = given(40, 700)
-    compare([hidden, weight * torch.linspace(0.1, 60, 700)[:, None], targets, upstream], 1.0, True)
-    compare([hidden, weight * torch.linspace(60, 0.1, 700)[:, None], targets, upstream], 1.0, True)
+    hidden, weight, *rest = given(40, 700)
+    for first, last in ((0.1, 60), (60, 0.1)):
+        compare([hidden, weight * torch.linspace(first, last, 700)[:, None], *rest], 1.0, True)
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -149,7 +144,8 @@ def test_no_rows_give_empty_values_and_zero_gradients(trained: bool) -> None:
 def test_a_float32_weight_under_narrow_hidden_states_keeps_its_gradient_wide() -> None:
     hidden, _, targets, upstream = given(40, 200, torch.bfloat16)
     weight = given(40, 200)[1].to(torch.bfloat16).float().requires_grad_()
-    (token_logprobs(hidden, weight, targets)[0] * upstream).sum().backward()
-    slope, weight.grad = weight.grad, None
-    (full(hidden, weight, targets, 1.0)[0] * upstream).sum().backward()
-    assert_close(slope, weight.grad, atol=1e-4, rtol=0)
+    slopes = [
+        torch.autograd.grad((compute(hidden, weight, targets, 1.0)[0] * upstream).sum(), weight)
+        for compute in (token_logprobs, full)
+    ]
+    assert_close(*slopes, atol=1e-4, rtol=0)

@@ -53,7 +53,6 @@ async def close(dispatcher: Dispatcher, some: list[TrainGroup]) -> None:
 
 
 async def trained(dispatcher: Dispatcher, some: list[TrainGroup]) -> list[Trained]:
-    """The answers to the groups of closed trees."""
     calls = send(dispatcher, some)
     await close(dispatcher, some)
     return await asyncio.gather(*calls)
@@ -67,10 +66,9 @@ async def test_every_group_is_answered_with_its_version(tmp_path: Path, llama: P
             assert answers[0].metrics["learner/groups"] == 3
             kind, _ = weights.verified_file(Path(answers[0].path), answers[0].digest)
             assert kind == "lora"
-            announced = msgspec.json.decode(
-                (tmp_path / "learner.json").read_bytes(), type=Published
-            )
-            assert announced == Published(version, answers[0].path, answers[0].digest)
+            told = (tmp_path / "learner.json").read_bytes()
+            published = Published(version, answers[0].path, answers[0].digest)
+            assert msgspec.json.decode(told, type=Published) == published
         assert leader.stats()["updates"] == 2
         assert leader.stats()["learner/forwarded_tokens"] > 0
 
@@ -91,9 +89,8 @@ async def test_a_group_sent_again_is_answered_by_its_update(tmp_path: Path, llam
         await close(dispatcher, some)
         assert await asyncio.to_thread(started.wait, LONG_S)
         again = send(dispatcher, some[:1])
-        await dispatcher.call(
-            "close", TreeClosed(99, []), deadline=LONG_S
-        )  # it passed behind the group: that has arrived
+        # it passes behind the group: that has arrived
+        await dispatcher.call("close", TreeClosed(99, []), deadline=LONG_S)
         assert not again[0].done()
         go_on.set()
         assert [answer.version for answer in await asyncio.gather(*calls, *again)] == [1] * 4
@@ -163,7 +160,5 @@ async def test_stopping_leaves_a_checkpoint_of_the_newest(tmp_path: Path, llama:
         some, _ = groups(0)
         await trained(dispatcher, some)
         assert newest(tmp_path) is None
-    found = newest(tmp_path)
-    assert found is not None
-    state = checkpoint.restore(trainer(llama, tmp_path), found)
+    state, _ = checkpoint.restore_newest(trainer(llama, tmp_path), tmp_path)
     assert (state.version, state.groups()) == (1, {group.id: 1 for group in some})

@@ -17,17 +17,18 @@ from coppice.learner.update.plan import LearnerPlan, plan_of
 from coppice.learner.update.trainer import Batch, Trainer
 from coppice.tools.launching.config import load
 from tests import tiny
+from tests.learner.conftest import Make
 from tests.updates import episodes, trainer
 
 ROOT = Path(__file__).parents[2]
 OPRL: dict[str, Any] = {"scheme": "oprl", "kl_coef": 0.0}
 GAE: dict[str, Any] = {"scheme": "gae", "kl_coef": 0.0}
+VTRACE = {"targets": "vtrace", "kl_coef": 0.1}
 WHOLE, RANK_2 = {"rank": 0}, {"rank": 2}
 
 
 def agrees(made: Trainer, planned: LearnerPlan) -> None:
-    """Check that the trainer holds the models, adapters and copies of the plan, and that the
-    estimate counts exactly these."""
+    """Check that trainer and memory estimate have the plan's models, adapters and copies."""
     parts = made.parts()
     assert parts.keys() == planned.models.keys()
     for name, (model, _) in parts.items():
@@ -57,11 +58,7 @@ def agrees(made: Trainer, planned: LearnerPlan) -> None:
         (2, {"scheme": "grpo", "epochs": 2, "target_kl": 100.0}),
         (2, GAE),
         (2, GAE | {"critic": {"lora": WHOLE, "steps": 2}, "epochs": 2}),
-        (
-            0,
-            GAE
-            | {"critic": {"lora": RANK_2}, "scheme_options": {"targets": "vtrace", "kl_coef": 0.1}},
-        ),
+        (0, GAE | {"critic": {"lora": RANK_2}, "scheme_options": VTRACE}),
         (2, OPRL),
         (0, OPRL | {"prm": {"lora": RANK_2, "epochs": 2}}),
         (2, OPRL | {"prm": {"lora": WHOLE, "reference": "behaviour", "order": "update_first"}}),
@@ -70,9 +67,9 @@ def agrees(made: Trainer, planned: LearnerPlan) -> None:
     ids=repr,
 )
 def test_the_trainer_holds_and_forwards_what_the_plan_says(
-    tmp_path: Path, llama: Path, rank: int, settings: dict[str, Any]
+    make: Make, rank: int, settings: dict[str, Any]
 ) -> None:
-    made = trainer(llama, tmp_path, rank, **settings)
+    made = make(rank, **settings)
     agrees(made, planned := plan_of(made.config))
     some = episodes(0, 0)
     made.update(some)  # the self-check forwards, too

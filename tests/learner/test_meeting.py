@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from coppice.learner.config import LearnerConfig
@@ -28,15 +29,12 @@ ranks.close()
 
 def test_the_ranks_leave_the_loopback_only_for_an_address_that_the_user_named() -> None:
     run = Path("nowhere")
-    for loopback in (
-        LearnerConfig(),
-        LearnerConfig(publish="memory"),
-        LearnerConfig(publish_host="10.0.0.1"),
-    ):
-        assert {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} <= _meeting(run, loopback).keys()
-    assert "GLOO_SOCKET_IFNAME" not in _meeting(
-        run, LearnerConfig(publish="memory", publish_host="10.0.0.1")
-    )
+    named = {"publish_host": "10.0.0.1"}
+    for loopback in ({}, {"publish": "memory"}, named):
+        config = msgspec.convert(loopback, LearnerConfig)
+        assert {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} <= _meeting(run, config).keys()
+    left = msgspec.convert({"publish": "memory", **named}, LearnerConfig)
+    assert "GLOO_SOCKET_IFNAME" not in _meeting(run, left)
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""What an update maximises: weights of tokens, changed rewards and advantages, trajectories that the
-token limit cut, and the KL to the initial and to the proximal policy."""
+"""What an update maximises: weights of tokens, changed rewards and advantages, trajectories that
+were cut, and the KL to the initial and to the proximal policy."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from numpy.testing import assert_allclose
 
 from coppice.common.statistics import centre, within
 from coppice.learner.config import AdaptiveKl, LearnerConfig, SoftOverlong
-from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.model import checkpoint
 from coppice.learner.update.corrections import kl
 from coppice.learner.update.objective import Aggregation, overlong, shaped, token_weights
@@ -21,57 +20,44 @@ from coppice.learner.update.policy_step import Objective
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.trainer import Trainer
 from coppice.learner.update.trainer import adapted_kl as adapted
-from tests.learner.tables import NO, acted, made_of
-from tests.updates import batch, episodes, rescored, state, table_of, trainer
+from tests.learner.conftest import Make
+from tests.learner.tables import NO, made_of
+from tests.updates import batch, episodes, rescored, state, table_of
 
 
-def tabled(
-    tokens: list[int], group: list[int], trajectory: list[int], tree: list[int]
-) -> tuple[TurnTable, list[Tokens]]:
-    n = len(tokens)
-    t = TurnTable(
-        np.array(tree), np.array(group), np.array(trajectory), np.ones(n), np.array(tokens), {}
-    )
-    turns = [acted([1], [2] * k) for k in tokens]
-    return t, turns
-
-
-def sampled(turns: list[Tokens]) -> np.ndarray:
-    return np.concatenate([turn.sampled for turn in turns])
+def tabled(tokens: list[int], *columns: list[int]) -> TurnTable:
+    """columns: group, trajectory and tree of each turn."""
+    group, trajectory, tree = map(np.array, columns)
+    return TurnTable(tree, group, trajectory, np.ones(len(tokens)), np.array(tokens), {})
 
 
 def test_slate_weights_are_means_over_tokens_candidates_and_questions_summed_over_steps() -> None:
     # Question 0 has two steps of two candidates, question 1 one step.
-    t, turns = tabled(
-        [2, 4, 1, 1, 3, 5], [0, 0, 1, 1, 2, 2], [0, 1, 0, 1, 0, 1], [0, 0, 0, 0, 1, 1]
-    )
-    weights = token_weights(t, sampled(turns), "turn")
-    sums = [w.sum() for w in np.split(weights, np.cumsum(t.tokens)[:-1])]
+    t = tabled([2, 4, 1, 1, 3, 5], [0, 0, 1, 1, 2, 2], [0, 1] * 3, [0, 0, 0, 0, 1, 1])
+    weights = token_weights(t, t.mask(), "turn")
     # 1/k * 1/questions each, so each step of a question sums to 1/2
-    assert_allclose(sums, [0.25] * 6)
+    assert_allclose(t.per_turn(weights), [0.25] * 6)
     assert_allclose(weights[:2], 0.125)
 
 
 def test_trajectory_weights_are_token_mean_over_a_whole_trajectory() -> None:
-    t, turns = tabled([2, 4, 3, 3], [0] * 4, [0, 0, 1, 1], [0] * 4)
-    assert_allclose(token_weights(t, sampled(turns), "trajectory"), [1 / 12] * 12)
+    t = tabled([2, 4, 3, 3], [0] * 4, [0, 0, 1, 1], [0] * 4)
+    assert_allclose(token_weights(t, t.mask(), "trajectory"), [1 / 12] * 12)
 
 
 def test_forced_tokens_weigh_nothing_and_do_not_dilute_the_others() -> None:
-    t, _ = tabled([4], [0], [0], [0])
-    forced = acted([1], [2] * 4, sampled=[True, False, False, True])
-    assert token_weights(t, sampled([forced]), "turn").tolist() == [0.5, 0, 0, 0.5]
+    sampled = np.array([True, False, False, True])
+    assert token_weights(tabled([4], [0], [0], [0]), sampled, "turn").tolist() == [0.5, 0, 0, 0.5]
 
 
 @pytest.mark.parametrize("aggregation", ["turn", "trajectory", "token", "constant"])
 def test_a_question_without_outcomes_leaves_the_others_alone(aggregation: Aggregation) -> None:
-    both, turns = tabled([2, 4, 3, 3], [0, 0, 1, 1], [0, 1, 0, 1], [7, 7, 9, 9])
-    lost = both.only(np.array([True, True, False, False]))
-    alone, own = tabled([2, 4], [0, 0], [0, 1], [7, 7])
-    weights = token_weights(lost, sampled(turns[:2]), aggregation, constant_tokens=8)
-    np.testing.assert_array_equal(
-        weights, token_weights(alone, sampled(own), aggregation, constant_tokens=8)
+    both = tabled([2, 4, 3, 3], [0, 0, 1, 1], [0, 1, 0, 1], [7, 7, 9, 9])
+    lost, alone = (
+        token_weights(t, t.mask(), aggregation, constant_tokens=8)
+        for t in (both.only(both.tree == 7), tabled([2, 4], [0, 0], [0, 1], [7, 7]))
     )
+    np.testing.assert_array_equal(lost, alone)
 
 
 def test_auto_is_the_aggregation_of_the_schemes_source_unless_the_correction_has_one() -> None:
@@ -79,9 +65,7 @@ def test_auto_is_the_aggregation_of_the_schemes_source_unless_the_correction_has
         return plan_of(LearnerConfig(scheme=scheme, **settings)).aggregation
 
     assert (auto("slate"), auto("grpo"), auto("turn_grpo")) == ("turn", "trajectory", "token")
-    assert {auto(scheme, correction="gspo") for scheme in ("slate", "grpo", "turn_grpo")} == {
-        "trajectory"
-    }
+    assert auto("slate", correction="gspo") == auto("turn_grpo", correction="gspo") == "trajectory"
     assert auto("grpo", correction="gspo", aggregation="token") == "token"
 
 
@@ -93,7 +77,6 @@ def test_k3_of_a_policy_that_left_the_reference_far_behind_has_a_finite_gradient
 
 
 def two_trajectories(**columns: list[float]) -> TurnTable:
-    """Two trajectories of two turns of one task, with 2, 3, 1 and 4 tokens."""
     return made_of([2, 2], columns, tokens=[2, 3, 1, 4])
 
 
@@ -134,12 +117,11 @@ def test_the_reward_is_scaled_then_clipped_and_the_penalties_come_after() -> Non
     assert_allclose(changed, [0.2, 0.0, -0.5, NO])
 
 
-def test_k1_in_the_reward_is_the_log_ratio_of_the_samples(tmp_path: Path, llama: Path) -> None:
+def test_k1_in_the_reward_is_the_log_ratio_of_the_samples(make: Make) -> None:
     settings: dict[str, Any] = {"kl_coef": 0.0, "scheme": "grpo", "scheme_options": {"std": False}}
     some = episodes(0, 0)
     before, after = (
-        seen(trainer(llama, tmp_path, **settings, kl_reward_coef=coefficient), some)[0]
-        for coefficient in (0.0, 0.25)
+        seen(make(**settings, kl_reward_coef=coefficient), some)[0] for coefficient in (0.0, 0.25)
     )
     assert after.reference is not None
     table = table_of(some)
@@ -150,45 +132,41 @@ def test_k1_in_the_reward_is_the_log_ratio_of_the_samples(tmp_path: Path, llama:
     assert_allclose(gap, -0.25 * table.per_token(centred), atol=1e-4)
 
 
-def test_advantages_are_scaled_then_clipped(tmp_path: Path, llama: Path) -> None:
-    scaling = trainer(llama, tmp_path, advantage_scale=2.0, advantage_clip=1.5)
-    plain = seen(trainer(llama, tmp_path), batch(0, 0))[0].advantages
-    changed = seen(scaling, batch(0, 0))[0].advantages
+def test_advantages_are_scaled_then_clipped(make: Make) -> None:
+    scaling = make(advantage_scale=2.0, advantage_clip=1.5)
+    plain, changed = (seen(one, batch(0, 0))[0].advantages for one in (make(), scaling))
     assert np.abs(plain).max() > 0.75
     assert_allclose(changed, np.clip(2 * plain, -1.5, 1.5), rtol=1e-6)
 
 
 @pytest.mark.parametrize("aggregation", ["token", "trajectory"])
 def test_a_trajectory_with_a_cut_action_carries_no_loss_but_is_still_compared(
-    tmp_path: Path, llama: Path, aggregation: str
+    make: Make, aggregation: str
 ) -> None:
     some = episodes(0, 0, turns=3)
     cut = some.groups[1].turns[0]
     some = rescored(some, lambda turn: turn.scores | {"truncated": float(turn is cut)})
     settings: dict[str, Any] = {"scheme": "grpo", "scheme_options": {"column": "outcome"}}
-    kept, filtering = (
-        seen(
-            trainer(llama, tmp_path, overlong_filter=on, aggregation=aggregation, **settings), some
-        )
-        for on in (False, True)
+    settings |= {"aggregation": aggregation}
+    (whole, all_trained), (objective, metrics) = (
+        seen(make(overlong_filter=on, **settings), some) for on in (False, True)
     )
     table = table_of(some)
     out = table.per_token((table.group == some.groups[1].id) & (table.trajectory == cut.trajectory))
-    objective, metrics = filtering
     assert out.any()
     assert not objective.weights[out].any()
-    np.testing.assert_array_equal(objective.advantages, kept[0].advantages)
-    expected = kept[0].weights[~out]
+    np.testing.assert_array_equal(objective.advantages, whole.advantages)
+    expected = whole.weights[~out]
     if aggregation == "token":
         expected = np.full(len(expected), 1 / len(expected))
     assert_allclose(objective.weights[~out], expected, rtol=1e-6)
     assert metrics["learner/trained_tokens"] == (~out).sum()
-    assert kept[1]["learner/trained_tokens"] == len(out)
+    assert all_trained["learner/trained_tokens"] == len(out)
     assert metrics["score/truncated"] == pytest.approx(1 / len(table))
 
 
-def test_an_update_of_cut_trajectories_alone_changes_nothing(tmp_path: Path, llama: Path) -> None:
-    made = trainer(llama, tmp_path, overlong_filter=True, scheme="grpo")
+def test_an_update_of_cut_trajectories_alone_changes_nothing(make: Make) -> None:
+    made = make(overlong_filter=True, scheme="grpo")
     some = episodes(0, 0, trees=1, k=2, turns=1)
     metrics = made.update(rescored(some, lambda turn: turn.scores | {"truncated": 1.0}))
     assert (metrics["learner/skipped"], made.version) == (1, 1)
@@ -199,10 +177,8 @@ def test_over_the_vocabulary_k1_and_k3_are_the_kl_and_each_has_its_gradient() ->
     reference = torch.tensor([-0.5, 0.4, 0.1]).log_softmax(0)
     current = logits.log_softmax(0)
     probability = current.exp()
-    reverse, forward = (
-        (probability * (current - reference)).sum(),
-        (reference.exp() * (reference - current)).sum(),
-    )
+    reverse = (probability * (current - reference)).sum()
+    forward = (reference.exp() * (reference - current)).sum()
     for estimator in ("k1", "k3"):
         value = (probability * kl(estimator, current, reference)).sum()
         torch.testing.assert_close(value, reverse)
@@ -224,14 +200,16 @@ def test_the_adaptive_factor_follows_the_error_within_a_fifth() -> None:
     assert adapted(2.0, 0.0, config, 10**6) == pytest.approx(1.6)
 
 
-def test_the_adaptive_factor_scales_the_next_update_and_lasts(tmp_path: Path, llama: Path) -> None:
+def same(one: Trainer, other: Trainer) -> bool:
+    return all(torch.equal(value, state(other)[name]) for name, value in state(one).items())
+
+
+def test_the_adaptive_factor_scales_the_next_update_and_lasts(tmp_path: Path, make: Make) -> None:
     settings: dict[str, Any] = {"kl_coef": 0.5, "adaptive_kl": {"target": 1e-9, "horizon": 90}}
-    adaptive, plain = (
-        trainer(llama, tmp_path, **some) for some in (settings, dict[str, Any](kl_coef=0.5))
-    )
+    adaptive, plain = make(**settings), make(kl_coef=0.5)
     for made in (adaptive, plain):
         made.update(batch(0, 0))
-    assert all(torch.equal(value, state(plain)[name]) for name, value in state(adaptive).items())
+    assert same(adaptive, plain)
     # At first the policy is its own reference: the KL is 0, so the factor falls by .2 x 9
     # trajectories / 90.
     assert adaptive.kl_factor == pytest.approx(0.98)
@@ -239,27 +217,23 @@ def test_the_adaptive_factor_scales_the_next_update_and_lasts(tmp_path: Path, ll
     plain.update(batch(1, 1))
     assert metrics["learner/kl_factor"] == pytest.approx(0.98)
     assert adaptive.kl_factor == pytest.approx(0.98 * 1.02)
-    assert any(
-        not torch.equal(value, state(plain)[name]) for name, value in state(adaptive).items()
-    )
-    resumed = trainer(llama, tmp_path, **settings)
+    assert not same(adaptive, plain)
+    resumed = make(**settings)
     checkpoint.restore(resumed, checkpoint.save(adaptive, tmp_path, {}, 3))
     assert resumed.kl_factor == adaptive.kl_factor
 
 
-def test_steps_beyond_the_target_kl_are_left_out_and_counted(tmp_path: Path, llama: Path) -> None:
+def test_steps_beyond_the_target_kl_are_left_out_and_counted(make: Make) -> None:
     one, stopping, unbounded = (
-        trainer(llama, tmp_path, kl_coef=0.0, **some)
-        for some in (
-            {"epochs": 1}, {"epochs": 4, "target_kl": 1e-4}, {"epochs": 4, "target_kl": 1e9},
-        )
-    )  # fmt: skip
+        make(kl_coef=0.0, epochs=epochs, target_kl=target)
+        for epochs, target in ((1, 0.0), (4, 1e-4), (4, 1e9))
+    )
     one.update(batch(0, 0))
     metrics = stopping.update(batch(0, 0))
     assert metrics["learner/stopped_steps"] == 3
     assert metrics["learner/proximal_kl"] > 1e-4
     assert metrics["learner/grad_norm"] > 0
-    assert all(torch.equal(value, state(one)[name]) for name, value in state(stopping).items())
+    assert same(stopping, one)
     assert all(p.grad is None for p in stopping.policy.trained().values())
     assert unbounded.update(batch(0, 0))["learner/stopped_steps"] == 0
     assert stopping.version == unbounded.version == 1

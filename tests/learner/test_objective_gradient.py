@@ -1,7 +1,6 @@
 """An update's gradient is that of the objective written out turn by turn (methods.md 1.2), and its
 packed training that of single paths, also of fresh prompts."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,27 +11,24 @@ from coppice.learner.forest.trees import Forest
 from coppice.learner.model.model import TreeModel
 from coppice.learner.update.trainer import Batch, Trainer
 from coppice.wire.messages import TrainGroup, TreeNode, Turn
-from tests.updates import action, episodes, everything, gradient, steady, trainer
+from tests.learner.conftest import Make
+from tests.updates import action, episodes, everything, gradient, steady
 
 KL = 0.05
 
 
-def candidate(rng: np.random.Generator, node: int, parent: int, forced: int = 0) -> TreeNode:
-    n = int(rng.integers(2, 6))
-    logprobs, tokens = rng.uniform(-7, -4, n), rng.integers(0, 256, n)
-    return action(node, parent, tokens, logprobs, np.arange(n) >= forced)
-
-
 def two_questions() -> Batch:
-    """Question 0 with two steps of three candidates, question 1 with one step of two, question 2
-    without a group."""
+    """Question 0 with two steps of three, question 1 with one of two, question 2 none."""
     rng = np.random.default_rng(4)
     made, nodes = [], []
     for group, (tree, parent, first, k) in enumerate([(0, 0, 1, 3), (0, 9, 10, 3), (1, 0, 1, 2)]):
         own = [TreeNode(0, -1, "prompt", np.arange(5 + tree, dtype=np.int32))]
         if parent == 9:
             own = [TreeNode(9, 1, "observation", np.array([7, 8], np.int32))]
-        own += [candidate(rng, first + i, parent, forced=i % 2) for i in range(k)]
+        for i in range(k):
+            n = int(rng.integers(2, 6))
+            logprobs, tokens = rng.uniform(-7, -4, n), rng.integers(0, 256, n)
+            own.append(action(first + i, parent, tokens, logprobs, np.arange(n) >= i % 2))
         turns = [Turn(first + i, i, 1 + group, {"reward": float(i * i - group)}) for i in range(k)]
         made.append(TrainGroup(group, tree, own, turns))
         nodes += [(tree, node) for node in own]
@@ -53,18 +49,10 @@ def written_out(made: Trainer, batch: Batch) -> torch.Tensor:
             while parent >= 0:
                 prefix = nodes[group.tree, parent].tokens.tolist() + prefix
                 parent = nodes[group.tree, parent].parent
-            ids = torch.tensor(prefix + node.tokens.tolist())[None]
-            chosen = ids[0, len(prefix) :, None]
-
-            def logprobs(
-                ids: torch.Tensor = ids, start: int = len(prefix), chosen: torch.Tensor = chosen
-            ) -> torch.Tensor:
-                scores = made.policy.causal(ids).logits[0, start - 1 : -1].log_softmax(-1)
-                return scores.gather(1, chosen)[:, 0]
-
-            current = logprobs()
+            ids = torch.tensor(prefix + node.tokens.tolist())
+            current = _logprobs(made, ids, len(prefix))
             with torch.no_grad(), made.policy.model.disable_adapter():
-                reference = logprobs()
+                reference = _logprobs(made, ids, len(prefix))
             assert node.logprobs is not None
             assert node.sampled is not None
             ratio = (current - torch.tensor(node.logprobs)).exp()
@@ -77,42 +65,12 @@ def written_out(made: Trainer, batch: Batch) -> torch.Tensor:
     return -total
 
 
-@pytest.mark.parametrize("micro_tokens", [12, 1000])
-def test_an_updates_gradient_is_that_of_the_objective_written_out(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, micro_tokens: int
-) -> None:
-    made = trainer(llama, tmp_path, kl_coef=KL, micro_tokens=micro_tokens, grad_clip=1e9)
-    torch.manual_seed(2)
-    for parameter in made.policy.trained().values():
-        parameter.data.normal_(0, 0.1)
-    batch = two_questions()
-    written_out(made, batch).backward()
-    slopes = [p.grad for p in made.policy.trained().values() if p.grad is not None]
-    expected = torch.cat([slope.reshape(-1).clone() for slope in slopes])
-    made.stepper.adamw.zero_grad(set_to_none=True)
-    got = gradient(made, batch, monkeypatch)
-    assert (got - expected).norm() <= 1e-4 * expected.norm() + 1e-8
-
-
-BATCH = episodes(6, 0, trees=2, turns=3, fresh=True)
-
-
-def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on every model reads a single path by its own causal attention."""
-
-    read = TreeModel.read
-
-    def causal(self: TreeModel, forest: Forest, initial: bool = False) -> Any:
-        assert forest.depth.tolist() == list(range(len(forest.tokens)))
-        return read(self, forest, initial, attention="causal")
-
-    monkeypatch.setattr(TreeModel, "read", causal)
-    # the self-check would compare single paths with themselves
-    monkeypatch.setattr("coppice.learner.update.trainer.check", lambda *_: True)
+def _logprobs(made: Trainer, ids: torch.Tensor, start: int) -> torch.Tensor:
+    scores = made.policy.causal(ids[None]).logits[0, start - 1 : -1].log_softmax(-1)
+    return scores.gather(1, ids[start:, None])[:, 0]
 
 
 def shaken(made: Trainer) -> Trainer:
-    """Trained parameters away from the zeros that adapters and a critic start with."""
     torch.manual_seed(3)
     for model, _ in made.parts().values():
         for parameter in model.trained().values():
@@ -120,36 +78,53 @@ def shaken(made: Trainer) -> Trainer:
     return made
 
 
+@pytest.mark.parametrize("micro_tokens", [12, 1000])
+def test_an_updates_gradient_is_that_of_the_objective_written_out(
+    make: Make, micro_tokens: int
+) -> None:
+    made = shaken(make(kl_coef=KL, micro_tokens=micro_tokens, grad_clip=1e9))
+    batch = two_questions()
+    written_out(made, batch).backward()
+    slopes = [p.grad for p in made.policy.trained().values() if p.grad is not None]
+    expected = torch.cat([slope.reshape(-1).clone() for slope in slopes])
+    made.stepper.adamw.zero_grad(set_to_none=True)
+    got = gradient(made, batch)
+    assert (got - expected).norm() <= 1e-4 * expected.norm() + 1e-8
+
+
+BATCH = episodes(6, 0, trees=2, turns=3, fresh=True)
+
+
 @pytest.mark.slow
 def test_sequence_ratios_follow_the_policy_through_two_epochs_of_minibatches_of_fresh_prompts(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trajectory's turns lie in different forests; its ratio must still be that of the policy as
-    it stands."""
+    it stands. Single paths, by their own causal attention, are what packed ones must equal."""
     settings: dict[str, Any] = {
         "scheme": "gae", "critic": {"lr": 1e-2}, "epochs": 2, "minibatches": 2,
         "correction": "gspo", "correction_options": {"clip_low": 0.1, "clip_high": 0.1},
     }  # fmt: skip
 
-    def trained(micro_tokens: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        made = steady(shaken(trainer(llama, tmp_path, micro_tokens=micro_tokens, **settings)))
-        before = everything(made)
-        made.update(BATCH)
-        return before, everything(made)
+    def trained(micro_tokens: int) -> Trainer:
+        return steady(shaken(make(micro_tokens=micro_tokens, **settings)))
 
-    before, packed = trained(1000)
-    _, cut = trained(30)
-    one_by_one(monkeypatch)
-    _, plain = trained(1)
-    moved = {
-        part: max(_gap(plain[n], before[n]) for n in plain if n.startswith(part))
-        for part in ("policy", "critic")
-    }
-    assert min(moved.values()) > 1e-3
+    before, packed, cut = everything(trained(1000)), trained(1000), trained(30)
+    packed.update(BATCH)
+    cut.update(BATCH)
+    alone, read = trained(1), TreeModel.read
+    alone.checked = True  # the self-check would compare single paths with themselves
+
+    def causal(self: TreeModel, forest: Forest, initial: bool = False) -> Any:
+        assert forest.depth.tolist() == list(range(len(forest.tokens)))
+        return read(self, forest, initial, attention="causal")
+
+    monkeypatch.setattr(TreeModel, "read", causal)
+    alone.update(BATCH)
+    plain, others = everything(alone), (everything(packed), everything(cut))
+    for part in ("policy", "critic"):
+        moved = [(plain[n] - before[n]).abs().max() for n in plain if n.startswith(part)]
+        assert max(moved) > 1e-3, part
     for name, value in plain.items():
-        torch.testing.assert_close(packed[name], value, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(cut[name], value, atol=1e-5, rtol=1e-4)
-
-
-def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float(np.abs((a - b).numpy()).max())
+        for other in others:
+            torch.testing.assert_close(other[name], value, atol=1e-5, rtol=1e-4)

@@ -15,30 +15,26 @@ from coppice.learner.forest.selfcheck import PackingError, check
 from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.forest.trees import pack
 from coppice.learner.main import pack_batch, unpack_batch
-from coppice.learner.model.model import TreeModel
-from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.trainer import Batch
 from tests import tiny
 from tests.pictures import squares
-from tests.updates import episodes, everything, process, table_of, trainer
+from tests.updates import episodes, everything, table_of, trainer
 
 PICTURES = {1: squares(1, 2, 3), 2: squares(2, 2, 2), 3: squares(3, 2, 2), 4: squares(4, 3, 4)}
+SHOWN = {
+    number: np.concatenate([[260], vision.ids(number, size), [261]])
+    for number, size in {1: 6, 2: 4, 3: 4, 4: 12}.items()
+}
 
 
-def seen(tree: int = 0, seed: int = 0) -> list[Tokens]:
-    """Paths below one picture: turns of their own with pictures of one size, some of them the same,
-    and one with no more pictures."""
-    rng = np.random.default_rng([tree, seed])
-    sizes = {1: 6, 2: 4, 3: 4, 4: 12}
-
-    def some(n: int) -> np.ndarray:
-        return rng.integers(0, 256, n)
-
-    head = np.concatenate([np.arange(3), vision.ids(1, 6), np.arange(2)])
-    paths = [np.concatenate([head, some(4)])]
+def seen(tree: int = 0) -> list[Tokens]:
+    """Paths below one picture: turns with pictures of one size, some the same."""
+    rng = np.random.default_rng(tree)
+    head = np.concatenate([SHOWN[1], np.arange(2)])
+    paths = [np.concatenate([head, rng.integers(0, 256, 4)])]
     for numbers in [(2,), (2,), (3,), (3, 2), (4, 3)]:
-        shown = [np.concatenate([[260], vision.ids(n, sizes[n]), [261]]) for n in numbers]
-        paths.append(np.concatenate([head, *shown, [9], some(int(rng.integers(2, 6)))]))
+        said = rng.integers(0, 256, int(rng.integers(2, 6)))
+        paths.append(np.concatenate([head, *(SHOWN[n] for n in numbers), [9], said]))
     starts = [len(head)] + [len(path) - 2 for path in paths[1:]]
     return [Tokens(path, start, PICTURES) for path, start in zip(paths, starts, strict=True)]
 
@@ -66,18 +62,16 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["dense", "cascade"])
 def test_pictures_read_as_by_the_plain_model(folder: Path, tmp_path: Path, attention: Any) -> None:
-    config = process(folder, tmp_path, rank=0, attention=attention).learner
-    policy = TreeModel(str(folder), config, 1.0, Ranks(60))
+    policy = trainer(folder, tmp_path, rank=0, attention=attention).policy
     paths = seen()
     forest = pack(paths)
     assert forest.token_ratio > 1.5
     with torch.no_grad():
         packed = policy.read(forest)[0].split([len(p.tokens) - p.start for p in paths])
         for path, logprobs in zip(paths, packed, strict=True):
+            alone = policy.read(pack([path]), attention="causal")[0]
             np.testing.assert_allclose(logprobs, by_transformers(folder, path), atol=2e-5)
-            np.testing.assert_allclose(
-                policy.read(pack([path]), attention="causal")[0], logprobs, atol=2e-5
-            )
+            np.testing.assert_allclose(alone, logprobs, atol=2e-5)
 
 
 def test_each_picture_of_a_forest_is_encoded_once(seeing: Path) -> None:
@@ -112,32 +106,25 @@ def test_the_self_check_holds_with_pictures_and_refuses_wrong_positions(
 
 
 def pictured(seed: int, version: int) -> Batch:
-    """Episodes of fresh prompts: the root shows a picture and each turn one of two others."""
     batch = episodes(seed, version, trees=2, turns=3, fresh=True)
-    sizes = {1: 6, 2: 4, 3: 4}
 
     def with_picture(node: Any) -> Any:
         if node.kind != "prompt":
             return node
         number = 1 if node.parent < 0 else 2 + node.id // 2 % 2
-        tokens = np.concatenate(
-            [[260], vision.ids(number, sizes[number]), [261], node.tokens]
-        ).astype(np.int32)
+        tokens = np.concatenate([SHOWN[number], node.tokens]).astype(np.int32)
         return msgspec.structs.replace(node, tokens=tokens, images={number: PICTURES[number]})
 
-    return msgspec.structs.replace(
-        batch, nodes=[(tree, with_picture(node)) for tree, node in batch.nodes]
-    )
+    nodes = [(tree, with_picture(node)) for tree, node in batch.nodes]
+    return msgspec.structs.replace(batch, nodes=nodes)
 
 
 def test_pictures_reach_the_rows_of_a_batch_also_on_other_ranks() -> None:
     batch = unpack_batch(pack_batch(pictured(6, 0)))
     paths = table_of(batch).paths
     assert all(path.pictures == {n: PICTURES[n] for n in (1, 2, 3)} for path in paths)
-    shown = [
-        run.number for path in paths for run in vision.runs(np.asarray(path.tokens[: path.start]))
-    ]
-    assert set(shown) == {1, 2, 3}
+    shown = (vision.runs(np.asarray(path.tokens[: path.start])) for path in paths)
+    assert {run.number for runs in shown for run in runs} == {1, 2, 3}
 
 
 @pytest.mark.parametrize("rank", [0, 4])

@@ -1,7 +1,6 @@
 """The implicit reward model: on a task with planted step values it learns from outcomes alone which
 steps were good; its losses, and the critic's, against autograd."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,19 +19,17 @@ from coppice.learner.update.prm import ImplicitPrm, Preference, cross_entropy, d
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.trainer import Batch, Trainer
 from coppice.wire.messages import TrainGroup, TreeNode, Turn
+from tests.learner.conftest import Make
 from tests.learner.tables import NO, made_of
-from tests.updates import action, table_of, trainer
+from tests.updates import action, table_of
 
 GOOD, BAD = range(10, 14), range(20, 24)
 STEPS, PER_QUESTION = 3, 4
 
 
 def planted(seed: int, questions: int = 6) -> tuple[Batch, np.ndarray]:
-    """Trajectories of three steps; a step's value is +1 or -1 by the kind of its tokens, the
-    outcome whether they sum above 0.
-
-    Also the planted values, one a turn.
-    """
+    """Trajectories of three steps, each worth +1 or -1 by its tokens, and the worths; the
+    outcome is whether they sum above 0."""
     rng = np.random.default_rng(seed)
     groups, nodes, values = [], [], []
     for tree in range(questions):
@@ -51,10 +48,8 @@ def planted(seed: int, questions: int = 6) -> tuple[Batch, np.ndarray]:
     return Batch(0, questions, groups, nodes), np.array(values)
 
 
-def oprl(
-    model: Path, run: Path, prm: dict[str, Any], **settings: Any
-) -> tuple[Trainer, ImplicitPrm]:
-    made = trainer(model, run, scheme="oprl", kl_coef=0.0, prm=prm, **settings)
+def oprl(make: Make, prm: dict[str, Any], **settings: Any) -> tuple[Trainer, ImplicitPrm]:
+    made = make(scheme="oprl", kl_coef=0.0, prm=prm, **settings)
     assert made.prm is not None
     return made, made.prm
 
@@ -62,44 +57,40 @@ def oprl(
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["dpo", "cross_entropy"])
 @pytest.mark.parametrize("score", ["sum", "mean"])
-def test_scores_follow_planted_values(tmp_path: Path, llama: Path, loss: str, score: str) -> None:
-    made, prm = oprl(llama, tmp_path, {"loss": loss, "score": score, "lr": 1e-2, "beta": 0.5})
+def test_scores_follow_planted_values(make: Make, loss: str, score: str) -> None:
+    prm = {"loss": loss, "score": score, "lr": 1e-2, "beta": 0.5}
+    # the policy stands still: a fresh model against its own log-probabilities
+    made, model = oprl(make, prm, lr=1e-9)
 
-    def measured(batch: Batch, learn: bool) -> tuple[float, np.ndarray]:
+    def measured(batch: Batch) -> tuple[float, np.ndarray]:
         table = table_of(batch)
         rows = Rows(table.paths)
         steps = plan(rows.trie, range(len(rows.paths)), 4096, made.ranks)
-        # A fresh model against its own log-probabilities, as when the policy that samples is the
-        # one phi starts from.
-        rewards = prm.rewards(rows, steps, reference(rows, steps))
-        if learn:
-            prm._learn(table, rows, steps, reference(rows, steps), rewards, 0)
-        return prm.preference(table, rewards)[0].accuracy, table.per_turn(rewards)
-
-    def reference(rows: Rows, steps: Plan) -> np.ndarray:
         with made.policy.inference():
-            return sweep(rows, steps, made.ranks, lambda forest: made.policy.read(forest)[0])
+            reference = sweep(rows, steps, made.ranks, lambda forest: made.policy.read(forest)[0])
+        rewards = model.rewards(rows, steps, reference)
+        return model.preference(table, rewards)[0].accuracy, table.per_turn(rewards)
 
     held_out, values = planted(99)
-    before, _ = measured(held_out, learn=False)
+    before, _ = measured(held_out)
     for seed in range(12):
-        measured(planted(seed)[0], learn=True)
-    after, scores = measured(held_out, learn=False)
+        made.update(msgspec.structs.replace(planted(seed)[0], version=seed))
+    after, scores = measured(held_out)
     assert after >= 0.8
     assert after >= before + 0.2
     assert np.corrcoef(scores, values)[0, 1] > 0.7
 
 
 @pytest.mark.second
-def test_more_steps_of_the_reward_model_learn_more(tmp_path: Path, llama: Path) -> None:
-    def after(folder: str, **more: int) -> tuple[int, float]:
-        made, prm = oprl(llama, tmp_path / folder, {"lr": 1e-2, "beta": 0.5} | more, lr=1e-9)
+def test_more_steps_of_the_reward_model_learn_more(make: Make) -> None:
+    def after(**more: int) -> tuple[int, float]:
+        made, prm = oprl(make, {"lr": 1e-2, "beta": 0.5} | more, lr=1e-9)
         batch, _ = planted(0)
         made.update(batch)
         steps = prm.updates
         return steps, made.update(msgspec.structs.replace(batch, version=1))["prm/loss"]
 
-    one, six = after("one"), after("six", epochs=2, minibatches=3)
+    one, six = after(), after(epochs=2, minibatches=3)
     assert (one[0], six[0]) == (1, 6)
     assert six[1] < one[1]
 
@@ -107,25 +98,25 @@ def test_more_steps_of_the_reward_model_learn_more(tmp_path: Path, llama: Path) 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("reference", [{}, {"reference": "recomputed"}, {"reference": "behaviour"}])
 def test_the_reference_is_one_in_every_number_type(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, dtype: str,
-    reference: dict[str, str],
-) -> None:  # fmt: skip
-    made, prm = oprl(llama, tmp_path, {"lr": 1e-3, **reference}, dtype=dtype)
-    seen = []
-    monkeypatch.setattr(
-        prm, "score_and_learn", lambda *a: (seen.append(a[3]), (np.zeros(len(a[3])), {}))[1]
-    )
-    batch, _ = planted(0)
-    made.update(batch)
+    make: Make, monkeypatch: pytest.MonkeyPatch, dtype: str, reference: dict[str, str]
+) -> None:
+    made, prm = oprl(make, {"lr": 1e-3, **reference}, dtype=dtype)
+    seen, rewards = [], prm.rewards
+
+    def noting(rows: Rows, steps: Plan, reference: np.ndarray) -> np.ndarray:
+        seen.append(reference)
+        return rewards(rows, steps, reference)
+
+    monkeypatch.setattr(prm, "rewards", noting)
+    made.update(planted(0)[0])
     engine = "behaviour" in reference.values()
     assert np.all(seen[0] == -5.5) == engine  # what ``planted`` says that the engine recorded
 
 
 @pytest.mark.parametrize("order", ["score_first", "update_first"])
-def test_scoring_and_updating_have_their_order(tmp_path: Path, llama: Path, order: str) -> None:
+def test_scoring_and_updating_have_their_order(make: Make, order: str) -> None:
     """A model that never stepped gives exactly no step advantage."""
-    options = {"variant": "process"}
-    made, _ = oprl(llama, tmp_path, {"order": order, "lr": 1e-3}, scheme_options=options)
+    made, _ = oprl(make, {"order": order, "lr": 1e-3}, scheme_options={"variant": "process"})
     batch, _ = planted(0)
     first = made.update(batch)
     assert ("learner/skipped" in first) == (order == "score_first")
@@ -133,8 +124,8 @@ def test_scoring_and_updating_have_their_order(tmp_path: Path, llama: Path, orde
     assert made.update(msgspec.structs.replace(batch, version=1))["learner/grad_norm"] > 0
 
 
-def test_a_batch_of_one_class_teaches_no_reward_model(tmp_path: Path, llama: Path) -> None:
-    made, prm = oprl(llama, tmp_path, {"threshold": 5.0})
+def test_a_batch_of_one_class_teaches_no_reward_model(make: Make) -> None:
+    made, prm = oprl(make, {"threshold": 5.0})
     assert made.update(planted(0)[0])["prm/skipped"] == 1
     assert prm.updates == 0
 
@@ -149,7 +140,6 @@ def two_trajectories() -> TurnTable:
 def preference(
     table: TurnTable, rewards: np.ndarray, config: PrmConfig, questions: np.ndarray | None = None
 ) -> tuple[Preference, np.ndarray]:
-    """The loss of a batch; only the settings of the model are read."""
     return ImplicitPrm.preference(
         cast(ImplicitPrm, SimpleNamespace(config=config)), table, rewards, questions
     )
@@ -163,54 +153,42 @@ def test_dpo_known_answer_over_sums_and_means_of_step_scores(score: str, loss: f
     assert (made.used, made.accuracy) == (1, 1.0)
 
 
-def pair_loss(scores: torch.Tensor, positive: np.ndarray, group: np.ndarray) -> torch.Tensor:
-    """Every pair of one group written out."""
+def written_out(
+    loss: str, scores: torch.Tensor, positive: np.ndarray, group: np.ndarray
+) -> torch.Tensor:
+    """The mean over every pair of one group, or torch's cross-entropy."""
+    if loss == "cross_entropy":
+        wanted = torch.tensor(positive, dtype=torch.float64)
+        return torch.nn.functional.binary_cross_entropy_with_logits(scores, wanted)
     terms = []
-    for i in range(len(positive)):
-        for j in range(len(positive)):
-            if group[i] == group[j] and positive[i] and not positive[j]:
-                terms.append(-torch.nn.functional.logsigmoid(scores[i] - scores[j]))
+    for i, j in np.ndindex(len(positive), len(positive)):
+        if group[i] == group[j] and positive[i] and not positive[j]:
+            terms.append(-torch.nn.functional.logsigmoid(scores[i] - scores[j]))
     return torch.stack(terms).mean() if terms else scores.sum() * 0
 
 
-SEEDS = st.integers(0, 2**32 - 1)
+LOSSES = {"dpo": dpo, "cross_entropy": lambda scores, positive, _: cross_entropy(scores, positive)}
 
 
+@pytest.mark.parametrize("loss", LOSSES)
 @settings(max_examples=40, deadline=None)
-@given(SEEDS, st.integers(1, 9))
-def test_dpo_loss_and_slopes_are_those_of_the_pairs_written_out(seed: int, n: int) -> None:
+@given(st.integers(0, 2**32 - 1), st.integers(1, 9))
+def test_losses_and_slopes_are_those_written_out(loss: str, seed: int, n: int) -> None:
     rng = np.random.default_rng(seed)
     scores, positive, group = rng.normal(0, 2, n), rng.random(n) < 0.5, rng.integers(0, 3, n)
-    made = dpo(scores, positive, group)
+    made = LOSSES[loss](scores, positive, group)
     leaf = torch.tensor(scores, requires_grad=True)
-    loss = pair_loss(leaf, positive, group)
-    (slope,) = torch.autograd.grad(loss, leaf)
-    assert made.loss == pytest.approx(float(loss.detach()), abs=1e-12)
+    expected = written_out(loss, leaf, positive, group)
+    (slope,) = torch.autograd.grad(expected, leaf)
+    assert made.loss == pytest.approx(float(expected.detach()), abs=1e-12)
     assert_allclose(made.slope, slope.numpy(), atol=1e-12)
 
 
 def test_the_accuracy_is_the_share_of_pairs_in_the_right_order() -> None:
     made = dpo(np.array([1.0, -1, 0]), np.array([True, True, False]), np.zeros(3))
     assert (made.used, made.accuracy) == (2, 0.5)
-    assert cross_entropy(
-        np.array([1.0, -1, 2]), np.array([True, True, False])
-    ).accuracy == pytest.approx(1 / 3)
-
-
-@settings(max_examples=40, deadline=None)
-@given(SEEDS, st.integers(1, 9))
-def test_cross_entropy_loss_and_slopes_are_those_of_torch(seed: int, n: int) -> None:
-    rng = np.random.default_rng(seed)
-    scores, positive = rng.normal(0, 3, n), rng.random(n) < 0.5
-    made = cross_entropy(scores, positive)
-    leaf = torch.tensor(scores, requires_grad=True)
-    loss = torch.nn.functional.binary_cross_entropy_with_logits(
-        leaf, torch.tensor(positive, dtype=torch.float64)
-    )
-    (slope,) = torch.autograd.grad(loss, leaf)
-    assert made.loss == pytest.approx(float(loss.detach()), abs=1e-12)
-    assert_allclose(made.slope, slope.numpy(), atol=1e-12)
-    assert made.used == n
+    each = cross_entropy(np.array([1.0, -1, 2]), np.array([True, True, False]))
+    assert (each.used, each.accuracy) == (3, pytest.approx(1 / 3))
 
 
 def test_scores_too_large_for_a_float_leave_losses_and_slopes_finite() -> None:
@@ -242,17 +220,12 @@ def test_a_tokens_slope_is_that_of_the_loss_in_its_log_probability(loss: str, sc
     row = np.repeat(np.arange(6), tokens)
     totals, positive, group = [], [], []
     for name in sorted({(t, i) for t, i, _, _ in rows}):
-        mine = [r for r in range(6) if (rows[r][0], rows[r][1]) == name]
-        total = torch.stack([own[torch.tensor(row == r)].sum() for r in mine]).sum()
+        mine = [r for r in range(6) if rows[r][:2] == name]
+        total = own[torch.tensor(np.isin(row, mine))].sum()
         totals.append(total / len(mine) if score == "mean" else total)
-        positive.append(sum(o for o in outcome[mine] if not np.isnan(o)) > 0)
+        positive.append(np.nansum(outcome[mine]) > 0)
         group.append(name[0])
-    if loss == "dpo":
-        made = pair_loss(torch.stack(totals), np.array(positive), np.array(group))
-    else:
-        made = torch.nn.functional.binary_cross_entropy_with_logits(
-            torch.stack(totals), torch.tensor(positive, dtype=torch.float64)
-        )
+    made = written_out(loss, torch.stack(totals), np.array(positive), np.array(group))
     (expected,) = torch.autograd.grad(made, leaf)
     assert np.abs(slope).max() > 1e-3
     assert_allclose(slope, expected.numpy(), atol=1e-12)
@@ -281,8 +254,8 @@ def test_a_trajectory_without_an_outcome_is_neither_positive_nor_negative(loss: 
     config = PrmConfig(loss=loss)  # pyright: ignore[reportArgumentType]
     table = made_of([1] * 4, {"outcome": [1, NO, 0, 1]})
     rewards = np.array([0.3, 9.0, -0.2, 0.1])
-    known = np.array([0, 2, 3])
-    expected, slope = preference(table.only(np.isin(np.arange(4), known)), rewards[known], config)
+    known = np.array([True, False, True, True])
+    expected, slope = preference(table.only(known), rewards[known], config)
     found, each = preference(table, rewards, config)
     assert found.loss == pytest.approx(expected.loss)
     assert found.used == expected.used > 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
 from coppice.learner import schemes
-from coppice.learner.schemes import gae, gigpo, grpo, mc_pr, oprl, ppr
+from coppice.learner.schemes import gae, grpo, oprl, ppr
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.targets import Advantages
 from tests.learner.tables import NO, estimated, made_of, random_table
@@ -20,18 +20,12 @@ Which = tuple[str, dict[str, Any]]
 
 
 def steps(reward: list[float], group: list[int]) -> TurnTable:
-    """Candidates of steps, with 1, 2, .. tokens."""
     n = len(reward)
     t = made_of([1] * n, {"reward": reward}, tokens=list(range(1, n + 1)))
     return msgspec.structs.replace(t, group=np.array(group))
 
 
-def by_turn(made: np.ndarray, t: TurnTable) -> np.ndarray:
-    return made[np.cumsum(t.tokens) - 1]
-
-
 def targets(made: Advantages) -> np.ndarray:
-    """The critic's targets of an estimate that has some."""
     assert made.returns is not None
     return made.returns
 
@@ -60,6 +54,31 @@ VPR_V2 = made_of(
 CENTRED = np.array([2, 0, -1, -1, 0, 0, 0, 0, 5 / 6, -5 / 3, 0, 5 / 6]) / ((6 + 25 / 6) / 7) ** 0.5
 EPISODES = made_of([2, 1, 2, 1], {"outcome": [NO, 1, -1, NO, 0, 1]}, tree=[0, 1, 2, 3])
 HALF = 0.5**0.5
+
+
+def oprl_case(**more: list[float]) -> TurnTable:
+    """methods.md 5: log-ratios [[4, -2], [1, 0, -3]], beta .05, R = [10, 0]."""
+    columns = {"outcome": [NO, 10, NO, NO, 0], "reward": [1, 2, 3, 4, NO]} | more
+    prm = [0.05 * x for x in (4, -2, 1, 0, -3)]
+    return made_of([2, 3], columns, token_scores={"prm": prm, "value": [0.0] * 5})
+
+
+OPRL = oprl_case()
+A_S, RLOO_S = (np.array([4, -2, 1, 0, -3]) * unit for unit in (0.36515, 0.0625))
+A_E, RLOO_E = (np.array([1, 1, -1, -1, -1]) * unit for unit in (HALF, 10))
+MERGED = np.array([10.2, 9.9, 0.05, 0, -0.15])
+AHEAD = np.array([0.1, -0.1, -0.1, -0.15, -0.15])
+# outcomes centred: 5, 5, -5, -5, -5 over tokens: mean -1, variance 25 - 1
+WHITE = np.array([1.2247, 1.2247, -0.8165, -0.8165, -0.8165])
+FOUR_STEPS = np.array([-1.5, -0.5, 0.5, 1.5, 0])
+# G = [.95, 1], [.5 + .9025, .95, 1]; anchor 7: .95, 1.4025; anchor 8: 1, 1; anchor 9 alone.
+# Episodes: 1, 1.5
+SEEN_AGAIN = made_of([2, 3], {"reward": [0, 1, 0.5, 0, 1]}, anchor=[7, 8, 7, 9, 8])
+EPISODE = np.array([-0.25, -0.25, 0.25, 0.25, 0.25])
+MC_PR = {
+    "mc_value": [0.5, 0.9, 0.5, 0.1, 0.5, 0.9, 0.5, 0.1, 0.5, NO],
+    "outcome": [NO, 1, NO, 0] * 2 + [NO, 1],
+}  # fmt: skip
 
 KNOWN: list[tuple[str, dict[str, Any], TurnTable, Any]] = [
     ("slate", {}, CANDIDATES, SAMPLE),
@@ -98,13 +117,46 @@ KNOWN: list[tuple[str, dict[str, Any], TurnTable, Any]] = [
     # prm .5, -.25 scaled by .5: 1, -.5; leave-one-out 1.5, -1.5; outcome 1, -1: 5 x 2.5 and -12.5
     ("prime", {}, made_of([1, 1], {"outcome": [1, 0]}, token_scores={"prm": [0.5, -0.25]}),
      [1, -1]),
+    # the accuracy of a question is over the outcomes that are there
+    ("prime", {},
+     made_of([1] * 6, {"outcome": [1, 0, NO, 1, NO, 1]}, [0, 0, 0, 1, 1, 1],
+             token_scores={"prm": [0.5, -0.25, 9, 1, 2, 3]}),
+     [1, -1, 0, 0, 0, 0]),
+    # 2 + 1, 1 + a missing reward, 0 + 1: the returns 3 and 1 are compared
+    ("rloo", {}, made_of([2, 2, 2], {"reward": [2, 1, 1, NO, 0, 1]}), [2, 2, 0, 0, -2, -2]),
+    # turn 1: .4, -.4, .4, -.4 and one missing; turn 2: .1, -.1, .1, -.1 and one missing
+    ("mc_pr", {}, made_of([2] * 5, MC_PR), [1, 1, -1, -1] * 2 + [0, 0]),
+    ("gigpo", {}, SEEN_AGAIN, EPISODE + np.array([-0.2263, 0, 0.2263, 0, 0])),
+    ("gigpo", {"alpha": 0}, SEEN_AGAIN, EPISODE),
+    ("gigpo", {"alpha": 0, "episode_std": True}, SEEN_AGAIN, 4 * HALF * EPISODE),
+    ("gigpo", {"step_std": True}, SEEN_AGAIN, EPISODE + HALF * np.array([-1, 0, 1, 0, 0])),
+    # one observation in two questions is two
+    ("gigpo", {}, made_of([1, 1], {"reward": [0, 1]}, tree=[0, 1], anchor=[7, 7]), [0, 0]),
+    # G = .95 x 1, 1 on one observation: mean .975; a lone episode has no episode advantage
+    ("gigpo", {}, made_of([2], {"reward": [NO, 1]}, anchor=[3, 3]), [-0.025, 0.025]),
+    ("oprl", {"variant": "process"}, OPRL, A_S),
+    ("oprl", {"alpha": 0}, OPRL, A_E),
+    ("oprl", {"alpha": 2}, OPRL, A_E + 2 * A_S),
+    ("oprl", {"base": "rloo", "variant": "process"}, OPRL, RLOO_S),
+    ("oprl", {"base": "rloo", "alpha": 2}, OPRL, RLOO_E + 2 * RLOO_S),
+    ("oprl", {"base": "reinforce_pp", "alpha": 0}, OPRL, WHITE),
+    # .2, -.1, .05, 0, -.15 with mean 0 and population variance .015: sample A_S x sqrt(5 / 4)
+    ("oprl", {"base": "reinforce_pp", "variant": "process"}, OPRL, np.sqrt(5 / 4) * A_S),
+    # 10 + [.2, -.1] and 0 + [.05, 0, -.15]: leave-one-out over the five rows, sum 20
+    ("oprl", {"base": "rloo", "variant": "merged"}, OPRL, MERGED - (20 - MERGED) / 4),
+    # 1, 2, 3, 4 with mean 2.5; the fifth step has no reward
+    ("oprl", {"base": "rloo", "variant": "environment"}, OPRL, RLOO_E + 4 / 3 * FOUR_STEPS),
+    ("oprl", {"base": "reinforce_pp", "variant": "environment"}, OPRL,
+     WHITE + FOUR_STEPS / 1.25**0.5),
+    # returns-to-go: .1, -.1 | -.1, -.15, -.15: sum -.4
+    ("oprl", {"base": "rloo", "variant": "token"}, OPRL, RLOO_E + 1.25 * (AHEAD + 0.08)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "options", "table", "expected"), KNOWN)
 def test_known_answers(name: str, options: dict[str, Any], table: TurnTable, expected: Any) -> None:
-    made = schemes.load(name, options)(table).advantages
-    assert_allclose(by_turn(made, table), expected, atol=1e-4)
+    made = estimated(table, name, **options).advantages
+    assert_allclose(made[np.cumsum(table.tokens) - 1], expected, atol=1e-4)
 
 
 def test_a_score_column_that_no_turn_has_is_named_with_those_there_are() -> None:
@@ -130,12 +182,8 @@ def test_an_unknown_scheme_option_or_value_is_refused_with_the_known_ones(
         schemes.load(name, options)
 
 
-# PPO with a critic
-
-
 def critic_case(**more: list[float]) -> TurnTable:
-    """One trajectory of two turns, two tokens and one, the second token forced; values .5, .25,
-    .75; outcome 1."""
+    """Turns of two tokens and of one, the second token forced; values .5, .25, .75; outcome 1."""
     columns = {"value": [0.5, 0.25, 0.75]} | more
     return made_of(
         [2], {"outcome": [NO, 1]}, tokens=[2, 1], sampled=[True, False, True], token_scores=columns
@@ -143,29 +191,57 @@ def critic_case(**more: list[float]) -> TurnTable:
 
 
 OFF, FAR = (critic_case(log_ratio=np.log([1.0, 1, last]).tolist()) for last in (0.5, 4.0))
-GAE: list[tuple[TurnTable, dict[str, Any], Any, Any]] = [
-    (critic_case(), {}, [0.5, 0.75, 0.25], [1, 1, 1]),
-    # gamma .9, lambda .5: deltas -.275, .425, .25; A_2 .25, A_1 .425 + .45 x .25, A_0 -.275 + .45
-    # A_1
-    (critic_case(), {"gamma": 0.9, "lam": 0.5}, [-0.0331, 0.5375, 0.25], [0.4669, 0.7875, 1]),
+
+
+def ppr_case(r_hat: list[float], r_o: float) -> TurnTable:
+    """One trajectory of judged turns and a last one, a token each; the critic knows nothing."""
+    n = len(r_hat) + 1
+    scores = {"process": [*r_hat, NO], "outcome": [NO] * (n - 1) + [r_o]}
+    return made_of([n], scores, token_scores={"value": [0.0] * n})
+
+
+# Trajectories with r_hat .5, 1, .25 (an invalid judgement before it) and r_o = 1, 0; three tokens a
+# turn
+TWO_JUDGED = made_of(
+    [3, 3], {"process": [0.5, 1, NO, NO, 0.25, NO], "outcome": [NO, NO, 1, NO, NO, 0]},
+    tokens=[3] * 6, token_scores={"value": [0.0] * 18},
+)  # fmt: skip
+# normalised by a constant; each turn is paid at its last token
+PPR: list[tuple[TurnTable, Any]] = [
+    (ppr_case([4 / 6, 1], 1), [2.6667, 2, 1]),
+    (ppr_case([4 / 6, 1], 0), [-0.3333, 0, 0]),
+    (ppr_case([1, 1], 1), [3, 2, 1]),
+    (ppr_case([1] * 4, 1), [5, 4, 3, 2, 1]),
+    (ppr_case([0.8] * 2, 0), [-0.4, -0.2, 0]),
+    (ppr_case([0.8] * 4, 0), [-0.8, -0.6, -0.4, -0.2, 0]),
+    (TWO_JUDGED, np.repeat([2.5, 2, 1, -1.75, -0.75, 0], 3)),
+]
+CRITICS: list[tuple[str, TurnTable, dict[str, Any], Any, Any]] = [
+    ("gae", critic_case(), {}, [0.5, 0.75, 0.25], [1, 1, 1]),
+    # gamma .9, lambda .5: deltas -.275, .425, .25; A_2 .25, A_1 .425 + .45 A_2, A_0 -.275 + .45 A_1
+    ("gae", critic_case(), {"gamma": 0.9, "lam": 0.5},
+     [-0.0331, 0.5375, 0.25], [0.4669, 0.7875, 1]),
     # rewards -.1 x .2, forced, 1 - .1 x .3
-    (critic_case(kl=[0.2, 5.0, 0.3]), {"kl_coef": 0.1}, [0.45, 0.72, 0.22], [0.95, 0.97, 0.97]),
+    ("gae", critic_case(kl=[0.2, 5.0, 0.3]), {"kl_coef": 0.1},
+     [0.45, 0.72, 0.22], [0.95, 0.97, 0.97]),
     # V-trace: the last target is .75 + .5 (1 - .75) = .875; on-policy before it, so it is passed on
-    (OFF, {"targets": "vtrace"}, [0.375, 0.625, 0.25], [0.875] * 3),
+    ("gae", OFF, {"targets": "vtrace"}, [0.375, 0.625, 0.25], [0.875] * 3),
     # With the last ratio 4 and rho-bar 2 the last target is .75 + 2 (1 - .75) = 1.25; c-bar .5
     # passes half of a gap on: deltas -.25, .5, .25 give gaps .125, .75, .5
-    (FAR, {"targets": "vtrace", "rho_max": 2.0}, [0.75, 1.0, 0.25], [1.25] * 3),
-    (FAR, {"targets": "vtrace", "rho_max": 2.0, "c_max": 0.5}, [0.5, 1, 0.25], [0.625, 1, 1.25]),
+    ("gae", FAR, {"targets": "vtrace", "rho_max": 2.0}, [0.75, 1.0, 0.25], [1.25] * 3),
+    ("gae", FAR, {"targets": "vtrace", "rho_max": 2.0, "c_max": 0.5},
+     [0.5, 1, 0.25], [0.625, 1, 1.25]),
     # Retrace: A_2 = .25; A_1 = .75 + .5 x .25 - .25 = .625; A_0 = .25 + .625 - .5
-    (OFF, {"targets": "retrace"}, [0.375, 0.625, 0.25], [0.875] * 3),
-]
+    ("gae", OFF, {"targets": "retrace"}, [0.375, 0.625, 0.25], [0.875] * 3),
+    *(("ppr", judged, {}, returns, returns) for judged, returns in PPR),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("table", "options", "advantages", "returns"), GAE)
-def test_gae_pays_the_outcome_at_the_last_token(
-    table: TurnTable, options: dict[str, Any], advantages: Any, returns: Any
+@pytest.mark.parametrize(("name", "table", "options", "advantages", "returns"), CRITICS)
+def test_with_a_critic_advantages_and_its_targets_are_known(
+    name: str, table: TurnTable, options: dict[str, Any], advantages: Any, returns: Any
 ) -> None:
-    made = gae.advantages(table, whiten=False, **options)
+    made = estimated(table, name, whiten=False, **options)
     assert_allclose(made.advantages, advantages, atol=5e-5)
     assert_allclose(targets(made), returns, atol=5e-5)
 
@@ -177,59 +253,10 @@ def test_gae_whitens_over_sampled_tokens_and_leaves_the_targets_raw() -> None:
     assert_allclose(targets(made), [1, 1, 1])
 
 
-# MC-PR
-
-
-def test_mc_pr_normalises_by_turn_and_leaves_out_turns_next_to_a_missing_value() -> None:
-    values = [0.5, 0.9, 0.5, 0.1, 0.5, 0.9, 0.5, 0.1, 0.5, NO]
-    t = made_of([2] * 5, {"mc_value": values, "outcome": [NO, 1, NO, 0] * 2 + [NO, 1]})
-    # turn 1: .4, -.4, .4, -.4 and one missing; turn 2: .1, -.1, .1, -.1 and one missing
-    assert_allclose(mc_pr.advantages(t), [1, 1, -1, -1] * 2 + [0, 0], atol=1e-6)
-
-
-# PPR
-
-
-def ppr_case(r_hat: list[float], r_o: float) -> TurnTable:
-    """One trajectory of judged turns and a last one, a token each; the critic knows nothing."""
-    n = len(r_hat) + 1
-    scores = {"process": [*r_hat, NO], "outcome": [NO] * (n - 1) + [r_o]}
-    return made_of([n], scores, token_scores={"value": [0.0] * n})
-
-
-@pytest.mark.parametrize(
-    ("r_hat", "r_o", "rewards", "returns"),
-    [
-        ([4 / 6, 1], 1, [0.6667, 1, 1], [2.6667, 2, 1]),
-        ([4 / 6, 1], 0, [-0.3333, 0, 0], [-0.3333, 0, 0]),
-        ([1, 1], 1, [1, 1, 1], [3, 2, 1]),
-        ([1] * 4, 1, [1] * 5, [5, 4, 3, 2, 1]),
-        ([0.8] * 2, 0, [-0.2, -0.2, 0], [-0.4, -0.2, 0]),
-        ([0.8] * 4, 0, [-0.2] * 4 + [0], [-0.8, -0.6, -0.4, -0.2, 0]),
-    ],
-)
-def test_renorm_by_a_constant_known_answers_and_returns(
-    r_hat: list[float], r_o: float, rewards: list[float], returns: list[float]
-) -> None:
-    t = ppr_case(r_hat, r_o)
-    assert_allclose(rewards_of(t), rewards, atol=5e-5)
-    made = ppr.advantages(t, whiten=False)
-    assert_allclose(targets(made), returns, atol=5e-5)
-    assert_allclose(made.advantages, returns, atol=5e-5)
-
-
 def rewards_of(
     t: TurnTable, how: ppr.Normalisation = "constant", invalid: ppr.Invalid = "zero"
 ) -> np.ndarray:
     return ppr.turn_rewards(t, how, invalid, "process", "outcome")
-
-
-# Trajectories with r_hat .5, 1, .25 (an invalid judgement before it) and r_o = 1, 0; three tokens a
-# turn
-TWO_JUDGED = made_of(
-    [3, 3], {"process": [0.5, 1, NO, NO, 0.25, NO], "outcome": [NO, NO, 1, NO, NO, 0]},
-    tokens=[3] * 6, token_scores={"value": [0.0] * 18},
-)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -252,11 +279,6 @@ def test_ppr_normalisations_by_hand(
     how: ppr.Normalisation, invalid: ppr.Invalid, expected: list[float]
 ) -> None:
     assert_allclose(rewards_of(TWO_JUDGED, how, invalid), expected)
-
-
-def test_ppr_pays_each_turn_at_its_last_token() -> None:
-    made = targets(ppr.advantages(TWO_JUDGED, whiten=False))
-    assert_allclose(made, np.repeat([2.5, 2, 1, -1.75, -0.75, 0], 3))
 
 
 def test_ppr_does_not_judge_the_last_turn_even_where_a_score_is_there() -> None:
@@ -282,95 +304,18 @@ def test_ppr_measures_what_a_turn_pays_in_correct_and_in_wrong_trajectories() ->
     assert (reduced["ppr/turn_pay_correct"], reduced["ppr/turn_pay_wrong"]) == (0.75, 0.125)
 
 
-# OPRL
-
-
-def oprl_case(**more: list[float]) -> TurnTable:
-    """methods.md 5: log-ratios [[4, -2], [1, 0, -3]], beta .05, R = [10, 0]."""
-    columns = {"outcome": [NO, 10, NO, NO, 0], "reward": [1, 2, 3, 4, NO]} | more
-    prm = [0.05 * x for x in (4, -2, 1, 0, -3)]
-    return made_of([2, 3], columns, token_scores={"prm": prm, "value": [0.0] * 5})
-
-
-A_S = {"grpo": [1.4606, -0.7303, 0.3651, 0, -1.0954], "rloo": [0.25, -0.125, 0.0625, 0, -0.1875]}
-A_E = {"grpo": [0.7071, 0.7071, -0.7071, -0.7071, -0.7071], "rloo": [10, 10, -10, -10, -10]}
-BASES: list[oprl.Base] = ["grpo", "rloo", "reinforce_pp", "ppo"]
-VARIANTS: list[oprl.Variant] = ["step", "process", "merged", "token", "environment"]
-MERGED = np.array([10.2, 9.9, 0.05, 0, -0.15])
-AHEAD = np.array([0.1, -0.1, -0.1, -0.15, -0.15])
-# outcomes centred: 5, 5, -5, -5, -5 over tokens: mean -1, variance 25 - 1
-WHITE = np.array([1.2247, 1.2247, -0.8165, -0.8165, -0.8165])
-FOUR_STEPS = np.array([-1.5, -0.5, 0.5, 1.5, 0])
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"variant": "process"}, A_S["grpo"]),
-        ({"alpha": 0}, A_E["grpo"]),
-        ({"alpha": 2}, np.add(A_E["grpo"], 2 * np.array(A_S["grpo"]))),
-        ({"base": "rloo", "variant": "process"}, A_S["rloo"]),
-        ({"base": "rloo", "alpha": 2}, np.add(A_E["rloo"], 2 * np.array(A_S["rloo"]))),
-        ({"base": "reinforce_pp", "alpha": 0}, WHITE),
-        # .2, -.1, .05, 0, -.15 with mean 0 and population variance .015: sample A_S x sqrt(5 / 4)
-        ({"base": "reinforce_pp", "variant": "process"}, np.sqrt(5 / 4) * np.array(A_S["grpo"])),
-        # 10 + [.2, -.1] and 0 + [.05, 0, -.15]: leave-one-out over the five rows, sum 20
-        ({"base": "rloo", "variant": "merged"}, MERGED - (20 - MERGED) / 4),
-        # 1, 2, 3, 4 with mean 2.5; the fifth step has no reward
-        ({"base": "rloo", "variant": "environment"}, A_E["rloo"] + 4 / 3 * FOUR_STEPS),
-        ({"base": "reinforce_pp", "variant": "environment"}, WHITE + FOUR_STEPS / 1.25**0.5),
-        # returns-to-go: .1, -.1 | -.1, -.15, -.15: sum -.4
-        ({"base": "rloo", "variant": "token"}, A_E["rloo"] + 1.25 * (AHEAD + 0.08)),
-    ],
-)
-def test_oprl_known_answers(options: dict[str, Any], expected: np.ndarray) -> None:
-    made = oprl.advantages(oprl_case(), **options).advantages
-    assert_allclose(made, expected, atol=1e-4)
-
-
 def test_oprl_on_ppo_adds_the_step_advantage_to_token_gae_on_the_outcome() -> None:
-    t = oprl_case()
-    made, critic = oprl.advantages(t, "ppo"), gae.advantages(t)
-    assert_allclose(made.advantages, critic.advantages + A_S["grpo"], atol=5e-5)
+    made, critic = oprl.advantages(OPRL, "ppo"), gae.advantages(OPRL)
+    assert_allclose(made.advantages, critic.advantages + A_S, atol=5e-5)
     assert targets(made).tolist() == [10, 10, 0, 0, 0]
 
 
 @pytest.mark.parametrize(("base", "moved"), [("grpo", 0.1 / np.sqrt(50)), ("rloo", 0.1)])
 def test_an_invalid_step_lowers_the_advantage_of_no_other(base: oprl.Base, moved: float) -> None:
-    t, fined = oprl_case(), oprl_case(valid=[1, 1, 0, NO, 1])
-    plain = oprl.advantages(t, base).advantages
+    fined, plain = oprl_case(valid=[1, 1, 0, NO, 1]), oprl.advantages(OPRL, base).advantages
     for penalty in (0.1, 1.0):
         lost = plain - oprl.advantages(fined, base, invalid_penalty=penalty).advantages
         assert_allclose(lost, [0, 0, 10 * penalty * moved, 0, 0], atol=1e-6)
-
-
-# GiGPO
-
-
-def test_gigpo_compares_discounted_returns_of_steps_that_answered_the_same_observation() -> None:
-    # G = [.95, 1], [.5 + .9025, .95, 1]; anchor 7: .95, 1.4025; anchor 8: 1, 1; anchor 9 alone.
-    # Episodes: 1, 1.5
-    t = made_of([2, 3], {"reward": [0, 1, 0.5, 0, 1]}, anchor=[7, 8, 7, 9, 8])
-    episode = np.array([-0.25, -0.25, 0.25, 0.25, 0.25])
-    cases: list[tuple[dict[str, Any], Any]] = [
-        ({}, np.add(episode, [-0.2263, 0, 0.2263, 0, 0])),
-        ({"alpha": 0}, episode),
-        ({"alpha": 0, "episode_std": True}, 2 * HALF * episode / 0.5),
-        ({"step_std": True}, np.add(episode, [-HALF, 0, HALF, 0, 0])),
-    ]
-    for options, expected in cases:
-        assert_allclose(gigpo.advantages(t, **options), expected, atol=5e-5)
-
-
-def test_gigpo_shares_an_observation_within_a_question_only() -> None:
-    t = made_of([1, 1], {"reward": [0, 1]}, tree=[0, 1], anchor=[7, 7])
-    assert gigpo.advantages(t).tolist() == [0, 0]
-    # G = .95 x 1, 1 on one observation: mean .975; a lone episode has no episode advantage
-    t = made_of([2], {"reward": [NO, 1]}, anchor=[3, 3])
-    assert_allclose(gigpo.advantages(t), [-0.025, 0.025], atol=1e-12)
-
-
-# PRIME
 
 
 # (question, outcome, token rewards, sampled): two responses to each of two questions, the first of
@@ -389,7 +334,6 @@ PRIME_CASE = made_of(
 
 
 def prime_by_hand(low: float, high: float) -> list[float]:
-    """A loop over the responses."""
 
     def mates(question: int) -> list[Any]:
         return [
@@ -427,25 +371,21 @@ def test_prime_is_the_loop_over_responses_written_out_after_the_filter_of_questi
     assert not estimated(PRIME_CASE, "prime", accuracy_low=0.6).advantages.any()
 
 
-def test_prime_takes_the_accuracy_of_a_question_over_the_outcomes_that_are_there() -> None:
-    score = {"outcome": [1, 0, NO, 1, NO, 1]}
-    t = made_of(
-        [1] * 6, score, tree=[0, 0, 0, 1, 1, 1], token_scores={"prm": [0.5, -0.25, 9, 1, 2, 3]}
-    )
-    assert_allclose(estimated(t, "prime").advantages, [1, -1, 0, 0, 0, 0], atol=1e-6)
-
-
 # Properties on random tables
 
 SEEDS = st.integers(0, 2**32 - 1)
+BASES, VARIANTS = "grpo rloo reinforce_pp ppo", "step process merged token environment"
 EVERY: list[Which] = [
-    ("gae", {"gamma": 0.9, "lam": 0.8, "kl_coef": 0.1}), ("gae", {"whiten": False, "targets": "vtrace"}),
+    ("gae", {"gamma": 0.9, "lam": 0.8, "kl_coef": 0.1}),
+    ("gae", {"whiten": False, "targets": "vtrace"}),
     ("gigpo", {"step_std": True, "episode_std": True}),
-    *(("oprl", {"base": base, "variant": variant}) for base in BASES for variant in VARIANTS),
-    *(("ppr", {"normalisation": how}) for how in ("constant", "sample", "none", "rescale", "reduced")),
-    ("ppr", {"invalid": "skip", "targets": "retrace"}), ("prime", {"accuracy_low": 0, "accuracy_high": 1}),
+    *(("oprl", {"base": base, "variant": variant}) for base in BASES.split()
+      for variant in VARIANTS.split()),
+    *(("ppr", {"normalisation": how}) for how in "constant sample none rescale reduced".split()),
+    ("ppr", {"invalid": "skip", "targets": "retrace"}),
+    ("prime", {"accuracy_low": 0, "accuracy_high": 1}),
     ("reinforce_pp", {}), ("reinforce_pp", {"baseline": "none"}), ("turn_grpo", {"n_min": 2}),
-    *((name, {}) for name in ("grpo", "mc_pr", "outcome", "rloo", "slate", "slate_full", "vpr_v2")),
+    *((name, {}) for name in "grpo mc_pr outcome rloo slate slate_full vpr_v2".split()),
 ]  # fmt: skip
 ON_TREES = {"arpo", "sao", "spo", "tree_grpo", "treepo", "treerl", "vineppo"}
 
@@ -501,9 +441,6 @@ def test_forced_tokens_change_no_advantage_of_a_sampled_one(seed: int, which: Wh
     assert_allclose(scheme(t).advantages[mask], scheme(bare).advantages, atol=1e-6)
 
 
-# Missing scores: no baseline, no spread, no advantage
-
-
 def lacking(t: TurnTable, turns: np.ndarray) -> TurnTable:
     """The table without the outcome and the rewards of some turns, [turns]."""
     missing = {name: np.where(turns, NO, t.column(name)) for name in ("outcome", "reward")}
@@ -540,42 +477,28 @@ def test_trajectories_without_a_score_are_counted_unless_left_out() -> None:
     assert schemes.load("grpo", {}).metrics(t) == {}
 
 
-def test_a_return_is_missing_where_one_of_its_rewards_is() -> None:
-    # 2 + 1, 1 + a missing reward, 0 + 1: the returns 3 and 1 are compared
-    t = made_of([2, 2, 2], {"reward": [2, 1, 1, NO, 0, 1]})
-    assert_allclose(estimated(t, "rloo").advantages, [2, 2, 0, 0, -2, -2])
-    np.testing.assert_array_equal(t.trajectories().total(t.column("reward")), [3, NO, 1])
-
-
-# The sample's and the population's standard deviation
-
-
 @pytest.mark.parametrize(
-    ("which", "option"),
+    ("name", "options", "count"),
     [
-        (("gae", {}), "whiten_ddof"),
-        (("ppr", {}), "whiten_ddof"),
-        (("prime", {"accuracy_low": 0, "accuracy_high": 1}), "whiten_ddof"),
-        (("reinforce_pp", {}), "whiten_ddof"),
-        (("oprl", {"base": "reinforce_pp"}), "whiten_ddof"),
-        (("oprl", {"base": "grpo", "variant": "process"}), "ddof"),
-        (("outcome", {}), "ddof"),
-        (("turn_grpo", {"n_min": 99}), "ddof"),
-        (("mc_pr", {"n_min": 99}), "ddof"),
-        (("vpr_v2", {}), "ddof"),
+        ("gae", {}, "tokens"), ("ppr", {}, "tokens"), ("reinforce_pp", {}, "tokens"),
+        ("prime", {"accuracy_low": 0, "accuracy_high": 1}, "tokens"),
+        ("oprl", {"base": "reinforce_pp"}, "tokens"),
+        ("oprl", {"base": "grpo", "variant": "process"}, "turns of a question"),
+        ("outcome", {}, "trajectories"), ("turn_grpo", {"n_min": 99}, "turns"),
+        ("mc_pr", {"n_min": 99}, "turns"), ("vpr_v2", {}, "turns"),
     ],
-    ids=str,
-)
-def test_sample_and_population_deviation_have_their_ratio(which: Which, option: str) -> None:
-    t, (name, options) = random_table(11), which
+)  # fmt: skip
+def test_sample_and_population_deviation_have_their_ratio(
+    name: str, options: dict[str, Any], count: str
+) -> None:
+    t, option = random_table(11), "whiten_ddof" if count == "tokens" else "ddof"
     population, sample = (
         schemes.load(name, options | {option: ddof})(t).advantages for ddof in (0, 1)
     )
-    n: Any = {"outcome": len(t.trajectories().tree)}.get(name, len(t))
-    if option == "whiten_ddof":
-        n = t.mask().sum()
-    elif name == "oprl":  # within each question
-        n = t.per_token(np.bincount(t.tree)[t.tree])
+    n: Any = {
+        "tokens": t.mask().sum(), "trajectories": len(t.trajectories().tree), "turns": len(t),
+        "turns of a question": t.per_token(np.bincount(t.tree)[t.tree]),
+    }[count]  # fmt: skip
     assert np.abs(population).max() > 0.1
     assert_allclose(population, sample * np.sqrt(n / np.maximum(n - 1, 1)), atol=1e-4)
 

@@ -8,19 +8,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from coppice.learner.update.table import TurnTable
 from coppice.learner.update.targets import estimate, gae, retrace, vtrace
 from tests.learner.tables import made_of
 
 
 class Trajectory(NamedTuple):
-    """Rewards, values and log-ratios of one trajectory, each [tokens], with discount and lambda."""
+    """Rewards, values and log-ratios, each [tokens], with discount and lambda."""
 
     rewards: np.ndarray
     values: np.ndarray
     log_ratio: np.ndarray
     gamma: float
     lam: float
+
+    def value(self, i: int) -> float:
+        return float(self.values[i]) if i < len(self.values) else 0.0
+
+    def delta(self, i: int) -> float:
+        return float(self.rewards[i]) + self.gamma * self.value(i + 1) - self.value(i)
 
 
 def number(low: float, high: float) -> st.SearchStrategy[float]:
@@ -37,21 +42,13 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     return Trajectory(rewards, values, log_ratio, draw(number(0, 1)), draw(number(0, 1)))
 
 
-def value(t: Trajectory, i: int) -> float:
-    return float(t.values[i]) if i < len(t.values) else 0.0
-
-
-def delta(t: Trajectory, i: int) -> float:
-    return float(t.rewards[i]) + t.gamma * value(t, i + 1) - value(t, i)
-
-
 @settings(max_examples=50, deadline=None)
 @given(trajectories())
 def test_gae_is_the_double_sum_of_discounted_temporal_differences(t: Trajectory) -> None:
     made, returns = gae(t.rewards, t.values, t.gamma, t.lam)
     n = len(made)
     expected = [
-        sum((t.gamma * t.lam) ** (k - i) * delta(t, k) for k in range(i, n)) for i in range(n)
+        sum((t.gamma * t.lam) ** (k - i) * t.delta(k) for k in range(i, n)) for i in range(n)
     ]
     assert_allclose(made, expected, atol=1e-9)
     assert_allclose(returns, made + t.values, atol=1e-12)
@@ -66,16 +63,16 @@ def test_vtrace_is_the_definition_of_its_paper(t: Trajectory, rho_max: float, c_
     n, ratio = len(targets), np.exp(t.log_ratio)
     expected = []
     for s in range(n):
-        total = value(t, s)
+        total = t.value(s)
         for k in range(s, n):
             product = 1.0
             for i in range(s, k):
                 product *= t.lam * min(c_max, float(ratio[i]))
-            total += t.gamma ** (k - s) * product * min(rho_max, float(ratio[k])) * delta(t, k)
+            total += t.gamma ** (k - s) * product * min(rho_max, float(ratio[k])) * t.delta(k)
         expected.append(total)
     assert_allclose(targets, expected, atol=1e-9)
     ahead = [*expected[1:], 0.0]
-    by_paper = [float(t.rewards[s]) + t.gamma * ahead[s] - value(t, s) for s in range(n)]
+    by_paper = [float(t.rewards[s]) + t.gamma * ahead[s] - t.value(s) for s in range(n)]
     assert_allclose(advantages, by_paper, atol=1e-9)
 
 
@@ -88,9 +85,7 @@ def test_retrace_is_the_sum_of_its_paper_over_traces_cut_at_one(t: Trajectory) -
     n, cut = len(targets), [min(1.0, float(r)) for r in np.exp(t.log_ratio)]
     expected = [
         sum(
-            t.gamma ** (k - s)
-            * float(np.prod([t.lam * c for c in cut[s + 1 : k + 1]]))
-            * delta(t, k)
+            (t.gamma * t.lam) ** (k - s) * float(np.prod(cut[s + 1 : k + 1])) * t.delta(k)
             for k in range(s, n)
         )
         for s in range(n)
@@ -102,22 +97,15 @@ def test_retrace_is_the_sum_of_its_paper_over_traces_cut_at_one(t: Trajectory) -
 def test_ratios_too_large_for_a_float_are_cut_like_any_other() -> None:
     rewards, values, far = np.ones(3), np.zeros(3), np.array([900.0, 900, 900])
     with np.errstate(over="ignore"):
-        for made in (
-            vtrace(rewards, values, far, 1.0, 1.0),
-            retrace(rewards, values, far, 1.0, 1.0),
-        ):
-            for column in made:
-                assert_allclose(column, [3, 2, 1])
-
-
-def two_interleaved() -> TurnTable:
-    """Trajectories 0 (turns 1, 2) and 1 (turn 1), whose rows come in the order 0/2, 1/1, 0/1."""
-    t = made_of([1, 1, 1], {}, tokens=[1, 2, 2], token_scores={"value": [0.5, 1, 2, 3, 4]})
-    return msgspec.structs.replace(t, trajectory=np.array([0, 1, 0]), turn=np.array([2, 1, 1]))
+        made = [vtrace(rewards, values, far, 1.0, 1.0), retrace(rewards, values, far, 1.0, 1.0)]
+    assert_allclose(made, [[[3, 2, 1]] * 2] * 2)
 
 
 def test_an_estimate_follows_each_trajectory_in_the_order_it_was_generated() -> None:
-    made = estimate(two_interleaved(), np.array([1.0, 0, 2, 0, 0]), 1.0, 1.0, False, "gae")
+    # trajectories 0 (turns 1, 2) and 1 (turn 1), whose rows come in the order 0/2, 1/1, 0/1
+    t = made_of([1, 1, 1], {}, tokens=[1, 2, 2], token_scores={"value": [0.5, 1, 2, 3, 4]})
+    t = msgspec.structs.replace(t, trajectory=np.array([0, 1, 0]), turn=np.array([2, 1, 1]))
+    made = estimate(t, np.array([1.0, 0, 2, 0, 0]), 1.0, 1.0, False, "gae")
     assert made.returns is not None
     assert made.returns.tolist() == [1, 2, 2, 1, 1]
     assert made.advantages.tolist() == [0.5, 1, 0, -2, -3]

@@ -13,11 +13,11 @@ from numpy.testing import assert_allclose
 from coppice.learner import schemes
 from coppice.learner.forest.segments import segments
 from coppice.learner.forest.trees import Path as Tokens
-from coppice.learner.schemes import arpo, grpo, sao, spo, tree_grpo, treerl, vineppo
+from coppice.learner.schemes import arpo, grpo, spo
 from coppice.learner.update.table import TurnTable
 from tests.learner import released
 from tests.learner.released import Node, grown, ours
-from tests.learner.tables import acted, estimated
+from tests.learner.tables import acted, estimated, made_of
 from tests.updates import episodes, table_of, trainer
 
 SURE, UNSURE = -0.01, -1.0  # log-probabilities above and below log 0.9
@@ -28,18 +28,23 @@ def leaves(
     fresh: bool = False,
 ) -> TurnTable:  # fmt: skip
     """One question's trajectories, each a list of turns of tokens. Observations are the token 99; a
-    negative token was sampled surely.
+    negative token was sampled surely; fresh: a turn's prompt is its own number."""
+    lengths, turns = list(map(len, paths)), [(path, t) for path in paths for t in range(len(path))]
+    outcome = np.full(len(turns), np.nan)
+    outcome[np.cumsum(lengths) - 1] = outcomes
+    tokens = [len(path[t]) for path, t in turns]
+    table = made_of(lengths, {"outcome": outcome.tolist()}, tokens=tokens)
+    group, texts = (
+        np.repeat(groups or [0] * len(paths), lengths),
+        [_path(*at, fresh) for at in turns],
+    )
+    return msgspec.structs.replace(table, group=group, paths=texts)
 
-    fresh: a turn has a prompt of its own, which is its number.
-    """
-    rows = [(i, t, turn) for i, path in enumerate(paths) for t, turn in enumerate(path)]
-    outcome = [outcomes[i] if t == len(paths[i]) - 1 else np.nan for i, t, _ in rows]
-    return TurnTable(
-        tree=np.full(len(rows), 7), group=np.array([(groups or [0] * len(paths))[i] for i, _, _ in rows]),
-        trajectory=np.array([i for i, _, _ in rows]), turn=np.array([t + 1 for _, t, _ in rows]),
-        tokens=np.array([len(turn) for _, _, turn in rows]), scores={"outcome": np.array(outcome)},
-        paths=[_path(paths[i], t, fresh) for i, t, _ in rows],
-    )  # fmt: skip
+
+def with_column(table: TurnTable, **columns: list[float]) -> TurnTable:
+    return msgspec.structs.replace(
+        table, scores=table.scores | {name: np.array(own) for name, own in columns.items()}
+    )
 
 
 def _path(path: list[list[int]], t: int, fresh: bool) -> Tokens:
@@ -82,63 +87,71 @@ def white(raw: list[float]) -> np.ndarray:
     return (np.array(raw) - np.mean(raw)) / np.std(raw, ddof=1)
 
 
-KNOWN: list[tuple[str, dict[str, Any], Any]] = [
+GROUPED, WHOLE = leaves(TREE, OUTCOMES, groups=[1, 1, 1, 2]), leaves(TREE, OUTCOMES)
+WEIGHED = with_column(WHOLE, weight=[np.nan, 1 / 8, 1 / 8, 1 / 4, 1 / 2])
+SURELY = leaves([[[1, -2]], [[3, 4]]], [1.0, 0.0])
+VALUED = with_column(leaves([[[1, 2], [3]], [[4]]], [1.0, 0.0]), mc_value=[0.25, 0.75, 0.5])
+# U(AB) = 1 / 2 sqrt 2, and C is such that U(ABC) = (1 + C) / 3 sqrt 3 is the same
+STEP, C = 1 / 8**0.5, (27 / 8) ** 0.5 - 1
+GAINLESS = leaves(TREE, [0.75, 0.0, 0.75 * C, -0.75 * (1 + C)])
+
+KNOWN: list[tuple[str, dict[str, Any], TurnTable, Any]] = [
     # Tree 1 has outcomes 1, 0, 1; tree 2 has 0. All: mean 1/2, sample std sqrt(1/3). Tree 1: mean
     # 2/3, sample std sqrt(1/3). A = (1/2 + 1/3) sqrt 3 = 1.4434 (wins), (-1/2 - 2/3) sqrt 3 =
     # -2.0207; D is alone in its tree: -sqrt 3 / 2 + 0.
-    ("tree_grpo", {}, [1.4434] * 4 + [-2.0207] * 3 + [1.4434] * 2 + [-0.8660]),
+    ("tree_grpo", {}, GROUPED, [1.4434] * 4 + [-2.0207] * 3 + [1.4434] * 2 + [-0.8660]),
     # Leave one out: wins 1 - 1/3 = 2/3, losses -2/3. V: (A, B) 0, (A, B, C) 2/9, C 2/3, D -2/3.
     # A(1) = 2 (2/9) / sqrt 3 = 0.2566; A(2) = (0 - 2/9) / sqrt 2 = -0.1571; A(3, 5) = 4/3 - 0; B:
     # -4/3; C: 4/3 - 2/9 = 10/9; D: -4/3.
-    ("treerl", {"form": "paper"},
+    ("treerl", {"form": "paper"}, WHOLE,
      [0.2566, -0.1571, 1.3333, 1.3333, 0.2566, -0.1571, -1.3333, 0.2566, 1.1111, -1.3333]),
     # U: (A, B, C) 2/9 / sqrt 3 = 0.1283, (A, B) 0, A 2/3, B -2/3, C 2/3, D -2/3. A = 2 U(s) -
     # U(parent): ABC 0.2566, AB -0.1283, A 4/3, B -4/3, C 4/3 - 0.1283 = 1.2050, D -4/3.
-    ("treerl", {},
+    ("treerl", {}, WHOLE,
      [0.2566, -0.1283, 1.3333, 1.3333, 0.2566, -0.1283, -1.3333, 0.2566, 1.2050, -1.3333]),
     # Differences to the means of root (1/2, 4 leaves), ABC (2/3, 3 leaves), AB (1/2, 2 leaves),
     # each weighted by its leaves: A: (4 (1/2) + 3 (1/3) + 2 (1/2)) / 9 = 4/9; B: (-2 - 2 - 1) / 9 =
     # -5/9; C: (2 + 1) / 7 = 3/7; D: -1/2.
-    ("treepo", {"weighting": "size"},
+    ("treepo", {"weighting": "size"}, WHOLE,
      white([4 / 9] * 4 + [-5 / 9] * 3 + [3 / 7] * 2 + [-1 / 2])),
     # A: (1/2 + 1/3 + 1/2) / 3 = 4/9; B: (-1/2 - 2/3 - 1/2) / 3 = -5/9; C: (1/2 + 1/3) / 2 = 5/12;
     # D: -1/2.
-    ("treepo", {}, white([4 / 9] * 4 + [-5 / 9] * 3 + [5 / 12] * 2 + [-1 / 2])),
+    ("treepo", {}, WHOLE, white([4 / 9] * 4 + [-5 / 9] * 3 + [5 / 12] * 2 + [-1 / 2])),
     # V: root 1/2, ABC 2/3, AB 1/2. A(1) = 1/6, A(2) = -1/6, A(3, 5) = 1/2, B: -1/2, C: 1/3, D:
     # -1/2.
-    ("spo", {"form": "paper", "whiten": False},
+    ("spo", {"form": "paper", "whiten": False}, WHOLE,
      [1 / 6, -1 / 6, 1 / 2, 1 / 2, 1 / 6, -1 / 6, -1 / 2, 1 / 6, 1 / 3, -1 / 2]),
+    # All: mean 1/2, std sqrt(1/2), so +-0.7071; trees of one leaf add 0, and one leaf left has none
+    # to be compared with.
+    ("tree_grpo", {}, leaves([[[1]], [[2]]], [1.0, 0.0], groups=[1, 2]), [0.7071, -0.7071]),
+    ("tree_grpo", {}, leaves([[[1]], [[2]]], [1.0, np.nan]), [0, 0]),
+    # As released, a step without a gain has that of the step before. Leave one out: A 1, B 0, C C,
+    # D -1 - C; AB's gain is ABC's.
+    ("treerl", {}, GAINLESS,
+     [2 * STEP, 2 * STEP, 2 - STEP, 2 - STEP, 2 * STEP, 2 * STEP, -STEP, 2 * STEP, 2 * C - STEP,
+      -2 * (1 + C)]),
+    # The root has two children (ABC, D), ABC has two (AB, C), AB has two: weights 1/8, 1/8, 1/4,
+    # 1/2. V(AB) = 1/2, V(ABC) = (1/2 + 1) / 2 = 3/4, V(root) = (3/4 + 0) / 2 = 3/8.
+    ("spo", {"form": "paper", "whiten": False}, WEIGHED,
+     [3 / 8, -1 / 4, 1 / 2, 1 / 2, 3 / 8, -1 / 4, -1 / 2, 3 / 8, 1 / 4, -3 / 8]),
+    # V(root) = 1/2; both leaves earn +-1/2. Token 2 was sampled with probability .99. The rest:
+    # 1/2, -1/2, -1/2, mean -1/6, std .5774.
+    ("spo", {}, SURELY, [1.1547, 0, -0.5774, -0.5774]),
+    ("spo", {"certain": 1.1, "whiten": False}, SURELY, [0.5, 0.5, -0.5, -0.5]),
+    # GRPO: +-1/2 / sqrt(1/3) = +-0.8660. ABC: a third of it, 0.2887; AB: 0.
+    ("arpo", {"sharing": "hard"}, WHOLE,
+     [0.2887, 0, 0.8660, 0.8660, 0.2887, 0, -0.8660, 0.2887, 0.8660, -0.8660]),
+    ("vineppo", {"whiten": False}, VALUED, [0.5, 0.5, 0.25, -0.5]),
+    # Whitened over the four tokens: mean 3/16, std of the sample 0.4732.
+    ("vineppo", {}, VALUED, [0.6604, 0.6604, 0.1321, -1.4527]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "options", "expected"), KNOWN)
-def test_known_answers_on_the_tree(name: str, options: dict[str, Any], expected: Any) -> None:
-    table = leaves(TREE, OUTCOMES, groups=[1, 1, 1, 2] if name == "tree_grpo" else None)
-    made = schemes.load(name, options)(table).advantages
-    np.testing.assert_allclose(made, expected, atol={"spo": 1e-12, "treepo": 1e-6}.get(name, 1e-4))
-
-
-def test_tree_grpo_gives_a_lone_leaf_nothing_to_compare() -> None:
-    # All: mean 1/2, std sqrt(1/2), so +-0.7071; trees of one leaf add 0.
-    table = leaves([[[1]], [[2]]], [1.0, 0.0], groups=[1, 2])
-    assert_allclose(tree_grpo.advantages(table), [0.7071, -0.7071], atol=1e-4)
-    # one is left
-    one_left = leaves([[[1]], [[2]]], [1.0, np.nan])
-    assert estimated(one_left, "tree_grpo").advantages.tolist() == [0, 0]
-
-
-def test_treerl_as_released_gives_a_step_without_a_gain_the_gain_of_the_step_before() -> None:
-    # Leave one out: A 1, B 0, C c, D -1 - c. U(AB) = 1 / 2 sqrt 2, and c is such that U(ABC) = (1 +
-    # c) / 3 sqrt 3 is the same: AB's gain is ABC's.
-    step = 1 / 8**0.5
-    c = step * 27**0.5 - 1
-    result = treerl.advantages(leaves(TREE, [0.75, 0.0, 0.75 * c, -0.75 * (1 + c)]))
-    shared, a = 2 * step, 2 - step
-    assert_allclose(
-        result,
-        [shared, shared, a, a, shared, shared, -step, shared, 2 * c - step, -2 * (1 + c)],
-        atol=1e-12,
-    )
+@pytest.mark.parametrize(("name", "options", "table", "expected"), KNOWN)
+def test_known_answers_on_the_tree(
+    name: str, options: dict[str, Any], table: TurnTable, expected: Any
+) -> None:
+    assert_allclose(estimated(table, name, **options).advantages, expected, atol=1e-4)
 
 
 def test_spo_as_released_trains_a_segment_once_and_none_without_a_gain() -> None:
@@ -187,10 +200,11 @@ OTHER = Node([], [Node([1, 2, 4], outcome=1.0), Node([10], outcome=0.0)])
     [("spo", {}), ("treepo", {}), ("reinforce_pp", {"column": "outcome", "leave_out_equal": True})],
 )
 def test_whitening_leaves_out_equal_questions(name: str, options: dict[str, Any]) -> None:
-    both, alone = (ours(questions, name, **options) for questions in ([OTHER, EQUAL], [OTHER]))
-    assert {key: value for key, value in both.items() if value} == {
-        key: value for key, value in alone.items() if value
-    }
+    both, alone = (
+        {key: value for key, value in ours(questions, name, **options).items() if value}
+        for questions in ([OTHER, EQUAL], [OTHER])
+    )
+    assert both == alone
 
 
 ENVIRONMENT = {"variant": "environment", "step_reward": "outcome", "alpha": 0.0}
@@ -213,45 +227,14 @@ def test_a_scheme_says_if_it_pushes_equals(name: str, options: dict[str, Any], s
     assert bool(schemes.load(name, options).needs.pushes_equal) == pushed == says
 
 
-def test_spo_with_the_strategys_weights_has_the_means_of_the_children() -> None:
-    # The root has two children (ABC, D), ABC has two (AB, C), AB has two: weights 1/8, 1/8, 1/4,
-    # 1/2. V(AB) = 1/2, V(ABC) = (1/2 + 1) / 2 = 3/4, V(root) = (3/4 + 0) / 2 = 3/8.
-    table = leaves(TREE, OUTCOMES)
-    table.scores["weight"] = np.where(
-        np.isnan(table.scores["outcome"]), np.nan, [0, 1 / 8, 1 / 8, 1 / 4, 1 / 2]
-    )
-    result = spo.advantages(table, form="paper", whiten=False).advantages
-    expected = [3 / 8, -1 / 4, 1 / 2, 1 / 2, 3 / 8, -1 / 4, -1 / 2, 3 / 8, 1 / 4, -3 / 8]
-    assert_allclose(result, expected, atol=1e-12)
+def test_spo_leaves_tokens_out_that_the_policy_was_sure_of() -> None:
+    trained = spo.advantages(SURELY).trained
+    assert trained is not None
+    assert trained.tolist() == [True, False, True, True]
 
 
-def test_spo_leaves_tokens_out_that_the_policy_was_sure_of_and_whitens_the_others() -> None:
-    table = leaves([[[1, -2]], [[3, 4]]], [1.0, 0.0])
-    # V(root) = 1/2; both leaves earn +-1/2. Token 2 was sampled with probability .99. The rest:
-    # 1/2, -1/2, -1/2, mean -1/6, std .5774.
-    result = spo.advantages(table)
-    assert_allclose(result.advantages, [1.1547, 0, -0.5774, -0.5774], atol=1e-4)
-    assert result.trained is not None
-    assert result.trained.tolist() == [True, False, True, True]
-    assert_allclose(
-        spo.advantages(table, certain=1.1, whiten=False).advantages, [0.5, 0.5, -0.5, -0.5]
-    )
-
-
-def test_arpo_is_grpo_over_the_leaves_or_its_mean_on_shared_tokens() -> None:
-    table = leaves(TREE, OUTCOMES)
-    np.testing.assert_array_equal(arpo.advantages(table), grpo.advantages(table, "outcome"))
-    # GRPO: +-1/2 / sqrt(1/3) = +-0.8660. ABC: a third of it, 0.2887; AB: 0.
-    a, b, c = [0.2887, 0, 0.8660, 0.8660], [0.2887, 0, -0.8660], [0.2887, 0.8660]
-    assert_allclose(arpo.advantages(table, sharing="hard"), [*a, *b, *c, -0.8660], atol=1e-4)
-
-
-def test_vineppo_takes_the_differences_of_monte_carlo_values() -> None:
-    table = leaves([[[1, 2], [3]], [[4]]], [1.0, 0.0])
-    table.scores["mc_value"] = np.array([0.25, 0.75, 0.5])
-    assert_allclose(vineppo.advantages(table, whiten=False), [0.5, 0.5, 0.25, -0.5])
-    # Whitened over the four tokens: mean 3/16, std of the sample 0.4732.
-    assert_allclose(vineppo.advantages(table), [0.6604, 0.6604, 0.1321, -1.4529], atol=1e-3)
+def test_arpo_without_sharing_is_grpo_over_the_leaves() -> None:
+    np.testing.assert_array_equal(arpo.advantages(WHOLE), grpo.advantages(WHOLE, "outcome"))
 
 
 def test_tokens_that_a_scheme_leaves_out_are_in_no_mean(tmp_path: Path, llama: Path) -> None:
@@ -267,42 +250,36 @@ def test_tokens_that_a_scheme_leaves_out_are_in_no_mean(tmp_path: Path, llama: P
     assert metrics["learner/zero_advantage_share"] == 0
 
 
-# turns of one trajectory with outcome 1, which tokens were sampled, alpha, values, advantages
-SAO: list[tuple[list[list[int]], list[bool], float, list[float], list[float]]] = [
-    # four sampled tokens: lambda = 3/4; deltas 0, 0, 0, 1/2, so A = (3/4)^3 / 2 .. 1/2
-    ([[1, 2], [3, 4]], [True] * 4, 1.0, [0.5] * 4, [27 / 128, 9 / 32, 3 / 8, 1 / 2]),
-    # lambda = max(0, 1 - 4/3) = 0: A is the one-step difference, .6 - .4 over the observation
-    ([[1, 2], [3]], [True] * 3, 0.25, [0.1, 0.4, 0.6], [0.3, 0.2, 0.4]),
-    # two sampled tokens: lambda = 1/2
-    ([[1, 2, 3]], [True, False, True], 1.0, [0.0] * 3, [1 / 4, 1 / 2, 1]),
-]
-
-
-@pytest.mark.parametrize(("turns", "sampled", "alpha", "values", "expected"), SAO)
+@pytest.mark.parametrize(
+    ("turns", "sampled", "alpha", "values", "expected"),
+    [
+        # four sampled tokens: lambda = 3/4; deltas 0, 0, 0, 1/2, so A = (3/4)^3 / 2 .. 1/2
+        ([[1, 2], [3, 4]], [True] * 4, 1.0, [0.5] * 4, [27 / 128, 9 / 32, 3 / 8, 1 / 2]),
+        # lambda = max(0, 1 - 4/3) = 0: A is the one-step difference, .6 - .4 over the observation
+        ([[1, 2], [3]], [True] * 3, 0.25, [0.1, 0.4, 0.6], [0.3, 0.2, 0.4]),
+        # two sampled tokens: lambda = 1/2
+        ([[1, 2, 3]], [True, False, True], 1.0, [0.0] * 3, [1 / 4, 1 / 2, 1]),
+    ],
+)
 def test_saos_lambda_grows_with_the_sampled_length_and_its_critic_learns_the_return(
-    turns: list[list[int]], sampled: list[bool], alpha: float, values: list[float],
-    expected: list[float],
-) -> None:  # fmt: skip
-    made = leaves([turns], [1.0])
-    made = msgspec.structs.replace(
-        made, sampled=np.array(sampled), token_scores={"value": np.array(values)}
+    turns: list[list[int]], sampled: list[bool], alpha: float, values: Any, expected: list[float]
+) -> None:
+    table = msgspec.structs.replace(
+        leaves([turns], [1.0]), sampled=np.array(sampled), token_scores={"value": np.array(values)}
     )
-    estimate = sao.advantages(made, alpha=alpha, whiten=False)
-    assert_allclose(estimate.advantages, expected)
-    assert estimate.returns is not None
-    assert_allclose(estimate.returns, 1)
+    made = estimated(table, "sao", alpha=alpha, whiten=False)
+    assert_allclose(made.advantages, expected)
+    assert made.returns is not None
+    assert_allclose(made.returns, 1)
 
 
 @pytest.mark.parametrize("name", ["tree_grpo", "treerl", "treepo", "spo", "arpo"])
 @given(seed=st.integers(0, 2**16), outcome=st.sampled_from([0.0, 1.0, -0.3]))
 def test_equal_outcomes_teach_nothing(name: str, seed: int, outcome: float) -> None:
     rng = np.random.default_rng(seed)
-    paths = [
-        [[int(x) for x in rng.integers(1, 3, 2)] for _ in range(rng.integers(1, 3))]
-        for _ in range(5)
-    ]
-    table = leaves(paths, [outcome] * 5)
-    assert_allclose(estimated(table, name).advantages, 0, atol=1e-9)
+    paths = [rng.integers(1, 3, (int(rng.integers(1, 3)), 2)).tolist() for _ in range(5)]
+    made = estimated(leaves(paths, [outcome] * 5), name)
+    assert_allclose(made.advantages, 0, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["tree_grpo", "treerl", "treepo", "spo", "arpo", "sao"])

@@ -1,8 +1,6 @@
 """The forest of a batch, how it is cut into micro-batches for the ranks, and the self-check, which
 refuses every planted fault of packing and no healthy forest."""
 
-from pathlib import Path as FilePath
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,9 +9,9 @@ from hypothesis import strategies as st
 from coppice.learner.forest.selfcheck import check
 from coppice.learner.forest.trees import Path, Trie, cuts, micro_batches, pack
 from coppice.learner.update.passes import plan
+from tests.learner.conftest import Make
 from tests.learner.forests import forest, random_paths
 from tests.learner.planted import FAULTS, refused
-from tests.updates import trainer
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=8), min_size=1, max_size=8))
@@ -84,9 +82,9 @@ TYPES = ["float32", "bfloat16"]
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_each_planted_fault_is_refused_and_the_healthy_forest_is_not(
-    tmp_path: FilePath, llama: FilePath, dtype: str, rank: int
+    make: Make, dtype: str, rank: int
 ) -> None:
-    made = trainer(llama, tmp_path, rank, dtype=dtype)
+    made = make(rank, dtype=dtype)
     found = refused(made, forest(3))
     assert found.pop("") == ""
     assert set(found) == set(FAULTS)
@@ -96,8 +94,8 @@ def test_each_planted_fault_is_refused_and_the_healthy_forest_is_not(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES)
-def test_200_healthy_forests_are_accepted(tmp_path: FilePath, llama: FilePath, dtype: str) -> None:
-    made = trainer(llama, tmp_path, dtype=dtype)
+def test_200_healthy_forests_are_accepted(make: Make, dtype: str) -> None:
+    made = make(dtype=dtype)
     assert all(
         check(made.policy, forest(seed, trees=1 + seed % 2, steps=1 + seed % 3))
         for seed in range(200)

@@ -2,7 +2,7 @@
 precision."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,44 +22,37 @@ from coppice.learner.model.publish import publish
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.batches import Inbox
 from coppice.learner.update.stopwatch import PREFIX, Stopwatch
-from coppice.learner.update.trainer import Batch, Trainer
+from coppice.learner.update.trainer import Batch
 from coppice.tools.inspecting.export import export
-from coppice.wire.messages import TrainGroup, TreeClosed, TreeNode, Turn
+from coppice.wire.messages import TrainGroup, TreeClosed, Turn
+from tests.learner.conftest import Make
 from tests.updates import (
     batch,
     episodes,
     everything,
     gradient,
     groups,
-    newest,
-    process,
     rescored,
     state,
     steady,
-    trainer,
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rank", "dtype"), [(0, "float32"), (4, "float32"), (0, "bfloat16"), (4, "bfloat16")]
-)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rank", [0, 4])
 def test_four_updates_equal_two_a_checkpoint_a_resume_and_two(
-    tmp_path: Path, llama: Path, rank: int, dtype: str
+    tmp_path: Path, make: Make, rank: int, dtype: str
 ) -> None:
-    straight = trainer(llama, tmp_path, rank, dtype=dtype)
+    straight, first, resumed = (make(rank, dtype=dtype) for _ in range(3))
     for version in range(4):
         straight.update(batch(version, version))
-    first = trainer(llama, tmp_path, rank, dtype=dtype)
     for version in range(2):
         first.update(batch(version, version))
     # what lengths are compared with is part of the run
     first.watch.state.first["wrong"] = [2.0, 3.0]
-    checkpoint.save(first, tmp_path, {1: 1, 2: 1}, 3)
-    resumed = trainer(llama, tmp_path, rank, dtype=dtype)
-    found = newest(tmp_path)
-    assert found is not None
-    assert checkpoint.restore(resumed, found).groups() == {1: 1, 2: 1}
+    folder = checkpoint.save(first, tmp_path, {1: 1, 2: 1}, 3)
+    assert checkpoint.restore(resumed, folder).groups() == {1: 1, 2: 1}
     assert resumed.watch.state.first == {"wrong": [2.0, 3.0]}
     for version in range(2, 4):
         resumed.update(batch(version, version))
@@ -68,50 +61,50 @@ def test_four_updates_equal_two_a_checkpoint_a_resume_and_two(
 
 @pytest.mark.parametrize(("name", "direct"), [("tis", "aipo"), ("icepop", "sequence_mask")])
 def test_with_one_optimizer_step_the_current_policy_is_the_proximal_one(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, name: str, direct: str
+    make: Make, name: str, direct: str
 ) -> None:
     """Nothing is forwarded for it: the weight is current / behaviour."""
     options = {"upper": 1.1, "level": "token"} | ({"lower": 0.9} if name == "icepop" else {})
     settings = {"scheme": "grpo", "correction_options": options, "grad_clip": 1e9}
     published, plain = (
-        gradient(
-            trainer(llama, tmp_path, correction=which, **settings), episodes(8, 0), monkeypatch
-        )
-        for which in (name, direct)
+        gradient(make(correction=which, **settings), episodes(8, 0)) for which in (name, direct)
     )
     assert plain.norm() > 1e-3
     assert_close(published, plain)
 
 
-def test_turns_of_zero_advantage_change_nothing(tmp_path: Path, llama: Path) -> None:
-    made = trainer(llama, tmp_path, kl_coef=0.0)
+def test_turns_of_zero_advantage_change_nothing(make: Make) -> None:
+    made = make(kl_coef=0.0)
     before = state(made)
     assert made.update(rescored(batch(7, 0), lambda _: {"reward": 1.0}))["learner/skipped"] == 1
     assert made.version == 1
     assert_equal(before, state(made))
 
 
+def changed(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> set[str]:
+    """The parts that differ: policy, critic or prm."""
+    return {key.split("/")[0] for key, p in some.items() if not torch.equal(p, others[key])}
+
+
 def assert_equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
-    for name, value in some.items():
-        assert torch.equal(value, others[name]), name
+    assert not changed(some, others)
 
 
 def scored(some: Batch, outcome: Callable[[int, Turn], float | None], out: bool = False) -> Batch:
     """The batch with other outcomes (tree, last turn -> outcome); None: without an outcome, or,
     ``out``, without the trajectory's turns."""
 
-    def changed(group: TrainGroup) -> TrainGroup:
+    def turns(group: TrainGroup) -> Iterator[Turn]:
         last = {t.trajectory: outcome(group.tree, t) for t in group.turns if "outcome" in t.scores}
-        turns = []
         for turn in group.turns:
-            scores, score = dict(turn.scores), last[turn.trajectory]
+            score, scores = last[turn.trajectory], dict(turn.scores)
             if scores.pop("outcome", None) is not None and score is not None:
                 scores["outcome"] = score
             if score is not None or not out:
-                turns.append(msgspec.structs.replace(turn, scores=scores))
-        return msgspec.structs.replace(group, turns=turns)
+                yield msgspec.structs.replace(turn, scores=scores)
 
-    return msgspec.structs.replace(some, groups=[changed(group) for group in some.groups])
+    made = [msgspec.structs.replace(group, turns=[*turns(group)]) for group in some.groups]
+    return msgspec.structs.replace(some, groups=made)
 
 
 MODELS = {
@@ -123,14 +116,12 @@ MODELS = {
 
 @pytest.mark.second
 @pytest.mark.parametrize("scheme", MODELS)
-def test_no_trajectory_without_outcome_counts(tmp_path: Path, llama: Path, scheme: str) -> None:
+def test_no_trajectory_without_outcome_counts(make: Make, scheme: str) -> None:
     def known(tree: int, turn: Turn) -> float | None:
         return None if turn.trajectory == 0 else float(turn.trajectory == 1)
 
     some = episodes(8, 0)
-    lacking, without = (
-        steady(trainer(llama, tmp_path, scheme=scheme, **MODELS[scheme])) for _ in range(2)
-    )
+    lacking, without = (steady(make(scheme=scheme, **MODELS[scheme])) for _ in range(2))
     before = everything(lacking)
     metrics = lacking.update(scored(some, known))
     expected = without.update(scored(some, known, out=True))
@@ -138,36 +129,34 @@ def test_no_trajectory_without_outcome_counts(tmp_path: Path, llama: Path, schem
     assert left_out == [3, 0]
     assert metrics["learner/turns"] == expected["learner/turns"]
     after = everything(without)
-    moved = {name.split("/")[0] for name in after if not torch.equal(after[name], before[name])}
-    assert moved == {name.split("/")[0] for name in before}
+    assert changed(before, after) == {name.split("/")[0] for name in before}
     assert_equal(everything(lacking), after)
 
 
-def test_primes_reward_model_trains_on_what_its_filter_keeps(tmp_path: Path, llama: Path) -> None:
+def test_primes_reward_model_trains_on_what_its_filter_keeps(make: Make) -> None:
     some = episodes(8, 0)
     easy = some.groups[0].tree
 
-    def outcome(tree: int, turn: Turn) -> float | None:
-        return 1.0 if tree == easy else float(turn.trajectory == 1)
+    def outcome(tree: int, turn: Turn) -> float:
+        return float(tree == easy or turn.trajectory == 1)
 
     def kept(tree: int, turn: Turn) -> float | None:
         return None if tree == easy else outcome(tree, turn)
 
-    made, without = (
-        steady(trainer(llama, tmp_path, scheme="prime", **MODELS["prime"])) for _ in range(2)
-    )
+    made, without = (steady(make(scheme="prime", **MODELS["prime"])) for _ in range(2))
     metrics = made.update(scored(some, outcome))
     expected = without.update(scored(some, kept, out=True))
     assert metrics["learner/left_out_trajectories"] == 3
     assert metrics["prm/comparisons"] == expected["prm/comparisons"] == 6
     assert_equal(everything(made), everything(without))
-    nothing = made.update(msgspec.structs.replace(scored(some, lambda tree, turn: 1.0), version=1))
-    assert nothing["learner/skipped"] == 1
-    assert nothing["learner/left_out_trajectories"] == 9
+    nothing = made.update(msgspec.structs.replace(scored(some, lambda *_: 1.0), version=1))
+    assert (nothing["learner/skipped"], nothing["learner/left_out_trajectories"]) == (1, 9)
 
 
-def test_published_adapters_merged_equal_the_policy(tmp_path: Path, llama: Path) -> None:
-    made = trainer(llama, tmp_path)
+def test_published_adapters_merged_equal_the_policy(
+    tmp_path: Path, llama: Path, make: Make
+) -> None:
+    made = make()
     made.update(batch(3, 0))
     published = publish(made.policy, 1, tmp_path, 2)
     kind, path = weights.verified_file(Path(published.path), published.digest)
@@ -187,19 +176,11 @@ def test_published_adapters_merged_equal_the_policy(tmp_path: Path, llama: Path)
         assert_close(exported(ids).logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_trees_with_a_token_older_than_the_bound_are_counted(llama: Path, tmp_path: Path) -> None:
-    made = Trainer(msgspec.structs.replace(process(llama, tmp_path), max_staleness=1), Ranks(60))
-    some = batch(0, 0)  # three trees, all tokens of version 0
-    first = some.nodes[0][0]
-
-    def newer_of(tree: int, node: TreeNode) -> TreeNode:
-        if tree != first or node.versions is None:
-            return node
-        return msgspec.structs.replace(node, versions=node.versions + 1)
-
-    newer = [(tree, newer_of(tree, node)) for tree, node in some.nodes]
-    updates = [msgspec.structs.replace(some, version=version, nodes=newer) for version in range(3)]
-    assert [made.update(update)["learner/over_stale"] for update in updates] == [0, 0, 2]
+def test_trees_with_a_token_older_than_the_bound_are_counted(make: Make) -> None:
+    made, some = make(), batch(0, 0)  # three trees, all tokens of version 0
+    made.process = msgspec.structs.replace(made.process, max_staleness=1)
+    updates = [msgspec.structs.replace(some, version=version) for version in range(3)]
+    assert [made.update(update)["learner/over_stale"] for update in updates] == [0, 0, 3]
 
 
 def test_a_batch_is_the_oldest_closed_trees_whose_groups_are_all_here() -> None:
@@ -259,25 +240,16 @@ PATHS = [Tokens([1, 2, 3, 4, 5], 3), Tokens([1, 2, 3, 9, 8, 7], 3), Tokens([1, 2
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_the_reference_stays_the_initial_policy(tmp_path: Path, llama: Path, rank: int) -> None:
-    made = trainer(llama, tmp_path, rank)
+def test_the_reference_stays_the_initial_policy(make: Make, rank: int) -> None:
+    made = make(rank)
     initial = torch.cat([made.policy.read(pack([path]), attention="causal")[0] for path in PATHS])
     assert_close(made.policy.reference_logprobs(pack(PATHS)), initial, atol=2e-5, rtol=1e-5)
     for version in range(2):
         made.update(batch(version, version))
     assert_close(made.policy.reference_logprobs(pack(PATHS)), initial, atol=2e-5, rtol=1e-5)
-    assert (made.policy.read(pack(PATHS))[0] - initial).abs().max() > 1e-3
-    assert made.policy.read(pack(PATHS))[0].requires_grad  # the adapters are on again
-
-
-def test_bfloat16_keeps_float32_masters_and_is_near_float32(tmp_path: Path, llama: Path) -> None:
-    exact, fast = trainer(llama, tmp_path), trainer(llama, tmp_path, dtype="bfloat16")
-    assert fast.policy.compute == torch.bfloat16
-    assert {p.dtype for p in fast.policy.trained().values()} == {torch.float32}
-    gap = (exact.policy.read(pack(PATHS))[0] - fast.policy.read(pack(PATHS))[0]).abs().max()
-    assert 0 < gap < 0.25
-    metrics = fast.update(batch(0, 0))
-    assert metrics["learner/grad_norm"] > 0
+    after = made.policy.read(pack(PATHS))[0]
+    assert (after - initial).abs().max() > 1e-3
+    assert after.requires_grad  # the adapters are on again
 
 
 def test_more_ranks_than_micro_batches_leave_some_without_work() -> None:
@@ -296,14 +268,12 @@ def test_a_phase_inside_another_one_interrupts_it(monkeypatch: pytest.MonkeyPatc
     assert timed.take() == {}
 
 
-def test_an_update_tells_its_phases(tmp_path: Path, llama: Path) -> None:
-    made = trainer(llama, tmp_path, scheme="gae", epochs=2)
+def test_an_update_tells_its_phases(make: Make) -> None:
+    made = make(scheme="gae", epochs=2)
     first, second = (made.update(episodes(version, version)) for version in range(2))
     for metrics, more in ((first, {"check"}), (second, set())):
         phases = {
-            name.removeprefix(PREFIX): seconds
-            for name, seconds in metrics.items()
-            if name.startswith(PREFIX)
+            name.removeprefix(PREFIX): s for name, s in metrics.items() if name.startswith(PREFIX)
         }
         assert set(phases) == {"pack", "score", "forward", "backward", "step", "critic"} | more
         assert 0 < sum(phases.values()) <= metrics["learner/seconds"]
@@ -331,25 +301,15 @@ def test_updates_without_a_step_do_not_use_up_the_schedule() -> None:
     assert rates(9, 2, 7, "linear", frozen_updates=1)[1:] == [4, 8, 8, 6, 4, 2, 0, 0]
 
 
-def test_the_critic_trains_alone_while_it_warms_up(tmp_path: Path, llama: Path) -> None:
+def test_the_critic_trains_alone_while_it_warms_up(make: Make) -> None:
     critic = {"lr": 1e-2, "policy_frozen_updates": 2}
-    made = trainer(llama, tmp_path, scheme="gae", critic=critic, warmup_updates=2)
+    made = make(scheme="gae", critic=critic, warmup_updates=2)
     before = everything(made)
     for version in range(2):
         metrics = made.update(episodes(version, version))
         assert metrics["learner/skipped"] == 1
         assert metrics["critic/grad_norm"] > 0
-    changed = {
-        name.split("/")[0]
-        for name, p in everything(made).items()
-        if not torch.equal(p, before[name])
-    }
-    assert (changed, made.version) == ({"critic"}, 2)
+    assert (changed(before, everything(made)), made.version) == ({"critic"}, 2)
     # the first of the policy's own warm-up
     assert made.update(episodes(2, 2))["learner/lr"] == pytest.approx(0.005)
-    changed = {
-        name.split("/")[0]
-        for name, p in everything(made).items()
-        if not torch.equal(p, before[name])
-    }
-    assert changed == {"critic", "policy"}
+    assert changed(before, everything(made)) == {"critic", "policy"}

@@ -122,25 +122,10 @@ def test_clipped_and_masked_shares_entropy_kl_and_coefficient_are_means_over_tok
     assert (shares["watch/turn_1/clip_share"], shares["watch/turn_2/clip_share"]) == (0.5, 0)
 
 
-LIMIT = 1.3
-# Turns and pay per turn of correct and of wrong trajectories, update by update, as runs of the
-# miniature recorded them (seed 0, training at temperature 1).
-RECORDED = {
-    "w/o Norm": [
-        (2.75, 2.75, 0.64, 0.49), (2.67, 3.16, 0.6, 0.5), (3.29, 3.39, 0.62, 0.51),
-        (3.67, 3.78, 0.56, 0.56), (4.0, 3.92, 0.71, 0.57), (3.33, 3.86, 0.52, 0.59),
-        (3.75, 3.88, 0.58, 0.56),
-    ],
-    "ReNorm": [
-        (2.75, 2.75, 0.64, -0.51), (2.14, 2.3, 0.81, -0.39), (2.12, 1.96, 0.83, -0.27),
-        (2.0, 1.97, 0.78, -0.17), (2.09, 1.85, 0.61, -0.43), (2.0, 1.79, 0.67, -0.43),
-    ],
-}  # fmt: skip
 KEYS = ("ppr/turns_correct", "ppr/turns_wrong", "ppr/turn_pay_correct", "ppr/turn_pay_wrong")
 
 
-def said(series: list[tuple[float, ...]], limit: float = LIMIT) -> list[str]:
-    """All that is said over a run."""
+def said(series: list[tuple[float, ...]], limit: float = 1.3) -> list[str]:
     watch = Watch(WatchConfig(turns=limit))
     return [s for row in series for s in watch.warnings(dict(zip(KEYS, row, strict=True)), None)]
 
@@ -149,14 +134,14 @@ PLAIN = (2.0, 2.0, 0.5, -0.3)
 
 
 @pytest.mark.parametrize(
-    ("arm", "told"),
+    ("later", "told"),
     [
-        ("w/o Norm", "normalisation = 'constant'"),
-        ("ReNorm", "wrong trajectories"),  # they shrink because turns cost
+        ((3.7, 3.8, 0.6, 0.5), "normalisation = 'constant'"),
+        ((2.0, 1.5, 0.7, -0.4), "wrong trajectories"),  # they shrink because turns cost
     ],
 )
-def test_what_the_arms_did_is_told_with_its_remedy(arm: str, told: str) -> None:
-    sentences = said(RECORDED[arm])
+def test_a_side_effect_is_told_with_its_remedy(later: tuple[float, ...], told: str) -> None:
+    sentences = said([PLAIN] * FIRST + [later] * 5)
     assert sentences
     assert all(told in sentence for sentence in sentences)
     assert "watch.turns = 1.3" in sentences[0]
@@ -165,10 +150,10 @@ def test_what_the_arms_did_is_told_with_its_remedy(arm: str, told: str) -> None:
 @pytest.mark.parametrize(
     ("later", "limit"),
     [
-        ([(2.59, 2.0, 0.5, -0.3)] * 6, LIMIT),  # within the factor
-        ([(3.0, 3.0, -0.1, -0.3)] * 6, LIMIT),  # longer, and turns do not pay: they are needed
-        ([(1.0, 2.0, 0.5, -0.3)] * 6, LIMIT),  # success in fewer turns
-        ([PLAIN, (3.5, 2.0, 0.5, -0.3), PLAIN], LIMIT),  # one odd update
+        ([(2.59, 2.0, 0.5, -0.3)] * 6, 1.3),  # within the factor
+        ([(3.0, 3.0, -0.1, -0.3)] * 6, 1.3),  # longer, and turns do not pay: they are needed
+        ([(1.0, 2.0, 0.5, -0.3)] * 6, 1.3),  # success in fewer turns
+        ([PLAIN, (3.5, 2.0, 0.5, -0.3), PLAIN], 1.3),  # one odd update
         ([(9.0, 0.1, 0.5, -0.3)] * 5, 0.0),
     ],
 )

@@ -7,6 +7,8 @@ import msgspec
 import psutil
 import pytest
 
+from coppice.common import hardware
+from coppice.tools.launching import memory
 from coppice.tools.launching.config import load
 from coppice.tools.launching.memory import memory_gib, memory_warning
 from tests.tools.said import Patch
