@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from coppice.actors.environments.agents.environment import OVER
 from coppice.scheduler.growth.strategies import chain, full
 from coppice.wire.messages import GenerateRequest
 from tests.agent_stage import THINKING, Stages
@@ -47,11 +46,6 @@ def rewriting(task):
     call([{"role": "system", "content": "other rules"}, *messages[1:]], "look")
     call(messages, "look")
     return 1.0
-
-def deaf(task):
-    messages = [user("go")]
-    while True:
-        messages += [call(messages), user("on")]
 
 def unlucky(task):
     if "bad" in call([user("go")])["content"]:
@@ -123,15 +117,6 @@ async def test_other_tools_or_another_system_prompt_begin_a_branch(stage: Stages
     assert ["fetch" in node.text for node in above] == [False, True, False, False]
     assert ["other rules" in node.text for node in above] == [False, False, True, False]
     assert all("look" in node.text for node in above[:3]), "the tools are lost"
-
-
-async def test_an_agent_that_ignores_its_budget_is_ended(stage: Stages) -> None:
-    s = stage(counted(), "deaf", horizon=3)
-    tree = await s.grow(chain)
-    s.check(tree)
-    assert len(s.policy.samples) == 3
-    assert not any(OVER in node.text for node in tree.nodes.values())
-    assert tree.actions()[-1].scores["crashed"] == 1.0
 
 
 async def test_an_episode_that_fails_leaves_the_others_their_outcomes(stage: Stages) -> None:
