@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 import pytest
 
 from coppice.wire.arrays import Frame, decode_header, encode
@@ -27,7 +26,7 @@ from coppice.wire.messages import (
 )
 from coppice.wire.service import PINNED_ROOM, REGISTER_AGAIN, Call, Service
 from coppice.wire.sockets import Dealer, Router
-from tests.services import EchoRequest, EchoResult
+from tests.services import EchoRequest, EchoResult, ask, echo, forever
 
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 
@@ -49,33 +48,20 @@ class Scheduler:
         self.router.send([self.peer, *encode(header, body)])
 
     async def next(self, kind: type[Kind]) -> Kind:
-        """The next message of ``kind``; others before it are skipped, an answer that nobody expects
-        is not."""
+        """The next message of ``kind``, after beats and registrations."""
         async with asyncio.timeout(10):
             while True:
                 header, self.frames = await self.inbox.get()
                 if isinstance(header, kind):
                     return header
-                assert isinstance(header, Heartbeat | Register), (
-                    f"{header} came instead of {kind.__name__}"
-                )
+                assert isinstance(header, Heartbeat | Register), header
 
     async def admit(self, admission: str = "first", heartbeat_s: float = 0.02) -> None:
         await self.next(Register)
         self.send(Registered(heartbeat_s, admission))
 
-    def ask(
-        self, number: int, value: float = 0.0, deadline_s: float = 60.0, service: str = "echo"
-    ) -> None:
-        self.send(Request(number, service, deadline_s), EchoRequest(np.array([value], np.float32)))
-
-
-async def echo(request: EchoRequest, call: Call) -> EchoResult:
-    return EchoResult(request.tokens, 0)
-
-
-async def forever(request: Any, call: Call) -> Any:
-    await asyncio.Event().wait()
+    def ask(self, number: int, value: float = 0.0, deadline_s: float = 60.0) -> None:
+        self.send(Request(number, "echo", deadline_s), ask(value))
 
 
 @asynccontextmanager
@@ -129,27 +115,32 @@ async def test_a_deadline_ends_the_work_on_the_worker_too() -> None:
         assert not service.calls
 
 
-async def test_a_cancelled_request_is_stopped_told_so_and_never_answered() -> None:
-    entered, stopped = asyncio.Event(), asyncio.Event()
-    seen: list[Call] = []
+class Hanging:
+    """A handler that answers any number but 0, for which it hangs. cleared: it was cancelled, and
+    answers nevertheless."""
 
-    async def stubborn(request: EchoRequest, call: Call) -> EchoResult:
-        if request.tokens[0]:
-            return EchoResult(request.tokens, 0)
-        seen.append(call)
-        entered.set()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            stopped.set()
+    def __init__(self) -> None:
+        self.entered, self.cleared = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, request: EchoRequest, call: Call) -> EchoResult:
+        if not request.tokens[0]:
+            self.call = call
+            self.entered.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.cleared.set()
         return EchoResult(request.tokens, 0)
 
+
+async def test_a_cancelled_request_is_stopped_told_so_and_never_answered() -> None:
+    stubborn = Hanging()
     async with pair(stubborn) as (scheduler, _):
         scheduler.ask(1)
-        await asyncio.wait_for(entered.wait(), 5)
+        await asyncio.wait_for(stubborn.entered.wait(), 5)
         scheduler.send(Cancel(1))
-        await asyncio.wait_for(stopped.wait(), 5)
-        assert seen[0].cancelled.is_set()
+        await asyncio.wait_for(stubborn.cleared.wait(), 5)
+        assert stubborn.call.cancelled.is_set()
         scheduler.ask(2, value=1.0)
         assert (await scheduler.next(Result)).id == 2
 
@@ -174,49 +165,45 @@ async def test_a_worker_refuses_what_is_over_its_capacity_and_pinned_room() -> N
         assert len(service.calls) == 2 + PINNED_ROOM
 
 
-class Gate:
-    """A handler that answers when it is opened."""
+def gate() -> tuple[asyncio.Event, Any]:
+    """A handler that answers when the event is set."""
+    opened = asyncio.Event()
 
-    def __init__(self) -> None:
-        self.entered, self.open = asyncio.Event(), asyncio.Event()
-
-    async def __call__(self, request: EchoRequest, call: Call) -> EchoResult:
-        self.entered.set()
-        await self.open.wait()
+    async def wait(request: EchoRequest, call: Call) -> EchoResult:
+        await opened.wait()
         return EchoResult(request.tokens, 0)
+
+    return opened, wait
 
 
 async def test_draining_finishes_what_is_in_flight_and_then_says_goodbye() -> None:
-    gate = Gate()
-    async with pair(gate) as (scheduler, _):
+    opened, wait = gate()
+    async with pair(wait) as (scheduler, _):
         scheduler.ask(1)
-        await asyncio.wait_for(gate.entered.wait(), 5)
         scheduler.send(Drain())
         await scheduler.next(Drain)
-        gate.open.set()
+        opened.set()
         assert (await scheduler.next(Result)).id == 1
         assert (await scheduler.next(Goodbye)).reason == "drained"
 
 
 async def test_a_silent_scheduler_is_asked_again_and_the_open_work_goes_on() -> None:
-    gate = Gate()
-    async with pair(gate, silence_s=0.05) as (scheduler, _):
+    opened, wait = gate()
+    async with pair(wait, silence_s=0.05) as (scheduler, _):
         scheduler.ask(1)
         await scheduler.admit("first")
-        gate.open.set()
+        opened.set()
         assert (await scheduler.next(Result)).id == 1
 
 
 async def test_a_worker_is_heard_on_a_new_connection_while_the_old_one_stands() -> None:
     scheduler, heard = Scheduler(), asyncio.Queue[list[Frame]]()
-    old = Dealer(scheduler.router.endpoint, None, b"w/1/a")
-    old.send(encode(Heartbeat(1, {}, [], 0)))
-    assert (await scheduler.next(Heartbeat)).in_flight == 1
-    new = Dealer(scheduler.router.endpoint, None, b"w/1/a")  # the old connection stands
+    old, new = (Dealer(scheduler.router.endpoint, None, b"w/1/a") for _ in range(2))
     new.listen(heard.put_nowait)
-    new.send(encode(Heartbeat(2, {}, [], 0)))
     try:
-        assert (await scheduler.next(Heartbeat)).in_flight == 2
+        for number, dealer in enumerate((old, new)):
+            dealer.send(encode(Heartbeat(number, {}, [], 0)))
+            assert (await scheduler.next(Heartbeat)).in_flight == number
         scheduler.send(Goodbye("for the new connection"))
         async with asyncio.timeout(10):
             assert decode_header(await heard.get()) == Goodbye("for the new connection")
@@ -236,27 +223,15 @@ async def test_an_old_worker_that_is_asked_to_register_again_has_the_whole_time_
 
 
 async def test_a_new_scheduler_finds_the_worker_and_old_work_is_abandoned(tmp_path: Path) -> None:
-    entered, stopped = asyncio.Event(), asyncio.Event()
-
-    async def first_hangs(request: EchoRequest, call: Call) -> EchoResult:
-        if request.tokens[0]:
-            return EchoResult(request.tokens, 0)
-        entered.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            stopped.set()
-        raise AssertionError
-
-    old = Scheduler(f"ipc://{tmp_path}/scheduler")
-    async with serving(Service("w", {"echo": first_hangs}, 1, silence_s=0.1), old.router.endpoint):
+    hangs, old = Hanging(), Scheduler(f"ipc://{tmp_path}/scheduler")
+    async with serving(Service("w", {"echo": hangs}, 1, silence_s=0.1), old.router.endpoint):
         await old.admit("old")
         old.ask(1)
-        await asyncio.wait_for(entered.wait(), 5)
+        await asyncio.wait_for(hangs.entered.wait(), 5)
         old.router.close()
         new = Scheduler(f"ipc://{tmp_path}/scheduler")
         await new.admit("new")
-        await asyncio.wait_for(stopped.wait(), 5)
+        await asyncio.wait_for(hangs.cleared.wait(), 5)
         new.ask(1, value=1.0)
         assert (await new.next(Result)).id == 1
         new.router.close()
