@@ -19,7 +19,8 @@ SIZES = [(28, 28), (100, 41), (41, 100), (17, 900), (256, 256), (1, 1), (111, 11
 
 
 def vision_of(folder: Path) -> Vision:
-    assert (seen := Vision.of(folder)) is not None
+    seen = Vision.of(folder)
+    assert seen is not None
     return seen
 
 

@@ -5,12 +5,13 @@ import asyncio
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -89,7 +90,13 @@ def test_every_dispatched_call_reaches_exactly_one_outcome(
     assert found["data"] <= sum(kind == "data" for kind, _ in plan)
 
 
-async def test_closing_ends_calls_that_run_that_wait_and_that_back_off(tmp_path: Path) -> None:
+@pytest_asyncio.fixture
+async def b(tmp_path: Path) -> AsyncIterator[Bench]:
+    async with bench(tmp_path) as made:
+        yield made
+
+
+async def test_closing_ends_calls_that_run_that_wait_and_that_back_off(b: Bench) -> None:
     entered, failed = asyncio.Event(), asyncio.Event()
 
     async def first_fails(request: EchoRequest, call: Call) -> EchoResult:
@@ -98,21 +105,20 @@ async def test_closing_ends_calls_that_run_that_wait_and_that_back_off(tmp_path:
         entered.set()
         return await forever(request, call)
 
-    async with bench(tmp_path) as b:
-        b.dispatcher.on_event = lambda event: failed.set()
-        await b.work("w", {"echo": first_fails}, capacity=1)
-        started = (b.dispatcher.call("echo", ask(value), deadline=60) for value in (0, 1, 2))
-        calls = [asyncio.create_task(call) for call in started]
-        async with asyncio.timeout(5):
-            await failed.wait()
-            await entered.wait()
-        await b.dispatcher.close()
-        for call in (*calls, b.dispatcher.call("echo", ask(), deadline=1)):
-            with pytest.raises(InfrastructureFault, match="closed"):
-                await call
+    b.dispatcher.on_event = lambda event: failed.set()
+    await b.work("w", {"echo": first_fails}, capacity=1)
+    started = (b.dispatcher.call("echo", ask(value), deadline=60) for value in (0, 1, 2))
+    calls = [asyncio.create_task(call) for call in started]
+    async with asyncio.timeout(5):
+        await failed.wait()
+        await entered.wait()
+    await b.dispatcher.close()
+    for call in (*calls, b.dispatcher.call("echo", ask(), deadline=1)):
+        with pytest.raises(InfrastructureFault, match="closed"):
+            await call
 
 
-async def test_an_answer_that_cannot_be_right_is_asked_of_another_worker(tmp_path: Path) -> None:
+async def test_an_answer_that_cannot_be_right_is_asked_of_another_worker(b: Bench) -> None:
     async def wrong(request: EchoRequest, call: Call) -> EchoResult:
         return EchoResult(request.tokens - 5, 0)
 
@@ -120,14 +126,13 @@ async def test_an_answer_that_cannot_be_right_is_asked_of_another_worker(tmp_pat
         if answer.tokens[0] < 0:
             raise InfrastructureFault("a token below 0")
 
-    async with bench(tmp_path) as b:
-        await b.work("liar", {"echo": wrong})
-        with pytest.raises(InfrastructureFault, match="liar answered a token below 0"):
-            await b.dispatcher.call("echo", ask(), deadline=10, check=check)
-        await b.work("honest", {"echo": echo})
-        for _ in range(4):
-            answer = await b.dispatcher.call("echo", ask(), deadline=10, check=check)
-            assert answer.tokens.tolist() == [1.0]
+    await b.work("liar", {"echo": wrong})
+    with pytest.raises(InfrastructureFault, match="liar answered a token below 0"):
+        await b.dispatcher.call("echo", ask(), deadline=10, check=check)
+    await b.work("honest", {"echo": echo})
+    for _ in range(4):
+        answer = await b.dispatcher.call("echo", ask(), deadline=10, check=check)
+        assert answer.tokens.tolist() == [1.0]
 
 
 async def test_attempts_are_bounded_and_the_last_fault_is_the_outcome(tmp_path: Path) -> None:
@@ -141,31 +146,29 @@ async def test_attempts_are_bounded_and_the_last_fault_is_the_outcome(tmp_path: 
         assert b.dispatcher.counters["retries"] == 1
 
 
-async def test_a_call_pinned_to_an_absent_worker_fails_at_once(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
-        await b.work("here", {"echo": echo})
-        with pytest.raises(InfrastructureFault, match=r"no worker 'gone' is here, only \['here'\]"):
-            await b.dispatcher.call("echo", ask(), deadline=60, worker="gone")
+async def test_a_call_pinned_to_an_absent_worker_fails_at_once(b: Bench) -> None:
+    await b.work("here", {"echo": echo})
+    with pytest.raises(InfrastructureFault, match=r"no worker 'gone' is here, only \['here'\]"):
+        await b.dispatcher.call("echo", ask(), deadline=60, worker="gone")
 
 
-async def test_a_request_that_cannot_be_sent_is_its_callers_error(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
-        await b.work("w", {"echo": echo})
-        with pytest.raises(WireError, match="dtype"):
-            await b.dispatcher.call("echo", EchoRequest(np.array(["text"])), deadline=5)
-        with pytest.raises(WireError, match="unknown service 'sing'"):
-            await b.dispatcher.call("sing", ask(), deadline=5)
-        await b.dispatcher.call("echo", ask(), deadline=5)
-        assert b.dispatcher.open_calls() == []
+async def test_a_request_that_cannot_be_sent_is_its_callers_error(b: Bench) -> None:
+    await b.work("w", {"echo": echo})
+    with pytest.raises(WireError, match="dtype"):
+        await b.dispatcher.call("echo", EchoRequest(np.array(["text"])), deadline=5)
+    with pytest.raises(WireError, match="unknown service 'sing'"):
+        await b.dispatcher.call("sing", ask(), deadline=5)
+    await b.dispatcher.call("echo", ask(), deadline=5)
+    assert b.dispatcher.open_calls() == []
 
 
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [
-        (DataFault("no such page"), "^w: no such page$"),
-        (InfrastructureFault("no luck"), "^echo took over 60.0 s on w, which answered: no luck$"),
-    ],
-)
+LATE = [
+    (DataFault("no such page"), "^w: no such page$"),
+    (InfrastructureFault("no luck"), "^echo took over 60.0 s on w, which answered: no luck$"),
+]
+
+
+@pytest.mark.parametrize(("fault", "told"), LATE)
 async def test_an_error_that_comes_after_the_deadline_still_tells_its_reason(
     fault: Fault, told: str, tmp_path: Path
 ) -> None:
@@ -181,29 +184,27 @@ async def test_an_error_that_comes_after_the_deadline_still_tells_its_reason(
         assert b.dispatcher.counters["timeouts"] == isinstance(fault, InfrastructureFault)
 
 
-async def test_a_second_process_of_a_name_replaces_the_first(tmp_path: Path) -> None:
+async def test_a_second_process_of_a_name_replaces_the_first(b: Bench) -> None:
     left: list[str] = []
-    async with bench(tmp_path) as b:
-        b.dispatcher.roster.on_leave = lambda worker, reason: left.append(reason)
-        await b.work("w", {"echo": echo})
-        first = b.tasks.pop("w")
-        again = Service("w", {"echo": echo}, 4)
-        b.tasks["w"] = asyncio.create_task(again.run(b.dispatcher.endpoint, b.keys, signals=False))
-        with pytest.raises(ConnectionError, match="replaced by a new process"):
-            await asyncio.wait_for(first, 5)
-        await b.dispatcher.wait_for("echo", 1, 5)
-        await b.dispatcher.call("echo", ask(), deadline=5)
+    b.dispatcher.roster.on_leave = lambda worker, reason: left.append(reason)
+    await b.work("w", {"echo": echo})
+    first = b.tasks.pop("w")
+    again = Service("w", {"echo": echo}, 4)
+    b.tasks["w"] = asyncio.create_task(again.run(b.dispatcher.endpoint, b.keys, signals=False))
+    with pytest.raises(ConnectionError, match="replaced by a new process"):
+        await asyncio.wait_for(first, 5)
+    await b.dispatcher.wait_for("echo", 1, 5)
+    await b.dispatcher.call("echo", ask(), deadline=5)
     assert left == ["replaced by a new process of the same name w"]
 
 
-async def test_a_wait_for_workers_says_how_many_are_missing(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
-        await b.work("w", {"echo": echo})
-        with pytest.raises(InfrastructureFault, match="1 of 2 workers for service 'echo'"):
-            await b.dispatcher.wait_for("echo", 2, 0.05)
+async def test_a_wait_for_workers_says_how_many_are_missing(b: Bench) -> None:
+    await b.work("w", {"echo": echo})
+    with pytest.raises(InfrastructureFault, match="1 of 2 workers for service 'echo'"):
+        await b.dispatcher.wait_for("echo", 2, 0.05)
 
 
-async def test_a_pinned_call_goes_through_to_a_full_worker(tmp_path: Path) -> None:
+async def test_a_pinned_call_goes_through_to_a_full_worker(b: Bench) -> None:
     entered = asyncio.Event()
 
     async def first_hangs(request: EchoRequest, call: Call) -> EchoResult:
@@ -212,46 +213,42 @@ async def test_a_pinned_call_goes_through_to_a_full_worker(tmp_path: Path) -> No
         entered.set()
         return await forever(request, call)
 
-    async with bench(tmp_path) as b:
-        await b.work("w", {"echo": first_hangs}, capacity=1)
-        held = asyncio.create_task(b.dispatcher.call("echo", ask(0), deadline=60))
-        await asyncio.wait_for(entered.wait(), 5)
-        await b.dispatcher.call("echo", ask(1), deadline=5, worker="w")
-        held.cancel()
-        await asyncio.gather(held, return_exceptions=True)
+    await b.work("w", {"echo": first_hangs}, capacity=1)
+    held = asyncio.create_task(b.dispatcher.call("echo", ask(0), deadline=60))
+    await asyncio.wait_for(entered.wait(), 5)
+    await b.dispatcher.call("echo", ask(1), deadline=5, worker="w")
+    held.cancel()
+    await asyncio.gather(held, return_exceptions=True)
 
 
-async def test_a_call_nobody_can_serve_ends_at_its_deadline_and_says_so(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
-        with pytest.raises(InfrastructureFault, match="no free worker"):
-            await b.dispatcher.call("echo", ask(), deadline=0.2)
+async def test_a_call_nobody_can_serve_ends_at_its_deadline_and_says_so(b: Bench) -> None:
+    with pytest.raises(InfrastructureFault, match="no free worker"):
+        await b.dispatcher.call("echo", ask(), deadline=0.2)
 
 
 @pytest.mark.second
-async def test_a_deadline_names_workers_that_are_full_that_rest_or_hang(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
-        await b.work("hanger", {"echo": forever}, capacity=1)
-        for state in ["hanger"] * 5 + ["hanger rests after 5 failed calls"]:
-            with pytest.raises(InfrastructureFault, match=f"echo took over 0.1 s .*{state}"):
-                await b.dispatcher.call("echo", ask(), deadline=0.1)
+async def test_a_deadline_names_workers_that_are_full_that_rest_or_hang(b: Bench) -> None:
+    await b.work("hanger", {"echo": forever}, capacity=1)
+    for state in ["hanger"] * 5 + ["hanger rests after 5 failed calls"]:
+        with pytest.raises(InfrastructureFault, match=f"echo took over 0.1 s .*{state}"):
+            await b.dispatcher.call("echo", ask(), deadline=0.1)
 
 
-async def test_a_call_runs_where_its_place_says_which_sees_each_attempt(tmp_path: Path) -> None:
+async def test_a_call_runs_where_its_place_says_which_sees_each_attempt(b: Bench) -> None:
     async def broken(request: EchoRequest, call: Call) -> EchoResult:
         raise InfrastructureFault("no luck")
 
-    async with bench(tmp_path) as b:
-        await b.work("a", {"echo": echo})
-        await b.work("b", {"echo": echo})
-        await b.work("broken", {"echo": broken})
-        for wanted, log in (("b", [("b", True)]), ("a", [("a", True)])):
-            place = Prefer(wanted)
-            await b.dispatcher.call("echo", ask(), deadline=10, place=place)
-            assert (place.log, place.open) == (log, [])
-        place = Prefer("broken")
+    await b.work("a", {"echo": echo})
+    await b.work("b", {"echo": echo})
+    await b.work("broken", {"echo": broken})
+    for wanted, log in (("b", [("b", True)]), ("a", [("a", True)])):
+        place = Prefer(wanted)
         await b.dispatcher.call("echo", ask(), deadline=10, place=place)
-        assert place.log[0] == ("broken", False)
-        assert [served for _, served in place.log] == [False, True]
+        assert (place.log, place.open) == (log, [])
+    place = Prefer("broken")
+    await b.dispatcher.call("echo", ask(), deadline=10, place=place)
+    assert place.log[0] == ("broken", False)
+    assert [served for _, served in place.log] == [False, True]
 
 
 def call(b: Bench, place: Place) -> asyncio.Task[EchoResult]:
@@ -274,19 +271,18 @@ class Ranked(Place):
         self.order.append(self.number)
 
 
-async def test_a_held_back_call_stops_no_other_and_is_tried_again(tmp_path: Path) -> None:
+async def test_a_held_back_call_stops_no_other_and_is_tried_again(b: Bench) -> None:
     started: list[int] = []
     held, free = asyncio.Event(), asyncio.Event()
     free.set()
-    async with bench(tmp_path) as b:
-        await b.work("w", {"echo": echo})
-        waits = call(b, Ranked(0, started, held))
-        await asyncio.sleep(0)
-        await call(b, Ranked(1, started, free))
-        await b.dispatcher.call("echo", ask(), deadline=10)
-        assert started == [1]
-        held.set()  # nobody tells the dispatcher
-        await waits
+    await b.work("w", {"echo": echo})
+    waits = call(b, Ranked(0, started, held))
+    await asyncio.sleep(0)
+    await call(b, Ranked(1, started, free))
+    await b.dispatcher.call("echo", ask(), deadline=10)
+    assert started == [1]
+    held.set()  # nobody tells the dispatcher
+    await waits
     assert started == [1, 0]
 
 
@@ -313,24 +309,22 @@ class Kin(Ranked):
         self.begun.add(self.family)
 
 
-async def test_of_calls_that_wait_together_only_one_is_asked(tmp_path: Path) -> None:
+async def test_of_calls_that_wait_together_only_one_is_asked(b: Bench) -> None:
     asked, begun, started, free = list[int](), set[int](), list[int](), asyncio.Event()
-    async with bench(tmp_path) as b:
-        await b.work("w", {"echo": echo}, capacity=1)
-        places = [Kin(number, number % 20, asked, begun, started, free) for number in range(60)]
-        calls = [call(b, place) for place in places]
-        await asyncio.sleep(0)
-        assert set(asked) == {0} and len(asked) <= 60
-        free.set()
-        b.dispatcher.look_again("echo")
-        await asyncio.gather(*calls)
-        # each call is asked once when it starts, and the timer may ask the first again
-        assert len(asked) <= 60 + 60 + 5
+    await b.work("w", {"echo": echo}, capacity=1)
+    places = [Kin(number, number % 20, asked, begun, started, free) for number in range(60)]
+    calls = [call(b, place) for place in places]
+    await asyncio.sleep(0)
+    assert set(asked) == {0} and len(asked) <= 60
+    free.set()
+    b.dispatcher.look_again("echo")
+    await asyncio.gather(*calls)
+    # each call is asked once when it starts, and the timer may ask the first again
+    assert len(asked) <= 60 + 60 + 5
     assert started == [number + 20 * sibling for number in range(20) for sibling in range(3)]
 
 
-async def test_a_worker_that_joins_a_run_at_its_end_is_asked_to_leave(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
-        await b.dispatcher.roster.drain()
-        service = Service("late", {"echo": echo}, 1)
-        await asyncio.wait_for(service.run(b.dispatcher.endpoint, b.keys, signals=False), 30)
+async def test_a_worker_that_joins_a_run_at_its_end_is_asked_to_leave(b: Bench) -> None:
+    await b.dispatcher.roster.drain()
+    service = Service("late", {"echo": echo}, 1)
+    await asyncio.wait_for(service.run(b.dispatcher.endpoint, b.keys, signals=False), 30)

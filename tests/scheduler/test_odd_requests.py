@@ -14,7 +14,7 @@ from coppice.scheduler.growth.strategies import chain, full
 from coppice.scheduler.ledger.journal import Journal
 from coppice.wire.faults import DataFault
 from tests.agent_stage import THINKING, Stages
-from tests.scheduler.test_begin import QUESTIONS, UPDATES, House
+from tests.scheduler.test_begin import QUESTIONS, UPDATES, House, journal_of
 
 CHAT = (
     "{% for m in messages %}{% if not loop.first and m.role == loop.previtem.role %}"
@@ -58,14 +58,12 @@ async def run_of(folder: Path, llama: Path, agent: str) -> Journal:
     more: dict[str, Any] = {"options": {"run": f"agents_of_a_test:{agent}"}, **files}
     house = House(folder / "run", model, environment="agent", scheduler=settings, **more)
     await house.live(until=lambda house: False)
-    return Journal(folder / "run" / "journal.sqlite", readonly=True)
+    return journal_of(folder / "run")
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("agents")
-async def test_a_task_whose_agent_dies_of_a_refusal_is_replaced(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_a_task_whose_agent_dies_of_a_400_is_replaced(tmp_path: Path, llama: Path) -> None:
     journal = await run_of(tmp_path, llama, "mortal")
     rows = journal.trees("split='train'")
     odd = [row for row in rows if row.task == "odd"]
