@@ -4,7 +4,6 @@ episode, limits that are ignored. ``Stage.check`` compares the tokens of all nod
 """
 
 import itertools
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -22,21 +21,6 @@ def thoughtless(task):
         text = call(messages)["content"].split("</think>")[-1].strip()
         messages += [{"role": "assistant", "content": text}, user(f"on {i}")]
     return 1.0
-
-def parallel(task):
-    """Answers several calls in another order, with ids and arguments of its own."""
-    messages = [user("go")]
-    reply = call(messages, "look")
-    calls, answers = [], []
-    for i, one in enumerate(reply["tool_calls"]):
-        arguments = json.loads(one["function"]["arguments"])
-        written = json.dumps(dict(reversed(arguments.items())), indent=3)
-        calls.append({"id": f"mine-{i}", "function": {"name": "look", "arguments": written}})
-        seen = f"seen {arguments['at']}"
-        answers.append({"role": "tool", "tool_call_id": f"mine-{i}", "content": seen})
-    messages += [{"role": "assistant", "content": "", "tool_calls": calls}, *reversed(answers)]
-    call(messages, "look")
-    return float(len(calls))
 
 def rewriting(task):
     """Has other tools, then another system prompt, and goes on with the first history at last."""
@@ -93,19 +77,6 @@ async def test_thoughts_that_are_left_out_stay_in_the_tree(stage: Stages, wrappe
         path = [node for node in tree.path(actions[-1]) if node.kind == "action"]
         assert path == actions and len(actions) == 4
         assert s.read(tree, actions[-1]).count("</think>") == (4 if wrapper else 0)
-
-
-async def test_parallel_calls_are_known_again_in_other_writing_and_order(stage: Stages) -> None:
-    arguments = ({"at": i, "how": [1, None]} for i in range(3))
-    values = [json.dumps({"name": "look", "arguments": each}) for each in arguments]
-    calls = "\n".join(f"<tool_call>\n{value}\n</tool_call>" for value in values)
-    looking = f"<think>All.</think>{calls}"
-    s = stage(lambda prompt, i: "Seen." if "seen" in prompt else looking, "parallel")
-    tree = await s.grow(chain)
-    s.check(tree)
-    first, last = tree.actions()
-    assert tree.nodes[last.parent].parent == first.id and last.scores["outcome"] == 3.0
-    assert [tree.nodes[last.parent].text.count(f"seen {i}") for i in range(3)] == [1, 1, 1]
 
 
 async def test_other_tools_or_another_system_prompt_begin_a_branch(stage: Stages) -> None:

@@ -5,7 +5,6 @@ import asyncio
 import gc
 from typing import Any
 
-import psutil
 import pytest
 
 from coppice.actors.environments.agents.environment import OVER
@@ -35,15 +34,6 @@ def counting(task):
         told = {"role": "assistant", "content": reply["content"] or "", "tool_calls": calls}
         messages += [told, *answers]
     return float(reply["content"].strip() == task["golds"][0])
-
-def nested(task):
-    """Asks a second agent in between, with a conversation of its own."""
-    messages = [user("main")]
-    messages += [call(messages), user("more")]
-    call([{"role": "system", "content": "You help."}, user("sub")])
-    messages += [call(messages), user("last")]
-    call(messages)
-    return 1.0
 
 def endless(task):
     messages = [user("go")]
@@ -117,19 +107,6 @@ async def test_slate_samples_candidates_for_an_agent_unknown_to_it(stage: Stages
     assert s.environment.replayed == 0
 
 
-async def test_another_conversation_is_a_branch_and_the_first_goes_on(stage: Stages) -> None:
-    s = stage(lambda prompt, i: "r" + str(prompt.count("<|im_start|>")), "nested")
-    tree = await s.grow(chain)
-    actions = tree.actions()
-    assert len(actions) == 4
-    above = [tree.nodes[action.parent] for action in actions]
-    roots = [node for node in tree.nodes.values() if node.kind == "prompt" and node.parent == 0]
-    assert above[0] in roots and above[1] in roots and len(roots) == 2
-    assert tree.parent(above[2]) is actions[0], "the first conversation goes on below its reply"
-    assert tree.parent(above[3]) is actions[2]
-    assert "You help." in above[1].text and "You help." not in s.policy.prompts[2]
-
-
 @pytest.mark.second
 async def test_a_half_grown_tree_goes_on_by_replay(stage: Stages) -> None:
     s = stage(adds, "counting")
@@ -178,14 +155,6 @@ async def test_how_an_episode_ends(
 async def test_an_agent_that_asks_nothing_is_a_fault_of_the_task(stage: Stages) -> None:
     with pytest.raises(DataFault, match=r"ended before it asked the policy .*nothing to ask"):
         await stage(lambda prompt, i: "r", "silent").grow(chain)
-
-
-async def test_no_process_is_left(stage: Stages) -> None:
-    s = stage(adds, "counting")
-    await s.environment.open(s.environment.initial(s.task), s.anew().services)
-    started = psutil.Process().children(recursive=True)
-    await s.environment.close()
-    assert len(started) > 1 and not any(process.is_running() for process in started)
 
 
 def parts(prompt: str, i: int) -> str:

@@ -16,15 +16,8 @@ from coppice.scheduler.growth.rollouts import outcomes, position_before
 from coppice.scheduler.growth.strategies import full
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
+from coppice.wire import messages as wire
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.messages import (
-    GenerateRequest,
-    GenerateResult,
-    JudgeRequest,
-    JudgeResult,
-    SpeakRequest,
-    SpeakResult,
-)
 from tests.agent_stage import Staged
 from tests.scheduler.test_strategies import sample
 
@@ -40,13 +33,13 @@ class Services:
         self.asked: list[tuple[str, str]] = []
 
     async def call(self, service: str, request: Any, **_: Any) -> Any:
-        if isinstance(request, JudgeRequest):
+        if isinstance(request, wire.JudgeRequest):
             assert service == "judge.sotopia_rules"
-            return JudgeResult(await SotopiaRules().score(request.turns))
-        if isinstance(request, SpeakRequest):
+            return wire.JudgeResult(await SotopiaRules().score(request.turns))
+        if isinstance(request, wire.SpeakRequest):
             self.asked.append((service, request.messages[0]["content"]))
-            return SpeakResult(self._reply("42 euros"))
-        assert isinstance(request, GenerateRequest)
+            return wire.SpeakResult(self._reply("42 euros"))
+        assert isinstance(request, wire.GenerateRequest)
         if not self.left:
             raise InfrastructureFault("the actor is gone")
         self.left -= 1
@@ -54,7 +47,7 @@ class Services:
         self.asked.append((service, prompt))
         price = "42 euros" if "your turn, Tobin" in prompt else "43 euros"
         said = sample(self.text, self._reply(price))
-        return GenerateResult([said] * request.n, len(request.tokens), 0)
+        return wire.GenerateResult([said] * request.n, len(request.tokens), 0)
 
     def _reply(self, words: str) -> str:
         return json.dumps({"action_type": "speak", "argument": words})

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from coppice.actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
-from coppice.common import frontier
 from coppice.learner.update.batches import Inbox
 from coppice.learner.update.trainer import Batch
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig
@@ -18,7 +17,7 @@ from coppice.scheduler.dispatch.dispatcher import DispatchConfig
 from coppice.scheduler.growth.dynamic_sampling import differs
 from coppice.wire import messages as wire
 from coppice.wire.service import Call
-from tests.scheduler.test_begin import House, checkpoint, journal_of, publish
+from tests.scheduler.test_begin import House, journal_of, publish
 from tests.scheduler.test_strategies import sample
 
 QUESTIONS, UPDATES, BUDGET = 2, 4, 2
@@ -47,12 +46,9 @@ class Coin(Environment):
 
 
 class Learning(House):
-    """A run whose learner takes batches as rank 0 does, with a checkpoint after each update. most:
-    it makes no more updates than these."""
+    """A run whose learner takes batches as rank 0 does."""
 
-    def __init__(
-        self, folder: Path, model: Path, trained: dict[int, int] | None = None, version: int = 0
-    ):
+    def __init__(self, folder: Path, model: Path):
         sizes = {"updates": UPDATES, "questions_per_update": QUESTIONS, "max_action_tokens": 4}
         settings = SchedulerConfig(
             strategy="full",
@@ -65,11 +61,10 @@ class Learning(House):
             **sizes,
         )
         world = {"environment": f"{__name__}:Coin", "options": {}, "reward": "outcome"}
-        super().__init__(folder, model, version=version, scheduler=settings, **world)
-        self.inbox = Inbox(QUESTIONS, {**(trained or {})})
+        super().__init__(folder, model, scheduler=settings, **world)
+        self.inbox = Inbox(QUESTIONS, {})
         self.answers: dict[int, asyncio.Future[wire.Trained]] = {}
         self.batches: list[Batch] = []
-        self.most = UPDATES
         self.asked: defaultdict[str, int] = defaultdict(int)
 
     async def generate(self, request: wire.GenerateRequest, call: Call) -> wire.GenerateResult:
@@ -84,29 +79,24 @@ class Learning(House):
         return wire.GenerateResult(samples, len(request.tokens), 0)
 
     async def train(self, group: wire.TrainGroup, call: Call) -> wire.Trained:
-        if not self.inbox.add(group) and group.id not in self.answers:
-            return self.answer()
-        future = self.answers.setdefault(group.id, asyncio.get_running_loop().create_future())
+        self.inbox.add(group)
+        self.answers[group.id] = asyncio.get_running_loop().create_future()
         self.update()
-        return await asyncio.shield(future)
+        return await self.answers[group.id]
 
     async def close(self, closed: wire.TreeClosed, call: Call) -> wire.Closed:
         self.inbox.close(closed)
         self.update()
         return wire.Closed()
 
-    def answer(self) -> wire.Trained:
-        weights = publish(self.folder, self.trained)
-        return wire.Trained(weights.version, weights.path, weights.digest, {}, [])
-
     def update(self) -> None:
-        while len(self.batches) < self.most and (trees := self.inbox.ready()) is not None:
-            batch = self.inbox.take(trees, self.trained)
-            self.batches.append(batch)
+        while (trees := self.inbox.ready()) is not None:
+            self.batches.append(self.inbox.take(trees, self.trained))
             self.trained += 1
-            checkpoint(self.folder, self.trained, frontier.runs(self.inbox.trained))
-            for group in in_update(batch):
-                self.answers.pop(group).set_result(self.answer())
+            weights = publish(self.folder, self.trained)
+            trained = wire.Trained(weights.version, weights.path, weights.digest, {}, [])
+            for group in in_update(self.batches[-1]):
+                self.answers[group].set_result(trained)
 
 
 def in_update(batch: Batch) -> list[int]:
@@ -166,21 +156,3 @@ async def test_questions_without_spread_are_replaced(tmp_path: Path, llama: Path
     assert replaced > 0
     summary = msgspec.json.decode((tmp_path / "summary.json").read_bytes())
     assert summary["counts"]["replaced"] == replaced
-
-
-@pytest.mark.parametrize("updates_before", [0, 1, 2])
-async def test_a_run_that_dies_with_a_replaced_tree_waiting_loses_and_repeats_nothing(
-    tmp_path: Path, llama: Path, updates_before: int
-) -> None:
-    dead = Learning(tmp_path, llama)
-    dead.most = updates_before  # the learner then waits, so that the moment is not missed
-
-    def until(house: Learning) -> bool:
-        return len(house.batches) == updates_before and len(house.run.stream.replaced) > 0
-
-    await dead.live(until)
-    journal = journal_of(tmp_path)
-    assert any(row.status == "replaced" for row in journal.untrained_trees())
-    resumed = Learning(tmp_path, llama, dead.inbox.trained, dead.trained)
-    await resumed.live()
-    check(tmp_path, [*dead.batches, *resumed.batches])

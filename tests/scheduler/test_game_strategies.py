@@ -25,8 +25,7 @@ from coppice.scheduler.growth.tree import Tree
 from coppice.wire import messages as wire
 from coppice.wire.faults import InfrastructureFault
 from tests.agent_stage import Staged
-from tests.scheduler.test_strategies import GOOD, RIGHT, WRONG, sample
-from tests.scheduler.test_strategies import Stage as SearchStage
+from tests.scheduler.test_strategies import sample
 
 
 class Services:
@@ -169,26 +168,6 @@ async def test_the_continuations_of_a_state_are_one_request(tmp_path: Path, llam
     assert [r.n for r in from_first] == [1, 8, 8, 4]
     total = sum(r.n for r in stage.services.generated)
     assert total == stage.counts["environment_steps"] + stage.counts["continuation_steps"]
-
-
-async def test_monte_carlo_values_of_a_conversation(tmp_path: Path, llama: Path) -> None:
-    texts = {0: [GOOD, RIGHT, WRONG, GOOD], 1: [RIGHT, RIGHT, WRONG]}
-    stage = SearchStage(tmp_path, llama, [], continuations=4, k=1)
-    scripted = stage.services.call
-
-    async def call(service: str, request: Any, **kept: Any) -> Any:
-        if isinstance(request, wire.GenerateRequest):
-            searched = stage.runtime.text.decode(request.tokens).count("Capital: Sofia") > 0
-            stage.services.script = [(texts[searched] * request.n)[: request.n]]
-        return await scripted(service, request, **kept)
-
-    stage.services.call = call  # pyright: ignore[reportAttributeAccessIssue]
-    await stage.grow(mc_value)
-    (turns,) = stage.groups
-    assert [turn.turn for turn in turns] == [1, 2]
-    # From the question: GOOD, RIGHT, WRONG, GOOD; the two that searched meet and answer RIGHT,
-    # RIGHT. After the search: 3 of 4.
-    assert [turn.scores["mc_value"] for turn in turns] == [3 / 4, 3 / 4]
 
 
 async def test_concurrent_work_has_one_fate() -> None:
