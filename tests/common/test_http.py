@@ -92,16 +92,16 @@ async def test_a_refused_request_is_a_data_fault_at_once(status: int) -> None:
         assert c.counts == {"requests": 1, "failures": 1}
 
 
-@pytest.mark.parametrize(
-    ("status", "settings", "remedy"),
-    [
-        (401, {}, "wants an API key"),
-        (401, {"api_key_env": "TEST_HTTP_KEY"}, "key in TEST_HTTP_KEY right"),
-        (404, {}, "does the server's URL end"),
-        (404, {"remedies": {404: "look elsewhere"}}, "look elsewhere"),
-        (308, {}, "it moved to /elsewhere"),
-    ],
-)
+REFUSALS: list[tuple[int, dict[str, Any], str]] = [
+    (401, {}, "wants an API key"),
+    (401, {"api_key_env": "TEST_HTTP_KEY"}, "key in TEST_HTTP_KEY right"),
+    (404, {}, "does the server's URL end"),
+    (404, {"remedies": {404: "look elsewhere"}}, "look elsewhere"),
+    (308, {}, "it moved to /elsewhere"),
+]
+
+
+@pytest.mark.parametrize(("status", "settings", "remedy"), REFUSALS)
 async def test_another_refusal_is_final_and_says_what_to_change(
     monkeypatch: pytest.MonkeyPatch, status: int, settings: dict[str, Any], remedy: str
 ) -> None:

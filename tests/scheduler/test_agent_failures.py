@@ -1,7 +1,5 @@
 """What has gone wrong elsewhere where agents train through a gateway: thoughts that a template
-leaves out, calls and ids written anew, rewritten prompts, agents inside agents, failures of one
-episode, limits that are ignored. ``Stage.check`` compares the tokens of all nodes.
-"""
+leaves out, rewritten prompts, failures of one episode."""
 
 import itertools
 from collections.abc import Callable

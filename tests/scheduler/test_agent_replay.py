@@ -163,9 +163,8 @@ async def test_an_agent_asks_the_retriever_and_a_judge_sees_it(stage: Stages) ->
 
     async def call(service: str, request: Any, **more: Any) -> Any:
         if isinstance(request, RetrieveRequest):
-            return RetrieveResult(
-                [[Passage("p", "Peru", f"Capital: {query}?", 1.0)] for query in request.queries]
-            )
+            (query,) = request.queries
+            return RetrieveResult([[Passage("p", "Peru", f"Capital: {query}?", 1.0)]])
         turns.extend(request.turns if isinstance(request, JudgeRequest) else [])
         return await policy(service, request, **more)
 
@@ -180,9 +179,7 @@ async def test_an_agent_asks_the_retriever_and_a_judge_sees_it(stage: Stages) ->
     assert '"Peru"\nCapital: Peru capital?' in seen
 
 
-async def test_calls_and_thoughts_in_special_tokens_are_read(
-    tmp_path: Path, llama: Path, stage: Stages
-) -> None:
+async def test_calls_in_special_tokens_are_read(tmp_path: Path, stage: Stages) -> None:
     s = stage(lambda prompt, i: "7", "counting", family="mistral")
     tokenizer = s.text.tokenizer
     tokenizer.add_special_tokens(["[TOOL_CALLS]", "<|eot|>"])

@@ -135,17 +135,6 @@ async def test_an_answer_that_cannot_be_right_is_asked_of_another_worker(b: Benc
         assert answer.tokens.tolist() == [1.0]
 
 
-async def test_attempts_are_bounded_and_the_last_fault_is_the_outcome(tmp_path: Path) -> None:
-    async def never(request: EchoRequest, call: Call) -> EchoResult:
-        raise InfrastructureFault("never")
-
-    async with bench(tmp_path, DispatchConfig(max_attempts=2)) as b:
-        await b.work("w", {"echo": never})
-        with pytest.raises(InfrastructureFault, match="w: never"):
-            await b.dispatcher.call("echo", ask(), deadline=10)
-        assert b.dispatcher.counters["retries"] == 1
-
-
 async def test_a_call_pinned_to_an_absent_worker_fails_at_once(b: Bench) -> None:
     await b.work("here", {"echo": echo})
     with pytest.raises(InfrastructureFault, match=r"no worker 'gone' is here, only \['here'\]"):

@@ -1,5 +1,4 @@
-"""Requests of agents that are answered 400, with real processes, gateway, dispatcher and journal: an
-agent that ends because of such an answer has no outcome, and the run goes on."""
+"""An agent that ends because its request was answered 400 has no outcome, and the run goes on."""
 
 import json
 import re

@@ -150,19 +150,6 @@ async def test_an_invalid_judgement_adds_zero_and_is_counted(tmp_path: Path, lla
     assert stage.counts["invalid_judgements"] == 3
 
 
-async def test_a_tree_grown_halfway_goes_on_where_it_stood(tmp_path: Path, llama: Path) -> None:
-    stage = Stage(tmp_path, llama, [[GOOD, BAD, NOTHING]])
-    with pytest.raises(IndexError):  # the services die when the second step is asked for
-        await stage.grow(slate)
-    tree = stage.reread()
-    stage.services.script = [[RIGHT, WRONG, NOTHING]]
-    again = stage.anew(tree)
-    await again.plant()
-    await slate.grow(tree, again, 3)
-    assert [[turn.turn for turn in group] for group in stage.groups] == [[1, 1, 1], [2, 2, 2]]
-    assert tree.tip().step == 2
-
-
 @pytest.mark.parametrize(("strategy", "count"), [(slate, 3), (full, 1), (chain, 1), (ppr, 1)])
 async def test_a_trajectory_that_outgrows_the_context_ends_as_a_failure_alone(
     tmp_path: Path, llama: Path, strategy: Any, count: int

@@ -34,7 +34,6 @@ class Player(Services):
     def __init__(self, stage: Stage, says: list[str], calls: int = 10**6):
         super().__init__(stage.services.text, [])
         self.root, self.says, self.calls = stage, says, calls
-        self.tops: dict[int, float] = {}
 
     async def call(self, service: str, request: Any, **settings: Any) -> Any:
         self.calls -= 1
