@@ -109,12 +109,11 @@ def first(tree: Tree, trajectory: int) -> Node:
 
 
 def trained(tree: Tree, trajectory: int) -> list[Node]:
-    """The actions of a trajectory that are trained."""
     return [action for action in tree.actions(trajectory) if not action.forced]
 
 
 def flat(tree: Tree, trajectory: int) -> list[int]:
-    """The tokens that the policy sampled on a trajectory, from its first turn on."""
+    """The trained tokens of a trajectory, from its first turn on."""
     return [int(token) for action in trained(tree, trajectory) for token in action.tokens]
 
 
