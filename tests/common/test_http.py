@@ -194,6 +194,7 @@ async def test_no_key_and_a_key_in_the_url_are_refused(monkeypatch: pytest.Monke
     monkeypatch.delenv("TEST_HTTP_KEY", raising=False)
     with pytest.raises(ValueError, match=r"TEST_HTTP_KEY is empty.*http://h"):
         await JsonClient("http://h", api_key_env="TEST_HTTP_KEY").start()
+    none: dict[str, Any]
     for none in ({"attempts": 0}, {"concurrency": 0}):
         with pytest.raises(ValueError, match="at least 1"):
             JsonClient("http://h", **none)

@@ -5,6 +5,7 @@ an update has the questions that it names.
 import asyncio
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -49,7 +50,7 @@ class Learning(House):
     """A run whose learner takes batches as rank 0 does."""
 
     def __init__(self, folder: Path, model: Path):
-        sizes = {"updates": UPDATES, "questions_per_update": QUESTIONS, "max_action_tokens": 4}
+        sizes: Any = {"updates": UPDATES, "questions_per_update": QUESTIONS, "max_action_tokens": 4}
         settings = SchedulerConfig(
             strategy="full",
             strategy_options={"k": 2},

@@ -187,17 +187,18 @@ async def test_a_silent_scheduler_is_asked_again_and_the_open_work_goes_on() -> 
 
 async def test_a_worker_is_heard_on_a_new_connection_while_the_old_one_stands() -> None:
     scheduler, heard = Scheduler(), asyncio.Queue[list[Frame]]()
-    old, new = (Dealer(scheduler.router.endpoint, None, b"w/1/a") for _ in range(2))
-    new.listen(heard.put_nowait)
+    dealers = list[Dealer]()
     try:
-        for number, dealer in enumerate((old, new)):
-            dealer.send(encode(wire.Heartbeat(number, {}, [], 0)))
+        for number in range(2):  # the first connection stands
+            dealers.append(Dealer(scheduler.router.endpoint, None, b"w/1/a"))
+            dealers[-1].send(encode(wire.Heartbeat(number, {}, [], 0)))
             assert (await scheduler.next(wire.Heartbeat)).in_flight == number
+        dealers[-1].listen(heard.put_nowait)
         scheduler.send(wire.Goodbye("for the new connection"))
         async with asyncio.timeout(10):
             assert decode_header(await heard.get()) == wire.Goodbye("for the new connection")
     finally:
-        for socket in (old, new, scheduler.router):
+        for socket in (*dealers, scheduler.router):
             socket.close()
 
 

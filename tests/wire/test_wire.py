@@ -6,6 +6,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -131,4 +132,5 @@ def test_a_digest_depends_on_names_types_shapes_and_bytes_not_on_order() -> None
     a, b = ("a", "F32", (2,), b"12345678"), ("b", "F32", (2,), b"abcdefgh")
     assert digest.tensors([a, b]) == digest.tensors([b, a])
     for at, other in enumerate(("c", "I32", (1, 2), b"12345679")):
-        assert digest.tensors([(*a[:at], other, *a[at + 1 :])]) != digest.tensors([a])
+        changed: Any = (*a[:at], other, *a[at + 1 :])
+        assert digest.tensors([changed]) != digest.tensors([a])
