@@ -37,7 +37,7 @@ async def played(s: Stage, name: str) -> Tree:
 
 CLIENTS = {
     "openai": "chat chat_streamed responses responses_streamed",
-    "agents": "agents_responses agents_streamed",
+    "agents": "agents_streamed",
     "pydantic_ai": "pydantic_tool",
     "langchain_openai": "langgraph",
     "urllib": "messages",
