@@ -13,7 +13,7 @@ from coppice.scheduler.dispatch.calls import Place, Worker, roomy
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Dispatcher
 from coppice.wire.keys import RunKeys
 from coppice.wire.messages import SERVICES, Register
-from coppice.wire.service import Handler, Service
+from coppice.wire.service import Call, Handler, Service
 
 
 class EchoRequest(msgspec.Struct, frozen=True):
@@ -30,6 +30,21 @@ class EchoResult(msgspec.Struct, frozen=True):
 
 
 SERVICES["echo"] = (EchoRequest, EchoResult)
+
+
+def ask(value: float = 1.0) -> EchoRequest:
+    """A request of one number."""
+    return EchoRequest(np.array([value], np.float32))
+
+
+async def echo(request: EchoRequest, call: Call) -> EchoResult:
+    """Answer with what was asked."""
+    return EchoResult(request.tokens, 0)
+
+
+async def forever(request: Any, call: Call) -> Any:
+    """Answer never."""
+    await asyncio.Event().wait()
 
 
 def loaded(name: str, calls: int, capacity: int, stats: dict[str, float] | None = None) -> Worker:

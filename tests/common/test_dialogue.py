@@ -89,28 +89,25 @@ def test_a_history_is_known_again_however_a_client_has_written_it() -> None:
     assert histories(ASKED, TOOLS) == histories(written_again, TOOLS)
 
 
-@pytest.mark.parametrize(
-    ("place", "change"),
-    [
-        (0, {"content": "Be brief. "}),
-        (1, {"role": "system"}),
-        (2, {"content": "text"}),
-        (
-            2,
-            {"tool_calls": [call("look", '{"a": 1, "b": [3]}', "call_1"), call("look", "{}", "x")]},
-        ),
-        (2, {"tool_calls": [call("look", '{"a": 1, "b": [2]}', "call_1")]}),
-        (3, {"tool_call_id": "call_1"}),
-        (4, {"content": "First"}),
-    ],
-)
+LOOK = call("look", '{"a": 1, "b": [2]}', "call_1")
+OTHER = call("look", '{"a": 1, "b": [3]}', "call_1")
+CHANGES: list[tuple[int, dict[str, Any]]] = [
+    (0, {"content": "Be brief. "}),
+    (1, {"role": "system"}),
+    (2, {"content": "text"}),
+    (2, {"tool_calls": [OTHER, call("look", "{}", "x")]}),
+    (2, {"tool_calls": [LOOK]}),
+    (3, {"tool_call_id": "call_1"}),
+    (4, {"content": "First"}),
+]
+
+
+@pytest.mark.parametrize(("place", "change"), CHANGES)
 def test_digests_differ_from_the_first_difference_on(place: int, change: dict[str, Any]) -> None:
     other = [message | change if i == place else message for i, message in enumerate(ASKED)]
     same = [a == b for a, b in zip(histories(ASKED, TOOLS), histories(other, TOOLS), strict=True)]
     assert same == [True] * (place + 1) + [False] * (len(ASKED) - place)
-    assert not set(histories(ASKED)) & set(histories(ASKED, TOOLS)), (
-        "the tools are part of the history"
-    )
+    assert not set(histories(ASKED)) & set(histories(ASKED, TOOLS)), "the tools are part of it"
 
 
 def test_a_reply_is_known_without_its_thoughts_and_an_other_question_is_not() -> None:
@@ -127,32 +124,25 @@ def test_after_a_reply_stands_what_the_whole_rendering_has(tmp_path: Path, sourc
     rendered = renderer(tmp_path, source)
     reply = "I look.\n"
     history = [*ASKED[:2], {"role": "assistant", "content": reply}]
-    for tail in (
-        [{"role": "user", "content": "And?"}],
-        ASKED[3:],
-        [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
-    ):
+    prompt = rendered.whole(history[:2], TOOLS)
+    for tail in ([{"role": "user", "content": "And?"}], ASKED[3:]):
         whole = rendered.whole([*history, *tail], TOOLS)
-        prompt = rendered.whole(history[:2], TOOLS)
         assert whole == prompt + reply + rendered.after(tail, TOOLS)
 
 
 def test_a_template_without_tools_gets_them_as_text(tmp_path: Path) -> None:
     text = renderer(tmp_path, PLAIN).whole(ASKED, TOOLS)
-    assert (
-        json.dumps(TOOLS[0]) in text.split("<|im_end|>")[0]
-        and "Be brief." in text.split("<|im_end|>")[0]
-    )
+    first = text.split("<|im_end|>")[0]
+    assert json.dumps(TOOLS[0]) in first and "Be brief." in first
     assert '<tool_call>\n{"name": "look", "arguments": {"a": 1, "b": [2]}}\n</tool_call>' in text
     assert "<|im_start|>user\n<tool_response>\nsecond\n</tool_response><|im_end|>" in text
     assert "<|im_start|>system" in renderer(tmp_path, PLAIN).whole(ASKED[1:2], TOOLS)
 
 
 def test_a_template_that_changes_replies_is_refused(tmp_path: Path) -> None:
+    changed = renderer(tmp_path, PLAIN.replace("{{ m.content }}", "{{ m.content | upper }}"))
     with pytest.raises(ValueError, match="does not write replies as they are"):
-        renderer(tmp_path, PLAIN.replace("{{ m.content }}", "{{ m.content | upper }}")).after(
-            ASKED[:1]
-        )
+        changed.after(ASKED[:1])
 
 
 def test_contents_of_other_kinds_are_refused() -> None:

@@ -58,14 +58,11 @@ def test_a_driver_that_is_older_than_torchs_cuda_is_refused(
         assert [one[:38] for one in refused] == said
 
 
-@pytest.mark.parametrize(
-    ("named", "expected"), [("", []), ("-1", []), ("1,GPU-2d1c", ["1", "GPU-2d1c"])]
-)
-def test_the_environment_goes_before_the_list(
-    smi: Path, monkeypatch: pytest.MonkeyPatch, named: str, expected: list[str]
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
-    assert hardware.visible_gpus() == expected
+@pytest.mark.usefixtures("smi")
+def test_the_environment_goes_before_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    for named, expected in (("", []), ("-1", []), ("1,GPU-2d1c", ["1", "GPU-2d1c"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+        assert hardware.visible_gpus() == expected
 
 
 def test_gpus_that_torch_cannot_use_are_refused_and_never_replaced_by_the_cpu(
@@ -90,17 +87,18 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 KIB = 2**10
 
 
-@pytest.mark.parametrize(
-    ("version", "names"),
-    [
-        ("", ("memory.max", "memory.current", "inactive_file")),
-        ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
-    ],
-)
+FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+@pytest.mark.parametrize("version", FILES)
 @pytest.mark.parametrize("group", ["service/run", "service", ""])
 def test_the_limit_of_any_group_bounds_the_free_memory_and_cached_files_are_free(
-    groups: Path, version: str, names: tuple[str, str, str], group: str
+    groups: Path, version: str, group: str
 ) -> None:
+    names = FILES[version]
     folder = groups / version / group
     folder.mkdir(parents=True, exist_ok=True)
     whole = hardware.free_memory()

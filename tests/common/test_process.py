@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,8 @@ import pytest
 from coppice.common.process import FILES, Killed, in_subprocess
 
 
-def _number() -> int:
-    return os.getpid()
-
-
 def _refuse(value: int) -> None:
     raise ValueError(f"{value}: expected less")
-
-
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _linger(mark: Path) -> None:
@@ -36,25 +27,16 @@ def _linger(mark: Path) -> None:
 
 
 def test_it_answers_from_elsewhere_and_raises_what_the_function_raises() -> None:
-    assert in_subprocess(_number) != os.getpid()
+    assert in_subprocess(os.getpid) != os.getpid()
     with pytest.raises(ValueError, match="7: expected less"):
         in_subprocess(_refuse, 7)
 
 
 def test_a_process_that_is_killed_is_told_at_once() -> None:
     with pytest.raises(Killed):
-        in_subprocess(_die)
+        in_subprocess(signal.raise_signal, signal.SIGKILL)
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """A background job, such as a CI run may be, begins with SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
 def test_an_interruption_ends_it_after_its_own_cleaning_up(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
 
@@ -63,9 +45,14 @@ def test_an_interruption_ends_it_after_its_own_cleaning_up(tmp_path: Path) -> No
             time.sleep(0.05)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
+    # a background job, such as a CI run may be, begins with SIGINT ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        in_subprocess(_linger, mark)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            in_subprocess(_linger, mark)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (tmp_path / "cleaned").exists()
     with pytest.raises(ProcessLookupError):
         os.kill(int(mark.read_text()), 0)
@@ -84,7 +71,5 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 def test_a_process_may_open_as_many_files_as_the_system_grants() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     most = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
-    said = subprocess.run(
-        [sys.executable, "-c", BEGUN], capture_output=True, text=True, check=True
-    ).stdout
+    said = subprocess.check_output([sys.executable, "-c", BEGUN], text=True)
     assert said.split() == [str(most), str(hard)]

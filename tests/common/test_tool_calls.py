@@ -14,24 +14,17 @@ ONE = '{"name": "look", "arguments": {"a": "</x> é"}}'
 CALL = ToolCall("look", '{"a": "</x> é"}')
 
 
-@pytest.mark.parametrize(
-    ("family", "reply", "expected"),
-    [
-        ("hermes", "Just text.", Parsed("Just text.")),
-        ("hermes", f"I look.\n<tool_call>\n{ONE}\n</tool_call>", Parsed("I look.", [CALL])),
-        (
-            "hermes",
-            f"<tool_call>{ONE}</tool_call>\n<tool_call>{ONE}</tool_call>\n",
-            Parsed("", [CALL, CALL]),
-        ),
-        (
-            "llama3",
-            '<|python_tag|>{"name": "look", "parameters": {"a": "</x> é"}}',
-            Parsed("", [CALL]),
-        ),
-        ("mistral", f"Well.[TOOL_CALLS][{ONE}, {ONE}]", Parsed("Well.", [CALL, CALL])),
-    ],
-)
+HERMES, LLAMA = f"<tool_call>{ONE}</tool_call>", ONE.replace("arguments", "parameters")
+WRITTEN = [
+    ("hermes", "Just text.", Parsed("Just text.")),
+    ("hermes", f"I look.\n<tool_call>\n{ONE}\n</tool_call>", Parsed("I look.", [CALL])),
+    ("hermes", f"{HERMES}\n{HERMES}\n", Parsed("", [CALL, CALL])),
+    ("llama3", f"<|python_tag|>{LLAMA}", Parsed("", [CALL])),
+    ("mistral", f"Well.[TOOL_CALLS][{ONE}, {ONE}]", Parsed("Well.", [CALL, CALL])),
+]
+
+
+@pytest.mark.parametrize(("family", "reply", "expected"), WRITTEN)
 def test_calls_are_read_as_a_family_writes_them(family: str, reply: str, expected: Parsed) -> None:
     assert parse(reply, family, ["look"]) == expected
 
@@ -42,9 +35,8 @@ def test_an_opening_begins_a_call_that_is_read(family: str) -> None:
     end = f' {{"a": 1}}}}{kind.closing}{kind.end}'
     one, several = opening(family, ["look é"]), opening(family, ["look é", "go"])
     assert parse(one + end, family, ["look é"]).calls == [ToolCall("look é", '{"a": 1}')]
-    assert parse(f'{several} "go", "{kind.key}":{end}', family, ["look é", "go"]).calls == [
-        ToolCall("go", '{"a": 1}')
-    ]
+    parsed = parse(f'{several} "go", "{kind.key}":{end}', family, ["look é", "go"])
+    assert parsed.calls == [ToolCall("go", '{"a": 1}')]
 
 
 def called(value: str) -> str:
@@ -77,11 +69,10 @@ def test_an_unreadable_call_makes_the_reply_invalid_and_says_why(reply: str, pro
     assert not parse(reply, family, []).problem, "without tools a mark is text"
 
 
-@given(
-    st.sampled_from(sorted(FAMILIES)),
-    st.text(),
-    st.dictionaries(st.text(), st.integers() | st.text()),
-)
+ARGUMENTS = st.dictionaries(st.text(), st.integers() | st.text())
+
+
+@given(st.sampled_from(sorted(FAMILIES)), st.text(), ARGUMENTS)
 def test_what_is_read_is_what_was_written(
     family: str, text: str, arguments: dict[str, object]
 ) -> None:
@@ -100,17 +91,12 @@ def test_what_is_read_is_what_was_written(
 
 
 def test_the_family_is_that_of_the_template() -> None:
-    templates = ("..<tool_call>..", "..<|python_tag|>..", "..[TOOL_CALLS][..", "none")
-    assert [family_of(template) for template in templates] == [
-        "hermes", "llama3", "mistral", "hermes"
-    ]  # fmt: skip
+    marks = {"<tool_call>": "hermes", "<|python_tag|>": "llama3", "[TOOL_CALLS][": "mistral"}
+    for mark, family in {**marks, "none": "hermes"}.items():
+        assert family_of(f"..{mark}..") == family
 
 
-@pytest.mark.parametrize(
-    "thought", ["<think> a <tool_call> b </think>", " a <tool_call> b </think>"]
-)
-def test_a_thought_is_neither_text_nor_calls(thought: str) -> None:
-    parsed = parse(
-        thought + ' 7 <tool_call>{"name": "look", "arguments": {}}</tool_call>', "hermes", ["look"]
-    )
+@pytest.mark.parametrize("begin", ["<think>", ""])
+def test_a_thought_is_neither_text_nor_calls(begin: str) -> None:
+    parsed = parse(f"{begin} a <tool_call> b </think> 7 {HERMES}", "hermes", ["look"])
     assert (parsed.think, parsed.text, len(parsed.calls)) == ("a <tool_call> b", "7", 1)

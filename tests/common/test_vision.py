@@ -18,6 +18,12 @@ from tests.pictures import png, squares
 SIZES = [(28, 28), (100, 41), (41, 100), (17, 900), (256, 256), (1, 1), (111, 113)]
 
 
+def vision_of(folder: Path) -> Vision:
+    seen = Vision.of(folder)
+    assert seen is not None
+    return seen
+
+
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save_vision(tmp_path_factory.mktemp(request.param), request.param)
@@ -29,8 +35,7 @@ def blank(height: int, width: int) -> bytes:
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
 def test_a_picture_has_the_tokens_of_transformers(folder: Path, height: int, width: int) -> None:
-    seen = Vision.of(folder)
-    assert seen is not None
+    seen = vision_of(folder)
     picture = blank(height, width)
     assert vision.size_of(picture) == (height, width)
     _, ((_, rows, columns),) = seen.pixels([picture])
@@ -40,8 +45,7 @@ def test_a_picture_has_the_tokens_of_transformers(folder: Path, height: int, wid
 def test_pixel_values_are_those_of_the_processor_of_the_folder(seeing: Path) -> None:
     from transformers import Qwen2VLImageProcessorPil
 
-    seen = Vision.of(seeing)
-    assert seen is not None
+    seen = vision_of(seeing)
     pictures = [squares(1), squares(2, 3, 2)]
     patches, grids = seen.pixels(pictures)
     opened: Any = [Image.open(io.BytesIO(picture)) for picture in pictures]
@@ -61,21 +65,16 @@ def test_runs_are_the_pictures_in_order_and_numbers_name_each_once() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_positions_are_those_of_transformers(folder: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    seen = Vision.of(folder)
-    assert seen is not None
+    seen = vision_of(folder)
     pictures = {n: squares(n, *rng.integers(1, 5, 2)) for n in range(1, 4)}
     pieces = [np.arange(rng.integers(1, 6))]
-    for number in rng.integers(1, 4, seed):
-        pieces += [
-            ids(int(number), int(np.prod(seen.grid(pictures[int(number)])))),
-            np.arange(rng.integers(1, 6)),
-        ]
+    for number in map(int, rng.integers(1, 4, seed)):
+        pieces.append(ids(number, int(np.prod(seen.grid(pictures[number])))))
+        pieces.append(np.arange(rng.integers(1, 6)))
     tokens = np.concatenate(pieces)
     model = vision.load(folder, torch.float32, "eager")
-    grid = [
-        [1, 2 * rows, 2 * columns]
-        for rows, columns in (seen.grid(pictures[run.number]) for run in runs(tokens))
-    ]
+    shapes = (seen.grid(pictures[run.number]) for run in runs(tokens))
+    grid = [[1, 2 * rows, 2 * columns] for rows, columns in shapes]
     expected, delta = model.model.get_rope_index(
         torch.from_numpy(tokens)[None].clamp(min=0),
         torch.from_numpy(tokens < 0)[None].int(),
@@ -87,12 +86,9 @@ def test_positions_are_those_of_transformers(folder: Path, seed: int) -> None:
 
 
 def test_wrong_pictures_are_refused(seeing: Path, llama: Path, tmp_path: Path) -> None:
-    seen = Vision.of(seeing)
-    assert seen is not None
+    seen = vision_of(seeing)
     tokens = np.concatenate([np.arange(2), ids(1, 4)])
-    with pytest.raises(
-        ValueError, match=r"pictures \[1\] are in the prefix and their bytes are not"
-    ):
+    with pytest.raises(ValueError, match=r"pictures \[1\] are in the prefix and their bytes"):
         seen.sequence(tokens, {0: squares(0)})
     with pytest.raises(ValueError, match="has 4 tokens in the prefix: expected 3 x 2"):
         seen.sequence(tokens, {1: squares(0, 3, 2)})

@@ -35,24 +35,8 @@ from coppice.scheduler.growth.tree import Node
 from coppice.scheduler.ledger.node_codec import decode_node, encode_node
 from coppice.tools.launching import config
 from coppice.wire import arrays
+from coppice.wire import messages as wire
 from coppice.wire.faults import InfrastructureFault, WireError
-from coppice.wire.messages import (
-    SERVICES,
-    GenerateRequest,
-    GenerateResult,
-    Heartbeat,
-    Judgement,
-    JudgeResult,
-    Register,
-    Request,
-    Result,
-    Sample,
-    Sampling,
-    Trained,
-    TrainGroup,
-    TreeNode,
-    Turn,
-)
 from tests.fuzz.search import corpus
 
 Target = Callable[[bytes], None]
@@ -80,7 +64,7 @@ def wire_header(data: bytes) -> None:
 
 def wire_body(data: bytes) -> None:
     parts = frames(data)
-    for kind in {kind for pair in SERVICES.values() for kind in pair}:
+    for kind in {kind for pair in wire.SERVICES.values() for kind in pair}:
         with contextlib.suppress(WireError):
             arrays.decode_body(parts, kind)
 
@@ -189,22 +173,26 @@ TARGETS: dict[str, Target] = {
 def built(target: str) -> list[bytes]:
     """Good inputs of a binary form."""
     array = np.arange(6, dtype=np.int32)
-    node = TreeNode(0, -1, "prompt", array)
+    node = wire.TreeNode(0, -1, "prompt", array)
     bodies: list[msgspec.Struct] = [
-        GenerateRequest(array, 2, Sampling(8, stop=["x"])),
-        GenerateResult([Sample(array, array.astype(np.float32), array, "stop")], 7, 4),
-        JudgeResult([Judgement({"reward": 0.5})]),
-        Trained(3, "RUN/weights/v000003", "d", {"loss": 0.1}),
-        TrainGroup(1, 2, [node], [Turn(0, 0, 0, {"reward": 1.0})]),
+        wire.GenerateRequest(array, 2, wire.Sampling(8, stop=["x"])),
+        wire.GenerateResult([wire.Sample(array, array.astype(np.float32), array, "stop")], 7, 4),
+        wire.JudgeResult([wire.Judgement({"reward": 0.5})]),
+        wire.Trained(3, "RUN/weights/v000003", "d", {"loss": 0.1}),
+        wire.TrainGroup(1, 2, [node], [wire.Turn(0, 0, 0, {"reward": 1.0})]),
     ]
-    headers = Register("w", ["judge.x"], 1, 2, "h"), Heartbeat(1, {"s": 1.0}), Result(3)
+    headers = (
+        wire.Register("w", ["judge.x"], 1, 2, "h"),
+        wire.Heartbeat(1, {"s": 1.0}),
+        wire.Result(3),
+    )
     journaled = (
         Node(0, -1, "prompt", array, "p", 0),
         Node(1, 0, "action", array, "a", 1, state={"b": [1]}),
     )
     made: dict[str, list[bytes]] = {
-        "wire_header": [framed(arrays.encode(m)) for m in (*headers, Request(1, "load", 2.0))],
-        "wire_body": [framed(arrays.encode(Result(1), body)) for body in bodies],
+        "wire_header": [framed(arrays.encode(m)) for m in (*headers, wire.Request(1, "load", 2.0))],
+        "wire_body": [framed(arrays.encode(wire.Result(1), body)) for body in bodies],
         "wire_support": [b"\x02" + support.encode([[3, 9], [200]])],
         "journal_node": [encode_node(one) for one in journaled],
         "rank_batch": [pack_batch(Batch(1, 1, [], [(0, node)]))],

@@ -40,10 +40,9 @@ def test_the_search_finds_a_planted_bug_in_a_decoder_and_in_a_parser_of_text() -
             raise IndexError("planted")
 
     def parser(data: bytes) -> None:
-        with pytest.MonkeyPatch.context():
-            text = data.decode("utf-8", "replace")
-            if text.count("<score>") > 1:
-                json.loads(text)
+        text = data.decode("utf-8", "replace")
+        if text.count("<score>") > 1:
+            json.loads(text)
 
     for target, name in ((decoder, "wire_header"), (parser, "judge_replies")):
         _, findings = search(target, seeds(name), seed=0, most=4000)

@@ -10,15 +10,19 @@ import pytest_asyncio
 from tests.agent_stage import AGENT, TEMPLATE, Stage, Stages
 
 
+@pytest.fixture
+def agents(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module's ``AGENTS`` can be imported as ``agents_of_a_test``."""
+    text = AGENT + getattr(request.module, "AGENTS", "")
+    (tmp_path / "agents_of_a_test.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+
+
 @pytest_asyncio.fixture
 async def stage(
-    request: pytest.FixtureRequest, tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, tmp_path: Path, llama: Path, agents: None
 ) -> AsyncIterator[Stages]:
-    """Makes stages over the module's ``AGENTS``, with its ``CHAT``; ends what they have started."""
-    if agents := getattr(request.module, "AGENTS", ""):
-        text = AGENT + agents.replace("FOLDER", str(tmp_path))
-        (tmp_path / "agents_of_a_test.py").write_text(text)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+    """Makes stages over the module's agents, with its ``CHAT``; ends what they have started."""
     chat, stages = getattr(request.module, "CHAT", TEMPLATE), list[Stage]()
 
     def make(reply: Callable[[str, int], str], name: str, **options: Any) -> Stage:

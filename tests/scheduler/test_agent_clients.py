@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from coppice.actors.environments.agents.gateway import Session
-from coppice.scheduler.growth.strategies import chain, full
+from coppice.actors.environments.base import Task
+from coppice.scheduler.growth.strategies import chain
 from coppice.scheduler.growth.tree import Tree
-from tests.agent_stage import Stages, adds
+from tests.agent_stage import Stage, Stages, adds
 
 pytestmark = pytest.mark.slow
 
@@ -23,10 +24,15 @@ def needs(package: str) -> None:
         pytest.skip(f"{package} is not installed: expected the extra `agents`")
 
 
-def is_one_path(tree: Tree, trajectory: int = 0) -> bool:
-    """Whether every action of a trajectory has those before it above it."""
-    actions = tree.actions(trajectory)
-    return [node for node in tree.path(actions[-1]) if node.kind == "action"] == actions
+async def played(s: Stage, name: str) -> Tree:
+    """The tree of another episode, of the agent ``name``."""
+    s.policy.samples.clear()
+    s.policy.asked.clear()
+    s.task, tree = Task(name, "1 + 2 + 4", ["7"]), Tree(1 + len(s.journal.trees()), name)
+    s.journal.start_tree(tree, tree.id, 0)
+    await s.grow(chain, tree)
+    s.check(tree)
+    return tree
 
 
 CLIENTS = {
@@ -36,24 +42,21 @@ CLIENTS = {
     "langchain_openai": "langgraph",
     "urllib": "messages",
 }
-FAITHFUL = {name: package for package, names in CLIENTS.items() for name in names.split()}
 
 
-@pytest.mark.parametrize("name", FAITHFUL)
-async def test_a_clients_conversation_is_one_path(stage: Stages, name: str) -> None:
-    needs(FAITHFUL[name])
-    s = stage(adds, f"tests.agent_clients:{name}")
-    tree = await s.grow(full, k=2)
-    s.check(tree)
-    for trajectory in range(2):
-        actions = tree.actions(trajectory)
-        assert [action.scores["valid"] for action in actions] == [1, 1, 1]
-        assert actions[-1].scores["outcome"] == 1.0, actions[-1].notes
-        assert is_one_path(tree, trajectory)
+@pytest.mark.parametrize("package", CLIENTS)
+async def test_a_clients_conversation_is_one_path(stage: Stages, package: str) -> None:
+    needs(package)
+    s = stage(adds, "tests.agent_clients:named")
+    for name in CLIENTS[package].split():
+        tree = await played(s, name)
+        actions = tree.actions()
+        assert [action.scores["valid"] for action in actions] == [1, 1, 1], name
+        assert actions[-1].scores["outcome"] == 1.0, (name, actions[-1].notes)
+        assert [node for node in tree.path(actions[-1]) if node.kind == "action"] == actions
         text = s.read(tree, actions[-1])
         assert text.count("1 + 2 + 4") == 1
         assert [text.count(f"<tool_response>\n{n}\n</tool_response>") for n in (3, 7)] == [1, 1]
-    assert len(s.policy.samples) == 6
 
 
 def smol(prompt: str, i: int) -> str:
@@ -67,18 +70,16 @@ def smol(prompt: str, i: int) -> str:
 async def test_calls_written_as_text_are_a_branch_for_each_step_trained_once(stage: Stages) -> None:
     needs("smolagents")
     s = stage(smol, "tests.agent_clients:smol_tools")
-    tree = await s.grow(full, k=2)
+    tree = await s.grow(chain)
     s.check(tree)
-    for trajectory in range(2):
-        actions = tree.actions(trajectory)
-        assert [action.scores["valid"] for action in actions] == [1] * 3
-        assert actions[-1].scores["outcome"] == 1.0
-        assert [tree.nodes[action.parent].parent for action in actions] == [0] * 3
-        last = s.text.tokenizer.decode(tree.prefix(tree.nodes[actions[-1].parent]).tolist())
-        assert "Observation:\n" in last and "Calling tools:" in last
+    actions = tree.actions()
+    assert [action.scores["valid"] for action in actions] == [1] * 3
+    assert actions[-1].scores["outcome"] == 1.0
+    assert [tree.nodes[action.parent].parent for action in actions] == [0] * 3
+    last = s.text.tokenizer.decode(tree.prefix(tree.nodes[actions[-1].parent]).tolist())
+    assert "Observation:\n" in last and "Calling tools:" in last
     trained = [turn.node for turns in s.groups for turn in turns]
-    sampled = [node.id for node in tree.nodes.values() if node.kind == "action"]
-    assert sorted(trained) == sorted(sampled)
+    assert trained == [action.id for action in actions]
 
 
 async def test_a_client_that_tries_again_gets_the_reply_that_was_sampled_for_its_first_try(
@@ -116,19 +117,14 @@ async def test_a_client_is_told_that_its_own_limit_has_cut_the_reply(stage: Stag
     assert [action.finish for action in actions] == ["length", "length", "stop"]
 
 
-@pytest.mark.parametrize(
-    ("reply", "valid", "outcome"),
-    [
-        ('<tool_call>{"name": "add", "arguments": {}}</tool_call>', [1, 0], 1.0),
-        ("I would rather not.", [0, 0], 0.0),
-    ],
-)
 async def test_a_required_call_that_is_not_made_is_an_invalid_action_which_the_client_receives(
-    stage: Stages, reply: str, valid: list[float], outcome: float
+    stage: Stages,
 ) -> None:
     needs("openai")
-    s = stage(lambda prompt, i: reply, "tests.agent_clients:required")
-    tree = await s.grow(chain)
-    s.check(tree)
-    assert [action.scores["valid"] for action in tree.actions()] == valid
-    assert tree.actions()[-1].scores["outcome"] == outcome
+    s = stage(adds, "tests.agent_clients:named")
+    made = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    for reply, valid, outcome in ((made, [1, 0], 1.0), ("I would rather not.", [0, 0], 0.0)):
+        s.policy.reply = lambda prompt, i, reply=reply: reply
+        actions = (await played(s, "required")).actions()
+        assert [action.scores["valid"] for action in actions] == valid
+        assert actions[-1].scores["outcome"] == outcome

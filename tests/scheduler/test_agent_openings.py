@@ -59,22 +59,20 @@ def goes_on(prompt: str, i: int) -> str:
 def holds(s: Stage, action: Node, opening: str) -> None:
     """An action is the opening and the sample after it, below exactly the tokens that the policy
     was given before both."""
-    samples, whole = s.policy.samples, action.tokens.tolist()
-    number = next(
-        i for i, one in enumerate(samples) if one.tokens.tolist() == whole[-len(one.tokens) :]
-    )
-    sample, given, above = s.policy.samples[number], s.text.encode(opening), s.tree.parent(action)
-    assert above is not None and action.logprobs is not None and action.versions is not None
-    assert action.sampled is not None
-    assert action.text.startswith(opening)
-    np.testing.assert_array_equal(action.tokens, [*given, *sample.tokens])
-    read = np.concatenate([s.tree.prefix(above), given])
+    given, above = s.text.encode(opening), s.tree.parent(action)
+    assert above is not None and action.text.startswith(opening)
+    after = action.tokens[len(given) :].tolist()
+    number = next(i for i, one in enumerate(s.policy.samples) if one.tokens.tolist() == after)
+    sample, read = s.policy.samples[number], np.concatenate([s.tree.prefix(above), given])
     np.testing.assert_array_equal(read, s.policy.asked[number])
-    sampled = [False] * len(given) + [True] * len(sample.tokens)
-    np.testing.assert_array_equal(action.sampled, sampled)
-    logprobs = np.float32([0] * len(given) + sample.logprobs.tolist())
-    np.testing.assert_array_equal(action.logprobs, logprobs)
-    np.testing.assert_array_equal(action.versions, np.zeros(len(action.tokens)))
+    expected = {
+        "tokens": [*given, *sample.tokens],
+        "sampled": [False] * len(given) + [True] * len(after),
+        "logprobs": np.float32([0] * len(given) + sample.logprobs.tolist()),
+        "versions": np.zeros(len(action.tokens)),
+    }
+    for name, values in expected.items():
+        np.testing.assert_array_equal(getattr(action, name), values)
 
 
 async def test_a_required_call_is_opened_and_the_agent_receives_it_whole(stage: Stages) -> None:

@@ -19,7 +19,7 @@ from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import JudgedTurn, JudgeRequest, Passage, RetrieveRequest, RetrieveResult
-from tests.agent_stage import AGENT, Stage, Stages, adds
+from tests.agent_stage import Stage, Stages, adds
 
 AGENTS = '''
 import random
@@ -89,12 +89,8 @@ async def test_random_numbers_and_modules_are_an_episodes_own(stage: Stages) -> 
 
 
 @pytest.mark.second
-def test_many_episodes_on_the_loop_of_a_run_leave_no_file_open(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "agents_of_a_test.py").write_text(AGENT + AGENTS)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
-
+@pytest.mark.usefixtures("agents")
+def test_many_episodes_on_the_loop_of_a_run_leave_no_file_open(tmp_path: Path, llama: Path) -> None:
     async def play() -> list[int]:
         s, files = Stage(tmp_path, llama, adds, "counting"), list[int]()
         for number in range(1, 5):
@@ -116,14 +112,12 @@ async def test_an_episode_that_cannot_be_reached_again_is_dropped_and_its_task_s
     stage: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment, "PATIENCE_S", 0.0)
-    s = stage(lambda prompt, i: "r", "changing")
+    s = stage(lambda prompt, i: "r", "changing", kept=1)
     ctx = s.anew()
     await ctx.plant()
     (action,) = await ctx.generate(await ctx.tip(), 1)
     action.chosen = True
-    ((_, episode, _),) = s.environment._waiting
-    await episode.close()
-    s.environment._waiting.clear()
+    await s.environment.open(s.environment.initial(s.task), ctx.services)  # ends the first one
     assert await ctx.step(action) is None
     assert action.invalid == ["outcome"] and "asks something else" in action.notes["dropped"]
     assert not await finish(ctx)
@@ -169,9 +163,8 @@ async def test_an_agent_asks_the_retriever_and_a_judge_sees_it(stage: Stages) ->
 
     async def call(service: str, request: Any, **more: Any) -> Any:
         if isinstance(request, RetrieveRequest):
-            return RetrieveResult(
-                [[Passage("p", "Peru", f"Capital: {query}?", 1.0)] for query in request.queries]
-            )
+            (query,) = request.queries
+            return RetrieveResult([[Passage("p", "Peru", f"Capital: {query}?", 1.0)]])
         turns.extend(request.turns if isinstance(request, JudgeRequest) else [])
         return await policy(service, request, **more)
 
@@ -186,9 +179,7 @@ async def test_an_agent_asks_the_retriever_and_a_judge_sees_it(stage: Stages) ->
     assert '"Peru"\nCapital: Peru capital?' in seen
 
 
-async def test_calls_and_thoughts_in_special_tokens_are_read(
-    tmp_path: Path, llama: Path, stage: Stages
-) -> None:
+async def test_calls_in_special_tokens_are_read(tmp_path: Path, stage: Stages) -> None:
     s = stage(lambda prompt, i: "7", "counting", family="mistral")
     tokenizer = s.text.tokenizer
     tokenizer.add_special_tokens(["[TOOL_CALLS]", "<|eot|>"])
@@ -215,13 +206,15 @@ async def test_late_imports_of_libraries_are_shared(tmp_path: Path, stage: Stage
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("question", "outcome"), [("0", 1.0), ("300", 0.0)])
+@pytest.mark.parametrize(
+    ("question", "seconds", "wait", "outcome"), [("0", 3.0, 3.1, 1.0), ("300", 1.5, 0.0, 0.0)]
+)
 async def test_waiting_for_a_reply_is_not_the_agents_time(
-    stage: Stages, question: str, outcome: float
+    stage: Stages, question: str, seconds: float, wait: float, outcome: float
 ) -> None:
-    s = stage(lambda prompt, i: "r", "slow", seconds=8.0)
+    s = stage(lambda prompt, i: "r", "slow", seconds=seconds)
     s.task = Task("t", question)
-    waits = iter([9.0])  # before the first reply alone
+    waits = iter([wait])  # before the first reply alone
     s.policy.before = lambda: asyncio.sleep(next(waits, 0.0))
     tree = await s.grow(chain)
     assert tree.actions()[-1].scores["outcome"] == outcome

@@ -2,16 +2,23 @@
 after a crash, limits and budgets."""
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
 
-from coppice.scheduler.growth.strategies import chain, slate
+from coppice.actors.environments.agents.environment import OVER
+from coppice.actors.environments.agents.episode import Episode
+from coppice.actors.environments.agents.gateway import Session
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.strategies import chain, full, mc_value, slate
+from coppice.scheduler.growth.tree import Tree
 from coppice.wire.faults import DataFault
 from tests.agent_stage import Stages, adds
 
 AGENTS = '''
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 def counting(task):
     """Calls a tool as long as the policy wants, and writes its history in its own way."""
@@ -27,15 +34,6 @@ def counting(task):
         told = {"role": "assistant", "content": reply["content"] or "", "tool_calls": calls}
         messages += [told, *answers]
     return float(reply["content"].strip() == task["golds"][0])
-
-def nested(task):
-    """Asks a second agent in between, with a conversation of its own."""
-    messages = [user("main")]
-    messages += [call(messages), user("more")]
-    call([{"role": "system", "content": "You help."}, user("sub")])
-    messages += [call(messages), user("last")]
-    call(messages)
-    return 1.0
 
 def endless(task):
     messages = [user("go")]
@@ -62,6 +60,27 @@ def rewarded(task):
 
 def unscored(task):
     call([user("one")])
+
+def deaf(task):
+    messages = [user("go")]
+    while True:
+        messages += [call(messages), user("on")]
+
+def fan(task):
+    """Asks one question, then six at the same time that go on from the reply, then a last one."""
+    messages = [user("go")]
+    messages.append(call(messages))
+    with ThreadPoolExecutor(6) as pool:
+        parts = [[*messages, user(f"part {i}")] for i in range(6)]
+        replies = [reply["content"] for reply in pool.map(call, parts)]
+    call([user(" ".join(replies))])
+    return float(len(replies))
+
+def lasting(task):
+    messages = [user("go")]
+    for i in range(2):
+        messages += [call(messages), user("on")]
+    return 1.0
 '''
 
 
@@ -86,19 +105,6 @@ async def test_slate_samples_candidates_for_an_agent_unknown_to_it(stage: Stages
     assert [len(turns) for turns in s.groups] == [3, 3, 3]
     assert [a.text.count("Well.") for a in chosen] == [2, 2, 0]
     assert s.environment.replayed == 0
-
-
-async def test_another_conversation_is_a_branch_and_the_first_goes_on(stage: Stages) -> None:
-    s = stage(lambda prompt, i: "r" + str(prompt.count("<|im_start|>")), "nested")
-    tree = await s.grow(chain)
-    actions = tree.actions()
-    assert len(actions) == 4
-    above = [tree.nodes[action.parent] for action in actions]
-    roots = [node for node in tree.nodes.values() if node.kind == "prompt" and node.parent == 0]
-    assert above[0] in roots and above[1] in roots and len(roots) == 2
-    assert tree.parent(above[2]) is actions[0], "the first conversation goes on below its reply"
-    assert tree.parent(above[3]) is actions[2]
-    assert "You help." in above[1].text and "You help." not in s.policy.prompts[2]
 
 
 @pytest.mark.second
@@ -132,6 +138,7 @@ async def test_a_half_grown_tree_goes_on_by_replay(stage: Stages) -> None:
         ("writing", {"output_mib": 0.1}, 0.0, 1.0),
         ("rewarded", {}, 0.75, 0.0),
         ("unscored", {}, None, 0.0),
+        ("deaf", {"horizon": 3}, 0.0, 1.0),
     ],
 )
 async def test_how_an_episode_ends(
@@ -141,7 +148,8 @@ async def test_how_an_episode_ends(
     tree = await s.grow(chain)
     last = tree.actions()[-1]
     assert (last.scores.get("outcome"), last.scores["crashed"]) == (outcome, crashed)
-    assert len(tree.actions()) == (3 if name == "endless" else 1)
+    assert len(tree.actions()) == len(s.policy.samples) == options.get("horizon", 1)
+    assert not any(OVER in node.text for node in tree.nodes.values())
 
 
 async def test_an_agent_that_asks_nothing_is_a_fault_of_the_task(stage: Stages) -> None:
@@ -149,10 +157,56 @@ async def test_an_agent_that_asks_nothing_is_a_fault_of_the_task(stage: Stages) 
         await stage(lambda prompt, i: "r", "silent").grow(chain)
 
 
-async def test_no_process_is_left(stage: Stages) -> None:
-    s = stage(adds, "counting")
-    await s.environment.open(s.environment.initial(s.task), s.anew().services)
-    ((_, episode, _),) = s.environment._waiting
-    await s.environment.close()
-    assert episode._process is not None and episode._process.ended.result() == -9
-    await asyncio.sleep(0)
+def parts(prompt: str, i: int) -> str:
+    return "r" + "".join(character for character in prompt[-60:] if character.isdigit())
+
+
+@pytest.mark.second
+@pytest.mark.parametrize(
+    ("strategy", "options", "k"), [(chain, {}, 1), (slate, {"k": 2}, 1), (full, {"k": 2}, 2)]
+)
+async def test_parallel_calls_are_all_answered_below_what_each_has_read(
+    stage: Stages, strategy: Any, options: dict[str, Any], k: int
+) -> None:
+    s = stage(parts, "fan")
+    tree = await s.grow(strategy, **options)
+    s.check(tree)
+    for trajectory in range(k):
+        first, *middle, last = tree.actions(trajectory)
+        assert [tree.nodes[action.parent].parent for action in middle] == [first.id] * 6
+        assert {tree.nodes[action.parent].text.count("part") for action in middle} == {1}
+        assert tree.nodes[last.parent].parent == 0 and last.scores["outcome"] == 6.0
+
+
+async def test_parallel_calls_end_at_the_budget(stage: Stages) -> None:
+    s = stage(parts, "fan", horizon=4)
+    tree = await s.grow(chain)
+    s.check(tree)
+    assert len(s.policy.samples) == 4 and tree.actions()[-1].scores["outcome"] == 6.0
+
+
+@pytest.mark.second
+async def test_parallel_calls_are_given_their_replies_again_in_a_replay(stage: Stages) -> None:
+    s = stage(parts, "fan")
+    tree = await s.grow(mc_value, continuations=2)
+    assert [action.scores["mc_value"] for action in tree.actions()] == [6.0] * 8
+    assert s.environment.replayed > 0 and s.counts["dropped_branches"] == 0
+
+
+@pytest.mark.second
+async def test_an_ended_episode_leaves_neither_its_tree_nor_its_contexts_in_memory(
+    stage: Stages,
+) -> None:
+    s, kinds = stage(parts, "lasting", retriever=True), (Context, Session, Episode, Tree)
+    gc.freeze()  # only what is made from here on is looked at
+    try:
+        for number in range(1, 4):
+            tree = Tree(number, s.task.id)
+            s.journal.start_tree(tree, number, 0)
+            await s.grow(full, tree, k=2)
+            del tree
+        await asyncio.gather(*s.environment._closing)
+        gc.collect()
+        assert [one for one in gc.get_objects() if type(one) in kinds] == []
+    finally:
+        gc.unfreeze()

@@ -1,5 +1,8 @@
 """Answers that cannot be right never enter a tree."""
 
+from typing import Any
+
+import msgspec
 import numpy as np
 import pytest
 
@@ -12,38 +15,32 @@ TOKENS, VERSIONS = np.array([5, 6], np.int32), np.array([3, 4], np.int32)
 LOGPROBS = np.array([-1.0, -2.0], np.float32)
 
 
-def check(*samples: wire.Sample, n: int = 1, vocabulary: int = 7) -> None:
-    request = wire.GenerateRequest(np.zeros(1, np.int32), n, wire.Sampling(2))
-    answers.sampled(
-        request, vocabulary, 3, Versions(newest=4), wire.GenerateResult(list(samples), 1, 0)
-    )
+def check(sample: wire.Sample, vocabulary: int = 7) -> None:
+    request = wire.GenerateRequest(np.zeros(1, np.int32), 1, wire.Sampling(2))
+    result = wire.GenerateResult([sample], 1, 0)
+    answers.sampled(request, vocabulary, 3, Versions(newest=4), result)
 
 
-WRONG = [
-    (TOKENS[:0], LOGPROBS[:0], VERSIONS[:0], "a sample of 0 tokens, expected 1 to 2"),
-    (*(np.resize(each, 3) for each in (TOKENS, LOGPROBS, VERSIONS)), "a sample of 3 tokens"),
-    (TOKENS, LOGPROBS[:1], VERSIONS, r"arrays of \(2,\) tokens, \(1,\) log-probabilities"),
-    (TOKENS, LOGPROBS, VERSIONS[:1], r"\(1,\) versions"),
-    (TOKENS + 1, LOGPROBS, VERSIONS, "the tokens 6 to 7, expected 0 to 6"),
-    (TOKENS - 6, LOGPROBS, VERSIONS, "the tokens -1 to 0, expected 0 to 6"),
-    (TOKENS, LOGPROBS * np.float32("nan"), VERSIONS, "the log-probabilities nan to nan"),
-    (TOKENS, -LOGPROBS, VERSIONS, "the log-probabilities 1.0 to 2.0"),
-    (TOKENS, LOGPROBS, VERSIONS + 1, "policy versions 4 to 5, expected 3 to 4"),
-    (TOKENS, LOGPROBS, VERSIONS - 1, "policy versions 2 to 3, expected 3 to 4"),
+WRONG: list[tuple[dict[str, Any], str]] = [
+    (dict.fromkeys(("tokens", "logprobs", "versions"), TOKENS[:0]), "a sample of 0 tokens"),
+    ({"tokens": np.resize(TOKENS, 3)}, "a sample of 3 tokens, expected 1 to 2"),
+    ({"logprobs": LOGPROBS[:1]}, r"arrays of \(2,\) tokens, \(1,\) log-probabilities"),
+    ({"versions": VERSIONS[:1]}, r"\(1,\) versions"),
+    ({"tokens": TOKENS + 1}, "the tokens 6 to 7, expected 0 to 6"),
+    ({"tokens": TOKENS - 6}, "the tokens -1 to 0, expected 0 to 6"),
+    ({"logprobs": LOGPROBS * np.float32("nan")}, "the log-probabilities nan to nan"),
+    ({"logprobs": -LOGPROBS}, "the log-probabilities 1.0 to 2.0"),
+    ({"versions": VERSIONS + 1}, "policy versions 4 to 5, expected 3 to 4"),
+    ({"versions": VERSIONS - 1}, "policy versions 2 to 3, expected 3 to 4"),
+    ({"support": b"\xff"}, "an unreadable support"),
 ]
 
 
-@pytest.mark.parametrize(("tokens", "logprobs", "versions", "message"), WRONG)
-def test_a_sample_that_cannot_be_right_is_refused_and_named(
-    tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, message: str
-) -> None:
+@pytest.mark.parametrize(("wrong", "message"), WRONG)
+def test_a_sample_that_cannot_be_right_is_refused(wrong: dict[str, Any], message: str) -> None:
+    sample = wire.Sample(TOKENS, LOGPROBS, VERSIONS, "stop")
     with pytest.raises(InfrastructureFault, match=message):
-        check(wire.Sample(tokens, logprobs, versions, "stop"))
-
-
-def test_a_support_that_cannot_be_read_is_refused() -> None:
-    with pytest.raises(InfrastructureFault, match="an unreadable support"):
-        check(wire.Sample(TOKENS, LOGPROBS, VERSIONS, "stop", support=b"\xff"))
+        check(msgspec.structs.replace(sample, **wrong))
 
 
 def test_the_bytes_of_an_endpoints_reply_are_no_tokens_and_may_be_none_or_many() -> None:

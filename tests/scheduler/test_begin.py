@@ -1,8 +1,5 @@
 """The first evaluation beside the first update: its result is of version 0 alone, whatever the
 learner did meanwhile, also after a crash.
-
-The run and its dispatcher are real; the engine and the learner are stand-ins that hold back what a
-test wants to see held back.
 """
 
 import asyncio
@@ -31,8 +28,8 @@ QUESTIONS, UPDATES, HELD_OUT = 2, 2, 3
 
 
 class House:
-    """A run with an actor and a learner. held: evaluations of version 0 wait until it says so.
-    loads: evaluations known at each load. more: other fields of the process."""
+    """A real run with stand-ins for an actor and a learner. held: evaluations of version 0 wait
+    until it says so. loads: evaluations known at each load. more: fields of the process."""
 
     def __init__(
         self,
@@ -110,6 +107,10 @@ class House:
             await self.run.close()
 
 
+def journal_of(folder: Path) -> Journal:
+    return Journal(folder / "journal.sqlite", readonly=True)
+
+
 def publish(folder: Path, version: int) -> Weights:
     """A version's folder, and the word of it."""
     path = folder / "weights" / f"v{version:06d}"
@@ -122,7 +123,7 @@ def publish(folder: Path, version: int) -> Weights:
 
 def check(folder: Path) -> None:
     """All is evaluated by the version that the result names, and every tree was trained once."""
-    journal = Journal(folder / "journal.sqlite", readonly=True)
+    journal = journal_of(folder)
     evaluated = [(version, name) for version, name, _ in journal.evaluations()]
     assert evaluated == [(0, "start"), (UPDATES, "end")]
     examined = journal.trees("split='heldout' AND status='closed'")
@@ -160,18 +161,16 @@ async def test_the_first_evaluation_beside_an_update_is_of_v0(tmp_path: Path, ll
     check(tmp_path)
     assert grown[0] == QUESTIONS  # the trees of one update, no more
     assert ended.exists()
-    assert (report := health.read(tmp_path)) is not None
+    report: Any = health.read(tmp_path)
     assert report.version == UPDATES  # though the run ended between two heartbeats
     assert house.loads == [(1, ["start"]), (2, ["start"])]
 
 
-async def test_a_run_resumed_after_its_update_first_examines_v0(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_a_run_resumed_after_an_update_examines_v0_first(tmp_path: Path, llama: Path) -> None:
     dead = House(tmp_path, llama, held=lambda house: True)
     await dead.live(until=lambda house: house.run.stream.version == 1)
     assert dead.loads == []
-    journal = Journal(tmp_path / "journal.sqlite", readonly=True)
+    journal = journal_of(tmp_path)
     assert journal.evaluations() == []
     groups = [group for row in journal.trees() for group, _ in journal.groups(row.id)]
     checkpoint(tmp_path, 1, frontier.runs(dict.fromkeys(groups, 1)))
@@ -186,13 +185,13 @@ async def test_weights_without_a_journal_are_refused_at_once(tmp_path: Path, lla
     house = House(tmp_path, llama)
     with pytest.raises(DataFault, match="weights of version 4 and an empty journal"):
         await house.live()
-    assert not Journal(tmp_path / "journal.sqlite", readonly=True).trees()
+    assert not journal_of(tmp_path).trees()
 
 
 async def test_a_journal_older_than_the_checkpoint_is_refused(tmp_path: Path, llama: Path) -> None:
     dead = House(tmp_path, llama)
     await dead.live(until=lambda house: house.run.stream.version == 1)
-    journal = Journal(tmp_path / "journal.sqlite", readonly=True)
+    journal = journal_of(tmp_path)
     before = {row.id: journal.groups(row.id) for row in journal.trees()}
     lost = 1 + max(group for groups in before.values() for group, _ in groups)
     checkpoint(tmp_path, 1, [(0, 1, 1), (lost, lost + 1, 1)])

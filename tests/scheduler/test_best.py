@@ -31,7 +31,6 @@ def after(run: Path, values: list[float]) -> None:
 
 
 def kept(run: Path) -> tuple[best.Best, Path]:
-    """The best version and its folder."""
     found = best.read(run)
     assert found is not None
     return found

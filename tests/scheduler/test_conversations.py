@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from coppice.actors.environments.sotopia.environment import Sotopia
@@ -17,17 +16,10 @@ from coppice.scheduler.growth.rollouts import outcomes, position_before
 from coppice.scheduler.growth.strategies import full
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
+from coppice.wire import messages as wire
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.messages import (
-    GenerateRequest,
-    GenerateResult,
-    JudgeRequest,
-    JudgeResult,
-    Sample,
-    SpeakRequest,
-    SpeakResult,
-)
 from tests.agent_stage import Staged
+from tests.scheduler.test_strategies import sample
 
 LIMIT = 5
 
@@ -41,23 +33,21 @@ class Services:
         self.asked: list[tuple[str, str]] = []
 
     async def call(self, service: str, request: Any, **_: Any) -> Any:
-        if isinstance(request, JudgeRequest):
+        if isinstance(request, wire.JudgeRequest):
             assert service == "judge.sotopia_rules"
-            return JudgeResult(await SotopiaRules().score(request.turns))
-        if isinstance(request, SpeakRequest):
+            return wire.JudgeResult(await SotopiaRules().score(request.turns))
+        if isinstance(request, wire.SpeakRequest):
             self.asked.append((service, request.messages[0]["content"]))
-            return SpeakResult(self._reply("42 euros"))
-        assert isinstance(request, GenerateRequest)
+            return wire.SpeakResult(self._reply("42 euros"))
+        assert isinstance(request, wire.GenerateRequest)
         if not self.left:
             raise InfrastructureFault("the actor is gone")
         self.left -= 1
         prompt = self.text.decode(request.tokens)
         self.asked.append((service, prompt))
         price = "42 euros" if "your turn, Tobin" in prompt else "43 euros"
-        tokens = self.text.encode(self._reply(price))
-        logprobs, versions = np.full(len(tokens), -1, np.float32), np.zeros(len(tokens), np.int32)
-        sample = Sample(tokens, logprobs, versions, "stop")
-        return GenerateResult([sample] * request.n, len(request.tokens), 0)
+        said = sample(self.text, self._reply(price))
+        return wire.GenerateResult([said] * request.n, len(request.tokens), 0)
 
     def _reply(self, words: str) -> str:
         return json.dumps({"action_type": "speak", "argument": words})
@@ -74,9 +64,6 @@ class Stage(Staged):
         parts = (text, Services(text), environment, task, settings)
         super().__init__(folder / "journal", *parts, most=8)
 
-    async def talk(self, tree: Tree | None = None, k: int = 2) -> Tree:
-        return await self.grow(full, tree, k=k)
-
 
 def told(tree: Tree, trajectory: int) -> list[str]:
     """What the nodes of a trajectory say, in order, without the prompts."""
@@ -84,11 +71,9 @@ def told(tree: Tree, trajectory: int) -> list[str]:
     return [json.loads(n.text)["argument"] if n.kind == "action" else n.text for n in nodes]
 
 
-async def test_both_speakers_are_in_the_tree_and_one_is_trained(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_both_speakers_stand_in_the_tree_one_is_trained(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama)
-    await stage.talk()
+    await stage.grow(full, k=2)
     turn = ["43 euros", 'Tobin Hask said: "42 euros"']
     for trajectory in (0, 1):
         expected = [*turn * 2, turn[0], "The conversation is over."]
@@ -107,7 +92,7 @@ async def test_both_speakers_are_in_the_tree_and_one_is_trained(
 
 async def test_a_served_partner_is_asked_by_name_and_may_begin(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, partner="ann", side="second")
-    await stage.talk(k=1)
+    await stage.grow(full, k=1)
     speakers = [service for service, _ in stage.services.asked]
     assert speakers == ["speaker.ann", "generate"] * 2 + ["speaker.ann"]
     first = next(n for n in stage.tree.nodes.values() if n.kind == "prompt" and n.parent == 0)
@@ -121,11 +106,11 @@ async def test_a_half_grown_conversation_goes_on(tmp_path: Path, llama: Path, le
     stage = Stage(tmp_path, llama)
     stage.services.left = left
     with pytest.raises(InfrastructureFault):
-        await stage.talk()
+        await stage.grow(full, k=2)
     half = stage.reread()
     kept = [n.id for n in half.nodes.values() if n.kind == "action"]
     stage.services.left = 10**6
-    await stage.talk(half)
+    await stage.grow(full, half, k=2)
     whole = stage.reread()
     for trajectory in (0, 1):
         prices = [len(re.findall("euros", text)) for text in told(whole, trajectory)]
@@ -135,7 +120,7 @@ async def test_a_half_grown_conversation_goes_on(tmp_path: Path, llama: Path, le
 
 async def test_a_continuation_is_judged_as_a_conversation(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, side="second", partner="ann")
-    await stage.talk(k=1)
+    await stage.grow(full, k=1)
     context = stage.anew()
     context.state_type = type(stage.environment.initial(stage.task))
     values = await outcomes(context, position_before(context, stage.tree.actions(0)[-1]), 3)

@@ -1,37 +1,27 @@
 """Dynamic sampling: a question without spread is replaced, its groups are trained exactly once, and
 an update has the questions that it names.
-
-The run, its dispatcher, its journal and the learner's inbox are real. The engine answers by rule,
-and the learner trains nothing.
 """
 
 import asyncio
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from coppice.actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
-from coppice.common import frontier
 from coppice.learner.update.batches import Inbox
 from coppice.learner.update.trainer import Batch
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
 from coppice.scheduler.growth.dynamic_sampling import differs
-from coppice.scheduler.ledger.journal import Journal
 from coppice.wire import messages as wire
 from coppice.wire.service import Call
-from tests.scheduler.test_begin import House, checkpoint, publish
+from tests.scheduler.test_begin import House, journal_of, publish
+from tests.scheduler.test_strategies import sample
 
 QUESTIONS, UPDATES, BUDGET = 2, 4, 2
-
-
-class Place(msgspec.Struct, frozen=True):
-    """The only state of a coin."""
-
-    flat: bool
 
 
 class Coin(Environment):
@@ -43,44 +33,39 @@ class Coin(Environment):
     def task(self, seed: int) -> Task:
         return Task(f"{'flat' if seed % 3 else 'mixed'}-{seed}", seed=seed)
 
-    def initial(self, task: Task) -> Place:
-        return Place(task.id.startswith("flat"))
+    def initial(self, task: Task) -> Task:
+        return task
 
-    def prompt(self, task: Task, state: Place) -> list[dict[str, str]]:
+    def prompt(self, task: Task, state: Task) -> list[dict[str, str]]:
         return [{"role": "user", "content": f"{task.id}{SPLIT}?"}]
 
-    def read(self, state: Place, text: str) -> Action:
+    def read(self, state: Task, text: str) -> Action:
         return Action("move", text, move=(0,))
 
-    async def step(self, state: Place, action: Action, tools: Tools) -> Transition:
+    async def step(self, state: Task, action: Action, tools: Tools) -> Transition:
         return Transition(state, "", True, float(action.text == "B"))
 
 
 class Learning(House):
-    """A run whose learner takes batches as rank 0 does, with a checkpoint after each update. most:
-    it makes no more updates than these."""
+    """A run whose learner takes batches as rank 0 does."""
 
-    def __init__(
-        self, folder: Path, model: Path, trained: dict[int, int] | None = None, version: int = 0
-    ):
+    def __init__(self, folder: Path, model: Path):
+        sizes: Any = {"updates": UPDATES, "questions_per_update": QUESTIONS, "max_action_tokens": 4}
         settings = SchedulerConfig(
             strategy="full",
             strategy_options={"k": 2},
             judge="none",
-            updates=UPDATES,
-            questions_per_update=QUESTIONS,
             dynamic_sampling_budget=BUDGET,
-            max_action_tokens=4,
             evaluation=EvaluationConfig(questions=0),
             # all share one thread, which a busy machine may hold up
             dispatch=DispatchConfig(dead_after_s=300.0),
+            **sizes,
         )
         world = {"environment": f"{__name__}:Coin", "options": {}, "reward": "outcome"}
-        super().__init__(folder, model, version=version, scheduler=settings, **world)
-        self.inbox = Inbox(QUESTIONS, {**(trained or {})})
+        super().__init__(folder, model, scheduler=settings, **world)
+        self.inbox = Inbox(QUESTIONS, {})
         self.answers: dict[int, asyncio.Future[wire.Trained]] = {}
         self.batches: list[Batch] = []
-        self.most = UPDATES
         self.asked: defaultdict[str, int] = defaultdict(int)
 
     async def generate(self, request: wire.GenerateRequest, call: Call) -> wire.GenerateResult:
@@ -89,36 +74,30 @@ class Learning(House):
         text, samples = self.run.runtime.text, []
         for _ in range(request.n):
             prompt = text.decode(request.tokens)
-            tokens = text.encode("B" if "mixed" in prompt and self.asked[prompt] % 2 else "A")
+            said = "B" if "mixed" in prompt and self.asked[prompt] % 2 else "A"
             self.asked[prompt] += 1
-            versions = np.full(len(tokens), self.in_force, np.int32)
-            samples.append(wire.Sample(tokens, np.zeros(len(tokens), np.float32), versions, "stop"))
+            samples.append(sample(text, said, self.in_force))
         return wire.GenerateResult(samples, len(request.tokens), 0)
 
     async def train(self, group: wire.TrainGroup, call: Call) -> wire.Trained:
-        if not self.inbox.add(group) and group.id not in self.answers:
-            return self.answer()
-        future = self.answers.setdefault(group.id, asyncio.get_running_loop().create_future())
+        self.inbox.add(group)
+        self.answers[group.id] = asyncio.get_running_loop().create_future()
         self.update()
-        return await asyncio.shield(future)
+        return await self.answers[group.id]
 
     async def close(self, closed: wire.TreeClosed, call: Call) -> wire.Closed:
         self.inbox.close(closed)
         self.update()
         return wire.Closed()
 
-    def answer(self) -> wire.Trained:
-        weights = publish(self.folder, self.trained)
-        return wire.Trained(weights.version, weights.path, weights.digest, {}, [])
-
     def update(self) -> None:
-        while len(self.batches) < self.most and (trees := self.inbox.ready()) is not None:
-            batch = self.inbox.take(trees, self.trained)
-            self.batches.append(batch)
+        while (trees := self.inbox.ready()) is not None:
+            self.batches.append(self.inbox.take(trees, self.trained))
             self.trained += 1
-            checkpoint(self.folder, self.trained, frontier.runs(self.inbox.trained))
-            for group in in_update(batch):
-                self.answers.pop(group).set_result(self.answer())
+            weights = publish(self.folder, self.trained)
+            trained = wire.Trained(weights.version, weights.path, weights.digest, {}, [])
+            for group in in_update(self.batches[-1]):
+                self.answers[group].set_result(trained)
 
 
 def in_update(batch: Batch) -> list[int]:
@@ -129,7 +108,7 @@ def in_update(batch: Batch) -> list[int]:
 def check(folder: Path, batches: list[Batch]) -> None:
     """Every draw is made once, every group is in one update, and every update has its questions and
     at most its budget of replaced ones."""
-    journal = Journal(folder / "journal.sqlite", readonly=True)
+    journal = journal_of(folder)
     rows = journal.trees("split='train'")
     assert [row.position for row in rows] == list(range(len(rows)))
     taken = [(group, batch.version + 1) for batch in batches for group in in_update(batch)]
@@ -152,27 +131,25 @@ def turns(*trajectories: list[float | None]) -> list[wire.Turn]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("group", "returns", "by_turn"),
-    [
-        (turns([0.0, 1.0], [1.0]), False, True),
-        (turns([None, 1.0], [1.0]), False, False),
-        (turns([1.0], [0.0]), True, True),
-        (turns([1.0], [None]), False, False),  # an unknown reward is no spread
-        (turns([0.1, 0.2], [0.2, 0.1]), False, True),
-        ([], False, False),
-    ],
-)
-def test_a_group_has_a_spread_if_its_returns_or_for_some_schemes_its_turns_differ(
+SPREADS = [
+    (turns([0.0, 1.0], [1.0]), False, True),
+    (turns([None, 1.0], [1.0]), False, False),
+    (turns([1.0], [0.0]), True, True),
+    (turns([1.0], [None]), False, False),  # an unknown reward is no spread
+    (turns([0.1, 0.2], [0.2, 0.1]), False, True),
+    ([], False, False),
+]
+
+
+@pytest.mark.parametrize(("group", "returns", "by_turn"), SPREADS)
+def test_returns_or_for_some_schemes_turns_that_differ_are_a_spread(
     group: list[wire.Turn], returns: bool, by_turn: bool
 ) -> None:
     assert differs([group], "reward", "returns") == returns
     assert differs([turns([1.0], [1.0]), group], "reward", "turns") == by_turn
 
 
-async def test_questions_without_spread_are_replaced_within_budget(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_questions_without_spread_are_replaced(tmp_path: Path, llama: Path) -> None:
     house = Learning(tmp_path, llama)
     await house.live()
     check(tmp_path, house.batches)
@@ -180,21 +157,3 @@ async def test_questions_without_spread_are_replaced_within_budget(
     assert replaced > 0
     summary = msgspec.json.decode((tmp_path / "summary.json").read_bytes())
     assert summary["counts"]["replaced"] == replaced
-
-
-@pytest.mark.parametrize("updates_before", [0, 1, 2])
-async def test_a_run_that_dies_with_a_replaced_tree_waiting_loses_and_repeats_nothing(
-    tmp_path: Path, llama: Path, updates_before: int
-) -> None:
-    dead = Learning(tmp_path, llama)
-    dead.most = updates_before  # the learner then waits, so that the moment is not missed
-
-    def until(house: Learning) -> bool:
-        return len(house.batches) == updates_before and len(house.run.stream.replaced) > 0
-
-    await dead.live(until)
-    journal = Journal(tmp_path / "journal.sqlite", readonly=True)
-    assert any(row.status == "replaced" for row in journal.untrained_trees())
-    resumed = Learning(tmp_path, llama, dead.inbox.trained, dead.trained)
-    await resumed.live()
-    check(tmp_path, [*dead.batches, *resumed.batches])

@@ -32,10 +32,8 @@ class World:
         running = self.running.items()
         return [loaded(name, len(calls), self.room, self.stats) for name, calls in running]
 
-    def call(
-        self, tree: int, prompt: list[int], n: int = 1, longest: int = 10, background: bool = False
-    ) -> Place:
-        request = GenerateRequest(np.array(prompt, np.int32), n, Sampling(longest))
+    def call(self, tree: int, prompt: list[int], n: int = 1, background: bool = False) -> Place:
+        request = GenerateRequest(np.array(prompt, np.int32), n, Sampling(10))
         return self.fleet.call(tree, request, background)
 
     def start(self, place: Place, avoid: frozenset[str] = frozenset()) -> str | None:
@@ -139,9 +137,7 @@ def test_the_order_is_trained_turns_begun_trees_age_depth_and_siblings() -> None
         world.start(world.call(tree, own(tree, 3)))
     wanted = [
         world.call(3, own(3, 9)),
-        world.call(3, [*own(3, 3), 1, 1]),
-        world.call(3, [*own(3, 3), 1, 1]),
-        world.call(3, [*own(3, 3), 1, 2]),
+        *(world.call(3, [*own(3, 3), 1, last]) for last in (1, 1, 2)),
         world.call(5, own(5, 9)),
         world.call(1, own(1, 9)),  # not begun
         world.call(4, own(4, 3)),
@@ -163,8 +159,7 @@ SHAPES = st.lists(SHAPE, min_size=1, max_size=12)
 def test_every_call_is_served_in_the_end_whatever_the_caches_hold(
     shapes: list[tuple[int, int, int]], capacity: int, batch: int, workers: int, rng: random.Random
 ) -> None:
-    """Trees of (tokens a step, steps, samples); between two steps nothing happens to a tree but
-    time."""
+    """Trees of (tokens a step, steps, samples)."""
     world = World(capacity, "abc"[:workers], batch, room=3)
     paths = {tree: own(tree, tokens) for tree, (tokens, _, _) in enumerate(shapes)}
     left = {tree: steps for tree, (_, steps, _) in enumerate(shapes)}

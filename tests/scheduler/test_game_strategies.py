@@ -4,45 +4,52 @@ legal moves."""
 import asyncio
 import inspect
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coppice.actors.environments.game import Game
+from coppice.actors.environments.sokoban.environment import Sokoban
 from coppice.actors.environments.sudoku.environment import Sudoku
 from coppice.actors.environments.tictactoe.environment import TicTacToe
+from coppice.judges.oracles.sokoban import SokobanOracle
 from coppice.judges.oracles.sudoku import SudokuOracle
 from coppice.judges.oracles.tictactoe import MinimaxPlayer, TicTacToeOracle
 from coppice.scheduler.concurrency import TaskGroup, gather
 from coppice.scheduler.config import SchedulerConfig
-from coppice.scheduler.growth.strategies import chain, mc_value
+from coppice.scheduler.growth.strategies import chain, full, mc_value
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
 from coppice.wire import messages as wire
 from coppice.wire.faults import InfrastructureFault
 from tests.agent_stage import Staged
-from tests.scheduler.test_strategies import GOOD, RIGHT, WRONG, sample
-from tests.scheduler.test_strategies import Stage as SearchStage
+from tests.scheduler.test_strategies import sample
 
 
 class Services:
-    """Real oracles and players; an engine that answers from the prompt's list of legal moves."""
+    """Real oracles and players; an engine that answers from the prompt's list of legal moves. move:
+    the policy in its place."""
 
-    def __init__(self, text: Text, game: Game, script: list[str]):
-        self.text, self.game, self.script = text, game, script
-        sudoku = isinstance(game, Sudoku)
-        self.oracle = SudokuOracle() if sudoku else TicTacToeOracle(kind="minimax")
-        self.rng = random.Random(5)
+    move: Callable[[str], str]
+
+    def __init__(self, text: Text, game: Game):
+        self.text, self.judged, self.rng = text, 0, random.Random(5)
+        oracle: Any = {Sudoku: SudokuOracle, Sokoban: SokobanOracle}.get(type(game))
+        self.oracle = oracle() if oracle else TicTacToeOracle(kind="minimax")
+        self.move = self._in_tictactoe if isinstance(game, TicTacToe) else self._in_sudoku
         self.generated: list[wire.GenerateRequest] = []
         self.hold: asyncio.Event | None = None
-        self.judged = 0
 
     async def call(self, service: str, request: Any, **_: Any) -> Any:
         if isinstance(request, wire.GenerateRequest):
             self.generated.append(request)
             prompt = self.text.decode(request.tokens)
-            samples = [sample(self.text, self._move(prompt)) for _ in range(request.n)]
+            samples = [
+                sample(self.text, self.move(prompt.replace("<|assistant|>", "").strip()))
+                for _ in range(request.n)
+            ]
             return wire.GenerateResult(samples, len(request.tokens), 0)
         if isinstance(request, wire.PlayRequest):
             assert service == "player.tictactoe_minimax"
@@ -53,14 +60,11 @@ class Services:
         self.judged += len(request.turns)
         return wire.JudgeResult(await self.oracle.score(request.turns))
 
-    def _move(self, prompt: str) -> str:
-        if self.script:
-            return self.script.pop(0)
-        if isinstance(self.game, TicTacToe):
-            legal = prompt.replace("<|assistant|>", "").strip().splitlines()[-1].split()
-            return f"<action>{self.rng.choice(legal)}</action>"
-        row = prompt.replace("<|assistant|>", "").strip()[-16:]
-        cell = self.rng.choice([i for i, c in enumerate(row) if c == "."])
+    def _in_tictactoe(self, prompt: str) -> str:
+        return f"<action>{self.rng.choice(prompt.splitlines()[-1].split())}</action>"
+
+    def _in_sudoku(self, prompt: str) -> str:
+        cell = self.rng.choice([i for i, c in enumerate(prompt[-16:]) if c == "."])
         return f"<action>{cell // 4 + 1} {cell % 4 + 1} {self.rng.randint(1, 4)}</action>"
 
 
@@ -69,18 +73,11 @@ class Stage(Staged):
 
     services: Any
 
-    def __init__(
-        self,
-        tmp_path: Path,
-        llama: Path,
-        game: Game,
-        script: list[str] | None = None,
-        **options: Any,
-    ):
+    def __init__(self, tmp_path: Path, llama: Path, game: Game, **options: Any):
         self.options = {key: options.pop(key) for key in ("k", "continuations") if key in options}
         chosen = SchedulerConfig(**{"judge": "oracle", "max_action_tokens": 40} | options)
         text = Text(str(llama))
-        world = text, Services(text, game, script or []), game, game.task(3), chosen
+        world = text, Services(text, game), game, game.task(3), chosen
         super().__init__(tmp_path / "journal", *world, most=8)
 
     async def grow(self, strategy: Any, tree: Tree | None = None, **_: Any) -> Tree:
@@ -92,12 +89,6 @@ class Stage(Staged):
 def tictactoe(**options: Any) -> TicTacToe:
     chosen: dict[str, Any] = {"opponents": {"random": 1.0}} | options
     return TicTacToe(prompt="tictactoe_compact", **chosen)
-
-
-def _first_legal(prompt: str) -> str:
-    """A policy without chance: the first number of the prompt's last line."""
-    last = prompt.replace("<|assistant|>", "").strip().splitlines()[-1]
-    return f"<action>{last.split()[0]}</action>"
 
 
 def sudoku(**options: Any) -> Sudoku:
@@ -117,9 +108,7 @@ async def test_each_turn_is_a_prompt_below_the_shared_part(tmp_path: Path, llama
         assert state["board"][:3] in stage.runtime.text.decode(request.tokens)
 
 
-async def test_a_chain_grown_halfway_judges_what_was_not_judged(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_a_half_grown_chain_judges_what_was_not_judged(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, sudoku())
     stage.services.hold = asyncio.Event()
     growing = asyncio.create_task(stage.grow(chain))
@@ -131,8 +120,7 @@ async def test_a_chain_grown_halfway_judges_what_was_not_judged(
     stage.services.hold = None
     tree = stage.reread()
     before = tree.actions()
-    assert before
-    assert all("reward" not in action.scores for action in before)
+    assert before and all("reward" not in action.scores for action in before)
     await stage.grow(chain, tree)
     (turns,) = stage.groups
     assert [turn.node for turn in turns][: len(before)] == [action.id for action in before]
@@ -147,7 +135,9 @@ async def test_continuations_do_not_change_the_episode(tmp_path: Path, llama: Pa
         folder = tmp_path / str(continuations)
         folder.mkdir()
         stage = Stage(folder, llama, tictactoe(), continuations=continuations)
-        stage.services._move = _first_legal  # pyright: ignore[reportAttributeAccessIssue]
+        stage.services.move = lambda prompt: (
+            f"<action>{prompt.splitlines()[-1].split()[0]}</action>"
+        )
         await stage.grow(strategy)
         prompts = [node for node in stage.tree.nodes.values() if node.kind == "prompt"]
         boards.append([node.state["board"] for node in prompts])
@@ -180,31 +170,8 @@ async def test_the_continuations_of_a_state_are_one_request(tmp_path: Path, llam
     assert total == stage.counts["environment_steps"] + stage.counts["continuation_steps"]
 
 
-async def test_monte_carlo_values_of_a_conversation(tmp_path: Path, llama: Path) -> None:
-    """Search appends its observations: continuations start from the growing text, and a judge gives
-    their outcomes."""
-    texts = {0: [GOOD, RIGHT, WRONG, GOOD], 1: [RIGHT, RIGHT, WRONG]}
-    stage = SearchStage(tmp_path, llama, [], continuations=4, k=1)
-    scripted = stage.services.call
-
-    async def call(service: str, request: Any, **kept: Any) -> Any:
-        if isinstance(request, wire.GenerateRequest):
-            searched = stage.runtime.text.decode(request.tokens).count("Capital: Sofia") > 0
-            stage.services.script = [(texts[searched] * request.n)[: request.n]]
-        return await scripted(service, request, **kept)
-
-    stage.services.call = call  # pyright: ignore[reportAttributeAccessIssue]
-    await stage.grow(mc_value)
-    (turns,) = stage.groups
-    assert [turn.turn for turn in turns] == [1, 2]
-    # From the question: GOOD, RIGHT, WRONG, GOOD; the two that searched meet and answer RIGHT,
-    # RIGHT. After the search: 3 of 4.
-    assert turns[0].scores["mc_value"] == 3 / 4
-    assert turns[1].scores["mc_value"] == 3 / 4
-
-
 async def test_concurrent_work_has_one_fate() -> None:
-    done: list[int] = []
+    done, started = list[int](), list[asyncio.Task[int]]()
 
     async def work(number: int) -> int:
         await asyncio.sleep(0.001 * number)
@@ -213,20 +180,17 @@ async def test_concurrent_work_has_one_fate() -> None:
         done.append(number)
         return number
 
-    assert await gather(work(i) for i in (2, 1)) == [2, 1]
-    with pytest.raises(InfrastructureFault, match="three"):
-        await gather(work(i) for i in (1, 3, 200))
-    assert 200 not in done
-    started: list[asyncio.Task[int]] = []
-
     async def fails() -> None:
         async with TaskGroup() as group:
             started.append(group.start(work(500)))
             raise ValueError("body")
 
+    assert await gather(work(i) for i in (2, 1)) == [2, 1]
+    with pytest.raises(InfrastructureFault, match="three"):
+        await gather(work(i) for i in (1, 3, 200))
     with pytest.raises(ValueError, match="body"):
         await fails()
-    assert started[0].cancelled()
+    assert started[0].cancelled() and 200 not in done
 
 
 @pytest.mark.parametrize("strategy", [chain, mc_value])
@@ -243,3 +207,20 @@ async def test_after_a_crash_no_finished_game_is_played_or_valued_again(
     await stage.grow(strategy, tree)
     assert len(stage.services.generated) == asked
     assert stage.groups[1] == turns
+
+
+async def test_full_trajectories_of_sokoban_have_step_rewards(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, Sokoban("sokoban_compact", 0), k=4, judge="none")
+    words = [f"<action>{word}</action>" for word in ("up", "down", "left", "right", "jump")]
+    stage.services.move = lambda prompt: stage.services.rng.choice(words)
+    await stage.grow(full)
+    (turns,) = stage.groups
+    for number in range(4):
+        scores = [turn.scores for turn in turns if turn.trajectory == number]
+        assert scores[-1]["outcome"] == pytest.approx(sum(score["step_reward"] for score in scores))
+        assert [("outcome" in score) for score in scores] == [False] * (len(scores) - 1) + [True]
+        assert len(scores) == 15 or scores[-1]["success"] == 1
+    assert 0 < sum(turn.scores["valid"] == 0 for turn in turns) < len(turns) / 2
+    assert len({turn.anchor for turn in turns}) < len(turns) / 2
+    first = [turn.anchor for turn in turns if turn.turn == 1]
+    assert len(first) == 4 and len(set(first)) == 1

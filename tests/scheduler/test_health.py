@@ -6,16 +6,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
 from coppice.scheduler.telemetry.health import UNANSWERED, Reporter
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.service import Call
-from tests.services import Bench, EchoRequest, EchoResult, bench
+from tests.services import Bench, EchoRequest, EchoResult, ask, bench
 
-REQUEST = EchoRequest(np.zeros(1, np.float32))
+REQUEST = ask()
 CONFIG = DispatchConfig(heartbeat_s=0.05, dead_after_s=30.0)
 
 
@@ -50,9 +49,9 @@ async def test_a_report_names_who_waits_for_whom_and_silent_workers(tmp_path: Pa
         report = writer.report(100.0)
         queue = report.queues["echo"]
         assert (queue.running, queue.waiting, queue.offered, queue.on) == (2, 1, 1, ["mute"])
-        assert report.queues["judge.x"].describe("judge.x", report.queues["judge.x"].since) == (
-            "judge.x: none runs (0 workers offer it), 1 waiting; the oldest since 0 s, for tree 1"
-        )
+        judge = report.queues["judge.x"]
+        told = judge.describe("judge.x", judge.since)
+        assert "none runs (0 workers offer it), 1 waiting" in told and "tree 1" in told
         assert report.stuck == "mute"
         for call in calls:
             call.cancel()

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,47 +18,37 @@ from tests.updates import batch, episodes, trainer
 
 def scored(some: Batch, **scores: float) -> Batch:
     """The batch with these scores on every turn."""
-    change, groups = msgspec.structs.replace, []
-    for group in some.groups:
-        turns = [change(turn, scores=scores) for turn in group.turns]
-        groups.append(change(group, turns=turns))
+    change = msgspec.structs.replace
+    each = [[change(turn, scores=scores) for turn in group.turns] for group in some.groups]
+    groups = [change(group, turns=turns) for group, turns in zip(some.groups, each, strict=True)]
     return change(some, groups=groups)
 
 
-def told(run: Path, llama: Path, scores: dict[str, float]) -> list[list[str]]:
-    """What each of some real updates on turns with these scores tells."""
-    made, fruitless = trainer(llama, run), Fruitless("reward")
-    return [fruitless.note(made.update(scored(batch(0, v), **scores))) for v in range(UPDATES)]
-
-
 def test_equal_rewards_are_told_after_some_updates(tmp_path: Path, llama: Path) -> None:
-    *before, last = told(tmp_path, llama, {"reward": 1.0, "valid": 1.0})
+    made, fruitless = trainer(llama, tmp_path), Fruitless("reward")
+    batches = (scored(batch(0, version), reward=1.0, valid=1.0) for version in range(UPDATES))
+    *before, (line,) = [fruitless.note(made.update(each)) for each in batches]
     assert before == [[]] * (UPDATES - 1)
-    assert [line.partition(":")[2].partition(",")[0] for line in last] == [
-        f" every advantage was 0 in the last {UPDATES} updates"
-    ]
+    assert f": every advantage was 0 in the last {UPDATES} updates" in line
 
 
 def test_a_column_that_turns_lack_is_told_at_once(tmp_path: Path, llama: Path) -> None:
     made = trainer(llama, tmp_path, scheme="grpo", scheme_options={"column": "process"})
-    first = Fruitless("process").note(made.update(episodes(4, 0)))
-    assert len(first) == 1
-    assert "left out every trajectory" in first[0]
-    assert "'process'" in first[0]
+    (line,) = Fruitless("process").note(made.update(episodes(4, 0)))
+    assert "left out every trajectory" in line and "'process'" in line
 
 
-@pytest.mark.parametrize("evidence", [[], [{"title": "Peru", "field": "Capital", "value": "Lima"}]])
-def test_questions_without_evidence_are_told_at_once(
-    tmp_path: Path, evidence: list[object]
-) -> None:
+EVIDENCE = [{"title": "Peru", "field": "Capital", "value": "Lima"}]
+
+
+@pytest.mark.parametrize("evidence", [[], EVIDENCE])
+def test_questions_without_evidence_are_told_at_once(tmp_path: Path, evidence: list[Any]) -> None:
     row = {"id": "1", "question": "?", "golden_answers": ["Lima"], "evidence": evidence}
     (tmp_path / "own.jsonl").write_text(json.dumps(row))
     tasks = Tasks(str(tmp_path / "own.jsonl"), 0)
     assert tasks.evidence == bool(evidence)
     lines = Fruitless("reward", not tasks.evidence).note({})
-    assert [("evidence" in line, "query = 'format'" in line) for line in lines] == [
-        (True, True)
-    ] * (not evidence)
+    assert ["query = 'format'" in line for line in lines] == [True] * (not evidence)
 
 
 def test_a_condition_must_hold_in_updates_that_follow_each_other() -> None:

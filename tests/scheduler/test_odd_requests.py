@@ -1,5 +1,4 @@
-"""Requests of agents that are answered 400, with real processes, gateway, dispatcher and journal: an
-agent that ends because of such an answer has no outcome, and the run goes on."""
+"""An agent that ends because its request was answered 400 has no outcome, and the run goes on."""
 
 import json
 import re
@@ -13,15 +12,14 @@ from coppice.scheduler.config import EvaluationConfig, SchedulerConfig
 from coppice.scheduler.growth.strategies import chain, full
 from coppice.scheduler.ledger.journal import Journal
 from coppice.wire.faults import DataFault
-from tests.agent_stage import AGENT, THINKING, Stages
-from tests.scheduler.test_begin import QUESTIONS, UPDATES, House
+from tests.agent_stage import THINKING, Stages
+from tests.scheduler.test_begin import QUESTIONS, UPDATES, House, journal_of
 
-ALTERNATING = (
+CHAT = (
     "{% for m in messages %}{% if not loop.first and m.role == loop.previtem.role %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + THINKING
 )
-CHAT = ALTERNATING
-AGENTS = r'''
+AGENTS = '''
 REFUSED = {"messages": [user("one"), user("two")]}
 
 def dying(task):
@@ -42,20 +40,12 @@ def refused_at_once(task):
 '''
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the agents are found and write."""
-    (tmp_path / "agents_of_a_test.py").write_text(AGENT + AGENTS.replace("FOLDER", str(tmp_path)))
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
-    return tmp_path
-
-
 async def run_of(folder: Path, llama: Path, agent: str) -> Journal:
     """The journal of a whole run of an agent, with an odd task among its tasks and among the
     held-out ones."""
     model = folder / "model"
     shutil.copytree(llama, model)
-    (model / "chat_template.jinja").write_text(ALTERNATING.replace("<|im_end|>", "</s>"))
+    (model / "chat_template.jinja").write_text(CHAT.replace("<|im_end|>", "</s>"))
     questions = {"train": ["odd", "plain", "plainer"], "heldout": ["odd as well", "plain as well"]}
     for name, texts in questions.items():
         rows = [{"id": text, "question": text, "golden_answers": ["7"]} for text in texts]
@@ -67,12 +57,13 @@ async def run_of(folder: Path, llama: Path, agent: str) -> Journal:
     more: dict[str, Any] = {"options": {"run": f"agents_of_a_test:{agent}"}, **files}
     house = House(folder / "run", model, environment="agent", scheduler=settings, **more)
     await house.live(until=lambda house: False)
-    return Journal(folder / "run" / "journal.sqlite", readonly=True)
+    return journal_of(folder / "run")
 
 
 @pytest.mark.slow
-async def test_a_task_whose_agent_dies_of_a_refusal_is_replaced(folder: Path, llama: Path) -> None:
-    journal = await run_of(folder, llama, "mortal")
+@pytest.mark.usefixtures("agents")
+async def test_a_task_whose_agent_dies_of_a_400_is_replaced(tmp_path: Path, llama: Path) -> None:
+    journal = await run_of(tmp_path, llama, "mortal")
     rows = journal.trees("split='train'")
     odd = [row for row in rows if row.task == "odd"]
     assert odd and {row.status for row in odd} == {"quarantined"}
@@ -83,7 +74,7 @@ async def test_a_task_whose_agent_dies_of_a_refusal_is_replaced(folder: Path, ll
     for _, _, result in journal.evaluations():
         measures: Any = result["measures"]
         assert (result["questions"], measures["return"]["mean"]) == (2, 1.0)
-    records = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert max(record.get("count/refused_episodes", 0) for record in records) >= 1
 
 

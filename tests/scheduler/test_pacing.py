@@ -1,7 +1,5 @@
 """What ``ledger.pacing`` says of a trained tree's staleness, under any order of events."""
 
-from functools import partial
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,19 +44,19 @@ class Simulation:
             self.grew |= {tree for tree in self.growing if self.admitted[tree] < latest}
             self.begun += 1
 
-    def end(self) -> None:
-        self.done = self.begun
-
-    def tell(self) -> None:
-        """The scheduler hears of the newest version."""
-        self.pacing.trained(self.done)
-
     def play(self, event: int) -> None:
         """One event: what happens (0, 1: a tree closes; 2: an update begins; 3: it ends; 4: it is
         told), and to which tree."""
         index, what = divmod(event, 5)
-        closing = partial(self.close, index)
-        [closing, closing, self.begin, self.end, self.tell][what]()
+        match what:
+            case 2:
+                self.begin()
+            case 3:
+                self.done = self.begun
+            case 4:
+                self.pacing.trained(self.done)
+            case _:
+                self.close(index)
 
 
 EVENTS = st.lists(st.integers(0, 5 * 16 - 1), max_size=150)

@@ -4,7 +4,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from coppice.common import vision
@@ -13,17 +12,12 @@ from coppice.scheduler.growth.strategies import chain
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.ledger.journal import Journal
 from coppice.wire import arrays
-from coppice.wire.messages import GenerateRequest, GenerateResult, Request, Sample
+from coppice.wire.messages import GenerateRequest, GenerateResult, Request
 from tests.agent_stage import Staged
 from tests.pictures import Colours, squares
+from tests.scheduler.test_strategies import sample
 
 GOAL = squares(100, 2, 3)
-
-
-def sent(service: str, request: Any) -> Any:
-    """The request as it arrives over the wire."""
-    frames = arrays.encode(Request(1, service, 1.0), request)
-    return arrays.decode_body([bytes(frame) for frame in frames], type(request))
 
 
 class Services:
@@ -34,11 +28,10 @@ class Services:
         self.rng = random.Random(0)
 
     async def call(self, service: str, request: GenerateRequest, **_: Any) -> GenerateResult:
-        self.requests.append(sent(service, request))
-        tokens = [self.text.encode("a" * self.rng.randint(1, 4)) for _ in range(request.n)]
-        zeros = [(np.zeros(len(t), np.float32), np.zeros(len(t), np.int32)) for t in tokens]
-        samples = [Sample(t, *z, "stop") for t, z in zip(tokens, zeros, strict=True)]
-        return GenerateResult(samples, 0, 0)
+        frames = arrays.encode(Request(1, service, 1.0), request)
+        self.requests.append(arrays.decode_body([bytes(each) for each in frames], GenerateRequest))
+        said = ["a" * self.rng.randint(1, 4) for _ in range(request.n)]
+        return GenerateResult([sample(self.text, each) for each in said], 0, 0)
 
 
 class Stage(Staged):

@@ -1,13 +1,15 @@
-"""Placement, breaker and backoff are pure: every clock and random number is given."""
+"""Placement, breaker, backoff and deadlines: every clock and random number is given."""
 
+import asyncio
 import random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coppice.scheduler.dispatch.calls import Breaker, Place
+from coppice.scheduler.dispatch.calls import LEAST_LOADED, PARTS, Breaker, Deadlines, Pending, Place
 from coppice.scheduler.dispatch.dispatcher import backoff
 from tests.services import loaded
+from tests.simulation.virtual_time import Agenda, VirtualLoop
 
 WORKERS = st.dictionaries(
     st.sampled_from("abcdef"), st.tuples(st.integers(0, 12), st.integers(1, 8)), max_size=6
@@ -45,3 +47,30 @@ def test_backoff_doubles_with_jitter_up_to_its_bound(attempt: int, seed: int) ->
     wait = backoff(attempt, random.Random(seed), base_s=0.05, most_s=5.0)
     ceiling = min(5.0, 0.05 * 2 ** min(attempt, 20))
     assert ceiling / 2 <= wait <= ceiling
+
+
+def test_a_call_expires_never_before_its_time_and_at_most_one_part_of_it_later() -> None:
+    agenda, rng = Agenda(deadline=1e6), random.Random(0)
+    due, ended = dict[Pending, tuple[float, float]](), dict[Pending, float]()
+
+    async def work() -> None:
+        deadlines = Deadlines(lambda pending, _: ended.update({pending: agenda.now}))
+        for _ in range(500):
+            pending = Pending("s", [], dict, 0.0, LEAST_LOADED, None, "", 0.0)
+            seconds = 10 ** rng.uniform(-2, 4)
+            moment = deadlines.add(pending, seconds)
+            if rng.random() < 0.3:
+                deadlines.discard(pending, moment)
+                deadlines.discard(pending, moment)  # its time may be over already
+            else:
+                due[pending] = agenda.now, seconds
+            await asyncio.sleep(rng.random())
+        assert set(deadlines) == due.keys() - ended.keys()
+        await asyncio.sleep(20_000)
+
+    loop = VirtualLoop(agenda)
+    loop.run_until_complete(work())
+    loop.close()
+    assert ended.keys() == due.keys()
+    for pending, (begun, seconds) in due.items():
+        assert begun + seconds - 1e-6 <= ended[pending] <= begun + seconds * (1 + 1 / PARTS) + 1e-3

@@ -25,21 +25,23 @@ class Judged(Services):
             return await super().call(service, request, **settings)
         assert isinstance(request, JudgeRequest)
         self.shown += request.turns
-        return JudgeResult([self._one(self.scores.pop(0)) for _ in request.turns])
+        scores = [self.scores.pop(0) for _ in request.turns]
+        unread = Judgement({}, ["process"], "no score block")
+        return JudgeResult([Judgement({"process": s}) if s is not None else unread for s in scores])
 
-    def _one(self, score: float | None) -> Judgement:
-        if score is None:
-            return Judgement({}, ["process"], "no score block")
-        return Judgement({"process": score})
+
+def judged_stage(folder: Path, llama: Path, says: Any, scores: Any, budget: int = 3) -> Stage:
+    stage = Stage(folder, llama, [[said] for said in says], budget=budget, judge="pprm")
+    stage.services = Judged(stage, scores)
+    stage.use(dispatcher=stage.services)
+    return stage
 
 
 async def ran(
     tmp_path: Path, llama: Path, says: list[str], scores: list[float | None], budget: int = 3
 ) -> tuple[Stage, list[Turn]]:
     """A stage on which PPR has grown its tree, and the group."""
-    stage = Stage(tmp_path, llama, [[said] for said in says], budget=budget, judge="pprm")
-    stage.services = Judged(stage, scores)
-    stage.use(dispatcher=stage.services)
+    stage = judged_stage(tmp_path, llama, says, scores, budget)
     await stage.grow(ppr)
     (group,) = stage.groups
     return stage, group
@@ -50,9 +52,8 @@ async def test_turns_are_judged_with_what_their_search_found(tmp_path: Path, lla
     assert [turn.scores.get("process") for turn in group] == [0.5, 1.0, None]
     assert [turn.scores.get("judge_valid") for turn in group] == [1.0, 1.0, None]
     assert group[-1].scores["outcome"] == 1
-    first, second = stage.services.shown  # type: ignore[attr-defined]
-    assert (first.transcript, first.response, first.observation) == ("", GOOD, FOUND)
-    assert (second.transcript, second.response, second.observation) == (GOOD + FOUND, BAD, FOUND)
+    shown = [(turn.transcript, turn.response, turn.observation) for turn in stage.services.shown]
+    assert shown == [("", GOOD, FOUND), (GOOD + FOUND, BAD, FOUND)]
 
 
 async def test_the_budget_ends_the_rounds_without_an_answer(tmp_path: Path, llama: Path) -> None:
@@ -79,10 +80,8 @@ async def test_a_tree_cut_off_anywhere_ends_with_every_turn_judged_once(
     nodes = list(whole.tree.nodes.values())[:kept]
     for node in nodes[-2:]:  # their judgements were on the way
         node.scores = {"valid": 1.0} if node.kind == "action" else {}
-    left = [[BAD], [RIGHT]] if kept < 4 else [[RIGHT]]
-    stage = Stage(tmp_path, llama, left, budget=3, judge="pprm")
-    stage.services = Judged(stage, [0.25] * 3)
-    stage.use(dispatcher=stage.services)
+    left = [BAD, RIGHT] if kept < 4 else [RIGHT]
+    stage = judged_stage(tmp_path, llama, left, [0.25] * 3)
     for node in nodes:
         stage.tree.put(node)
     await stage.grow(ppr)

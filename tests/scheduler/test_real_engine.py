@@ -1,5 +1,4 @@
-"""A context over a real engine of a tiny model: replies in text (``Services.say``), and what top-p
-leaves for the learner."""
+"""A context over a real engine: replies in text, and what top-p leaves for the learner."""
 
 import random
 from pathlib import Path

@@ -66,17 +66,9 @@ async def test_an_episode_of_verifiers_is_one_path(stage: Stages, python: str, h
 
 def bets(prompt: str, i: int) -> str:
     """Checks first, bets after a check, and calls a bet."""
-    legal = prompt.rpartition("Your legal actions:")[2]
-    if "[call]" in legal:
+    if "[call]" in prompt.rpartition("Your legal actions:")[2]:
         return "[call]"
     return "[bet]" if "chose [check]" in prompt.rpartition("Betting so far:")[2] else "[check]"
-
-
-def won(first: str, second: str) -> float:
-    """What the first of two players of Kuhn poker earns who has called a bet, by the cards that
-    their prompts show."""
-    cards = [re.findall(r"Your private card: ([JQK])", prompt)[-1] for prompt in (first, second)]
-    return 2.0 if "JQK".index(cards[0]) > "JQK".index(cards[1]) else -2.0
 
 
 @pytest.mark.slow
@@ -90,5 +82,6 @@ async def test_two_players_of_a_game_have_a_path_each(stage: Stages, published: 
     assert paths == [[actions[0].id], [actions[1].id], [actions[0].id, actions[2].id]]
     first, second, third = s.policy.prompts
     assert "as Player 0" in third and third.startswith(first)
-    assert actions[-1].scores["outcome"] == won(first, second)
-    assert actions[-1].scores["crashed"] == 0.0
+    own, other = (re.findall(r"private card: ([JQK])", each)[-1] for each in (first, second))
+    won = 2.0 if "JQK".index(own) > "JQK".index(other) else -2.0  # with a bet that is called
+    assert (actions[-1].scores["outcome"], actions[-1].scores["crashed"]) == (won, 0.0)

@@ -11,7 +11,7 @@ from coppice.scheduler.dispatch.residency import Residency
 from coppice.scheduler.dispatch.weight_sync import Weights, WeightSync
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import LoadRequest, LoadResult
-from coppice.wire.service import Call, Handler, Rejected, Service
+from coppice.wire.service import Call, Handler, Rejected
 from tests.services import Bench, bench
 
 ONE, TWO = Weights(1, "one", "a" * 64), Weights(2, "two", "b" * 64)
@@ -29,11 +29,9 @@ class Actor:
         self.begun = asyncio.Event()
 
     def handlers(self) -> dict[str, Handler]:
-        """Its services."""
         return {"load": self.load, "generate": self.load}
 
     async def load(self, request: LoadRequest, call: Call) -> LoadResult:
-        """Note the version."""
         self.loads.append(request.version)
         self.begun.set()
         await self.gate.wait()
@@ -90,15 +88,9 @@ async def test_who_joins_while_the_others_still_load_is_compared_with_them(tmp_p
         await late.begun.wait()
         slow.gate.set()
         await spreading
-        await _refused(table, "late", joining)
+        while "late" not in table.tasks:
+            await asyncio.sleep(0.001)
+        with pytest.raises(Rejected):
+            await asyncio.wait_for(table.tasks["late"], 10)
+        joining.cancel()
         assert {worker.name for worker in table.dispatcher.workers()} == {"a", "b"}
-
-
-async def _refused(table: Bench, name: str, joining: "asyncio.Task[Service]") -> None:
-    """Until the worker has been sent away."""
-    while name not in table.tasks:
-        await asyncio.sleep(0.001)
-    with pytest.raises(Rejected):
-        await asyncio.wait_for(asyncio.shield(table.tasks[name]), 10)
-    joining.cancel()
-    await asyncio.gather(joining, return_exceptions=True)

