@@ -1,6 +1,7 @@
 """Shared fixtures."""
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from tests import tiny, world
 from tests.forks import ROOT, Server
-from tests.runs import Run
+from tests.runs import Launch, Run
 
 hypothesis.settings.register_profile(
     "any machine", deadline=None
@@ -85,20 +86,18 @@ def searching(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def launch(server: Server, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+def launch(server: Server, tmp_path: Path) -> Iterator[Launch]:
     """Launch a run in the folder ``tmp_path / "run"`` with arguments of coppice launch. anew: its
     processes are started as a user's are, and are no forks."""
-    runs: list[Run] = []
+    with contextlib.ExitStack() as stack:
 
-    def start(config: Path | None, *arguments: str, anew: bool = False, cwd: Path = ROOT) -> Run:
-        run = Run(config, tmp_path / "run", None if anew else server, cwd=cwd)
-        runs.append(run)
-        run.launch(*arguments)
-        return run
+        def start(config: Path | None, *words: str, anew: bool = False, cwd: Path = ROOT) -> Run:
+            run = Run(config, tmp_path / "run", None if anew else server, cwd=cwd)
+            stack.callback(run.close)
+            run.launch(*words)
+            return run
 
-    yield start
-    for run in runs:
-        run.close()
+        yield start
 
 
 @pytest.fixture(scope="session")

@@ -63,16 +63,19 @@ def main(options: list[str] | None = None) -> int:
         return 0
     mounts = OWN in os.environ or _again()
     from tests.chaos.chapters import chaos
+    from tests.forks import Server
 
     folder = given.out or Path(tempfile.mkdtemp(prefix="coppice-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    kinds = given.only or list(KINDS)
+    plan, server = (given.seed, given.faults, given.only or list(KINDS)), Server()
     try:
-        broken = chaos(given.seed, given.faults, kinds, folder.resolve(), mounts, given.schedulers)
+        broken = chaos(*plan, folder.resolve(), server, mounts, given.schedulers)
     except KeyboardInterrupt:
         print(f"\nstopped; no process is left. {folder} holds what was written", file=sys.stderr)
         return 130
+    finally:
+        server.close()
     if not broken and given.out is None:
         shutil.rmtree(folder)
     return int(broken)

@@ -22,10 +22,17 @@ WIDTH = 80
 
 
 def chaos(
-    seed: int, count: int, kinds: list[str], folder: Path, mounts: bool, schedulers: int = 1
+    seed: int,
+    count: int,
+    kinds: list[str],
+    folder: Path,
+    server: Server,
+    mounts: bool = False,
+    schedulers: int = 1,
 ) -> bool:
     """Strike runs in ``folder`` with ``count`` faults. Return whether an invariant was broken.
-    mounts: whether disks may be mounted. schedulers: how many each run has."""
+    server: whose forks the runs are. mounts: whether disks may be mounted. schedulers: how many
+    each run has."""
     disk = folder / "disk"
     disk.mkdir()
     own = mounts and strikes.mount(disk, f"size={strikes.DISK_MIB}m", first=True)
@@ -37,7 +44,7 @@ def chaos(
     faults = plan(seed, count, kinds, schedulers)
     world_folder = folder / "world"
     world_folder.mkdir()
-    config, server = search(world_folder), Server()
+    config = search(world_folder)
     struck: Counter[str] = Counter()
     survived: Counter[str] = Counter()
     try:
@@ -54,7 +61,6 @@ def chaos(
                 return True
             shutil.rmtree(run.folder)
     finally:
-        server.close()
         _table(struck, survived)
         if own:
             strikes.unmount(disk)
@@ -68,7 +74,7 @@ def _chapter(
     run: Struck, faults: list[Fault], struck: Counter[str], survived: Counter[str]
 ) -> list[str]:
     start = time.monotonic()
-    run.launch(*world.settings(len(run.homes)))
+    run.launch(world.settings(len(run.homes)))
     try:
         run.settle(3)
         for fault in faults:

@@ -147,15 +147,14 @@ def nan(body: Any, rng: random.Random) -> tuple[Any, str]:
 
 
 def huge(body: Any, rng: random.Random) -> tuple[Any, str]:
-    text = "x " * (rng.choice([BEYOND, 4 * 2**20]) // 2)
-    size = f"{len(text) / 2**20:.0f} MiB"
+    long = rng.choice([BEYOND, 4 * 2**20])
     match body:
         case JudgeResult(judgements=[first, *rest]):
-            judgements = [replace(first, explanation=text), *rest]
-            return replace(body, judgements=judgements), f"an explanation of {size}"
+            judgements = [replace(first, explanation="x " * (long // 2)), *rest]
+            return replace(body, judgements=judgements), f"an explanation of {long} bytes"
         case RetrieveResult(passages=[[first, *_], *rest]):
-            passages = [[replace(first, text=text)], *rest]
-            return replace(body, passages=passages), f"a passage of {size}"
+            passages = [[replace(first, text="x " * (long // 2))], *rest]
+            return replace(body, passages=passages), f"a passage of {long} bytes"
         case GenerateResult(samples=[first, *rest]):
             names = ("tokens", "logprobs", "versions")
             arrays = {name: np.resize(getattr(first, name), 2**20) for name in names}

@@ -49,7 +49,7 @@ def lived(
     run = Struck(searching, tmp_path_factory.mktemp("two") / "run", server, 2)
     run.out = run.folder.with_name("launcher.out")
     try:
-        run.launch(*world.settings(2), "learner.count=1", "scheduler.prometheus=127.0.0.1:0")
+        run.launch(f"{world.settings(2)} learner.count=1 scheduler.prometheus=127.0.0.1:0")
         run.moved(2)
         control.pause(run.folder)
         paused(run, True)
