@@ -70,7 +70,6 @@ def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the help and for completion; pytest reads all but --quick, --all."""
     parser = command_parser("tools/test", "Lint, type-check and test the project.", EXAMPLES)
     quick = "leave out slow tests, the site, the second numerical run"
     parser.add_argument(QUICK, action="store_true", help=quick)
@@ -83,7 +82,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run every check; see steps for the arguments."""
     arguments = sys.argv[1:]
     if {"-h", "--help"} & set(arguments):
         parser().print_help()
@@ -99,7 +97,6 @@ def main() -> int:
 
 
 def start(name: str, command: list[str], output: int | None = None) -> subprocess.Popen[str]:
-    """Start a check of ``steps``."""
     # an advertisement, on every build
     more = (PLAIN_KERNELS if "plain" in name else {}) | {"NO_MKDOCS_2_WARNING": "1"}
     return subprocess.Popen(

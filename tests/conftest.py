@@ -59,14 +59,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama folder."""
     torch.set_num_threads(1)
     return tiny.save(tmp_path_factory.mktemp("llama"), "llama")
 
 
 @pytest.fixture(scope="session")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny Qwen2.5-VL."""
     torch.set_num_threads(1)
     return tiny.save_vision(tmp_path_factory.mktemp("seeing"))
 

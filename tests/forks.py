@@ -136,8 +136,6 @@ class Server:
     def launch(
         self, arguments: Sequence[str], cwd: Path, env: dict[str, str], out: IO[Any], begin: str
     ) -> Launched:
-        """Start coppice launch with ``arguments``. begin: "module:function", called first in each
-        process of the run."""
         request = {"arguments": arguments, "cwd": str(cwd), "env": env, "begin": begin}
         return Launched(self, self.ask(request, [out.fileno()]))
 
@@ -229,7 +227,6 @@ def _begin(name: str, arguments: Sequence[str], begin: str) -> None:
 
 
 def _show(words: Sequence[str]) -> None:
-    """Overwrite the command line that other processes see of this one."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     first, last = int(fields[45]), int(fields[46])
     text = "\0".join(words).encode()[: last - first - 1]

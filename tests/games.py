@@ -18,7 +18,6 @@ class AnyText(TicTacToe):
     policy writes no real one."""
 
     def read(self, state: TicTacToeState, text: str) -> Action:
-        """Always valid."""
         moves = self.moves(state)
         return Action("move", text, move=moves[zlib.crc32(text.encode()) % len(moves)])
 
@@ -42,5 +41,4 @@ def scores(judge: Judge, turns: list[JudgedTurn]) -> list[dict[str, float]]:
 
 
 def travelled(turns: list[JudgedTurn]) -> list[JudgedTurn]:
-    """The turns as a judge in another process gets them."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(turns), type=list[JudgedTurn])

@@ -159,7 +159,6 @@ class Run:
         return self.said()
 
     def killed_and_resumed(self) -> None:
-        """Kill the run after its first update, resume it, and wait for its end."""
         self.moved()
         self.kill_all()
         self.resume()

@@ -16,7 +16,6 @@ class AnySearch(SearchQA):
     answer: a random policy writes neither."""
 
     def read(self, state: SearchState | None, text: str) -> Action:
-        """Always valid."""
         if state is not None and len(state.steps) < SEARCHES:
             return Action("search", text, state.question, think="")
         return Action("answer", text, text, think="")
@@ -37,6 +36,5 @@ class Coin(RuleJudge):
     columns = ("outcome", "f1")
 
     def judge(self, turn: JudgedTurn) -> Judgement:
-        """By the answer alone."""
         right = turn.answer is not None and zlib.crc32(turn.answer.encode()) % 2 == 0
         return Judgement(dict.fromkeys(self.columns, float(right)))

@@ -47,7 +47,6 @@ def groups(
 
 
 def batch(seed: int, version: int) -> Batch:
-    """Three questions of one group each."""
     made, nodes = groups(seed)
     return Batch(version, 3, made, nodes)
 
@@ -128,7 +127,6 @@ def rescored(some: Batch, scores: Callable[[Turn], dict[str, float]]) -> Batch:
 
 
 def table_of(some: Batch) -> TurnTable:
-    """The table of a batch, as the learner builds it."""
     return build(some.groups, {(tree, node.id): node for tree, node in some.nodes})
 
 
@@ -142,7 +140,6 @@ def process(model: Path, run: Path, rank: int = 4, **settings: object) -> Learne
 
 
 def trainer(model: Path, run: Path, rank: int = 4, **settings: object) -> Trainer:
-    """A trainer of one rank."""
     return Trainer(process(model, run, rank, **settings), Ranks(60))
 
 
@@ -156,7 +153,6 @@ def steady(made: Trainer) -> Trainer:
 
 
 def state(made: Trainer) -> dict[str, torch.Tensor]:
-    """A copy of what trains in the policy."""
     return {name: p.clone() for name, p in made.policy.gathered().items()}
 
 

@@ -23,8 +23,6 @@ CONFIG = DispatchConfig(heartbeat_s=0.05, dead_after_s=0.6)
 
 
 class Floor:
-    """A dispatcher with worker processes."""
-
     def __init__(self, folder: Path):
         self.keys = folder / "keys"
         keys = RunKeys.create(self.keys)

@@ -33,28 +33,17 @@ class Agenda:
         heapq.heappush(self._events, (max(when, self.now), next(self._order), event))
 
     def after(self, delay: float, event: Callable[[], None]) -> None:
-        """Run ``event`` in ``delay`` seconds."""
         self.at(self.now + delay, event)
-
-    @property
-    def empty(self) -> bool:
-        """Whether no event is left."""
-        return not self._events
 
     def advance(self, timer: float = math.inf) -> bool:
         """Move the clock to the next event and run it, or to ``timer`` if that comes first. Returns
-        whether it was an event.
-
-        Raises Stuck if there is neither.
-        """
+        whether it was an event. Raises Stuck if there is neither."""
         event = self._events[0][0] if self._events else math.inf
         moment = min(event, timer)
-        if math.isinf(moment) or moment > self.deadline:
-            raise Stuck(
-                "nothing will ever happen again"
-                if math.isinf(moment)
-                else f"not over after {self.deadline:.0f} s"
-            )
+        if math.isinf(moment):
+            raise Stuck("nothing will ever happen again")
+        if moment > self.deadline:
+            raise Stuck(f"not over after {self.deadline:.0f} s")
         self.now = max(self.now, moment)
         if event > timer:
             return False
@@ -74,11 +63,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.set_exception_handler(lambda loop, context: None)
 
     def time(self) -> float:
-        """The virtual time in seconds."""
         return self.agenda.now
 
     def select(self, timeout: float | None) -> list[Any]:
-        """Wait for the next event as a selector would."""
         scheduled: list[asyncio.TimerHandle] = self._scheduled  # pyright: ignore
         while timeout != 0 and self.agenda.advance(scheduled[0].when() if scheduled else math.inf):
             timeout = 0 if self._ready else None  # pyright: ignore[reportAttributeAccessIssue]
@@ -87,7 +74,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def run_in_executor(
         self, executor: Any, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """Call ``func`` now."""
         future = self.create_future()
         future.set_result(func(*args))
         return future

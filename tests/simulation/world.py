@@ -13,6 +13,7 @@ import io
 import itertools
 import logging
 import random
+import reprlib
 import shutil
 import tempfile
 import traceback
@@ -31,7 +32,7 @@ from coppice.scheduler.ledger.journal import Journal, JournalError
 from coppice.scheduler.telemetry import health
 from coppice.wire.faults import Fault
 from tests.simulation import invariants
-from tests.simulation.network import Network, plain
+from tests.simulation.network import Network, Socket
 from tests.simulation.peers import Actor, Judge, Peer, Retriever
 from tests.simulation.plan import LEARNER, Crash, Strike, plan
 from tests.simulation.scripted_learner import Learner
@@ -55,8 +56,8 @@ class Killed(SystemExit):
 
 
 class History:
-    """What happened, in order. failures: the violated invariants; text: one line per event, the
-    same for every replay of the seed."""
+    """What happened, in order, the same for every replay of the seed. failures: the violated
+    invariants."""
 
     def __init__(self, seed: int):
         self.seed = seed
@@ -64,9 +65,8 @@ class History:
         self.failures: list[str] = []
 
     def lines(self) -> list[str]:
-        """One line per event."""
         line = "{:10.3f}  {:<15} {}".format
-        return [line(at, kind, " ".join(map(plain, rest))) for at, kind, rest in self.events]
+        return [line(at, kind, " ".join(map(reprlib.repr, rest))) for at, kind, rest in self.events]
 
 
 @cache
@@ -75,10 +75,9 @@ def materials() -> Path:
     folder = scratch("materials")
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     ids = {letter: i for i, letter in enumerate(letters)}
-    core = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
-    splitting: Any = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.pre_tokenizer = splitting
-    core.decoder = tokenizers.decoders.ByteLevel()  # pyright: ignore
+    core: Any = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
     core.save(str(folder / "tokenizer.json"))
     (folder / "prompt.txt").write_text("Question: {question}\n")
     row = '{{"id": "{0}{1}", "question": "q{1}?", "golden_answers": ["Lima"]}}\n'
@@ -90,7 +89,6 @@ def materials() -> Path:
 
 @cache
 def text() -> Text:
-    """The tokenizer of ``materials``, read once per process."""
     return Text(str(materials()))
 
 
@@ -114,11 +112,9 @@ class Records:
         self.values.append((version, values))
 
     def look(self) -> bool:
-        """Nobody else's records are shown."""
         return True
 
     def resume(self, frontier: Any, version: int) -> set[int]:
-        """There are no records of earlier starts."""
         return set()
 
     def counters(self, workers: Sequence[Any]) -> dict[str, float]:
@@ -152,11 +148,9 @@ class World:
         self.lives = 0
 
     def note(self, kind: str, *rest: Any) -> None:
-        """Add an event to the history."""
         self.history.events.append((self.agenda.now, kind, rest))
 
     def violated(self, reason: str) -> None:
-        """Report a violated invariant."""
         self.note("VIOLATED", reason)
         self.history.failures.append(reason)
 
@@ -174,9 +168,6 @@ class World:
 
     def _rng(self, name: str) -> random.Random:
         return random.Random(f"{name}/{self.seed}")
-
-    # ------------------------------------------------------------------------------------------ the
-    # run
 
     def play(self) -> History:
         """Run until the scheduler has written its summary, then check everything."""
@@ -286,8 +277,7 @@ class World:
         self.note("scheduler", f"life {self.lives + 1}")
         return run
 
-    def _arm(self, run: scheduling.Run, socket: Any, crash: Crash) -> None:
-        """Let the scheduler die where ``crash`` says."""
+    def _arm(self, run: scheduling.Run, socket: Socket, crash: Crash) -> None:
         left = itertools.count(int(crash.count), -1)
 
         def kill() -> None:
@@ -303,13 +293,7 @@ class World:
                 kill()
 
         if crash.place == "time":
-            moment = self.agenda.now + crash.count
-
-            def at_time() -> None:
-                if socket.alive and run.dispatcher.router is socket:
-                    kill()
-
-            self.agenda.at(moment, at_time)
+            self.agenda.after(crash.count, lambda: kill() if socket.alive else None)
         elif crash.place == "send":
             socket.on_send = due
         else:
@@ -361,6 +345,5 @@ def quiet() -> Iterator[None]:
 
 
 def simulate(seed: int) -> History:
-    """Play the run of one seed."""
     with quiet():
         return World(seed).play()
