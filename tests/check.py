@@ -18,9 +18,7 @@ from coppice.common.options import command_parser
 from coppice.tools.bootstrap import ROOT
 
 EXAMPLES = """\
-  tools/test --quick                            without slow tests
   tools/test --all                              with long ones, before a release
-  tools/test tests/scheduler                    one folder
   tools/test --quick tests/learner -k critic    other options are pytest's"""
 PLAIN_KERNELS = {
     "ATEN_CPU_CAPABILITY": "default",
@@ -52,9 +50,8 @@ def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
         "pyright": ["pyright", "--pythonpath", sys.executable],
     }
     if QUICK in arguments:
-        return checks | {
-            "pytest": ["pytest", "-m", "not slow and not second", *_SIDE_BY_SIDE, *given]
-        }
+        quick = ["pytest", "-m", "not slow and not second", *_SIDE_BY_SIDE, *given]
+        return checks | {"pytest": quick}
     # --quiet would keep warnings from failing it
     checks["documentation"] = ["mkdocs", "build", "--strict"]
     if given:

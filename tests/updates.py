@@ -35,8 +35,7 @@ def groups(
     rng = np.random.default_rng(seed)
     made, nodes = [], []
     for tree in range(trees):
-        prompt = TreeNode(0, -1, "prompt", rng.integers(0, 256, 6).astype(np.int32))
-        own = [prompt]
+        own = [TreeNode(0, -1, "prompt", rng.integers(0, 256, 6).astype(np.int32))]
         for i in range(k):
             tokens = rng.integers(0, 256, int(rng.integers(2, 6)))
             own.append(action(i + 1, 0, tokens))
@@ -65,12 +64,9 @@ def few(*sampled: list[bool]) -> Batch:
 def episodes(
     seed: int, version: int, trees: int = 3, k: int = 3, turns: int = 2, fresh: bool = False
 ) -> Batch:
-    """Whole trajectories with an outcome at the end, step rewards, judge scores and Monte Carlo
-    values; uneven lengths.
-
-    Observations are appended to one growing text; or, fresh, each turn has a prompt of its own
-    below the root, as in the games.
-    """
+    """Whole trajectories of uneven lengths, with an outcome at the end, step rewards, judge scores
+    and Monte Carlo values. Observations are appended to one growing text; or, fresh, each turn has
+    a prompt of its own below the root, as in the games."""
     rng = np.random.default_rng(seed)
     made, nodes = [], []
     for tree in range(seed * 10, seed * 10 + trees):
@@ -85,16 +81,12 @@ def episodes(
                 n, last = int(rng.integers(2, 6)), turn == length
                 tokens, logprobs = rng.integers(0, 256, n), rng.normal(-5.5, 0.3, n)
                 node = action(len(own), parent, tokens, logprobs)
-                scores = {
-                    "reward": float(rng.integers(-2, 3)),
-                    "mc_value": float(rng.random()),
-                    "valid": 1.0,
-                }
-                scores |= (
-                    {"outcome": float((trajectory + tree) % 2)}
-                    if last
-                    else {"process": float(rng.random())}
-                )
+                scores = {"reward": float(rng.integers(-2, 3)), "mc_value": float(rng.random())}
+                scores["valid"] = 1.0
+                if last:
+                    scores["outcome"] = float((trajectory + tree) % 2)
+                else:
+                    scores["process"] = float(rng.random())
                 own.append(node)
                 trained.append(Turn(node.id, trajectory, turn, scores))
                 if not last and not fresh:
@@ -158,12 +150,8 @@ def state(made: Trainer) -> dict[str, torch.Tensor]:
 
 def everything(made: Trainer) -> dict[str, torch.Tensor]:
     """A copy of what trains in policy, critic and reward model. A collective when sharded."""
-    parts = made.parts().items()
-    return {
-        f"{part}/{name}": p.clone()
-        for part, (model, _) in parts
-        for name, p in model.gathered().items()
-    }
+    models = {part: model.gathered().items() for part, (model, _) in made.parts().items()}
+    return {f"{part}/{name}": p.clone() for part, held in models.items() for name, p in held}
 
 
 def gradient(made: Trainer, some: Batch, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
@@ -171,11 +159,8 @@ def gradient(made: Trainer, some: Batch, monkeypatch: pytest.MonkeyPatch) -> tor
     found: list[torch.Tensor] = []
 
     def keep() -> None:
-        found.append(
-            torch.cat(
-                [p.grad.reshape(-1) for p in made.policy.trained().values() if p.grad is not None]
-            )
-        )
+        grads = [p.grad for p in made.policy.trained().values()]
+        found.append(torch.cat([grad.reshape(-1) for grad in grads if grad is not None]))
 
     with monkeypatch.context() as patch:
         patch.setattr(made.stepper.adamw, "step", keep)
