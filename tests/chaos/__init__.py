@@ -14,16 +14,14 @@ import tempfile
 from pathlib import Path
 
 from coppice.common.options import command_parser
-from tests.chaos.plan import KINDS
+from tests.chaos import plan
 
 OWN = "COPPICE_CHAOS_MOUNTS"
 """Set once this command was started anew where it may mount a disk."""
 
 EXAMPLES = """\
-  coppice dev chaos --list                     every kind of fault and its share
   coppice dev chaos --faults 1000 --seed 1          ten runs of 100 faults each
-  coppice dev chaos --faults 20 --only journal checkpoint
-  coppice dev chaos --faults 100 --schedulers 2     runs of two schedulers"""
+  coppice dev chaos --faults 20 --schedulers 2 --only journal checkpoint"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,12 +34,12 @@ def parser() -> argparse.ArgumentParser:
     add("--out", type=Path, help=out)
     add("--schedulers", type=int, default=1, help=f"how many schedulers each run has {default}")
     only = "these kinds of faults alone (default: all)"
-    add("--only", nargs="+", choices=sorted(KINDS), metavar="KIND", help=only)
+    add("--only", nargs="+", choices=sorted(plan.KINDS), metavar="KIND", help=only)
     add("--list", action="store_true", help="print the kinds of faults and end")
     return parser
 
 
-def arguments(options: list[str] | None = None) -> argparse.Namespace:
+def arguments(options: list[str] | None) -> argparse.Namespace:
     command = parser()
     parsed = command.parse_args(options)
     if sys.platform != "linux":
@@ -58,7 +56,7 @@ def arguments(options: list[str] | None = None) -> argparse.Namespace:
 def main(options: list[str] | None = None) -> int:
     given = arguments(options)
     if given.list:
-        for name, kind in KINDS.items():
+        for name, kind in plan.KINDS.items():
             print(f"{name:<11} {kind.share:>3} of 100  {kind.text}; {', '.join(kind.places)}")
         return 0
     mounts = OWN in os.environ or _again()
@@ -68,9 +66,10 @@ def main(options: list[str] | None = None) -> int:
     folder = given.out or Path(tempfile.mkdtemp(prefix="coppice-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    plan, server = (given.seed, given.faults, given.only or list(KINDS)), Server()
+    faults = plan.plan(given.seed, given.faults, given.only or list(plan.KINDS), given.schedulers)
+    server = Server()
     try:
-        broken = chaos(*plan, folder.resolve(), server, mounts, given.schedulers)
+        broken = chaos(faults, folder.resolve(), server, mounts, given.schedulers)
     except KeyboardInterrupt:
         print(f"\nstopped; no process is left. {folder} holds what was written", file=sys.stderr)
         return 130

@@ -37,12 +37,7 @@ def listen() -> None:
     def serve() -> None:
         while True:
             order, sender = orders.recvfrom(4096)
-            wanted = json.loads(order)
-            obey(
-                wanted["kind"],
-                wanted["variant"],
-                lambda text, to=sender: orders.sendto(text.encode(), to),
-            )
+            obey(**json.loads(order), tell=lambda text, to=sender: orders.sendto(text.encode(), to))
 
     threading.Thread(target=serve, daemon=True).start()
 

@@ -52,8 +52,7 @@ def take(kind: str, wanted: bool = True) -> Callable[[str], None] | None:
 
 def wrap() -> None:
     _wrap_messages()
-    _wrap_loads()
-    _wrap_gradients()
+    _wrap_computing()
 
 
 def _wrap_messages() -> None:
@@ -117,16 +116,15 @@ def wrong(body: Any, rng: random.Random) -> tuple[Any, str]:
         case GenerateResult(samples=[first, *rest]):
             tokens, logprobs, versions = first.tokens, first.logprobs, first.versions
             nothing = {"tokens": tokens[:0], "logprobs": logprobs[:0], "versions": versions[:0]}
-            changes: dict[str, dict[str, Any] | None] = {
-                "too few samples": None,
+            changes: dict[str, dict[str, Any]] = {
                 "more tokens than log-probabilities": {"logprobs": logprobs[1:]},
                 "more tokens than versions": {"versions": versions[1:]},
                 "a token that is not in the vocabulary": {"tokens": tokens + 10**6},
                 "a version of the future": {"versions": versions + 1000},
                 "a sample without tokens": nothing,
             }
-            change = changes[text := rng.choice(sorted(changes))]
-            spoiled = [] if change is None else [replace(first, **change)]
+            text = rng.choice([few := "too few samples", *sorted(changes)])
+            spoiled = [] if text == few else [replace(first, **changes[text])]
             return replace(body, samples=[*spoiled, *rest]), text
     return body, "nothing"
 
@@ -165,21 +163,16 @@ def huge(body: Any, rng: random.Random) -> tuple[Any, str]:
 SPOILERS = {"wrong": wrong, "nan": nan, "huge": huge}
 
 
-def _wrap_loads() -> None:
-    """The embedded engine keeps its old weights and says that it took the new ones."""
-    load = local.LocalEngine.load
+def _wrap_computing() -> None:
+    """The embedded engine keeps its old weights and says that it took the new ones; a gradient is
+    NaN."""
+    load, add = local.LocalEngine.load, Ranks.add_gradients
 
     async def loads(engine: Any, request: Any) -> LoadResult:
         if tell := take("unloaded"):
             tell("a load was answered and not done")
             return LoadResult(request.version, request.digest, 0.0)
         return await load(engine, request)
-
-    setattr(local.LocalEngine, "load", loads)  # noqa: B010
-
-
-def _wrap_gradients() -> None:
-    add = Ranks.add_gradients
 
     def adds(ranks: Ranks, parameters: Any) -> None:
         graded = [p for p in parameters if p.grad is not None]
@@ -188,4 +181,8 @@ def _wrap_gradients() -> None:
             tell("a gradient was NaN")
         add(ranks, parameters)
 
-    setattr(Ranks, "add_gradients", adds)  # noqa: B010
+    for owner, name, function in (
+        (local.LocalEngine, "load", loads),
+        (Ranks, "add_gradients", adds),
+    ):
+        setattr(owner, name, function)

@@ -50,7 +50,7 @@ def test_faults_that_strike_a_whole_run_lose_nothing(
 ) -> None:
     inside = ["cut", "lose", "twice", "reorder", "wrong", "stray", "nan", "huge", "unloaded"]
     damage = ["unwritable", "journal", "checkpoint", "part", "diverge"]
-    broken = chaos(21690, 12, [*inside, *damage], tmp_path, server)
+    broken = chaos(plan.plan(21690, 12, [*inside, *damage]), tmp_path, server)
     assert len(check(capsys.readouterr().out)) == 12  # the seed's faults are of different kinds
     assert not broken
 

@@ -1,9 +1,8 @@
 """Whole runs in one process each: python -m tests.faults.one_process FOLDER. FOLDER/lives.json
-names the runs and where each life ends.
+names the runs and where each life ends: by SIGKILL at its crash point, the last one with the run.
 
-Scheduler, embedded engine and learner are the real ones, on one event loop over real sockets. The
-modules are imported once, then every life is a fork: importing costs more than all the updates. A
-life ends by SIGKILL at its crash point, the last one with the run.
+Scheduler, embedded engine and learner are the real ones, on one event loop over real sockets. Every
+life is a fork of a process that has imported everything.
 """
 
 import asyncio
