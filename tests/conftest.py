@@ -110,7 +110,7 @@ def sglang_server(llama: Path) -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def gradients():
-    """An engine in the same process switches gradients off for good; each test starts with them on."""
+    """An engine in the same process switches gradients off for good; tests start with them on."""
     torch.set_grad_enabled(True)
     yield
     torch.set_grad_enabled(True)

@@ -1,4 +1,4 @@
-"""The package index has a solution for all extras together, and so for those that the pages name."""
+"""The package index has a solution for all extras together, and so for those of the pages."""
 
 import re
 import subprocess

@@ -1,10 +1,6 @@
-"""The simulated network between one scheduler and its peers: seeded delays, connection loss, order
-kept within a connection only.
-
-It has the semantics of ZeroMQ's ROUTER and DEALER over TCP: while a connection is down, what the
-scheduler sends is lost, what a peer sends waits for the reconnection, and messages under way are
-lost in both directions. A peer's identity survives a reconnection.
-"""
+"""The simulated network between one scheduler and its peers, with the semantics of ZeroMQ's ROUTER
+and DEALER over TCP: order is kept within a connection only; while it is down, what the scheduler
+sends is lost, what a peer sends waits, and messages under way are lost in both directions."""
 
 import asyncio
 import random

@@ -1,10 +1,7 @@
-"""Scripted workers that speak the real wire messages: membership, heartbeats, answers, and the
-faults of each on command.
-
-A peer is a state machine on the agenda, not a task. It keeps to the protocol of
-``wire.service.Service``: it registers until it is accepted, abandons its calls when its admission
-changes, registers again after a silence, and leaves when it is drained.
-"""
+"""Scripted workers that speak the real wire messages, and the faults of each on command. A peer is
+a state machine on the agenda. It keeps to the protocol of ``wire.service.Service``: it registers
+until it is accepted, abandons its calls when its admission changes, registers again after a
+silence, and leaves when it is drained."""
 
 import random
 import zlib

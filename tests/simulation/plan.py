@@ -1,9 +1,6 @@
-"""What a seed decides before its run starts: the settings of the run, its workers, and which faults
-strike when.
-
-Every seed enables only some kinds of faults, so that rare combinations are met too ("swarm
-testing"). All faults end at ``healthy_from``; from then on the run must get to its end.
-"""
+"""What a seed decides before its run starts: settings, workers, and which faults strike when. Every
+seed enables only some kinds of faults, so that rare combinations are met too ("swarm testing"). All
+faults end at ``healthy_from``; from then on the run must get to its end."""
 
 import random
 from typing import Any

@@ -1,10 +1,7 @@
 """A scripted learner that keeps its own record of what it trained, so that no check depends on the
-scheduler's word.
-
-It follows ``learner.main`` and ``learner.batches``: the oldest closed trees form an update, every
-group is answered by the update that holds it, weights are announced before the checkpoint is
-written, and a crash goes back to the newest checkpoint.
-"""
+scheduler's word. It follows ``learner.main``: the oldest closed trees form an update, every group
+is answered by the update that holds it, weights are announced before the checkpoint is written, and
+a crash goes back to the newest checkpoint."""
 
 import itertools
 import random

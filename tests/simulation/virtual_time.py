@@ -1,10 +1,6 @@
-"""An event loop whose time is virtual: when nothing is ready, the clock jumps to the next event.
-Nothing sleeps.
-
-Two kinds of events share the clock: the timers of the loop, which are the scheduler's, and the
-agenda, which is everybody else's. A crash of the scheduler abandons its loop with its timers, and
-the agenda goes on with the next loop.
-"""
+"""An event loop whose time is virtual: when nothing is ready, the clock jumps to the next event, a
+timer of the loop, which is the scheduler's, or an event of the agenda, which is everybody else's. A
+crash of the scheduler abandons its loop, and the agenda goes on with the next one."""
 
 import asyncio
 import heapq

@@ -1,10 +1,6 @@
-"""One simulated run: the real scheduler process on the virtual clock, its peers, faults, crashes
-and resumes, from the start to the summary.
-
-``simulate(seed)`` does all of it and returns a ``History``. The scheduler is ``scheduler.main.Run``
-with its real journal (SQLite, a file on a file system in memory where there is one). Replaced are
-the socket, the clock, the metrics' writer and the reading of the tokenizer.
-"""
+"""One simulated run: the real ``scheduler.main.Run`` with its real journal on the virtual clock,
+its peers, faults, crashes and resumes, from the start to the summary. Replaced are the socket, the
+clock, the metrics' writer and the reading of the tokenizer."""
 
 import asyncio
 import contextlib
@@ -17,10 +13,11 @@ import reprlib
 import shutil
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import tokenizers
 
@@ -99,17 +96,16 @@ def scratch(name: str) -> Path:
 
 
 class Records:
-    """``scheduler.metrics.Metrics`` without its files: records of this start only."""
+    """``scheduler.metrics.Metrics`` without its files: nothing is kept."""
 
     def __init__(self, run: Path, whole: bool = False):
         self.run = run
-        self.values: list[tuple[int, dict[str, float]]] = []
 
     def last(self, names: Sequence[str]) -> dict[str, int]:
         return dict.fromkeys(names, 0)
 
     def record(self, version: int, values: dict[str, float]) -> None:
-        self.values.append((version, values))
+        """Nobody reads them."""
 
     def look(self) -> bool:
         return True
@@ -150,9 +146,10 @@ class World:
     def note(self, kind: str, *rest: Any) -> None:
         self.history.events.append((self.agenda.now, kind, rest))
 
-    def violated(self, reason: str) -> None:
-        self.note("VIOLATED", reason)
-        self.history.failures.append(reason)
+    def violated(self, *reasons: str) -> None:
+        for reason in reasons:
+            self.note("VIOLATED", reason)
+            self.history.failures.append(reason)
 
     def _workers(self) -> list[Peer]:
         plan, texts = self.plan, [text().encode(one) for one in TEXTS]
@@ -179,7 +176,9 @@ class World:
                 self.lives += 1
                 if self.lives > MOST_LIVES:
                     raise Stuck(f"the run died {self.lives} times")
-                self._stop_processes()
+                for peer in self.peers:
+                    if not peer.outside:
+                        peer.die()
                 self.agenda.after(1.0 + self.rng.random(), lambda: None)
         except Stuck as stuck:
             self.violated(f"the run is stuck: {stuck}")
@@ -187,8 +186,7 @@ class World:
             path = folder(self.folder, self.plan.shard.number) / "journal.sqlite"
             with contextlib.closing(Journal(path, readonly=True)) as journal:
                 known = self.plan, self.learner.record, self.lives
-                for failure in invariants.of_the_journal(journal, *known):
-                    self.violated(failure)
+                self.violated(*invariants.of_the_journal(journal, *known))
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
         return self.history
@@ -208,11 +206,6 @@ class World:
         else:
             peer.die(restart_after=strike.seconds)
 
-    def _stop_processes(self) -> None:
-        for peer in self.peers:
-            if not peer.outside:
-                peer.die()
-
     def _live(self, crash: Crash | None) -> bool:
         """One life of the scheduler. Returns True if the run is over, and False if it must be
         resumed."""
@@ -225,10 +218,8 @@ class World:
                 self.agenda.after(self.rng.random() * 3, peer.start)
             if crash is not None:
                 self._arm(run, socket, crash)
-            self._watch_dismissal(run)
             loop.run_until_complete(run.main())
-            for failure in invariants.of_the_scheduler(run):
-                self.violated(failure)
+            self.violated(*invariants.of_the_scheduler(run))
             loop.run_until_complete(run.close())
             return True
         except Killed as killed:
@@ -252,16 +243,6 @@ class World:
             self._bury(loop, run)
         return False
 
-    def _watch_dismissal(self, run: scheduling.Run) -> None:
-        dismiss = run.dismiss
-
-        async def checked() -> None:
-            for failure in invariants.of_the_workers(run):
-                self.violated(failure)
-            await dismiss()
-
-        run.dismiss = checked
-
     async def _born(self, socket: Any) -> scheduling.Run:
         p, place = self.plan, materials()
         files = [str(place / f"{name}.jsonl") for name in ("train", "heldout")]
@@ -275,6 +256,13 @@ class World:
         # not the time of the machine
         run.dispatcher.roster.numbers = itertools.count(1_000_000 * (self.lives + 1))
         self.note("scheduler", f"life {self.lives + 1}")
+        dismiss = run.dismiss
+
+        async def checked() -> None:
+            self.violated(*invariants.of_the_workers(run))
+            await dismiss()
+
+        run.dismiss = checked
         return run
 
     def _arm(self, run: scheduling.Run, socket: Socket, crash: Crash) -> None:
@@ -326,24 +314,18 @@ class World:
         loop.close()
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """The scheduler prints and logs nothing, writes no metrics and no reports, and reads its
-    tokenizer once per process."""
-    before, written = (scheduling.Metrics, scheduling.Text), health.write_whole
-    health.write_whole = lambda path, value: None  # pyright: ignore
-    scheduling.Metrics, scheduling.Text = Records, lambda *_: text()  # pyright: ignore
+def simulate(seed: int) -> History:
+    """Play the run of one seed. The scheduler prints and logs nothing, writes no metrics and no
+    reports, and reads its tokenizer once per process."""
     logging.disable(logging.CRITICAL)
     gc.disable()
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
+        with (
+            patch.multiple(scheduling, Metrics=Records, Text=lambda *_: text()),
+            patch.object(health, "write_whole", lambda path, value: None),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            return World(seed).play()
     finally:
-        (scheduling.Metrics, scheduling.Text), health.write_whole = before, written
         logging.disable(logging.NOTSET)
         gc.enable()
-
-
-def simulate(seed: int) -> History:
-    with quiet():
-        return World(seed).play()
