@@ -14,9 +14,8 @@ from tests import tiny, world
 from tests.forks import ROOT, Server
 from tests.runs import Launch, Run
 
-hypothesis.settings.register_profile(
-    "any machine", deadline=None
-)  # how long an example takes is the machine's business
+# how long an example takes is the machine's business
+hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
 SLOW = ("e2e", "faults", "gpu")
@@ -25,17 +24,13 @@ SLOW = ("e2e", "faults", "gpu")
 LONG = ("tests/tools/research", "tests/actors/test_sglang_fleet.py")
 """Where slow tests run with tools/test --all only: measurements, and further ways to SGLang."""
 
-COMPUTING = (
-    "tests/gpu",
-    "tests/learner",
-    "tests/simulation",
-    "tests/judges",
-    "tests/test_worlds.py",
-    "tests/tools/defaults",
-    "tests/tools/finetuning",
-    "tests/tools/planning",
-    "tests/tools/research/test_costs.py",
-    "tests/tools/research/test_theory",
+COMPUTING = tuple(
+    f"tests/{place}"
+    for place in (
+        "actors/test_local_engine.py actors/test_engine_contract.py documentation gpu judges"
+        " learner simulation test_ tools/defaults tools/finetuning tools/planning"
+        " tools/research/test_costs.py tools/research/test_theory tools/test_shells.py"
+    ).split()
 )
 """Where slow tests compute and do not depend on what else the machine does, so that several may run
 at once."""
@@ -49,11 +44,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         place = item.path.relative_to(config.rootpath).as_posix()
         if item.path.parent.name in SLOW or sglang or item.get_closest_marker("long"):
             item.add_marker(pytest.mark.slow)
-        if not item.get_closest_marker("slow"):
-            continue
-        if place.startswith(LONG):
+        slow = item.get_closest_marker("slow") is not None
+        if slow and place.startswith(LONG):
             item.add_marker(pytest.mark.long)
-        if sglang or not place.startswith(COMPUTING):
+        if slow and (sglang or not place.startswith(COMPUTING)):
             item.add_marker(pytest.mark.alone)
 
 

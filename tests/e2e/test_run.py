@@ -43,7 +43,9 @@ def test_a_run_trains_to_its_end_and_leaves_what_it_promises(
     searching: Path, launch: Launch, capsys: pytest.CaptureFixture[str], dtype: str, gap: float
 ) -> None:
     began = time.monotonic()
-    run = launch(searching, f"{TWO} learner.dtype={dtype} actors.dtype={dtype}", anew=True)
+    types = f"learner.dtype={dtype} actors.dtype={dtype}"
+    settings = f"learner.count=2 scheduler.evaluation.questions=4 {types}"
+    run = launch(searching, settings, anew=dtype == "float32")
     out = run.finish()
     run.check()
     check_seconds(run, False, time.monotonic() - began)

@@ -22,7 +22,6 @@ def test_slate_on_sglang(searching: Path, launch: Launch) -> None:
         scheduler.updates=2 scheduler.questions_per_update=2 scheduler.evaluation.questions=2
         learner.lora={rank=0} learner.publish=memory""",
         *(f"{key}={json.dumps(value)}" for key, value in sglang.items()),
-        anew=True,
     )
     run.finish()
     run.check(2, 2)
