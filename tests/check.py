@@ -1,10 +1,9 @@
 """The command tools/test (also coppice dev test): ruff, pyright, the documentation as a site,
 pytest. All of them run; the exit status is 1 if any failed.
 
-Tests marked alone (tests/conftest.py) run one after the other, the others in several processes,
-with pyright beside them; named tests run one after the other, so that --pdb works for them. In a
-full run the numerical ones run again with kernels for any processor, which sum in another order and
-emulate bfloat16: a bound that holds on one kind of machine only fails on every machine.
+Tests marked alone (tests/conftest.py) and named tests run one after the other, the others in
+several processes, with pyright beside them. In a full run the numerical ones run again with kernels
+for any processor: a bound that holds on one kind of machine only fails on every machine.
 """
 
 import argparse
@@ -26,13 +25,10 @@ PLAIN_KERNELS = {
     "ONEDNN_MAX_CPU_ISA": "SSE41",
 }
 """Of torch itself and of the two libraries that multiply matrices for it."""
-NUMERICAL = (
-    "tests/learner/test_attention.py",
-    "tests/learner/test_head.py",
-    "tests/learner/test_updates.py",
-    "tests/actors/test_local_engine.py",
-    "tests/actors/test_engine_contract.py",
-)
+NUMERICAL = """
+tests/learner/test_attention.py tests/learner/test_head.py tests/learner/test_updates.py
+tests/actors/test_local_engine.py tests/actors/test_engine_contract.py
+""".split()
 """What runs again with plain kernels; with --all, every test of the learner does."""
 QUICK, ALL = "--quick", "--all"
 PROCESSES = min(4, len(os.sched_getaffinity(0)))

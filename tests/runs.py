@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -132,6 +132,12 @@ class Run:
             if time.monotonic() > end:
                 self._lost(f"{awaited} did not come within {patience_s:.0f} s")
             time.sleep(_LOOK_S)
+
+    def left(self, pids: Iterable[int]) -> list[str]:
+        """The shared memory of processes, and the run's own living ones. torch's manager unlinks
+        its segments some seconds after an end."""
+        segments = [n for n in os.listdir("/dev/shm") if any(f"_{pid}_" in n for pid in pids)]
+        return [*segments, *(f"process {line}" for line in self.alive())]
 
     def _lost(self, what: str) -> NoReturn:
         raise Lost(f"{what}:\n{self.said()[-5000:]}") from None

@@ -1,14 +1,11 @@
-"""The parts of coppice dev chaos: the plan of faults, the answers that are spoiled, the forks, and
-the checks, which find what is planted."""
+"""The parts of coppice dev chaos: the plan of faults, the answers that are spoiled, and the checks,
+which find what is planted."""
 
-import os
 import random
-import signal
 import sqlite3
 import subprocess
 import sys
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +19,7 @@ from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sample, Sampling, Turn
 from tests.chaos import invariants, messages, plan
 from tests.chaos.chapters import chaos
-from tests.forks import ROOT, Fork, Server
+from tests.forks import ROOT, Server
 
 
 def test_a_seed_decides_the_faults_and_each_kind_has_its_share() -> None:
@@ -88,28 +85,6 @@ def test_no_answer_that_an_actor_spoils_enters_a_tree() -> None:
     assert len(told) == 8
 
 
-@pytest.mark.slow
-def test_a_fork_has_its_own_end_output_and_environment(tmp_path: Path) -> None:
-    def speak(code: int) -> None:
-        print(os.environ["WORD"], flush=True)
-        raise SystemExit(code)
-
-    with (tmp_path / "out").open("ab") as out:
-        assert Fork(partial(speak, 3), out, {"WORD": "yes"}, os.setsid).wait(30) == 3
-        assert Fork(lambda: 1 / 0, out, {}, os.setsid).wait(30) == 1
-    assert (tmp_path / "out").read_text().startswith("yes\nTraceback")
-    piped = Fork(partial(speak, 0), subprocess.PIPE, {"WORD": "piped"}, os.setsid)
-    assert piped.stdout is not None
-    assert piped.stdout.read() == b"piped\n"
-    waiting = Fork(signal.pause, subprocess.PIPE, {}, os.setsid)
-    assert waiting.poll() is None
-    with pytest.raises(subprocess.TimeoutExpired):
-        waiting.wait(0.01)
-    waiting.kill()
-    assert (waiting.wait(30), piped.wait(30)) == (-signal.SIGKILL, 0)
-
-
-@pytest.mark.slow
 def test_a_task_that_is_neither_trained_nor_quarantined_is_found(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.sqlite")
     for number in range(4):

@@ -2,7 +2,6 @@
 a killed launcher leaves behind."""
 
 import asyncio
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -62,15 +61,9 @@ def test_a_judge_in_an_endless_loop_is_replaced_and_a_killed_launcher_leaves_not
     ports = [c.laddr.port for c in listening]  # pyright: ignore[reportAttributeAccessIssue]
     assert ports
     run.kill_all()
-
-    def left() -> list[object]:
-        """Ports and shared memory: torch's own manager unlinks its segments some seconds after."""
-        segments = [f for f in os.listdir("/dev/shm") if any(f"_{pid}_" in f for pid in pids)]
-        return [*filter(listens, ports), *segments]
-
     end = time.monotonic() + 60
-    while left():
-        assert time.monotonic() < end, left()
+    while left := [*filter(listens, ports), *run.left(pids)]:
+        assert time.monotonic() < end, left
         time.sleep(0.1)
     assert (status().state, status().do) == ("killed", f"coppice launch --resume {run.folder}")
 
