@@ -24,8 +24,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     (site,) = (venv / "lib").glob("python*/site-packages")
     (wheel,) = folder.glob("*.whl")
-    install = ["--python", str(venv), "install", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run([*pip, *install], check=True)
+    install = f"--python {venv} install --no-deps --no-index --ignore-installed".split()
+    subprocess.run([*pip, *install, str(wheel)], check=True)
     gained = {path.name for path in site.iterdir() if path.suffix != ".dist-info"}
     assert gained == {"coppice"}
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
