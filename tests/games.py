@@ -14,8 +14,7 @@ from coppice.wire.messages import JudgedTurn
 
 
 class AnyText(TicTacToe):
-    """Tic-Tac-Toe in which every text is a legal move, the one its checksum picks: an untrained
-    policy writes no real one."""
+    """Tic-Tac-Toe in which every text is a legal move, the one its checksum picks."""
 
     def read(self, state: TicTacToeState, text: str) -> Action:
         moves = self.moves(state)

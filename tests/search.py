@@ -12,8 +12,7 @@ SEARCHES = 2
 
 
 class AnySearch(SearchQA):
-    """Every text asks the question itself of the retriever, and from the third turn on is an
-    answer: a random policy writes neither."""
+    """Every text asks the question itself of the retriever, and from the third turn on answers."""
 
     def read(self, state: SearchState | None, text: str) -> Action:
         if state is not None and len(state.steps) < SEARCHES:
@@ -22,15 +21,13 @@ class AnySearch(SearchQA):
 
 
 class CoinSearch(AnySearch):
-    """As AnySearch, judged by Coin, so that trees have right and wrong answers and every method
-    something to learn."""
+    """As AnySearch, judged by Coin, so that every method has something to learn."""
 
     outcome_judge = "coin"
 
 
 class Coin(RuleJudge):
-    """Right are the answers whose checksum is even: about half of a random policy's. Columns:
-    outcome and f1."""
+    """Right are the answers whose checksum is even: about half of a random policy's."""
 
     name = "coin"
     columns = ("outcome", "f1")

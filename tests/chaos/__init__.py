@@ -1,8 +1,5 @@
 """The command coppice dev chaos: it strikes small runs with many faults, one after another, and
-checks that nothing is lost.
-
-docs/reliability.md says what is struck, what must hold, and what was measured.
-"""
+checks that nothing is lost (docs/reliability.md)."""
 
 import argparse
 import os
@@ -81,8 +78,7 @@ def main(options: list[str] | None = None) -> int:
 
 
 def _again() -> bool:
-    """Start this command anew where it may mount a disk that nobody else sees. Return False if the
-    system does not let it."""
+    """Start this command anew where it may mount a disk. Return False if the system forbids it."""
     own = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
     trial = [*own, "true"]
     if shutil.which("unshare") and not subprocess.run(trial, capture_output=True).returncode:

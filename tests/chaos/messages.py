@@ -1,9 +1,5 @@
 """Faults that strike a message, a load of weights or a gradient of this process: once armed, each
-strikes the next one.
-
-``wrap`` puts functions around those through which they pass: ``Pump.send`` for every message,
-``Service.send`` for the answers of a worker.
-"""
+strikes the next one that passes the functions which ``wrap`` puts around the product's."""
 
 import random
 from collections.abc import Callable, Iterable
@@ -34,7 +30,7 @@ BEYOND = 257 * 2**20
 
 
 class Armed(msgspec.Struct, frozen=True):
-    """A fault that waits for its moment. tell: says what has struck."""
+    """tell: says what has struck."""
 
     variant: int
     tell: Callable[[str], Any]
@@ -45,8 +41,7 @@ armed: dict[str, Armed] = {}
 
 
 def take(kind: str, wanted: bool = True) -> Callable[[str], None] | None:
-    """Return what tells that ``kind`` has struck if it is armed, once. wanted: whether this is its
-    moment."""
+    """Return, once, what tells that an armed kind has struck, if this is its ``wanted`` moment."""
     return armed.pop(kind).tell if wanted and kind in armed else None
 
 
@@ -164,8 +159,7 @@ SPOILERS = {"wrong": wrong, "nan": nan, "huge": huge}
 
 
 def _wrap_computing() -> None:
-    """The embedded engine keeps its old weights and says that it took the new ones; a gradient is
-    NaN."""
+    """The engine keeps its old weights and says that it took the new ones; a gradient is NaN."""
     load, add = local.LocalEngine.load, Ranks.add_gradients
 
     async def loads(engine: Any, request: Any) -> LoadResult:

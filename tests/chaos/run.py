@@ -65,8 +65,8 @@ class Struck(Run):
         return None if self.launcher.poll() is None else self.ended()
 
     def order(self, place: str, kind: str, variant: int, patience_s: float = 120.0) -> str:
-        """Have a process strike itself, and return what it says about it. A process that was
-        replaced before its moment came hands the order on. Raises Lost if no moment came."""
+        """Return what a process says that strikes itself. One that was replaced before its moment
+        came hands the order on. Raises Lost if no moment came."""
         message = json.dumps({"kind": kind, "variant": variant}).encode()
         ordered, end = 0, time.monotonic() + patience_s
         self._orders.settimeout(LOOK_S)

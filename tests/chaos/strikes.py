@@ -1,5 +1,4 @@
-"""What each kind of fault does to a run, from outside. What strikes inside a process is in
-tests/chaos/inside.py."""
+"""What each kind of fault does to a run, from outside; tests/chaos/inside.py has the others."""
 
 import os
 import random
@@ -21,8 +20,7 @@ PAUSE_S, UNWRITABLE_S, DYING_S = 1.0, 5.0, 60.0
 
 
 def strike(run: Struck, fault: Fault) -> str:
-    """Strike, wait until the fault is over, resume the run if the fault has ended it, and return
-    what happened."""
+    """Strike, wait until it is over, resume the run if it has ended, and return what happened."""
     rng = random.Random(fault.variant)
     match fault.kind:
         case "kill" | "exit" if fault.place == "launcher":
@@ -58,8 +56,7 @@ def _end_launcher(run: Struck, number: signal.Signals) -> str:
 
 
 def _refused(run: Struck, word: str, status: int) -> str:
-    """Return the line of the run's last words that names the cause. Raises Lost if none does, or if
-    the run ended as if all were well."""
+    """Return the last line that names the cause. Raises Lost if none does, or if all seems well."""
     lines = [line for line in run.said().splitlines() if word in line]
     if not status or status == INTERRUPTED or not lines:
         raise Lost(f"status {status}, and {word!r} was not said:\n{run.said()[-1500:]}")

@@ -1,5 +1,4 @@
-"""The small world of a run of chaos: a policy that always searches, rules as judges, two actors and
-two ranks, an update in a fraction of a second."""
+"""The world of a run of chaos: rules as judges, two actors and two ranks, quick updates."""
 
 import asyncio
 
@@ -8,8 +7,7 @@ from coppice.actors.environments.search_qa.environment import SearchQA, SearchSt
 
 QUESTIONS = 2
 PACE_S = 0.1
-"""Seconds of each step of an episode, so that a run of many faults has no journal that nobody could
-read."""
+"""Seconds of each step of an episode, so that a run of many faults has a small journal."""
 SETTINGS = """
 data.environment=tests.chaos.world:Searching scheduler.updates=1000000
 scheduler.max_action_tokens=8 scheduler.generate_deadline_s=20 scheduler.judge_deadline_s=20
@@ -25,8 +23,7 @@ def settings(schedulers: int = 1) -> str:
 
 
 class Searching(SearchQA):
-    """Every text that a policy with random weights writes is a search, so that the retriever is
-    part of every tree."""
+    """Every text is a search, so that the retriever is part of every tree."""
 
     def read(self, state: SearchState | None, text: str) -> Action:
         return Action("search", text, text[:20] or "capital", think="I look it up.")

@@ -32,7 +32,7 @@ def test_a_tree_method_trains_on_all_its_leaves(
     critic = "learner.correction=icepop learner.critic={steps=2,lr=1e-3}"
     run = launch(
         searching,
-        f"""{SHORT} data.environment=tests.search:CoinSearch judges.use.'tests.search:Coin'={{}}
+        f"""{SHORT} data.environment=tests.search:CoinSearch judges.use={{'tests.search:Coin'={{}}}}
         scheduler.judge=none scheduler.strategy={strategy} scheduler.strategy_options={options}
         scheduler.budget=3 scheduler.updates=1 learner.scheme={scheme}
         {critic if scheme == "sao" else ""}""",

@@ -42,8 +42,7 @@ def of_the_journal(
 
 
 def _draws(rows: Sequence[TreeRow], shard: Shard) -> Iterator[str]:
-    """Every task that was drawn is trained or quarantined with a reason, which is a peer's fault,
-    and no draw of the shard is skipped or made twice."""
+    """Every task that was drawn is trained or quarantined for a peer's fault, none twice."""
     drawn = sorted(row.position for row in rows)
     expected = [shard.position(draw) for draw in range(len(rows))]
     if drawn != expected:
@@ -140,8 +139,7 @@ def _answers_belong(tree: Tree, node: Node) -> Iterator[str]:
 
 
 def of_the_workers(run: Run) -> Iterator[str]:
-    """What the scheduler believes to run on workers when all is done, which must be nothing but new
-    weights on their way."""
+    """What the scheduler believes to run when all is done: nothing but new weights on their way."""
     if run.stream.replaced:
         # a replaced tree came too late for the last update, so the learner has nothing to answer
         return

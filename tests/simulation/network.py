@@ -17,9 +17,8 @@ Note = Callable[..., None]
 
 
 class Connection(msgspec.Struct, eq=False):
-    """One peer's connection. arrive: receives the frames that the scheduler sent. epoch: counts the
-    losses of the connection. down, up: when the newest message to the peer, and from the peer,
-    arrives: later messages arrive after it."""
+    """arrive: receives the frames that the scheduler sent. epoch: counts the losses. down, up: when
+    the newest message to the peer, and from the peer, arrives: later messages arrive after it."""
 
     name: str
     identity: bytes
@@ -88,8 +87,7 @@ class Network:
 
 
 class Socket:
-    """The scheduler's end: ``wire.sockets.Router``. on_send: called before each message (a
-    crash may come there)."""
+    """The scheduler's end: ``wire.sockets.Router``. on_send: called before each message."""
 
     endpoint = "simulated"
     keys: RunKeys | None = None

@@ -21,8 +21,7 @@ FIRST_RETRY_S, LAST_RETRY_S = 0.2, 5.0
 
 
 class Manners(msgspec.Struct):
-    """How peers answer: the share of answers with each fault while faults last. seconds: the mean
-    time of an answer, by kind of service."""
+    """The share of answers with each fault. seconds: the mean time of an answer, by service."""
 
     error: float = 0.0
     data_fault: float = 0.0
@@ -227,8 +226,7 @@ class Peer:
 
 
 class Actor(Peer):
-    """Samples actions from a few texts. texts: token ids int32 of each. kv: tokens that its cache
-    holds, 0 for a worker that tells none."""
+    """texts: token ids of what it samples. kv: tokens that its cache holds, 0 if it tells none."""
 
     def __init__(self, *peer: Any, texts: list[np.ndarray], kv: int = 0):
         super().__init__(*peer)

@@ -20,13 +20,11 @@ STRATEGIES: list[tuple[str, dict[str, Any]]] = [
 ]
 KINDS = "freeze die cut error data_fault twice garbage hang short not_a_number crash".split()
 LEARNER = -1
-"""The learner is the last of a world's peers. It is struck more often than the others, because its
-calls are open the longest."""
+"""The last of a world's peers is struck most often, because its calls are open the longest."""
 
 
 class Strike(msgspec.Struct, frozen=True):
-    """A fault of one peer at a moment. kind: "freeze", "die" or "cut", for ``seconds``. peer: its
-    place in the world's list."""
+    """kind: "freeze", "die" or "cut", for ``seconds``. peer: its place in the world's list."""
 
     at: float
     kind: str

@@ -16,8 +16,7 @@ from tests.simulation.peers import Peer
 
 
 class Update(msgspec.Struct, frozen=True):
-    """One update: the version that it made, its trees with their groups, the groups of replaced
-    trees, and the versions of its tokens."""
+    """trees: with their groups. replaced: groups of replaced trees. sampled: versions of tokens."""
 
     version: int
     trees: dict[int, list[int]]
@@ -26,8 +25,7 @@ class Update(msgspec.Struct, frozen=True):
 
 
 class Learner(Peer):
-    """record: the updates whose weights are in force, oldest first. every: updates between two
-    checkpoints."""
+    """record: the updates whose weights are in force. every: updates between two checkpoints."""
 
     def __init__(self, network: Network, rng: random.Random, run: Path, questions: int, every: int):
         super().__init__(network, rng, "learner", ["train", "close"], 4096)

@@ -15,8 +15,8 @@ class Stuck(Exception):
 
 
 class Agenda:
-    """The virtual clock (seconds) and the events of everything outside the scheduler. deadline: the
-    moment at which a run counts as stuck."""
+    """The virtual clock and the events of everything outside the scheduler. deadline: the moment
+    at which a run counts as stuck."""
 
     def __init__(self, deadline: float = math.inf):
         self.now, self.deadline = 0.0, deadline
@@ -24,8 +24,7 @@ class Agenda:
         self._order = itertools.count()
 
     def at(self, when: float, event: Callable[[], None]) -> None:
-        """Run ``event`` at a moment; events of one moment run in the order in which they were
-        added."""
+        """Events of one moment run in the order in which they were added."""
         heapq.heappush(self._events, (max(when, self.now), next(self._order), event))
 
     def after(self, delay: float, event: Callable[[], None]) -> None:
@@ -48,8 +47,7 @@ class Agenda:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop on the clock of ``agenda``. Work for a thread is done at once, because threads
-    have no order."""
+    """Work for a thread is done at once, because threads have no order."""
 
     def __init__(self, agenda: Agenda):
         super().__init__()
