@@ -19,21 +19,20 @@ import msgspec
 import torch
 
 from coppice.actors import worker
-from coppice.actors.config import ActorProcess
+from coppice.actors.config import ActorProcess, ActorsConfig
 from coppice.actors.engines import local
 from coppice.common import loop
+from coppice.common.process import die_with
 from coppice.learner import main as learner
-from coppice.learner.config import LearnerProcess
+from coppice.learner.config import LearnerConfig, LearnerProcess, LoraConfig
 from coppice.learner.model import checkpoint
 from coppice.learner.model.optimizer import Stepper
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.trainer import Trainer
-from coppice.scheduler.config import SchedulerProcess
+from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.main import Run
 from coppice.scheduler.telemetry.metrics import Metrics
-from coppice.tools.launching import config, processes
-from coppice.tools.launching.settings import Assets
 from tests.updates import newest
 
 UPDATES, QUESTIONS = 8, 2
@@ -56,22 +55,16 @@ POINTS: dict[str, tuple[Any, str, int, bool]] = {
 call is done then."""
 
 
-SETTINGS = f"""
-scheduler.updates={UPDATES} scheduler.questions_per_update={QUESTIONS} scheduler.judge=none
-scheduler.strategy=full scheduler.strategy_options={{k=3}} scheduler.max_action_tokens=3
-data.options={{prompt='tictactoe_compact',opponents={{random=1.0}}}} judges.use={{}}
-actors.kv_cache_gib=0.01 actors.max_context=96 learner.scheme=grpo
-learner.scheme_options={{column='outcome'}} learner.lr=1e-2 learner.kl_coef=0.01
-"""
-
-
 class Plan(msgspec.Struct, frozen=True):
-    """A run and the crash points of its lives; the last life has none. settings: more of them.
-    damage: a bit of the newest checkpoint flips after each crash."""
+    """A run and the crash points of its lives; the last life has none. damage: a bit of the newest
+    checkpoint flips after each crash."""
 
-    settings: str
+    model: str
+    checkpoint_every: int
     points: list[str]
     damage: bool = False
+    staleness: int = 0
+    deterministic: bool = True
 
 
 def arm(point: str) -> None:
@@ -91,13 +84,30 @@ def arm(point: str) -> None:
     setattr(owner, name, counted)
 
 
-async def live(folder: Path) -> None:
-    scheduling, acting, learning = (
-        msgspec.json.decode((folder / "processes" / f"{name}.json").read_bytes(), type=kind)
-        for name, kind in (
-            ("scheduler", SchedulerProcess), ("actor-0", ActorProcess), ("learner", LearnerProcess),
-        )
+def processes(folder: Path, plan: Plan) -> tuple[SchedulerProcess, ActorProcess, LearnerProcess]:
+    settings = SchedulerConfig(
+        strategy="full", strategy_options={"k": 3}, judge="none", updates=UPDATES,
+        questions_per_update=QUESTIONS, max_staleness=plan.staleness, max_action_tokens=3,
+        evaluation=EvaluationConfig(questions=0),
     )  # fmt: skip
+    options = {"prompt": "tictactoe_compact", "opponents": {"random": 1.0}}
+    scheduler = SchedulerProcess(
+        "scheduler", str(folder), 0, plan.model, "tests.games:AnyText", options, "", "", 1, [], 16,
+        settings, 96, deterministic=plan.deterministic,
+    )  # fmt: skip
+    actors = ActorsConfig(dtype="float32", kv_cache_gib=0.01, max_context=96)
+    config = LearnerConfig(
+        count=1, scheme="grpo", scheme_options={"column": "outcome"}, lr=1e-2, kl_coef=0.01,
+        dtype="float32", lora=LoraConfig(4, 8.0), checkpoint_every=plan.checkpoint_every,
+    )  # fmt: skip
+    repeats = plan.deterministic
+    actor = ActorProcess("actor-0", str(folder), 0, plan.model, actors, deterministic=repeats)
+    learner = LearnerProcess("learner", str(folder), 0, plan.model, QUESTIONS, 1.0, config)
+    return scheduler, actor, learner
+
+
+async def live(folder: Path, plan: Plan) -> None:
+    scheduling, acting, learning = processes(folder, plan)
     (folder / "endpoint").unlink(missing_ok=True)
     trainer = Trainer(learning, Ranks(60))
     # the engine switches gradients off in threads that both use
@@ -119,10 +129,12 @@ async def live(folder: Path) -> None:
 
 def forked(work: Callable[[], None]) -> int:
     """Return the process id of a fork that does ``work``."""
+    parent = os.getpid()
     if pid := os.fork():
         return pid
     code = 1
     try:
+        die_with(parent)
         work()
         code = 0
     finally:
@@ -137,7 +149,7 @@ def follow(folder: Path, plan: Plan) -> None:
     def life() -> None:
         if point:
             arm(point)
-        loop.run(live(folder))
+        loop.run(live(folder, plan))
 
     codes: list[int] = []
     for point in [*plan.points, ""]:
@@ -151,10 +163,8 @@ def follow(folder: Path, plan: Plan) -> None:
 
 def main(place: Path) -> None:
     plans = msgspec.json.decode((place / "lives.json").read_bytes(), type=dict[str, Plan])
-    for name, plan in plans.items():
-        words = f"{SETTINGS} {plan.settings}".split()
-        assets = Assets(str(place / "model"), "", "", "")
-        processes.make(config.load(place / "config.toml", words), assets, place / name)
+    for name in plans:
+        (place / name).mkdir()
     runs = [forked(partial(follow, place / name, plan)) for name, plan in plans.items()]
     for pid in runs:
         os.waitpid(pid, 0)

@@ -13,30 +13,27 @@ from coppice.common.atomic import write_whole
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.inspecting.audit import audit
 from coppice.wire import digest
-from tests import world
 from tests.faults.one_process import POINTS, QUESTIONS, UPDATES, Plan
 
 RUNS = ["undisturbed", "early", "late", "damaged"]
 
 
 @pytest.fixture(scope="module")
-def lived(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def lived(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
     """A folder with runs that lived through all crash points, and one that was not disturbed."""
     place = tmp_path_factory.mktemp("lives")
-    world.playing(place, "tests.games:AnyText")
-    points, exact = list(POINTS), "deterministic=true scheduler.max_staleness=0"
-    rarely = f"{exact} learner.checkpoint_every=2"
+    points = list(POINTS)
     plans = {
-        "undisturbed": Plan(exact, []),
-        "early": Plan(rarely, [points[3], *points[:3], *points[4:6]]),
-        "late": Plan(exact, [points[11], *points[6:11]]),
-        "damaged": Plan(exact, points[9:11], damage=True),
-        "stale": Plan("scheduler.max_staleness=1", [points[7], points[9]]),
+        "undisturbed": Plan(str(llama), 1, []),
+        "early": Plan(str(llama), 2, [points[3], *points[:3], *points[4:6]]),
+        "late": Plan(str(llama), 1, [points[11], *points[6:11]]),
+        "damaged": Plan(str(llama), 1, points[9:11], damage=True),
+        "stale": Plan(str(llama), 1, [points[7], points[9]], staleness=1, deterministic=False),
     }
     write_whole(place / "lives.json", plans)
     command = [sys.executable, "-m", "tests.faults.one_process", str(place)]
     one = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(command, env=one, check=True, timeout=300)
+    subprocess.run(command, env=one, check=True, timeout=600)
     return place
 
 
