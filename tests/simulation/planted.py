@@ -174,8 +174,8 @@ async def _without_news(self: Run) -> dict[int, int]:
 
 OURS = "this simulation"
 FAULTS = [
-    Planted(*fault, change if callable(change) else _replace(*change))
-    for *fault, change in (
+    Planted(name, like, hint, change if callable(change) else _replace(*change))
+    for name, like, hint, change in (
         ("lost wake-up: a worker joins and wakes nobody", "", 0, (Dispatcher, "__init__", _deaf)),
         ("a tree that crashed after its group emits it again", "608484b", 35,
          (chain, "grow", _grow_again)),
