@@ -39,7 +39,7 @@ SHAPE: dict[str, Any] = {
 def config(kind: str, **shape: Any) -> Any:
     """The configuration of a tiny llama, qwen2, qwen3 or gemma3; ``shape`` replaces values."""
     if kind == "gemma3":
-        own = {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16}
+        own: dict[str, Any] = {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16}
         own["layer_types"] = ["sliding_attention", "full_attention"]
         return Gemma3TextConfig(**(SHAPE | own | shape))
     made = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[kind]
