@@ -1,10 +1,9 @@
 """The command tools/test (also coppice dev test): ruff, pyright, the documentation as a site,
 pytest. All of them run; the exit status is 1 if any failed.
 
-Tests marked alone (tests/conftest.py) run one after the other, the others in several processes,
-with pyright beside them; named tests run one after the other, so that --pdb works for them. In a
-full run the numerical ones run again with kernels for any processor, which sum in another order and
-emulate bfloat16: a bound that holds on one kind of machine only fails on every machine.
+Tests marked alone (tests/conftest.py) and named tests run one after the other, the others in
+several processes, with pyright beside them. In a full run the numerical ones run again with kernels
+for any processor: a bound that holds on one kind of machine only fails on every machine.
 """
 
 import argparse
@@ -18,9 +17,7 @@ from coppice.common.options import command_parser
 from coppice.tools.bootstrap import ROOT
 
 EXAMPLES = """\
-  tools/test --quick                            without slow tests
   tools/test --all                              with long ones, before a release
-  tools/test tests/scheduler                    one folder
   tools/test --quick tests/learner -k critic    other options are pytest's"""
 PLAIN_KERNELS = {
     "ATEN_CPU_CAPABILITY": "default",
@@ -28,13 +25,10 @@ PLAIN_KERNELS = {
     "ONEDNN_MAX_CPU_ISA": "SSE41",
 }
 """Of torch itself and of the two libraries that multiply matrices for it."""
-NUMERICAL = (
-    "tests/learner/test_attention.py",
-    "tests/learner/test_head.py",
-    "tests/learner/test_updates.py",
-    "tests/actors/test_local_engine.py",
-    "tests/actors/test_engine_contract.py",
-)
+NUMERICAL = """
+tests/learner/test_attention.py tests/learner/test_head.py tests/learner/test_updates.py
+tests/actors/test_local_engine.py tests/actors/test_engine_contract.py
+""".split()
 """What runs again with plain kernels; with --all, every test of the learner does."""
 QUICK, ALL = "--quick", "--all"
 PROCESSES = min(4, len(os.sched_getaffinity(0)))
@@ -52,9 +46,8 @@ def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
         "pyright": ["pyright", "--pythonpath", sys.executable],
     }
     if QUICK in arguments:
-        return checks | {
-            "pytest": ["pytest", "-m", "not slow and not second", *_SIDE_BY_SIDE, *given]
-        }
+        quick = ["pytest", "-m", "not slow and not second", *_SIDE_BY_SIDE, *given]
+        return checks | {"pytest": quick}
     # --quiet would keep warnings from failing it
     checks["documentation"] = ["mkdocs", "build", "--strict"]
     if given:
@@ -70,7 +63,6 @@ def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the help and for completion; pytest reads all but --quick, --all."""
     parser = command_parser("tools/test", "Lint, type-check and test the project.", EXAMPLES)
     quick = "leave out slow tests, the site, the second numerical run"
     parser.add_argument(QUICK, action="store_true", help=quick)
@@ -83,7 +75,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run every check; see steps for the arguments."""
     arguments = sys.argv[1:]
     if {"-h", "--help"} & set(arguments):
         parser().print_help()
@@ -99,7 +90,6 @@ def main() -> int:
 
 
 def start(name: str, command: list[str], output: int | None = None) -> subprocess.Popen[str]:
-    """Start a check of ``steps``."""
     # an advertisement, on every build
     more = (PLAIN_KERNELS if "plain" in name else {}) | {"NO_MKDOCS_2_WARNING": "1"}
     return subprocess.Popen(

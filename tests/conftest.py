@@ -1,6 +1,7 @@
 """Shared fixtures."""
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,10 @@ import torch
 
 from tests import tiny, world
 from tests.forks import ROOT, Server
-from tests.runs import Run
+from tests.runs import Launch, Run
 
-hypothesis.settings.register_profile(
-    "any machine", deadline=None
-)  # how long an example takes is the machine's business
+# how long an example takes is the machine's business
+hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
 SLOW = ("e2e", "faults", "gpu")
@@ -24,17 +24,13 @@ SLOW = ("e2e", "faults", "gpu")
 LONG = ("tests/tools/research", "tests/actors/test_sglang_fleet.py")
 """Where slow tests run with tools/test --all only: measurements, and further ways to SGLang."""
 
-COMPUTING = (
-    "tests/gpu",
-    "tests/learner",
-    "tests/simulation",
-    "tests/judges",
-    "tests/test_worlds.py",
-    "tests/tools/defaults",
-    "tests/tools/finetuning",
-    "tests/tools/planning",
-    "tests/tools/research/test_costs.py",
-    "tests/tools/research/test_theory",
+COMPUTING = tuple(
+    f"tests/{place}"
+    for place in (
+        "actors/test_local_engine.py actors/test_engine_contract.py documentation gpu judges"
+        " learner simulation test_ tools/defaults tools/finetuning tools/planning"
+        " tools/research/test_costs.py tools/research/test_theory tools/test_shells.py"
+    ).split()
 )
 """Where slow tests compute and do not depend on what else the machine does, so that several may run
 at once."""
@@ -48,24 +44,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         place = item.path.relative_to(config.rootpath).as_posix()
         if item.path.parent.name in SLOW or sglang or item.get_closest_marker("long"):
             item.add_marker(pytest.mark.slow)
-        if not item.get_closest_marker("slow"):
-            continue
-        if place.startswith(LONG):
+        slow = item.get_closest_marker("slow") is not None
+        if slow and place.startswith(LONG):
             item.add_marker(pytest.mark.long)
-        if sglang or not place.startswith(COMPUTING):
+        if slow and (sglang or not place.startswith(COMPUTING)):
             item.add_marker(pytest.mark.alone)
 
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama folder."""
     torch.set_num_threads(1)
     return tiny.save(tmp_path_factory.mktemp("llama"), "llama")
 
 
 @pytest.fixture(scope="session")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny Qwen2.5-VL."""
     torch.set_num_threads(1)
     return tiny.save_vision(tmp_path_factory.mktemp("seeing"))
 
@@ -85,20 +78,18 @@ def searching(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def launch(server: Server, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+def launch(server: Server, tmp_path: Path) -> Iterator[Launch]:
     """Launch a run in the folder ``tmp_path / "run"`` with arguments of coppice launch. anew: its
     processes are started as a user's are, and are no forks."""
-    runs: list[Run] = []
+    with contextlib.ExitStack() as stack:
 
-    def start(config: Path | None, *arguments: str, anew: bool = False, cwd: Path = ROOT) -> Run:
-        run = Run(config, tmp_path / "run", None if anew else server, cwd=cwd)
-        runs.append(run)
-        run.launch(*arguments)
-        return run
+        def start(config: Path | None, *words: str, anew: bool = False, cwd: Path = ROOT) -> Run:
+            run = Run(config, tmp_path / "run", None if anew else server, cwd=cwd)
+            stack.callback(run.close)
+            run.launch(*words)
+            return run
 
-    yield start
-    for run in runs:
-        run.close()
+        yield start
 
 
 @pytest.fixture(scope="session")
@@ -113,7 +104,7 @@ def sglang_server(llama: Path) -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def gradients():
-    """An engine in the same process switches gradients off for good; each test starts with them on."""
+    """An engine in the same process switches gradients off for good; tests start with them on."""
     torch.set_grad_enabled(True)
     yield
     torch.set_grad_enabled(True)

@@ -14,9 +14,7 @@ WORDS = (
 
 
 class AnyWords(Sotopia):
-    """SOTOPIA in which every text is speech, the one its checksum picks: an untrained policy writes
-    no JSON."""
+    """SOTOPIA in which every text is speech, the one its checksum picks."""
 
     def read(self, state: SotopiaState, text: str) -> Action:
-        """Always valid."""
         return Action("speak", text, WORDS[zlib.crc32(text.encode()) % len(WORDS)])

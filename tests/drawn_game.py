@@ -35,8 +35,6 @@ class Drawn:
 
 
 class Uncopied(Drawn):
-    """A game that cannot be copied."""
-
     copies = False
 
     def __deepcopy__(self, memory: Any) -> Any:

@@ -1,9 +1,8 @@
 """Processes of a run that are forks of a server, which has imported everything: importing torch for
 each process costs more than all the updates of a small run.
 
-``python -m tests.forks`` is the server. A fork of it is the launcher, whose children are forks of
-the launcher: they run the same modules with the same process files, environment and signals as
-those that a user starts, and show the same command line.
+``python -m tests.forks`` is the server. A fork of it is the launcher, whose children are its forks:
+they run the same modules with the same files, environment, signals and command line as a user's.
 """
 
 import contextlib
@@ -36,21 +35,12 @@ _TITLE = 1000
 _WHEN_LOADED = process_variables(1) | {"MALLOC_ARENA_MAX": "2"}
 """Libraries read these when they are loaded, which happens once for all forks. With one thread the
 server starts no pool of threads, which a fork would not have."""
-_MODULES = (
-    "coppice.actors.engines.local",
-    "coppice.actors.worker",
-    "coppice.judges.exact_match",
-    "coppice.judges.retriever.encoder",
-    "coppice.judges.retriever.index",
-    "coppice.judges.retriever.worker",
-    "coppice.judges.serve",
-    "coppice.judges.slate",
-    "coppice.learner.main",
-    "coppice.scheduler.main",
-    "coppice.tools.launching.command",
-    "coppice.tools.launching.serve_model",
-    "coppice.tools.launching.set_up",
-)
+_MODULES = """
+coppice.actors.engines.local coppice.actors.worker coppice.judges.exact_match coppice.judges.serve
+coppice.judges.retriever.encoder coppice.judges.retriever.index coppice.judges.retriever.worker
+coppice.judges.slate coppice.learner.main coppice.scheduler.main coppice.tools.launching.command
+coppice.tools.launching.serve_model coppice.tools.launching.set_up
+""".split()
 """What the processes of a run import."""
 
 
@@ -126,18 +116,13 @@ class Server:
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.forks", str(theirs.fileno()), " " * _TITLE],
-                cwd=ROOT,
-                env=os.environ | _WHEN_LOADED | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
-                pass_fds=[theirs.fileno()],
-            )
+            command = [sys.executable, "-m", "tests.forks", str(theirs.fileno()), " " * _TITLE]
+            env = os.environ | _WHEN_LOADED | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+            self._process = subprocess.Popen(command, cwd=ROOT, env=env, pass_fds=[theirs.fileno()])
 
     def launch(
         self, arguments: Sequence[str], cwd: Path, env: dict[str, str], out: IO[Any], begin: str
     ) -> Launched:
-        """Start coppice launch with ``arguments``. begin: "module:function", called first in each
-        process of the run."""
         request = {"arguments": arguments, "cwd": str(cwd), "env": env, "begin": begin}
         return Launched(self, self.ask(request, [out.fileno()]))
 
@@ -170,21 +155,16 @@ def main() -> None:
         else:
             with os.fdopen(files[0], "ab") as out:
                 work = partial(_launch, request["arguments"], request["cwd"], request["begin"])
-                launcher = Fork(work, out, request["env"], partial(_alone, os.getpid()))
+                launcher = Fork(work, out, request["env"], partial(die_with, os.getpid()))
             answer = launcher.pid
             launchers[answer] = launcher
         connection.send(json.dumps(answer).encode())
 
 
-def _alone(parent: int) -> None:
-    """Give the launcher its own session, and have it killed with the server."""
-    os.setsid()
-    die_with(parent)
-
-
 def _launch(arguments: Sequence[str], cwd: str, begin: str) -> None:
     from coppice.tools.launching import command
 
+    os.setsid()
     os.chdir(cwd)
     _begin("coppice launch", arguments, begin)
     popen, get_context = subprocess.Popen, multiprocessing.get_context
@@ -229,7 +209,6 @@ def _begin(name: str, arguments: Sequence[str], begin: str) -> None:
 
 
 def _show(words: Sequence[str]) -> None:
-    """Overwrite the command line that other processes see of this one."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     first, last = int(fields[45]), int(fields[46])
     text = "\0".join(words).encode()[: last - first - 1]

@@ -15,11 +15,9 @@ from coppice.wire.messages import JudgedTurn
 
 
 class AnyText(TicTacToe):
-    """Tic-Tac-Toe in which every text is a legal move, the one its checksum picks: an untrained
-    policy writes no real one."""
+    """Tic-Tac-Toe in which every text is a legal move, the one its checksum picks."""
 
     def read(self, state: TicTacToeState, text: str) -> Action:
-        """Always valid."""
         moves = self.moves(state)
         return Action("move", text, move=moves[zlib.crc32(text.encode()) % len(moves)])
 
@@ -43,7 +41,6 @@ def scores(judge: Judge, turns: list[JudgedTurn]) -> list[dict[str, float]]:
 
 
 def travelled(turns: list[JudgedTurn]) -> list[JudgedTurn]:
-    """The turns as a judge in another process gets them."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(turns), type=list[JudgedTurn])
 
 

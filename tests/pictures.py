@@ -18,7 +18,6 @@ def png(pixels: np.ndarray) -> bytes:
 
 
 def squares(seed: int, rows: int = 2, columns: int = 2, side: int = 28) -> bytes:
-    """Squares of random colours."""
     colours = np.random.default_rng(seed).integers(0, 256, (rows, columns, 3), np.uint8)
     return png(colours.repeat(side, 0).repeat(side, 1))
 

@@ -33,11 +33,8 @@ def make(
     shard: Shard = Shard(),
 ) -> Path:
     """Write a run with an update and a tree of two candidates per reward, in which generation took
-    one second and the learner a quarter of one.
-
-    exact: the held-out exact match by version. text: of the candidates. scores: whether the
-    candidates have any. ended: with a summary. shard: whose ids the trees get.
-    """
+    one second and the learner a quarter of one. exact: the held-out exact match by version. text,
+    scores: of the candidates. ended: with a summary. shard: whose ids the trees get."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_bytes(as_json(load(DEFAULT_CONFIG, list(changes))))
     record.write_environment(folder)
@@ -74,12 +71,9 @@ def _grow(
     tree, question = Tree(number, f"task{number}"), f"What is the capital of country {number}?"
     root = tree.add(None, "prompt", np.array([1, 2], np.int32), question)
     for sign in (1, -1):
-        tokens, of = (
-            np.array([3, 4, 5 + sign], np.int32),
-            {"outcome": float(sign > 0), "valid": 1.0},
-        )
-        judged = {"reward": sign * reward, **of} if scores else {}
-        node = tree.add(root, "action", tokens, f"{text} {sign}", scores=judged)
+        judged = {"reward": sign * reward, "outcome": float(sign > 0), "valid": 1.0}
+        tokens, given = np.array([3, 4, 5 + sign], np.int32), judged if scores else {}
+        node = tree.add(root, "action", tokens, f"{text} {sign}", scores=given)
         node.chosen, node.finish = sign > 0, "stop"
     journal.start_tree(tree, number, version)
     journal.save_group(tree, number, [Turn(node.id, 0, 0, {"reward": reward})])

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +33,10 @@ class Lost(AssertionError):
     """The run did what it may not: it ended, stood still, or said nothing of what ended it."""
 
 
+Launch = Callable[..., "Run"]
+"""The fixture ``launch``."""
+
+
 class Run:
     """A run in ``folder``. config: None for the default. server: whose forks its processes are;
     without it they are started anew, as a user's are. begin: see Server.launch. cwd: where it is
@@ -54,10 +58,11 @@ class Run:
         self.launches = 0
         self.launcher: Fork | subprocess.Popen[bytes]
 
-    def launch(self, *arguments: str) -> None:
-        """Start coppice launch on the config: ``run.launch("scheduler.updates=5", "--json")``."""
+    def launch(self, words: str = "", *more: str) -> None:
+        """Start coppice launch on the config: ``run.launch("scheduler.updates=5 --json")``. more:
+        arguments that have spaces."""
         config = [] if self.config is None else ["--config", str(self.config)]
-        self._start(*config, "--run-folder", str(self.folder), *arguments)
+        self._start(*config, "--run-folder", str(self.folder), *words.split(), *more)
 
     def resume(self, *arguments: str) -> None:
         self._start("--resume", str(self.folder), *arguments)
@@ -128,6 +133,12 @@ class Run:
                 self._lost(f"{awaited} did not come within {patience_s:.0f} s")
             time.sleep(_LOOK_S)
 
+    def left(self, pids: Iterable[int]) -> list[str]:
+        """The shared memory of processes, and the run's own living ones. torch's manager unlinks
+        its segments some seconds after an end."""
+        segments = [n for n in os.listdir("/dev/shm") if any(f"_{pid}_" in n for pid in pids)]
+        return [*segments, *(f"process {line}" for line in self.alive())]
+
     def _lost(self, what: str) -> NoReturn:
         raise Lost(f"{what}:\n{self.said()[-5000:]}") from None
 
@@ -152,6 +163,12 @@ class Run:
         if (ended := self.ended()) != status:
             self._lost(f"status {ended}, expected {status}")
         return self.said()
+
+    def killed_and_resumed(self) -> None:
+        self.moved()
+        self.kill_all()
+        self.resume()
+        self.finish()
 
     def kill_all(self) -> None:
         """Kill the launcher, with which the system kills all others, and wait for the end."""

@@ -64,16 +64,13 @@ class Prefer(Place):
         self.open: list[str] = []
 
     def choose(self, workers: Sequence[Worker], avoid: frozenset[str]) -> Worker | None:
-        """That worker, or the least loaded."""
         preferred = (worker for worker in roomy(workers, avoid) if worker.name == self.worker)
         return next(preferred, None) or super().choose(workers, avoid)
 
     def started(self, worker: str) -> None:
-        """Note it."""
         self.open.append(worker)
 
     def ended(self, worker: str, result: Any | None) -> None:
-        """Note it."""
         self.open.remove(worker)
         self.log.append((worker, result is not None))
 
@@ -88,7 +85,6 @@ class Bench:
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def work(self, name: str, handlers: dict[str, Handler], capacity: int = 4) -> Service:
-        """Start a worker and wait until it is ready."""
         service = Service(name, handlers, capacity)
         self.tasks[name] = asyncio.create_task(
             service.run(self.dispatcher.endpoint, self.keys, signals=False)
@@ -99,14 +95,12 @@ class Bench:
         return service
 
     async def kill(self, name: str) -> None:
-        """The worker vanishes without a word."""
         self.tasks[name].cancel()
         await asyncio.gather(self.tasks[name], return_exceptions=True)
 
 
 @asynccontextmanager
 async def bench(folder: Path, config: DispatchConfig | None = None) -> AsyncIterator[Bench]:
-    """A dispatcher with its workers, taken down at the end."""
     made = Bench(folder, config or DispatchConfig())
     await made.dispatcher.start()
     try:

@@ -11,7 +11,6 @@ class AnyText(WebShop):
     one towards the goal's own product."""
 
     def read(self, state: WebShopState, text: str) -> Action:
-        """Always valid."""
         goal, checksum = self.goal(state), zlib.crc32(text.encode())
         names = list(self.store.clickables(state.place))
         if state.place.page == "search":

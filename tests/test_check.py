@@ -8,19 +8,16 @@ import sys
 import pytest
 
 from tests.check import ALL, PLAIN_KERNELS, QUICK, finish, start, steps
+from tests.conftest import pytest_collection_modifyitems
+from tests.forks import ROOT
 
 
 @pytest.mark.slow
 def test_plain_kernels_are_used() -> None:
     program = "import torch; print(torch.backends.cpu.get_cpu_capability())"
-    made = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | PLAIN_KERNELS,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert made.stdout.strip() in ("DEFAULT", "NO AVX")
+    kernels = os.environ | PLAIN_KERNELS
+    said = subprocess.check_output([sys.executable, "-c", program], env=kernels, text=True)
+    assert said.strip() in ("DEFAULT", "NO AVX")
 
 
 def test_each_run_leaves_out_what_it_says() -> None:
@@ -42,11 +39,19 @@ def test_a_check_that_fails_is_named_and_what_it_said_is_printed(
     assert finish("version", start("version", ["ruff", "--version"])) == []
 
 
-@pytest.mark.slow
-def test_whole_runs_and_tests_of_cuda_are_slow(request: pytest.FixtureRequest) -> None:
-    folders = ["tests/e2e", "tests/faults", "tests/gpu"]
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-m", "not slow", *folders]
-    left = subprocess.run(
-        command, cwd=request.config.rootpath, capture_output=True, text=True, check=False
-    )
-    assert left.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, left.stdout
+@pytest.mark.parametrize(
+    ("place", "marks"),
+    [
+        ("e2e/test_run.py", "slow alone"),
+        ("faults/test_workers.py", "slow alone"),
+        ("gpu/test_learner_cuda.py", "slow"),
+        ("tools/research/test_memory.py", ""),
+    ],
+)
+def test_whole_runs_and_tests_of_cuda_are_slow(
+    place: str, marks: str, request: pytest.FixtureRequest
+) -> None:
+    module = pytest.Module.from_parent(request.session, path=ROOT / "tests" / place)
+    item = pytest.Function.from_parent(module, name="test", callobj=lambda: None)
+    pytest_collection_modifyitems(request.config, [item])
+    assert {mark.name for mark in item.iter_markers()} == set(marks.split())

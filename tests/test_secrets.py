@@ -40,8 +40,6 @@ def holding(folder: Path) -> list[Path]:
 def test_no_file_of_a_run_and_no_command_line_holds_a_secret_and_only_the_judges_get_its_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan and the process files of a real config; each process of the plan is started with its
-    real environment, to tell it."""
     monkeypatch.setenv("PLANTED_KEY", SECRET)
     (tmp_path / "logs").mkdir()
     made = plan(tmp_path)
@@ -73,9 +71,8 @@ class _Waiting(subprocess.Popen):  # pyright: ignore[reportMissingTypeArgument]
 
 def test_a_plain_key_is_no_setting_anywhere() -> None:
     for key in ("api_key", "key", "token"):
-        endpoint = f'{{ url = "http://h/v1", model = "m", {key} = "{SECRET}" }}'
-        settings = f"judges.use.slate.endpoint={endpoint}"
-        overrides = [settings, "scheduler.judge=slate", "judges.use.exact_match={}"]
+        overrides = [JUDGED[0].replace('api_key_env = "PLANTED_KEY"', f'{key} = "{SECRET}"')]
+        overrides += JUDGED[1:]
         with pytest.raises(config.ConfigError, match=f"`{key}`|'{key}'") as error:
             config.load(config.DEFAULT_CONFIG, overrides)
         assert SECRET not in str(error.value)
@@ -93,27 +90,22 @@ def test_a_path_in_a_message_cannot_leave_the_run_folder(tmp_path: Path) -> None
     good = run / "weights" / "v000003"
     good.mkdir(parents=True)
     (run / "weights" / "link").symlink_to("/etc")
-    beside = tmp_path / "run" / "weights-of-others"
+    beside = run / "weights-of-others"
     beside.mkdir()
     assert inside(run, str(good)) == str(good)
-    for path in (
-        "/etc/passwd", str(good / ".." / ".." / ".." / "x"), "../x", "", str(run / "weights"),
-        str(run / "weights" / "link" / "ssh"), str(run / "weights" / "link"), str(beside),
-        str(run / "keys"),
-    ):  # fmt: skip
+    link = run / "weights" / "link"
+    inner = [good / ".." / ".." / ".." / "x", run / "weights", link / "ssh", link, run / "keys"]
+    for path in ("/etc/passwd", "../x", "", *map(str, [*inner, beside])):
         with pytest.raises(InfrastructureFault, match="are refused: expected a folder inside"):
             inside(run, path)
 
 
-def test_the_keys_of_trackers_are_withheld_from_all_but_the_scheduler_which_starts_them(
+def test_the_keys_of_a_run_are_in_no_process_file_and_those_of_trackers_for_the_scheduler_alone(
     tmp_path: Path,
 ) -> None:
-    for spec in plan(tmp_path):
-        assert ("WANDB_API_KEY" in spec.withheld) == (spec.name != "scheduler")
-
-
-def test_the_keys_of_a_run_are_in_no_process_file(tmp_path: Path) -> None:
     made = plan(tmp_path)
+    for spec in made:
+        assert ("WANDB_API_KEY" in spec.withheld) == (spec.name != "scheduler")
     text = b"".join(path.read_bytes() for path in (tmp_path / "processes").iterdir()).decode()
     assert "secret" not in text
     assert not any("secret" in repr(msgspec.to_builtins(spec)) for spec in made)

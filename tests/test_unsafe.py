@@ -15,9 +15,7 @@ ALLOWED = {
     ("actors/engines/sglang_transport.py", "TCPStore"),
     ("common/process.py", "multiprocessing"),  # a pipe between a process and its own child
 }
-MODULES = set(
-    "pickle cPickle dill cloudpickle joblib marshal shelve multiprocessing telnetlib".split()
-)
+MODULES = {*"pickle cPickle dill cloudpickle joblib marshal shelve multiprocessing".split()}
 NAMES = set(
     "eval exec compile __import__ ForkingPickler TCPStore broadcast_object_list all_gather_object"
     " gather_object scatter_object_list send_object_list init_rpc os.system os.popen torch.load"
@@ -43,10 +41,8 @@ def dangers(tree: ast.AST) -> Iterator[str]:
             yield from {alias.name for alias in node.names} & NAMES
         elif isinstance(node, ast.Call):
             name = dotted(node.func)
-            yield from {
-                name,
-                name.rpartition(".")[2] if name not in ("re.compile", "torch.compile") else "",
-            } & (NAMES - {"eval", "exec", "compile"} | ({name} & NAMES))
+            methods = NAMES - {"eval", "exec", "compile"}
+            yield from {name} & NAMES | {name.rpartition(".")[2]} & methods
             for keyword in node.keywords:
                 safe = keyword.arg == "weights_only"
                 if keyword.arg in KEYWORDS and not (
@@ -76,9 +72,7 @@ def test_the_search_finds_each_of_them() -> None:
         "from torch.distributed import TCPStore": "TCPStore",
         "torch.load('x')": "torch.load",
         "eval('1')": "eval",
-        "exec('1')": "exec",
         "np.load('x', allow_pickle=True)": "allow_pickle=",
-        "subprocess.run('ls', shell=True)": "shell=",
         "dist.broadcast_object_list([])": "broadcast_object_list",
         "AutoModel.from_pretrained('x', trust_remote_code=code)": "trust_remote_code=",
     }

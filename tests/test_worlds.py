@@ -71,44 +71,44 @@ class Readable(Judge):
         return [Judgement({"reward": float("action_type" in turn.response)}) for turn in turns]
 
 
-def worlds() -> dict[str, World]:
-    def game(
-        name: str, judge: Judge, act: Callable[[random.Random, str], str], **options: Any
-    ) -> World:
-        return World(registry.load(name, options), {"judge.own": judge}, act)
-
-    def searching(rng: random.Random, prompt: str) -> str:
-        answers = [f"<answer> {town} </answer>" for town in ("Sofia", "Rome")]
-        return f"<think> t </think> {rng.choice(['<search> capital </search>', '?', *answers])}"
-
-    def shopping(rng: random.Random, prompt: str) -> str:
-        actions = re.findall(r"'(click\[.*?\]|search\[.*?\])',", prompt)
-        return f"<action>{rng.choice(actions).replace('<your query>', 'shirt')}</action>"
-
-    def talking(rng: random.Random, prompt: str) -> str:
-        words = [f'{{"action_type": "speak", "argument": "{n} percent"}}' for n in (8, 9)]
-        return rng.choice(["?", *words])
-
-    def marking(rng: random.Random, prompt: str) -> str:
-        return f"<action>{rng.randint(1, 9)}</action>"
-
-    evidence = ["Bulgaria\nCapital: Sofia"]
-    question = Task("q", "What is the capital of Bulgaria?", ["Sofia"], evidence)
-    judges: dict[str, Judge] = {"judge.own": SlateRules(), "judge.exact_match": ExactMatch()}
-    search_qa = registry.load("search_qa", {"prompt": "short", "topk": 1})
-    talk_judges: dict[str, Judge] = {"judge.own": Readable(), "judge.sotopia_rules": SotopiaRules()}
-    random_only = {"random": 1.0}
-    return {
-        "search_qa": World(search_qa, judges, searching, question),
-        "tictactoe": game(
-            "tictactoe", TicTacToeOracle(kind="minimax"), marking, opponents=random_only
-        ),
-        "webshop": game("webshop", WebShopOracle(), shopping, think="optional", horizon=4),
-        "sotopia": World(registry.load("sotopia", {"turns": 6}), talk_judges, talking),
-    }
+def searching(rng: random.Random, prompt: str) -> str:
+    answers = [f"<answer> {town} </answer>" for town in ("Sofia", "Rome")]
+    return f"<think> t </think> {rng.choice(['<search> capital </search>', '?', *answers])}"
 
 
-WORLDS = worlds()
+def shopping(rng: random.Random, prompt: str) -> str:
+    actions = re.findall(r"'(click\[.*?\]|search\[.*?\])',", prompt)
+    return f"<action>{rng.choice(actions).replace('<your query>', 'shirt')}</action>"
+
+
+def talking(rng: random.Random, prompt: str) -> str:
+    words = [f'{{"action_type": "speak", "argument": "{n} percent"}}' for n in (8, 9)]
+    return rng.choice(["?", *words])
+
+
+def marking(rng: random.Random, prompt: str) -> str:
+    return f"<action>{rng.randint(1, 9)}</action>"
+
+
+CAPITAL = Task("q", "What is the capital of Bulgaria?", ["Sofia"], ["Bulgaria\nCapital: Sofia"])
+WORLDS = {
+    "search_qa": World(
+        registry.load("search_qa", {"prompt": "short", "topk": 1}),
+        {"judge.own": SlateRules(), "judge.exact_match": ExactMatch()}, searching, CAPITAL,
+    ),
+    "tictactoe": World(
+        registry.load("tictactoe", {"opponents": {"random": 1.0}}),
+        {"judge.own": TicTacToeOracle(kind="minimax")}, marking,
+    ),
+    "webshop": World(
+        registry.load("webshop", {"think": "optional", "horizon": 4}),
+        {"judge.own": WebShopOracle()}, shopping,
+    ),
+    "sotopia": World(
+        registry.load("sotopia", {"turns": 6}),
+        {"judge.own": Readable(), "judge.sotopia_rules": SotopiaRules()}, talking,
+    ),
+}  # fmt: skip
 
 
 class Services:
@@ -136,16 +136,6 @@ class Services:
         return GenerateResult(samples, len(request.tokens), 0)
 
 
-def trainable(turns: table.TurnTable) -> list[str]:
-    """The schemes that find their columns and groups in ``turns``, each with random values of the
-    learner's models."""
-    return [
-        name
-        for name in schemes.names()
-        if schemes.load(name, {}).needs.columns <= set(turns.scores)
-    ]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", strategies.names())
 @pytest.mark.parametrize("name", WORLDS)
@@ -158,19 +148,19 @@ async def test_every_strategy_in_every_world_gives_groups_that_schemes_train_on(
     if loaded.gives.needs_outcome_judge and not world.environment.outcome_judge:
         pytest.skip("the strategy asks the judge of the outcome")
     groups = await grown(tmp_path, llama, world, strategies.load(strategy, options), trees=2)
-    turns = table.build(
-        groups, {(group.tree, node.id): node for group in groups for node in group.nodes}
-    )
-    trained = trainable(turns)
+    nodes = {(group.tree, node.id): node for group in groups for node in group.nodes}
+    turns = table.build(groups, nodes)
+    every = [schemes.load(one, {}) for one in schemes.names()]
+    trained = [one for one in every if one.needs.columns <= set(turns.scores)]
     gives = strategies.load(strategy, options).gives
-    fitting = [one for one in trained if not mismatch(schemes.load(one, {}).needs, gives)]
+    fitting = [one for one in trained if not mismatch(one.needs, gives)]
     assert fitting, f"no scheme trains on {sorted(turns.scores)}"
     rng = np.random.default_rng(0)
     columns = {model: rng.normal(0, 1, int(turns.tokens.sum())) for model in MODELS}
-    for one in fitting:
-        estimate = schemes.load(one, {})(msgspec.structs.replace(turns, token_scores=columns))
-        assert np.isfinite(estimate.advantages).all(), one
-        assert len(estimate.advantages) == turns.tokens.sum(), one
+    for scheme in fitting:
+        estimate = scheme(msgspec.structs.replace(turns, token_scores=columns))
+        assert np.isfinite(estimate.advantages).all(), scheme
+        assert len(estimate.advantages) == turns.tokens.sum(), scheme
 
 
 async def grown(

@@ -35,8 +35,7 @@ def groups(
     rng = np.random.default_rng(seed)
     made, nodes = [], []
     for tree in range(trees):
-        prompt = TreeNode(0, -1, "prompt", rng.integers(0, 256, 6).astype(np.int32))
-        own = [prompt]
+        own = [TreeNode(0, -1, "prompt", rng.integers(0, 256, 6).astype(np.int32))]
         for i in range(k):
             tokens = rng.integers(0, 256, int(rng.integers(2, 6)))
             own.append(action(i + 1, 0, tokens))
@@ -47,7 +46,6 @@ def groups(
 
 
 def batch(seed: int, version: int) -> Batch:
-    """Three questions of one group each."""
     made, nodes = groups(seed)
     return Batch(version, 3, made, nodes)
 
@@ -66,12 +64,9 @@ def few(*sampled: list[bool]) -> Batch:
 def episodes(
     seed: int, version: int, trees: int = 3, k: int = 3, turns: int = 2, fresh: bool = False
 ) -> Batch:
-    """Whole trajectories with an outcome at the end, step rewards, judge scores and Monte Carlo
-    values; uneven lengths.
-
-    Observations are appended to one growing text; or, fresh, each turn has a prompt of its own
-    below the root, as in the games.
-    """
+    """Whole trajectories of uneven lengths, with an outcome at the end, step rewards, judge scores
+    and Monte Carlo values. Observations are appended to one growing text; or, fresh, each turn has
+    a prompt of its own below the root, as in the games."""
     rng = np.random.default_rng(seed)
     made, nodes = [], []
     for tree in range(seed * 10, seed * 10 + trees):
@@ -86,16 +81,12 @@ def episodes(
                 n, last = int(rng.integers(2, 6)), turn == length
                 tokens, logprobs = rng.integers(0, 256, n), rng.normal(-5.5, 0.3, n)
                 node = action(len(own), parent, tokens, logprobs)
-                scores = {
-                    "reward": float(rng.integers(-2, 3)),
-                    "mc_value": float(rng.random()),
-                    "valid": 1.0,
-                }
-                scores |= (
-                    {"outcome": float((trajectory + tree) % 2)}
-                    if last
-                    else {"process": float(rng.random())}
-                )
+                scores = {"reward": float(rng.integers(-2, 3)), "mc_value": float(rng.random())}
+                scores["valid"] = 1.0
+                if last:
+                    scores["outcome"] = float((trajectory + tree) % 2)
+                else:
+                    scores["process"] = float(rng.random())
                 own.append(node)
                 trained.append(Turn(node.id, trajectory, turn, scores))
                 if not last and not fresh:
@@ -128,7 +119,6 @@ def rescored(some: Batch, scores: Callable[[Turn], dict[str, float]]) -> Batch:
 
 
 def table_of(some: Batch) -> TurnTable:
-    """The table of a batch, as the learner builds it."""
     return build(some.groups, {(tree, node.id): node for tree, node in some.nodes})
 
 
@@ -142,7 +132,6 @@ def process(model: Path, run: Path, rank: int = 4, **settings: object) -> Learne
 
 
 def trainer(model: Path, run: Path, rank: int = 4, **settings: object) -> Trainer:
-    """A trainer of one rank."""
     return Trainer(process(model, run, rank, **settings), Ranks(60))
 
 
@@ -156,18 +145,13 @@ def steady(made: Trainer) -> Trainer:
 
 
 def state(made: Trainer) -> dict[str, torch.Tensor]:
-    """A copy of what trains in the policy."""
     return {name: p.clone() for name, p in made.policy.gathered().items()}
 
 
 def everything(made: Trainer) -> dict[str, torch.Tensor]:
     """A copy of what trains in policy, critic and reward model. A collective when sharded."""
-    parts = made.parts().items()
-    return {
-        f"{part}/{name}": p.clone()
-        for part, (model, _) in parts
-        for name, p in model.gathered().items()
-    }
+    models = {part: model.gathered().items() for part, (model, _) in made.parts().items()}
+    return {f"{part}/{name}": p.clone() for part, held in models.items() for name, p in held}
 
 
 def gradient(made: Trainer, some: Batch) -> torch.Tensor:

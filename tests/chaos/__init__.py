@@ -1,8 +1,5 @@
 """The command coppice dev chaos: it strikes small runs with many faults, one after another, and
-checks that nothing is lost.
-
-docs/reliability.md says what is struck, what must hold, and what was measured.
-"""
+checks that nothing is lost (docs/reliability.md)."""
 
 import argparse
 import os
@@ -14,16 +11,14 @@ import tempfile
 from pathlib import Path
 
 from coppice.common.options import command_parser
-from tests.chaos.plan import KINDS
+from tests.chaos import plan
 
 OWN = "COPPICE_CHAOS_MOUNTS"
 """Set once this command was started anew where it may mount a disk."""
 
 EXAMPLES = """\
-  coppice dev chaos --list                     every kind of fault and its share
   coppice dev chaos --faults 1000 --seed 1          ten runs of 100 faults each
-  coppice dev chaos --faults 20 --only journal checkpoint
-  coppice dev chaos --faults 100 --schedulers 2     runs of two schedulers"""
+  coppice dev chaos --faults 20 --schedulers 2 --only journal checkpoint"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,12 +31,12 @@ def parser() -> argparse.ArgumentParser:
     add("--out", type=Path, help=out)
     add("--schedulers", type=int, default=1, help=f"how many schedulers each run has {default}")
     only = "these kinds of faults alone (default: all)"
-    add("--only", nargs="+", choices=sorted(KINDS), metavar="KIND", help=only)
+    add("--only", nargs="+", choices=sorted(plan.KINDS), metavar="KIND", help=only)
     add("--list", action="store_true", help="print the kinds of faults and end")
     return parser
 
 
-def arguments(options: list[str] | None = None) -> argparse.Namespace:
+def arguments(options: list[str] | None) -> argparse.Namespace:
     command = parser()
     parsed = command.parse_args(options)
     if sys.platform != "linux":
@@ -58,29 +53,32 @@ def arguments(options: list[str] | None = None) -> argparse.Namespace:
 def main(options: list[str] | None = None) -> int:
     given = arguments(options)
     if given.list:
-        for name, kind in KINDS.items():
+        for name, kind in plan.KINDS.items():
             print(f"{name:<11} {kind.share:>3} of 100  {kind.text}; {', '.join(kind.places)}")
         return 0
     mounts = OWN in os.environ or _again()
     from tests.chaos.chapters import chaos
+    from tests.forks import Server
 
     folder = given.out or Path(tempfile.mkdtemp(prefix="coppice-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    kinds = given.only or list(KINDS)
+    faults = plan.plan(given.seed, given.faults, given.only or list(plan.KINDS), given.schedulers)
+    server = Server()
     try:
-        broken = chaos(given.seed, given.faults, kinds, folder.resolve(), mounts, given.schedulers)
+        broken = chaos(faults, folder.resolve(), server, mounts, given.schedulers)
     except KeyboardInterrupt:
         print(f"\nstopped; no process is left. {folder} holds what was written", file=sys.stderr)
         return 130
+    finally:
+        server.close()
     if not broken and given.out is None:
         shutil.rmtree(folder)
     return int(broken)
 
 
 def _again() -> bool:
-    """Start this command anew where it may mount a disk that nobody else sees. Return False if the
-    system does not let it."""
+    """Start this command anew where it may mount a disk. Return False if the system forbids it."""
     own = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
     trial = [*own, "true"]
     if shutil.which("unshare") and not subprocess.run(trial, capture_output=True).returncode:

@@ -1,64 +1,57 @@
 """Runs that are struck, each with a part of the faults, from its start to its end and the check of
 its invariants."""
 
-import contextlib
 import shutil
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 
 from tests.chaos import invariants, strikes, world
-from tests.chaos.plan import KINDS, Fault, plan
+from tests.chaos.plan import KINDS, Fault
 from tests.chaos.run import Struck
 from tests.forks import Server
 from tests.runs import Lost
 from tests.world import search
 
-CHAPTER = 100
-"""Faults of one run."""
-WIDTH = 80
+CHAPTER, WIDTH = 100, 80
+"""Faults of one run, and characters of a printed line."""
 
 
 def chaos(
-    seed: int, count: int, kinds: list[str], folder: Path, mounts: bool, schedulers: int = 1
+    faults: list[Fault], folder: Path, server: Server, mounts: bool = False, schedulers: int = 1
 ) -> bool:
-    """Strike runs in ``folder`` with ``count`` faults. Return whether an invariant was broken.
-    mounts: whether disks may be mounted. schedulers: how many each run has."""
-    disk = folder / "disk"
+    """Strike runs in ``folder`` with ``faults``. Return whether an invariant was broken. server:
+    whose forks the runs are. mounts: whether disks may be mounted. schedulers: how many each run
+    has."""
+    disk, place = folder / "disk", folder / "world"
     disk.mkdir()
+    place.mkdir()
     own = mounts and strikes.mount(disk, f"size={strikes.DISK_MIB}m", first=True)
-    kinds = [kind for kind in kinds if own or kind not in ("full", "read-only")]
     if not own:
         print("no disk can be mounted here: no fault of the kinds full and read-only strikes")
-    if not kinds:
-        return False
-    faults = plan(seed, count, kinds, schedulers)
-    world_folder = folder / "world"
-    world_folder.mkdir()
-    config, server = search(world_folder), Server()
-    struck: Counter[str] = Counter()
-    survived: Counter[str] = Counter()
+        faults = [fault for fault in faults if fault.kind not in ("full", "read-only")]
+    config, struck, survived = search(place), Counter[str](), Counter[str]()
     try:
         for first in range(0, len(faults), CHAPTER):
-            run = Struck(config, disk / "run", server, schedulers)
-            try:
+            with closing(Struck(config, disk / "run", server, schedulers)) as run:
                 broken = _chapter(run, faults[first : first + CHAPTER], struck, survived)
-            finally:
-                run.close()
             if broken:
-                _keep(run, folder)
+                shutil.copytree(run.folder, folder / "run", ignore_dangling_symlinks=True)
                 print("\n".join(broken))
-                print(f"the seed was {seed}; the run is kept in {folder / 'run'}")
+                print(f"the run is kept in {folder / 'run'}, what it said in {run.out}")
                 return True
             shutil.rmtree(run.folder)
     finally:
-        server.close()
-        _table(struck, survived)
+        rows = [(kind, struck[kind], survived[kind]) for kind in KINDS if struck[kind]]
+        total = ("all", struck.total(), survived.total())
+        for row in (("kind", "struck", "survived"), *rows, total):
+            print("{:<12}{:>8}{:>10}".format(*row), flush=True)
         if own:
             strikes.unmount(disk)
-    shutil.rmtree(world_folder)
+    shutil.rmtree(place)
     shutil.rmtree(disk)
     print("every invariant holds")
     return False
@@ -68,7 +61,7 @@ def _chapter(
     run: Struck, faults: list[Fault], struck: Counter[str], survived: Counter[str]
 ) -> list[str]:
     start = time.monotonic()
-    run.launch(*world.settings(len(run.homes)))
+    run.launch(world.settings(len(run.homes)))
     try:
         run.settle(3)
         for fault in faults:
@@ -83,7 +76,7 @@ def _chapter(
         if (status := run.stop_and_end()) != 0:
             return [f"the run's end: exit status {status}, expected 0:\n{run.said()[-1500:]}"]
     except (Lost, OSError, psutil.Error) as lost:
-        return [f"after {sum(survived.values())} faults: {lost}"]
+        return [f"after {survived.total()} faults: {lost}"]
     broken = invariants.left_behind(run)
     broken += invariants.of_the_files(run.folder, world.QUESTIONS * len(run.homes))
     count = invariants.account(run.folder)
@@ -92,15 +85,3 @@ def _chapter(
         f" {count.updates} updates, {run.launches} launches, {time.monotonic() - start:.0f} s"
     )
     return broken
-
-
-def _keep(run: Struck, folder: Path) -> None:
-    shutil.copytree(run.folder, folder / "run", ignore_dangling_symlinks=True)
-    with contextlib.suppress(OSError):
-        shutil.copyfile(run.out, folder / "run" / "launcher.out")
-
-
-def _table(struck: Counter[str], survived: Counter[str]) -> None:
-    rows = [(kind, struck[kind], survived[kind]) for kind in KINDS if struck[kind]]
-    for row in (("kind", "struck", "survived"), *rows, ("all", struck.total(), survived.total())):
-        print("{:<12}{:>8}{:>10}".format(*row), flush=True)

@@ -1,8 +1,5 @@
-"""What a process of a run does to itself when chaos orders it to.
-
-A thread takes orders on a Unix socket whose name is the process's number, so that the product has
-no hooks for faults. An order is answered when the fault has really struck.
-"""
+"""What a process of a run does to itself when chaos orders it to. A thread takes orders on a Unix
+socket whose name is the process's number, and answers when the fault has really struck."""
 
 import ctypes
 import json
@@ -37,12 +34,7 @@ def listen() -> None:
     def serve() -> None:
         while True:
             order, sender = orders.recvfrom(4096)
-            wanted = json.loads(order)
-            obey(
-                wanted["kind"],
-                wanted["variant"],
-                lambda text, to=sender: orders.sendto(text.encode(), to),
-            )
+            obey(**json.loads(order), tell=lambda text, to=sender: orders.sendto(text.encode(), to))
 
     threading.Thread(target=serve, daemon=True).start()
 
@@ -86,15 +78,13 @@ def turn_clock(by: float) -> str:
 
 
 def shut_down(kind: str) -> int:
-    """Shut down this process's connections to the schedulers or its workers, or with "part" to the
-    other ranks."""
+    """Shut down this process's connections to schedulers or workers, with "part" to other ranks."""
     run = Path(sys.argv[1]).parent.parent
     ports = {int((home / "endpoint").read_text().rpartition(":")[2]) for home in shards.homes(run)}
     count = 0
     for one in psutil.Process().net_connections("tcp"):
-        if one.status == psutil.CONN_ESTABLISHED and (kind == "part") == ports.isdisjoint(
-            {one.laddr.port, one.raddr.port}
-        ):
+        ends = {one.laddr.port, one.raddr.port} if one.status == "ESTABLISHED" else None
+        if ends and (kind == "part") == ports.isdisjoint(ends):
             with socket.socket(fileno=os.dup(one.fd)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
             count += 1

@@ -1,7 +1,7 @@
 """What must hold of a run that was struck, read from outside: its files, and what stays of it."""
 
-import os
 import time
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -24,12 +24,9 @@ class Account(msgspec.Struct, frozen=True):
 
 
 def account(folder: Path) -> Account:
-    journal = frames.opened(folder)
-    try:
+    with closing(frames.opened(folder)) as journal:
         rows = journal.trees("split='train'")
         versions = {row.id: {version for _, version in journal.groups(row.id)} for row in rows}
-    finally:
-        journal.close()
     counted = [row for row in rows if len(versions[row.id]) == 1 and None not in versions[row.id]]
     trained = sum(row.status == "closed" for row in counted)
     quarantined = sum(row.status == "quarantined" for row in rows)
@@ -56,9 +53,6 @@ def of_the_files(folder: Path, questions: int) -> list[str]:
 
 def left_behind(run: Struck, patience_s: float = 60.0) -> list[str]:
     end = time.monotonic() + patience_s
-    while True:
-        left = [n for n in os.listdir("/dev/shm") if any(f"_{pid}_" in n for pid in run.seen)]
-        left += [f"process {line}" for line in run.alive()]
-        if not left or time.monotonic() > end:
-            return [f"nothing stays: {what}" for what in left]
-        time.sleep(0.5)
+    while (left := run.left(run.seen)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return [f"nothing stays: {what}" for what in left]

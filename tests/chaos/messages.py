@@ -1,9 +1,5 @@
 """Faults that strike a message, a load of weights or a gradient of this process: once armed, each
-strikes the next one.
-
-``wrap`` puts functions around those through which they pass: ``Pump.send`` for every message,
-``Service.send`` for the answers of a worker.
-"""
+strikes the next one that passes the functions which ``wrap`` puts around the product's."""
 
 import random
 from collections.abc import Callable, Iterable
@@ -34,7 +30,7 @@ BEYOND = 257 * 2**20
 
 
 class Armed(msgspec.Struct, frozen=True):
-    """A fault that waits for its moment. tell: says what has struck."""
+    """tell: says what has struck."""
 
     variant: int
     tell: Callable[[str], Any]
@@ -45,15 +41,13 @@ armed: dict[str, Armed] = {}
 
 
 def take(kind: str, wanted: bool = True) -> Callable[[str], None] | None:
-    """Return what tells that ``kind`` has struck if it is armed, once. wanted: whether this is its
-    moment."""
+    """Return, once, what tells that an armed kind has struck, if this is its ``wanted`` moment."""
     return armed.pop(kind).tell if wanted and kind in armed else None
 
 
 def wrap() -> None:
     _wrap_messages()
-    _wrap_loads()
-    _wrap_gradients()
+    _wrap_computing()
 
 
 def _wrap_messages() -> None:
@@ -117,16 +111,15 @@ def wrong(body: Any, rng: random.Random) -> tuple[Any, str]:
         case GenerateResult(samples=[first, *rest]):
             tokens, logprobs, versions = first.tokens, first.logprobs, first.versions
             nothing = {"tokens": tokens[:0], "logprobs": logprobs[:0], "versions": versions[:0]}
-            changes: dict[str, dict[str, Any] | None] = {
-                "too few samples": None,
+            changes: dict[str, dict[str, Any]] = {
                 "more tokens than log-probabilities": {"logprobs": logprobs[1:]},
                 "more tokens than versions": {"versions": versions[1:]},
                 "a token that is not in the vocabulary": {"tokens": tokens + 10**6},
                 "a version of the future": {"versions": versions + 1000},
                 "a sample without tokens": nothing,
             }
-            change = changes[text := rng.choice(sorted(changes))]
-            spoiled = [] if change is None else [replace(first, **change)]
+            text = rng.choice([few := "too few samples", *sorted(changes)])
+            spoiled = [] if text == few else [replace(first, **changes[text])]
             return replace(body, samples=[*spoiled, *rest]), text
     return body, "nothing"
 
@@ -147,15 +140,14 @@ def nan(body: Any, rng: random.Random) -> tuple[Any, str]:
 
 
 def huge(body: Any, rng: random.Random) -> tuple[Any, str]:
-    text = "x " * (rng.choice([BEYOND, 4 * 2**20]) // 2)
-    size = f"{len(text) / 2**20:.0f} MiB"
+    long = rng.choice([BEYOND, 4 * 2**20])
     match body:
         case JudgeResult(judgements=[first, *rest]):
-            judgements = [replace(first, explanation=text), *rest]
-            return replace(body, judgements=judgements), f"an explanation of {size}"
+            judgements = [replace(first, explanation="x " * (long // 2)), *rest]
+            return replace(body, judgements=judgements), f"an explanation of {long} bytes"
         case RetrieveResult(passages=[[first, *_], *rest]):
-            passages = [[replace(first, text=text)], *rest]
-            return replace(body, passages=passages), f"a passage of {size}"
+            passages = [[replace(first, text="x " * (long // 2))], *rest]
+            return replace(body, passages=passages), f"a passage of {long} bytes"
         case GenerateResult(samples=[first, *rest]):
             names = ("tokens", "logprobs", "versions")
             arrays = {name: np.resize(getattr(first, name), 2**20) for name in names}
@@ -166,21 +158,15 @@ def huge(body: Any, rng: random.Random) -> tuple[Any, str]:
 SPOILERS = {"wrong": wrong, "nan": nan, "huge": huge}
 
 
-def _wrap_loads() -> None:
-    """The embedded engine keeps its old weights and says that it took the new ones."""
-    load = local.LocalEngine.load
+def _wrap_computing() -> None:
+    """The engine keeps its old weights and says that it took the new ones; a gradient is NaN."""
+    load, add = local.LocalEngine.load, Ranks.add_gradients
 
     async def loads(engine: Any, request: Any) -> LoadResult:
         if tell := take("unloaded"):
             tell("a load was answered and not done")
             return LoadResult(request.version, request.digest, 0.0)
         return await load(engine, request)
-
-    setattr(local.LocalEngine, "load", loads)  # noqa: B010
-
-
-def _wrap_gradients() -> None:
-    add = Ranks.add_gradients
 
     def adds(ranks: Ranks, parameters: Any) -> None:
         graded = [p for p in parameters if p.grad is not None]
@@ -189,4 +175,8 @@ def _wrap_gradients() -> None:
             tell("a gradient was NaN")
         add(ranks, parameters)
 
-    setattr(Ranks, "add_gradients", adds)  # noqa: B010
+    for owner, name, function in (
+        (local.LocalEngine, "load", loads),
+        (Ranks, "add_gradients", adds),
+    ):
+        setattr(owner, name, function)

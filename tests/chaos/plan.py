@@ -21,8 +21,8 @@ WRITERS = ("scheduler", "learner-0", "learner-1")
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """A kind of fault. share: how many of 100 faults are of this kind. places: the processes that
-    it can strike. starts: whether processes start again after it."""
+    """share: how many of 100 faults are of this kind. places: the processes that it can strike.
+    starts: whether processes start again after it."""
 
     share: int
     places: tuple[str, ...]
@@ -60,7 +60,7 @@ KINDS: dict[str, Kind] = {
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """A fault of the plan. variant: a number that decides what a kind leaves open."""
+    """variant: a number that decides what a kind leaves open."""
 
     number: int
     kind: str
@@ -70,9 +70,8 @@ class Fault(msgspec.Struct, frozen=True):
 
 def places(of_one: Iterable[str], schedulers: int) -> tuple[str, ...]:
     """Return the places of a run with several schedulers. of_one: those of a run with one."""
-    return tuple(
-        called(name, n) for name in of_one for n in range(schedulers if name in OF_EACH else 1)
-    )
+    counts = {name: schedulers if name in OF_EACH else 1 for name in of_one}
+    return tuple(called(name, n) for name, count in counts.items() for n in range(count))
 
 
 def _struck(kind: str, schedulers: int) -> tuple[str, ...]:
@@ -89,10 +88,9 @@ def plan(
     while len(faults) < count:
         deck = [kind for kind in sorted(kinds) for _ in range(KINDS[kind].share)]
         rng.shuffle(deck)
-        faults += [
-            Fault(len(faults) + i, kind, next(places[kind]), rng.getrandbits(30))
-            for i, kind in enumerate(deck, 1)
-        ]
+        for kind in deck:
+            place = next(places[kind])
+            faults.append(Fault(len(faults) + 1, kind, place, rng.getrandbits(30)))
     return faults[:count]
 
 

@@ -16,10 +16,9 @@ from tests.chaos import inside, plan
 from tests.forks import Server
 from tests.runs import Lost, Run
 
-PATIENCE_S = 300.0
-"""Seconds within which a run that was struck must have moved again: several starts of everything on
-a busy machine."""
-LOOK_S = 0.05
+PATIENCE_S, LOOK_S = 300.0, 0.05
+"""Seconds within which a run that was struck must have moved again (several starts of everything on
+a busy machine), and between two looks."""
 
 
 class Struck(Run):
@@ -58,17 +57,16 @@ class Struck(Run):
         self.wait(lambda: self.version() >= mark and self.whole(), f"version {mark}", PATIENCE_S)
 
     def moves_or_ends(self) -> int | None:
-        mark = self.version() + 1
-        end = time.monotonic() + PATIENCE_S
-        while self.version() < mark and self.launcher.poll() is None:
-            if time.monotonic() > end:
-                raise Lost(f"the run neither moved nor ended:\n{self.said()[-1500:]}")
-            time.sleep(LOOK_S)
+        try:
+            self.moved()
+        except Lost:
+            if self.launcher.poll() is None:
+                raise
         return None if self.launcher.poll() is None else self.ended()
 
     def order(self, place: str, kind: str, variant: int, patience_s: float = 120.0) -> str:
-        """Have a process strike itself, and return what it says about it. A process that was
-        replaced before its moment came hands the order on. Raises Lost if no moment came."""
+        """Return what a process says that strikes itself. One that was replaced before its moment
+        came hands the order on. Raises Lost if no moment came."""
         message = json.dumps({"kind": kind, "variant": variant}).encode()
         ordered, end = 0, time.monotonic() + patience_s
         self._orders.settimeout(LOOK_S)

@@ -1,5 +1,4 @@
-"""What each kind of fault does to a run, from outside. What strikes inside a process is in
-tests/chaos/inside.py."""
+"""What each kind of fault does to a run, from outside; tests/chaos/inside.py has the others."""
 
 import os
 import random
@@ -21,15 +20,15 @@ PAUSE_S, UNWRITABLE_S, DYING_S = 1.0, 5.0, 60.0
 
 
 def strike(run: Struck, fault: Fault) -> str:
-    """Strike, wait until the fault is over, resume the run if the fault has ended it, and return
-    what happened."""
+    """Strike, wait until it is over, resume the run if it has ended, and return what happened."""
     rng = random.Random(fault.variant)
     match fault.kind:
         case "kill" | "exit" if fault.place == "launcher":
             return _end_launcher(run, signal.SIGKILL if fault.kind == "kill" else signal.SIGTERM)
         case "kill" | "stop":
-            run.signal(fault.place, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
-            return "SIGKILL" if fault.kind == "kill" else "SIGSTOP"
+            number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
+            run.signal(fault.place, number)
+            return number.name
         case "pause":
             run.signal(fault.place, signal.SIGSTOP)
             time.sleep(PAUSE_S)
@@ -51,21 +50,16 @@ def strike(run: Struck, fault: Fault) -> str:
 
 def _end_launcher(run: Struck, number: signal.Signals) -> str:
     run.launcher.send_signal(number)
-    status, expected = run.ended(), -number if number == signal.SIGKILL else INTERRUPTED
-    if status != expected:
-        ended = f"{number.name} ended the launcher with status {status}, expected {expected}"
-        raise Lost(f"{ended}:\n{run.said()[-1500:]}")
+    run.finish(-number if number == signal.SIGKILL else INTERRUPTED)
     run.resume()
     return f"{number.name}, then resumed"
 
 
-def _refused(run: Struck, words: tuple[str, ...], status: int) -> str:
-    """Return the line of the run's last words that names the cause. Raises Lost if none does, or if
-    the run ended as if all were well."""
-    lines = [line for line in run.said().splitlines() if any(word in line for word in words)]
+def _refused(run: Struck, word: str, status: int) -> str:
+    """Return the last line that names the cause. Raises Lost if none does, or if all seems well."""
+    lines = [line for line in run.said().splitlines() if word in line]
     if not status or status == INTERRUPTED or not lines:
-        unnamed = f"the run ended with status {status} and named none of {words}"
-        raise Lost(f"{unnamed}:\n{run.said()[-1500:]}")
+        raise Lost(f"status {status}, and {word!r} was not said:\n{run.said()[-1500:]}")
     return lines[-1]
 
 
@@ -85,8 +79,7 @@ def _full(run: Struck) -> str:
     disk = run.folder.parent
     while not mount(disk, f"size={_used(disk)}"):  # it is written meanwhile
         time.sleep(0.01)
-    status = run.ended()
-    line = _refused(run, ("free some",), status)
+    line = _refused(run, "free some", run.ended())
     mount(disk, f"size={DISK_MIB}m")
     run.resume()
     return line
@@ -106,7 +99,7 @@ def _read_only(run: Struck) -> str:
             raise Lost(f"{disk} could not be made read-only in {DYING_S:.0f} s: who writes there?")
         time.sleep(0.05)
     run.resume()
-    line = _refused(run, ("Read-only",), run.ended())
+    line = _refused(run, "Read-only", run.ended())
     mount(disk, "rw")
     run.resume()
     return line
@@ -140,8 +133,8 @@ def _journal(run: Struck, rng: random.Random) -> str:
     run.resume()
     ended = run.moves_or_ends()
     if ended is not None:
-        text += f": {_refused(run, ('journal',), ended)}"
-        for path in (path for home in run.homes for path in home.glob("journal.sqlite*")):
+        text += f": {_refused(run, 'journal', ended)}"
+        for path in [path for home in run.homes for path in home.glob("journal.sqlite*")]:
             path.unlink()
         for path, copy in copies.items():
             copy.rename(path)

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from coppice.scheduler.telemetry import health
 from coppice.tools.launching import control, record
 from tests.chaos.invariants import of_the_files
 from tests.forks import ROOT
-from tests.runs import Run
+from tests.runs import Launch, Run
 from tests.world import QUESTIONS
 
 UPDATES = 12
@@ -59,19 +59,12 @@ def members(run: Run) -> dict[str, dict[str, int]]:
 
 
 def test_workers_come_and_go_and_a_node_dies_and_nothing_is_lost(
-    cluster: Cluster, searching: Path, launch: Callable[..., Run], tmp_path: Path
+    cluster: Cluster, searching: Path, launch: Launch, tmp_path: Path
 ) -> None:
     """When the second node dies, its actors and judges start on a third that joins then."""
     second = cluster.add_node(num_cpus=3)
-    run = launch(
-        searching,
-        "--cluster=ray",
-        "--actors=2",
-        "--learner=2",
-        "scheduler.dispatch.heartbeat_s=0.25",
-        f"scheduler.updates={UPDATES}",
-        anew=True,
-    )
+    settings = f"scheduler.dispatch.heartbeat_s=0.25 scheduler.updates={UPDATES}"
+    run = launch(searching, f"--cluster=ray --actors=2 --learner=2 {settings}", anew=True)
     run.moved()
     # the record has a process's host once that has started
     run.wait(lambda: all(m.get("host") for n, m in members(run).items() if n != "scheduler"),

@@ -4,13 +4,12 @@ finished tiny run."""
 import json
 import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.forks import ROOT
-from tests.runs import Run
+from tests.runs import Launch
 
 PAGE = (ROOT / "docs" / "extend.md").read_text()
 TRY, *SECTIONS = re.split(r"^## ", PAGE, flags=re.MULTILINE)
@@ -27,7 +26,7 @@ def test_the_page_has_a_section_for_each_kind_of_plug_in() -> None:
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.partition(":")[0].lower())
 def test_a_plug_in_of_the_page_runs_as_the_page_says(
-    section: str, tmp_path: Path, launch: Callable[..., Run]
+    section: str, tmp_path: Path, launch: Launch
 ) -> None:
     for code in blocks(section, "python"):
         (tmp_path / code.partition("\n")[0].removeprefix("# ")).write_text(code)
@@ -37,7 +36,7 @@ def test_a_plug_in_of_the_page_runs_as_the_page_says(
         ["bash", "-ec", script], cwd=tmp_path, capture_output=True, text=True, check=True
     ).stdout.split("\0")
     assert words[:2] == ["coppice", "launch"]
-    run = launch(None, *words[2:-1], cwd=tmp_path)
+    run = launch(None, "", *words[2:-1], cwd=tmp_path)
     run.finish()
     assert [r["version"] for r in run.records() if "learner/seconds" in r] == [1]
     (module,) = {path.stem for path in tmp_path.glob("*.py")}

@@ -2,7 +2,6 @@
 a killed launcher leaves behind."""
 
 import asyncio
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -16,14 +15,10 @@ from coppice.tools.inspecting.audit import audit
 from coppice.tools.inspecting.watch import ProcessTable, WatchApp
 from coppice.tools.launching import record
 from coppice.tools.launching.status import Status, gather
-from tests.runs import Run
+from tests.runs import Launch, Run
 
-QUICK = (
-    "scheduler.dispatch.heartbeat_s=0.5",
-    "scheduler.dispatch.dead_after_s=5",
-    "scheduler.dispatch.replace_after_s=10",
-)
-ENDLESS = "scheduler.updates=5000"
+ENDLESS = "scheduler.updates=5000 scheduler.dispatch.heartbeat_s=0.5"
+QUICK = "scheduler.dispatch.dead_after_s=3 scheduler.dispatch.replace_after_s=6"
 
 
 def report(run: Run) -> Health:
@@ -39,20 +34,18 @@ def listens(port: int) -> bool:
 
 
 def test_a_judge_in_an_endless_loop_is_replaced_and_a_killed_launcher_leaves_nothing(
-    searching: Path, tmp_path: Path, launch: Callable[..., Run]
+    searching: Path, tmp_path: Path, launch: Launch
 ) -> None:
-    hanging = f"'tests.e2e.hanging:Hanging' = {{ gate = '{tmp_path}/gate' }}"
-    use = f"judges.use={{ {hanging}, slate_rules = {{}} }}"
-    run = launch(searching, *QUICK, use, ENDLESS)
+    hanging = f"'tests.e2e.hanging:Hanging'={{gate='{tmp_path}/gate'}}"
+    run = launch(searching, f"{ENDLESS} {QUICK} judges.use={{{hanging},slate_rules={{}}}}")
 
     def status() -> Status:
         return gather(run.folder, time.monotonic())
 
     run.wait(lambda: any(p.name == "judges" and p.restarts for p in status().processes), "a judge")
-    first = {p.name: p for p in status().processes}
-    assert set(first) == {"scheduler", "judges", "retriever", "actor-0", "learner-0"}
-    assert {p.state for p in first.values()} <= {"running", "sleeping", "disk-sleep"}
     run.moved()
+    living = {p.name for p in status().processes if p.state in ("running", "sleeping")}
+    assert living == {"scheduler", "judges", "retriever", "actor-0", "learner-0"}
     line, *_ = [line for line in run.said().splitlines() if line.startswith("judges: ")]
     assert line.startswith("judges: has been silent for ")
     assert "it computes (state R); its stacks are in its log; its last calls: judge.ex" in line
@@ -68,23 +61,15 @@ def test_a_judge_in_an_endless_loop_is_replaced_and_a_killed_launcher_leaves_not
     ports = [c.laddr.port for c in listening]  # pyright: ignore[reportAttributeAccessIssue]
     assert ports
     run.kill_all()
-
-    def left() -> list[object]:
-        """Ports and shared memory: torch's own manager unlinks its segments some seconds after."""
-        segments = [f for f in os.listdir("/dev/shm") if any(f"_{pid}_" in f for pid in pids)]
-        return [*filter(listens, ports), *segments]
-
     end = time.monotonic() + 60
-    while left():
-        assert time.monotonic() < end, left()
+    while left := [*filter(listens, ports), *run.left(pids)]:
+        assert time.monotonic() < end, left
         time.sleep(0.1)
     assert (status().state, status().do) == ("killed", f"coppice launch --resume {run.folder}")
 
 
-async def test_the_keys_pause_resume_drain_and_stop_a_run(
-    searching: Path, launch: Callable[..., Run]
-) -> None:
-    run = launch(searching, "actors.count=2", ENDLESS, "scheduler.dispatch.heartbeat_s=0.5")
+async def test_the_keys_pause_resume_drain_and_stop_a_run(searching: Path, launch: Launch) -> None:
+    run = launch(searching, f"{ENDLESS} actors.count=2")
     await asyncio.to_thread(run.moved)
 
     async def until(condition: Callable[[], object]) -> None:
@@ -98,7 +83,7 @@ async def test_the_keys_pause_resume_drain_and_stop_a_run(
         await pilot.press("p", "y")
         await until(lambda: report(run).paused and not report(run).growing)
         paused = report(run)
-        await until(lambda: report(run).at > paused.at + 3)
+        await until(lambda: report(run).at > paused.at + 1.5)
         later = report(run)
         assert later.progress_at > paused.at, "a paused run counts as one that hangs"
         assert (later.done, later.growing) == (paused.done, 0)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,11 @@ import pytest
 from coppice.tools.evaluating.versions import chosen
 from coppice.tools.inspecting import dump
 from coppice.tools.inspecting.audit import audit
-from tests.runs import Run
+from tests.runs import Launch, Run
 from tests.scheduler.test_tracking import in_trackio, in_wandb
 from tests.world import QUESTIONS, UPDATES
 
-TWO = ("actors.count=2", "learner.count=2", "scheduler.evaluation.questions=4")
+TWO = "actors.count=2 learner.count=2 scheduler.evaluation.questions=4"
 
 
 def check_seconds(run: Run, resumed: bool, most: float) -> None:
@@ -41,15 +40,12 @@ def check_seconds(run: Run, resumed: bool, most: float) -> None:
     ("dtype", "gap"), [("float32", 2e-5), pytest.param("bfloat16", 0.03, marks=pytest.mark.long)]
 )
 def test_a_run_trains_to_its_end_and_leaves_what_it_promises(
-    searching: Path,
-    launch: Callable[..., Run],
-    capsys: pytest.CaptureFixture[str],
-    dtype: str,
-    gap: float,
+    searching: Path, launch: Launch, capsys: pytest.CaptureFixture[str], dtype: str, gap: float
 ) -> None:
     began = time.monotonic()
-    types = f"learner.dtype={dtype}", f"actors.dtype={dtype}"
-    run = launch(searching, *TWO, *types, anew=True)
+    types = f"learner.dtype={dtype} actors.dtype={dtype}"
+    settings = f"learner.count=2 scheduler.evaluation.questions=4 {types}"
+    run = launch(searching, settings, anew=dtype == "float32")
     out = run.finish()
     run.check()
     check_seconds(run, False, time.monotonic() - began)
@@ -78,15 +74,15 @@ def test_a_run_trains_to_its_end_and_leaves_what_it_promises(
 
 
 def test_after_kill_9_of_every_process_a_resumed_run_loses_and_repeats_nothing(
-    searching: Path, tmp_path: Path, launch: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+    searching: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With top-p, where engine and learner must agree also on groups from the journal; with both
     trackers, which are offline, Prometheus, and records as JSON."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("WANDB_API_KEY", "planted-6f1c0b7e4d2a")
-    outlets = ("--track=wandb", "--track=trackio", "scheduler.prometheus=127.0.0.1:0")
-    run = launch(searching, *TWO, "scheduler.top_p=0.9", "scheduler.max_staleness=0", *outlets)
+    outlets = "--track=wandb --track=trackio scheduler.prometheus=127.0.0.1:0"
+    run = launch(searching, f"{TWO} scheduler.top_p=0.9 scheduler.max_staleness=0 {outlets}")
     run.moved()
     url = (run.folder / "prometheus").read_text()
     scraped = urllib.request.urlopen(url, timeout=60).read().decode()
@@ -120,10 +116,10 @@ def test_after_kill_9_of_every_process_a_resumed_run_loses_and_repeats_nothing(
 
 
 def test_a_run_is_stopped_by_ctrl_c_and_survives_killed_processes_unattended(
-    searching: Path, launch: Callable[..., Run]
+    searching: Path, launch: Launch
 ) -> None:
-    quick = "scheduler.dispatch.dead_after_s=3", "scheduler.dispatch.heartbeat_s=0.5"
-    run = launch(searching, "scheduler.updates=5000", "learner.count=2", *quick)
+    quick = "scheduler.dispatch={dead_after_s=3.0,heartbeat_s=0.5}"
+    run = launch(searching, f"scheduler.updates=5000 learner.count=2 {quick}")
     run.moved()
     run.launcher.send_signal(signal.SIGINT)
     assert f"coppice launch --resume {run.folder}" in run.finish(130)
@@ -140,7 +136,7 @@ def test_a_run_is_stopped_by_ctrl_c_and_survives_killed_processes_unattended(
 
 
 def test_checkpoints_without_a_journal_end_the_run_at_once_with_cause_remedy_and_log(
-    searching: Path, launch: Callable[..., Run], tmp_path: Path
+    searching: Path, launch: Launch, tmp_path: Path
 ) -> None:
     torn = tmp_path / "run" / "checkpoints" / "v000001"
     torn.mkdir(parents=True)
@@ -156,19 +152,13 @@ def test_checkpoints_without_a_journal_end_the_run_at_once_with_cause_remedy_and
 
 
 def test_three_models_train_on_sharded_ranks_and_survive_kill_9_and_a_damaged_checkpoint(
-    searching: Path, launch: Callable[..., Run]
+    searching: Path, launch: Launch
 ) -> None:
     run = launch(
         searching,
-        "learner.count=2",
-        "scheduler.strategy=full",
-        "learner.scheme=oprl",
-        "learner.scheme_options.base=ppo",
-        "learner.correction=decoupled",
-        "learner.minibatches=2",
-        "learner.sharding=fsdp",
-        "learner.prm.loss=cross_entropy",
-        "learner.prm.threshold=-1.0",
+        """learner.count=2 learner.sharding=fsdp scheduler.strategy=full learner.scheme=oprl
+        learner.scheme_options.base=ppo learner.correction=decoupled learner.minibatches=2
+        learner.prm={loss='cross_entropy',threshold=-1.0}""",
     )
     run.moved(2)
     run.kill_all()
@@ -189,9 +179,7 @@ def test_three_models_train_on_sharded_ranks_and_survive_kill_9_and_a_damaged_ch
     assert len(list(last.glob("*-0000?.safetensors"))) == 6
 
 
-def test_what_cannot_work_ends_with_a_message_not_a_hang(
-    searching: Path, launch: Callable[..., Run]
-) -> None:
+def test_what_cannot_work_ends_with_a_message_not_a_hang(searching: Path, launch: Launch) -> None:
     run = launch(searching, "scheduler.bind=tcp://0.0.0.0:bad")
     assert run.ended() != 0
     assert "cannot bind" in run.said()

@@ -3,35 +3,25 @@ takes its weights out of the learner's memory."""
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from coppice.scheduler.growth.tree import Tree
-from tests.runs import Run
+from tests.runs import Launch
 from tests.sglang_cpu import shared
 
 
-def test_slate_on_sglang(searching: Path, launch: Callable[..., Run]) -> None:
+def test_slate_on_sglang(searching: Path, launch: Launch) -> None:
     """All weights train, so that each update is a whole one."""
-    settings = shared.config()
-    sglang = [
-        f"actors.sglang.{name}={json.dumps(getattr(settings, name))}"
-        for name in ("python", "start_timeout_s")
-    ]
+    own = shared.config()
+    sglang = {f"actors.sglang.{name}": getattr(own, name) for name in ("python", "start_timeout_s")}
     for name in ("arguments", "environment"):
-        pairs = (f"{key} = {json.dumps(value)}" for key, value in getattr(settings, name).items())
-        sglang.append(f"actors.sglang.{name}={{ {', '.join(pairs)} }}")
+        sglang |= {f"actors.sglang.{name}.{key}": v for key, v in getattr(own, name).items()}
     run = launch(
         searching,
-        "actors={ engine = 'sglang', count = 1, max_batch = 8 }",
-        *sglang,
-        "scheduler.strategy_options.k=4",
-        "scheduler.updates=2",
-        "scheduler.questions_per_update=2",
-        "scheduler.evaluation.questions=2",
-        "learner.lora={ rank = 0 }",
-        "learner.publish=memory",
-        anew=True,
+        """actors={engine='sglang',count=1,max_batch=8} scheduler.strategy_options.k=4
+        scheduler.updates=2 scheduler.questions_per_update=2 scheduler.evaluation.questions=2
+        learner.lora={rank=0} learner.publish=memory""",
+        *(f"{key}={json.dumps(value)}" for key, value in sglang.items()),
     )
     run.finish()
     run.check(2, 2)

@@ -1,10 +1,9 @@
 """A process of a run that does as it is told: ``python -m tests.faults.mortal
 RUN/processes/NAME.json``.
 
-The file holds a list of acts; each start does the next one. An act is a list of words: "checkpoint"
-makes one; "ready" is said by the scheduler; "deaf" ignores the signals that ask it to end; "kill",
-"leave", "freeze", "wait" (some seconds) and "stay" end it, or not; anything else is the message of
-the exception that ends it.
+The file holds a list of acts, lists of words; each start does the next one. "checkpoint" makes one;
+"ready" is said by the scheduler; "deaf" ignores the signals that ask it to end; "kill", "leave",
+"freeze", "wait" and "stay" end it, or not; anything else is the message of what ends it.
 """
 
 import json
@@ -48,7 +47,7 @@ def main() -> None:
             case "freeze":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "wait":
-                time.sleep(3)
+                time.sleep(2)
             case "stay":
                 time.sleep(600)
             case message:

@@ -1,9 +1,8 @@
 """Whole runs in one process each: python -m tests.faults.one_process FOLDER. FOLDER/lives.json
-names the runs and where each life ends.
+names the runs and where each life ends: by SIGKILL at its crash point, the last one with the run.
 
-Scheduler, embedded engine and learner are the real ones, on one event loop over real sockets. The
-modules are imported once, then every life is a fork: importing costs more than all the updates. A
-life ends by SIGKILL at its crash point, the last one with the run.
+Scheduler, embedded engine and learner are the real ones, on one event loop over real sockets. Every
+life is a fork of a process that has imported everything.
 """
 
 import asyncio
@@ -11,6 +10,8 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from coppice.actors import worker
 from coppice.actors.config import ActorProcess, ActorsConfig
 from coppice.actors.engines import local
 from coppice.common import loop
+from coppice.common.process import die_with
 from coppice.learner import main as learner
 from coppice.learner.config import LearnerConfig, LearnerProcess, LoraConfig
 from coppice.learner.model import checkpoint
@@ -38,12 +40,7 @@ UPDATES, QUESTIONS = 8, 2
 POINTS: dict[str, tuple[Any, str, int, bool]] = {
     "before a group is journaled": (Journal, "save_group", 2, False),
     "after a group is journaled, before it is sent": (Journal, "save_group", 3, True),
-    "after a tree is journaled as closed, before the learner knows": (
-        Journal,
-        "close_tree",
-        4,
-        True,
-    ),
+    "after a tree is journaled, before the learner knows": (Journal, "close_tree", 4, True),
     "in an update, after the optimizer's step": (Stepper, "step", 2, True),
     "in the publication of weights": (learner, "publish_newest", 3, False),
     "between publication and checkpoint": (learner.Leader, "_checkpoint", 2, False),
@@ -130,36 +127,47 @@ async def live(folder: Path, plan: Plan) -> None:
         await run.close()
 
 
-def follow(folder: Path, plan: Plan) -> list[int]:
-    codes = []
+def forked(work: Callable[[], None]) -> int:
+    """Return the process id of a fork that does ``work``."""
+    parent = os.getpid()
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        die_with(parent)
+        work()
+        code = 0
+    finally:
+        if code:
+            traceback.print_exc()
+        os._exit(code)
+
+
+def follow(folder: Path, plan: Plan) -> None:
+    """Live the lives of a run, and write how each ended."""
+
+    def life() -> None:
+        if point:
+            arm(point)
+        loop.run(live(folder, plan))
+
+    codes: list[int] = []
     for point in [*plan.points, ""]:
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                if point:
-                    arm(point)
-                loop.run(live(folder, plan))
-                code = 0
-            finally:
-                if code:
-                    traceback.print_exc()
-                os._exit(code)
-        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(forked(life), 0)[1]))
         if point and plan.damage and (last := newest(folder)) is not None:
             content = bytearray((last / "policy-00000.safetensors").read_bytes())
             content[len(content) // 2] ^= 1
             (last / "policy-00000.safetensors").write_bytes(content)
-    return codes
+    (folder / "codes.json").write_bytes(msgspec.json.encode(codes))
 
 
 def main(place: Path) -> None:
     plans = msgspec.json.decode((place / "lives.json").read_bytes(), type=dict[str, Plan])
-    codes = {}
-    for name, plan in plans.items():
+    for name in plans:
         (place / name).mkdir()
-        codes[name] = follow(place / name, plan)
-    (place / "codes.json").write_bytes(msgspec.json.encode(codes))
+    runs = [forked(partial(follow, place / name, plan)) for name, plan in plans.items()]
+    for pid in runs:
+        os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":

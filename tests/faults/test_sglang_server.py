@@ -61,14 +61,11 @@ async def test_the_death_of_its_scheduler_is_noticed_and_leaves_no_process(llama
     running = asyncio.create_task(made.generate(GenerateRequest(ids(0, 8), 1, Sampling(400))))
     while not made.stats()["running"]:
         await asyncio.sleep(0.01)
-    scheduler = next(
-        child for child in children if "scheduler" in " ".join(child.cmdline()) + child.name()
-    )
-    os.kill(scheduler.pid, signal.SIGKILL)
+    lines = {child.pid: " ".join([child.name(), *child.cmdline()]) for child in children}
+    os.kill(next(pid for pid, line in lines.items() if "scheduler" in line), signal.SIGKILL)
     assert "SGLang server ended" in await asyncio.wait_for(gone, 90)
     with pytest.raises(InfrastructureFault):
         await asyncio.wait_for(running, 90)
     await made.close()
-    assert not [
-        child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE
-    ]
+    running = [child for child in children if child.is_running()]
+    assert not [child for child in running if child.status() != psutil.STATUS_ZOMBIE]

@@ -48,6 +48,11 @@ class Crew:
         assert supervise(self.run, self.plan, RunScreen(0)) == status
         return self.capsys.readouterr().out
 
+    def ends_after_a_second_start(self, name: str) -> str:
+        """As ends, by SIGTERM once the process was started again."""
+        with once(lambda: self.starts(name) == [2], terminate):
+            return self.ends(130)
+
     def starts(self, *names: str) -> list[int]:
         files = [self.run / "processes" / f"{name}.starts" for name in names]
         return [len(file.read_text()) if file.exists() else 0 for file in files]
@@ -58,10 +63,13 @@ class Crew:
         return launched
 
 
+Hire = Callable[..., Crew]
+
+
 @pytest.fixture
 def crew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Crew]]:
+) -> Iterator[Hire]:
     """Makes a crew from the acts of each process. A launcher takes the signals of its process; here
     it does not wait long before it starts something again."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -91,20 +99,19 @@ def terminate() -> None:
 
 
 def test_an_error_before_the_first_checkpoint_ends_the_run_with_cause_remedy_and_log(
-    crew: Callable[..., Crew], tmp_path: Path
+    crew: Hire, tmp_path: Path
 ) -> None:
     made = crew(scheduler=STAYS, learner_0=[["the forward is off by 0.6"]])
-    assert made.ends(1).strip().splitlines() == [
-        "learner-0 failed: PackingError: the forward is off by 0.6",
-        "remedy: mend what the cause names, or it will happen again; then"
-        f" coppice launch --resume {tmp_path} (--set KEY=VALUE changes a setting)",
-        f"log: {tmp_path}/logs/learner-0.log",
-    ]
+    cause, remedy, log = made.ends(1).strip().splitlines()
+    assert cause == "learner-0 failed: PackingError: the forward is off by 0.6"
+    assert remedy.startswith("remedy: mend what the cause names")
+    assert f"coppice launch --resume {tmp_path}" in remedy
+    assert log == f"log: {tmp_path}/logs/learner-0.log"
     assert made.starts("scheduler", "learner-0") == [1, 1]
 
 
 def test_an_error_after_a_checkpoint_is_resumed_and_ends_the_run_when_it_repeats_without_another(
-    crew: Callable[..., Crew],
+    crew: Hire,
 ) -> None:
     odd = [["checkpoint", "odd"], ["checkpoint", "odd"], ["odd"], ["leave"]]
     made = crew(scheduler=STAYS, learner_0=odd)
@@ -115,9 +122,7 @@ def test_an_error_after_a_checkpoint_is_resumed_and_ends_the_run_when_it_repeats
 
 
 @pytest.mark.parametrize("victim", ["scheduler", "learner_1"])
-def test_a_kill_is_resumed_and_the_run_ends_as_if_it_had_not_been(
-    victim: str, crew: Callable[..., Crew]
-) -> None:
+def test_a_kill_is_resumed_and_the_run_ends_as_if_it_had_not_been(victim: str, crew: Hire) -> None:
     kills = [["ready", "kill"], ["ready", "kill"]]
     told = {"scheduler": STAYS * 2, "learner_0": STAYS, "learner_1": STAYS}
     told[victim] = kills if victim == "scheduler" else [*kills, *STAYS]
@@ -127,32 +132,24 @@ def test_a_kill_is_resumed_and_the_run_ends_as_if_it_had_not_been(
     assert crew(**told).ends(0).count(line) == 2
 
 
-def test_a_rank_that_is_killed_each_time_before_it_gets_anywhere_ends_the_run(
-    crew: Callable[..., Crew], tmp_path: Path
-) -> None:
+def test_a_rank_that_is_killed_each_time_before_it_gets_anywhere_ends_the_run(crew: Hire) -> None:
     made = crew(scheduler=STAYS, learner_0=[["kill"]])
-    *_, cause, remedy, _ = made.ends(1).strip().splitlines()
+    assert f"\nlearner-0 failed: {KILLED}" in made.ends(1)
     assert made.starts("learner-0") == [failures.RESTARTS + 1]
-    assert cause.startswith(f"learner-0 failed: {KILLED}")
-    assert remedy.endswith(f"go on with: coppice launch --resume {tmp_path}")
 
 
-def test_the_rank_that_failed_first_is_named_and_not_the_one_it_took_along(
-    crew: Callable[..., Crew],
-) -> None:
+def test_the_rank_that_failed_first_is_named_and_not_the_one_it_took_along(crew: Hire) -> None:
     said = crew(scheduler=STAYS, learner_0=[[PEER]], learner_1=[["off by 0.6"]]).ends(1)
     assert "learner-1 failed: PackingError: off by 0.6\n" in said
     assert "peer" not in said
 
 
-def test_what_the_scheduler_says_of_a_full_disk_counts_whatever_is_free_now(
-    crew: Callable[..., Crew],
-) -> None:
+def test_what_the_scheduler_says_of_a_full_disk_counts_whatever_is_free_now(crew: Hire) -> None:
     said = crew(scheduler=[["checkpoint", "database or disk is full"]]).ends(1)
     assert "the processes cannot write; free some" in said
 
 
-def test_a_worker_is_started_again_until_it_dies_too_often(crew: Callable[..., Crew]) -> None:
+def test_a_worker_is_started_again_until_it_dies_too_often(crew: Hire) -> None:
     made = crew(scheduler=STAYS, learner_0=STAYS, actor_0=[["engine gone"]])
     said = made.ends(1)
     again = "actor-0: PackingError: engine gone; starting it again in "
@@ -162,14 +159,12 @@ def test_a_worker_is_started_again_until_it_dies_too_often(crew: Callable[..., C
 
 
 def test_a_worker_that_was_drained_is_replaced_and_nothing_else_is_started_again(
-    crew: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
+    crew: Hire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(children, "LEFT_S", 0.1)
     made = crew(scheduler=STAYS, learner_0=STAYS, actor_0=[["leave"], ["stay"]])
-    with once(lambda: made.starts("actor-0") == [2], terminate):
-        said = made.ends(130)
     left = "it left, though the run goes on: somebody asked it to (SIGTERM)"
-    assert f"actor-0: {left}; starting it again in " in said
+    assert f"actor-0: {left}; starting it again in " in made.ends_after_a_second_start("actor-0")
     assert made.starts("scheduler", "learner-0") == [1, 1]
     assert (made.record().state, made.record().stopping) == ("stopped", True)
 
@@ -178,14 +173,13 @@ def test_a_worker_that_was_drained_is_replaced_and_nothing_else_is_started_again
     ("frozen", "then"), [("actor_0", "starting it again"), ("learner_1", "resuming the run")]
 )
 def test_a_process_that_is_stopped_is_told_so_killed_and_started_again(
-    frozen: str, then: str, crew: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
+    frozen: str, then: str, crew: Hire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchdog, "DispatchConfig", lambda: DispatchConfig(replace_after_s=1.0))
     name = frozen.replace("_", "-")
     told = {"scheduler": STAYS, "learner_0": STAYS, frozen: [["freeze"], ["stay"]]}
     made = crew(**told)
-    with once(lambda: made.starts(name) == [2], terminate):
-        said = made.ends(130)
+    said = made.ends_after_a_second_start(name)
     assert f"{name}: has been stopped for " in said
     assert f"it is stopped (state T), as by SIGSTOP; {then} in " in said
     (failure,) = made.record().failures
@@ -193,17 +187,16 @@ def test_a_process_that_is_stopped_is_told_so_killed_and_started_again(
 
 
 def test_a_further_scheduler_that_is_killed_is_started_again_and_nothing_else_is(
-    crew: Callable[..., Crew],
+    crew: Hire,
 ) -> None:
     dies = [["ready", "wait", "kill"], ["stay"]]
     made = crew(scheduler=STAYS, scheduler_1=dies, learner_0=STAYS, actor_1=STAYS)
-    with once(lambda: made.starts("scheduler-1") == [2], terminate):
-        assert f"scheduler-1: {KILLED}" in made.ends(130)
+    assert f"scheduler-1: {KILLED}" in made.ends_after_a_second_start("scheduler-1")
     assert made.starts("scheduler", "learner-0", "actor-1") == [1, 1, 1]
 
 
 def test_a_further_scheduler_that_dies_before_it_can_be_reached_ends_the_run_with_its_cause(
-    crew: Callable[..., Crew],
+    crew: Hire,
 ) -> None:
     made = crew(scheduler=STAYS, scheduler_1=[["no such tokenizer"]], learner_0=STAYS)
     assert made.ends(1).strip().startswith("scheduler-1 failed: PackingError: no such tokenizer")
@@ -211,7 +204,7 @@ def test_a_further_scheduler_that_dies_before_it_can_be_reached_ends_the_run_wit
 
 
 def test_a_shard_that_has_finished_is_not_missed_and_the_run_ends_with_the_last_one(
-    crew: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
+    crew: Hire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(children, "LEFT_S", 0.1)
     last = [["ready", "wait", "leave"]]
@@ -220,17 +213,12 @@ def test_a_shard_that_has_finished_is_not_missed_and_the_run_ends_with_the_last_
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_stops_a_live_run(
-    number: signal.Signals, crew: Callable[..., Crew], tmp_path: Path
-) -> None:
+def test_a_signal_stops_a_live_run(number: signal.Signals, crew: Hire, tmp_path: Path) -> None:
     made = crew(scheduler=STAYS, learner_0=STAYS)
     signal.signal(number, signal.SIG_DFL)  # under nohup the tests themselves ignore SIGHUP
     with once(lambda: made.starts("learner-0") == [1], lambda: os.kill(os.getpid(), number)):
         said = made.ends(130)
-    assert said.splitlines()[1:] == [
-        "stopping (press Ctrl-C again to kill) ...",
-        f"stopped; go on with: coppice launch --resume {tmp_path}",
-    ]
+    assert said.endswith(f"\nstopped; go on with: coppice launch --resume {tmp_path}\n")
     assert made.record().state == "stopped"
 
 
@@ -239,19 +227,14 @@ def test_a_signal_stops_a_live_run(
     [(["ready", "freeze", "stay"], 60.0, 50.0), (["deaf", "ready", "stay"], 1.0, 9.0)],
 )
 def test_a_stop_continues_stopped_processes_and_waits_once_for_schedulers_that_hang(
-    acts: list[str],
-    grace_s: float,
-    within_s: float,
-    crew: Callable[..., Crew],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    acts: list[str], grace_s: float, within_s: float, crew: Hire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "GRACE_S", grace_s)
     made = crew(scheduler=[acts], scheduler_1=[acts], learner_0=[["freeze", "stay"]])
     asked: list[float] = []
 
     def stopped() -> bool:
-        launched = record.read(tmp_path)
+        launched = record.read(made.run)
         member = launched.members.get("learner-0") if launched is not None else None
         return member is not None and "state T" in watchdog.activity(member.pid, Path("/"))[0]
 
@@ -265,10 +248,7 @@ def test_a_stop_continues_stopped_processes_and_waits_once_for_schedulers_that_h
 
 
 def test_ctrl_c_stops_a_run_that_waits_to_be_resumed(
-    crew: Callable[..., Crew],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    crew: Hire, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failures, "FIRST_PAUSE_S", 300.0)
     made = crew(scheduler=STAYS, learner_0=[["kill"]])
@@ -279,5 +259,5 @@ def test_ctrl_c_stops_a_run_that_waits_to_be_resumed(
         return "resuming" in "".join(said)
 
     with once(waits, lambda: os.kill(os.getpid(), signal.SIGINT)):
-        assert made.ends(130) == f"stopped; go on with: coppice launch --resume {tmp_path}\n"
+        assert made.ends(130).startswith("stopped; go on with: coppice launch --resume ")
     assert made.starts("learner-0") == [1]

@@ -23,33 +23,26 @@ from tests.chaos.run import Struck
 from tests.forks import Server
 
 OTHERS = ("scheduler", "learner-0", "actor-0", "actor-1", "judges-1", "retriever-1")
+Lived = tuple[Path, dict[str, Any]]
 
 
 def paused(run: Struck, wanted: bool) -> None:
     run.wait(lambda: {one.paused for one in health.read_all(run.folder)} == {wanted}, "pause", 20)
 
 
-def scraped(run: Struck, *samples: str) -> None:
+def scraped(run: Struck) -> set[str]:
     url = (run.folder / "prometheus").read_text()
-    run.wait(
-        lambda: set(urllib.request.urlopen(url).read().decode().splitlines()) >= {*samples},
-        f"{samples}",
-        60.0,
-    )
+    return set(urllib.request.urlopen(url).read().decode().splitlines())
 
 
 @pytest.fixture(scope="module")
-def lived(
-    server: Server, searching: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[str, Any]]:
-    """The folder of the run, and what was seen of it. Both schedulers are paused for a moment. The
-    second one is killed twice, which must leave everything else as it was, then the first one,
-    which resumes the whole run, then everything at once. At last the run is stopped as by Ctrl-C,
-    and resumed to its end."""
-    run = Struck(searching, tmp_path_factory.mktemp("two") / "run", server, 2)
-    run.out = run.folder.with_name("launcher.out")
-    try:
-        run.launch(*world.settings(2), "learner.count=1", "scheduler.prometheus=127.0.0.1:0")
+def lived(server: Server, searching: Path, tmp_path_factory: pytest.TempPathFactory) -> Lived:
+    """The folder of the run, and what was seen of it. Both schedulers are paused. The second one is
+    killed twice, which must leave everything else as it was, then the first one, which resumes the
+    whole run, then all. At last the run is stopped as by Ctrl-C, and resumed to its end."""
+    with closing(Struck(searching, tmp_path_factory.mktemp("two") / "run", server, 2)) as run:
+        run.out = run.folder.with_name("launcher.out")
+        run.launch(f"{world.settings(2)} learner.count=1 scheduler.prometheus=127.0.0.1:0")
         run.moved(2)
         control.pause(run.folder)
         paused(run, True)
@@ -66,24 +59,18 @@ def lived(
         said = run.said()
         run.resume()
         run.moved(2)
-        scraped(
-            run,
-            'coppice_busy_engines{run="run"} 2.0',
-            'coppice_health_workers{run="run",service="generate"} 2.0',
-        )
+        samples = {'coppice_busy_engines{run="run"} 2.0'}
+        samples |= {'coppice_health_workers{run="run",service="generate"} 2.0'}
+        run.wait(lambda: scraped(run) >= samples, f"{samples}", 60.0)
         return run.folder, {
             "untouched": [name for name in OTHERS if before[name] == after[name]],
             "replaced": before["scheduler-1"] != after["scheduler-1"],
             "status": run.stop_and_end(),
             "said": said,
         }
-    finally:
-        run.close()
 
 
-def test_the_death_of_the_second_scheduler_leaves_everything_else_as_it_was(
-    lived: tuple[Path, dict[str, Any]],
-) -> None:
+def test_the_death_of_the_second_scheduler_leaves_everything_else_as_it_was(lived: Lived) -> None:
     _, seen = lived
     assert seen["untouched"] == list(OTHERS)
     assert seen["replaced"]
@@ -92,9 +79,7 @@ def test_the_death_of_the_second_scheduler_leaves_everything_else_as_it_was(
     assert seen["status"] == 0
 
 
-def test_every_task_of_both_is_trained_once_within_the_bound(
-    lived: tuple[Path, dict[str, Any]],
-) -> None:
+def test_every_task_of_both_is_trained_once_within_the_bound(lived: Lived) -> None:
     run, _ = lived
     assert audit(run) == []
     journals = [
@@ -110,14 +95,12 @@ def test_every_task_of_both_is_trained_once_within_the_bound(
     updates = max(version for version in trained[0] if version is not None)
     assert updates >= 15
     assert trained == [dict.fromkeys(range(1, updates + 1), 2)] * 2
-    groups: dict[int, int | None] = {}
-    for journal, rows in zip(journals, trees, strict=True):
-        for tree in rows:
-            groups |= journal.groups(tree.id)
-    assert frontier.read(run, updates).groups() == groups
+    pairs = [(one, tree) for one, rows in zip(journals, trees, strict=True) for tree in rows]
+    groups = [pair for journal, tree in pairs for pair in journal.groups(tree.id)]
+    assert frontier.read(run, updates).groups() == dict(groups)
 
 
-def test_the_run_is_shown_whole(lived: tuple[Path, dict[str, Any]]) -> None:
+def test_the_run_is_shown_whole(lived: Lived) -> None:
     run, seen = lived
     records = Reader(run).read()
     assert [record["version"] for record in records] == list(range(1, len(records) + 1))

@@ -5,13 +5,13 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from coppice.scheduler.dispatch.calls import LEAST_LOADED
+from coppice.scheduler.dispatch.calls import LEAST_LOADED, Worker
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Dispatcher
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.keys import RunKeys
@@ -32,14 +32,18 @@ class Floor:
         self.dispatcher = Dispatcher("tcp://127.0.0.1:0", keys, CONFIG)
         self.processes: list[asyncio.subprocess.Process] = []
 
+    async def until(self, condition: Callable[[dict[str, Worker]], bool]) -> None:
+        """Wait until it holds for the workers by their names."""
+        async with asyncio.timeout(60):
+            while not condition({worker.name: worker for worker in self.dispatcher.workers()}):
+                await asyncio.sleep(0.01)
+
     async def hire(self, name: str) -> asyncio.subprocess.Process:
         command = [sys.executable, "-m", "tests.faults.worker_process", self.dispatcher.endpoint]
         pipes = dict.fromkeys(("stdout", "stderr"), asyncio.subprocess.PIPE)
         process = await asyncio.create_subprocess_exec(*command, str(self.keys), name, **pipes)
         self.processes.append(process)
-        async with asyncio.timeout(60):
-            while name not in [worker.name for worker in self.dispatcher.workers()]:
-                await asyncio.sleep(0.01)
+        await self.until(lambda workers: name in workers)
         return process
 
     def ask(self, what: float, prefer: str | None = None) -> asyncio.Task[EchoResult]:
@@ -53,11 +57,6 @@ class Floor:
         async with asyncio.timeout(10):
             while await process.stdout.readline() != f"got {int(what)}\n".encode():
                 pass
-
-    async def left(self, name: str) -> None:
-        async with asyncio.timeout(10):
-            while name in {worker.name for worker in self.dispatcher.workers()}:
-                await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -75,7 +74,7 @@ async def floor(tmp_path: Path) -> AsyncIterator[Floor]:
 
 async def test_the_calls_of_a_killed_process_move_to_another(floor: Floor) -> None:
     mortal = await floor.hire("mortal")
-    calls = [floor.ask(GATE, prefer="mortal") for _ in range(2)]
+    calls = [floor.ask(GATE) for _ in range(2)]
     await floor.has(mortal, GATE)
     heir = await floor.hire("heir")
     (floor.keys / "heir.gate").touch()
@@ -117,7 +116,7 @@ async def test_a_worker_whose_event_loop_is_blocked_counts_as_dead(floor: Floor)
     blocked = await floor.hire("blocked")
     call = floor.ask(BLOCK)
     await floor.has(blocked, BLOCK)
-    await floor.left("blocked")
+    await floor.until(lambda workers: "blocked" not in workers)
     call.cancel()
     sound = await floor.hire("sound")
     assert (await floor.ask(ANSWER)).version == sound.pid
@@ -131,11 +130,7 @@ async def test_sigterm_lets_a_worker_finish_its_call_while_new_ones_go_elsewhere
     await floor.has(leaving, GATE)
     await floor.hire("staying")
     leaving.send_signal(signal.SIGTERM)
-    async with asyncio.timeout(10):
-        while not all(
-            worker.draining for worker in floor.dispatcher.workers() if worker.name == "leaving"
-        ):
-            await asyncio.sleep(0.01)
+    await floor.until(lambda workers: workers["leaving"].draining)
     assert (await floor.ask(ANSWER, prefer="leaving")).version != leaving.pid
     (floor.keys / "leaving.gate").touch()
     assert (await call).version == leaving.pid

@@ -50,7 +50,9 @@ async def update(dispatcher: Dispatcher, some: list[TrainGroup]) -> list[int]:
     return [answer.version for answer in answers]
 
 
-@pytest.mark.parametrize(("sharding", "files"), [("fsdp", 4), ("hybrid", 2)])
+@pytest.mark.parametrize(
+    ("sharding", "files"), [("fsdp", 4), pytest.param("hybrid", 2, marks=pytest.mark.long)]
+)
 async def test_two_nodes_of_two_ranks_have_the_moments_of_one_rank(
     tmp_path: Path, llama: Path, sharding: str, files: int
 ) -> None:

@@ -59,8 +59,8 @@ gated DeltaNet."""
 NARROW: dict[str, object] = {"dtype": "bfloat16", "sharding": "fsdp"}
 AGAIN: dict[str, object] = NARROW | {"gradient_checkpointing": True}
 CHECKED: dict[str, tuple[int, int, dict[str, object]]] = {
-    "checked_float32": (4, 4, {}), "checked_bfloat16": (4, 4, {"dtype": "bfloat16"}),
-    "checked_sharded_bfloat16": (4, 4, NARROW), "checked_checkpointing_lora": (2, 4, AGAIN),
+    "checked_float32": (2, 4, {}), "checked_bfloat16": (2, 4, {"dtype": "bfloat16"}),
+    "checked_sharded_bfloat16": (2, 4, NARROW), "checked_checkpointing_lora": (2, 4, AGAIN),
     "checked_checkpointing_full": (2, 0, AGAIN), "checked_checkpointing_lora_alone": (1, 4, AGAIN),
     "checked_checkpointing_full_alone": (1, 0, AGAIN),
 }  # fmt: skip

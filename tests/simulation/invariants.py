@@ -23,7 +23,7 @@ def of_the_journal(
     rows = journal.trees("split='train'")
     groups = {group: (row, version) for row in rows for group, version in journal.groups(row.id)}
     yield from _draws(rows, plan.shard)
-    if foreign := [group for group in groups if not plan.shard.owns(group)]:
+    if foreign := [number for number in groups if not plan.shard.owns(number)]:
         yield f"the groups {foreign} have the ids of another shard"
     yield from _trained_once(groups, record)
     versions = [update.version for update in record]
@@ -42,8 +42,7 @@ def of_the_journal(
 
 
 def _draws(rows: Sequence[TreeRow], shard: Shard) -> Iterator[str]:
-    """Every task that was drawn is trained or quarantined with a reason, which is a peer's fault,
-    and no draw of the shard is skipped or made twice."""
+    """Every task that was drawn is trained or quarantined for a peer's fault, none twice."""
     drawn = sorted(row.position for row in rows)
     expected = [shard.position(draw) for draw in range(len(rows))]
     if drawn != expected:
@@ -82,28 +81,24 @@ def _trained_once(
         elif version is None:
             yield f"group {group} was trained and the journal does not say so"
         elif version != by_version[group]:
-            journaled = f"and the journal says {version}"
-            yield f"group {group} was trained into version {by_version[group]}, {journaled}"
+            yield f"group {group} was trained into {by_version[group]}, journaled as {version}"
 
 
 def _admission(rows: Sequence[TreeRow], record: Sequence[Update], plan: Plan) -> Iterator[str]:
-    """Trees admitted up to version v never exceed (max_staleness + v + 1) questions, the trained
-    ones are in the mean no older than max_staleness, and no tree is admitted that no update
-    takes."""
+    """Trees admitted up to version v never exceed (max_staleness + v + 1) questions, and the
+    trained ones are in the mean no older than max_staleness."""
     questions, staleness = plan.settings.questions_per_update, plan.settings.max_staleness
     counted = {tree for update in record for tree in update.trees}
     admitted = 0
     for row in rows:
         admitted += row.id in counted
         if row.id in counted and admitted > (staleness + row.version + 1) * questions:
-            when = f"at version {row.version} as number {admitted}"
-            yield f"tree {row.id} was admitted {when}, beyond the bound"
+            yield f"tree {row.id} was admitted at {row.version} as number {admitted}"
     admitted_at, ages = {row.id: row.version for row in rows}, list[int]()
     for update in record:
         ages += [update.version - 1 - admitted_at[tree] for tree in update.trees]
         if sum(ages) > staleness * len(ages):
-            bound = f"more than {staleness} in the mean"
-            yield f"trees up to version {update.version} are {ages} versions old, {bound}"
+            yield f"trees up to version {update.version} are {ages} versions old"
     for row in rows:
         if row.status == "closed" and row.id not in counted:
             yield f"tree {row.id} is closed, and no update has taken it"
@@ -144,8 +139,7 @@ def _answers_belong(tree: Tree, node: Node) -> Iterator[str]:
 
 
 def of_the_workers(run: Run) -> Iterator[str]:
-    """What the scheduler believes to run on workers when all is done, which must be nothing but new
-    weights on their way."""
+    """What the scheduler believes to run when all is done: nothing but new weights on their way."""
     if run.stream.replaced:
         # a replaced tree came too late for the last update, so the learner has nothing to answer
         return

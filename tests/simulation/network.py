@@ -1,15 +1,12 @@
-"""The simulated network between one scheduler and its peers: seeded delays, connection loss, order
-kept within a connection only.
-
-It has the semantics of ZeroMQ's ROUTER and DEALER over TCP: while a connection is down, what the
-scheduler sends is lost, what a peer sends waits for the reconnection, and messages under way are
-lost in both directions. A peer's identity survives a reconnection.
-"""
+"""The simulated network between one scheduler and its peers, with the semantics of ZeroMQ's ROUTER
+and DEALER over TCP: order is kept within a connection only; while it is down, what the scheduler
+sends is lost, what a peer sends waits, and messages under way are lost in both directions."""
 
 import asyncio
 import random
 from collections.abc import Callable, Iterable
-from typing import Any
+
+import msgspec
 
 from coppice.wire.arrays import Frame
 from coppice.wire.keys import Grant, RunKeys
@@ -19,17 +16,17 @@ from tests.simulation.virtual_time import Agenda
 Note = Callable[..., None]
 
 
-class Connection:
-    """One peer's connection. arrive: receives the frames that the scheduler sent. epoch: counts the
-    losses of the connection."""
+class Connection(msgspec.Struct, eq=False):
+    """arrive: receives the frames that the scheduler sent. epoch: counts the losses. down, up: when
+    the newest message to the peer, and from the peer, arrives: later messages arrive after it."""
 
-    def __init__(self, name: str, identity: bytes, arrive: Callable[[list[Frame]], None]):
-        self.name, self.identity, self.arrive = name, identity, arrive
-        self.epoch = 0
-        self.up_at = 0.0
-        self.down = self.up = 0.0
-        """When the newest message to the peer, and from the peer, arrives: later messages arrive
-        after it."""
+    name: str
+    identity: bytes
+    arrive: Callable[[list[Frame]], None]
+    epoch: int = 0
+    up_at: float = 0.0
+    down: float = 0.0
+    up: float = 0.0
 
 
 class Network:
@@ -42,53 +39,42 @@ class Network:
         self.connections: dict[bytes, Connection] = {}
         self.socket: Socket | None = None
 
-    def bind(self) -> Any:
-        """A new scheduler's socket. The one before is dead."""
+    def bind(self) -> "Socket":
         self.socket = Socket(self)
         return self.socket
 
-    def connect(
-        self, name: str, identity: bytes, arrive: Callable[[list[Frame]], None]
-    ) -> Connection:
-        """A new connection of a peer."""
-        connection = self.connections[identity] = Connection(name, identity, arrive)
-        return connection
-
     def cut(self, connection: Connection, seconds: float) -> None:
-        """Lose a connection: what is under way is lost, and for ``seconds`` nothing arrives."""
         connection.epoch += 1
         connection.up_at = self.agenda.now + seconds
 
     def to_scheduler(self, connection: Connection, frames: list[Frame]) -> None:
-        """Carry a message of a peer."""
         start = max(self.agenda.now, connection.up_at)
         connection.up = max(connection.up, start + self._delay())
         epoch = connection.epoch
 
         def arrive() -> None:
-            if (
-                epoch != connection.epoch
-                or self.connections.get(connection.identity) is not connection
-            ):
+            if self._lost(connection, epoch):
                 self.note("lost", connection.name, "to the scheduler")
             elif self.socket is not None:
                 self.socket.arrived([connection.identity, *frames])
 
         self.agenda.at(connection.up, arrive)
 
+    def _lost(self, connection: Connection, epoch: int) -> bool:
+        current = self.connections.get(connection.identity) is connection
+        return not current or epoch != connection.epoch
+
     def to_peer(self, identity: bytes, frames: list[Frame]) -> None:
-        """Carry a message of the scheduler, or lose it."""
         connection = self.connections.get(identity)
         if connection is None or connection.up_at > self.agenda.now:
-            self.note(
-                "lost", connection.name if connection else identity.decode(), "from the scheduler"
-            )
+            name = connection.name if connection else identity.decode()
+            self.note("lost", name, "from the scheduler")
             return
         connection.down = max(connection.down, self.agenda.now + self._delay())
         epoch = connection.epoch
 
         def arrive() -> None:
-            if epoch != connection.epoch or self.connections.get(identity) is not connection:
+            if self._lost(connection, epoch):
                 self.note("lost", connection.name, "from the scheduler")
             else:
                 connection.arrive(frames)
@@ -101,8 +87,7 @@ class Network:
 
 
 class Socket:
-    """The scheduler's end: ``wire.sockets.Router``. on_send: called before each message (a
-    crash may come there)."""
+    """The scheduler's end: ``wire.sockets.Router``. on_send: called before each message."""
 
     endpoint = "simulated"
     keys: RunKeys | None = None
@@ -110,23 +95,19 @@ class Socket:
 
     def __init__(self, network: Network):
         self.network = network
-        self.alive = True
-        self.on_send: Callable[[], None] = lambda: None
+        self.alive, self.on_send = True, lambda: None
         self._deliver: Callable[[list[Frame]], None] | None = None
         self._ended: asyncio.Future[None] | None = None
 
     def grant(self, public: str) -> Grant:
-        """Keys are not simulated."""
         return Grant(public, tuple(SERVICES))
 
     def listen(self, deliver: Callable[[list[Frame]], None]) -> asyncio.Future[None]:
-        """Pass every message to ``deliver`` from now on."""
         self._deliver = deliver
         self._ended = asyncio.get_running_loop().create_future()
         return self._ended
 
     def send(self, frames: Iterable[Frame]) -> None:
-        """Send ``[identity, header, ...]``."""
         if self.alive:
             self.on_send()
             identity, *rest = frames
@@ -144,11 +125,4 @@ class Socket:
                 self._ended.set_exception(error)
 
     def close(self) -> None:
-        """Nothing is sent or received from now on."""
         self.alive, self._deliver = False, None
-
-
-def plain(value: Any) -> str:
-    """A short text of a message's field for the history."""
-    text = repr(value)
-    return text if len(text) < 160 else text[:157] + "..."

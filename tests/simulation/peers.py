@@ -1,10 +1,7 @@
-"""Scripted workers that speak the real wire messages: membership, heartbeats, answers, and the
-faults of each on command.
-
-A peer is a state machine on the agenda, not a task. It keeps to the protocol of
-``wire.service.Service``: it registers until it is accepted, abandons its calls when its admission
-changes, registers again after a silence, and leaves when it is drained.
-"""
+"""Scripted workers that speak the real wire messages, and the faults of each on command. A peer is
+a state machine on the agenda. It keeps to the protocol of ``wire.service.Service``: it registers
+until it is accepted, abandons its calls when its admission changes, registers again after a
+silence, and leaves when it is drained."""
 
 import random
 import zlib
@@ -17,15 +14,14 @@ import numpy as np
 from coppice.wire import messages as wire
 from coppice.wire.arrays import Frame, decode_body, decode_header, encode
 from coppice.wire.service import PINNED_ROOM, REGISTER_AGAIN, service_types
-from tests.simulation.network import Network
+from tests.simulation.network import Connection, Network
 
 SILENCE_S = 15.0
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 5.0
 
 
 class Manners(msgspec.Struct):
-    """How peers answer: the share of answers with each fault while faults last. seconds: the mean
-    time of an answer, by kind of service."""
+    """The share of answers with each fault. seconds: the mean time of an answer, by service."""
 
     error: float = 0.0
     data_fault: float = 0.0
@@ -38,24 +34,20 @@ class Manners(msgspec.Struct):
 
 
 def score(response: str, column: str) -> float:
-    """The score that every judge gives, so that a check can tell whether a score belongs to its
-    turn."""
+    """What every judge gives, so that a check can tell whether a score belongs to its turn."""
     return float(zlib.crc32(f"{column}/{response}".encode()) & 1)
 
 
 def first_logprob(prefix: np.ndarray) -> float:
-    """The log-probability of the first token sampled after a prefix, so that a check can tell
-    whether a sample belongs to its prefix."""
+    """Of a sample after a prefix, so that a check can tell whether they belong together."""
     return -float(zlib.crc32(prefix.astype(np.int32).tobytes()) % 1024)
 
 
 class Peer:
-    """A worker process. services: what it offers; capacity: its requests at once. Subclasses answer
-    by ``handle``."""
+    """A worker process. services: what it offers; capacity: its requests at once; outside: whether
+    it belongs to nobody's run, and outlives a crash. Subclasses answer by ``handle``."""
 
     outside = False
-    """Whether the process belongs to nobody's run: it outlives a crash of the run (a judge of
-    ``coppice serve``)."""
 
     def __init__(
         self, network: Network, rng: random.Random, name: str, services: list[str], capacity: int
@@ -66,22 +58,16 @@ class Peer:
         self.manners = Manners()
         self.faulty: Callable[[], bool] = lambda: False
         self.violated: Callable[[str], None] = lambda reason: None
-        self.life = 0
-        self.answers = 0
-        self.alive = False
-        self.frozen_until = 0.0
-
-    # ------------------------------------------------------------------------------------------
-    # life and death
+        self.life, self.alive, self.frozen_until = 0, False, 0.0
 
     def start(self) -> None:
-        """Begin a new process under the same name."""
         if self.alive:
             return
         self.life += 1
         self.alive, self.frozen_until = True, 0.0
         identity = f"{self.name}/{self.life}".encode()
-        self.connection = self.network.connect(self.name, identity, self._arrived)
+        self.connection = Connection(self.name, identity, self._arrived)
+        self.network.connections[identity] = self.connection
         self.calls: dict[int, wire.Request] = {}
         self.registered, self.draining = False, False
         self.admission: str | None = None
@@ -104,7 +90,6 @@ class Peer:
             self.agenda.after(restart_after, self.start)
 
     def freeze(self, seconds: float) -> None:
-        """Do nothing for a while; messages and timers wait."""
         self.note("freezes", self.name, f"{seconds:.1f} s")
         self.frozen_until = max(self.frozen_until, self.agenda.now + seconds)
 
@@ -122,11 +107,7 @@ class Peer:
 
         self.agenda.after(delay, due)
 
-    # ------------------------------------------------------------------------------------------
-    # membership
-
     def send(self, header: Any, body: msgspec.Struct | None = None) -> None:
-        """Send a message to the scheduler."""
         self.note("to scheduler", self.name, header)
         self.network.to_scheduler(self.connection, encode(header, body))
 
@@ -142,7 +123,6 @@ class Peer:
         self.later(self.beat_s, self._beat)
 
     def stats(self) -> dict[str, float]:
-        """Counters and gauges of the heartbeat."""
         return {}
 
     def _arrived(self, frames: list[Frame]) -> None:
@@ -177,8 +157,6 @@ class Peer:
                     self._register()
             case wire.Heartbeat(echo=echo):
                 self.echo = echo
-            case _:
-                pass
 
     def _register(self) -> None:
         self.send(wire.Register(self.name, self.services, self.capacity, self.life, "simulated"))
@@ -187,9 +165,6 @@ class Peer:
         if self.draining and not self.calls:
             self.send(wire.Goodbye("drained"))
             self.alive = False
-
-    # ------------------------------------------------------------------------------------------
-    # requests
 
     def _accept(self, header: wire.Request, frames: list[Frame]) -> None:
         if len(self.calls) >= self.capacity + PINNED_ROOM:
@@ -205,7 +180,6 @@ class Peer:
         self.accepted(header, body)
 
     def accepted(self, header: wire.Request, body: Any) -> None:
-        """Answer a request after a while, or not at all."""
         mean = self.manners.seconds.get(header.service.split(".")[0], 0.1)
         # a load that hangs may take 20 minutes
         if header.service != "load" and self._strikes(self.manners.hang):
@@ -222,43 +196,37 @@ class Peer:
         return share > 0 and self.faulty() and self.rng.random() < share
 
     def _answer(self, header: wire.Request, body: Any) -> None:
-        if header.id not in self.calls:
-            return None
-        if self._strikes(self.manners.error):
-            fault = wire.Error(header.id, "infrastructure", "an injected fault")
-            return self.reply(header.id, fault)
         own = header.service in ("load", "train", "close")
-        if self._strikes(self.manners.data_fault) and not own:
-            return self.reply(header.id, wire.Error(header.id, "data", "this task cannot work"))
-        if self._strikes(self.manners.garbage):
+        if header.id not in self.calls:
+            return
+        if self._strikes(self.manners.error):
+            self.reply(header.id, wire.Error(header.id, "infrastructure", "an injected fault"))
+        elif self._strikes(self.manners.data_fault) and not own:
+            self.reply(header.id, wire.Error(header.id, "data", "this task cannot work"))
+        elif self._strikes(self.manners.garbage):
             self.note("garbage", self.name, header.id)
             self.calls.pop(header.id)
             frames = [*encode(wire.Result(header.id)), b"\xc1garbage"]
             self.network.to_scheduler(self.connection, frames)
-            return None
-        self.reply(header.id, wire.Result(header.id), self.handle(header, body))
-        return None
+        else:
+            self.reply(header.id, wire.Result(header.id), self.handle(header, body))
 
     def reply(
         self, number: int, header: wire.Result | wire.Error, body: msgspec.Struct | None = None
     ) -> None:
-        """Answer an open request once; an ill-mannered peer answers twice."""
         if self.calls.pop(number, None) is None:
             return
-        self.answers += 1
         self.send(header, body)
         if self._strikes(self.manners.twice):
             self.later(self.rng.random() * 5, lambda: self.send(header, body))
         self._leave_if_done()
 
     def handle(self, header: wire.Request, body: Any) -> msgspec.Struct:
-        """The result of a request."""
         raise NotImplementedError
 
 
 class Actor(Peer):
-    """Samples actions from a few texts. texts: token ids int32 of each. kv: tokens that its cache
-    holds, 0 for a worker that tells none."""
+    """texts: token ids of what it samples. kv: tokens that its cache holds, 0 if it tells none."""
 
     def __init__(self, *peer: Any, texts: list[np.ndarray], kv: int = 0):
         super().__init__(*peer)
@@ -289,10 +257,7 @@ class Actor(Peer):
 class Judge(Peer):
     """Scores turns by ``score``, for the services ``judge.<name>`` with the columns of each."""
 
-    columns = {
-        "judge.slate_rules": ("think", "query", "answer"),
-        "judge.exact_match": ("outcome", "f1"),
-    }
+    columns = {"judge.slate_rules": "think query answer", "judge.exact_match": "outcome f1"}
 
     def handle(self, header: wire.Request, body: Any) -> msgspec.Struct:
         assert isinstance(body, wire.JudgeRequest)
@@ -301,7 +266,7 @@ class Judge(Peer):
         return wire.JudgeResult(judgements[:-1] if short else judgements)
 
     def _judged(self, service: str, response: str) -> wire.Judgement:
-        scores = {column: score(response, column) for column in self.columns[service]}
+        scores = {column: score(response, column) for column in self.columns[service].split()}
         if self._strikes(self.manners.not_a_number):
             del scores[column := self.rng.choice(sorted(scores))]
             return wire.Judgement(scores, [column])
@@ -309,8 +274,6 @@ class Judge(Peer):
 
 
 class Retriever(Peer):
-    """Finds the same passage for every query."""
-
     def handle(self, header: wire.Request, body: Any) -> msgspec.Struct:
         assert isinstance(body, wire.RetrieveRequest)
         passages = [[wire.Passage("1", "Peru", "Capital: Lima", 1.0)] for _ in body.queries]

@@ -1,9 +1,6 @@
-"""What a seed decides before its run starts: the settings of the run, its workers, and which faults
-strike when.
-
-Every seed enables only some kinds of faults, so that rare combinations are met too ("swarm
-testing"). All faults end at ``healthy_from``; from then on the run must get to its end.
-"""
+"""What a seed decides before its run starts: settings, workers, and which faults strike when. Every
+seed enables only some kinds of faults, so that rare combinations are met too ("swarm testing"). All
+faults end at ``healthy_from``; from then on the run must get to its end."""
 
 import random
 from typing import Any
@@ -23,13 +20,11 @@ STRATEGIES: list[tuple[str, dict[str, Any]]] = [
 ]
 KINDS = "freeze die cut error data_fault twice garbage hang short not_a_number crash".split()
 LEARNER = -1
-"""The learner is the last of a world's peers. It is struck more often than the others, because its
-calls are open the longest."""
+"""The last of a world's peers is struck most often, because its calls are open the longest."""
 
 
 class Strike(msgspec.Struct, frozen=True):
-    """A fault of one peer at a moment. kind: "freeze", "die" or "cut", for ``seconds``. peer: its
-    place in the world's list."""
+    """kind: "freeze", "die" or "cut", for ``seconds``. peer: its place in the world's list."""
 
     at: float
     kind: str
@@ -38,11 +33,8 @@ class Strike(msgspec.Struct, frozen=True):
 
 
 class Crash(msgspec.Struct, frozen=True):
-    """The death of the scheduler, which ends the run until it is resumed: at a moment, or at so
-    many transactions or messages from its start.
-
-    place: "time" (count is seconds), "before commit", "after commit" or "send".
-    """
+    """The death of the scheduler, which ends the run until it is resumed. place: "time" (count is
+    seconds), "before commit", "after commit" or "send" (so many from its start)."""
 
     place: str
     count: float
@@ -72,31 +64,17 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def plan(seed: int) -> Plan:
-    """The plan of a seed."""
     rng = random.Random(f"plan/{seed}")
     kinds = {kind for kind in KINDS if rng.random() < 0.35}
     healthy_from = rng.choice([5.0, 15.0, 40.0, 80.0])
 
-    def share(kind: str, most: float) -> float:
-        return rng.random() * most if kind in kinds else 0.0
-
-    manners = Manners(
-        error=share("error", 0.3),
-        data_fault=share("data_fault", 0.05),
-        twice=share("twice", 0.5),
-        garbage=share("garbage", 0.05),
-        hang=share("hang", 0.1),
-        short=share("short", 0.1),
-        not_a_number=share("not_a_number", 0.5),
-        seconds={
-            "generate": rng.choice([0.05, 0.5, 2.0]),
-            "load": rng.choice([0.05, 1.0]),
-            "judge": rng.choice([0.01, 0.3, 2.0]),
-            "retrieve": 0.05,
-            "train": rng.choice([0.1, 1.0, 5.0]),
-            "close": 0.01,
-        },
-    )
+    most = {"error": 0.3, "data_fault": 0.05, "twice": 0.5, "garbage": 0.05, "hang": 0.1}
+    most |= {"short": 0.1, "not_a_number": 0.5}
+    shares = {kind: rng.random() * part if kind in kinds else 0.0 for kind, part in most.items()}
+    means = {"generate": [0.05, 0.5, 2.0], "load": [0.05, 1.0], "judge": [0.01, 0.3, 2.0]}
+    means |= {"train": [0.1, 1.0, 5.0]}
+    seconds = {service: rng.choice(choices) for service, choices in means.items()}
+    seconds |= {"retrieve": 0.05, "close": 0.01}
     return Plan(
         settings=_settings(rng),
         batch=rng.choice([0, 2]),
@@ -106,7 +84,7 @@ def plan(seed: int) -> Plan:
         checkpoint_every=rng.choice([1, 1, 2]),
         slow=rng.choice([0.001, 0.02, 0.2]),
         spikes=rng.choice([0.0, 0.1]),
-        manners=manners,
+        manners=Manners(**shares, seconds=seconds),
         strikes=_strikes(rng, kinds, healthy_from),
         crashes=_crashes(rng, healthy_from) if "crash" in kinds else [],
         healthy_from=healthy_from,
@@ -118,40 +96,29 @@ def plan(seed: int) -> Plan:
 
 def _settings(rng: random.Random) -> SchedulerConfig:
     strategy, options = rng.choice(STRATEGIES)
-    questions = rng.randint(1, 2)
+    drawn: dict[str, Any] = {
+        "questions_per_update": rng.randint(1, 2),
+        "updates": rng.randint(1, 3),
+        "max_staleness": rng.choice([0, 1, 2]),
+        "dynamic_sampling_budget": rng.choice([0, 0, 1]) if strategy != "chain" else 0,
+        "evaluation": EvaluationConfig(questions=rng.choice([0, 0, 1]), every=rng.choice([0, 1])),
+    }
+    beat, dead = rng.choice([3.0, 6.0]), rng.choice([12.0, 20.0])
     return SchedulerConfig(
-        strategy=strategy,
-        strategy_options=options,
-        budget=2,
-        judge="slate_rules",
-        max_action_tokens=64,
-        updates=rng.randint(1, 3),
-        questions_per_update=questions,
-        max_staleness=rng.choice([0, 1, 2]),
-        dynamic_sampling_budget=rng.choice([0, 0, 1]) if strategy != "chain" else 0,
-        evaluation=EvaluationConfig(questions=rng.choice([0, 0, 1]), every=rng.choice([0, 1])),
-        dispatch=DispatchConfig(
-            heartbeat_s=rng.choice([3.0, 6.0]), dead_after_s=rng.choice([12.0, 20.0])
-        ),
-        generate_deadline_s=30.0,
-        judge_deadline_s=15.0,
-        startup_timeout_s=120.0,
-    )
+        strategy=strategy, strategy_options=options, budget=2, judge="slate_rules",
+        dispatch=DispatchConfig(heartbeat_s=beat, dead_after_s=dead), max_action_tokens=64,
+        generate_deadline_s=30.0, judge_deadline_s=15.0, startup_timeout_s=120.0, **drawn,
+    )  # fmt: skip
 
 
 def _strikes(rng: random.Random, kinds: set[str], until: float) -> list[Strike]:
     wanted = [kind for kind in ("freeze", "die", "cut") if kind in kinds]
-    if not wanted:
-        return []
-    return [
-        Strike(
-            rng.random() * until,
-            rng.choice(wanted),
-            LEARNER if rng.random() < 0.3 else rng.randrange(16),
-            rng.choice([0.5, 3.0, 25.0]) * rng.random(),
-        )
-        for _ in range(rng.randint(1, 5))
-    ]
+    strikes: list[Strike] = []
+    for _ in range(rng.randint(1, 5) if wanted else 0):
+        at, kind = rng.random() * until, rng.choice(wanted)
+        peer = LEARNER if rng.random() < 0.3 else rng.randrange(16)
+        strikes.append(Strike(at, kind, peer, rng.choice([0.5, 3.0, 25.0]) * rng.random()))
+    return strikes
 
 
 def _crashes(rng: random.Random, until: float) -> list[Crash]:

@@ -1,13 +1,9 @@
 """Planted faults: each breaks the real code as a bug of the past did, or as one might, and the
-simulation must find it.
-
-A fault is a function that patches the product while a simulation runs. ``first_violation(fault,
-most)`` plays seeds until an invariant is violated.
-"""
+simulation must find it. A fault is a function that patches the product while a simulation runs."""
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -27,26 +23,27 @@ from coppice.scheduler.ledger.stream import Stream
 from coppice.scheduler.main import Run
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import TrainGroup
-from tests.simulation.world import World, quiet
+from tests.simulation.world import simulate
 
 Change = Callable[[ExitStack], None]
 
 
 class Planted(msgspec.Struct, frozen=True):
-    """One fault: what is wrong, the commit that mended it or one like it once ("" for a fault that
-    was never here), and the patch.
-
-    hint: the seed with which the tests begin, because earlier ones did not find the fault.
-    """
+    """like: the commit that mended the fault or one like it ("" for a fault that was never here).
+    hint: the seed with which the tests begin, because earlier ones did not find the fault."""
 
     name: str
     like: str
+    hint: int
     change: Change
-    hint: int = 0
 
 
 def _replace(owner: Any, name: str, value: Any) -> Change:
     return lambda stack: stack.enter_context(patch.object(owner, name, value))
+
+
+def _nothing(*arguments: Any) -> None:
+    """What the fault leaves out."""
 
 
 def _deaf(self: Dispatcher, *arguments: Any, **options: Any) -> None:
@@ -82,10 +79,9 @@ def _finish_without_release(
 def _finish_twice(self: Dispatcher, attempt: Attempt, outcome: str, result: Any = None) -> None:
     _finish(self, attempt, outcome, result)
     if outcome == "ok":
-        attempt.worker.in_flight[attempt.number] = attempt
-        asyncio.get_running_loop().call_later(
-            10.0, attempt.worker.in_flight.pop, attempt.number, None
-        )
+        calls, number = attempt.worker.in_flight, attempt.number
+        calls[number] = attempt
+        asyncio.get_running_loop().call_later(10.0, calls.pop, number, None)
 
 
 def _abandon_in_silence(self: Dispatcher, pending: Any, outcome: str) -> None:
@@ -125,14 +121,12 @@ def _one_more(self: Pacing) -> bool:
 _quarantine = OpenTrees._quarantine
 
 
-def _quarantine_unwritten(self: OpenTrees, tree: Any, reason: str) -> None:
-    with patch.object(self.journal, "close_tree", lambda *arguments: None):
-        _quarantine(self, tree, reason)
+def _quarantine_without(part: str, step: str) -> Change:
+    def quarantine(self: OpenTrees, tree: Any, reason: str) -> None:
+        with patch.object(getattr(self, part), step, _nothing):
+            _quarantine(self, tree, reason)
 
-
-def _quarantine_uncounted(self: OpenTrees, tree: Any, reason: str) -> None:
-    with patch.object(self.pacing, "withdraw", lambda: None):
-        _quarantine(self, tree, reason)
+    return _replace(OpenTrees, "_quarantine", quarantine)
 
 
 async def _grow_again(tree: Any, ctx: Any, bonus: float = 0.1) -> None:
@@ -150,10 +144,9 @@ def _count_without_groups(self: OpenTrees, tree: Any, reason: str) -> None:
 
 
 async def _open_before_the_answer(self: Context, node: Node) -> Node:
-    prefix = self.environment.forced_prefix
-    opening = self.tree.add(
-        node, "observation", self.runtime.text.encode(prefix), prefix, chosen=True, state=node.state
-    )
+    prefix, state = self.environment.forced_prefix, node.state
+    tokens = self.runtime.text.encode(prefix)
+    opening = self.tree.add(node, "observation", tokens, prefix, chosen=True, state=state)
     (sample,), _ = await self.services.sample(self.tree.prefix(opening), 1, ["</answer>"])
     answer = self._sampled(opening, sample, forced=True, chosen=True)
     self.save([opening, answer])
@@ -179,13 +172,9 @@ async def _without_news(self: Run) -> dict[int, int]:
     return {}
 
 
-def _nothing(*arguments: Any) -> None:
-    """What the fault leaves out."""
-
-
 OURS = "this simulation"
 FAULTS = [
-    Planted(name, like, change if callable(change) else _replace(*change), hint)
+    Planted(name, like, hint, change if callable(change) else _replace(*change))
     for name, like, hint, change in (
         ("lost wake-up: a worker joins and wakes nobody", "", 0, (Dispatcher, "__init__", _deaf)),
         ("a tree that crashed after its group emits it again", "608484b", 35,
@@ -195,18 +184,18 @@ FAULTS = [
         ("a failed attempt keeps its place", "b351ee5", 45,
          (Dispatcher, "_finish", _finish_without_release)),
         ("a resume skips the trees that were growing", "", 0, _resumed_without("growing")),
-        ("a resume skips what a quarantined tree emitted", "7f5fe36", 0,
+        ("a resume skips what a quarantined tree emitted", "7f5fe36", 380,
          _resumed_without("quarantined")),
         ("a cancellation is lost", "", 0, (Dispatcher, "_abandon", _abandon_in_silence)),
         ("the admission bound is off by one", "", 0, (Pacing, "may_start", _one_more)),
-        ("a quarantine is not written", "", 0, (OpenTrees, "_quarantine", _quarantine_unwritten)),
+        ("a quarantine is not written", "", 0, _quarantine_without("journal", "close_tree")),
         ("a quarantined tree keeps its admission", "", 0,
-         (OpenTrees, "_quarantine", _quarantine_uncounted)),
+         _quarantine_without("pacing", "withdraw")),
         ("a duplicate answer is accepted", "", 0, (Dispatcher, "_finish", _finish_twice)),
         ("a group is sent before it is in the journal", "", 0, (Stream, "emit", _emit_first)),
-        ("marks of lost updates survive a resume", "", 0,
+        ("marks of lost updates survive a resume", "", 40,
          (Journal, "forget_training_after", _nothing)),
-        ("what a living learner has trained is admitted again", OURS, 35,
+        ("what a living learner has trained is admitted again", OURS, 85,
          (Run, "_wait_for_learner", _without_news)),
         ("a group whose learner was lost is not sent again", "", 270,
          (Stream, "_send", _send_once)),
@@ -222,22 +211,13 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@contextmanager
-def planted(fault: Planted) -> Iterator[None]:
-    """The product with the fault."""
-    with ExitStack() as stack:
-        fault.change(stack)
-        yield
-
-
 def first_violation(fault: Planted, most: int, first: int = 0) -> tuple[int, str] | None:
     """The first of ``most`` seeds, beginning with ``first``, that finds the fault and nothing
     without it, with the violated invariant; None if none does."""
     for seed in range(first, first + most):
-        with planted(fault), quiet():
-            history = World(seed).play()
-        if history.failures:
-            with quiet():
-                clean = not World(seed).play().failures
-            return (seed, history.failures[0]) if clean else None
+        with ExitStack() as stack:
+            fault.change(stack)
+            found = simulate(seed).failures
+        if found:
+            return None if simulate(seed).failures else (seed, found[0])
     return None

@@ -1,10 +1,7 @@
 """A scripted learner that keeps its own record of what it trained, so that no check depends on the
-scheduler's word.
-
-It follows ``learner.main`` and ``learner.batches``: the oldest closed trees form an update, every
-group is answered by the update that holds it, weights are announced before the checkpoint is
-written, and a crash goes back to the newest checkpoint.
-"""
+scheduler's word. It follows ``learner.main``: the oldest closed trees form an update, every group
+is answered by the update that holds it, weights are announced before the checkpoint is written, and
+a crash goes back to the newest checkpoint."""
 
 import itertools
 import random
@@ -19,8 +16,7 @@ from tests.simulation.peers import Peer
 
 
 class Update(msgspec.Struct, frozen=True):
-    """One update: the version that it made, its trees with their groups, the groups of replaced
-    trees, and the versions of its tokens."""
+    """trees: with their groups. replaced: groups of replaced trees. sampled: versions of tokens."""
 
     version: int
     trees: dict[int, list[int]]
@@ -29,8 +25,7 @@ class Update(msgspec.Struct, frozen=True):
 
 
 class Learner(Peer):
-    """record: the updates whose weights are in force, oldest first. every: updates between two
-    checkpoints."""
+    """record: the updates whose weights are in force. every: updates between two checkpoints."""
 
     def __init__(self, network: Network, rng: random.Random, run: Path, questions: int, every: int):
         super().__init__(network, rng, "learner", ["train", "close"], 4096)
@@ -53,9 +48,6 @@ class Learner(Peer):
         self.waiting: dict[int, list[int]] = {}
         self.busy = False
         self._announce()
-
-    # ------------------------------------------------------------------------------------------
-    # requests
 
     def accepted(self, header: Request, body: TrainGroup | TreeClosed) -> None:
         if self._strikes(self.manners.error):
@@ -94,9 +86,6 @@ class Learner(Peer):
             return Trained(version, "", "", {}, [])
         return Trained(version, self._weights(version), f"digest {version}", {}, [])
 
-    # ------------------------------------------------------------------------------------------
-    # updates
-
     def _ready(self, replaced: bool) -> list[TreeClosed]:
         here = self.groups.keys() | self.trained.keys()
         whole = [tree for tree in self.closed.values() if here >= set(tree.groups)]
@@ -114,18 +103,14 @@ class Learner(Peer):
         update = Update(self.version + 1, trees, replaced, sampled)
         for group in itertools.chain(replaced, *trees.values()):
             self.trained[group] = update.version
-        self.later(
-            self.rng.random() * 2 * self.manners.seconds["train"], lambda: self._publish(update)
-        )
+        seconds = self.rng.random() * 2 * self.manners.seconds["train"]
+        self.later(seconds, lambda: self._publish(update))
 
     def _sampled(self, batch: list[TreeClosed]) -> set[int]:
-        groups = [
-            self.groups[group] for tree in batch for group in tree.groups if group in self.groups
-        ]
-        nodes = [node for group in groups for node in group.nodes if node.versions is not None]
-        return {
-            int(version) for node in nodes if node.versions is not None for version in node.versions
-        }
+        held = self.groups
+        groups = [held[group] for tree in batch for group in tree.groups if group in held]
+        versions = [node.versions for group in groups for node in group.nodes]
+        return {int(v) for of_node in versions if of_node is not None for v in of_node}
 
     def _take(self, tree: TreeClosed) -> list[int]:
         del self.closed[tree.tree]
@@ -138,27 +123,22 @@ class Learner(Peer):
         self.record.append(update)
         self.note("update", self.name, update)
         self._announce()
-        self.later(
-            self.rng.random() * self.manners.seconds["train"], lambda: self._checkpoint(update)
-        )
+        seconds = self.rng.random() * self.manners.seconds["train"]
+        self.later(seconds, lambda: self._checkpoint(update))
 
     def _announce(self) -> None:
         path, digest = self._weights(self.version), f"digest {self.version}"
         weights = {"version": self.version, "path": path, "digest": digest}
-        trained = {
-            group: version for group, version in self.trained.items() if version > self.durable
-        }
-        (self.run / "learner.json").write_bytes(
-            msgspec.json.encode(weights | {"trained": frontier.runs(trained)})
-        )
+        trained = {group: v for group, v in self.trained.items() if v > self.durable}
+        said = weights | {"trained": frontier.runs(trained)}
+        (self.run / "learner.json").write_bytes(msgspec.json.encode(said))
 
     def _checkpoint(self, update: Update) -> None:
         if self.version - self.durable >= self.every:
             folder = self.run / "checkpoints" / f"v{self.version:06d}"
             folder.mkdir(parents=True)
-            (folder / "state.json").write_bytes(
-                msgspec.json.encode(frontier.Frontier(self.version, frontier.runs(self.trained)))
-            )
+            state = frontier.Frontier(self.version, frontier.runs(self.trained))
+            (folder / "state.json").write_bytes(msgspec.json.encode(state))
             self.durable = self.version
         self.later(self.rng.random() * 0.1, lambda: self._answer_all(update))
 

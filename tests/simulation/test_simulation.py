@@ -30,18 +30,11 @@ def test_every_invariant_holds_for_as_many_seeds_as_the_time_allows() -> None:
     assert seed > 1020, "the simulation has become too slow to find anything"
 
 
-def test_a_seed_replays_exactly() -> None:
-    first, again = simulate(7).lines(), simulate(7).lines()
-    assert first == again
-    assert len(first) > 50
-    assert simulate(8).lines() != first
-
-
 @pytest.mark.slow
 def test_a_seed_has_one_history_in_every_process_and_the_command_prints_it() -> None:
     command = [sys.executable, "-m", "tests.simulation", "7"]
     seeded = (os.environ | {"PYTHONHASHSEED": number} for number in ("1", "2"))
     first, again = (subprocess.check_output(command, cwd=ROOT, env=e, text=True) for e in seeded)
     assert first == again
-    assert first.splitlines()[:-1] == simulate(7).lines()
+    assert first.splitlines()[:-1] == simulate(7).lines() != simulate(8).lines()
     assert first.endswith("seed 7: every invariant holds\n")

@@ -1,10 +1,6 @@
-"""An event loop whose time is virtual: when nothing is ready, the clock jumps to the next event.
-Nothing sleeps.
-
-Two kinds of events share the clock: the timers of the loop, which are the scheduler's, and the
-agenda, which is everybody else's. A crash of the scheduler abandons its loop with its timers, and
-the agenda goes on with the next loop.
-"""
+"""An event loop whose time is virtual: when nothing is ready, the clock jumps to the next event, a
+timer of the loop, which is the scheduler's, or an event of the agenda, which is everybody else's. A
+crash of the scheduler abandons its loop, and the agenda goes on with the next one."""
 
 import asyncio
 import heapq
@@ -19,8 +15,8 @@ class Stuck(Exception):
 
 
 class Agenda:
-    """The virtual clock (seconds) and the events of everything outside the scheduler. deadline: the
-    moment at which a run counts as stuck."""
+    """The virtual clock and the events of everything outside the scheduler. deadline: the moment
+    at which a run counts as stuck."""
 
     def __init__(self, deadline: float = math.inf):
         self.now, self.deadline = 0.0, deadline
@@ -28,33 +24,21 @@ class Agenda:
         self._order = itertools.count()
 
     def at(self, when: float, event: Callable[[], None]) -> None:
-        """Run ``event`` at a moment; events of one moment run in the order in which they were
-        added."""
+        """Events of one moment run in the order in which they were added."""
         heapq.heappush(self._events, (max(when, self.now), next(self._order), event))
 
     def after(self, delay: float, event: Callable[[], None]) -> None:
-        """Run ``event`` in ``delay`` seconds."""
         self.at(self.now + delay, event)
-
-    @property
-    def empty(self) -> bool:
-        """Whether no event is left."""
-        return not self._events
 
     def advance(self, timer: float = math.inf) -> bool:
         """Move the clock to the next event and run it, or to ``timer`` if that comes first. Returns
-        whether it was an event.
-
-        Raises Stuck if there is neither.
-        """
+        whether it was an event. Raises Stuck if there is neither."""
         event = self._events[0][0] if self._events else math.inf
         moment = min(event, timer)
-        if math.isinf(moment) or moment > self.deadline:
-            raise Stuck(
-                "nothing will ever happen again"
-                if math.isinf(moment)
-                else f"not over after {self.deadline:.0f} s"
-            )
+        if math.isinf(moment):
+            raise Stuck("nothing will ever happen again")
+        if moment > self.deadline:
+            raise Stuck(f"not over after {self.deadline:.0f} s")
         self.now = max(self.now, moment)
         if event > timer:
             return False
@@ -63,8 +47,7 @@ class Agenda:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop on the clock of ``agenda``. Work for a thread is done at once, because threads
-    have no order."""
+    """Work for a thread is done at once, because threads have no order."""
 
     def __init__(self, agenda: Agenda):
         super().__init__()
@@ -74,11 +57,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.set_exception_handler(lambda loop, context: None)
 
     def time(self) -> float:
-        """The virtual time in seconds."""
         return self.agenda.now
 
     def select(self, timeout: float | None) -> list[Any]:
-        """Wait for the next event as a selector would."""
         scheduled: list[asyncio.TimerHandle] = self._scheduled  # pyright: ignore
         while timeout != 0 and self.agenda.advance(scheduled[0].when() if scheduled else math.inf):
             timeout = 0 if self._ready else None  # pyright: ignore[reportAttributeAccessIssue]
@@ -87,7 +68,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def run_in_executor(
         self, executor: Any, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """Call ``func`` now."""
         future = self.create_future()
         future.set_result(func(*args))
         return future

@@ -1,10 +1,6 @@
-"""One simulated run: the real scheduler process on the virtual clock, its peers, faults, crashes
-and resumes, from the start to the summary.
-
-``simulate(seed)`` does all of it and returns a ``History``. The scheduler is ``scheduler.main.Run``
-with its real journal (SQLite, a file on a file system in memory where there is one). Replaced are
-the socket, the clock, the metrics' writer and the reading of the tokenizer.
-"""
+"""One simulated run: the real ``scheduler.main.Run`` with its real journal on the virtual clock,
+its peers, faults, crashes and resumes, from the start to the summary. Replaced are the socket, the
+clock, the metrics' writer and the reading of the tokenizer."""
 
 import asyncio
 import contextlib
@@ -13,13 +9,15 @@ import io
 import itertools
 import logging
 import random
+import reprlib
 import shutil
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import tokenizers
 
@@ -31,7 +29,7 @@ from coppice.scheduler.ledger.journal import Journal, JournalError
 from coppice.scheduler.telemetry import health
 from coppice.wire.faults import Fault
 from tests.simulation import invariants
-from tests.simulation.network import Network, plain
+from tests.simulation.network import Network, Socket
 from tests.simulation.peers import Actor, Judge, Peer, Retriever
 from tests.simulation.plan import LEARNER, Crash, Strike, plan
 from tests.simulation.scripted_learner import Learner
@@ -55,8 +53,8 @@ class Killed(SystemExit):
 
 
 class History:
-    """What happened, in order. failures: the violated invariants; text: one line per event, the
-    same for every replay of the seed."""
+    """What happened, in order, the same for every replay of the seed. failures: the violated
+    invariants."""
 
     def __init__(self, seed: int):
         self.seed = seed
@@ -64,9 +62,8 @@ class History:
         self.failures: list[str] = []
 
     def lines(self) -> list[str]:
-        """One line per event."""
         line = "{:10.3f}  {:<15} {}".format
-        return [line(at, kind, " ".join(map(plain, rest))) for at, kind, rest in self.events]
+        return [line(at, kind, " ".join(map(reprlib.repr, rest))) for at, kind, rest in self.events]
 
 
 @cache
@@ -75,10 +72,9 @@ def materials() -> Path:
     folder = scratch("materials")
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     ids = {letter: i for i, letter in enumerate(letters)}
-    core = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
-    splitting: Any = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.pre_tokenizer = splitting
-    core.decoder = tokenizers.decoders.ByteLevel()  # pyright: ignore
+    core: Any = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
     core.save(str(folder / "tokenizer.json"))
     (folder / "prompt.txt").write_text("Question: {question}\n")
     row = '{{"id": "{0}{1}", "question": "q{1}?", "golden_answers": ["Lima"]}}\n'
@@ -90,7 +86,6 @@ def materials() -> Path:
 
 @cache
 def text() -> Text:
-    """The tokenizer of ``materials``, read once per process."""
     return Text(str(materials()))
 
 
@@ -101,24 +96,21 @@ def scratch(name: str) -> Path:
 
 
 class Records:
-    """``scheduler.metrics.Metrics`` without its files: records of this start only."""
+    """``scheduler.metrics.Metrics`` without its files: nothing is kept."""
 
     def __init__(self, run: Path, whole: bool = False):
         self.run = run
-        self.values: list[tuple[int, dict[str, float]]] = []
 
     def last(self, names: Sequence[str]) -> dict[str, int]:
         return dict.fromkeys(names, 0)
 
     def record(self, version: int, values: dict[str, float]) -> None:
-        self.values.append((version, values))
+        """Nobody reads them."""
 
     def look(self) -> bool:
-        """Nobody else's records are shown."""
         return True
 
     def resume(self, frontier: Any, version: int) -> set[int]:
-        """There are no records of earlier starts."""
         return set()
 
     def counters(self, workers: Sequence[Any]) -> dict[str, float]:
@@ -152,13 +144,12 @@ class World:
         self.lives = 0
 
     def note(self, kind: str, *rest: Any) -> None:
-        """Add an event to the history."""
         self.history.events.append((self.agenda.now, kind, rest))
 
-    def violated(self, reason: str) -> None:
-        """Report a violated invariant."""
-        self.note("VIOLATED", reason)
-        self.history.failures.append(reason)
+    def violated(self, *reasons: str) -> None:
+        for reason in reasons:
+            self.note("VIOLATED", reason)
+            self.history.failures.append(reason)
 
     def _workers(self) -> list[Peer]:
         plan, texts = self.plan, [text().encode(one) for one in TEXTS]
@@ -175,9 +166,6 @@ class World:
     def _rng(self, name: str) -> random.Random:
         return random.Random(f"{name}/{self.seed}")
 
-    # ------------------------------------------------------------------------------------------ the
-    # run
-
     def play(self) -> History:
         """Run until the scheduler has written its summary, then check everything."""
         try:
@@ -188,7 +176,9 @@ class World:
                 self.lives += 1
                 if self.lives > MOST_LIVES:
                     raise Stuck(f"the run died {self.lives} times")
-                self._stop_processes()
+                for peer in self.peers:
+                    if not peer.outside:
+                        peer.die()
                 self.agenda.after(1.0 + self.rng.random(), lambda: None)
         except Stuck as stuck:
             self.violated(f"the run is stuck: {stuck}")
@@ -196,8 +186,7 @@ class World:
             path = folder(self.folder, self.plan.shard.number) / "journal.sqlite"
             with contextlib.closing(Journal(path, readonly=True)) as journal:
                 known = self.plan, self.learner.record, self.lives
-                for failure in invariants.of_the_journal(journal, *known):
-                    self.violated(failure)
+                self.violated(*invariants.of_the_journal(journal, *known))
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
         return self.history
@@ -217,11 +206,6 @@ class World:
         else:
             peer.die(restart_after=strike.seconds)
 
-    def _stop_processes(self) -> None:
-        for peer in self.peers:
-            if not peer.outside:
-                peer.die()
-
     def _live(self, crash: Crash | None) -> bool:
         """One life of the scheduler. Returns True if the run is over, and False if it must be
         resumed."""
@@ -234,10 +218,8 @@ class World:
                 self.agenda.after(self.rng.random() * 3, peer.start)
             if crash is not None:
                 self._arm(run, socket, crash)
-            self._watch_dismissal(run)
             loop.run_until_complete(run.main())
-            for failure in invariants.of_the_scheduler(run):
-                self.violated(failure)
+            self.violated(*invariants.of_the_scheduler(run))
             loop.run_until_complete(run.close())
             return True
         except Killed as killed:
@@ -261,16 +243,6 @@ class World:
             self._bury(loop, run)
         return False
 
-    def _watch_dismissal(self, run: scheduling.Run) -> None:
-        dismiss = run.dismiss
-
-        async def checked() -> None:
-            for failure in invariants.of_the_workers(run):
-                self.violated(failure)
-            await dismiss()
-
-        run.dismiss = checked
-
     async def _born(self, socket: Any) -> scheduling.Run:
         p, place = self.plan, materials()
         files = [str(place / f"{name}.jsonl") for name in ("train", "heldout")]
@@ -284,10 +256,16 @@ class World:
         # not the time of the machine
         run.dispatcher.roster.numbers = itertools.count(1_000_000 * (self.lives + 1))
         self.note("scheduler", f"life {self.lives + 1}")
+        dismiss = run.dismiss
+
+        async def checked() -> None:
+            self.violated(*invariants.of_the_workers(run))
+            await dismiss()
+
+        run.dismiss = checked
         return run
 
-    def _arm(self, run: scheduling.Run, socket: Any, crash: Crash) -> None:
-        """Let the scheduler die where ``crash`` says."""
+    def _arm(self, run: scheduling.Run, socket: Socket, crash: Crash) -> None:
         left = itertools.count(int(crash.count), -1)
 
         def kill() -> None:
@@ -303,13 +281,7 @@ class World:
                 kill()
 
         if crash.place == "time":
-            moment = self.agenda.now + crash.count
-
-            def at_time() -> None:
-                if socket.alive and run.dispatcher.router is socket:
-                    kill()
-
-            self.agenda.at(moment, at_time)
+            self.agenda.after(crash.count, lambda: kill() if socket.alive else None)
         elif crash.place == "send":
             socket.on_send = due
         else:
@@ -342,25 +314,18 @@ class World:
         loop.close()
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """The scheduler prints and logs nothing, writes no metrics and no reports, and reads its
-    tokenizer once per process."""
-    before, written = (scheduling.Metrics, scheduling.Text), health.write_whole
-    health.write_whole = lambda path, value: None  # pyright: ignore
-    scheduling.Metrics, scheduling.Text = Records, lambda *_: text()  # pyright: ignore
+def simulate(seed: int) -> History:
+    """Play the run of one seed. The scheduler prints and logs nothing, writes no metrics and no
+    reports, and reads its tokenizer once per process."""
     logging.disable(logging.CRITICAL)
     gc.disable()
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
+        with (
+            patch.multiple(scheduling, Metrics=Records, Text=lambda *_: text()),
+            patch.object(health, "write_whole", lambda path, value: None),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            return World(seed).play()
     finally:
-        (scheduling.Metrics, scheduling.Text), health.write_whole = before, written
         logging.disable(logging.NOTSET)
         gc.enable()
-
-
-def simulate(seed: int) -> History:
-    """Play the run of one seed."""
-    with quiet():
-        return World(seed).play()
