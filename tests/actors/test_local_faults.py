@@ -227,7 +227,8 @@ async def test_a_thread_that_ends_fails_all_that_is_open_tells_why_and_takes_no_
         raise error
 
     monkeypatch.setattr(engine.batch, "forward", dying)
-    monkeypatch.setattr(local.weights, "verified_file", lambda *_: ("full", tmp_path))
+    proven = local.weights.Version("full", tmp_path, [])
+    monkeypatch.setattr(local.weights, "verified", lambda *_: proven)
     deaths = [asyncio.create_task(engine.died()) for _ in range(2)]
     async with asyncio.timeout(ENOUGH_S):
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(engine.generate(r)) for r in SIBLINGS]

@@ -148,9 +148,10 @@ async def test_requests_go_on_while_a_version_is_verified(
     verifying, verified = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
-    def slow(*_: Any) -> None:
+    def slow(_: Path, folder: Path, *__: str) -> Path:
         loop.call_soon_threadsafe(verifying.set)
         verified.wait(30)
+        return folder
 
     monkeypatch.setattr(sglang_weights, "_verify", slow)
     update = asyncio.create_task(updated.load(version(tmp_path, 2)))

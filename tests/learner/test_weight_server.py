@@ -34,7 +34,7 @@ def outsider(memory: Memory) -> TCPStore:
 async def test_the_token_is_nowhere_in_the_store_and_no_ask_without_it_is_served() -> None:
     giver = WeightServer(timeout_s=20)
     try:
-        memory = giver.offer(9, {"w": torch.ones(4)})
+        memory = giver.offer(9, [{"w": torch.ones(4)}])
         talk = pull(memory)
         with pytest.raises(InfrastructureFault, match="asked for version 3, gives 9"):
             talk.ask()

@@ -81,7 +81,8 @@ def in_memory(folder: Path, giver: WeightServer, number: int) -> LoadRequest:
     """Whole weights that only the giver holds, in three buckets."""
     place = folder / f"m{number}"
     place.mkdir()
-    memory = giver.offer(number, whole(number), bucket_bytes=64)
+    tensors = whole(number)
+    memory = giver.offer(number, [{name: tensors[name]} for name in tensors])
     Manifest(number, "full", "d" * 64, False, memory).write(place)
     return LoadRequest(number, str(place), "d" * 64)
 
