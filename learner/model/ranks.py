@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import threading
+import time
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -142,16 +143,17 @@ class Lookout:
     collective's timeout. The ranks are a ring over gloo: each sends a word a second to the one
     before it. The one that hears no more tells the dead rank's number to the others."""
 
-    silent_s = 60.0
+    silent_s = 120.0
     """After this silence a rank is taken for dead: its machine stands still or is cut off. The end
     of a process is noticed at once."""
     _ALIVE, _BYE = -1, -2
 
     def __init__(self, rank: int, count: int):
         self._before, self._after, self._count = (rank - 1) % count, (rank + 1) % count, count
-        self._limit = timedelta(seconds=self.silent_s)
+        # longer, because gloo breaks all connections at a timeout, also those that carry the news
+        self._limit = timedelta(seconds=10 * self.silent_s)
         self._ring: Any = dist.new_group(backend="gloo", timeout=self._limit)
-        self._closing = threading.Event()
+        self._closing, self._heard, self._at = threading.Event(), self._ALIVE, time.monotonic()
         self._threads = [
             threading.Thread(target=part, name="lookout", daemon=True)
             for part in (self._speak, self._listen)
@@ -167,24 +169,30 @@ class Lookout:
 
     def _speak(self) -> None:
         while not self._closing.wait(1.0):
+            if self._heard != self._BYE and time.monotonic() - self._at > self.silent_s:
+                self._end(self._after)
             self._say(self._ALIVE)
         self._say(self._BYE)
 
     def _listen(self) -> None:
-        heard = torch.tensor([self._ALIVE])
-        while heard == self._ALIVE:
+        word = torch.tensor([self._ALIVE])
+        while self._heard == self._ALIVE:
             try:
-                self._ring.recv([heard], self._after, 0).wait(self._limit)
+                self._ring.recv([word], self._after, 0).wait(self._limit)
             except RuntimeError:
-                heard.fill_(self._after)
-        if heard != self._BYE:
-            dead = int(heard)
-            log.critical(
-                "rank %d of %d is dead: this one ends too; the log of rank %d says why",
-                dead, self._count, dead,
-            )  # fmt: skip
-            self._say(dead)
-            os._exit(1)
+                word.fill_(self._after)
+            self._heard, self._at = int(word), time.monotonic()
+        if self._heard != self._BYE:
+            self._end(self._heard)
+
+    def _end(self, dead: int) -> None:
+        log.critical(
+            "rank %d of %d is dead: this one ends too; the log of rank %d says why",
+            dead, self._count, dead,
+        )  # fmt: skip
+        threading.Thread(target=self._say, args=(dead,), daemon=True).start()
+        time.sleep(0.5)  # to whoever still listens
+        os._exit(1)
 
     def _say(self, word: int) -> None:
         # that the one before is dead, the ring will tell: it may have ended for another's death
