@@ -6,6 +6,9 @@ import msgspec
 
 from coppice.common.numbers import Count, Discount, Natural, NotNegative, Positive, Share
 
+BUCKET_BYTES = 2**29
+"""The most bytes of whole weights that are gathered, sent or written at once."""
+
 
 class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [learner.lora], and lora of a critic or reward model: low-rank adapters on all linear

@@ -103,6 +103,7 @@ class SGLangWeights:
                 pulls = await self._offered(manifest, servers or self.way.servers)
             else:
                 held = self._whole.digest if self._whole else ""
+                held = held if held != request.digest else ""  # for a server that has them not
                 args = self.base, folder, request.digest, held
                 folder = await asyncio.to_thread(_verify, *args)
         except (InfrastructureFault, ValueError, OSError) as fault:

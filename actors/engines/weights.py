@@ -37,8 +37,8 @@ def verified(folder: Path, expected: str, held: str = "") -> Version:
     """Return the weights of a version folder. held: the digest of whole weights that the engine
     has; it needs only what follows. Raises InfrastructureFault for what is missing or damaged."""
     links = published.chain(folder, expected)
-    known = [number for number, (_, link) in enumerate(links) if held and link.digest == held]
-    done = 1 + max(known, default=-1)
+    places = [number for number, (_, link) in enumerate(links) if held and link.digest == held]
+    done = 1 + max(places, default=-1)
     for number, (place, manifest) in enumerate(links):
         if number < done:
             continue

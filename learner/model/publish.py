@@ -74,8 +74,8 @@ class Publisher:
             self._like = self._stored(hollow)
             """The weights as a model folder names them: transformers joins experts and renames."""
             alone = {name for key, one in hollow.items() for name in self._stored({key: one})}
-            apart = alone == self._like.keys()
-            self._groups = grouped(hollow) if apart else [list(hollow)]
+            one_by_one = alone == self._like.keys()
+            self._groups = grouped(hollow) if one_by_one else [list(hollow)]
             narrow, plain = policy.compute == torch.bfloat16, hollow.keys() == self._like.keys()
             self._compares = self.file and narrow and plain and config.whole_every > 1
 

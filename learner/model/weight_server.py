@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from coppice.common.deltas import changed
+from coppice.learner.config import BUCKET_BYTES
 from coppice.wire.published import Memory, opened, prefix, sealed
 
 log = logging.getLogger("learner.weight_server")
 
-BUCKET_BYTES = 512 * 2**20
 _LOOK_S = 0.02
 _LOST_S = 10.0
 
@@ -140,11 +140,7 @@ class WeightServer:
         store = self._client()
         try:
             ask = json.loads(opened(self.token, f"ask/{number}", store.get(f"ask/{number}")))
-            buckets = list(self._buckets)
-            if ask["version"] not in self._versions:
-                now = ", ".join(map(str, self._versions)) or "none"
-                raise LookupError(f"asked for version {ask['version']}, gives {now}")
-            self._broadcast(store, number, ask, buckets)
+            self._broadcast(store, number, ask, self._given(ask["version"]))
         except (RuntimeError, LookupError, ValueError, TypeError) as error:
             log.warning("ask %d failed: %s: %s", number, type(error).__name__, error)
             with contextlib.suppress(RuntimeError):
@@ -154,6 +150,12 @@ class WeightServer:
             with contextlib.suppress(RuntimeError):
                 for key in ("ask", "answer", "done"):
                     store.delete_key(f"{key}/{number}")
+
+    def _given(self, version: int) -> list[_Bucket]:
+        if version not in self._versions:
+            now = ", ".join(map(str, self._versions)) or "none"
+            raise LookupError(f"asked for version {version}, gives {now}")
+        return list(self._buckets)
 
     def _answer(self, store: Any, number: int, answer: dict[str, Any]) -> None:
         key = f"answer/{number}"
@@ -179,7 +181,7 @@ class WeightServer:
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         try:
-            with _aside(buckets[0].flat.device):
+            with _own_stream(buckets[0].flat.device):
                 for bucket in buckets:
                     flat = bucket.at(int(ask["version"]))
                     if not group.broadcast([flat], options).wait(self.timeout):
@@ -228,7 +230,7 @@ class WeightServer:
             dist.destroy_process_group(group)
 
 
-def _aside(device: torch.device) -> contextlib.AbstractContextManager[object]:
+def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Return a stream of this thread's own, so that a broadcast does not wait for training."""
     if device.type == "cuda":
         return torch.cuda.stream(torch.cuda.Stream(device))

@@ -36,7 +36,13 @@ def agrees(made: Trainer, planned: LearnerPlan) -> None:
     few = msgspec.structs.replace(made.config, micro_tokens=1, sharding="replicate")
     frozen, rest = rank_gib(few, {}, 2.0**30, 4)
     assert frozen == 4 * adapted
-    assert rest == pytest.approx(16 * (len(parts) - adapted) + 0.8 * adapted + 4 * copies)
+    buckets = 0 if made.policy.lora else 1
+    own = 16 * (len(parts) - adapted) + 0.8 * adapted + 4 * copies
+    assert rest == pytest.approx(own + buckets)
+    if not made.policy.lora:
+        for publish, sent in (("file", 2), ("memory", 2.2), ("both", 4.2)):
+            other = msgspec.structs.replace(few, publish=publish)
+            assert rank_gib(other, {}, 2.0**30, 2)[1] == pytest.approx(own + buckets + sent)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from coppice.common import hardware
-from coppice.learner.config import LearnerConfig
+from coppice.learner.config import BUCKET_BYTES, LearnerConfig
 from coppice.learner.update.plan import plan_of
 from coppice.tools.launching.settings import Config
 
@@ -125,7 +125,12 @@ def rank_gib(
     saved = w.micro_tokens * kept * (4 if size == 4 else 3)
     frozen = weights * size * sum(model.lora.rank > 0 for model in models)
     trained = weights * sum((0.8 if model.lora.rank else 16) + 4 * model.copy for model in models)
-    return frozen / w.shards / 2**30, (trained / w.shards + saved) / 2**30
+    sent = 0.0
+    if not w.lora.rank:
+        trained += 2 * weights if size == 2 and w.publish != "memory" and w.whole_every > 1 else 0
+        served = 0 if w.publish == "file" else 2 * weights if size == 4 else 1.1 * weights
+        sent = served * size + min(weights * size, 2 * BUCKET_BYTES)
+    return frozen / w.shards / 2**30, (trained / w.shards + saved + sent) / 2**30
 
 
 def free_gib() -> float:
