@@ -8,6 +8,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from coppice.wire import digest
+
 SPAN = 2**16
 """At least one element in so many is stored, changed or not, so that a gap fits 16 bits."""
 _PIECE = 2**26
@@ -67,3 +69,16 @@ def apply(path: Path, flat: dict[str, torch.Tensor]) -> None:
                 into[(gaps + 1).cumsum(0) + (first - 1)] = values
             else:
                 into[first : first + len(values)] = values
+
+
+def mapped(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors file, flat: what is written to them changes the file."""
+    start, entries = digest.layout(path)
+    size = path.stat().st_size
+    content = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+    kinds = {"F32": torch.float32, "BF16": torch.bfloat16}
+    return {
+        name: content[start + begin : start + end].view(kinds[entry.dtype])
+        for name, entry in entries.items()
+        for begin, end in [entry.data_offsets]
+    }

@@ -79,16 +79,7 @@ def assembled(version: Version) -> Path:
             draft = draft_of(whole_file)
             try:
                 shutil.copyfile(version.path, draft)
-                start, entries = digest.layout(draft)
-                bytes_ = torch.from_file(
-                    str(draft), shared=True, size=draft.stat().st_size, dtype=torch.uint8
-                )
-                flat = {
-                    name: bytes_[start + begin : start + end].view(torch.bfloat16)
-                    for name, entry in entries.items()
-                    for begin, end in [entry.data_offsets]
-                }
-                _change(version.changes, flat)
+                _change(version.changes, deltas.mapped(draft))
                 draft.rename(whole_file)
             finally:
                 draft.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ import os
 import shutil
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -23,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from coppice.common import vision
 from coppice.common.atomic import draft_of, drafted, write_whole
-from coppice.common.deltas import Delta
+from coppice.common.deltas import Delta, mapped
 from coppice.common.frontier import runs
 from coppice.learner.config import LearnerConfig
 from coppice.learner.model.model import TreeModel
@@ -59,7 +59,8 @@ class Publisher:
         server: WeightServer | None = None,
     ):  # fmt: skip
         self.policy, self.ranks, self.run, self.server = policy, policy.ranks, run, server
-        self.config, self.file = config, config.publish != "memory"
+        self.config, self.first = config, self.ranks.rank == 0
+        self.file = config.publish != "memory"
         self._last: tuple[int, str] | None = None
         """The newest version and, on rank 0, its digest."""
         self._changes = 0
@@ -83,18 +84,18 @@ class Publisher:
         """Write ``RUN/weights/vNNNNNN``; folders that neither ``learner.keep`` nor a kept version
         needs go. Every sharded rank must call this. Rank 0 returns what it has published. trained:
         see ``announce``."""
-        first, folder = self.ranks.rank == 0, self.run / "weights" / f"v{version:06d}"
-        if not first and not self.ranks.sharded:
+        folder = self.run / "weights" / f"v{version:06d}"
+        if not self.first and not self.ranks.sharded:
             return None
         theirs = contextlib.nullcontext(draft_of(folder, alone=True))
-        with drafted(folder, replace=True, alone=True) if first else theirs as draft:
+        with drafted(folder, replace=True, alone=True) if self.first else theirs as draft:
             if self.ranks.sharded:
                 self.ranks.barrier()  # rank 0 has made the folder
             manifest = (self._adapter if self.policy.lora else self._full)(version, draft)
-            if first:
+            if self.first:
                 manifest.write(draft)
         self._last = version, manifest.digest
-        if not first:
+        if not self.first:
             return None
         result = Published(version, str(folder), manifest.digest)
         announce(self.run, result, trained)
@@ -102,8 +103,8 @@ class Publisher:
         return result
 
     def _adapter(self, version: int, folder: Path) -> Manifest:
-        tensors, proof = self.policy.gathered(keep=self.ranks.rank == 0), ""
-        if self.ranks.rank == 0:
+        tensors, proof = self.policy.gathered(keep=self.first), ""
+        if self.first:
             settings = self.policy.model.peft_config["default"].to_dict()
             # PEFT also names layers that it excluded
             adapted = {name.partition(".lora_")[0].rpartition(".")[2] for name in tensors}
@@ -116,28 +117,27 @@ class Publisher:
         return Manifest(version, "lora", proof)
 
     def _full(self, version: int, folder: Path) -> Manifest:
-        previous, delta = self._last, self._compared() if self._compares else None
-        if previous and delta is not None:
-            moved = torch.tensor(float(len(delta)), device=self.ranks.device)
-            anywhere = self.ranks.largest(moved) if self.ranks.sharded else len(delta)
-            # without a change the digest stays, as it would with whole weights
-            if self._changes + 1 < self.config.whole_every or not anywhere:
-                self._changes += 1
-                if len(delta):
-                    delta.write(folder / f"delta-{self.ranks.rank:05d}.safetensors")
-                if self.ranks.sharded:
-                    self.ranks.barrier()
-                first = self.ranks.rank == 0
-                proof = published.following(previous[1], folder) if first else ""
-                both = self.config.publish == "both"
-                memory = self._streamed(version, None)[1] if both else None
-                return Manifest(version, "full", proof, True, memory, previous)
-        self._changes = 0
-        proof, memory = self._streamed(version, folder / FILES["full"] if self.file else None)
-        return Manifest(version, "full", proof, self.file, memory)
+        previous, delta = self._last, self._compared() if self._compares else Delta()
+        moved = torch.tensor(float(len(delta)), device=self.ranks.device)
+        anywhere = self.ranks.largest(moved) if self.ranks.sharded else len(delta)
+        self._changes += 1
+        due = not self._compares or (self._changes >= self.config.whole_every and anywhere)
+        if previous is None or due:
+            self._changes = 0
+            proof, memory = self._streamed(version, folder / FILES["full"] if self.file else None)
+            return Manifest(version, "full", proof, self.file, memory)
+        if len(delta):
+            delta.write(folder / f"delta-{self.ranks.rank:05d}.safetensors")
+        if self.ranks.sharded:
+            self.ranks.barrier()
+        # without a change the digest stays, as it would with whole weights
+        proof = published.following(previous[1], folder) if self.first else ""
+        both = self.config.publish == "both"
+        memory = self._streamed(version, None)[1] if both else None
+        return Manifest(version, "full", proof, True, memory, previous)
 
-    def _compared(self) -> Delta | None:
-        """Return what changed in this rank's rows, and hold the new ones. None at first."""
+    def _compared(self) -> Delta:
+        """Return what changed in this rank's rows, and hold the new ones."""
         delta, before, self._held = Delta(), self._held, {}
         for name, parameter in self.policy.trained().items():
             rows, row = own_rows(parameter)
@@ -145,30 +145,29 @@ class Publisher:
             copies = self.ranks.shards if isinstance(parameter, DTensor) else 1
             if self._last and self.ranks.rank < copies and len(new):
                 delta.add(name, before.pop(name), new, row * (len(new) // len(rows)))
-        return delta if self._last else None
+        return delta
 
     def _streamed(self, version: int, path: Path | None) -> tuple[str, Memory | None]:
         """Gather all weights a bucket at a time into a file, the server's memory or both. Returns
         the digest and the manifest's entry, on rank 0."""
-        trained, hashed = self.policy.trained(), list[_Hashed]()
-        file = _File(path, self._like) if path is not None and self.ranks.rank == 0 else None
+        trained, hashed, flat = self.policy.trained(), list[_Hashed](), None
+        if path is not None and self.first:
+            _blank(path, self._like)
+            flat = mapped(path)
 
         def parts() -> Iterator[dict[str, torch.Tensor]]:
             for names in self._groups:
                 own = {n: whole(trained[n].detach().to(self.policy.compute)) for n in names}
-                if self.ranks.rank == 0:
+                if self.first:
                     tensors = self._stored(own)
-                    hashed.extend(file.add(tensors) if file else sums(tensors))
+                    hashed.extend(_filled(flat, tensors) if flat else sums(tensors))
                     yield tensors
 
-        memory = None
         if self.server is not None:
             memory = self.server.offer(version, parts())
-        else:
-            deque(parts(), maxlen=0)
-        if file is not None:
-            hashed += file.close()
-        return digest.total(hashed), memory
+            return digest.total(hashed), memory
+        deque(parts(), maxlen=0)
+        return digest.total(hashed), None
 
     def _stored(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return revert_weight_conversion(self.policy.causal, tensors)
@@ -190,56 +189,31 @@ def publish(policy: TreeModel, version: int, run: Path, keep: int) -> Published:
     return result
 
 
-class _File:
-    """A safetensors file that threads write and hash as its tensors come, at most two buckets at a
-    time. like: all its tensors, hollow."""
+def _blank(path: Path, like: dict[str, torch.Tensor]) -> None:
+    """Write a safetensors file with room for tensors. Raises OSError if the disk has none."""
+    header, end = dict[str, object](), 0
+    for name, one in like.items():
+        offsets = end, end + one.nbytes
+        header[name] = {"dtype": _TYPES[one.dtype], "shape": one.shape, "data_offsets": offsets}
+        end = offsets[1]
+    text = json.dumps({"__metadata__": {"format": "pt"}} | header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.flush()
+        os.posix_fallocate(file.fileno(), 0, 8 + len(text) + end)
 
-    def __init__(self, path: Path, like: dict[str, torch.Tensor]):
-        header, end = dict[str, object](), 0
-        self._where: dict[str, int] = {}
-        for name, one in like.items():
-            self._where[name], offsets = end, [end, end + one.nbytes]
-            kind, end = _TYPES[one.dtype], offsets[1]
-            header[name] = {"dtype": kind, "shape": list(one.shape), "data_offsets": offsets}
-        text = json.dumps({"__metadata__": {"format": "pt"}} | header).encode()
-        text += b" " * (-len(text) % 8)
-        self._file, self._start = path.open("wb", buffering=0), 8 + len(text)
-        self._file.write(len(text).to_bytes(8, "little") + text)
-        self._threads = ThreadPoolExecutor(digest.THREADS)
-        self._running: deque[list[Future[_Hashed]]] = deque()
 
-    def add(self, tensors: dict[str, torch.Tensor]) -> list[_Hashed]:
-        """Begin to write a bucket. Returns the hashes of one that is finished."""
-        jobs = []
-        for name, one in tensors.items():
-            here = one.detach().contiguous()
-            if here.is_cuda:
-                here = torch.empty_like(here, device="cpu", pin_memory=True).copy_(here)
-            jobs.append(self._threads.submit(self._write, name, here))
-        self._running.append(jobs)
-        return self._finished() if len(self._running) > 2 else []
+def _filled(flat: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> Iterator[_Hashed]:
+    """Copy tensors to their places in a file. Yields their hashes."""
 
-    def _finished(self) -> list[_Hashed]:
-        return [job.result() for job in self._running.popleft()]
+    def put(name: str, one: torch.Tensor) -> _Hashed:
+        flat[name].copy_(one.detach().flatten())
+        data = memoryview(flat[name].view(torch.uint8).numpy())
+        return name, _TYPES[one.dtype], tuple(one.shape), digest.sha([data])
 
-    def _write(self, name: str, tensor: torch.Tensor) -> _Hashed:
-        data = memoryview(tensor.flatten().view(torch.uint8).numpy())
-        for first in range(0, len(data), digest.BLOCK):
-            block, place = (
-                data[first : first + digest.BLOCK],
-                self._start + self._where[name] + first,
-            )
-            while block:
-                done = os.pwrite(self._file.fileno(), block, place)
-                block, place = block[done:], place + done
-        return name, _TYPES[tensor.dtype], tuple(tensor.shape), digest.sha([data])
-
-    def close(self) -> list[_Hashed]:
-        """Wait for all threads. Returns the hashes that remain."""
-        rest = [one for _ in list(self._running) for one in self._finished()]
-        self._threads.shutdown()
-        self._file.close()
-        return rest
+    with ThreadPoolExecutor(digest.THREADS) as threads:
+        yield from threads.map(put, *zip(*tensors.items(), strict=True))
 
 
 def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
@@ -252,15 +226,13 @@ def sums(tensors: dict[str, torch.Tensor]) -> list[_Hashed]:
     """Return weighted sums of each tensor's bits, computed on its device."""
     found = []
     for name, one in tensors.items():
-        data = one.detach().contiguous().flatten().view(torch.uint8)
-        whole_words = torch.nn.functional.pad(data, (0, -len(data) % 8))
-        if whole_words.storage_offset() % 8:
-            whole_words = whole_words.clone()
-        words = whole_words.view(torch.int64)
+        data = one.detach().flatten().view(torch.uint8)
+        # always some padding, so that the words are a copy, which begins where words may
+        words = torch.nn.functional.pad(data, (0, 8 - len(data) % 8)).view(torch.int64)
         odd = torch.arange(1, 2 * min(len(words), _PIECE), 2, device=words.device)
         parts = [(piece * odd[: len(piece)]).sum() for piece in words.split(_PIECE)]
-        values = torch.stack(parts).tolist() if len(words) else []
-        found.append((name, _TYPES[one.dtype], tuple(one.shape), str(values)))
+        values = str(torch.stack(parts).tolist())
+        found.append((name, _TYPES[one.dtype], tuple(one.shape), values))
     return found
 
 

@@ -50,14 +50,12 @@ class _Bucket:
     only what changed, if that is smaller."""
 
     def __init__(self, version: int, tensors: dict[str, torch.Tensor], before: "_Bucket | None"):
-        self.version, self.told = (
-            version,
-            {
-                "names": list(tensors),
-                "dtypes": [str(one.dtype).removeprefix("torch.") for one in tensors.values()],
-                "shapes": [list(one.shape) for one in tensors.values()],
-            },
-        )
+        self.version = version
+        self.told = {
+            "names": list(tensors),
+            "dtypes": [str(one.dtype).removeprefix("torch.") for one in tensors.values()],
+            "shapes": [list(one.shape) for one in tensors.values()],
+        }
         parts = [one.detach().flatten().view(torch.uint8) for one in tensors.values()]
         self.flat = torch.cat(parts)  # a copy: training goes on while engines read
         self._before, self._places = -1 if before is None else before.version, None
@@ -71,7 +69,8 @@ class _Bucket:
         """Return the bytes of this version or the one before."""
         if version == self.version:
             return self.flat
-        assert version == self._before
+        if version != self._before:
+            raise LookupError(f"version {version} is not given any more")
         if self._places is None:
             return self._values.view(torch.uint8)
         flat = self.flat.clone()
@@ -103,12 +102,12 @@ class WeightServer:
         """Serve this version from now on, and the one before, which engines may still ask for.
         Returns the entry for the manifest. parts: what is sent at once, the same tensors for every
         version."""
-        number = -1
+        self._versions = self._versions[-1:]
         for number, tensors in enumerate(parts):
             before = self._buckets[number] if number < len(self._buckets) else None
             # An ask under way has a list of its own, and a bucket never changes.
             self._buckets[number : number + 1] = [_Bucket(version, tensors, before)]
-        self._versions = [*self._versions[-1:], version]
+        self._versions = [*self._versions, version]
         device = self._buckets[0].flat.device
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # broadcasts have another stream
@@ -181,7 +180,9 @@ class WeightServer:
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         try:
-            with _own_stream(buckets[0].flat.device):
+            device = buckets[0].flat.device
+            own = torch.cuda.Stream(device) if device.type == "cuda" else None
+            with torch.cuda.stream(own):  # not behind training's kernels
                 for bucket in buckets:
                     flat = bucket.at(int(ask["version"]))
                     if not group.broadcast([flat], options).wait(self.timeout):
@@ -228,13 +229,6 @@ class WeightServer:
             self._ended(store, number)
         finally:
             dist.destroy_process_group(group)
-
-
-def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a stream of this thread's own, so that a broadcast does not wait for training."""
-    if device.type == "cuda":
-        return torch.cuda.stream(torch.cuda.Stream(device))
-    return contextlib.nullcontext()
 
 
 def bound_store(host: str, timeout: timedelta) -> Any:

@@ -1,10 +1,12 @@
-"""One of several ranks that publish a policy: python publish_process.py FOLDER MODE, with torchrun's
-variables. FOLDER/process.json is the learner's; the truth of each version is written beside it."""
+"""Ranks that publish a policy: python publish_process.py FOLDER MODE COUNT, with MASTER_ADDR and
+MASTER_PORT. FOLDER/process.json is the learner's; beside it each rank writes its log, and rank 0
+the truth of each version. Ranks are forks, because importing costs more than all they do."""
 
 import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import msgspec
@@ -58,5 +60,28 @@ def main(folder: Path, mode: str) -> None:
     ranks.close()
 
 
+def forked(folder: Path, mode: str, rank: int, count: int) -> int:
+    """Start a rank and return its process."""
+    if pid := os.fork():
+        return pid
+    names = dict.fromkeys(("RANK", "LOCAL_RANK"), rank)
+    names |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), count)
+    os.environ |= {name: str(value) for name, value in names.items()}
+    os.dup2(os.open(folder / f"log-{rank}", os.O_CREAT | os.O_WRONLY), 2)
+    try:
+        main(folder, mode)
+    except Exception:
+        traceback.print_exc()
+        os._exit(3)
+    os._exit(0)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    place, how = Path(sys.argv[1]), sys.argv[2]
+    children = [forked(place, how, rank, int(sys.argv[3])) for rank in range(int(sys.argv[3]))]
+    codes: list[int] = []
+    for number, child in enumerate(children):
+        if number == 1 and how == "stops":
+            os.kill(child, signal.SIGKILL)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    (place / "codes.json").write_bytes(msgspec.json.encode(codes))

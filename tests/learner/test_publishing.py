@@ -34,22 +34,13 @@ def run(folder: Path, model: Path, mode: str, count: int, **settings: object) ->
     made = process(model, folder, 0, dtype="bfloat16", keep=2, whole_every=4, **settings)
     (folder / "process.json").write_bytes(msgspec.json.encode(made))
     place = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count),
-        "PYTHONPATH": f"{ROOT}/src:{ROOT}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": f"{ROOT}/src:{ROOT}", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.learner.publish_process", str(folder), mode],
-            env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE, text=True, cwd=ROOT,
-        )
-        for rank in range(count)
-    ]  # fmt: skip
-    if mode == "stops":
-        ranks[0].wait(60)
-        ranks[1].kill()
-    logs = [rank.communicate(timeout=120)[1] for rank in ranks]
-    return [f"{rank.returncode} {log}" for rank, log in zip(ranks, logs, strict=True)]
+    command = [sys.executable, "-m", "tests.learner.publish_process", str(folder), mode, str(count)]
+    subprocess.run(command, env=os.environ | place, cwd=ROOT, check=True, timeout=400)
+    codes = json.loads((folder / "codes.json").read_text())
+    return [f"{code} {(folder / f'log-{rank}').read_text()}" for rank, code in enumerate(codes)]
 
 
 def shown(folder: Path) -> dict[int, list[str]]:
