@@ -201,7 +201,9 @@ def _blank(path: Path, like: dict[str, torch.Tensor]) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.flush()
-        os.posix_fallocate(file.fileno(), 0, 8 + len(text) + end)
+        file.truncate(8 + len(text) + end)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, 8 + len(text) + end)
 
 
 def _filled(flat: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> Iterator[_Hashed]:

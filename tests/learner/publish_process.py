@@ -70,10 +70,10 @@ def forked(folder: Path, mode: str, rank: int, count: int) -> int:
     os.dup2(os.open(folder / f"log-{rank}", os.O_CREAT | os.O_WRONLY), 2)
     try:
         main(folder, mode)
-    except Exception:
+        os._exit(0)
+    finally:  # no fork returns
         traceback.print_exc()
         os._exit(3)
-    os._exit(0)
 
 
 if __name__ == "__main__":
