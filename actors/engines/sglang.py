@@ -7,6 +7,7 @@ each request's cache entries, so no request reads another version's cache.
 """
 
 import asyncio
+import base64
 import itertools
 import logging
 import random
@@ -237,6 +238,9 @@ class SGLangEngine:
             settings[sampling.constraint.kind] = sampling.constraint.text
         prompt |= {"return_logprob": True, "logprob_start_len": -1}
         prompt |= {"return_prompt_token_ids": True} if "image_data" in prompt else {}
+        if sampling.experts_from >= 0:
+            prompt |= {"return_routed_experts": True}
+            prompt |= {"routed_experts_start_len": sampling.experts_from}
         if sampling.cuts:
             vocabulary, limit = self.weights.facts.vocabulary, self.weights.facts.mask
             prompt["return_sampling_mask"] = True
@@ -369,6 +373,11 @@ class SGLangEngine:
             finish = meta["finish_reason"]["type"]
             if finish not in _FINISHES:
                 raise ValueError(f"finish reason {finish!r}")
+            experts = None
+            if sampling.experts_from >= 0 and (text := meta.get("routed_experts")):
+                told = np.frombuffer(base64.b64decode(text), np.int32).astype(np.int16)
+                rows = int(meta["prompt_tokens"]) + len(tokens) - 1 - sampling.experts_from
+                experts = told.reshape(rows, -1)
         except (KeyError, TypeError, ValueError) as error:
             raise self._strange(error) from None
         if len(tokens) != len(logprobs):
@@ -376,7 +385,8 @@ class SGLangEngine:
                 f"{self.way.name} gave {len(tokens)} tokens and {len(logprobs)} log-probabilities:"
                 " is it sglang 0.5.23 or newer?"
             )
-        return Sample(tokens, logprobs, answer["versions"], finish, support=left)  # pyright: ignore
+        parts = tokens, logprobs, answer["versions"], finish
+        return Sample(*parts, support=left, experts=experts)  # pyright: ignore
 
     def _count(self, rows: list[dict[str, Any]]) -> int:
         """Count a request's tokens, and return the cached ones of its prompt."""

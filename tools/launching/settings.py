@@ -143,13 +143,15 @@ ADAPTERS_AT_ONCE = {"max_loras_per_batch": 2, "max_loaded_loras": 3}
 newest one, and a third may be loading."""
 
 
-def with_adapters(config: Config) -> Config:
-    """Add the arguments that a server which actors start needs for adapters. Their target layers
-    follow from the model's files."""
-    g, rank = config.actors.sglang, config.learner.lora.rank
-    if config.actors.engine != "sglang" or g.way == "url" or not rank:
+def with_arguments(config: Config) -> Config:
+    """Add the arguments that a server which actors start needs for adapters, whose target layers
+    follow from the model's files, and for experts."""
+    g, rank, added = config.actors.sglang, config.learner.lora.rank, dict[str, Any]()
+    if config.actors.engine != "sglang" or g.way == "url":
         return config
-    sglang = replace(g, arguments={"enable_lora": True, "max_lora_rank": rank} | g.arguments)
+    added |= {"enable_lora": True, "max_lora_rank": rank} if rank else {}
+    added |= {"enable_return_routed_experts": True} if config.learner.routing_replay else {}
+    sglang = replace(g, arguments=added | g.arguments)
     return replace(config, actors=replace(config.actors, sglang=sglang))
 
 
