@@ -78,8 +78,8 @@ FAULTS = (
     Planted(
         "new weights leave the prefix cache as it is",
         "actors/engines/local.py",
-        "self.version = version\n        self.batch.forget()",
-        "self.version = version",
+        "self.version = request.version\n        self.batch.forget()",
+        "self.version = request.version",
         "tests/actors/test_engine_contract.py"
         "::test_a_new_version_is_sampled_from_and_reads_no_other_versions_cache",
     ),

@@ -263,7 +263,8 @@ class LocalEngine:
 
     def _swap(self, proven: weights.Version, request: LoadRequest) -> None:
         weights.apply(self.model, self.folder, proven)
-        self.version, self._held = request.version, request.digest if proven.kind == "full" else ""
+        self._held = request.digest if proven.kind == "full" else ""
+        self.version = request.version
         self.batch.forget()
         if self._pictures is not None:
             self._pictures.forget()
