@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -51,7 +52,7 @@ def model_of(llama: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
 
 
-def assert_bits(tensors: dict[str, torch.Tensor], folder: Path, version: int) -> None:
+def assert_bits(tensors: Mapping[str, torch.Tensor], folder: Path, version: int) -> None:
     truth = load_file(folder / f"truth-{version}.safetensors")
     assert truth.keys() == tensors.keys()
     for name, value in truth.items():
