@@ -1,8 +1,5 @@
-"""Agents written with the clients that people use. Each is called with a task in a process of its
-own and returns a reward: whether it answers right.
-
-A function imports what it needs, so that one client can be missing and the others be there.
-"""
+"""Agents written with the clients that people use, of which any may be missing. Each is called with
+a task in a process of its own and returns a reward: whether it answers right."""
 # pyright: reportMissingImports=false
 
 import json
@@ -14,10 +11,19 @@ ASKED = "Add with the tool: "
 NUMBERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
 PARAMETERS = {"type": "object", "properties": NUMBERS, "required": ["a", "b"]}
 PARAMETERS |= {"additionalProperties": False}
-ABOUT = "Add two numbers."
-ADD: Any = {"name": "add", "description": ABOUT, "parameters": PARAMETERS, "strict": True}
+ADD: Any = {"name": "add", "description": "Adds.", "parameters": PARAMETERS, "strict": True}
 TOOLS: Any = [{"type": "function", "function": ADD}]
 FLAT: Any = [{"type": "function", **ADD}]
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: one.
+        b: the other.
+    """
+    return a + b
 
 
 def right(task: dict[str, Any], answer: Any) -> float:
@@ -49,13 +55,13 @@ def chat(task: dict[str, Any]) -> float:
     """openai's chat completions; history as the SDK's own objects."""
     import openai
 
-    client, messages = openai.OpenAI(), asked(task)
+    create: Any = openai.OpenAI().chat.completions.create
+    messages = asked(task)
     while True:
-        reply = client.chat.completions.create(model="gpt-any", messages=messages, tools=TOOLS)
-        message: Any = reply.choices[0].message
+        reply = create(model="gpt-any", messages=messages, tools=TOOLS)
+        message = reply.choices[0].message
         assert reply.choices[0].finish_reason == ("tool_calls" if message.tool_calls else "stop")
-        usage: Any = reply.usage
-        assert usage.total_tokens > usage.completion_tokens > 0
+        assert reply.usage.total_tokens > reply.usage.completion_tokens > 0
         if not message.tool_calls:
             return right(task, message.content)
         messages += [message, *results(message.tool_calls)]
@@ -154,48 +160,26 @@ def required(task: dict[str, Any]) -> float:
 
     create: Any = openai.OpenAI().chat.completions.create
     user = {"role": "user", "content": "call"}
-    names = ("add", "other")
-    tools: Any = [{"type": "function", "function": {**ADD, "name": name}} for name in names]
     named: Any = {"type": "function", "function": {"name": "other"}}
-    fields: Any = {"model": "any", "tools": tools}
+    fields: Any = {"model": "any", "tools": [*TOOLS, named]}
     first = create(messages=[user], tool_choice="required", **fields)
     second = create(messages=[user, user], tool_choice=named, **fields)
     called = [bool(reply.choices[0].message.tool_calls) for reply in (first, second)]
     return float(called[0] + 2 * called[1])
 
 
-def _openai_agent(model: Any) -> Any:
-    import agents
-
-    agents.set_tracing_disabled(True)
-
-    @agents.function_tool
-    def add(a: int, b: int) -> int:
-        """Add two numbers."""
-        return a + b
-
-    return agents.Agent(name="adder", instructions="You add.", tools=[add], model=model)
-
-
-def agents_responses(task: dict[str, Any]) -> float:
-    """openai-agents at its default endpoint."""
-    import agents
-
-    result = agents.Runner.run_sync(_openai_agent("any"), ASKED + task["question"])
-    return right(task, result.final_output)
-
-
 async def agents_streamed(task: dict[str, Any]) -> float:
     """openai-agents at its default endpoint, streamed."""
     import agents
 
-    result = agents.Runner.run_streamed(_openai_agent("any"), ASKED + task["question"])
-    deltas = [
-        event.data.delta  # pyright: ignore
-        async for event in result.stream_events()
-        if getattr(getattr(event, "data", None), "type", "") == "response.output_text.delta"
-    ]
-    assert "".join(deltas) == result.final_output  # pyright: ignore
+    agents.set_tracing_disabled(True)
+    tools: Any = [agents.function_tool(add)]
+    agent = agents.Agent(name="adder", instructions="You add.", tools=tools, model="any")
+    result: Any = agents.Runner.run_streamed(agent, ASKED + task["question"])
+    data: list[Any] = [getattr(event, "data", None) async for event in result.stream_events()]
+    kind = "response.output_text.delta"
+    deltas = [one.delta for one in data if getattr(one, "type", "") == kind]
+    assert "".join(deltas) == result.final_output
     return right(task, result.final_output)
 
 
@@ -205,12 +189,7 @@ def pydantic_tool(task: dict[str, Any]) -> float:
     from pydantic_ai.models.openai import OpenAIChatModel
 
     agent: Any = pydantic_ai.Agent(OpenAIChatModel("any"), system_prompt="You add.")
-
-    @agent.tool_plain
-    def add(a: int, b: int) -> int:
-        """Add two numbers."""
-        return a + b
-
+    agent.tool_plain(add)
     return right(task, agent.run_sync(ASKED + task["question"]).output)
 
 
@@ -218,10 +197,6 @@ def langgraph(task: dict[str, Any]) -> float:
     """langgraph's ready agent over langchain's chat model."""
     from langchain_openai import ChatOpenAI
     from langgraph.prebuilt import create_react_agent
-
-    def add(a: int, b: int) -> int:
-        """Add two numbers."""
-        return a + b
 
     agent = create_react_agent(ChatOpenAI(model="any"), [add])
     result = agent.invoke({"messages": [("user", ASKED + task["question"])]})
@@ -232,28 +207,11 @@ def smol_tools(task: dict[str, Any]) -> float:
     """smolagents' agent that calls tools, of which one gives the answer."""
     import smolagents
 
-    @smolagents.tool
-    def add(a: int, b: int) -> int:
-        """Add two numbers.
-
-        Args:
-            a: one.
-            b: the other.
-        """
-        return a + b
-
-    base, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
     kinds: Any = smolagents
+    base, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
     model = kinds.OpenAIModel("any", api_base=base, api_key=key)
-    agent = kinds.ToolCallingAgent(tools=[add], model=model, verbosity_level=0)
+    agent = kinds.ToolCallingAgent(tools=[kinds.tool(add)], model=model, verbosity_level=0)
     return right(task, agent.run(ASKED + task["question"]))
-
-
-def post(url: str, body: dict[str, Any], **headers: str) -> Any:
-    """The lines of an answer to a client without a library."""
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request) as response:
-        return response.read().decode().splitlines()
 
 
 def messages(task: dict[str, Any]) -> float:
@@ -261,7 +219,13 @@ def messages(task: dict[str, Any]) -> float:
     every call, and results in blocks."""
     url = os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages"
     key = {"x-api-key": os.environ["ANTHROPIC_API_KEY"]}
-    tool = {"name": "add", "description": ABOUT, "input_schema": PARAMETERS}
+
+    def post(path: str, body: Any) -> Any:
+        request = urllib.request.Request(url + path, json.dumps(body).encode(), key)
+        with urllib.request.urlopen(request) as response:
+            return json.load(response)
+
+    tool = {"name": "add", "description": "Adds.", "input_schema": PARAMETERS}
     first = {"type": "text", "text": ASKED + task["question"]}
     history = list[Any]([{"role": "user", "content": [first]}])
     while True:
@@ -269,9 +233,8 @@ def messages(task: dict[str, Any]) -> float:
         system = [{"type": "text", "text": line} for line in lines]
         body = {"model": "claude-any", "max_tokens": 200, "system": system, "tools": [tool]}
         body["messages"] = history
-        (counted,) = post(url + "/count_tokens", body, **key)
-        assert json.loads(counted)["input_tokens"] > 0
-        message = json.loads(post(url, body, **key)[0])
+        assert post("/count_tokens", body)["input_tokens"] > 0
+        message = post("", body)
         calls = [block for block in message["content"] if block["type"] == "tool_use"]
         assert message["stop_reason"] == ("tool_use" if calls else "end_turn")
         if not calls:

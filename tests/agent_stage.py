@@ -1,5 +1,4 @@
-"""Agents in processes of their own before a scripted policy, with a real tokenizer, a real tree and
-a real journal."""
+"""Agents in processes of their own before a scripted policy, with a real tree and journal."""
 
 import random
 import shutil
@@ -74,13 +73,9 @@ do."""
 
 
 class Policy:
-    """An actor and a judge: ``reply`` gives the reply to a prompt, for each candidate. The first
-    token of sample number i has the log-probability -(i + 1), so that a node tells which sample it
-    is.
-
-    prompts: what was asked, as text; samples, with the prompt of each in ``asked``; before: is
-    awaited at every call.
-    """
+    """An actor and a judge: ``reply`` gives the reply to a prompt, for each candidate; ``before``
+    is awaited at every call. The first token of sample number i has the log-probability -(i + 1),
+    so that a node tells which sample it is. ``asked``: the prompt of each sample."""
 
     def __init__(self, text: Text, reply: Callable[[str, int], str]):
         self.text, self.reply = text, reply
@@ -122,15 +117,9 @@ class Staged:
     emitted."""
 
     def __init__(
-        self,
-        journal: Path,
-        text: Text,
-        services: Any,
-        environment: Any,
-        task: Task,
-        settings: SchedulerConfig,
-        **shared: Any,
-    ):
+        self, journal: Path, text: Text, services: Any, environment: Any, task: Task,
+        settings: SchedulerConfig, **shared: Any,
+    ):  # fmt: skip
         self.text, self.services, self.environment = text, services, environment
         self.task, self.settings = task, settings
         self.groups: list[list[Turn]] = []
@@ -167,30 +156,21 @@ class Stage(Staged):
     "module:function"."""
 
     def __init__(
-        self,
-        folder: Path,
-        llama: Path,
-        reply: Callable[[str, int], str],
-        name: str,
-        template: str = TEMPLATE,
-        **options: Any,
-    ):
+        self, folder: Path, llama: Path, reply: Callable[[str, int], str], name: str,
+        template: str = TEMPLATE, **options: Any,
+    ):  # fmt: skip
         model = folder / "model"
         if not model.exists():
             shutil.copytree(llama, model)
             (model / "chat_template.jinja").write_text(template.replace("<|im_end|>", "</s>"))
-        environment = AgentEnvironment(
-            name if ":" in name else f"agents_of_a_test:{name}", **options
-        )
+        function = name if ":" in name else f"agents_of_a_test:{name}"
+        environment = AgentEnvironment(function, **options)
         text = Text(str(model), environment.marks)
         self.policy = Policy(text, reply)
         settings = SchedulerConfig(judge="any", max_action_tokens=400)
         task = Task("t", "1 + 2 + 4", ["7"])
         journal = folder / f"journal-{name.rpartition(':')[2]}"
         super().__init__(journal, text, self.policy, environment, task, settings)
-
-    def emit(self, tree: Tree, turns: list[Turn]) -> None:
-        self.groups.append(turns)
 
     def read(self, tree: Tree, node: Node) -> str:
         """The text of all tokens up to the end of a node."""
@@ -210,12 +190,10 @@ class Stage(Staged):
             np.testing.assert_array_equal(action.tokens, sample.tokens)
             np.testing.assert_array_equal(action.logprobs, sample.logprobs)
             assert action.sampled.all() and len(action.sampled) == len(sample.tokens)
-        others = [node for node in tree.nodes.values() if node.kind != "action"]
-        assert all(node.sampled is None for node in others)
+        assert all(node.sampled is None for node in tree.nodes.values() if node.kind != "action")
 
 
 Stages = Callable[..., Stage]
-"""The fixture ``stage`` of tests/scheduler: makes stages over the agents of a module."""
 
 
 def adds(prompt: str, i: int) -> str:

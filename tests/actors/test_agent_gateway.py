@@ -6,39 +6,17 @@ import json
 import weakref
 from typing import Any
 
-import aiohttp
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from coppice.actors.environments.agents import gateway as module
-from coppice.actors.environments.agents.episode import Ended, Episode, ForkServer
-from coppice.actors.environments.agents.gateway import Gateway, Session
-from coppice.actors.environments.base import Spent
+from coppice.actors.environments.agents.gateway import Session
 from coppice.actors.serving import replies
+from coppice.actors.serving.conversations import Conversation
 from coppice.actors.serving.replies import Reply
 from coppice.common.tool_calls import ToolCall
 from tests.actors.conftest import HELLO, Door
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {}}}
-
-
-SANE = [
-    {**HELLO, "tools": [ADD], "tool_choice": "auto"},
-    {"input": [{"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}]},
-    {"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "add"}}]}]},
-    {"queries": ["x"], "topk": 1},
-    {"reward": 1.0},
-]
-FIELDS = (
-    "messages input instructions tools tool_choice model max_tokens stream stream_options text n"
-    " stop response_format logprobs functions previous_response_id reward response_id queries topk"
-).split()
-WORDS = (
-    "role content type text tool_calls tool_call_id function name arguments call_id output"
-    " parameters format id"
-).split()
-PATHS = ["chat/completions", "responses", "episode/reward", "retrieve"]
 
 
 async def test_a_session_is_its_key_wherever_a_client_puts_it(door: Door) -> None:
@@ -65,46 +43,39 @@ async def test_an_unknown_key_is_401_and_a_closed_session_409_also_a_waiter(door
         assert status == 409 and "the episode has ended" in said
 
 
-CHATS: list[tuple[dict[str, Any], str]] = [
-    ({"n": 2}, "`n`"),
-    ({"response_format": {"type": "json_object"}}, "`response_format`"),
-    ({"logprobs": True, "top_logprobs": 2}, "`logprobs`"),
-    ({"functions": [ADD["function"]]}, "`functions`"),
-    ({"stop": {"a": 1}}, "stop"),
-    ({"stream": "yes"}, "stream"),
-    ({"tools": [{"type": "function", "function": "add"}]}, "`tools`"),
-    ({"tools": [ADD], "tool_choice": {"type": "function", "function": "add"}}, "`tool_choice`"),
-    ({"tool_choice": "required"}, "`tool_choice`"),
-    ({"messages": []}, "`messages`"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]}, "call"),
-    ({"messages": [{"role": "wizard", "content": "x"}]}, "'wizard': expected system"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "`content`"),
-    ({"max_tokens": 0}, "`max_tokens`"),
+CHAT, RESPONSES, REWARD = "chat/completions", "responses", "episode/reward"
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"n": 2}, "`n`"),
+    (CHAT, {"response_format": {"type": "json_object"}}, "`response_format`"),
+    (CHAT, {"logprobs": True, "top_logprobs": 2}, "`logprobs`"),
+    (CHAT, {"functions": [ADD["function"]]}, "`functions`"),
+    (CHAT, {"stop": {"a": 1}}, "stop"),
+    (CHAT, {"stream": "yes"}, "stream"),
+    (CHAT, {"tools": [{"type": "function", "function": "add"}]}, "`tools`"),
+    (CHAT, {"tools": [ADD], "tool_choice": {"type": "function", "function": 1}}, "`tool_choice`"),
+    (CHAT, {"tool_choice": "required"}, "`tool_choice`"),
+    (CHAT, {"messages": []}, "`messages`"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "call"),
+    (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "'wizard': expected system"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "`content`"),
+    (CHAT, {"max_tokens": 0}, "`max_tokens`"),
+    (RESPONSES, {"text": {"format": {"type": "json_schema", "schema": {}}}}, "`response_format`"),
+    (RESPONSES, {"text": "x"}, "text"),
+    (RESPONSES, {"input": [{"type": "function_call", "name": "a", "arguments": 1}]}, "tool call"),
+    (RESPONSES, {"previous_response_id": "resp-1"}, "`previous_response_id`"),
+    (RESPONSES, {"conversation": {"id": "conv_1"}}, "`conversation`"),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": "m"}]}, "`item_reference`: 'm'"),
+    (REWARD, {"reward": int("9" * 400)}, "reward"),
+    (REWARD, {"reward": "good"}, "`reward`: 'good': expected `float`"),
 ]
-RESPONSES: list[tuple[dict[str, Any], str]] = [
-    ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "`response_format`"),
-    ({"text": "x"}, "text"),
-    ({"input": [{"type": "function_call", "name": "add", "arguments": 1}]}, "tool call"),
-    ({"previous_response_id": "resp-1"}, "`previous_response_id`"),
-    ({"conversation": {"id": "conv_1"}}, "`conversation`"),
-    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "`item_reference`: 'msg_1'"),
-]
-REWARDS: list[tuple[Any, str]] = [
-    ({"reward": int("9" * 400)}, "reward"),
-    ({"reward": "good"}, "`reward`: 'good': expected `float`"),
-]
-REFUSED = [
-    *(("chat/completions", HELLO | body, said) for body, said in CHATS),
-    *(("responses", {"input": "x"} | body, said) for body, said in RESPONSES),
-    *(("episode/reward", body, said) for body, said in REWARDS),
-]
+NEEDED = {CHAT: HELLO, RESPONSES: {"input": "x"}, REWARD: {}}
 
 
 @pytest.mark.parametrize(("path", "body", "said"), REFUSED)
-async def test_what_cannot_be_answered_is_refused_with_its_name(
+async def test_what_cannot_be_answered_is_named(
     door: Door, path: str, body: Any, said: str
 ) -> None:
-    status, message = await door.refused(path, body)
+    status, message = await door.refused(path, NEEDED[path] | body)
     assert status == 400 and said in message
     assert not door.session.waiting
 
@@ -127,31 +98,23 @@ async def test_a_stream_that_waits_sends_comments_and_tells_its_refusal(
         assert ("the episode has ended" in rest, "[DONE]" in rest) == (ended, not ended)
 
 
-async def test_a_repeated_request_joins_only_if_it_says_so(door: Door) -> None:
-    first = await door.chat(Reply("one"))
-    again = {**door.own, "x-stainless-retry-count": "1"}
-    same = json.loads((await door.post("chat/completions", HELLO, **again))[1])
-    assert same | {"created": 0} == first | {"created": 0}
-    second = await door.chat(Reply("two"))
-    assert second["choices"][0]["message"]["content"] == "two" and second["id"] != first["id"]
-    new = {"messages": [{"role": "user", "content": "other"}]}
-    other = await door.chat(Reply("three"), new, **again)
-    assert other["choices"][0]["message"]["content"] == "three"
-
-
-async def test_a_call_that_waits_is_known_again_behind_many_others(door: Door) -> None:
-    answers = [door.session.ask(module.Conversation([]), f"{number}") for number in range(20)]
-    assert door.session.ask(module.Conversation([]), "0", again=True) == answers[0]
+async def test_ids_repeat_with_what_is_asked_and_a_waiting_call_is_known_again(door: Door) -> None:
+    digests = ["a", "b", "a", *map(str, range(20))]
+    answers, again = [
+        [session.ask(Conversation([]), digest) for digest in digests]
+        for session in (door.session, Session("key"))
+    ]
+    assert [name for name, _ in answers] == [name for name, _ in again]
+    assert len({name for name, _ in answers}) == len(digests)
+    assert door.session.ask(Conversation([]), "a", again=True) == answers[2]
     for request in [*door.session.waiting.values()]:
         door.session.answer(request, Reply("x"))
-    door.session.ask(module.Conversation([]), "more")
-    assert len(door.session._answers) == module.REMEMBERED + 1
+    door.session.ask(Conversation([]), "more")  # answered calls are forgotten, but for the last
+    assert door.session.ask(Conversation([]), "19", again=True) == answers[-1]
+    assert door.session.ask(Conversation([]), "0", again=True) != answers[3]
 
 
-async def test_of_an_ended_session_only_its_key_is_kept_and_of_many_the_last(
-    door: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "CLOSED", 2)
+async def test_of_an_ended_session_only_its_key_is_kept_and_of_many_the_last(door: Door) -> None:
     keys, alive = list[str](), weakref.WeakSet[Session]()
 
     def play() -> None:
@@ -160,12 +123,11 @@ async def test_of_an_ended_session_only_its_key_is_kept_and_of_many_the_last(
         keys.append(session.key)
         door.gateway.end(session, "the episode has ended")
 
-    for _ in range(3):
+    for _ in range(module.CLOSED + 1):
         play()
     assert not alive and list(door.gateway.sessions) == [door.session.key]
-    bearers = [f"Bearer {key}" for key in keys]
-    late = [(await door.post("retrieve", {}, Authorization=key))[0] for key in bearers]
-    assert late == [401, 409, 409]
+    for key, status in ((keys[0], 401), (keys[1], 409), (keys[-1], 409)):
+        assert (await door.post("retrieve", {}, Authorization=f"Bearer {key}"))[0] == status
 
 
 async def test_errors_of_http_itself_are_told_in_the_protocols_form(door: Door) -> None:
@@ -179,60 +141,9 @@ async def test_errors_of_http_itself_are_told_in_the_protocols_form(door: Door) 
     assert status == 413 and str(module.LARGEST_BODY) in said
 
 
-PLAIN = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**70), 2**70)
-    | st.floats(allow_nan=False)
-    | st.text(max_size=8)
-)
-JSON: Any = st.recursive(
-    PLAIN,
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4)
-    ),
-    max_leaves=12,
-)
-FIELD = st.sampled_from(FIELDS)
-BODIES: Any = st.dictionaries(FIELD, JSON) | st.builds(
-    lambda sane, name, value: {**sane, name: value}, st.sampled_from(SANE), FIELD, JSON
-)
-
-
-async def client() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession()
-
-
-@pytest.mark.second
-def test_no_body_is_answered_with_an_error_of_the_server() -> None:
-    with asyncio.Runner() as runner:
-        gateway = Gateway()
-        runner.run(gateway.start())
-        http = runner.run(client())
-        door = Door(gateway, http)
-
-        async def answering() -> None:
-            while True:
-                door.session.answer(await door.request(), Reply("x"))
-
-        task = runner.get_loop().create_task(answering())
-
-        @settings(max_examples=60, deadline=None, derandomize=True)
-        @given(st.sampled_from(PATHS), BODIES)
-        def ask(path: str, body: Any) -> None:
-            status, text = runner.run(door.post(path, body))
-            assert status in (200, 400, 404, 409), (path, body, status, text)
-            assert status == 200 or "message" in json.loads(text)["error"]
-
-        ask()
-        task.cancel()
-        runner.run(http.close())
-        runner.run(gateway.close())
-
-
 async def test_items_and_responses_are_known_by_id_in_their_own_session(door: Door) -> None:
     tools = [{"type": "function", "name": "add", "parameters": {}}]
-    requests: list[module.Conversation] = []
+    requests: list[Conversation] = []
 
     async def turn(reply: Reply, **body: Any) -> dict[str, Any]:
         body = {"instructions": "Add.", "tools": tools, **body}
@@ -261,59 +172,27 @@ async def test_items_and_responses_are_known_by_id_in_their_own_session(door: Do
         assert (await door.post("responses", body))[0] == 400
 
 
-async def lasting() -> Ended:
-    """A process that does not end."""
-    await asyncio.Event().wait()
-    return Ended(None)
-
-
 async def test_a_reply_can_be_rewarded_until_the_next_request_only(door: Door) -> None:
-    episode = Episode(door.gateway, ForkServer([]), {})
-    door.session = session = episode.session
-    episode._ended = asyncio.create_task(lasting())
+    session = door.session
 
     async def turn(text: str) -> str:
-        asking = asyncio.create_task(door.post("chat/completions", HELLO))
-        asked = await episode.next()
-        assert isinstance(asked, module.Conversation)
-        episode.answer(asked, Reply(text))
-        return json.loads((await asking)[1])["id"]
+        return (await door.chat(Reply(text)))["id"]
 
     first = await turn("one")
-    assert (await door.post("episode/reward", {"reward": 0.5, "response_id": first}))[0] == 200
+    assert (await door.post(REWARD, {"reward": 0.5, "response_id": first}))[0] == 200
     assert session.step_reward == 0.5
     second = await turn("two")
     assert session.step_reward is None and second != first
     for name in (first, "chatcmpl-", "", second):
-        status, _ = await door.post("episode/reward", {"reward": 0.25, "response_id": name})
+        status, _ = await door.post(REWARD, {"reward": 0.25, "response_id": name})
         assert status == (200 if name in ("", second) else 409)
     assert (session.reward, session.step_reward) == (0.25, 0.25)
-    episode._ended.cancel()
-
-
-def test_ids_repeat_in_a_session_that_repeats_what_was_asked() -> None:
-    async def names() -> list[str]:
-        session = Session("key")
-        return [session.ask(module.Conversation([]), digest)[0] for digest in ("a", "b", "a")]
-
-    one, other = asyncio.run(names()), asyncio.run(names())
-    assert one == other and len(set(one)) == 3
 
 
 async def test_neutral_fields_and_other_ways_to_write_messages_change_nothing(door: Door) -> None:
     neutral = {"response_format": {"type": "text"}, "logprobs": False, "functions": [], "n": 1}
-    messages = [
-        {"role": "developer", "content": [{"type": "text", "text": "a"}], "name": "n"},
-        {"role": "assistant", "content": None, "reasoning_content": "r"},
-    ]
-    body = {"messages": messages, **neutral}
-    request, _ = await door.turn(Reply("x"), "chat/completions", body)
-    system, empty = {"role": "system", "content": "a"}, {"role": "assistant", "content": ""}
-    assert request.messages == [system, empty]
-
-
-async def test_usage_is_what_was_spent(door: Door) -> None:
-    usage = (await door.chat(Reply("hi", spent=Spent(10, 4, 3))))["usage"]
-    counts = usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]
-    assert counts == (10, 3, 13)
-    assert usage["prompt_tokens_details"]["cached_tokens"] == 4
+    told = {"role": "developer", "content": [{"type": "text", "text": "a"}], "name": "n"}
+    empty = {"role": "assistant", "content": None, "reasoning_content": "r"}
+    request, _ = await door.turn(Reply("x"), CHAT, {"messages": [told, empty], **neutral})
+    said = [(message["role"], message["content"]) for message in request.messages]
+    assert said == [("system", "a"), ("assistant", "")]

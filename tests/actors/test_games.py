@@ -12,7 +12,6 @@ import pytest
 
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import SPLIT
-from coppice.actors.environments.game import labelled
 from coppice.actors.environments.minesweeper.environment import MinesState
 from coppice.actors.environments.sokoban.environment import SokobanState
 from coppice.actors.environments.sudoku.environment import SudokuState
@@ -91,8 +90,7 @@ def test_the_placeholders_of_every_prompt_are_filled_and_its_head_is_shared(game
 
 
 def test_an_episode_ends_with_all_its_measures(game: Any) -> None:
-    rng = random.Random(1)
-    state, transition = opened(game, 5), None
+    rng, state, transition = random.Random(1), opened(game, 5), None
     while transition is None or not transition.done:
         move = game.notation(rng.choice(game.moves(state)))
         (transition,) = play(game, state, move, tools=TOOLS)
@@ -113,9 +111,7 @@ def test_an_episode_ends_with_all_its_measures(game: Any) -> None:
         ("Look: {picture}", 0, "sudoku draws no pictures"),
     ],
 )
-def test_a_prompt_that_cannot_work_is_refused(
-    tmp_path: Path, text: str, history: int, said: str
-) -> None:
+def test_an_unusable_prompt_is_refused(tmp_path: Path, text: str, history: int, said: str) -> None:
     path = tmp_path / "prompt.txt"
     path.write_text(text)
     with pytest.raises(ValueError, match=said):
@@ -126,11 +122,13 @@ def test_a_prompt_that_cannot_work_is_refused(
 
 SOLVED = "1234341221434321"
 OPENED = "#11#111F..11...."
-LAYOUT = "*......*........"
 """4x4, mines in (1, 1) and (2, 4)."""
-HALF = SudokuState(4, "1..4.4.2" + SOLVED[8:], SOLVED, "1.34.4.2" + SOLVED[8:])
-STATES: dict[str, Any] = {"sudoku": HALF, "minesweeper": MinesState(4, 4, 2, 0, OPENED, LAYOUT)}
-STATES["tictactoe"] = TicTacToeState("....X....", "O", "rival")
+STATES: dict[str, Any] = {
+    "tictactoe": TicTacToeState("....X....", "O", "rival"),
+    "sudoku": SudokuState(4, "1..4.4.2" + SOLVED[8:], SOLVED, "1.34.4.2" + SOLVED[8:]),
+    "minesweeper": MinesState(4, 4, 2, 0, OPENED, "*......*........"),
+    "sokoban": SokobanState("#" * 6 + "#S√X_#" + "#____#" * 3 + "#" * 6),
+}
 UNUSABLE = {
     "tictactoe": ["5", "0", "10", "1 2"],
     "sudoku": ["1 1 3", "1 5 3", "0 2 2", "1 2 5", "1 2 0", "1 2 x"],
@@ -138,45 +136,36 @@ UNUSABLE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [(name, text) for name, texts in UNUSABLE.items() for text in texts]
-)
-def test_an_unusable_action_loses_and_keeps_what_was_reached(name: str, text: str) -> None:
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_an_unusable_action_loses_and_keeps_what_was_reached(name: str) -> None:
     rules: Any = registry.load(name, {})
-    action = rules.read(STATES[name], f"<action>{text}</action>")
-    (end,) = play(rules, STATES[name], text)
-    assert (action.valid, end.done, end.outcome) == (False, True, -1.0)
     expected = {"tictactoe": None, "sudoku": 0.25, "minesweeper": pytest.approx(13 / 14)}[name]
-    assert (end.measures["success"], end.measures.get("completion")) == (0, expected)
+    for text in UNUSABLE[name]:
+        (end,) = play(rules, STATES[name], text)
+        assert not rules.read(STATES[name], f"<action>{text}</action>").valid, text
+        assert (end.done, end.outcome, end.measures["success"]) == (True, -1.0, 0), text
+        assert end.measures.get("completion") == expected
 
 
 @pytest.mark.parametrize(
-    ("name", "state", "row"),
+    ("name", "cells"),
     [
-        ("sudoku", SudokuState(4, "12.4" * 4, SOLVED, "12.4" * 4), "S" + SPLIT + "12.4" * 4),
-        ("minesweeper", STATES["minesweeper"], "M" + SPLIT + OPENED),
-        ("sokoban", SokobanState("#" * 6 + "#S√X_#" + "#____#" * 3 + "#" * 6), None),
-        ("tictactoe", STATES["tictactoe"], f"#{SPLIT}O\n...\n.X.\n...\n1 2 3 4 6 7 8 9"),
+        ("sudoku", "S" + SPLIT + "1.34.4.2" + SOLVED[8:]),
+        ("minesweeper", "M" + SPLIT + OPENED),
+        ("sokoban", f"K{SPLIT}S*X_" + "_" * 12),
+        ("tictactoe", f"#{SPLIT}O\n...\n.X.\n...\n1 2 3 4 6 7 8 9"),
     ],
 )
-def test_the_compact_prompt_is_the_cells_alone_in_ascii(
-    name: str, state: Any, row: str | None
-) -> None:
+def test_the_compact_prompt_is_the_cells_alone_in_ascii(name: str, cells: str) -> None:
     rules: Any = registry.load(name, {"prompt": f"{name}_compact", "history": 0})
-    expected = row or f"K{SPLIT}S*X_" + "_" * 12
-    assert rules.prompt(rules.task(0), state)[0]["content"] == expected
+    assert rules.prompt(rules.task(0), STATES[name])[0]["content"] == cells
 
 
 @pytest.mark.parametrize(
     ("name", "hidden"),
-    [
-        ("sudoku", {"solution": "1" * 81}),
-        ("minesweeper", {"layout": "*" * 25, "seed": 1}),
-    ],
+    [("sudoku", {"solution": "1" * 81}), ("minesweeper", {"layout": "*" * 25, "seed": 1})],
 )
-def test_the_prompt_shows_the_board_and_never_the_solution(
-    name: str, hidden: dict[str, Any]
-) -> None:
+def test_the_prompt_shows_the_board_and_never_the_solution(name: str, hidden: Any) -> None:
     rules: Any = registry.load(name, {})
     state = rules.initial(rules.task(5))
     (message,) = rules.prompt(rules.task(5), state)
@@ -184,29 +173,17 @@ def test_the_prompt_shows_the_board_and_never_the_solution(
     assert rules.prompt(rules.task(5), msgspec.structs.replace(state, **hidden)) == [message]
 
 
-def test_small_grids_are_drawn_with_labels_and_boxes() -> None:
-    assert labelled("#1.F..2*", 4) == "   C1 C2 C3 C4\nR1  #  1  .  F\nR2  .  .  2  *"
-    assert labelled("12.4...." + "." * 7 + "1", 4, 2).splitlines() == [
-        *["   C1 C2 | C3 C4", "R1  1  2 |  .  4", "R2  .  . |  .  .", "   ------+------"],
-        *["R3  .  . |  .  .", "R4  .  . |  .  1"],
-    ]
-
-
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
         ("sudoku", {"size": 5}, "size = 5: expected 9 or 4"),
         ("sudoku", {"size": 4}, "blanks = 40: expected 1 to 12 for size 4"),
-        ("sudoku", {"blanks": 0}, "blanks = 0: expected 1 to 64 for size 9"),
-        ("minesweeper", {"mines": 0}, "mines = 0: expected 1 to 15 on 5x5"),
         ("minesweeper", {"mines": 16}, "expected 1 to 15 on 5x5, .* one safe cell, must be free"),
         ("minesweeper", {"mines": 17, "centre_start": False}, "mines = 17: expected 1 to 16"),
         ("minesweeper", {"rows": 3, "columns": 3, "mines": 1}, "expected a board larger"),
         ("tictactoe", {"opponents": {}}, "opponents = {}"),
         ("tictactoe", {"opponents": {"a": 0.0}}, "not all of them 0"),
-        ("tictactoe", {"opponents": {"a": -1.0, "b": 2.0}}, "weights >= 0"),
         ("tictactoe", {"opponents": {"a": float("nan")}}, "weights >= 0"),
-        ("tictactoe", {"opponents": {"": 1.0}}, "player names"),
         ("tictactoe", {"opening": 4}, "opening = 4: .* at least 0 and at most 3"),
         ("sokoban", {"size": 4}, "size = 4: expected 5 to 8"),
         ("sokoban", {"boxes": 4}, "boxes = 4: expected 1 to 3"),

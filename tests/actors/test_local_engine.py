@@ -6,7 +6,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,26 +14,17 @@ from transformers import AutoModelForCausalLM
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines import attend, decoder, weights
-from coppice.actors.engines.attend import Chunk
 from coppice.actors.engines.local import LocalEngine
-from coppice.actors.engines.samples import Running
 from coppice.actors.engines.sampling import key, pick, uniforms
 from coppice.wire import digest
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import Constraint, GenerateRequest, GenerateResult, LoadRequest, Sampling
 from coppice.wire.published import Manifest
 from tests import tiny
+from tests.actors.conftest import Local
 
 GREATEST_DIFFERENCE = 2e-5
 """Between the engine's log-probabilities and a full float32 forward."""
-
-
-async def started(folder: Path, **settings: Any) -> LocalEngine:
-    engine = LocalEngine(
-        str(folder), ActorsConfig(**{"dtype": "float32", "max_context": 256, **settings})
-    )
-    await engine.start()
-    return engine
 
 
 def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -48,30 +38,43 @@ def ids(seed: int, count: int) -> np.ndarray:
 GREEDY = GenerateRequest(ids(12, 20), 1, Sampling(6, temperature=0.0))
 
 
-def full_logprobs(model: Any, prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+def forward(model: Any, prompt: np.ndarray, tokens: np.ndarray) -> torch.Tensor:
+    """Logits [new, vocabulary] at which each token was sampled."""
     whole = torch.tensor(np.concatenate([prompt, tokens]), dtype=torch.long)[None]
     with torch.no_grad():
-        rows = model(whole).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-    return rows.gather(1, whole[0, len(prompt) :, None])[:, 0].numpy()
+        return model(whole).logits[0, len(prompt) - 1 : -1]
+
+
+def full_logprobs(model: Any, prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    rows = forward(model, prompt, tokens).float().log_softmax(-1)
+    return rows[range(len(tokens)), tokens.tolist()].numpy()
+
+
+def worst(model: Any, *done: tuple[np.ndarray, GenerateResult]) -> float:
+    return max(
+        float(np.abs(full_logprobs(model, prompt, s.tokens) - s.logprobs).max())
+        for prompt, r in done
+        for s in r.samples
+    )
+
+
+def tokens(result: GenerateResult) -> list[list[int]]:
+    return [sample.tokens.tolist() for sample in result.samples]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-async def test_greedy_equals_transformers_generate_token_for_token(
-    tmp_path: Path, kind: str
-) -> None:
+async def test_greedy_equals_transformers_generate(local: Local, tmp_path: Path, kind: str) -> None:
     folder = tiny.save(tmp_path / kind, kind)
-    engine, model = await started(folder), reference(folder)
+    engine, model = await local(folder), reference(folder)
     prompts = [ids(seed, 3 + 7 * seed) for seed in range(5)]
     requests = [GenerateRequest(p, 2, Sampling(16, temperature=0.0)) for p in prompts]
-    results = await asyncio.gather(*(engine.generate(r) for r in requests))
-    await engine.close()
+    results = await asyncio.gather(*map(engine.generate, requests))
     for prompt, result in zip(prompts, results, strict=True):
         whole = torch.tensor(prompt, dtype=torch.long)[None]
         with torch.no_grad():
             generated = model.generate(whole, max_new_tokens=16, do_sample=False)
-        for sample in result.samples:
-            assert sample.tokens.tolist() == generated[0, len(prompt) :].tolist()
-    assert worst(model, list(zip(prompts, results, strict=True))) < GREATEST_DIFFERENCE
+        assert tokens(result) == [generated[0, len(prompt) :].tolist()] * 2
+    assert worst(model, *zip(prompts, results, strict=True)) < GREATEST_DIFFERENCE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -100,20 +103,19 @@ def test_support_and_logprobs_are_those_of_an_enumeration(
         assert abs(logprobs[row] - np.log(odds[tokens[row]] / odds[left].sum())) < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("sampling", "support"),
+    [
+        (Sampling(6, 1.0, 0.9), None),
+        (Sampling(6, 0.0, 0.9, support=True), b""),  # greedy: top-p cuts nothing
+        (Sampling(6, top_k=260, support=True), b""),
+    ],
+)
 async def test_only_a_request_that_asks_gets_the_support_and_only_where_something_was_cut(
-    llama: Path,
+    local: Local, sampling: Sampling, support: bytes | None
 ) -> None:
-    engine, found = await started(llama), list[Any]()
-    for sampling in (
-        Sampling(6, 1.0, 0.9, support=True),
-        Sampling(6, 1.0, 0.9),
-        Sampling(6, 0.0, 0.9, support=True),  # greedy: top-p cuts nothing
-        Sampling(6, top_k=260, support=True),
-    ):
-        result = await engine.generate(GenerateRequest(ids(3, 9), 1, sampling))
-        found.append(result.samples[0].support)
-    await engine.close()
-    assert found[0] and found[1:] == [None, b"", b""]
+    result = await (await local()).generate(GenerateRequest(ids(3, 9), 1, sampling))
+    assert result.samples[0].support == support
 
 
 @pytest.mark.parametrize("vocabulary", [3, 64, 130, 1000])
@@ -133,28 +135,22 @@ def test_a_draw_takes_the_token_where_the_cumulated_odds_pass_it(vocabulary: int
     np.testing.assert_allclose(logprobs, np.log(odds[np.arange(300), tokens]), atol=2e-6)
 
 
-async def test_requests_that_arrive_together_prefill_their_common_prefix_once(llama: Path) -> None:
-    engine = await started(llama)
+async def test_requests_that_arrive_together_prefill_their_common_prefix_once(local: Local) -> None:
+    engine = await local()
     common = ids(4, 30)
     prompts = [np.concatenate([common, ids(10 + i, 4)]) for i in range(4)]
     await asyncio.gather(*(engine.generate(GenerateRequest(p, 2, Sampling(4))) for p in prompts))
-    await engine.close()
-    computed = engine.counts["prefilled_tokens"], engine.counts["ideal_prefill_tokens"]
-    assert computed == (30 + 4 * 4, 30 + 4 * 4)
+    assert engine.counts["prefilled_tokens"] == 30 + 4 * 4
+    assert engine.counts["ideal_prefill_tokens"] == 30 + 4 * 4
 
 
-async def test_a_seed_reproduces_whatever_else_runs(llama: Path) -> None:
-    engine = await started(llama)
+async def test_a_seed_reproduces_whatever_else_runs(local: Local) -> None:
+    engine = await local()
     request = GenerateRequest(ids(8, 12), 3, Sampling(10, seed=7))
     alone = await engine.generate(request)
     others = [engine.generate(GenerateRequest(ids(20 + i, 9), 2, Sampling(30))) for i in range(3)]
     together, *_ = await asyncio.gather(engine.generate(request), *others)
-    await engine.close()
     assert tokens(alone) == tokens(together)
-
-
-def tokens(result: GenerateResult) -> list[list[int]]:
-    return [sample.tokens.tolist() for sample in result.samples]
 
 
 def version_folder(
@@ -182,49 +178,45 @@ def published(folder: Path, version: int, tensors: dict[str, Any]) -> tuple[Path
 
 async def test_a_model_that_does_not_fit_is_refused(llama: Path) -> None:
     with pytest.raises(MemoryError, match="kv_cache_gib"):
-        await started(llama, kv_cache_gib=1e6)
+        await LocalEngine(str(llama), ActorsConfig(kv_cache_gib=1e6)).start()
 
 
-async def test_layers_without_kernels_share_the_places_and_follow_updates(tmp_path: Path) -> None:
+async def test_layers_without_kernels_follow_updates(local: Local, tmp_path: Path) -> None:
     folder = tiny.save(tmp_path / "gemma3", "gemma3")
-    engine = await started(folder, max_batch=4)
-    asked = [
-        asyncio.create_task(
-            engine.generate(GenerateRequest(ids(i, 5 + i), 3, Sampling(12, seed=i)))
-        )
-        for i in range(3)
-    ]  # one after the other, because each needs three of four places
+    engine = await local(folder, max_batch=4)
+    # one after the other, because each needs three of four places
+    requests = [GenerateRequest(ids(i, 5 + i), 3, Sampling(12, seed=i)) for i in range(3)]
+    asked = [asyncio.create_task(engine.generate(request)) for request in requests]
     await asyncio.sleep(0.01)
     asked[1].cancel()
     update, proof, _ = version_folder(tmp_path, folder, 1)
     await engine.load(LoadRequest(1, str(update), proof))
     first, last = await asked[0], await asked[2]
     assert [len(first.samples), len(last.samples), engine.stats()["running"]] == [3, 3, 0]
-    one, more = [
-        await engine.generate(GenerateRequest(ids(2, 7), n, Sampling(12, seed=2))) for n in (1, 4)
-    ]
-    assert one.samples[0].versions.tolist() == [1] * len(one.samples[0].tokens)
-    assert one.samples[0].tokens.tolist() == more.samples[0].tokens.tolist()
-    await engine.close()
+    requests = [GenerateRequest(ids(2, 7), n, Sampling(12, seed=2)) for n in (1, 4)]
+    one, more = [await engine.generate(request) for request in requests]
+    assert set(one.samples[0].versions.tolist()) == {1}
+    assert tokens(one)[0] == tokens(more)[0]
 
 
-async def test_a_cancelled_load_leaves_the_engine_serving(tmp_path: Path, llama: Path) -> None:
-    engine = await started(llama)
+async def test_a_cancelled_load_leaves_it_serving(
+    local: Local, tmp_path: Path, llama: Path
+) -> None:
+    engine = await local()
     folder, proof, _ = version_folder(tmp_path, llama, 1)
     task = asyncio.create_task(engine.load(LoadRequest(1, str(folder), proof)))
     await asyncio.sleep(0)  # it has reached the engine
     task.cancel()
     await asyncio.wait([task])
     assert task.cancelled()
-    assert len((await engine.generate(GenerateRequest(ids(0, 5), 1, Sampling(2)))).samples) == 1
-    await engine.close()
+    assert len((await engine.generate(GREEDY)).samples) == 1
 
 
 @pytest.mark.parametrize("name", ["zzz.weight", "model.norm.weight"])
 async def test_weights_of_another_model_are_refused_before_any_tensor_changes(
-    tmp_path: Path, llama: Path, name: str
+    local: Local, tmp_path: Path, llama: Path, name: str
 ) -> None:
-    engine = await started(llama)
+    engine = await local()
     tensors = {n: 2 * p.detach() for n, p in reference(llama).named_parameters()}
     folder, proof = published(tmp_path / "other", 1, tensors | {name: torch.zeros(5)})
     (before,) = (await engine.generate(GREEDY)).samples
@@ -232,7 +224,6 @@ async def test_weights_of_another_model_are_refused_before_any_tensor_changes(
         await engine.load(LoadRequest(1, str(folder), proof))
     engine.batch.memory.cache.clear()  # a prompt computed once would hide new weights
     (after,) = (await engine.generate(GREEDY)).samples
-    await engine.close()
     assert set(after.versions.tolist()) == {0}
     np.testing.assert_array_equal(before.logprobs, after.logprobs)
 
@@ -244,251 +235,194 @@ async def explored(
     to ``most``, a few at a time."""
     rng = np.random.default_rng(seed)
     heads = [ids(100 + i, int(rng.integers(1, 60))) for i in range(3)]
-    done: list[tuple[np.ndarray, GenerateResult]] = []
-    places = asyncio.Semaphore(5)
+    done, places = list[tuple[np.ndarray, GenerateResult]](), asyncio.Semaphore(5)
+
+    def drawn(count: int, least: int = 0) -> int:
+        return int(rng.integers(least, count))
 
     async def ask() -> None:
         async with places:
+            head = heads[drawn(3)]
             if done and rng.random() < 0.5:
-                prompt, result = done[int(rng.integers(len(done)))]
-                sample = result.samples[int(rng.integers(len(result.samples)))]
-                head = np.concatenate(
-                    [prompt, sample.tokens[: int(rng.integers(0, len(sample.tokens) + 1))]]
-                )
-            else:
-                head = heads[int(rng.integers(3))]
-            prompt = np.concatenate(
-                [head, ids(int(rng.integers(10**6)), int(rng.integers(0, 40)))]
-            )[:200]
-            n, new = int(rng.integers(1, most + 1)), int(rng.integers(1, 40))
-            done.append((prompt, await engine.generate(GenerateRequest(prompt, n, Sampling(new)))))
+                prompt, result = done[drawn(len(done))]
+                sample = result.samples[drawn(len(result.samples))]
+                head = np.concatenate([prompt, sample.tokens[: drawn(len(sample.tokens) + 1)]])
+            prompt = np.concatenate([head, ids(drawn(10**6), drawn(40))])[:200]
+            request = GenerateRequest(prompt, drawn(most + 1, 1), Sampling(drawn(40, 1)))
+            done.append((prompt, await engine.generate(request)))
 
     await asyncio.gather(*(ask() for _ in range(requests)))
     return done
 
 
-def worst(model: Any, done: list[tuple[np.ndarray, GenerateResult]]) -> float:
-    return max(
-        float(np.abs(full_logprobs(model, prompt, s.tokens) - s.logprobs).max())
-        for prompt, r in done
-        for s in r.samples
-    )
+def held_rows(engine: LocalEngine) -> int:
+    shelves = [*engine.batch.memory.prefixes.values(), *engine.batch.memory.tails.values()]
+    return sum(len(shelf.held) + shelf.promised for shelf in shelves)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 async def test_branches_of_prefixes_of_any_lengths_equal_a_full_forward(
-    tmp_path: Path, kind: str, seed: int
+    local: Local, tmp_path: Path, kind: str, seed: int
 ) -> None:
     folder = tiny.save(tmp_path / kind, kind, seed)
-    engine = await started(folder, prefill_tokens=int(np.random.default_rng(seed).integers(5, 80)))
+    engine = await local(folder, prefill_tokens=int(np.random.default_rng(seed).integers(5, 80)))
     done = await explored(engine, seed)
     await engine.close()
-    assert worst(reference(folder), done) < GREATEST_DIFFERENCE
-    assert (
-        engine.batch.memory.running_bytes + engine.batch.memory.cache.bytes
-        <= engine.batch.memory.budget
-    )
-    shelves = [*engine.batch.memory.prefixes.values(), *engine.batch.memory.tails.values()]
-    assert sum(len(s.held) + s.promised for s in shelves) == 0  # all rows are free again
+    assert worst(reference(folder), *done) < GREATEST_DIFFERENCE
+    memory = engine.batch.memory
+    assert memory.running_bytes + memory.cache.bytes <= memory.budget
+    assert held_rows(engine) == 0
 
 
-async def test_single_samples_beside_each_other_equal_a_full_forward(llama: Path) -> None:
-    """Their tails stand behind their prefixes, in rows that move when others end."""
-    engine = await started(llama, prefill_tokens=30)
-    done = await explored(engine, 10, requests=30, most=1)
-    await engine.close()
-    assert all(shelf.capacity == 0 for shelf in engine.batch.memory.tails.values())
-    assert worst(reference(llama), done) < GREATEST_DIFFERENCE
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 
 
 @pytest.mark.second
 @pytest.mark.parametrize(
-    ("module", "name", "value"),
-    [(decoder, "PLAIN", ()), (attend, "_attention", attend.by_products)],
-    ids=["a model's own code", "attention on a GPU"],
+    ("shape", "requests", "most"),
+    [({"rope_parameters": DYNAMIC}, 14, 8), ({}, 30, 1)],
+    ids=["a model's own code", "single samples, whose tails stand behind their prefixes"],
 )
-async def test_the_other_decoder_and_attention_equal_a_full_forward(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, value: Any
+async def test_the_other_decoder_and_other_tails_equal_a_full_forward(
+    local: Local, tmp_path: Path, shape: dict[str, Any], requests: int, most: int
 ) -> None:
-    monkeypatch.setattr(module, name, value)
-    engine = await started(llama)
-    assert isinstance(engine.batch.decoder, decoder.WholeDecoder) == (module is decoder)
-    done = await explored(engine, 7)
-    await engine.close()
-    assert worst(reference(llama), done) < GREATEST_DIFFERENCE
+    folder = tiny.save(tmp_path / "model", **shape)
+    engine = await local(folder, prefill_tokens=30)
+    assert isinstance(engine.batch.decoder, decoder.WholeDecoder) == bool(shape)
+    done = await explored(engine, 10, requests, most)
+    assert worst(reference(folder), *done) < GREATEST_DIFFERENCE
+    assert most > 1 or all(shelf.capacity == 0 for shelf in engine.batch.memory.tails.values())
 
 
-@pytest.mark.second
-async def test_bfloat16_stays_near_a_bfloat16_forward(llama: Path) -> None:
-    engine = await started(llama, dtype="bfloat16")
-    done = await explored(engine, 8)
-    await engine.close()
-    model, exact, apart, own = reference(llama, torch.bfloat16), reference(llama), [], []
-    for prompt, result in done:
-        for sample in result.samples:
-            expected = full_logprobs(exact, prompt, sample.tokens)
-            apart.append(np.abs(expected - sample.logprobs).mean())
-            own.append(np.abs(expected - full_logprobs(model, prompt, sample.tokens)).mean())
-    # no further from float32 than transformers' own bfloat16
-    assert np.mean(apart) < 1.5 * np.mean(own)
+def test_attention_by_products_is_that_of_the_cpus_kernel() -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 4, 7, 16)
+    mask = torch.zeros(2, 1, 1, 7).masked_fill(torch.tensor([1, 0, 0, 1, 0, 1, 0]) > 0, -torch.inf)
+    for given, causal in ((None, True), (None, False), (mask, False)):
+        plain = attend.by_products(query, key, value, given, causal, 0.3)
+        kernel = attend._attention(query, key, value, given, causal, 0.3)
+        torch.testing.assert_close(plain, tuple(kernel))
 
 
-async def test_a_prompt_prefilled_in_chunks_beside_decoding_rows_equals_one_prefilled_whole(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, model = await started(llama, prefill_tokens=16), reference(llama)
-    steps: list[tuple[int, int]] = []
-    forward = engine.batch.forward
-
-    def recorded(decoding: list[Running], chunks: list[Chunk]) -> torch.Tensor:
-        steps.append((len(decoding), sum(chunk.count for chunk in chunks)))
-        return forward(decoding, chunks)
-
-    monkeypatch.setattr(engine.batch, "forward", recorded)
-    running = asyncio.create_task(
-        engine.generate(GenerateRequest(ids(30, 5), 3, Sampling(60, seed=1)))
-    )
+async def test_a_prompt_prefilled_in_chunks_beside_others_equals_a_whole_one(local: Local) -> None:
+    engine = await local(prefill_tokens=16)
+    busy = GenerateRequest(ids(30, 5), 3, Sampling(200, seed=1))
+    running = asyncio.create_task(engine.generate(busy))
     while not engine.counts["decoded_tokens"]:
         await asyncio.sleep(0)
-    prompt = ids(31, 150)
-    late = await engine.generate(GenerateRequest(prompt, 4, Sampling(8, seed=2)))
-    assert worst(model, [(ids(30, 5), await running), (prompt, late)]) < GREATEST_DIFFERENCE
-    await engine.close()
-    assert [chunk for _, chunk in steps if chunk] == [5] + [16] * 9 + [6]
-    assert any(rows and chunk for rows, chunk in steps)
-    whole = await started(llama)
-    again = await whole.generate(GenerateRequest(prompt, 4, Sampling(8, seed=2)))
-    await whole.close()
-    assert tokens(again) == tokens(late)
+    before, request = (
+        engine.counts["decoded_tokens"],
+        GenerateRequest(ids(31, 150), 4, GREEDY.sampling),
+    )
+    late = await engine.generate(request)
+    beside = engine.counts["decoded_tokens"] - before - sum(map(len, tokens(late)))
+    assert beside >= 3 * (10 + 5)  # the chunks took ten steps, the samples five more
+    running.cancel()
+    assert tokens(await (await local()).generate(request)) == tokens(late)
 
 
-async def test_a_repeated_prompt_needs_no_forward_of_its_own(llama: Path) -> None:
-    engine, model = await started(llama), reference(llama)
+async def test_a_repeated_prompt_needs_no_forward_of_its_own(local: Local, llama: Path) -> None:
+    engine, model = await local(), reference(llama)
     prompt = ids(32, 40)
     await engine.generate(GenerateRequest(prompt, 1, Sampling(3)))
     for longer in (prompt, np.concatenate([prompt, ids(33, 3)]), prompt[:20], prompt[:20]):
         result = await engine.generate(GenerateRequest(longer, 2, Sampling(1)))
-        assert worst(model, [(longer, result)]) < GREATEST_DIFFERENCE
-    await engine.close()
+        assert worst(model, (longer, result)) < GREATEST_DIFFERENCE
     # 3 new ones, and the last token of the shorter prompt, once.
     assert engine.counts["prefilled_tokens"] == 40 + 3 + 1
     assert result.cached_tokens == 20
 
 
-@pytest.mark.second
-async def test_running_samples_take_their_memory_from_the_budget(llama: Path) -> None:
+async def test_running_samples_take_their_memory_from_the_budget(local: Local) -> None:
     token = 2 * 2 * 2 * 8 * 4  # bytes: layers, key and value, heads, head_dim, float32
     rows = 128 + 4 * 64
-    engine = await started(llama, kv_cache_gib=2 * rows * token / 2**30)
+    engine = await local(kv_cache_gib=2 * rows * token / 2**30)
     assert engine.stats()["kv_capacity_tokens"] == 2 * rows
     for seed in range(4):  # the cache fills
         await engine.generate(GenerateRequest(ids(seed, 100), 1, Sampling(10)))
-    most = held = 0
-    tasks = [
-        asyncio.create_task(engine.generate(GenerateRequest(ids(50 + i, 90), 4, Sampling(64))))
-        for i in range(5)
-    ]
-    while not all(task.done() for task in tasks):
+    requests = [GenerateRequest(ids(50 + i, 90), 4, Sampling(64)) for i in range(5)]
+    asking, most = asyncio.gather(*map(engine.generate, requests)), 0
+    while not asking.done():
         most = max(most, int(engine.stats()["running"]))
-        held = max(held, engine.batch.memory.running_bytes + engine.batch.memory.cache.bytes)
         await asyncio.sleep(0)
-    results = [task.result() for task in tasks]
+    assert [len(result.samples) for result in await asking] == [4] * 5
+    assert 4 <= most <= 8 and engine.stats()["evicted_tokens"] > 0
     with pytest.raises(DataFault, match="kv_cache_gib"):
         await engine.generate(GenerateRequest(ids(60, 90), 12, Sampling(64)))
-    await engine.close()
-    assert [len(r.samples) for r in results] == [4] * 5
-    assert 4 <= most <= 8
-    assert held <= 2 * rows * token
-    assert engine.stats()["evicted_tokens"] > 0
 
 
 @pytest.mark.parametrize("length", [1, 5, 40])
-async def test_a_stop_string_of_any_length_is_found_where_it_ends(llama: Path, length: int) -> None:
-    engine = await started(llama)
+async def test_a_stop_string_is_found_where_it_ends(local: Local, length: int) -> None:
+    engine = await local()
     free = await engine.generate(GenerateRequest(ids(36, 10), 1, Sampling(120, seed=4)))
     text = engine.tokenizer.decode(free.samples[0].tokens.tolist(), skip_special_tokens=False)
     stop = text[45 : 45 + length]
     stops = Sampling(120, seed=4, stop=["no such text", stop])
     (sample,) = (await engine.generate(GenerateRequest(ids(36, 10), 1, stops))).samples
-    await engine.close()
-    tokens, decode = sample.tokens.tolist(), engine.tokenizer.decode
+    whole = sample.tokens.tolist()
     assert sample.finish == "stop"
-    assert stop in decode(tokens, skip_special_tokens=False)
-    assert stop not in decode(tokens[:-1], skip_special_tokens=False)
-
-
-def distribution(row: torch.Tensor, sampling: Sampling, allowed: list[int]) -> torch.Tensor:
-    """Log-probabilities, float64 [vocabulary], after constraint, temperature, top-k and top-p, from
-    a plain forward's logits."""
-    scores = torch.full_like(row, -torch.inf, dtype=torch.float64)
-    scores[allowed] = row[allowed].double() / (sampling.temperature or 1.0)
-    odds, order = scores.softmax(-1).sort(descending=True)
-    if sampling.temperature and sampling.top_k:
-        scores[order[sampling.top_k :]] = -torch.inf
-    if sampling.temperature and sampling.top_p < 1:
-        scores[order[int((odds.cumsum(0) - odds < sampling.top_p).sum()) :]] = -torch.inf
-    return scores.log_softmax(-1)
+    for said, there in ((whole, True), (whole[:-1], False)):
+        assert (stop in engine.tokenizer.decode(said, skip_special_tokens=False)) == there
 
 
 LETTERS = [ord(letter) - ord("!") for letter in "abc"]
 """Their ids: the tiny tokenizer's begin with "!"."""
-ANYTHING = list(range(260))
+PATTERN = Constraint("regex", "[ab]{2,5}c")
 
 
-def allowed_at(place: int, sampling: Sampling) -> list[int]:
-    """What ``[ab]{2,5}c`` leaves, or everything."""
-    if sampling.constraint is None:
-        return ANYTHING
-    return LETTERS[:2] if place < 2 else LETTERS if place < 5 else LETTERS[2:]
+def expected_at(place: int, row: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Log-probabilities, float64 [vocabulary], after constraint, temperature and top-k, from a
+    plain forward's logits."""
+    allowed = LETTERS[:2] if place < 2 else LETTERS if place < 5 else LETTERS[2:]
+    left = allowed if sampling.constraint else range(len(row))
+    scores = torch.full_like(row, -torch.inf, dtype=torch.float64)
+    scores[list(left)] = row[list(left)].double() / (sampling.temperature or 1.0)
+    if sampling.temperature and sampling.top_k:
+        scores[scores.argsort(descending=True)[sampling.top_k :]] = -torch.inf
+    return scores.log_softmax(-1)
 
 
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(10, 0.0, 0.5, 2, top_logprobs=7),  # greedy: top-p and top-k cut nothing
-        Sampling(10, 1.3, 1.0, 3, top_logprobs=5),  # fewer than asked for are left
-        Sampling(10, 0.8, constraint=Constraint("regex", "[ab]{2,5}c"), top_logprobs=4),
-        Sampling(10, 0.0, constraint=Constraint("regex", "[ab]{2,5}c"), top_logprobs=2),
+        Sampling(10, 0.0, 0.5, 2, seed=3, top_logprobs=7),  # greedy: top-p and top-k cut nothing
+        Sampling(10, 1.3, 1.0, 3, seed=3, top_logprobs=5),  # fewer than asked for are left
+        Sampling(10, 0.8, seed=3, constraint=PATTERN, top_logprobs=4),
+        Sampling(10, 0.0, seed=3, constraint=PATTERN, top_logprobs=2),
     ],
     ids=str,
 )
 async def test_the_most_probable_tokens_are_those_of_the_distribution_sampled_from(
-    llama: Path, sampling: Sampling
+    local: Local, llama: Path, sampling: Sampling
 ) -> None:
-    engine, model = await started(llama), reference(llama)
-    prompts = [ids(90, 12), ids(91, 7)]
+    engine, prompts = await local(), [ids(90, 12), ids(91, 7)]
     requests = [
-        GenerateRequest(prompts[0], 3, msgspec.structs.replace(sampling, seed=3)),
+        GenerateRequest(prompts[0], 3, sampling),
         GenerateRequest(prompts[1], 2, Sampling(10, seed=4, top_logprobs=2)),
         GenerateRequest(prompts[1], 2, Sampling(10, seed=4)),
     ]
     result, other, plain = await asyncio.gather(*map(engine.generate, requests))
-    await engine.close()
     assert [sample.top for sample in plain.samples] == [None, None]
     assert tokens(plain) == tokens(other)
     assert {len(top) for sample in other.samples for top in sample.top or []} == {2}
     for sample in result.samples:
-        assert sample.top is not None
-        whole = torch.tensor(np.concatenate([prompts[0], sample.tokens]), dtype=torch.long)[None]
-        with torch.no_grad():
-            rows = model(whole).logits[0, len(prompts[0]) - 1 : -1]
-        for place, (row, token, top) in enumerate(
-            zip(rows, sample.tokens.tolist(), sample.top, strict=True)
-        ):
-            expected = distribution(row, sampling, allowed_at(place, sampling))
+        rows = forward(reference(llama), prompts[0], sample.tokens)
+        assert sample.top is not None and len(sample.top) == len(rows)
+        for place, top in enumerate(sample.top):
+            expected = expected_at(place, rows[place], sampling)
             best = expected.topk(min(sampling.top_logprobs, int(expected.isfinite().sum()))).values
-            # so they descend
-            np.testing.assert_allclose(list(top.values()), best, rtol=0, atol=GREATEST_DIFFERENCE)
-            np.testing.assert_allclose(expected[list(top)], best, rtol=0, atol=GREATEST_DIFFERENCE)
-            assert top.get(token, sample.logprobs[place]) == sample.logprobs[place]
+            for found in (list(top.values()), expected[list(top)]):  # so they descend
+                np.testing.assert_allclose(found, best, rtol=0, atol=GREATEST_DIFFERENCE)
+            logprob = sample.logprobs[place]
+            assert top.get(int(sample.tokens[place]), logprob) == logprob
 
 
 async def test_overlapping_loads_are_done_in_the_order_in_which_they_were_asked_for(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+    local: Local, tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = await started(llama)
+    engine = await local()
     folders = [version_folder(tmp_path, llama, version) for version in (1, 2)]
     plain, first = weights.verified, threading.Event()
 
@@ -501,21 +435,19 @@ async def test_overlapping_loads_are_done_in_the_order_in_which_they_were_asked_
         return plain(folder, expected, held)
 
     monkeypatch.setattr(weights, "verified", verified)
-    loads = [
-        engine.load(LoadRequest(i + 1, str(folder), proof))
-        for i, (folder, proof, _) in enumerate(folders)
+    requests = [
+        LoadRequest(i, str(folder), proof) for i, (folder, proof, _) in enumerate(folders, 1)
     ]
-    await asyncio.gather(*loads)
+    await asyncio.gather(*map(engine.load, requests))
     result = await engine.generate(GREEDY)
-    await engine.close()
     assert {*result.samples[0].versions.tolist(), engine.version} == {2}
-    assert worst(folders[1][2], [(GREEDY.tokens, result)]) < GREATEST_DIFFERENCE
+    assert worst(folders[1][2], (GREEDY.tokens, result)) < GREATEST_DIFFERENCE
 
 
 async def test_a_swap_while_a_prompt_is_prefilled_keeps_its_mixed_keys_out_of_the_cache(
-    tmp_path: Path, llama: Path
+    local: Local, tmp_path: Path, llama: Path
 ) -> None:
-    engine = await started(llama, prefill_tokens=4)
+    engine = await local(prefill_tokens=4)
     folder, proof, model = version_folder(tmp_path, llama, 1)
     prompt = ids(39, 200)
     task = asyncio.create_task(engine.generate(GenerateRequest(prompt, 1, Sampling(2))))
@@ -525,9 +457,8 @@ async def test_a_swap_while_a_prompt_is_prefilled_keeps_its_mixed_keys_out_of_th
     assert engine.counts["prefilled_tokens"] < 200  # the swap came between
     await task
     again = await engine.generate(GenerateRequest(prompt, 1, Sampling(5)))
-    await engine.close()
     assert again.cached_tokens == 0
-    assert worst(model, [(prompt, again)]) < GREATEST_DIFFERENCE
+    assert worst(model, (prompt, again)) < GREATEST_DIFFERENCE
 
 
 @pytest.mark.parametrize("setting", [{"rank_pattern": {"q_proj": 4}}, {"bias": "all"}])

@@ -19,6 +19,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOL = {"name": "add", "description": "Adds.", "input_schema": SCHEMA, "cache_control": {}}
 USER = {"role": "user", "content": "hello"}
 HELLO: dict[str, Any] = {"model": "claude-any", "max_tokens": 9, "messages": [USER]}
+TEXTS = [{"type": "text", "text": text, "cache_control": {}} for text in ("1 + ", "2")]
 REPLY = [
     {"type": "thinking", "thinking": "hm", "signature": ""},
     {"type": "redacted_thinking", "data": "x"},
@@ -32,7 +33,7 @@ RESULTS = [
     {"type": "text", "text": "Go on."},
 ]
 HISTORY = [
-    {"role": "user", "content": [{"type": "text", "text": "1 + "}, {"type": "text", "text": "2"}]},
+    {"role": "user", "content": TEXTS},
     {"role": "assistant", "content": REPLY},
     {"role": "user", "content": RESULTS},
 ]
@@ -41,7 +42,7 @@ CALLS = [
     {"id": "c2", "function": {"name": "add", "arguments": "{}"}},
 ]
 SAME_CHAT = [
-    {"role": "system", "content": "Be brief. Add."},
+    {"role": "system", "content": "1 + 2"},
     {"role": "user", "content": "1 + 2"},
     {"role": "assistant", "content": "I add.", "tool_calls": CALLS},
     {"role": "tool", "tool_call_id": "c1", "content": "3"},
@@ -59,27 +60,21 @@ async def replied(door: Door, reply: Reply, body: dict[str, Any], **headers: str
     return (await door.turn(reply, "messages", body, **headers))[1]
 
 
+async def error(door: Door, body: dict[str, Any], **headers: str) -> tuple[int, dict[str, Any]]:
+    """Status and error of a refusal."""
+    status, text = await door.post("messages", {**HELLO, **body}, **headers)
+    assert json.loads(text)["type"] == "error" and not door.session.waiting
+    return status, json.loads(text)["error"]
+
+
 def test_a_conversation_in_blocks_is_the_same_history_as_the_chat_that_says_the_same() -> None:
     function = {"name": "add", "description": "Adds.", "parameters": SCHEMA}
     tools = [{"type": "function", "function": function}]
     chat = chat_of({"messages": SAME_CHAT, "max_tokens": 9, "tools": tools})
-    blocks = [
-        {"type": "text", "text": text, "cache_control": {}} for text in ("Be brief. ", "Add.")
-    ]
-    for given in (blocks, "Be brief. Add."):
+    for given in (TEXTS, "1 + 2"):
         asked = asked_by(messages=HISTORY, tools=[TOOL], system=given)
         assert histories(asked.messages, asked.tools) == histories(chat.messages, chat.tools)
         assert (asked.tools, asked.choice, asked.most) == (chat.tools, "auto", 9)
-
-
-def test_the_line_that_claude_code_changes_in_every_request_is_no_part_of_the_prompt() -> None:
-    line = "x-anthropic-billing-header: cc_version=2.1.100; cch={};"
-    plain = asked_by(system="You add.").messages
-    for number in (1, 2):
-        billed = line.format(number)
-        blocks = [{"type": "text", "text": text} for text in (billed, "You add.")]
-        for system in (f"{billed}\nYou add.", blocks):
-            assert asked_by(system=system).messages == plain
 
 
 async def test_a_reply_is_blocks_of_text_and_calls_with_its_thought_if_wanted(door: Door) -> None:
@@ -101,10 +96,10 @@ async def test_a_stream_puts_together_the_whole_message(door: Door) -> None:
     reply = Reply("I add.", calls, Spent(10, 4, 3), "hm")
     whole = json.loads(await replied(door, reply, body))
     *events, rest = (await replied(door, reply, {**body, "stream": True})).split("\n\n")
-    names, sent = zip(*(event.split("\n") for event in events), strict=True)
-    decoded = [json.loads(line.removeprefix("data: ")) for line in sent]
-    kinds = [name.removeprefix("event: ") for name in names]
-    assert rest == "" and kinds == [event["type"] for event in decoded]
+    decoded = [json.loads(event.partition("\ndata: ")[2]) for event in events]
+    assert rest == ""
+    for event, told in zip(events, decoded, strict=True):
+        assert event.startswith(f"event: {told['type']}\n")
     message = decoded[0]["message"]
     for event in decoded:
         if event["type"] == "content_block_start":
@@ -124,11 +119,14 @@ async def test_a_stream_puts_together_the_whole_message(door: Door) -> None:
     assert message == whole and decoded[-1] == {"type": "message_stop"}
 
 
-CUT = Reply("x", spent=Spent(1, 0, 1, "length"))
-REASONS = [(Reply("x"), "end_turn"), (CUT, "max_tokens"), (Reply("x", stop="\n"), "stop_sequence")]
-
-
-@pytest.mark.parametrize(("reply", "reason"), REASONS)
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (Reply("x"), "end_turn"),
+        (Reply("x", spent=Spent(1, 0, 1, "length")), "max_tokens"),
+        (Reply("x", stop="\n"), "stop_sequence"),
+    ],
+)
 async def test_the_reason_of_the_end_is_in_its_words(door: Door, reply: Reply, reason: str) -> None:
     message = json.loads(await replied(door, reply, HELLO))
     assert (message["stop_reason"], message["stop_sequence"]) == (reason, reply.stop or None)
@@ -152,31 +150,25 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "said"), REFUSED)
-async def test_what_cannot_be_answered_is_refused_in_its_shape(
-    door: Door, body: Any, said: str
-) -> None:
-    status, text = await door.post("messages", {**HELLO, **body})
-    answer = json.loads(text)
-    assert (status, answer["type"]) == (400, "error")
-    assert answer["error"]["type"] == "invalid_request_error"
-    assert said in answer["error"]["message"] and not door.session.waiting
+async def test_a_refusal_has_its_shape(door: Door, body: Any, said: str) -> None:
+    status, refusal = await error(door, body)
+    assert (status, refusal["type"]) == (400, "invalid_request_error")
+    assert said in refusal["message"]
 
 
 async def test_a_thread_is_answered_with_the_reason_to_send_it_whole(door: Door) -> None:
     """The tool runner of anthropic 2.13 reads this reason, and goes on with whole conversations."""
     for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg-1"}):
-        status, text = await door.post("messages", {**HELLO, "thread": thread})
-        error = json.loads(text)["error"]
-        assert (status, error["details"]["error_code"]) == (400, "thread_unsupported_request")
-    assert not door.session.waiting
+        status, refusal = await error(door, {"thread": thread})
+        assert (status, refusal["details"]["error_code"]) == (400, "thread_unsupported_request")
 
 
 async def test_an_unknown_key_and_a_refusal_in_a_stream_are_in_its_shape(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replies, "KEEPALIVE_S", 0.01)
-    status, text = await door.post("messages", HELLO, **{"x-api-key": "nobody"})
-    assert (status, json.loads(text)["error"]["type"]) == (401, "authentication_error")
+    status, refusal = await error(door, {}, **{"x-api-key": "nobody"})
+    assert (status, refusal["type"]) == (401, "authentication_error")
     asking = asyncio.create_task(door.post("messages", {**HELLO, "stream": True}))
     await door.request()
     await asyncio.sleep(0.05)  # the stream has begun

@@ -10,24 +10,23 @@ import pytest_asyncio
 
 from coppice.actors.engines.base import Engine
 from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
+from tests.actors.conftest import Local
 from tests.actors.test_engine_contract import adapter_folder, restore
-from tests.actors.test_local_engine import GREATEST_DIFFERENCE, ids, started, version_folder
+from tests.actors.test_local_engine import GREATEST_DIFFERENCE, ids, version_folder
 from tests.sglang_cpu.shared import Shared
 
-BOUND = GREATEST_DIFFERENCE
 UPDATES = 10
 
 
 @pytest_asyncio.fixture
 async def pair(
-    llama: Path, tmp_path: Path, sglang_server: Shared
+    local: Local, llama: Path, tmp_path: Path, sglang_server: Shared
 ) -> AsyncIterator[tuple[Engine, Engine]]:
     """Both engines with the base weights."""
-    local, sglang = await started(llama), sglang_server.engine()
+    sglang = sglang_server.engine()
     await sglang.start()
     await restore(sglang, llama, tmp_path)
-    yield local, sglang
-    await local.close()
+    yield await local(), sglang
     await sglang.close()
 
 
@@ -39,7 +38,7 @@ async def compare(pair: tuple[Engine, Engine], version: int) -> np.ndarray:
         request = GenerateRequest(ids(seed, 15 + 20 * seed), 1, Sampling(12, temperature=0.0))
         ours, theirs = [(await engine.generate(request)).samples[0] for engine in pair]
         assert ours.tokens.tolist() == theirs.tokens.tolist()
-        assert np.abs(ours.logprobs - theirs.logprobs).max() < BOUND
+        assert np.abs(ours.logprobs - theirs.logprobs).max() < GREATEST_DIFFERENCE
         assert set(ours.versions.tolist()) == set(theirs.versions.tolist()) == {version}
         last = ours.logprobs
     return last
@@ -60,4 +59,4 @@ async def test_before_and_after_ten_updates(
             source = source_of_next
         for engine in pair:
             await engine.load(LoadRequest(version, str(folder), proof))
-    assert np.abs(before - await compare(pair, UPDATES)).max() > 100 * BOUND
+    assert np.abs(before - await compare(pair, UPDATES)).max() > 100 * GREATEST_DIFFERENCE

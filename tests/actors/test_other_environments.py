@@ -4,23 +4,21 @@ stored, and episodes that do not disturb each other."""
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
-import pytest_asyncio
 
 from coppice.actors.environments.base import Environment
 from coppice.actors.environments.others.in_process import Gymnasium, InThisPython, TextArena
-from coppice.actors.environments.others.other_python import OtherPython
 from coppice.actors.environments.others.worker import Turned
+from tests import drawn_game
+from tests.actors.conftest import begun, openenv, played
 
 
 class Drawn(InThisPython):
-    """A game of a library as many are: its object changes, and it draws from the process's random
-    state, also while it is played."""
+    """The game of tests/drawn_game.py in this Python."""
 
     name = "drawn"
 
@@ -29,17 +27,15 @@ class Drawn(InThisPython):
         super().__init__(horizon=6)
 
     def begin(self, seed: int) -> tuple[Any, Turned]:
-        return [random.random()], Turned("begin")
+        game = drawn_game.Drawn()
+        return game, Turned(game.begin(seed))
 
     def turn(self, game: Any, action: str) -> Turned:
-        if action == "bad":
-            raise ValueError("no such action")
         self.played += 1
-        game.append(game[-1] * random.random() + len(action))
-        return Turned(str(game), random.random())
+        return Turned(*game.turn(action))
 
 
-class _Talk:
+class Talk:
     """The tools of an environment, of which a second player speaks."""
 
     async def say(
@@ -49,97 +45,62 @@ class _Talk:
         return f"<action>[{len(messages[-1]['content']) % 9}]"  # determined by what it sees
 
 
-def other(game: str, python: str = "", **arguments: Any) -> OtherPython:
-    """Return a game in this Python, or in the one that a variable names. Without it the test is
-    skipped."""
-    path = os.environ.get(python) or pytest.skip(f"{python} names no Python") if python else ""
-    return OtherPython(game, path, arguments)
-
-
-def openenv(name: str, python: str = "") -> OtherPython:
-    classes = {"environment": f"tests.openenv_shape:{name}", "action": "tests.openenv_shape:Add"}
-    return other("openenv", python, **classes, field="number")
-
-
-Talk: Any = _Talk
-GEM, TEXTWORLD = "COPPICE_GEM_PYTHON", "COPPICE_TEXTWORLD_PYTHON"
-OPENENV = "COPPICE_OPENENV_PYTHON"
-ADAPTED: dict[str, tuple[Callable[[], Environment], list[str]]] = {
+GEM, TEXTWORLD, OPENENV = (f"COPPICE_{name}_PYTHON" for name in ("GEM", "TEXTWORLD", "OPENENV"))
+"""Variables that name another Python; without them their games are skipped."""
+HERE: dict[str, tuple[Callable[[], Environment], list[str]]] = {
     "drawn": (Drawn, ["a", "bb", "ccc"]),
     "drawn, no copies": (lambda: Drawn(copies=False), ["a", "bb", "ccc"]),
     "FrozenLake": (lambda: Gymnasium("FrozenLake-v1"), ["right", "down", "left"]),
     "Taxi": (lambda: Gymnasium("Taxi-v4"), ["south", "east", "pickup"]),
-    "CliffWalking": (lambda: Gymnasium("CliffWalking-v1"), ["up", "right", "down"]),
     "Blackjack": (lambda: Gymnasium("Blackjack-v1"), ["hit", "hit", "stick"]),
     "GuessTheNumber": (lambda: TextArena("GuessTheNumber-v0"), ["[5]", "[9]", "[2]"]),
     "2048": (lambda: TextArena("2048-v0"), ["[left]", "[up]", "[right]"]),
     "TicTacToe": (lambda: TextArena("TicTacToe-v0", players=2, second=0.5), ["[4]", "[0]", "[8]"]),
-    "other Python": (lambda: other("tests.drawn_game:Drawn"), ["a", "bb", "ccc"]),
-    "no copies there": (lambda: other("tests.drawn_game:Uncopied"), ["a", "bb", "ccc"]),
-    "GEM 2048": (lambda: other("gem", GEM, id="game:Game2048-v0-easy"), ["left", "up", "right"]),
-    "GEM Sudoku": (lambda: other("gem", GEM, id="game:Sudoku-v0-easy"), ["1 1 1", "1 1 2"]),
-    "TextWorld": (lambda: other("textworld", TEXTWORLD), ["look", "inventory", "go north"]),
-    "reasoning there": (
-        lambda: other("reasoning_gym", name="word_ladder"),
-        ["COLD,CORD", "x"],
-    ),
-    "OpenEnv": (lambda: openenv("Counting"), ["1", '{"number": 2}', "3"]),
-    "the real OpenEnv": (lambda: openenv("Counting", OPENENV), ["1", '{"number": 2}', "3"]),
-    "OpenEnv, no seed": (lambda: openenv("Unseeded"), ["1", "2", "9"]),
 }
+THERE: dict[str, tuple[str, str, Callable[[], dict[str, Any]], list[str]]] = {
+    "other Python": ("tests.drawn_game:Drawn", "", dict, ["a", "bb", "ccc"]),
+    "no copies there": ("tests.drawn_game:Uncopied", "", dict, ["a", "bb", "ccc"]),
+    "GEM 2048": ("gem", GEM, lambda: {"id": "game:Game2048-v0-easy"}, ["left", "up", "right"]),
+    "GEM Sudoku": ("gem", GEM, lambda: {"id": "game:Sudoku-v0-easy"}, ["1 1 1", "1 1 2"]),
+    "TextWorld": ("textworld", TEXTWORLD, dict, ["look", "inventory", "go north"]),
+    "reasoning": ("reasoning_gym", "", lambda: {"name": "word_ladder"}, ["COLD,CORD", "x"]),
+    "OpenEnv": ("openenv", "", openenv, ["1", '{"number": 2}', "3"]),
+    "the real OpenEnv": ("openenv", OPENENV, openenv, ["1", '{"number": 2}', "3"]),
+    "OpenEnv, no seed": ("openenv", "", lambda: openenv("Unseeded"), ["1", "2", "9"]),
+}
+Adapted = tuple[Callable[[], Any], list[str]]
 
 
-@pytest_asyncio.fixture(params=ADAPTED)
-async def adapted(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[tuple[Callable[[], Environment], list[str]]]:
+@pytest.fixture(params=[*HERE, *THERE])
+def adapted(request: pytest.FixtureRequest, other: Callable[..., Any]) -> Adapted:
     """A way to make the environment, and actions to play."""
-    for package in ("gymnasium", "textarena", "reasoning_gym", "pydantic"):
+    for package in ("gymnasium", "textarena", "reasoning_gym"):
         pytest.importorskip(package)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    environments: list[Any] = []
-    make, actions = ADAPTED[request.param]
-
-    def kept() -> Environment:
-        environments.append(make())
-        return environments[-1]
-
-    yield kept, actions
-    for environment in environments:
-        if isinstance(environment, OtherPython):
-            await environment.close()
-
-
-def reply(action: str) -> str:
-    return f"<action>{action}</action>"
-
-
-async def act(environment: Any, state: Any, action: str) -> Any:
-    return await environment.step(state, environment.read(state, reply(action)), Talk())
+    if request.param in HERE:
+        return HERE[request.param]
+    game, python, arguments, actions = THERE[request.param]
+    path = os.environ.get(python) or pytest.skip(f"{python} names no Python") if python else ""
+    return lambda: other(game, python=path, arguments=arguments()), actions
 
 
 async def episode(
     environment: Any, seed: int, actions: list[str], between: Callable[[], Any] | None = None
 ) -> list[Any]:
     """Play actions until the end. Returns all states and transitions."""
-    task = environment.task(seed)
-    state = await environment.open(environment.initial(task), Talk())
+    task, state = environment.task(seed), await begun(environment, seed, Talk())
     seen: list[Any] = [task, state, environment.prompt(task, state)]
     for action in actions:
         if between is not None:
             await between()
-        transition = await act(environment, state, action)
-        seen.append(transition)
-        state = transition.state
-        if transition.done:
+        seen.append(await played(environment, state, action, tools=Talk()))
+        state = seen[-1].state
+        if seen[-1].done:
             break
     return seen
 
 
 @pytest.mark.second
-async def test_an_episode_is_determined_by_seed_and_actions_whatever_is_played_between(
-    adapted: tuple[Callable[[], Environment], list[str]],
-) -> None:
+async def test_an_episode_is_determined_by_seed_and_actions_alone(adapted: Adapted) -> None:
     make, actions = adapted
     environment, other = make(), make()
     random.seed(1)
@@ -159,45 +120,39 @@ async def test_an_episode_is_determined_by_seed_and_actions_whatever_is_played_b
 
 
 @pytest.mark.second
-async def test_a_step_changes_no_state_and_a_stored_state_goes_on(
-    adapted: tuple[Callable[[], Environment], list[str]],
-) -> None:
+async def test_a_step_changes_no_state_and_a_stored_state_goes_on(adapted: Adapted) -> None:
     make, actions = adapted
-    environment: Any = make()
+    environment, anew = make(), make()
     _, state, _, *transitions = await episode(environment, 7, actions)
     for transition, action in zip(transitions, actions, strict=False):
         bytes_ = msgspec.json.encode(state)
-        for anew in (environment, make()):
+        for one in (environment, anew):
             stored = msgspec.json.decode(bytes_, type=type(state))
             assert (stored, hash(stored)) == (state, hash(state))
-            assert await act(anew, stored, action) == transition
+            assert await played(one, stored, action, tools=Talk()) == transition
         assert msgspec.json.encode(state) == bytes_
         state = transition.state
 
 
 async def test_siblings_are_copies_and_what_cannot_be_copied_is_played_again() -> None:
-    for copies, played in ((True, 2 + 4), (False, 2 + 1 + 3 * 3)):
-        environment: Any = Drawn(copies)
-        state = environment.initial(environment.task(5))
-        for action in ("a", "b"):
-            state = (await act(environment, state, action)).state
-        children = [await act(environment, state, "c") for _ in range(4)]
+    for copies, steps in ((True, 2 + 4), (False, 2 + 1 + 3 * 3)):
+        environment = Drawn(copies)
+        state = (await played(environment, await begun(environment), "a", "b")).state
+        children = [await played(environment, state, "c") for _ in range(4)]
         assert len({child.state.seen for child in children}) == 1
-        assert environment.played == played
+        assert environment.played == steps
 
 
 async def test_an_unreadable_or_refused_action_ends_the_episode_with_what_it_earned() -> None:
-    environment: Any = Drawn()
-    state = environment.initial(environment.task(5))
-    first = await act(environment, state, "a")
-    for text in ("no block", "<action> </action>", reply("bad")):
-        last = await environment.step(first.state, environment.read(first.state, text), Talk())
+    environment = Drawn()
+    first = await played(environment, await begun(environment), "a")
+    for text in ("<no block", "<action> </action>", "bad"):
+        last = await played(environment, first.state, text)
         assert (last.done, last.outcome, last.measures) == (True, first.reward, {"success": 0.0})
 
 
 async def test_the_horizon_ends_an_episode() -> None:
-    environment: Any = Drawn()
-    seen = await episode(environment, 5, ["a"] * 9)
+    seen = await episode(Drawn(), 5, ["a"] * 9)
     assert [transition.done for transition in seen[3:]] == [False] * 5 + [True]
     assert seen[-1].outcome == pytest.approx(sum(transition.reward for transition in seen[3:]))
 
@@ -208,15 +163,12 @@ async def test_the_horizon_ends_an_episode() -> None:
     [
         (lambda: Gymnasium("Taxi-v3"), "Taxi"),
         (lambda: Gymnasium("Pendulum-v1"), "Pendulum-v1"),
-        (lambda: other("reasoning_gym", name="no_such_set"), "no_such_set"),
         (lambda: TextArena("NoGame-v0"), "TicTacToe-v0"),
         (lambda: TextArena("GermanWhist-v0", players=3), "players = 3: it does not begin: .*two-p"),
     ],
 )
-def test_an_environment_that_is_not_there_is_named(
-    make: Callable[[], Environment], said: str
-) -> None:
-    for package in ("gymnasium", "textarena", "reasoning_gym"):
+def test_a_missing_environment_is_named(make: Callable[[], Environment], said: str) -> None:
+    for package in ("gymnasium", "textarena"):
         pytest.importorskip(package)
     with pytest.raises(ValueError, match=said):
         make()
@@ -228,4 +180,4 @@ async def test_first_states_that_are_made_in_threads_do_not_disturb_each_other()
     tasks = [environment.task(seed) for seed in expected]
     made = await asyncio.gather(*(asyncio.to_thread(environment.initial, task) for task in tasks))
     for state, alone in zip(made, expected.values(), strict=True):
-        assert await act(environment, state, "a") == await act(Drawn(), alone, "a")
+        assert await played(environment, state, "a") == await played(Drawn(), alone, "a")

@@ -4,58 +4,26 @@ process of one's own may do beside it."""
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
-from coppice.actors.environments.others.other_python import OtherPython
 from coppice.actors.environments.registry import load
 from coppice.wire.faults import DataFault, InfrastructureFault
+from tests.actors.conftest import begun, openenv, played
 
-
-@pytest_asyncio.fixture
-async def drawn(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Any]]:
-    """Makes environments over ``tests.drawn_game``, and ends their processes."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    environments: list[OtherPython] = []
-
-    def make(game: str = "tests.drawn_game:Drawn", **options: Any) -> Any:
-        environments.append(OtherPython(game, **options))
-        return environments[-1]
-
-    yield make
-    for environment in environments:
-        await environment.close()
-
-
-async def played(environment: Any, state: Any, *actions: str) -> Any:
-    """Play actions one after the other. Returns the last transition."""
-    transition: Any = None
-    for action in actions:
-        reply = f"<action>{action}</action>"
-        tools: Any = None
-        transition = await environment.step(state, environment.read(state, reply), tools)
-        state = transition.state
-    return transition
-
-
-async def opened(environment: Any, seed: int = 7) -> Any:
-    tools: Any = None
-    return await environment.open(environment.initial(environment.task(seed)), tools)
+Make = Callable[..., Any]
 
 
 async def process_of(environment: Any, state: Any) -> int:
     return int((await played(environment, state, "process")).state.seen.partition("[")[0])
 
 
-async def test_the_game_is_in_a_process_of_its_own_that_close_ends(
-    drawn: Callable[..., Any],
-) -> None:
-    environment = drawn()
-    state = await opened(environment)
+async def test_the_game_is_in_a_process_of_its_own_that_close_ends(other: Make) -> None:
+    environment = other()
+    state = await begun(environment)
     pid = await process_of(environment, state)
     assert pid != os.getpid() and await process_of(environment, state) == pid
     await environment.close()
@@ -73,10 +41,10 @@ async def test_the_game_is_in_a_process_of_its_own_that_close_ends(
     ],
 )
 async def test_a_step_that_fails_is_a_fault_and_the_episode_goes_on_from_its_state(
-    drawn: Callable[..., Any], action: str, fault: type[Exception], said: str
+    other: Make, action: str, fault: type[Exception], said: str
 ) -> None:
-    environment = drawn()
-    state = (await played(environment, await opened(environment), "a", "bb")).state
+    environment = other()
+    state = (await played(environment, await begun(environment), "a", "bb")).state
     expected = await played(environment, state, "ccc")
     before = await process_of(environment, state)
     environment._children[0].timeout_s = 1.0 if action == "hang" else 60.0
@@ -87,11 +55,9 @@ async def test_a_step_that_fails_is_a_fault_and_the_episode_goes_on_from_its_sta
     assert (await process_of(environment, state) == before) == (fault is DataFault)
 
 
-async def test_a_cancelled_step_leaves_no_answer_for_the_next_one(
-    drawn: Callable[..., Any],
-) -> None:
-    environment = drawn()
-    state = await opened(environment)
+async def test_a_cancelled_step_leaves_no_answer_for_the_next_one(other: Make) -> None:
+    environment = other()
+    state = await begun(environment)
     expected = [await played(environment, state, action) for action in ("a", "bb")]
     for ticks in range(8):
         step = asyncio.create_task(played(environment, state, "a"))
@@ -104,17 +70,15 @@ async def test_a_cancelled_step_leaves_no_answer_for_the_next_one(
 
 
 @pytest.mark.second
-async def test_tasks_are_dealt_to_the_processes_and_a_task_stays_with_its_own(
-    drawn: Callable[..., Any],
-) -> None:
-    environment = drawn(processes=2)
-    states = [await opened(environment, seed) for seed in (1, 2, 3)]
+async def test_tasks_are_dealt_to_the_processes_and_a_task_stays_with_its_own(other: Make) -> None:
+    environment = other(processes=2)
+    states = [await begun(environment, seed) for seed in (1, 2, 3)]
     first, second, third = [await process_of(environment, state) for state in states]
     assert first == third != second
 
 
 async def test_keys_of_this_process_do_not_reach_the_other(
-    drawn: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    other: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "peeking.py").write_text(
         "import os\nclass Peek:\n    def begin(self, seed): return str(sorted(os.environ))\n"
@@ -122,41 +86,32 @@ async def test_keys_of_this_process_do_not_reach_the_other(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SOME_API_KEY", "secret")
     monkeypatch.setenv("SOME_TOKEN", "secret")
-    state = await opened(drawn("peeking:Peek"))
+    state = await begun(other("peeking:Peek"))
     assert "PYTHONHASHSEED" in state.seen and "SOME_" not in state.seen
 
 
-PRIMES = {"name": "prime_factorization", "min_value": 30, "max_value": 30}
-
-
 @pytest.mark.second
-@pytest.mark.parametrize(
-    ("answer", "score"),
-    [("7", 0.01), ("words", 0.0), ("5 \u00d7 6", 0.5), ("2 \u00d7 3 \u00d7 5", 1.0)],
-)
-async def test_an_answer_of_a_set_has_the_librarys_partial_credit_and_leaves_its_question_alone(
-    drawn: Callable[..., Any], answer: str, score: float
-) -> None:
+async def test_answers_of_a_set_have_the_librarys_partial_credit(other: Make) -> None:
     pytest.importorskip("reasoning_gym")
-    environment = drawn("reasoning_gym", arguments=PRIMES)
-    for _ in range(2):
-        last = await played(environment, await opened(environment, 3), answer)
+    primes = {"name": "prime_factorization", "min_value": 30, "max_value": 30}
+    environment = other("reasoning_gym", arguments=primes)
+    state = await begun(environment, 3)
+    for answer, score in (
+        ("7", 0.01),
+        ("words", 0.0),
+        ("5 \u00d7 6", 0.5),
+        ("2 \u00d7 3 \u00d7 5", 1),
+    ):
+        last = await played(environment, state, answer)
         assert (last.outcome, last.done) == (score, True)
         assert last.measures == {"success": float(score == 1)}
-
-
-def counting(drawn: Callable[..., Any], name: str = "Counting", field: str = "number") -> Any:
-    pytest.importorskip("pydantic")
-    classes = {"environment": f"tests.openenv_shape:{name}", "action": "tests.openenv_shape:Add"}
-    return drawn("openenv", arguments=classes | {"field": field})
+    assert await begun(environment, 3) == state
 
 
 @pytest.mark.second
-async def test_fields_of_openenv_are_seen_and_its_rewards_are_earned(
-    drawn: Callable[..., Any],
-) -> None:
-    environment = counting(drawn)
-    state = await opened(environment)
+async def test_fields_of_openenv_are_seen_and_its_rewards_are_earned(other: Make) -> None:
+    environment = other("openenv", arguments=openenv())
+    state = await begun(environment)
     assert json.loads(state.seen) == {"total": 7, "drawn": 0}
     two = await played(environment, state, "1", '{"number": 2}')
     assert (json.loads(two.observation)["total"], two.reward, two.done) == (10, 0.2, False)
@@ -165,11 +120,9 @@ async def test_fields_of_openenv_are_seen_and_its_rewards_are_earned(
 
 
 @pytest.mark.second
-async def test_openenv_without_seeds_and_rewards_draws_by_the_seed_and_earns_nothing(
-    drawn: Callable[..., Any],
-) -> None:
-    environment = counting(drawn, "Unseeded")
-    one, again, two = [await opened(environment, seed) for seed in (1, 1, 2)]
+async def test_openenv_without_seeds_and_rewards_draws_by_the_seed(other: Make) -> None:
+    environment = other("openenv", arguments=openenv("Unseeded"))
+    one, again, two = [await begun(environment, seed) for seed in (1, 1, 2)]
     assert one == again and one.seen != two.seen
     last = await played(environment, one, "9")
     assert (last.done, last.outcome, last.measures) == (True, 0.0, {"success": 0.0})
@@ -177,23 +130,19 @@ async def test_openenv_without_seeds_and_rewards_draws_by_the_seed_and_earns_not
 
 @pytest.mark.second
 @pytest.mark.parametrize("action", ['{"number": "many"}', '{"number": 1, "more": 2}', "many"])
-async def test_an_action_that_openenv_refuses_ends_the_episode_with_what_it_earned(
-    drawn: Callable[..., Any], action: str
-) -> None:
-    environment = counting(drawn, field="" if action == "many" else "number")
-    last = await played(environment, await opened(environment), '{"number": 5}', action)
+async def test_an_action_that_openenv_refuses_ends_the_episode(other: Make, action: str) -> None:
+    environment = other("openenv", arguments=openenv(field="" if action == "many" else "number"))
+    last = await played(environment, await begun(environment), '{"number": 5}', action)
     assert (last.done, last.outcome, last.measures) == (True, 0.5, {"success": 0.0})
 
 
 @pytest.mark.second
-async def test_what_an_openenv_environment_raises_is_a_fault_of_its_task(
-    drawn: Callable[..., Any],
-) -> None:
-    environment = counting(drawn)
+async def test_what_an_openenv_environment_raises_is_a_fault_of_its_task(other: Make) -> None:
+    environment = other("openenv", arguments=openenv())
     with pytest.raises(DataFault, match="RuntimeError: no episode of"):
-        await opened(environment, 13)
+        await begun(environment, 13)
     with pytest.raises(DataFault, match="RuntimeError: only upwards"):
-        await played(environment, await opened(environment), "1", "-1")
+        await played(environment, await begun(environment), "1", "-1")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from coppice.learner.model.ranks import Ranks
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling
 from tests import tiny
-from tests.actors.test_local_engine import GREATEST_DIFFERENCE, started
+from tests.actors.conftest import Local
+from tests.actors.test_local_engine import GREATEST_DIFFERENCE
 from tests.pictures import squares
 from tests.updates import process
 
@@ -39,32 +40,27 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def prompt(*numbers: int) -> np.ndarray:
     """The same text with these pictures."""
-    shown = [
-        np.concatenate([[260], vision.ids(n, SIZES[n]), [261, 50 + i]])
-        for i, n in enumerate(numbers)
-    ]
-    return np.concatenate([np.arange(5), *shown, [7, 8]]).astype(np.int32)
+    tokens = [*range(5)]
+    for i, n in enumerate(numbers):
+        tokens += [260, *vision.ids(n, SIZES[n]), 261, 50 + i]
+    return np.array([*tokens, 7, 8], np.int32)
 
 
-def asked(*numbers: int, n: int = 2, new: int = 8, **fields: Any) -> GenerateRequest:
+def asked(*numbers: int, n: int = 2) -> GenerateRequest:
     images = {number: PICTURES[number] for number in numbers}
-    return GenerateRequest(
-        prompt(*numbers), n, Sampling(new, temperature=1.0, seed=sum(numbers), **fields), images
-    )
+    return GenerateRequest(prompt(*numbers), n, Sampling(8, seed=sum(numbers)), images)
 
 
-def policy(folder: Path, run: Path, rank: int = 0) -> TreeModel:
-    return TreeModel(str(folder), process(folder, run, rank).learner, 1.0, Ranks(60))
+def policy(folder: Path, run: Path, rank: int = 0, **settings: Any) -> TreeModel:
+    config = process(folder, run, rank, **settings).learner
+    return TreeModel(str(folder), config, 1.0, Ranks(60))
 
 
 def assert_equal(learner: TreeModel, request: GenerateRequest, result: GenerateResult) -> None:
     assert len(result.samples) == request.n
     for sample in result.samples:
-        path = Tokens(
-            np.concatenate([request.tokens, sample.tokens]).astype(np.int64),
-            len(request.tokens),
-            PICTURES,
-        )
+        whole = np.concatenate([request.tokens, sample.tokens]).astype(np.int64)
+        path = Tokens(whole, len(request.tokens), PICTURES)
         with torch.no_grad():
             expected = learner.read(pack([path]), attention="causal")[0].numpy()
         assert np.abs(expected - sample.logprobs).max() < GREATEST_DIFFERENCE
@@ -72,51 +68,48 @@ def assert_equal(learner: TreeModel, request: GenerateRequest, result: GenerateR
 
 @pytest.mark.second
 @pytest.mark.parametrize("chunk", [3, 512])
-async def test_samples_have_the_learners_logprobs(folder: Path, tmp_path: Path, chunk: int) -> None:
-    engine, learner = await started(folder, prefill_tokens=chunk), policy(folder, tmp_path)
+async def test_samples_have_the_learners_logprobs(
+    local: Local, folder: Path, tmp_path: Path, chunk: int
+) -> None:
+    engine, learner = await local(folder, prefill_tokens=chunk), policy(folder, tmp_path)
     requests = [asked(1), asked(2, 3), asked(4, 1, 2), asked(n=3), asked(3, 3, n=1), asked(2)]
     results = await asyncio.gather(*(engine.generate(request) for request in requests))
-    await engine.close()
     for request, result in zip(requests, results, strict=True):
         assert_equal(learner, request, result)
 
 
 async def test_the_cache_tells_pictures_of_one_size_apart_and_shares_what_is_equal(
-    seeing: Path, tmp_path: Path
+    local: Local, seeing: Path, tmp_path: Path
 ) -> None:
-    engine, learner = await started(seeing), policy(seeing, tmp_path)
+    engine, learner = await local(seeing), policy(seeing, tmp_path)
     cached = []
     for request in [asked(1, 2), asked(1, 3), asked(1, 2), asked(1, 2, 4)]:
         result = await engine.generate(request)
         cached.append(result.cached_tokens)
         assert_equal(learner, request, result)
-    await engine.close()
     before_second = 5 + 1 + 6 + 2 + 1
     whole = len(prompt(1, 2))
     assert cached == [0, before_second, whole, whole - 2]
 
 
 async def test_a_turn_that_follows_a_sample_continues_its_positions(
-    seeing: Path, tmp_path: Path
+    local: Local, seeing: Path, tmp_path: Path
 ) -> None:
-    engine, learner = await started(seeing), policy(seeing, tmp_path)
+    engine, learner = await local(seeing), policy(seeing, tmp_path)
     first = await engine.generate(asked(4, n=1))
     grown = np.concatenate([prompt(4), first.samples[0].tokens, prompt(2)]).astype(np.int32)
     request = msgspec.structs.replace(asked(4, 2), tokens=grown)
     result = await engine.generate(request)
-    await engine.close()
     assert result.cached_tokens == len(prompt(4)) + len(first.samples[0].tokens) - 1
     assert_equal(learner, request, result)
 
 
 @pytest.mark.parametrize(("rank", "train_vision"), [(0, True), (4, False), (4, True)])
 async def test_published_weights_come_into_force(
-    seeing: Path, tmp_path: Path, rank: int, train_vision: bool
+    local: Local, seeing: Path, tmp_path: Path, rank: int, train_vision: bool
 ) -> None:
-    engine, learner = await started(seeing), policy(seeing, tmp_path, rank)
-    if train_vision:
-        config = process(seeing, tmp_path, rank, train_vision=True).learner
-        learner = TreeModel(str(seeing), config, 1.0, Ranks(60))
+    engine = await local(seeing)
+    learner = policy(seeing, tmp_path, rank, train_vision=train_vision)
     before = await engine.generate(asked(1, 2))
     torch.manual_seed(1)
     with torch.no_grad():
@@ -129,42 +122,33 @@ async def test_published_weights_come_into_force(
         assert settings["target_modules"] == linear_layers(seeing)
     await engine.load(LoadRequest(1, published.path, published.digest))
     after = await engine.generate(asked(1, 2))
-    await engine.close()
     assert_equal(learner, asked(1, 2), after)
     with pytest.raises(AssertionError):
         assert_equal(learner, asked(1, 2), before)
 
 
-async def test_pictures_that_do_not_fit_are_refused(seeing: Path, llama: Path) -> None:
-    engine = await started(seeing)
+async def test_pictures_that_do_not_fit_are_refused(local: Local, seeing: Path) -> None:
+    engine = await local(seeing)
     missing = msgspec.structs.replace(asked(1), images={})
     other = msgspec.structs.replace(asked(1), images={1: PICTURES[2]})
     for wrong, said in ((missing, r"pictures \[1\] are in"), (other, "expected 2 x 2")):
         with pytest.raises(DataFault, match=said):
             await engine.generate(wrong)
     assert len((await engine.generate(asked(1))).samples) == 2
-    await engine.close()
-    blind = await started(llama)
+    blind = await local()
     with pytest.raises(DataFault, match="token ids from -1"):
         await blind.generate(asked(1))
-    await blind.close()
 
 
-def test_sglang_is_sent_one_placeholder_per_picture_and_must_have_read_the_trees_tokens(
-    seeing: Path,
-) -> None:
+def test_sglang_is_sent_a_placeholder_per_picture_and_must_have_read_it(seeing: Path) -> None:
     settings = SGLangConfig(way="url", urls=["http://127.0.0.1:1"])
     engine = SGLangEngine(str(seeing), ActorsConfig(max_context=256, sglang=settings))
     request = asked(1, 2, 1)
-    bodies = engine._bodies(request)
-    body = bodies[0]
-    ids, images = body["input_ids"], body["image_data"]
-    assert ids == bodies[1]["input_ids"]
-    assert ids == [*range(5), 260, 262, 261, 50, 260, 262, 261, 51, 260, 262, 261, 52, 7, 8]
-    assert [base64.b64decode(one.partition(",")[2]) for one in images] == [
-        PICTURES[n] for n in (1, 2, 1)
-    ]
-    assert body["return_prompt_token_ids"]
+    ids = [*range(5), 260, 262, 261, 50, 260, 262, 261, 51, 260, 262, 261, 52, 7, 8]
+    for body in engine._bodies(request):
+        images = [base64.b64decode(one.partition(",")[2]) for one in body["image_data"]]
+        assert images == [PICTURES[n] for n in (1, 2, 1)]
+        assert body["input_ids"] == ids and body["return_prompt_token_ids"]
     assert "image_data" not in engine._bodies(asked())[0]
     read = np.where(request.tokens < 0, 262, request.tokens).tolist()
     engine._check_read(request, [{"prompt_token_ids": read}])

@@ -22,46 +22,41 @@ class Shelf(Tools):
     rng = random.Random(0)
 
     async def retrieve(self, query: str, topk: int) -> list[Passage]:
-        return [
-            Passage("1", "Bulgaria", "Capital: Sofia", 0.9),
-            Passage("2", "Rome", "x" * 400, 0.5),
-        ][:topk]
+        sofia = Passage("1", "Bulgaria", "Capital: Sofia", 0.9)
+        return [sofia, Passage("2", "Rome", "x" * 400, 0.5)][:topk]
 
 
-def test_an_action_is_one_think_block_then_one_search_or_answer_block() -> None:
-    def kind(text: str) -> str:
-        return SearchQA().read(None, text).kind
-
-    assert kind("<think> a </think> <search> q </search>") == "search"
-    assert kind("\n<think>a</think>\n<answer>x</answer> and more") == "answer"
-    for text in (
-        "<search> q </search>",
-        "<think> a </think> <search> q",
-        "<think> a </think> <search> q </answer>",
-        "hello <think> a </think> <search> q </search>",
-        "<think> <answer> x </answer> </think>",
-    ):
-        assert kind(text) == "invalid", text
+SOFIA = "<answer> It is <answer> Sofia </answer>"
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "think", "content"),
+    ("think", "text", "read"),
     [
-        ("<think> a </think> <search> q </search>", "search", "a", "q"),
-        ("First I look. <search> q </search>", "search", "", "q"),
-        ("<think>a</think> so <think>b</think> then <answer>x</answer>", "answer", "b", "x"),
-        ("<answer>x</answer><think>b</think><search>q</search>", "answer", "", "x"),
-        ("<search>q</search> then <think>b</think><answer>x</answer>", "search", "", "q"),
-        ("<think> a </think> <search> q </answer>", "invalid", None, None),
-        ("", "invalid", None, None),
+        ("required", "<think> a </think> <search> q </search>", ("search", "a", "q")),
+        ("required", "\n<think>a</think>\n<answer>x</answer> and more", ("answer", "a", "x")),
+        ("required", "<search> q </search>", None),
+        ("required", "<think> a </think> <search> q", None),
+        ("required", "<think> a </think> <search> q </answer>", None),
+        ("required", "hello <think> a </think> <search> q </search>", None),
+        ("required", "<think> <answer> x </answer> </think>", None),
+        ("required", f"<think> x </think> {SOFIA}", ("answer", "x", "Sofia")),
+        ("optional", "First I look. <search> q </search>", ("search", "", "q")),
+        ("optional", "<think>a</think><think>b</think><answer>x</answer>", ("answer", "b", "x")),
+        ("optional", "<answer>x</answer><think>b</think><search>q</search>", ("answer", "", "x")),
+        ("optional", "<search>q</search><think>b</think><answer>x</answer>", ("search", "", "q")),
+        ("optional", "<think> a </think> <search> q </answer>", None),
+        ("optional", "", None),
+        ("optional", f"<think> a <answer> b </think> {SOFIA}", ("answer", "a <answer> b", "Sofia")),
+        ("optional", f"I write {SOFIA}", ("answer", "", "Sofia")),
     ],
 )
-def test_with_an_optional_think_block_the_first_search_or_answer_block_counts(
-    text: str, kind: str, think: str | None, content: str | None
+def test_the_first_block_counts_and_an_answer_begins_at_the_last_tag_as_the_table_reads_it(
+    think: Any, text: str, read: tuple[str, ...] | None
 ) -> None:
-    action = SearchQA(think="optional").read(None, text)
-    assert (action.kind, action.think) == (kind, think)
-    assert action.argument == content
+    action = SearchQA(think=think).read(None, text)
+    found = (action.kind, action.think, action.argument)
+    assert found == (read or ("invalid", None, None))
+    assert action.kind != "answer" or extract_answer(text) == action.argument
 
 
 @pytest.mark.parametrize("think", ["required", "optional"])
@@ -75,37 +70,16 @@ def test_reading_takes_no_longer_than_the_text_is_long(piece: str, think: Any) -
     assert time.process_time() - start < 5  # minutes at the square of its length
 
 
-@pytest.mark.parametrize(
-    ("think", "text", "thought"),
-    [
-        ("required", "<think> x </think> <answer> It is <answer> Sofia </answer>", "x"),
-        ("optional", "<think> x </think> <answer> It is <answer> Sofia </answer>", "x"),
-        ("optional", "<think> a <answer> b </think> <answer> Sofia </answer>", "a <answer> b"),
-        ("optional", "I write <answer> and then <answer> Sofia </answer>", ""),
-    ],
-)
-def test_an_answer_begins_at_the_last_opening_tag_so_that_reward_and_table_agree(
-    think: Any, text: str, thought: str
-) -> None:
-    action = SearchQA(think=think).read(None, text)
-    assert (action.kind, action.think, action.argument) == ("answer", thought, "Sofia")
-    assert extract_answer(text) == "Sofia"
-
-
 async def test_stepping_is_pure_and_shows_passages_one_a_line() -> None:
     environment = SearchQA("short", 2, max_observation_characters=60)
     state = environment.initial(TASK)
     action = environment.read(None, "<think> t </think> <search> capital </search>")
     moved = await environment.step(state, action, Shelf())
-    assert state.steps == ()
-    assert moved.state.steps[0].query == "capital"
-    assert moved.observation.startswith(
-        "\n<information>Doc 1(Title: Bulgaria) Capital: Sofia\nDoc 2(Title: Rome)"
-    )
-    assert moved.observation.endswith("</information>\n")
-    assert len(moved.observation) == 60 + len("\n<information></information>\n")
-    two = await SearchQA("short", 1, newlines=2).step(state, action, Shelf())
+    assert state.steps == () and moved.state.steps[0].query == "capital"
     passage = "Doc 1(Title: Bulgaria) Capital: Sofia"
+    shown = f"{passage}\nDoc 2(Title: Rome) {'x' * 400}"[:60]
+    assert moved.observation == f"\n<information>{shown}</information>\n"
+    two = await SearchQA("short", 1, newlines=2).step(state, action, Shelf())
     assert two.observation == f"\n\n<information>{passage}</information>\n\n"
     assert environment.render([]) == "\n<information>No results found.</information>\n"
     answer = environment.read(None, "<think>t</think><answer>Sofia</answer>")

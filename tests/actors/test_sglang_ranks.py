@@ -10,10 +10,10 @@ from coppice.actors.engines.sglang import SGLangEngine
 from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
 from tests.actors.test_local_engine import (
     GREATEST_DIFFERENCE,
-    full_logprobs,
     ids,
     reference,
     version_folder,
+    worst,
 )
 from tests.sglang_cpu.shared import config
 
@@ -42,8 +42,6 @@ async def test_samples_and_updates_are_exact(
             await engine.load(LoadRequest(version, str(folder), proof))
         prompt = ids(version, 40)
         result = await engine.generate(GenerateRequest(prompt, 3, Sampling(12, seed=version)))
-        for sample in result.samples:
-            expected = full_logprobs(model, prompt, sample.tokens)
-            assert abs(expected - sample.logprobs).max() < GREATEST_DIFFERENCE
-            assert sample.versions.tolist() == [version] * len(sample.tokens)
+        assert worst(model, (prompt, result)) < GREATEST_DIFFERENCE
+        assert {v for sample in result.samples for v in sample.versions.tolist()} == {version}
     await engine.close()

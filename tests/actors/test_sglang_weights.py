@@ -1,6 +1,7 @@
-"""How weights reach SGLang: the choice of the transport, and a broadcast out of the learner's memory
-into a real server."""
+"""How weights reach SGLang: the choice of the transport, and a broadcast out of the learner's
+memory into a real server."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +42,14 @@ async def test_weights_out_of_the_learners_memory(
     tensors = {name: p.detach().to(device) for name, p in model.named_parameters()}
     proof, giver, folder = fingerprint(tensors), WeightServer(timeout_s=60.0), tmp_path / "m7"
     folder.mkdir()
-    try:
-        parts = [{n: tensors[n] for n in names} for names in grouped(tensors, 20_000)]
+    parts = [{n: tensors[n] for n in names} for names in grouped(tensors, 20_000)]
+    with contextlib.closing(giver):
         memory = giver.offer(7, parts)
         Manifest(7, "full", proof, False, memory).write(folder)
-        loaded = await engine.load(LoadRequest(7, str(folder), proof))
-    finally:
-        giver.close()
-    assert loaded.proof
+        assert (await engine.load(LoadRequest(7, str(folder), proof))).proof
     result = await engine.generate(GenerateRequest(ids(1, 20), 1, Sampling(6)))
     assert {v for sample in result.samples for v in sample.versions.tolist()} == {7}
-    assert worst(model, [(ids(1, 20), result)]) < GREATEST_DIFFERENCE
+    assert worst(model, (ids(1, 20), result)) < GREATEST_DIFFERENCE
     await engine.close()
 
 

@@ -1,15 +1,23 @@
-"""The Sokoban environment: rewards by hand, prompts, reading, and the split."""
+"""The Sokoban environment: rewards by hand, prompts, reading, the split, and pictures, of which
+Pillow is the independent reader."""
 
+import io
+
+import numpy as np
 import pytest
+from PIL import Image
 
 from coppice.actors.environments.base import SPLIT
+from coppice.actors.environments.sokoban.environment import SPRITE as SIDE
 from coppice.actors.environments.sokoban.environment import (
     Sokoban,
     SokobanState,
     is_held_out,
+    picture,
+    pixels,
     shown,
 )
-from coppice.actors.environments.sokoban.rooms import layout_digest, parse
+from coppice.actors.environments.sokoban.rooms import GLYPHS, layout_digest, parse
 from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.tools.defaults.legal_play import FIRST_SEED
 from tests.games import play
@@ -18,6 +26,11 @@ ROOM = "######" + "#P_O_#" + "#_X__#" + "#____#" * 2 + "######"
 """Solved by down, down, right, up (which pushes the box up into the first row), left, up, right
 (which pushes it onto the target)."""
 PAIR = "######" + "#PXO_#" + "#_XO_#" + "#____#" * 2 + "######"
+
+
+def lane(cells: str) -> str:
+    """A room of one lane."""
+    return "######" + cells + "######" * 4
 
 
 def test_the_rewards_of_a_solved_room_by_hand() -> None:
@@ -32,19 +45,15 @@ def test_the_rewards_of_a_solved_room_by_hand() -> None:
 
 
 def test_a_box_on_a_target_brings_1_and_a_box_off_it_costs_1() -> None:
-    made = play(
-        Sokoban(boxes=2), SokobanState(PAIR), "right", "right", "left", "left", "down", "right"
-    )
+    words = "right right left left down right".split()
+    made = play(Sokoban(boxes=2), SokobanState(PAIR), *words)
     assert [t.reward for t in made] == pytest.approx([0.9, -1.1, -0.1, -0.1, -0.1, 0.9])
     assert made[-1].state.score == pytest.approx(0.4)
     assert made[1].state.board[6:12] == "#__SX#"
-    one_left = SokobanState("######" + "#__√_#" + "#PXO_#" + "#____#" * 2 + "######")
-    (solved,) = play(Sokoban(boxes=2), one_left, "right")
-    assert (solved.reward, solved.done) == (pytest.approx(10.9), True)
 
 
 def test_a_step_against_a_wall_or_a_stuck_box_costs_the_turn_and_changes_nothing() -> None:
-    stuck = SokobanState("######" + "#PX#O#" + "######" * 4)
+    stuck = SokobanState(lane("#PX#O#"))
     for state, word in ((SokobanState(ROOM), "up"), (stuck, "right")):
         (made,) = play(Sokoban(), state, word)
         assert (made.reward, made.done, made.outcome) == (pytest.approx(-0.1), False, None)
@@ -66,29 +75,16 @@ def test_the_episode_ends_at_the_horizon_and_success_may_be_the_outcome() -> Non
     bumps = play(game, SokobanState(ROOM), "up", "up", "up")
     assert [transition.done for transition in bumps] == [False, False, True]
     assert play(game, SokobanState(ROOM, turn=2), "up")[-1].outcome == 0.0
-    assert play(game, SokobanState("######" + "#PXO_#" + "######" * 4), "right")[-1].outcome == 1.0
+    assert play(game, SokobanState(lane("#PXO_#")), "right")[-1].outcome == 1.0
     partly = SokobanState(PAIR.replace("#PXO_#", "#_P√_#"), turn=14)
     end = play(Sokoban(boxes=2), partly, "left")[-1]
     assert end.measures == {"success": 0.0, "completion": 0.5}
     assert game.moves(play(game, SokobanState(ROOM, turn=2), "up")[-1].state) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "move"),
-    [
-        ("<action>up</action>", 0),
-        ("<action> Right </action>", 3),
-        ("<action>left</action> or <action>right</action>", 3),
-        ("I go <action>down", None),
-        ("left", None),
-        ("<action>upset</action>", None),
-        ("<action>right, then up</action>", None),
-        ("<action></action>", None),
-    ],
-)
-def test_one_direction_is_read_from_the_last_block(text: str, move: int | None) -> None:
-    action = Sokoban().read(SokobanState(ROOM), text)
-    assert (action.move, action.valid) == (None if move is None else (move,), move is not None)
+def test_an_action_is_one_direction() -> None:
+    read = {" Right ": (3,), "up": (0,), "upset": None, "right, then up": None, "": None}
+    assert {text: Sokoban().move(text) for text in read} == read
 
 
 def test_the_prompt_has_rules_then_state_and_shows_the_last_two_turns() -> None:
@@ -127,6 +123,48 @@ def test_training_and_held_out_rooms_share_no_layout_however_turned() -> None:
 def test_good_moves_begin_a_shortest_solution() -> None:
     game = Sokoban()
     assert game.good_moves(SokobanState(ROOM)) == [(1,)]
-    assert game.good_moves(SokobanState("######" + "#PXO_#" + "######" * 4)) == [(3,)]
-    assert game.good_moves(SokobanState("######" + "#P_XO#" + "######" * 4, over=True)) == []
-    assert game.good_moves(SokobanState("######" + "#X_PO#" + "######" * 4)) == []
+    assert game.good_moves(SokobanState(lane("#PXO_#"))) == [(3,)]
+    assert game.good_moves(SokobanState(lane("#P_XO#"), over=True)) == []
+    assert game.good_moves(SokobanState(lane("#X_PO#"))) == []
+
+
+EVERY_KIND = "######" + "#S√XO#" + "#____#" * 3 + "######"
+
+
+def test_every_kind_of_cell_has_its_own_sprite_wherever_it_lies() -> None:
+    image = pixels(EVERY_KIND)
+    tiles = {}
+    for cell, glyph in enumerate(EVERY_KIND):
+        row, column = divmod(cell, 6)
+        tile = image[row * SIDE : (row + 1) * SIDE, column * SIDE : (column + 1) * SIDE].tobytes()
+        assert tiles.setdefault(glyph, tile) == tile
+    tiles["P"] = pixels(EVERY_KIND.replace("S", "P"))[SIDE : 2 * SIDE, SIDE : 2 * SIDE].tobytes()
+    assert set(tiles) == set(GLYPHS)
+    assert len(set(tiles.values())) == len(GLYPHS)
+
+
+@pytest.mark.parametrize("side", [96, 192, 256])
+def test_a_side_enlarges_the_pixels(side: int) -> None:
+    file = Image.open(io.BytesIO(picture(EVERY_KIND, side)))
+    image = np.asarray(file)
+    assert (file.format, image.shape) == ("PNG", (side, side, 3))
+    assert side > 96 or np.array_equal(image, pixels(EVERY_KIND))
+    cell = side // 6
+    middle = image[cell // 2 :: cell, cell // 2 :: cell][:6, :6]
+    expected = pixels(EVERY_KIND)[SIDE // 2 :: SIDE, SIDE // 2 :: SIDE]
+    assert side == 256 or np.array_equal(middle, expected)
+    drawn, small = (np.unique(one.reshape(-1, 3), axis=0) for one in (image, pixels(EVERY_KIND)))
+    assert np.array_equal(drawn, small)
+
+
+def test_the_prompt_shows_the_room_as_a_picture_and_no_board() -> None:
+    game = Sokoban("sokoban_picture", history=0, side=256)
+    task = game.task(3)
+    state = game.initial(task)
+    (message,) = game.prompt(task, state)
+    before, seen, after = message["content"]
+    assert game.pictures and not Sokoban().pictures
+    assert seen == {"type": "image", "image": picture(state.board, 256)}
+    assert "{" not in before["text"] + after["text"]
+    assert SPLIT in before["text"]
+    assert not set("√#_") & set(before["text"] + after["text"])

@@ -2,6 +2,7 @@
 environment's."""
 
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,27 +23,22 @@ from tests import games
 
 SOLVED = "1234341221434321"
 SEEDS = st.integers(0, 2**31)
-BLANKS = {4: (1, 6, 10, 12), 9: (1, 20, 40)}
-PUZZLES = st.sampled_from(
-    [(size, blanks) for size, choices in BLANKS.items() for blanks in choices]
-)
+PUZZLES = st.sampled_from([(4, 1), (4, 6), (4, 10), (4, 12), (9, 1), (9, 20), (9, 40)])
 
 
 def plain_search(board: str, limit: int) -> set[str]:
     """At most ``limit`` solutions, by trying in each blank what its row, column and box leave."""
     size = round(len(board) ** 0.5)
     box = round(size**0.5)
-    places = [(cell // size, cell % size) for cell in range(size * size)]
     found: set[str] = set()
 
+    def units(cell: int) -> tuple[int, int, int]:
+        row, column = divmod(cell, size)
+        return row, size + column, 2 * size + row // box * box + column // box
+
     def left(cells: str, cell: int) -> list[str]:
-        row, column = places[cell]
-        held = {
-            cells[other]
-            for other, (r, c) in enumerate(places)
-            if other != cell
-            and (r == row or c == column or (r // box, c // box) == (row // box, column // box))
-        }
+        near = [other for other in range(len(cells)) if {*units(other)} & {*units(cell)}]
+        held = {cells[other] for other in near if other != cell}
         return [digit for digit in "123456789"[:size] if digit not in held]
 
     def search(cells: str) -> None:
@@ -55,8 +51,7 @@ def plain_search(board: str, limit: int) -> set[str]:
             if len(found) < limit:
                 search(cells[:cell] + digit + cells[cell + 1 :])
 
-    clash = any(mark != "." and mark not in left(board, cell) for cell, mark in enumerate(board))
-    if not clash:
+    if all(mark == "." or mark in left(board, cell) for cell, mark in enumerate(board)):
         search(board)
     return found
 
@@ -74,10 +69,6 @@ def removed_one_by_one(attempts: int, seed: int) -> str:
     return "".join(grid)
 
 
-def play(game: Sudoku, state: SudokuState, move: tuple[int, ...]) -> Transition:
-    return games.play(game, state, game.notation(move))[-1]
-
-
 @given(PUZZLES, SEEDS)
 @settings(max_examples=40, deadline=None)
 def test_a_puzzle_has_exactly_its_blanks_and_one_solution(kind: tuple[int, int], seed: int) -> None:
@@ -90,8 +81,7 @@ def test_a_puzzle_has_exactly_its_blanks_and_one_solution(kind: tuple[int, int],
 
 
 def test_the_puzzle_of_a_seed_never_changes() -> None:
-    puzzle, solution = generate(4, 8, 7)
-    assert (puzzle, solution) == ("1.4....123.4.13.", "1243342123144132")
+    assert generate(4, 8, 7) == ("1.4....123.4.13.", "1243342123144132")
 
 
 @given(st.sampled_from([8, 10, 12]), SEEDS)
@@ -103,9 +93,7 @@ def test_the_puzzle_is_the_one_that_removal_cell_by_cell_gives(blanks: int, seed
     assert generate(4, blanks, seed)[0] == next(grid for grid in tries if grid.count(".") == blanks)
 
 
-def test_a_seed_without_a_puzzle_is_a_data_fault_that_names_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_seed_without_a_puzzle_is_a_data_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sudoku, "TRIES", 1)
     with pytest.raises(DataFault, match="size 4 with 12 blanks and one solution from seed 100"):
         generate(4, 12, 100)
@@ -134,7 +122,7 @@ def test_random_legal_play_keeps_the_rules(
         blank = [divmod(cell, 4) for cell, mark in enumerate(state.board) if mark == "."]
         assert game.moves(state) == [(*place, digit) for place in blank for digit in (1, 2, 3, 4)]
         row, column, digit = move = rng.choice(game.moves(state))
-        before, transition = state, play(game, state, move)
+        before, (transition,) = state, games.play(game, state, game.notation(move))
         state = transition.state
         right = before.solution[row * 4 + column] == str(digit)
         changed = [cell for cell in range(16) if before.board[cell] != state.board[cell]]
@@ -154,7 +142,6 @@ def test_random_legal_play_keeps_the_rules(
 
 
 def test_a_move_is_row_column_digit_counted_from_1() -> None:
-    for text in ("3 7 5", "3,7, 5", "\n3  7\t5\n"):
-        assert Sudoku().move(text) == (2, 6, 5), text
-    for text in ("375", "3 7", "3 7 5 1", "-3 7 5", "٣ 7 5", "9" * 5000):
-        assert Sudoku().move(text) is None, text
+    read: dict[str, Any] = dict.fromkeys(("3 7 5", "3,7, 5", "\n3  7\t5\n"), (2, 6, 5))
+    read |= dict.fromkeys(("375", "3 7", "3 7 5 1", "-3 7 5", "٣ 7 5", "9" * 5000))
+    assert {text: Sudoku().move(text) for text in read} == read

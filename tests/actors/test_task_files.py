@@ -23,9 +23,7 @@ from coppice.scheduler.growth.tasks import Tasks, held_out
 ROWS = [{"question": "Who?", "golden_answers": ["a", "", "b"]}, {"question": "No gold"}]
 
 
-def test_a_parquet_file_loads_and_its_unusable_rows_are_rejected_with_reasons(
-    tmp_path: Path,
-) -> None:
+def test_a_parquet_file_loads_and_its_unusable_rows_are_set_aside(tmp_path: Path) -> None:
     path = tmp_path / "tasks.parquet"
     pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path)
     (task,), (rejected,) = load_tasks(str(path))
@@ -44,21 +42,17 @@ def test_unusable_held_out_rows_and_a_set_that_is_too_small_are_told(tmp_path: P
     path.write_text("\n".join(lines))
     tasks, (rows, few) = held_out(str(path), 5)
     assert len(tasks) == 2
-    said = f"held-out set: 2 of 4 rows cannot be used; the first: {path}:3: not JSON"
-    assert rows.startswith(said)
-    assert few == "held-out set: 5 questions are asked for and 2 are there, so all of them are used"
+    assert "2 of 4 rows cannot be used" in rows and f"{path}:3: not JSON" in rows
+    assert "5 questions are asked for and 2 are there" in few
     assert held_out(written(path, ROWS[0]), 1)[1] == []
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_row_and_lines_in_latin_1_are_set_aside(
-    tmp_path: Path,
-) -> None:
+def test_a_byte_order_mark_is_no_text_and_latin_1_is_set_aside(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     row = json.dumps({"question": "Où?", "golden_answers": ["à"]}, ensure_ascii=False)
     path.write_bytes(row.encode("utf-8-sig") + b"\n" + row.encode("latin-1") + b"\n")
     (task,), (rejected,) = load_tasks(str(path))
-    assert task.question == "Où?"
-    assert rejected.where == f"{path}:2"
+    assert (task.question, rejected.where) == ("Où?", f"{path}:2")
     assert rejected.reason.startswith("not in UTF-8")
 
 
@@ -66,28 +60,25 @@ def test_a_row_becomes_a_task_or_is_set_aside_with_its_place(tmp_path: Path) -> 
     def row(question: str, golds: object = "a", **fields: object) -> dict[str, object]:
         return {"question": question, "golden_answers": golds, **fields}
 
+    passages = [{"title": "Bulgaria", "field": "Capital", "value": "Sofia"}]
+    passages.append({"title": "B", "field": "F", "value": "v"})
     prompt = [{"role": "user", "content": "Question: an example. Rules. Question: who wrote it\n"}]
-    truth = {"style": "rule", "ground_truth": {"target": ["x", "y"]}}
-    passage = {"title": "Bulgaria", "field": "Capital", "value": "Sofia"}
-    evidence = [passage, {"title": "B", "field": "F", "value": "v"}]
     rows = [
-        *map(row, ("who ", "Who?", "Go!", "It.")),
-        row("q?", ["v"], id=7, data_source="factbook", evidence=evidence),
-        row("q?", extra_info={"index": 12}),
-        {"prompt": prompt, "reward_model": truth},
+        *(row("who "), row("It."), row("q?", extra_info={"index": 12})),
+        row("q?", id=7, data_source="factbook", evidence=passages),
+        {"prompt": prompt, "reward_model": {"ground_truth": {"target": ["x", "y"]}}},
         *(row("unusable", golds) for golds in ([], ["  "], None, [1946])),
         row("q", evidence=[{"title": "no field"}]),
     ]
     source = written(tmp_path / "t.jsonl", *rows)
     tasks, rejected = load_tasks(source)
-    questions = ["who?", "Who?", "Go!", "It.", "q?", "q?", "who wrote it?"]
-    assert [task.question for task in tasks] == questions
-    assert tasks[4].evidence == ["Bulgaria\nCapital: Sofia", "B\nF: v"]
-    assert (tasks[4].id, tasks[4].hops, tasks[4].source) == ("7", 2, "factbook")
+    assert [task.question for task in tasks] == ["who?", "It.", "q?", "q?", "who wrote it?"]
+    assert tasks[3].evidence == ["Bulgaria\nCapital: Sofia", "B\nF: v"]
+    assert (tasks[3].hops, tasks[3].source) == (2, "factbook")
     # without an id, a row takes its index or its place
-    assert [task.id for task in tasks[5:]] == ["12", f"{source}:7"]
-    assert (tasks[6].golds, tasks[0].golds) == (["x", "y"], ["a"])
-    assert [one.where for one in rejected] == [f"{source}:{line}" for line in range(8, 13)]
+    assert [task.id for task in tasks] == [f"{source}:1", f"{source}:2", "12", "7", f"{source}:5"]
+    assert (tasks[0].golds, tasks[4].golds) == (["a"], ["x", "y"])
+    assert [one.where for one in rejected] == [f"{source}:{line}" for line in range(6, 11)]
     assert {one.reason[:14] for one in rejected[:4]} == {"no gold answer"}
     assert rejected[4].reason.startswith("evidence or hops")
 
@@ -104,31 +95,20 @@ def test_what_is_neither_a_file_nor_a_hub_name_is_named(source: str) -> None:
 SET = "RUC-NLPIR/FlashRAG_datasets"
 
 
-def test_equal_ids_of_several_sources_stay_apart_and_those_of_one_stay_as_they_are(
-    tmp_path: Path,
-) -> None:
-    row = {"id": "train_0", "golden_answers": ["a"]}
-    one = written(tmp_path / "nq.jsonl", row | {"question": "Who?"}, {"question": "no gold"})
-    two = written(tmp_path / "hotpotqa.jsonl", row | {"question": "Where?"})
-    tasks, rejected = load_tasks([one, two])
-    assert [task.id for task in tasks] == [f"{one}#train_0", f"{two}#train_0"]
-    assert [task.question for task in tasks] == ["Who?", "Where?"]
-    assert [r.where for r in rejected] == [f"{one}:2"]
-    assert [load_tasks(setting)[0][0].id for setting in ([one], one)] == ["train_0"] * 2
-
-
-def test_a_run_draws_from_all_of_its_sources(tmp_path: Path) -> None:
-    rows = [{"id": i, "question": f"{i}?", "golden_answers": ["a"]} for i in range(5)]
-    sources = [written(tmp_path / name, *rows) for name in ("x.jsonl", "y.jsonl")]
-    tasks = Tasks(sources, 0)
-    assert len({tasks.at(position).id for position in range(10)}) == 10
-    assert {task.id for task in held_out(sources, 99)[0]} == {task.id for task in tasks.tasks}
+def test_equal_ids_of_several_sources_stay_apart_and_a_run_draws_from_all(tmp_path: Path) -> None:
+    rows = [{"id": f"n{i}", "question": f"{i}?", "golden_answers": ["a"]} for i in range(5)]
+    sources = [written(tmp_path / name, *rows, {}) for name in ("x.jsonl", "y.jsonl")]
+    tasks, rejected = load_tasks(sources)
+    assert [task.id for task in tasks] == [f"{source}#n{i}" for source in sources for i in range(5)]
+    assert [one.where for one in rejected] == [f"{source}:6" for source in sources]
+    assert [load_tasks(setting)[0][0].id for setting in (sources[:1], sources[0])] == ["n0", "n0"]
+    drawn = Tasks(sources, 0)
+    assert {drawn.at(position).id for position in range(10)} == {task.id for task in tasks}
+    assert {task.id for task in held_out(sources, 99)[0]} == {task.id for task in tasks}
     assert held_out(sources, 3)[0] == held_out(sources, 99)[0][:3]
 
 
-def test_one_source_of_several_that_cannot_be_read_ends_the_load_and_is_named(
-    tmp_path: Path,
-) -> None:
+def test_one_source_of_several_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     good = written(tmp_path / "a.jsonl", {"question": "q", "golden_answers": ["a"]})
     with pytest.raises(FileNotFoundError, match=r"gone\.jsonl"):
         load_tasks([good, str(tmp_path / "gone.jsonl")])
@@ -152,7 +132,6 @@ def test_a_hub_set_is_told_from_a_path_by_its_form() -> None:
 def test_a_folder_of_the_hub_is_train_unless_a_split_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against a stand-in for the hub: no test here reaches the real one."""
     from huggingface_hub.errors import EntryNotFoundError
 
     def download(repository: str, file: str, repo_type: str) -> str:
@@ -171,9 +150,7 @@ def test_a_folder_of_the_hub_is_train_unless_a_split_is_named(
         load_tasks(f"{SET}/nq:test")
 
 
-def test_a_set_that_has_a_folder_a_set_says_so_when_it_is_asked_for_as_a_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_set_of_folders_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str, split: str) -> None:
         raise ValueError("Config name is missing.\nPlease pick one among the configs: ['nq']")
 
@@ -199,9 +176,7 @@ def test_tasks_of_agents_stand_as_they_are_written(tmp_path: Path) -> None:
     assert len(load_tasks(source)[0]) == 1
 
 
-def test_a_task_that_is_taken_as_it_stands_has_all_columns_of_its_row_as_json_has_them(
-    tmp_path: Path,
-) -> None:
+def test_a_task_taken_as_it_stands_has_all_columns_of_its_row(tmp_path: Path) -> None:
     row = {"question": "q", "golden_answers": ["a"], "limits": [1, 2.5], "id": 7}
     row["due"] = datetime.date(2026, 1, 2)
     place = tmp_path / "tasks.parquet"

@@ -31,7 +31,7 @@ def is_one_path(tree: Tree, trajectory: int = 0) -> bool:
 
 CLIENTS = {
     "openai": "chat chat_streamed responses responses_streamed",
-    "agents": "agents_responses agents_streamed",
+    "agents": "agents_streamed",
     "pydantic_ai": "pydantic_tool",
     "langchain_openai": "langgraph",
     "urllib": "messages",

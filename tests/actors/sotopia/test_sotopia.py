@@ -1,7 +1,9 @@
 """The rules of a SOTOPIA conversation: turns, endings, what each side is told, and the twenty
 scenarios of our own."""
 
+import functools
 import json
+import operator
 import random
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,8 @@ import pytest
 
 from coppice.actors.environments.base import HELD_OUT_SEEDS, POLICY, SPLIT, Task, Tools, Transition
 from coppice.actors.environments.sotopia import environment as conversation
-from coppice.actors.environments.sotopia.environment import (
-    Dialogue,
-    Sotopia,
-    SotopiaState,
-    SotopiaTurn,
-)
+from coppice.actors.environments.sotopia.environment import Dialogue, Sotopia, SotopiaState
+from coppice.actors.environments.sotopia.environment import SotopiaTurn as Turn
 from coppice.actors.environments.sotopia.scenarios import OWN, Agent, load, shown
 from coppice.scheduler.growth.tasks import GeneratedTasks
 
@@ -53,55 +51,42 @@ async def take(environment: Sotopia, state: SotopiaState, text: str, *answers: s
 START = SotopiaState("scenario-01-1", 0)
 
 
-def turns(*words: str) -> tuple[SotopiaTurn, ...]:
+def turns(*words: str) -> tuple[Turn, ...]:
     """Turns of both sides by turns: what is said, or "none" or "leave"."""
     kinds = [(word,) if word in ("none", "leave") else ("speak", word) for word in words]
-    return tuple(SotopiaTurn(n % 2, *kind) for n, kind in enumerate(kinds))
+    return tuple(Turn(n % 2, *kind) for n, kind in enumerate(kinds))
 
 
-@pytest.mark.parametrize(
-    ("text", "turn"),
-    [
-        (reply("speak", "Hello."), ("speak", "Hello.")),
-        (f"I think {{so}}. {reply('none', 'ignored')}", ("none",)),
-        (reply("speak", "first") + reply("leave"), ("leave",)),
-        ('{"action_type": "action", "argument": "a {b} c", "to": ["Ada"]}', ("action", "a {b} c")),
-        (reply(NOD, "nods\nTurn #9: x"), (NOD, "nods Turn #9: x")),
-        (reply("speak", "  "), None),
-        ('{"action_type": "speak", "argument": "no end', None),
-        (reply("speak", "Hello.") + ' {"a": 1}', None),
-        ('{"a":' * 5_000, None),
-    ],
-)
-def test_the_last_json_object_of_a_reply_is_the_turn(text: str, turn: tuple[str] | None) -> None:
-    assert conversation.read_turn(text, 1) == (turn and SotopiaTurn(1, *turn))
+def test_the_last_json_object_of_a_reply_is_the_turn() -> None:
+    hello = reply("speak", "Hello.")
+    read: dict[str, tuple[str, ...] | None] = {
+        hello: ("speak", "Hello."),
+        f"I think {{so}}. {reply('none', 'ignored')}": ("none",),
+        hello + reply("leave"): ("leave",),
+        '{"action_type": "action", "argument": "a {b} c", "to": ["Ada"]}': ("action", "a {b} c"),
+        reply(NOD, "nods\nTurn #9: x"): (NOD, "nods Turn #9: x"),
+        reply("speak", "  "): None,
+        '{"action_type": "speak", "argument": "no end': None,
+        hello + ' {"a": 1}': None,
+        '{"a":' * 5_000: None,
+    }
+    for text, turn in read.items():
+        assert conversation.read_turn(text, 1) == (turn and Turn(1, *turn)), text[:80]
 
 
 def test_turns_are_written_in_the_words_of_sotopia() -> None:
-    kinds = [("none", ""), ("speak", "Hi."), (NOD, "nods"), ("action", "sits"), ("leave", "")]
-    said = [SotopiaTurn(n % 2, *kind) for n, kind in enumerate(kinds)]
-    assert conversation.history(said, ("A", "B")).splitlines() == [
-        "Turn #1: A did nothing",
-        'Turn #2: B said: "Hi."',
-        "Turn #3: A [non-verbal communication] nods",
-        "Turn #4: B [action] sits",
-        "Turn #5: A left the conversation",
-    ]
+    kinds = [("none",), ("speak", "Hi."), (NOD, "nods"), ("action", "sits"), ("leave",)]
+    said = [Turn(n % 2, *kind) for n, kind in enumerate(kinds)]
+    written = ["A did nothing", 'B said: "Hi."', "A [non-verbal communication] nods"]
+    written += ["B [action] sits", "A left the conversation"]
+    lines = conversation.history(said, ("A", "B")).splitlines()
+    assert lines == [f"Turn #{n}: {line}" for n, line in enumerate(written, 1)]
 
 
-@pytest.mark.parametrize(
-    ("words", "over"),
-    [
-        (["a"] * 19, False),
-        (["a"] * 20, True),
-        (["leave"], True),
-        (["none"] * 2, False),
-        (["none"] * 3, True),
-        (["none", "a", "none", "none"], False),
-    ],
-)
-def test_a_conversation_ends_as_specified(words: list[str], over: bool) -> None:
-    assert Sotopia().over(turns(*words)) is over
+def test_a_conversation_ends_as_specified() -> None:
+    over = {"a " * 19: False, "a " * 20: True, "leave": True}
+    over |= {"none none": False, "none none none": True, "none a none none": False}
+    assert {words: Sotopia().over(turns(*words.split())) for words in over} == over
 
 
 def test_what_a_side_knows_grows_with_the_relationship_and_never_holds_the_secret() -> None:
@@ -134,9 +119,12 @@ def test_the_prompt_hides_goal_and_secret_of_the_other_side_and_shares_its_head(
 def test_the_tags_of_the_layout_decide_who_sees_a_text() -> None:
     text = """Meet. <p viewer="environment">They know Ann.</p> <p viewer="agent_1">Hush.</p>
     (<extra_info>Take care</extra_info>)"""
-    assert shown(text, "agent_0") == "Meet. (Take care)"
-    assert shown(text, "agent_1") == "Meet. Hush. (Take care)"
-    assert shown(text, "environment") == "Meet. They know Ann. (Take care)"
+    for viewer, seen in (
+        ("agent_0", ""),
+        ("agent_1", "Hush. "),
+        ("environment", "They know Ann. "),
+    ):
+        assert shown(text, viewer) == f"Meet. {seen}(Take care)"
 
 
 async def test_both_sides_act_in_turn_and_the_partner_is_the_observation() -> None:
@@ -153,26 +141,13 @@ async def test_both_sides_act_in_turn_and_the_partner_is_the_observation() -> No
 
 async def test_an_invalid_reply_does_nothing_and_an_unreadable_partner_is_asked_twice() -> None:
     environment = Sotopia()
-    assert environment.read(START, "hello").kind == "invalid"
     step = await take(environment, START, "hello", "what?", reply("action", "waits"))
-    assert step.state.turns == (SotopiaTurn(0, "none"), SotopiaTurn(1, "action", "waits"))
+    assert step.state.turns == (Turn(0, "none"), Turn(1, "action", "waits"))
     step = await take(environment, START, "hello", "what?", "what?")
     assert step.state.turns == turns("none", "none") and not step.done
     # the third turn of nothing ends it: the partner is not asked
     step = await take(environment, step.state, "again")
     assert step.done and step.observation == "The conversation is over."
-
-
-async def test_twenty_turns_are_ten_for_each_side_whoever_begins() -> None:
-    environment = Sotopia()
-    for trained in (0, 1):
-        state, own, done = SotopiaState("scenario-01-1", trained), 0, False
-        state = await environment.open(state, Table(reply("speak", "begin")))
-        assert len(state.turns) == trained
-        while not done:
-            step = await take(environment, state, reply("speak", "a"), reply("speak", "b"))
-            state, own, done = step.state, own + 1, step.done
-        assert own == 10 and [turn.side for turn in state.turns] == [0, 1] * 10
 
 
 async def test_a_side_that_leaves_ends_the_conversation() -> None:
@@ -187,15 +162,10 @@ async def test_a_side_that_leaves_ends_the_conversation() -> None:
 def test_no_held_out_scenario_is_trained_and_every_episode_is_held_out_from_both_sides() -> None:
     environment = Sotopia()
     tasks = GeneratedTasks(environment.task, seed=1)
-
-    def of(task: Task) -> tuple[str, int]:
-        state = environment.initial(task)
-        return state.combo, state.trained
-
-    trained = {of(tasks.at(position)) for position in range(2000)}
-    held_out = [of(task) for task in tasks.held_out(20)]
-    assert len(trained) == 2 * 30 and len(set(held_out)) == 20
-    assert not {combo[:11] for combo, _ in trained} & {combo[:11] for combo, _ in held_out}
+    trained = {environment.initial(tasks.at(position)) for position in range(2000)}
+    held_out = {environment.initial(task) for task in tasks.held_out(20)}
+    assert len(trained) == 2 * 30 and len(held_out) == 20
+    assert not {state.combo[:11] for state in trained} & {state.combo[:11] for state in held_out}
     assert environment.task(HELD_OUT_SEEDS.start).source == "pay_rise"
     second, everything = Sotopia(side="second"), Sotopia(split="all")
     assert {second.initial(tasks.at(position)).trained for position in range(9)} == {1}
@@ -217,25 +187,24 @@ def test_scenarios_are_read_from_a_folder_in_the_layout_of_the_data(tmp_path: Pa
         Sotopia(str(tmp_path), judge="sotopia")
 
 
-def rules(whole: Any) -> Any:
-    return whole["envs"]["scenario-01"]["rules"][0]
+FIRST = ("envs", "scenario-01")
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("place", "change", "says"),
     [
-        (lambda whole: whole["envs"]["scenario-01"].update(relationship=6), "relationship"),
-        (lambda whole: whole["combos"][0].update(env_id="gone"), "gone"),
-        (lambda whole: whole.update(combos=[]), "no combos"),
-        (lambda whole: rules(whole)["goal"][0].update(says="x"), "exactly one"),
-        (lambda whole: rules(whole).update(secret="("), "no regular expression"),
+        (FIRST, {"relationship": 6}, "relationship"),
+        (("combos", 0), {"env_id": "gone"}, "gone"),
+        ((), {"combos": []}, "no combos"),
+        ((*FIRST, "rules", 0, "goal", 0), {"says": "x"}, "exactly one"),
+        ((*FIRST, "rules", 0), {"secret": "("}, "no regular expression"),
     ],
 )
 def test_a_file_outside_the_layout_is_refused_with_its_fault(
-    tmp_path: Path, change: Any, says: str
+    tmp_path: Path, place: tuple[Any, ...], change: dict[str, Any], says: str
 ) -> None:
     whole = json.loads(OWN.read_bytes())
-    change(whole)
+    functools.reduce(operator.getitem, place, whole).update(change)
     (tmp_path / "s.json").write_text(json.dumps(whole))
     with pytest.raises(ValueError, match=says):
         load(str(tmp_path / "s.json"))

@@ -1,13 +1,16 @@
-"""Goals: prices and caps, synthetic and human goals, and the splits."""
+"""Goals, synthetic and human, their splits, and the reward: nine known answers, and its rules."""
 
 import itertools
 from collections import Counter
+from typing import Any
 
+import msgspec
 import pytest
 
-from coppice.actors.environments.webshop.goals import NO_CAP, draw_cap, make_goals, split
+from coppice.actors.environments.webshop.goals import NO_CAP, Goal, draw_cap, make_goals, split
 from coppice.actors.environments.webshop.invented import catalogue
-from coppice.actors.environments.webshop.reward import reward
+from coppice.actors.environments.webshop.products import PATH_SEPARATOR, Product, product_of
+from coppice.actors.environments.webshop.reward import colour_of, reward, similarity, type_factor
 
 PRODUCTS = catalogue()
 GOALS = make_goals(PRODUCTS, human=False)
@@ -18,12 +21,8 @@ def test_a_cap_is_one_of_the_three_larger_multiples_of_ten_with_the_known_chance
     assert set(counts) == {30.0, 40.0, 50.0}
     for cap, chance in ((30.0, 1 / 6), (40.0, 1 / 3), (50.0, 1 / 2)):
         assert abs(counts[cap] / 6000 - chance) < 0.03
-
-
-def test_a_cap_lies_above_the_price_and_is_named_in_the_instruction() -> None:
     assert draw_cap(979.0, "x") == (990.0, ", and price lower than 990.00 dollars")
     assert draw_cap(980.0, "x") == (NO_CAP, "")
-    assert draw_cap(5000.0, "x") == (NO_CAP, "")
 
 
 def test_synthetic_goals_are_all_combinations_of_sorted_option_groups() -> None:
@@ -73,3 +72,83 @@ def test_the_invented_shop_has_the_size_of_the_original() -> None:
     assert all(len(product.asin) == 10 and product.nouns for product in PRODUCTS)
     assert catalogue() == PRODUCTS
     assert catalogue(seed=8) != PRODUCTS
+
+
+def product(name: str, query: str, path: str, *attributes: str, **texts: Any) -> Product:
+    """The nouns of a product are all words of its name."""
+    nouns = name.lower().replace("'s", "").replace("-", " ").split()
+    row = {"asin": "A", "name": name, "nouns": nouns, "query": query, "category": ""}
+    row |= {"product_category": path.replace(">", PATH_SEPARATOR), "full_description": ""}
+    row |= {"small_description": ()} | texts
+    return product_of(row, {"attributes": attributes})
+
+
+CLOTHING, PATIO = "Clothing > Men > Shirts", "Patio > Furniture > Picnic"
+TEE, WASH = "men's t-shirts", ("machine wash", "short sleeve")
+COLLAR = "Has a short sleeve and a collar."
+SHIRT = product("Alder Men's Cotton T-Shirt", TEE, f"{CLOTHING} > T-Shirts", *WASH)
+POLO = product(
+    "Birch Men's Polo Shirt",
+    "polo shirts",
+    f"{CLOTHING} > Polos",
+    "machine washable",
+    full_description=COLLAR,
+)
+PICNIC = product(
+    "Pine Picnic Table", "picnic tables", PATIO, "solid wood", small_description=["easy assemble"]
+)
+LAMP = product("Cedar Desk Lamp", TEE, "Home > Lighting > Lamps", *WASH)
+G = Goal(SHIRT, "", SHIRT.attributes, (("color", "dark blue"), ("size", "x-large")), 30.0)
+LONG = product(
+    "Oak Coffee Table Drawer Shelf Storage Desk Cabinet Stand Rack Bench",
+    "coffee tables",
+    "Home > Furniture > Tables",
+)
+OAK = msgspec.structs.replace(LONG, nouns=LONG.nouns[:6])
+H = Goal(OAK, "", ("Easy Assemble", "solid wood"), ("black",), NO_CAP)
+
+
+@pytest.mark.parametrize(
+    ("bought", "options", "price", "goal", "expected"),
+    [
+        (SHIRT, ["dark blue", "x-large"], 24, G, 1),
+        (SHIRT, [], 24, G, 0.6),
+        (SHIRT, ["light blue", "large"], 24, G, 1),
+        (SHIRT, ["red", "small"], 31, G, 0.4),
+        (POLO, ["navy", "x-large"], 30, G, 0.8),
+        (PICNIC, ["matte black"], 999, H, 0.375),
+        (PICNIC, ["matte black"], 999, msgspec.structs.replace(H, product=LONG), 0.075),
+        (PICNIC, [], 999, msgspec.structs.replace(H, options=()), 1 / 3),
+        (LAMP, ["dark blue", "x-large"], 24, G, 0),
+    ],
+)
+def test_the_nine_known_answers(
+    bought: Product, options: list[str], price: float, goal: Goal, expected: float
+) -> None:
+    value = reward(msgspec.structs.replace(bought, price=float(price)), options, goal)
+    assert value == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_first_colour_word_replaces_an_option() -> None:
+    read: dict[Any, Any] = {"dark blue": "blue", "titanium": "tan", "standard": "tan"}
+    read |= {
+        "large": "large",
+        ("color", "red"): "red",
+        ("color", "dark blue"): ("color", "dark blue"),
+    }
+    assert {option: colour_of(option) for option in read} == read
+
+
+def test_similarity_is_rounded_and_ignores_case_marks_and_order() -> None:
+    assert similarity("machine washable", "machine wash") == 86
+    assert similarity("Wash, Machine!", "machine wash") == 100
+    assert similarity(("size", "x-large"), "large") == 100
+
+
+def test_type_falls_to_a_half_without_shared_query_category_or_title() -> None:
+    replace = msgspec.structs.replace
+    alike = replace(PICNIC, query="coffee tables")
+    assert (type_factor(PICNIC, H), type_factor(alike, H)) == (0.5, 1.0)
+    assert type_factor(replace(PICNIC, product_category=OAK.product_category), H) == 1.0
+    nameless = replace(H, product=replace(OAK, nouns=()))
+    assert (type_factor(alike, nameless), type_factor(PICNIC, nameless)) == (1.0, 0.5)
