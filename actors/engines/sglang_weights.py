@@ -43,11 +43,13 @@ class UpdateRefused(InfrastructureFault):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """A verified version that is ready for its transport. pulls: by server, of a broadcast."""
+    """A verified version that is ready for its transport. pulls: by server, of a broadcast. folder:
+    what servers load from a disk."""
 
     request: LoadRequest
     chosen: Transport
     pulls: dict[Http, Pull]
+    folder: str
 
 
 class SGLangWeights:
@@ -100,10 +102,13 @@ class SGLangWeights:
             if chosen == "distributed":
                 pulls = await self._offered(manifest, servers or self.way.servers)
             else:
-                await asyncio.to_thread(_verify, self.base, folder, request.digest)
+                held = self._whole.digest if self._whole else ""
+                held = held if held != request.digest else ""  # for a server that has them not
+                args = self.base, folder, request.digest, held
+                folder = await asyncio.to_thread(_verify, *args)
         except (InfrastructureFault, ValueError, OSError) as fault:
             raise UpdateRefused(str(fault)) from None
-        return Ready(request, chosen, pulls)
+        return Ready(request, chosen, pulls, str(folder))
 
     async def _offered(self, manifest: Manifest, servers: list[Http]) -> dict[Http, Pull]:
         """Ask the learner to offer a version to all servers at once."""
@@ -246,7 +251,7 @@ class SGLangWeights:
         if pull := ready.pulls.get(server):
             await pull.take()
         else:
-            body = {"model_path": ready.request.path, "flush_cache": True}
+            body = {"model_path": ready.folder, "flush_cache": True}
             await server.call("/update_weights_from_disk", body, self.config.update_timeout_s)
 
     async def _go_on(self, servers: list[Http], abort: bool) -> None:
@@ -349,10 +354,14 @@ def choose(manifest: Manifest, facts: Facts, config: SGLangConfig) -> Transport:
     return wanted
 
 
-def _verify(base: Path, folder: Path, expected: str) -> None:
-    """Refuse what SGLang would not: damage, wrong shapes, missing or unknown names."""
-    kind, path = weights.verified_file(folder, expected)
-    weights.check(kind, path, weights.BaseWeights(base).shapes)
+def _verify(base: Path, folder: Path, expected: str, held: str) -> Path:
+    """Refuse what SGLang would not: damage, wrong shapes, missing or unknown names. Returns the
+    folder that it loads. held: the digest of the whole weights that the servers have."""
+    version = weights.verified(folder, expected, held)
+    if version.held and not version.path.is_file():  # they came out of the learner's memory
+        version = weights.verified(folder, expected)
+    weights.check(version.kind, version.path, weights.BaseWeights(base).shapes)
+    return weights.assembled(version)
 
 
 def _checksum(answer: dict[str, Any]) -> str:

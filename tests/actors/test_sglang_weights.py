@@ -13,7 +13,7 @@ from coppice.actors.config import ActorsConfig, SGLangConfig
 from coppice.actors.engines.sglang_api import Facts, arguments, linear_layers
 from coppice.actors.engines.sglang_weights import choose
 from coppice.learner.model.publish import fingerprint
-from coppice.learner.model.weight_server import WeightServer
+from coppice.learner.model.weight_server import WeightServer, grouped
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
 from coppice.wire.published import Manifest, Memory
@@ -42,8 +42,9 @@ async def test_weights_out_of_the_learners_memory(
     tensors = {name: p.detach().to(device) for name, p in model.named_parameters()}
     proof, giver, folder = fingerprint(tensors), WeightServer(timeout_s=60.0), tmp_path / "m7"
     folder.mkdir()
+    parts = [{n: tensors[n] for n in names} for names in grouped(tensors, 20_000)]
     with contextlib.closing(giver):
-        memory = giver.offer(7, tensors, bucket_bytes=20_000)
+        memory = giver.offer(7, parts)
         Manifest(7, "full", proof, False, memory).write(folder)
         assert (await engine.load(LoadRequest(7, str(folder), proof))).proof
     result = await engine.generate(GenerateRequest(ids(1, 20), 1, Sampling(6)))

@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from coppice.actors.config import ActorsConfig, SGLangConfig
 from coppice.actors.engines.sglang import SGLangEngine
+from coppice.common.deltas import Delta
 from coppice.learner.model.weight_server import WeightServer
 from coppice.wire import digest
 from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
-from coppice.wire.published import FILES, Manifest
+from coppice.wire.published import FILES, Manifest, following
 
 REQUEST = GenerateRequest(np.array([1, 2, 3], np.int32), 1, Sampling(4))
 STEPS = [
@@ -54,6 +55,27 @@ def version(folder: Path, number: int) -> LoadRequest:
     return published(folder, number, "full", whole(number))
 
 
+def changes(folder: Path, count: int) -> list[LoadRequest]:
+    """Versions from 1, all weights of each its number: the first whole, the others changes."""
+    requests = list[LoadRequest]()
+    for number in range(1, count + 1):
+        place = folder / f"v{number:06d}"
+        place.mkdir()
+        new, previous, delta = {n: t.bfloat16() for n, t in whole(number).items()}, None, Delta()
+        if requests:
+            for name, one in new.items():
+                delta.add(name, (one - 1).flatten(), one.flatten(), 0)
+            delta.write(place / "delta-00000.safetensors")
+            previous = requests[-1].version, requests[-1].digest
+            proof = following(previous[1], place)
+        else:
+            save_file(new, place / FILES["full"])
+            proof = digest.safetensors_file(place / FILES["full"])
+        Manifest(number, "full", proof, previous=previous).write(place)
+        requests.append(LoadRequest(number, str(place), proof))
+    return requests
+
+
 def adapter(folder: Path, number: int) -> LoadRequest:
     """An adapter of one layer."""
     name = "base_model.model.a.lora_{}.weight"
@@ -82,7 +104,8 @@ def in_memory(folder: Path, giver: WeightServer, number: int) -> LoadRequest:
     """Whole weights that only the giver holds, in three buckets."""
     place = folder / f"m{number}"
     place.mkdir()
-    memory = giver.offer(number, whole(number), bucket_bytes=64)
+    tensors = whole(number)
+    memory = giver.offer(number, [{name: tensors[name]} for name in tensors])
     Manifest(number, "full", "d" * 64, False, memory).write(place)
     return LoadRequest(number, str(place), "d" * 64)
 
