@@ -10,18 +10,18 @@ from msgspec.structs import replace
 from coppice.common import hardware
 from coppice.learner.config import LearnerConfig
 from coppice.learner.update.plan import plan_of
-from coppice.tools.launching.settings import Config
+from coppice.tools.launching.settings import Config, with_arguments
 
 
 def typed(config: Config) -> Config:
     """Return the config with model.dtype written to the rooms that name no number type, and to the
-    arguments of SGLang where actors start it."""
+    arguments of servers that actors start."""
     dtype, a, w = config.model.dtype, config.actors, config.learner
     w = replace(w, dtype=dtype if w.dtype == "auto" else w.dtype)
-    if a.engine != "sglang":
+    if a.served is None:
         a = replace(a, dtype=dtype if a.dtype == "auto" else a.dtype)
-    elif a.sglang.way != "url" and dtype != "auto":
-        a = replace(a, sglang=replace(a.sglang, arguments={"dtype": dtype} | a.sglang.arguments))
+    elif a.served.way != "url" and dtype != "auto":
+        a = with_arguments(a, {"dtype": dtype})
     return replace(config, actors=a, learner=w)
 
 
@@ -34,14 +34,14 @@ def number_type(config: Config, model: Path | None = None) -> str:
     if not actors:
         return (
             f"number type of the learner: {learner} ({why}; model.dtype);"
-            " that of the SGLang servers is their own and must be the same"
+            " that of the actors' servers is their own and must be the same"
         )
     if actors != learner:
         return (
             f"warning: the learner computes in {learner} ({why}) and the actors in {actors}"
             f" ({reason}): log-probabilities of the same tokens differ by rounding, which the"
             " correction cannot tell from staleness; set model.dtype, and neither learner.dtype,"
-            " actors.dtype nor actors.sglang.arguments.dtype"
+            " actors.dtype nor the dtype of the servers' arguments"
         )
     chosen = learner == "bfloat16" and config.learner.dtype == "auto"
     change = "; --set model.dtype=float32 changes it" if chosen else ""
@@ -50,15 +50,15 @@ def number_type(config: Config, model: Path | None = None) -> str:
 
 def _actors_type(config: Config, model: Path | None) -> tuple[str, str]:
     a = config.actors
-    if a.engine != "sglang":
+    if a.served is None:
         return hardware.dtype_and_reason(a.dtype)
-    argument = str(a.sglang.arguments.get("dtype", "auto"))
+    argument = str(a.served.arguments.get("dtype", "auto"))
     if argument != "auto":
         names = {"half": "float16", "float": "float32"}
-        return names.get(argument, argument), "actors.sglang.arguments.dtype"
-    stored = "" if model is None or a.sglang.way == "url" else model_shape(model).get("dtype", "")
+        return names.get(argument, argument), f"actors.{a.engine}.arguments.dtype"
+    stored = "" if model is None or a.served.way == "url" else model_shape(model).get("dtype", "")
     chosen = "bfloat16" if stored == "bfloat16" else "float16"
-    return (chosen, f"SGLang's choice for weights stored in {stored}") if stored else ("", "")
+    return (chosen, f"{a.engine}'s choice for weights stored in {stored}") if stored else ("", "")
 
 
 def model_shape(model: Path) -> dict[str, Any]:

@@ -225,9 +225,9 @@ def _ranks(learner: LearnerConfig, meeting: dict[str, str]) -> Iterator[PlannedP
 def _actor(config: Config, place: int) -> PlannedProcess:
     a, name, shard = config.actors, f"actor-{place}", place % config.scheduler.shards
     actor = PlannedProcess(name, "coppice.actors.worker", name, a.threads, shard=shard)
-    if a.engine != "sglang":
+    if a.served is None:
         return actor
-    shown = gpus_of(place, a.sglang.gpus, config.learner.here, hardware.visible_gpus())
+    shown = gpus_of(place, a.served.gpus, config.learner.here, hardware.visible_gpus())
     return replace(actor, environment={"CUDA_VISIBLE_DEVICES": ",".join(shown)} if shown else {})
 
 
@@ -235,8 +235,7 @@ def _gpus_left(config: Config) -> dict[str, str]:
     """Give the judges' models the GPUs that neither the learner nor the actors use; if none is
     left, they may use any GPU."""
     a = config.actors
-    own = a.count * a.sglang.gpus if a.engine == "sglang" and a.sglang.way != "url" else 0
-    rest = hardware.visible_gpus()[config.learner.here + own :]
+    rest = hardware.visible_gpus()[config.learner.here + a.count * a.own_gpus :]
     return {"CUDA_VISIBLE_DEVICES": ",".join(rest)} if rest else {}
 
 

@@ -143,14 +143,30 @@ ADAPTERS_AT_ONCE = {"max_loras_per_batch": 2, "max_loaded_loras": 3}
 newest one, and a third may be loading."""
 
 
+VLLM_ADAPTERS = {"max_loras": 2, "max_cpu_loras": 3}
+"""The same for vLLM."""
+VLLM_RANKS = 1, 8, 16, 32, 64, 128, 256, 320, 512
+
+
 def with_adapters(config: Config) -> Config:
     """Add the arguments that a server which actors start needs for adapters. Their target layers
     follow from the model's files."""
-    g, rank = config.actors.sglang, config.learner.lora.rank
-    if config.actors.engine != "sglang" or g.way == "url" or not rank:
+    a, rank = config.actors, config.learner.lora.rank
+    if a.served is None or a.served.way == "url" or not rank:
         return config
-    sglang = replace(g, arguments={"enable_lora": True, "max_lora_rank": rank} | g.arguments)
-    return replace(config, actors=replace(config.actors, sglang=sglang))
+    more: dict[str, Any] = {"enable_lora": True, "max_lora_rank": rank}
+    if a.engine == "vllm":  # which takes a few ranks only
+        least = next((one for one in VLLM_RANKS if one >= rank), rank)
+        more |= {"max_lora_rank": least} | VLLM_ADAPTERS
+    return replace(config, actors=with_arguments(a, more))
+
+
+def with_arguments(actors: ActorsConfig, more: dict[str, Any]) -> ActorsConfig:
+    """Give the servers that actors start further arguments. The user's own stay."""
+    served = actors.served
+    assert served is not None
+    changed: Any = {actors.engine: replace(served, arguments=more | served.arguments)}
+    return replace(actors, **changed)
 
 
 _DEFAULT = Config("")

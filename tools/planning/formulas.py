@@ -98,8 +98,8 @@ CUDA_GIB = 1.5
 """GiB of a GPU that a process takes beside what is counted (CUDA's context, libraries, buffers): an
 assumption."""
 ENGINE_SHARE = 0.85
-"""Share of a GPU's memory that SGLang fills with weights and cache if
-actors.sglang.arguments.mem_fraction_static does not say."""
+"""Share of a GPU's memory that an engine fills with weights and cache if its
+arguments do not say."""
 
 
 class Assumed(msgspec.Struct, frozen=True):
@@ -246,9 +246,11 @@ def split(
     """Return what follows if this many GPUs generate and train."""
     a, s, size = config.actors, config.scheduler, 2
     learner = msgspec.structs.replace(typed(config).learner, count=ranks)
-    each = max(1, a.sglang.gpus)
+    each = max(1, (a.served or a.sglang).gpus)
     engines, held = actors // each, model.weights * size / 2**30
-    room = float(a.sglang.arguments.get("mem_fraction_static", ENGINE_SHARE)) * reach.memory * each
+    given = (a.served or a.sglang).arguments
+    share = given.get("mem_fraction_static", given.get("gpu_memory_utilization", ENGINE_SHARE))
+    room = float(share) * reach.memory * each
     cache = (room - held) * 2**30 / model.cached(size)
     context = max(1.0, work.context / max(1, work.sampled))
     most = engines * min(a.max_batch, max(1.0, cache / context))
@@ -270,9 +272,9 @@ def split(
 def splits(config: Config, model: Dense, work: Work, reach: Assumed, gpus: int) -> list[Split]:
     """Return every split of ``gpus`` between actors and learner, the fastest that fits first.
     Raises ValueError."""
-    each = max(1, config.actors.sglang.gpus)
+    each = max(1, (config.actors.served or config.actors.sglang).gpus)
     if gpus <= each:
-        needed = f"{each} of an engine (actors.sglang.gpus) and 1 of the learner"
+        needed = f"{each} of an engine (its section's gpus) and 1 of the learner"
         raise ValueError(f"--gpus {gpus}: expected at least {each + 1}, {needed}")
     many = range(each, gpus, each)
     every = [split(config, model, work, reach, actors, gpus - actors) for actors in many]
