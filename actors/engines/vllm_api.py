@@ -76,7 +76,7 @@ class VLLMServer(Http):
         self, bodies: list[dict[str, Any]], salt: str, adapter: str
     ) -> list[Sampled]:
         (body,) = bodies
-        fields = {"cache_salt": salt} | ({"model": adapter} if adapter else {})
+        fields = {"cache_salt": salt.replace("@", "-")} | ({"model": adapter} if adapter else {})
         answer = await self.call(self.generating, body | fields, self.timeout_s)
         try:
             usage = answer["usage"]

@@ -87,18 +87,16 @@ async def begun(engine: Engine, request: GenerateRequest) -> None:
         while not engine.stats().get("decoded_tokens"):
             await asyncio.sleep(0)
         return
-    client: Any = engine.way
-    if isinstance(engine, VLLMEngine):
-        running = 0.0
-        while running < request.n:
-            await asyncio.sleep(0.01)
-            told = (await client.front.client.send("GET", "/metrics")).decode()
-            running = float(re.findall(r"^vllm:num_requests_running\S* (\S+)", told, re.M)[0])
-        return
+    client: Any = getattr(engine, "way").front.client  # noqa: B009
     held, least = 0, request.n * (len(request.tokens) + 3)
-    while held < least:
-        await asyncio.sleep(0.01)
-        held = (await client.front.client.get("/v1/loads"))["loads"][0]["num_total_tokens"]
+    async with asyncio.timeout(60):
+        while isinstance(engine, VLLMEngine) and held < request.n:
+            await asyncio.sleep(0.01)
+            told = (await client.send("GET", "/metrics")).decode()
+            held = float(re.findall(r"^vllm:num_requests_running\S* (\S+)", told, re.M)[0])
+        while not isinstance(engine, VLLMEngine) and held < least:
+            await asyncio.sleep(0.01)
+            held = (await client.get("/v1/loads"))["loads"][0]["num_total_tokens"]
 
 
 async def sampled(engine: Engine, prompt: np.ndarray, n: int, *args: Any, **fields: Any) -> Any:
