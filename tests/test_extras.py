@@ -19,7 +19,9 @@ COMBINATIONS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", [*(f"extra {names}" for names in COMBINATIONS), "group sglang"])
+@pytest.mark.parametrize(
+    "given", [*(f"extra {names}" for names in COMBINATIONS), "group sglang", "group vllm"]
+)
 def test_what_is_installed_together_has_a_solution(given: str) -> None:
     kind, *names = given.split()
     ask = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]

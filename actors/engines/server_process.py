@@ -28,8 +28,8 @@ class Guard:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         given = dict(scope.get("headers") or ()).get(b"authorization", b"")
-        known = hmac.compare_digest(given, f"Bearer {_key}".encode())
-        if scope["type"] == "http" and scope["path"] != "/health" and not known:
+        proven = hmac.compare_digest(given, f"Bearer {_key}".encode())
+        if scope["type"] == "http" and scope["path"] != "/health" and not proven:
             await send({"type": "http.response.start", "status": 401, "headers": []})
             await send({"type": "http.response.body", "body": b"the API key is missing or wrong"})
             return

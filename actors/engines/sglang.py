@@ -12,7 +12,7 @@ import numpy as np
 
 from coppice.actors.engines.served import ServedEngine
 from coppice.actors.engines.served_weights import Wanted
-from coppice.actors.engines.sglang_api import SGLangServer
+from coppice.actors.engines.sglang_api import SGLangHttp
 from coppice.common import vision
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import GenerateRequest
@@ -21,7 +21,7 @@ from coppice.wire.messages import GenerateRequest
 class SGLangEngine(ServedEngine):
     """Implements ``actors.engines.base.Engine``."""
 
-    kind = SGLangServer
+    kind = SGLangHttp
 
     @property
     def wanted(self) -> Wanted:

@@ -16,7 +16,7 @@ _ROWS = ("input_ids", "rid", "sampling_params", "image_data", "extra_key", "lora
 """Fields of a body that have one value per sample, where there are several."""
 
 
-class SGLangServer(Http):
+class SGLangHttp(Http):
     """Implements ``Http`` for sglang 0.5.23."""
 
     product, section = "SGLang", "sglang"

@@ -10,7 +10,7 @@ from typing import Any
 
 from coppice.actors.engines.served import ServedEngine
 from coppice.actors.engines.served_weights import Wanted
-from coppice.actors.engines.vllm_api import VLLMServer
+from coppice.actors.engines.vllm_api import VLLMHttp
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import GenerateRequest
 
@@ -22,7 +22,7 @@ class VLLMEngine(ServedEngine):
     """Implements ``actors.engines.base.Engine``, but for the tokens that top-p and top-k left, the
     most probable tokens, and pictures."""
 
-    kind = VLLMServer
+    kind = VLLMHttp
 
     @property
     def wanted(self) -> Wanted:

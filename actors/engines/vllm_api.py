@@ -19,7 +19,7 @@ START = "--enable-scale-out --logprobs-mode processed_logprobs --enable-prompt-t
 """What a server needs that this actor does not start."""
 
 
-class VLLMServer(Http):
+class VLLMHttp(Http):
     """Implements ``Http`` for vllm 0.32."""
 
     product, section = "vLLM", "vllm"

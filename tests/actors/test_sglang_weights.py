@@ -11,7 +11,7 @@ import torch
 from coppice.actors.config import ActorsConfig, SGLangConfig
 from coppice.actors.engines.served_weights import choose
 from coppice.actors.engines.servers import Facts
-from coppice.actors.engines.sglang_api import SGLangServer, linear_layers
+from coppice.actors.engines.sglang_api import SGLangHttp, linear_layers
 from coppice.learner.model.publish import fingerprint
 from coppice.learner.model.weight_server import WeightServer
 from coppice.wire.faults import InfrastructureFault
@@ -72,8 +72,8 @@ def test_a_server_is_started_for_the_layers_that_the_learner_trains(llama: Path)
     assert set(linear_layers(llama)) == {name.split(".lora_A")[0].split(".")[-1] for name in names}
     given = {"enable_lora": True, "lora_target_modules": ["q_proj"]}
     config = ActorsConfig(sglang=SGLangConfig(arguments=given))
-    assert SGLangServer.arguments(str(llama), config, 1, "").items() >= given.items()
-    assert "lora_target_modules" not in SGLangServer.arguments(str(llama), ActorsConfig(), 1, "")
+    assert SGLangHttp.arguments(str(llama), config, 1, "").items() >= given.items()
+    assert "lora_target_modules" not in SGLangHttp.arguments(str(llama), ActorsConfig(), 1, "")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from coppice.actors.config import ActorsConfig, SGLangConfig
 from coppice.actors.engines.servers import Launched
 from coppice.actors.engines.sglang import SGLangEngine
-from coppice.actors.engines.sglang_api import SGLangServer
+from coppice.actors.engines.sglang_api import SGLangHttp
 from coppice.research import venvs
 
 SITE = Path(__file__).resolve().parent / "site"
@@ -95,7 +95,7 @@ class Shared:
     def launched(self, arguments: dict[str, Any]) -> Launched:
         sglang = config(arguments=arguments)
         actors = ActorsConfig(max_batch=8, max_context=512, prefill_tokens=256, sglang=sglang)
-        return Launched(SGLangServer, str(self.model), actors)
+        return Launched(SGLangHttp, str(self.model), actors)
 
     @property
     def url(self) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 from coppice.actors.config import ActorsConfig, ServedConfig
 from coppice.actors.engines.servers import Launched
 from coppice.actors.engines.vllm import VLLMEngine
-from coppice.actors.engines.vllm_api import VLLMServer
+from coppice.actors.engines.vllm_api import VLLMHttp
 from coppice.research import venvs
 from tests.sglang_cpu.shared import KEY, Shared
 
@@ -45,7 +45,7 @@ class SharedVLLM(Shared):
 
     def launched(self, arguments: dict[str, Any]) -> Launched:
         actors = ActorsConfig(max_batch=8, max_context=512, prefill_tokens=256, vllm=config())
-        return Launched(VLLMServer, str(self.model), actors)
+        return Launched(VLLMHttp, str(self.model), actors)
 
     def engine(self, **settings: Any) -> VLLMEngine:
         """An engine on this server, not started."""

@@ -56,9 +56,11 @@ def _actors_type(config: Config, model: Path | None) -> tuple[str, str]:
     if argument != "auto":
         names = {"half": "float16", "float": "float32"}
         return names.get(argument, argument), f"actors.{a.engine}.arguments.dtype"
-    stored = "" if model is None or a.served.way == "url" else model_shape(model).get("dtype", "")
+    if a.engine != "sglang" or a.sglang.way == "url" or model is None:
+        return "", ""
+    stored = model_shape(model).get("dtype", "")
     chosen = "bfloat16" if stored == "bfloat16" else "float16"
-    return (chosen, f"{a.engine}'s choice for weights stored in {stored}") if stored else ("", "")
+    return (chosen, f"SGLang's choice for weights stored in {stored}") if stored else ("", "")
 
 
 def model_shape(model: Path) -> dict[str, Any]:

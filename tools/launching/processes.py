@@ -248,7 +248,7 @@ def gpus_of(place: int, each: int, learners: int, gpus: list[str]) -> list[str]:
     if not each or not gpus:
         return []
     if each > len(gpus):
-        raise ValueError(f"actors.sglang.gpus = {each}, and {len(gpus)} are here: {gpus}")
+        raise ValueError(f"gpus = {each} of the engine, and {len(gpus)} are here: {gpus}")
     own = gpus[learners:] if len(gpus) - learners >= each else gpus
     first = place * each % (len(own) // each * each)
     return own[first : first + each]

@@ -105,7 +105,7 @@ def test_a_config_for_a_gpu_is_refused_without_one(
 @pytest.mark.parametrize(
     ("python", "said"),
     [
-        (sys.executable, f"{sys.executable} has no SGLang: install it into an environment"),
+        (sys.executable, f"{sys.executable} has no sglang: install it into an"),
         ("/nope/python", "actors.sglang.python = '/nope/python' cannot be started: No such file"),
     ],
 )  # fmt: skip
@@ -113,7 +113,7 @@ def test_a_launch_without_sglang_is_refused_before_any_process_starts(
     python: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # also where SGLang is
-    monkeypatch.setattr("coppice.tools.launching.prepare._HAS_SGLANG", "import sys; sys.exit(1)")
+    monkeypatch.setattr("coppice.tools.launching.prepare._HAS", "import sys; sys.exit(1)")
     cpu = 'actors.sglang.arguments={device = "cpu"}'
     assert said in line(capsys, overrides=[*SGLANG, cpu, f"actors.sglang.python={python}"])
 
@@ -134,7 +134,7 @@ def test_weights_are_not_broadcast_within_the_learners_gpus(
     override: str, refused: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coppice.tools.launching.prepare.hardware.visible_gpus", lambda: ["0", "1"])
-    monkeypatch.setattr("coppice.tools.launching.prepare._HAS_SGLANG", "")
+    monkeypatch.setattr("coppice.tools.launching.prepare._HAS", "")
     sets = [*SGLANG, override, "learner.count=1", "learner.lora.rank=0", "learner.publish=memory"]
     said = list(prepare.lacking_machine(load(DEFAULT, sets)))
     assert ["beside the learner's" in one for one in said] == [True] * refused
