@@ -217,6 +217,8 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The largest number of packed tokens in one forward."""
     train_vision: bool = False
     """Train the vision tower too, of a model that reads pictures."""
+    routing_replay: bool = False
+    """Route each token to the experts that the engine chose (mixtures of experts)."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward instead of keeping them."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

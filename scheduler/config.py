@@ -115,3 +115,5 @@ class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The samples that an actor decodes together."""
     evidence: bool = False
     """Whether the judge scores queries by the tasks' supporting passages."""
+    routed: bool = False
+    """Whether the learner routes trained tokens as the engine did (learner.routing_replay)."""

@@ -121,6 +121,7 @@ class Run:
             fleet=fleet,
             judged=JudgeTally(s.judge, self.folder),
             longest=process.longest,
+            routed=process.routed,
             faults=self.faults,
             versions=self.weight_sync.versions,
         )

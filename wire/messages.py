@@ -103,7 +103,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     constraint: tokens that cannot lead to a match get probability zero, and log-probabilities refer
     to the renormalised rest. top_logprobs: the most probable tokens (0 to 20) that the sample
     reports for every sampled token. support: whether the sample reports which tokens top-p and
-    top-k left.
+    top-k left. experts_from: the first position of prefix and continuation whose experts it
+    reports, -1 for none.
     """
 
     max_tokens: int
@@ -115,6 +116,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     constraint: Constraint | None = None
     top_logprobs: int = 0
     support: bool = False
+    experts_from: int = -1
 
     @property
     def cuts(self) -> bool:
@@ -133,6 +135,10 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     images: dict[int, bytes] = {}
 
 
+NO_EXPERT = -1
+"""Stands in arrays of experts where none was chosen or told."""
+
+
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One continuation.
 
@@ -142,7 +148,9 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     stays in tokens), "length" or "abort". top: per token the ``Sampling.top_logprobs`` most
     probable ids with their log-probabilities, descending; fewer when fewer have any probability.
     support: the tokens that top-p and top-k left at each place (``common.support``), b"" if they
-    cut nothing anywhere, None if the engine does not report it.
+    cut nothing anywhere, None if the engine does not report it. experts: int16 [positions, layers
+    * k], those of all positions from ``Sampling.experts_from`` to the last token but one
+    (``common.routing``); None if not asked for, or if the engine does not report them.
     """
 
     tokens: np.ndarray
@@ -151,6 +159,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     finish: Literal["stop", "length", "abort"]
     top: list[dict[int, float]] | None = None
     support: bytes | None = None
+    experts: np.ndarray | None = None
 
 
 class GenerateResult(msgspec.Struct, frozen=True):
@@ -303,7 +312,9 @@ class TreeNode(msgspec.Struct, frozen=True, gc=False):
 
     tokens: int32 [new]. An action also has logprobs float32 [new], versions int32 [new] and sampled
     bool [new] (False for a forced token). The root has parent -1. images: the PNG bytes of the
-    pictures among the tokens, by number (``common.vision``). support: as in ``Sample``.
+    pictures among the tokens, by number (``common.vision``). support: as in ``Sample``. experts:
+    int16 [new * layers * k], of the position before each token (``common.routing``); None if they
+    are unknown.
     """
 
     id: int
@@ -315,6 +326,7 @@ class TreeNode(msgspec.Struct, frozen=True, gc=False):
     sampled: np.ndarray | None = None
     images: dict[int, bytes] = {}
     support: bytes = b""
+    experts: np.ndarray | None = None
 
 
 class Turn(msgspec.Struct, frozen=True, gc=False):

@@ -99,6 +99,9 @@ class Admission:
         prefix, active.tails = shelves
         active.prefix, active.version = prefix.put(active), version
         active.clock["prefill"] = time.monotonic()
+        if active.routed:  # the experts of what is in the cache are forgotten
+            match.length = min(match.length, request.sampling.experts_from)
+            match.ending = None
         # the last token's hidden state is needed in any case
         if match.length == len(prompt) and match.ending is None:
             match.length -= 1

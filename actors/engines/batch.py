@@ -13,6 +13,7 @@ from coppice.actors.engines import attend, decoder
 from coppice.actors.engines.admission import Admission
 from coppice.actors.engines.memory import KVMemory, Stretch
 from coppice.actors.engines.samples import ActiveRequest, Pictures, Running
+from coppice.common.routing import Routers
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import GenerateRequest
 
@@ -35,6 +36,7 @@ class RadixBatch:
         self.admission = Admission(self.memory, config.max_batch, config.prefill_tokens, counts)
         self.decoder = decoder.decoder(model, longest)
         self._head = decoder.Head(model)
+        self._routers = Routers(model)
 
     def __bool__(self) -> bool:
         return bool(self.admission) or self._running > 0
@@ -104,7 +106,16 @@ class RadixBatch:
             for parts in (tokens, positions)
         )
         features = self._pictures.features(chunks) if self._pictures is not None else None
-        return self.decoder.forward(ids, where, plan, features)
+        hidden = self.decoder.forward(ids, where, plan, features)
+        owners = [chunk.prefix.owner for chunk in chunks]
+        if self._routers and any(one.routed for one in [*owners, *(r.owner for r in decoding)]):
+            rows, first = self._routers.rows(), len(decoding)
+            for running, row in zip(decoding, rows, strict=False):
+                running.experts += [row] if running.owner.routed else []
+            for owner, chunk in zip(owners, chunks, strict=True):
+                owner.experts += [rows[first : first + chunk.count]] if owner.routed else []
+                first += chunk.count
+        return hidden
 
     def _branch(self, active: ActiveRequest, version: int) -> list[Running]:
         """Keep the prompt in the cache and start the request's samples."""

@@ -53,6 +53,13 @@ class ActiveRequest:
         """The shelf of its samples' keys and values."""
         self.ending: torch.Tensor | None = None
         """The final hidden state of the last prompt token, if known."""
+        self.experts: list[np.ndarray] = []
+        """Those of the prompt's computed tokens, if asked for: pieces [tokens, layers * k]."""
+
+    @property
+    def routed(self) -> bool:
+        """Whether the samples report experts."""
+        return self.request.sampling.experts_from >= 0
 
     @property
     def missing(self) -> int:
@@ -82,6 +89,8 @@ class Running:
         asks_top = owner.request.sampling.top_logprobs > 0
         self.top: list[dict[int, float]] | None = [] if asks_top else None
         self.support: list[np.ndarray] = []
+        self.experts: list[np.ndarray] = []
+        """Those of each token but the last, if asked for: [layers * k]."""
         self.matcher = owner.matcher.copy() if owner.matcher is not None else None
 
     @property
@@ -105,7 +114,11 @@ class Running:
     def sample(self, finish: Any) -> Sample:
         tokens, versions = np.array(self.tokens, np.int32), np.array(self.versions, np.int32)
         left = encode(self.support) if self.owner.request.sampling.support else None
-        return Sample(tokens, np.array(self.logprobs, np.float32), versions, finish, self.top, left)
+        logprobs, experts = np.array(self.logprobs, np.float32), None
+        if pieces := self.owner.experts:
+            experts = np.concatenate([*pieces, *(row[None] for row in self.experts)])
+            experts = experts[self.owner.request.sampling.experts_from - self.owner.cached :]
+        return Sample(tokens, logprobs, versions, finish, self.top, left, experts)
 
 
 class StopStrings:

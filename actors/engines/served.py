@@ -304,7 +304,8 @@ class ServedEngine(ABC):
                 f"{self.way.name} gave {len(tokens)} tokens and {len(logprobs)} log-probabilities:"
                 f" is it {self.kind.release} or newer?"
             )
-        return Sample(tokens, logprobs, one.versions, one.finish, support=left)  # pyright: ignore
+        parts = tokens, logprobs, one.versions, one.finish
+        return Sample(*parts, support=left, experts=one.experts)  # pyright: ignore
 
     def _count(self, rows: list[Sampled]) -> int:
         """Count a request's tokens, and return the cached ones of its prompt."""

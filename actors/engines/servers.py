@@ -59,7 +59,8 @@ class Sampled(msgspec.Struct):
     """One sample as a server answered it. finish: "stop", "length", or why it is none of them, with
     a reason. spans: the names of the weights that sampled its tokens. prompt, cached: tokens of the
     prompt, and those read from the cache. read: the prompt's ids, where they were asked for. masks:
-    the ids that top-p and top-k left at each token. versions: of each token, by the engine."""
+    the ids that top-p and top-k left at each token. experts: ``Sample.experts``. versions: of each
+    token, by the engine."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -70,6 +71,7 @@ class Sampled(msgspec.Struct):
     cached: int
     read: list[int] = []
     masks: list[list[int]] | None = None
+    experts: np.ndarray | None = None
     versions: np.ndarray = np.zeros(0, np.int32)
 
 

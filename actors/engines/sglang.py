@@ -74,6 +74,9 @@ class SGLangEngine(ServedEngine):
             settings[sampling.constraint.kind] = sampling.constraint.text
         prompt |= {"return_logprob": True, "logprob_start_len": -1}
         prompt |= {"return_prompt_token_ids": True} if "image_data" in prompt else {}
+        if sampling.experts_from >= 0:
+            prompt |= {"return_routed_experts": True}
+            prompt |= {"routed_experts_start_len": sampling.experts_from}
         if sampling.cuts:
             vocabulary, limit = self.weights.facts.vocabulary, self.weights.facts.mask
             prompt["return_sampling_mask"] = True

@@ -1,9 +1,12 @@
 """The calls of an SGLang server."""
 
 import asyncio
+import base64
 import re
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.servers import Facts, Http, Sampled
@@ -71,9 +74,8 @@ class SGLangHttp(Http):
             body = body | {key: [one[key] for one in rows] for key in _ROWS if key in body}
         answer = await self.call("/generate", body, self.timeout_s)
         answers = answer if isinstance(answer, list) else [answer]
-        cuts = "return_sampling_mask" in body
         try:
-            return [_sampled(one, cuts) for one in answers]
+            return [_sampled(one, body) for one in answers]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise self.strange(error) from None
 
@@ -123,20 +125,25 @@ class SGLangHttp(Http):
         } | own | {"host": "127.0.0.1", "port": port, "api_key": key}  # fmt: skip
 
 
-def _sampled(answer: Any, cuts: bool) -> Sampled:
+def _sampled(answer: Any, body: dict[str, Any]) -> Sampled:
+    cuts, experts = "return_sampling_mask" in body, None
     meta, tokens = answer["meta_info"], answer.get("output_ids") or []
     reason = meta.get("finish_reason") or {}
     logprobs = [row[0] for row in meta.get("output_token_logprobs") or []]
     if cuts and tokens:
         # one row of one number for each token
         logprobs = [one for row in meta["output_token_sampling_logprobs"] for one in _flat(row)]
+    if text := meta.get("routed_experts"):
+        told = np.frombuffer(base64.b64decode(text), np.int32).astype(np.int16)
+        start = body["routed_experts_start_len"]
+        experts = told.reshape(int(meta["prompt_tokens"]) + len(tokens) - 1 - start, -1)
     whole = [{"version": meta.get("weight_version"), "start": 0, "end": len(tokens)}]
     return Sampled(
         tokens, logprobs, reason.get("type") or "", reason.get("message") or "",
         meta.get("weight_versions") or whole,
         int(meta.get("prompt_tokens") or 0), int(meta.get("cached_tokens") or 0),
         answer.get("prompt_token_ids") or [],
-        meta["output_token_sampling_mask"] if cuts and tokens else None,
+        meta["output_token_sampling_mask"] if cuts and tokens else None, experts,
     )  # fmt: skip
 
 

@@ -40,6 +40,8 @@ class VLLMEngine(ServedEngine):
         elif sampling.support and sampling.cuts:
             lacks = f"the tokens that top_p {sampling.top_p} and top_k {sampling.top_k} leave:"
             lacks += " expected top_p 1 and top_k 0"
+        elif sampling.experts_from >= 0:
+            lacks = "routed experts: expected learner.routing_replay false"
         elif (request.tokens < 0).any():
             lacks = "pictures: expected text"
         if lacks:

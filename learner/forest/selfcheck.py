@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers.integrations import moe
 
 from coppice.learner.forest.trees import SHARE_FROM, Path, cuts, micro_batches, pack
 from coppice.learner.model.model import TreeModel
@@ -76,16 +77,19 @@ def wide() -> Iterator[None]:
     """Compute products in float32, even if the weights are kept or gathered in bfloat16. The whole
     process is patched: gradient checkpointing computes again during backward, for which a
     TorchFunctionMode is not in force, and on CUDA in another thread."""
-    linear = torch.nn.functional.linear
+    linear, grouped = torch.nn.functional.linear, moe._grouped_mm
 
     def in_float32(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear(input.float(), weight.float(), None if bias is None else bias.float())
 
-    torch.nn.functional.linear = in_float32
+    def experts(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        return grouped(input.float(), weight.float(), offs)
+
+    torch.nn.functional.linear, moe._grouped_mm = in_float32, experts
     try:
         yield
     finally:
-        torch.nn.functional.linear = linear
+        torch.nn.functional.linear, moe._grouped_mm = linear, grouped
 
 
 def _plain(

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from coppice.common.support import Support, joined
+from coppice.wire.messages import NO_EXPERT
 
 _NONE = np.zeros(0)
 
@@ -26,7 +27,8 @@ class Path(msgspec.Struct, frozen=True):
     pictures: the PNG bytes of (at least) the pictures among its tokens, by number
     (``common.vision``). support: what top-p and top-k left to sample each action token from, None
     for the whole vocabulary. logprobs, versions, sampled: how each action token was sampled [action
-    tokens]; empty for a path that is only read.
+    tokens]; empty for a path that is only read. experts: int16 [tokens, layers * k]
+    (``common.routing``), None if no node told them.
     """
 
     tokens: Sequence[int] | np.ndarray
@@ -36,12 +38,14 @@ class Path(msgspec.Struct, frozen=True):
     logprobs: np.ndarray = _NONE
     versions: np.ndarray = _NONE
     sampled: np.ndarray = _NONE
+    experts: np.ndarray | None = None
 
 
 class Forest(msgspec.Struct, frozen=True):
     """Packed paths. tokens, depth, end: int64 [nodes]. read[i]: the node whose hidden state
     predicts target[i], in the order of the paths. path_tokens: the tokens of all paths. nodes: the
-    packed tokens, without the filler nodes of ``filled``. pictures, support: as in ``Path``."""
+    packed tokens, without the filler nodes of ``filled``. pictures, support: as in ``Path``.
+    experts: int16 [nodes, layers * k] or None."""
 
     tokens: np.ndarray
     depth: np.ndarray
@@ -52,6 +56,7 @@ class Forest(msgspec.Struct, frozen=True):
     nodes: int
     pictures: Mapping[int, bytes] = {}
     support: Support | None = None
+    experts: np.ndarray | None = None
 
     @property
     def token_ratio(self) -> float:
@@ -102,6 +107,28 @@ class Trie:
             self.spines[index] = spine
             self.common.append(shared)
         self.end[spine] = size
+        self.experts, self.conflicts = self._routed([path.experts for path in paths], size)
+
+    def _routed(self, told: list[np.ndarray | None], size: int) -> tuple[np.ndarray | None, int]:
+        """Return the experts of each node, None if no path has any, and the nodes for which paths
+        disagree: the first path in order stays."""
+        widths = {rows.shape[1] for rows in told if rows is not None}
+        if not widths:
+            return None, 0
+        if len(widths) > 1:
+            raise ValueError(
+                f"nodes tell {sorted(widths)} experts of a token: expected one number, as from"
+                " engines that all run the policy's model"
+            )
+        experts, conflicts = np.full((size, widths.pop()), NO_EXPERT, np.int16), 0
+        for spine, rows in zip(self.spines, told, strict=True):
+            if rows is None:
+                continue
+            before = experts[spine]
+            blank = (before == NO_EXPERT).all(1)
+            conflicts += int(((before != rows).any(1) & ~blank & (rows != NO_EXPERT).any(1)).sum())
+            experts[spine[blank]] = rows[blank]
+        return experts, conflicts
 
     def forest(self, rows: Sequence[int], share: bool | None = None) -> Forest:
         """Return the forest of the paths ``rows``. share: True shares prefixes, None shares them if
@@ -122,6 +149,7 @@ class Trie:
         return Forest(
             self.tokens[kept], self.depth[kept], end, np.concatenate(read), np.concatenate(target),
             len(nodes), len(kept), self.pictures, support,
+            None if self.experts is None else self.experts[kept],
         )  # fmt: skip
 
     def cuts(self, rows: Sequence[int]) -> "Cuts":
@@ -144,12 +172,16 @@ def filled(forest: Forest, bucket: int) -> Forest:
     compiled attention needs static shapes."""
     more = -len(forest.tokens) % bucket
     size = len(forest.tokens)
-    zeros = np.zeros(more, np.int64)
+    zeros, experts = np.zeros(more, np.int64), forest.experts
+    if experts is not None:
+        rows = np.full((more, experts.shape[1]), NO_EXPERT, np.int16)
+        experts = np.concatenate([experts, rows])
     return msgspec.structs.replace(
         forest,
         tokens=np.concatenate([forest.tokens, zeros]),
         depth=np.concatenate([forest.depth, zeros]),
         end=np.concatenate([forest.end, np.arange(size + 1, size + more + 1)]),
+        experts=experts,
     )
 
 

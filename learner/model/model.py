@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from coppice.common import vision
 from coppice.common.hardware import compute_dtype, free_memory
+from coppice.common.routing import Routers
 from coppice.learner.config import LearnerConfig, LoraConfig
 from coppice.learner.forest import recurrence
 from coppice.learner.forest.attention import FOREST, Backend, Layout
@@ -29,8 +30,12 @@ class Tower(torch.nn.Module):
     are used. It returns (log-probabilities, entropies) of the forest's targets over their support,
     or (values, values) of the states before them; float32 [targets]."""
 
-    def __init__(self, model: Any, temperature: float, values: bool, recurrent: bool):
+    def __init__(
+        self, model: Any, temperature: float, values: bool, recurrent: bool,
+        routers: Routers | None = None,
+    ):  # fmt: skip
         super().__init__()
+        self.routers = routers
         self.model, self.temperature, self.recurrent = model, temperature, recurrent
         width = model.get_output_embeddings().weight.shape[1]
         self.value = torch.nn.Linear(width, 1) if values else None
@@ -74,6 +79,9 @@ class Tower(torch.nn.Module):
             tree = {"layout": layout, "attention_mask": FOREST.to(device)}
             if self.recurrent:
                 tree |= recurrence.segments(layout.forest, device)
+        if self.routers is not None and layout.forest.experts is not None and not initial:
+            experts = torch.as_tensor(layout.forest.experts, dtype=torch.long, device=device)
+            tree["experts"] = experts.unflatten(1, (self.routers.layers, -1))
         kind = torch.device(device).type
         adapters = self.model.disable_adapter() if initial else contextlib.nullcontext()
         narrow = compute == torch.bfloat16
@@ -101,7 +109,8 @@ class Tower(torch.nn.Module):
 class TreeModel:
     """A model of the learner, which construction loads, adapts and places. Trained weights are
     float32; compute is float32, or bfloat16 by autocast. values: a critic. reference: hold a frozen
-    copy of the initial weights, which a policy with adapters does not need."""
+    copy of the initial weights, which a policy with adapters does not need. routed: tokens go to
+    the experts that their paths name."""
 
     passes: ClassVar[int] = 0
     """The forwards of all models of this process, which show that an update moves."""
@@ -109,6 +118,7 @@ class TreeModel:
     def __init__(
         self, folder: str, config: LearnerConfig, temperature: float, ranks: Ranks, seed: int = 0,
         lora: LoraConfig | None = None, values: bool = False, reference: bool = False,
+        routed: bool = False,
     ):  # fmt: skip
         lora = lora or config.lora
         check_fits(FilePath(folder), lora, ranks, reference)
@@ -117,6 +127,12 @@ class TreeModel:
         self.compute: torch.dtype = getattr(torch, compute_dtype(config.dtype))
         model = loading.load(folder, ranks.sharded)
         recurrent = check_layers(folder, model)
+        self.routers = Routers(model) if routed else None
+        if routed and not self.routers:
+            raise ValueError(
+                f"learner.routing_replay has no effect on {folder}, whose layers have no router of"
+                " experts: remove it"
+            )
         self.vision = vision.Vision.of(folder)
         if config.train_vision and self.vision is None:
             raise ValueError(
@@ -141,7 +157,7 @@ class TreeModel:
         if config.gradient_checkpointing:
             model.enable_input_require_grads()
             model.gradient_checkpointing_enable()
-        tower = Tower(model, temperature, values, recurrent)
+        tower = Tower(model, temperature, values, recurrent, self.routers)
         if values:
             for parameter in tower.causal.get_output_embeddings().parameters():
                 if parameter is not tower.causal.get_input_embeddings().weight:

@@ -10,7 +10,7 @@ import numpy as np
 from coppice.common.statistics import within
 from coppice.common.support import decode
 from coppice.learner.forest.trees import Path
-from coppice.wire.messages import TrainGroup, TreeNode
+from coppice.wire.messages import NO_EXPERT, TrainGroup, TreeNode
 
 
 class Trajectories(msgspec.Struct, frozen=True):
@@ -210,10 +210,10 @@ def build(
 def _path(
     tree: int, node: TreeNode, nodes: dict[tuple[int, int], TreeNode], pictures: dict[int, bytes]
 ) -> Path:
-    pieces, above = [node.tokens], node
-    while above.parent >= 0:
-        above = nodes[tree, above.parent]
-        pieces.append(above.tokens)
+    line = [node]
+    while line[-1].parent >= 0:
+        line.append(nodes[tree, line[-1].parent])
+    pieces = [one.tokens for one in line]
     if not len(node.tokens):
         raise ValueError(
             f"tree {tree}, node {node.id}: a trained turn without a token; a strategy may emit none"
@@ -228,4 +228,22 @@ def _path(
         )
     tokens = np.concatenate(pieces[::-1]).astype(np.int64)
     start = len(tokens) - len(node.tokens)
-    return Path(tokens, start, pictures, support, node.logprobs, node.versions, sampled)
+    record = node.logprobs, node.versions, sampled
+    return Path(tokens, start, pictures, support, *record, _experts(line[::-1]))
+
+
+def _experts(line: list[TreeNode]) -> np.ndarray | None:
+    """Return the experts of each token of a path, int16 [tokens, layers * k]. A node tells those of
+    the position before each of its tokens."""
+    told = [one.experts.reshape(len(one.tokens), -1) for one in line if one.experts is not None]
+    width = max((rows.shape[1] for rows in told if len(rows)), default=0)
+    if not width:
+        return None
+    rows = [
+        np.full((len(one.tokens), width), NO_EXPERT, np.int16)
+        if one.experts is None
+        else one.experts.reshape(len(one.tokens), width)
+        for one in line
+    ]
+    last = np.full((1, width), NO_EXPERT, np.int16)
+    return np.concatenate([*rows, last])[1:]

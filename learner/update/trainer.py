@@ -55,7 +55,7 @@ class Trainer:
         self.scheme, self.correct, models = self.plan.scheme, self.plan.correct, self.plan.models
         self.policy = TreeModel(
             process.model, c, process.temperature, ranks, process.seed,
-            reference=models["policy"].copy,
+            reference=models["policy"].copy, routed=c.routing_replay,
         )  # fmt: skip
         self.stepper = Stepper("policy", self.policy.trained(), c.optimizer, ranks)
         self.policy_step = PolicyStep(self.policy, self.stepper, self.correct, c, ranks, self.timed)
@@ -239,7 +239,19 @@ class Trainer:
         if c.target_kl:
             metrics["learner/stopped_steps"] = float(stopped)
         whole = self.ranks.add(record).numpy()
-        return metrics | watched(table, objective, first, whole, self.version)
+        metrics |= watched(table, objective, first, whole, self.version)
+        return metrics | self._routing(rows)
+
+    def _routing(self, rows: Rows) -> dict[str, float]:
+        """Return how often the routers would have chosen other experts than the engine's."""
+        if (routers := self.policy.routers) is None:
+            return {}
+        sums = torch.tensor(list(routers.differing().values()), dtype=torch.float64)
+        differing, compared = self.ranks.add(sums).tolist()
+        return {
+            "watch/routing_differs": differing / max(1.0, compared),
+            "watch/routing_conflicts": float(rows.trie.conflicts),
+        }
 
     def _minibatches(
         self, table: TurnTable, weights: np.ndarray, epoch: int

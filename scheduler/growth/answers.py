@@ -58,7 +58,12 @@ def sampled(
     complete("samples", request.n, answer)
     for sample in answer.samples if vocabulary else ():
         limits = request.sampling.max_tokens, vocabulary, oldest, versions.newest
-        if fault := _fault(sample, *limits):
+        fault = _fault(sample, *limits)
+        if not fault and sample.experts is not None:
+            rows = len(request.tokens) + len(sample.tokens) - 1 - request.sampling.experts_from
+            if sample.experts.ndim != 2 or len(sample.experts) != rows:
+                fault = f"experts of shape {sample.experts.shape}, expected {rows} rows"
+        if fault:
             raise InfrastructureFault(f"{fault}: mend the engine")
 
 

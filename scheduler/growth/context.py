@@ -17,7 +17,7 @@ import numpy as np
 
 from coppice.actors.environments.base import Action, Dropped, Spent, Task, Transition
 from coppice.common import support
-from coppice.scheduler.growth import answers
+from coppice.scheduler.growth import answers, routing
 from coppice.scheduler.growth.services import Runtime, Services
 from coppice.scheduler.growth.text import Shown
 from coppice.scheduler.growth.tree import DROPPED, Fork, Node, Tree
@@ -60,8 +60,10 @@ class Context:
         """Sample ``n`` actions from the prefix that ends in ``node``, its new children."""
         state = None if node.state is None else self.after(node)
         trajectory = node.trajectory if trajectory is None else trajectory
-        prefix = self.tree.prefix(node)
-        samples, cached, opening = await self.services.sample_actions(prefix, n, state)
+        prefix, experts = self.tree.prefix(node), self._experts_from(node)
+        samples, cached, opening = await self.services.sample_actions(
+            prefix, n, state, experts_from=experts
+        )
         actions = [self._sampled(node, s, opening, trajectory=trajectory) for s in samples]
         actions[0].cached = cached
         return actions
@@ -82,7 +84,9 @@ class Context:
         kept = max(kept, opening)
         prefix = np.concatenate([self.tree.prefix(place), action.tokens[:kept]])
         limit = 0 if state is None else self.environment.most(state)
-        (sample,), cached = await self.services.sample(prefix, 1, stop, kept=kept, limit=limit)
+        (sample,), cached = await self.services.sample(
+            prefix, 1, stop, kept=kept, limit=limit, experts_from=self._experts_from(place)
+        )
         after = sample.support or b"", len(sample.tokens)
         left = support.spliced(action.support, len(action.tokens), kept, *after)
         spliced = {
@@ -278,8 +282,18 @@ class Context:
         self.runtime.counts["outgrown_trajectories"] += 1
         self.changed([action, place])
 
+    def _experts_from(self, place: Node) -> int:
+        """The first position up to ``place`` of which a sample must tell the experts, or -1."""
+        wanted = self.runtime.routed and self.tree.split == "train"
+        return routing.first_unknown(self.tree.path(place)) if wanted else -1
+
     def _sampled(self, parent: Node, sample: Sample, opening: int = 0, **settings: Any) -> Node:
         """Add a sampled action. opening: how many tokens at its beginning were not sampled."""
+        if sample.experts is not None:
+            told = routing.fill(self.tree.path(parent), sample.experts, len(sample.tokens))
+            settings["experts"], filled, conflicts = told
+            self.runtime.counts["routing_conflicts"] += conflicts
+            self.changed(filled)
         return self.tree.add(
             parent,
             "action",

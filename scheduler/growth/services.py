@@ -62,6 +62,8 @@ class Runtime(msgspec.Struct, frozen=True):
     judged: JudgeTally = msgspec.field(default_factory=JudgeTally)
     longest: int = 0
     """The most tokens of a prefix and its continuation; 0 sets no limit."""
+    routed: bool = False
+    """Whether the learner routes trained tokens as the engine did."""
     faults: Faults = msgspec.field(default_factory=lambda: Faults("scheduler"))
     versions: Versions = msgspec.field(default_factory=Versions)
 
@@ -88,17 +90,20 @@ class Services(Tools):
         background: bool = False,
         kept: int = 0,
         limit: int = 0,
+        experts_from: int = -1,
     ) -> tuple[list[wire.Sample], int]:
         """Sample ``n`` continuations of a prefix together. Also returns its cached tokens.
         background: for no trained trajectory. kept: tokens at the end of the prefix that count
-        towards the action. limit: the most tokens of the action, 0 for the run's. Raises DataFault
-        if the engine cuts the distribution and does not report what it left."""
+        towards the action. limit: the most tokens of the action, 0 for the run's. experts_from: see
+        ``wire.messages.Sampling``. Raises DataFault if the engine cuts the distribution and does
+        not report what it left, or does not report experts."""
         most = self.runtime.most
         pictures = self.runtime.journal.pictures(prefix)
         trained = self.tree.split == "train" and not background
         requests = []
         for count in (min(most, n - first) for first in range(0, n, most)):
             sampling = self._sampling(stop, trained, kept, limit)
+            sampling = msgspec.structs.replace(sampling, experts_from=experts_from)
             requests.append(wire.GenerateRequest(prefix, count, sampling, pictures))
         results = await gather(self._generate(request, background) for request in requests)
         samples = [sample for result in results for sample in result.samples]
@@ -109,12 +114,18 @@ class Services(Tools):
                 " engine that does not report which tokens they left: expected Sample.support"
                 " (docs/engines.md); set top_p = 1 and top_k = 0, or take another actors.engine"
             )
+        if experts_from >= 0 and any(sample.experts is None for sample in samples):
+            raise DataFault(
+                "learner.routing_replay with an engine that does not report experts: expected"
+                " Sample.experts (docs/learner.md); set routing_replay = false"
+            )
         self.runtime.counts["generated_tokens"] += sum(len(sample.tokens) for sample in samples)
         return samples, results[0].cached_tokens
 
     async def sample_actions(
-        self, prefix: np.ndarray, n: int, state: Any, background: bool = False
-    ) -> tuple[list[wire.Sample], int, int]:
+        self, prefix: np.ndarray, n: int, state: Any, background: bool = False,
+        experts_from: int = -1,
+    ) -> tuple[list[wire.Sample], int, int]:  # fmt: skip
         """Sample ``n`` actions of ``state``, None if unknown. Also returns the cached tokens, and
         the length of their opening (``Environment.beginning``), which was not sampled."""
         environment = self.environment
@@ -122,7 +133,7 @@ class Services(Tools):
         given, limit = len(opening), 0 if state is None else environment.most(state)
         begun = np.concatenate([prefix, opening]) if given else prefix
         stop = environment.stop if state is None else environment.stops(state)
-        samples, cached = await self.sample(begun, n, stop, background, given, limit)
+        samples, cached = await self.sample(begun, n, stop, background, given, limit, experts_from)
         return [_opened(sample, opening) for sample in samples] if given else samples, cached, given
 
     async def judgements(self, judge: str, turns: list[wire.JudgedTurn]) -> list[wire.Judgement]:

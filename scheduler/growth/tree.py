@@ -30,7 +30,7 @@ class Node(msgspec.Struct, gc=False):
     trajectories the node belongs to. cached: prompt tokens that the engine had in its cache. kept:
     the first tokens of an action that it shares with the action from which it was forked.
     entropies: float32 [tokens] of an action, if the strategy asked for them. support: as in
-    ``wire.messages.Sample``.
+    ``wire.messages.Sample``. experts: as in ``wire.messages.TreeNode``.
     """
 
     id: int
@@ -54,11 +54,13 @@ class Node(msgspec.Struct, gc=False):
     support: bytes = b""
     kept: int = 0
     entropies: np.ndarray | None = None
+    experts: np.ndarray | None = None
 
     def travels(self, images: dict[int, bytes]) -> TreeNode:
         """The node as the learner receives it, with its pictures by number."""
         record = self.logprobs, self.versions, self.sampled
-        return TreeNode(self.id, self.parent, self.kind, self.tokens, *record, images, self.support)
+        more = images, self.support, self.experts
+        return TreeNode(self.id, self.parent, self.kind, self.tokens, *record, *more)
 
 
 class Fork(msgspec.Struct, frozen=True):

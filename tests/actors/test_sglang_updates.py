@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 import torch
@@ -256,3 +257,13 @@ async def test_a_failed_start_leaves_no_session_open(
         await asyncio.sleep(0)  # transports close in the loop's next round
         gc.collect()
     assert not [one for one in warned if issubclass(one.category, ResourceWarning)]
+
+
+async def test_experts_are_told_from_the_first_position_asked_for(updated: SGLangEngine) -> None:
+    sampling = msgspec.structs.replace(REQUEST.sampling, experts_from=1)
+    (sample,) = (
+        await updated.generate(msgspec.structs.replace(REQUEST, sampling=sampling))
+    ).samples
+    assert sample.experts is not None
+    assert sample.experts.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert (await updated.generate(REQUEST)).samples[0].experts is None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.learner.test_architectures import made
 from tests.runs import Run
 from tests.world import QUESTIONS
 
@@ -125,3 +126,23 @@ def test_ppr_rewards_every_turn_but_the_last_and_its_critic_learns_through_kill_
         assert record["score/sampled_tokens"] < record["score/response_tokens"]
         assert record["critic/loss"] >= 0
     assert "process" in run.summary()["heldout"]["end"]["measures"]
+
+
+def test_a_mixture_is_trained_with_the_experts_that_its_engine_chose_through_kill_9(
+    searching: Path, launch: Callable[..., Run], tmp_path: Path
+) -> None:
+    folder = made(tmp_path / "mixture", "qwen3_moe")
+    routed = f"model.name={folder}", "model.dtype=bfloat16", "learner.routing_replay=true"
+    run = launch(searching, *SHORT, *routed, "scheduler.updates=3", "learner.kl_coef=0.1")
+    run.moved()
+    run.kill_all()
+    run.resume()
+    run.finish()
+    run.check(updates=3, learns=False)
+    actions = [n for tree in run.trees() for n in tree.nodes.values() if n.kind == "action"]
+    told = [node.experts is not None for node in actions if not node.forced]
+    assert told and all(told)
+    measured = [record for record in run.records() if "watch/routing_differs" in record]
+    assert measured and all(record["watch/routing_differs"] < 0.1 for record in measured)
+    gaps = [r["watch/engine_gap_max"] for r in measured if "watch/engine_gap_max" in r]
+    assert gaps and max(gaps) < 0.2

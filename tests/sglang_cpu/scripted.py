@@ -2,6 +2,7 @@
 step. The router answers as sglang-router 0.3.2 does."""
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import json
@@ -215,6 +216,10 @@ class Server(Site):
             return web.json_response(error, status=400)
         meta: dict[str, Any] = {"weight_version": self.named, "prompt_tokens": 3}
         meta |= {"finish_reason": {"type": self.finish}, "output_token_logprobs": [[-1.0, 1, None]]}
+        if body.get("return_routed_experts"):
+            rows = meta["prompt_tokens"] - body["routed_experts_start_len"]
+            experts = np.arange(rows * 4, dtype=np.int32).tobytes()
+            meta["routed_experts"] = base64.b64encode(experts).decode()
         return web.json_response({"output_ids": [self.weights], "meta_info": meta})
 
 

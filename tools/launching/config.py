@@ -19,7 +19,7 @@ from coppice.common.options import check_choice, option
 from coppice.tools.bootstrap import ROOT
 from coppice.tools.launching import method, rules
 from coppice.tools.launching.record import shown
-from coppice.tools.launching.settings import Config, with_adapters, with_agent
+from coppice.tools.launching.settings import Config, with_agent, with_arguments
 
 DEFAULT_CONFIG = ROOT / "configs" / "slate-tiny.toml"
 
@@ -116,7 +116,7 @@ def convert(tree: dict[str, Any], overrides: list[str]) -> Config:
     except (ValueError, FileNotFoundError) as error:  # also of a name or an option of a plug-in
         fault = str(error)
     else:
-        return with_adapters(config)
+        return with_arguments(config)
     raise ConfigError(f"config: {_without_secrets(tree, fault)}")
 
 

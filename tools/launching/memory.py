@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from coppice.common import hardware
 from coppice.learner.config import LearnerConfig
 from coppice.learner.update.plan import plan_of
-from coppice.tools.launching.settings import Config, with_arguments
+from coppice.tools.launching.settings import Config, with_more
 
 
 def typed(config: Config) -> Config:
@@ -21,7 +21,7 @@ def typed(config: Config) -> Config:
     if a.served is None:
         a = replace(a, dtype=dtype if a.dtype == "auto" else a.dtype)
     elif a.served.way != "url" and dtype != "auto":
-        a = with_arguments(a, {"dtype": dtype})
+        a = with_more(a, {"dtype": dtype})
     return replace(config, actors=a, learner=w)
 
 

@@ -95,7 +95,7 @@ def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[Planne
             assets.train, assets.heldout, actors, services, max(1, a.max_batch // 4),
             _share(s, number), a.max_context, needs.reward_column, needs.equal,
             config.deterministic, shards.Shard(number, s.shards), a.max_batch,
-            reads_evidence(config),
+            reads_evidence(config), w.routing_replay,
         )  # fmt: skip
     judges = {k: v for k, v in config.judges.use.items() if k not in PLAYERS}
     rest = _gpus_left(config)

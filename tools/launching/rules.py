@@ -147,6 +147,8 @@ def _vllm(config: Config) -> Iterator[str]:
     s, w, say = config.scheduler, config.learner, partial(setting, config)
     if w.publish == "memory":
         yield f"{say('learner.publish')}: vLLM reads files; expected 'file'"
+    if w.routing_replay:
+        yield f"{say('learner.routing_replay')}: vLLM's experts are not read; expected False"
     if s.top_p < 1 or s.top_k:
         cut = say("scheduler.top_p", "scheduler.top_k")
         yield f"{cut}: vLLM does not report the tokens that they leave; expected 1 and 0"

@@ -148,20 +148,21 @@ VLLM_ADAPTERS = {"max_loras": 2, "max_cpu_loras": 3}
 VLLM_RANKS = 1, 8, 16, 32, 64, 128, 256, 320, 512
 
 
-def with_adapters(config: Config) -> Config:
-    """Add the arguments that a server which actors start needs for adapters. Their target layers
-    follow from the model's files."""
-    a, rank = config.actors, config.learner.lora.rank
-    if a.served is None or a.served.way == "url" or not rank:
+def with_arguments(config: Config) -> Config:
+    """Add the arguments that a server which actors start needs for adapters, whose target layers
+    follow from the model's files, and for experts."""
+    a, rank, added = config.actors, config.learner.lora.rank, dict[str, Any]()
+    if a.served is None or a.served.way == "url":
         return config
-    more: dict[str, Any] = {"enable_lora": True, "max_lora_rank": rank}
-    if a.engine == "vllm":  # which takes a few ranks only
+    added |= {"enable_lora": True, "max_lora_rank": rank} if rank else {}
+    if a.engine == "vllm" and rank:  # which takes a few ranks only
         least = next((one for one in VLLM_RANKS if one >= rank), rank)
-        more |= {"max_lora_rank": least} | VLLM_ADAPTERS
-    return replace(config, actors=with_arguments(a, more))
+        added |= {"max_lora_rank": least} | VLLM_ADAPTERS
+    added |= {"enable_return_routed_experts": True} if config.learner.routing_replay else {}
+    return replace(config, actors=with_more(a, added))
 
 
-def with_arguments(actors: ActorsConfig, more: dict[str, Any]) -> ActorsConfig:
+def with_more(actors: ActorsConfig, more: dict[str, Any]) -> ActorsConfig:
     """Give the servers that actors start further arguments. The user's own stay."""
     served = actors.served
     assert served is not None
