@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from coppice.actors.config import ActorsConfig
+from coppice.actors.config import ActorsConfig, ServedConfig
 from coppice.actors.engines.base import check_request, check_tokens
 from coppice.actors.engines.served_weights import ServedWeights, Wanted
-from coppice.actors.engines.servers import Http, Launched, Sampled, Servers, served_config
+from coppice.actors.engines.servers import Http, Launched, Sampled, Servers
 from coppice.common import support, vision
 from coppice.common.http import pause_s
 from coppice.wire.faults import InfrastructureFault
@@ -46,11 +46,10 @@ class ServedEngine(ABC):
     fails until a load succeeds."""
 
     kind: type[Http]
-    """What the server is."""
 
     def __init__(self, model: str, config: ActorsConfig = ActorsConfig(), place: int = 0):
         self.folder, self.config = Path(model), config
-        served = served_config(config, self.kind.section)
+        served: ServedConfig = getattr(config, self.kind.section)
         if served.way == "server":
             self.way: Servers = Launched(self.kind, model, config)
         else:
@@ -286,19 +285,14 @@ class ServedEngine(ABC):
         return versions
 
     def _sample(self, one: Sampled, sampling: Sampling) -> Sample:
-        left = b"" if sampling.support else None
-        try:
-            tokens = np.array(one.tokens, np.int32)
-            logprobs = np.array(one.logprobs, np.float32)
-            if sampling.support and one.masks is not None:
-                if len(one.masks) != len(tokens):
-                    raise ValueError(f"{len(one.masks)} masks of {len(tokens)} tokens")
-                whole = self.weights.facts.vocabulary
-                left = support.encode([[] if len(ids) == whole else ids for ids in one.masks])
-            if one.finish not in _FINISHES:
-                raise ValueError(f"finish reason {one.finish!r}")
-        except (TypeError, ValueError) as error:
-            raise self.way.front.strange(error) from None
+        left, tokens = b"" if sampling.support else None, np.array(one.tokens, np.int32)
+        logprobs, masks = np.array(one.logprobs, np.float32), one.masks or []
+        if one.finish not in _FINISHES or len(masks) not in (0, len(tokens)):
+            told = f"finish reason {one.finish!r}, {len(masks)} masks of {len(tokens)} tokens"
+            raise self.way.front.strange(ValueError(told))
+        if sampling.support and masks:
+            whole = self.weights.facts.vocabulary
+            left = support.encode([[] if len(ids) == whole else ids for ids in masks])
         if len(tokens) != len(logprobs):
             raise InfrastructureFault(
                 f"{self.way.name} gave {len(tokens)} tokens and {len(logprobs)} log-probabilities:"

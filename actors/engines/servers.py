@@ -77,32 +77,29 @@ class Sampled(msgspec.Struct):
 
 class Http(ABC):
     """One server, reached by its URL. key: of the server; by default api_key_env's. Every call
-    raises InfrastructureFault when it fails or takes longer than its limit."""
+    raises InfrastructureFault when it fails or takes longer than its limit.
+
+    section: of [actors], and the name of the package. release: whose calls these are. generating:
+    the path of requests, the only one that may refuse with DataFault. naming: the field that names
+    a request. alive: what answers GET while the process lives; "/health" also tells that it
+    generates. adapters: the paths that load and unload. lost: what is said about an adapter that is
+    not loaded. own: arguments that only an actor sets. defaults, fixed: environment variables of a
+    server that an actor starts, before and after the user's."""
 
     product: ClassVar[str]
     section: ClassVar[str]
-    """The section of [actors] about it, and the name of its package."""
-    generating: ClassVar[str]
-    """The path of requests, the only one that may refuse with DataFault."""
-    alive: ClassVar[str]
-    """The path that answers GET while the process lives; "/health" also tells that it generates."""
-    adapters: ClassVar[tuple[str, str]]
-    """The paths that load and unload adapters."""
     release: ClassVar[str]
-    """The version whose calls these are."""
+    generating: ClassVar[str]
     naming: ClassVar[str]
-    """The field of a request that names it."""
+    alive: ClassVar[str]
+    adapters: ClassVar[tuple[str, str]]
     lost: ClassVar[str]
-    """What a server says about an adapter that it does not have."""
     own: ClassVar[tuple[str, ...]]
-    """Arguments that an actor sets itself and a user must not set."""
     defaults: ClassVar[dict[str, str]] = {}
-    """Environment variables of a server that an actor starts, unless the user sets them."""
     fixed: ClassVar[dict[str, str]]
-    """Environment variables of it, whatever the user sets."""
 
     def __init__(self, url: str, model: str, config: ActorsConfig, key: str = ""):
-        served = served_config(config, self.section)
+        served: ServedConfig = getattr(config, self.section)
         self.url, self.model = url.rstrip("/"), model
         self.name, self.timeout_s = f"{self.product} at {self.url}", served.request_timeout_s
         self.update_s = served.update_timeout_s
@@ -224,18 +221,13 @@ class Http(ABC):
         """Return the arguments of a server that the actor starts, the user's own among them."""
 
 
-def served_config(config: ActorsConfig, section: str) -> ServedConfig:
-    """Return [actors.SECTION]."""
-    return getattr(config, section)
-
-
 class Servers:
     """The way "url": requests go to ``front``, a server or a router, and updates of weights to all
     ``servers``. elastic: ``front`` is a router, behind which servers come and go."""
 
     def __init__(self, kind: type[Http], url: str, model: str, config: ActorsConfig, key: str = ""):
         self.kind, self.model, self.actors = kind, model, config
-        self.config = served_config(config, kind.section)
+        self.config: ServedConfig = getattr(config, kind.section)
         self.front, self.elastic = kind(url, model, config, key), False
         self.name, self.servers = self.front.name, [self.front]
 
@@ -312,7 +304,7 @@ class Launched(Servers):
     """The way "server": a child process on a loopback port, whose output goes to our log."""
 
     def __init__(self, kind: type[Http], model: str, config: ActorsConfig):
-        given = served_config(config, kind.section).arguments
+        given = getattr(config, kind.section).arguments
         if taken := sorted(set(given) & set(kind.own)):
             raise ValueError(
                 f"actors.{kind.section}.arguments: {taken} are set by the actor: remove them"

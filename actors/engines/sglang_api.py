@@ -131,8 +131,7 @@ def _sampled(answer: Any, body: dict[str, Any]) -> Sampled:
     reason = meta.get("finish_reason") or {}
     logprobs = [row[0] for row in meta.get("output_token_logprobs") or []]
     if cuts and tokens:
-        # one row of one number for each token
-        logprobs = [one for row in meta["output_token_sampling_logprobs"] for one in _flat(row)]
+        logprobs = np.ravel(meta["output_token_sampling_logprobs"]).tolist()
     if text := meta.get("routed_experts"):
         told = np.frombuffer(base64.b64decode(text), np.int32).astype(np.int16)
         start = body["routed_experts_start_len"]
@@ -145,10 +144,6 @@ def _sampled(answer: Any, body: dict[str, Any]) -> Sampled:
         answer.get("prompt_token_ids") or [],
         meta["output_token_sampling_mask"] if cuts and tokens else None, experts,
     )  # fmt: skip
-
-
-def _flat(row: Any) -> list[float]:
-    return row if isinstance(row, list) else [row]
 
 
 def linear_layers(model: Path) -> list[str]:

@@ -11,8 +11,6 @@ from coppice.actors.engines.servers import Facts, Http, Sampled
 from coppice.actors.engines.weights import BaseWeights
 from coppice.wire.faults import DataFault, InfrastructureFault
 
-_NO_LOGPROB = -9999.0
-"""What vLLM answers where it has no log-probability."""
 _EMPTY = hashlib.sha256(b"").hexdigest()
 _BLOCKS = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 START = "--enable-scale-out --logprobs-mode processed_logprobs --enable-prompt-tokens-details"
@@ -36,8 +34,7 @@ class VLLMHttp(Http):
         "VLLM_NO_USAGE_STATS": "1",
     }
 
-    _packed = False
-    """Whether vLLM has packed weights out of its checksum's sight, as it does on CPUs."""
+    _packed = False  # out of its checksum's sight, as vLLM does with weights on CPUs
 
     async def check(self) -> None:
         """Sample one token, of which top-k leaves one: log-probabilities of what was sampled from
@@ -132,7 +129,7 @@ class VLLMHttp(Http):
 def _sampled(choice: dict[str, Any], prompt: int, cached: int) -> Sampled:
     tokens = choice["token_ids"] or []
     logprobs = [one["logprob"] for one in choice["logprobs"]["content"]]
-    if _NO_LOGPROB in logprobs:
-        raise ValueError(f"log-probability {_NO_LOGPROB}")
+    if -9999.0 in logprobs:  # what vLLM says where it has none
+        raise ValueError("a token without a log-probability")
     spans = choice["weight_versions"] or []
     return Sampled(tokens, logprobs, choice["finish_reason"], "", spans, prompt, cached)
