@@ -14,7 +14,6 @@ from coppice.wire.faults import DataFault, InfrastructureFault
 _EMPTY = hashlib.sha256(b"").hexdigest()
 _BLOCKS = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 START = "--enable-scale-out --logprobs-mode processed_logprobs --enable-prompt-tokens-details"
-"""What a server needs that this actor does not start."""
 
 
 class VLLMHttp(Http):
