@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from coppice.actors.engines import sglang_weights
+from coppice.actors.engines import served_weights
 from coppice.actors.engines.sglang import SGLangEngine
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
@@ -155,7 +155,7 @@ async def test_requests_go_on_while_a_version_is_verified(
         verified.wait(30)
         return folder
 
-    monkeypatch.setattr(sglang_weights, "_verify", slow)
+    monkeypatch.setattr(served_weights, "_verify", slow)
     update = asyncio.create_task(updated.load(version(tmp_path, 2)))
     await verifying.wait()
     try:

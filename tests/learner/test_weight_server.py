@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from coppice.actors.engines.sglang_api import Facts
+from coppice.actors.engines.servers import Facts
 from coppice.actors.engines.sglang_transport import Pull
 from coppice.learner.model.weight_server import WeightServer, bound_store
 from coppice.wire.faults import InfrastructureFault

@@ -110,14 +110,19 @@ def in_memory(folder: Path, giver: WeightServer, number: int) -> LoadRequest:
     return LoadRequest(number, str(place), "d" * 64)
 
 
-def engine(folder: Path, url: str, **settings: Any) -> SGLangEngine:
-    """An engine, not started, on a server or router at this URL."""
+def model(folder: Path) -> str:
+    """The folder of the base model."""
     base = folder / "base"
     base.mkdir(exist_ok=True)
     (base / "config.json").write_text("{}")
     save_file(whole(0), base / FILES["full"])
+    return str(base)
+
+
+def engine(folder: Path, url: str, **settings: Any) -> SGLangEngine:
+    """An engine, not started, on a server or router at this URL."""
     sglang = SGLangConfig(**{"way": "url", "urls": [url], "update_timeout_s": WAIT_S} | settings)
-    return SGLangEngine(str(base), ActorsConfig(max_batch=8, max_context=512, sglang=sglang))
+    return SGLangEngine(model(folder), ActorsConfig(max_batch=8, max_context=512, sglang=sglang))
 
 
 class Site:
@@ -193,18 +198,20 @@ class Server(Site):
             request.transport.abort()
             self.gone = asyncio.create_task(self.stop())
             await asyncio.Event().wait()  # until the end of the connection cancels this
-        if path == "/pause_generation":
+        if path in ("/pause_generation", "/pause"):
             self.going.clear()
         if path in self.at:
             await self.at[path]()
         if status := self.fails.pop(path, 0):
             return web.json_response({"success": False, "message": "injected"}, status=status)
+        return await self.reply(path, body)
+
+    async def reply(self, path: str, body: dict[str, Any]) -> web.StreamResponse:
         match path:
             case "/continue_generation":
                 self.going.set()
             case "/update_weights_from_disk":
-                tensors = load_file(Path(body["model_path"]) / FILES["full"])
-                self.weights = int(tensors["a.weight"][0, 0])
+                self.take(body["model_path"])
             case "/update_weight_version":
                 self.named = body["new_version"]
             case "/load_lora_adapter":
@@ -220,6 +227,10 @@ class Server(Site):
         return web.json_response(
             {"max_total_num_tokens": 1000, "device": "cuda", "weight_version": self.named}
         )
+
+    def take(self, folder: str) -> None:
+        tensors = load_file(Path(folder) / FILES["full"])
+        self.weights = int(tensors["a.weight"][0, 0])
 
     async def sample(self, body: dict[str, Any]) -> web.Response:
         await self.going.wait()
