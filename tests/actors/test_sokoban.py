@@ -72,8 +72,6 @@ def test_an_invalid_reply_costs_the_turn_and_the_episode_goes_on() -> None:
 
 def test_the_episode_ends_at_the_horizon_and_success_may_be_the_outcome() -> None:
     game = Sokoban(outcome="success", horizon=3)
-    bumps = play(game, SokobanState(ROOM), "up", "up", "up")
-    assert [transition.done for transition in bumps] == [False, False, True]
     assert play(game, SokobanState(ROOM, turn=2), "up")[-1].outcome == 0.0
     assert play(game, SokobanState(lane("#PXO_#")), "right")[-1].outcome == 1.0
     partly = SokobanState(PAIR.replace("#PXO_#", "#_P√_#"), turn=14)
@@ -85,20 +83,6 @@ def test_the_episode_ends_at_the_horizon_and_success_may_be_the_outcome() -> Non
 def test_an_action_is_one_direction() -> None:
     read = {" Right ": (3,), "up": (0,), "upset": None, "right, then up": None, "": None}
     assert {text: Sokoban().move(text) for text in read} == read
-
-
-def test_the_prompt_has_rules_then_state_and_shows_the_last_two_turns() -> None:
-    game, state = Sokoban(), SokobanState(ROOM)
-    (message,) = game.prompt(game.task(0), state)
-    rules, _, now = message["content"].partition(SPLIT)
-    assert "corner" in rules and "6x6" not in rules
-    assert "Turns left, this one included: 15" in now and "\nnone\n" in now and shown(ROOM) in now
-    state = play(game, state, "down", "jump", "right")[-1].state
-    later = game.prompt(game.task(0), state)[0]["content"]
-    assert later.partition(SPLIT)[0] == rules
-    assert later.count("You did: ") == 2
-    assert "You did: nothing, because the reply could not be read" in later
-    assert later.index("You did: right") < later.index(shown(state.board) + "\n\nYour action:")
 
 
 def test_equal_boards_are_one_situation_at_any_turn() -> None:
@@ -143,18 +127,12 @@ def test_every_kind_of_cell_has_its_own_sprite_wherever_it_lies() -> None:
     assert len(set(tiles.values())) == len(GLYPHS)
 
 
-@pytest.mark.parametrize("side", [96, 192, 256])
+@pytest.mark.parametrize("side", [96, 192])
 def test_a_side_enlarges_the_pixels(side: int) -> None:
     file = Image.open(io.BytesIO(picture(EVERY_KIND, side)))
     image = np.asarray(file)
     assert (file.format, image.shape) == ("PNG", (side, side, 3))
-    assert side > 96 or np.array_equal(image, pixels(EVERY_KIND))
-    cell = side // 6
-    middle = image[cell // 2 :: cell, cell // 2 :: cell][:6, :6]
-    expected = pixels(EVERY_KIND)[SIDE // 2 :: SIDE, SIDE // 2 :: SIDE]
-    assert side == 256 or np.array_equal(middle, expected)
-    drawn, small = (np.unique(one.reshape(-1, 3), axis=0) for one in (image, pixels(EVERY_KIND)))
-    assert np.array_equal(drawn, small)
+    assert np.array_equal(image[:: side // 96, :: side // 96], pixels(EVERY_KIND))
 
 
 def test_the_prompt_shows_the_room_as_a_picture_and_no_board() -> None:

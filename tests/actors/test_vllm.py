@@ -174,7 +174,6 @@ async def test_an_adapter_is_loaded_under_a_new_name_and_the_two_newest_stay(
     [
         (Sampling(4, top_logprobs=3), "top_logprobs 3: expected 0"),
         (Sampling(4, top_p=0.9, support=True), "expected top_p 1"),
-        (Sampling(4, top_k=5, support=True), "expected top_p 1"),
     ],
 )
 async def test_what_vllm_cannot_report_is_refused(

@@ -47,7 +47,6 @@ VARIABLES = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 KEY = "COPPICE_TEST_SERVER_KEY"
-"""The variable that holds the newest session server's key."""
 
 GPU_FLAGS: dict[str, Any] = {
     "dtype": "float32",
@@ -56,14 +55,12 @@ GPU_FLAGS: dict[str, Any] = {
     "max_total_tokens": 16384,
     "random_seed": 1,
 }
-"""float32, so that the bounds of the contract tests hold."""
 LORA: dict[str, Any] = {
     "enable_lora": True,
     "lora_backend": "torch_native",
     "max_lora_rank": 8,
     "max_loras_per_batch": 3,
 }
-"""Arguments of a server that takes adapters; which layers they change is filled in as for a run."""
 
 
 def config(**settings: Any) -> SGLangConfig:

@@ -2,19 +2,16 @@
 layout."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import SPLIT, Task, Transition
-from coppice.actors.environments.webshop.environment import LONGEST_PROMPT, WebShop, read_reply
+from coppice.actors.environments.webshop.environment import WebShop, read_reply
 from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.tools.defaults.legal_play import FIRST_SEED
-from coppice.tools.launching.config import load
 from tests import games
 
 SHOP = WebShop()
@@ -69,7 +66,6 @@ def test_a_purchase_ends_the_episode_with_its_outcome(outcome: Any, imperfect: f
     assert {(transition.done, transition.reward) for transition in before} == {(False, 0.0)}
     assert (last.done, last.outcome, last.reward) == (True, 10.0, 10.0)
     assert last.measures == {"success": 1.0, "score": 100.0}
-    assert last.observation == "The purchase is rewarded with 1.000."
     # no options: (3 + 0 + 1) / 6
     (*_, last) = play(environment, task, [*commands[:2], "click[buy now]"])
     assert last.measures == {"success": 0.0, "score": pytest.approx(100 * 2 / 3)}
@@ -94,23 +90,8 @@ def test_the_task_stands_before_the_split_and_the_page_after_it() -> None:
     instruction = SHOP.goal(last.state).instruction
     assert instruction in head
     assert instruction not in tail
-    begin = "\n\nActions taken: 0\nCurrent page: 'Search'\nActions:\n'search[<your query>]',\n"
-    assert first[1] == begin
-    shown = "[Observation {}: 'Back to Search' [SEP] 'Page 1"
-    assert tail.startswith("\n\nActions taken: 3\n" + shown.format(2))
-    assert ", Action 2: 'none']\n" + shown.format(3) in tail
+    assert "Actions taken: 3\n[Observation 2: 'Back to Search' [SEP] 'Page 1" in tail
     assert ", Action 3: 'click[next >]']\nCurrent page: 'Back to Search' [SEP] 'Page 2" in tail
-    assert "'click[back to search]',\n'click[< prev]',\n'click[next >]',\n'click[c" in tail
-
-
-def test_long_prompts_leave_the_history_out() -> None:
-    state = SHOP.initial(SHOP.task(5))
-    seen = "x" * (LONGEST_PROMPT - 1500)
-    for times in (1, 2):
-        long = msgspec.structs.replace(state, step=1, past=((seen * times, "search[a]"),))
-        content = SHOP.prompt(SHOP.task(5), long)[0]["content"]
-        assert ("Observation 1" in content) == (times == 1)
-        assert "Actions taken: 1" in content
 
 
 def test_equal_situations_have_equal_anchors_whatever_came_before() -> None:
@@ -122,7 +103,6 @@ def test_equal_situations_have_equal_anchors_whatever_came_before() -> None:
     assert direct != around
     assert SHOP.anchor(direct) == SHOP.anchor(around)
     chosen = play(SHOP, task, [search, product, choices[0]])[-1].state
-    assert SHOP.page(chosen) == SHOP.page(direct)
     assert SHOP.anchor(chosen) != SHOP.anchor(direct)
 
 
@@ -196,27 +176,12 @@ def test_missing_and_foreign_files_are_refused_with_the_reason(tmp_path: Path) -
     options = files(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"no file 'nowhere.json'"):
         registry.load("webshop", {**options, "products": "nowhere.json"})
-    with pytest.raises(ValueError, match="Expected `array`, got `object`"):
-        registry.load("webshop", {**options, "products": options["attributes"]})
     (tmp_path / "products.json").write_text('[{"asin": "B0"}]')
     with pytest.raises(ValueError, match=r"KeyError: .*items_shuffle.*nouns"):
         registry.load("webshop", options)
 
 
 def test_wrong_options_are_refused() -> None:
-    refused = {
-        "pages": ("html", "pages"),
-        "products": ("a.json", "expected the first two together"),
-    }
-    for name, (value, said) in (refused | {"human": ("a.json", "`human` only with them")}).items():
+    for name, said in (("pages", "pages"), ("products", "expected the first two together")):
         with pytest.raises(ValueError, match=said):
-            registry.load("webshop", {name: value})
-
-
-def test_the_page_tells_the_size_of_the_shop_and_a_config_that_works(tmp_path: Path) -> None:
-    text = (Path(__file__).parents[3] / "docs" / "webshop.md").read_text()
-    kinds = len({product.query for product in SHOP.store.products.values()})
-    assert f"products of {kinds} types, with {len(SHOP.goals):,} goals" in text
-    (block,) = re.findall(r"^```toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    (tmp_path / "own.toml").write_text(f'name = "own"\n{block}')
-    assert load(tmp_path / "own.toml", []).data.environment == "webshop"
+            registry.load("webshop", {name: "a.json"})

@@ -10,7 +10,7 @@ import pytest
 from coppice.actors.environments.webshop.goals import NO_CAP, Goal, draw_cap, make_goals, split
 from coppice.actors.environments.webshop.invented import catalogue
 from coppice.actors.environments.webshop.products import PATH_SEPARATOR, Product, product_of
-from coppice.actors.environments.webshop.reward import colour_of, reward, similarity, type_factor
+from coppice.actors.environments.webshop.reward import colour_of, reward, similarity
 
 PRODUCTS = catalogue()
 GOALS = make_goals(PRODUCTS, human=False)
@@ -68,10 +68,7 @@ def test_every_goal_of_the_invented_shop_can_be_bought_perfectly() -> None:
 def test_the_invented_shop_has_the_size_of_the_original() -> None:
     names = {product.name for product in PRODUCTS}
     assert len({product.asin for product in PRODUCTS}) == len(names) == len(PRODUCTS) == 1000
-    assert 6000 < len(GOALS) < 10_000
-    assert all(len(product.asin) == 10 and product.nouns for product in PRODUCTS)
-    assert catalogue() == PRODUCTS
-    assert catalogue(seed=8) != PRODUCTS
+    assert 6000 < len(GOALS) < 10_000 and catalogue() == PRODUCTS
 
 
 def product(name: str, query: str, path: str, *attributes: str, **texts: Any) -> Product:
@@ -130,12 +127,7 @@ def test_the_nine_known_answers(
 
 
 def test_the_first_colour_word_replaces_an_option() -> None:
-    read: dict[Any, Any] = {"dark blue": "blue", "titanium": "tan", "standard": "tan"}
-    read |= {
-        "large": "large",
-        ("color", "red"): "red",
-        ("color", "dark blue"): ("color", "dark blue"),
-    }
+    read = {"dark blue": "blue", "standard": "tan", "large": "large", ("color", "red"): "red"}
     assert {option: colour_of(option) for option in read} == read
 
 
@@ -143,12 +135,3 @@ def test_similarity_is_rounded_and_ignores_case_marks_and_order() -> None:
     assert similarity("machine washable", "machine wash") == 86
     assert similarity("Wash, Machine!", "machine wash") == 100
     assert similarity(("size", "x-large"), "large") == 100
-
-
-def test_type_falls_to_a_half_without_shared_query_category_or_title() -> None:
-    replace = msgspec.structs.replace
-    alike = replace(PICNIC, query="coffee tables")
-    assert (type_factor(PICNIC, H), type_factor(alike, H)) == (0.5, 1.0)
-    assert type_factor(replace(PICNIC, product_category=OAK.product_category), H) == 1.0
-    nameless = replace(H, product=replace(OAK, nouns=()))
-    assert (type_factor(alike, nameless), type_factor(PICNIC, nameless)) == (1.0, 0.5)

@@ -32,38 +32,26 @@ def text(place: StorePlace, rich: bool = False) -> str:
 
 def test_the_pages_in_text_are_those_of_the_released_templates() -> None:
     assert text(StorePlace()) == "'Search'"
-    parts = text(RESULTS).split(" [SEP] ")
-    assert parts[:3] == ["'Back to Search'", "'Page 1 (Total results: 25)'", "'Next >'"]
-    first = ["'B0'", "'Oak Mug 0'", "'$10.0 to $20.0'", "'B1'", "'Oak Mug 1'", "'$12.5'"]
-    assert parts[3:9] == first and len(parts) == 3 + 3 * 10
-    second = text(STORE.clicked(RESULTS, "next >")).split(" [SEP] ")
-    assert second[1:4] == ["'Page 2 (Total results: 25)'", "'< Prev'", "'Next >'"]
+    parts = text(STORE.clicked(RESULTS, "next >")).split(" [SEP] ")
+    assert parts[1:4] == ["'Page 2 (Total results: 25)'", "'< Prev'", "'Next >'"]
+    assert parts[4:7] == ["'B10'", "'Oak Mug 10'", "'$12.5'"] and len(parts) == 4 + 3 * 10
     assert text(ITEM) == (
         f"{BACK} [SEP] 'color' [SEP] 'red' [SEP] 'blue | grey' [SEP] 'size' [SEP] 'one'"
         " [SEP] 'red' [SEP] 'Oak Mug 0' [SEP] 'Price: $10.0 to $20.0' [SEP] 'Rating: N.A.'"
         " [SEP] 'Description' [SEP] 'Features' [SEP] 'Reviews' [SEP] 'Buy Now'"
     )
-    assert text(STORE.clicked(ITEM, "description")) == f"{BACK} [SEP] 'A mug numbered 0.'"
     features = f"{BACK} [SEP] 'Holds tea' [SEP] 'Made of clay'"
     assert text(STORE.clicked(ITEM, "features")) == features
     assert text(STORE.clicked(ITEM, "reviews")) == BACK
 
 
 def test_the_rich_pages_mark_what_is_clickable_and_what_was_clicked() -> None:
-    def buttons(*names: str) -> list[str]:
-        return [f"[button] {name} [button_]" for name in names]
-
     chosen = STORE.clicked(ITEM, "one")
-    assert text(chosen, rich=True).splitlines() == [
-        *["You have clicked one.", *buttons("Back to Search", "< Prev")],
-        *["color", "  [button] red [button_]", "  [button] blue | grey [button_]"],
-        *["size", "  [clicked button] one [clicked button_]", "  [button] red [button_]"],
-        *["Oak Mug 0", "Price: $10.0 to $20.0", "Rating: N.A."],
-        *buttons("Description", "Features", "Reviews", "Buy Now"),
-    ]
+    whole, sizes = text(chosen, rich=True), "size\n  [clicked button] one [clicked button_]\n"
+    assert whole.startswith("You have clicked one.\n[button] Back to Search [button_]\n")
+    assert sizes + "  [button] red [button_]\nOak Mug 0\n" in whole
     back = text(STORE.clicked(chosen, "< prev"), rich=True)
-    assert "\n\n[clicked button] B0 [clicked button_]\nOak Mug 0\n" in back
-    assert "\n\n[button] B1 [button_]\n" in back
+    assert "[clicked button] B0 [clicked button_]" in back and "[button] B1 [button_]" in back
 
 
 def test_a_choice_replaces_the_earlier_one_of_its_group_and_survives_sub_pages() -> None:
@@ -87,5 +75,3 @@ def test_at_most_fifty_results_in_the_order_of_the_products_that_share_a_word() 
     assert STORE.results("bicycle") == STORE.results("the") == ()
     assert STORE.results("numbered 7")[0] == "B7"
     assert STORE.results("mugs")[:4] == ("B0", "B1", "B2", "B3")
-    for words in ("<r> mug", "<q> mugs", "<c> kitchen", "<a> x mug"):  # the original's back doors
-        assert set(STORE.results(words)) <= set(STORE.products)
