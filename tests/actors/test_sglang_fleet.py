@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from coppice.actors.engines import sglang
+from coppice.actors.engines import served
+from coppice.actors.engines.sglang import SGLangEngine
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import GenerateRequest, Sampling
 from tests.sglang_cpu.scripted import (
@@ -33,7 +34,7 @@ class Fleet:
     def __init__(self, folder: Path):
         self.folder, self.router = folder, Router()
         self.servers: list[Server] = []
-        self.engine: sglang.SGLangEngine = None  # pyright: ignore[reportAttributeAccessIssue]
+        self.engine: SGLangEngine = None  # pyright: ignore[reportAttributeAccessIssue]
 
     async def opened(self, count: int = 2) -> None:
         await self.router.start()
@@ -78,7 +79,7 @@ class Fleet:
 @pytest_asyncio.fixture
 async def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
     """A fleet to be opened."""
-    monkeypatch.setattr(sglang, "LOOK_S", 0.05)
+    monkeypatch.setattr(served, "LOOK_S", 0.05)
     made = Fleet(tmp_path)
     yield made
     await made.closed()

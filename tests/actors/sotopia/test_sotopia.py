@@ -127,6 +127,8 @@ async def test_both_sides_act_in_turn_and_the_partner_is_the_observation() -> No
 
 async def test_an_invalid_reply_does_nothing_and_an_unreadable_partner_is_asked_twice() -> None:
     environment = Sotopia()
+    step = await take(environment, START, "hello", "what?", reply("action", "waits"))
+    assert step.state.turns == (Turn(0, "none"), Turn(1, "action", "waits"))
     step = await take(environment, START, "hello", "what?", "what?")
     assert step.state.turns == turns("none", "none") and not step.done
     # the third turn of nothing ends it: the partner is not asked
