@@ -41,13 +41,6 @@ def written(game: Any, move: tuple[int, ...]) -> str:
     return f"<action>{game.notation(move)}</action>"
 
 
-def test_every_legal_move_is_read_from_its_own_notation(game: Any) -> None:
-    state = opened(game, 3)
-    moves = game.moves(state)
-    assert len(set(moves)) == len(moves) > 1
-    assert [game.read(state, reply).move for reply in game.replies(state)] == moves
-
-
 def test_the_last_block_counts_and_a_reply_without_one_is_invalid(game: Any) -> None:
     state = opened(game, 3)
     first, *_, last = game.moves(state)
@@ -121,7 +114,6 @@ def test_an_unusable_prompt_is_refused(tmp_path: Path, text: str, history: int, 
 
 SOLVED = "1234341221434321"
 OPENED = "#11#111F..11...."
-"""4x4, mines in (1, 1) and (2, 4)."""
 STATES: dict[str, Any] = {
     "tictactoe": TicTacToeState("....X....", "O", "rival"),
     "sudoku": SudokuState(4, "1..4.4.2" + SOLVED[8:], SOLVED, "1.34.4.2" + SOLVED[8:]),

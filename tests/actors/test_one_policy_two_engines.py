@@ -11,7 +11,7 @@ from coppice.actors.engines.base import Engine
 from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
 from tests.actors.conftest import Local
 from tests.actors.test_engine_contract import restore
-from tests.actors.test_local_engine import GREATEST_DIFFERENCE, ids, version_folder
+from tests.actors.test_local_engine import TOLERANCE, ids, version_folder
 from tests.sglang_cpu.shared import Shared
 
 
@@ -19,7 +19,6 @@ from tests.sglang_cpu.shared import Shared
 async def pair(
     local: Local, llama: Path, tmp_path: Path, sglang_server: Shared
 ) -> AsyncIterator[tuple[Engine, Engine]]:
-    """Both engines with the base weights."""
     sglang = sglang_server.engine()
     await sglang.start()
     await restore(sglang, llama, tmp_path)
@@ -34,7 +33,7 @@ async def compare(pair: tuple[Engine, Engine], version: int) -> np.ndarray:
         request = GenerateRequest(ids(seed, 15 + 20 * seed), 1, Sampling(12, temperature=0.0))
         ours, theirs = [(await engine.generate(request)).samples[0] for engine in pair]
         assert ours.tokens.tolist() == theirs.tokens.tolist()
-        assert np.abs(ours.logprobs - theirs.logprobs).max() < GREATEST_DIFFERENCE
+        assert np.abs(ours.logprobs - theirs.logprobs).max() < TOLERANCE
         assert set(ours.versions.tolist()) == set(theirs.versions.tolist()) == {version}
         last = ours.logprobs
     return last
@@ -50,4 +49,4 @@ async def test_before_and_after_ten_updates(
         model.save_pretrained(source)
         for engine in pair:
             await engine.load(LoadRequest(version, str(folder), proof))
-    assert np.abs(before - await compare(pair, 10)).max() > 100 * GREATEST_DIFFERENCE
+    assert np.abs(before - await compare(pair, 10)).max() > 100 * TOLERANCE

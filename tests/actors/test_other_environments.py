@@ -18,8 +18,6 @@ from tests.actors.conftest import begun, openenv, played
 
 
 class Drawn(InThisPython):
-    """The game of tests/drawn_game.py in this Python."""
-
     name = "drawn"
 
     def __init__(self, copies: bool = True):
@@ -69,7 +67,6 @@ Adapted = tuple[Callable[[], Any], list[str]]
 
 @pytest.fixture(params=[*HERE, *THERE])
 def adapted(request: pytest.FixtureRequest, other: Callable[..., Any]) -> Adapted:
-    """A way to make the environment, and actions to play."""
     for package in ("gymnasium", "textarena", "reasoning_gym"):
         pytest.importorskip(package)
     if request.param in HERE:

@@ -122,15 +122,6 @@ async def test_an_action_that_openenv_refuses_ends_the_episode(other: Make, acti
     assert (last.done, last.outcome, last.measures) == (True, 0.5, {"success": 0.0})
 
 
-@pytest.mark.second
-async def test_what_an_openenv_environment_raises_is_a_fault_of_its_task(other: Make) -> None:
-    environment = other("openenv", arguments=openenv())
-    with pytest.raises(DataFault, match="RuntimeError: no episode of"):
-        await begun(environment, 13)
-    with pytest.raises(DataFault, match="RuntimeError: only upwards"):
-        await played(environment, await begun(environment), "1", "-1")
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [

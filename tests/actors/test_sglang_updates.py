@@ -50,7 +50,6 @@ async def updated(server: Server, tmp_path: Path) -> AsyncIterator[SGLangEngine]
 
 
 async def sampled(made: SGLangEngine) -> list[int]:
-    """The versions of a sample's tokens, which the scripted server samples as its weights."""
     (sample,) = (await asyncio.wait_for(made.generate(REQUEST), 30)).samples
     return sample.versions.tolist()
 
@@ -129,7 +128,6 @@ async def test_the_most_probable_tokens_are_asked_of_the_embedded_engine(tmp_pat
 async def test_a_request_that_nobody_waits_for_any_more_is_aborted(
     server: Server, updated: SGLangEngine, status: int
 ) -> None:
-    """After a failure, a refusal and a cancellation."""
     reached, release = server.hold("/generate")
     server.fails["/generate"] = status
     running = asyncio.create_task(updated.generate(REQUEST))
@@ -184,7 +182,6 @@ async def test_an_update_that_changes_nothing_is_noticed(
 
 
 async def test_changes_reach_sglang_as_whole_weights(server: Server, tmp_path: Path) -> None:
-    """An actor that follows, one that joins late, and versions that the first has assembled."""
     (tmp_path / "weights").mkdir()
     requests = changes(tmp_path / "weights", 4)
     follower = engine(tmp_path, server.url)

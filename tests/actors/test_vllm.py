@@ -90,7 +90,6 @@ async def server() -> AsyncIterator[Scripted]:
 
 @pytest_asyncio.fixture
 async def engine(server: Scripted, tmp_path: Path) -> AsyncIterator[VLLMEngine]:
-    """A started engine."""
     made = connected(tmp_path, server)
     await made.start()
     server.calls.clear()
@@ -105,7 +104,6 @@ def connected(folder: Path, server: Scripted) -> VLLMEngine:
 
 
 async def sampled(made: VLLMEngine) -> list[int]:
-    """The versions of a sample's tokens."""
     (sample,) = (await asyncio.wait_for(made.generate(REQUEST), 30)).samples
     return sample.versions.tolist()
 

@@ -99,7 +99,6 @@ class Shared:
         return self.way.front.url
 
     def engine(self, **settings: Any) -> Any:
-        """An engine on this server, not started."""
         sglang = SGLangConfig(
             way="url", urls=[self.url], api_key_env=KEY, update_timeout_s=60.0, **settings
         )

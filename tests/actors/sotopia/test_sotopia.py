@@ -103,13 +103,9 @@ def test_the_prompt_hides_goal_and_secret_of_the_other_side_and_shares_its_head(
 
 
 def test_the_tags_of_the_layout_decide_who_sees_a_text() -> None:
-    text = """Meet. <p viewer="environment">They know Ann.</p> <p viewer="agent_1">Hush.</p>
+    text = """Meet. <p viewer="environment">All.</p> <p viewer="agent_1">Hush.</p>
     (<extra_info>Take care</extra_info>)"""
-    for viewer, seen in (
-        ("agent_0", ""),
-        ("agent_1", "Hush. "),
-        ("environment", "They know Ann. "),
-    ):
+    for viewer, seen in (("agent_0", ""), ("agent_1", "Hush. "), ("environment", "All. ")):
         assert shown(text, viewer) == f"Meet. {seen}(Take care)"
 
 

@@ -22,8 +22,7 @@ def said(command: str) -> str:
 
 
 UNREADABLE = [said("search[]"), said("buy[red]"), "<action>click[red]</action>"]
-UNREADABLE += ["<think>so</think>click[red]", "<think>so</think><action>click[red]"]
-UNREADABLE += ["<think>\u597d</think><action>click[red]</action>"]
+UNREADABLE += ["<think>so</think>click[red]", "<think>\u597d</think><action>click[red]</action>"]
 
 
 def play(environment: WebShop, task: Task, commands: list[str]) -> list[Transition]:
@@ -117,19 +116,16 @@ def test_held_out_seeds_draw_held_out_goals_and_training_seeds_others(split: Any
     assert environment.initial(environment.task(FIRST_SEED)).goal in environment.training
 
 
-NAMES = ("Alder Mug", "Birch Mug", "Cedar Mug")
-
-
 def files(folder: Path) -> dict[str, Any]:
     """Write three products in the original layout. Return the environment's options."""
     colours = [{"value": "Red/Blue ", "image": None}, {"value": "green"}]
     same = {"query": "Mugs ", "category": "kitchen", "product_category": "Kitchen \u203a Mugs"}
     same |= {"full_description": None, "small_description": "Holds tea", "images": ["x"]}
     same |= {"customization_options": {"Color": colours}, "nouns": ["mug"]}
-    prices = ("", "$1,005.50", "$10.00 - $20.00")
+    made = {"Alder Mug": "", "Birch Mug": "$1,005.50", "Cedar Mug": "$10.00 - $20.00"}
     rows: list[dict[str, Any]] = [
-        {"asin": f"B{number}", "name": name, "pricing": prices[number], **same}
-        for number, name in enumerate(NAMES)
+        {"asin": f"B{number}", "name": name, "pricing": price, **same}
+        for number, (name, price) in enumerate(made.items())
     ]
     rows += [{"asin": "nan"}, {"asin": "B0"}, {"asin": "eleven-long"}]
     wish = {"instruction": "Find me clay mugs", "instruction_attributes": ["clay"]}

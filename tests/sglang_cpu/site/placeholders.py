@@ -81,7 +81,6 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install(finder: Finder) -> None:
-    """Ask it after all others, so that an installed package wins."""
     sys.meta_path.append(finder)
 
 
