@@ -47,16 +47,13 @@ CHAT, RESPONSES, REWARD = "chat/completions", "responses", "episode/reward"
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"n": 2}, "`n`"),
     (CHAT, {"response_format": {"type": "json_object"}}, "`response_format`"),
-    (CHAT, {"logprobs": True, "top_logprobs": 2}, "`logprobs`"),
     (CHAT, {"stop": {"a": 1}}, "stop"),
     (CHAT, {"tools": [ADD], "tool_choice": {"type": "function", "function": 1}}, "`tool_choice`"),
-    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "call"),
     (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "'wizard': expected system"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "`content`"),
     (RESPONSES, {"text": {"format": {"type": "json_schema", "schema": {}}}}, "`response_format`"),
     (RESPONSES, {"input": [{"type": "function_call", "name": "a", "arguments": 1}]}, "tool call"),
     (RESPONSES, {"previous_response_id": "resp-1"}, "`previous_response_id`"),
-    (RESPONSES, {"conversation": {"id": "conv_1"}}, "`conversation`"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "m"}]}, "`item_reference`: 'm'"),
     (REWARD, {"reward": int("9" * 400)}, "reward"),
 ]

@@ -109,17 +109,15 @@ async def test_a_stream_puts_together_the_whole_message(door: Door) -> None:
     assert (last["delta"]["stop_reason"], last["usage"]) == ("tool_use", whole["usage"])
 
 
-@pytest.mark.parametrize(
-    ("reply", "reason"),
-    [
+async def test_the_reason_of_the_end_is_in_its_words(door: Door) -> None:
+    long, stopped = Reply("x", spent=Spent(1, 0, 1, "length")), Reply("x", stop="\n")
+    for reply, reason in (
         (Reply("x"), "end_turn"),
-        (Reply("x", spent=Spent(1, 0, 1, "length")), "max_tokens"),
-        (Reply("x", stop="\n"), "stop_sequence"),
-    ],
-)
-async def test_the_reason_of_the_end_is_in_its_words(door: Door, reply: Reply, reason: str) -> None:
-    message = json.loads(await replied(door, reply, HELLO))
-    assert (message["stop_reason"], message["stop_sequence"]) == (reason, reply.stop or None)
+        (long, "max_tokens"),
+        (stopped, "stop_sequence"),
+    ):
+        message = json.loads(await replied(door, reply, HELLO))
+        assert (message["stop_reason"], message["stop_sequence"]) == (reason, reply.stop or None)
 
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}

@@ -146,7 +146,6 @@ async def test_completion_logprobs_are_those_of_a_full_forward(client: Client, l
         ("completions", {"prompt": "a", "n": 9}, "max_batch"),
         ("completions", {"prompt": "a", "max_tokens": 9999}, "the context holds 256"),
         ("completions", {"prompt": "a", "temperature": 1e-300}, "temperature"),
-        ("completions", {"prompt": "a", "echo": True}, "echo"),
         ("completions", {"prompt": "a", "regex": "a", "guided_json": {}}, "one constraint"),
         ("completions", {"prompt": "a", "stream": True, "regex": "("}, "unclosed group"),
         ("chat/completions", USER | {"tool_choice": "sometimes"}, "tool_choice"),
@@ -226,12 +225,10 @@ YES: dict[str, Any] = {"type": "object", "properties": {"yes": {"type": "boolean
 YES |= {"required": ["yes"], "additionalProperties": False}
 CONSTRAINTS: list[dict[str, Any]] = [
     {"regex": GRADE},
-    {"guided_regex": GRADE},
     {"structured_outputs": {"regex": GRADE}},
     {"response_format": {"type": "json_schema", "json_schema": {"name": "y", "schema": YES}}},
     {"json_schema": json.dumps(YES)},
     {"guided_json": YES},
-    {"structured_outputs": {"json": YES}},
 ]
 
 

@@ -38,7 +38,6 @@ SOFIA = "<answer> It is <answer> Sofia </answer>"
         ("required", "<think> <answer> x </answer> </think>", None),
         ("required", f"<think> x </think> {SOFIA}", ("answer", "x", "Sofia")),
         ("optional", "First I look. <search> q </search>", ("search", "", "q")),
-        ("optional", "<think>a</think><think>b</think><answer>x</answer>", ("answer", "b", "x")),
         ("optional", "<answer>x</answer><think>b</think><search>q</search>", ("answer", "", "x")),
         ("optional", "<think> a </think> <search> q </answer>", None),
         ("optional", f"<think> a <answer> b </think> {SOFIA}", ("answer", "a <answer> b", "Sofia")),

@@ -196,12 +196,6 @@ async def test_changes_reach_sglang_as_whole_weights(server: Server, tmp_path: P
         await late.load(request)
         assert await sampled(late) == [request.version] and server.weights == request.version
     await late.close()
-    (tmp_path / "weights" / "v000003" / "manifest.json").unlink()
-    torn = engine(tmp_path, server.url)
-    await torn.start()
-    with pytest.raises(InfrastructureFault, match="missing link"):
-        await torn.load(requests[3])
-    await torn.close()
 
 
 @pytest.mark.parametrize("name", ["a.weight", "z.weight"])

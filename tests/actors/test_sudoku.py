@@ -63,6 +63,8 @@ def test_a_puzzle_has_exactly_its_blanks_and_one_solution(kind: tuple[int, int],
 
 def test_the_puzzle_of_a_seed_never_changes() -> None:
     assert generate(4, 8, 7) == ("1.4....123.4.13.", "1243342123144132")
+    # the first try finds none
+    assert generate(4, 12, 100) == (".....31.....1..4", "2143431234211234")
 
 
 def test_a_seed_without_a_puzzle_is_a_data_fault(monkeypatch: pytest.MonkeyPatch) -> None:

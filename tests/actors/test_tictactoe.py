@@ -121,9 +121,6 @@ async def test_an_opponents_illegal_move_is_an_infrastructure_fault(reply: tuple
     said = r"player rival played .* on X?\.\.\.\.?XO\.\.\."
     with pytest.raises(InfrastructureFault, match=said):
         await environment.open(TicTacToeState("....XO...", "O", "rival"), table)
-    state = TicTacToeState("....XO...", "X", "rival")
-    with pytest.raises(InfrastructureFault, match=said):
-        await environment.step(state, environment.read(state, "<action>1</action>"), table)
 
 
 def test_opponents_and_sides_are_drawn_with_their_shares() -> None:

@@ -162,9 +162,6 @@ def test_scenarios_are_read_from_a_folder_in_the_layout_of_the_data(tmp_path: Pa
     assert len(Sotopia(str(tmp_path), judge="sotopia").library.combos) == 40
     with pytest.raises(ValueError, match=r"scenario-01.*no rules"):
         Sotopia(str(tmp_path))
-    (tmp_path / "envs.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"envs\.json"):
-        Sotopia(str(tmp_path), judge="sotopia")
 
 
 FIRST = ("envs", "scenario-01")
