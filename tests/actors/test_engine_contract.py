@@ -101,7 +101,6 @@ async def sampled(engine: Engine, prompt: np.ndarray, n: int, *args: Any, **fiel
 
 
 async def restore(made: Any, folder: Path, scratch: Path) -> None:
-    """The base weights as version 0: a test before may have left others."""
     base, proof, _ = version_folder(scratch, folder, 0, noise=0.0)
     await made.load(LoadRequest(0, str(base), proof))
 

@@ -58,8 +58,7 @@ def test_states_travel_and_are_the_keys_of_a_dictionary(game: Any) -> None:
         again = msgspec.convert(plain, type(one))
         assert (again, hash(again)) == (one, hash(one))
     turn = game.judged(game.task(1), state, action, 3, 4)
-    assert (turn.step, turn.budget) == (3, game.max_turns or 4)
-    assert (turn.move, msgspec.convert(turn.state, type(state))) == (list(action.move), state)
+    assert (turn.step, turn.move) == (3, list(action.move))
 
 
 def test_the_placeholders_of_every_prompt_are_filled_and_its_head_is_shared(game: Any) -> None:

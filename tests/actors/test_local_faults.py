@@ -147,14 +147,10 @@ async def test_whatever_fails_and_wherever_every_request_is_answered_rightly_or_
         (Shelf, "resize"), (Shelf, "put"), (Shelf, "drop"), (KVMemory, "reserve"), (KVMemory, "keep"),
         (radix, "_part"), (RadixCache, "match"), (RadixBatch, "forward"), (local_engine, "pick"),
     ]  # fmt: skip
-    prompts = [
-        np.concatenate([HEAD[: sizes.integers(20)], ids(i, int(sizes.integers(1, 60)))])
-        for i in range(60)
-    ]
-    asks = [
-        GenerateRequest(p, int(sizes.integers(1, 6)), Sampling(int(sizes.integers(1, 12))))
-        for p in prompts
-    ]
+    drawn = sizes.integers(1, [20, 60, 6, 12], (60, 4)).tolist()
+    prompts = [np.concatenate([HEAD[:a], ids(i, b)]) for i, (a, b, *_) in enumerate(drawn)]
+    numbers = zip(prompts, drawn, strict=True)
+    asks = [GenerateRequest(p, n, Sampling(most)) for p, (*_, n, most) in numbers]
     with monkeypatch.context() as patched:
         for owner, name in places:
             patched.setattr(owner, name, failing(getattr(owner, name), error, sometimes))

@@ -32,11 +32,8 @@ RESULTS = [
     {"type": "tool_result", "tool_use_id": "toolu_2", "content": "no `a`", "is_error": True},
     {"type": "text", "text": "Go on."},
 ]
-HISTORY = [
-    {"role": "user", "content": TEXTS},
-    {"role": "assistant", "content": REPLY},
-    {"role": "user", "content": RESULTS},
-]
+SAID = (("user", TEXTS), ("assistant", REPLY), ("user", RESULTS))
+HISTORY = [{"role": role, "content": content} for role, content in SAID]
 CALLS = [
     {"id": "c1", "function": {"name": "add", "arguments": '{"a":1}'}},
     {"id": "c2", "function": {"name": "add", "arguments": "{}"}},

@@ -102,15 +102,9 @@ def test_random_legal_play_keeps_the_rules(
     size: tuple[int, int, int], seed: int, rng: random.Random, flag_all: bool, cap: int
 ) -> None:
     rows, columns, mines = size
-    rule: Any = "flags" if flag_all else "reveal"
-    rules = Minesweeper(
-        rows=rows,
-        columns=columns,
-        mines=mines,
-        centre_start=False,
-        success_rule=rule,
-        max_turns=cap,
-    )
+    options: Any = {"rows": rows, "columns": columns, "mines": mines, "max_turns": cap}
+    options["success_rule"] = "flags" if flag_all else "reveal"
+    rules = Minesweeper(centre_start=False, **options)
     state = rules.initial(rules.task(seed))
     transition, hidden = Transition(state, "", False), rows * columns
     cleared = marked = won = False

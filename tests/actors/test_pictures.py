@@ -3,7 +3,6 @@ from any cache, after any update."""
 
 import asyncio
 import base64
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from coppice.actors.config import ActorsConfig, SGLangConfig
 from coppice.actors.engines.servers import Sampled
 from coppice.actors.engines.sglang import SGLangEngine
-from coppice.actors.engines.sglang_api import linear_layers
 from coppice.common import vision
 from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.forest.trees import pack
@@ -116,10 +114,6 @@ async def test_published_weights_come_into_force(
         for parameter in learner.trained().values():
             parameter.add_(0.05 * torch.randn_like(parameter))
     published = publish(learner, 1, tmp_path, 3)
-    if rank and not train_vision:
-        settings = json.loads((Path(published.path) / "adapter_config.json").read_text())
-        # SGLang refuses an adapter that names other layers
-        assert settings["target_modules"] == linear_layers(seeing)
     await engine.load(LoadRequest(1, published.path, published.digest))
     after = await engine.generate(asked(1, 2))
     assert_equal(learner, asked(1, 2), after)

@@ -10,7 +10,7 @@ import pytest
 from coppice.actors.environments.webshop.goals import NO_CAP, Goal, draw_cap, make_goals, split
 from coppice.actors.environments.webshop.invented import catalogue
 from coppice.actors.environments.webshop.products import PATH_SEPARATOR, Product, product_of
-from coppice.actors.environments.webshop.reward import colour_of, reward, similarity
+from coppice.actors.environments.webshop.reward import reward
 
 PRODUCTS = catalogue()
 GOALS = make_goals(PRODUCTS, human=False)
@@ -80,25 +80,17 @@ def product(name: str, query: str, path: str, *attributes: str, **texts: Any) ->
 
 CLOTHING, PATIO = "Clothing > Men > Shirts", "Patio > Furniture > Picnic"
 TEE, WASH = "men's t-shirts", ("machine wash", "short sleeve")
-COLLAR = "Has a short sleeve and a collar."
+COLLAR = {"full_description": "Has a short sleeve and a collar."}
+BENCH = "Oak Coffee Table Drawer Shelf Storage Desk Cabinet Stand Rack Bench"
 SHIRT = product("Alder Men's Cotton T-Shirt", TEE, f"{CLOTHING} > T-Shirts", *WASH)
-POLO = product(
-    "Birch Men's Polo Shirt",
-    "polo shirts",
-    f"{CLOTHING} > Polos",
-    "machine washable",
-    full_description=COLLAR,
-)
+POLOS = f"{CLOTHING} > Polos"
+POLO = product("Birch Men's Polo Shirt", "polo shirts", POLOS, "machine washable", **COLLAR)
 PICNIC = product(
     "Pine Picnic Table", "picnic tables", PATIO, "solid wood", small_description=["easy assemble"]
 )
 LAMP = product("Cedar Desk Lamp", TEE, "Home > Lighting > Lamps", *WASH)
 G = Goal(SHIRT, "", SHIRT.attributes, (("color", "dark blue"), ("size", "x-large")), 30.0)
-LONG = product(
-    "Oak Coffee Table Drawer Shelf Storage Desk Cabinet Stand Rack Bench",
-    "coffee tables",
-    "Home > Furniture > Tables",
-)
+LONG = product(BENCH, "coffee tables", "Home > Furniture > Tables")
 OAK = msgspec.structs.replace(LONG, nouns=LONG.nouns[:6])
 H = Goal(OAK, "", ("Easy Assemble", "solid wood"), ("black",), NO_CAP)
 
@@ -122,14 +114,3 @@ def test_the_nine_known_answers(
 ) -> None:
     value = reward(msgspec.structs.replace(bought, price=float(price)), options, goal)
     assert value == pytest.approx(expected, abs=1e-12)
-
-
-def test_the_first_colour_word_replaces_an_option() -> None:
-    read = {"dark blue": "blue", "standard": "tan", "large": "large", ("color", "red"): "red"}
-    assert {option: colour_of(option) for option in read} == read
-
-
-def test_similarity_is_rounded_and_ignores_case_marks_and_order() -> None:
-    assert similarity("machine washable", "machine wash") == 86
-    assert similarity("Wash, Machine!", "machine wash") == 100
-    assert similarity(("size", "x-large"), "large") == 100
