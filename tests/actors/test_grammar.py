@@ -68,7 +68,6 @@ def sampled(matcher: Matcher, seed: int, longest: int = 1500, ending: float = 0.
 
 
 def allowed(matcher: Matcher, vocabulary: int = VOCABULARY) -> list[int]:
-    """The tokens that may come next."""
     logits = torch.zeros(vocabulary)
     matcher.mask(logits)
     return torch.isfinite(logits).nonzero()[:, 0].tolist()

@@ -1,5 +1,5 @@
 """The OpenAI-compatible server over a real engine and real sockets: answers in the protocol's
-shape, refusals that say why; tools and /v1/responses, whose required calls are made by constraint."""
+shape, refusals that say why, and required calls, which are made by constraint."""
 
 import asyncio
 import json

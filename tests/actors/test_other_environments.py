@@ -79,7 +79,6 @@ def adapted(request: pytest.FixtureRequest, other: Callable[..., Any]) -> Adapte
 async def episode(
     environment: Any, seed: int, actions: list[str], between: Callable[[], Any] | None = None
 ) -> list[Any]:
-    """Play actions until the end. Returns all states and transitions."""
     task, state = environment.task(seed), await begun(environment, seed, Talk())
     seen: list[Any] = [task, state, environment.prompt(task, state)]
     for action in actions:
