@@ -22,14 +22,11 @@ HELLO = {"model": "gpt-any", "messages": [{"role": "user", "content": "hello"}]}
 
 
 class Door:
-    """A gateway with a session, and a client of it."""
-
     def __init__(self, gateway: Gateway, http: aiohttp.ClientSession):
         self.gateway, self.http, self.session = gateway, http, gateway.opened()
 
     @property
     def own(self) -> dict[str, str]:
-        """The header with the session's key."""
         return {"Authorization": f"Bearer {self.session.key}"}
 
     async def post(self, path: str, body: Any, prefix: str = "", **headers: str) -> tuple[int, str]:
@@ -41,12 +38,10 @@ class Door:
             return response.status, await response.text()
 
     async def refused(self, path: str, body: Any, **headers: str) -> tuple[int, str]:
-        """The status and the message of a refusal."""
         status, text = await self.post(path, body, **headers)
         return status, json.loads(text)["error"]["message"]
 
     async def request(self) -> Conversation:
-        """The oldest request that waits."""
         while not self.session.waiting:
             await self.session.news.wait()
         return next(iter(self.session.waiting.values()))
@@ -63,7 +58,6 @@ class Door:
         return request, text
 
     async def chat(self, reply: Reply, body: Any = HELLO, prefix: str = "", **headers: str) -> Any:
-        """What the client of a chat gets."""
         return json.loads((await self.turn(reply, "chat/completions", body, prefix, **headers))[1])
 
 
@@ -100,7 +94,6 @@ async def other(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., 
 
 
 async def begun(environment: Any, seed: int = 7, tools: Any = None) -> Any:
-    """The first state of a seed."""
     return await environment.open(environment.initial(environment.task(seed)), tools)
 
 
@@ -115,7 +108,6 @@ async def played(environment: Any, state: Any, *actions: str, tools: Any = None)
 
 
 def openenv(name: str = "Counting", field: str = "number") -> dict[str, Any]:
-    """The arguments of an environment of ``tests.openenv_shape``."""
     pytest.importorskip("pydantic")
     shape = "tests.openenv_shape"
     return {"environment": f"{shape}:{name}", "action": f"{shape}:Add", "field": field}

@@ -3,7 +3,6 @@ are answered, and which rewards it takes."""
 
 import asyncio
 import json
-import weakref
 from typing import Any
 
 import pytest
@@ -47,26 +46,15 @@ CHAT, RESPONSES, REWARD = "chat/completions", "responses", "episode/reward"
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"n": 2}, "`n`"),
     (CHAT, {"response_format": {"type": "json_object"}}, "`response_format`"),
-    (CHAT, {"logprobs": True, "top_logprobs": 2}, "`logprobs`"),
-    (CHAT, {"functions": [ADD["function"]]}, "`functions`"),
     (CHAT, {"stop": {"a": 1}}, "stop"),
-    (CHAT, {"stream": "yes"}, "stream"),
-    (CHAT, {"tools": [{"type": "function", "function": "add"}]}, "`tools`"),
     (CHAT, {"tools": [ADD], "tool_choice": {"type": "function", "function": 1}}, "`tool_choice`"),
-    (CHAT, {"tool_choice": "required"}, "`tool_choice`"),
-    (CHAT, {"messages": []}, "`messages`"),
-    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "call"),
     (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "'wizard': expected system"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "`content`"),
-    (CHAT, {"max_tokens": 0}, "`max_tokens`"),
     (RESPONSES, {"text": {"format": {"type": "json_schema", "schema": {}}}}, "`response_format`"),
-    (RESPONSES, {"text": "x"}, "text"),
     (RESPONSES, {"input": [{"type": "function_call", "name": "a", "arguments": 1}]}, "tool call"),
     (RESPONSES, {"previous_response_id": "resp-1"}, "`previous_response_id`"),
-    (RESPONSES, {"conversation": {"id": "conv_1"}}, "`conversation`"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "m"}]}, "`item_reference`: 'm'"),
     (REWARD, {"reward": int("9" * 400)}, "reward"),
-    (REWARD, {"reward": "good"}, "`reward`: 'good': expected `float`"),
 ]
 NEEDED = {CHAT: HELLO, RESPONSES: {"input": "x"}, REWARD: {}}
 
@@ -115,17 +103,12 @@ async def test_ids_repeat_with_what_is_asked_and_a_waiting_call_is_known_again(d
 
 
 async def test_of_an_ended_session_only_its_key_is_kept_and_of_many_the_last(door: Door) -> None:
-    keys, alive = list[str](), weakref.WeakSet[Session]()
-
-    def play() -> None:
+    keys = list[str]()
+    for _ in range(module.CLOSED + 1):
         session = door.gateway.opened()
-        alive.add(session)
         keys.append(session.key)
         door.gateway.end(session, "the episode has ended")
-
-    for _ in range(module.CLOSED + 1):
-        play()
-    assert not alive and list(door.gateway.sessions) == [door.session.key]
+    assert list(door.gateway.sessions) == [door.session.key]
     for key, status in ((keys[0], 401), (keys[1], 409), (keys[-1], 409)):
         assert (await door.post("retrieve", {}, Authorization=f"Bearer {key}"))[0] == status
 
@@ -135,8 +118,6 @@ async def test_errors_of_http_itself_are_told_in_the_protocols_form(door: Door) 
     async with door.http.get(url, headers=door.own) as wrong:
         said = (await wrong.json())["error"]["message"]
         assert wrong.status == 405 and "GET /v1/chat/completions" in said
-    status, said = await door.refused("nothing", HELLO)
-    assert status == 404 and "/v1/nothing" in said
     status, said = await door.refused("chat/completions", {"messages": "x" * module.LARGEST_BODY})
     assert status == 413 and str(module.LARGEST_BODY) in said
 
@@ -159,14 +140,11 @@ async def test_items_and_responses_are_known_by_id_in_their_own_session(door: Do
     results = [{"type": "function_call_output", "call_id": one, "output": "3"} for one in ids]
     references = [{"type": "item_reference", "id": said["id"]}]
     references += [{"id": call["id"]} for call in calls]
-    second = await turn(Reply("3"), input=[user, *first["output"], *results])
+    await turn(Reply("3"), input=[user, *first["output"], *results])
     await turn(Reply("3"), input=[user, *references, *results])
     await turn(Reply("3"), input=results, previous_response_id=first["id"])
     assert requests[1].messages == requests[2].messages == requests[3].messages
     assert len(requests[1].messages) == 5
-    await turn(Reply("ok"), input="More.", previous_response_id=second["id"])
-    roles = " ".join(m["role"] for m in requests[4].messages)
-    assert roles == "system user assistant tool tool assistant user"
     door.session = door.gateway.opened()
     for body in ({"input": references}, {"input": "x", "previous_response_id": first["id"]}):
         assert (await door.post("responses", body))[0] == 400
@@ -174,25 +152,12 @@ async def test_items_and_responses_are_known_by_id_in_their_own_session(door: Do
 
 async def test_a_reply_can_be_rewarded_until_the_next_request_only(door: Door) -> None:
     session = door.session
-
-    async def turn(text: str) -> str:
-        return (await door.chat(Reply(text)))["id"]
-
-    first = await turn("one")
+    first = (await door.chat(Reply("one")))["id"]
     assert (await door.post(REWARD, {"reward": 0.5, "response_id": first}))[0] == 200
     assert session.step_reward == 0.5
-    second = await turn("two")
+    second = (await door.chat(Reply("two")))["id"]
     assert session.step_reward is None and second != first
     for name in (first, "chatcmpl-", "", second):
         status, _ = await door.post(REWARD, {"reward": 0.25, "response_id": name})
         assert status == (200 if name in ("", second) else 409)
     assert (session.reward, session.step_reward) == (0.25, 0.25)
-
-
-async def test_neutral_fields_and_other_ways_to_write_messages_change_nothing(door: Door) -> None:
-    neutral = {"response_format": {"type": "text"}, "logprobs": False, "functions": [], "n": 1}
-    told = {"role": "developer", "content": [{"type": "text", "text": "a"}], "name": "n"}
-    empty = {"role": "assistant", "content": None, "reasoning_content": "r"}
-    request, _ = await door.turn(Reply("x"), CHAT, {"messages": [told, empty], **neutral})
-    said = [(message["role"], message["content"]) for message in request.messages]
-    assert said == [("system", "a"), ("assistant", "")]

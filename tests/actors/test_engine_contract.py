@@ -3,7 +3,6 @@ and real servers of SGLang and vLLM, on the same tiny model. The truth is always
 
 import asyncio
 import json
-import math
 import re
 import time
 from collections.abc import AsyncIterator
@@ -27,7 +26,7 @@ from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import Constraint, GenerateRequest, LoadRequest, Sampling
 from coppice.wire.published import Manifest
 from tests.actors.test_local_engine import (
-    GREATEST_DIFFERENCE,
+    TOLERANCE,
     forward,
     full_logprobs,
     ids,
@@ -44,7 +43,6 @@ the first token of the prompt is not seen."""
 
 
 def rounds(engine: Engine) -> bool:
-    """Whether the engine computes in bfloat16."""
     return getattr(engine, "dtype", torch.float32) == torch.bfloat16
 
 
@@ -54,19 +52,17 @@ def near(engine: Engine, expected: np.ndarray, logprobs: np.ndarray, times: floa
     apart = np.abs(expected - logprobs)
     if rounds(engine):
         return bool(apart.mean() < BFLOAT16_DIFFERENCE)
-    return bool(apart.max() < times * GREATEST_DIFFERENCE)
+    return bool(apart.max() < times * TOLERANCE)
 
 
 @pytest.fixture
 def base(request: pytest.FixtureRequest) -> Path:
-    """The engine's model."""
     vllm = request.node.callspec.params["engine"] == "vllm"
     return request.getfixturevalue("wide" if vllm else "llama")
 
 
 @pytest_asyncio.fixture(params=["local-float32", "local-bfloat16", "sglang", "vllm"])
 async def engine(request: pytest.FixtureRequest, base: Path, tmp_path: Path) -> AsyncIterator[Any]:
-    """A started engine that holds the base weights."""
     if request.param.startswith("local"):
         dtype = request.param.removeprefix("local-")
         made: Any = LocalEngine(str(base), ActorsConfig(dtype=dtype, max_context=512, max_batch=8))
@@ -105,7 +101,6 @@ async def sampled(engine: Engine, prompt: np.ndarray, n: int, *args: Any, **fiel
 
 
 async def restore(made: Any, folder: Path, scratch: Path) -> None:
-    """The base weights as version 0: a test before may have left others."""
     base, proof, _ = version_folder(scratch, folder, 0, noise=0.0)
     await made.load(LoadRequest(0, str(base), proof))
 
@@ -164,8 +159,7 @@ async def test_samples_of_one_prefix_differ_and_the_prefix_is_computed_once(engi
     assert 0 < sum(first.phases.values()) <= time.monotonic() - start
     assert list(first.phases)[-2:] == ["prefill", "decode"] and min(first.phases.values()) >= 0
     computed = engine.stats()["prefilled_tokens"] - before
-    assert first.cached_tokens == 0
-    assert first.prompt_tokens == 60
+    assert (first.cached_tokens, first.prompt_tokens) == (0, 60)
     block = BLOCK if isinstance(engine, VLLMEngine) else 1  # what a cache has of a prefix
     # servers compute a prompt's last block again for each sample
     assert 60 <= computed <= 60 + 4 * block
@@ -211,10 +205,8 @@ async def test_cancelling_frees_the_engine(engine: Engine) -> None:
         GenerateRequest(ids(0, 5), 99, Sampling(5)),
         GenerateRequest(ids(0, 5), 1, Sampling(5, top_p=0.0)),
         GenerateRequest(ids(0, 5), 1, Sampling(5, temperature=1e-300)),
-        GenerateRequest(ids(0, 5), 1, Sampling(5, temperature=math.nan)),
         GenerateRequest(ids(0, 5), 1, Sampling(5, top_logprobs=21)),
         GenerateRequest(np.array([1, 260], np.int32), 1, Sampling(5)),
-        GenerateRequest(np.array([-1], np.int32), 1, Sampling(5)),
     ],
 )
 async def test_an_impossible_request_is_a_data_fault(
@@ -260,8 +252,6 @@ async def test_weights_that_are_not_as_announced_are_refused_and_the_old_ones_se
 ) -> None:
     folder, proof, _ = version_folder(tmp_path, base, 5)
     (before,) = await sampled(engine, ids(12, 12), 1, 6, temperature=0.0)
-    with pytest.raises(InfrastructureFault, match="digest"):
-        await engine.load(LoadRequest(5, str(folder), "0" * 64))
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4] + b"bits")
     with pytest.raises(InfrastructureFault, match="digest"):
@@ -293,7 +283,6 @@ def tokenizer(folder: Path) -> tokenizers.Tokenizer:
 
 
 def kept(rows: torch.Tensor, top_p: float = 1.0, top_k: int = 260) -> torch.Tensor:
-    """What top-k, and then top-p, leave of each row."""
     top = rows >= rows.topk(top_k).values[:, -1:]
     masses, order = rows.masked_fill(~top, -torch.inf).softmax(-1).sort(descending=True)
     inside = masses.cumsum(-1) - masses < top_p

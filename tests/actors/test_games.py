@@ -13,7 +13,6 @@ import pytest
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import SPLIT
 from coppice.actors.environments.minesweeper.environment import MinesState
-from coppice.actors.environments.sokoban.environment import SokobanState
 from coppice.actors.environments.sudoku.environment import SudokuState
 from coppice.actors.environments.tictactoe.environment import TicTacToeState
 from tests.games import play
@@ -42,13 +41,6 @@ def written(game: Any, move: tuple[int, ...]) -> str:
     return f"<action>{game.notation(move)}</action>"
 
 
-def test_every_legal_move_is_read_from_its_own_notation(game: Any) -> None:
-    state = opened(game, 3)
-    moves = game.moves(state)
-    assert len(set(moves)) == len(moves) > 1
-    assert [game.read(state, reply).move for reply in game.replies(state)] == moves
-
-
 def test_the_last_block_counts_and_a_reply_without_one_is_invalid(game: Any) -> None:
     state = opened(game, 3)
     first, *_, last = game.moves(state)
@@ -66,8 +58,7 @@ def test_states_travel_and_are_the_keys_of_a_dictionary(game: Any) -> None:
         again = msgspec.convert(plain, type(one))
         assert (again, hash(again)) == (one, hash(one))
     turn = game.judged(game.task(1), state, action, 3, 4)
-    assert (turn.step, turn.budget) == (3, game.max_turns or 4)
-    assert (turn.move, msgspec.convert(turn.state, type(state))) == (list(action.move), state)
+    assert (turn.step, turn.move) == (3, list(action.move))
 
 
 def test_the_placeholders_of_every_prompt_are_filled_and_its_head_is_shared(game: Any) -> None:
@@ -122,12 +113,10 @@ def test_an_unusable_prompt_is_refused(tmp_path: Path, text: str, history: int, 
 
 SOLVED = "1234341221434321"
 OPENED = "#11#111F..11...."
-"""4x4, mines in (1, 1) and (2, 4)."""
 STATES: dict[str, Any] = {
     "tictactoe": TicTacToeState("....X....", "O", "rival"),
     "sudoku": SudokuState(4, "1..4.4.2" + SOLVED[8:], SOLVED, "1.34.4.2" + SOLVED[8:]),
     "minesweeper": MinesState(4, 4, 2, 0, OPENED, "*......*........"),
-    "sokoban": SokobanState("#" * 6 + "#S√X_#" + "#____#" * 3 + "#" * 6),
 }
 UNUSABLE = {
     "tictactoe": ["5", "0", "10", "1 2"],
@@ -148,20 +137,6 @@ def test_an_unusable_action_loses_and_keeps_what_was_reached(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "cells"),
-    [
-        ("sudoku", "S" + SPLIT + "1.34.4.2" + SOLVED[8:]),
-        ("minesweeper", "M" + SPLIT + OPENED),
-        ("sokoban", f"K{SPLIT}S*X_" + "_" * 12),
-        ("tictactoe", f"#{SPLIT}O\n...\n.X.\n...\n1 2 3 4 6 7 8 9"),
-    ],
-)
-def test_the_compact_prompt_is_the_cells_alone_in_ascii(name: str, cells: str) -> None:
-    rules: Any = registry.load(name, {"prompt": f"{name}_compact", "history": 0})
-    assert rules.prompt(rules.task(0), STATES[name])[0]["content"] == cells
-
-
-@pytest.mark.parametrize(
     ("name", "hidden"),
     [("sudoku", {"solution": "1" * 81}), ("minesweeper", {"layout": "*" * 25, "seed": 1})],
 )
@@ -176,17 +151,12 @@ def test_the_prompt_shows_the_board_and_never_the_solution(name: str, hidden: An
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("sudoku", {"size": 5}, "size = 5: expected 9 or 4"),
         ("sudoku", {"size": 4}, "blanks = 40: expected 1 to 12 for size 4"),
         ("minesweeper", {"mines": 16}, "expected 1 to 15 on 5x5, .* one safe cell, must be free"),
-        ("minesweeper", {"mines": 17, "centre_start": False}, "mines = 17: expected 1 to 16"),
         ("minesweeper", {"rows": 3, "columns": 3, "mines": 1}, "expected a board larger"),
         ("tictactoe", {"opponents": {}}, "opponents = {}"),
-        ("tictactoe", {"opponents": {"a": 0.0}}, "not all of them 0"),
-        ("tictactoe", {"opponents": {"a": float("nan")}}, "weights >= 0"),
         ("tictactoe", {"opening": 4}, "opening = 4: .* at least 0 and at most 3"),
         ("sokoban", {"size": 4}, "size = 4: expected 5 to 8"),
-        ("sokoban", {"boxes": 4}, "boxes = 4: expected 1 to 3"),
         ("sokoban", {"prompt": "sokoban_compact"}, "history = 2 has no effect"),
         ("sokoban", {"side": 256}, "side = 256: expected 0, or a prompt that has"),
     ],

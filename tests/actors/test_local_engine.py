@@ -23,7 +23,7 @@ from coppice.wire.published import Manifest
 from tests import tiny
 from tests.actors.conftest import Local
 
-GREATEST_DIFFERENCE = 2e-5
+TOLERANCE = 2e-5
 """Between the engine's log-probabilities and a full float32 forward."""
 
 
@@ -74,15 +74,12 @@ async def test_greedy_equals_transformers_generate(local: Local, tmp_path: Path,
         with torch.no_grad():
             generated = model.generate(whole, max_new_tokens=16, do_sample=False)
         assert tokens(result) == [generated[0, len(prompt) :].tolist()] * 2
-    assert worst(model, *zip(prompts, results, strict=True)) < GREATEST_DIFFERENCE
+    assert worst(model, *zip(prompts, results, strict=True)) < TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize(
-    "cut",
-    [{"top_p": 0.9}, {"top_k": 5}, {"top_p": 0.8, "top_k": 6}, {"top_p": 0.05}, {"top_k": 40}],
-)
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 5}, {"top_p": 0.8, "top_k": 6}])
 def test_support_and_logprobs_are_those_of_an_enumeration(
     cut: dict[str, Any], temperature: float, dtype: torch.dtype
 ) -> None:
@@ -101,21 +98,6 @@ def test_support_and_logprobs_are_those_of_an_enumeration(
         assert len(support[row]) < 40
         assert tokens[row] in left
         assert abs(logprobs[row] - np.log(odds[tokens[row]] / odds[left].sum())) < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("sampling", "support"),
-    [
-        (Sampling(6, 1.0, 0.9), None),
-        (Sampling(6, 0.0, 0.9, support=True), b""),  # greedy: top-p cuts nothing
-        (Sampling(6, top_k=260, support=True), b""),
-    ],
-)
-async def test_only_a_request_that_asks_gets_the_support_and_only_where_something_was_cut(
-    local: Local, sampling: Sampling, support: bytes | None
-) -> None:
-    result = await (await local()).generate(GenerateRequest(ids(3, 9), 1, sampling))
-    assert result.samples[0].support == support
 
 
 @pytest.mark.parametrize("vocabulary", [3, 64, 130, 1000])
@@ -168,7 +150,6 @@ def version_folder(
 
 
 def published(folder: Path, version: int, tensors: dict[str, Any]) -> tuple[Path, str]:
-    """A published full version of these tensors."""
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors")
     proof = digest.safetensors_file(folder / "model.safetensors")
@@ -270,10 +251,30 @@ async def test_branches_of_prefixes_of_any_lengths_equal_a_full_forward(
     engine = await local(folder, prefill_tokens=int(np.random.default_rng(seed).integers(5, 80)))
     done = await explored(engine, seed)
     await engine.close()
-    assert worst(reference(folder), *done) < GREATEST_DIFFERENCE
+    assert worst(reference(folder), *done) < TOLERANCE
     memory = engine.batch.memory
     assert memory.running_bytes + memory.cache.bytes <= memory.budget
     assert held_rows(engine) == 0
+
+
+async def test_samples_go_on_beside_the_chunks_of_a_long_prompt(local: Local) -> None:
+    engine = await local(prefill_tokens=16)
+    busy = engine.generate(GenerateRequest(ids(30, 5), 3, Sampling(200, seed=1)))
+    running = asyncio.create_task(busy)
+    while not engine.counts["decoded_tokens"]:
+        await asyncio.sleep(0)
+    before = engine.counts["decoded_tokens"]
+    await engine.generate(GenerateRequest(ids(31, 150), 1, Sampling(1)))
+    assert engine.counts["decoded_tokens"] - before >= 3 * 10  # the chunks took ten steps
+    running.cancel()
+
+
+async def test_the_support_comes_if_asked_for_and_where_something_was_cut(local: Local) -> None:
+    engine = await local()
+    greedy = Sampling(6, 0.0, 0.9, support=True)  # top-p cuts nothing
+    for sampling, support in ((Sampling(6, 1.0, 0.9), None), (greedy, b"")):
+        result = await engine.generate(GenerateRequest(ids(3, 9), 1, sampling))
+        assert result.samples[0].support == support
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
@@ -292,7 +293,7 @@ async def test_the_other_decoder_and_other_tails_equal_a_full_forward(
     engine = await local(folder, prefill_tokens=30)
     assert isinstance(engine.batch.decoder, decoder.WholeDecoder) == bool(shape)
     done = await explored(engine, 10, requests, most)
-    assert worst(reference(folder), *done) < GREATEST_DIFFERENCE
+    assert worst(reference(folder), *done) < TOLERANCE
     assert most > 1 or all(shelf.capacity == 0 for shelf in engine.batch.memory.tails.values())
 
 
@@ -304,52 +305,6 @@ def test_attention_by_products_is_that_of_the_cpus_kernel() -> None:
         plain = attend.by_products(query, key, value, given, causal, 0.3)
         kernel = attend._attention(query, key, value, given, causal, 0.3)
         torch.testing.assert_close(plain, tuple(kernel))
-
-
-@pytest.mark.second
-@pytest.mark.parametrize("rounds", [("cpu",), ()], ids=["on a CPU", "on a GPU"])
-async def test_bfloat16_stays_near_a_bfloat16_forward(
-    local: Local, llama: Path, monkeypatch: pytest.MonkeyPatch, rounds: tuple[str, ...]
-) -> None:
-    monkeypatch.setattr(decoder, "_ROUNDS", rounds)
-    done = await explored(await local(dtype="bfloat16"), 8)
-    model, exact, apart, own = reference(llama, torch.bfloat16), reference(llama), [], []
-    for prompt, result in done:
-        for sample in result.samples:
-            expected = full_logprobs(exact, prompt, sample.tokens)
-            apart.append(np.abs(expected - sample.logprobs).mean())
-            own.append(np.abs(expected - full_logprobs(model, prompt, sample.tokens)).mean())
-    # no further from float32 than transformers' own bfloat16; nearer if logits are not rounded
-    assert np.mean(apart) < (1.5 if rounds else 1.2) * np.mean(own)
-
-
-async def test_a_prompt_prefilled_in_chunks_beside_others_equals_a_whole_one(local: Local) -> None:
-    engine = await local(prefill_tokens=16)
-    busy = GenerateRequest(ids(30, 5), 3, Sampling(200, seed=1))
-    running = asyncio.create_task(engine.generate(busy))
-    while not engine.counts["decoded_tokens"]:
-        await asyncio.sleep(0)
-    before, request = (
-        engine.counts["decoded_tokens"],
-        GenerateRequest(ids(31, 150), 4, GREEDY.sampling),
-    )
-    late = await engine.generate(request)
-    beside = engine.counts["decoded_tokens"] - before - sum(map(len, tokens(late)))
-    assert beside >= 3 * (10 + 5)  # the chunks took ten steps, the samples five more
-    running.cancel()
-    assert tokens(await (await local()).generate(request)) == tokens(late)
-
-
-async def test_a_repeated_prompt_needs_no_forward_of_its_own(local: Local, llama: Path) -> None:
-    engine, model = await local(), reference(llama)
-    prompt = ids(32, 40)
-    await engine.generate(GenerateRequest(prompt, 1, Sampling(3)))
-    for longer in (prompt, np.concatenate([prompt, ids(33, 3)]), prompt[:20], prompt[:20]):
-        result = await engine.generate(GenerateRequest(longer, 2, Sampling(1)))
-        assert worst(model, (longer, result)) < GREATEST_DIFFERENCE
-    # 3 new ones, and the last token of the shorter prompt, once.
-    assert engine.counts["prefilled_tokens"] == 40 + 3 + 1
-    assert result.cached_tokens == 20
 
 
 @pytest.mark.second
@@ -369,8 +324,6 @@ async def test_transformers_caches_stay_within_the_budget(local: Local, tmp_path
         most = max(most, len(batch.running()))
         held = max(held, sum(map(cached._bytes, list(batch._caches.values()))))
         await asyncio.sleep(0)
-    with pytest.raises(DataFault, match="kv_cache_gib"):
-        await engine.generate(GenerateRequest(ids(60, 90), 12, Sampling(64)))
     assert 4 <= most <= 8
     assert 0 < held <= budget
 
@@ -392,20 +345,6 @@ async def test_running_samples_take_their_memory_from_the_budget(local: Local) -
     assert 4 <= most <= 8 and engine.stats()["evicted_tokens"] > 0
     with pytest.raises(DataFault, match="kv_cache_gib"):
         await engine.generate(GenerateRequest(ids(60, 90), 12, Sampling(64)))
-
-
-@pytest.mark.parametrize("length", [1, 5, 40])
-async def test_a_stop_string_is_found_where_it_ends(local: Local, length: int) -> None:
-    engine = await local()
-    free = await engine.generate(GenerateRequest(ids(36, 10), 1, Sampling(120, seed=4)))
-    text = engine.tokenizer.decode(free.samples[0].tokens.tolist(), skip_special_tokens=False)
-    stop = text[45 : 45 + length]
-    stops = Sampling(120, seed=4, stop=["no such text", stop])
-    (sample,) = (await engine.generate(GenerateRequest(ids(36, 10), 1, stops))).samples
-    whole = sample.tokens.tolist()
-    assert sample.finish == "stop"
-    for said, there in ((whole, True), (whole[:-1], False)):
-        assert (stop in engine.tokenizer.decode(said, skip_special_tokens=False)) == there
 
 
 LETTERS = [ord(letter) - ord("!") for letter in "abc"]
@@ -455,7 +394,7 @@ async def test_the_most_probable_tokens_are_those_of_the_distribution_sampled_fr
             expected = expected_at(place, rows[place], sampling)
             best = expected.topk(min(sampling.top_logprobs, int(expected.isfinite().sum()))).values
             for found in (list(top.values()), expected[list(top)]):  # so they descend
-                np.testing.assert_allclose(found, best, rtol=0, atol=GREATEST_DIFFERENCE)
+                np.testing.assert_allclose(found, best, rtol=0, atol=TOLERANCE)
             logprob = sample.logprobs[place]
             assert top.get(int(sample.tokens[place]), logprob) == logprob
 
@@ -482,7 +421,7 @@ async def test_overlapping_loads_are_done_in_the_order_in_which_they_were_asked_
     await asyncio.gather(*map(engine.load, requests))
     result = await engine.generate(GREEDY)
     assert {*result.samples[0].versions.tolist(), engine.version} == {2}
-    assert worst(folders[1][2], (GREEDY.tokens, result)) < GREATEST_DIFFERENCE
+    assert worst(folders[1][2], (GREEDY.tokens, result)) < TOLERANCE
 
 
 async def test_a_swap_while_a_prompt_is_prefilled_keeps_its_mixed_keys_out_of_the_cache(
@@ -499,7 +438,7 @@ async def test_a_swap_while_a_prompt_is_prefilled_keeps_its_mixed_keys_out_of_th
     await task
     again = await engine.generate(GenerateRequest(prompt, 1, Sampling(5)))
     assert again.cached_tokens == 0
-    assert worst(model, (prompt, again)) < GREATEST_DIFFERENCE
+    assert worst(model, (prompt, again)) < TOLERANCE
 
 
 @pytest.mark.parametrize("setting", [{"rank_pattern": {"q_proj": 4}}, {"bias": "all"}])

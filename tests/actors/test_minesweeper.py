@@ -21,8 +21,6 @@ from coppice.actors.environments.minesweeper.environment import (
 from coppice.wire.faults import DataFault
 from tests import games
 
-LAYOUT = "*......*........"
-"""4x4, mines in (1, 1) and (2, 4)."""
 SEEDS = st.integers(0, 2**31)
 SIZES = st.sampled_from([(5, 5, 5), (4, 4, 3), (3, 6, 4), (8, 8, 10), (6, 4, 9), (2, 9, 5)])
 
@@ -104,15 +102,9 @@ def test_random_legal_play_keeps_the_rules(
     size: tuple[int, int, int], seed: int, rng: random.Random, flag_all: bool, cap: int
 ) -> None:
     rows, columns, mines = size
-    rule: Any = "flags" if flag_all else "reveal"
-    rules = Minesweeper(
-        rows=rows,
-        columns=columns,
-        mines=mines,
-        centre_start=False,
-        success_rule=rule,
-        max_turns=cap,
-    )
+    options: Any = {"rows": rows, "columns": columns, "mines": mines, "max_turns": cap}
+    options["success_rule"] = "flags" if flag_all else "reveal"
+    rules = Minesweeper(centre_start=False, **options)
     state = rules.initial(rules.task(seed))
     transition, hidden = Transition(state, "", False), rows * columns
     cleared = marked = won = False
@@ -156,12 +148,3 @@ def test_a_move_is_a_word_and_a_cell_counted_from_1() -> None:
     unread = ("3 12", "reveal 3", "reveal 3 12 1", "reveal3 12", "reveal -3 12", "reveal ٣ 2")
     read |= dict.fromkeys(unread)
     assert {text: Minesweeper().move(text) for text in read} == read
-
-
-def test_the_history_keeps_the_last_moves_with_their_result() -> None:
-    rules = Minesweeper(rows=4, columns=4, mines=2, history=3)
-    board = MinesState(4, 4, 2, 0, "#" * 16, LAYOUT)
-    state = play(rules, board, "flag 1 3", "flag 1 2", "flag 1 2", "reveal 4 4").state
-    assert state.past == ("flag 1 2 flagged", "flag 1 2 unflagged", "reveal 4 4 safe")
-    assert play(rules, state, "reveal 2 4").state.past[-1] == "reveal 2 4 mine"
-    assert "\n".join(state.past) in rules.prompt(rules.task(0), state)[0]["content"]

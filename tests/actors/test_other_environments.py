@@ -18,8 +18,6 @@ from tests.actors.conftest import begun, openenv, played
 
 
 class Drawn(InThisPython):
-    """The game of tests/drawn_game.py in this Python."""
-
     name = "drawn"
 
     def __init__(self, copies: bool = True):
@@ -51,17 +49,13 @@ HERE: dict[str, tuple[Callable[[], Environment], list[str]]] = {
     "drawn": (Drawn, ["a", "bb", "ccc"]),
     "drawn, no copies": (lambda: Drawn(copies=False), ["a", "bb", "ccc"]),
     "FrozenLake": (lambda: Gymnasium("FrozenLake-v1"), ["right", "down", "left"]),
-    "Taxi": (lambda: Gymnasium("Taxi-v4"), ["south", "east", "pickup"]),
-    "Blackjack": (lambda: Gymnasium("Blackjack-v1"), ["hit", "hit", "stick"]),
     "GuessTheNumber": (lambda: TextArena("GuessTheNumber-v0"), ["[5]", "[9]", "[2]"]),
-    "2048": (lambda: TextArena("2048-v0"), ["[left]", "[up]", "[right]"]),
     "TicTacToe": (lambda: TextArena("TicTacToe-v0", players=2, second=0.5), ["[4]", "[0]", "[8]"]),
 }
 THERE: dict[str, tuple[str, str, Callable[[], dict[str, Any]], list[str]]] = {
     "other Python": ("tests.drawn_game:Drawn", "", dict, ["a", "bb", "ccc"]),
     "no copies there": ("tests.drawn_game:Uncopied", "", dict, ["a", "bb", "ccc"]),
     "GEM 2048": ("gem", GEM, lambda: {"id": "game:Game2048-v0-easy"}, ["left", "up", "right"]),
-    "GEM Sudoku": ("gem", GEM, lambda: {"id": "game:Sudoku-v0-easy"}, ["1 1 1", "1 1 2"]),
     "TextWorld": ("textworld", TEXTWORLD, dict, ["look", "inventory", "go north"]),
     "reasoning": ("reasoning_gym", "", lambda: {"name": "word_ladder"}, ["COLD,CORD", "x"]),
     "OpenEnv": ("openenv", "", openenv, ["1", '{"number": 2}', "3"]),
@@ -73,7 +67,6 @@ Adapted = tuple[Callable[[], Any], list[str]]
 
 @pytest.fixture(params=[*HERE, *THERE])
 def adapted(request: pytest.FixtureRequest, other: Callable[..., Any]) -> Adapted:
-    """A way to make the environment, and actions to play."""
     for package in ("gymnasium", "textarena", "reasoning_gym"):
         pytest.importorskip(package)
     if request.param in HERE:
@@ -86,7 +79,6 @@ def adapted(request: pytest.FixtureRequest, other: Callable[..., Any]) -> Adapte
 async def episode(
     environment: Any, seed: int, actions: list[str], between: Callable[[], Any] | None = None
 ) -> list[Any]:
-    """Play actions until the end. Returns all states and transitions."""
     task, state = environment.task(seed), await begun(environment, seed, Talk())
     seen: list[Any] = [task, state, environment.prompt(task, state)]
     for action in actions:
@@ -162,7 +154,6 @@ async def test_the_horizon_ends_an_episode() -> None:
     ("make", "said"),
     [
         (lambda: Gymnasium("Taxi-v3"), "Taxi"),
-        (lambda: Gymnasium("Pendulum-v1"), "Pendulum-v1"),
         (lambda: TextArena("NoGame-v0"), "TicTacToe-v0"),
         (lambda: TextArena("GermanWhist-v0", players=3), "players = 3: it does not begin: .*two-p"),
     ],

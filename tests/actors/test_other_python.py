@@ -96,12 +96,7 @@ async def test_answers_of_a_set_have_the_librarys_partial_credit(other: Make) ->
     primes = {"name": "prime_factorization", "min_value": 30, "max_value": 30}
     environment = other("reasoning_gym", arguments=primes)
     state = await begun(environment, 3)
-    for answer, score in (
-        ("7", 0.01),
-        ("words", 0.0),
-        ("5 \u00d7 6", 0.5),
-        ("2 \u00d7 3 \u00d7 5", 1),
-    ):
+    for answer, score in (("words", 0.0), ("5 \u00d7 6", 0.5), ("2 \u00d7 3 \u00d7 5", 1)):
         last = await played(environment, state, answer)
         assert (last.outcome, last.done) == (score, True)
         assert last.measures == {"success": float(score == 1)}
@@ -120,29 +115,11 @@ async def test_fields_of_openenv_are_seen_and_its_rewards_are_earned(other: Make
 
 
 @pytest.mark.second
-async def test_openenv_without_seeds_and_rewards_draws_by_the_seed(other: Make) -> None:
-    environment = other("openenv", arguments=openenv("Unseeded"))
-    one, again, two = [await begun(environment, seed) for seed in (1, 1, 2)]
-    assert one == again and one.seen != two.seen
-    last = await played(environment, one, "9")
-    assert (last.done, last.outcome, last.measures) == (True, 0.0, {"success": 0.0})
-
-
-@pytest.mark.second
 @pytest.mark.parametrize("action", ['{"number": "many"}', '{"number": 1, "more": 2}', "many"])
 async def test_an_action_that_openenv_refuses_ends_the_episode(other: Make, action: str) -> None:
     environment = other("openenv", arguments=openenv(field="" if action == "many" else "number"))
     last = await played(environment, await begun(environment), '{"number": 5}', action)
     assert (last.done, last.outcome, last.measures) == (True, 0.5, {"success": 0.0})
-
-
-@pytest.mark.second
-async def test_what_an_openenv_environment_raises_is_a_fault_of_its_task(other: Make) -> None:
-    environment = other("openenv", arguments=openenv())
-    with pytest.raises(DataFault, match="RuntimeError: no episode of"):
-        await begun(environment, 13)
-    with pytest.raises(DataFault, match="RuntimeError: only upwards"):
-        await played(environment, await begun(environment), "1", "-1")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ from any cache, after any update."""
 
 import asyncio
 import base64
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from coppice.actors.config import ActorsConfig, SGLangConfig
 from coppice.actors.engines.servers import Sampled
 from coppice.actors.engines.sglang import SGLangEngine
-from coppice.actors.engines.sglang_api import linear_layers
 from coppice.common import vision
 from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.forest.trees import pack
@@ -26,7 +24,7 @@ from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling
 from tests import tiny
 from tests.actors.conftest import Local
-from tests.actors.test_local_engine import GREATEST_DIFFERENCE
+from tests.actors.test_local_engine import TOLERANCE
 from tests.pictures import squares
 from tests.updates import process
 
@@ -40,7 +38,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def prompt(*numbers: int) -> np.ndarray:
-    """The same text with these pictures."""
     tokens = [*range(5)]
     for i, n in enumerate(numbers):
         tokens += [260, *vision.ids(n, SIZES[n]), 261, 50 + i]
@@ -64,7 +61,7 @@ def assert_equal(learner: TreeModel, request: GenerateRequest, result: GenerateR
         path = Tokens(whole, len(request.tokens), PICTURES)
         with torch.no_grad():
             expected = learner.read(pack([path]), attention="causal")[0].numpy()
-        assert np.abs(expected - sample.logprobs).max() < GREATEST_DIFFERENCE
+        assert np.abs(expected - sample.logprobs).max() < TOLERANCE
 
 
 @pytest.mark.second
@@ -117,10 +114,6 @@ async def test_published_weights_come_into_force(
         for parameter in learner.trained().values():
             parameter.add_(0.05 * torch.randn_like(parameter))
     published = publish(learner, 1, tmp_path, 3)
-    if rank and not train_vision:
-        settings = json.loads((Path(published.path) / "adapter_config.json").read_text())
-        # SGLang refuses an adapter that names other layers
-        assert settings["target_modules"] == linear_layers(seeing)
     await engine.load(LoadRequest(1, published.path, published.digest))
     after = await engine.generate(asked(1, 2))
     assert_equal(learner, asked(1, 2), after)
@@ -135,10 +128,8 @@ async def test_pictures_that_do_not_fit_are_refused(local: Local, seeing: Path) 
     for wrong, said in ((missing, r"pictures \[1\] are in"), (other, "expected 2 x 2")):
         with pytest.raises(DataFault, match=said):
             await engine.generate(wrong)
-    assert len((await engine.generate(asked(1))).samples) == 2
-    blind = await local()
     with pytest.raises(DataFault, match="token ids from -1"):
-        await blind.generate(asked(1))
+        await (await local()).generate(asked(1))
 
 
 def answered(read: list[int]) -> Sampled:

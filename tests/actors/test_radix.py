@@ -7,7 +7,6 @@ import torch
 from coppice.actors.engines.radix import RadixCache, Segment, common_length
 
 TOKEN_BYTES = 2 * 2 * 1 * 2 * 4 + 4
-"""Of the keys and values below, and the token itself."""
 
 
 def kv(tokens: np.ndarray, start: int, end: int) -> torch.Tensor:
@@ -22,7 +21,6 @@ def insert(cache: RadixCache, *tokens: int) -> int:
 
 
 def segments(cache: RadixCache) -> dict[tuple[int, ...], Segment]:
-    """By the whole prefix each ends."""
     found: dict[tuple[int, ...], Segment] = {}
 
     def visit(node: Segment, prefix: tuple[int, ...]) -> None:

@@ -12,20 +12,16 @@ import torch
 from coppice.actors.config import ActorsConfig, SGLangConfig
 from coppice.actors.engines.served_weights import choose
 from coppice.actors.engines.servers import Facts
+from coppice.actors.engines.sglang import SGLangEngine
 from coppice.actors.engines.sglang_api import SGLangHttp, linear_layers
 from coppice.learner.model.publish import fingerprint
 from coppice.learner.model.weight_server import WeightServer, grouped
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
 from coppice.wire.published import Manifest, Memory
-from tests.actors.test_local_engine import (
-    GREATEST_DIFFERENCE,
-    ids,
-    reference,
-    version_folder,
-    worst,
-)
+from tests.actors.test_local_engine import TOLERANCE, ids, reference, version_folder, worst
 from tests.sglang_cpu.shared import Shared as Server
+from tests.sglang_cpu.shared import config
 
 CUDA, CPU = Facts(device="cuda"), Facts(device="cpu")
 
@@ -50,7 +46,7 @@ async def test_weights_out_of_the_learners_memory(
         assert (await engine.load(LoadRequest(7, str(folder), proof))).proof
     result = await engine.generate(GenerateRequest(ids(1, 20), 1, Sampling(6)))
     assert {v for sample in result.samples for v in sample.versions.tolist()} == {7}
-    assert worst(model, (ids(1, 20), result)) < GREATEST_DIFFERENCE
+    assert worst(model, (ids(1, 20), result)) < TOLERANCE
     await engine.close()
 
 
@@ -70,8 +66,8 @@ def test_a_server_is_started_for_the_layers_that_the_learner_trains(llama: Path)
     names = (name for name, _ in adapted.named_parameters() if "lora_A" in name)
     assert set(linear_layers(llama)) == {name.split(".lora_A")[0].split(".")[-1] for name in names}
     given = {"enable_lora": True, "lora_target_modules": ["q_proj"]}
-    config = ActorsConfig(sglang=SGLangConfig(arguments=given))
-    assert SGLangHttp.arguments(str(llama), config, 1, "").items() >= given.items()
+    settings = ActorsConfig(sglang=SGLangConfig(arguments=given))
+    assert SGLangHttp.arguments(str(llama), settings, 1, "").items() >= given.items()
     assert "lora_target_modules" not in SGLangHttp.arguments(str(llama), ActorsConfig(), 1, "")
 
 
@@ -95,3 +91,33 @@ def test_the_transport_follows_from_what_is_published(
         other: Any = Manifest(**({"version": 1, "kind": "full", "digest": "d"} | missing))
         with pytest.raises(InfrastructureFault, match=r"learner\.publish"):
             choose(other, facts, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("arguments", "variables"),
+    [
+        ({"tp_size": 2}, {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}),
+        ({"disable_overlap_schedule": False}, {}),
+    ],
+    ids=["two ranks", "overlap"],
+)
+async def test_samples_and_updates_of_a_server_as_on_gpus_are_exact(
+    llama: Path, tmp_path: Path, arguments: dict[str, Any], variables: dict[str, str]
+) -> None:
+    settings = config(arguments=arguments, environment=variables)
+    actors = ActorsConfig(max_batch=8, max_context=512, prefill_tokens=256, sglang=settings)
+    engine = SGLangEngine(str(llama), actors)
+    await engine.start()
+    model = reference(llama)
+    for version in range(3):
+        if version:
+            folder, proof, model = version_folder(tmp_path, llama, version)
+            await engine.load(LoadRequest(version, str(folder), proof))
+        prompt = ids(version, 40)
+        result = await engine.generate(GenerateRequest(prompt, 3, Sampling(12, seed=version)))
+        assert worst(model, (prompt, result)) < TOLERANCE
+        assert {v for sample in result.samples for v in sample.versions.tolist()} == {version}
+    await engine.close()

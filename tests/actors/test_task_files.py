@@ -11,24 +11,10 @@ import pyarrow.parquet
 import pytest
 
 from coppice.actors.environments.agents.environment import AgentEnvironment
-from coppice.actors.environments.task_files import (
-    HubSet,
-    check_form,
-    hub_set_of,
-    listed,
-    load_tasks,
-)
+from coppice.actors.environments.task_files import check_form, listed, load_tasks
 from coppice.scheduler.growth.tasks import Tasks, held_out
 
-ROWS = [{"question": "Who?", "golden_answers": ["a", "", "b"]}, {"question": "No gold"}]
-
-
-def test_a_parquet_file_loads_and_its_unusable_rows_are_set_aside(tmp_path: Path) -> None:
-    path = tmp_path / "tasks.parquet"
-    pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path)
-    (task,), (rejected,) = load_tasks(str(path))
-    assert (task.question, task.golds) == ("Who?", ["a", "b"])
-    assert rejected.where == f"{path}:2" and "no gold answer" in rejected.reason
+ROW = {"question": "Who?", "golden_answers": ["a", "", "b"]}
 
 
 def written(path: Path, *rows: object) -> str:
@@ -38,13 +24,13 @@ def written(path: Path, *rows: object) -> str:
 
 def test_unusable_held_out_rows_and_a_set_that_is_too_small_are_told(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    lines = [json.dumps(ROWS[0]), "", "{broken", "[1]", json.dumps(ROWS[0])]
+    lines = [json.dumps(ROW), "", "{broken", "[1]", json.dumps(ROW)]
     path.write_text("\n".join(lines))
     tasks, (rows, few) = held_out(str(path), 5)
     assert len(tasks) == 2
     assert "2 of 4 rows cannot be used" in rows and f"{path}:3: not JSON" in rows
     assert "5 questions are asked for and 2 are there" in few
-    assert held_out(written(path, ROWS[0]), 1)[1] == []
+    assert held_out(written(path, ROW), 1)[1] == []
 
 
 def test_a_byte_order_mark_is_no_text_and_latin_1_is_set_aside(tmp_path: Path) -> None:
@@ -60,8 +46,7 @@ def test_a_row_becomes_a_task_or_is_set_aside_with_its_place(tmp_path: Path) -> 
     def row(question: str, golds: object = "a", **fields: object) -> dict[str, object]:
         return {"question": question, "golden_answers": golds, **fields}
 
-    passages = [{"title": "Bulgaria", "field": "Capital", "value": "Sofia"}]
-    passages.append({"title": "B", "field": "F", "value": "v"})
+    passages = [{"title": "Bulgaria", "field": "Capital", "value": "Sofia"}] * 2
     prompt = [{"role": "user", "content": "Question: an example. Rules. Question: who wrote it\n"}]
     rows = [
         *(row("who "), row("It."), row("q?", extra_info={"index": 12})),
@@ -73,7 +58,7 @@ def test_a_row_becomes_a_task_or_is_set_aside_with_its_place(tmp_path: Path) -> 
     source = written(tmp_path / "t.jsonl", *rows)
     tasks, rejected = load_tasks(source)
     assert [task.question for task in tasks] == ["who?", "It.", "q?", "q?", "who wrote it?"]
-    assert tasks[3].evidence == ["Bulgaria\nCapital: Sofia", "B\nF: v"]
+    assert tasks[3].evidence == ["Bulgaria\nCapital: Sofia"] * 2
     assert (tasks[3].hops, tasks[3].source) == (2, "factbook")
     # without an id, a row takes its index or its place
     assert [task.id for task in tasks] == [f"{source}:1", f"{source}:2", "12", "7", f"{source}:5"]
@@ -101,7 +86,7 @@ def test_equal_ids_of_several_sources_stay_apart_and_a_run_draws_from_all(tmp_pa
     tasks, rejected = load_tasks(sources)
     assert [task.id for task in tasks] == [f"{source}#n{i}" for source in sources for i in range(5)]
     assert [one.where for one in rejected] == [f"{source}:6" for source in sources]
-    assert [load_tasks(setting)[0][0].id for setting in (sources[:1], sources[0])] == ["n0", "n0"]
+    assert load_tasks(sources[0])[0][0].id == "n0"
     drawn = Tasks(sources, 0)
     assert {drawn.at(position).id for position in range(10)} == {task.id for task in tasks}
     assert {task.id for task in held_out(sources, 99)[0]} == {task.id for task in tasks}
@@ -116,17 +101,6 @@ def test_one_source_of_several_that_cannot_be_read_is_named(tmp_path: Path) -> N
         load_tasks([good, written(tmp_path / "b.jsonl")])
     with pytest.raises(ValueError, match="twice"):
         listed([good, good])
-    with pytest.raises(ValueError, match="names no source"):
-        listed([])
-
-
-def test_a_hub_set_is_told_from_a_path_by_its_form() -> None:
-    assert hub_set_of("owner/name") == HubSet("owner/name", "", "")
-    assert hub_set_of("owner/name:test") == HubSet("owner/name", "", "test")
-    assert hub_set_of(f"{SET}/2wikimultihopqa:dev") == HubSet(SET, "2wikimultihopqa", "dev")
-    assert hub_set_of("owner/na.me/folder") == HubSet("owner/na.me", "folder", "")
-    paths = ["folder/file.jsonl", "owner/name/file.jsonl", "owner/name:", "a/b/c/d", "./owner/name"]
-    assert [source for source in [*paths, "word"] if hub_set_of(source)] == []
 
 
 def test_a_folder_of_the_hub_is_train_unless_a_split_is_named(
@@ -161,19 +135,12 @@ def test_a_set_of_folders_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tasks_of_agents_stand_as_they_are_written(tmp_path: Path) -> None:
-    rows = [
-        {"id": "a", "question": " Add 1 and 2"},
-        {"id": "b"},
-        {"question": "Why", "golden_answers": "x"},
-        {"golden_answers": ["x"]},
-    ]
+    rows = [{"id": "a", "question": " Add 1 and 2"}, {"id": "b"}, {"golden_answers": ["x"]}]
     source = written(tmp_path / "tasks.jsonl", *rows)
     tasks, rejected = load_tasks(source, verbatim=True)
     read = [(task.question, task.golds) for task in tasks]
-    assert read == [(" Add 1 and 2", []), ("", []), ("Why", ["x"])]
-    assert [task.id for task in tasks] == ["a", "b", f"{source}:3"]
-    assert [one.where for one in rejected] == [f"{source}:4"]
-    assert len(load_tasks(source)[0]) == 1
+    assert read == [(" Add 1 and 2", []), ("", [])]
+    assert [one.where for one in rejected] == [f"{source}:3"]
 
 
 def test_a_task_taken_as_it_stands_has_all_columns_of_its_row(tmp_path: Path) -> None:

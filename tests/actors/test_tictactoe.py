@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from coppice.actors.environments.base import Tools, Transition
 from coppice.actors.environments.tictactoe.environment import (
-    EMPTY,
     TicTacToe,
     TicTacToeState,
     legal_cells,
@@ -45,7 +44,6 @@ seeds = st.integers(0, 2**63)
 
 
 def test_openspiel_agrees_on_every_board_about_turn_moves_end_returns_and_minimax_value() -> None:
-    """And methods.md 3.2 about their numbers."""
     values: dict[str, float] = {}
 
     def walk(referee: Any) -> float:
@@ -117,53 +115,19 @@ def test_an_episode_follows_openspiel_to_its_end(
     assert set(table.asked) <= ({"rival"} if served else set())
 
 
-async def test_the_random_opponent_uses_the_rng_of_the_tools() -> None:
-    environment, state = TicTacToe(), TicTacToeState(EMPTY, "X", "random")
-    action = environment.read(state, "<action>5</action>")
-    tables = [Table(seed=seed) for seed in (*range(100), *range(100))]
-    steps = [(await environment.step(state, action, table)).state for table in tables]
-    assert steps[:100] == steps[100:] and len(set(steps)) == 8
-
-
 @pytest.mark.parametrize("reply", [(), (4,), (9,), (0, 1), ("a",)])
 async def test_an_opponents_illegal_move_is_an_infrastructure_fault(reply: tuple[Any, ...]) -> None:
     environment, table = TicTacToe(), Table(reply)
     said = r"player rival played .* on X?\.\.\.\.?XO\.\.\."
     with pytest.raises(InfrastructureFault, match=said):
         await environment.open(TicTacToeState("....XO...", "O", "rival"), table)
-    state = TicTacToeState("....XO...", "X", "rival")
-    with pytest.raises(InfrastructureFault, match=said):
-        await environment.step(state, environment.read(state, "<action>1</action>"), table)
-
-
-def test_the_first_position_follows_from_the_seed_whatever_the_order_of_the_opponents() -> None:
-    one = TicTacToe(opening=3, opponents={"a": 1, "b": 2})
-    other = TicTacToe(opening=3, opponents={"b": 2, "a": 1})
-    made = [one.initial(one.task(seed)) for seed in range(200)]
-    assert made == [other.initial(other.task(seed)) for seed in range(200)]
-    assert len(set(made)) > 100
 
 
 def test_opponents_and_sides_are_drawn_with_their_shares() -> None:
     count = 4000  # a share's standard error is at most .008: the bands are four of them
 
-    def drawn(environment: TicTacToe) -> Counter[tuple[str, str]]:
-        states = [environment.initial(environment.task(n)) for n in range(count)]
-        return Counter((state.opponent, state.me) for state in states)
-
-    shares = {("random", me): 0.25 for me in "XO"} | {("tictactoe_mcts", me): 0.25 for me in "XO"}
-    other = {("a", "X"): 0.6, ("a", "O"): 0.15, ("b", "X"): 0.2, ("b", "O"): 0.05}
     uneven = TicTacToe(opponents={"a": 3, "b": 1, "c": 0}, second=0.2)
-    for environment, expected in ((TicTacToe(), shares), (uneven, other)):
-        found = {key: number / count for key, number in drawn(environment).items()}
-        assert found == pytest.approx(expected, abs=0.032)
-
-
-@pytest.mark.parametrize("second", [0.0, 1.0])
-def test_the_return_is_also_given_by_side(second: float) -> None:
-    environment = TicTacToe(second=second)
-    last = {"valid": 1.0, "reward": 0.0, "outcome": 0.0, "success": 0.0, "draw": 1.0}
-    made = environment.measures(environment.task(3), [{"valid": 1.0, "reward": 1.0}, last])
-    assert (made[environment.headline], made["oracle"]) == ([0.0], [1.0, 0.0])
-    assert made["return_second" if second else "return_first"] == [0.0]
-    assert ("return_first" in made) != ("return_second" in made)
+    states = [uneven.initial(uneven.task(n)) for n in range(count)]
+    drawn = Counter((state.opponent, state.me) for state in states)
+    expected = {("a", "X"): 0.6, ("a", "O"): 0.15, ("b", "X"): 0.2, ("b", "O"): 0.05}
+    assert {key: n / count for key, n in drawn.items()} == pytest.approx(expected, abs=0.032)

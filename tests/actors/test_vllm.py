@@ -53,9 +53,8 @@ class Scripted(Server):
             case "/v1/models":
                 return web.json_response({"data": [{"id": "base", "max_model_len": 400}]})
             case "/metrics":
-                return web.Response(
-                    text='vllm:cache_config_info{block_size="16",num_gpu_blocks="9"} 1'
-                )
+                info = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="9"} 1'
+                return web.Response(text=info)
             case "/inference/v1/generate":
                 return await self.sample(body)
         return web.json_response({"weight_version": self.named})
@@ -90,7 +89,6 @@ async def server() -> AsyncIterator[Scripted]:
 
 @pytest_asyncio.fixture
 async def engine(server: Scripted, tmp_path: Path) -> AsyncIterator[VLLMEngine]:
-    """A started engine."""
     made = connected(tmp_path, server)
     await made.start()
     server.calls.clear()
@@ -105,7 +103,6 @@ def connected(folder: Path, server: Scripted) -> VLLMEngine:
 
 
 async def sampled(made: VLLMEngine) -> list[int]:
-    """The versions of a sample's tokens."""
     (sample,) = (await asyncio.wait_for(made.generate(REQUEST), 30)).samples
     return sample.versions.tolist()
 
@@ -126,16 +123,6 @@ async def test_a_request_names_what_vllm_is_to_sample(engine: VLLMEngine, server
     counters = engine.stats()
     assert (counters["prompt_tokens"], counters["cached_tokens"]) == (3, 2)
     assert counters["kv_capacity_tokens"] == 144
-
-
-async def test_whole_weights_pause_the_server_and_are_named_after_the_proof(
-    engine: VLLMEngine, server: Scripted, tmp_path: Path
-) -> None:
-    await engine.load(version(tmp_path, 1))
-    moved = ["/pause", "/reset_prefix_cache", "/update_weight_version", "/collective_rpc"]
-    assert server.calls == [*moved, "/weight_checker", "/update_weight_version", "/resume"]
-    assert await sampled(engine) == [1]
-    assert server.bodies[GENERATE]["cache_salt"].startswith("1-")
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -160,9 +147,8 @@ async def test_an_adapter_is_loaded_under_a_new_name_and_the_two_newest_stay(
         await engine.load(adapter(tmp_path, number))
         assert await sampled(engine) == [number]
         body = server.bodies[GENERATE]
-        assert body["model"] == body["cache_salt"] and body["model"].startswith(
-            f"coppice-v{number}"
-        )
+        assert body["model"] == body["cache_salt"]
+        assert body["model"].startswith(f"coppice-v{number}")
     assert len(server.adapters) == 2 and "/pause" not in server.calls
     server.adapters.clear()
     with pytest.raises(InfrastructureFault, match="lost adapter"):
@@ -174,7 +160,6 @@ async def test_an_adapter_is_loaded_under_a_new_name_and_the_two_newest_stay(
     [
         (Sampling(4, top_logprobs=3), "top_logprobs 3: expected 0"),
         (Sampling(4, top_p=0.9, support=True), "expected top_p 1"),
-        (Sampling(4, top_k=5, support=True), "expected top_p 1"),
     ],
 )
 async def test_what_vllm_cannot_report_is_refused(

@@ -30,14 +30,12 @@ STEPS = [
     "/continue_generation",
 ]  # fmt: skip
 WAIT_S = 60.0
-"""Seconds after which a test that waits for an event has failed."""
 TENSORS = ("a.weight", "b.weight", "c.weight")
 
 
 def published(
     folder: Path, number: int, kind: Any, tensors: dict[str, torch.Tensor]
 ) -> LoadRequest:
-    """A version in a file."""
     place = folder / f"{kind}{number}"
     place.mkdir(exist_ok=True)
     save_file(tensors, place / FILES[kind])
@@ -77,7 +75,6 @@ def changes(folder: Path, count: int) -> list[LoadRequest]:
 
 
 def adapter(folder: Path, number: int) -> LoadRequest:
-    """An adapter of one layer."""
     name = "base_model.model.a.lora_{}.weight"
     pair = {name.format("A"): torch.ones(1, 4), name.format("B"): torch.full((4, 1), float(number))}
     request = published(folder, number, "lora", pair)
@@ -111,7 +108,6 @@ def in_memory(folder: Path, giver: WeightServer, number: int) -> LoadRequest:
 
 
 def model(folder: Path) -> str:
-    """The folder of the base model."""
     base = folder / "base"
     base.mkdir(exist_ok=True)
     (base / "config.json").write_text("{}")
@@ -162,17 +158,13 @@ class Server(Site):
         self.number, self.tensors = number, tensors
         self.calls: list[str] = []
         self.bodies: dict[str, dict[str, Any]] = {}
-        """The last body by its path."""
         self.anew()
         self.finish = "length"
         self.fails: dict[str, int] = {}
-        """The status of the next answer of a path."""
         self.dies: set[str] = set()
         self.at: dict[str, Callable[[], Any]] = {}
-        """What to wait for in a call."""
 
     def anew(self) -> None:
-        """Forget everything, as a process that starts."""
         self.weights, self.named, self.adapters = self.number, "default", set[str]()
         self.going = asyncio.Event()
         self.going.set()

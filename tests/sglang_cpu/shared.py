@@ -46,6 +46,7 @@ VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
 GPU_FLAGS: dict[str, Any] = {
     "dtype": "float32",
     "attention_backend": "triton",
@@ -53,14 +54,12 @@ GPU_FLAGS: dict[str, Any] = {
     "max_total_tokens": 16384,
     "random_seed": 1,
 }
-"""float32, so that the bounds of the contract tests hold."""
 LORA: dict[str, Any] = {
     "enable_lora": True,
     "lora_backend": "torch_native",
     "max_lora_rank": 8,
     "max_loras_per_batch": 3,
 }
-"""Arguments of a server that takes adapters; which layers they change is filled in as for a run."""
 
 
 def config(**settings: Any) -> SGLangConfig:
@@ -101,7 +100,6 @@ class Shared:
         return self.way.front.url
 
     def engine(self, **settings: Any) -> Any:
-        """An engine on this server, not started."""
         sglang = SGLangConfig(
             way="url", urls=[self.url], api_key_env=self.key, update_timeout_s=60.0, **settings
         )

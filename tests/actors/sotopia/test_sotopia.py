@@ -65,22 +65,12 @@ def test_the_last_json_object_of_a_reply_is_the_turn() -> None:
         hello + reply("leave"): ("leave",),
         '{"action_type": "action", "argument": "a {b} c", "to": ["Ada"]}': ("action", "a {b} c"),
         reply(NOD, "nods\nTurn #9: x"): (NOD, "nods Turn #9: x"),
-        reply("speak", "  "): None,
         '{"action_type": "speak", "argument": "no end': None,
         hello + ' {"a": 1}': None,
         '{"a":' * 5_000: None,
     }
     for text, turn in read.items():
         assert conversation.read_turn(text, 1) == (turn and Turn(1, *turn)), text[:80]
-
-
-def test_turns_are_written_in_the_words_of_sotopia() -> None:
-    kinds = [("none",), ("speak", "Hi."), (NOD, "nods"), ("action", "sits"), ("leave",)]
-    said = [Turn(n % 2, *kind) for n, kind in enumerate(kinds)]
-    written = ["A did nothing", 'B said: "Hi."', "A [non-verbal communication] nods"]
-    written += ["B [action] sits", "A left the conversation"]
-    lines = conversation.history(said, ("A", "B")).splitlines()
-    assert lines == [f"Turn #{n}: {line}" for n, line in enumerate(written, 1)]
 
 
 def test_a_conversation_ends_as_specified() -> None:
@@ -91,9 +81,7 @@ def test_a_conversation_ends_as_specified() -> None:
 
 def test_what_a_side_knows_grows_with_the_relationship_and_never_holds_the_secret() -> None:
     told = [conversation.profile(AGENT, level) for level in range(6)]
-    assert "Ada" not in told[0]
-    assert "Ada Bell" in told[1] and "30" not in told[1]
-    assert "30, pilot" in told[2] and "sings" in told[2] and "calm" not in told[2]
+    assert "Ada" not in told[0] and "30" not in told[1] and "calm" not in told[2]
     assert "calm" in told[3] == told[4] == told[5]
     assert not any("swim" in text for text in told)
     assert "swim" in conversation.profile(AGENT, 0, own=True)
@@ -112,18 +100,12 @@ def test_the_prompt_hides_goal_and_secret_of_the_other_side_and_shares_its_head(
     assert f'Turn #1: {me.name} said: "Good morning."' in tail and "It is turn #2" in tail
     first = environment.prompt(Task("t"), SotopiaState("scenario-03-1", 0))[0]["content"]
     assert first.startswith(head + SPLIT)
-    hidden = Sotopia(profiles="hidden").prompt(Task("t"), state)[0]["content"]
-    assert other.public_info not in hidden and other.name in hidden
 
 
 def test_the_tags_of_the_layout_decide_who_sees_a_text() -> None:
-    text = """Meet. <p viewer="environment">They know Ann.</p> <p viewer="agent_1">Hush.</p>
+    text = """Meet. <p viewer="environment">All.</p> <p viewer="agent_1">Hush.</p>
     (<extra_info>Take care</extra_info>)"""
-    for viewer, seen in (
-        ("agent_0", ""),
-        ("agent_1", "Hush. "),
-        ("environment", "They know Ann. "),
-    ):
+    for viewer, seen in (("agent_0", ""), ("agent_1", "Hush. "), ("environment", "All. ")):
         assert shown(text, viewer) == f"Meet. {seen}(Take care)"
 
 
@@ -167,10 +149,8 @@ def test_no_held_out_scenario_is_trained_and_every_episode_is_held_out_from_both
     assert len(trained) == 2 * 30 and len(held_out) == 20
     assert not {state.combo[:11] for state in trained} & {state.combo[:11] for state in held_out}
     assert environment.task(HELD_OUT_SEEDS.start).source == "pay_rise"
-    second, everything = Sotopia(side="second"), Sotopia(split="all")
+    second = Sotopia(side="second")
     assert {second.initial(tasks.at(position)).trained for position in range(9)} == {1}
-    combos = [everything.initial(everything.task(seed)).combo for seed in range(40)]
-    assert sorted(combos) == sorted(combo.pk for combo in load("").combos)
 
 
 def test_scenarios_are_read_from_a_folder_in_the_layout_of_the_data(tmp_path: Path) -> None:
@@ -182,9 +162,6 @@ def test_scenarios_are_read_from_a_folder_in_the_layout_of_the_data(tmp_path: Pa
     assert len(Sotopia(str(tmp_path), judge="sotopia").library.combos) == 40
     with pytest.raises(ValueError, match=r"scenario-01.*no rules"):
         Sotopia(str(tmp_path))
-    (tmp_path / "envs.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"envs\.json"):
-        Sotopia(str(tmp_path), judge="sotopia")
 
 
 FIRST = ("envs", "scenario-01")
@@ -194,10 +171,8 @@ FIRST = ("envs", "scenario-01")
     ("place", "change", "says"),
     [
         (FIRST, {"relationship": 6}, "relationship"),
-        (("combos", 0), {"env_id": "gone"}, "gone"),
         ((), {"combos": []}, "no combos"),
         ((*FIRST, "rules", 0, "goal", 0), {"says": "x"}, "exactly one"),
-        ((*FIRST, "rules", 0), {"secret": "("}, "no regular expression"),
     ],
 )
 def test_a_file_outside_the_layout_is_refused_with_its_fault(
@@ -222,10 +197,3 @@ def test_the_outcome_judge_sees_both_sides_and_the_last_words() -> None:
     # the budget ended it before the partner's reply
     cut = environment.concluded(Task("t"), START, action, None, 1, 4)
     assert msgspec.convert(cut.state, Dialogue).turns == both[:1]
-
-
-def test_measures_leave_out_what_was_not_judged() -> None:
-    first, last = {"valid": 1.0}, {"valid": 0.0, "goal": 10.0, "outcome": 1.0}
-    expected = {"goal": [10.0], "outcome": [1.0], "turns": [2.0], "valid": [1.0, 0.0]}
-    assert Sotopia().measures(Task("t"), [first, last]) == expected
-    assert Sotopia().measures(Task("t"), [first])["goal"] == []

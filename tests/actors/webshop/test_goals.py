@@ -10,7 +10,7 @@ import pytest
 from coppice.actors.environments.webshop.goals import NO_CAP, Goal, draw_cap, make_goals, split
 from coppice.actors.environments.webshop.invented import catalogue
 from coppice.actors.environments.webshop.products import PATH_SEPARATOR, Product, product_of
-from coppice.actors.environments.webshop.reward import colour_of, reward, similarity, type_factor
+from coppice.actors.environments.webshop.reward import reward
 
 PRODUCTS = catalogue()
 GOALS = make_goals(PRODUCTS, human=False)
@@ -34,8 +34,6 @@ def test_synthetic_goals_are_all_combinations_of_sorted_option_groups() -> None:
     for goal in own:
         asks = f" with {first}: {goal.values[0]}, and {second}: {goal.values[1]}"
         assert goal.instruction.startswith(product.instruction + asks)
-        assert goal.options == tuple(zip((first, second), goal.values, strict=True))
-    assert len({goal.cap for goal in own}) == 1
 
 
 def test_no_product_has_goals_in_two_parts_of_the_split_by_products() -> None:
@@ -68,10 +66,7 @@ def test_every_goal_of_the_invented_shop_can_be_bought_perfectly() -> None:
 def test_the_invented_shop_has_the_size_of_the_original() -> None:
     names = {product.name for product in PRODUCTS}
     assert len({product.asin for product in PRODUCTS}) == len(names) == len(PRODUCTS) == 1000
-    assert 6000 < len(GOALS) < 10_000
-    assert all(len(product.asin) == 10 and product.nouns for product in PRODUCTS)
-    assert catalogue() == PRODUCTS
-    assert catalogue(seed=8) != PRODUCTS
+    assert 6000 < len(GOALS) < 10_000 and catalogue() == PRODUCTS
 
 
 def product(name: str, query: str, path: str, *attributes: str, **texts: Any) -> Product:
@@ -85,25 +80,17 @@ def product(name: str, query: str, path: str, *attributes: str, **texts: Any) ->
 
 CLOTHING, PATIO = "Clothing > Men > Shirts", "Patio > Furniture > Picnic"
 TEE, WASH = "men's t-shirts", ("machine wash", "short sleeve")
-COLLAR = "Has a short sleeve and a collar."
+COLLAR = {"full_description": "Has a short sleeve and a collar."}
+BENCH = "Oak Coffee Table Drawer Shelf Storage Desk Cabinet Stand Rack Bench"
 SHIRT = product("Alder Men's Cotton T-Shirt", TEE, f"{CLOTHING} > T-Shirts", *WASH)
-POLO = product(
-    "Birch Men's Polo Shirt",
-    "polo shirts",
-    f"{CLOTHING} > Polos",
-    "machine washable",
-    full_description=COLLAR,
-)
+POLOS = f"{CLOTHING} > Polos"
+POLO = product("Birch Men's Polo Shirt", "polo shirts", POLOS, "machine washable", **COLLAR)
 PICNIC = product(
     "Pine Picnic Table", "picnic tables", PATIO, "solid wood", small_description=["easy assemble"]
 )
 LAMP = product("Cedar Desk Lamp", TEE, "Home > Lighting > Lamps", *WASH)
 G = Goal(SHIRT, "", SHIRT.attributes, (("color", "dark blue"), ("size", "x-large")), 30.0)
-LONG = product(
-    "Oak Coffee Table Drawer Shelf Storage Desk Cabinet Stand Rack Bench",
-    "coffee tables",
-    "Home > Furniture > Tables",
-)
+LONG = product(BENCH, "coffee tables", "Home > Furniture > Tables")
 OAK = msgspec.structs.replace(LONG, nouns=LONG.nouns[:6])
 H = Goal(OAK, "", ("Easy Assemble", "solid wood"), ("black",), NO_CAP)
 
@@ -127,28 +114,3 @@ def test_the_nine_known_answers(
 ) -> None:
     value = reward(msgspec.structs.replace(bought, price=float(price)), options, goal)
     assert value == pytest.approx(expected, abs=1e-12)
-
-
-def test_the_first_colour_word_replaces_an_option() -> None:
-    read: dict[Any, Any] = {"dark blue": "blue", "titanium": "tan", "standard": "tan"}
-    read |= {
-        "large": "large",
-        ("color", "red"): "red",
-        ("color", "dark blue"): ("color", "dark blue"),
-    }
-    assert {option: colour_of(option) for option in read} == read
-
-
-def test_similarity_is_rounded_and_ignores_case_marks_and_order() -> None:
-    assert similarity("machine washable", "machine wash") == 86
-    assert similarity("Wash, Machine!", "machine wash") == 100
-    assert similarity(("size", "x-large"), "large") == 100
-
-
-def test_type_falls_to_a_half_without_shared_query_category_or_title() -> None:
-    replace = msgspec.structs.replace
-    alike = replace(PICNIC, query="coffee tables")
-    assert (type_factor(PICNIC, H), type_factor(alike, H)) == (0.5, 1.0)
-    assert type_factor(replace(PICNIC, product_category=OAK.product_category), H) == 1.0
-    nameless = replace(H, product=replace(OAK, nouns=()))
-    assert (type_factor(alike, nameless), type_factor(PICNIC, nameless)) == (1.0, 0.5)

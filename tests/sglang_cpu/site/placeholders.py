@@ -12,8 +12,7 @@ from typing import Any
 
 
 class Missing:
-    """A name of a package that is not here: it can be passed around, subclassed and used to
-    decorate, but not run."""
+    """A name of a package that is not here: anything can be done with it but to run it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -37,8 +36,6 @@ class Missing:
 
 
 def missing(name: str) -> Any:
-    """What a name is where nothing better is known: an exception class if it reads like one,
-    otherwise ``Missing``."""
     last = name.rpartition(".")[2]
     return type(last, (Exception,), {}) if last.endswith(("Error", "Exception")) else Missing(name)
 
@@ -84,7 +81,6 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install(finder: Finder) -> None:
-    """Ask it after all others, so that an installed package wins."""
     sys.meta_path.append(finder)
 
 
@@ -99,6 +95,13 @@ def triton(name: str) -> Any:
     return type(last, (Exception,), {}) if last[:1].isupper() else Missing(name)
 
 
+class _Made:
+    """A choice of an autotuned kernel, or a constant: modules make both at import."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.value = args[0] if args else None
+
+
 def _decorator(*args: Any, **options: Any) -> Any:
     """``@jit`` and ``@jit(...)``, and the same for autotune and heuristics."""
     if args and isinstance(args[0], (types.FunctionType, Missing)):
@@ -106,26 +109,12 @@ def _decorator(*args: Any, **options: Any) -> Any:
     return _decorator
 
 
-class Config:
-    """One choice of an autotuned kernel."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self.args, self.options = args, options
-
-
-class Constexpr:
-    """A compile-time constant, which modules make at import."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
 _TRITON: dict[str, Any] = {
     "jit": _decorator,
     "autotune": _decorator,
     "heuristics": _decorator,
-    "Config": Config,
-    "constexpr": Constexpr,
+    "Config": _Made,
+    "constexpr": _Made,
     "cdiv": lambda a, b: -(a // -b),
     "next_power_of_2": lambda n: 1 << (n - 1).bit_length() if n > 0 else 1,
 }
