@@ -255,12 +255,6 @@ def plug_ins(tmp_path: Path, monkeypatch: Patch) -> None:
         monkeypatch.delitem(sys.modules, module, raising=False)
 
 
-@pytest.mark.usefixtures("plug_ins")
-@pytest.mark.parametrize("more", ["judges.use.graded_here:Graded={}", "judges.outside=['graded']"])
-def test_a_judge_of_ones_own_is_served_by_the_run_or_said_to_come_from_outside(more: str) -> None:
-    assert load(DEFAULT, ["scheduler.judge=graded", more]).scheduler.judge == "graded"
-
-
 OWN = "actors.engine=engine_here:Own"
 
 

@@ -146,7 +146,6 @@ def test_a_scheme_that_pushes_equal_questions_is_told_with_the_setting_that_ends
 
 
 def test_what_is_legal_and_not_what_its_name_promises_is_told() -> None:
-    assert rules.doubts(load(SLATE, [])) == []
     gspo = ["learner.correction=gspo", "learner.correction_options={}"]
     assert rules.doubts(load(SLATE, gspo)) == []  # it brings its own aggregation
     (doubt,) = rules.doubts(load(SLATE, [*gspo, "learner.aggregation=token"]))

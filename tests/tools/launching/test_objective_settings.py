@@ -93,7 +93,6 @@ def test_slate_selects_with_the_options_on_which_its_scheme_trains(tmp_path: Pat
         assert grown[name].default == trained[name].default
     changed = selects() | {"ddof": 0, "eps": 0.5}
     assert selects("learner.scheme_options={ddof=0, eps=0.5}") == changed
-    # an advantage of its own
     assert selects("learner.scheme=vpr_v2", "learner.scheme_options={ddof=1}") == selects()
     alone = r"\['ddof'\].* set them in learner\.scheme_options alone"
     with pytest.raises(ConfigError, match=alone):
