@@ -11,9 +11,7 @@ from coppice.tools.bootstrap import ROOT
 pytestmark = pytest.mark.slow
 CASES = [
     ("coppice trees --ht", "--html"),
-    ("coppice evaluate qa --forc", "--forced"),
     ("coppice sft collect --split held", "heldout"),
-    ("coppice launch --config configs/slate-tin", "configs/slate-tiny.toml"),
     ("coppice trees runs/on", "runs/one"),
 ]
 BASH = """
@@ -47,8 +45,3 @@ def completed(command: list[str], folder: Path) -> list[str]:
 @pytest.mark.parametrize(("typed", "expected"), CASES)
 def test_bash_completes(typed: str, expected: str, folder: Path) -> None:
     assert completed(["bash", "-c", BASH, "bash", "script.bash", typed], folder) == [expected]
-
-
-def test_the_scripts_need_no_torch() -> None:
-    code = "import sys; from coppice.tools import shells; shells.whole(); sys.exit('torch' in sys.modules)"
-    assert not subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=300).returncode

@@ -1,17 +1,14 @@
-"""docs/troubleshooting.md quotes the program's own messages, and has an entry for each message of
-an operation that fails."""
+"""docs/troubleshooting.md quotes the program's messages, and has an entry for each of a failure."""
 
 import ast
 import re
-import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 
 from coppice.tools.launching.settings import Config
+from tests.tools.said import known_setting
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -109,12 +106,9 @@ def told() -> Iterator[tuple[str, str]]:
 @pytest.mark.second
 def test_every_quoted_message_is_one_of_the_code() -> None:
     assert len(QUOTED) > 100, "the quoted messages were not found"
-    assert [quoted for quoted in QUOTED if letters(quoted) < LETTERS] == [], (
-        "too short to be told apart"
-    )
-    assert [
-        quoted for quoted in QUOTED if not any(pattern(quoted).search(text) for text in CODE)
-    ] == []
+    assert [quoted for quoted in QUOTED if letters(quoted) < LETTERS] == []
+    unknown = [q for q in QUOTED if not any(pattern(q).search(text) for text in CODE)]
+    assert unknown == []
 
 
 def test_every_message_of_a_failure_has_an_entry() -> None:
@@ -138,17 +132,6 @@ def test_every_rule_of_the_audit_has_an_entry() -> None:
     }
     assert len(rules) > 8, "the rules were not found"
     assert [rule for rule in rules if f"`{rule}`" not in PAGE] == []
-
-
-def known_setting(kind: Any, path: list[str]) -> bool:
-    if not path:
-        return True
-    for alternative in typing.get_args(kind) or [kind]:
-        if isinstance(alternative, type) and issubclass(alternative, msgspec.Struct):
-            fields = {field.name: field.type for field in msgspec.structs.fields(alternative)}
-            if path[0] in fields and known_setting(fields[path[0]], path[1:]):
-                return True
-    return typing.get_origin(kind) is dict
 
 
 def test_every_setting_that_the_page_names_exists() -> None:

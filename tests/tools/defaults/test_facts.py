@@ -88,12 +88,3 @@ def test_the_loss_of_a_trace_covers_a_valid_action(facts: Path, index: Index, ll
         assert prefix.endswith(("<|assistant|>", "</information>\n"))
         kinds.add(parsed.kind)
     assert kinds == {"search", "answer"}
-
-
-def test_the_index_finds_a_fact_by_its_title_and_field(facts: Path, index: Index) -> None:
-    row = next(r for r in rows(facts / "warm.jsonl")[:40] if r["hops"] == 1)
-    fact = row["evidence"][0]
-    (found,) = index.search([f"{fact['title']} {fact['field']}"], 2)
-    assert f"{fact['field']}: {fact['value']}" in {
-        p.text for p in found if p.title == fact["title"]
-    }

@@ -52,13 +52,6 @@ def test_printable_text_survives_encoding_and_decoding(text: str) -> None:
     assert CORE.token_to_id("<unk>") not in ids
 
 
-def test_an_action_tag_is_one_token_that_decoding_keeps(policy: Path) -> None:
-    text = Text(str(policy))
-    ids = text.encode("<action>1 2</action>")
-    assert len(ids) == 5
-    assert text.decode(ids) == "<action>1 2</action>"
-
-
 def test_a_tiny_policy_is_made_by_name_once_and_the_same_each_time(tmp_path: Path) -> None:
     folder = ensure_model("tiny-board", tmp_path / "a")
     written = (folder / "model.safetensors").stat().st_mtime_ns
@@ -82,24 +75,17 @@ def test_an_example_is_the_prompt_of_a_position_and_a_legal_move(name: str, poli
         assert turn.task.seed >= FIRST_SEED
 
 
-def test_one_random_move_in_ten_is_a_flag() -> None:
-    environment = game("minesweeper")
-    written = [environment.notation(turn.move) for turn in random_play(environment, 1000, seed=1)]
-    assert 0.05 < sum(move.startswith("flag") for move in written) / 1000 < 0.15
-
-
 @pytest.mark.slow
 def test_skill_is_the_share_of_good_moves(policy: Path, tmp_path: Path) -> None:
     environment = game("sokoban")
     shares = []
-    for skill in (0.0, 0.5, 1.0):
+    for skill in (0.0, 1.0):
         turns = random_play(environment, 1500, seed=1, skill=skill)
         solvable = [turn for turn in turns if environment.good_moves(turn.state)]
         good = sum(turn.move in environment.good_moves(turn.state) for turn in solvable)
         shares.append(good / len(solvable))
     assert 0.25 < shares[0] < 0.4
-    assert shares[1] == pytest.approx((shares[0] + 1) / 2, abs=0.06)
-    assert shares[2] == 1
+    assert shares[1] == 1
     refused = r"warm_start\.skill = 0\.5: 'tictactoe' knows no good moves; set it to 0"
     with pytest.raises(ValueError, match=refused):
         ensure_legal_play(policy, game("tictactoe"), {}, WarmStart(skill=0.5), tmp_path, threads=1)

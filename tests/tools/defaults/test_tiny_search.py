@@ -48,10 +48,6 @@ def played(policy: Path) -> list[tuple[str, str, Example]]:
     return [(decode(one.tokens[: one.start]), decode(one.tokens[one.start :]), one) for one in made]
 
 
-def test_names_and_fields_are_those_of_the_corpus(corpus: Path) -> None:
-    assert tiny.names_and_fields(corpus) == (NAMES, FIELDS)
-
-
 @given(st.text(max_size=60))
 @settings(deadline=None, database=None)
 def test_any_text_survives_encoding_and_decoding(text: str) -> None:
@@ -86,17 +82,3 @@ def test_every_turn_of_random_play_is_a_readable_action(policy: Path) -> None:
         assert text.encode(said).tolist() == example.tokens[example.start :]
     assert set(kinds) == {"search", "answer"}
     assert min(kinds.values()) > 100
-
-
-@pytest.mark.slow
-def test_a_warm_start_is_made_once(corpus: Path, policy: Path, tmp_path: Path) -> None:
-    def start(**changes: int) -> Path:
-        config = WarmStart(**({"steps": 1, "rows": 4} | changes))
-        return search_play.ensure_search_play(policy, corpus, TAGS, config, tmp_path, 1)
-
-    assert start(steps=0) == policy
-    made = start()
-    written = (made / "model.safetensors").stat().st_mtime_ns
-    assert start() == made != policy
-    assert (made / "model.safetensors").stat().st_mtime_ns == written
-    assert start(rows=5) != made

@@ -1,5 +1,4 @@
-"""The warm start is one policy: made on another processor, it differs in a few weights, each by a
-rounding."""
+"""A warm start made on another processor differs in a few weights, each by a rounding."""
 
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from tests.check import PLAIN_KERNELS
 
 
 def made(model: Path, cache: Path) -> dict[str, torch.Tensor]:
-    """The weights of a warm start, which a process of its own makes."""
     rng = np.random.default_rng(0)
 
     def examples(count: int) -> list[Example]:

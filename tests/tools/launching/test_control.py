@@ -18,7 +18,6 @@ WAITS = (
     "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7));"
     " print(flush=True); signal.pause()"
 )
-"""A process that ends with status 7 on SIGTERM."""
 
 
 class Floor:
@@ -53,13 +52,6 @@ def floor(tmp_path: Path) -> Iterator[Floor]:
     for process in (floor.launcher, floor.worker):
         process.kill()
         process.communicate()
-
-
-def test_a_pause_is_a_file_that_resume_removes(floor: Floor) -> None:
-    control.pause(floor.run)
-    assert (floor.run / health.PAUSED).exists()
-    control.resume(floor.run)
-    assert not (floor.run / health.PAUSED).exists()
 
 
 @pytest.mark.parametrize(

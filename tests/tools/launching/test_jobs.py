@@ -30,7 +30,6 @@ def config(*changes: str) -> Config:
     ("changes", "count"),
     [
         (["cluster.gpus=4"], 2),
-        (["cluster.gpus=1"], 8),
         (["cluster.gpus=0", "cluster.cpus=64"], 1),
         (["cluster.gpus=0", "cluster.cpus=4"], 3),
     ],
@@ -62,7 +61,6 @@ scontrol() { echo first; echo second; }
 srun() { printf '%s\\n' "$@"; }
 export -f scontrol srun
 """
-"""SLURM's two commands cannot run without SLURM: they print what they were given."""
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["first", "requeued"])
@@ -82,12 +80,10 @@ def test_the_script_starts_or_resumes_the_same_command(again: bool, tmp_path: Pa
     words = done.stdout.splitlines()
     assert words[1:5] == ["ray", "symmetric-run", "--address", "first:6379"]
     launch = words[words.index("--") + 1 :]
-    first = ["--actors", "4", "--set", 'judges.outside=["a b"]', "--cluster", "ray", "--run-folder"]
-    first = ["--resume"] if again else first
+    first = ["--resume"] if again else [*given[:2], *given[4:], "--cluster", "ray", "--run-folder"]
     assert launch == ["coppice", "launch", *first, str(run)]
-    lines = [line for line in script.splitlines() if line.startswith("#SBATCH")]
     options = ("nodes=1", "gpus-per-node=8", "partition=h100")
-    assert {f"#SBATCH --{option}" for option in options} <= set(lines)
+    assert all(f"#SBATCH --{option}\n" in script for option in options)
 
 
 LAUNCHER = """
@@ -104,8 +100,6 @@ while True:
 
 @pytest.mark.second
 def test_slurms_signal_stops_the_launcher_whose_status_is_the_jobs(tmp_path: Path) -> None:
-    """The step runs what stands for the launcher: it is recorded as one, and ends with 130 as one.
-    The run is that of an earlier job."""
     (tmp_path / "launcher.py").write_text(LAUNCHER)
     (tmp_path / "job").write_text(jobs.slurm(config(), []))
     srun = f"srun() {{ exec python {tmp_path}/launcher.py {tmp_path}; }}"

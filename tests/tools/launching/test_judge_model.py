@@ -1,5 +1,4 @@
-"""[judges.model]: a run serves a model to its own judges, who wait for it; it stands exactly where
-a judge asks for it."""
+"""[judges.model]: a run serves a model to its own judges, who wait for it."""
 
 import asyncio
 import sys
@@ -39,17 +38,9 @@ def test_a_judge_that_asks_for_the_served_model_gets_its_address(tmp_path: Path)
     files = made(tmp_path, [ASKS, *MODEL, "judges.model.max_batch=3"])
     process = msgspec.convert(files["judge-model"], JudgeModelProcess)
     assert (process.folder, process.model.name, process.model.max_context) == ("JUDGE", TINY, 512)
-    assert files["judges"]["judges"]["pprm"] == {
-        "endpoint": {
-            "url": f"http://{JUDGE_HOST}:{process.port}/v1", "model": TINY, "constrain": "sglang",
-            "concurrency": 3, "max_tokens": 128, "wait_s": 300.0,
-        },
-    }  # fmt: skip
-    assert files["judges"]["judges"]["slate_rules"] == {"query": "evidence"}
-    config, assets = load(DEFAULT_CONFIG, [ASKS, *MODEL]), Assets("M", "T", "H", "I", "J")
-    (spec,) = (p for p in processes.make(config, assets, tmp_path) if p.name == "judge-model")
-    module = "coppice.tools.launching.serve_model"
-    assert (spec.module, spec.threads, spec.vital) == (module, 1, False)
+    endpoint = files["judges"]["judges"]["pprm"]["endpoint"]
+    assert endpoint["url"] == f"http://{JUDGE_HOST}:{process.port}/v1"
+    assert (endpoint["model"], endpoint["concurrency"]) == (TINY, 3)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +96,5 @@ async def test_a_judge_waits_for_its_model(tmp_path: Path, llama: Path) -> None:
             result: JudgeResult = await b.dispatcher.call("judge.pprm", asked, deadline=100)
     assert len(result.judgements) == 4
     for judgement in result.judgements:
-        assert judgement.explanation.startswith("Analysis: ")
         assert judgement.invalid == []
         assert 0.0 <= judgement.scores["process"] <= 1.0

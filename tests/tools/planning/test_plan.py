@@ -1,5 +1,4 @@
-"""coppice plan: counts of trees by hand, the arithmetic of times, what the terminal shows, and what
-is refused."""
+"""coppice plan: counts of trees by hand, the arithmetic of times, and what is refused."""
 
 import json
 import math
@@ -62,7 +61,6 @@ def test_whole_trajectories_by_hand() -> None:
 
 def test_a_chain_and_its_continuations_by_hand() -> None:
     work = one_tree("vineppo-tiny", *VINE)
-    # continuations are not trained
     assert (work.nodes, work.turns, work.path, work.packed) == (4, 2, 15 + 23, 23)
     assert work.sampled == 10 + 3 * 10 + 3 * 5
     assert work.calls == 2 + (1 + 3) + 1
@@ -74,25 +72,18 @@ def test_fresh_prompts_share_their_beginning() -> None:
 
 
 def test_an_update_shares_the_instruction_over_its_trees() -> None:
-    def of(trees: int, *changes: str) -> Work:
-        return made(load(TINY, [*TWO, SLATE, *changes]), trees)
-
-    two = of(2)
+    two = made(load(TINY, [*TWO, SLATE]), 2)
     assert two.packed == two.forwarded == 2 * 33 - 4
-    assert of(2, "actors.count=2").prefilled - two.prefilled == 4  # each actor reads it
-    assert of(16, "learner.minibatches=16").forwarded == 16 * 33  # each minibatch reads it
+    each_actor = made(load(TINY, [*TWO, SLATE, "actors.count=2"]), 2)
+    assert each_actor.prefilled - two.prefilled == 4
+    each_minibatch = made(load(TINY, [*TWO, SLATE, "learner.minibatches=16"]), 16)
+    assert each_minibatch.forwarded == 16 * 33
 
 
 def test_a_server_reads_the_last_token_of_a_prompt_again() -> None:
     config, replace = load(TINY, [*TWO, *GRPO]), msgspec.structs.replace
     server = replace(config, actors=replace(config.actors, engine="sglang"))
     assert made(server).prefilled == made(config).prefilled + 1
-
-
-def test_the_value_of_a_state_is_no_judge_s_column() -> None:
-    mc_pr = ["learner.scheme=mc_pr", "scheduler.strategy=mc_value", *VINE]
-    # as in VinePPO
-    assert one_tree("vpr-sudoku-cpu", *mc_pr).sampled == 2 * 5 + 3 * 10 + 3 * 5
 
 
 @pytest.mark.second
@@ -131,7 +122,6 @@ def test_flops_of_training_are_six_a_weight_and_four_with_adapters() -> None:
     adapters = msgspec.structs.replace(whole, lora=LoraConfig(rank=16))
     assert formulas.learner_flops(adapters, MODEL, WORK) == 4 * weights
     again = msgspec.structs.replace(whole, gradient_checkpointing=True, kl_coef=0.1)
-    # one more forward, and the reference's
     assert formulas.learner_flops(again, MODEL, WORK) == (8 + 2) * weights
 
 
@@ -165,7 +155,6 @@ def test_decoding_reads_the_weights_once_a_batch() -> None:
     cache = 1000 * MODEL.cached(2) / 1e3
     assert seconds(1) - cache == pytest.approx(100 * 2 * MODEL.weights / 1e3)
     assert seconds(2) - cache == pytest.approx(50 * 2 * MODEL.weights / 1e3)
-    # no more than two are in flight: 100 tokens, 50 of them one after the other
     assert seconds(64) == seconds(2)
 
 
@@ -191,22 +180,16 @@ def test_the_terminal_is_80_columns_wide_and_names_the_best_split(
     lines = out.splitlines()
     assert max(map(len, lines)) <= 80
     rows = [line.split() for line in lines if line.split()[:1] in (["1"], ["2"], ["3"])]
-    assert sorted((int(row[0]), int(row[1])) for row in rows) == [(1, 3), (2, 2), (3, 1)]
     periods = [float(row[5]) for row in rows]
-    assert periods == sorted(periods)
+    assert len(periods) == 3 and periods == sorted(periods)
     assert f"best: --set actors.count={rows[0][0]} --set learner.count={rows[0][1]}" in out
-    assert "cost " in out
 
 
 def test_a_split_that_does_not_fit_comes_last_and_says_why(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    status, out, _ = answer(capsys, *ALONE, "--gpus", "2", *assume("memory=10"))
-    assert status == 0
+    _, out, _ = answer(capsys, *ALONE, "--gpus", "2", *assume("memory=10"))
     assert "does not fit: an engine has 0 tokens of cache" in out
-    _, out, _ = answer(capsys, *ALONE, "--gpus", "6", *assume("memory=20"))
-    needs = "GPU 0 does not fit: 22.1 GiB (frozen weights 15.2, policy in training 0.6,"
-    assert needs in " ".join(out.split())
     assert "no split fits" in out
 
 
@@ -217,61 +200,18 @@ def test_a_judge_on_this_machine_has_gpus_of_its_own(capsys: pytest.CaptureFixtu
     assert {one["actors"] + one["ranks"] for one in told["splits"]} == {6}
     best = told["splits"][0]
     assert best["gpu_hours"] == pytest.approx(8 * best["hours"])
-    assert [max(parts, key=parts.get) for parts in told["placed"][5:]] == [
-        "actors' cache with weights",
-        *2 * ["judges' cache with weights"],
-    ]
-    _, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "9", *assume("retriever_gpus=1"))
-    shown = " ".join(out.split())
-    assert "GPU 0, 1, 2, 3: 22.1 GiB (" in shown
-    assert "judge slate: 2 GPUs for google/gemma-3-27b-it, its weights 25.1 GiB of each" in shown
-    assert "retriever: 1 GPUs (assumed)" in shown
-    assert max(map(len, out.splitlines())) <= 80
-
-
-def test_one_gpu_holds_engine_learner_and_retriever(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--config", str(ROOT / "configs" / "slate-24gb.toml"), *SMALL_PLAN, "--gpus", "1"]
-    _, out, _ = answer(capsys, *small, *assume("memory=24"))
-    assert "CUDA 4.5, actors' cache with weights 9.6, encoder 0.5)" in " ".join(out.split())
-    assert "no times: actors and learner have no GPUs of their own" in out
-    assert "does not fit" not in out
-    _, out, _ = answer(capsys, *small, *assume("memory=10"))
-    most = (
-        "10.0 GiB are free: most is for actors' cache with weights; take a smaller actors.sglang."
-    )
-    assert most in " ".join(out.split())
-
-
-@pytest.mark.second
-def test_trees_beyond_one_scheduler_ask_for_more(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = answer(capsys, *ALONE, "--gpus", "2", "--json")
-    best = json.loads(out)["splits"][0]["speed"]
-    # for a second each
-    trees, judged = 3600 * 2 / best["period"], json.loads(out)["work"]["judged"] / best["period"]
-    bears = 0.9 * trees  # at which a second scheduler is needed
-    slow = assume(f"tree_ms={3.6e6 * 0.9 / bears}")
-    _, out, _ = answer(capsys, *ALONE, "--gpus", "2", *slow)
-    assert f"{command.number(bears)} at" in out
-    assert "(assumed): --set scheduler.shards=2" in " ".join(out.split())
-    at_judges = float(out.partition(" actions at judges")[0].split()[-1])
-    assert at_judges == pytest.approx(judged, rel=0.01)
-    _, out, _ = answer(capsys, *ALONE, "--gpus", "2")
-    assert "scheduler.shards" not in out
+    most = [max(parts, key=parts.get) for parts in told["placed"]]
+    assert most[6:] == 2 * ["judges' cache with weights"]
 
 
 REFUSED = {
     "--gpu h1 --gpus 8": "--gpu 'h1': did you mean 'h100'",
     "--assume price=3": "--assume price has no effect without --gpus",
     "--gpus 0": "--gpus 0: expected one at least beside 0 of the retriever and 0 of judges",
-    "--gpus 2 --assume retriever_gpus=2": "beside 2 of the retriever",
     "--gpus 4 --assume learner_share=1.5": "learner_share = 1.5: expected a number, more than 0",
-    "--gpus 4 --assume price=nan": "price = nan: expected a number",
     "--assume turn=2": "['turn'] unknown to coppice plan, which takes ['instruction', ",
     "--assume turns=9": "expected at least 1, and at most scheduler.budget = 4",
-    "--assume turns=0.5": "turns=0.5: expected at least 1",
     "--assume action=33": "action=33: expected at most scheduler.max_action_tokens = 32",
-    "--assume prompt=0": "prompt = 0: expected a whole number, at least 1",
-    "--set scheduler.strategy=slat": "did you mean 'slate'",
     "--set model.name=Nobody/Knows-1B": "expected --shape FOLDER",
 }
 
