@@ -1,15 +1,11 @@
 """Agents written with the clients that people use, in real processes: their trees hold what was
 sent and sampled, whatever each makes of its history."""
 
-import asyncio
 import importlib.util
-import itertools
 import json
-from typing import Any
 
 import pytest
 
-from coppice.actors.environments.agents.gateway import Session
 from coppice.actors.environments.base import Task
 from coppice.scheduler.growth.strategies import chain
 from coppice.scheduler.growth.tree import Tree
@@ -36,7 +32,7 @@ async def played(s: Stage, name: str) -> Tree:
 
 
 CLIENTS = {
-    "openai": "chat chat_streamed responses responses_streamed",
+    "openai": "chat_streamed",
     "agents": "agents_streamed",
     "pydantic_ai": "pydantic_tool",
     "langchain_openai": "langgraph",
@@ -80,51 +76,3 @@ async def test_calls_written_as_text_are_a_branch_for_each_step_trained_once(sta
     assert "Observation:\n" in last and "Calling tools:" in last
     trained = [turn.node for turns in s.groups for turn in turns]
     assert trained == [action.id for action in actions]
-
-
-async def test_a_client_that_tries_again_gets_the_reply_that_was_sampled_for_its_first_try(
-    stage: Stages, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    needs("openai")
-    tried, ask, numbers = asyncio.Event(), Session.ask, itertools.count(1)
-
-    def noted(session: Session, conversation: Any, digest: str, again: bool) -> Any:
-        if again:
-            tried.set()
-        return ask(session, conversation, digest, again)
-
-    async def until_tried_again() -> None:
-        await tried.wait()
-        tried.clear()
-
-    monkeypatch.setattr(Session, "ask", noted)
-    s = stage(lambda prompt, i: f"reply {next(numbers)}", "tests.agent_clients:retried")
-    s.policy.before = until_tried_again
-    tree = await s.grow(chain)
-    s.check(tree)
-    assert len(s.policy.samples) == 2
-    assert tree.actions()[-1].scores["outcome"] == 1.0
-
-
-async def test_a_client_is_told_that_its_own_limit_has_cut_the_reply(stage: Stages) -> None:
-    needs("openai")
-    s = stage(lambda prompt, i: "one two three four five six " * 2, "tests.agent_clients:cut")
-    tree = await s.grow(chain)
-    s.check(tree)
-    actions = tree.actions()
-    assert actions[-1].scores["outcome"] == 1.0
-    assert [len(action.tokens) for action in actions[:2]] == [5, 7]
-    assert [action.finish for action in actions] == ["length", "length", "stop"]
-
-
-async def test_a_required_call_that_is_not_made_is_an_invalid_action_which_the_client_receives(
-    stage: Stages,
-) -> None:
-    needs("openai")
-    s = stage(adds, "tests.agent_clients:named")
-    made = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
-    for reply, valid, outcome in ((made, [1, 0], 1.0), ("I would rather not.", [0, 0], 0.0)):
-        s.policy.reply = lambda prompt, i, reply=reply: reply
-        actions = (await played(s, "required")).actions()
-        assert [action.scores["valid"] for action in actions] == valid
-        assert actions[-1].scores["outcome"] == outcome

@@ -13,12 +13,10 @@ import transformers
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.local import LocalEngine
 from coppice.common.support import decode
-from coppice.learner.update.table import build
 from coppice.scheduler.growth import rollouts
-from coppice.scheduler.growth.strategies import chain, full
+from coppice.scheduler.growth.strategies import chain
 from coppice.scheduler.growth.tree import Fork, Node
 from coppice.tools.evaluating.in_process import InProcess
-from coppice.wire.messages import TrainGroup
 from tests.agent_stage import Stage, Stages
 
 AGENTS = '''
@@ -86,15 +84,19 @@ async def test_a_required_call_is_opened_and_the_agent_receives_it_whole(stage: 
         holds(s, action, opening)
 
 
-async def test_an_opening_is_not_trained_and_what_follows_is(stage: Stages) -> None:
-    s = stage(goes_on)
-    tree = await s.grow(full, k=2)
-    nodes = [node.travels({}) for node in tree.nodes.values()]
-    group = TrainGroup(0, 0, nodes, s.groups[0])
-    tokens = build([group], {(0, node.id): node for node in nodes}).paths
-    opened = len(s.text.encode(NAMED)), len(s.text.encode(ANY)), 0
-    assert [int((~turn.sampled).sum()) for turn in tokens] == [*opened, *opened]
-    assert all(turn.sampled[-1] for turn in tokens)
+@pytest.mark.parametrize(
+    ("reply", "valid", "called"),
+    [
+        ('<tool_call>{"name": "look", "arguments": {}}</tool_call>', [0, 1, 1], 0.5),
+        ("I would rather not.", [0, 0, 1], 0.0),
+    ],
+)
+async def test_a_required_call_that_is_not_made_is_an_invalid_action_which_the_agent_receives(
+    stage: Stages, reply: str, valid: list[int], called: float
+) -> None:
+    tree = await stage(lambda prompt, i: reply, open_calls=False).grow(chain)
+    assert [action.scores["valid"] for action in tree.actions()] == valid
+    assert tree.actions()[-1].scores["outcome"] == called
 
 
 async def test_a_fork_and_a_continuation_keep_the_opening(stage: Stages) -> None:

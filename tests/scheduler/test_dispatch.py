@@ -20,7 +20,7 @@ from coppice.scheduler.dispatch.calls import Place, Worker
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault, WireError
 from coppice.wire.service import Call, Service
-from tests.services import Bench, EchoRequest, EchoResult, Prefer, ask, bench, echo, forever
+from tests.services import Bench, EchoRequest, EchoResult, ask, bench, echo, forever
 
 KINDS = ["ok", "ok", "slow", "infrastructure", "data", "crash", "malformed", "hang"]
 PATIENCE = st.sampled_from(["stays", "stays", "stays", "cancels"])
@@ -118,23 +118,6 @@ async def test_closing_ends_calls_that_run_that_wait_and_that_back_off(b: Bench)
             await call
 
 
-async def test_an_answer_that_cannot_be_right_is_asked_of_another_worker(b: Bench) -> None:
-    async def wrong(request: EchoRequest, call: Call) -> EchoResult:
-        return EchoResult(request.tokens - 5, 0)
-
-    def check(answer: EchoResult) -> None:
-        if answer.tokens[0] < 0:
-            raise InfrastructureFault("a token below 0")
-
-    await b.work("liar", {"echo": wrong})
-    with pytest.raises(InfrastructureFault, match="liar answered a token below 0"):
-        await b.dispatcher.call("echo", ask(), deadline=10, check=check)
-    await b.work("honest", {"echo": echo})
-    for _ in range(4):
-        answer = await b.dispatcher.call("echo", ask(), deadline=10, check=check)
-        assert answer.tokens.tolist() == [1.0]
-
-
 async def test_a_call_pinned_to_an_absent_worker_fails_at_once(b: Bench) -> None:
     await b.work("here", {"echo": echo})
     with pytest.raises(InfrastructureFault, match=r"no worker 'gone' is here, only \['here'\]"):
@@ -221,23 +204,6 @@ async def test_a_deadline_names_workers_that_are_full_that_rest_or_hang(b: Bench
     for state in ["hanger"] * 5 + ["hanger rests after 5 failed calls"]:
         with pytest.raises(InfrastructureFault, match=f"echo took over 0.1 s .*{state}"):
             await b.dispatcher.call("echo", ask(), deadline=0.1)
-
-
-async def test_a_call_runs_where_its_place_says_which_sees_each_attempt(b: Bench) -> None:
-    async def broken(request: EchoRequest, call: Call) -> EchoResult:
-        raise InfrastructureFault("no luck")
-
-    await b.work("a", {"echo": echo})
-    await b.work("b", {"echo": echo})
-    await b.work("broken", {"echo": broken})
-    for wanted, log in (("b", [("b", True)]), ("a", [("a", True)])):
-        place = Prefer(wanted)
-        await b.dispatcher.call("echo", ask(), deadline=10, place=place)
-        assert (place.log, place.open) == (log, [])
-    place = Prefer("broken")
-    await b.dispatcher.call("echo", ask(), deadline=10, place=place)
-    assert place.log[0] == ("broken", False)
-    assert [served for _, served in place.log] == [False, True]
 
 
 def call(b: Bench, place: Place) -> asyncio.Task[EchoResult]:

@@ -10,7 +10,6 @@ from coppice.common import vision
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.strategies import chain
 from coppice.scheduler.growth.text import Text
-from coppice.scheduler.ledger.journal import Journal
 from coppice.wire import arrays
 from coppice.wire.messages import GenerateRequest, GenerateResult, Request
 from tests.agent_stage import Staged
@@ -77,20 +76,3 @@ async def test_every_request_has_the_pictures_of_its_prefix_and_no_others(stage:
     root = tree.nodes[0]
     assert stage.journal.pictures(root.tokens) == {1: GOAL}
     assert "<|image_pad|>" in root.text
-
-
-async def test_a_picture_keeps_its_number(stage: Stage, tmp_path: Path, seeing: Path) -> None:
-    tree = await stage.grow(chain)
-    first = {n: stage.journal.pictures(node.tokens) for n, node in tree.nodes.items()}
-    stage.journal.close()
-    again = Stage(tmp_path, seeing)
-    (row,) = again.journal.trees()
-    back = again.journal.tree(row)
-    assert {n: again.journal.pictures(node.tokens) for n, node in back.nodes.items()} == first
-    assert all((node.tokens == tree.nodes[n].tokens).all() for n, node in back.nodes.items())
-    assert again.journal.picture(GOAL) == 1
-    fresh = again.journal.picture(squares(77))
-    assert fresh not in {number for pictures in first.values() for number in pictures}
-    assert again.journal.picture(squares(77)) == fresh
-    readonly = Journal(tmp_path / "journal", readonly=True)
-    assert readonly.pictures(back.nodes[0].tokens) == {1: GOAL}

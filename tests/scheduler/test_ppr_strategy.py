@@ -7,7 +7,7 @@ import pytest
 
 from coppice.scheduler.growth.strategies import ppr
 from coppice.wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult, Turn
-from tests.scheduler.test_strategies import BAD, GOOD, RIGHT, TASK, Services, Stage
+from tests.scheduler.test_strategies import BAD, GOOD, RIGHT, Services, Stage
 
 FOUND = "\n<information>Doc 1(Title: Bulgaria) Capital: Sofia</information>\n"
 
@@ -64,13 +64,6 @@ async def test_the_budget_ends_the_rounds_without_an_answer(tmp_path: Path, llam
     assert group[-1].scores["searches"] == 2
 
 
-async def test_an_invalid_judgement_leaves_no_score(tmp_path: Path, llama: Path) -> None:
-    stage, group = await ran(tmp_path, llama, [GOOD, RIGHT], [None])
-    assert "process" not in group[0].scores
-    assert group[0].scores["judge_valid"] == 0
-    assert stage.counts["invalid_judgements"] == 1
-
-
 @pytest.mark.parametrize("kept", [2, 3, 4, 5])
 async def test_a_tree_cut_off_anywhere_ends_with_every_turn_judged_once(
     tmp_path: Path, llama: Path, kept: int
@@ -88,14 +81,3 @@ async def test_a_tree_cut_off_anywhere_ends_with_every_turn_judged_once(
     (group,) = stage.groups
     assert [turn.scores["process"] for turn in group[:-1]] == [0.25 if kept < 4 else 0.5, 0.25]
     assert [turn.turn for turn in group] == [1, 2, 3]
-
-
-async def test_without_a_judge_nothing_is_said_of_any_turn(tmp_path: Path, llama: Path) -> None:
-    stage = Stage(tmp_path, llama, [[GOOD], [RIGHT]], budget=3, judge="none")
-    await stage.grow(ppr)
-    (group,) = stage.groups
-    assert all(not {"judge_valid", "process", "reward"} & set(turn.scores) for turn in group)
-    columns = [{**turn.scores, "forced": 0.0} for turn in group]
-    measures = stage.context.environment.measures(TASK, columns)
-    assert "return" not in measures
-    assert measures["answered"] == [1.0]
