@@ -15,8 +15,7 @@ GAME = TicTacToe(prompt="tictactoe_compact", opponents={"random": 1.0})
 
 
 def tree(*turns: dict[str, float], forced: bool = False) -> Tree:
-    """A tree with one chosen action a turn, beside a sibling that was not chosen; the last may be
-    forced."""
+    """A tree with one chosen action a turn, beside a sibling that was not chosen."""
     made, one = Tree(0, "t", "heldout"), np.zeros(1, np.int32)
     node = made.add(None, "prompt", one, "")
     for place, scores in enumerate(turns, 1):
