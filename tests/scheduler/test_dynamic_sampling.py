@@ -43,11 +43,10 @@ async def test_as_many_questions_without_spread_as_the_budget_says_are_replaced(
     tmp_path: Path, llama: Path
 ) -> None:
     """A policy that knows no legal move loses every game."""
-    sizes: Any = {"updates": 1, "questions_per_update": 3, "max_action_tokens": 4}
-    sizes |= {"dynamic_sampling_budget": 2, "evaluation": EvaluationConfig(questions=0)}
-    options = {"strategy": "full", "strategy_options": {"k": 2}, "judge": "none"}
-    settings = SchedulerConfig(**options, **sizes)
-    house = House(tmp_path, llama, scheduler=settings, reward="outcome")
+    options: Any = {"strategy": "full", "strategy_options": {"k": 2}, "judge": "none"}
+    options |= {"updates": 1, "questions_per_update": 3, "max_action_tokens": 4}
+    options |= {"dynamic_sampling_budget": 2, "evaluation": EvaluationConfig(questions=0)}
+    house = House(tmp_path, llama, scheduler=SchedulerConfig(**options), reward="outcome")
     house.waiting = [asyncio.Future() for _ in range(3)]  # no update comes
     await house.live(until=lambda house: len(house.run.journal.trees("status='closed'")) == 3)
     assert len(journal_of(tmp_path).trees("status='replaced'")) == 2

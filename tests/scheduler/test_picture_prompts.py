@@ -33,20 +33,6 @@ class Services:
         return GenerateResult([sample(self.text, each) for each in said], 0, 0)
 
 
-class Stage(Staged):
-    services: Any
-
-    def __init__(self, run: Path, model: Path):
-        colours, text = Colours(turns=3), Text(str(model))
-        world = text, Services(text), colours, colours.task(3), SchedulerConfig(judge="none")
-        super().__init__(run / "journal", *world)
-
-
-@pytest.fixture
-def stage(tmp_path: Path, seeing: Path) -> Stage:
-    return Stage(tmp_path, seeing)
-
-
 def test_a_placeholder_becomes_the_tokens_of_its_picture(seeing: Path) -> None:
     text = Text(str(seeing))
     messages = Colours().prompt(Colours().task(3), Colours().initial(Colours().task(3)))
@@ -63,10 +49,15 @@ def test_a_placeholder_becomes_the_tokens_of_its_picture(seeing: Path) -> None:
         text.encode(shown, [(1, GOAL)])
 
 
-async def test_every_request_has_the_pictures_of_its_prefix_and_no_others(stage: Stage) -> None:
+async def test_every_request_has_the_pictures_of_its_prefix_and_no_others(
+    tmp_path: Path, seeing: Path
+) -> None:
+    colours, text = Colours(turns=3), Text(str(seeing))
+    services, settings = Services(text), SchedulerConfig(judge="none")
+    stage = Staged(tmp_path / "journal", text, services, colours, colours.task(3), settings)
     tree = await stage.grow(chain)
-    assert len(stage.services.requests) == 3
-    for request, node in zip(stage.services.requests, tree.actions(), strict=True):
+    assert len(services.requests) == 3
+    for request, node in zip(services.requests, tree.actions(), strict=True):
         prompt = tree.parent(node)
         assert prompt is not None
         shown = [run.number for run in vision.runs(request.tokens)]
