@@ -1,4 +1,4 @@
-"""What a held-out evaluation rests on: generated tasks and summaries of finished trees."""
+"""What a held-out evaluation rests on: summaries of finished trees."""
 
 from typing import Any
 
@@ -10,8 +10,6 @@ from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.actors.environments.tictactoe.environment import TicTacToe
 from coppice.scheduler.evaluation.evaluation import estimate, summarise
 from coppice.scheduler.growth.tree import Tree
-
-GAME = TicTacToe(prompt="tictactoe_compact", opponents={"random": 1.0})
 
 
 def tree(*turns: dict[str, float], forced: bool = False) -> Tree:
