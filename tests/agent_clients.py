@@ -29,11 +29,6 @@ def right(task: dict[str, Any], answer: Any) -> float:
     return float(str(answer).strip() == task["golds"][0])
 
 
-def named(task: dict[str, Any]) -> Any:
-    """The agent that the task names, so that several share one import of their client."""
-    return globals()[task["id"]](task)
-
-
 def chat_streamed(task: dict[str, Any]) -> float:
     """openai's streamed chat completions, put together by the SDK; history written anew, with other
     ids and null for no text."""

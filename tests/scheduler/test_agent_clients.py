@@ -6,10 +6,8 @@ import json
 
 import pytest
 
-from coppice.actors.environments.base import Task
 from coppice.scheduler.growth.strategies import chain
-from coppice.scheduler.growth.tree import Tree
-from tests.agent_stage import Stage, Stages, adds
+from tests.agent_stage import Stages, adds
 
 pytestmark = pytest.mark.slow
 
@@ -18,17 +16,6 @@ def needs(package: str) -> None:
     """Skip a test whose client is not installed."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: expected the extra `agents`")
-
-
-async def played(s: Stage, name: str) -> Tree:
-    """The tree of another episode, of the agent ``name``."""
-    s.policy.samples.clear()
-    s.policy.asked.clear()
-    s.task, tree = Task(name, "1 + 2 + 4", ["7"]), Tree(1 + len(s.journal.trees()), name)
-    s.journal.start_tree(tree, tree.id, 0)
-    await s.grow(chain, tree)
-    s.check(tree)
-    return tree
 
 
 CLIENTS = {
@@ -40,19 +27,19 @@ CLIENTS = {
 }
 
 
-@pytest.mark.parametrize("package", CLIENTS)
-async def test_a_clients_conversation_is_one_path(stage: Stages, package: str) -> None:
+@pytest.mark.parametrize(("package", "name"), CLIENTS.items())
+async def test_a_clients_conversation_is_one_path(stage: Stages, package: str, name: str) -> None:
     needs(package)
-    s = stage(adds, "tests.agent_clients:named")
-    for name in CLIENTS[package].split():
-        tree = await played(s, name)
-        actions = tree.actions()
-        assert [action.scores["valid"] for action in actions] == [1, 1, 1], name
-        assert actions[-1].scores["outcome"] == 1.0, (name, actions[-1].notes)
-        assert [node for node in tree.path(actions[-1]) if node.kind == "action"] == actions
-        text = s.read(tree, actions[-1])
-        assert text.count("1 + 2 + 4") == 1
-        assert [text.count(f"<tool_response>\n{n}\n</tool_response>") for n in (3, 7)] == [1, 1]
+    s = stage(adds, f"tests.agent_clients:{name}")
+    tree = await s.grow(chain)
+    s.check(tree)
+    actions = tree.actions()
+    assert [action.scores["valid"] for action in actions] == [1, 1, 1]
+    assert actions[-1].scores["outcome"] == 1.0, actions[-1].notes
+    assert [node for node in tree.path(actions[-1]) if node.kind == "action"] == actions
+    text = s.read(tree, actions[-1])
+    assert text.count("1 + 2 + 4") == 1
+    assert [text.count(f"<tool_response>\n{n}\n</tool_response>") for n in (3, 7)] == [1, 1]
 
 
 def smol(prompt: str, i: int) -> str:

@@ -1,13 +1,14 @@
 """Dynamic sampling: a question without spread is replaced."""
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig
-from coppice.scheduler.growth.dynamic_sampling import differs
+from coppice.scheduler.growth.dynamic_sampling import counted, differs, summary
 from coppice.wire import messages as wire
 from tests.scheduler.test_begin import House, journal_of
 
@@ -37,6 +38,13 @@ def test_returns_or_for_some_schemes_turns_that_differ_are_a_spread(
 ) -> None:
     assert differs([group], "reward", "returns") == returns
     assert differs([turns([1.0], [1.0]), group], "reward", "turns") == by_turn
+
+
+def test_equal_groups_are_counted_among_those_that_can_differ() -> None:
+    counts = Counter[str]()
+    for group in (turns([1.0], [1.0]), turns([1.0], [0.0]), turns([5.0])):
+        counts.update(counted(group, "reward", "turns"))
+    assert "1 of 2 (50%)" in summary(counts) and not summary({})
 
 
 async def test_as_many_questions_without_spread_as_the_budget_says_are_replaced(

@@ -1,4 +1,4 @@
-"""An agent that ends because its request was answered 400 has no outcome, and the run goes on."""
+"""An agent that ends because its request was answered 400 has no outcome."""
 
 import re
 

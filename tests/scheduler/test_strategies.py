@@ -136,15 +136,6 @@ async def test_candidates_of_a_failing_judge_have_one_score(tmp_path: Path, llam
     assert [turn.scores["advantage"] for turn in stage.groups[0]] == [0, 0, 0]
 
 
-async def test_an_invalid_judgement_adds_zero_and_is_counted(tmp_path: Path, llama: Path) -> None:
-    stage = Stage(tmp_path, llama, [[RIGHT] * 3], invalid=["answer"])
-    await stage.grow(slate)
-    (group,) = stage.groups
-    assert all("answer" not in turn.scores for turn in group)
-    assert all(turn.scores["reward"] == pytest.approx(0.05) for turn in group)
-    assert stage.counts["invalid_judgements"] == 3
-
-
 @pytest.mark.parametrize(("strategy", "count"), [(slate, 3), (full, 1), (chain, 1), (ppr, 1)])
 async def test_a_trajectory_that_outgrows_the_context_ends_as_a_failure_alone(
     tmp_path: Path, llama: Path, strategy: Any, count: int
