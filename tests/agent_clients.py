@@ -13,7 +13,6 @@ PARAMETERS = {"type": "object", "properties": NUMBERS, "required": ["a", "b"]}
 PARAMETERS |= {"additionalProperties": False}
 ADD: Any = {"name": "add", "description": "Adds.", "parameters": PARAMETERS, "strict": True}
 TOOLS: Any = [{"type": "function", "function": ADD}]
-FLAT: Any = [{"type": "function", **ADD}]
 
 
 def add(a: int, b: int) -> int:
@@ -30,54 +29,13 @@ def right(task: dict[str, Any], answer: Any) -> float:
     return float(str(answer).strip() == task["golds"][0])
 
 
-def named(task: dict[str, Any]) -> Any:
-    """The agent that the task names, so that several share one import of their client."""
-    return globals()[task["id"]](task)
-
-
-def total(arguments: str) -> str:
-    return str(sum(json.loads(arguments).values()))
-
-
-def asked(task: dict[str, Any]) -> list[Any]:
-    """A conversation that begins with the task."""
-    return [{"role": "user", "content": ASKED + task["question"]}]
-
-
-def results(calls: list[Any]) -> list[dict[str, Any]]:
-    """The results of calls of chat completions, as the SDK's objects have them."""
-    texts = [(call.id, total(call.function.arguments)) for call in calls]
-    return [{"role": "tool", "tool_call_id": name, "content": text} for name, text in texts]
-
-
-def outputs(calls: list[tuple[str, str]]) -> list[dict[str, Any]]:
-    """The results of calls of responses, by their ids and arguments."""
-    kind = {"type": "function_call_output"}
-    return [{**kind, "call_id": name, "output": total(arguments)} for name, arguments in calls]
-
-
-def chat(task: dict[str, Any]) -> float:
-    """openai's chat completions; history as the SDK's own objects."""
-    import openai
-
-    create: Any = openai.OpenAI().chat.completions.create
-    messages = asked(task)
-    while True:
-        reply = create(model="gpt-any", messages=messages, tools=TOOLS)
-        message = reply.choices[0].message
-        assert reply.choices[0].finish_reason == ("tool_calls" if message.tool_calls else "stop")
-        assert reply.usage.total_tokens > reply.usage.completion_tokens > 0
-        if not message.tool_calls:
-            return right(task, message.content)
-        messages += [message, *results(message.tool_calls)]
-
-
 def chat_streamed(task: dict[str, Any]) -> float:
     """openai's streamed chat completions, put together by the SDK; history written anew, with other
     ids and null for no text."""
     import openai
 
-    client, messages = openai.OpenAI(), asked(task)
+    client = openai.OpenAI()
+    messages: list[Any] = [{"role": "user", "content": ASKED + task["question"]}]
     options: Any = {"stream_options": {"include_usage": True}, "tools": TOOLS}
     while True:
         request: Any = {"model": "gpt-any", "messages": messages, **options}
@@ -90,87 +48,13 @@ def chat_streamed(task: dict[str, Any]) -> float:
             assert "content.done" in kinds
             return right(task, message.content)
         assert "tool_calls.function.arguments.done" in kinds
-        calls, answers = list[Any](), results(message.tool_calls)
-        for i, call in enumerate(message.tool_calls):
-            function = call.function.model_dump()
-            function = {"name": "add", "arguments": function["arguments"].replace(" ", "")}
-            name = answers[i]["tool_call_id"] = f"x{len(messages)}{i}"
-            calls.append({"id": name, "type": "function", "function": function})
-        messages += [{"role": "assistant", "content": None, "tool_calls": calls}, *answers]
-
-
-def responses(task: dict[str, Any]) -> float:
-    """openai's responses."""
-    import openai
-
-    client, items = openai.OpenAI(), asked(task)
-    fields: Any = {"model": "gpt-any", "instructions": "You add.", "tools": FLAT}
-    while True:
-        reply = client.responses.create(input=items, **fields)
-        assert reply.status == "completed" and reply.usage.output_tokens > 0
-        if not (calls := [item for item in reply.output if item.type == "function_call"]):
-            return right(task, reply.output_text)
-        items += [*reply.output, *outputs([(call.call_id, call.arguments) for call in calls])]
-
-
-def responses_streamed(task: dict[str, Any]) -> float:
-    """openai's streamed responses, put together by the SDK."""
-    import openai
-
-    client, items = openai.OpenAI(), asked(task)
-    while True:
-        with client.responses.stream(model="gpt-any", input=items, tools=FLAT) as stream:
-            kinds = [event.type for event in stream]
-            reply = stream.get_final_response()
-        assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
-        if not (calls := [item for item in reply.output if item.type == "function_call"]):
-            assert "response.output_text.delta" in kinds
-            return right(task, reply.output_text)
-        for call in calls:
-            written = {"call_id": call.call_id, "name": call.name, "arguments": call.arguments}
-            items.append({"type": "function_call", **written})
-        items += outputs([(call.call_id, call.arguments) for call in calls])
-
-
-def retried(task: dict[str, Any]) -> float:
-    """openai's own retry after a time-out that is too short, on both endpoints."""
-    import openai
-
-    client = openai.OpenAI(timeout=0.3, max_retries=100)
-    one: Any = [{"role": "user", "content": "one"}]
-    first = client.chat.completions.create(model="any", messages=one)
-    second = client.responses.create(model="any", input="two")
-    return float((first.choices[0].message.content, second.output_text) == ("reply 1", "reply 2"))
-
-
-def cut(task: dict[str, Any]) -> float:
-    """What openai's SDK is told of replies that its own limit cuts, on both endpoints."""
-    import openai
-
-    client, request = openai.OpenAI(), {"model": "any"}
-    chat: Any = {**request, "messages": [{"role": "user", "content": "long"}]}
-    flat: Any = {**request, "input": "long"}
-    told: Any = client.chat.completions.create(**chat, max_tokens=5)
-    assert (told.choices[0].finish_reason, told.usage.completion_tokens) == ("length", 5)
-    response: Any = client.responses.create(**flat, max_output_tokens=7)
-    assert (response.status, response.usage.output_tokens) == ("incomplete", 7)
-    assert response.incomplete_details.reason == "max_output_tokens"
-    assert client.chat.completions.create(**chat).choices[0].finish_reason == "stop"
-    return 1.0
-
-
-def required(task: dict[str, Any]) -> float:
-    """Requires a call twice: of any tool, then of a named one."""
-    import openai
-
-    create: Any = openai.OpenAI().chat.completions.create
-    user = {"role": "user", "content": "call"}
-    named: Any = {"type": "function", "function": {"name": "other"}}
-    fields: Any = {"model": "any", "tools": [*TOOLS, named]}
-    first = create(messages=[user], tool_choice="required", **fields)
-    second = create(messages=[user, user], tool_choice=named, **fields)
-    called = [bool(reply.choices[0].message.tool_calls) for reply in (first, second)]
-    return float(called[0] + 2 * called[1])
+        (call,) = message.tool_calls
+        arguments = call.function.arguments.replace(" ", "")
+        name, result = f"x{len(messages)}", str(sum(json.loads(arguments).values()))
+        function = {"name": "add", "arguments": arguments}
+        calls = [{"id": name, "type": "function", "function": function}]
+        messages.append({"role": "assistant", "content": None, "tool_calls": calls})
+        messages.append({"role": "tool", "tool_call_id": name, "content": result})
 
 
 async def agents_streamed(task: dict[str, Any]) -> float:

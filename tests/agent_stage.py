@@ -17,21 +17,13 @@ from coppice.scheduler.growth.services import Runtime
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Node, Tree
 from coppice.scheduler.ledger.journal import Journal
-from coppice.wire.messages import (
-    GenerateRequest,
-    GenerateResult,
-    Judgement,
-    JudgeRequest,
-    JudgeResult,
-    Sample,
-    Turn,
-)
+from coppice.wire import messages as wire
 
 AGENT = """
 import json, os, threading, urllib.error, urllib.request
 
-def post(path, body):
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+def post(path, body, headers={}):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], **headers}
     url, body = os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode()
     return json.load(urllib.request.urlopen(urllib.request.Request(url, body, headers)))
 
@@ -42,9 +34,9 @@ def tool(name, **parameters):
     parameters = {"type": "object", **parameters}
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
-def ask(messages, *tools, **more):
+def ask(messages, *tools, headers={}, **more):
     tools = [tool(name) for name in tools]
-    return post("/chat/completions", {"messages": messages, "tools": tools, **more})
+    return post("/chat/completions", {"messages": messages, "tools": tools, **more}, headers)
 
 def call(messages, *tools, **more):
     return ask(messages, *tools, **more)["choices"][0]["message"]
@@ -81,15 +73,15 @@ class Policy:
         self.text, self.reply = text, reply
         self.prompts: list[str] = []
         self.asked: list[np.ndarray] = []
-        self.samples: list[Sample] = []
+        self.samples: list[wire.Sample] = []
         self.before: Callable[[], Awaitable[Any]] | None = None
         (self.end,) = text.encode("</s>")
 
     async def call(self, service: str, request: Any, **_: Any) -> Any:
-        if isinstance(request, JudgeRequest):
+        if isinstance(request, wire.JudgeRequest):
             rewards = [float(len(turn.response)) for turn in request.turns]
-            return JudgeResult([Judgement({"reward": reward}) for reward in rewards])
-        assert isinstance(request, GenerateRequest)
+            return wire.JudgeResult([wire.Judgement({"reward": reward}) for reward in rewards])
+        assert isinstance(request, wire.GenerateRequest)
         if self.before is not None:
             await self.before()
         prompt = self.text.tokenizer.decode(request.tokens.tolist(), skip_special_tokens=False)
@@ -101,10 +93,10 @@ class Policy:
             logprobs = np.linspace(-1, -0.1, len(cut), dtype=np.float32)
             logprobs[0] = -(len(self.samples) + 1)
             finish = "stop" if len(cut) == len(tokens) else "length"
-            drawn.append(Sample(cut, logprobs, np.zeros(len(cut), np.int32), finish))
+            drawn.append(wire.Sample(cut, logprobs, np.zeros(len(cut), np.int32), finish))
             self.samples.append(drawn[-1])
             self.asked.append(request.tokens)
-        return GenerateResult(drawn, len(request.tokens), 0)
+        return wire.GenerateResult(drawn, len(request.tokens), 0)
 
     def drew(self, node: Node) -> int:
         """Which sample a node is."""
@@ -122,7 +114,7 @@ class Staged:
     ):  # fmt: skip
         self.text, self.services, self.environment = text, services, environment
         self.task, self.settings = task, settings
-        self.groups: list[list[Turn]] = []
+        self.groups: list[list[wire.Turn]] = []
         self.counts: Counter[str] = Counter()
         self.journal = Journal(journal)
         self.runtime = Runtime(
@@ -131,7 +123,7 @@ class Staged:
         self.tree = Tree(0, task.id)
         self.journal.start_tree(self.tree, 0, 0)
 
-    def emit(self, tree: Tree, turns: list[Turn]) -> None:
+    def emit(self, tree: Tree, turns: list[wire.Turn]) -> None:
         self.journal.save_group(tree, len(self.groups), turns)
         self.groups.append(turns)
 

@@ -1,19 +1,13 @@
 """Agents written with the clients that people use, in real processes: their trees hold what was
 sent and sampled, whatever each makes of its history."""
 
-import asyncio
 import importlib.util
-import itertools
 import json
-from typing import Any
 
 import pytest
 
-from coppice.actors.environments.agents.gateway import Session
-from coppice.actors.environments.base import Task
 from coppice.scheduler.growth.strategies import chain
-from coppice.scheduler.growth.tree import Tree
-from tests.agent_stage import Stage, Stages, adds
+from tests.agent_stage import Stages, adds
 
 pytestmark = pytest.mark.slow
 
@@ -24,19 +18,8 @@ def needs(package: str) -> None:
         pytest.skip(f"{package} is not installed: expected the extra `agents`")
 
 
-async def played(s: Stage, name: str) -> Tree:
-    """The tree of another episode, of the agent ``name``."""
-    s.policy.samples.clear()
-    s.policy.asked.clear()
-    s.task, tree = Task(name, "1 + 2 + 4", ["7"]), Tree(1 + len(s.journal.trees()), name)
-    s.journal.start_tree(tree, tree.id, 0)
-    await s.grow(chain, tree)
-    s.check(tree)
-    return tree
-
-
 CLIENTS = {
-    "openai": "chat chat_streamed responses responses_streamed",
+    "openai": "chat_streamed",
     "agents": "agents_streamed",
     "pydantic_ai": "pydantic_tool",
     "langchain_openai": "langgraph",
@@ -44,19 +27,19 @@ CLIENTS = {
 }
 
 
-@pytest.mark.parametrize("package", CLIENTS)
-async def test_a_clients_conversation_is_one_path(stage: Stages, package: str) -> None:
+@pytest.mark.parametrize(("package", "name"), CLIENTS.items())
+async def test_a_clients_conversation_is_one_path(stage: Stages, package: str, name: str) -> None:
     needs(package)
-    s = stage(adds, "tests.agent_clients:named")
-    for name in CLIENTS[package].split():
-        tree = await played(s, name)
-        actions = tree.actions()
-        assert [action.scores["valid"] for action in actions] == [1, 1, 1], name
-        assert actions[-1].scores["outcome"] == 1.0, (name, actions[-1].notes)
-        assert [node for node in tree.path(actions[-1]) if node.kind == "action"] == actions
-        text = s.read(tree, actions[-1])
-        assert text.count("1 + 2 + 4") == 1
-        assert [text.count(f"<tool_response>\n{n}\n</tool_response>") for n in (3, 7)] == [1, 1]
+    s = stage(adds, f"tests.agent_clients:{name}")
+    tree = await s.grow(chain)
+    s.check(tree)
+    actions = tree.actions()
+    assert [action.scores["valid"] for action in actions] == [1, 1, 1]
+    assert actions[-1].scores["outcome"] == 1.0, actions[-1].notes
+    assert [node for node in tree.path(actions[-1]) if node.kind == "action"] == actions
+    text = s.read(tree, actions[-1])
+    assert text.count("1 + 2 + 4") == 1
+    assert [text.count(f"<tool_response>\n{n}\n</tool_response>") for n in (3, 7)] == [1, 1]
 
 
 def smol(prompt: str, i: int) -> str:
@@ -80,51 +63,3 @@ async def test_calls_written_as_text_are_a_branch_for_each_step_trained_once(sta
     assert "Observation:\n" in last and "Calling tools:" in last
     trained = [turn.node for turns in s.groups for turn in turns]
     assert trained == [action.id for action in actions]
-
-
-async def test_a_client_that_tries_again_gets_the_reply_that_was_sampled_for_its_first_try(
-    stage: Stages, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    needs("openai")
-    tried, ask, numbers = asyncio.Event(), Session.ask, itertools.count(1)
-
-    def noted(session: Session, conversation: Any, digest: str, again: bool) -> Any:
-        if again:
-            tried.set()
-        return ask(session, conversation, digest, again)
-
-    async def until_tried_again() -> None:
-        await tried.wait()
-        tried.clear()
-
-    monkeypatch.setattr(Session, "ask", noted)
-    s = stage(lambda prompt, i: f"reply {next(numbers)}", "tests.agent_clients:retried")
-    s.policy.before = until_tried_again
-    tree = await s.grow(chain)
-    s.check(tree)
-    assert len(s.policy.samples) == 2
-    assert tree.actions()[-1].scores["outcome"] == 1.0
-
-
-async def test_a_client_is_told_that_its_own_limit_has_cut_the_reply(stage: Stages) -> None:
-    needs("openai")
-    s = stage(lambda prompt, i: "one two three four five six " * 2, "tests.agent_clients:cut")
-    tree = await s.grow(chain)
-    s.check(tree)
-    actions = tree.actions()
-    assert actions[-1].scores["outcome"] == 1.0
-    assert [len(action.tokens) for action in actions[:2]] == [5, 7]
-    assert [action.finish for action in actions] == ["length", "length", "stop"]
-
-
-async def test_a_required_call_that_is_not_made_is_an_invalid_action_which_the_client_receives(
-    stage: Stages,
-) -> None:
-    needs("openai")
-    s = stage(adds, "tests.agent_clients:named")
-    made = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
-    for reply, valid, outcome in ((made, [1, 0], 1.0), ("I would rather not.", [0, 0], 0.0)):
-        s.policy.reply = lambda prompt, i, reply=reply: reply
-        actions = (await played(s, "required")).actions()
-        assert [action.scores["valid"] for action in actions] == valid
-        assert actions[-1].scores["outcome"] == outcome

@@ -7,18 +7,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
-import transformers
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.local import LocalEngine
 from coppice.common.support import decode
-from coppice.learner.update.table import build
 from coppice.scheduler.growth import rollouts
-from coppice.scheduler.growth.strategies import chain, full
+from coppice.scheduler.growth.strategies import chain
 from coppice.scheduler.growth.tree import Fork, Node
 from coppice.tools.evaluating.in_process import InProcess
-from coppice.wire.messages import TrainGroup
 from tests.agent_stage import Stage, Stages
 
 AGENTS = '''
@@ -86,15 +82,19 @@ async def test_a_required_call_is_opened_and_the_agent_receives_it_whole(stage: 
         holds(s, action, opening)
 
 
-async def test_an_opening_is_not_trained_and_what_follows_is(stage: Stages) -> None:
-    s = stage(goes_on)
-    tree = await s.grow(full, k=2)
-    nodes = [node.travels({}) for node in tree.nodes.values()]
-    group = TrainGroup(0, 0, nodes, s.groups[0])
-    tokens = build([group], {(0, node.id): node for node in nodes}).paths
-    opened = len(s.text.encode(NAMED)), len(s.text.encode(ANY)), 0
-    assert [int((~turn.sampled).sum()) for turn in tokens] == [*opened, *opened]
-    assert all(turn.sampled[-1] for turn in tokens)
+@pytest.mark.parametrize(
+    ("reply", "valid", "called"),
+    [
+        ('<tool_call>{"name": "look", "arguments": {}}</tool_call>', [0, 1, 1], 0.5),
+        ("I would rather not.", [0, 0, 1], 0.0),
+    ],
+)
+async def test_a_required_call_that_is_not_made_is_an_invalid_action_which_the_agent_receives(
+    stage: Stages, reply: str, valid: list[int], called: float
+) -> None:
+    tree = await stage(lambda prompt, i: reply, open_calls=False).grow(chain)
+    assert [action.scores["valid"] for action in tree.actions()] == valid
+    assert tree.actions()[-1].scores["outcome"] == called
 
 
 async def test_a_fork_and_a_continuation_keep_the_opening(stage: Stages) -> None:
@@ -117,8 +117,9 @@ async def test_a_fork_and_a_continuation_keep_the_opening(stage: Stages) -> None
     assert s.policy.prompts[asked + 1].endswith(ANY)
 
 
-async def test_samples_after_an_opening_are_free_of_a_grammar(stage: Stages, llama: Path) -> None:
-    """So the importance ratio is 1 while the weights are the same."""
+async def test_what_an_engine_samples_after_an_opening_has_its_support(
+    stage: Stages, llama: Path
+) -> None:
     engine = LocalEngine(str(llama), ActorsConfig(dtype="float32", max_context=2048))
     s, services = stage(goes_on), InProcess(engine, [])
     await services.start()
@@ -129,27 +130,12 @@ async def test_samples_after_an_opening_are_free_of_a_grammar(stage: Stages, lla
         context = s.anew()
         context.services.top = 3
         await context.plant()
-        place = await context.tip()
-        (action,) = await context.generate(place, 1)
+        (action,) = await context.generate(await context.tip(), 1)
         given = len(s.text.encode(NAMED))
         assert action.logprobs is not None and action.entropies is not None
         assert len(action.entropies) == len(action.tokens) == 60
         left = decode(action.support, len(action.tokens))
         assert left is not None and not left.counts[:given].any() and left.counts[given:].all()
         assert left.has(action.tokens).all()
-        rows = np.split(left.ids, np.cumsum(left.counts)[:-1])
-        whole = await forward(llama, s.tree.prefix(place), action.tokens)
-        for at in range(given, len(action.tokens)):
-            among = whole[at, rows[at]].log_softmax(-1)
-            logprob = float(among[list(rows[at]).index(action.tokens[at])])
-            assert abs(logprob - action.logprobs[at]) < 1e-3
     finally:
         await services.close()
-
-
-async def forward(folder: Path, prefix: np.ndarray, tokens: np.ndarray) -> torch.Tensor:
-    """The logits at each token after a prefix, float32 [tokens, vocabulary]."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        scores = model(torch.tensor([[*prefix.tolist(), *tokens.tolist()]])).logits[0]
-    return scores[len(prefix) - 1 : -1]

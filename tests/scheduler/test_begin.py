@@ -180,14 +180,6 @@ async def test_a_run_resumed_after_an_update_examines_v0_first(tmp_path: Path, l
     assert resumed.loads == [(1, ["start"]), (2, ["start"])]
 
 
-async def test_weights_without_a_journal_are_refused_at_once(tmp_path: Path, llama: Path) -> None:
-    checkpoint(tmp_path, 4, [])
-    house = House(tmp_path, llama)
-    with pytest.raises(DataFault, match="weights of version 4 and an empty journal"):
-        await house.live()
-    assert not journal_of(tmp_path).trees()
-
-
 async def test_a_journal_older_than_the_checkpoint_is_refused(tmp_path: Path, llama: Path) -> None:
     dead = House(tmp_path, llama)
     await dead.live(until=lambda house: house.run.stream.version == 1)

@@ -6,13 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from coppice.actors.environments.sotopia.environment import Sotopia
 from coppice.judges.sotopia import SotopiaRules
 from coppice.scheduler.config import SchedulerConfig
-from coppice.scheduler.growth.rollouts import outcomes, position_before
 from coppice.scheduler.growth.strategies import full
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
@@ -116,13 +114,3 @@ async def test_a_half_grown_conversation_goes_on(tmp_path: Path, llama: Path, le
         prices = [len(re.findall("euros", text)) for text in told(whole, trajectory)]
         assert prices == [1, 1, 1, 1, 1, 0]
     assert set(kept) <= {turn.node for turn in stage.groups[0]}
-
-
-async def test_a_continuation_is_judged_as_a_conversation(tmp_path: Path, llama: Path) -> None:
-    stage = Stage(tmp_path, llama, side="second", partner="ann")
-    await stage.grow(full, k=1)
-    context = stage.anew()
-    context.state_type = type(stage.environment.initial(stage.task))
-    values = await outcomes(context, position_before(context, stage.tree.actions(0)[-1]), 3)
-    assert values == [1.0] * 3
-    assert msgspec.to_builtins(context.state(stage.tree.actions(0)[-1]))["trained"] == 1

@@ -1,4 +1,4 @@
-"""What a held-out evaluation rests on: generated tasks and summaries of finished trees."""
+"""What a held-out evaluation rests on: summaries of finished trees."""
 
 from typing import Any
 
@@ -9,24 +9,11 @@ from coppice.actors.environments.base import Task
 from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.actors.environments.tictactoe.environment import TicTacToe
 from coppice.scheduler.evaluation.evaluation import estimate, summarise
-from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.scheduler.growth.tree import Tree
-
-GAME = TicTacToe(prompt="tictactoe_compact", opponents={"random": 1.0})
-
-
-def test_one_seed_gives_the_same_tasks_in_any_order_and_another_gives_others() -> None:
-    made = [GeneratedTasks(GAME.task, 3).at(position) for position in range(50)]
-    again = GeneratedTasks(GAME.task, 3)
-    assert [again.at(position) for position in reversed(range(50))] == made[::-1]
-    assert len({task.id for task in made}) == 50
-    others = {GeneratedTasks(GAME.task, 4).at(position).id for position in range(50)}
-    assert not {task.id for task in made} & others
 
 
 def tree(*turns: dict[str, float], forced: bool = False) -> Tree:
-    """A tree with one chosen action a turn, beside a sibling that was not chosen; the last may be
-    forced."""
+    """A tree with one chosen action a turn, beside a sibling that was not chosen."""
     made, one = Tree(0, "t", "heldout"), np.zeros(1, np.int32)
     node = made.add(None, "prompt", one, "")
     for place, scores in enumerate(turns, 1):

@@ -47,10 +47,8 @@ class World:
     def end(self, place: Place, samples: list[list[int]] | None = None) -> None:
         worker = next(name for name, calls in self.running.items() if place in calls)
         self.running[worker].remove(place)
-        made = []
-        for each in samples or []:
-            tokens, zeros = np.array(each, np.int32), np.zeros(len(each), np.float32)
-            made.append(Sample(tokens, zeros, zeros.astype(np.int32), "stop"))
+        rest = np.zeros(1, np.float32), np.zeros(1, np.int32), "stop"
+        made = [Sample(np.array(each, np.int32), *rest) for each in samples or []]
         place.ended(worker, GenerateResult(made, 1, 0) if samples is not None else None)
 
 

@@ -1,7 +1,6 @@
 """A run in which nothing is learnt says so, with the cause and the remedy."""
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,8 @@ import msgspec
 import pytest
 
 from coppice.learner.update.trainer import Batch
-from coppice.scheduler.growth.dynamic_sampling import LATEST_STEP, counted, summary
 from coppice.scheduler.growth.tasks import Tasks
 from coppice.scheduler.telemetry.alerts import UPDATES, Fruitless
-from coppice.wire.messages import Turn
 from tests.updates import batch, episodes, trainer
 
 
@@ -56,18 +53,3 @@ def test_a_condition_must_hold_in_updates_that_follow_each_other() -> None:
     shares = [1.0] * (UPDATES - 1) + [0.5] + [1.0] * UPDATES
     lines = [len(fruitless.note({"learner/zero_advantage_share": share})) for share in shares]
     assert lines == [0] * (len(shares) - 1) + [1]
-
-
-def test_the_summary_counts_equal_groups_by_the_step_of_the_trajectory() -> None:
-    def group(step: int, *rewards: float) -> list[Turn]:
-        return [Turn(i, i, step, {"reward": reward}) for i, reward in enumerate(rewards)]
-
-    counts = Counter[str]()
-    first = group(1, 1, 1), group(1, 1, 0), group(1, 5)
-    for turns in (*first, group(2, 0, 0, 0), group(LATEST_STEP + 3, 1, 1)):
-        counts.update(counted(turns, "reward", "turns"))
-    assert summary(counts) == (
-        "groups whose rewards are all equal, which teach nothing: 3 of 4 (75%)"
-    )
-    assert not counted(group(1, 1, 1), "another column", "turns")
-    assert summary({}) == ""

@@ -10,11 +10,8 @@ from coppice.wire.messages import TreeClosed
 
 class Simulation:
     """Trees that close in any order, the learner's inbox, and a scheduler that hears of an update
-    after the learner's next ones began.
-
-    admitted: the version at each tree's admission, by tree. grew: the trees that grew when an
-    update took a tree of a later version. ages: the staleness of each trained tree, in the order of
-    training.
+    after the learner's next ones began. admitted: the version at each tree's admission. grew: the
+    trees that grew when an update took one of a later version. ages: the staleness of trained ones.
     """
 
     def __init__(self, questions: int, staleness: int, updates: int):
@@ -78,15 +75,3 @@ def test_trees_are_trained_as_old_as_the_bound_says_in_the_end(
     assert staleness or not over
     assert sim.pacing.finished
     assert len(sim.ages) == len(sim.admitted) == 5 * questions
-
-
-def test_a_tree_that_grows_on_while_later_ones_are_trained_is_trained_however_old_it_is() -> None:
-    sim = Simulation(1, 1, updates=6)
-    for _ in range(5):
-        sim.admit()
-        sim.close(-1)
-        for event in (2, 3, 4):
-            sim.play(event)
-    sim.close(0)
-    sim.begin()
-    assert sim.ages == {0: 5, 1: 0, 2: 0, 3: 0, 4: 0, 5: 0}

@@ -10,7 +10,6 @@ from coppice.common import vision
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.strategies import chain
 from coppice.scheduler.growth.text import Text
-from coppice.scheduler.ledger.journal import Journal
 from coppice.wire import arrays
 from coppice.wire.messages import GenerateRequest, GenerateResult, Request
 from tests.agent_stage import Staged
@@ -34,20 +33,6 @@ class Services:
         return GenerateResult([sample(self.text, each) for each in said], 0, 0)
 
 
-class Stage(Staged):
-    services: Any
-
-    def __init__(self, run: Path, model: Path):
-        colours, text = Colours(turns=3), Text(str(model))
-        world = text, Services(text), colours, colours.task(3), SchedulerConfig(judge="none")
-        super().__init__(run / "journal", *world)
-
-
-@pytest.fixture
-def stage(tmp_path: Path, seeing: Path) -> Stage:
-    return Stage(tmp_path, seeing)
-
-
 def test_a_placeholder_becomes_the_tokens_of_its_picture(seeing: Path) -> None:
     text = Text(str(seeing))
     messages = Colours().prompt(Colours().task(3), Colours().initial(Colours().task(3)))
@@ -64,10 +49,15 @@ def test_a_placeholder_becomes_the_tokens_of_its_picture(seeing: Path) -> None:
         text.encode(shown, [(1, GOAL)])
 
 
-async def test_every_request_has_the_pictures_of_its_prefix_and_no_others(stage: Stage) -> None:
+async def test_every_request_has_the_pictures_of_its_prefix_and_no_others(
+    tmp_path: Path, seeing: Path
+) -> None:
+    colours, text = Colours(turns=3), Text(str(seeing))
+    services, settings = Services(text), SchedulerConfig(judge="none")
+    stage = Staged(tmp_path / "journal", text, services, colours, colours.task(3), settings)
     tree = await stage.grow(chain)
-    assert len(stage.services.requests) == 3
-    for request, node in zip(stage.services.requests, tree.actions(), strict=True):
+    assert len(services.requests) == 3
+    for request, node in zip(services.requests, tree.actions(), strict=True):
         prompt = tree.parent(node)
         assert prompt is not None
         shown = [run.number for run in vision.runs(request.tokens)]
@@ -77,20 +67,3 @@ async def test_every_request_has_the_pictures_of_its_prefix_and_no_others(stage:
     root = tree.nodes[0]
     assert stage.journal.pictures(root.tokens) == {1: GOAL}
     assert "<|image_pad|>" in root.text
-
-
-async def test_a_picture_keeps_its_number(stage: Stage, tmp_path: Path, seeing: Path) -> None:
-    tree = await stage.grow(chain)
-    first = {n: stage.journal.pictures(node.tokens) for n, node in tree.nodes.items()}
-    stage.journal.close()
-    again = Stage(tmp_path, seeing)
-    (row,) = again.journal.trees()
-    back = again.journal.tree(row)
-    assert {n: again.journal.pictures(node.tokens) for n, node in back.nodes.items()} == first
-    assert all((node.tokens == tree.nodes[n].tokens).all() for n, node in back.nodes.items())
-    assert again.journal.picture(GOAL) == 1
-    fresh = again.journal.picture(squares(77))
-    assert fresh not in {number for pictures in first.values() for number in pictures}
-    assert again.journal.picture(squares(77)) == fresh
-    readonly = Journal(tmp_path / "journal", readonly=True)
-    assert readonly.pictures(back.nodes[0].tokens) == {1: GOAL}

@@ -59,22 +59,18 @@ class Fleet:
         return [worker for worker in self.workers if worker.usable(self.now)]
 
 
-@pytest.fixture(params=range(20))
-def fleets(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+def after_each_change(seed: int) -> Iterator[Fleet]:
     """One fleet after each of 300 changes, with a heartbeat before it is looked at."""
-
-    def after_each() -> Iterator[Fleet]:
-        fleet = Fleet(random.Random(request.param))
-        for _ in range(300):
-            fleet.change()
-            fleet.beat()
-            yield fleet
-
-    return after_each()
+    fleet = Fleet(random.Random(seed))
+    for _ in range(300):
+        fleet.change()
+        fleet.beat()
+        yield fleet
 
 
-def test_the_least_loaded_worker_is_found_as_if_all_were_looked_at(fleets: Iterator[Fleet]) -> None:
-    for fleet in fleets:
+@pytest.mark.parametrize("seed", range(20))
+def test_the_least_loaded_worker_is_found_as_if_all_were_looked_at(seed: int) -> None:
+    for fleet in after_each_change(seed):
         avoid = frozenset(w.name for w in fleet.workers if fleet.rng.random() < 0.3)
         for names in (frozenset[str](), avoid, frozenset(w.name for w in fleet.workers)):
             found = fleet.pool.least(fleet.now, names)
@@ -85,9 +81,10 @@ def test_the_least_loaded_worker_is_found_as_if_all_were_looked_at(fleets: Itera
                 assert (found.name in names) == (expected.name in names)
 
 
-def test_a_call_sees_all_of_few_workers_and_some_of_many(fleets: Iterator[Fleet]) -> None:
+@pytest.mark.parametrize("seed", range(20))
+def test_a_call_sees_all_of_few_workers_and_some_of_many(seed: int) -> None:
     sizes = set[bool]()
-    for fleet in fleets:
+    for fleet in after_each_change(seed):
         usable, homes = fleet.usable(), [w.name for w in fleet.rng.sample(fleet.workers, 1)]
         shown = fleet.pool.shown(fleet.now, homes, frozenset())
         few = len(fleet.workers) <= FEW

@@ -7,7 +7,7 @@ import pytest
 
 from coppice.scheduler.growth.strategies import ppr
 from coppice.wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult, Turn
-from tests.scheduler.test_strategies import BAD, GOOD, RIGHT, TASK, Services, Stage
+from tests.scheduler.test_strategies import BAD, GOOD, RIGHT, Services, Stage
 
 FOUND = "\n<information>Doc 1(Title: Bulgaria) Capital: Sofia</information>\n"
 
@@ -48,10 +48,10 @@ async def ran(
 
 
 async def test_turns_are_judged_with_what_their_search_found(tmp_path: Path, llama: Path) -> None:
-    stage, group = await ran(tmp_path, llama, [GOOD, BAD, RIGHT], [0.5, 1.0])
-    assert [turn.scores.get("process") for turn in group] == [0.5, 1.0, None]
-    assert [turn.scores.get("judge_valid") for turn in group] == [1.0, 1.0, None]
-    assert group[-1].scores["outcome"] == 1
+    stage, group = await ran(tmp_path, llama, [GOOD, BAD, RIGHT], [0.5, None])
+    assert [turn.scores.get("process") for turn in group] == [0.5, None, None]
+    assert [turn.scores.get("judge_valid") for turn in group] == [1.0, 0.0, None]
+    assert (group[-1].scores["outcome"], stage.counts["invalid_judgements"]) == (1, 1)
     shown = [(turn.transcript, turn.response, turn.observation) for turn in stage.services.shown]
     assert shown == [("", GOOD, FOUND), (GOOD + FOUND, BAD, FOUND)]
 
@@ -59,16 +59,8 @@ async def test_turns_are_judged_with_what_their_search_found(tmp_path: Path, lla
 async def test_the_budget_ends_the_rounds_without_an_answer(tmp_path: Path, llama: Path) -> None:
     _, group = await ran(tmp_path, llama, [GOOD, GOOD], [0.5], budget=2)
     assert [turn.scores.get("process") for turn in group] == [0.5, None]
-    assert group[-1].scores["outcome"] == 0
     # the one of the final generation counts too (methods.md 2.4)
-    assert group[-1].scores["searches"] == 2
-
-
-async def test_an_invalid_judgement_leaves_no_score(tmp_path: Path, llama: Path) -> None:
-    stage, group = await ran(tmp_path, llama, [GOOD, RIGHT], [None])
-    assert "process" not in group[0].scores
-    assert group[0].scores["judge_valid"] == 0
-    assert stage.counts["invalid_judgements"] == 1
+    assert (group[-1].scores["outcome"], group[-1].scores["searches"]) == (0, 2)
 
 
 @pytest.mark.parametrize("kept", [2, 3, 4, 5])
@@ -88,14 +80,3 @@ async def test_a_tree_cut_off_anywhere_ends_with_every_turn_judged_once(
     (group,) = stage.groups
     assert [turn.scores["process"] for turn in group[:-1]] == [0.25 if kept < 4 else 0.5, 0.25]
     assert [turn.turn for turn in group] == [1, 2, 3]
-
-
-async def test_without_a_judge_nothing_is_said_of_any_turn(tmp_path: Path, llama: Path) -> None:
-    stage = Stage(tmp_path, llama, [[GOOD], [RIGHT]], budget=3, judge="none")
-    await stage.grow(ppr)
-    (group,) = stage.groups
-    assert all(not {"judge_valid", "process", "reward"} & set(turn.scores) for turn in group)
-    columns = [{**turn.scores, "forced": 0.0} for turn in group]
-    measures = stage.context.environment.measures(TASK, columns)
-    assert "return" not in measures
-    assert measures["answered"] == [1.0]

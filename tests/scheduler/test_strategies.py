@@ -1,6 +1,5 @@
 """Strategies against scripted services; the real ones run in tests/e2e."""
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ GOOD, BAD = (f"<think> t </think> <search> {query} </search>" for query in ("goo
 RIGHT, WRONG = (f"<think> t </think> <answer> {text} </answer>" for text in ("Sofia", "Rome"))
 WORTH = {"good": 1.0, "bad": -1.0, "Sofia": 1.0, "Rome": -1.0}
 NOTHING = "I do not know."
-OPTIONS = "k", "eta", "selection", "bonus", "ddof", "eps", "continuations"
 TASK = Task("t1", "What is the capital of Bulgaria?", ["Sofia"])
 
 
@@ -65,7 +63,7 @@ class Services:
 
 
 class Stage(Staged):
-    """A context over scripted services. A strategy gets the settings that are options of it."""
+    """A context over scripted services."""
 
     services: Any
 
@@ -75,13 +73,11 @@ class Stage(Staged):
         llama: Path,
         script: list[list[str]],
         invalid: list[str] | None = None,
+        budget: int = 2,
         **options: Any,
     ):
-        own = {name: options.pop(name) for name in [*options] if name in OPTIONS}
-        self.options, text = {"k": 3, **own}, Text(str(llama))
+        text, settings = Text(str(llama)), SchedulerConfig(budget=budget, **options)
         world = Services(text, script, invalid), SearchQA("short", 1), TASK
-        own_settings: dict[str, Any] = {"budget": 2} | options
-        settings = SchedulerConfig(**own_settings)
         super().__init__(tmp_path / "journal", text, *world, settings)
         self.context = self.anew(seed=0)
 
@@ -90,10 +86,9 @@ class Stage(Staged):
         self.runtime = msgspec.structs.replace(self.runtime, **changes)
         self.context = self.anew(seed=0)
 
-    async def grow(self, strategy: Any, tree: Tree | None = None, **_: Any) -> Tree:
+    async def grow(self, strategy: Any, tree: Tree | None = None, **options: Any) -> Tree:
         await self.context.plant()
-        takes = inspect.signature(strategy.grow).parameters
-        options = {key: value for key, value in self.options.items() if key in takes}
+        options = {"k": 3, **options} if strategy is slate else options
         await strategy.grow(self.tree, self.context, **options)
         return self.tree
 
@@ -124,8 +119,8 @@ async def test_a_used_up_budget_forces_an_untrained_answer(tmp_path: Path, llama
 
 
 async def test_slate_selects_by_the_advantage_that_it_trains(tmp_path: Path, llama: Path) -> None:
-    stage = Stage(tmp_path, llama, [[GOOD, BAD, NOTHING], [RIGHT] * 3], ddof=0, eps=0.5)
-    await stage.grow(slate)
+    stage = Stage(tmp_path, llama, [[GOOD, BAD, NOTHING], [RIGHT] * 3])
+    await stage.grow(slate, ddof=0, eps=0.5)
     zero, one = np.zeros(3, np.int64), np.ones(3, np.int64)
     reward = {"reward": np.array(stage.rewards()[0])}
     table = TurnTable(zero, zero, np.arange(3), one, one, reward)
@@ -141,28 +136,19 @@ async def test_candidates_of_a_failing_judge_have_one_score(tmp_path: Path, llam
     assert [turn.scores["advantage"] for turn in stage.groups[0]] == [0, 0, 0]
 
 
-async def test_an_invalid_judgement_adds_zero_and_is_counted(tmp_path: Path, llama: Path) -> None:
-    stage = Stage(tmp_path, llama, [[RIGHT] * 3], invalid=["answer"])
-    await stage.grow(slate)
-    (group,) = stage.groups
-    assert all("answer" not in turn.scores for turn in group)
-    assert all(turn.scores["reward"] == pytest.approx(0.05) for turn in group)
-    assert stage.counts["invalid_judgements"] == 3
-
-
 @pytest.mark.parametrize(("strategy", "count"), [(slate, 3), (full, 1), (chain, 1), (ppr, 1)])
 async def test_a_trajectory_that_outgrows_the_context_ends_as_a_failure_alone(
     tmp_path: Path, llama: Path, strategy: Any, count: int
 ) -> None:
     script = [[GOOD] * count, [RIGHT]][: 1 + (strategy is full)]
-    k = 2 if strategy is full else count
-    stage = Stage(tmp_path, llama, script, budget=4, k=k, max_action_tokens=8)
+    options: Any = {"k": 2} if strategy is full else {}
+    stage = Stage(tmp_path, llama, script, budget=4, max_action_tokens=8)
     await stage.context.plant()
     texts = stage.tree.nodes[0].text, GOOD, stage.runtime.environment.forced_prefix
     stage.use(longest=8 + sum(len(stage.runtime.text.encode(text)) for text in texts))
-    await stage.grow(strategy)
+    await stage.grow(strategy, **options)
     (group,) = stage.groups
-    assert len(group) == k
+    assert len(group) == options.get("k", count)
     action = stage.tree.actions()[-1]
     assert (action.scores["outcome"], stage.counts["outgrown_trajectories"]) == (0, 1)
     assert "exceed the context" in action.notes["ended"]

@@ -6,13 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal, JournalError
 from coppice.scheduler.ledger.stream import Stream
 from coppice.wire.messages import Closed, Register, Trained, TrainGroup, TreeClosed, Turn
+from tests.scheduler.test_journal import small
 
 
 class LateLearner:
@@ -29,9 +29,7 @@ class LateLearner:
 
 
 def planted(journal: Journal, number: int) -> Tree:
-    """A journaled tree that has a prompt."""
-    tree = Tree(number, "task")
-    tree.add(None, "prompt", np.arange(3, dtype=np.int32), "prompt")
+    tree = small(number)
     journal.start_tree(tree, number, 0)
     return tree
 

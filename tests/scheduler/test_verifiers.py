@@ -51,11 +51,9 @@ def answers(prompt: str, i: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how", ["-m examples.verifiers_agent", f"{ROOT}/examples/verifiers_agent.py"]
-)
-async def test_an_episode_of_verifiers_is_one_path(stage: Stages, python: str, how: str) -> None:
-    s = playing(stage(answers, "counting"), f"{python} {how}", "verifiers_adding/3")
+async def test_an_episode_of_verifiers_is_one_path(stage: Stages, python: str) -> None:
+    command = f"{python} {ROOT}/examples/verifiers_agent.py"
+    s = playing(stage(answers, "counting"), command, "verifiers_adding/3")
     tree = await s.grow(chain)
     actions = tree.actions()
     assert [action.text for action in actions] == ["8", "7"]
