@@ -1,11 +1,9 @@
 """What the learner leaves on disk, whole or not at all: checkpoints, proven before the one before
 goes and set aside when damaged, and published weights."""
 
-import json
 import os
 import random
 import resource
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -45,15 +43,6 @@ Two = tuple[Path, Path]
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def test_every_file_has_a_digest_that_sha256sum_agrees_with(two: Two) -> None:
-    folder = two[1]
-    listed = set(digest.sums(folder))
-    assert listed == {"state.json", "policy-00000.safetensors"}
-    assert names(folder) == sorted(listed | {digest.SUMS})
-    command = ["sha256sum", "--check", "--strict", digest.SUMS]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
 
 
 def test_all_is_synced_before_the_checkpoint_has_its_name_and_its_place_after(
@@ -218,22 +207,14 @@ def test_the_digest_changes_with_the_weights_and_proves_them(tmp_path: Path, mak
         weights.verified(Path(third.path), third.digest)
 
 
-def test_the_last_versions_are_kept_with_their_manifests(tmp_path: Path, make: Make) -> None:
-    made = make()
-    for version in range(1, 5):
-        publish(made.policy, version, tmp_path, 2)
-    assert names(tmp_path / "weights") == ["v000003", "v000004"]
-    manifest = json.loads((tmp_path / "weights" / "v000004" / "manifest.json").read_text())
-    assert (manifest["version"], manifest["kind"]) == (4, "lora")
-
-
 @pytest.mark.parametrize("settings", [{}, {"rank": 0}])
 def test_moments_in_main_memory_give_the_same_updates_and_checkpoints(
     tmp_path: Path, llama: Path, settings: dict[str, int]
 ) -> None:
-    kept = trainer(llama, tmp_path, **settings)
-    away = trainer(llama, tmp_path, **settings, offload_optimizer=True)
-    resumed = trainer(llama, tmp_path, **settings, offload_optimizer=True)
+    kept, away, resumed = (
+        trainer(llama, tmp_path, **settings, offload_optimizer=offloaded)
+        for offloaded in (False, True, True)
+    )
     for version in range(2):
         for made in (kept, away):
             made.update(batch(version + 3, version))

@@ -16,7 +16,6 @@ from coppice.learner.forest.trees import pack
 from coppice.learner.model import checkpoint, loading
 from coppice.learner.model.model import TreeModel
 from coppice.learner.update.trainer import Trainer
-from tests import tiny
 from tests.updates import episodes, everything, trainer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -40,19 +39,6 @@ def read(made: TreeModel) -> list[torch.Tensor]:
     logprobs.sum().backward()
     gradients = [p.grad for p in made.trained().values() if p.grad is not None]
     return [logprobs.detach(), made.reference_logprobs(pack(paths)), *gradients]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_no_bit_of_a_result_changes(
-    kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tiny.save(tmp_path / kind, kind)
-    held = policy(folder, dtype)
-    monkeypatch.setattr(loading, "narrow", lambda *_: None)
-    expected, found = read(policy(folder, dtype)), read(held)
-    assert all(g.any() for g in expected[2:])
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize("settings", [{}, {"rank": 0}, {"critic": {}, "scheme": "gae"}])

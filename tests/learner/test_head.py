@@ -89,14 +89,6 @@ def test_over_a_support_values_and_gradients_are_those_of_the_masked_softmax(
     compare(inputs, 0.8, trained, support=random_support(inputs[2], vocabulary))
 
 
-@pytest.mark.parametrize("first", [0, 690])
-def test_a_support_within_one_block_leaves_nothing_of_the_others(first: int) -> None:
-    hidden, weight, _, upstream = given(40, 700)
-    weight = weight * torch.linspace(0.1, 60, 700)[:, None]
-    support = Support(np.full(40, 5), np.tile(np.arange(first, first + 5), 40))
-    compare([hidden, weight, torch.full((40,), first + 2), upstream], 1.0, True, support=support)
-
-
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("budget", [0, 40_000, 1 << 30])
 def test_what_is_kept_for_backward_does_not_change_the_gradients(
