@@ -17,9 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from coppice.learner.config import LearnerConfig, LoraConfig
 from coppice.learner.forest import attention, flex
 from coppice.learner.forest.attention import Layout, tree_attention
-from coppice.learner.forest.head import token_logprobs
 from coppice.learner.forest.trees import Forest, Path, filled, pack
-from coppice.learner.model import model as model_module
 from coppice.learner.model.model import TreeModel
 from coppice.learner.model.ranks import Ranks
 from tests import tiny
@@ -244,23 +242,3 @@ def test_any_random_tree_trains_as_its_paths_do(
         lora, place = LoraConfig(rank, 8.0), str(folders[kind])
         model = TreeModel(place, config, 1.0, Ranks(60), lora=lora, values=critic)
         compare(model, forest(seed, trees=3, steps=steps))
-
-
-def test_trained_tokens_that_paths_share_pass_the_head_once(
-    folders: dict[str, FilePath], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Trajectories that fork, trained from the prompt on: three leaves share five tokens."""
-    rng = np.random.default_rng(0)
-    prompt, trunk = list(rng.integers(0, 50, 7)), list(rng.integers(0, 50, 5))
-    paths = [Path(prompt + trunk + list(rng.integers(0, 50, 4)), 7) for _ in range(3)]
-    passed: list[int] = []
-
-    def counted(hidden: torch.Tensor, *rest: Any) -> Any:
-        passed.append(len(hidden))
-        return token_logprobs(hidden, *rest)
-
-    monkeypatch.setattr(model_module, "token_logprobs", counted)
-    config = LearnerConfig(dtype="float32", lora=LoraConfig(0, 8.0))
-    model = TreeModel(str(folders["llama"]), config, 1.0, Ranks(60))
-    compare(model, paths)
-    assert passed == [5 + 3 * 4, 9, 9, 9]

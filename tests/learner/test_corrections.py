@@ -188,17 +188,6 @@ def test_terms_coefficients_and_gradients_are_those_of_the_formula_one_token_at_
         assert_allclose(slope, coefficients * b.advantage, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", CORRECTIONS)
-def test_on_policy_every_coefficient_is_one_and_the_gradient_plain(name: str, level: Level) -> None:
-    b = batch(3, far=0, moved=0)
-    slope, made = gradient(b, name, {"level": level})
-    np.testing.assert_array_equal(slope, gradient(b, "none", {})[0])
-    np.testing.assert_array_equal(slope, b.advantage)
-    assert made.coefficient.tolist() == [1.0] * len(b.current)
-    assert not (made.clipped | made.masked).any()
-
-
 @settings(max_examples=60, deadline=None)
 @given(SEEDS, st.sampled_from([(name, level) for name, level in EVERY if level != "token"]))
 def test_a_split_segment_has_the_gradient_of_one_piece(seed: int, which: tuple[str, Level]) -> None:

@@ -99,3 +99,17 @@ def test_what_does_not_fit_names_the_largest_part_and_its_remedy() -> None:
         "59.0 GiB are free: most is for activations; take learner.gradient_checkpointing, or a"
         " smaller learner.micro_tokens"
     )
+
+
+def test_offloaded_moments_leave_the_largest_of_step_and_passes() -> None:
+    shape = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 9}
+    held, away, short = (
+        rank_parts(convert(GAE | {"lora": WHOLE} | more, LearnerConfig), shape, 2.0**30, 4)
+        for more in (
+            {"micro_tokens": 2**24}, {"micro_tokens": 2**24, "offload_optimizer": True},
+            {"micro_tokens": 1, "offload_optimizer": True},
+        )
+    )  # fmt: skip
+    assert held["policy in training"] == away["policy in training"] + 8 == 16
+    assert "activations" in held
+    assert short["optimizer step"] == 8 + 4  # one model's moments, and the sum of its gradients

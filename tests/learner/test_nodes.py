@@ -50,22 +50,14 @@ async def update(dispatcher: Dispatcher, some: list[TrainGroup]) -> list[int]:
     return [answer.version for answer in answers]
 
 
-@pytest.mark.parametrize(
-    ("sharding", "files"), [("fsdp", 4), pytest.param("hybrid", 2, marks=pytest.mark.long)]
-)
 async def test_two_nodes_of_two_ranks_have_the_moments_of_one_rank(
-    tmp_path: Path, llama: Path, sharding: str, files: int
+    tmp_path: Path, llama: Path
 ) -> None:
-    rank, port = (0 if sharding == "fsdp" else 4), str(free_port())
-    learner = process(
-        llama, tmp_path, rank, micro_tokens=16, count=4, sharding=sharding,
-        collective_timeout_s=60.0,
-    )  # fmt: skip
+    rank, settings = 0, {"count": 4, "sharding": "fsdp", "collective_timeout_s": 60.0}
+    learner = process(llama, tmp_path, rank, micro_tokens=16, **settings)
     file = tmp_path / "learner.json"
     file.write_bytes(msgspec.json.encode(learner))
-    meeting = ["--master-addr", "127.0.0.1", "--master-port", port]
-    if sharding == "hybrid":
-        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    meeting = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     some, nodes = groups(7)
     async with bench(tmp_path) as here:
         (tmp_path / "endpoint").write_text(here.dispatcher.endpoint)
@@ -77,7 +69,7 @@ async def test_two_nodes_of_two_ranks_have_the_moments_of_one_rank(
             for agent in agents:
                 agent.kill()
     folder = tmp_path / "checkpoints" / "v000001"
-    assert len(list(folder.glob("policy-*.safetensors"))) == files
+    assert len(list(folder.glob("policy-*.safetensors"))) == 4
     alone = trainer(llama, tmp_path, rank, micro_tokens=16)
     alone.update(Batch(0, 3, some, nodes))
     stored, moved = StoredPart(folder, "policy"), 0.0

@@ -10,15 +10,12 @@ import msgspec
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM
 
-from coppice.actors.engines import weights
 from coppice.learner.config import OptimizerConfig
 from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.forest.trees import pack
 from coppice.learner.model import checkpoint
 from coppice.learner.model.optimizer import Stepper
-from coppice.learner.model.publish import publish
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.batches import Inbox
 from coppice.learner.update.stopwatch import PREFIX, Stopwatch
@@ -147,21 +144,6 @@ def test_primes_reward_model_trains_on_what_its_filter_keeps(make: Make) -> None
     assert_equal(everything(made), everything(without))
     nothing = made.update(msgspec.structs.replace(scored(some, lambda *_: 1.0), version=1))
     assert (nothing["learner/skipped"], nothing["learner/left_out_trajectories"]) == (1, 9)
-
-
-def test_published_adapters_merged_equal_the_policy(
-    tmp_path: Path, llama: Path, make: Make
-) -> None:
-    made = make()
-    made.update(batch(3, 0))
-    published = publish(made.policy, 1, tmp_path, 2)
-    proven = weights.verified(Path(published.path), published.digest)
-    actor = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
-    weights.apply(actor, llama, proven)
-    ids = torch.arange(20)[None]
-    with torch.no_grad():
-        expected = made.policy.causal(ids).logits
-        assert_close(actor(ids).logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_trees_with_a_token_older_than_the_bound_are_counted(make: Make) -> None:
