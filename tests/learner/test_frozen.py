@@ -15,7 +15,6 @@ from coppice.learner.forest.trees import Path as TokenPath
 from coppice.learner.forest.trees import pack
 from coppice.learner.model import checkpoint, loading
 from coppice.learner.model.model import TreeModel
-from coppice.learner.update.trainer import Trainer
 from tests.updates import episodes, everything, trainer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -58,12 +57,9 @@ def test_updates_and_a_resume_do_not_change_by_a_bit(
     for version in range(2):
         wide.update(episodes(version + 1, version))
 
-    def sizes(of: Trainer) -> set[int]:
-        """Bytes of a frozen number of the initial policy."""
-        every = of.policy.initial.tower.parameters()
-        return {p.itemsize for p in every if not p.requires_grad}
-
-    assert (sizes(made), sizes(wide)) == ({2, 4}, {4})
+    for one, sizes in ((made, {2, 4}), (wide, {4})):
+        initial = one.policy.initial.tower.parameters()
+        assert {p.itemsize for p in initial if not p.requires_grad} == sizes
     for name, value in everything(wide).items():
         assert torch.equal(value, everything(made)[name]), name
         assert torch.equal(value, everything(resumed)[name]), name

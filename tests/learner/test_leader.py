@@ -95,20 +95,6 @@ async def test_a_group_sent_again_is_answered_by_its_update(tmp_path: Path, llam
         assert [answer.version for answer in await asyncio.gather(*calls, *again)] == [1] * 4
 
 
-async def test_a_trained_group_is_answered_at_once(tmp_path: Path, llama: Path) -> None:
-    async with learner(llama, tmp_path, checkpoint_every=2) as (_, dispatcher):
-        for version, saved in ((1, False), (2, True)):
-            some, _ = groups(version)
-            await trained(dispatcher, some)
-            assert (newest(tmp_path) is not None) == saved
-            (again,) = await asyncio.gather(*send(dispatcher, some[:1]))
-            assert again.version == version
-        first, _ = groups(1)
-        (late,) = await asyncio.gather(*send(dispatcher, first[:1]))
-        assert (late.version, late.metrics["learner/groups"]) == (1, 3)
-        assert late.path.endswith("v000001")
-
-
 async def test_a_resumed_learner_knows_versions_and_metrics(tmp_path: Path, llama: Path) -> None:
     async with learner(llama, tmp_path, checkpoint_every=10) as (_, dispatcher):
         told: list[Trained] = []

@@ -6,7 +6,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import convert
 
+from coppice.learner.config import LearnerConfig
 from coppice.learner.model.memory import lacks, rank_parts, sizes
 from coppice.learner.model.model import TreeModel
 from coppice.learner.update.plan import LearnerPlan, plan_of

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -53,8 +54,8 @@ async def update(dispatcher: Dispatcher, some: list[TrainGroup]) -> list[int]:
 async def test_two_nodes_of_two_ranks_have_the_moments_of_one_rank(
     tmp_path: Path, llama: Path
 ) -> None:
-    rank, settings = 0, {"count": 4, "sharding": "fsdp", "collective_timeout_s": 60.0}
-    learner = process(llama, tmp_path, rank, micro_tokens=16, **settings)
+    settings: dict[str, Any] = {"count": 4, "sharding": "fsdp", "collective_timeout_s": 60.0}
+    learner = process(llama, tmp_path, 0, micro_tokens=16, **settings)
     file = tmp_path / "learner.json"
     file.write_bytes(msgspec.json.encode(learner))
     meeting = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
@@ -70,7 +71,7 @@ async def test_two_nodes_of_two_ranks_have_the_moments_of_one_rank(
                 agent.kill()
     folder = tmp_path / "checkpoints" / "v000001"
     assert len(list(folder.glob("policy-*.safetensors"))) == 4
-    alone = trainer(llama, tmp_path, rank, micro_tokens=16)
+    alone = trainer(llama, tmp_path, 0, micro_tokens=16)
     alone.update(Batch(0, 3, some, nodes))
     stored, moved = StoredPart(folder, "policy"), 0.0
     for name, parameter in alone.stepper.parameters.items():
@@ -81,7 +82,7 @@ async def test_two_nodes_of_two_ranks_have_the_moments_of_one_rank(
                 stored.rows(f"{moment}/{name}", expected), expected, rtol=1e-3, atol=1e-7
             )
     assert moved > 0.1
-    again = trainer(llama, tmp_path, rank)
+    again = trainer(llama, tmp_path, 0)
     assert checkpoint.restore(again, folder).groups() == dict.fromkeys(
         (group.id for group in some), 1
     )

@@ -22,7 +22,7 @@ from coppice.learner.update.trainer import Trainer
 from coppice.learner.update.trainer import adapted_kl as adapted
 from tests.learner.conftest import Make
 from tests.learner.tables import NO, made_of
-from tests.updates import batch, episodes, rescored, state, table_of
+from tests.updates import batch, episodes, everything, rescored, table_of
 
 
 def tabled(tokens: list[int], *columns: list[int]) -> TurnTable:
@@ -43,11 +43,6 @@ def test_slate_weights_are_means_over_tokens_candidates_and_questions_summed_ove
 def test_trajectory_weights_are_token_mean_over_a_whole_trajectory() -> None:
     t = tabled([2, 4, 3, 3], [0] * 4, [0, 0, 1, 1], [0] * 4)
     assert_allclose(token_weights(t, t.mask(), "trajectory"), [1 / 12] * 12)
-
-
-def test_forced_tokens_weigh_nothing_and_do_not_dilute_the_others() -> None:
-    sampled = np.array([True, False, False, True])
-    assert token_weights(tabled([4], [0], [0], [0]), sampled, "turn").tolist() == [0.5, 0, 0, 0.5]
 
 
 @pytest.mark.parametrize("aggregation", ["turn", "trajectory", "token", "constant"])
@@ -187,7 +182,9 @@ def test_the_adaptive_factor_follows_the_error_within_a_fifth() -> None:
 
 
 def same(one: Trainer, other: Trainer) -> bool:
-    return all(torch.equal(value, state(other)[name]) for name, value in state(one).items())
+    return all(
+        torch.equal(value, everything(other)[name]) for name, value in everything(one).items()
+    )
 
 
 def test_the_adaptive_factor_scales_the_next_update_and_lasts(tmp_path: Path, make: Make) -> None:

@@ -185,12 +185,11 @@ def test_a_sharded_rank_loads_and_holds_its_part_alone(ran: Path, name: str, sha
         for key, tensor in load_file(ran / "narrow" / "model.safetensors").items()
     ]
     for rank in range(4):
-        loaded, largest, held = json.loads((ran / f"{name}-{rank}.bytes").read_text())
+        loaded, held = json.loads((ran / f"{name}-{rank}.bytes").read_text())
         if shards == 1:
             assert loaded == held > sum(stored)
         else:  # adapters alone have values before the model is sharded
             assert loaded < 0.25 * sum(stored)
-            assert largest == max(stored) / shards
         assert sum(stored) / shards <= held < 1.3 * sum(stored) / shards
 
 

@@ -113,11 +113,6 @@ KNOWN: list[tuple[str, dict[str, Any], TurnTable, Any]] = [
     # prm .5, -.25 scaled by .5: 1, -.5; leave-one-out 1.5, -1.5; outcome 1, -1: 5 x 2.5 and -12.5
     ("prime", {}, made_of([1, 1], {"outcome": [1, 0]}, token_scores={"prm": [0.5, -0.25]}),
      [1, -1]),
-    # the accuracy of a question is over the outcomes that are there
-    ("prime", {},
-     made_of([1] * 6, {"outcome": [1, 0, NO, 1, NO, 1]}, [0, 0, 0, 1, 1, 1],
-             token_scores={"prm": [0.5, -0.25, 9, 1, 2, 3]}),
-     [1, -1, 0, 0, 0, 0]),
     # 2 + 1, 1 + a missing reward, 0 + 1: the returns 3 and 1 are compared
     ("rloo", {}, made_of([2, 2, 2], {"reward": [2, 1, 1, NO, 0, 1]}), [2, 2, 0, 0, -2, -2]),
     # turn 1: .4, -.4, .4, -.4 and one missing; turn 2: .1, -.1, .1, -.1 and one missing
@@ -454,25 +449,24 @@ def test_trajectories_without_a_score_are_counted_unless_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "count"),
+    ("name", "options"),
     [
-        ("gae", {}, "tokens"), ("ppr", {}, "tokens"), ("reinforce_pp", {}, "tokens"),
-        ("prime", {"accuracy_low": 0, "accuracy_high": 1}, "tokens"),
-        ("oprl", {"base": "reinforce_pp"}, "tokens"), ("outcome", {}, "trajectories"),
-        ("turn_grpo", {"n_min": 99}, "turns"), ("mc_pr", {"n_min": 99}, "turns"),
-        ("vpr_v2", {}, "turns"),
+        ("gae", {}), ("ppr", {}), ("reinforce_pp", {}), ("oprl", {"base": "reinforce_pp"}),
+        ("prime", {"accuracy_low": 0, "accuracy_high": 1}), ("outcome", {}), ("vpr_v2", {}),
+        ("turn_grpo", {"n_min": 99}), ("mc_pr", {"n_min": 99}),
     ],
 )  # fmt: skip
 def test_sample_and_population_deviation_have_their_ratio(
-    name: str, options: dict[str, Any], count: str
+    name: str, options: dict[str, Any]
 ) -> None:
-    t, option = random_table(11), "whiten_ddof" if count == "tokens" else "ddof"
+    t, of_turns = random_table(11), name in ("vpr_v2", "turn_grpo", "mc_pr")
+    option = "ddof" if of_turns or name == "outcome" else "whiten_ddof"
     population, sample = (
         schemes.load(name, options | {option: ddof})(t).advantages for ddof in (0, 1)
     )
-    n: Any = {
-        "tokens": t.mask().sum(), "trajectories": len(t.trajectories().tree), "turns": len(t),
-    }[count]  # fmt: skip
+    n = len(t) if of_turns else t.mask().sum()
+    if name == "outcome":
+        n = len(t.trajectories().tree)
     assert np.abs(population).max() > 0.1
     assert_allclose(population, sample * np.sqrt(n / (n - 1)), atol=1e-4)
 

@@ -91,9 +91,6 @@ GROUPED, WHOLE = leaves(TREE, OUTCOMES, groups=[1, 1, 1, 2]), leaves(TREE, OUTCO
 WEIGHED = with_column(WHOLE, weight=[np.nan, 1 / 8, 1 / 8, 1 / 4, 1 / 2])
 SURELY = leaves([[[1, -2]], [[3, 4]]], [1.0, 0.0])
 VALUED = with_column(leaves([[[1, 2], [3]], [[4]]], [1.0, 0.0]), mc_value=[0.25, 0.75, 0.5])
-# U(AB) = 1 / 2 sqrt 2, and C is such that U(ABC) = (1 + C) / 3 sqrt 3 is the same
-STEP, C = 1 / 8**0.5, (27 / 8) ** 0.5 - 1
-GAINLESS = leaves(TREE, [0.75, 0.0, 0.75 * C, -0.75 * (1 + C)])
 
 KNOWN: list[tuple[str, dict[str, Any], TurnTable, Any]] = [
     # Tree 1 has outcomes 1, 0, 1; tree 2 has 0. All: mean 1/2, sample std sqrt(1/3). Tree 1: mean
@@ -123,11 +120,6 @@ KNOWN: list[tuple[str, dict[str, Any], TurnTable, Any]] = [
      [1 / 6, -1 / 6, 1 / 2, 1 / 2, 1 / 6, -1 / 6, -1 / 2, 1 / 6, 1 / 3, -1 / 2]),
     # All: mean 1/2, std sqrt(1/2), so +-0.7071; trees of one leaf add 0
     ("tree_grpo", {}, leaves([[[1]], [[2]]], [1.0, 0.0], groups=[1, 2]), [0.7071, -0.7071]),
-    # As released, a step without a gain has that of the step before. Leave one out: A 1, B 0, C C,
-    # D -1 - C; AB's gain is ABC's.
-    ("treerl", {}, GAINLESS,
-     [2 * STEP, 2 * STEP, 2 - STEP, 2 - STEP, 2 * STEP, 2 * STEP, -STEP, 2 * STEP, 2 * C - STEP,
-      -2 * (1 + C)]),
     # The root has two children (ABC, D), ABC has two (AB, C), AB has two: weights 1/8, 1/8, 1/4,
     # 1/2. V(AB) = 1/2, V(ABC) = (1/2 + 1) / 2 = 3/4, V(root) = (3/4 + 0) / 2 = 3/8.
     ("spo", {"form": "paper", "whiten": False}, WEIGHED,

@@ -29,7 +29,6 @@ from tests.updates import (
     gradient,
     groups,
     rescored,
-    state,
     steady,
 )
 
@@ -52,7 +51,7 @@ def test_four_updates_equal_two_a_checkpoint_a_resume_and_two(
     assert resumed.watch.state.first == {"wrong": [2.0, 3.0]}
     for version in range(2, 4):
         resumed.update(batch(version, version))
-    assert_equal(state(straight), state(resumed))
+    assert_equal(everything(straight), everything(resumed))
 
 
 def test_with_one_optimizer_step_the_current_policy_is_the_proximal_one(make: Make) -> None:
@@ -68,10 +67,10 @@ def test_with_one_optimizer_step_the_current_policy_is_the_proximal_one(make: Ma
 
 def test_turns_of_zero_advantage_change_nothing(make: Make) -> None:
     made = make(kl_coef=0.0)
-    before = state(made)
+    before = everything(made)
     assert made.update(rescored(batch(7, 0), lambda _: {"reward": 1.0}))["learner/skipped"] == 1
     assert made.version == 1
-    assert_equal(before, state(made))
+    assert_equal(before, everything(made))
 
 
 def changed(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> set[str]:
@@ -179,9 +178,6 @@ def test_a_batch_takes_an_equal_part_of_every_scheduler_however_far_one_is_ahead
     assert inbox.ready() is None  # four trees, and only one of the second scheduler
     inbox.close(TreeClosed(5, [5]))
     assert inbox.ready() == [0, 1, 2, 5]
-    inbox.take([0, 1, 2, 5], 0)
-    inbox.close(TreeClosed(3, [3]))
-    assert inbox.ready() is None
 
 
 def test_groups_of_a_replaced_tree_leave_with_the_next_batch_and_are_no_question() -> None:
