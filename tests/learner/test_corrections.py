@@ -140,7 +140,6 @@ def inside(value: float, low: float, high: float) -> float:
 FORMULAS: list[tuple[str, dict[str, Any], Formula]] = [
     ("none", {}, lambda t: weighted(1.0, t)),
     ("ppo_clip", {}, lambda t: pessimistic(t.ratio, t.advantage, 0.2, 0.2, 3.0)),
-    ("ppo_clip", {"dual_clip": None}, lambda t: pessimistic(t.ratio, t.advantage, 0.2, 0.2)),
     ("ppo_clip", {"clip_low": 0.1, "clip_high": 0.4, "dual_clip": 1.5},
      lambda t: pessimistic(t.ratio, t.advantage, 0.1, 0.4, 1.5)),
     ("decoupled", {}, lambda t: times(inside(t.old, 0, 5), t)),

@@ -9,7 +9,7 @@ import pytest
 from msgspec import convert
 
 from coppice.learner.config import LearnerConfig
-from coppice.learner.model.memory import lacks, rank_parts, sizes
+from coppice.learner.model.memory import rank_parts, sizes
 from coppice.learner.model.model import TreeModel
 from coppice.learner.update.plan import LearnerPlan, plan_of
 from coppice.learner.update.trainer import Batch, Trainer
@@ -92,15 +92,6 @@ def test_the_sum_is_what_a_rank_holds(tmp_path: Path, rank: int, dtype: str) -> 
     held = [told.get(name, 0) * 2**30 for name in names]
     assert sum(held[:2]) == pytest.approx(frozen, rel=0.01)
     assert held[2] == pytest.approx(4 * trained, rel=0.01)
-
-
-def test_what_does_not_fit_names_the_largest_part_and_its_remedy() -> None:
-    parts = {"frozen weights": 10.0, "policy in training": 20.0, "activations": 30.0}
-    assert lacks(parts, 60) == ""
-    assert lacks(parts, 59).endswith(
-        "59.0 GiB are free: most is for activations; take learner.gradient_checkpointing, or a"
-        " smaller learner.micro_tokens"
-    )
 
 
 def test_offloaded_moments_leave_the_largest_of_step_and_passes() -> None:

@@ -221,8 +221,6 @@ def test_tokens_that_a_scheme_leaves_out_are_in_no_mean(tmp_path: Path, llama: P
 @pytest.mark.parametrize(
     ("turns", "sampled", "alpha", "values", "expected"),
     [
-        # four sampled tokens: lambda = 3/4; deltas 0, 0, 0, 1/2, so A = (3/4)^3 / 2 .. 1/2
-        ([[1, 2], [3, 4]], [True] * 4, 1.0, [0.5] * 4, [27 / 128, 9 / 32, 3 / 8, 1 / 2]),
         # lambda = max(0, 1 - 4/3) = 0: A is the one-step difference, .6 - .4 over the observation
         ([[1, 2], [3]], [True] * 3, 0.25, [0.1, 0.4, 0.6], [0.3, 0.2, 0.4]),
         # two sampled tokens: lambda = 1/2

@@ -113,13 +113,6 @@ def test_clipped_and_masked_shares_entropy_kl_and_coefficient_are_means_over_tok
 
 
 KEYS = ("ppr/turns_correct", "ppr/turns_wrong", "ppr/turn_pay_correct", "ppr/turn_pay_wrong")
-
-
-def said(series: list[tuple[float, ...]], limit: float = 1.3) -> list[str]:
-    watch = Watch(WatchConfig(turns=limit))
-    return [s for row in series for s in watch.warnings(dict(zip(KEYS, row, strict=True)), None)]
-
-
 PLAIN = (2.0, 2.0, 0.5, -0.3)
 
 
@@ -138,6 +131,8 @@ PLAIN = (2.0, 2.0, 0.5, -0.3)
 def test_a_side_effect_alone_is_told_with_its_remedy(
     later: list[tuple[float, ...]], limit: float, told: str
 ) -> None:
-    sentences = said([PLAIN] * FIRST + later, limit)
+    watch = Watch(WatchConfig(turns=limit))
+    rows = (dict(zip(KEYS, row, strict=True)) for row in [PLAIN] * FIRST + later)
+    sentences = [sentence for row in rows for sentence in watch.warnings(row, None)]
     assert bool(sentences) == bool(told)
     assert all(told in sentence and "watch.turns = 1.3" in sentence for sentence in sentences)
