@@ -29,7 +29,7 @@ LONG_S = 100.0
 
 def torchrun(node: int, meeting: list[str], file: Path) -> subprocess.Popen[bytes]:
     """The agent of one node with its two ranks."""
-    place = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    place = {"PYTHONPATH": f"{ROOT}/src:{ROOT}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     shape = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "2", *meeting]
     command = [
         sys.executable, "-m", "torch.distributed.run", *shape, "-m", "coppice.learner.main",
