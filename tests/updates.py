@@ -144,10 +144,6 @@ def steady(made: Trainer) -> Trainer:
     return made
 
 
-def state(made: Trainer) -> dict[str, torch.Tensor]:
-    return {name: p.clone() for name, p in made.policy.gathered().items()}
-
-
 def everything(made: Trainer) -> dict[str, torch.Tensor]:
     """A copy of what trains in policy, critic and reward model. A collective when sharded."""
     models = {part: model.gathered().items() for part, (model, _) in made.parts().items()}

@@ -9,13 +9,11 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from coppice.learner.config import LearnerProcess
 from coppice.learner.main import unpack_batch
@@ -56,21 +54,6 @@ class Placing(Ranks):
         return super().place(module, layer, compute)
 
 
-class Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that an operation made. A view, also of a mapped file, and a
-    tensor without values take no memory."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = func(*args, **(kwargs or {}))
-        if isinstance(given, torch.Tensor) and not (
-            given.is_meta or func.is_view or func.__name__.startswith(("empty", "set_"))
-        ):
-            self.bytes = max(self.bytes, given.nbytes)
-        return given
-
-
 def full(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
@@ -79,14 +62,13 @@ def work(folder: Path, name: str, scenario: Scenario, rank: int) -> None:
     """One rank: updates, a checkpoint, then the weights of everything that trains."""
     w = scenario.process.learner
     ranks = Placing(30, w.sharding, w.shard_ranks)
-    with Largest() as largest:
-        made = steady(Trainer(scenario.process, ranks))
+    made = steady(Trainer(scenario.process, ranks))
     held = [
         part.to_local() if isinstance(part, DTensor) else part
         for part in made.policy.tower.parameters()
     ]
     (folder / f"{name}-{rank}.bytes").write_bytes(
-        msgspec.json.encode([ranks.loaded, largest.bytes, sum(p.nbytes for p in held)])
+        msgspec.json.encode([ranks.loaded, sum(p.nbytes for p in held)])
     )
     if scenario.faults:
         (folder / f"{name}-{rank}.faults").write_bytes(

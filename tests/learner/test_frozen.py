@@ -15,8 +15,6 @@ from coppice.learner.forest.trees import Path as TokenPath
 from coppice.learner.forest.trees import pack
 from coppice.learner.model import checkpoint, loading
 from coppice.learner.model.model import TreeModel
-from coppice.learner.update.trainer import Trainer
-from tests import tiny
 from tests.updates import episodes, everything, trainer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -42,19 +40,6 @@ def read(made: TreeModel) -> list[torch.Tensor]:
     return [logprobs.detach(), made.reference_logprobs(pack(paths)), *gradients]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_no_bit_of_a_result_changes(
-    kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tiny.save(tmp_path / kind, kind)
-    held = policy(folder, dtype)
-    monkeypatch.setattr(loading, "narrow", lambda *_: None)
-    expected, found = read(policy(folder, dtype)), read(held)
-    assert all(g.any() for g in expected[2:])
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-
-
 @pytest.mark.parametrize("settings", [{}, {"rank": 0}, {"critic": {}, "scheme": "gae"}])
 def test_updates_and_a_resume_do_not_change_by_a_bit(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
@@ -72,12 +57,9 @@ def test_updates_and_a_resume_do_not_change_by_a_bit(
     for version in range(2):
         wide.update(episodes(version + 1, version))
 
-    def sizes(of: Trainer) -> set[int]:
-        """Bytes of a frozen number of the initial policy."""
-        every = of.policy.initial.tower.parameters()
-        return {p.itemsize for p in every if not p.requires_grad}
-
-    assert (sizes(made), sizes(wide)) == ({2, 4}, {4})
+    for one, sizes in ((made, {2, 4}), (wide, {4})):
+        initial = one.policy.initial.tower.parameters()
+        assert {p.itemsize for p in initial if not p.requires_grad} == sizes
     for name, value in everything(wide).items():
         assert torch.equal(value, everything(made)[name]), name
         assert torch.equal(value, everything(resumed)[name]), name

@@ -56,13 +56,12 @@ SCENARIOS: dict[str, tuple[int, int, dict[str, object]]] = {
 """Ranks, LoRA rank (0: every weight), settings. "delta": a tiny Qwen3.5, half of whose layers are
 gated DeltaNet."""
 
-NARROW: dict[str, object] = {"dtype": "bfloat16", "sharding": "fsdp"}
-AGAIN: dict[str, object] = NARROW | {"gradient_checkpointing": True}
+AGAIN: dict[str, object] = {
+    "dtype": "bfloat16", "sharding": "fsdp", "gradient_checkpointing": True,
+}  # fmt: skip
 CHECKED: dict[str, tuple[int, int, dict[str, object]]] = {
-    "checked_float32": (2, 4, {}), "checked_bfloat16": (2, 4, {"dtype": "bfloat16"}),
-    "checked_sharded_bfloat16": (2, 4, NARROW), "checked_checkpointing_lora": (2, 4, AGAIN),
-    "checked_checkpointing_full": (2, 0, AGAIN), "checked_checkpointing_lora_alone": (1, 4, AGAIN),
-    "checked_checkpointing_full_alone": (1, 0, AGAIN),
+    "checked_float32": (2, 4, {}), "checked_checkpointing_lora": (2, 4, AGAIN),
+    "checked_checkpointing_full": (2, 0, AGAIN), "checked_checkpointing_full_alone": (1, 0, AGAIN),
 }  # fmt: skip
 """Ranks that check planted faults, LoRA rank (0: every weight), settings."""
 
@@ -80,13 +79,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
     made: dict[str, Scenario] = {}
     delta(folder / "delta", "qwen3_5_text")
     for name, (count, rank, settings) in SCENARIOS.items():
-        own = process(
-            folder / "delta" if "delta" in name else llama,
-            folder,
-            rank,
-            micro_tokens=16,
-            **settings,
-        )
+        model = folder / "delta" if "delta" in name else llama
+        own = process(model, folder, rank, micro_tokens=16, **settings)
         made[name] = Scenario(own, _batch(name), count, UPDATES, free_port())
 
     def add(name: str, like: str, **changes: Any) -> None:
@@ -183,17 +177,6 @@ def test_any_number_of_ranks_reads_a_sharded_state(ran: Path, tmp_path: Path, ll
             torch.testing.assert_close(value, expected[key], atol=1e-5, rtol=1e-4)
 
 
-def test_two_copies_write_each_row_once(ran: Path, tmp_path: Path, llama: Path) -> None:
-    folder = ran / "hybrid_all" / "checkpoints" / f"v{UPDATES:06d}"
-    assert [
-        len(list(folder.glob(f"{part}-*.safetensors"))) for part in ("policy", "critic", "prm")
-    ] == [2, 2, 2]
-    made = trainer(llama, tmp_path, 4, **ALL_MODELS)
-    checkpoint.restore(made, folder)
-    for key, value in load_file(ran / "hybrid_all-0.safetensors").items():
-        assert torch.equal(everything(made)[key], value), key
-
-
 @pytest.mark.parametrize(("name", "shards"), [("mixed", 4), ("dead_hybrid", 2), ("dead", 1)])
 def test_a_sharded_rank_loads_and_holds_its_part_alone(ran: Path, name: str, shards: int) -> None:
     # in float32, but for the frozen layers of a learner that computes in bfloat16
@@ -202,12 +185,11 @@ def test_a_sharded_rank_loads_and_holds_its_part_alone(ran: Path, name: str, sha
         for key, tensor in load_file(ran / "narrow" / "model.safetensors").items()
     ]
     for rank in range(4):
-        loaded, largest, held = json.loads((ran / f"{name}-{rank}.bytes").read_text())
+        loaded, held = json.loads((ran / f"{name}-{rank}.bytes").read_text())
         if shards == 1:
             assert loaded == held > sum(stored)
         else:  # adapters alone have values before the model is sharded
             assert loaded < 0.25 * sum(stored)
-            assert largest == max(stored) / shards
         assert sum(stored) / shards <= held < 1.3 * sum(stored) / shards
 
 

@@ -87,7 +87,6 @@ KNOWN: list[tuple[str, dict[str, Any], TurnTable, Any]] = [
     ("slate", {}, steps([1, 1, -1, 3], [0, 0, 1, 1]), [0, 0, -HALF, HALF]),
     ("grpo", {}, TWO_TURNS, np.repeat(SAMPLE, 2)),
     ("grpo", {"ddof": 0}, TWO_TURNS, np.repeat(POPULATION, 2)),
-    ("grpo", {}, made_of([1], {"reward": [1]}), [0]),
     ("grpo", {"column": "outcome"}, made_of([2, 2], {"outcome": [NO, 1, NO, 0]}),
      [HALF, HALF, -HALF, -HALF]),
     ("grpo", {"std": False}, made_of([2, 2, 1], {"reward": [1, 1, 0, 0, 5]}, [0, 0, 1]),
@@ -107,27 +106,18 @@ KNOWN: list[tuple[str, dict[str, Any], TurnTable, Any]] = [
       0.7071, 0.5, -1.4142, 0.5, 0.7071]),
     ("turn_grpo", {"n_min": 7}, VPR, (VPR.column("reward") - 11 / 15) / 0.442217),
     ("turn_grpo", {}, made_of([1] * 5, {"reward": [1, 0, 1, 0, NO]}), [1, -1, 1, -1, 0]),
-    ("turn_grpo", {}, made_of([2], {"reward": [NO, NO]}), [0, 0]),
     ("vpr_v2", {}, VPR_V2, CENTRED),
-    ("vpr_v2", {"most_equal": 1 / 3}, VPR_V2, CENTRED),
     ("vpr_v2", {"most_equal": 0.33}, VPR_V2, [0] * 12),  # one of three groups is equal
-    ("vpr_v2", {}, made_of([1] * 4, {"reward": [1, 1, NO, NO]}), [0] * 4),
     # returns 1, -1, 0 (out of turns), 1: mean .25, population variance .75 - .0625
     ("outcome", {}, EPISODES, [0.9045, 0.9045, -1.5076, -0.3015, -0.3015, 0.9045]),
     # prm .5, -.25 scaled by .5: 1, -.5; leave-one-out 1.5, -1.5; outcome 1, -1: 5 x 2.5 and -12.5
     ("prime", {}, made_of([1, 1], {"outcome": [1, 0]}, token_scores={"prm": [0.5, -0.25]}),
      [1, -1]),
-    # the accuracy of a question is over the outcomes that are there
-    ("prime", {},
-     made_of([1] * 6, {"outcome": [1, 0, NO, 1, NO, 1]}, [0, 0, 0, 1, 1, 1],
-             token_scores={"prm": [0.5, -0.25, 9, 1, 2, 3]}),
-     [1, -1, 0, 0, 0, 0]),
     # 2 + 1, 1 + a missing reward, 0 + 1: the returns 3 and 1 are compared
     ("rloo", {}, made_of([2, 2, 2], {"reward": [2, 1, 1, NO, 0, 1]}), [2, 2, 0, 0, -2, -2]),
     # turn 1: .4, -.4, .4, -.4 and one missing; turn 2: .1, -.1, .1, -.1 and one missing
     ("mc_pr", {}, made_of([2] * 5, MC_PR), [1, 1, -1, -1] * 2 + [0, 0]),
     ("gigpo", {}, SEEN_AGAIN, EPISODE + np.array([-0.2263, 0, 0.2263, 0, 0])),
-    ("gigpo", {"alpha": 0}, SEEN_AGAIN, EPISODE),
     ("gigpo", {"alpha": 0, "episode_std": True}, SEEN_AGAIN, 4 * HALF * EPISODE),
     ("gigpo", {"step_std": True}, SEEN_AGAIN, EPISODE + HALF * np.array([-1, 0, 1, 0, 0])),
     # one observation in two questions is two
@@ -135,9 +125,7 @@ KNOWN: list[tuple[str, dict[str, Any], TurnTable, Any]] = [
     # G = .95 x 1, 1 on one observation: mean .975; a lone episode has no episode advantage
     ("gigpo", {}, made_of([2], {"reward": [NO, 1]}, anchor=[3, 3]), [-0.025, 0.025]),
     ("oprl", {"variant": "process"}, OPRL, A_S),
-    ("oprl", {"alpha": 0}, OPRL, A_E),
     ("oprl", {"alpha": 2}, OPRL, A_E + 2 * A_S),
-    ("oprl", {"base": "rloo", "variant": "process"}, OPRL, RLOO_S),
     ("oprl", {"base": "rloo", "alpha": 2}, OPRL, RLOO_E + 2 * RLOO_S),
     ("oprl", {"base": "reinforce_pp", "alpha": 0}, OPRL, WHITE),
     # .2, -.1, .05, 0, -.15 with mean 0 and population variance .015: sample A_S x sqrt(5 / 4)
@@ -170,9 +158,7 @@ def test_a_score_column_that_no_turn_has_is_named_with_those_there_are() -> None
         ("slat", {}, "slate"),
         ("slate", {"dof": 1}, "ddof"),
         ("ppr", {"normalisation": "mean"}, "'mean': expected"),
-        ("ppr", {"targets": "vtraces"}, "'vtraces': expected"),
         ("gae", {"gamma": "high"}, "'high': expected"),
-        ("grpo", {"std": 3}, "3: expected"),
     ],
 )
 def test_an_unknown_scheme_option_or_value_is_refused_with_the_known_ones(
@@ -200,20 +186,16 @@ def ppr_case(r_hat: list[float], r_o: float) -> TurnTable:
     return made_of([n], scores, token_scores={"value": [0.0] * n})
 
 
-# Trajectories with r_hat .5, 1, .25 (an invalid judgement before it) and r_o = 1, 0; three tokens a
-# turn
+# Trajectories with r_hat .5, 1, .25 (an invalid judgement before it) and r_o = 1, 0, whose last
+# turns are not judged, even where a score is there; three tokens a turn
 TWO_JUDGED = made_of(
-    [3, 3], {"process": [0.5, 1, NO, NO, 0.25, NO], "outcome": [NO, NO, 1, NO, NO, 0]},
+    [3, 3], {"process": [0.5, 1, 0.9, NO, 0.25, 0.9], "outcome": [NO, NO, 1, NO, NO, 0]},
     tokens=[3] * 6, token_scores={"value": [0.0] * 18},
 )  # fmt: skip
 # normalised by a constant; each turn is paid at its last token
 PPR: list[tuple[TurnTable, Any]] = [
     (ppr_case([4 / 6, 1], 1), [2.6667, 2, 1]),
     (ppr_case([4 / 6, 1], 0), [-0.3333, 0, 0]),
-    (ppr_case([1, 1], 1), [3, 2, 1]),
-    (ppr_case([1] * 4, 1), [5, 4, 3, 2, 1]),
-    (ppr_case([0.8] * 2, 0), [-0.4, -0.2, 0]),
-    (ppr_case([0.8] * 4, 0), [-0.8, -0.6, -0.4, -0.2, 0]),
     (TWO_JUDGED, np.repeat([2.5, 2, 1, -1.75, -0.75, 0], 3)),
 ]
 CRITICS: list[tuple[str, TurnTable, dict[str, Any], Any, Any]] = [
@@ -281,13 +263,6 @@ def test_ppr_normalisations_by_hand(
     assert_allclose(rewards_of(TWO_JUDGED, how, invalid), expected)
 
 
-def test_ppr_does_not_judge_the_last_turn_even_where_a_score_is_there() -> None:
-    t = made_of([2], {"process": [0.5, 0.9], "outcome": [NO, 1]})
-    for how in ("constant", "none", "rescale"):
-        assert rewards_of(t, how)[1] == 1
-    assert rewards_of(t, "reduced").tolist() == [0, 1.5]
-
-
 def test_ppr_measures_what_a_turn_pays_in_correct_and_in_wrong_trajectories() -> None:
     assert schemes.load("ppr", {}).metrics(TWO_JUDGED) == {
         "ppr/turns_correct": 3,
@@ -296,12 +271,8 @@ def test_ppr_measures_what_a_turn_pays_in_correct_and_in_wrong_trajectories() ->
         "ppr/turn_pay_wrong": -0.875,  # (-1 + .25 - 1) / 2: the invalid one counts as r_hat = 0
         "ppr/process_reward": -0.0625,
     }
-    assert "ppr/turn_pay_correct" not in schemes.load("ppr", {}).metrics(ppr_case([], 1))
     skipped = schemes.load("ppr", {"invalid": "skip"}).metrics(TWO_JUDGED)
     assert (skipped["ppr/turn_pay_wrong"], skipped["ppr/process_reward"]) == (-0.75, 0.25)
-    # what each adds to the end
-    reduced = schemes.load("ppr", {"normalisation": "reduced"}).metrics(TWO_JUDGED)
-    assert (reduced["ppr/turn_pay_correct"], reduced["ppr/turn_pay_wrong"]) == (0.75, 0.125)
 
 
 def test_oprl_on_ppo_adds_the_step_advantage_to_token_gae_on_the_outcome() -> None:
@@ -478,29 +449,26 @@ def test_trajectories_without_a_score_are_counted_unless_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "count"),
+    ("name", "options"),
     [
-        ("gae", {}, "tokens"), ("ppr", {}, "tokens"), ("reinforce_pp", {}, "tokens"),
-        ("prime", {"accuracy_low": 0, "accuracy_high": 1}, "tokens"),
-        ("oprl", {"base": "reinforce_pp"}, "tokens"),
-        ("oprl", {"base": "grpo", "variant": "process"}, "turns of a question"),
-        ("outcome", {}, "trajectories"), ("turn_grpo", {"n_min": 99}, "turns"),
-        ("mc_pr", {"n_min": 99}, "turns"), ("vpr_v2", {}, "turns"),
+        ("gae", {}), ("ppr", {}), ("reinforce_pp", {}), ("oprl", {"base": "reinforce_pp"}),
+        ("prime", {"accuracy_low": 0, "accuracy_high": 1}), ("outcome", {}), ("vpr_v2", {}),
+        ("turn_grpo", {"n_min": 99}), ("mc_pr", {"n_min": 99}),
     ],
 )  # fmt: skip
 def test_sample_and_population_deviation_have_their_ratio(
-    name: str, options: dict[str, Any], count: str
+    name: str, options: dict[str, Any]
 ) -> None:
-    t, option = random_table(11), "whiten_ddof" if count == "tokens" else "ddof"
+    t, of_turns = random_table(11), name in ("vpr_v2", "turn_grpo", "mc_pr")
+    option = "ddof" if of_turns or name == "outcome" else "whiten_ddof"
     population, sample = (
         schemes.load(name, options | {option: ddof})(t).advantages for ddof in (0, 1)
     )
-    n: Any = {
-        "tokens": t.mask().sum(), "trajectories": len(t.trajectories().tree), "turns": len(t),
-        "turns of a question": t.per_token(np.bincount(t.tree)[t.tree]),
-    }[count]  # fmt: skip
+    n = len(t) if of_turns else t.mask().sum()
+    if name == "outcome":
+        n = len(t.trajectories().tree)
     assert np.abs(population).max() > 0.1
-    assert_allclose(population, sample * np.sqrt(n / np.maximum(n - 1, 1)), atol=1e-4)
+    assert_allclose(population, sample * np.sqrt(n / (n - 1)), atol=1e-4)
 
 
 @pytest.mark.parametrize("which", EVERY, ids=str)

@@ -91,9 +91,7 @@ async def test_idle_ranks_hear_of_rank_0_also_while_groups_trickle_in(
 
 ONE, NONE, THREE = [True], [False, False], [True] * 3
 BATCHES = {
-    "one token in each of two forests": (few(ONE, ONE), 1),
     "one token among forced ones": (few([False, True, False], THREE), 1),
-    "no sampled token in one forest": (few(NONE, THREE), 1),
     "one token in a forest of many": (few(ONE, NONE, THREE), 1000),
     "no sampled token at all": (few(NONE, NONE), 1),
     "a whole batch of one turn": (few(THREE), 1000),
