@@ -44,8 +44,6 @@ def workers(run: Run, name: str) -> list[health.WorkerHealth]:
 
 
 def guest(run: Path, folder: Path) -> subprocess.Popen[str]:
-    """A judge that finds the run by its invitation alone, beside the run's own judge of the same
-    name."""
     invitation = str(folder / "invitation")
     assert plug_in(["--run", str(run), "--invite", "judge.exact_match", "--to", invitation]) == 0
     serve = [sys.executable, str(ROOT / "tools" / "serve"), "exact_match", "--name", GUEST]

@@ -11,7 +11,6 @@ from tests.sglang_cpu import shared
 
 
 def test_slate_on_sglang(searching: Path, launch: Launch) -> None:
-    """All weights train, so that each update is a whole one."""
     own = shared.config()
     sglang = {f"actors.sglang.{name}": getattr(own, name) for name in ("python", "start_timeout_s")}
     for name in ("arguments", "environment"):

@@ -1,5 +1,4 @@
-"""What must hold after every run, read from the journal and the learner's own record, not from the
-scheduler's word."""
+"""What must hold after every run, by the journal and the learner's own record."""
 
 import itertools
 import math
