@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests import run_folder
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.wire.messages import Turn
 from tests.chaos import invariants, plan
 from tests.chaos.chapters import chaos
 from tests.forks import ROOT, Server
@@ -43,11 +46,19 @@ def check(said: str) -> set[str]:
 
 
 def test_a_task_that_is_neither_trained_nor_quarantined_is_found(tmp_path: Path) -> None:
-    run = run_folder.make(tmp_path / "run", ended=False)
-    assert invariants.account(run) == invariants.Account(3, 3, 0, in_updates=3, updates=3)
-    with sqlite3.connect(run / "journal.sqlite") as database:
-        database.execute("UPDATE groups SET trained=NULL WHERE id=1")
-    faults = invariants.of_the_files(run, 1)
-    assert "nothing lost: 3 drawn, 2 trained and 0 quarantined" in faults
-    assert "whole updates: 2 tasks are in 3 updates of 1 tasks each" in faults
-    assert f"the run is over: there is no {run / 'summary.json'}" in faults
+    journal = Journal(tmp_path / "journal.sqlite")
+    for number in range(4):
+        tree = Tree(number, f"task-{number}")
+        tree.add(None, "prompt", np.arange(4, dtype=np.int32), "prompt", state={})
+        journal.start_tree(tree, number, 0)
+        journal.save_group(tree, number, [Turn(0, 0, 1, {})])
+        journal.mark_trained(number, 1 + number // 2)
+        journal.close_tree(tree)
+    journal.close()
+    assert invariants.account(tmp_path) == invariants.Account(4, 4, 0, in_updates=4, updates=2)
+    with sqlite3.connect(tmp_path / "journal.sqlite") as database:
+        database.execute("UPDATE groups SET trained=NULL WHERE id=2")
+    faults = invariants.of_the_files(tmp_path, 2)
+    assert "nothing lost: 4 drawn, 3 trained and 0 quarantined" in faults
+    assert "whole updates: 3 tasks are in 2 updates of 2 tasks each" in faults
+    assert f"the run is over: there is no {tmp_path / 'summary.json'}" in faults
