@@ -25,8 +25,7 @@ _CITED = re.compile(
 
 
 def citations(text: str) -> list[tuple[str, str]]:
-    """Pairs of a cited section and a cited row ("" for none): "methods.md 1.1, 1.3" are two,
-    "methods.md 6, row 3" is one."""
+    """Pairs of a cited section and a cited row ("" for none)."""
     pairs = []
     for first, more, _, row in _CITED.findall(text):
         pairs += [(first, row), *((section, "") for section in re.findall(_SECTION, more))]

@@ -22,8 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "research": ROOMS,
 }
 FLOORS = "defaults launching evaluating finetuning inspecting planning".split()
-"""The folders of tools/, from the ground up: a folder imports only those before it, at any depth of
-its functions."""
+"""The folders of tools/, from the ground up: a folder imports only those before it."""
 
 
 def modules(room: str) -> list[Path]:
@@ -91,8 +90,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 def imported(path: Path, paths: dict[str, Path]) -> set[str]:
-    """The files of the project that ``path`` imports; "from package import name" means package.name
-    where that is a file."""
+    """The files of the project that ``path`` imports."""
     found = {name if name in paths else name.rpartition(".")[0] for name in imports(path)}
     return found & set(paths)
 

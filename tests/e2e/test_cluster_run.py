@@ -1,5 +1,4 @@
-"""A whole run on a Ray cluster of several nodes on this machine. Workers come and go, and a node is
-killed in the middle."""
+"""A whole run on a Ray cluster of several nodes on this machine, one of which is killed."""
 
 import json
 import os

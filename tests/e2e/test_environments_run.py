@@ -1,5 +1,4 @@
-"""A whole run in each kind of environment: a game, a shop, conversations, pictures, and an agent
-that is a Python function."""
+"""A whole run in each kind of environment, and of an agent that is a Python function."""
 
 from pathlib import Path
 

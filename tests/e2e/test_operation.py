@@ -1,5 +1,4 @@
-"""Whole runs that are watched, paused, drained and stopped, that meet a process that hangs, and what
-a killed launcher leaves behind."""
+"""Whole runs that are watched, paused, drained, stopped, or meet a process that hangs."""
 
 import asyncio
 import socket

@@ -1,5 +1,4 @@
-"""A short SLATE run of the real processes on a real SGLang server that the actor starts, and that
-takes its weights out of the learner's memory."""
+"""A short run on a real SGLang server that takes its weights out of the learner's memory."""
 
 import json
 import re

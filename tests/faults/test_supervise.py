@@ -131,12 +131,6 @@ def test_a_kill_is_resumed_and_the_run_ends_as_if_it_had_not_been(victim: str, c
     assert crew(**told).ends(0).count(line) == 2
 
 
-def test_a_rank_that_is_killed_each_time_before_it_gets_anywhere_ends_the_run(crew: Hire) -> None:
-    made = crew(scheduler=STAYS, learner_0=[["kill"]])
-    assert f"\nlearner-0 failed: {KILLED}" in made.ends(1)
-    assert made.starts("learner-0") == [failures.RESTARTS + 1]
-
-
 def test_the_rank_that_failed_first_is_named_and_not_the_one_it_took_along(crew: Hire) -> None:
     said = crew(scheduler=STAYS, learner_0=[[PEER]], learner_1=[["off by 0.6"]]).ends(1)
     assert "learner-1 failed: PackingError: off by 0.6\n" in said

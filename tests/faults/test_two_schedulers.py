@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coppice.common import frontier, shards
+from coppice.common import shards
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.telemetry import health
 from coppice.tools.inspecting.audit import audit
@@ -84,6 +84,3 @@ def test_every_task_of_both_is_trained_once_within_the_bound(lived: Lived) -> No
     updates = max(version for version in trained[0] if version is not None)
     assert updates >= 15
     assert trained == [dict.fromkeys(range(1, updates + 1), 2)] * 2
-    pairs = [(one, tree) for one, rows in zip(journals, trees, strict=True) for tree in rows]
-    groups = [pair for journal, tree in pairs for pair in journal.groups(tree.id)]
-    assert frontier.read(run, updates).groups() == dict(groups)

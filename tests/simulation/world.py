@@ -246,7 +246,6 @@ class World:
             files[0], files[1], p.actors, ["retrieve"], 4, p.settings, **more,
         )  # fmt: skip
         run = scheduling.Run(process, socket, lambda: self.agenda.now)
-        # not the time of the machine
         run.dispatcher.roster.numbers = itertools.count(1_000_000 * (self.lives + 1))
         self.note("scheduler", f"life {self.lives + 1}")
         dismiss = run.dismiss
