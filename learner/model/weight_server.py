@@ -192,42 +192,6 @@ class WeightServer:
                         torch.cuda.current_stream().synchronize()
             self._ended(store, number)
         finally:
-            with contextlib.suppress(RuntimeError):
-                for key in ("ask", "answer", "done"):
-                    store.delete_key(f"{key}/{number}")
-
-    def _answer(self, store: Any, number: int, answer: dict[str, Any]) -> None:
-        key = f"answer/{number}"
-        store.set(key, sealed(self.token, key, json.dumps(answer)))
-
-    def _ended(self, store: Any, number: int) -> None:
-        """Wait until the asker is done, at most for the timeout."""
-        end = time.monotonic() + self.timeout.total_seconds()
-        while time.monotonic() < end and not store.check([f"done/{number}"]):
-            if self._closing.wait(_LOOK_S):
-                return
-
-    def _broadcast(
-        self, store: Any, number: int, ask: dict[str, Any], buckets: list[_Bucket]
-    ) -> None:
-        """Join a group with the asker's ranks as rank 0, and broadcast each bucket as bytes."""
-        meeting = bound_store(self.host, self.timeout)
-        told = [bucket.told for bucket in buckets]
-        answer = {"address": self.host, "port": meeting.port, "buckets": told}
-        self._answer(store, number, answer)
-        size = 1 + int(ask["ranks"])
-        group = joined(meeting, ask["group"], ask["backend"], size, self.timeout)
-        options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
-        try:
-            for bucket in buckets:
-                flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in bucket])
-                if not group.broadcast([flat], options).wait(self.timeout):
-                    raise RuntimeError(f"no broadcast of {flat.nbytes} bytes within {self.timeout}")
-                if flat.is_cuda:
-                    torch.cuda.current_stream().synchronize()
-            self._ended(store, number)
-        finally:
             dist.destroy_process_group(group)
 
 

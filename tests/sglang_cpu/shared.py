@@ -46,9 +46,6 @@ VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-KEY = "COPPICE_TEST_SERVER_KEY"
-"""The variable that holds the newest session server's key."""
-
 GPU_FLAGS: dict[str, Any] = {
     "dtype": "float32",
     "attention_backend": "triton",
@@ -89,7 +86,9 @@ class Shared:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.way = self.launched(arguments)
-        os.environ[KEY] = self.way.key
+        self.key = f"COPPICE_TEST_SERVER_KEY_{self.url.rpartition(':')[2]}"
+        """The variable that holds the server's key."""
+        os.environ[self.key] = self.way.key
         self._run(self.way.start())
 
     def launched(self, arguments: dict[str, Any]) -> Launched:
@@ -104,7 +103,7 @@ class Shared:
     def engine(self, **settings: Any) -> Any:
         """An engine on this server, not started."""
         sglang = SGLangConfig(
-            way="url", urls=[self.url], api_key_env=KEY, update_timeout_s=60.0, **settings
+            way="url", urls=[self.url], api_key_env=self.key, update_timeout_s=60.0, **settings
         )
         return SGLangEngine(
             str(self.model), ActorsConfig(max_batch=8, max_context=512, sglang=sglang)

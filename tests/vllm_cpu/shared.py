@@ -8,7 +8,7 @@ from coppice.actors.engines.servers import Launched
 from coppice.actors.engines.vllm import VLLMEngine
 from coppice.actors.engines.vllm_api import VLLMHttp
 from coppice.research import venvs
-from tests.sglang_cpu.shared import KEY, Shared
+from tests.sglang_cpu.shared import Shared
 
 BLOCK = 32
 """Tokens of one block of the prefix cache, the fewest that vLLM takes on a CPU."""
@@ -50,7 +50,7 @@ class SharedVLLM(Shared):
     def engine(self, **settings: Any) -> VLLMEngine:
         """An engine on this server, not started."""
         vllm = ServedConfig(
-            way="url", urls=[self.url], api_key_env=KEY, update_timeout_s=60.0, **settings
+            way="url", urls=[self.url], api_key_env=self.key, update_timeout_s=60.0, **settings
         )
         actors = ActorsConfig(engine="vllm", max_batch=8, max_context=512, vllm=vllm)
         return VLLMEngine(str(self.model), actors)
