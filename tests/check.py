@@ -2,8 +2,7 @@
 pytest. All of them run; the exit status is 1 if any failed.
 
 Tests marked alone (tests/conftest.py) and named tests run one after the other, the others in
-several processes, with pyright beside them. In a full run the numerical ones run again with kernels
-for any processor: a bound that holds on one kind of machine only fails on every machine.
+several processes. In a full run the numerical ones run again with kernels for any processor.
 """
 
 import argparse
@@ -37,8 +36,7 @@ _SIDE_BY_SIDE = ["-n", str(PROCESSES), "--dist", "worksteal"]
 
 
 def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Name -> Python module and its arguments, for each check; ``arguments`` are pytest's, QUICK
-    and ALL."""
+    """Name -> Python module and its arguments, for each check."""
     given = [argument for argument in arguments if argument not in (QUICK, ALL)]
     checks = {
         "ruff check": ["ruff", "check", "."],
@@ -98,7 +96,6 @@ def start(name: str, command: list[str], output: int | None = None) -> subproces
 
 
 def finish(name: str, check: subprocess.Popen[str]) -> list[str]:
-    """Wait for a started check and say how long that took; [name] if it failed, else []."""
     print(f"== {name}", flush=True)
     begun = time.monotonic()
     output, _ = check.communicate()

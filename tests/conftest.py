@@ -32,13 +32,11 @@ COMPUTING = tuple(
         " tools/research/test_costs.py tools/research/test_theory tools/test_shells.py"
     ).split()
 )
-"""Where slow tests compute and do not depend on what else the machine does, so that several may run
-at once."""
+"""Where slow tests compute, so that several may run at once."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what tools/test --quick leaves out, what tools/test without --all does (other tests are
-    marked where they stand), and what must run alone."""
+    """Mark what is slow or long, where it is not marked where it stands, and what runs alone."""
     for item in items:
         names = getattr(item, "fixturenames", ())
         served = {"sglang_server", "vllm_server"}.intersection(names)

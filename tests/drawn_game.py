@@ -1,5 +1,4 @@
-"""A game as a library has them, for another Python: it needs the standard library alone. Its object
-changes, and it draws from the process's random state."""
+"""A game as a library has them, for another Python: it needs the standard library alone."""
 
 import os
 import random

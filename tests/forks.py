@@ -1,8 +1,7 @@
 """Processes of a run that are forks of a server, which has imported everything: importing torch for
 each process costs more than all the updates of a small run.
 
-``python -m tests.forks`` is the server. A fork of it is the launcher, whose children are its forks:
-they run the same modules with the same files, environment, signals and command line as a user's.
+``python -m tests.forks`` is the server. A fork of it is the launcher, whose children are its forks.
 """
 
 import contextlib
@@ -45,8 +44,7 @@ coppice.tools.launching.serve_model coppice.tools.launching.set_up
 
 
 class Fork:
-    """A child process with the methods of ``subprocess.Popen`` that the launcher uses. work: what
-    it does; its end is the process's end."""
+    """A child process that does ``work``, with the methods of ``Popen`` that the launcher uses."""
 
     def __init__(
         self,

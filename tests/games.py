@@ -34,7 +34,6 @@ def play(environment: Any, state: Any, *actions: str, tools: Any = None) -> list
 
 
 def scores(judge: Judge, turns: list[JudgedTurn]) -> list[dict[str, float]]:
-    """The scores of turns, none of which is invalid."""
     made, bad = checked(judge, turns, asyncio.run(judge.score(turns)))
     assert bad == 0
     return [judgement.scores for judgement in made]
@@ -45,7 +44,6 @@ def travelled(turns: list[JudgedTurn]) -> list[JudgedTurn]:
 
 
 def refused(judge: Judge, state: Any) -> bool:
-    """Whether a judge names the task whose state it cannot read."""
     turn = JudgedTurn("other-7", [], "", "", 1, 4, state=state, move=[0, 0, 1])
     try:
         asyncio.run(judge.score([turn]))

@@ -32,9 +32,8 @@ def make(
     ended: bool = True,
     shard: Shard = Shard(),
 ) -> Path:
-    """Write a run with an update and a tree of two candidates per reward, in which generation took
-    one second and the learner a quarter of one. exact: the held-out exact match by version. text,
-    scores: of the candidates. ended: with a summary. shard: whose ids the trees get."""
+    """Write a run with an update and a tree of two candidates per reward. exact: the held-out exact
+    match by version. text, scores: of the candidates. shard: whose ids the trees get."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_bytes(as_json(load(DEFAULT_CONFIG, list(changes))))
     record.write_environment(folder)

@@ -1,5 +1,4 @@
-"""A whole run as its user has it: launched, observed from outside, resumed, brought to its end, and
-checked."""
+"""A whole run as its user has it: launched, observed from outside, resumed, ended, checked."""
 
 import contextlib
 import json
@@ -39,8 +38,7 @@ Launch = Callable[..., "Run"]
 
 class Run:
     """A run in ``folder``. config: None for the default. server: whose forks its processes are;
-    without it they are started anew, as a user's are. begin: see Server.launch. cwd: where it is
-    launched."""
+    without it they are started anew, as a user's are. begin: see Server.launch."""
 
     def __init__(
         self,
@@ -59,8 +57,7 @@ class Run:
         self.launcher: Fork | subprocess.Popen[bytes]
 
     def launch(self, words: str = "", *more: str) -> None:
-        """Start coppice launch on the config: ``run.launch("scheduler.updates=5 --json")``. more:
-        arguments that have spaces."""
+        """Start coppice launch. words: arguments; more: those that have spaces."""
         config = [] if self.config is None else ["--config", str(self.config)]
         self._start(*config, "--run-folder", str(self.folder), *words.split(), *more)
 
@@ -210,8 +207,7 @@ class Run:
     def check(
         self, updates: int = UPDATES, questions: int = QUESTIONS, learns: bool = True
     ) -> None:
-        """Every drawn task once, every group trained once, all updates done, every metric declared.
-        learns: each update had something to learn."""
+        """Every task and group once, all updates done. learns: each had something to learn."""
         names: set[str] = set().union(*self.records())
         assert [name for name in sorted(names) if declaration(name) is None] == []
         journal = self.journal()

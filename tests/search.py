@@ -1,5 +1,4 @@
-"""Searches for whole runs with an untrained policy, named "tests.search:AnySearch" or ":CoinSearch"
-in data.environment, and a judge of theirs."""
+"""Searches for whole runs with an untrained policy, and a judge of theirs."""
 
 import zlib
 

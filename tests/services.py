@@ -17,14 +17,10 @@ from coppice.wire.service import Call, Handler, Service
 
 
 class EchoRequest(msgspec.Struct, frozen=True):
-    """Service ``echo`` of the tests: numbers that say what the worker does."""
-
     tokens: np.ndarray
 
 
 class EchoResult(msgspec.Struct, frozen=True):
-    """Numbers, usually those of the request, and one that tells who answered."""
-
     tokens: np.ndarray
     version: int
 
@@ -33,17 +29,14 @@ SERVICES["echo"] = (EchoRequest, EchoResult)
 
 
 def ask(value: float = 1.0) -> EchoRequest:
-    """A request of one number."""
     return EchoRequest(np.array([value], np.float32))
 
 
 async def echo(request: EchoRequest, call: Call) -> EchoResult:
-    """Answer with what was asked."""
     return EchoResult(request.tokens, 0)
 
 
 async def forever(request: Any, call: Call) -> Any:
-    """Answer never."""
     await asyncio.Event().wait()
 
 

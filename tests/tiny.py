@@ -56,8 +56,7 @@ def save(folder: Path, kind: str = "llama", seed: int = 0, **shape: Any) -> Path
 
 
 def save_vision(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0) -> Path:
-    """A folder of a tiny model that reads pictures: a picture of 28 x 28 pixels is a token, a
-    picture has 4 to 16 of them."""
+    """A folder of a tiny model that reads pictures; 28 x 28 pixels are a token."""
     torch.manual_seed(seed)
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
     text = {**SHAPE, "vocab_size": 264, "hidden_size": 64, "rope_parameters": rope}

@@ -1,5 +1,4 @@
-"""Runs that are struck, each with a part of the faults, from its start to its end and the check of
-its invariants."""
+"""Runs that are struck, each with a part of the faults, and the check of their invariants."""
 
 import shutil
 import time
@@ -23,9 +22,8 @@ CHAPTER, WIDTH = 100, 80
 def chaos(
     faults: list[Fault], folder: Path, server: Server, mounts: bool = False, schedulers: int = 1
 ) -> bool:
-    """Strike runs in ``folder`` with ``faults``. Return whether an invariant was broken. server:
-    whose forks the runs are. mounts: whether disks may be mounted. schedulers: how many each run
-    has."""
+    """Strike runs in ``folder``. Return whether an invariant was broken. mounts: whether disks may
+    be mounted."""
     disk, place = folder / "disk", folder / "world"
     disk.mkdir()
     place.mkdir()

@@ -1,5 +1,5 @@
-"""What a process of a run does to itself when chaos orders it to. A thread takes orders on a Unix
-socket whose name is the process's number, and answers when the fault has really struck."""
+"""What a process of a run does to itself when chaos orders it to, on a Unix socket whose name is the
+process's number. It answers when the fault has really struck."""
 
 import ctypes
 import json
@@ -27,7 +27,6 @@ def address(pid: int) -> str:
 
 
 def listen() -> None:
-    """Begin to take orders: JSON {kind, variant}. The answer is a text that says what struck."""
     orders = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     orders.bind(address(os.getpid()))
 

@@ -13,8 +13,7 @@ from tests.chaos.run import Struck
 
 
 class Account(msgspec.Struct, frozen=True):
-    """What became of the tasks of a run: drawn = trained + quarantined. in_updates: the tasks that
-    one version trained, which may have been quarantined after they had emitted a group."""
+    """Tasks of a run: drawn = trained + quarantined. in_updates: those that one version trained."""
 
     drawn: int
     trained: int

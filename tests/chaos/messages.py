@@ -1,5 +1,5 @@
 """Faults that strike a message, a load of weights or a gradient of this process: once armed, each
-strikes the next one that passes the functions which ``wrap`` puts around the product's."""
+strikes the next one that passes."""
 
 import random
 from collections.abc import Callable, Iterable
@@ -37,7 +37,6 @@ class Armed(msgspec.Struct, frozen=True):
 
 
 armed: dict[str, Armed] = {}
-"""By kind."""
 
 
 def take(kind: str, wanted: bool = True) -> Callable[[str], None] | None:

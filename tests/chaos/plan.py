@@ -1,5 +1,4 @@
-"""Which faults strike, where and in which order. A seed decides all of it, so that a run of chaos
-can be repeated."""
+"""Which faults strike, where and in which order, as a seed decides."""
 
 import random
 from collections.abc import Collection, Iterable, Iterator
@@ -21,8 +20,7 @@ WRITERS = ("scheduler", "learner-0", "learner-1")
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """share: how many of 100 faults are of this kind. places: the processes that it can strike.
-    starts: whether processes start again after it."""
+    """share: of 100 faults. starts: whether processes start again after it."""
 
     share: int
     places: tuple[str, ...]

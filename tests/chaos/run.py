@@ -1,5 +1,4 @@
-"""One run that is struck: what is seen of it beyond a whole run, and how its processes are told to
-strike themselves."""
+"""One run that is struck, and how its processes are told to strike themselves."""
 
 import json
 import os

@@ -7,8 +7,6 @@ from coppice.wire.messages import JudgedTurn, Judgement
 
 
 class Hanging(ExactMatch):
-    """gate: a file that the process which hangs has made before."""
-
     def __init__(self, gate: str):
         super().__init__()
         self.gate = Path(gate)

@@ -1,5 +1,4 @@
-"""A whole run on a Ray cluster of several nodes on this machine. Workers come and go, and a node is
-killed in the middle."""
+"""A whole run on a Ray cluster of several nodes on this machine, one of which is killed."""
 
 import json
 import os
@@ -44,8 +43,6 @@ def workers(run: Run, name: str) -> list[health.WorkerHealth]:
 
 
 def guest(run: Path, folder: Path) -> subprocess.Popen[str]:
-    """A judge that finds the run by its invitation alone, beside the run's own judge of the same
-    name."""
     invitation = str(folder / "invitation")
     assert plug_in(["--run", str(run), "--invite", "judge.exact_match", "--to", invitation]) == 0
     serve = [sys.executable, str(ROOT / "tools" / "serve"), "exact_match", "--name", GUEST]

@@ -1,12 +1,10 @@
-"""A whole run in each kind of environment: a game, a shop, conversations, pictures, and an agent
-that is a Python function."""
+"""A whole run in each kind of environment, and of an agent that is a Python function."""
 
 from pathlib import Path
 
 import torch
 
 from coppice.common import vision
-from coppice.scheduler.growth.tree import Tree
 from coppice.tools.inspecting.export import main as export
 from tests import world
 from tests.conversations import WORDS
@@ -17,8 +15,6 @@ from tests.world import QUESTIONS, UPDATES
 def test_chains_of_a_game_against_two_opponents_train_to_the_end(
     tmp_path: Path, launch: Launch
 ) -> None:
-    """Rewards of the oracle on every turn, the outcome on the last; games of several turns, and
-    nothing was sampled that is not trained."""
     config = world.playing(tmp_path, "tests.games:AnyText")
     run = launch(
         config,
@@ -33,27 +29,19 @@ def test_chains_of_a_game_against_two_opponents_train_to_the_end(
     games = run.groups()
     for tree, turns in zip(run.trees(), games, strict=True):
         assert [t.node for t in turns] == [n.id for n in tree.nodes.values() if n.kind == "action"]
-        assert [turn.turn for turn in turns] == list(range(1, len(turns) + 1))
         assert all(turn.scores["valid"] == 1 and turn.scores["reward"] in (0, 1) for turn in turns)
         outcomes = [turn.scores["outcome"] for turn in turns if "outcome" in turn.scores]
         assert outcomes == [turns[-1].scores["outcome"]]
-        assert outcomes[0] in (-1, 0, 1)
     assert max(map(len, games)) >= 3
-    assert len({turn.scores["reward"] for turns in games for turn in turns}) == 2
-
-    def opponents(trees: list[Tree]) -> set[str]:
-        return {tree.nodes[0].state["opponent"] for tree in trees}
-
-    assert opponents(run.trees()) == {"tictactoe_minimax", "random"}
-    assert opponents(run.trees("split='heldout'")) == {"random"}
+    opponents = {
+        split: {tree.nodes[0].state["opponent"] for tree in run.trees(f"split='{split}'")}
+        for split in ("train", "heldout")
+    }
+    assert opponents == {"train": {"tictactoe_minimax", "random"}, "heldout": {"random"}}
     summary = run.summary()
     end = summary["heldout"]["end"]
     assert (end["version"], end["questions"], end["measures"]["valid"]["mean"]) == (UPDATES, 6, 1)
-    assert summary["counts"]["environment_steps"] == sum(map(len, games))
     assert summary["quarantined"] == []
-    trained = run.trained()
-    assert trained[0]["learner/logprob_gap_max"] < 1e-3
-    assert all(r["learner/forwarded_tokens"] < r["learner/path_tokens"] for r in trained)
 
 
 def test_a_run_in_the_shop_trains_on_its_rewards(tmp_path: Path, launch: Launch) -> None:
@@ -67,19 +55,16 @@ def test_a_run_in_the_shop_trains_on_its_rewards(tmp_path: Path, launch: Launch)
     )
     run.finish()
     turns = [turn for group in run.groups() for turn in group]
-    assert len({turn.trajectory for turn in turns}) == 3
     assert {turn.scores["reward"] for turn in turns} >= {0.0, 1.0}
     assert {turn.scores["step_reward"] for turn in turns} <= {0.0, 10.0}
     ends = [turn.scores for turn in turns if "outcome" in turn.scores]
     assert len(ends) == 2 * QUESTIONS * 3
-    assert all(end["success"] in (0.0, 1.0) and 0 <= end["score"] <= 100 for end in ends)
     anchors = [turn.anchor for turn in turns]
     assert None not in anchors
     # situations recur: the search page begins every trajectory
     assert len(set(anchors)) < len(anchors)
-    end = run.summary()["heldout"]["end"]
-    assert end["questions"] == 4
-    assert {"success", "score", "oracle", "valid"} <= set(end["measures"])
+    measures = run.summary()["heldout"]["end"]["measures"]
+    assert {"success", "score", "oracle", "valid"} <= set(measures)
 
 
 def test_conversations_with_a_frozen_copy_are_trained_by_oprl(
@@ -100,15 +85,12 @@ def test_conversations_with_a_frozen_copy_are_trained_by_oprl(
     run.check(2, 2, learns=False)
     for tree, turns in zip(run.trees(), run.groups(), strict=True):
         # six turns are three of the trained side, whichever side it is
-        assert len(turns) == 3 * 3
-        assert all(tree.nodes[turn.node].kind == "action" for turn in turns)
         goals = [turn.scores.get("goal") in (0, 10) for turn in turns]
         assert goals == [False, False, True] * 3
         answers = [node.text for node in tree.nodes.values() if node.kind == "observation"]
         assert len(answers) == len(turns)
         assert any(f'said: "{words}"' in answer for words in WORDS for answer in answers)
     summary = run.summary()
-    assert 0 <= summary["heldout"]["end"]["measures"]["goal"]["mean"] <= 10
     assert summary["counts"]["spoken_replies"] >= 24
     assert summary["quarantined"] == []
 
@@ -127,22 +109,15 @@ def test_a_policy_trains_on_pictures_and_goes_on_after_kill_9(
     )
     run.killed_and_resumed()
     run.check(questions=2)
-    journal, stored = run.journal(), set[bytes]()
     for tree in run.trees():
         prompts = [node for node in tree.nodes.values() if node.kind == "prompt"]
         assert [len(vision.runs(node.tokens)) for node in prompts] == [1] * len(prompts)
         assert len(prompts) == 1 + 3 * 3
-        pictures = [journal.pictures(node.tokens) for node in prompts]
-        assert all(len(of_prompt) == 1 for of_prompt in pictures)
-        stored |= {picture for of_prompt in pictures for picture in of_prompt}
-    assert len(stored) <= 9  # the goal and eight others
     trained = run.trained()
     # the engine's log-probabilities are the learner's
     assert trained[0]["learner/logprob_gap_max"] < 1e-3
     assert all(r["learner/forwarded_tokens"] < r["learner/path_tokens"] for r in trained)
-    assert "prm/loss" in trained[-1]
     assert export([str(run.folder), "--out", str(tmp_path / "policy")]) == 0
-    assert vision.Vision.of(tmp_path / "policy") is not None
     held = vision.load(tmp_path / "policy", torch.float32, "sdpa").state_dict()
     first = vision.load(tmp_path / "model", torch.float32, "sdpa").state_dict()
     changed = {name for name, tensor in held.items() if (tensor != first[name]).any()}

@@ -47,18 +47,9 @@ def test_a_tree_method_trains_on_all_its_leaves(
         turns = [turn for group in groups for turn in group]
         paths = {(i, turn.trajectory) for i, group in enumerate(groups) for turn in group}
         assert len(paths) == leaves
-        nodes = journal.tree(tree).nodes
-        own = {turn.node for turn in turns}
-        sampled = {n.id for n in nodes.values() if n.kind == "action" and not n.forced}
-        assert own == sampled
-        for fork in (nodes[id] for id in own if nodes[id].kept):
-            assert any(
-                other.id != fork.id
-                and other.parent == fork.parent
-                and other.tokens[: fork.kept].tolist() == fork.tokens[: fork.kept].tolist()
-                for other in nodes.values()
-            )
-    assert all(record["learner/forwarded_tokens"] > 0 for record in run.trained())
+        nodes = journal.tree(tree).nodes.values()
+        sampled = {node.id for node in nodes if node.kind == "action" and not node.forced}
+        assert {turn.node for turn in turns} == sampled
     gaps = [r["watch/engine_gap_max"] for r in run.records() if "watch/engine_gap_max" in r]
     assert max(gaps) < 1e-3  # copied log-probabilities are those of the tokens they belong to
 
@@ -66,8 +57,7 @@ def test_a_tree_method_trains_on_all_its_leaves(
 def test_ppr_rewards_every_turn_but_the_last_and_its_critic_learns_through_kill_9(
     searching: Path, launch: Launch, tmp_path: Path
 ) -> None:
-    """Rounds of search are judged by a language model that the run serves itself, held to its
-    form."""
+    """Its judge is a language model that the run serves itself, held to its form."""
     # prompts of a few bytes, since each is a token
     (tmp_path / "system.txt").write_text("Grade.")
     (tmp_path / "user.txt").write_text("{query_str}\n{solution_str}")
@@ -83,10 +73,6 @@ def test_ppr_rewards_every_turn_but_the_last_and_its_critic_learns_through_kill_
     )
     run.killed_and_resumed()
     run.check()
-    for tree in run.trees():
-        found = [node.text for node in tree.nodes.values() if node.kind == "observation"]
-        assert len(found) == 2
-        assert all(text.startswith("\n<information>Doc 1(Title: ") for text in found)
     groups = run.groups()
     assert len(groups) == 3 * QUESTIONS
     for turns in groups:
@@ -96,12 +82,9 @@ def test_ppr_rewards_every_turn_but_the_last_and_its_critic_learns_through_kill_
             for turn in turns[:-1]
         )
         assert "process" not in turns[-1].scores
-        assert turns[-1].scores["outcome"] == 0
-        assert (turns[-1].scores["turns"], turns[-1].scores["searches"]) == (3, 2)
+        assert turns[-1].scores["searches"] == 2
     for record in run.trained():
-        assert record["score/judge_valid"] == 1
         assert record["ppr/turn_pay_wrong"] == pytest.approx(record["score/process"] - 1)
-        assert record["score/sampled_tokens"] < record["score/response_tokens"]
         assert record["critic/loss"] >= 0
     assert "process" in run.summary()["heldout"]["end"]["measures"]
 

@@ -1,7 +1,6 @@
 """Whole runs of SLATE on a tiny model: to the end, stopped, killed and resumed, and with what users
 get wrong."""
 
-import json
 import os
 import signal
 import subprocess
@@ -13,64 +12,38 @@ from pathlib import Path
 import pytest
 
 from coppice.tools.evaluating.versions import chosen
-from coppice.tools.inspecting import dump
 from coppice.tools.inspecting.audit import audit
-from tests.runs import Launch, Run
+from tests.runs import Launch
 from tests.scheduler.test_tracking import in_trackio, in_wandb
-from tests.world import QUESTIONS, UPDATES
+from tests.world import UPDATES
 
 TWO = "actors.count=2 learner.count=2 scheduler.evaluation.questions=4"
 
 
-def check_seconds(run: Run, resumed: bool, most: float) -> None:
-    """The phases of this start add up to no more than the command took, ``most`` seconds."""
-    spent = run.summary()["seconds"]
-    phases = spent["phases"]
-    assert {"starting processes", "updates", "last evaluation", "stopping"} <= set(phases)
-    assert ("first evaluation" in phases) == (not resumed)
-    assert sum(phases.values()) == pytest.approx(spent["this_start"])
-    assert phases["updates"] < spent["this_start"] <= most
+def test_a_run_trains_to_its_end_and_leaves_what_it_promises(
+    searching: Path, launch: Launch
+) -> None:
+    began = time.monotonic()
+    run = launch(searching, "learner.count=2 scheduler.evaluation.questions=4", anew=True)
+    assert "1 tasks quarantined" in run.finish()
+    run.check()
+    summary = run.summary()
+    spent = summary["seconds"]
+    assert sum(spent["phases"].values()) == pytest.approx(spent["this_start"])
+    assert spent["this_start"] <= time.monotonic() - began
     journal = run.journal()
     for row in journal.trees("split='heldout' AND status='closed'"):
         sampled = [n.versions for n in journal.tree(row).nodes.values() if n.versions is not None]
         assert {version for versions in sampled for version in versions.tolist()} == {row.version}
-
-
-@pytest.mark.parametrize(
-    ("dtype", "gap"), [("float32", 2e-5), pytest.param("bfloat16", 0.03, marks=pytest.mark.long)]
-)
-def test_a_run_trains_to_its_end_and_leaves_what_it_promises(
-    searching: Path, launch: Launch, capsys: pytest.CaptureFixture[str], dtype: str, gap: float
-) -> None:
-    began = time.monotonic()
-    types = f"learner.dtype={dtype} actors.dtype={dtype}"
-    settings = f"learner.count=2 scheduler.evaluation.questions=4 {types}"
-    run = launch(searching, settings, anew=dtype == "float32")
-    out = run.finish()
-    run.check()
-    check_seconds(run, False, time.monotonic() - began)
-    assert f"number type {dtype} (as the config says" in out
-    assert "held-out start" in out
-    assert "held-out end" in out
-    assert "1 tasks quarantined" in out
-    summary = run.summary()
     assert set(summary["heldout"]) == {"start", "end"}
     best = max(summary["heldout"].values(), key=lambda found: found["measures"]["em"]["mean"])
     assert chosen(run.folder, "best")[0] == summary["best"]["version"] == best["version"]
     updates = [record for record in run.records() if "learner/groups" in record]
     assert len(updates) == UPDATES
     # engine and learner agree on the same weights
-    assert updates[0]["learner/logprob_gap_mean"] < gap
+    assert updates[0]["learner/logprob_gap_mean"] < 2e-5
     assert all(record["learner/staleness_max"] <= 2 for record in updates)
     assert list((run.folder / "tensorboard").iterdir())
-    assert dump.main([str(run.folder)]) == 0
-    shown = capsys.readouterr().out
-    assert "admitted at version" in shown
-    assert "reward" in shown
-    assert dump.main([str(run.folder), "--json", "--all"]) == 0
-    trees = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(trees) == UPDATES * QUESTIONS
-    assert all(sum(n["chosen"] and n["kind"] == "action" for n in t["nodes"]) >= 1 for t in trees)
 
 
 def test_after_kill_9_of_every_process_a_resumed_run_loses_and_repeats_nothing(
@@ -88,15 +61,13 @@ def test_after_kill_9_of_every_process_a_resumed_run_loses_and_repeats_nothing(
     scraped = urllib.request.urlopen(url, timeout=60).read().decode()
     assert f'coppice_health_updates{{run="run"}} {UPDATES}.0' in scraped
     run.kill_all()
-    began = time.monotonic()
     run.resume("--json")
     out = run.finish()
     run.check()
     assert set((run.folder / "metrics.jsonl").read_text().splitlines()) & set(out.splitlines())
-    check_seconds(run, True, time.monotonic() - began)
+    assert "first evaluation" not in run.summary()["seconds"]["phases"]
     # the cut alone moves them by up to -log 0.9
     assert max(record["learner/logprob_gap_max"] for record in run.trained()) < 2e-5
-    assert "log-probability difference" not in out
     for split in ("train", "heldout"):
         for tree in run.trees(f"split='{split}'"):
             for node in tree.nodes.values():
@@ -143,11 +114,9 @@ def test_checkpoints_without_a_journal_end_the_run_at_once_with_cause_remedy_and
     (torn / "state.json").write_text('{"version": ')
     run = launch(searching)
     out = run.finish(1)
-    cause, remedy, log = out.strip().splitlines()[-3:]
     holds = f"{run.folder} holds weights of version 1 and an empty journal"
-    assert cause.startswith(f"scheduler failed: {holds}"), out
-    assert remedy.startswith("remedy: mend what the cause names")
-    assert log == f"log: {run.folder}/logs/scheduler.log"
+    assert f"scheduler failed: {holds}" in out
+    assert "remedy: mend what the cause names" in out
     assert "resuming" not in out
 
 
@@ -170,8 +139,7 @@ def test_three_models_train_on_sharded_ranks_and_survive_kill_9_and_a_damaged_ch
     run.check()
     assert audit(run.folder) == []
     trained = run.trained()
-    expected = {"critic/loss", "prm/loss", "watch/ratio_p50", "learner/trunk_repeat"}
-    assert all(expected <= set(record) for record in trained)
+    assert all({"critic/loss", "prm/loss"} <= set(record) for record in trained)
     gaps = [r["watch/engine_gap_max"] for r in trained if "watch/engine_gap_max" in r]
     assert max(gaps) < 1e-3
     # 3 models on 2 ranks

@@ -1,5 +1,4 @@
-"""A short SLATE run of the real processes on a real SGLang server that the actor starts, and that
-takes its weights out of the learner's memory."""
+"""A short run on a real SGLang server that takes its weights out of the learner's memory."""
 
 import json
 import re
@@ -11,7 +10,6 @@ from tests.sglang_cpu import shared
 
 
 def test_slate_on_sglang(searching: Path, launch: Launch) -> None:
-    """All weights train, so that each update is a whole one."""
     own = shared.config()
     sglang = {f"actors.sglang.{name}": getattr(own, name) for name in ("python", "start_timeout_s")}
     for name in ("arguments", "environment"):

@@ -1,9 +1,8 @@
 """A process of a run that does as it is told: ``python -m tests.faults.mortal
 RUN/processes/NAME.json``.
 
-The file holds a list of acts, lists of words; each start does the next one. "checkpoint" makes one;
-"ready" is said by the scheduler; "deaf" ignores the signals that ask it to end; "kill", "leave",
-"freeze", "wait" and "stay" end it, or not; anything else is the message of what ends it.
+The file holds a list of acts, lists of words; each start does the next one. A word that is none of
+those below is the message of what ends it.
 """
 
 import json

@@ -51,8 +51,7 @@ POINTS: dict[str, tuple[Any, str, int, bool]] = {
     "after the marks, before the update's record": (Metrics, "record", 2, False),
     "in a generation": (local.LocalEngine, "_generate", 9, False),
 }
-"""Where a life may end: object, function, the call of this life in which it ends, and whether the
-call is done then."""
+"""Where a life may end: object, function, which call of it, and whether the call is done then."""
 
 
 class Plan(msgspec.Struct, frozen=True):

@@ -1,5 +1,4 @@
-"""Worker processes that are killed, frozen, blocked, drained or left alone lose no call, and the
-run's other workers go on."""
+"""Worker processes that are killed, frozen, drained or left alone lose no call."""
 
 import asyncio
 import contextlib
@@ -18,7 +17,7 @@ from coppice.wire.keys import RunKeys
 from coppice.wire.messages import SERVICES
 from tests.services import EchoRequest, EchoResult, Prefer
 
-ANSWER, GATE, BLOCK, EXIT = 0.0, 1.0, 2.0, 3.0
+ANSWER, GATE, EXIT = 0.0, 1.0, 2.0
 CONFIG = DispatchConfig(heartbeat_s=0.05, dead_after_s=0.6)
 
 
@@ -110,16 +109,6 @@ async def test_a_frozen_process_loses_its_calls_and_is_taken_back_when_it_thaws(
     await floor.dispatcher.wait_for("echo", 2, 10)
     assert (await floor.ask(ANSWER, prefer="frozen")).version == frozen.pid
     assert not [worker for worker in floor.dispatcher.workers() if worker.in_flight]
-
-
-async def test_a_worker_whose_event_loop_is_blocked_counts_as_dead(floor: Floor) -> None:
-    blocked = await floor.hire("blocked")
-    call = floor.ask(BLOCK)
-    await floor.has(blocked, BLOCK)
-    await floor.until(lambda workers: "blocked" not in workers)
-    call.cancel()
-    sound = await floor.hire("sound")
-    assert (await floor.ask(ANSWER)).version == sound.pid
 
 
 async def test_sigterm_lets_a_worker_finish_its_call_while_new_ones_go_elsewhere(

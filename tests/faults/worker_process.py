@@ -2,13 +2,12 @@
 tests.faults.worker_process ENDPOINT KEYS NAME.
 
 The requested token says what the request does: 0 answers, 1 works until its gate file exists, 2
-blocks the event loop, 3 ends the process at once.
+ends the process at once.
 """
 
 import asyncio
 import os
 import sys
-import threading
 from pathlib import Path
 
 from coppice.common import loop
@@ -27,8 +26,6 @@ async def serve(endpoint: str, keys: Path, name: str) -> None:
                 while not gate.exists():  # another process opens it
                     await asyncio.sleep(0.01)
             case 2:
-                threading.Event().wait()
-            case 3:
                 os._exit(3)
         return EchoResult(request.tokens, os.getpid())
 

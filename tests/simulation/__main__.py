@@ -13,8 +13,7 @@ from tests.simulation.world import simulate
 
 
 def table(most: int) -> int:
-    """Print the table of docs/reliability.md: each planted fault with the first seed that finds it.
-    Returns 1 if one is not found."""
+    """Print the first seed that finds each planted fault. Returns 1 if one is not found."""
     missed = 0
     print("| planted fault | like | first seed | what the simulation says |\n|---|---|---|---|")
     for fault in planted.FAULTS:
@@ -33,7 +32,6 @@ def failures(seed: int) -> list[str]:
 def many(seeds: range, processes: int) -> bool:
     """Play ``seeds`` in several processes, and return whether one has a violation."""
     start, failed = time.perf_counter(), 0
-    # what is imported is spared the collections of the seeds to come
     with ProcessPoolExecutor(processes, initializer=gc.freeze) as pool:
         for seed, found in zip(seeds, pool.map(failures, seeds, chunksize=20), strict=True):
             if found:

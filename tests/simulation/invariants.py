@@ -1,5 +1,4 @@
-"""What must hold after every run, read from the journal and the learner's own record, not from the
-scheduler's word."""
+"""What must hold after every run, by the journal and the learner's own record."""
 
 import itertools
 import math
@@ -18,7 +17,6 @@ from tests.simulation.scripted_learner import Update
 def of_the_journal(
     journal: Journal, plan: Plan, record: Sequence[Update], lives: int
 ) -> Iterator[str]:
-    """The violations of a finished run."""
     settings = plan.settings
     rows = journal.trees("split='train'")
     groups = {group: (row, version) for row in rows for group, version in journal.groups(row.id)}
@@ -85,8 +83,8 @@ def _trained_once(
 
 
 def _admission(rows: Sequence[TreeRow], record: Sequence[Update], plan: Plan) -> Iterator[str]:
-    """Trees admitted up to version v never exceed (max_staleness + v + 1) questions, and the
-    trained ones are in the mean no older than max_staleness."""
+    """At most (max_staleness + v + 1) questions are admitted up to version v; in the mean the
+    trained ones are no older than max_staleness."""
     questions, staleness = plan.settings.questions_per_update, plan.settings.max_staleness
     counted = {tree for update in record for tree in update.trees}
     admitted = 0
@@ -141,8 +139,7 @@ def _answers_belong(tree: Tree, node: Node) -> Iterator[str]:
 def of_the_workers(run: Run) -> Iterator[str]:
     """What the scheduler believes to run when all is done: nothing but new weights on their way."""
     if run.stream.replaced:
-        # a replaced tree came too late for the last update, so the learner has nothing to answer
-        return
+        return  # a replaced tree came too late for the last update: there is nothing to answer
     for worker in run.dispatcher.workers():
         services = [attempt.pending.service for attempt in worker.in_flight.values()]
         if left := [service for service in services if service != "load"]:

@@ -1,6 +1,5 @@
-"""The simulated network between one scheduler and its peers, with the semantics of ZeroMQ's ROUTER
-and DEALER over TCP: order is kept within a connection only; while it is down, what the scheduler
-sends is lost, what a peer sends waits, and messages under way are lost in both directions."""
+"""The simulated network, as ZeroMQ's ROUTER and DEALER over TCP: order is kept within a connection;
+while it is down, what the scheduler sends is lost, what a peer sends waits."""
 
 import asyncio
 import random
@@ -17,8 +16,8 @@ Note = Callable[..., None]
 
 
 class Connection(msgspec.Struct, eq=False):
-    """arrive: receives the frames that the scheduler sent. epoch: counts the losses. down, up: when
-    the newest message to the peer, and from the peer, arrives: later messages arrive after it."""
+    """epoch: counts the losses. down, up: when the newest message to the peer, and from it, arrives:
+    later messages arrive after it."""
 
     name: str
     identity: bytes
@@ -30,8 +29,7 @@ class Connection(msgspec.Struct, eq=False):
 
 
 class Network:
-    """The wires of a world. slow: mean delay of a message in seconds; spikes: the share of messages
-    that take up to twenty times as long."""
+    """slow: mean delay in seconds; spikes: the share of messages that take up to 20 times as long."""
 
     def __init__(self, agenda: Agenda, rng: random.Random, note: Note, slow: float, spikes: float):
         self.agenda, self.rng, self.note = agenda, rng, note

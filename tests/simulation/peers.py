@@ -1,7 +1,5 @@
-"""Scripted workers that speak the real wire messages, and the faults of each on command. A peer is
-a state machine on the agenda. It keeps to the protocol of ``wire.service.Service``: it registers
-until it is accepted, abandons its calls when its admission changes, registers again after a
-silence, and leaves when it is drained."""
+"""Scripted workers that speak the real wire messages and keep to the protocol of
+``wire.service.Service``, and the faults of each on command."""
 
 import random
 import zlib
@@ -44,8 +42,7 @@ def first_logprob(prefix: np.ndarray) -> float:
 
 
 class Peer:
-    """A worker process. services: what it offers; capacity: its requests at once; outside: whether
-    it belongs to nobody's run, and outlives a crash. Subclasses answer by ``handle``."""
+    """A worker process. outside: whether it outlives a crash. Subclasses answer by ``handle``."""
 
     outside = False
 
@@ -244,9 +241,8 @@ class Actor(Peer):
             return wire.LoadResult(body.version, body.digest, 0.0)
         assert isinstance(body, wire.GenerateRequest)
         samples = [self._sample(first_logprob(body.tokens)) for _ in range(body.n)]
-        if self._strikes(self.manners.short):
-            samples = samples[:-1]
-        return wire.GenerateResult(samples, len(body.tokens), 0)
+        short = self._strikes(self.manners.short)
+        return wire.GenerateResult(samples[:-1] if short else samples, len(body.tokens), 0)
 
     def _sample(self, first: float) -> wire.Sample:
         tokens = self.rng.choice(self.texts)

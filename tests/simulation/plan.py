@@ -1,5 +1,4 @@
-"""What a seed decides before its run starts: settings, workers, and which faults strike when. Every
-seed enables only some kinds of faults, so that rare combinations are met too ("swarm testing"). All
+"""What a seed decides before its run starts. Every seed enables some kinds of faults only, and all
 faults end at ``healthy_from``; from then on the run must get to its end."""
 
 import random
@@ -41,10 +40,9 @@ class Crash(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """See the module. kv: tokens that an actor's cache holds (0: it does not say); outside: whether
-    judges outlive a crash; alone: whether the learner does, as it does when one of several
-    schedulers is started again; shard: which one of several the scheduler is; batch: the samples
-    that keep an actor busy (0: the cache always comes first)."""
+    """kv: tokens that an actor's cache holds (0: it does not say); outside, alone: whether judges,
+    or the learner, outlive a crash; batch: the samples that keep an actor busy (0: the cache
+    always comes first)."""
 
     settings: SchedulerConfig
     actors: int

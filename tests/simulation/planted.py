@@ -1,5 +1,5 @@
-"""Planted faults: each breaks the real code as a bug of the past did, or as one might, and the
-simulation must find it. A fault is a function that patches the product while a simulation runs."""
+"""Planted faults: each patches the real code as a bug of the past did, or as one might, and the
+simulation must find it."""
 
 import asyncio
 from collections.abc import Callable
@@ -29,8 +29,7 @@ Change = Callable[[ExitStack], None]
 
 
 class Planted(msgspec.Struct, frozen=True):
-    """like: the commit that mended the fault or one like it ("" for a fault that was never here).
-    hint: the seed with which the tests begin, because earlier ones did not find the fault."""
+    """like: the commit that mended one like it. hint: the seed with which the tests begin."""
 
     name: str
     like: str

@@ -1,7 +1,4 @@
-"""A scripted learner that keeps its own record of what it trained, so that no check depends on the
-scheduler's word. It follows ``learner.main``: the oldest closed trees form an update, every group
-is answered by the update that holds it, weights are announced before the checkpoint is written, and
-a crash goes back to the newest checkpoint."""
+"""A scripted learner that follows ``learner.main`` and keeps its own record of what it trained."""
 
 import itertools
 import random

@@ -1,5 +1,4 @@
-"""The simulation finds each fault that is planted into the real code, within a bounded number of
-seeds."""
+"""The simulation finds each fault that is planted into the real code."""
 
 import pytest
 

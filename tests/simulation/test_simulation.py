@@ -1,5 +1,4 @@
-"""Runs of the real scheduler on a simulated clock and network: every invariant holds for every
-seed, and a seed is one history."""
+"""Every invariant holds for every seed, and a seed is one history."""
 
 import os
 import subprocess

@@ -1,6 +1,5 @@
-"""An event loop whose time is virtual: when nothing is ready, the clock jumps to the next event, a
-timer of the loop, which is the scheduler's, or an event of the agenda, which is everybody else's. A
-crash of the scheduler abandons its loop, and the agenda goes on with the next one."""
+"""An event loop whose time is virtual: when nothing is ready, the clock jumps to the next timer of
+the loop or event of the agenda. A crash abandons the loop, and the agenda goes on with the next."""
 
 import asyncio
 import heapq
@@ -15,8 +14,7 @@ class Stuck(Exception):
 
 
 class Agenda:
-    """The virtual clock and the events of everything outside the scheduler. deadline: the moment
-    at which a run counts as stuck."""
+    """The virtual clock and the events of everything outside the scheduler."""
 
     def __init__(self, deadline: float = math.inf):
         self.now, self.deadline = 0.0, deadline
@@ -31,8 +29,8 @@ class Agenda:
         self.at(self.now + delay, event)
 
     def advance(self, timer: float = math.inf) -> bool:
-        """Move the clock to the next event and run it, or to ``timer`` if that comes first. Returns
-        whether it was an event. Raises Stuck if there is neither."""
+        """Run the next event, or move the clock to ``timer`` if that comes first. Returns whether it
+        was an event."""
         event = self._events[0][0] if self._events else math.inf
         moment = min(event, timer)
         if math.isinf(moment):

@@ -1,6 +1,5 @@
-"""One simulated run: the real ``scheduler.main.Run`` with its real journal on the virtual clock,
-its peers, faults, crashes and resumes, from the start to the summary. Replaced are the socket, the
-clock, the metrics' writer and the reading of the tokenizer."""
+"""One simulated run: the real ``scheduler.main.Run`` and journal on the virtual clock, its peers,
+faults, crashes and resumes, from the start to the summary."""
 
 import asyncio
 import contextlib
@@ -53,8 +52,7 @@ class Killed(SystemExit):
 
 
 class History:
-    """What happened, in order, the same for every replay of the seed. failures: the violated
-    invariants."""
+    """What happened, in order. failures: the violated invariants."""
 
     def __init__(self, seed: int):
         self.seed = seed
@@ -104,9 +102,6 @@ class Records:
     def last(self, names: Sequence[str]) -> dict[str, int]:
         return dict.fromkeys(names, 0)
 
-    def record(self, version: int, values: dict[str, float]) -> None:
-        """Nobody reads them."""
-
     def look(self) -> bool:
         return True
 
@@ -116,11 +111,10 @@ class Records:
     def counters(self, workers: Sequence[Any]) -> dict[str, float]:
         return {}
 
-    def event(self, event: Any) -> None:
-        """Traces are not kept."""
+    def ignore(self, *given: Any) -> None:
+        """Nobody reads it."""
 
-    def close(self) -> None:
-        """There are no files."""
+    record = event = close = ignore
 
 
 class World:
@@ -207,8 +201,7 @@ class World:
             peer.die(restart_after=strike.seconds)
 
     def _live(self, crash: Crash | None) -> bool:
-        """One life of the scheduler. Returns True if the run is over, and False if it must be
-        resumed."""
+        """One life of the scheduler. Returns whether the run is over, and not to be resumed."""
         loop = VirtualLoop(self.agenda)
         socket = self.network.bind()
         run: scheduling.Run | None = None
@@ -253,7 +246,6 @@ class World:
             files[0], files[1], p.actors, ["retrieve"], 4, p.settings, **more,
         )  # fmt: skip
         run = scheduling.Run(process, socket, lambda: self.agenda.now)
-        # not the time of the machine
         run.dispatcher.roster.numbers = itertools.count(1_000_000 * (self.lives + 1))
         self.note("scheduler", f"life {self.lives + 1}")
         dismiss = run.dismiss
@@ -315,8 +307,7 @@ class World:
 
 
 def simulate(seed: int) -> History:
-    """Play the run of one seed. The scheduler prints and logs nothing, writes no metrics and no
-    reports, and reads its tokenizer once per process."""
+    """Play the run of one seed, without what the scheduler prints, logs and reports."""
     logging.disable(logging.CRITICAL)
     gc.disable()
     try:
