@@ -1,0 +1,193 @@
+"""Every strategy runs in every environment, and every scheme trains on what they emit together:
+real rules and oracles, random actions."""
+
+import inspect
+import random
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from coppice.actors.environments import registry
+from coppice.actors.environments.base import Environment, Task
+from coppice.judges.base import Judge
+from coppice.judges.exact_match import ExactMatch
+from coppice.judges.oracles.tictactoe import TicTacToeOracle
+from coppice.judges.oracles.webshop import WebShopOracle
+from coppice.judges.pprm_rules import PprmRules
+from coppice.judges.slate import SlateRules
+from coppice.judges.sotopia import SotopiaRules
+from coppice.learner import schemes
+from coppice.learner.update import table
+from coppice.scheduler.config import SchedulerConfig
+from coppice.scheduler.growth import strategies
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.services import Runtime
+from coppice.scheduler.growth.text import Text
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.launching.method import mismatch
+from coppice.wire.messages import (
+    GenerateRequest,
+    GenerateResult,
+    JudgedTurn,
+    Judgement,
+    JudgeRequest,
+    JudgeResult,
+    Passage,
+    RetrieveResult,
+    Sample,
+    TrainGroup,
+    Turn,
+)
+
+BUDGET = 4
+SMALL: dict[str, Any] = dict.fromkeys(("k", "continuations", "trees", "initial"), 2)
+SMALL |= {"branching": [2, 3], "segment": 9, "leaves": 5, "budget": 4}
+MODELS = ("prm", "value", "kl", "log_ratio")
+
+
+class World(msgspec.Struct, frozen=True):
+    """An environment, its judges by service, and ``act``, which writes some action for a prompt."""
+
+    environment: Environment
+    judges: dict[str, Judge]
+    act: Callable[[random.Random, str], str]
+    task: Task | None = None
+
+
+class Readable(Judge):
+    """1 for a turn that can be read: no built-in judge scores single turns of a conversation."""
+
+    name = "own"
+    columns = ("reward",)
+
+    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
+        return [Judgement({"reward": float("action_type" in turn.response)}) for turn in turns]
+
+
+def searching(rng: random.Random, prompt: str) -> str:
+    answers = [f"<answer> {town} </answer>" for town in ("Sofia", "Rome")]
+    return f"<think> t </think> {rng.choice(['<search> capital </search>', '?', *answers])}"
+
+
+def shopping(rng: random.Random, prompt: str) -> str:
+    actions = re.findall(r"'(click\[.*?\]|search\[.*?\])',", prompt)
+    return f"<action>{rng.choice(actions).replace('<your query>', 'shirt')}</action>"
+
+
+def talking(rng: random.Random, prompt: str) -> str:
+    words = [f'{{"action_type": "speak", "argument": "{n} percent"}}' for n in (8, 9)]
+    return rng.choice(["?", *words])
+
+
+def marking(rng: random.Random, prompt: str) -> str:
+    return f"<action>{rng.randint(1, 9)}</action>"
+
+
+CAPITAL = Task("q", "What is the capital of Bulgaria?", ["Sofia"], ["Bulgaria\nCapital: Sofia"])
+WORLDS = {
+    "search_qa": World(
+        registry.load("search_qa", {"prompt": "short", "topk": 1}),
+        {"judge.own": SlateRules(), "judge.exact_match": ExactMatch()}, searching, CAPITAL,
+    ),
+    "tictactoe": World(
+        registry.load("tictactoe", {"opponents": {"random": 1.0}}),
+        {"judge.own": TicTacToeOracle(kind="minimax")}, marking,
+    ),
+    "webshop": World(
+        registry.load("webshop", {"think": "optional", "horizon": 4}),
+        {"judge.own": WebShopOracle()}, shopping,
+    ),
+    "sotopia": World(
+        registry.load("sotopia", {"turns": 6}),
+        {"judge.own": Readable(), "judge.sotopia_rules": SotopiaRules()}, talking,
+    ),
+}  # fmt: skip
+
+
+class Services:
+    """A dispatcher with the world's real judges, one passage for every query, and an engine that
+    acts at random."""
+
+    def __init__(self, text: Text, world: World):
+        self.text, self.world, self.rng = text, world, random.Random(1)
+
+    async def call(self, service: str, request: Any, **_: Any) -> Any:
+        if service == "generate":
+            return self._generate(request)
+        if service == "retrieve":
+            return RetrieveResult([[Passage("1", "Bulgaria", "Capital: Sofia", 1.0)]])
+        assert isinstance(request, JudgeRequest)
+        return JudgeResult(await self.world.judges[service].score(request.turns))
+
+    def _generate(self, request: GenerateRequest) -> GenerateResult:
+        prompt = self.text.decode(request.tokens)
+        tokens = [self.text.encode(self.world.act(self.rng, prompt)) for _ in range(request.n)]
+        samples = [
+            Sample(t, np.full(len(t), -1, np.float32), np.zeros(len(t), np.int32), "stop")
+            for t in tokens
+        ]
+        return GenerateResult(samples, len(request.tokens), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", strategies.names())
+@pytest.mark.parametrize("name", WORLDS)
+async def test_every_strategy_in_every_world_gives_groups_that_schemes_train_on(
+    tmp_path: Path, llama: Path, name: str, strategy: str
+) -> None:
+    world, loaded = WORLDS[name], strategies.load(strategy)
+    takes = inspect.signature(loaded.function).parameters
+    options = {key: value for key, value in SMALL.items() if key in takes}
+    if loaded.gives.needs_outcome_judge and not world.environment.outcome_judge:
+        pytest.skip("the strategy asks the judge of the outcome")
+    groups = await grown(tmp_path, llama, world, strategies.load(strategy, options), trees=2)
+    nodes = {(group.tree, node.id): node for group in groups for node in group.nodes}
+    turns = table.build(groups, nodes)
+    every = [schemes.load(one, {}) for one in schemes.names()]
+    trained = [one for one in every if one.needs.columns <= set(turns.scores)]
+    gives = strategies.load(strategy, options).gives
+    fitting = [one for one in trained if not mismatch(one.needs, gives)]
+    assert fitting, f"no scheme trains on {sorted(turns.scores)}"
+    rng = np.random.default_rng(0)
+    columns = {model: rng.normal(0, 1, int(turns.tokens.sum())) for model in MODELS}
+    for scheme in fitting:
+        estimate = scheme(msgspec.structs.replace(turns, token_scores=columns))
+        assert np.isfinite(estimate.advantages).all(), scheme
+        assert len(estimate.advantages) == turns.tokens.sum(), scheme
+
+
+async def grown(
+    tmp_path: Path, llama: Path, world: World, strategy: Any, trees: int
+) -> list[TrainGroup]:
+    """Grow several trees to their ends. Every tree is read from the journal, as after a restart."""
+    text, journal, groups = Text(str(llama)), Journal(tmp_path / "journal"), list[TrainGroup]()
+    judge = "pprm" if strategy.name == "ppr" else "own"
+    settings = SchedulerConfig(judge=judge, budget=BUDGET, max_action_tokens=40)
+    services: Any = Services(
+        text, msgspec.structs.replace(world, judges=world.judges | {"judge.pprm": PprmRules()})
+    )
+
+    def emit(tree: Tree, turns: list[Turn]) -> None:
+        journal.save_group(tree, len(groups), turns)
+        nodes = journal.tree(next(row for row in journal.trees() if row.id == tree.id)).nodes
+        sent = [node.travels(journal.pictures(node.tokens)) for node in nodes.values()]
+        groups.append(TrainGroup(len(groups), tree.id, sent, turns))
+
+    runtime = Runtime(services, journal, text, world.environment, settings, Counter(), emit, most=8)
+    for i in range(trees):
+        makes_tasks: Any = world.environment
+        task = world.task or makes_tasks.task(i)
+        tree = Tree(i, task.id)
+        journal.start_tree(tree, 0, 0)
+        context = Context(runtime, task, tree, random.Random(i))
+        await context.plant()
+        await strategy(tree, context)
+    assert groups, "nothing was emitted"
+    return groups
