@@ -5,7 +5,7 @@ from pathlib import Path
 import griffe
 import pytest
 
-from docs.site.fields import Fields, described, readable
+from docs.site.fields import Fields, described
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = (
@@ -42,11 +42,6 @@ def test_a_docstring_is_split_at_the_names_of_its_fields_and_nowhere_else() -> N
         {"lr": "the rate (0: none).", "epochs": "how many", "steps": "how many", "kind": kind},
     )
     assert described("All: text.", []) == ("All: text.", {})
-
-
-def test_tags_and_drawings_are_shown_as_they_are_written() -> None:
-    assert readable("Write <think> or ``<a>``; 1 < 2.") == "Write &lt;think> or ``<a>``; 1 < 2."
-    assert readable("Text.\n\na ---> b\n  |    c") == "Text.\n\n```text\na ---> b\n  |    c\n```"
 
 
 def test_fields_and_parameters_become_rows_with_types_and_defaults(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from markdown import Markdown
 from playwright.sync_api import sync_playwright
 
-from docs.site.pages import ROOT, Links, misread, notebook_page, rewritten, source_page
+from docs.site.pages import ROOT, Links, misread, rewritten
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -50,14 +50,6 @@ def test_links_and_pictures_are_rewritten_and_code_is_not() -> None:
     assert 'src="figures/c.svg"' in html
     assert 'href="dump.md"' in html
     assert html.count("[a](docs/gpu.md)") == 2
-
-
-def test_source_files_and_notebooks_are_shown_whole() -> None:
-    path = ROOT / "docs" / "metrics.md"  # has fences of its own
-    assert path.read_text() in source_page(path)
-    assert "\ntest_site_pages.py\n" in source_page(Path(__file__).parent)
-    page = notebook_page(ROOT / "docs" / "notebook.ipynb")
-    assert page.index("```python\nimport polars") < page.index("Curves.") < page.index("run.plot(")
 
 
 def test_a_list_that_the_site_would_show_as_text_is_found() -> None:

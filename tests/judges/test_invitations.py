@@ -93,6 +93,7 @@ def test_an_invitation_holds_four_facts_in_a_private_file_and_the_run_keeps_no_s
     ("arguments", "said"),
     [
         (["--run", "run", "--invite", "train"], "no peer can be invited to 'train'"),
+        (["--run", "run", "--invite", "judge/../x"], "no peer can be invited to 'judge/../x'"),
         (["--run", "run", "--revoke", "nobody"], "no key is named 'nobody': expected one of actor"),
         (["--run", "nowhere", "--invite", "judge.mine"], "nowhere is not a started run"),
         (["--invite-file", "there", "--invite", "judge.mine"], "--invite and --revoke need --run"),

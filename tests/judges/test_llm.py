@@ -131,16 +131,6 @@ def test_a_template_has_its_placeholders_and_states_the_output(column: str) -> N
     assert parse_score(text) is None  # a model that repeats the instructions has not graded
 
 
-def test_what_a_turn_says_is_in_its_prompts_and_no_placeholder_is_left() -> None:
-    turn = JudgedTurn(
-        "Q", ["Sofia", "Sofiya"], "CONTEXT", "", 2, 4, think="THINK", query="QUERY", answer=None
-    )
-    made = Slate(NOWHERE).prompts(turn)
-    assert all("CONTEXT" in text and "THINK" in text for text in made.values())
-    assert "QUERY" in made["query"]
-    assert not any(re.search(r"\{\w+\}", text) for text in made.values())
-
-
 def test_a_template_of_the_users_replaces_the_built_in_one(tmp_path: Path) -> None:
     own = tmp_path / "think.txt"
     own.write_text("Grade {thinking}. {unknown} stays.")

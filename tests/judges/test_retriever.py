@@ -214,15 +214,6 @@ async def post(url: str, body: bytes) -> tuple[int, Any]:
         return response.status, await response.json()
 
 
-async def test_without_scores_the_server_returns_the_bare_documents() -> None:
-    async with serving(application(Shelf())) as url:
-        bare = await post(url, b'{"queries": ["x"], "topk": 1}')
-        scored = await post(url, b'{"queries": ["x"], "topk": 1, "return_scores": true}')
-    document = {"id": "0", "contents": '"title of x"\ntext 0'}
-    assert bare == (200, {"result": [[document]]})
-    assert scored == (200, {"result": [[{"document": document, "score": 1.0}]]})
-
-
 @pytest.mark.parametrize(
     ("body", "reason"),
     [

@@ -186,7 +186,3 @@ def test_the_strong_opponent_plays_optimally_on_every_board() -> None:
     search = MctsPlayer().search
     assert search == Search(simulations=1000, rollouts=10, uct_c=2.0, solve=True)
     assert all(search.root(b, n).best_child().action in optimal(b) for n, b in enumerate(live()))
-
-
-def test_a_player_can_be_served_under_another_name() -> None:
-    assert MctsPlayer(name="weak", simulations=100).name == "weak"

@@ -7,12 +7,11 @@ import random
 import msgspec
 import pytest
 
-from coppice.actors.environments.webshop.environment import WebShop, WebShopState
+from coppice.actors.environments.webshop.environment import WebShopState
 from coppice.actors.environments.webshop.goals import Goal, make_goals
 from coppice.actors.environments.webshop.invented import catalogue
 from coppice.actors.environments.webshop.store import BUY, Store, StorePlace
 from coppice.judges.oracles.webshop import WebShopOracle, distance
-from coppice.judges.serve import make_worker
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import JudgedTurn
 from tests import games
@@ -127,11 +126,3 @@ def test_a_state_of_another_shop_is_a_data_fault() -> None:
         judge([plain])
     with pytest.raises(DataFault, match="its state is not one of"):
         judge([msgspec.structs.replace(plain, state={"board": "x"})])
-
-
-def test_the_oracle_is_served_by_its_name_with_the_options_of_its_shop() -> None:
-    oracle = make_worker("webshop", {"options": {"split": "released"}})
-    assert isinstance(oracle, WebShopOracle)
-    assert isinstance(oracle.environment, WebShop)
-    with pytest.raises(ValueError, match=r"judges.use.webshop"):
-        make_worker("webshop", {"options": {"color": 1}})
