@@ -9,7 +9,7 @@ import pytest
 
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
-from coppice.tools.inspecting import frames, report, runs
+from coppice.tools.inspecting import frames
 from coppice.tools.inspecting.dump import main
 from coppice.wire.messages import Turn
 from tests.tools.said import Patch, Said
@@ -59,10 +59,7 @@ def listed(said: str) -> list[int]:
         (["--list"], [4, 3, 2, 1, 0]),
         (["--where", "reward_max >= 0.2 AND version = 0", "--list"], [2]),
         (["--where", "status = 'quarantined' OR judge_invalid > 0"], [2, 0]),
-        (["--where", "reason LIKE '%judge%'", "--list"], [0]),
-        (["--where", "age_s < 3600 AND trained_by = 2"], [4, 3]),
         (["--text", "country [13]", "--where", "version = 1", "--list"], [3]),
-        (["--sort", "spread", "--limit", "2"], [4, 3]),
         (["--sort", "spread", "--reverse", "--limit", "2"], [0, 1]),
         (["--surprising", "2"], [4, 3]),
         (["--tree", "5", "--list"], [5]),
@@ -78,17 +75,12 @@ def test_trees_are_found_by_their_columns_and_texts(
     ("options", "words"),
     [
         (["--where", "reword > 1"], "reword"),
-        (["--where", "reward >"], "--columns lists the columns"),
-        (["--text", "(("], "regular expression"),
         (["--where", "reward > 9"], "none of 5 trees matches"),
-        (["--sort", "reword"], "expected one of tree, task"),
         (["--tree", "17"], "the journal holds trees 0 to 5"),
         (["--diff", "1:9", "1"], "tree 1 has the nodes 0, 1, 2"),
-        (["--diff", "task0@7", "1"], "task 'task0' has trees of the versions [0, 1]"),
         (["--diff", "x", "1"], "expected TREE, TASK@VERSION or TREE:NODE, and the journal holds"),
         (["--surprising", "1", "--sort", "spread"], "not allowed with argument --surprising"),
         (["--reverse"], "no effect without --sort"),
-        (["--newest"], "--newest has an effect with --html or --tokens"),
         (["--diff", "1", "2", "--limit", "3"], "--diff names its two trees"),
         (["--limit=0"], "'0': expected a whole number of at least 1"),
     ],
@@ -116,7 +108,6 @@ def test_a_run_without_scores_or_rewards_is_listed_too(tmp_path: Path, said: Sai
         tree.add(root, "action", ids(2), "answer", scores=scores)
         journal.start_tree(tree, i, 0)
     journal.close()
-    assert listed(said(main, tmp_path, "--list")) == [1, 0]
     assert listed(said(main, tmp_path, "--where", "risk_min = 0.5", "--list")) == [1]
     assert "the run has none of the columns" in said(main, tmp_path, "--surprising", "1", status=2)
 
@@ -136,9 +127,6 @@ def test_the_frames_hold_every_score_and_survive_parquet(run: Path) -> None:
     node = nodes.row(by_predicate=(pl.col("tree") == 4) & (pl.col("node") == 2), named=True)
     sampled = {"first_version": 1, "last_version": 2, "logprob": -1.5, "reward": -0.4}
     assert node | sampled | {"score_step": 7.0, "step": 1} == node
-    assert nodes.filter(pl.col("kind") == "prompt")["reward"].null_count() == 5
-    both = frames.read(run)
-    assert both[1].filter(pl.col("tree") < 5).equals(nodes.sort("tree", "node"))
 
 
 def test_candidates_differ_from_their_first_unequal_node_on(run: Path, said: Said) -> None:
@@ -146,8 +134,6 @@ def test_candidates_differ_from_their_first_unequal_node_on(run: Path, said: Sai
     assert lines[0] == "the first 1 nodes are equal (2 tokens)"
     assert "-   answer 3 plus" in lines and "+   answer 3 minus" in lines
     assert any(line.startswith("- * action 1") and "reward +0.300" in line for line in lines)
-    lines = said(main, run, "--diff", "task1@0", "task1@1:2").splitlines()
-    assert "-   answer 1 plus" in lines and "+   answer 4 minus" in lines
 
 
 def test_long_texts_are_folded_and_full_shows_them(run: Path, said: Said) -> None:
@@ -177,8 +163,3 @@ def test_why_an_episode_crashed_is_always_shown(tmp_path: Path, said: Said) -> N
     assert "well" not in shown
     _, nodes = frames.read(tmp_path)
     assert "crashed: exit status 1: TypeError: bad" in nodes["fate"].to_list()
-    (tmp_path / "config.json").write_text("{}")
-    page = report.sections({"a run": [runs.read(tmp_path)]})
-    (statistics,) = [part.tables[0] for part in page if part.title == "Trees"]
-    crashes = "1; 1 of them crashed: exit status 1: TypeError: bad"
-    assert ["episodes that crashed and score 0", crashes] in statistics.rows

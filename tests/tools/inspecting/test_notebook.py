@@ -40,14 +40,6 @@ def test_frames_and_records_are_data_frames(run: Path) -> None:
         notebook.newest(run)
 
 
-def test_turns_through_another_scheme(run: Path) -> None:
-    opened = notebook.OpenedRun(run)
-    own, other = opened.advantages(), opened.advantages("slate")
-    assert own["advantage"].to_list() == opened.nodes.filter(ACTION)["advantage"].to_list()
-    assert own.join(other, on=["tree", "node"]).height == 6
-    assert not np.allclose(own["advantage"], other["advantage"])
-
-
 def test_the_example_of_the_documentation_runs(run: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(run.parents[1])
     cells = json.loads(EXAMPLE.read_text())["cells"]

@@ -34,9 +34,7 @@ def test_trees_of_all_journals_are_found(run: Path, said: Said) -> None:
     for place, trees in ((run, "5 4 3 2 1 0"), (folder(run, 1), "5 3 1")):
         lines = said(dump.main, place, "--list").splitlines()[1:]
         assert [line.split()[0] for line in lines] == trees.split()
-    opened = notebook.OpenedRun(run)
-    assert opened.nodes["tree"].n_unique() == 6
-    assert len(opened.records) == 3
+    assert notebook.OpenedRun(run).nodes["tree"].n_unique() == 6
 
 
 def test_the_trace_has_the_calls_of_all_actors(run: Path) -> None:
@@ -49,8 +47,6 @@ def test_the_report_counts_all_trees_and_shows_the_rollouts_of_both(run: Path) -
     assert report.main([str(run), "--out", str(run / "report.html")]) == 0
     page = (run / "report.html").read_text()
     assert re.search(r"trees closed.{0,40}>6<", page, re.DOTALL)
-    read = runs.read(run)
-    assert (read.missing, read.name) == ([], "run")
 
 
 def test_watch_and_status_see_both(run: Path) -> None:
@@ -62,7 +58,6 @@ def test_watch_and_status_see_both(run: Path) -> None:
     damaged = status.gather(run, 0.0)
     assert damaged.trees == {"closed": 3}
     assert any("shards/1/journal.sqlite cannot be read" in text for text in damaged.damaged)
-    assert damaged.do.startswith("mend what is damaged (shards/1/journal.sqlite")
 
 
 def test_pictures_of_several_journals_have_numbers_of_their_own(run: Path) -> None:
@@ -110,9 +105,6 @@ def test_one_report_has_everybody_s_workers_and_calls(reported: Path) -> None:
     assert whole.fault is not None and whole.fault[1] == "fault 1"
     (waits,) = whole.waits()
     assert waits == "generate: 2 at actor-0, actor-1, 3 waiting; the oldest since 6 s, for tree 1"
-    calls = {worker.name: worker.in_flight for worker in whole.workers}
-    assert calls == {"actor-0": 1, "learner": 2, "actor-1": 1}
-    assert health.joined([]) is None
 
 
 def test_draining_says_what_the_actors_scheduler_would_lack(reported: Path) -> None:

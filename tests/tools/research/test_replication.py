@@ -96,19 +96,15 @@ def test_a_report_is_of_the_finished_runs(study: Path, said: Said) -> None:
     report = (study / "return.md").read_text()
     assert report.strip() in told
     _, vpr, mc_pr = (line for line in report.splitlines() if line.startswith("| "))
-    at = "0.350 ±0.635 | 0.550 ±0.635 | 0.550 ±0.635"
-    assert vpr.startswith(f"| VPR | 2 | 0.050 ±0.635 | {at} |")
+    assert vpr.startswith("| VPR | 2 | 0.050 ±0.635 | 0.350 ±0.635 |")
     assert mc_pr.startswith("| MC-PR |") and mc_pr.endswith("| 0.250 | 2,000 | 9,000 | 12 |")
     assert "MC-PR" in (study / "return.svg").read_text()
 
 
-def test_an_arm_without_runs_is_refused(study: Path, tmp_path: Path, refused: Said) -> None:
+def test_an_arm_without_runs_is_refused(study: Path, refused: Said) -> None:
     told = refused(main, "vpr-tictactoe", "--out", study, "--report", "--only", "VRP")
     assert all(repr(arm) in told for arm in ("VRP", *STUDIES["vpr-tictactoe"].arms))
     assert not (study / "return.md").exists()
-    other = tmp_path / "other"
-    told = refused(main, "vpr-tictactoe", "--out", other, "--report")
-    assert f"no finished run in {other}" in told
 
 
 @pytest.mark.parametrize("name", STUDIES)
