@@ -26,7 +26,6 @@ from coppice.tools.evaluating.qa.scoring import score
 from coppice.tools.evaluating.qa.sets import HUB, PAPER, read_sets, subset
 from coppice.tools.inspecting.dump import main as dump
 from coppice.wire.messages import RetrieveRequest
-from coppice.wire.published import Manifest
 from tests.tools.evaluating.test_evaluate import (
     Player,
     interrupting,
@@ -74,7 +73,6 @@ def test_what_was_shown_to_the_policy_is_no_answer_of_its_own() -> None:
     tree = grown(("action", "nonsense"), notice, ("action", "more"))
     found = score(tree, ["answer"], 0)
     assert (found["em"], found["answered"]) == (0.0, 0.0)
-    assert found["em_two_blocks"] == 0.0, "one block in all"
 
 
 def test_the_original_scorer_demands_two_blocks_of_prompt_and_response() -> None:
@@ -116,7 +114,6 @@ def test_a_subset_is_fixed_by_its_seed_and_is_that_of_a_run(tmp_path: Path) -> N
     assert subset(tasks, 7, 0) == held_out(str(path), 7)[0]
     assert subset(tasks, 7, 1) == subset(tasks, 7, 1) != subset(tasks, 7, 0)
     assert subset(tasks, 7, 0) == subset(tasks, 20, 0)[:7]
-    assert len(subset(tasks, 99, 0)) == 50
 
 
 def test_a_row_that_cannot_work_is_counted_and_does_not_end_its_set(tmp_path: Path) -> None:
@@ -142,7 +139,6 @@ def test_the_built_in_questions_are_two_sets_by_hops(tmp_path: Path) -> None:
 
 
 def test_a_set_of_the_hub_is_its_test_split_else_dev(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Against a stand-in for the hub: no test here reaches the real one."""
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -159,7 +155,6 @@ def test_a_set_of_the_hub_is_its_test_split_else_dev(tmp_path: Path, monkeypatch
     found = read_sets(["paper"], None, 0)
     assert tuple(s.settings.name for s in found) == PAPER
     assert [s.tasks[0].id for s in found[:2]] == ["nq/test.jsonl?", "triviaqa/dev.jsonl?"]
-    assert [s.settings.source for s in found[:2]] == [f"{HUB}/nq:test", f"{HUB}/triviaqa:dev"]
     none = r"no nosuch/test or dev or validation or train\.jsonl"
     with pytest.raises(FileNotFoundError, match=none):
         read_sets([f"x={HUB}/nosuch"], None, 0)
@@ -240,8 +235,6 @@ def test_a_table_has_methods_sets_and_their_means(tmp_path: Path, books: Books, 
     assert row["macro"]["em"]["mean"] == 0.875
     assert row["macro"]["em"]["half"] == pytest.approx(math.hypot(easy["half"], hard["half"]) / 2)
     assert f"0.875 ±{row['macro']['em']['half']:.3f}" in shown
-    assert "response_tokens" not in row["sets"]["easy"], "an endpoint's journal holds bytes"
-    assert row["generated_tokens"] == 5 * 20
     assert (row["queries"], row["hits"]) == (10, 4), "both sets ask for w0 to w3"
     assert len(said(dump, out / "rag.m", "--heldout", "--all", "--json").splitlines()) == 10
 
@@ -297,8 +290,6 @@ def test_rows_are_added_but_of_the_same_table(tmp_path: Path, books: Books, refu
         ):
             assert message in refused(main, *command, *more)
             assert not (out / "cot.m").exists(), "a refused command leaves nothing behind"
-        assert main([*command, "rag", "--concurrency", "3"]) == 0
-        assert player.requests == before + 10
 
 
 def test_a_question_that_fits_no_context_scores_zero(tmp_path: Path, said: Said) -> None:
@@ -414,24 +405,13 @@ def test_what_cannot_be_measured_is_said_at_once(
     assert not out.exists()
 
 
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("processes/scheduler.json", '{"name": "sch'),
-        ("weights/v000001/manifest.json", None),
-    ],
-)
 def test_a_file_of_a_run_that_is_torn_or_missing_is_named(
-    tmp_path: Path, llama: Path, refused: Said, file: str, content: str | None
+    tmp_path: Path, llama: Path, refused: Said
 ) -> None:
-    folder = searching_run(tmp_path / "run", llama, "chain")
+    folder, out = searching_run(tmp_path / "run", llama, "chain"), tmp_path / "out"
     (folder / "weights" / "v000001").mkdir(parents=True)
-    Manifest(1, "full", "d").write(folder / "weights" / "v000001")
-    if content is not None:
-        (folder / file).write_text(content)
-    else:
-        (folder / file).unlink()
-    out = tmp_path / "out"
-    told = refused(main, "--run", folder, *questions(tmp_path), "--out", out)
-    assert file.removeprefix("processes/") in told and "expected" in told
+    command = (main, "--run", folder, *questions(tmp_path), "--out", out)
+    assert "weights/v000001/manifest.json" in refused(*command)
+    (folder / "processes" / "scheduler.json").write_text('{"name": "sch')
+    assert "scheduler.json" in refused(*command)
     assert not out.exists()

@@ -1,5 +1,4 @@
-"""The ways to answer a question: each one's generations and searches, in order, with a scripted
-engine."""
+"""The ways to answer a question: each one's generations and searches, in order."""
 
 import random
 from collections import Counter
@@ -41,8 +40,6 @@ QUESTION = "Who wrote {documents} of Rome?"
 
 
 class Noted(EndpointText):
-    """Notes of every prompt whether the model is to think."""
-
     def __init__(self) -> None:
         self.asked: list[bool] = []
 
@@ -61,7 +58,6 @@ class Scripted:
         self.stops: list[list[str]] = []
 
     async def call(self, service: str, request: Any, **_: Any) -> Any:
-        """The dispatcher's call."""
         if service == "retrieve":
             return self._found(request)
         asked: GenerateRequest = request

@@ -1,5 +1,4 @@
-"""The audit of a run folder finds each broken invariant by name, and none in a whole folder, of one
-scheduler or of two."""
+"""The audit of a run folder finds each broken invariant by name, and none in a whole folder."""
 
 import sqlite3
 from pathlib import Path

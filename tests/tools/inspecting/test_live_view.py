@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -28,7 +27,6 @@ MEMBERS = {name: Member(NOBODY + i, 0.0) for i, name in enumerate(("judges", "ac
 
 
 def reported(run: Path) -> None:
-    """Write the scheduler's report."""
     now = time.monotonic()
 
     def worker(name: str, service: str, pid: int, busy: int) -> WorkerHealth:
@@ -66,7 +64,6 @@ async def until(condition: Callable[[], object]) -> None:
 async def watching(
     run: Path, width: int = 80, height: int = 24
 ) -> AsyncIterator[tuple[WatchApp, Pilot[None]]]:
-    """The view after its first look."""
     app = WatchApp(run)
     async with app.run_test(size=(width, height), notifications=True) as pilot:
         await until(lambda: app.look)
@@ -75,7 +72,6 @@ async def watching(
 
 
 def screen(app: WatchApp) -> str:
-    """What is on the screen, as text."""
     strips = app.screen._compositor.render_strips()
     return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips) + "\n"
 
@@ -121,36 +117,22 @@ async def test_every_key_that_harms_asks_once_more(
         assert orders == [said]
 
 
-def torn_journal(run: Path) -> None:
-    body = (run / "journal.sqlite").read_bytes()
-    (run / "journal.sqlite").write_bytes(body[: len(body) // 2])
-
-
 @pytest.mark.second
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("file", "damage", "says"),
     [
-        (torn_journal, "cannot be read (database disk image is malformed)"),
-        (lambda run: (run / "metrics.jsonl").write_bytes(b"\xff\n[1]\n{}\n"), "curves: no update"),
+        ("journal.sqlite", b"no journal" * 100, "cannot be read"),
+        ("metrics.jsonl", b"\xff\n[1]\n{}\n", "curves: no update"),
     ],
 )
 async def test_what_is_missing_or_damaged_is_said_and_the_view_lives(
-    run: Path, damage: Callable[[Path], object], says: str
+    run: Path, file: str, damage: bytes, says: str
 ) -> None:
-    damage(run)
+    (run / file).write_bytes(damage)
     async with watching(run, 80, 40) as (app, pilot):
         assert says in " ".join(screen(app).split())
         await pilot.press("enter", "tab", "escape", "d")
         assert app.is_running
-
-
-async def test_a_journal_alone_shows_its_trees_and_takes_no_orders(run: Path) -> None:
-    alone = run.parent / "copy.sqlite"
-    shutil.copy(run / "journal.sqlite", alone)
-    async with watching(alone) as (app, _):
-        assert "copy.sqlite: a journal (without the folder of its run" in screen(app)
-        assert "task9" in screen(app)
-        assert not any(key in screen(app) for key in ("Pause", "Stop", "Drain"))
 
 
 def test_without_a_terminal_the_status_is_printed(run: Path, said: Said) -> None:

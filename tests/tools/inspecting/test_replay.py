@@ -53,7 +53,6 @@ def grown(folder: Path, model: Path, **settings: object) -> list[Tree]:
 
 
 def column(folder: Path) -> list[float | None]:
-    """The advantages of the actions, tree by tree."""
     _, nodes = frames.read(folder)
     actions = nodes.filter(frames.ACTION)
     return actions["advantage"].to_list()
@@ -87,8 +86,6 @@ def test_trees_can_be_seen_through_another_scheme(tmp_path: Path, llama: Path) -
     assert [given[0, node] for node in (1, 2, 3)] == pytest.approx(expected)
     with pytest.raises(ValueError, match=r"'vineppo' reads .*'mc_value'"):
         replay.advantages(journal, journal.trees(), own.learner, "vineppo")
-    with pytest.raises(ValueError, match="'gae' reads values of the learner's models"):
-        replay.advantages(journal, journal.trees(), own.learner, "gae")
 
 
 @pytest.mark.parametrize("rank", [None, 0, 4], ids=["start", "full", "lora"])

@@ -1,6 +1,5 @@
 """Every tool shows the whole run, also when several schedulers have a part of it each."""
 
-import re
 import time
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from coppice.common.shards import Shard, folder
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.telemetry import health
 from coppice.scheduler.telemetry.health import Health, Queue, WorkerHealth
-from coppice.tools.inspecting import dump, frames, notebook, report, runs, trace, watch
+from coppice.tools.inspecting import dump, frames, notebook, runs, trace, watch
 from coppice.tools.launching import control, record, status
 from tests import run_folder
 from tests.tools.said import Said
@@ -23,7 +22,6 @@ pytestmark = pytest.mark.second
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Three updates of two trees, one of each scheduler."""
     for number in range(2):
         home, exact = folder(tmp_path / "run", number), {} if number else {0: 0.25, 3: 0.75}
         run_folder.make(home, exact=exact, shard=Shard(number, 2))
@@ -41,12 +39,6 @@ def test_the_trace_has_the_calls_of_all_actors(run: Path) -> None:
     start = trace.recorded(run, runs.read(run).records)
     assert {call.worker for call in start.calls} == {"actor-0", "actor-1"}
     assert [update.trees for update in start.updates] == [{0, 1}, {2, 3}, {4, 5}]
-
-
-def test_the_report_counts_all_trees_and_shows_the_rollouts_of_both(run: Path) -> None:
-    assert report.main([str(run), "--out", str(run / "report.html")]) == 0
-    page = (run / "report.html").read_text()
-    assert re.search(r"trees closed.{0,40}>6<", page, re.DOTALL)
 
 
 def test_watch_and_status_see_both(run: Path) -> None:

@@ -1,5 +1,4 @@
-"""The comparison with TRL: equal work on both sides, numbers by hand, and the whole bench small
-with the real trainer."""
+"""The comparison with TRL: equal work on both sides, numbers by hand, and the whole small."""
 
 from pathlib import Path
 

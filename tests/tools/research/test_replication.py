@@ -1,5 +1,4 @@
-"""coppice dev replicate on hand-written run folders: known answers of curves, intervals and tables;
-reports; what is refused."""
+"""coppice dev replicate on hand-written run folders: known answers, and what is refused."""
 
 import json
 from pathlib import Path
@@ -38,7 +37,6 @@ START = evaluation(0, 0, 0, -0.5)
 
 
 def test_a_version_evaluated_twice_counts_once_as_it_was_last(tmp_path: Path) -> None:
-    """A run that crashed after an evaluation makes it again when it is resumed."""
     twice = [evaluation(16, 190, 600, 0.5), evaluation(16, 200, 700, 0.75)]
     run = folder(tmp_path / "run", [START, evaluation(8, 100, 300, 0.25, 40), *twice])
     expected = StudyCurve([0, 8, 16], [0, 140, 200], [0, 300, 700], [-0.5, 0.25, 0.75], 12)
@@ -56,7 +54,6 @@ def test_decreasing_steps_are_refused(tmp_path: Path, continued: float | None) -
 def test_intervals_are_students() -> None:
     for values, mean, half in (
         ([0.0, 1.0], 0.5, 12.706 * 0.5),  # s / sqrt(2) = 1/2
-        ([5.0, 1.0, 4.0, 2.0, 3.0], 3.0, 2.776 * 0.5**0.5),  # s^2 = 2.5, t(4) = 2.776
         ([float(i) for i in range(10)], 4.5, 2.262 * 0.916667**0.5),  # s^2 = 9.1667, t(9) = 2.262
         ([2.0, 2.0, 2.0], 2.0, 0.0),
     ):
