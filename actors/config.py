@@ -7,39 +7,44 @@ import msgspec
 from coppice.common.numbers import Count, Natural, Positive
 
 
-class SGLangConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [actors.sglang], for engine = "sglang"."""
+class ServedConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Section [actors.vllm], for engine = "vllm"."""
 
     way: Literal["server", "url"] = "server"
-    """Each actor starts and ends its own SGLang server ("server"), or uses servers that already run
+    """Each actor starts and ends its own server ("server"), or uses servers that already run
     ("url")."""
     urls: list[str] = []
     """Running servers or routers, one per actor. A router itself says which servers it has."""
     python: str = ""
-    """The interpreter that has sglang; "" is this one."""
+    """The interpreter that has the engine's package; "" is this one."""
     arguments: dict[str, Any] = {}
-    """Arguments of sglang.launch_server by their Python names ({tp_size = 2})."""
+    """Arguments of sglang.launch_server or vllm serve by their Python names ({tp_size = 2})."""
     environment: dict[str, str] = {}
     """Environment variables of the server's process."""
     gpus: Natural = 0
     """The number of GPUs per actor; 0 for those that it finds."""
     api_key_env: str = ""
     """The environment variable with the API key of running servers."""
-    weights: Literal["auto", "disk", "distributed"] = "auto"
-    """How whole weights are sent: as a file, by broadcasts between GPUs, or what is published."""
     start_timeout_s: Positive = 900.0
-    """Limit of SGLang's start, in seconds."""
+    """Limit of the server's start, in seconds."""
     update_timeout_s: Positive = 300.0
     """Limit of one step of an update, in seconds."""
     request_timeout_s: Positive = 1800.0
     """Limit of one generation, in seconds."""
 
 
+class SGLangConfig(ServedConfig, frozen=True, forbid_unknown_fields=True):
+    """Section [actors.sglang], for engine = "sglang"."""
+
+    weights: Literal["auto", "disk", "distributed"] = "auto"
+    """How whole weights are sent: as a file, by broadcasts between GPUs, or what is published."""
+
+
 class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [actors]."""
 
     engine: str = "local"
-    """"local" is the embedded engine, "sglang" the engine for GPUs, "module:Class" your own."""
+    """The embedded engine ("local"), servers ("sglang", "vllm"), or your own ("module:Class")."""
     engine_options: dict[str, Any] = {}
     """Options of your own engine."""
     count: Count = 4
@@ -60,6 +65,18 @@ class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """"auto" is model.dtype, or what the machine is faster in."""
     sglang: SGLangConfig = SGLangConfig()
     """See [actors.sglang]."""
+    vllm: ServedConfig = ServedConfig()
+    """See [actors.vllm]."""
+
+    @property
+    def served(self) -> ServedConfig | None:
+        """The section of the engine's servers; None if the engine asks none."""
+        return {"sglang": self.sglang, "vllm": self.vllm}.get(self.engine)
+
+    @property
+    def own_gpus(self) -> int:
+        """The GPUs of each server that an actor starts."""
+        return self.served.gpus if self.served and self.served.way == "server" else 0
 
 
 class ActorProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

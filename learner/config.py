@@ -6,6 +6,9 @@ import msgspec
 
 from coppice.common.numbers import Count, Discount, Natural, NotNegative, Positive, Share
 
+BUCKET_BYTES = 2**29
+"""The most bytes of whole weights that are gathered, sent or written at once."""
+
 
 class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [learner.lora], and lora of a critic or reward model: low-rank adapters on all linear
@@ -236,6 +239,9 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     publish: Literal["file", "memory", "both"] = "file"
     """Where a version's weights are: in the run folder, or in the learner's memory, from which
     engines on GPUs take them. Adapters are always files."""
+    whole_every: Count = 10
+    """Of how many published files of a bfloat16 policy one holds all weights; the others hold what
+    changed since the one before."""
     publish_host: str = "127.0.0.1"
     """The address on which the memory's rendezvous listens."""
     threads: Count = 1

@@ -8,6 +8,7 @@ publishing -> checkpointing -> waiting.
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 import time
@@ -16,14 +17,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-import torch
 
 from coppice.common import loop, shards
 from coppice.common.process import begin
 from coppice.learner.config import LearnerProcess
 from coppice.learner.model import checkpoint
 from coppice.learner.model.model import TreeModel
-from coppice.learner.model.publish import Published, announce, publish
+from coppice.learner.model.publish import Published, Publisher, announce
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.model.weight_server import WeightServer
 from coppice.learner.update.batches import Inbox
@@ -62,10 +62,11 @@ class Leader:
     warnings: sent with the next update, besides its own."""
 
     def __init__(
-        self, trainer: Trainer, run: Path, inbox: Inbox, server: WeightServer | None = None,
+        self, trainer: Trainer, run: Path, inbox: Inbox, publisher: Publisher | None = None,
         records: Mapping[int, dict[str, float]] = {}, warnings: Sequence[str] = (),
     ):  # fmt: skip
-        self.trainer, self.run, self.inbox, self.server = trainer, run, inbox, server
+        self.trainer, self.run, self.inbox = trainer, run, inbox
+        self.publisher = publisher or Publisher(trainer.policy, run, trainer.config)
         self.config, self.durable, self.updates = trainer.config, trainer.version, 0
         self.records, self.warnings = dict(records), list(warnings)
         self.counts: defaultdict[str, float] = defaultdict(float)
@@ -134,7 +135,8 @@ class Leader:
         metrics = self.trainer.update(batch)
         start, durable = time.monotonic(), self.durable
         trained = {group: v for group, v in self.inbox.trained.items() if v > durable}
-        p = publish_newest(self.trainer, self.run, self.trainer.whole(), self.server, trained)
+        p = self.publisher.publish(self.trainer.version, trained)
+        assert p is not None, "the leader is rank 0"
         metrics["time/publish"] = time.monotonic() - start
         self.updates += 1
         for name in ("learner/forwarded_tokens", "learner/trained_tokens"):
@@ -168,15 +170,6 @@ class Leader:
         return own | self.counts
 
 
-def publish_newest(
-    trainer: Trainer, run: Path, whole: dict[str, torch.Tensor] | None,
-    server: WeightServer | None, trained: dict[int, int] | None = None,
-) -> Published:  # fmt: skip
-    """Publish the trainer's version where ``learner.publish`` says."""
-    c, file = trainer.config, trainer.config.publish != "memory"
-    return publish(trainer.policy, trainer.version, run, c.keep, whole, server, file, trained)
-
-
 async def lead(
     trainer: Trainer, process: LearnerProcess, state: checkpoint.State, warnings: list[str]
 ) -> None:
@@ -186,12 +179,13 @@ async def lead(
     server = None
     if trainer.config.publish != "file" and not trainer.policy.lora:  # adapters are small files
         server = WeightServer(trainer.config.publish_host)
+    publisher = Publisher(trainer.policy, run, trainer.config, server)
     if trainer.version:
-        publish_newest(trainer, run, trainer.whole(), server)
+        publisher.publish(trainer.version)
     else:
         announce(run, Published(0, "", ""))
     inbox = Inbox(process.questions_per_update, state.groups(), process.shards)
-    leader = Leader(trainer, run, inbox, server, state.records, warnings)
+    leader = Leader(trainer, run, inbox, publisher, state.records, warnings)
     handlers: dict[str, Handler] = {"train": leader.train, "close": leader.close}
     homes = [shards.folder(run, number) for number in range(process.shards)]
     services = [
@@ -211,9 +205,7 @@ async def lead(
         await working
         await serving
         await asyncio.to_thread(trainer.ranks.broadcast, _STOP)
-    except Exception:  # logged first, because leaving the group may wait; then raised again
-        # The other ranks get no stop: they are inside another collective and fail as soon as this
-        # process is gone.
+    except Exception:  # the other ranks get no stop: they end as soon as this process is gone
         log.exception("rank 0 failed")
         raise
     finally:
@@ -235,14 +227,15 @@ async def _serve(services: list[Service], homes: list[Path]) -> None:
 def follow(trainer: Trainer) -> None:
     """Run one of the other ranks: train on every batch that rank 0 broadcasts, until rank 0 sends
     the stop."""
+    publisher = Publisher(trainer.policy, Path(trainer.process.run), trainer.config)
     if trainer.version:
-        trainer.whole()  # a collective: rank 0 publishes the restored weights
+        publisher.publish(trainer.version)
     while (payload := trainer.ranks.broadcast(None)) != _STOP:
         if payload == _CHECKPOINT:
             checkpoint.save(trainer, Path(trainer.process.run), {}, trainer.config.keep)
         elif payload != _KEEPALIVE:
             trainer.update(unpack_batch(payload))
-            trainer.whole()
+            publisher.publish(trainer.version)
 
 
 def main() -> None:
@@ -264,8 +257,12 @@ def main() -> None:
             loop.run(lead(trainer, process, state, warnings))
         else:
             follow(trainer)
-    finally:
-        ranks.close()
+    except BaseException:
+        if ranks.count == 1:
+            raise
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)  # gloo's threads would abort an interpreter that ends
+    ranks.close()
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
     checks["pytest, alone"] = ["pytest", "--durations=60", "-m", f"alone{short}"]
     others = ["-m", f"not alone{short}", *_SIDE_BY_SIDE]
     checks["pytest"] = ["pytest", "--durations=20", *others]
-    again = ["pytest", "-k", "not sglang", *numerical, *_SIDE_BY_SIDE]
+    again = ["pytest", "-k", "not sglang and not vllm", *numerical, *_SIDE_BY_SIDE]
     return checks | {"pytest, plain kernels": again}
 
 

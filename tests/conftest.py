@@ -40,14 +40,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark what tools/test --quick leaves out, what tools/test without --all does (other tests are
     marked where they stand), and what must run alone."""
     for item in items:
-        sglang = "sglang_server" in getattr(item, "fixturenames", ()) or "[sglang" in item.name
+        names = getattr(item, "fixturenames", ())
+        served = {"sglang_server", "vllm_server"}.intersection(names)
+        served = served or "[sglang" in item.name or "[vllm" in item.name
         place = item.path.relative_to(config.rootpath).as_posix()
-        if item.path.parent.name in SLOW or sglang or item.get_closest_marker("long"):
+        if item.path.parent.name in SLOW or served or item.get_closest_marker("long"):
             item.add_marker(pytest.mark.slow)
         slow = item.get_closest_marker("slow") is not None
         if slow and place.startswith(LONG):
             item.add_marker(pytest.mark.long)
-        if slow and (sglang or not place.startswith(COMPUTING)):
+        if slow and (served or not place.startswith(COMPUTING)):
             item.add_marker(pytest.mark.alone)
 
 
@@ -98,6 +100,25 @@ def sglang_server(llama: Path) -> Iterator[Any]:
     from tests.sglang_cpu.shared import LORA, Shared
 
     made = Shared(llama, LORA)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama folder for vLLM, which on a CPU takes no smaller heads, and no whole weights of
+    an output layer that is tied to the embedding."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("wide")
+    return tiny.save(folder, "llama", head_dim=32, tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="session")
+def vllm_server(wide: Path) -> Iterator[Any]:
+    """A real vLLM server, with adapters, for all tests that need one."""
+    from tests.vllm_cpu.shared import SharedVLLM
+
+    made = SharedVLLM(wide, {})
     yield made
     made.close()
 

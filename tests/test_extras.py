@@ -12,7 +12,9 @@ ALL = "models dev ray tracking agents environments"
 
 
 @pytest.mark.long  # a release is what is installed, and the index changes without us
-@pytest.mark.parametrize("given", [f"extra cpu fuzz {ALL}", f"extra gpu {ALL}", "group sglang"])
+@pytest.mark.parametrize(
+    "given", [f"extra cpu fuzz {ALL}", f"extra gpu {ALL}", "group sglang", "group vllm"]
+)
 def test_what_is_installed_together_has_a_solution(given: str) -> None:
     kind, *names = given.split()
     ask = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]

@@ -44,7 +44,7 @@ def config(kind: str, **shape: Any) -> Any:
         return Gemma3TextConfig(**(SHAPE | own | shape))
     made = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[kind]
     extra = {"head_dim": 8} if kind == "qwen3" else {}
-    return made(**(SHAPE | extra | shape), tie_word_embeddings=True)
+    return made(**(SHAPE | {"tie_word_embeddings": True} | extra | shape))
 
 
 def save(folder: Path, kind: str = "llama", seed: int = 0, **shape: Any) -> Path:

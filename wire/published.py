@@ -1,6 +1,7 @@
 """The manifest of a version folder. The folder also holds the weights, unless they are only in the
 learner's memory: ``model.safetensors`` (kind "full"), or ``adapter_model.safetensors`` with
-``adapter_config.json`` (kind "lora", the PEFT format)."""
+``adapter_config.json`` (kind "lora", the PEFT format). Whole weights may also be the changes since
+the version before (``common.deltas``), in a file of each rank; then several folders are a chain."""
 
 import hashlib
 import hmac
@@ -9,9 +10,11 @@ from typing import Literal
 
 import msgspec
 
+from coppice.wire import digest
 from coppice.wire.faults import InfrastructureFault
 
 FILES = {"full": "model.safetensors", "lora": "adapter_model.safetensors"}
+DELTAS = "delta-?????.safetensors"
 NAME = "manifest.json"
 
 
@@ -59,13 +62,15 @@ def inside(run: Path, path: str) -> str:
 
 class Manifest(msgspec.Struct, frozen=True):
     """One version. file: whether the folder holds its weights. digest: ``wire.digest.tensors`` of
-    the weights if there is a file, otherwise ``learner.publish.fingerprint``."""
+    the weights if there is a file, ``following`` of changes, otherwise
+    ``learner.publish.fingerprint``. previous: version and digest of those that changed."""
 
     version: int
     kind: Literal["full", "lora"]
     digest: str
     file: bool = True
     memory: Memory | None = None
+    previous: tuple[int, str] | None = None
 
     def write(self, folder: Path) -> None:
         """Write the manifest into a version folder, readable only by the folder's owner."""
@@ -74,16 +79,45 @@ class Manifest(msgspec.Struct, frozen=True):
         path.write_bytes(msgspec.json.encode(self))
 
 
+def following(previous: str, folder: Path) -> str:
+    """Return the digest of a version from that of the one before and the changes in its folder.
+    Without a change the digest stays. Raises OSError."""
+    parts = [digest.file(path, drop=False) for path in sorted(folder.glob(DELTAS))]
+    return hashlib.sha256("".join([previous, *parts]).encode()).hexdigest() if parts else previous
+
+
+def chain(folder: Path, expected: str = "") -> list[tuple[Path, Manifest]]:
+    """Return the folders that a version's weights are made of, whole weights first. The others are
+    beside it or, of a copy, in it. Raises InfrastructureFault for a link that is missing or other
+    than expected ("": anything)."""
+    wanted, links = folder, [(folder, read(folder, expected))]
+    while previous := links[0][1].previous:
+        version, expected = previous
+        own = folder / f"v{version:06d}"
+        folder = own if own.is_dir() else folder.parent / own.name
+        try:
+            manifest = read(folder, expected)
+            if version >= links[0][1].version:
+                raise InfrastructureFault(f"{folder} would follow itself")
+        except InfrastructureFault as fault:
+            raise InfrastructureFault(
+                f"weights {wanted} are changes of version {version}, a missing link ({fault}): the"
+                " next whole version mends it (learner.whole_every); a resume writes one at once"
+            ) from None
+        links.insert(0, (folder, manifest))
+    return links
+
+
 def read(folder: Path, expected: str) -> Manifest:
     """Return the manifest of a version folder. Raises InfrastructureFault when it is missing,
-    malformed or has another digest."""
+    malformed or has another digest than expected ("": any)."""
     try:
         manifest = msgspec.json.decode((folder / NAME).read_bytes(), type=Manifest)
     except (OSError, msgspec.DecodeError) as error:
         raise InfrastructureFault(
             f"weights {folder} cannot be read: {type(error).__name__}: {error}"
         ) from None
-    if manifest.digest != expected:
+    if expected and manifest.digest != expected:
         raise InfrastructureFault(
             f"weights {folder}: digest {manifest.digest[:16]}, expected {expected[:16]}; the old"
             " weights stay in force"

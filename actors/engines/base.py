@@ -79,6 +79,7 @@ def check_tokens(ids: np.ndarray, vocabulary: int, folder: Path) -> None:
 BUILT_IN = {
     "local": "coppice.actors.engines.local:LocalEngine",
     "sglang": "coppice.actors.engines.sglang:SGLangEngine",
+    "vllm": "coppice.actors.engines.vllm:VLLMEngine",
 }
 _OWN = ("model", "config", "seed", "place", "deterministic")
 """Parameters of an engine's constructor that no option sets."""

@@ -65,6 +65,8 @@ class LocalEngine:
             lambda: bool(self.batch), self._step, lambda: self.batch.clear()
         )
         self._loading = asyncio.Lock()
+        self._held = ""
+        """The digest of the whole weights that the model has, if it has any but the folder's."""
         self._requests = 0
 
     async def start(self) -> None:
@@ -161,10 +163,10 @@ class LocalEngine:
         """Verify the weights, then swap them between two steps, in the order of the calls."""
         start = time.monotonic()
         async with self._loading:
-            kind, path = await asyncio.to_thread(
-                weights.verified_file, Path(request.path), request.digest
+            proven = await asyncio.to_thread(
+                weights.verified, Path(request.path), request.digest, self._held
             )
-            await self._thread.run(lambda: self._swap(kind, path, request.version))
+            await self._thread.run(lambda: self._swap(proven, request))
         return LoadResult(request.version, request.digest, time.monotonic() - start)
 
     def stats(self) -> dict[str, float]:
@@ -260,9 +262,10 @@ class LocalEngine:
                 self._leave(running, "abort")
         _settle(active, InfrastructureFault("the caller has left"))
 
-    def _swap(self, kind: str, path: Path, version: int) -> None:
-        weights.apply(self.model, self.folder, kind, path)
-        self.version = version
+    def _swap(self, proven: weights.Version, request: LoadRequest) -> None:
+        weights.apply(self.model, self.folder, proven)
+        self._held = request.digest if proven.kind == "full" else ""
+        self.version = request.version
         self.batch.forget()
         if self._pictures is not None:
             self._pictures.forget()

@@ -13,7 +13,7 @@ import uuid
 from datetime import timedelta
 from typing import Any
 
-from coppice.actors.engines.sglang_api import Facts, Http
+from coppice.actors.engines.servers import Facts, Http
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.published import Manifest, opened, prefix, sealed
 

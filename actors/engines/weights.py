@@ -5,41 +5,91 @@ weight changes.
 weights, which are read from the model folder.
 """
 
+import fcntl
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import safe_open
 from transformers.core_model_loading import revert_weight_conversion
 
-from coppice.common import vision
+from coppice.common import deltas, vision
+from coppice.common.atomic import draft_of
 from coppice.wire import digest, published
 from coppice.wire.faults import InfrastructureFault
 
 
-def verified_file(folder: Path, expected: str) -> tuple[str, Path]:
-    """Return the kind and file of a version folder. Raises InfrastructureFault for its digest."""
-    manifest = published.read(folder, expected)
-    if not manifest.file:
-        raise InfrastructureFault(
-            f"weights {folder} are only in the learner's memory: set learner.publish to 'file' or"
-            " 'both'"
-        )
-    path = folder / published.FILES[manifest.kind]
-    try:
-        actual = digest.safetensors_file(path)
-    except (OSError, ValueError) as error:
-        raise InfrastructureFault(
-            f"weights {folder} cannot be read: {type(error).__name__}: {error}"
-        ) from None
-    if actual != expected:
-        raise InfrastructureFault(
-            f"weights {folder}: digest {actual[:16]}, expected {expected[:16]}; the old weights"
-            " stay in force"
-        )
-    return manifest.kind, path
+class Version(msgspec.Struct, frozen=True):
+    """Proven weights: a file, then folders of changes to it in their order. held: the engine has
+    what the file says, which may be gone."""
+
+    kind: str
+    path: Path
+    changes: list[Path]
+    held: bool = False
+
+
+def verified(folder: Path, expected: str, held: str = "") -> Version:
+    """Return the weights of a version folder. held: the digest of whole weights that the engine
+    has; it needs only what follows. Raises InfrastructureFault for what is missing or damaged."""
+    links = published.chain(folder, expected)
+    places = [number for number, (_, link) in enumerate(links) if held and link.digest == held]
+    done = 1 + max(places, default=-1)
+    for number, (place, manifest) in enumerate(links):
+        if number < done:
+            continue
+        if not manifest.file:
+            raise InfrastructureFault(
+                f"weights {place} are only in the learner's memory: set learner.publish to 'file'"
+                " or 'both'"
+            )
+        try:
+            if manifest.previous:
+                actual = published.following(links[number - 1][1].digest, place)
+            else:
+                actual = digest.safetensors_file(place / published.FILES[manifest.kind])
+        except (OSError, ValueError) as error:
+            raise InfrastructureFault(
+                f"weights {place} cannot be read: {type(error).__name__}: {error}"
+            ) from None
+        if actual != manifest.digest:
+            raise InfrastructureFault(
+                f"weights {place}: digest {actual[:16]}, expected {manifest.digest[:16]}; the old"
+                " weights stay in force"
+            )
+    first, kind = links[max(0, done - 1)][0], links[0][1].kind
+    changes = [place for place, _ in links[max(1, done) :]]
+    return Version(kind, first / published.FILES[kind], changes, done > 0)
+
+
+def assembled(version: Version) -> Path:
+    """Return a folder with all weights of a version in one file, which SGLang needs. The first
+    actor writes it into the version's folder, where the others find it. Raises OSError."""
+    if not version.changes:
+        return version.path.parent
+    folder = version.changes[-1]
+    whole_file = folder / published.FILES["full"]
+    with (folder / published.NAME).open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not whole_file.exists():
+            draft = draft_of(whole_file)
+            try:
+                shutil.copyfile(version.path, draft)
+                _change(version.changes, deltas.mapped(draft))
+                draft.rename(whole_file)
+            finally:
+                draft.unlink(missing_ok=True)
+    return folder
+
+
+def _change(folders: list[Path], flat: dict[str, torch.Tensor]) -> None:
+    for folder in folders:
+        for path in sorted(folder.glob(published.DELTAS)):
+            deltas.apply(path, flat)
 
 
 class Mixed(Exception):
@@ -47,19 +97,25 @@ class Mixed(Exception):
 
 
 @torch.inference_mode()
-def apply(model: Any, base: Path, kind: str, path: Path) -> None:
+def apply(model: Any, base: Path, version: Version) -> None:
     """Copy weights into ``model``. Raises ValueError before any change, and Mixed midway."""
+    kind, path = version.kind, version.path
     parameters = {vision.stored(name): parameter for name, parameter in model.named_parameters()}
     hollow = {name: p.to("meta") for name, p in model.named_parameters()}
     stored = revert_weight_conversion(model, hollow)
-    check(kind, path, {name: list(tensor.shape) for name, tensor in stored.items()})
+    if not version.held:
+        check(kind, path, {name: list(tensor.shape) for name, tensor in stored.items()})
     try:
-        if kind == "full" and stored.keys() != parameters.keys():  # transformers joins experts
+        if version.held:
+            source = iter(())
+        elif kind == "full" and stored.keys() != parameters.keys():  # transformers joins experts
             source = _joined(model, path)
         else:
             source = whole(path) if kind == "full" else merged(base, path)
         for name, tensor in source:
             parameters[name].copy_(tensor)
+        if version.changes:
+            _change(version.changes, {name: p.view(-1) for name, p in parameters.items()})
     except Exception as error:  # after any error here, the model is a mixture of two versions
         raise Mixed(f"{path} was taken in part: {type(error).__name__}: {error}") from error
 

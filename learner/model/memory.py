@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from coppice.learner.config import LearnerConfig
+from coppice.learner.config import BUCKET_BYTES, LearnerConfig
 from coppice.learner.update.plan import plan_of
 
 _SAVED = 9, 4
@@ -15,9 +15,6 @@ _SAVED = 9, 4
 the intermediate width."""
 _KEPT_GIB = 1.0
 """A trained head keeps odds for backward up to this (KEPT_BYTES of learner/forest/head.py)."""
-_PUBLISHED = 3
-"""Copies of whole weights on rank 0's device while it publishes from memory: two that engines may
-ask for, and the new one."""
 
 
 def model_shape(model: Path) -> dict[str, Any]:
@@ -73,8 +70,12 @@ def rank_parts(
         parts[f"{name} in training"] = (8 if w.offload_optimizer else 16) * trained
         largest = max(largest, trained)
     whole = [model for model in models.values() if not model.lora.rank]
-    if w.publish != "file" and not w.lora.rank:
-        parts["published weights"] = _PUBLISHED * weights * size
+    if not w.lora.rank:
+        # two buckets; what engines may ask for: a version, and what changed in it; rows to compare
+        served = 0.0 if w.publish == "file" else 2.0 if size == 4 else 1.1
+        compared = size == 2 and w.publish != "memory" and w.whole_every > 1
+        sent = served * weights * size + min(weights * size, 2 * BUCKET_BYTES)
+        parts["published weights"] = sent + 2 * compared * weights / w.shards
     layer = _SAVED[0] * hidden + _SAVED[1] * shape.get("intermediate_size", 0)
     kept = layer + layers * hidden if w.gradient_checkpointing else layers * layer
     passing = {"activations": w.micro_tokens * kept * (4 if size == 4 else 3)}

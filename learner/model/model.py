@@ -198,7 +198,7 @@ class TreeModel:
 
     def gathered(self, keep: bool = True) -> dict[str, torch.Tensor]:
         """Return every complete trained parameter on the CPU, if ``keep``: a collective."""
-        complete = ((name, whole(p)) for name, p in self._trained.items())
+        complete = ((name, whole(p).cpu().contiguous()) for name, p in self._trained.items())
         return {name: tensor for name, tensor in complete if keep}
 
     def read(

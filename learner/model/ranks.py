@@ -3,8 +3,12 @@ shards the parameters. With sharding, every forward and backward is a collective
 make equally many (learner/update/passes.py ensures this).
 """
 
+import contextlib
+import logging
 import math
 import os
+import threading
+import time
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -16,6 +20,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from coppice.common.hardware import torch_device
+
+log = logging.getLogger("learner.ranks")
 
 Sharding = Literal["replicate", "fsdp", "hybrid"]
 
@@ -43,6 +49,7 @@ class Ranks:
             )
         self.sharded = self.shards > 1
         self._mesh = self._grid(timeout) if 1 < self.shards < self.count else None
+        self._lookout = Lookout(self.rank, self.count) if self.count > 1 else None
 
     def _grid(self, timeout: timedelta) -> DeviceMesh:
         """Return the ranks as rows of ``shards`` neighbours. torch's own groups of a mesh would
@@ -124,9 +131,73 @@ class Ranks:
             dist.barrier()
 
     def close(self) -> None:
-        """Leave the group. No operation may follow."""
-        if self.count > 1 and dist.is_initialized():
+        """Leave the group, which every rank does after its last operation. A rank that failed must
+        not: its end tells the others."""
+        if self._lookout is not None:
+            self._lookout.close()
             dist.destroy_process_group()
+
+
+class Lookout:
+    """Ends this process within seconds after another rank died, where NCCL would wait for the
+    collective's timeout. The ranks are a ring over gloo: each sends a word a second to the one
+    before it. The one that hears no more tells the dead rank's number to the others."""
+
+    silent_s = 120.0
+    """After this silence a rank is taken for dead: its machine stands still or is cut off. The end
+    of a process is noticed at once."""
+    _ALIVE, _BYE = -1, -2
+
+    def __init__(self, rank: int, count: int):
+        self._before, self._after, self._count = (rank - 1) % count, (rank + 1) % count, count
+        # longer, because gloo breaks all connections at a timeout, also those that carry the news
+        self._limit = timedelta(seconds=10 * self.silent_s)
+        self._ring: Any = dist.new_group(backend="gloo", timeout=self._limit)
+        self._closing, self._heard, self._at = threading.Event(), self._ALIVE, time.monotonic()
+        self._threads = [
+            threading.Thread(target=part, name="lookout", daemon=True)
+            for part in (self._speak, self._listen)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Take leave of both neighbours, who do the same."""
+        self._closing.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _speak(self) -> None:
+        while not self._closing.wait(1.0):
+            if self._heard != self._BYE and time.monotonic() - self._at > self.silent_s:
+                self._end(self._after)
+            self._say(self._ALIVE)
+        self._say(self._BYE)
+
+    def _listen(self) -> None:
+        word = torch.tensor([self._ALIVE])
+        while self._heard == self._ALIVE:
+            try:
+                self._ring.recv([word], self._after, 0).wait(self._limit)
+            except RuntimeError:
+                word.fill_(self._after)
+            self._heard, self._at = int(word), time.monotonic()
+        if self._heard != self._BYE:
+            self._end(self._heard)
+
+    def _end(self, dead: int) -> None:
+        log.critical(
+            "rank %d of %d is dead: this one ends too; the log of rank %d says why",
+            dead, self._count, dead,
+        )  # fmt: skip
+        threading.Thread(target=self._say, args=(dead,), daemon=True).start()
+        time.sleep(0.5)  # to whoever still listens
+        os._exit(1)
+
+    def _say(self, word: int) -> None:
+        # that the one before is dead, the ring will tell: it may have ended for another's death
+        with contextlib.suppress(RuntimeError):
+            self._ring.send([torch.tensor([word])], self._before, 0).wait(self._limit)
 
 
 def _meet(backend: str, timeout: timedelta) -> None:
@@ -143,10 +214,10 @@ def _meet(backend: str, timeout: timedelta) -> None:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a complete parameter or moment, detached, on the CPU. For a sharded tensor this is a
-    collective, which every rank must call."""
+    """Return a complete parameter or moment, detached. For a sharded tensor this is a collective,
+    which every rank must call."""
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().contiguous()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def own_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -15,6 +15,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -22,15 +23,59 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from coppice.common.deltas import changed
+from coppice.learner.config import BUCKET_BYTES
 from coppice.wire.published import Memory, opened, prefix, sealed
 
 log = logging.getLogger("learner.weight_server")
 
-BUCKET_BYTES = 512 * 2**20
 _LOOK_S = 0.02
 _LOST_S = 10.0
 
-_Buckets = list[list[tuple[str, torch.Tensor]]]
+
+def grouped(tensors: dict[str, torch.Tensor], most_bytes: int = BUCKET_BYTES) -> list[list[str]]:
+    """Return the names of what is gathered and sent at once. A larger tensor is alone."""
+    groups, size = [[]], 0
+    for name, tensor in tensors.items():
+        if groups[-1] and size + tensor.nbytes > most_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += tensor.nbytes
+    return groups
+
+
+class _Bucket:
+    """The bytes of some tensors in one version, and what makes them those of the version before:
+    only what changed, if that is smaller."""
+
+    def __init__(self, version: int, tensors: dict[str, torch.Tensor], before: "_Bucket | None"):
+        self.version = version
+        self.told = {
+            "names": list(tensors),
+            "dtypes": [str(one.dtype).removeprefix("torch.") for one in tensors.values()],
+            "shapes": [list(one.shape) for one in tensors.values()],
+        }
+        parts = [one.detach().flatten().view(torch.uint8) for one in tensors.values()]
+        self.flat = torch.cat(parts)  # a copy: training goes on while engines read
+        self._before, self._places = -1 if before is None else before.version, None
+        if before is not None:
+            self._values = before.flat.view(torch.int16)
+            places = changed(self._values, self.flat.view(torch.int16))
+            if 5 * len(places) < len(self._values):
+                self._places, self._values = places, self._values[places]
+
+    def at(self, version: int) -> torch.Tensor:
+        """Return the bytes of this version or the one before."""
+        if version == self.version:
+            return self.flat
+        if version != self._before:
+            raise LookupError(f"version {version} is not given any more")
+        if self._places is None:
+            return self._values.view(torch.uint8)
+        flat = self.flat.clone()
+        flat.view(torch.int16)[self._places] = self._values
+        return flat
 
 
 class WeightServer:
@@ -46,27 +91,27 @@ class WeightServer:
         self.token = secrets.token_urlsafe(24)
         self._meeting = bound_store(host, self.timeout)
         self.address = f"{host}:{self._meeting.port}"
-        self._offered: dict[int, _Buckets] = {}
-        """Tensors by name and bucket, of each version."""
+        self._buckets: list[_Bucket] = []
+        self._versions: list[int] = []
+        """The newest version and the one before, ascending."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="weights", daemon=True)
         self._thread.start()
 
-    def offer(
-        self, version: int, tensors: dict[str, torch.Tensor], bucket_bytes: int = BUCKET_BYTES
-    ) -> Memory:
+    def offer(self, version: int, parts: Iterable[dict[str, torch.Tensor]]) -> Memory:
         """Serve this version from now on, and the one before, which engines may still ask for.
-        Returns the entry for the manifest. bucket_bytes: of what is sent at once; a larger tensor
-        is sent alone."""
-        buckets, size = _Buckets([[]]), 0
-        for name, tensor in tensors.items():
-            if buckets[-1] and size + tensor.nbytes > bucket_bytes:
-                buckets.append([])
-                size = 0
-            buckets[-1].append((name, tensor.detach().contiguous()))
-            size += tensor.nbytes
-        self._offered = dict([*self._offered.items()][-1:]) | {version: buckets}
-        return Memory(self.address, buckets[0][0][1].device.type, self.token)
+        Returns the entry for the manifest. parts: what is sent at once, the same tensors for every
+        version."""
+        self._versions = self._versions[-1:]
+        for number, tensors in enumerate(parts):
+            before = self._buckets[number] if number < len(self._buckets) else None
+            # An ask under way has a list of its own, and a bucket never changes.
+            self._buckets[number : number + 1] = [_Bucket(version, tensors, before)]
+        self._versions = [*self._versions, version]
+        device = self._buckets[0].flat.device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # broadcasts have another stream
+        return Memory(self.address, device.type, self.token)
 
     def close(self) -> None:
         """Stop serving. Must be called before exit, or a thread that waits in the store would abort
@@ -94,11 +139,7 @@ class WeightServer:
         store = self._client()
         try:
             ask = json.loads(opened(self.token, f"ask/{number}", store.get(f"ask/{number}")))
-            offered = self._offered
-            if ask["version"] not in offered:
-                now = ", ".join(map(str, offered)) or "none"
-                raise LookupError(f"asked for version {ask['version']}, gives {now}")
-            self._broadcast(store, number, ask, offered[ask["version"]])
+            self._broadcast(store, number, ask, self._given(ask["version"]))
         except (RuntimeError, LookupError, ValueError, TypeError) as error:
             log.warning("ask %d failed: %s: %s", number, type(error).__name__, error)
             with contextlib.suppress(RuntimeError):
@@ -108,6 +149,12 @@ class WeightServer:
             with contextlib.suppress(RuntimeError):
                 for key in ("ask", "answer", "done"):
                     store.delete_key(f"{key}/{number}")
+
+    def _given(self, version: int) -> list[_Bucket]:
+        if version not in self._versions:
+            now = ", ".join(map(str, self._versions)) or "none"
+            raise LookupError(f"asked for version {version}, gives {now}")
+        return list(self._buckets)
 
     def _answer(self, store: Any, number: int, answer: dict[str, Any]) -> None:
         key = f"answer/{number}"
@@ -120,17 +167,12 @@ class WeightServer:
             if self._closing.wait(_LOOK_S):
                 return
 
-    def _broadcast(self, store: Any, number: int, ask: dict[str, Any], buckets: _Buckets) -> None:
+    def _broadcast(
+        self, store: Any, number: int, ask: dict[str, Any], buckets: list[_Bucket]
+    ) -> None:
         """Join a group with the asker's ranks as rank 0, and broadcast each bucket as bytes."""
         meeting = bound_store(self.host, self.timeout)
-        told = [
-            {
-                "names": [name for name, _ in bucket],
-                "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-                "shapes": [list(tensor.shape) for _, tensor in bucket],
-            }
-            for bucket in buckets
-        ]
+        told = [bucket.told for bucket in buckets]
         answer = {"address": self.host, "port": meeting.port, "buckets": told}
         self._answer(store, number, answer)
         size = 1 + int(ask["ranks"])
@@ -138,12 +180,16 @@ class WeightServer:
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         try:
-            for bucket in buckets:
-                flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in bucket])
-                if not group.broadcast([flat], options).wait(self.timeout):
-                    raise RuntimeError(f"no broadcast of {flat.nbytes} bytes within {self.timeout}")
-                if flat.is_cuda:
-                    torch.cuda.current_stream().synchronize()
+            device = buckets[0].flat.device
+            own = torch.cuda.Stream(device) if device.type == "cuda" else None
+            with torch.cuda.stream(own):  # not behind training's kernels
+                for bucket in buckets:
+                    flat = bucket.at(int(ask["version"]))
+                    if not group.broadcast([flat], options).wait(self.timeout):
+                        what = f"no broadcast of {flat.nbytes} bytes within {self.timeout}"
+                        raise RuntimeError(what)
+                    if flat.is_cuda:
+                        torch.cuda.current_stream().synchronize()
             self._ended(store, number)
         finally:
             dist.destroy_process_group(group)

@@ -82,11 +82,6 @@ class Trainer:
         parts = {name: (part.model, part.stepper) for name, part in others.items() if part}
         return {"policy": (self.policy, self.stepper), **parts}
 
-    def whole(self) -> dict[str, torch.Tensor] | None:
-        """Return the policy's trained parameters, gathered by all ranks together for rank 0, or
-        None if rank 0 holds them already."""
-        return self.policy.gathered(keep=self.ranks.rank == 0) if self.ranks.sharded else None
-
     def update(self, batch: Batch) -> dict[str, float]:
         """Train on one batch, from version v to v + 1. Returns the metrics, equal on all ranks, and
         sets ``warnings`` to those of the watch."""

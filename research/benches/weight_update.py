@@ -28,7 +28,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.engines.sglang import SGLangEngine
 from coppice.learner.model.publish import Published, fingerprint, publish
-from coppice.learner.model.weight_server import WeightServer
+from coppice.learner.model.ranks import Ranks
+from coppice.learner.model.weight_server import WeightServer, grouped
 from coppice.research.benches import prefill as shape
 from coppice.research.benches import result
 from coppice.research.benches.gpu_sglang import SHAPES, random_model, started
@@ -142,6 +143,7 @@ class AdapterPolicy:
     lora = True
 
     def __init__(self, folder: Path, rank: int):
+        self.ranks = Ranks(60.0)
         with torch.device("meta"):
             bare: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
             settings = LoraConfig(
@@ -149,7 +151,7 @@ class AdapterPolicy:
             )  # pyright: ignore
             self.model: Any = get_peft_model(bare, settings)
 
-    def gathered(self) -> dict[str, torch.Tensor]:
+    def gathered(self, keep: bool = True) -> dict[str, torch.Tensor]:
         """Return small random weights in the learner's float32."""
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         return {name: 0.01 * torch.randn(p.shape, device="cpu") for name, p in trained.items()}
@@ -199,7 +201,8 @@ def _published(
             name: tensor * (1 + version / 100)
             for name, tensor in load_file(stored, device=device).items()
         }
-        manifest = Manifest(version, "full", fingerprint(own), False, offers.offer(version, own))
+        parts = ({name: own[name] for name in names} for names in grouped(own))
+        manifest = Manifest(version, "full", fingerprint(own), False, offers.offer(version, parts))
     manifest.write(scratch)
     return Published(version, str(scratch), manifest.digest)
 

@@ -11,6 +11,7 @@ import msgspec
 from coppice.common.atomic import drafted
 from coppice.scheduler.dispatch.weight_sync import Weights
 from coppice.wire import published
+from coppice.wire.faults import InfrastructureFault
 
 log = logging.getLogger("scheduler.best")
 
@@ -45,19 +46,27 @@ def keep(run: Path, weights: Weights, measure: str, value: float) -> bool:
         with drafted(folder, replace=True, alone=True) as draft:
             source = Path(weights.path)
             if weights.version:
-                manifest = (source / published.NAME).read_bytes()
-                if not msgspec.json.decode(manifest, type=published.Manifest).file:
+                links = published.chain(source)
+                if not all(link.file for _, link in links):
                     raise FileNotFoundError(f"{source} was given out of memory, without a file")
-                for path in sorted(source.iterdir()):
-                    try:
-                        os.link(path, draft / path.name)
-                    except OSError:  # another file system, or one without hard links
-                        shutil.copy2(path, draft / path.name)
+                for folder, _ in links:
+                    into = draft if folder == source else draft / folder.name
+                    into.mkdir(exist_ok=True)
+                    for path in sorted(folder.iterdir()):
+                        if path.is_file():
+                            _link(path, into / path.name)
             record = Best(weights.version, measure, value)
             (draft / "best.json").write_bytes(msgspec.json.encode(record))
-    except OSError as error:
+    except (OSError, InfrastructureFault) as error:
         log.warning("version %d did best so far and could not be kept: %s", weights.version, error)
         return False
     if before is not None:
         shutil.rmtree(before[1], ignore_errors=True)
     return True
+
+
+def _link(path: Path, place: Path) -> None:
+    try:
+        os.link(path, place)
+    except OSError:  # another file system, or one without hard links
+        shutil.copy2(path, place)

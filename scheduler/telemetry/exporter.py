@@ -26,8 +26,8 @@ PAGE = Path(coppice.__file__).with_name("metrics.md")
 def declared() -> dict[str, tuple[str, str]]:
     """Unit and meaning of each metric in the page's tables; none without the documents."""
     names = PAGE.read_text(encoding="utf-8").partition("## All names")[2] if PAGE.is_file() else ""
-    rows = re.findall(r"^\| `(.+?)` \| (.+?) \| (.+) \|$", names, re.MULTILINE)
-    return {name: (unit, meaning) for name, unit, meaning in rows}
+    rows = re.findall(r"^\| `(.+?)` \| (.+) \(([^()]+)\) \|$", names, re.MULTILINE)
+    return {name: (unit, meaning) for name, meaning, unit in rows}
 
 
 def declaration(name: str) -> tuple[str, str] | None:

@@ -1,5 +1,5 @@
 """What every engine promises, against transformers itself: the embedded engine in both number types
-and a real SGLang server, on the same tiny model. The truth is always a full forward in float32."""
+and real servers of SGLang and vLLM, on the same tiny model. The truth is always a full forward in float32."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.base import Engine
 from coppice.actors.engines.local import LocalEngine
-from coppice.actors.engines.sglang import SGLangEngine
+from coppice.actors.engines.vllm import VLLMEngine
 from coppice.common.support import decode
 from coppice.wire import digest
 from coppice.wire.faults import DataFault, InfrastructureFault
@@ -34,6 +34,8 @@ from tests.actors.test_local_engine import (
     reference,
     version_folder,
 )
+from tests.sglang_cpu.shared import Shared as Server
+from tests.vllm_cpu.shared import BLOCK
 
 BFLOAT16_DIFFERENCE = 0.05
 """Mean difference over a few tokens between log-probabilities in bfloat16 and float32 on the tiny
@@ -55,47 +57,61 @@ def near(engine: Engine, expected: np.ndarray, logprobs: np.ndarray, times: floa
     return bool(apart.max() < times * GREATEST_DIFFERENCE)
 
 
-@pytest_asyncio.fixture(params=["local-float32", "local-bfloat16", "sglang"])
-async def engine(request: pytest.FixtureRequest, llama: Path, tmp_path: Path) -> AsyncIterator[Any]:
+@pytest.fixture
+def base(request: pytest.FixtureRequest) -> Path:
+    """The engine's model."""
+    vllm = request.node.callspec.params["engine"] == "vllm"
+    return request.getfixturevalue("wide" if vllm else "llama")
+
+
+@pytest_asyncio.fixture(params=["local-float32", "local-bfloat16", "sglang", "vllm"])
+async def engine(request: pytest.FixtureRequest, base: Path, tmp_path: Path) -> AsyncIterator[Any]:
     """A started engine that holds the base weights."""
-    made: Any
-    if request.param == "sglang":
-        made = request.getfixturevalue("sglang_server").engine()
-        await made.start()
-        await restore(made, llama, tmp_path)
-    else:
+    if request.param.startswith("local"):
         dtype = request.param.removeprefix("local-")
-        made = LocalEngine(str(llama), ActorsConfig(dtype=dtype, max_context=512, max_batch=8))
+        made: Any = LocalEngine(str(base), ActorsConfig(dtype=dtype, max_context=512, max_batch=8))
         await made.start()
+        yield made
+        await made.close()
+        return
+    server: Server = request.getfixturevalue(f"{request.param}_server")
+    made = server.engine()
+    await made.start()
+    await restore(made, base, tmp_path)
     yield made
     await made.close()
 
 
 async def begun(engine: Engine, request: GenerateRequest) -> None:
     """Until samples of ``request`` are under way, with most of their tokens to come."""
-    if not isinstance(engine, SGLangEngine):
+    if isinstance(engine, LocalEngine):
         while not engine.stats().get("decoded_tokens"):
             await asyncio.sleep(0)
         return
-    client: Any = engine.way
+    client: Any = getattr(engine, "way").front.client  # noqa: B009
     held, least = 0, request.n * (len(request.tokens) + 3)
-    while held < least:
-        await asyncio.sleep(0.01)
-        held = (await client.front.client.get("/v1/loads"))["loads"][0]["num_total_tokens"]
+    async with asyncio.timeout(60):
+        while isinstance(engine, VLLMEngine) and held < request.n:
+            await asyncio.sleep(0.01)
+            told = (await client.send("GET", "/metrics")).decode()
+            held = float(re.findall(r"^vllm:num_requests_running\S* (\S+)", told, re.M)[0])
+        while not isinstance(engine, VLLMEngine) and held < least:
+            await asyncio.sleep(0.01)
+            held = (await client.get("/v1/loads"))["loads"][0]["num_total_tokens"]
 
 
 async def sampled(engine: Engine, prompt: np.ndarray, n: int, *args: Any, **fields: Any) -> Any:
     return (await engine.generate(GenerateRequest(prompt, n, Sampling(*args, **fields)))).samples
 
 
-async def restore(made: SGLangEngine, folder: Path, scratch: Path) -> None:
+async def restore(made: Any, folder: Path, scratch: Path) -> None:
     """The base weights as version 0: a test before may have left others."""
     base, proof, _ = version_folder(scratch, folder, 0, noise=0.0)
     await made.load(LoadRequest(0, str(base), proof))
 
 
-async def test_greedy_tokens_are_those_of_a_full_forward(engine: Engine, llama: Path) -> None:
-    prompt, model = ids(1, 24), reference(llama)
+async def test_greedy_tokens_are_those_of_a_full_forward(engine: Engine, base: Path) -> None:
+    prompt, model = ids(1, 24), reference(base)
     (sample,) = await sampled(engine, prompt, 1, 8, temperature=0.0)
     best = forward(model, prompt, sample.tokens).log_softmax(-1).max(-1).values.numpy()
     # the most probable token at each place, or one that rounding cannot tell from it
@@ -104,20 +120,34 @@ async def test_greedy_tokens_are_those_of_a_full_forward(engine: Engine, llama: 
     assert sample.versions.tolist() == [0] * len(sample.tokens)
 
 
+async def test_logprobs_are_of_the_distribution_after_temperature(
+    engine: Engine, base: Path
+) -> None:
+    prompt, model = ids(2, 20), reference(base)
+    for sample in await sampled(engine, prompt, 3, 6, temperature=0.7):
+        rows = forward(model, prompt, sample.tokens) / 0.7
+        expected = rows.log_softmax(-1)[range(len(rows)), sample.tokens.tolist()].numpy()
+        assert near(engine, expected, sample.logprobs)
+
+
 @pytest.mark.parametrize("cut", [{"top_p": 0.6}, {"top_k": 5}, {"top_p": 0.7, "top_k": 20}])
 @pytest.mark.parametrize("n", [1, 2])
 async def test_logprobs_are_of_the_softmax_over_the_support_that_is_reported(
-    engine: Engine, llama: Path, cut: dict[str, Any], n: int
+    engine: Engine, base: Path, cut: dict[str, Any], n: int
 ) -> None:
-    prompt, model = ids(3, 20), reference(llama)
-    for sample in await sampled(engine, prompt, n, 6, temperature=0.8, support=True, **cut):
-        support = decode(sample.support, len(sample.tokens))
+    prompt, model = ids(3, 20), reference(base)
+    told = not isinstance(engine, VLLMEngine)
+    for sample in await sampled(engine, prompt, n, 6, temperature=0.8, support=told, **cut):
         rows = forward(model, prompt, sample.tokens) / 0.8
-        assert support is not None
-        assert support.has(sample.tokens).all()
-        assert (support.counts > 0).all() and (support.counts <= cut.get("top_k", 259)).all()
         left = torch.zeros_like(rows, dtype=torch.bool)
-        left[torch.as_tensor(support.places), torch.as_tensor(support.ids)] = True
+        if told:
+            support = decode(sample.support, len(sample.tokens))
+            assert support is not None
+            assert support.has(sample.tokens).all()
+            assert (support.counts > 0).all() and (support.counts <= cut.get("top_k", 259)).all()
+            left[torch.as_tensor(support.places), torch.as_tensor(support.ids)] = True
+        else:
+            left = kept(rows, **cut)
         logs = rows.masked_fill(~left, -torch.inf).log_softmax(-1)
         expected = logs[range(len(rows)), sample.tokens.tolist()].numpy()
         assert near(engine, expected, sample.logprobs, times=10.0)
@@ -134,22 +164,26 @@ async def test_samples_of_one_prefix_differ_and_the_prefix_is_computed_once(engi
     assert 0 < sum(first.phases.values()) <= time.monotonic() - start
     assert list(first.phases)[-2:] == ["prefill", "decode"] and min(first.phases.values()) >= 0
     computed = engine.stats()["prefilled_tokens"] - before
-    assert (first.cached_tokens, first.prompt_tokens) == (0, 60)
-    assert 60 <= computed <= 64  # SGLang computes a prompt's last token again for each sample
+    assert first.cached_tokens == 0
+    assert first.prompt_tokens == 60
+    block = BLOCK if isinstance(engine, VLLMEngine) else 1  # what a cache has of a prefix
+    # servers compute a prompt's last block again for each sample
+    assert 60 <= computed <= 60 + 4 * block
     assert len({tuple(sample.tokens.tolist()) for sample in first.samples}) > 1
     child = np.concatenate([prompt, first.samples[0].tokens, ids(5, 4)])
     second = await engine.generate(GenerateRequest(child, 1, Sampling(2)))
-    assert second.cached_tokens == len(child) - 5  # the last sampled token was never computed
+    # the last sampled token was never computed
+    assert second.cached_tokens == (len(child) - 5) // block * block
 
 
-async def test_finish_reasons(engine: Engine, llama: Path) -> None:
+async def test_finish_reasons(engine: Engine, base: Path) -> None:
     prompt = ids(6, 12)
     (free,) = await sampled(engine, prompt, 1, 10, temperature=0.0)
     assert free.finish == "length"
-    stop = tokenizer(llama).decode(free.tokens.tolist())[3:5]
+    stop = tokenizer(base).decode(free.tokens.tolist())[3:5]
     (stopped,) = await sampled(engine, prompt, 1, 10, temperature=0.0, stop=[stop])
     assert stopped.finish == "stop"
-    assert stop in tokenizer(llama).decode(stopped.tokens.tolist())
+    assert stop in tokenizer(base).decode(stopped.tokens.tolist())
     assert len(stopped.logprobs) == len(stopped.tokens) < len(free.tokens)
 
 
@@ -192,11 +226,11 @@ async def test_an_impossible_request_is_a_data_fault(
 
 
 async def test_a_new_version_is_sampled_from_and_reads_no_other_versions_cache(
-    engine: Engine, llama: Path, tmp_path: Path
+    engine: Engine, base: Path, tmp_path: Path
 ) -> None:
     prompt = ids(10, 30)
     await engine.generate(GenerateRequest(prompt, 1, Sampling(2)))
-    folder, proof, model = version_folder(tmp_path, llama, 3)
+    folder, proof, model = version_folder(tmp_path, base, 3)
     loaded = await engine.load(LoadRequest(3, str(folder), proof))
     assert (loaded.version, loaded.digest) == (3, proof)
     result = await engine.generate(GenerateRequest(prompt, 2, Sampling(5)))
@@ -208,8 +242,8 @@ async def test_a_new_version_is_sampled_from_and_reads_no_other_versions_cache(
 
 
 @pytest.mark.second
-async def test_an_update_labels_each_token(engine: Engine, llama: Path, tmp_path: Path) -> None:
-    folder, proof, _ = version_folder(tmp_path, llama, 4)
+async def test_an_update_labels_each_token(engine: Engine, base: Path, tmp_path: Path) -> None:
+    folder, proof, _ = version_folder(tmp_path, base, 4)
     request = GenerateRequest(ids(11, 10), 8, Sampling(200, seed=1))
     task = asyncio.create_task(engine.generate(request))
     await begun(engine, request)
@@ -222,9 +256,9 @@ async def test_an_update_labels_each_token(engine: Engine, llama: Path, tmp_path
 
 
 async def test_weights_that_are_not_as_announced_are_refused_and_the_old_ones_serve(
-    engine: Engine, llama: Path, tmp_path: Path
+    engine: Engine, base: Path, tmp_path: Path
 ) -> None:
-    folder, proof, _ = version_folder(tmp_path, llama, 5)
+    folder, proof, _ = version_folder(tmp_path, base, 5)
     (before,) = await sampled(engine, ids(12, 12), 1, 6, temperature=0.0)
     with pytest.raises(InfrastructureFault, match="digest"):
         await engine.load(LoadRequest(5, str(folder), "0" * 64))
@@ -237,8 +271,8 @@ async def test_weights_that_are_not_as_announced_are_refused_and_the_old_ones_se
     assert near(engine, before.logprobs, after.logprobs)
 
 
-async def test_an_adapter_changes_the_policy(engine: Engine, llama: Path, tmp_path: Path) -> None:
-    folder, proof, model = adapter_folder(tmp_path, llama, 6)
+async def test_an_adapter_changes_the_policy(engine: Engine, base: Path, tmp_path: Path) -> None:
+    folder, proof, model = adapter_folder(tmp_path, base, 6)
     await engine.load(LoadRequest(6, str(folder), proof))
     prompt = ids(13, 16)
     for sample in await sampled(engine, prompt, 2, 5):
@@ -246,9 +280,9 @@ async def test_an_adapter_changes_the_policy(engine: Engine, llama: Path, tmp_pa
         assert near(engine, full_logprobs(model, prompt, sample.tokens), sample.logprobs, times=5.0)
 
 
-async def test_a_constraint_holds_to_the_last_token(engine: Engine, llama: Path) -> None:
+async def test_a_constraint_holds_to_the_last_token(engine: Engine, base: Path) -> None:
     constraint = Constraint("regex", "(yes|no), [0-9]{2}")
-    words = tokenizer(llama)
+    words = tokenizer(base)
     for sample in await sampled(engine, ids(14, 10), 3, 20, constraint=constraint):
         text = words.decode(sample.tokens.tolist(), skip_special_tokens=True)
         assert sample.finish == "stop" and re.fullmatch("(yes|no), [0-9]{2}", text)
@@ -256,6 +290,14 @@ async def test_a_constraint_holds_to_the_last_token(engine: Engine, llama: Path)
 
 def tokenizer(folder: Path) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def kept(rows: torch.Tensor, top_p: float = 1.0, top_k: int = 260) -> torch.Tensor:
+    """What top-k, and then top-p, leave of each row."""
+    top = rows >= rows.topk(top_k).values[:, -1:]
+    masses, order = rows.masked_fill(~top, -torch.inf).softmax(-1).sort(descending=True)
+    inside = masses.cumsum(-1) - masses < top_p
+    return top & torch.zeros_like(top).scatter(1, order, inside)
 
 
 def adapter_folder(tmp_path: Path, source: Path, version: int) -> tuple[Path, str, Any]:

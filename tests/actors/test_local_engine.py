@@ -465,17 +465,17 @@ async def test_overlapping_loads_are_done_in_the_order_in_which_they_were_asked_
 ) -> None:
     engine = await local()
     folders = [version_folder(tmp_path, llama, version) for version in (1, 2)]
-    plain, first = weights.verified_file, threading.Event()
+    plain, first = weights.verified, threading.Event()
 
-    def verified(folder: Path, expected: str) -> tuple[str, Path]:
+    def verified(folder: Path, expected: str, held: str) -> weights.Version:
         if folder == folders[0][0]:
             # the first is slow to verify; were the second not to wait, it would set this
             first.wait(0.2)
         else:
             first.set()
-        return plain(folder, expected)
+        return plain(folder, expected, held)
 
-    monkeypatch.setattr(weights, "verified_file", verified)
+    monkeypatch.setattr(weights, "verified", verified)
     requests = [
         LoadRequest(i, str(folder), proof) for i, (folder, proof, _) in enumerate(folders, 1)
     ]
@@ -511,8 +511,9 @@ async def test_an_adapter_that_is_no_plain_lora_is_refused(
     tensors[f"base_model.model.{name}.lora_B.weight"] = torch.ones(32, 2)
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 4, **setting}))
+    version = weights.Version("lora", tmp_path / "adapter_model.safetensors", [])
     with pytest.raises(ValueError, match=next(iter(setting))):
-        weights.apply(reference(llama), llama, "lora", tmp_path / "adapter_model.safetensors")
+        weights.apply(reference(llama), llama, version)
 
 
 def test_draws_of_different_samples_and_places_are_uniform_and_apart() -> None:

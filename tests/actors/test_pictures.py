@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from coppice.actors.config import ActorsConfig, SGLangConfig
+from coppice.actors.engines.servers import Sampled
 from coppice.actors.engines.sglang import SGLangEngine
 from coppice.actors.engines.sglang_api import linear_layers
 from coppice.common import vision
@@ -140,6 +141,10 @@ async def test_pictures_that_do_not_fit_are_refused(local: Local, seeing: Path) 
         await blind.generate(asked(1))
 
 
+def answered(read: list[int]) -> Sampled:
+    return Sampled([], [], "stop", "", [], len(read), 0, read)
+
+
 def test_sglang_is_sent_a_placeholder_per_picture_and_must_have_read_it(seeing: Path) -> None:
     settings = SGLangConfig(way="url", urls=["http://127.0.0.1:1"])
     engine = SGLangEngine(str(seeing), ActorsConfig(max_context=256, sglang=settings))
@@ -151,7 +156,7 @@ def test_sglang_is_sent_a_placeholder_per_picture_and_must_have_read_it(seeing: 
         assert body["input_ids"] == ids and body["return_prompt_token_ids"]
     assert "image_data" not in engine._bodies(asked())[0]
     read = np.where(request.tokens < 0, 262, request.tokens).tolist()
-    engine._check_read(request, [{"prompt_token_ids": read}])
-    for wrong in (read[1:], [9, *read[1:]], None):
+    engine._check_read(request, [answered(read)])
+    for wrong in (read[1:], [9, *read[1:]], []):
         with pytest.raises(InfrastructureFault, match="expected the tree's 32"):
-            engine._check_read(request, [{"prompt_token_ids": wrong}])
+            engine._check_read(request, [answered(wrong)])

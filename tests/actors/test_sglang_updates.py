@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from coppice.actors.engines import sglang_weights
+from coppice.actors.engines import served_weights
 from coppice.actors.engines.sglang import SGLangEngine
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
@@ -24,6 +24,7 @@ from tests.sglang_cpu.scripted import (
     STEPS,
     Server,
     adapter,
+    changes,
     engine,
     giving,
     in_memory,
@@ -149,11 +150,12 @@ async def test_requests_go_on_while_a_version_is_verified(
     verifying, verified = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
-    def slow(*_: Any) -> None:
+    def slow(_: Path, folder: Path, *__: str) -> Path:
         loop.call_soon_threadsafe(verifying.set)
         verified.wait(30)
+        return folder
 
-    monkeypatch.setattr(sglang_weights, "_verify", slow)
+    monkeypatch.setattr(served_weights, "_verify", slow)
     update = asyncio.create_task(updated.load(version(tmp_path, 2)))
     await verifying.wait()
     try:
@@ -205,6 +207,30 @@ async def test_an_update_that_changes_nothing_is_noticed(
     other = published(tmp_path, 2, "full", whole(1) | {"c.weight": torch.zeros(4, 4)})
     with pytest.raises(InfrastructureFault, match="those from before version 2"):
         await updated.load(other)
+
+
+async def test_changes_reach_sglang_as_whole_weights(server: Server, tmp_path: Path) -> None:
+    """An actor that follows, one that joins late, and versions that the first has assembled."""
+    (tmp_path / "weights").mkdir()
+    requests = changes(tmp_path / "weights", 4)
+    follower = engine(tmp_path, server.url)
+    await follower.start()
+    for request in requests[:2]:
+        await follower.load(request)
+        assert await sampled(follower) == [request.version] and server.weights == request.version
+    await follower.close()
+    late = engine(tmp_path, server.url)
+    await late.start()
+    for request in requests[2:]:
+        await late.load(request)
+        assert await sampled(late) == [request.version] and server.weights == request.version
+    await late.close()
+    (tmp_path / "weights" / "v000003" / "manifest.json").unlink()
+    torn = engine(tmp_path, server.url)
+    await torn.start()
+    with pytest.raises(InfrastructureFault, match="missing link"):
+        await torn.load(requests[3])
+    await torn.close()
 
 
 @pytest.mark.parametrize("name", ["a.weight", "z.weight"])

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from coppice.actors.config import ActorsConfig, SGLangConfig
-from coppice.actors.engines.sglang_api import Facts, arguments, linear_layers
-from coppice.actors.engines.sglang_weights import choose
+from coppice.actors.engines.served_weights import choose
+from coppice.actors.engines.servers import Facts
+from coppice.actors.engines.sglang_api import SGLangHttp, linear_layers
 from coppice.learner.model.publish import fingerprint
-from coppice.learner.model.weight_server import WeightServer
+from coppice.learner.model.weight_server import WeightServer, grouped
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
 from coppice.wire.published import Manifest, Memory
@@ -42,8 +43,9 @@ async def test_weights_out_of_the_learners_memory(
     tensors = {name: p.detach().to(device) for name, p in model.named_parameters()}
     proof, giver, folder = fingerprint(tensors), WeightServer(timeout_s=60.0), tmp_path / "m7"
     folder.mkdir()
+    parts = [{n: tensors[n] for n in names} for names in grouped(tensors, 20_000)]
     with contextlib.closing(giver):
-        memory = giver.offer(7, tensors, bucket_bytes=20_000)
+        memory = giver.offer(7, parts)
         Manifest(7, "full", proof, False, memory).write(folder)
         assert (await engine.load(LoadRequest(7, str(folder), proof))).proof
     result = await engine.generate(GenerateRequest(ids(1, 20), 1, Sampling(6)))
@@ -69,8 +71,8 @@ def test_a_server_is_started_for_the_layers_that_the_learner_trains(llama: Path)
     assert set(linear_layers(llama)) == {name.split(".lora_A")[0].split(".")[-1] for name in names}
     given = {"enable_lora": True, "lora_target_modules": ["q_proj"]}
     config = ActorsConfig(sglang=SGLangConfig(arguments=given))
-    assert arguments(str(llama), config).items() >= given.items()
-    assert "lora_target_modules" not in arguments(str(llama), ActorsConfig())
+    assert SGLangHttp.arguments(str(llama), config, 1, "").items() >= given.items()
+    assert "lora_target_modules" not in SGLangHttp.arguments(str(llama), ActorsConfig(), 1, "")
 
 
 @pytest.mark.parametrize(
@@ -87,9 +89,9 @@ def test_the_transport_follows_from_what_is_published(
     manifest: dict[str, Any], facts: Facts, expected: str
 ) -> None:
     made = Manifest(**({"version": 1, "kind": "full", "digest": "d"} | manifest))
-    assert choose(made, facts, SGLangConfig()) == expected
+    assert choose(made, facts, "auto") == expected
     refused: list[tuple[Any, Any]] = [("disk", {"file": False}), ("distributed", {"memory": None})]
     for wanted, missing in refused:
         other: Any = Manifest(**({"version": 1, "kind": "full", "digest": "d"} | missing))
         with pytest.raises(InfrastructureFault, match=r"learner\.publish"):
-            choose(other, facts, SGLangConfig(weights=wanted))
+            choose(other, facts, wanted)

@@ -42,7 +42,7 @@ POINTS: dict[str, tuple[Any, str, int, bool]] = {
     "after a group is journaled, before it is sent": (Journal, "save_group", 3, True),
     "after a tree is journaled, before the learner knows": (Journal, "close_tree", 4, True),
     "in an update, after the optimizer's step": (Stepper, "step", 2, True),
-    "in the publication of weights": (learner, "publish_newest", 3, False),
+    "in the publication of weights": (learner.Publisher, "publish", 3, False),
     "between publication and checkpoint": (learner.Leader, "_checkpoint", 2, False),
     "in a checkpoint, before it has its name": (checkpoint.digest, "write_sums", 1, False),
     "after a checkpoint, before the answers": (learner.Leader, "_answer", 2, False),

@@ -144,13 +144,13 @@ def test_it_trains_and_is_published_or_is_refused(tmp_path: Path, kind: str, ran
             for parameter in trained.trained().values():
                 parameter.add_(0.05 * torch.randn_like(parameter))
         published = publish(trained, 1, tmp_path / "run", keep=2)
-        kind_of_weights, path = weights.verified_file(Path(published.path), published.digest)
+        proven = weights.verified(Path(published.path), published.digest)
         if rank == 0:
             stored = folder / "model.safetensors"
-            assert load_file(path).keys() <= load_file(stored).keys()
+            assert load_file(proven.path).keys() <= load_file(stored).keys()
         loaded = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         before = logits(loaded)
-        weights.apply(loaded, folder, kind_of_weights, path)
+        weights.apply(loaded, folder, proven)
         torch.testing.assert_close(logits(loaded), logits(trained.model), atol=1e-4, rtol=1e-4)
         assert (logits(loaded) - before).abs().max() > 0.01
 

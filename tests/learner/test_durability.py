@@ -215,7 +215,7 @@ def test_the_digest_changes_with_the_weights_and_proves_them(tmp_path: Path, mak
     assert third.digest != first.digest
     flip(Path(third.path) / "adapter_model.safetensors")
     with pytest.raises(InfrastructureFault, match="digest"):
-        weights.verified_file(Path(third.path), third.digest)
+        weights.verified(Path(third.path), third.digest)
 
 
 def test_the_last_versions_are_kept_with_their_manifests(tmp_path: Path, make: Make) -> None:

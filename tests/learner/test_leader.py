@@ -64,8 +64,8 @@ async def test_every_group_is_answered_with_its_version(tmp_path: Path, llama: P
             answers = await trained(dispatcher, groups(version)[0])
             assert [answer.version for answer in answers] == [version] * 3
             assert answers[0].metrics["learner/groups"] == 3
-            kind, _ = weights.verified_file(Path(answers[0].path), answers[0].digest)
-            assert kind == "lora"
+            proven = weights.verified(Path(answers[0].path), answers[0].digest)
+            assert proven.kind == "lora"
             told = (tmp_path / "learner.json").read_bytes()
             published = Published(version, answers[0].path, answers[0].digest)
             assert msgspec.json.decode(told, type=Published) == published

@@ -47,6 +47,11 @@ def agrees(made: Trainer, planned: LearnerPlan) -> None:
     assert {n.partition(" ")[0]: gib for n, gib in told.items() if n.endswith("training")} == (
         dict.fromkeys(trained, 16)
     )
+    if not made.policy.lora:
+        assert told["published weights"] == 1 + 8 * (made.config.publish != "file")
+        for publish, sent in (("file", 2), ("memory", 2.2), ("both", 4.2)):
+            other = rank_parts(msgspec.structs.replace(few, publish=publish), {}, 2.0**30, 2)
+            assert other["published weights"] == pytest.approx(1 + sent)
 
 
 @pytest.mark.parametrize(

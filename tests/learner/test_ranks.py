@@ -213,7 +213,9 @@ def test_a_sharded_rank_loads_and_holds_its_part_alone(ran: Path, name: str, sha
 
 @pytest.mark.parametrize("name", ["dead", "dead_hybrid"])
 def test_a_rank_that_dies_in_an_update_ends_the_others_with_an_error(ran: Path, name: str) -> None:
-    assert json.loads((ran / "codes.json").read_text())[name] == [3, 3, 9, 3]
+    # of the collective that fails, or of what looks out for dead ranks
+    codes = json.loads((ran / "codes.json").read_text())[name]
+    assert codes.pop(2) == 9 and set(codes) <= {1, 3}
 
 
 def test_one_ranks_full_disk_stops_all_with_the_reason(ran: Path) -> None:

@@ -159,9 +159,9 @@ def test_published_adapters_merged_equal_the_policy(
     made = make()
     made.update(batch(3, 0))
     published = publish(made.policy, 1, tmp_path, 2)
-    kind, path = weights.verified_file(Path(published.path), published.digest)
+    proven = weights.verified(Path(published.path), published.digest)
     actor = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
-    weights.apply(actor, llama, kind, path)
+    weights.apply(actor, llama, proven)
     (tmp_path / "processes").mkdir()
     (tmp_path / "processes" / "learner.json").write_bytes(msgspec.json.encode(made.process))
     assert export(tmp_path, tmp_path / "export") == 1

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from coppice.actors.engines.sglang_api import Facts
+from coppice.actors.engines.servers import Facts
 from coppice.actors.engines.sglang_transport import Pull
 from coppice.learner.model.weight_server import WeightServer, bound_store
 from coppice.wire.faults import InfrastructureFault
@@ -34,7 +34,7 @@ def outsider(memory: Memory) -> TCPStore:
 async def test_the_token_is_nowhere_in_the_store_and_no_ask_without_it_is_served() -> None:
     giver = WeightServer(timeout_s=20)
     try:
-        memory = giver.offer(9, {"w": torch.ones(4)})
+        memory = giver.offer(9, [{"w": torch.ones(4)}])
         talk = pull(memory)
         with pytest.raises(InfrastructureFault, match="asked for version 3, gives 9"):
             talk.ask()
@@ -83,3 +83,26 @@ def test_an_answer_to_another_ask_is_no_answer(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=r"not written by this run|decode"):
             opened("token", key, damaged)
+
+
+def given(giver: WeightServer, version: int) -> torch.Tensor:
+    """The first tensor, as a broadcast of this version sends it."""
+    return giver._given(version)[0].at(version).view(torch.bfloat16)
+
+
+def test_the_version_before_is_served_from_what_changed_since() -> None:
+    giver = WeightServer(timeout_s=20)
+    try:
+        old, wide = torch.randn(40_000).bfloat16(), torch.randn(4, 5)
+        new = old.clone()
+        new[[0, 7, 39_999]] += 1
+        for version, one, two in ((1, old, wide), (2, new, wide), (3, -new, -wide)):
+            giver.offer(version, [{"w": one}, {"v": two}])
+            if version > 1:
+                before = old if version == 2 else new
+                assert torch.equal(given(giver, version - 1), before)
+            assert torch.equal(given(giver, version), one)
+        with pytest.raises(LookupError, match="asked for version 1, gives 2, 3"):
+            given(giver, 1)
+    finally:
+        giver.close()

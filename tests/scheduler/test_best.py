@@ -9,7 +9,7 @@ import pytest
 from coppice.scheduler.dispatch.weight_sync import Weights
 from coppice.scheduler.evaluation import best
 from coppice.tools.evaluating import versions
-from coppice.wire.published import Manifest
+from coppice.wire.published import Manifest, chain
 
 
 def published(run: Path, version: int, file: bool = True) -> Weights:
@@ -48,6 +48,21 @@ def test_the_best_of_all_evaluated_versions_is_there_at_the_end(tmp_path: Path) 
     told = r"--version 3: .* holds \[2, 4, 5, 6\] \(the newest learner.keep, best 2\), and 0"
     with pytest.raises(ValueError, match=told):
         versions.chosen(tmp_path, 3)
+
+
+def test_the_best_version_keeps_the_chain_that_it_is_made_of(tmp_path: Path) -> None:
+    for number, digest in ((1, "a"), (2, "b"), (3, "c")):
+        folder = tmp_path / "weights" / f"v{number:06d}"
+        folder.mkdir(parents=True)
+        (folder / ("model" if number == 1 else "delta-00000")).write_bytes(b"%d" % number)
+        previous = (number - 1, "ab"[number - 2]) if number > 1 else None
+        Manifest(number, "full", digest, previous=previous).write(folder)
+    assert best.keep(tmp_path, Weights(3, str(tmp_path / "weights" / "v000003"), "c"), "em", 0.4)
+    shutil.rmtree(tmp_path / "weights")
+    links = chain(kept(tmp_path)[1], "c")
+    assert [link.digest for _, link in links] == ["a", "b", "c"]
+    assert (links[0][0] / "model").read_bytes() == b"1"
+    assert (links[2][0] / "delta-00000").read_bytes() == b"3"
 
 
 def test_a_disk_that_takes_nothing_costs_the_copy_and_not_the_run(

@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from coppice.actors.config import ActorsConfig, SGLangConfig
 from coppice.actors.engines.sglang import SGLangEngine
+from coppice.common.deltas import Delta
 from coppice.learner.model.weight_server import WeightServer
 from coppice.wire import digest
 from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
-from coppice.wire.published import FILES, Manifest
+from coppice.wire.published import FILES, Manifest, following
 
 REQUEST = GenerateRequest(np.array([1, 2, 3], np.int32), 1, Sampling(4))
 STEPS = [
@@ -54,6 +55,27 @@ def version(folder: Path, number: int) -> LoadRequest:
     return published(folder, number, "full", whole(number))
 
 
+def changes(folder: Path, count: int) -> list[LoadRequest]:
+    """Versions from 1, all weights of each its number: the first whole, the others changes."""
+    requests = list[LoadRequest]()
+    for number in range(1, count + 1):
+        place = folder / f"v{number:06d}"
+        place.mkdir()
+        new, previous, delta = {n: t.bfloat16() for n, t in whole(number).items()}, None, Delta()
+        if requests:
+            for name, one in new.items():
+                delta.add(name, (one - 1).flatten(), one.flatten(), 0)
+            delta.write(place / "delta-00000.safetensors")
+            previous = requests[-1].version, requests[-1].digest
+            proof = following(previous[1], place)
+        else:
+            save_file(new, place / FILES["full"])
+            proof = digest.safetensors_file(place / FILES["full"])
+        Manifest(number, "full", proof, previous=previous).write(place)
+        requests.append(LoadRequest(number, str(place), proof))
+    return requests
+
+
 def adapter(folder: Path, number: int) -> LoadRequest:
     """An adapter of one layer."""
     name = "base_model.model.a.lora_{}.weight"
@@ -82,19 +104,25 @@ def in_memory(folder: Path, giver: WeightServer, number: int) -> LoadRequest:
     """Whole weights that only the giver holds, in three buckets."""
     place = folder / f"m{number}"
     place.mkdir()
-    memory = giver.offer(number, whole(number), bucket_bytes=64)
+    tensors = whole(number)
+    memory = giver.offer(number, [{name: tensors[name]} for name in tensors])
     Manifest(number, "full", "d" * 64, False, memory).write(place)
     return LoadRequest(number, str(place), "d" * 64)
 
 
-def engine(folder: Path, url: str, **settings: Any) -> SGLangEngine:
-    """An engine, not started, on a server or router at this URL."""
+def model(folder: Path) -> str:
+    """The folder of the base model."""
     base = folder / "base"
     base.mkdir(exist_ok=True)
     (base / "config.json").write_text("{}")
     save_file(whole(0), base / FILES["full"])
+    return str(base)
+
+
+def engine(folder: Path, url: str, **settings: Any) -> SGLangEngine:
+    """An engine, not started, on a server or router at this URL."""
     sglang = SGLangConfig(**{"way": "url", "urls": [url], "update_timeout_s": WAIT_S} | settings)
-    return SGLangEngine(str(base), ActorsConfig(max_batch=8, max_context=512, sglang=sglang))
+    return SGLangEngine(model(folder), ActorsConfig(max_batch=8, max_context=512, sglang=sglang))
 
 
 class Site:
@@ -170,18 +198,20 @@ class Server(Site):
             request.transport.abort()
             self.gone = asyncio.create_task(self.stop())
             await asyncio.Event().wait()  # until the end of the connection cancels this
-        if path == "/pause_generation":
+        if path in ("/pause_generation", "/pause"):
             self.going.clear()
         if path in self.at:
             await self.at[path]()
         if status := self.fails.pop(path, 0):
             return web.json_response({"success": False, "message": "injected"}, status=status)
+        return await self.reply(path, body)
+
+    async def reply(self, path: str, body: dict[str, Any]) -> web.StreamResponse:
         match path:
             case "/continue_generation":
                 self.going.set()
             case "/update_weights_from_disk":
-                tensors = load_file(Path(body["model_path"]) / FILES["full"])
-                self.weights = int(tensors["a.weight"][0, 0])
+                self.take(body["model_path"])
             case "/update_weight_version":
                 self.named = body["new_version"]
             case "/load_lora_adapter":
@@ -197,6 +227,10 @@ class Server(Site):
         return web.json_response(
             {"max_total_num_tokens": 1000, "device": "cuda", "weight_version": self.named}
         )
+
+    def take(self, folder: str) -> None:
+        tensors = load_file(Path(folder) / FILES["full"])
+        self.weights = int(tensors["a.weight"][0, 0])
 
     async def sample(self, body: dict[str, Any]) -> web.Response:
         await self.going.wait()

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from coppice.actors.config import ActorsConfig, SGLangConfig
+from coppice.actors.engines.servers import Launched
 from coppice.actors.engines.sglang import SGLangEngine
-from coppice.actors.engines.sglang_api import Launched
+from coppice.actors.engines.sglang_api import SGLangHttp
 from coppice.research import venvs
 
 SITE = Path(__file__).resolve().parent / "site"
@@ -45,9 +46,6 @@ VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-KEY = "COPPICE_TEST_SGLANG_KEY"
-"""The variable that holds the session server's key."""
-
 GPU_FLAGS: dict[str, Any] = {
     "dtype": "float32",
     "attention_backend": "triton",
@@ -87,21 +85,25 @@ class Shared:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        actors = ActorsConfig(
-            max_batch=8, max_context=512, prefill_tokens=256, sglang=config(arguments=arguments)
-        )
-        self.way = Launched(str(model), actors)
-        os.environ[KEY] = self.way.arguments["api_key"]
+        self.way = self.launched(arguments)
+        self.key = f"COPPICE_TEST_SERVER_KEY_{self.url.rpartition(':')[2]}"
+        """The variable that holds the server's key."""
+        os.environ[self.key] = self.way.key
         self._run(self.way.start())
+
+    def launched(self, arguments: dict[str, Any]) -> Launched:
+        sglang = config(arguments=arguments)
+        actors = ActorsConfig(max_batch=8, max_context=512, prefill_tokens=256, sglang=sglang)
+        return Launched(SGLangHttp, str(self.model), actors)
 
     @property
     def url(self) -> str:
         return self.way.front.url
 
-    def engine(self, **settings: Any) -> SGLangEngine:
+    def engine(self, **settings: Any) -> Any:
         """An engine on this server, not started."""
         sglang = SGLangConfig(
-            way="url", urls=[self.url], api_key_env=KEY, update_timeout_s=60.0, **settings
+            way="url", urls=[self.url], api_key_env=self.key, update_timeout_s=60.0, **settings
         )
         return SGLangEngine(
             str(self.model), ActorsConfig(max_batch=8, max_context=512, sglang=sglang)

@@ -137,7 +137,7 @@ def apply_version(model: Any, base: str, folder: Path) -> None:
     from coppice.actors.engines import weights  # with torch, which takes seconds
 
     written = msgspec.json.decode((folder / published.NAME).read_bytes(), type=published.Manifest)
-    weights.apply(model, Path(base), *weights.verified_file(folder, written.digest))
+    weights.apply(model, Path(base), weights.verified(folder, written.digest))
 
 
 def newest(

@@ -36,10 +36,10 @@ def nodes(config: Config) -> int:
     none, by the threads of all."""
     c, a, w = config.cluster, config.actors, config.learner
     if c.gpus:
-        own = a.sglang.gpus * (a.sglang.way != "url") if a.engine == "sglang" else 1
+        own = a.own_gpus if a.served else 1
         if own > c.gpus:
             limit = f"cluster.gpus = {c.gpus}, those of one node"
-            raise ConfigError(f"actors.sglang.gpus = {own}: expected at most {limit}")
+            raise ConfigError(f"actors.{a.engine}.gpus = {own}: expected at most {limit}")
         of_actors = a.count / (c.gpus // own) if own else 0
         return max(1, math.ceil(w.count / c.gpus + of_actors))
     threads = a.count * a.threads + w.count * w.threads + config.retriever.threads + 3

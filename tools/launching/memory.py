@@ -7,22 +7,23 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from coppice.actors.config import ActorsConfig
 from coppice.actors.environments import registry
 from coppice.common import hardware
 from coppice.judges.retriever.worker import is_served
 from coppice.learner.model.memory import lacks, model_shape, rank_parts, sizes, told
-from coppice.tools.launching.settings import Config
+from coppice.tools.launching.settings import Config, with_more
 
 
 def typed(config: Config) -> Config:
     """Return the config with model.dtype written to the rooms that name no number type, and to the
-    arguments of SGLang where actors start it."""
+    arguments of servers that actors start."""
     dtype, a, w = config.model.dtype, config.actors, config.learner
     w = replace(w, dtype=dtype if w.dtype == "auto" else w.dtype)
-    if a.engine != "sglang":
+    if a.served is None:
         a = replace(a, dtype=dtype if a.dtype == "auto" else a.dtype)
-    elif a.sglang.way != "url" and dtype != "auto":
-        a = replace(a, sglang=replace(a.sglang, arguments={"dtype": dtype} | a.sglang.arguments))
+    elif a.served.way != "url" and dtype != "auto":
+        a = with_more(a, {"dtype": dtype})
     return replace(config, actors=a, learner=w)
 
 
@@ -35,14 +36,14 @@ def number_type(config: Config, model: Path | None = None) -> str:
     if not actors:
         return (
             f"number type of the learner: {learner} ({why}; model.dtype);"
-            " that of the SGLang servers is their own and must be the same"
+            " that of the actors' servers is their own and must be the same"
         )
     if actors != learner:
         return (
             f"warning: the learner computes in {learner} ({why}) and the actors in {actors}"
             f" ({reason}): log-probabilities of the same tokens differ by rounding, which the"
             " correction cannot tell from staleness; set model.dtype, and neither learner.dtype,"
-            " actors.dtype nor actors.sglang.arguments.dtype"
+            " actors.dtype nor the dtype of the servers' arguments"
         )
     chosen = learner == "bfloat16" and config.learner.dtype == "auto"
     change = "; --set model.dtype=float32 changes it" if chosen else ""
@@ -51,13 +52,15 @@ def number_type(config: Config, model: Path | None = None) -> str:
 
 def _actors_type(config: Config, model: Path | None) -> tuple[str, str]:
     a = config.actors
-    if a.engine != "sglang":
+    if a.served is None:
         return hardware.dtype_and_reason(a.dtype)
-    argument = str(a.sglang.arguments.get("dtype", "auto"))
+    argument = str(a.served.arguments.get("dtype", "auto"))
     if argument != "auto":
         names = {"half": "float16", "float": "float32"}
-        return names.get(argument, argument), "actors.sglang.arguments.dtype"
-    stored = "" if model is None or a.sglang.way == "url" else model_shape(model).get("dtype", "")
+        return names.get(argument, argument), f"actors.{a.engine}.arguments.dtype"
+    if a.engine != "sglang" or a.sglang.way == "url" or model is None:
+        return "", ""
+    stored = model_shape(model).get("dtype", "")
     chosen = "bfloat16" if stored == "bfloat16" else "float16"
     return (chosen, f"SGLang's choice for weights stored in {stored}") if stored else ("", "")
 
@@ -110,7 +113,7 @@ def gpus_of(place: int, each: int, learners: int, gpus: list[str]) -> list[str]:
     if not each or not gpus:
         return []
     if each > len(gpus):
-        raise ValueError(f"actors.sglang.gpus = {each}, and {len(gpus)} are here: {gpus}")
+        raise ValueError(f"gpus = {each} of the engine, and {len(gpus)} are here: {gpus}")
     own = gpus[learners:] if len(gpus) - learners >= each else gpus
     first = place * each % (len(own) // each * each)
     return own[first : first + each]
@@ -119,9 +122,7 @@ def gpus_of(place: int, each: int, learners: int, gpus: list[str]) -> list[str]:
 def gpus_left(config: Config, gpus: list[str]) -> list[str]:
     """Return the GPUs of the judges' models and the retriever: those that neither the learner nor
     the actors use. If none is left, they may use any GPU."""
-    a = config.actors
-    own = a.count * a.sglang.gpus if a.engine == "sglang" and a.sglang.way != "url" else 0
-    return gpus[config.learner.here + own :]
+    return gpus[config.learner.here + config.actors.count * config.actors.own_gpus :]
 
 
 def gpu_parts(
@@ -130,7 +131,7 @@ def gpu_parts(
     """Estimate what each of this machine's GPUs holds, in GiB, by what it is. room: GiB of a GPU.
     Judges and retrievers that others have started are not known here."""
     config = typed(config)
-    a, w, each = config.actors, config.learner, config.actors.sglang.gpus
+    a, w = config.actors, config.learner
     parts = [dict[str, float]() for _ in gpus]
 
     def process(gpu: str, **held: float) -> None:
@@ -140,11 +141,11 @@ def gpu_parts(
 
     for gpu in gpus[: w.here]:
         process(gpu, **rank_parts(w, shape, weights, 4 if w.dtype == "float32" else 2))
-    share = float(a.sglang.arguments.get("mem_fraction_static", ENGINE_SHARE))
-    for place in range(a.count if a.sglang.way != "url" else 0):
+    here = a.served is None or a.served.way != "url"
+    for place in range(a.count if here else 0):
         used, gib = gpus[:1], weights * 2 / 2**30 + a.kv_cache_gib
-        if a.engine == "sglang":
-            used, gib = gpus_of(place, each, w.here, gpus) or used, share * room
+        if a.served is not None:
+            used, gib = gpus_of(place, a.served.gpus, w.here, gpus) or used, share_of(a) * room
         for gpu in used:
             process(gpu, **{"actors' cache with weights": gib})
     first = (gpus_left(config, gpus) or gpus)[0]
@@ -155,6 +156,13 @@ def gpu_parts(
     if searches and not is_served(config.retriever.backend):
         process(first, encoder=ENCODER_GIB)
     return parts
+
+
+def share_of(actors: ActorsConfig) -> float:
+    """Return the share of a GPU's memory that the servers of actors fill."""
+    own = actors.served.arguments if actors.served is not None else {}
+    share = own.get("mem_fraction_static", own.get("gpu_memory_utilization", ENGINE_SHARE))
+    return float(share)
 
 
 def billions(name: str) -> float:

@@ -188,9 +188,9 @@ def _strategy(config: Config, gives: StrategyGives, environment: Environment) ->
     if gives.group == "step" and gives.size > config.actors.max_batch:
         batch = say("actors.max_batch")
         yield f"{named} samples groups of {gives.size}, which cannot decode together in {batch}"
-    if gives.needs_top and config.actors.engine == "sglang":
+    if gives.needs_top and config.actors.served:
         expected = "expected actors.engine = 'local', or scheduler.strategy_options.top = 0"
-        yield f"{named} needs the most probable tokens, which SGLang does not report: {expected}"
+        yield f"{named} needs the most probable tokens, which servers do not report: {expected}"
     if gives.needs_judge and s.judge == UNJUDGED:
         yield f"scheduler.judge = {UNJUDGED!r} leaves {named} without scores: name a judge"
     if gives.needs_outcome_judge and not environment.outcome_judge:

@@ -213,7 +213,7 @@ class Nodes:
         if spec.module == "coppice.learner.main":
             gpus = 1
         elif spec.module == "coppice.actors.worker":
-            gpus = a.sglang.gpus * (a.sglang.way != "url") if a.engine == "sglang" else 1
+            gpus = a.own_gpus if a.served else 1
         options: dict[str, Any] = {"num_cpus": spec.threads, "num_gpus": gpus if self.gpus else 0}
         needs = f"{spec.name} ({options['num_cpus']} CPU, {options['num_gpus']} GPU)"
         if spec.vital:

@@ -30,7 +30,7 @@ def _prepare(config: Config) -> Assets:
     return set_up.prepare(config)
 
 
-_HAS_SGLANG = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
+_HAS = "import importlib.util, sys; sys.exit(importlib.util.find_spec('{}') is None)"
 
 
 def lacking_files(config: Config) -> Iterator[str]:
@@ -48,7 +48,7 @@ def lacking_files(config: Config) -> Iterator[str]:
 
 def lacking_machine(config: Config) -> Iterator[str]:
     """Yield what the config's agent or engine needs and this machine lacks."""
-    g = config.actors.sglang
+    engine, g = config.actors.engine, config.actors.served
     if config.cluster.on:
         return
     for name in config.data.options.get("pass_env", ()):
@@ -62,29 +62,32 @@ def lacking_machine(config: Config) -> Iterator[str]:
             f"driver {software['driver']} is made for CUDA {runs}, and torch for CUDA {made}:"
             " expected a newer driver or another torch, or CUDA_VISIBLE_DEVICES= for the CPU"
         )
-    if config.actors.engine != "sglang" or g.way == "url":
+    if g is None or g.way == "url":
         return
-    on_gpus = g.arguments.get("device") != "cpu"
+    # a wheel of vLLM is for GPUs or for CPUs
+    on_gpus = engine == "sglang" and g.arguments.get("device") != "cpu"
     if on_gpus and not gpus:
         yield (
             "actors.engine = 'sglang' needs a GPU, and nvidia-smi and CUDA_VISIBLE_DEVICES show"
             " none here: start on a machine with a GPU, or take configs/slate-cpu.toml"
         )
     w = config.learner
-    broadcasts = w.publish != "file" and g.weights != "disk" and not w.lora.rank
+    whole = w.publish != "file" and not w.lora.rank
+    broadcasts = whole and config.actors.sglang.weights != "disk"
     if on_gpus and gpus and broadcasts and not 0 < g.gpus <= len(gpus) - w.here:
         yield (
             f"learner.publish = {w.publish!r} with actors.sglang.gpus = {g.gpus}: expected GPUs"
             f" beside the learner's (of {len(gpus)}) for broadcasts, or learner.publish = 'file'"
         )
-    python = g.python or sys.executable
+    python, find = g.python or sys.executable, _HAS.format(engine)
     try:
-        has = subprocess.run([python, "-c", _HAS_SGLANG], capture_output=True).returncode == 0
+        has = subprocess.run([python, "-c", find], capture_output=True).returncode == 0
     except OSError as error:
-        yield f"actors.sglang.python = {g.python!r} cannot be started: {error.strerror}"
+        yield f"actors.{engine}.python = {g.python!r} cannot be started: {error.strerror}"
         return
     if not has:
         yield (
-            f"actors.engine = 'sglang', and {python} has no SGLang: install it into an environment"
-            " of its own (docs/engines.md) and let actors.sglang.python name its interpreter"
+            f"actors.engine = {engine!r}, and {python} has no {engine}: install it into an"
+            f" environment of its own (docs/engines.md) and let actors.{engine}.python name its"
+            " interpreter"
         )

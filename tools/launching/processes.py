@@ -227,9 +227,9 @@ def _ranks(learner: LearnerConfig, meeting: dict[str, str]) -> Iterator[PlannedP
 def _actor(config: Config, place: int) -> PlannedProcess:
     a, name, shard = config.actors, f"actor-{place}", place % config.scheduler.shards
     actor = PlannedProcess(name, "coppice.actors.worker", name, a.threads, shard=shard)
-    if a.engine != "sglang":
+    if a.served is None:
         return actor
-    shown = gpus_of(place, a.sglang.gpus, config.learner.here, hardware.visible_gpus())
+    shown = gpus_of(place, a.served.gpus, config.learner.here, hardware.visible_gpus())
     return replace(actor, environment=_shown(shown))
 
 

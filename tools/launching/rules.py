@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from coppice.actors.config import SGLangConfig
+from coppice.actors.config import ServedConfig
 from coppice.actors.engines import base as engines
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import POLICY, Environment
@@ -20,7 +20,7 @@ from coppice.scheduler.config import UNJUDGED
 from coppice.scheduler.telemetry.tracking import TRACKERS
 from coppice.tools.launching import method
 from coppice.tools.launching.method import Served
-from coppice.tools.launching.settings import ADAPTERS_AT_ONCE, Config, idle, setting
+from coppice.tools.launching.settings import ADAPTERS_AT_ONCE, VLLM_ADAPTERS, Config, idle, setting
 
 _UNSERVED = {"judge": UNJUDGED, "player": "random", "speaker": POLICY}
 """What a config may name of each kind although no worker serves it."""
@@ -109,17 +109,20 @@ def _judge_model(config: Config) -> Iterator[str]:
 
 
 def _engine(config: Config) -> Iterator[str]:
-    a, w, g = config.actors, config.learner, config.actors.sglang
+    a, w, g = config.actors, config.learner, config.actors.served
     say, engine = partial(setting, config), f"with actors.engine = {config.actors.engine!r}"
     engines.check(a.engine, a.engine_options)
-    if a.engine != "sglang":
-        yield from idle(config, engine, "actors.sglang")
+    others = ("sglang", "vllm")
+    yield from idle(config, engine, *(f"actors.{name}" for name in others if name != a.engine))
+    if g is None:
         if w.publish == "memory" and a.engine == "local":
             yield f"{say('learner.publish')}: the embedded engine reads files; expected 'file'"
         return
-    own = "actors.sglang.arguments has mem_fraction_static and dtype"
+    section = f"actors.{a.engine}"
+    memory = "gpu_memory_utilization" if a.engine == "vllm" else "mem_fraction_static"
+    own = f"{section}.arguments has {memory} and dtype"
     yield from idle(config, f"{engine} ({own})", "actors.kv_cache_gib", "actors.dtype")
-    urls, way = say("actors.sglang.urls"), say("actors.sglang.way")
+    urls, way = say(f"{section}.urls"), say(f"{section}.way")
     if (g.way == "url") != bool(g.urls):
         yield f"{way} with {urls}: expected URLs with 'url', and only then"
     if g.urls and a.count > len(g.urls):
@@ -128,22 +131,38 @@ def _engine(config: Config) -> Iterator[str]:
     if len(set(g.urls)) < len(g.urls):
         yield f"{urls}: expected each URL once; a router spreads the requests of one actor"
     useless = ("python", "arguments", "environment", "gpus") if g.way == "url" else ("api_key_env",)
-    yield from idle(config, f"with {way}", *(f"actors.sglang.{key}" for key in useless))
-    if g.weights == "distributed" and (w.publish == "file" or w.lora.rank):
+    yield from idle(config, f"with {way}", *(f"{section}.{key}" for key in useless))
+    if a.engine == "vllm":
+        yield from _vllm(config)
+    broadcasts = a.engine == "sglang" and a.sglang.weights == "distributed"
+    if broadcasts and (w.publish == "file" or w.lora.rank):
         expected = "learner.publish = 'memory' or 'both', and learner.lora.rank = 0"
         yield f"{say('actors.sglang.weights')}: expected {expected} (adapters travel as files)"
     if w.lora.rank:
-        yield from _adapters(g, w.lora.rank, w.train_vision)
+        yield from _adapters(a.engine, g, w.lora.rank, w.train_vision)
 
 
-def _adapters(g: SGLangConfig, rank: int, vision: bool) -> Iterator[str]:
-    adapters, arguments = f"learner.lora.rank = {rank}", "actors.sglang.arguments"
+def _vllm(config: Config) -> Iterator[str]:
+    """Yield what vLLM cannot promise."""
+    s, w, say = config.scheduler, config.learner, partial(setting, config)
+    if w.publish == "memory":
+        yield f"{say('learner.publish')}: vLLM reads files; expected 'file'"
+    if w.routing_replay:
+        yield f"{say('learner.routing_replay')}: vLLM's experts are not read; expected False"
+    if s.top_p < 1 or s.top_k:
+        cut = say("scheduler.top_p", "scheduler.top_k")
+        yield f"{cut}: vLLM does not report the tokens that they leave; expected 1 and 0"
+
+
+def _adapters(engine: str, g: ServedConfig, rank: int, vision: bool) -> Iterator[str]:
+    adapters, arguments = f"learner.lora.rank = {rank}", f"actors.{engine}.arguments"
+    limits = VLLM_ADAPTERS if engine == "vllm" else ADAPTERS_AT_ONCE
     if vision:
         applies = "SGLang applies adapters to the language layers only; expected rank 0"
         yield f"learner.train_vision with {adapters}: {applies}"
     if g.arguments.get("enable_lora") is False:
         yield f"{arguments}.enable_lora = False with {adapters}: remove it"
-    for key, value in {"max_lora_rank": rank, **ADAPTERS_AT_ONCE}.items():
+    for key, value in {"max_lora_rank": rank, **limits}.items():
         limit = g.arguments.get(key)
         if isinstance(limit, int) and limit < value:
             yield f"{arguments}.{key} = {limit}: expected {value} or more for {adapters}"

@@ -143,16 +143,31 @@ ADAPTERS_AT_ONCE = {"max_loras_per_batch": 2, "max_loaded_loras": 3}
 newest one, and a third may be loading."""
 
 
+VLLM_ADAPTERS = {"max_loras": 2, "max_cpu_loras": 3}
+"""The same for vLLM."""
+VLLM_RANKS = 1, 8, 16, 32, 64, 128, 256, 320, 512
+
+
 def with_arguments(config: Config) -> Config:
     """Add the arguments that a server which actors start needs for adapters, whose target layers
     follow from the model's files, and for experts."""
-    g, rank, added = config.actors.sglang, config.learner.lora.rank, dict[str, Any]()
-    if config.actors.engine != "sglang" or g.way == "url":
+    a, rank, added = config.actors, config.learner.lora.rank, dict[str, Any]()
+    if a.served is None or a.served.way == "url":
         return config
     added |= {"enable_lora": True, "max_lora_rank": rank} if rank else {}
+    if a.engine == "vllm" and rank:  # which takes a few ranks only
+        least = next((one for one in VLLM_RANKS if one >= rank), rank)
+        added |= {"max_lora_rank": least} | VLLM_ADAPTERS
     added |= {"enable_return_routed_experts": True} if config.learner.routing_replay else {}
-    sglang = replace(g, arguments=added | g.arguments)
-    return replace(config, actors=replace(config.actors, sglang=sglang))
+    return replace(config, actors=with_more(a, added))
+
+
+def with_more(actors: ActorsConfig, more: dict[str, Any]) -> ActorsConfig:
+    """Give the servers that actors start further arguments. The user's own stay."""
+    served = actors.served
+    assert served is not None
+    changed: Any = {actors.engine: replace(served, arguments=more | served.arguments)}
+    return replace(actors, **changed)
 
 
 _DEFAULT = Config("")

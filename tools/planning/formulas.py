@@ -12,7 +12,14 @@ from coppice.learner.config import LearnerConfig
 from coppice.learner.model.memory import lacks, rank_parts
 from coppice.learner.update.plan import plan_of
 from coppice.tools.launching.config import Config
-from coppice.tools.launching.memory import CUDA_GIB, ENGINE_SHARE, billions, gpu_parts, typed
+from coppice.tools.launching.memory import (
+    CUDA_GIB,
+    ENGINE_SHARE,
+    billions,
+    gpu_parts,
+    share_of,
+    typed,
+)
 from coppice.tools.planning.growth import Work
 
 
@@ -249,9 +256,9 @@ def split(
     """Return what follows if this many GPUs generate and train, beside ``others``."""
     a, s, size = config.actors, config.scheduler, 2
     learner = msgspec.structs.replace(typed(config).learner, count=ranks)
-    each = max(1, a.sglang.gpus)
+    each = max(1, (a.served or a.sglang).gpus)
     engines, held = actors // each, model.weights * size / 2**30
-    room = float(a.sglang.arguments.get("mem_fraction_static", ENGINE_SHARE)) * reach.memory * each
+    room = share_of(a) * reach.memory * each
     cache = (room - held) * 2**30 / model.cached(size)
     context = max(1.0, work.context / max(1, work.sampled))
     most = engines * min(a.max_batch, max(1.0, cache / context))
@@ -312,7 +319,7 @@ def splits(
 ) -> list[Split]:
     """Return every split of ``gpus`` between actors and learner, the fastest that fits first, none
     if there are too few for both. others: GPUs of judges and retrievers."""
-    each = max(1, config.actors.sglang.gpus)
+    each = max(1, (config.actors.served or config.actors.sglang).gpus)
     many = range(each, gpus, each)
     every = [split(config, model, work, reach, actors, gpus - actors, others) for actors in many]
     return sorted(every, key=lambda one: (bool(one.lacks), one.speed.period))

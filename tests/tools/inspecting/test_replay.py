@@ -98,7 +98,7 @@ def test_the_newest_policys_log_probabilities_are_those_of_its_model(
         made = trainer(llama, tmp_path, rank)
         made.update(batch(3, 0))
         published = publish(made.policy, 1, tmp_path, 2)
-        weights.apply(model, llama, *weights.verified_file(Path(published.path), published.digest))
+        weights.apply(model, llama, weights.verified(Path(published.path), published.digest))
     journal = frames.opened(tmp_path)
     version, values = replay.newest(journal, journal.trees(), tmp_path)
     assert version == (rank is not None) and len(values) == 6

@@ -33,6 +33,7 @@ DEFAULT = ROOT / "configs" / "slate-cpu.toml"
 """The default task with a language model and adapters: most settings have an effect there."""
 CLEAN = ["actors.dtype=auto", "actors.kv_cache_gib=1.0"]
 SGLANG = [*CLEAN, "actors.engine=sglang"]
+VLLM = [*CLEAN, "actors.engine=vllm"]
 URL = [*SGLANG, "actors.sglang.way=url", 'actors.sglang.urls=["http://h"]']
 ARGUMENTS = "actors.sglang.arguments"
 
@@ -358,6 +359,11 @@ def test_the_documented_ways_to_an_own_judge_load(tmp_path: Path, monkeypatch: P
         ([*SGLANG, "actors.sglang.way=url"], "expected URLs with 'url'"),
         ([*SGLANG, 'actors.sglang.urls=["http://h"]'], "expected URLs with 'url'"),
         ([*URL, "actors.count=2"], "expected one URL per actor"),
+        ([*VLLM, "actors.sglang.gpus=1"], "no effect with actors.engine = 'vllm'"),
+        ([*VLLM, "actors.kv_cache_gib=2.0"], "gpu_memory_utilization"),
+        ([*VLLM, "learner.publish=memory"], "vLLM reads files"),
+        ([*VLLM, "scheduler.top_p=0.9"], "vLLM does not report the tokens"),
+        ([*VLLM, "actors.vllm.arguments.max_loras=1"], "max_loras = 1: expected 2 or more"),
         ([*SGLANG, "actors.sglang.weights=distributed"], "learner.publish = 'memory'"),
         ([*URL, 'actors.sglang.urls=["http://h", "http://h"]'], "expected each URL once"),
         ([*SGLANG, f"{ARGUMENTS}.max_lora_rank=8"], "max_lora_rank = 8: expected 16 or more"),
@@ -385,12 +391,18 @@ def test_an_actors_server_takes_the_adapters(overrides: list[str], rank: int | N
     assert load(DEFAULT, [*SGLANG, *overrides]).actors.sglang.arguments == expected
 
 
+def test_a_vllm_server_takes_three_adapters_of_the_next_rank_that_it_knows() -> None:
+    given = load(DEFAULT, [*VLLM, "learner.lora.rank=12"]).actors.vllm.arguments
+    limits = {"max_lora_rank": 16, "max_loras": 2, "max_cpu_loras": 3}
+    assert given == {"enable_lora": True, **limits}
+
+
 def test_actors_take_the_gpus_behind_the_learners_and_take_turns_when_there_are_none() -> None:
     assert [gpus_of(i, 1, 2, list("0123")) for i in range(3)] == [["2"], ["3"], ["2"]]
     assert [gpus_of(i, 2, 2, list("012345")) for i in range(2)] == [["2", "3"], ["4", "5"]]
     # shared with the learner
     assert [gpus_of(i, 1, 4, list("01")) for i in range(3)] == [["0"], ["1"], ["0"]]
-    with pytest.raises(ValueError, match=r"actors\.sglang\.gpus = 4"):
+    with pytest.raises(ValueError, match="gpus = 4"):
         gpus_of(0, 4, 1, list("01"))
     assert gpus_of(0, 0, 1, list("01")) == gpus_of(0, 1, 1, []) == []
 

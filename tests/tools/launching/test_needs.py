@@ -68,7 +68,7 @@ def test_a_config_for_a_gpu_is_refused_without_one(refused: Said, monkeypatch: P
 @pytest.mark.parametrize(
     ("python", "told"),
     [
-        ("/bin/false", "/bin/false has no SGLang: install it into an environment"),
+        ("/bin/false", "/bin/false has no sglang: install it into an"),
         ("/nope/python", "actors.sglang.python = '/nope/python' cannot be started: No such file"),
     ],
 )

@@ -56,7 +56,7 @@ def test_sglang_gets_the_number_type(tmp_path: Path, monkeypatch: Patch) -> None
     def told(*overrides: str) -> str:
         return number_type(load(DEFAULT, [*sglang, *overrides]), tmp_path)
 
-    assert "of the SGLang servers is their own" in told()
+    assert "of the actors' servers is their own" in told()
     assert told("model.dtype=float32") == "number type float32 (as the config says)"
     (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "float32"}))
     assert "the actors in float16 (SGLang's choice for weights stored in float32)" in told()

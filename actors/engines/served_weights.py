@@ -1,9 +1,9 @@
-"""Load a policy version into SGLang: pause generation, move the weights, prove that they arrived,
+"""Load a policy version into servers: pause generation, move the weights, prove that they arrived,
 name them, and continue. Adapters are small files and are loaded without a pause.
 
 A step that fails fails the update; behind a router only the failing server is let go while another
-is left. The name of a version holds a mark of this actor and is given only after the proof. SGLang
-reports it with every sample, so samples of weights that anybody else loaded are known by it.
+is left. The name of a version holds a mark of this actor and is given only after the proof. They
+report it with every sample, so samples of weights that anybody else loaded are known by it.
 """
 
 import asyncio
@@ -18,24 +18,23 @@ from typing import Any, Literal
 
 import msgspec
 
-from coppice.actors.config import SGLangConfig
 from coppice.actors.engines import weights
-from coppice.actors.engines.sglang_api import Facts, Http, Servers
+from coppice.actors.engines.servers import Facts, Http, Servers
 from coppice.actors.engines.sglang_transport import Pull
 from coppice.wire import published
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import LoadRequest
 from coppice.wire.published import Manifest
 
-log = logging.getLogger("actors.sglang")
+log = logging.getLogger("actors.served")
 
 MOVING = "moving-"
 """The beginning of a server's weight version while an update is in progress."""
-_CHECKSUMS = "/weights_checker", {"action": "checksum"}
 _ADAPTERS_KEPT = 2
 """The newest adapter and the previous one, which requests that began earlier still use."""
 
 Transport = Literal["disk", "adapter", "distributed"]
+Wanted = Literal["auto", "disk", "distributed"]
 
 
 class UpdateRefused(InfrastructureFault):
@@ -43,20 +42,22 @@ class UpdateRefused(InfrastructureFault):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """A verified version that is ready for its transport. pulls: by server, of a broadcast."""
+    """A verified version that is ready for its transport. pulls: by server, of a broadcast. folder:
+    what servers load from a disk."""
 
     request: LoadRequest
     chosen: Transport
     pulls: dict[Http, Pull]
+    folder: str
 
 
-class SGLangWeights:
+class ServedWeights:
     """The weights of one engine's servers: ``start``, then for each version ``prepare``, ``update``
     and ``unload``. adapter: the adapter of new requests, "" for none. named: the whole
     weights in force."""
 
-    def __init__(self, way: Servers, base: Path, config: SGLangConfig):
-        self.way, self.base, self.config = way, base, config
+    def __init__(self, way: Servers, base: Path, wanted: Wanted):
+        self.way, self.base, self.wanted = way, base, wanted
         self.adapter, self.named = "", ""
         self.facts = Facts()
         self._names: dict[str, int] = {}
@@ -66,7 +67,7 @@ class SGLangWeights:
         self._checksum = ""
         """The checksum of the whole weights that the servers hold, without adapters."""
         self._tensors: frozenset[str] = frozenset()
-        """The names of these weights' tensors in SGLang."""
+        """The names of these weights' tensors in the servers."""
 
     async def start(self) -> None:
         """Name the servers' weights."""
@@ -91,7 +92,7 @@ class SGLangWeights:
         folder, pulls = Path(request.path), dict[Http, Pull]()
         try:
             manifest = published.read(folder, request.digest)
-            chosen = choose(manifest, self.facts, self.config)
+            chosen = choose(manifest, self.facts, self.wanted)
             if chosen == "adapter" and self.facts.updated and self._whole is None:
                 raise InfrastructureFault(
                     f"{self.way.name} holds weight version {self.facts.version} from before, but an"
@@ -100,15 +101,20 @@ class SGLangWeights:
             if chosen == "distributed":
                 pulls = await self._offered(manifest, servers or self.way.servers)
             else:
-                await asyncio.to_thread(_verify, self.base, folder, request.digest)
+                if chosen == "disk":
+                    self.way.front.check_whole()
+                held = self._whole.digest if self._whole else ""
+                held = held if held != request.digest else ""  # for a server that has them not
+                args = self.base, folder, request.digest, held
+                folder = await asyncio.to_thread(_verify, *args)
         except (InfrastructureFault, ValueError, OSError) as fault:
             raise UpdateRefused(str(fault)) from None
-        return Ready(request, chosen, pulls)
+        return Ready(request, chosen, pulls, str(folder))
 
     async def _offered(self, manifest: Manifest, servers: list[Http]) -> dict[Http, Pull]:
         """Ask the learner to offer a version to all servers at once."""
         facts = await self._each(servers, lambda server: server.facts())
-        limit = self.config.update_timeout_s
+        limit = self.way.config.update_timeout_s
         pulls = {
             server: Pull(server, fact, manifest, limit)
             for server, fact in zip(servers, facts, strict=True)
@@ -121,7 +127,7 @@ class SGLangWeights:
         return pulls
 
     async def update(self, ready: Ready) -> str:
-        """Bring the version into force. Return a hash of SGLang's checksum and the adapter's
+        """Bring the version into force. Return a hash of the servers' checksum and the adapter's
         digest. Whole weights pause generation: no request may be sent meanwhile. After
         InfrastructureFault the weights may have changed."""
         request, begun = ready.request, time.monotonic()
@@ -182,9 +188,8 @@ class SGLangWeights:
                 await server.close()
 
     async def _join(self, server: Http) -> None:
-        (answer,) = await self._all([server], *_CHECKSUMS)
-        checksum, tensors = _checksum(answer), _tensors(answer)
-        if set(tensors) != self._tensors:
+        checksum, tensors = await server.checksum()
+        if tensors != self._tensors:
             raise InfrastructureFault(
                 f"{server.name} serves another model: {len(tensors)} tensors of other names"
             )
@@ -196,11 +201,9 @@ class SGLangWeights:
                 )
             await self._load_whole(await self.prepare(self._whole, [server]), [server])
         for name, folder in self._adapters.items():
-            adapter = {"lora_name": name, "lora_path": folder}
-            await self._all([server], "/load_lora_adapter", adapter)
-        await self._name([server], self.named)
-        # an update that failed here may have left it paused
-        await self._all([server], "/continue_generation", {})
+            await server.load_adapter(name, folder)
+        await server.rename(self.named)
+        await server.go_on()  # an update that failed here may have left it paused
 
     async def unload(self, kept: int = _ADAPTERS_KEPT) -> None:
         """Unload all but the newest adapters, because servers may outlive this actor. A failure is
@@ -209,7 +212,7 @@ class SGLangWeights:
             del self._adapters[name]
             for server in self.way.servers:
                 try:
-                    await self._all([server], "/unload_lora_adapter", {"lora_name": name})
+                    await server.unload_adapter(name)
                 except InfrastructureFault as fault:
                     log.warning("adapter %s stays loaded: %s", name, fault)
 
@@ -219,7 +222,7 @@ class SGLangWeights:
         moved, version = False, ready.request.version
         try:
             # running requests go on with the new weights, by which their cache is computed again
-            await self._all(servers, "/pause_generation", {"mode": "retract"})
+            await self._each(servers, lambda server: server.pause())
             # Tokens sampled before all weights have arrived get a weight version that is not a
             # policy version.
             await self._name(servers, f"{MOVING}{version}")
@@ -246,23 +249,21 @@ class SGLangWeights:
         if pull := ready.pulls.get(server):
             await pull.take()
         else:
-            body = {"model_path": ready.request.path, "flush_cache": True}
-            await server.call("/update_weights_from_disk", body, self.config.update_timeout_s)
+            await server.read(ready.folder)
 
     async def _go_on(self, servers: list[Http], abort: bool) -> None:
         """Let every server generate again. abort: only log further failures."""
-        paths = [("/abort_request", {"rid": "", "abort_all": True})] if abort else []
-        for path, body in [*paths, ("/continue_generation", {})]:
+        steps = [lambda server: server.stop([])] if abort else []
+        for step in [*steps, lambda server: server.go_on()]:
             try:
-                await self._all(servers, path, body)
+                await self._each(servers, step)
             except InfrastructureFault as fault:
                 if not abort:
                     raise
                 log.warning("%s", fault)
 
     async def _name(self, servers: list[Http], name: str) -> None:
-        body = {"new_version": name, "abort_all_requests": False}
-        await self._all(servers, "/update_weight_version", body)
+        await self._each(servers, lambda server: server.rename(name))
 
     def _prove(self, request: LoadRequest, held: str) -> None:
         """Raise InfrastructureFault unless the servers hold new weights. That these are the
@@ -281,16 +282,18 @@ class SGLangWeights:
 
     async def _agreed(self, servers: list[Http]) -> str:
         """Return the common checksum, or raise. Behind a router, let differing servers go."""
-        answers = await self._all(servers, *_CHECKSUMS)
-        sums = [_checksum(answer) for answer in answers]
+        answers = await self._each(servers, lambda server: server.checksum())
+        sums = [checksum for checksum, _ in answers]
         common = Counter(sums).most_common(1)[0][0] if sums else ""
         if not common:
-            raise InfrastructureFault(f"{self.way.name} gave no checksum: is it sglang 0.5.23?")
+            raise InfrastructureFault(
+                f"{self.way.name} gave no checksum: is it {self.way.kind.release}?"
+            )
         for server, one in list(zip(servers, sums, strict=True)):
             if one != common:
                 reason = f"its weights have checksum {one[:16]}, most have {common[:16]}"
                 await self._drop(server, reason)
-        self._tensors = frozenset(_tensors(answers[sums.index(common)]))
+        self._tensors = answers[sums.index(common)][1]
         return common
 
     async def _load_adapter(self, request: LoadRequest) -> None:
@@ -298,8 +301,7 @@ class SGLangWeights:
         know."""
         name = f"coppice-v{request.version}-{uuid.uuid4().hex[:8]}"
         servers, self._adapters[name] = self.way.servers, request.path
-        adapter = {"lora_name": name, "lora_path": request.path}
-        await self._all(servers, "/load_lora_adapter", adapter)
+        await self._each(servers, lambda server: server.load_adapter(name, request.path))
         held = await self._agreed(servers)
         if held != self._checksum:
             raise InfrastructureFault(
@@ -308,13 +310,9 @@ class SGLangWeights:
             )
         self.adapter = name
 
-    async def _all(self, servers: list[Http], path: str, body: dict[str, Any]) -> list[Any]:
-        """Make the same call to every server at once, see ``_each``."""
-        limit = self.config.update_timeout_s
-        return await self._each(servers, lambda server: server.call(path, body, limit))
-
     async def _each(self, servers: list[Http], call: Callable[[Http], Awaitable[Any]]) -> list[Any]:
-        """Return all answers. Behind a router, a server that fails is let go if one is left."""
+        """Return every server's answer. Behind a router, a server that fails is let go if one is
+        left."""
         done = await asyncio.gather(*(call(server) for server in servers), return_exceptions=True)
         pairs = list(zip(servers, done, strict=True))
         failed = [(server, one) for server, one in pairs if isinstance(one, BaseException)]
@@ -331,10 +329,10 @@ class SGLangWeights:
         await server.close()
 
 
-def choose(manifest: Manifest, facts: Facts, config: SGLangConfig) -> Transport:
+def choose(manifest: Manifest, facts: Facts, wanted: Wanted) -> Transport:
     """Return the transport of one version. Raises InfrastructureFault when the version is not
     published as the config asks."""
-    memory, wanted = manifest.memory, config.weights
+    memory = manifest.memory
     if manifest.kind == "lora":
         return "adapter"
     if wanted == "auto":
@@ -343,23 +341,17 @@ def choose(manifest: Manifest, facts: Facts, config: SGLangConfig) -> Transport:
     need = "file" if wanted == "disk" else "memory"
     if not manifest.file if need == "file" else memory is None:
         raise InfrastructureFault(
-            f'actors.sglang.weights = "{wanted}", but version {manifest.version} is not published'
-            f' that way: set learner.publish to "{need}" or "both"'
+            f'whole weights are to arrive by "{wanted}", but version {manifest.version} is not'
+            f' published that way: set learner.publish to "{need}" or "both"'
         )
     return wanted
 
 
-def _verify(base: Path, folder: Path, expected: str) -> None:
-    """Refuse what SGLang would not: damage, wrong shapes, missing or unknown names."""
-    kind, path = weights.verified_file(folder, expected)
-    weights.check(kind, path, weights.BaseWeights(base).shapes)
-
-
-def _checksum(answer: dict[str, Any]) -> str:
-    return str(answer.get("per_engine_checksum") or "")
-
-
-def _tensors(answer: dict[str, Any]) -> dict[str, str]:
-    """Return the checksums of the tensors by name, of the first rank."""
-    ranks = answer.get("ranks") or [{}]
-    return ranks[0].get("checksums") or {}
+def _verify(base: Path, folder: Path, expected: str, held: str) -> Path:
+    """Refuse what a server would not: damage, wrong shapes, missing or unknown names. Returns the
+    folder that it loads. held: the digest of the whole weights that the servers have."""
+    version = weights.verified(folder, expected, held)
+    if version.held and not version.path.is_file():  # they came out of the learner's memory
+        version = weights.verified(folder, expected)
+    weights.check(version.kind, version.path, weights.BaseWeights(base).shapes)
+    return weights.assembled(version)
