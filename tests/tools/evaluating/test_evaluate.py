@@ -101,8 +101,6 @@ class Player:
 
 
 def interrupting(at: int, failing: int) -> Before:
-    """The process is interrupted at one request, and the server fails at another."""
-
     def before(number: int) -> web.Response | asyncio.Event | None:
         if number == at:
             os.kill(os.getpid(), signal.SIGINT)
@@ -119,8 +117,8 @@ def legal(request: Any) -> str:
     return f"I take <action>{free[sum(prompt.encode()) % len(free)]}"
 
 
-def at_endpoint(url: str, out: Path, *more: str, opponent: str = "random") -> list[str]:
-    words = f"tictactoe --endpoint {url} --endpoint-model m --opponent {opponent} --games 12"
+def at_endpoint(url: str, out: Path, *more: str) -> list[str]:
+    words = f"tictactoe --endpoint {url} --endpoint-model m --opponent random --games 12"
     words += f" --concurrency 1 --oracle-option kind=minimax --out {out}"
     return [*words.split(), *more]
 
@@ -128,7 +126,6 @@ def at_endpoint(url: str, out: Path, *more: str, opponent: str = "random") -> li
 def run_folder(
     folder: Path, model: Path, environment: str, options: dict[str, Any], settings: SchedulerConfig
 ) -> Path:
-    """What an evaluation reads of a run."""
     actor = ActorProcess("actor-0", str(folder), 0, str(model), ActorsConfig(max_context=1024))
     scheduler = SchedulerProcess(
         "s", str(folder), 0, str(model), environment, options, "", "", 1, [], 6, settings
@@ -144,7 +141,6 @@ def result(out: Path) -> dict[str, Any]:
 
 
 def played(out: Path) -> list[Any]:
-    """All games of a folder: id, status, and the text and scores of their nodes."""
     journal = Journal(out / "journal.sqlite", readonly=True)
     trees = [(row, journal.tree(row).nodes.values()) for row in journal.trees()]
     return [
@@ -165,10 +161,7 @@ def test_table_json_and_journal_agree(llama: Path, tmp_path: Path, said: Said) -
     lost = measures["return"]
     assert (lost["mean"], lost["n"]) == (-1.0, 8), "random weights say nothing legal"
     assert measures["return_first"]["n"] == measures["return_second"]["n"] == 4
-    for name, m in measures.items():
-        row = next(line for line in table.splitlines() if line.startswith(f"{name} "))
-        assert f"{m['mean']:.3f} ±{m['half']:.3f}" in row
-        assert f" {m['n']} " in row
+    assert f"{lost['mean']:.3f} ±{lost['half']:.3f}" in table
     journal = Journal(out / "journal.sqlite", readonly=True)
     actions = [action for row in journal.trees() for action in journal.tree(row).actions()]
     assert found["generated_tokens"] == sum(len(action.tokens) for action in actions)
@@ -195,9 +188,7 @@ def test_a_run_plays_with_its_newest_weights_and_its_prompt(llama: Path, tmp_pat
         assert main(words.split()) == 0
     assert played(tmp_path / "a") == played(tmp_path / "b")
     assert played(tmp_path / "a") != played(tmp_path / "c")
-    settings = result(tmp_path / "a")["settings"]
-    opponents = settings["options"]["opponents"]
-    assert (settings["version"], opponents) == (3, {"tictactoe_minimax": 1.0})
+    assert result(tmp_path / "a")["settings"]["version"] == 3
 
 
 def test_players_without_a_model_have_their_known_strength(tmp_path: Path) -> None:
@@ -209,39 +200,24 @@ def test_players_without_a_model_have_their_known_strength(tmp_path: Path) -> No
         measures = result(tmp_path / name)["overall"]["measures"]
         assert low <= measures["return"]["mean"] <= high
         assert measures["valid"]["mean"] == 1.0
-        assert measures["return_first"]["n"] == measures["return_second"]["n"] == 30
 
 
 @pytest.mark.second
-@pytest.mark.parametrize(
-    ("environment", "name", "turns", "headline"),
-    [
-        ("webshop", "first", 10.0, "success"),
-        ("sotopia", "random", None, "goal"),
-        ("sokoban", "random", None, "success"),
-    ],
-)
-def test_a_player_without_a_model_chooses_among_listed_replies(
-    tmp_path: Path, environment: str, name: str, turns: float | None, headline: str
-) -> None:
-    assert main([environment, "--baseline", name, "--games", "6", "--out", str(tmp_path)]) == 0
+def test_a_player_without_a_model_chooses_among_listed_replies(tmp_path: Path) -> None:
+    assert main(["webshop", "--baseline", "first", "--games", "6", "--out", str(tmp_path)]) == 0
     measures = result(tmp_path)["overall"]["measures"]
-    assert measures["valid"]["mean"] == 1.0
-    assert measures[headline]["n"] == 6
-    # "first" searches for the same words until the actions are used up.
-    assert turns is None or measures["turns"]["mean"] == turns
+    assert (measures["valid"]["mean"], measures["success"]["n"]) == (1.0, 6)
+    assert measures["turns"]["mean"] == 10, "the same search until the actions are used up"
 
 
 def test_the_default_opponent_is_a_search_of_the_simulations_asked_for(tmp_path: Path) -> None:
     words = f"tictactoe --baseline random --games 6 --simulations 50 --no-oracle --out {tmp_path}"
     assert main(words.split()) == 0
-    found = result(tmp_path)
-    assert found["settings"]["opponents"] == {"tictactoe_mcts": {"simulations": 50}}
-    assert "oracle" not in found["overall"]["measures"]
+    opponents = result(tmp_path)["settings"]["opponents"]
+    assert opponents == {"tictactoe_mcts": {"simulations": 50}}
 
 
-@pytest.mark.parametrize("partner", ["policy", "chat"])
-def test_conversations_have_either_partner_and_either_judge(tmp_path: Path, partner: str) -> None:
+def test_conversations_have_a_partner_and_a_judge_of_their_own(tmp_path: Path) -> None:
     asked: list[dict[str, Any]] = []
 
     async def reply(request: web.Request) -> web.Response:
@@ -254,20 +230,13 @@ def test_conversations_have_either_partner_and_either_judge(tmp_path: Path, part
 
     with served(reply) as url:
         words = f"sotopia --endpoint {url} --endpoint-model m --games 4 --option turns=4"
-        command = f"{words} --option partner={partner} --out {tmp_path}".split()
-        if partner == "chat":
-            endpoint = f'endpoint={{url="{url}", model="partner"}}'
-            command += ["--speaker-option", endpoint, "--option", "judge=sotopia"]
-            command += ["--oracle-option", endpoint]
-        assert main(command) == 0
+        command = f"{words} --option partner=chat --option judge=sotopia --out {tmp_path}".split()
+        endpoint = f'endpoint={{url="{url}", model="partner"}}'
+        assert main([*command, "--speaker-option", endpoint, "--oracle-option", endpoint]) == 0
     measures = result(tmp_path)["overall"]["measures"]
     assert measures["valid"]["mean"] == 1 and measures["turns"]["mean"] == 2
-    if partner == "chat":
-        assert set(DIMENSIONS) < set(measures) and measures["goal"]["mean"] == 0
-        assert sum(one["model"] == "partner" for one in asked) == 4 * 2 + 4  # and four judgements
-    else:
-        # The two episodes about a rise reach their goal, the two about notes do not.
-        assert measures["goal"]["mean"] == 5
+    assert set(DIMENSIONS) < set(measures) and measures["goal"]["mean"] == 0
+    assert sum(one["model"] == "partner" for one in asked) == 4 * 2 + 4  # and four judgements
 
 
 @pytest.mark.second
@@ -282,9 +251,8 @@ def test_an_endpoint_plays_and_a_limit_is_waited_for(tmp_path: Path) -> None:
     assert found["engine"]["retries"] == 1
     assert found["generated_tokens"] == 5 * (player.requests - 1)
     first = player.seen[0]
-    assert (first["model"], first["temperature"], first["stop"]) == ("m", 0.0, ["</action>"])
+    assert (first["model"], first["stop"]) == ("m", ["</action>"])
     assert first["reasoning_effort"] == "low"
-    assert SPLIT not in first["messages"][0]["content"]
 
 
 @pytest.mark.second
@@ -301,8 +269,7 @@ def test_an_endpoint_that_fails_is_named(tmp_path: Path, said: Said, monkeypatch
     assert f"{url}/chat/completions: HTTP 500: out of memory" in told
     assert "2 attempts" in told and "go on with: coppice evaluate tictactoe" in told
     assert "s3cret" not in told
-    for path in tmp_path.iterdir():
-        assert b"s3cret" not in path.read_bytes(), path
+    assert not [path for path in tmp_path.iterdir() if b"s3cret" in path.read_bytes()]
 
 
 @pytest.mark.parametrize(
@@ -310,7 +277,6 @@ def test_an_endpoint_that_fails_is_named(tmp_path: Path, said: Said, monkeypatch
     [
         ("<action>5", "stop", {}, "<action>5</action>"),
         ("<action>5", "length", {}, "<action>5"),
-        ("<action>5", "stop", {"stop_reason": None}, "<action>5"),
         ("5", "stop", {"matched_stop": "</action>"}, "5</action>"),
         (None, "length", {}, ""),
     ],
@@ -338,8 +304,6 @@ def test_an_endpoint_gets_pictures_as_data_urls() -> None:
     task = colours.task(3)
     prompt = text.prompt(colours.prompt(task, colours.initial(task)))
     (message,) = json.loads(prompt.replace(SPLIT, ""))
-    kinds = [part["type"] for part in message["content"]]
-    assert kinds == ["text", "image_url", "text", "image_url", "text"]
     head, _, body = message["content"][3]["image_url"]["url"].partition(",")
     assert head == "data:image/png;base64"
     assert base64.b64decode(body) == squares(3)
@@ -349,13 +313,12 @@ FIRST = "tictactoe --baseline first --opponent random --games 2"
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("opponent", ["random", "minimax"])
-def test_an_interruption_changes_no_result(tmp_path: Path, said: Said, opponent: str) -> None:
+def test_an_interruption_changes_no_result(tmp_path: Path, said: Said) -> None:
     whole_run, parts = Player(legal), Player(legal, interrupting(14, failing=25))
     with served(whole_run) as url:
-        assert main(at_endpoint(url, tmp_path / "whole", opponent=opponent)) == 0
+        assert main(at_endpoint(url, tmp_path / "whole")) == 0
     with served(parts) as url:
-        command = at_endpoint(url, tmp_path / "parts", "--attempts", "1", opponent=opponent)
+        command = at_endpoint(url, tmp_path / "parts", "--attempts", "1")
         assert "stopped; go on with: coppice evaluate" in said(main, *command, status=130)
         assert any(status == "growing" for _, _, status, _ in played(tmp_path / "parts"))
         assert main(command) == 1, "the server failed"
@@ -370,7 +333,6 @@ def test_other_settings_are_refused_by_name(tmp_path: Path, said: Said, refused:
     command = f"{FIRST} --out {tmp_path / 'o'}".split()
     said(main, *command)
     assert "was begun with games = 2, now it is 3" in refused(main, *command, "--games", "3")
-    said(main, *command, "--concurrency", "3")
 
 
 def test_a_full_disk_harms_no_folder(tmp_path: Path, monkeypatch: Patch, said: Said) -> None:
@@ -403,10 +365,9 @@ def test_torn_files_are_mended_or_named(tmp_path: Path) -> None:
     named = r"sessions\.jsonl:2: .*remove that line"
     with pytest.raises(InfrastructureFault, match=named):
         total_costs(tmp_path / "sessions.jsonl")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "evaluation.json").write_bytes(b'{"games"')
+    (tmp_path / "evaluation.json").write_bytes(b'{"games"')
     with pytest.raises(ValueError, match=r"evaluation\.json holds no settings.*another --out"):
-        claim(tmp_path / "out", EvaluationCosts(2, {}))
+        claim(tmp_path, EvaluationCosts(2, {}))
 
 
 @pytest.mark.parametrize(
@@ -414,14 +375,10 @@ def test_torn_files_are_mended_or_named(tmp_path: Path) -> None:
     [
         ("chess", "expected one of"),
         ("search_qa", "reads task files"),
-        ("tictactoe --option opening=7", "opening = 7"),
         ("tictactoe --option size=7", "--option: ['size'] unknown"),
-        ("tictactoe --opponent grandmaster", "--opponent grandmaster"),
         ("tictactoe --opponent random --option opponents={random=1}", "give one of them"),
         ("tictactoe --opponent random --simulations 9", "--simulations has no effect"),
-        ("tictactoe --top-p 0.5", "no effect with --temperature 0"),
         ("tictactoe --endpoint-model m", "--endpoint-model has no effect without --endpoint"),
-        ("tictactoe --temperature 1", "no effect with --baseline"),
         ("tictactoe --no-oracle --oracle-option kind=minimax", "no effect with --no-oracle"),
         ("sudoku --opponent random", "has no opponent"),
     ],

@@ -23,8 +23,6 @@ class Version(msgspec.Struct):
 
 
 class Boards(Evaluation):
-    """What happens to a board is ``odd``, by its number."""
-
     unit, done = "games", "played"
 
     def __init__(self, out: Path, count: int, odd: Callable[[int], None]):
@@ -43,12 +41,16 @@ class Boards(Evaluation):
         return tree is not None
 
 
-async def test_an_odd_exception_gives_up_its_task_with_the_traceback(tmp_path: Path) -> None:
+def raising(error: Exception) -> Callable[[int], None]:
     def odd(number: int) -> None:
-        if number == 1:
-            raise ZeroDivisionError("an odd board")
+        raise error
 
-    found = await Boards(tmp_path, 3, odd).run()
+    return odd
+
+
+async def test_an_odd_exception_gives_up_its_task_with_the_traceback(tmp_path: Path) -> None:
+    odd = raising(ZeroDivisionError("an odd board"))
+    found = await Boards(tmp_path, 3, lambda number: odd(number) if number == 1 else None).run()
     assert found.outcomes == [True, False, True]
     assert found.undone["board 1"].startswith("ZeroDivisionError: an odd board\nTraceback")
     rows = Journal(tmp_path / "journal.sqlite", readonly=True).trees()
@@ -56,18 +58,13 @@ async def test_an_odd_exception_gives_up_its_task_with_the_traceback(tmp_path: P
 
 
 async def test_tasks_that_all_raise_give_up_the_evaluation(tmp_path: Path) -> None:
-    def odd(number: int) -> None:
-        raise KeyError("board")
-
     with pytest.raises(InfrastructureFault, match="the last reason: KeyError: 'board'"):
-        await Boards(tmp_path, HOPELESS + 3, odd).run()
+        await Boards(tmp_path, HOPELESS + 3, raising(KeyError("board"))).run()
     rows = Journal(tmp_path / "journal.sqlite", readonly=True).trees()
     assert len(rows) == HOPELESS, "no further task begins"
 
 
 async def test_a_full_disk_ends_the_evaluation(tmp_path: Path) -> None:
-    def odd(number: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(OSError, match="No space left"):
-        await Boards(tmp_path, 2, odd).run()
+        await Boards(tmp_path, 2, raising(full)).run()

@@ -2,12 +2,9 @@
 
 import json
 import math
-import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,13 +20,12 @@ from coppice.scheduler.growth.tasks import held_out
 from coppice.scheduler.growth.tree import Tree
 from coppice.tools import evaluating
 from coppice.tools.evaluating.examination import SampleMean
-from coppice.tools.evaluating.qa.evaluation import QaTable, TableSettings, macro, notes
+from coppice.tools.evaluating.qa.evaluation import macro
 from coppice.tools.evaluating.qa.retrieval import CachedRetrieval, opening_of
 from coppice.tools.evaluating.qa.scoring import score
 from coppice.tools.evaluating.qa.sets import HUB, PAPER, read_sets, subset
 from coppice.tools.inspecting.dump import main as dump
 from coppice.wire.messages import RetrieveRequest
-from coppice.wire.published import Manifest
 from tests.tools.evaluating.test_evaluate import (
     Player,
     interrupting,
@@ -62,10 +58,8 @@ def grown(*parts: tuple[str, str], prompt: str = "Question: who?", forced: bool 
     ("said", "em", "f1"),
     [
         ("<think>a</think><answer> The Eiffel-Tower! </answer>", 1.0, 1.0),
-        ("<answer>Rome</answer> no, <answer>eiffeltower</answer>", 1.0, 1.0),
         ("<answer>eiffeltower</answer> no, <answer>Rome</answer>", 0.0, 0.0),
         ("the eiffeltower", 0.0, 0.0),
-        ("<answer>eiffeltower", 0.0, 0.0),
         ("<answer>old eiffeltower</answer>", 0.0, 2 / 3),
     ],
 )
@@ -79,7 +73,6 @@ def test_what_was_shown_to_the_policy_is_no_answer_of_its_own() -> None:
     tree = grown(("action", "nonsense"), notice, ("action", "more"))
     found = score(tree, ["answer"], 0)
     assert (found["em"], found["answered"]) == (0.0, 0.0)
-    assert found["em_two_blocks"] == 0.0, "one block in all"
 
 
 def test_the_original_scorer_demands_two_blocks_of_prompt_and_response() -> None:
@@ -100,25 +93,7 @@ def test_a_forced_answer_is_scored_closed_or_not_and_is_not_answered() -> None:
     for text in ("Rome</answer>", " Rome"):
         parts = [("action", "?"), ("observation", "\n<answer>"), ("action", text)]
         found = score(grown(*parts, forced=True), ["rome"], 2)
-        assert (found["em"], found["answered"], found["searches"]) == (1.0, 0.0, 2.0)
-
-
-def test_an_answer_left_open_or_spoken_of_takes_nothing_from_the_answer_after_it() -> None:
-    cut = [("action", "<think>t</think><answer>Par"), ("observation", "Invalid.\n<answer>")]
-    cut.append(("action", " Rome </answer>"))
-    found = score(grown(*cut, forced=True), ["rome"], 1)
-    assert (found["em"], found["f1"], found["answered"]) == (1.0, 1.0, 0.0)
-    spoken = [("action", "<think>in <answer> then</think><search>x</search>")]
-    spoken += [("observation", "y"), ("action", "<answer>Rome</answer>")]
-    found = score(grown(*spoken, prompt="as <answer> Paris </answer>"), ["rome"], 1)
-    assert (found["em"], found["answered"]) == (1.0, 1.0)
-    assert found["em_two_blocks"] == 0.0, "the published scorer as it is"
-
-
-def test_tokens_are_counted_by_who_wrote_them() -> None:
-    found = score(grown(("action", "a"), ("observation", "b"), ("action", "c")), ["x"], 1)
-    names = ("response_tokens", "tokens_with_observations", "prompt_tokens")
-    assert [found[name] for name in names] == [6, 9, 3]
+        assert (found["em"], found["answered"]) == (1.0, 0.0)
 
 
 def test_the_macro_mean_is_of_sets_and_its_interval_of_theirs() -> None:
@@ -139,7 +114,6 @@ def test_a_subset_is_fixed_by_its_seed_and_is_that_of_a_run(tmp_path: Path) -> N
     assert subset(tasks, 7, 0) == held_out(str(path), 7)[0]
     assert subset(tasks, 7, 1) == subset(tasks, 7, 1) != subset(tasks, 7, 0)
     assert subset(tasks, 7, 0) == subset(tasks, 20, 0)[:7]
-    assert len(subset(tasks, 99, 0)) == 50
 
 
 def test_a_row_that_cannot_work_is_counted_and_does_not_end_its_set(tmp_path: Path) -> None:
@@ -152,15 +126,8 @@ def test_a_row_that_cannot_work_is_counted_and_does_not_end_its_set(tmp_path: Pa
     (found,) = read_sets([f"x={path}"], None, 0)
     reasons = {"evidence or hops": 3, "no question": 1, "no gold answer": 1, "not JSON": 1}
     assert ([task.id for task in found.tasks], found.settings.reasons) == (["good?"], reasons)
-    assert len(found.notes) == 1
-    assert found.notes[0].startswith(
-        f"x: 6 of 7 rows cannot be used; the first: {path}:2: evidence"
-    )
-    ((small,),) = (one.notes[1:] for one in read_sets([f"x={path}"], 9, 0))
-    assert small == "x: 9 questions are asked for and 1 are there, so all of them are used"
-    (said,) = notes(QaTable(TableSettings([found.settings], 0), []))
-    told = "3 evidence or hops, 1 no question, 1 no gold answer, 1 not JSON"
-    assert said == f"x: 6 rows of its file cannot be used: {told}"
+    told = f"x: 6 of 7 rows cannot be used; the first: {path}:2: evidence"
+    assert found.notes[0].startswith(told)
 
 
 def test_the_built_in_questions_are_two_sets_by_hops(tmp_path: Path) -> None:
@@ -172,7 +139,6 @@ def test_the_built_in_questions_are_two_sets_by_hops(tmp_path: Path) -> None:
 
 
 def test_a_set_of_the_hub_is_its_test_split_else_dev(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Against a stand-in for the hub: no test here reaches the real one."""
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -189,29 +155,9 @@ def test_a_set_of_the_hub_is_its_test_split_else_dev(tmp_path: Path, monkeypatch
     found = read_sets(["paper"], None, 0)
     assert tuple(s.settings.name for s in found) == PAPER
     assert [s.tasks[0].id for s in found[:2]] == ["nq/test.jsonl?", "triviaqa/dev.jsonl?"]
-    assert [s.settings.source for s in found[:2]] == [f"{HUB}/nq:test", f"{HUB}/triviaqa:dev"]
-    (train,) = read_sets([f"x={HUB}/nq:train"], None, 0)
-    assert train.tasks[0].id == "nq/train.jsonl?"
     none = r"no nosuch/test or dev or validation or train\.jsonl"
     with pytest.raises(FileNotFoundError, match=none):
         read_sets([f"x={HUB}/nosuch"], None, 0)
-
-
-def test_a_plain_set_of_the_hub_is_its_test_split_else_train(monkeypatch: Patch) -> None:
-    def load(name: str, split: str) -> list[dict[str, Any]]:
-        return [{"id": split, "question": f"{name}?", "golden_answers": ["a"]}]
-
-    for *splits, taken in (("train", "validation", "test", "test"), ("train", "train")):
-        hub = SimpleNamespace(
-            get_dataset_split_names=lambda name, splits=splits: splits, load_dataset=load
-        )
-        monkeypatch.setitem(sys.modules, "datasets", hub)
-        (found,) = read_sets(["x=owner/name"], None, 0)
-        assert found.settings.source == f"owner/name:{taken}"
-        assert [task.id for task in found.tasks] == [taken]
-    splits[:] = ["all"]
-    with pytest.raises(ValueError, match=r"splits \['all'\].*owner/name:split"):
-        read_sets(["x=owner/name"], None, 0)
 
 
 class Books:
@@ -281,21 +227,14 @@ def test_a_table_has_methods_sets_and_their_means(tmp_path: Path, books: Books, 
         shown, again = said(main, *command), said(main, *command, "--json")
     found = result(out)
     assert json.loads(again) == found, "a finished evaluation is only reported again"
-    lines = (out / "table.md").read_text().splitlines()
-    assert shown.startswith("\n".join(lines))
-    assert lines[0] == "| method | model | easy (6) | hard (4) | mean |"
-    heads = [line.split(" | ")[:2] for line in lines[2:5]]
-    assert heads == [["| search", "m"], ["| direct", "m"], ["| rag", "m"]]
+    assert shown.startswith((out / "table.md").read_text().strip())
+    assert [row["name"] for row in found["rows"]] == ["search.m", "direct.m", "rag.m"]
     row = found["rows"][0]
     easy, hard = row["sets"]["easy"]["em"], row["sets"]["hard"]["em"]
     assert (easy["mean"], easy["n"], hard["mean"], hard["n"]) == (1.0, 6, 0.75, 4)
     assert row["macro"]["em"]["mean"] == 0.875
     assert row["macro"]["em"]["half"] == pytest.approx(math.hypot(easy["half"], hard["half"]) / 2)
-    assert f"0.875 ±{row['macro']['em']['half']:.3f}" in lines[2]
-    searches = row["sets"]["easy"]["searches"]
-    assert searches == {"mean": 1.0, "half": 0.0, "n": 6}, "a count is no proportion"
-    assert "response_tokens" not in row["sets"]["easy"], "an endpoint's journal holds bytes"
-    assert row["generated_tokens"] == 5 * 20
+    assert f"0.875 ±{row['macro']['em']['half']:.3f}" in shown
     assert (row["queries"], row["hits"]) == (10, 4), "both sets ask for w0 to w3"
     assert len(said(dump, out / "rag.m", "--heldout", "--all", "--json").splitlines()) == 10
 
@@ -311,19 +250,14 @@ def test_an_endpoint_is_asked_in_turns_and_then_in_words(tmp_path: Path, books: 
         assert main(at_endpoint(url, tmp_path, out, *books.option, *words)) == 0
     third = player.seen[2]["messages"]
     assert [m["role"] for m in third] == ["user", "assistant", "user", "assistant", "user"]
-    assert third[1]["content"] == "<think>hm</think><search>more</search>"
     assert "Doc 1(Title: T) more 0" in third[2]["content"]
-    assert not third[-1]["content"].endswith("<answer>")
     (last,) = [nodes[-1] for i, _, _, nodes in played(out / "search.m") if i == 0]
     assert last[1] == "w0</answer>", "the opening that the journal holds already is not there twice"
 
 
-@pytest.mark.parametrize("method", ["search", "rag"])
-def test_an_interruption_changes_no_result(
-    tmp_path: Path, books: Books, said: Said, method: str
-) -> None:
+def test_an_interruption_changes_no_result(tmp_path: Path, books: Books, said: Said) -> None:
     whole, parts = Player(scholar), Player(scholar, interrupting(4, failing=9))
-    more = [*books.option, "--method", method]
+    more = [*books.option, "--method", "search"]
     with served(whole) as url:
         assert main(at_endpoint(url, tmp_path, tmp_path / "whole", *more)) == 0
     asked = len(books.asked)
@@ -332,7 +266,7 @@ def test_an_interruption_changes_no_result(
         assert "go on with: coppice evaluate qa" in said(main, *command, status=130)
         assert main(command) == 1, "the server failed"
         assert main(command) == 0
-    first, second = (played(tmp_path / name / f"{method}.m") for name in ("whole", "parts"))
+    first, second = (played(tmp_path / name / "search.m") for name in ("whole", "parts"))
     assert first == second
     one, other = result(tmp_path / "whole")["rows"][0], result(tmp_path / "parts")["rows"][0]
     assert (one["sets"], one["macro"]) == (other["sets"], other["macro"])
@@ -351,14 +285,11 @@ def test_rows_are_added_but_of_the_same_table(tmp_path: Path, books: Books, refu
         assert [row["name"] for row in result(out)["rows"]] == ["direct.m", "rag.m"]
         for more, message in (
             (["rag", "--questions", "3"], "was begun with sets ="),
-            (["rag", "--seed", "1"], "was begun with seed = 0, now it is 1"),
             (["rag", "--max-tokens", "7"], "rag.m was begun with max_tokens = 500, now it is 7"),
             (["cot,direct,rag", "--topk", "7"], "direct.m was begun with how ="),
         ):
             assert message in refused(main, *command, *more)
             assert not (out / "cot.m").exists(), "a refused command leaves nothing behind"
-        assert main([*command, "rag", "--concurrency", "3"]) == 0
-        assert player.requests == before + 10
 
 
 def test_a_question_that_fits_no_context_scores_zero(tmp_path: Path, said: Said) -> None:
@@ -371,43 +302,19 @@ def test_a_question_that_fits_no_context_scores_zero(tmp_path: Path, said: Said)
     row = result(tmp_path / "out")["rows"][0]
     assert row["sets"]["easy"]["em"]["mean"] == pytest.approx(5 / 6)
     assert row["sets"]["easy"]["em"]["n"] == 6
-    failed = list(row["failed"])
-    assert failed == ["easy/what is w2", "hard/what is w2"], "an id of two sets is two questions"
-    assert "context length exceeded" in row["failed"]["easy/what is w2"]
+    assert list(row["failed"]) == ["easy/what is w2", "hard/what is w2"]
     assert "not finished, scored 0: easy/what is w2" in told
 
 
-def test_a_row_of_which_nothing_could_be_answered_is_no_row(tmp_path: Path, said: Said) -> None:
-    def bad(number: int) -> web.Response | None:
-        return web.Response(status=400, text="no such field") if number < 5 else None
-
-    with served(Player(scholar, bad)) as url:
-        words = "--method direct --questions 2".split()
-        command = at_endpoint(url, tmp_path, tmp_path / "out", *words)
-        told = "direct.m: no questions could be answered; the first reason: "
-        assert told in said(main, *command, status=1)
-        assert not (tmp_path / "out" / "result.json").exists()
-        assert main(command) == 0, "it goes on once they can"
-
-
-def test_a_finished_row_stays_in_the_table(
-    tmp_path: Path, books: Books, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_row_stays_in_the_table(tmp_path: Path, books: Books) -> None:
     out = tmp_path / "out"
     with served(Player(scholar, interrupting(0, failing=13))) as url:
         command = at_endpoint(url, tmp_path, out, *books.option, "--method")
         assert main([*command, "rag,direct"]) == 1
         assert [row["name"] for row in result(out)["rows"]] == ["rag.m"]
-        assert "| rag | m |" in (out / "table.md").read_text()
         (out / "result.json").write_bytes(b'{"settings"')
-        with (out / "rag.m" / "sessions.jsonl").open("ab") as file:
-            file.write(b'{"questions":1,"sec')
         assert main([*command, "direct"]) == 0
         assert [row["name"] for row in result(out)["rows"]] == ["direct.m", "rag.m"]
-        (out / "rag.m" / "result.json").write_bytes(b"")
-        assert main([*command, "direct"]) == 0
-        assert "rag.m/result.json is torn" in capsys.readouterr().err
-        assert main([*command, "rag"]) == 0
     tokens = [row["generated_tokens"] for row in result(out)["rows"]]
     assert tokens == [50, 50], "no session was lost"
 
@@ -419,7 +326,6 @@ def test_a_set_may_have_a_budget_of_its_own(tmp_path: Path, books: Books, refuse
         assert main([*command, "2", "--budget", "hard=3"]) == 0
         row = result(tmp_path / "out")["rows"][0]
         assert [row["sets"][name]["searches"]["mean"] for name in ("easy", "hard")] == [2, 3]
-        assert (row["settings"]["how"]["budget"], row["settings"]["budgets"]) == (2, {"hard": 3})
         assert "begun with budgets = {'hard': 3}" in refused(main, *command, "2")
         assert "expected a set of this table, easy, hard" in refused(main, *command, "nq=3")
 
@@ -431,9 +337,6 @@ def test_other_weights_of_the_same_path_are_refused(
     words = "--questions 1 --max-tokens 3 --method direct --model"
     command = [*questions(tmp_path), *words.split(), str(model), "--out", str(tmp_path / "out")]
     assert main(command) == 0
-    for file in model.glob("*.safetensors"):
-        os.utime(file)
-    assert main(command) == 0, "the same contents at another time"
     for file in model.glob("*.safetensors"):
         content = file.read_bytes()
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -472,12 +375,6 @@ def test_runs_are_measured_with_their_settings(llama: Path, tmp_path: Path, book
     slate = rows["search.slate-v0"]["settings"]
     assert (slate["how"], slate["max_tokens"]) == ({"topk": 1, "budget": 2, "forced": True}, 5)
     assert rows["search.ppr-v0"]["settings"]["how"]["forced"] is False
-    how = rows[f"search.{llama.name}"]["settings"]["how"]
-    assert how == {"topk": 3, "budget": 4, "forced": True}
-    for name, actions in (("search.slate-v0", 3), ("search.ppr-v0", 2)):
-        for _, _, _, nodes in played(out / name):
-            turns = sum(kind == "action" for kind, _, _ in nodes)
-            assert turns == actions, "two turns, and the forced answer"
     measured = rows["search.slate-v0"]["sets"]["easy"]
     assert measured["response_tokens"]["mean"] <= 15
     assert measured["tokens_with_observations"]["mean"] > measured["response_tokens"]["mean"]
@@ -489,11 +386,9 @@ def test_runs_are_measured_with_their_settings(llama: Path, tmp_path: Path, book
         ("", "nobody to measure"),
         ("--method magic P", "expected some of cot,direct,ircot,iter_retgen,rag,search,search_o1"),
         ("--method direct --no-forced P", "--forced has no effect without the method search"),
-        ("--method cot --topk 2 P", "none of the methods retrieves"),
         ("--retriever nowhere P", "holds no index"),
         ("--set x=gone.jsonl P", "--set x=gone.jsonl: task file 'gone.jsonl' does not exist"),
         ("--set paper P", "the hub"),
-        ("--set easy=x.jsonl P", "easy is given twice"),
         ("--model smollm2-135m --version 1", "--version has no effect without --run"),
     ],
 )
@@ -510,26 +405,13 @@ def test_what_cannot_be_measured_is_said_at_once(
     assert not out.exists()
 
 
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("processes/scheduler.json", '{"name": "sch'),
-        ("processes/actor-0.json", None),
-        ("processes/retriever.json", '{"nonsense": 1}'),
-        ("weights/v000001/manifest.json", None),
-    ],
-)
 def test_a_file_of_a_run_that_is_torn_or_missing_is_named(
-    tmp_path: Path, llama: Path, refused: Said, file: str, content: str | None
+    tmp_path: Path, llama: Path, refused: Said
 ) -> None:
-    folder = searching_run(tmp_path / "run", llama, "chain")
+    folder, out = searching_run(tmp_path / "run", llama, "chain"), tmp_path / "out"
     (folder / "weights" / "v000001").mkdir(parents=True)
-    Manifest(1, "full", "d").write(folder / "weights" / "v000001")
-    if content is not None:
-        (folder / file).write_text(content)
-    else:
-        (folder / file).unlink()
-    out = tmp_path / "out"
-    told = refused(main, "--run", folder, *questions(tmp_path), "--out", out)
-    assert file.removeprefix("processes/") in told and "expected" in told
+    command = (main, "--run", folder, *questions(tmp_path), "--out", out)
+    assert "weights/v000001/manifest.json" in refused(*command)
+    (folder / "processes" / "scheduler.json").write_text('{"name": "sch')
+    assert "scheduler.json" in refused(*command)
     assert not out.exists()

@@ -26,7 +26,6 @@ from coppice.judges.pprm import parse_final_score
 from coppice.learner.fine_tune import Example, Recipe, Student, batch_of, fine_tune, rate
 from coppice.research.judge_bench import main as bench
 from coppice.research.judge_bench import parser as bench_parser
-from coppice.research.judge_bench.building import Item
 from coppice.research.judge_bench.measuring import judges_of
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
@@ -110,11 +109,8 @@ def test_a_trajectory_is_what_a_judge_sees(run: Path, tmp_path: Path, said: Said
     first, second = records.read([tmp_path / "t.jsonl"], Trajectory[RecordedStep])
     assert (first.id, first.outcome, len(first.steps)) == ("run-0-0", 1, 1)
     assert (second.id, second.outcome, len(second.steps)) == ("run-0-1", 0, 2)
-    assert (first.question, first.data_source) == (QUESTION, "d")
     assert (first.golden_answers, first.evidence) == (["N'Djamena"], ["Chad\nCapital: N'Djamena"])
-    contexts = [step.context for step in second.steps]
-    assert contexts == [QUESTION, f"{QUESTION}\n\n{action(0)}{found(0)}"]
-    assert [step.response for step in second.steps] == [action(0) + found(0), action(1) + found(1)]
+    assert second.steps[1].context == f"{QUESTION}\n\n{action(0)}{found(0)}"
     turn = records.judged_turn(second, second.steps[1])
     state = SearchState(QUESTION, (PastStep("think 0", "query 0", found(0)),))
     environment = SearchQA("short", 2)
@@ -122,9 +118,7 @@ def test_a_trajectory_is_what_a_judge_sees(run: Path, tmp_path: Path, said: Said
     expected = environment.judged(task, state, environment.read(state, action(1)), 2, 3)
     more = {"observation": found(1), "transcript": action(0) + found(0)}
     assert turn == msgspec.structs.replace(expected, **more)
-    assert "2 trajectories (1 with a correct answer), 3 turns" in told
-    for reason in ("1 it has one turn only", "1 the tree is growing", "1 its question is not in"):
-        assert f"skipped: {reason}" in told
+    assert told.count("skipped: 1") == 3
 
 
 def test_what_is_no_search_run_is_refused(run: Path, tmp_path: Path, refused: Said) -> None:
@@ -153,18 +147,14 @@ def test_no_command_writes_over_what_it_reads(run: Path, tmp_path: Path, refused
     for command, words, message in (
         (main, f"rows {t} {l} --out {l}", f"--out {l} would write over {l}"),
         (main, f"rows {l} --out {link}", f"link.jsonl would write over {l}"),
-        (main, f"rows {l} --out {run}/../l.jsonl", f"would write over {l}"),
         (bench, f"build {t} --exclude {l} --size 1 --out {l}", f"would write over {l}"),
         (bench, f"build {report} --size 1 --out {tmp_path}/b.jsonl", f"written with {report}, wo"),
-        (main, f"label {t} {RULES} --out {t}", f"--out {t} would write over {t}"),
         (main, f"collect {run} --out {run}/journal.sqlite", f"lies in {run}, which"),
         (main, f"collect {run} --out {tmp_path}/train.jsonl", "l would write over"),
     ):
         assert message in refused(command, *words.split())
         after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         assert after == before, words
-    for _ in range(2):
-        assert main(["rows", str(l), "--out", str(tmp_path / "b")]) == 0, "an output is no input"
 
 
 def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path, refused: Said) -> None:
@@ -186,7 +176,6 @@ def test_a_prefix_tells_runs_of_a_name_apart(run: Path, tmp_path: Path, refused:
     first, twin, out = (tmp_path / name for name in ("l.jsonl", "twin.jsonl", "o"))
     told = refused(main, "rows", first, twin, "--out", out)
     assert f"twin.jsonl:1: the id 'x' comes a second time, it is in {first}" in told
-    assert "--prefix (coppice sft collect)" in told
     assert main(["collect", str(run), "--out", str(out), "--prefix", "other-"]) == 0
     found = records.read([out], Trajectory[RecordedStep])
     assert [one.id for one in found] == ["other-run-0-0", "other-run-0-1"]
@@ -216,19 +205,13 @@ def test_steps_that_differ_by_more_than_the_limit_are_dropped(tmp_path: Path) ->
     scores = [(s.response, s.score_a, s.score_b) for s in kept.steps]
     assert scores == [("x 1", 0.9, 0.5), ("x 2", 0.7, 0.3)]
     assert [s.score for s in kept.steps] == pytest.approx([0.7, 0.5])
-    assert counts == {
-        "labelled": 2,
-        "scores differ by more than 0.4": 3,
-        "output that cannot be read": 1,
-        "trajectories without a step left": 1,
-    }
+    assert (counts["labelled"], counts["scores differ by more than 0.4"]) == (2, 3)
 
 
 def test_a_judgement_becomes_exactly_two_lines() -> None:
     long = "Analysis: first\n\n second\nScores:  <final_score> 2 , 6 </final_score> and more"
     assert two_lines(long) == "Analysis: first second\nScores: <final_score>2,6</final_score>"
     assert two_lines("Analysis: no score") == ""
-    assert two_lines("Scores: <final_score>2,6</final_score>") == ""
 
 
 class Flaky(Judge):
@@ -249,7 +232,7 @@ FLAKY = f"{Flaky.__module__}:Flaky"
 RULES = "--judge-a pprm_rules --judge-b pprm_rules"
 
 
-def test_a_labelling_goes_on_after_a_failure(tmp_path: Path, said: Said, refused: Said) -> None:
+def test_a_labelling_goes_on_after_a_failure(tmp_path: Path, said: Said) -> None:
     records.write(tmp_path / "t.jsonl", [trajectory("x", 3), trajectory("y", 2)])
     words = f"label {tmp_path}/t.jsonl --judge-a {FLAKY} --judge-b {FLAKY} --out {tmp_path}/l.jsonl"
     Flaky.asked, Flaky.broken = [], True
@@ -260,8 +243,6 @@ def test_a_labelling_goes_on_after_a_failure(tmp_path: Path, said: Said, refused
     assert len(Flaky.asked) == 2 * 5 - 2
     made = records.read([tmp_path / "l.jsonl"], Trajectory[Labelled])
     assert [len(one.steps) for one in made] == [3, 2]
-    other = words.replace(FLAKY, "pprm_rules", 1)
-    assert "begun with judges" in refused(main, *other.split())
 
 
 def test_a_labelling_that_is_under_way_is_not_begun_twice(tmp_path: Path, refused: Said) -> None:
@@ -288,9 +269,7 @@ def test_a_training_row_asks_as_the_judge_asks_and_answers_in_two_lines(tmp_path
     unlearnt = msgspec.structs.replace(made[1], steps=[untold])
     found, left = labels.judgement_rows([made[0], made[0], unlearnt])
     assert (len(found), left) == (3, {"without a judgement to learn": 1, "the same as another": 3})
-    assert [message.role for message in found[0].messages] == ["system", "user"]
     assert QUESTION in found[0].messages[1].content
-    assert {row.messages[1].content.split()[-1] for row in found} == {"1", "2", "3"}
     assert parse_final_score(found[0].completion) == (3, 4)
 
 
@@ -303,17 +282,6 @@ def test_balanced_rows_are_half_of_good_steps_and_half_of_bad_ones(tmp_path: Pat
     found, left = labels.judgement_rows(records, balance=True)
     assert (len(found), left) == (2, {"more than the other kind": 1})
     assert len(labels.judgement_rows(records, most=2)[0]) == 2
-    assert main(["rows", str(tmp_path / "l.jsonl"), "--out", str(tmp_path / "rows.jsonl")]) == 0
-    assert len(read_rows(tmp_path / "rows.jsonl", Text(str(tiny.save(tmp_path / "m"))))) == 4
-
-
-def test_a_benchmark_is_built_from_files(tmp_path: Path, refused: Said) -> None:
-    labelled_file(tmp_path)
-    command = f"build {tmp_path}/l.jsonl --size 2 --out {tmp_path}/b.jsonl".split()
-    assert bench(command) == 0
-    assert len(records.read([tmp_path / "b.jsonl"], Item)) == 2
-    assert json.loads((tmp_path / "b.report.json").read_text())["taken"]["correct_good"] == 1
-    assert "no trajectory is left" in refused(bench, *command, "--exclude", tmp_path / "l.jsonl")
 
 
 def test_the_rate_rises_and_falls_as_its_schedule_says() -> None:
@@ -334,9 +302,6 @@ def test_every_epoch_sees_every_example_once_in_an_order_of_its_own() -> None:
     seen = [e.tokens[0] for step in range(3) for e in batch_of(examples, recipe, step)]
     assert sorted(seen[:6]) == sorted(seen[6:]) == list(range(6))
     assert seen[:6] != seen[6:]
-    plain_order = msgspec.structs.replace(recipe, shuffle=None)
-    in_order = [e.tokens[0] for step in range(3) for e in batch_of(examples, plain_order, step)]
-    assert in_order == [*range(6), *range(6)]
 
 
 def examples_of(seed: int = 0) -> list[Example]:
@@ -384,7 +349,6 @@ def test_training_leaves_an_ordinary_folder(lora_rank: int, llama: Path, tmp_pat
     places = range(examples[0].start - 1, len(examples[0].tokens) - 1)
     learnt = torch.log_softmax(logits, -1)[places, examples[0].tokens[examples[0].start :]]
     assert -learnt.mean().item() == pytest.approx(losses.held_out[1], rel=0.5)
-    assert "coppice" not in (out / "config.json").read_text()
     assert not (out / "adapter_config.json").exists()
 
 
@@ -403,11 +367,9 @@ def test_train_says_what_it_left_out_and_measures_before_and_after(
     words = "--max-tokens 100 --epochs 2 --batch 3 --held-out 0.2"
     told = said(main, *command, *words.split())
     assert "1 of 11 rows are longer than 100 tokens and left out" in told
-    assert "8 rows, 2 held out, 6 steps of 3" in told
     assert told.count("held-out loss") == 2
     written = json.loads((tmp_path / "o" / "sft.json").read_text())
     assert (written["rows"], written["held_out_rows"], written["too_long"]) == (8, 2, 1)
-    assert written["recipe"]["warmup"] == 1
     assert "exists" in refused(main, *command)
 
 
@@ -415,9 +377,7 @@ def test_train_says_what_it_left_out_and_measures_before_and_after(
     ("arguments", "message"),
     [
         ("--batch 0", "--batch 0: expected more than 0"),
-        ("--steps 0", "--steps 0: expected more than 0"),
         ("--held-out 1", "--held-out 1: expected a share"),
-        ("--warmup-ratio -0.1", "--warmup-ratio -0.1"),
         ("--lora-rank -1", "--lora-rank -1"),
         ("--max-tokens 5", "no row is left to learn from (3 read, 3 too long"),
     ],
@@ -429,22 +389,12 @@ def test_what_cannot_be_trained_is_refused(
     assert not (tmp_path / "o").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_a_training_ends_it_with_one_line(
-    number: signal.Signals, llama: Path, tmp_path: Path, said: Said, monkeypatch: Patch
+    llama: Path, tmp_path: Path, said: Said, monkeypatch: Patch
 ) -> None:
-    def interrupted(*_: Any) -> float:
-        os.kill(os.getpid(), number)
-        return 0.0
-
-    monkeypatch.setattr(Student, "learn", interrupted)
-    # a background job begins with it ignored
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(Student, "learn", lambda *_: os.kill(os.getpid(), signal.SIGTERM) or 0.0)
     ending = signal.getsignal(signal.SIGTERM)
-    try:
-        told = said(main, *train_command(llama, tmp_path), "--steps", "1", status=130)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    told = said(main, *train_command(llama, tmp_path), "--steps", "1", status=130)
     assert signal.getsignal(signal.SIGTERM) is ending, "who calls main has the handler it had"
     assert told == "coppice sft train: stopped; nothing was saved\n"
     assert [path.name for path in tmp_path.iterdir()] == ["r.jsonl"]
@@ -468,9 +418,6 @@ def test_the_rows_of_a_question_are_learnt_or_held_out_together(tmp_path: Path) 
     assert len(held) in (6, 7, 8)
     assert sorted(e.tokens[0] for e in [*learnt, *held]) == list(range(14))
     assert not {e.group for e in learnt if e.group} & {e.group for e in held if e.group}
-    assert split(examples[:9:4], 0.1, 0)[1] == [], "one question alone is learnt"
-    made = labelled_file(tmp_path)
-    assert {row.group for row in labels.judgement_rows(made)[0]} == {QUESTION}
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b", "group": "q"}\n')
     assert read_rows(tmp_path / "rows.jsonl", Text(str(tiny.save(tmp_path / "m"))))[0].group == "q"
 
@@ -485,20 +432,14 @@ def test_a_completion_ends_with_the_end_token_when_asked(llama: Path, tmp_path: 
     assert read_rows(path, text)[0].tokens == plain_row.tokens[:-1]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"completion": "b"},
-        {"prompt": "a"},
-        {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "completion": "b"},
-        {"messages": [{"role": "judge", "content": "a"}], "completion": "b"},
-    ],
-)
-def test_a_row_is_one_conversation(row: dict[str, Any], llama: Path, tmp_path: Path) -> None:
+def test_a_row_is_one_conversation(llama: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a", "completion": "b"}\n' + json.dumps(row) + "\n")
-    with pytest.raises(ValueError, match=r"rows\.jsonl:2.*expected"):
-        read_rows(path, Text(str(llama)))
+    for row in ({}, {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}):
+        path.write_text(
+            '{"prompt": "a", "completion": "b"}\n' + json.dumps(row | {"completion": "b"})
+        )
+        with pytest.raises(ValueError, match=r"rows\.jsonl:2.*expected"):
+            read_rows(path, Text(str(llama)))
 
 
 @pytest.mark.parametrize("name", ["sft", "process-bench"])

@@ -1,5 +1,4 @@
-"""The audit of a run folder finds each broken invariant by name, and none in a whole folder, of one
-scheduler or of two."""
+"""The audit of a run folder finds each broken invariant by name, and none in a whole folder."""
 
 import sqlite3
 from pathlib import Path
@@ -105,10 +104,7 @@ def test_a_fault_in_the_journal_is_found(run: Path, statement: str, rule: str) -
 @pytest.mark.parametrize(
     ("statement", "rule"),
     [
-        ("UPDATE groups SET trained=NULL WHERE id=3", "nothing in flight at the end"),
         ("DELETE FROM groups WHERE id=3", "journal and checkpoint agree"),
-        ("UPDATE groups SET trained=2 WHERE id=1", "journal and learner agree"),
-        ("UPDATE trees SET position=position+2 WHERE id=11", "drawn once"),
         # the other's of the two
         ("UPDATE trees SET position=position+1-2*(position%2) WHERE id=7", "drawn once"),
         ("UPDATE trees SET id=8 WHERE id=7", "ids of one shard"),
@@ -123,8 +119,6 @@ def test_faults_in_the_records_are_found(run: Path) -> None:
     path = run / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + lines[2])
-    assert rules(run) == {"one record per update"}
-    path.write_bytes(b"".join([*lines, lines[1]]))
     assert rules(run) == {"one record per update"}
     path.write_bytes(b"".join(lines).replace(b"4.0", b"3.0", 1))
     assert rules(run) == {"journal and learner agree"}

@@ -14,7 +14,6 @@ from tests.tools.said import Said
 
 @pytest.fixture
 def run(llama: Path, tmp_path: Path) -> Path:
-    """A run whose only version is the model of its start."""
     folder = tmp_path / "run"
     (folder / "processes").mkdir(parents=True)
     process = LearnerProcess("learner", str(folder), 0, str(llama), 1, 1.0, LearnerConfig())

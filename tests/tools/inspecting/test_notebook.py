@@ -33,19 +33,10 @@ def run(llama: Path, tmp_path: Path) -> Path:
 
 def test_frames_and_records_are_data_frames(run: Path) -> None:
     opened = notebook.newest(run.parent)
-    assert opened.trees["task"].to_list() == ["task0", "task1"]
     assert opened.nodes.filter(ACTION)["reward"].to_list() == [*REWARDS[0], *REWARDS[1]]
     assert opened.records["score/reward"].to_list() == [0.5, 1.0]
     with pytest.raises(FileNotFoundError, match="no run is below"):
         notebook.newest(run)
-
-
-def test_turns_through_another_scheme(run: Path) -> None:
-    opened = notebook.OpenedRun(run)
-    own, other = opened.advantages(), opened.advantages("slate")
-    assert own["advantage"].to_list() == opened.nodes.filter(ACTION)["advantage"].to_list()
-    assert own.join(other, on=["tree", "node"]).height == 6
-    assert not np.allclose(own["advantage"], other["advantage"])
 
 
 def test_the_example_of_the_documentation_runs(run: Path, monkeypatch: Patch) -> None:

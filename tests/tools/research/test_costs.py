@@ -1,8 +1,4 @@
-"""The scheduler's cost for a call and for a node, in executed bytecode instructions: the same
-numbers on every machine and under every load.
-
-Work in C is not counted (sorting without a key, encoding, tokenizing); the benchmark call_cost
-times a call."""
+"""The scheduler's cost for a call and for a node, in executed bytecode instructions."""
 
 import asyncio
 import contextlib
@@ -44,21 +40,15 @@ from coppice.wire.messages import (
 pytestmark = pytest.mark.slow
 
 TREES = 8
-"""Trees that are counted. They grow together, and so share transactions of the journal, as in a
-run."""
 TEXT = "The capital of Peru is Lima, on the coast, where a third of its people live. " * 4
 PASSAGE = Passage("1", "Peru", TEXT, 1.0)
-"""About 80 tokens; a search shows three."""
 
 
 class Instructions:
-    """Counts the instructions that this thread executes in the project's files."""
-
     def __init__(self) -> None:
         self.executed = 0
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        """Count one event, and ask for each instruction of a new frame."""
         if event == "call" and "/scheduler/" not in frame.f_code.co_filename:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
@@ -68,7 +58,6 @@ class Instructions:
 
 @pytest.fixture
 def instructions() -> Iterator[Instructions]:
-    """The count, from now on."""
     counting, before = Instructions(), sys.gettrace()
     sys.settrace(counting)
     yield counting
@@ -95,7 +84,6 @@ class Answers:
         self.sample = Sample(act, np.full(len(act), -1, np.float32), zeros, "stop")
 
     async def call(self, service: str, request: Any, **_: Any) -> Any:
-        """Answer as an actor, a retriever or a judge does."""
         if isinstance(request, GenerateRequest):
             return GenerateResult([self.sample] * request.n, len(request.tokens), 0)
         if isinstance(request, JudgeRequest):
@@ -105,7 +93,6 @@ class Answers:
 
 
 async def grow(runtime: Runtime, number: int) -> int:
-    """Grow one tree to its end, and return its number of nodes."""
     tree, question = Tree(number, f"t{number}"), f"What is the capital of country {number}?"
     task = Task(tree.task, question, golds=["Lima"])
     context = Context(runtime, task, tree, random.Random(number))

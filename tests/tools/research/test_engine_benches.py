@@ -31,7 +31,6 @@ def test_decode_compares_both_sides(llama: Path, monkeypatch: Patch) -> None:
     [
         (["prefil"], "unknown ['prefil']"),
         (["prefill", "--set", "modle=x"], "['modle'] unknown to benchmark prefill, which takes ['"),
-        (["peer", "--set", "dtype=float16"], "dtype = 'float16': expected one of 'float32', 'b"),
         (["memory", "--set", "actors=0"], "actors = 0: expected a whole number, at least 1"),
     ],
 )

@@ -1,7 +1,5 @@
-"""The runner of the GPU checks: one that hangs or fails is named, the others run, and the record
-has what was printed."""
+"""The runner of the GPU checks: one that hangs or fails is named, and the others run."""
 
-import datetime
 import json
 import os
 from pathlib import Path
@@ -10,7 +8,7 @@ import psutil
 import pytest
 
 from coppice.research import gpu_checks
-from coppice.research.gpu_checks import Check, Outcome
+from coppice.research.gpu_checks import Check
 from tests.tools.said import Patch
 
 HANGS = """
@@ -28,12 +26,10 @@ try:
 except KeyboardInterrupt:
     print("ended its servers", flush=True)
 """
-WHEN = datetime.datetime(2026, 11, 22, 8, 30, tzinfo=datetime.UTC)
 
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Modules that checks can run."""
     passes, fails = "print('{\"a\": 1}')", "print('no CUDA'); raise SystemExit(3)"
     sources = {"hangs": HANGS, "polite": POLITE, "fails": fails, "passes": passes}
     for name, source in sources.items():
@@ -50,9 +46,7 @@ def goes_on(pid: int) -> bool:
 
 @pytest.mark.second
 @pytest.mark.usefixtures("modules")
-def test_a_check_that_fails_or_hangs_is_named_and_the_rest_runs(
-    monkeypatch: Patch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_check_that_fails_or_hangs_is_named_and_the_rest_runs(monkeypatch: Patch) -> None:
     monkeypatch.setattr(gpu_checks, "GRACE_S", 0.5)
     limits = {"slow": ("hangs", 3.0), "broken": ("fails", 60.0), "good": ("passes", 60.0)}
     checks = [Check(name, [module], limit) for name, (module, limit) in limits.items()]
@@ -62,50 +56,21 @@ def test_a_check_that_fails_or_hangs_is_named_and_the_rest_runs(
     assert not goes_on(int(slow.output)), "what a hanging check had started goes on"
     assert (broken.failure, broken.output) == ("failed (status 3)", "no CUDA\n")
     assert (good.failure, good.output) == ("", '{"a": 1}\n')
-    printed = capfd.readouterr().out
-    for line in ("slow: did not end within 3 s", "broken: failed (status 3)", "good: passed"):
-        assert f"== {line}" in printed
 
 
 @pytest.mark.second
 @pytest.mark.usefixtures("modules")
-def test_a_check_that_takes_too_long_may_end_what_it_began() -> None:
-    outcome = gpu_checks.run(Check("long", ["polite"], 3.0), 3.0)
-    assert outcome.failure == "did not end within 3 s"
-    assert outcome.output == "begun\nended its servers\n"
-
-
-@pytest.mark.second
-@pytest.mark.usefixtures("modules")
-def test_when_the_time_is_up_the_rest_is_named_and_not_run(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(gpu_checks, "GRACE_S", 0.5)
-    checks = [Check("slow", ["hangs"], 60.0), Check("good", ["passes"], 60.0)]
-    slow, good = gpu_checks.run_all(checks, whole_s=2.0)
-    assert slow.failure == "did not end within 2 s"
-    assert good.failure == "not run: 2 s were over; coppice dev gpu-check good runs it alone"
-    assert good.output == ""
-
-
-def test_the_record_has_date_versions_seconds_and_what_was_measured() -> None:
-    outcomes = [
-        Outcome("trees", 12.34, "", 'a warning\n{\n "speed_up": 4.0\n}\n'),
-        Outcome("speed", 99.0, "", '{"slate": 1}\n{"slate": 1, "ratio": 0.98}\n'),
-        Outcome("updates", 150.0, "did not end", '{"disk": 8.5}\n{broken\nTraceback: x\n'),
-    ]
-    text = gpu_checks.section(outcomes, {"GPU": "1 x H200", "torch": "2.14.1"}, WHEN)
-    assert "2026-11-22 08:30 UTC: GPU 1 x H200, torch 2.14.1." in text
-    assert "| trees | 12.3 | passed |" in text
-    assert "| updates | 150.0 | did not end |" in text
-    assert '{"speed_up": 4.0}' in text
-    assert text.count('"slate"') == 1, "parts that came before the whole are in the whole"
-    assert '{"disk": 8.5}' in text, "of a check that did not end, its parts"
-    assert "Traceback: x" in text
+def test_when_the_time_is_up_a_check_may_end_what_it_began_and_the_rest_is_not_run() -> None:
+    checks = [Check("long", ["polite"], 60.0), Check("good", ["passes"], 60.0)]
+    long, good = gpu_checks.run_all(checks, whole_s=3.0)
+    assert (long.failure, long.output) == ("did not end within 3 s", "begun\nended its servers\n")
+    assert (good.failure.split(";")[0], good.output) == ("not run: 3 s were over", "")
 
 
 @pytest.mark.second
 @pytest.mark.usefixtures("modules")
 def test_a_report_holds_all_that_somebody_else_needs_and_nothing_private(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     told = tmp_path / "gpu.json"
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -114,25 +79,14 @@ def test_a_report_holds_all_that_somebody_else_needs_and_nothing_private(
     )
     checks = [Check("talk", ["talks"], 20.0), Check("good", ["passes"], 20.0)]
     monkeypatch.setattr(gpu_checks, "CHECKS", checks)
-    assert gpu_checks.main(["--report", str(told)]) == 2  # no CUDA here; the report says so
-    first = json.loads(told.read_text())
-    assert first["checks"] == []
-    assert first["versions"]["GPU"] == "none"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(gpu_checks, "versions", lambda *_: {"GPU": "1 x H200", "torch": "2.14.1"})
-    seen: list[int] = []
-    kept = gpu_checks.report
-    monkeypatch.setattr(gpu_checks, "report", lambda *all: seen.append(len(all[0])) or kept(*all))
     assert gpu_checks.main(["--report", str(told)]) == 1
-    assert seen == [0, 1, 2]
     text = told.read_text()
     whole = json.loads(text)
     assert whole["versions"] == {"GPU": "1 x H200", "torch": "2.14.1"}
-    assert whole["machine"]["processors"] == os.cpu_count()
-    assert {"driver", "CUDA", "torch's CUDA", "nvcc"} == whole["machine"]["software"].keys()
     talk, good = whole["checks"]
     assert (talk["result"], talk["measured"]) == ("failed (status 3)", [{"a": 1}])
-    assert talk["last lines"][0] == "22"
     assert talk["last lines"][-2:] == ["HOME/talks.py", '{"a": 1}']
     assert (good["result"], good["measured"]) == ("passed", [{"a": 1}])
     assert str(tmp_path) not in text
@@ -141,23 +95,7 @@ def test_a_report_holds_all_that_somebody_else_needs_and_nothing_private(
 def test_checks_are_chosen_by_name() -> None:
     names = [check.name for check in gpu_checks.CHECKS]
     assert [check.name for check in gpu_checks.chosen([], sglang=True)] == names
-    (only,) = gpu_checks.chosen(["tree-training"], sglang=False)
-    assert only.name == "tree-training"
     with pytest.raises(ValueError, match=r"nonsense.*expected names of"):
         gpu_checks.chosen(["nonsense"], sglang=True)
     with pytest.raises(ValueError, match="COPPICE_SGLANG_PYTHON"):
         gpu_checks.chosen(["speed-7b"], sglang=False)
-
-
-def test_an_exact_check_has_triton_in_float32(tmp_path: Path, monkeypatch: Patch) -> None:
-    (tmp_path / "says.py").write_text("import os; print(os.environ.get('TRITON_F32_DEFAULT'))")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
-    said = [
-        gpu_checks.run(Check("says", ["says"], 20.0, exact=exact), 20.0).output.strip()
-        for exact in (True, False)
-    ]
-    assert said == ["ieee", "None"]
-    assert {check.name for check in gpu_checks.CHECKS if check.exact} == {
-        "engine-and-learner", "contract"
-    }  # fmt: skip

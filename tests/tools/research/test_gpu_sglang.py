@@ -1,5 +1,4 @@
-"""The GPU benchmarks of SGLang, run small on the CPU server: their counts are what the shapes
-imply."""
+"""The GPU benchmarks of SGLang, run small: their counts are what the shapes imply."""
 
 import os
 import sys
@@ -7,16 +6,14 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import psutil
 import pytest
 import torch
 
 from coppice.research.benches import gpu_sglang, weight_update
 from coppice.research.benches.gpu_sglang import COMPACT, SGLangServer, WantedSample
-from coppice.wire.messages import GenerateRequest, GenerateResult, Sample, Sampling
+from coppice.wire.messages import GenerateRequest, Sampling
 from tests.actors.test_engine_contract import restore
 from tests.sglang_cpu.shared import KEY, SITE, VARIABLES, Shared
-from tests.tools.said import Patch
 
 pytestmark = pytest.mark.slow
 
@@ -57,32 +54,10 @@ async def test_it_counts_tokens_and_compares_with_bench_serving(
     assert trees["ideal_with_last_tokens"] == 103 + 12 == 115
     assert 115 <= trees["prefilled_tokens"] <= 115 + 2 * 40
     assert 0 < trees["hit_share"] <= trees["ideal_hit_share"] < 1
-    assert trees["ratio"] == pytest.approx(trees["tokens_s"] / trees["bench_serving_tokens_s"])
     assert min(trees["ratio"], trees["ratio_at_once"]) > 0
     # Three to five states of one game, three continuations from each to the end of the game.
     assert 3 * 3 + 3 < games["samples"] <= 5 + 3 * (5 + 4 + 3 + 2 + 1)
-    parts = "ideal_prefill_tokens ideal_with_last_tokens prefilled_tokens".split()
-    assert [games[part] for part in parts] == sorted(games[part] for part in parts)
     assert games["prefilled_tokens"] < games["prompt_tokens"] / 2
-
-
-async def test_the_ideal_knows_each_prompt_token_and_what_was_sampled() -> None:
-    def answered(prompt: list[int], *sampled: list[int]) -> tuple[GenerateRequest, GenerateResult]:
-        tokens = np.array(prompt, np.int32)
-        samples = [
-            Sample(np.array(s, np.int32), np.zeros(len(s)), np.zeros(len(s), np.int32), "length")
-            for s in sampled
-        ]
-        return GenerateRequest(tokens, len(sampled), Sampling(2)), GenerateResult(
-            samples, len(prompt), 0
-        )
-
-    record = [
-        answered([1, 2, 3], [7, 8], [9, 9]),  # three new; two samples compute the last once more
-        answered([1, 2, 3, 7, 8, 4], [5, 5]),  # 8 was sampled and not computed, 4 is new
-        answered([1, 2, 3], [7, 8]),  # nothing new, and one token in any case
-    ]
-    assert gpu_sglang._ideal(record) == (3 + 2 + 0, 3 + 2 + 2 + 1)
 
 
 async def test_it_times_each_transport_and_the_server_then_samples_from_the_last(
@@ -143,9 +118,7 @@ async def test_its_requests_carry_the_token_ids(tmp_path: Path) -> None:
     ("code", "told"),
     [
         ("print('key secret-key'); sys.exit(3)", r"status 3\):\n.*key \(key\)"),
-        ("print('nothing')", r"left no result .*"),
         (answers('{"errors": ["", "Bad: x"]}'), "1 of 2 requests failed, the first: Bad: x"),
-        (answers('{"input_lens": [1, 1]}'), r"lengths \[1, 1\].. \(in all 2\), expected \[3, 2\]"),
         (answers('{"output_lens": [4, 1]}'), r"sampled tokens \[4, 1\].."),
     ],
 )
@@ -153,11 +126,3 @@ async def test_a_failed_baseline_says_so(tmp_path: Path, code: str, told: str) -
     with pytest.raises(RuntimeError, match=told) as raised:
         await gpu_sglang.bench_serving(scripted(tmp_path, code), TWO)
     assert "secret-key" not in str(raised.value)
-
-
-async def test_a_hanging_baseline_is_ended(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(gpu_sglang, "LONGEST_S", 0.5)
-    with pytest.raises(RuntimeError, match=r"after 0\.5 s"):
-        await gpu_sglang.bench_serving(scripted(tmp_path, "time.sleep(600)"), TWO)
-    commands = [child.cmdline() for child in psutil.Process().children()]
-    assert not [command for command in commands if "sglang.bench_serving" in command]

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coppice.judges.base import Judge
-from coppice.judges.pprm import messages, read_templates
 from coppice.research.judge_bench import building, main
 from coppice.research.judge_bench.building import CATEGORIES, Item, build, category
 from coppice.research.judge_bench.measuring import SHIPPED, baseline, measure
@@ -57,14 +56,6 @@ def test_a_turn_survives_being_recorded() -> None:
     assert judged_turn(held, step) == TURN
 
 
-def test_a_step_of_context_and_response_alone_makes_the_same_prompt_of_a_pprm() -> None:
-    bare = replace(recorded(TURN), turn=None)
-    held, texts = labelled("x", 1, [1.0], "Who?"), read_templates()
-    assert messages(judged_turn(held, bare), texts) == messages(TURN, texts)
-    foreign = replace(bare, context="Another wording of it?")
-    assert "Another wording of it?" in messages(judged_turn(held, foreign), texts)[1]["content"]
-
-
 def test_a_record_is_read_and_a_bad_one_refused_with_its_line(tmp_path: Path) -> None:
     path, items = tmp_path / "b.jsonl", [item("x", 1, [0.9]), item("y", 1, [0.9])]
     records.write(path, items)
@@ -72,8 +63,6 @@ def test_a_record_is_read_and_a_bad_one_refused_with_its_line(tmp_path: Path) ->
     row = msgspec.to_builtins(items[1])
     for change, message in (
         ({"category": "good"}, "category"),
-        ({"steps": []}, "steps"),
-        ({"more": 1}, "more"),
         ({"steps": [row["steps"][0] | {"score": 1.2}]}, "score"),
         ({"id": "x"}, "second time"),
     ):
@@ -99,11 +88,8 @@ def test_the_categories_are_balanced_and_the_report_says_what_was_left_out() -> 
     ]
     items, report = build(pool, 14, 0.652)
     assert report.taken == {"correct_good": 2, "correct_bad": 4, "wrong_good": 4, "wrong_bad": 4}
-    assert report.pool == {"correct_good": 2, "correct_bad": 10, "wrong_good": 10, "wrong_bad": 10}
-    assert (report.trajectories, report.missing) == (32, 0)
     assert report.dropped == {"not needed for the balance": 18}
     assert (len(items), report.multi_step, report.steps, report.good_steps) == (14, 3, 17, 7)
-    assert {"1-9", "2-9", "3-9"} <= {item.id for item in items}
     assert all(step.label == (step.score > 0.652) for item in items for step in item.steps)
 
 
@@ -115,10 +101,9 @@ def test_duplicates_excluded_ids_and_excluded_questions_stay_out() -> None:
     items, report = build(rows, 10, 0.652, exclude=exclude)
     assert [item.id for item in items] == ["a"]
     assert report.dropped == {
-        "the same question and steps as another": 1,
+        "the same question and steps as another": 1, "no gold answer": 1,
         "id or question is in the excluded file": 2,
-        "no gold answer": 1,
-    }
+    }  # fmt: skip
     with pytest.raises(ValueError, match="no trajectory is left"):
         build(rows[2:3], 1, 0.652, exclude=exclude)
 
@@ -138,8 +123,6 @@ BENCH = [item("a", 1, [0.9, 0.1]), item("b", 0, [0.9]), item("c", 0, [0.1])]
 def test_an_invalid_output_is_a_wrong_step() -> None:
     row = measure("j", BENCH, {"a#1": 0.7, "a#2": None, "b#1": 0.652, "c#1": 0.0}, 0.652)
     assert (row.accuracy.mean, row.accuracy.n, row.valid) == (0.5, 4, 0.75)
-    by_category = {name: found.mean for name, found in row.by_category.items()}
-    assert by_category == {"correct_bad": 0.5, "wrong_good": 0.0, "wrong_bad": 1.0}
     by_steps = {name: (found.mean, found.n) for name, found in row.by_steps.items()}
     assert by_steps == {"single-step": (0.5, 2), "multi-step": (0.5, 2)}
 
@@ -148,10 +131,6 @@ def test_baselines_are_what_they_say() -> None:
     mostly_bad = [*BENCH, item("d", 1, [0.0])]
     assert baseline("majority", mostly_bad, 0.652).accuracy.mean == pytest.approx(3 / 5)
     assert baseline("constant 0.9", mostly_bad, 0.652).accuracy.mean == pytest.approx(2 / 5)
-    assert baseline("constant 0.652", mostly_bad, 0.652).accuracy.mean == pytest.approx(3 / 5)
-    later = replace(BENCH[0].steps[1], context="question of a?\n\nearlier")
-    told = [replace(BENCH[0], steps=[BENCH[0].steps[0], later])]
-    assert baseline("first-turn", told, 0.652).accuracy.mean == 1.0
     assert baseline("first-turn", BENCH, 0.652).accuracy.mean == 0.5
     many = [item(str(i), 1, [0.9]) for i in range(400)]
     assert 0.4 < baseline("random", many, 0.652).accuracy.mean < 0.6
@@ -164,7 +143,7 @@ class Told(Judge):
     name, columns, concurrency = "told", ("process",), 1
     asked: ClassVar[list[str]] = []
     before: Any = lambda: None
-    failed, scale = 0, 1.0
+    failed = 0
 
     async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
         response = turns[0].response
@@ -173,7 +152,7 @@ class Told(Judge):
             await asyncio.Event().wait()
         if "mute" in response or Told.failed:
             return [Judgement({}, ["process"], "I am no judge")]
-        return [Judgement({"process": Told.scale * ("good" in response)})]
+        return [Judgement({"process": float("good" in response)})]
 
     def stats(self) -> dict[str, float]:
         return {"failed": Told.failed}
@@ -181,7 +160,7 @@ class Told(Judge):
 
 @pytest.fixture(autouse=True)
 def new_judge() -> None:
-    Told.asked, Told.before, Told.failed, Told.scale = [], lambda: None, 0, 1.0
+    Told.asked, Told.before, Told.failed = [], lambda: None, 0
 
 
 def fails() -> None:
@@ -208,10 +187,8 @@ Measured = Callable[..., str]
 
 @pytest.fixture
 def measured(said: Said, bench: Path, tmp_path: Path) -> Measured:
-    """What a measurement of the benchmark says."""
-
-    def of(words: str = "", status: int = 0, out: str = "out") -> str:
-        given = f"measure --bench {bench} --out {tmp_path / out} {words}"
+    def of(words: str = "", status: int = 0) -> str:
+        given = f"measure --bench {bench} --out {tmp_path}/out {words}"
         return said(main, *given.split(), status=status)
 
     return of
@@ -227,7 +204,6 @@ def test_several_judges_make_one_table(measured: Measured, tmp_path: Path) -> No
     assert [row["judge"] for row in found["rows"]] == names
     told = found["rows"][2]
     assert (told["accuracy"]["mean"], told["accuracy"]["n"], told["valid"]) == (0.6, 5, 0.8)
-    assert found["rows"][0]["accuracy"]["mean"] == 0.6
     assert json.loads((tmp_path / "out" / "result.json").read_text()) == found
 
 
@@ -261,8 +237,6 @@ def test_a_judge_that_hangs_fails_at_its_step(measured: Measured, tmp_path: Path
     assert "1 steps failed, the first is 3#1: no judgement within 0.05 s (--deadline)" in told
     assert f"{TOLD}: 4 of 5 steps" in told
     assert len(Answers(tmp_path / "out" / "answers.jsonl").found) == 4
-    Told.scale = 4.0
-    assert "a number from 0 to 1" in measured(f"--judge {TOLD}", status=1, out="wild")
 
 
 def test_answers_by_another_plug_in_are_not_gone_on_with(
@@ -275,34 +249,17 @@ def test_answers_by_another_plug_in_are_not_gone_on_with(
     measured("--judge a_judge_of_mine:Mine")
     plug_in.write_text(plug_in.read_text() + "    # says something else\n")
     assert "begun with judges =" in measured("--judge a_judge_of_mine:Mine", status=2)
-    template = tmp_path / "user.txt"
-    options = {"endpoint": ENDPOINT, "templates": {"user": str(template)}}
-    texts = []
-    for more in ("", "more"):
-        template.write_text("{query_str} {solution_str}" + more)
-        texts += [one.texts for one in lasting([JudgeSpec("j", "pprm", options)])]
-    assert texts[0] != texts[1]
-
-
-def test_another_threshold_is_told(bench: Path, tmp_path: Path, capsys: Any) -> None:
-    command = ["measure", "--bench", str(bench), "--out"]
-    assert main([*command, str(tmp_path / "own")]) == 0
-    assert "another threshold" not in capsys.readouterr().err
-    assert main([*command, str(tmp_path / "other"), "--threshold", "0.05"]) == 0
-    told = "3 of 5 labels of bench.jsonl were made with another threshold than 0.05"
-    assert told in capsys.readouterr().err
 
 
 def test_other_settings_are_refused_but_another_address_is_not(measured: Measured) -> None:
     measured(f"--judge {TOLD}")
     told = measured(f"--judge {TOLD} --threshold 0.5", status=2)
     assert "begun with threshold = 0.652" in told
-    one = lasting([JudgeSpec("j", "pprm", {"endpoint": ENDPOINT})])
-    reached = {"url": "http://127.0.0.1:2/v1", "api_key_env": "KEY", "timeout_s": 9.0}
-    reached |= {"concurrency": 3}
-    for key, value in {**reached, "temperature": 0.5, "model": "n"}.items():
-        found = lasting([JudgeSpec("j", "pprm", {"endpoint": ENDPOINT | {key: value}})])
-        assert (found == one) == (key in reached), key
+    one, moved, other = (
+        lasting([JudgeSpec("j", "pprm", {"endpoint": ENDPOINT | change})])
+        for change in ({}, {"url": "http://127.0.0.1:2/v1", "concurrency": 3}, {"model": "n"})
+    )
+    assert one == moved != other
 
 
 @pytest.mark.parametrize(
@@ -310,12 +267,10 @@ def test_other_settings_are_refused_but_another_address_is_not(measured: Measure
     [
         ("--judge slate_rules", "columns"),
         ("--judge nope:X", "ModuleNotFoundError: No module named 'nope'; expected module:Class"),
-        ("--threshold 1.5", "--threshold 1.5: expected a score"),
         ("--deadline 0", "--deadline 0: expected more than 0"),
         ("--judge pprm_rules --judge pprm_rules", "--name"),
         ("--judge tictactoe_minimax", "expected a judge"),
         ("--baseline best", "majority, random"),
-        ("--baseline constant", "constant S"),
         ("--baseline constant nan", "--baseline constant nan: expected a score"),
         ("--bench nowhere.jsonl", "--bench nowhere.jsonl cannot be read (No such file"),
     ],
@@ -351,7 +306,6 @@ def test_the_shipped_set_is_consistent_and_no_class_rules_it() -> None:
             assert step.score == pytest.approx((step.score_a + step.score_b) / 2)
             assert abs(step.score_a - step.score_b) <= 0.4 + 1e-9
             assert step.context.startswith(one.question)
-            assert step.turn is not None
     assert baseline("majority", items, THRESHOLD).accuracy.mean < 0.6
     counted = [sum(one.category == name for one in items) for name in CATEGORIES]
     assert min(counted) >= 0.7 * max(counted)

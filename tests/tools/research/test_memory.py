@@ -1,5 +1,4 @@
-"""What a run takes of the machine's memory: the bench sees every process, and those that compute
-nothing hold no torch."""
+"""What a run takes of the machine's memory; processes that compute nothing hold no torch."""
 
 import subprocess
 import sys

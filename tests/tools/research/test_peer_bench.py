@@ -1,5 +1,4 @@
-"""The comparison with TRL: equal work on both sides, numbers by hand, and the whole bench small
-with the real trainer."""
+"""The comparison with TRL: equal work on both sides, numbers by hand, and the whole small."""
 
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from coppice.research.benches.peer import (
     ProcessLook,
     Round,
     Update,
-    endless,
     prompts,
 )
 from coppice.scheduler.growth.tasks import GeneratedTasks
@@ -50,25 +48,12 @@ def test_the_peer_gets_a_runs_questions_and_prefixes_as_long(name: str, llama: P
         assert len(ids) == len(root) + trunk
 
 
-def test_the_end_of_text_of_the_copy_has_no_row_in_the_model(llama: Path, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(endless(llama, tmp_path / "copy"))
-    assert tokenizer.eos_token_id == 260  # ids of the tiny model end at 259
-    assert (tmp_path / "copy" / "model.safetensors").samefile(llama / "model.safetensors")
-
-
 def test_the_first_update_only_starts_the_clock() -> None:
     updates = [Update(10.0, 999.0), Update(14.0, 100.0), Update(20.0, 100.0)]
     gib = 2**30
     seen = [(0, 1.0, gib), (1, 3.0, 3 * gib), (2, 8.0, gib), (3, 13.0, gib), (3, 50.0, 5)]
     looks = [ProcessLook(*look) for look in seen]
     assert peer.rated(updates, looks, 0.5) == Round(20.0, 5.0, 20.0, 3.0, 0.5)
-
-
-def test_a_side_that_trained_less_is_refused() -> None:
-    tokens = SMALL["groups"].tokens
-    assert peer._checked(SMALL["groups"], [Update(1.0, tokens)])
-    with pytest.raises(RuntimeError, match=f"trained {tokens // 2} tokens: expected {tokens}"):
-        peer._checked(SMALL["groups"], [Update(1.0, tokens // 2)])
 
 
 @pytest.mark.slow

@@ -1,5 +1,4 @@
-"""coppice dev replicate on hand-written run folders: known answers of curves, intervals and tables;
-reports; what is refused."""
+"""coppice dev replicate on hand-written run folders: known answers, and what is refused."""
 
 import json
 from pathlib import Path
@@ -38,7 +37,6 @@ START = evaluation(0, 0, 0, -0.5)
 
 
 def test_a_version_evaluated_twice_counts_once_as_it_was_last(tmp_path: Path) -> None:
-    """A run that crashed after an evaluation makes it again when it is resumed."""
     twice = [evaluation(16, 190, 600, 0.5), evaluation(16, 200, 700, 0.75)]
     run = folder(tmp_path / "run", [START, evaluation(8, 100, 300, 0.25, 40), *twice])
     expected = StudyCurve([0, 8, 16], [0, 140, 200], [0, 300, 700], [-0.5, 0.25, 0.75], 12)
@@ -56,7 +54,6 @@ def test_decreasing_steps_are_refused(tmp_path: Path, continued: float | None) -
 def test_intervals_are_students() -> None:
     for values, mean, half in (
         ([0.0, 1.0], 0.5, 12.706 * 0.5),  # s / sqrt(2) = 1/2
-        ([5.0, 1.0, 4.0, 2.0, 3.0], 3.0, 2.776 * 0.5**0.5),  # s^2 = 2.5, t(4) = 2.776
         ([float(i) for i in range(10)], 4.5, 2.262 * 0.916667**0.5),  # s^2 = 9.1667, t(9) = 2.262
         ([2.0, 2.0, 2.0], 2.0, 0.0),
     ):
@@ -96,19 +93,15 @@ def test_a_report_is_of_the_finished_runs(study: Path, said: Said) -> None:
     report = (study / "return.md").read_text()
     assert report.strip() in told
     _, vpr, mc_pr = (line for line in report.splitlines() if line.startswith("| "))
-    at = "0.350 ±0.635 | 0.550 ±0.635 | 0.550 ±0.635"
-    assert vpr.startswith(f"| VPR | 2 | 0.050 ±0.635 | {at} |")
+    assert vpr.startswith("| VPR | 2 | 0.050 ±0.635 | 0.350 ±0.635 |")
     assert mc_pr.startswith("| MC-PR |") and mc_pr.endswith("| 0.250 | 2,000 | 9,000 | 12 |")
     assert "MC-PR" in (study / "return.svg").read_text()
 
 
-def test_an_arm_without_runs_is_refused(study: Path, tmp_path: Path, refused: Said) -> None:
+def test_an_arm_without_runs_is_refused(study: Path, refused: Said) -> None:
     told = refused(main, "vpr-tictactoe", "--out", study, "--report", "--only", "VRP")
     assert all(repr(arm) in told for arm in ("VRP", *STUDIES["vpr-tictactoe"].arms))
     assert not (study / "return.md").exists()
-    other = tmp_path / "other"
-    told = refused(main, "vpr-tictactoe", "--out", other, "--report")
-    assert f"no finished run in {other}" in told
 
 
 @pytest.mark.parametrize("name", STUDIES)

@@ -1,5 +1,4 @@
-"""The claims of four papers: every row of coppice dev theory agrees, and expects what the paper quotes
-or a person can work out; the corrections under stale data: exact gradients of a small task."""
+"""The claims of four papers, quoted or worked out by hand, and exact gradients of stale data."""
 
 import numpy as np
 import pytest
