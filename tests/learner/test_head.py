@@ -131,3 +131,21 @@ def test_scores_far_apart_between_blocks_stay_exact() -> None:
 @pytest.mark.parametrize("trained", [False, True])
 def test_no_rows_give_empty_values_and_zero_gradients(trained: bool) -> None:
     compare(given(0, 300), 1.0, trained)
+
+
+@pytest.mark.parametrize("first", [0, 690])
+def test_a_support_within_one_block_leaves_nothing_of_the_others(first: int) -> None:
+    hidden, weight, _, upstream = given(40, 700)
+    weight = weight * torch.linspace(0.1, 60, 700)[:, None]
+    support = Support(np.full(40, 5), np.tile(np.arange(first, first + 5), 40))
+    compare([hidden, weight, torch.full((40,), first + 2), upstream], 1.0, True, support=support)
+
+
+def test_a_float32_weight_under_narrow_hidden_states_keeps_its_gradient_wide() -> None:
+    hidden, _, targets, upstream = given(40, 200, torch.bfloat16)
+    weight = given(40, 200)[1].to(torch.bfloat16).float().requires_grad_()
+    slopes = [
+        torch.autograd.grad((compute(hidden, weight, targets, 1.0)[0] * upstream).sum(), weight)
+        for compute in (token_logprobs, full)
+    ]
+    assert_close(*slopes, atol=1e-4, rtol=0)

@@ -44,7 +44,7 @@ def prepared(name: str) -> tuple[torch.Tensor, ...]:
         "prm": np.stack([value[:, 1], won], 1) - value,
     }  # fmt: skip
     scheme = schemes.load(name, OPTIONS.get(name, {}))
-    scores = {key: won.tolist() for key in ("reward", "outcome")}
+    scores: dict[str, Any] = {key: won.tolist() for key in ("reward", "outcome")}
     scores |= {"mc_value": value[:, 0].tolist(), "process": [np.nan] * n}
     table = made_of(
         [1] * n, scores, np.repeat(np.arange(QUESTIONS), EACH).tolist(), [2] * n, [True] * 2 * n,

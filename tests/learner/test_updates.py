@@ -10,16 +10,20 @@ import msgspec
 import pytest
 import torch
 from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from coppice.actors.engines import weights
 from coppice.learner.config import OptimizerConfig
 from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.forest.trees import pack
 from coppice.learner.model import checkpoint
 from coppice.learner.model.optimizer import Stepper
+from coppice.learner.model.publish import publish
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.batches import Inbox
 from coppice.learner.update.stopwatch import PREFIX, Stopwatch
 from coppice.learner.update.trainer import Batch
+from coppice.tools.inspecting.export import export
 from coppice.wire.messages import TrainGroup, TreeClosed, Turn
 from tests.learner.conftest import Make
 from tests.updates import (
@@ -257,3 +261,26 @@ def test_the_critic_trains_alone_while_it_warms_up(make: Make) -> None:
     # the first of the policy's own warm-up
     assert made.update(episodes(2, 2))["learner/lr"] == pytest.approx(0.005)
     assert changed(before, everything(made)) == {"critic", "policy"}
+
+
+def test_published_adapters_merged_equal_the_policy(
+    tmp_path: Path, llama: Path, make: Make
+) -> None:
+    made = make()
+    made.update(batch(3, 0))
+    published = publish(made.policy, 1, tmp_path, 2)
+    proven = weights.verified(Path(published.path), published.digest)
+    actor = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    weights.apply(actor, llama, proven)
+    (tmp_path / "processes").mkdir()
+    (tmp_path / "processes" / "learner.json").write_bytes(msgspec.json.encode(made.process))
+    assert export(tmp_path, tmp_path / "export") == 1
+    assert AutoTokenizer.from_pretrained(tmp_path / "export").chat_template
+    with pytest.raises(ValueError, match="holds"):
+        export(tmp_path, tmp_path / "export", version=9)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        expected = made.policy.causal(ids).logits
+        assert_close(actor(ids).logits, expected, atol=1e-4, rtol=1e-4)
+        assert_close(exported(ids).logits, expected, atol=1e-4, rtol=1e-4)

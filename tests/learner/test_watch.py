@@ -112,7 +112,12 @@ def test_clipped_and_masked_shares_entropy_kl_and_coefficient_are_means_over_tok
     assert (shares["watch/turn_1/clip_share"], shares["watch/turn_2/clip_share"]) == (0.5, 0)
 
 
-KEYS = ("ppr/turns_correct", "ppr/turns_wrong", "ppr/turn_pay_correct", "ppr/turn_pay_wrong")
+KEYS: list[str] = [
+    "ppr/turns_correct",
+    "ppr/turns_wrong",
+    "ppr/turn_pay_correct",
+    "ppr/turn_pay_wrong",
+]
 PLAIN = (2.0, 2.0, 0.5, -0.3)
 
 

@@ -99,3 +99,17 @@ def test_checks_are_chosen_by_name() -> None:
         gpu_checks.chosen(["nonsense"], sglang=True)
     with pytest.raises(ValueError, match="COPPICE_SGLANG_PYTHON"):
         gpu_checks.chosen(["speed-7b"], sglang=False)
+
+
+def test_an_exact_check_has_triton_in_float32(tmp_path: Path, monkeypatch: Patch) -> None:
+    (tmp_path / "says.py").write_text("import os; print(os.environ.get('TRITON_F32_DEFAULT'))")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    said = [
+        gpu_checks.run(Check("says", ["says"], 20.0, exact=exact), 20.0).output.strip()
+        for exact in (True, False)
+    ]
+    assert said == ["ieee", "None"]
+    assert {check.name for check in gpu_checks.CHECKS if check.exact} == {
+        "engine-and-learner", "contract"
+    }  # fmt: skip

@@ -13,7 +13,7 @@ from coppice.research.benches import gpu_sglang, weight_update
 from coppice.research.benches.gpu_sglang import COMPACT, SGLangServer, WantedSample
 from coppice.wire.messages import GenerateRequest, Sampling
 from tests.actors.test_engine_contract import restore
-from tests.sglang_cpu.shared import KEY, SITE, VARIABLES, Shared
+from tests.sglang_cpu.shared import SITE, VARIABLES, Shared
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ ADAPTER_RANK = 8
 @pytest.fixture
 def server(sglang_server: Shared, llama: Path, tmp_path: Path) -> SGLangServer:
     """The session's server, and an interpreter that can run sglang.bench_serving."""
-    key = os.environ[KEY]
+    key = os.environ[sglang_server.key]
     if torch.cuda.is_available():
         return SGLangServer(
             sglang_server.url, key, llama, os.environ.get("COPPICE_SGLANG_PYTHON", sys.executable)
