@@ -57,18 +57,21 @@ class Delta:
         save_file(self._tensors, path, metadata={"first": json.dumps(self._first)})
 
 
-def apply(path: Path, flat: dict[str, torch.Tensor]) -> None:
-    """Write a file's values into flat tensors, of any type and device."""
+def apply(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a file's values into tensors of any type, device and layout."""
     with safe_open(path, framework="pt") as file:
         held = set(file.keys())
         for name, first in json.loads(file.metadata()["first"]).items():
-            values, into = file.get_tensor(name), flat[name]
+            whole = tensors[name]
+            values, into = file.get_tensor(name), whole.reshape(-1)  # a copy in another layout
             values = values.to(into.device, into.dtype)
             if name + _GAPS in held:
                 gaps = file.get_tensor(name + _GAPS).to(into.device, torch.int64)
                 into[(gaps + 1).cumsum(0) + (first - 1)] = values
             else:
                 into[first : first + len(values)] = values
+            if not whole.is_contiguous():
+                whole.copy_(into.view_as(whole))
 
 
 def mapped(path: Path) -> dict[str, torch.Tensor]:

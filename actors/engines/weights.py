@@ -86,10 +86,10 @@ def assembled(version: Version) -> Path:
     return folder
 
 
-def _change(folders: list[Path], flat: dict[str, torch.Tensor]) -> None:
+def _change(folders: list[Path], tensors: dict[str, Any]) -> None:
     for folder in folders:
         for path in sorted(folder.glob(published.DELTAS)):
-            deltas.apply(path, flat)
+            deltas.apply(path, tensors)
 
 
 class Mixed(Exception):
@@ -115,7 +115,7 @@ def apply(model: Any, base: Path, version: Version) -> None:
         for name, tensor in source:
             parameters[name].copy_(tensor)
         if version.changes:
-            _change(version.changes, {name: p.view(-1) for name, p in parameters.items()})
+            _change(version.changes, parameters)
     except Exception as error:  # after any error here, the model is a mixture of two versions
         raise Mixed(f"{path} was taken in part: {type(error).__name__}: {error}") from error
 

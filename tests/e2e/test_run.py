@@ -46,6 +46,20 @@ def test_a_run_trains_to_its_end_and_leaves_what_it_promises(
     assert list((run.folder / "tensorboard").iterdir())
 
 
+def test_whole_weights_in_bfloat16_are_published_as_changes_through_kill_9(
+    searching: Path, launch: Launch
+) -> None:
+    run = launch(searching, f"{TWO} model.dtype=bfloat16 learner.lora={{rank=0}}")
+    run.moved()
+    run.kill_all()
+    run.resume()
+    run.finish()
+    run.check()
+    assert list((run.folder / "weights").glob("*/delta-*.safetensors"))
+    gaps = [r["watch/engine_gap_max"] for r in run.records() if "watch/engine_gap_max" in r]
+    assert gaps and max(gaps) < 0.4
+
+
 def test_after_kill_9_of_every_process_a_resumed_run_loses_and_repeats_nothing(
     searching: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from coppice.actors.engines import weights
+from coppice.actors.engines.decoder import PlainDecoder
 from coppice.actors.engines.weights import verified
 from coppice.common.deltas import SPAN, Delta, apply
 from coppice.common.process import free_port
@@ -90,6 +91,7 @@ def test_published_changes_are_the_whole_weights_bit_by_bit(
     assert held[:4] == needed[:4] and held[5:] == needed[5:]
     assert rows[2][1] == rows[3][1]
     follower, digest = model_of(llama), ""
+    PlainDecoder(follower, 64)  # as the engine, which stores weights transposed
     for version in (5, 6, 7):
         folder, proof = Path(rows[version][0]), rows[version][1]
         proven = verified(folder, proof, digest)
