@@ -235,10 +235,11 @@ def _path(
 def _experts(line: list[TreeNode]) -> np.ndarray | None:
     """Return the experts of each token of a path, int16 [tokens, layers * k]. A node tells those of
     the position before each of its tokens."""
-    told = [one.experts.reshape(len(one.tokens), -1) for one in line if one.experts is not None]
-    width = max((rows.shape[1] for rows in told if len(rows)), default=0)
-    if not width:
+    line = [one for one in line if len(one.tokens)]
+    widths = [len(one.experts) // len(one.tokens) for one in line if one.experts is not None]
+    if not widths:
         return None
+    width = max(widths)
     rows = [
         np.full((len(one.tokens), width), NO_EXPERT, np.int16)
         if one.experts is None

@@ -13,7 +13,7 @@ def first_unknown(path: Sequence[Node]) -> int:
     """The first position of ``path`` (from the root) whose experts its nodes do not know."""
     end = 0
     for node in path:
-        if node.experts is None:
+        if node.experts is None and len(node.tokens):
             break
         end += len(node.tokens)
     return max(end - 1, 0)
@@ -31,7 +31,7 @@ def fill(
     for node in path:
         begin, end = end, end + len(node.tokens)
         first = max(begin - 1, 0)
-        if first < start:
+        if first < start or begin == end:  # a root may have no tokens
             continue
         rows = experts[first - start : max(end - 1, 0) - start]
         if not begin:  # nothing is before the first token

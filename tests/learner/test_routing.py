@@ -86,9 +86,11 @@ def planted(rng: np.random.Generator, tokens: int) -> np.ndarray:
     return np.array(rows, np.int16).reshape(tokens, LAYERS * K)
 
 
-def told(tree: Tree, rng: np.random.Generator) -> TrainGroup:
-    """Grow a prompt with two actions, one of which goes on, with random experts."""
-    root = tree.add(None, "prompt", np.arange(1, 9, dtype=np.int32), "")
+def told(tree: Tree, rng: np.random.Generator, blank: bool = False) -> TrainGroup:
+    """Grow a prompt with two actions, one of which goes on, with random experts. blank: the prompt
+    is below a root without tokens, as an agent's is."""
+    root = tree.add(None, "prompt", np.zeros(0, np.int32), "") if blank else None
+    root = tree.add(root, "prompt", np.arange(1, 9, dtype=np.int32), "")
 
     def act(parent: Any, n: int) -> Any:
         path = tree.path(parent)
@@ -200,3 +202,15 @@ def test_the_self_check_computes_experts_in_float32(folders: dict[str, Path]) ->
     with torch.inference_mode():
         expected = experts.float()(*inputs)
     assert (values - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+def test_a_root_without_tokens_has_no_experts_and_the_others_keep_theirs() -> None:
+    paths = []
+    for blank in (False, True):
+        tree = Tree(0, "task")
+        group = told(tree, np.random.default_rng(1), blank)
+        assert routing.first_unknown(tree.path([*tree.nodes.values()][-1])) > 8
+        paths.append(build([group], {(0, node.id): node for node in group.nodes}).paths)
+    for plain, below in zip(*paths, strict=True):
+        assert plain.experts is not None and below.experts is not None
+        assert np.array_equal(plain.experts, below.experts)
