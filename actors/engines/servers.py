@@ -201,7 +201,7 @@ class Http(ABC):
 
     @abstractmethod
     async def rename(self, name: str) -> None:
-        """Name the weights, of which every answer tells."""
+        """Give the weights a name, which every answer then reports."""
 
     @abstractmethod
     async def checksum(self) -> tuple[str, frozenset[str]]:

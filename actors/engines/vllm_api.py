@@ -36,8 +36,7 @@ class VLLMHttp(Http):
     _packed = False  # out of its checksum's sight, as vLLM does with weights on CPUs
 
     async def check(self) -> None:
-        """Sample one token, of which top-k leaves one: log-probabilities of what was sampled from
-        are 0 then."""
+        """Sample one token with top-k 1: its log-probability must be 0, as no other is left."""
         told = f"{self.name} is not started as an actor needs it: VLLM_SERVER_DEV_MODE=1 vllm serve"
         sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0}
         probe = {"request_id": "coppice-probe", "token_ids": [0], "sampling_params": sampling}

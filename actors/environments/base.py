@@ -322,7 +322,7 @@ class Environment(Protocol):
         order; "forced" is 1 for a forced answer.
 
         By default: return, turns, the measures of the last turn, and per turn "valid" and "oracle"
-        (its reward; a share if it is binary). An episode without an outcome has its turns alone.
+        (its reward; a share if it is binary). Without an outcome: the number of turns alone.
         """
         last = turns[-1]
         if "outcome" not in last:

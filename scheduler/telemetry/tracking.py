@@ -110,7 +110,7 @@ class Trackers:
             self.log(record)
 
     def log(self, record: Record) -> None:
-        """Give all a record. Tell of those that died; the run goes on without them."""
+        """Give every tracker a record. Report those that have died, and go on without them."""
         for name, process in list(self._processes.items()):
             if process.returncode is not None:
                 del self._processes[name]

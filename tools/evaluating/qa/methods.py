@@ -224,9 +224,9 @@ async def search_o1(tree: Tree, ctx: Context, how: How) -> None:
     condensed by a separate generation.
 
     A second prompt ("reason in documents") gets passages, reasoning and query; the extract that it
-    writes is inserted. A repeated query, or one beyond ``budget``, gets a notice and costs no
-    search; after the second kind the model replies once more. After ``budget`` + 5 queries the
-    question ends (the paper's code: 10 searches, 15 turns).
+    writes is inserted. A repeated query gets a notice and costs no search. A query beyond
+    ``budget`` gets a notice too, and one more reply ends the chain. After ``budget`` + 5 queries
+    the question ends (the paper's code: 10 searches, 15 turns).
 
     Simplified: <search> tags and a <result> block replace the paper's markers. The second prompt
     sees the last 2,000 characters of the reasoning, without thinking. No answer is forced.
