@@ -1,5 +1,5 @@
-"""The knowledge of the rule judges about supporting passages, each a text "Title\\nField: value",
-and about what a search showed."""
+"""The knowledge of the rule judges about supporting passages, each a text "Title\\nField: value" or
+"Title\\nText", and about what a search showed."""
 
 import re
 
@@ -10,6 +10,7 @@ _FUNCTION_WORDS = frozenset(
     "country".split()
 )
 _HALF = 0.5
+_FIELD, _BEGINS = 3, 100
 _INFORMATION = re.compile(r"</?information>")
 _FRAME = re.compile(r"</?information>|Doc \d+\(Title:")
 _DOCUMENT = re.compile(r"(?:^|\n)\s*Doc \d+(?=\(Title: )")
@@ -21,37 +22,45 @@ def content_words(text: str) -> set[str]:
 
 
 def parts(evidence: str) -> tuple[str, str, str]:
-    """Return title, field and value of a supporting passage."""
+    """Return title, field and value of a supporting passage. A text that does not begin with a
+    field, of at most three words before a colon, is a value."""
     title, _, fact = evidence.partition("\n")
-    field, _, value = fact.partition(":")
+    field, colon, value = fact.partition(":")
+    if not colon or len(field.split()) > _FIELD:
+        field, value = "", fact
     return title.strip(), field.strip(), value.strip()
 
 
 def shown(evidence: str, observations: list[str]) -> bool:
-    """Return whether this passage was shown, as "(Title: T) Field: value"."""
-    title, field, value = parts(evidence)
-    return any(f"(Title: {title}) {field}: {value}" in seen for seen in observations)
+    """Return whether this passage was shown, as "(Title: T) Text", of which an observation may have
+    the beginning alone."""
+    title, _, fact = evidence.partition("\n")
+    begins = f"(Title: {title.strip()}) {fact.strip()[:_BEGINS]}"
+    return any(begins in seen for seen in observations)
 
 
 def finds(query: str, evidence: str, question: str) -> float:
     """Return +1 if the query would find the passage, 0 if it names only a part of what finds it,
     and -1 if it names nothing of it. It finds the passage if it names every word of the field,
-    together with the title or the value, and has no content word that neither the question nor the
-    passage has."""
+    together with the title or half of the value, and has no content word that neither the question
+    nor the passage has. Without a field, the value is what the question and the passage share."""
     title, field, value = (
         content_words(part) or set(normalize(part).split()) for part in parts(evidence)
     )
+    foreign = content_words(query) - content_words(question) - title - field - value
+    if free := not field:
+        value &= content_words(question)
     # with function words, because ".at" may be all that a value has
     words = set(normalize(query).split())
     # "national holiday" does not name the value of "National holiday: National Day"
     own = value - field or value
-    names_field = bool(field) and field <= words
+    names_field = free or field <= words
     names_title = bool(title) and title <= words
     names_value = bool(own) and len(own & words) >= _HALF * len(own)
-    foreign = content_words(query) - content_words(question) - title - field - value
     if names_field and (names_title or names_value) and not foreign:
         return 1.0
-    return 0.0 if field & words or names_title or names_value else -1.0
+    part = (value if free else field) & words
+    return 0.0 if part or names_title or names_value else -1.0
 
 
 def passages(observation: str) -> list[str]:

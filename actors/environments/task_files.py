@@ -146,12 +146,12 @@ def _task(row: Any, where: str, verbatim: bool) -> Task:
         question = question.strip()
         question += "" if question[-1] in "?.!" else "?"
     try:
-        evidence = [f"{e['title']}\n{e['field']}: {e['value']}" for e in row.get("evidence") or []]
+        evidence = [_passage(**passage) for passage in row.get("evidence") or []]
         hops = int(row.get("hops") or max(1, len(evidence)))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"evidence or hops ({type(error).__name__}: {error}): expected"
-            " [{title, field, value}] and a number"
+            " [{title, text} or {title, field, value}] and a number"
         ) from None
     return Task(
         id=str(row.get("id") or _inside(row, "extra_info").get("index") or where),
@@ -162,6 +162,12 @@ def _task(row: Any, where: str, verbatim: bool) -> Task:
         source=str(row.get("data_source") or ""),
         row=msgspec.json.decode(msgspec.json.encode(row)) if verbatim else {},
     )
+
+
+def _passage(title: str, text: str = "", field: str = "", value: str = "", **_: Any) -> str:
+    if not (text or (field and value)):
+        raise ValueError("neither text nor field and value")
+    return f"{title}\n{text or f'{field}: {value}'}"
 
 
 def _inside(row: dict[str, Any], key: str) -> dict[str, Any]:

@@ -46,7 +46,8 @@ def test_a_row_becomes_a_task_or_is_set_aside_with_its_place(tmp_path: Path) -> 
     def row(question: str, golds: object = "a", **fields: object) -> dict[str, object]:
         return {"question": question, "golden_answers": golds, **fields}
 
-    passages = [{"title": "Bulgaria", "field": "Capital", "value": "Sofia"}] * 2
+    passages = [{"title": "Bulgaria", "field": "Capital", "value": "Sofia"}]
+    passages += [{"title": "Bulgaria", "text": "Its capital is Sofia."}]
     prompt = [{"role": "user", "content": "Question: an example. Rules. Question: who wrote it\n"}]
     rows = [
         *(row("who "), row("It."), row("q?", extra_info={"index": 12})),
@@ -58,7 +59,7 @@ def test_a_row_becomes_a_task_or_is_set_aside_with_its_place(tmp_path: Path) -> 
     source = written(tmp_path / "t.jsonl", *rows)
     tasks, rejected = load_tasks(source)
     assert [task.question for task in tasks] == ["who?", "It.", "q?", "q?", "who wrote it?"]
-    assert tasks[3].evidence == ["Bulgaria\nCapital: Sofia"] * 2
+    assert tasks[3].evidence == ["Bulgaria\nCapital: Sofia", "Bulgaria\nIts capital is Sofia."]
     assert (tasks[3].hops, tasks[3].source) == (2, "factbook")
     # without an id, a row takes its index or its place
     assert [task.id for task in tasks] == [f"{source}:1", f"{source}:2", "12", "7", f"{source}:5"]

@@ -72,6 +72,11 @@ MONACO = {
     "question": "Name the national holiday of Monaco.",
     "evidence": ["Monaco\nNational holiday: National Day"],
 }
+_TEXT = "It is error number 1: operation not permitted."
+EPERM = {
+    "question": "Which number has the error of an operation?",
+    "evidence": [f"EPERM\n{_TEXT}"],
+}
 AUSTRIA = {"evidence": ["Austria\nInternet code: .at"]}
 ONE = {"past_queries": ["country currency lev"], "past_observations": [SHOWN]}
 ALL = {"past_observations": [SHOWN, SHOWN.replace("Currency: lev", "Capital: Sofia")]}
@@ -119,6 +124,14 @@ async def test_no_answer_is_never_right_whatever_the_gold(
         ("national holiday day", MONACO, 1),
         ("internet code .at", AUSTRIA, 1),  # a value that is a function word
         ("internet code .be", AUSTRIA, 0),
+        # a text without a field: its title, or half of what it shares with the question
+        ("EPERM", EPERM, 1),
+        ("number operation", EPERM, 1),
+        ("number", EPERM, 0),
+        ("EPERM number Peru", EPERM, 0),
+        ("Peru", EPERM, -1),
+        ("EPERM", EPERM | {"past_observations": ["Doc 1(Title: EPERM) It is error 1: no op"]}, 1),
+        ("EPERM", EPERM | {"past_observations": [f"Doc 1(Title: EPERM) {_TEXT}"]}, -1),
     ],
 )
 async def test_a_query_is_scored_by_the_next_supporting_passage(

@@ -11,58 +11,51 @@ from typing import Any
 import msgspec
 import torch
 
+from coppice.actors.environments.base import Task
 from coppice.actors.environments.search_qa.environment import SearchQA
+from coppice.actors.environments.task_files import load_tasks
 from coppice.common.process import Killed, in_subprocess
+from coppice.judges.evidence import content_words, holds, shown
 from coppice.judges.retriever.encoder import Encoder
 from coppice.judges.retriever.index import Index
 from coppice.learner.fine_tune import Example, Recipe, fine_tune
 from coppice.scheduler.growth.text import Text
-from coppice.tools.defaults.facts import Fact
 from coppice.tools.defaults.settings import WarmStart
-from coppice.wire.messages import Passage
 
 _NEED = (
-    "I need the {field} of {title}.",
-    "To answer, I must look up the {field} of {title}.",
-    "I should search for {title} and its {field}.",
-    "Let me find the {field} of {title}.",
-)
-_BRIDGE = (
-    "First I need the one whose {field} is {value}.",
-    "I must find which has {field} {value}.",
-    "Let me find out what has the {field} {value}.",
+    "I need to find {query}.",
+    "To answer, I must look up {query}.",
+    "I should search for {query}.",
+    "Let me find {query}.",
 )
 DTYPE = "float32"
 """Number type of every warm start, so that machines agree. Training in bfloat16 gives a fifth of
 the weights other values on another processor. In float32 only the order of sums differs, and after
 saving in bfloat16 two of 100,000 weights differ (docs/engines.md)."""
-_FOUND = (
-    "The {field} is {value}.",
-    "It says that the {field} of {title} is {value}.",
-    "Now I know: {value}.",
-)
-
-
-class _Row(msgspec.Struct):
-    question: str
-    golden_answers: list[str]
-    evidence: list[Fact]
-    hops: int
+_FOUND = ("The answer is {answer}.", "It says {answer}.", "Now I know: {answer}.")
 
 
 def traces(
-    rows: Sequence[_Row], text: Text, environment: SearchQA, index: Index, count: int,
+    tasks: Sequence[Task], text: Text, environment: SearchQA, index: Index, count: int,
     config: WarmStart,
 ) -> list[Example]:  # fmt: skip
-    """Return ``count`` single turns, shuffled, of synthetic episodes."""
+    """Return at most ``count`` single turns, shuffled, of episodes in which each search shows what
+    it was made for: the next supporting passage, or a gold answer if the task names no passages.
+    Raises ValueError if no task has such an episode."""
     rng = random.Random(config.seed)
-    by_hops = {hops: [row for row in rows if row.hops == hops] for hops in (1, 2)}
-    by_hops = {hops: rng.sample(own, k=len(own)) for hops, own in by_hops.items()}
+    several = {both: [task for task in tasks if (task.hops > 1) == both] for both in (False, True)}
+    several = {both: rng.sample(own, k=len(own)) for both, own in several.items()}
     examples: list[Example] = []
-    while len(examples) < count and any(by_hops.values()):
-        wanted = 2 if rng.random() < config.two_hop else 1
-        row = (by_hops[wanted] or by_hops[3 - wanted]).pop()
-        examples += _episode(row, text, environment, index, rng)
+    while len(examples) < count and any(several.values()):
+        wanted = rng.random() < config.two_hop
+        task = (several[wanted] or several[not wanted]).pop()
+        examples += _episode(task, text, environment, index, rng)
+    if not examples:
+        raise ValueError(
+            f"warm_start.steps: no search with words of a question shows a supporting passage or a"
+            f" gold answer, in any of {len(tasks)} questions: check that the corpus holds the"
+            " answers and that evidence has its titles and texts, or set it to 0"
+        )
     rng.shuffle(examples)
     return examples[:count]
 
@@ -84,46 +77,56 @@ class Written:
         self.tokens = self.tokens + self.text.encode(observation).tolist()
 
 
+def queries(question: str, passage: str, seen: Sequence[str]) -> list[str]:
+    """Return texts that a reader of ``question`` and of the passages ``seen`` could search for in
+    order to find ``passage``: its title, if they name it, with the question's words that it has,
+    and all words of the question."""
+    title = passage.partition("\n")[0]
+    words = [word for word in question.rstrip("?.!").split() if content_words(word)]
+    inside = content_words(passage) - content_words(title)
+    rest = [word for word in words if content_words(word) <= inside]
+    familiar = content_words(" ".join([question, *seen]))
+    named = [title] if content_words(title) <= familiar else []
+    return [query for query in (" ".join([*named, *rest]), " ".join(words)) if query.strip()]
+
+
 def _episode(
-    row: _Row, text: Text, environment: SearchQA, index: Index, rng: random.Random
+    task: Task, text: Text, environment: SearchQA, index: Index, rng: random.Random
 ) -> list[Example]:
-    question = environment.template.replace("{question}", row.question)
-    written = Written(text, text.prompt([{"role": "user", "content": question}]))
-    for hop, fact in enumerate(row.evidence):
-        field = fact.field.lower()
-        words = {"field": field, "title": fact.title, "value": fact.value}
-        if hop == 0 and len(row.evidence) == 2:
-            think, query = rng.choice(_BRIDGE), f"{field} {fact.value}"
+    """An episode of templates, or no turn at all if a search shows another thing."""
+    written, seen = Written(text, text.prompt(environment.prompt(task))), list[str]()
+    for passage in task.evidence or [""]:
+        for query in queries(task.question, passage, seen):
+            (passages,) = index.search([query], environment.topk)
+            result = environment.render(passages)
+            if shown(passage, [result]) if passage else holds(result, task.golds):
+                break
         else:
-            think, query = rng.choice(_NEED), f"{fact.title} {field}"
-        written.act(f"<think> {think.format(**words)} </think> <search> {query} </search>")
-        (passages,) = index.search([query], environment.topk)
-        shown = f"{fact.field}: {fact.value}"
-        if not any(p.title == fact.title and p.text == shown for p in passages):
-            passages[0] = Passage(fact.passage_id, fact.title, shown, 1.0)
-        written.see(environment.render(passages))
-    last = row.evidence[-1]
-    think = rng.choice(_FOUND).format(field=last.field.lower(), title=last.title, value=last.value)
-    written.act(f"<think> {think} </think> <answer> {row.golden_answers[0]} </answer>")
+            return []
+        think = rng.choice(_NEED).format(query=query)
+        written.act(f"<think> {think} </think> <search> {query} </search>")
+        written.see(result)
+        seen.append(result)
+    think = rng.choice(_FOUND).format(answer=task.golds[0])
+    written.act(f"<think> {think} </think> <answer> {task.golds[0]} </answer>")
     return written.examples
 
 
 def ensure_warm_start(
-    model: Path, facts: Path, index: Path, encoder: str, environment: SearchQA, config: WarmStart,
-    cache: Path, threads: int,
+    model: Path, sources: Sequence[str], index: Path, encoder: str, environment: SearchQA,
+    config: WarmStart, cache: Path, threads: int,
 ) -> Path:  # fmt: skip
-    """Return the model after its traces (``from_play``)."""
+    """Return the model after its traces (``from_play``). sources: of the tasks."""
+    tasks, _ = load_tasks(sources)
 
     def examples(count: int) -> list[Example]:
         torch.set_num_threads(threads)
-        lines = (facts / "warm.jsonl").read_bytes().splitlines()
-        rows = [msgspec.json.decode(line, type=_Row) for line in lines if line.strip()]
         found = Index(index, Encoder(encoder, threads))
-        return traces(rows, Text(str(model)), environment, found, count, config)
+        return traces(tasks, Text(str(model)), environment, found, count, config)
 
-    recipe = [*environment.shown, msgspec.to_builtins(config), encoder]
-    sources = [facts / "warm.jsonl"]
-    return from_play(model, "traces", recipe, sources, examples, config, cache, threads, 0.0)
+    recipe = [*environment.shown, msgspec.to_builtins(config), encoder, _NEED, _FOUND, tasks]
+    manifest = [index / "manifest.json"]
+    return from_play(model, "traces", recipe, manifest, examples, config, cache, threads, 0.0)
 
 
 COOLDOWN = 0.4

@@ -254,9 +254,6 @@ def _learner(config: Config) -> Iterator[str]:
     if w.critic is not None and w.critic.policy_frozen_updates >= s.updates:
         frozen = say("learner.critic.policy_frozen_updates")
         yield f"{frozen}: expected less than {updates}, or the policy never trains"
-    if "default" not in (config.data.train, config.data.corpus) and config.warm_start.steps:
-        steps = say("warm_start.steps")
-        yield f"{steps}: the warm start knows the default data only; set 0 (and use coppice sft)"
 
 
 def _cluster(config: Config) -> Iterator[str]:

@@ -15,7 +15,7 @@ from coppice.tools.defaults import search_play, tiny
 from coppice.tools.defaults.facts import ensure_facts
 from coppice.tools.defaults.index_corpus import ensure_index
 from coppice.tools.defaults.legal_play import ensure_legal_play
-from coppice.tools.defaults.models import check_weights, ensure_model
+from coppice.tools.defaults.models import DEFAULT, check_weights, ensure_model
 from coppice.tools.defaults.settings import cache_folder
 from coppice.tools.defaults.warm_start import ensure_warm_start
 from coppice.tools.launching.config import Config
@@ -75,6 +75,11 @@ def _for_questions(
         retriever = str(ensure_index(corpus, encoder, cache, threads))
     searches = isinstance(environment, SearchQA)
     if config.model.name == (tiny.SEARCH if searches else tiny.AGENT):
+        if environment.searches and data.corpus != "default":
+            raise ValueError(
+                f"{setting(config, 'model.name', 'data.corpus')}: this policy reads the words of"
+                f" the default corpus alone: expected {DEFAULT!r} or a model's folder"
+            )
         corpus = ensure_facts(cache) / "corpus.jsonl"
         notation = search_play.tags(environment) if searches else search_play.calls()
         model = search_play.ensure_search_play(model, corpus, notation, warm, cache, threads)
@@ -83,10 +88,10 @@ def _for_questions(
             f"warm_start.steps = {warm.steps}: agents have a warm start for model.name ="
             f" {tiny.AGENT!r} alone; set it to 0 (coppice sft trains a model on conversations)"
         )
-    elif warm.steps and facts is not None:
+    elif warm.steps:
         assert isinstance(environment, SearchQA)
-        index = Path(retriever)
-        model = ensure_warm_start(model, facts, index, encoder, environment, warm, cache, threads)
+        sources, index = listed(_files(data.train, facts, "warm")), Path(retriever)
+        model = ensure_warm_start(model, sources, index, encoder, environment, warm, cache, threads)
     return Assets(str(model), train, heldout, retriever)
 
 

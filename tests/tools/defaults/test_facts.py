@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from coppice.actors.environments.search_qa.environment import SearchQA
@@ -13,7 +12,7 @@ from coppice.judges.retriever.index import Index, build
 from coppice.scheduler.growth.text import Text
 from coppice.tools.defaults.facts import build as build_facts
 from coppice.tools.defaults.settings import WarmStart
-from coppice.tools.defaults.warm_start import _Row, traces
+from coppice.tools.defaults.warm_start import traces
 
 SPLITS = ("train", "warm", "heldout")
 
@@ -75,7 +74,7 @@ def index(facts: Path, tmp_path_factory: pytest.TempPathFactory) -> Index:
 
 def test_the_loss_of_a_trace_covers_a_valid_action(facts: Path, index: Index, llama: Path) -> None:
     text, environment = Text(str(llama)), SearchQA("short", 2)
-    warm = [msgspec.convert(r, _Row, strict=False) for r in rows(facts / "warm.jsonl")[:40]]
+    warm = load_tasks(str(facts / "warm.jsonl"))[0][:40]
     made, kinds = traces(warm, text, environment, index, 24, WarmStart()), set()
     assert len(made) == 24
     for example in made:
