@@ -22,8 +22,10 @@ EXAMPLES = """\
   coppice trees RUN                             the last finished tree
   coppice trees RUN --where "reward > 0.5"      trees by their columns, in SQL
   coppice trees RUN --surprising 3 --full       largest advantages, judges' words
-  coppice trees RUN --diff 12:4 12:9            two candidates of tree 12"""
-LISTED = "tree status version actions reward spread outcome invalid age_s task".split()
+  coppice trees RUN --diff 12:4 12:9            two candidates of tree 12
+  coppice trees RUN --groups --where "spread = 0" --count step,version"""
+LISTED = "tree status version actions reward spread outcome invalid age_s question".split()
+OF_GROUPS = "tree parent version step candidates texts reward spread advantage question chosen"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -70,6 +72,8 @@ def parser() -> argparse.ArgumentParser:
     which("--reverse", action="store_true", help="with --sort: the smallest first")
     which("--limit", type=_count, metavar="N", help="at most N trees")
     which("--all", action="store_true", help="print every tree found, not a list of them")
+    which("--groups", action="store_true", help="the candidates of one place, instead of trees")
+    which("--count", metavar="COLUMNS", help="how many there are for each value of these columns")
     how = parser.add_argument_group("how").add_mutually_exclusive_group().add_argument
     for name, words in (
         ("list", "one line per tree (default when several are found)"),
@@ -78,6 +82,8 @@ def parser() -> argparse.ArgumentParser:
         ("dot", "graphs for Graphviz"),
     ):
         how(f"--{name}", action="store_true", help=words)
+    tables = "a query in SQL over trees, groups, nodes, turns and tokens"
+    how("--sql", metavar="QUERY", help=tables)
     how("--parquet", type=Path, metavar="FOLDER", help="trees.parquet and nodes.parquet")
     page = "a page to click through, one file for all trees found"
     how("--html", type=Path, metavar="FILE", help=page)
@@ -106,7 +112,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def _several(options: argparse.Namespace) -> bool:
     """Whether the command line asks for more than the last tree."""
-    ways = "all list columns parquet where text limit sort surprising".split()
+    ways = "all list columns parquet where text limit sort surprising groups count".split()
     return any(getattr(options, way) for way in ways)
 
 
@@ -117,10 +123,18 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
         one, other = (_path(journal, place) for place in options.diff)
         print(drawing.difference(one, other, width))
         return
+    if options.sql:
+        split = "heldout" if options.heldout else "train"
+        _print(frames.sql(options.run, options.sql, split), width)
+        return
     rows, table, below = find(journal, options)
     version, newest = replay.newest(journal, rows, options.run) if options.newest else (None, {})
     if options.columns:
         print("\n".join(f"{name:<24} {kind}" for name, kind in table.schema.items()))
+    elif options.count:
+        by = options.count.split(",")
+        _check_columns("--count", by, table)
+        _print(table.group_by(by).len("count").sort(by), width)
     elif options.parquet:
         options.parquet.mkdir(parents=True, exist_ok=True)
         for name, frame in (("trees", table), ("nodes", below)):
@@ -135,10 +149,10 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
             print(json.dumps(drawing.as_json(journal, row), ensure_ascii=False))
     elif options.dot:
         print("\n".join(drawing.as_dot(journal, row) for row in rows))
+    elif options.groups:
+        _print(table.select(name for name in OF_GROUPS.split() if name in table.columns), width)
     elif options.list or (len(rows) > 1 and not (options.all or options.full or options.tokens)):
-        shown = table.select(name for name in LISTED if name in table.columns)
-        cells = [[_cell(value) for value in row] for row in shown.rows()]
-        print("\n".join(line[:width].rstrip() for line in aligned([shown.columns, *cells])))
+        _print(table.select(name for name in LISTED if name in table.columns), width)
     else:
         words = replay.tokenizer(options.run) if options.tokens else None
         detail = drawing.Detail(width, options.full, options.tokens, words, newest)
@@ -148,10 +162,22 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
             print(drawing.as_text(journal, row, detail) + "\n")
 
 
+def _print(table: pl.DataFrame, width: int) -> None:
+    cells = [[_cell(value) for value in row] for row in table.rows()]
+    print("\n".join(line[:width].rstrip() for line in aligned([table.columns, *cells])))
+
+
+def _check_columns(option: str, names: list[str], table: pl.DataFrame) -> None:
+    for name in names:
+        if name not in table.columns:
+            columns = ", ".join(table.columns)
+            raise ValueError(f"{option} {name}: no such column; expected one of {columns}")
+
+
 def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
-    return "-" if value is None else str(value)
+    return "-" if value is None else " ".join(str(value).split())
 
 
 def _path(journal: Journal, place: str) -> list[Node]:
@@ -201,9 +227,12 @@ def find(
     if not rows:
         raise ValueError(f"no such tree: {_held(journal)}")
     below = frames.nodes(journal, rows)
-    table = ordered(filtered(frames.trees(journal, rows, below), below, options), options)
+    table = frames.trees(journal, rows, below)
+    table = frames.groups(table, below) if options.groups else table
+    many, of = len(table), "groups" if options.groups else "trees"
+    table = ordered(filtered(table, below, options), options)
     if table.is_empty():
-        raise ValueError(f"none of {len(rows)} trees matches")
+        raise ValueError(f"none of {many} {of} matches")
     chosen, by_id = table["tree"].to_list(), {row.id: row for row in rows}
     return [by_id[one] for one in chosen], table, below.filter(pl.col("tree").is_in(chosen))
 
@@ -234,9 +263,7 @@ def ordered(table: pl.DataFrame, options: argparse.Namespace) -> pl.DataFrame:
         size = pl.max_horizontal(pl.col(f"{names[0]}_{end}").abs() for end in ("max", "min"))
         return table.sort(size, descending=True, nulls_last=True).head(options.surprising)
     if options.sort:
-        if options.sort not in table.columns:
-            columns = ", ".join(table.columns)
-            raise ValueError(f"--sort {options.sort}: no such column; expected one of {columns}")
+        _check_columns("--sort", [options.sort], table)
         table = table.sort(options.sort, descending=not options.reverse, nulls_last=True)
     elif options.tree is None and not options.all:
         table = table.reverse()

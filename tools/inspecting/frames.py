@@ -1,12 +1,15 @@
 """A journal's trees and nodes as data frames, for filters in SQL, for Parquet files and for
 notebooks.
 
-``nodes`` has one row per node and ``trees`` one row per tree. Every score column that the run has
-becomes a column of both. A score that has the name of another column is called ``score_NAME``.
-docs/dump.md says what each column means.
+``nodes`` has one row per node, ``trees`` one row per tree, ``groups`` one row per place where
+several candidates were sampled, ``tokens`` one row per sampled token. Every score column that the
+run has becomes a column of the first three. A score that has the name of another column is called
+``score_NAME``. docs/dump.md says what each column means.
 """
 
 import contextlib
+import itertools
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,11 +38,21 @@ TREE = {
     "version": pl.Int64,
     "age_s": pl.Float64,
     **dict.fromkeys("groups trained trained_by".split(), pl.Int64),
+    "question": pl.String,
 }
 """The first columns of ``trees``."""
 SUMS = ("actions", "turns", "sampled", "invalid", "judge_invalid", "spread")
 """The columns of ``trees`` that sum up its actions."""
 ACTION = pl.col("kind") == "action"
+TOKEN = {
+    **dict.fromkeys("tree node position token".split(), pl.Int64),
+    "logprob": pl.Float64,
+    "version": pl.Int64,
+}
+"""The columns of ``tokens``."""
+_MARK = re.compile(r"<[^<>\s]*>")
+_LONGEST = 200
+_QUESTION = re.compile(r"Question:\s*(.+)")
 
 
 def nodes(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
@@ -74,16 +87,26 @@ def _floats(values: Sequence[float | None]) -> pl.Series:
     return pl.Series(values, dtype=pl.Float64)
 
 
+def question(prompt: str) -> str:
+    """Return what a prompt asks, in one line: what follows its last "Question:", or its beginning.
+    Special tokens are left out."""
+    text = _MARK.sub(" ", prompt)
+    asked = _QUESTION.findall(text)
+    return " ".join((asked[-1] if asked else text).split())[:_LONGEST]
+
+
 def trees(journal: Journal, rows: Sequence[TreeRow], below: pl.DataFrame) -> pl.DataFrame:
     """Return one row per tree of ``rows``: the columns of ``TREE`` and ``SUMS``, each score's mean,
     NAME_min and NAME_max over its actions. below: the trees' ``nodes``."""
     now, plain = time.time(), []
+    asked = dict(below.filter(pl.col("parent") == -1).select("tree", "text").rows())
     for row in rows:
         versions = [version for _, version in journal.groups(row.id)]
         by = [version for version in versions if version is not None]
         about = (row.id, row.task, row.split, row.status, row.reason or "", row.version)
         trained = (len(versions), len(by), max(by, default=None))
-        plain.append((*about, now - row.time, *trained))
+        words = question(asked.get(row.id, "")) or row.task
+        plain.append((*about, now - row.time, *trained, words))
     names = [name for name in below.columns if name not in NODE]
     unread = (pl.col("valid") == 0).sum() if "valid" in names else pl.lit(0)
     reward = pl.col("reward") if "reward" in names else pl.lit(None, pl.Float64)
@@ -102,6 +125,59 @@ def trees(journal: Journal, rows: Sequence[TreeRow], below: pl.DataFrame) -> pl.
     frame = pl.DataFrame(plain, schema=TREE, orient="row")
     of_actions = below.filter(ACTION).group_by("tree").agg(sums)
     return frame.join(of_actions, on="tree", how="left", maintain_order="left")
+
+
+def groups(table: pl.DataFrame, below: pl.DataFrame) -> pl.DataFrame:
+    """Return one row per group: at least two candidates of one place (docs/dump.md). table, below:
+    ``trees`` and their ``nodes``."""
+    names = [name for name in below.columns if name not in NODE]
+    columns = [
+        pl.col("step").first(),
+        pl.len().cast(pl.Int64).alias("candidates"),
+        pl.col("text").n_unique().cast(pl.Int64).alias("texts"),
+    ]
+    if "reward" in names:
+        columns.append((pl.col("reward").max() - pl.col("reward").min()).alias("spread"))
+    for name in names:
+        ends = {"": pl.col(name).mean(), "_min": pl.col(name).min(), "_max": pl.col(name).max()}
+        ends["_chosen"] = pl.col(name).filter(pl.col("chosen")).first()
+        columns += [values.alias(f"{name}{end}") for end, values in ends.items()]
+    columns.append(pl.col("text").filter(pl.col("chosen")).first().alias("chosen"))
+    of_place = below.filter(ACTION).group_by("tree", "parent", maintain_order=True).agg(columns)
+    about = table.select("tree", "version", "question")
+    return of_place.filter(pl.col("candidates") > 1).join(about, "tree", maintain_order="left")
+
+
+def tokens(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
+    """Return one row per sampled token of ``rows``, with the columns of ``TOKEN``."""
+    records = [
+        (row.id, node.id, *token)
+        for row in rows
+        for node in journal.tree(row).nodes.values()
+        if node.logprobs is not None and node.versions is not None
+        for token in zip(
+            itertools.count(), node.tokens.tolist(), node.logprobs.tolist(), node.versions.tolist()
+        )
+    ]
+    return pl.DataFrame(records, schema=TOKEN, orient="row")
+
+
+def sql(run: Path, query: str, split: str = "train") -> pl.DataFrame:
+    """Return what a query in Polars' SQL gives over the tables trees, groups, nodes, turns (the
+    nodes that are actions) and tokens. Raises FileNotFoundError, or ValueError with the reason."""
+    with contextlib.closing(opened(run)) as journal:
+        rows = journal.trees("split=?", split)
+        below = nodes(journal, rows)
+        table = trees(journal, rows, below)
+        tables = {"trees": table, "nodes": below, "turns": below.filter(ACTION)}
+        tables["groups"] = groups(table, below)
+        if re.search(r"\btokens\b", query):
+            tables["tokens"] = tokens(journal, rows)
+    try:
+        return pl.SQLContext(tables, eager=True).execute(query)
+    except pl.exceptions.PolarsError as error:
+        columns = "; ".join(f"{name}: {', '.join(of.columns)}" for name, of in tables.items())
+        raise ValueError(f"{str(error).splitlines()[0]}; the tables: {columns}") from None
 
 
 def read(run: Path, split: str = "train") -> tuple[pl.DataFrame, pl.DataFrame]:

@@ -39,6 +39,11 @@ class OpenedRun:
         columns = [(tree, node, value) for (tree, node), value in sorted(values.items())]
         return pl.DataFrame(columns, ["tree", "node", "advantage"], orient="row")
 
+    def sql(self, query: str) -> pl.DataFrame:
+        """Return what a query over trees, groups, nodes, turns and tokens gives (docs/dump.md).
+        Raises ValueError."""
+        return frames.sql(self.folder, query, self.split)
+
     def plot(self, *metrics: str) -> Figure:
         """Return a figure of metrics over updates, which a notebook shows; ``.savefig(path)``
         writes it. Raises ValueError for a metric that the run has not recorded."""

@@ -1,5 +1,6 @@
 """coppice trees: which trees it finds, and what it shows of them."""
 
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -144,3 +145,65 @@ def test_why_an_episode_crashed_is_always_shown(tmp_path: Path, said: Said) -> N
     assert "well" not in shown
     _, nodes = frames.read(tmp_path)
     assert "crashed: exit status 1: TypeError: bad" in nodes["fate"].to_list()
+
+
+def test_groups_are_listed_filtered_and_counted(run: Path, said: Said) -> None:
+    assert listed(said(main, run, "--groups", "--where", "step = 1 and spread > 0.3")) == [4, 3, 2]
+    counts = said(main, run, "--groups", "--count", "version,texts").split()
+    assert counts == ["version", "texts", "count", "0", "2", "3", "1", "2", "2"]
+    (group,) = frames.sql(run, "SELECT * FROM groups WHERE tree = 4").to_dicts()
+    asked = {"question": "What is the capital of country 4?", "chosen": "answer 4 plus"}
+    rewards = {"reward_chosen": 0.4, "reward_min": -0.4, "spread": 0.8, "candidates": 2}
+    assert group | asked | rewards == group
+    assert "no such column; expected one of tree, parent" in said(
+        main, run, "--groups", "--count", "hops", status=2
+    )
+
+
+def test_the_documented_questions_are_answered_by_their_lines(
+    tmp_path: Path, said: Said, monkeypatch: Patch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    journal = Journal(tmp_path / "journal.sqlite")
+    for i in range(4):
+        tree = Tree(i, f"task{i}")
+        node = tree.add(None, "prompt", ids(1), f"Rules.\nQuestion: what is {i % 3}?")
+        for step in (1, 2):
+            found = [
+                tree.add(node, "action", ids(2, 3), f"look {i} {k}", chosen=k == 0)
+                for k in range(2)
+            ]
+            for k, one in enumerate(found):
+                answers = step == 2 and i != 1
+                kind = {"answer": 1.0, "outcome": float(i == 3)} if answers else {"query": 1.0}
+                one.scores = {"reward": float(k * (i == 1)), **kind}
+            node = found[0]
+        journal.start_tree(tree, i, i // 2)
+        journal.close_tree(tree)
+    journal.close()
+    page = (Path(__file__).parents[3] / "docs/dump.md").read_text()
+    lines = page.partition("## Questions")[2].partition("## The page")[0].splitlines()
+    answers = [
+        [row.split() for row in said(main, tmp_path, *shlex.split(line)[3:]).splitlines()[1:]]
+        for line in lines
+        if line.startswith("coppice")
+    ]
+    same, wrong, second, never, against, changed = answers
+    assert same == [["1", "0", "1"], ["1", "1", "2"], ["2", "0", "1"], ["2", "1", "2"]]
+    assert [row[:2] for row in wrong] == [["0", "1"], ["2", "1"]]
+    assert second == [["0", "0.50"], ["1", "0.00"]]
+    assert sorted(" ".join(row) for row in never) == ["what is 0? 4 0.00", "what is 2? 2 0.00"]
+    assert [row[0] for row in against] == ["1", "1"]
+    assert [row[:2] for row in changed] == [["0", "1"], ["1", "1"], ["0", "2"], ["1", "2"]]
+
+
+def test_sql_joins_trees_groups_turns_and_tokens(run: Path, said: Said) -> None:
+    query = (
+        "SELECT t.question, COUNT(*) AS n, MIN(k.logprob) AS least FROM tokens k JOIN trees t"
+        " USING (tree) JOIN turns n USING (tree, node) WHERE k.version = 1 AND n.chosen"
+        " GROUP BY t.question ORDER BY t.question"
+    )
+    rows = said(main, run, "--sql", query).splitlines()
+    assert [row.split()[-2:] for row in rows[1:]] == [["1", "-0.50"]] * 3 + [["2", "-0.50"]] * 3
+    wrong = said(main, run, "--sql", "SELECT reword FROM trees", status=2)
+    assert "reword" in wrong and "the tables: trees: tree, task" in wrong
