@@ -86,8 +86,7 @@ class Grant(msgspec.Struct, frozen=True):
     for all its names: "judge" allows "judge.slate".
 
     secret: the secret half for a role of the run, "" for an invited peer, who alone has it.
-    columns: those that a guest, who was invited, may score; None for a role, whose judges declare
-    them.
+    columns: those that a guest, an invited peer, may score; None for a role.
     """
 
     public: str
@@ -140,12 +139,9 @@ class RunKeys:
             return cls(folder)
 
     def mint(
-        self,
-        name: str,
-        services: tuple[str, ...],
-        keep: bool = False,
+        self, name: str, services: tuple[str, ...], keep: bool = False,
         columns: tuple[str, ...] | None = None,
-    ) -> PeerKeys:
+    ) -> PeerKeys:  # fmt: skip
         """Create a key pair that may offer ``services``. The run keeps the secret half only if
         ``keep``; otherwise only the caller has it. columns: see ``Grant``."""
         public, secret = (key.decode() for key in zmq.curve_keypair())
@@ -163,8 +159,8 @@ class RunKeys:
         kind, _, own = service.partition(".")
         if kind not in INVITED or not own or not _NAME.fullmatch(service):
             raise ValueError(
-                f"no peer can be invited to {service!r}: name one service, such as"
-                f" {' or '.join(f'{one}.brevity' for one in INVITED)}"
+                f"no peer can be invited to {service!r}: name one service of the kinds"
+                f" {', '.join(INVITED)}, such as judge.brevity"
             )
         if odd := [column for column in columns if not _NAME.fullmatch(column)]:
             raise ValueError(f"{odd} name no columns: expected such as think,query,answer")

@@ -108,7 +108,7 @@ class Dispatcher:
         self._again_at: dict[str, asyncio.TimerHandle] = {}
         self._limits = arrays.Limits()
         self.declared: dict[str, bounds.JudgeGives] = {}
-        self._told: set[tuple[str, str]] = set()
+        self._told: set[str] = set()  # the workers of which a refused answer was reported
         self._closed = False
 
     async def start(self) -> None:
@@ -285,35 +285,26 @@ class Dispatcher:
         self._finish(attempt, fault.kind)
         if pending.done.done():
             return
-        others = False
-        if isinstance(fault, Refused):
-            others = self._refused(attempt, fault)
-        else:
+        whose, refused = f"{attempt.worker.key}/{attempt.worker.name}", isinstance(fault, Refused)
+        if not refused or whose not in self._told:
             self._report(pending, fault)
         if not infrastructure:
             pending.settle(fault)
             return
         pending.last_fault = fault
         pending.failed_on |= {attempt.worker.name}
+        others = refused and {w.name for w in self.workers(pending.service)} - pending.failed_on
+        if refused:
+            self._told.add(whose)
+            self.counters["refused_answers"] += 1
         spent = pending.tries >= self.config.max_attempts and not others
         if spent or pending.worker is not None:
             self.counters["failed"] += 1
-            pending.settle(DataFault(str(fault)) if isinstance(fault, Refused) else fault)
+            pending.settle(DataFault(str(fault)) if refused else fault)
             return
         self.counters["retries"] += 1
         seconds = backoff(pending.tries, self._rng)
         asyncio.get_running_loop().call_later(seconds, self._again, pending)
-
-    def _refused(self, attempt: Attempt, fault: Refused) -> bool:
-        """Count a refused answer, and tell the first of each worker. Returns whether there are
-        workers that have not failed this call."""
-        pending, worker = attempt.pending, attempt.worker
-        self.counters["refused_answers"] += 1
-        if (whose := (worker.key, worker.name)) not in self._told:
-            self._told.add(whose)
-            self._report(pending, fault)
-        others = {other.name for other in self.workers(pending.service)}
-        return bool(others - pending.failed_on - {worker.name})
 
     def _again(self, pending: Pending) -> None:
         if self.clock() >= pending.deadline:
@@ -426,8 +417,8 @@ class Dispatcher:
         try:
             if pending.check is not None:
                 pending.check(body)
-            grant = self.router.grant(worker.key)
-            bounds.check(body, grant, self.declared.get(pending.service))
+            gives = self.declared.get(pending.service)
+            bounds.check(body, self.router.grant(worker.key), gives)
         except InfrastructureFault as fault:
             self._fail(attempt, type(fault)(f"{worker.name} answered {fault}"))
             return

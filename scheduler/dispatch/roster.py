@@ -9,6 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
+
 from coppice.scheduler.dispatch import bounds
 from coppice.scheduler.dispatch.calls import DispatchConfig, Worker
 from coppice.scheduler.dispatch.pool import Pool
@@ -127,7 +129,8 @@ class Roster:
         if (old := self.by_name.get(hello.worker)) is not None:
             self.remove(old, f"replaced by a new process of the same name {old.name}")
         if (grant := self.router.grant(self.router.sender)) is not None and grant.guest:
-            hello = bounds.anonymous(hello)
+            # the watchdog would take it for the process of the run that it names
+            hello = msgspec.structs.replace(hello, pid=0, host="elsewhere")
         admission = f"{next(self.numbers):x}"
         worker = Worker(identity, hello, self.clock(), admission, self.router.sender)
         worker.joined = next(self._arrivals)

@@ -10,7 +10,7 @@ from coppice.common import support
 from coppice.common.numbers import LARGEST
 from coppice.scheduler.dispatch.weight_sync import Versions
 from coppice.wire.faults import InfrastructureFault, Refused
-from coppice.wire.messages import GenerateRequest, GenerateResult, JudgeResult, Sample
+from coppice.wire.messages import GenerateRequest, GenerateResult, Sample
 
 ABOVE_ZERO = 1e-3
 """How far rounding may lift the logarithm of a probability above 0."""
@@ -22,28 +22,13 @@ def complete(parts: str, expected: int, answer: msgspec.Struct) -> None:
         raise Refused(f"{count} {parts}, expected {expected}: mend the worker")
 
 
-def no_score(scores: Mapping[str, float]) -> str:
-    """Name a score that is no number or beyond ``LARGEST``, or "". What a judge or an environment
-    gives enters a tree through here; nothing later looks for it again."""
+def check_environment(name: str, scores: Mapping[str, float]) -> None:
+    """Raise ValueError if the environment ``name`` gave a score that is no number or too large.
+    Nothing later looks for it again."""
     for column, score in scores.items():
         if not abs(score) <= LARGEST:  # NaN compares as False
-            return f"the score {score} in column {column!r}"
-    return ""
-
-
-def check_environment(name: str, scores: Mapping[str, float]) -> None:
-    """Raise ValueError if the environment ``name`` gave a score that is no number or too large."""
-    if bad := no_score(scores):
-        expected = f"expected a number within {LARGEST:g} of 0"
-        raise ValueError(f"the environment {name} gave {bad}, {expected}: mend it")
-
-
-def judged(turns: int, answer: JudgeResult) -> None:
-    """Raise Refused unless each turn has a judgement whose scores are numbers."""
-    complete("judgements", turns, answer)
-    for judgement in answer.judgements:
-        if bad := no_score(judgement.scores):
-            raise Refused(f"{bad}, expected a number within {LARGEST:g} of 0: mend the judge")
+            odd = f"the score {score} in column {column!r}, expected at most {LARGEST:g}"
+            raise ValueError(f"the environment {name} gave {odd}: mend it")
 
 
 def sampled(

@@ -122,7 +122,7 @@ async def test_the_runs_own_keys_are_bounded_and_answer_as_before(tmp_path: Path
         await serve(b, "judge.mine", judged({"em": 1.0}), "own", b.keys)
         await b.dispatcher.call("judge.mine", TURN, deadline=30)
         await serve(b, "retrieve", wire.RetrieveResult([[passage]]), "retriever", b.keys)
-        with pytest.raises(DataFault, match="a passage of 10000006 characters"):
+        with pytest.raises(DataFault, match="a text of 10000000 characters"):
             await b.dispatcher.call("retrieve", wire.RetrieveRequest(["q"], 1), deadline=30)
 
 
@@ -159,7 +159,6 @@ async def test_a_guest_that_names_the_schedulers_process_has_nothing_stopped(
             await b.dispatcher.wait_for("judge.mine", 1, 30)
             (worker,) = b.dispatcher.workers()
             worker.unanswered, worker.heard = 99, 0.0
-            assert worker.hello.capacity < 10_000
             progress = dict.fromkeys("version updates growing done evaluations marks".split(), 0)
             progress |= {"phase": "updates"}
             report = await Reporter(tmp_path, b.dispatcher, lambda: progress, 9.0, 9.0).write()

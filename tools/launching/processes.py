@@ -96,12 +96,8 @@ def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[Planne
         served = JudgeModelProcess(name, str(run), assets.judge_model, port, config.judges.model)
         url = f"http://{JUDGE_HOST}:{port}/v1"
         judges = {k: with_served_model(v, url, served.model) for k, v in judges.items()}
-    own = [make_worker(spec, options) for spec, options in judges.items()]
-    gives = {
-        judge.service: JudgeGives((*judge.columns,), judge.limits)
-        for judge in own
-        if isinstance(judge, Judge)
-    }
+    own = [make_worker(*item) for item in judges.items()]
+    gives = {j.service: JudgeGives((*j.columns,), j.limits) for j in own if isinstance(j, Judge)}
     # The death of the first scheduler resumes the whole run; another one is started again alone.
     for process, _, number in each("scheduler", "coppice.scheduler.main"):
         actors = 1 if config.cluster.on else len(range(number, a.count, s.shards))
