@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ from tests.services import Bench, bench
 
 ONCE = DispatchConfig(max_attempts=1)
 TURN = wire.JudgeRequest([wire.JudgedTurn("q", [], "", "", 1, 1)])
-SPEAK = wire.SpeakRequest([], 8, 1.0, [], 0)
 CONTROL = "\x1b]0;gone\x07\x9b2J\r"
 
 
@@ -75,55 +75,50 @@ def judged(*arguments: Any) -> wire.JudgeResult:
 
 BIG = "x" * 10_000_000
 HONEST = judged({"think": 0.5})
-ATTACKS: dict[str, tuple[str, Any, str]] = {
-    "columns of others": ("judge.mine", judged({"em": 1.0, "valid": 1.0, "outcome": 1.0}), "'em'"),
-    "an outcome withheld": ("judge.mine", judged({"think": 0.0}, ["outcome"]), "'outcome'"),
-    "a huge score": ("judge.mine", judged({"think": 1e308}), "the score 1e.308"),
-    "no number": ("judge.mine", judged({"think": float("nan")}), "the score nan"),
-    "beyond the declared limits": ("judge.mine", judged({"think": 1.5}), "expected -1 to 1"),
-    "a long explanation": ("judge.mine", judged({"think": 0.0}, [], BIG), "10000000 characters"),
-    "a column many times": ("judge.mine", judged({}, ["think"] * 10**6), "at most 256"),
-    "a column's name in colours": ("judge.mine", judged({CONTROL: 0.0}), "short names"),
-    "a long reply": ("speaker.mine", wire.SpeakResult(BIG), "10000000 characters"),
-    "a long move": ("player.mine", wire.PlayResult([0] * 10**6), "1000000 numbers"),
+ATTACKS: dict[str, tuple[Any, str]] = {
+    "columns of others": (judged({"em": 1.0, "valid": 1.0, "outcome": 1.0}), "'em'"),
+    "a column of another judge": (judged({"reward": 1.0}), "'reward'"),
+    "an outcome withheld": (judged({"think": 0.0}, ["outcome"]), "'outcome'"),
+    "a huge score": (judged({"think": 1e308}), "the score 1e.308"),
+    "no number": (judged({"think": float("nan")}), "the score nan"),
+    "beyond the declared limits": (judged({"think": 1.5}), "expected -1 to 1"),
+    "a long explanation": (judged({"think": 0.0}, [], BIG), "10000000 characters"),
+    "a column many times": (judged({}, ["think"] * 10**6), "at most 256"),
+    "a column's name in colours": (judged({CONTROL: 0.0}), "short names"),
 }
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-async def test_what_a_guest_was_not_granted_is_counted_told_once_and_never_returned(
+async def test_what_a_guest_may_not_say_is_told_once_and_unused(
     tmp_path: Path, attack: str
 ) -> None:
-    service, answer, message = ATTACKS[attack]
-    requests = {"judge": TURN, "speaker": SPEAK, "player": wire.PlayRequest(None, 0)}
-    fair = {"judge": HONEST, "speaker": wire.SpeakResult("hello"), "player": wire.PlayResult([1])}
-    request, honest = (those[service.split(".")[0]] for those in (requests, fair))
-    told: list[str] = []
+    (answer, message), told = ATTACKS[attack], list[str]()
     async with bench(tmp_path, ONCE) as b:
         b.dispatcher.declared = {"judge.mine": bounds.JudgeGives(("think",), (-1.0, 1.0))}
         b.dispatcher.on_fault = lambda service, fault, caller: told.append(str(fault))
-        await serve(b, service, answer)
-
-        async def call() -> Any:
-            return await b.dispatcher.call(service, request, deadline=30, caller="tree 1")
-
+        await serve(b, "judge.mine", answer)
+        call = partial(b.dispatcher.call, "judge.mine", TURN, deadline=30, caller="tree 1")
         for _ in range(2):
-            with pytest.raises(DataFault, match=message) as fault:
+            with pytest.raises(DataFault, match=message):
                 await call()
-        assert told == [str(fault.value)]
-        assert len(told[0]) < 1000 and visible(told[0]) == told[0]
-        await serve(b, service, honest, "honest", b.keys)
-        assert [await call() for _ in range(8)] == [honest] * 8
+        (words,) = told
+        assert len(words) < 1000 and visible(words) == words
+        await serve(b, "judge.mine", HONEST, "honest", b.keys)
+        assert [await call() for _ in range(8)] == [HONEST] * 8
         assert b.dispatcher.counters["refused_answers"] > 2
 
 
-async def test_the_runs_own_keys_are_bounded_and_answer_as_before(tmp_path: Path) -> None:
-    passage = wire.Passage("1", "title", BIG, 0.5)
+async def test_the_runs_own_answers_are_bounded_too(tmp_path: Path) -> None:
+    passages = wire.RetrieveResult([[wire.Passage("1", "title", BIG, 0.5)]])
     async with bench(tmp_path, ONCE) as b:
-        await serve(b, "judge.mine", judged({"em": 1.0}), "own", b.keys)
-        await b.dispatcher.call("judge.mine", TURN, deadline=30)
-        await serve(b, "retrieve", wire.RetrieveResult([[passage]]), "retriever", b.keys)
-        with pytest.raises(DataFault, match="a text of 10000000 characters"):
-            await b.dispatcher.call("retrieve", wire.RetrieveRequest(["q"], 1), deadline=30)
+        for service, request, answer in (
+            ("retrieve", wire.RetrieveRequest(["q"], 1), passages),
+            ("speaker.x", wire.SpeakRequest([], 8, 1.0, [], 0), wire.SpeakResult(BIG)),
+            ("player.x", wire.PlayRequest(None, 0), wire.PlayResult([0] * 10**7)),
+        ):
+            await serve(b, service, answer, service, b.keys)
+            with pytest.raises(DataFault, match=r"10000000 (characters|numbers)"):
+                await b.dispatcher.call(service, request, deadline=30)
 
 
 @pytest.mark.parametrize("kind", [DataFault, InfrastructureFault])
@@ -136,13 +131,11 @@ async def test_a_guests_words_are_short_and_move_no_cursor(tmp_path: Path, kind:
 
 
 @pytest.mark.parametrize("name", ["actor-0", "learner", "judges-1", CONTROL, BIG], ids=len)
-async def test_a_guest_takes_no_name_of_the_run_and_no_unreadable_one(
-    tmp_path: Path, name: str
-) -> None:
+async def test_a_guest_takes_no_name_of_the_run_nor_an_odd_one(tmp_path: Path, name: str) -> None:
     async with bench(tmp_path) as b:
         answer = asyncio.get_running_loop().create_future()
         with registered(b, name, 1, 1, "h") as sly:
-            sly.listen(lambda frames: answer.done() or answer.set_result(frames))
+            sly.listen(answer.set_result)
             (header, *_) = await asyncio.wait_for(answer, 30)
         assert b"goodbye" in bytes(header) and len(header) < 1000
         assert b.dispatcher.counters["refused_peers"] == 1
@@ -150,9 +143,7 @@ async def test_a_guest_takes_no_name_of_the_run_and_no_unreadable_one(
             await serve(b, "echo", TURN, name, b.keys)
 
 
-async def test_a_guest_that_names_the_schedulers_process_has_nothing_stopped(
-    tmp_path: Path,
-) -> None:
+async def test_a_guest_that_names_the_schedulers_process_stops_nothing(tmp_path: Path) -> None:
     async with bench(tmp_path, DispatchConfig(replace_after_s=0.001)) as b:
         dog, own = Watchdog(tmp_path), (os.getpid(), socket.gethostname())
         with registered(b, "sly", 2**60, *own):
@@ -171,10 +162,9 @@ async def test_an_invitation_to_a_service_without_a_name_grants_nothing(tmp_path
         with pytest.raises(ValueError, match="no peer can be invited to 'judge': name one"):
             b.run_keys.invite("judge", b.dispatcher.endpoint)
         stored = b.run_keys.mint("invited-judge-old", ("judge",))  # by an older checkout
+        sly = Service("sly", {"judge.mine": NotImplemented}, 4)
         with pytest.raises(Rejected, match=r"its key may offer judge, and not judge\.mine"):
-            await Service("sly", {"judge.mine": NotImplemented}, 4).run(
-                b.dispatcher.endpoint, stored, signals=False
-            )
+            await sly.run(b.dispatcher.endpoint, stored, signals=False)
 
 
 def test_no_environment_gives_a_score_that_overflows_nor_a_text_that_fills_the_disk() -> None:
