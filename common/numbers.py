@@ -5,6 +5,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
+LARGEST = 1e6
+"""No score is larger or smaller than this: sums of squares of such numbers cannot overflow."""
 Positive = Annotated[float, Meta(gt=0)]
 """A number of more than 0."""
 NotNegative = Annotated[float, Meta(ge=0)]

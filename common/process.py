@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
 from typing import Any
 
+from coppice.common.terminal import visible
+
 STACKS = signal.SIGUSR1
 """The signal that asks a process for the Python stacks of all threads. faulthandler answers in C,
 also in a deadlock or an endless loop."""
@@ -28,12 +30,19 @@ _SECRET = re.compile(
 )
 
 
+class _Visible(logging.Formatter):
+    """Writes what others wrote, such as a judge's error, without its control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
 def begin() -> None:
     """Must be called before the process does anything else. Everything goes to stderr, which is the
     log of a launched process."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Visible("%(asctime)s %(name)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     faulthandler.register(STACKS, file=sys.__stderr__ or sys.stderr, all_threads=True)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)

@@ -6,6 +6,7 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from coppice.common.numbers import LARGEST
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import JudgedTurn, Judgement, SpeakRequest
 
@@ -31,11 +32,13 @@ class PlugIn:
 
 class Judge(PlugIn):
     """Subclass this, set ``name`` and ``columns`` (the names of its scores), and write ``score``.
-    environments: the names of the environments that it can judge, () for any. batch: most turns in
-    one ``score`` call."""
+    limits: the lowest and the highest score; an answer beyond them is refused. environments: the
+    names of the environments that it can judge, () for any. batch: most turns in one ``score``
+    call."""
 
     service_kind = "judge"
     columns: Sequence[str] = ()
+    limits: tuple[float, float] = (-LARGEST, LARGEST)
     environments: Sequence[str] = ()
     concurrency = 32
     batch: int = 32

@@ -13,7 +13,7 @@ from coppice.common.process import begin
 from coppice.judges.base import Judge
 from coppice.judges.serve import connection, make_worker, serve
 from coppice.wire.faults import Fault
-from coppice.wire.keys import Invitation, PeerKeys, RunKeys, write_private
+from coppice.wire.keys import COLUMNS, Invitation, PeerKeys, RunKeys, write_private
 from coppice.wire.sockets import is_loopback
 
 _EVERY_ADDRESS = ("0.0.0.0", "[::]", "*")
@@ -40,6 +40,8 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("invitations (with --run)").add_argument
     service = "print an invitation to offer judge.NAME, player.NAME or speaker.NAME"
     add("--invite", metavar="SERVICE", help=service)
+    columns = f"those that the invited judge may score (default: {','.join(COLUMNS)})"
+    add("--columns", default=",".join(COLUMNS), metavar="A,B", help=columns)
     to = "write the invitation to this file, which only you can read"
     add("--to", type=Path, metavar="FILE", help=to)
     host = "the name or address by which the guest reaches this machine"
@@ -101,7 +103,8 @@ def _change_invitations(flags: argparse.Namespace) -> None:
         return
     if flags.to is not None and flags.to.exists():
         raise FileExistsError(f"{flags.to} is there already: name another file, or remove it")
-    name, invitation = keys.invite(flags.invite, reachable(endpoint, flags.host))
+    columns = tuple(flags.columns.split(","))
+    name, invitation = keys.invite(flags.invite, reachable(endpoint, flags.host), columns)
     text = msgspec.json.encode(invitation).decode()
     if flags.to is not None:
         write_private(flags.to, text + "\n")
@@ -109,8 +112,9 @@ def _change_invitations(flags: argparse.Namespace) -> None:
         print(text, flush=True)
     # On the other stream, so that the invitation can be redirected to a file.
     print(
-        f"{name} may offer {flags.invite} and nothing else. The guest saves the line as a file that"
-        " only the guest can read and runs coppice serve module:Class --invite-file FILE."
+        f"{name} may offer {flags.invite} and nothing else, and as a judge score no other columns"
+        f" than {', '.join(columns)} (--columns). The guest saves the line as a file that only the"
+        " guest can read and runs coppice serve module:Class --invite-file FILE."
         f" Take it back: coppice serve --run {flags.run} --revoke {name}",
         file=sys.stderr,
     )

@@ -54,6 +54,7 @@ class ExactMatch(RuleJudge):
 
     name = "exact_match"
     columns = ("outcome", "f1")
+    limits = (0.0, 1.0)
 
     def judge(self, turn: JudgedTurn) -> Judgement:
         # None means no answer block. Only "", an empty block, can equal a gold that consists of

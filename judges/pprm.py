@@ -87,6 +87,7 @@ class Pprm(ChatJudge):
 
     name = "pprm"
     columns = ("process",)
+    limits = (0.0, 1.0)
 
     def __init__(
         self,

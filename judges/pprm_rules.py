@@ -42,6 +42,7 @@ class PprmRules(RuleJudge):
 
     name = "pprm_rules"
     columns = ("process",)
+    limits = (0.0, 1.0)
 
     def __init__(self, view: Literal["evidence", "retrieval"] = "evidence"):
         self.view = view

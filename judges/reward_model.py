@@ -24,6 +24,7 @@ class RewardModel(Judge):
 
     name = "reward_model"
     columns = ("process",)
+    limits = (0.0, 1.0)
     concurrency = 1
     batch = 8
 

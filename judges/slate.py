@@ -47,6 +47,7 @@ class Slate(ChatJudge):
 
     name = "slate"
     columns = ("think", "query", "answer")
+    limits = (-1.0, 1.0)
 
     def __init__(self, endpoint: ChatEndpoint, templates: dict[str, str] | None = None):
         built_in = {column: f"slate_{column}.txt" for column in self.columns}
@@ -91,6 +92,7 @@ class SlateRules(RuleJudge):
 
     name = "slate_rules"
     columns = ("think", "query", "answer")
+    limits = (-1.0, 1.0)
 
     def __init__(
         self,
@@ -131,6 +133,7 @@ class SlateEm(RuleJudge):
 
     name = "slate_em"
     columns = ("think", "query", "answer")
+    limits = (-1.0, 1.0)
 
     def judge(self, turn: JudgedTurn) -> Judgement:
         if turn.answer is None:

@@ -66,6 +66,7 @@ class SotopiaJudge(ChatJudge):
 
     name = "sotopia"
     columns = ("outcome", *DIMENSIONS)
+    limits = (-10.0, 10.0)
     environments = ("sotopia",)
     batch = 32
 
@@ -124,6 +125,7 @@ class SotopiaRules(RuleJudge):
 
     name = "sotopia_rules"
     columns = ("outcome", "goal", "secret")
+    limits = (-10.0, 10.0)
     environments = ("sotopia",)
 
     def judge(self, turn: JudgedTurn) -> Judgement:

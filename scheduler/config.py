@@ -7,6 +7,7 @@ import msgspec
 from coppice.common.declared import Equal
 from coppice.common.numbers import Count, Natural, NotNegative, Positive
 from coppice.common.shards import Shard
+from coppice.scheduler.dispatch.bounds import JudgeGives
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
 
 UNJUDGED = "none"
@@ -117,3 +118,5 @@ class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether the judge scores queries by the tasks' supporting passages."""
     routed: bool = False
     """Whether the learner routes trained tokens as the engine did (learner.routing_replay)."""
+    judges: dict[str, JudgeGives] = {}
+    """What the run's own judges declare, by service."""

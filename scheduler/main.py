@@ -88,6 +88,7 @@ class Run:
             bind = before.read_text()
         self.dispatcher = Dispatcher(bind, keys, s.dispatch, process.seed, router, clock)
         self.metrics = Metrics(self.folder, self.shard.count > 1 and not self.shard.number)
+        self.dispatcher.declared = process.judges
         self.dispatcher.on_event, self.dispatcher.on_fault = self.metrics.event, self._faulted
         self.dispatcher.roster.on_join = self._joined
         self.dispatcher.roster.on_leave = self._left

@@ -15,6 +15,11 @@ class InfrastructureFault(Fault):
     another worker, so it is retried and counted."""
 
 
+class Refused(InfrastructureFault):
+    """An answer cannot be right. If there is no other worker to ask, the call fails with a
+    DataFault."""
+
+
 class DataFault(Fault):
     """No worker can serve this request. Its task is quarantined together with the reason."""
 

@@ -29,6 +29,11 @@ ROLES: dict[str, tuple[str, ...]] = {
 INVITED = ("judge", "player", "speaker")
 """The services to which an outside peer can be invited. Actors and learners read and write the
 run's folder, so they are never outside."""
+RESERVED = re.compile(r"(scheduler|learner|actor|judges|judge-model|players|retriever)(-\d+)?")
+"""The names of a run's own processes, which no guest may take."""
+COLUMNS = ("think", "query", "answer", "process", "reward")
+"""The columns that a guest may score if the invitation names no others."""
+_INVITED = "invited-"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}")
 _SERVER_FILES = ("server_public", "server_secret")
 
@@ -77,19 +82,27 @@ class Invitation(PeerKeys, frozen=True, kw_only=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """What the holder of one key may offer. A service without a dot stands for all its names:
-    "judge" allows "judge.slate".
+    """What the holder of one key may offer. In the grant of a role, a service without a dot stands
+    for all its names: "judge" allows "judge.slate".
 
     secret: the secret half for a role of the run, "" for an invited peer, who alone has it.
+    columns: those that a guest, an invited peer, may score; None for a role.
     """
 
     public: str
     services: tuple[str, ...]
     secret: str = ""
+    columns: tuple[str, ...] | None = None
 
     def allows(self, service: str) -> bool:
         """Return whether the holder may offer ``service``."""
-        return service in self.services or service.split(".", 1)[0] in self.services
+        kind = "" if self.guest else service.split(".", 1)[0]
+        return service in self.services or kind in self.services
+
+    @property
+    def guest(self) -> bool:
+        """Whether the holder was invited. Nothing that a guest says of itself is trusted."""
+        return self.columns is not None
 
 
 class RunKeys:
@@ -125,25 +138,34 @@ class RunKeys:
         with _of_started_run(folder):
             return cls(folder)
 
-    def mint(self, name: str, services: tuple[str, ...], keep: bool = False) -> PeerKeys:
+    def mint(
+        self, name: str, services: tuple[str, ...], keep: bool = False,
+        columns: tuple[str, ...] | None = None,
+    ) -> PeerKeys:  # fmt: skip
         """Create a key pair that may offer ``services``. The run keeps the secret half only if
-        ``keep``; otherwise only the caller has it."""
+        ``keep``; otherwise only the caller has it. columns: see ``Grant``."""
         public, secret = (key.decode() for key in zmq.curve_keypair())
-        grant = Grant(public, services, secret if keep else "")
+        grant = Grant(public, services, secret if keep else "", columns)
         write_private(self._path(name), msgspec.json.encode(grant).decode())
         self.reload()
         return PeerKeys(self.server_public, public, secret)
 
-    def invite(self, service: str, endpoint: str) -> tuple[str, Invitation]:
-        """Mint a pair for an outside peer that may offer ``service`` alone. Returns the name by
-        which it is revoked, and the invitation. Raises ValueError for a service of the run."""
-        if service.split(".", 1)[0] not in INVITED or not _NAME.fullmatch(service):
+    def invite(
+        self, service: str, endpoint: str, columns: tuple[str, ...] = COLUMNS
+    ) -> tuple[str, Invitation]:
+        """Mint a pair for a guest that may offer ``service`` alone, and score ``columns`` alone if
+        it is a judge. Returns the name by which it is revoked, and the invitation. Raises
+        ValueError for a service of the run, or for one without a name."""
+        kind, _, own = service.partition(".")
+        if kind not in INVITED or not own or not _NAME.fullmatch(service):
             raise ValueError(
-                f"no peer can be invited to {service!r}: expected one of {', '.join(INVITED)}, or"
-                " one name of it such as judge.brevity"
+                f"no peer can be invited to {service!r}: name one service of the kinds"
+                f" {', '.join(INVITED)}, such as judge.brevity"
             )
-        name = f"invited-{service}-{secrets.token_hex(3)}"
-        pair = self.mint(name, (service,))
+        if odd := [column for column in columns if not _NAME.fullmatch(column)]:
+            raise ValueError(f"{odd} name no columns: expected such as think,query,answer")
+        name = f"{_INVITED}{service}-{secrets.token_hex(3)}"
+        pair = self.mint(name, (service,), columns=columns)
         return name, Invitation(pair.server_public, pair.public, pair.secret, endpoint=endpoint)
 
     def revoke(self, name: str) -> None:
@@ -168,6 +190,8 @@ class RunKeys:
                 grant = msgspec.json.decode(path.read_bytes(), type=Grant)
             except (OSError, msgspec.DecodeError):
                 continue  # deleted meanwhile, or not written by ``mint``
+            if path.stem.startswith(_INVITED) and grant.columns is None:  # by an older checkout
+                grant = msgspec.structs.replace(grant, columns=COLUMNS)
             grants[grant.public] = grant
         self._grants = grants
 

@@ -72,6 +72,7 @@ class MinesweeperOracle(Oracle):
     name = "minesweeper"
     environments = ("minesweeper",)
     columns = ("reward", "graded", "risk", "exact", "valid_share")
+    limits = (-2.0, 2.0)
     concurrency = 64
     batch = 32
     threaded = True

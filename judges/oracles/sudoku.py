@@ -26,6 +26,7 @@ class SudokuOracle(Oracle):
     name = "sudoku"
     environments = ("sudoku",)
     columns = ("reward", "graded", "valid_share")
+    limits = (-2.0, 2.0)
 
     def __init__(self, reward: Literal["binary", "graded"] = "binary"):
         self.reward = reward

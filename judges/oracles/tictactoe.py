@@ -94,6 +94,7 @@ class TicTacToeOracle(RuleJudge):
     name = "tictactoe"
     environments = ("tictactoe",)
     columns = ("reward", "optimal", "valid_share")
+    limits = (0.0, 1.0)
     concurrency = 1
     batch = 8
     threaded = True

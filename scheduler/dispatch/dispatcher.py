@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from coppice.scheduler.dispatch import bounds
 from coppice.scheduler.dispatch.calls import (
     LEAST_LOADED,
     Attempt,
@@ -32,7 +33,7 @@ from coppice.scheduler.dispatch.roster import Roster
 from coppice.wire import arrays
 from coppice.wire import messages as wire
 from coppice.wire.arrays import Frame, encode
-from coppice.wire.faults import FAULTS, Fault, InfrastructureFault, WireError
+from coppice.wire.faults import FAULTS, DataFault, Fault, InfrastructureFault, Refused, WireError
 from coppice.wire.keys import RunKeys
 from coppice.wire.service import REGISTER_AGAIN, service_types
 from coppice.wire.sockets import Router
@@ -80,7 +81,8 @@ def _forget(queue: deque[Pending], pending: Pending) -> None:
 class Dispatcher:
     """Owns the calls, and the workers in its ``roster``, from ``start`` to ``close``. counters:
     calls, retries, timeouts, failed, late_answers, malformed_peers, refused_peers, dead_workers,
-    lost_calls. on_fault(service, fault, caller). router, clock: what a simulation replaces."""
+    lost_calls, refused_answers. on_fault(service, fault, caller). declared: by the run's judges, by
+    service. router, clock: what a simulation replaces."""
 
     on_event: Callable[[Event], None] | None = None
     on_fault: Callable[[str, Fault, str], None] | None = None
@@ -105,6 +107,8 @@ class Dispatcher:
         self._waiting: defaultdict[str, deque[Pending]] = defaultdict(deque)
         self._again_at: dict[str, asyncio.TimerHandle] = {}
         self._limits = arrays.Limits()
+        self.declared: dict[str, bounds.JudgeGives] = {}
+        self._told: set[str] = set()  # the workers of which a refused answer was reported
         self._closed = False
 
     async def start(self) -> None:
@@ -281,15 +285,22 @@ class Dispatcher:
         self._finish(attempt, fault.kind)
         if pending.done.done():
             return
-        self._report(pending, fault)
+        whose, refused = f"{attempt.worker.key}/{attempt.worker.name}", isinstance(fault, Refused)
+        if not refused or whose not in self._told:
+            self._report(pending, fault)
         if not infrastructure:
             pending.settle(fault)
             return
         pending.last_fault = fault
         pending.failed_on |= {attempt.worker.name}
-        if pending.tries >= self.config.max_attempts or pending.worker is not None:
+        others = refused and {w.name for w in self.workers(pending.service)} - pending.failed_on
+        if refused:
+            self._told.add(whose)
+            self.counters["refused_answers"] += 1
+        spent = pending.tries >= self.config.max_attempts and not others
+        if spent or pending.worker is not None:
             self.counters["failed"] += 1
-            pending.settle(fault)
+            pending.settle(DataFault(str(fault)) if refused else fault)
             return
         self.counters["retries"] += 1
         seconds = backoff(pending.tries, self._rng)
@@ -367,7 +378,7 @@ class Dispatcher:
             case wire.Drain():
                 worker.draining = True
             case wire.Goodbye(reason=reason):
-                self.roster.leave(worker, reason or "left")
+                self.roster.leave(worker, bounds.said(reason) or "left")
             case _:
                 kind = type(header).__name__
                 raise WireError(f"{worker.name} sent a {kind}, which only a scheduler sends")
@@ -395,18 +406,21 @@ class Dispatcher:
                 # the worker gave it up there, before this process has looked
                 if self.clock() >= pending.deadline:
                     seconds = pending.deadline - pending.since
-                    self._expire(pending, seconds, f"answered: {header.message}")
+                    self._expire(pending, seconds, f"answered: {bounds.said(header.message)}")
                     return
                 if self.clock() > pending.deadline - _AT_DEADLINE_S:
                     worker.expires(attempt)
-            self._fail(attempt, FAULTS[header.kind](f"{worker.name}: {header.message}"))
+            message = f"{worker.name}: {bounds.said(header.message)}"
+            self._fail(attempt, FAULTS[header.kind](message))
             return
         body = arrays.decode_body(frames, pending.result_type)
         try:
             if pending.check is not None:
                 pending.check(body)
+            gives = self.declared.get(pending.service)
+            bounds.check(body, self.router.grant(worker.key), gives)
         except InfrastructureFault as fault:
-            self._fail(attempt, InfrastructureFault(f"{worker.name} answered {fault}"))
+            self._fail(attempt, type(fault)(f"{worker.name} answered {fault}"))
             return
         worker.breaker.record(True, now := self.clock())
         worker.answers(now)

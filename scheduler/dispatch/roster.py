@@ -9,6 +9,9 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
+
+from coppice.scheduler.dispatch import bounds
 from coppice.scheduler.dispatch.calls import DispatchConfig, Worker
 from coppice.scheduler.dispatch.pool import Pool
 from coppice.wire.arrays import encode
@@ -115,16 +118,19 @@ class Roster:
             worker.heard = self.clock()
             self.send(worker, Registered(self.config.heartbeat_s, worker.admission))
             return
-        for service in hello.services:
-            service_types(service)
         if (reason := self._forbidden(hello)) is not None:
             self.refuse(identity, hello.worker, reason)
             return
+        for service in hello.services:
+            service_types(service)
         if hello.protocol != 1 or hello.capacity < 1:
             told = f"protocol {hello.protocol}, capacity {hello.capacity}"
             raise WireError(f"{hello.worker} registers with {told}: expected 1 and at least 1")
         if (old := self.by_name.get(hello.worker)) is not None:
             self.remove(old, f"replaced by a new process of the same name {old.name}")
+        if (grant := self.router.grant(self.router.sender)) is not None and grant.guest:
+            # the watchdog would take it for the process of the run that it names
+            hello = msgspec.structs.replace(hello, pid=0, host="elsewhere")
         admission = f"{next(self.numbers):x}"
         worker = Worker(identity, hello, self.clock(), admission, self.router.sender)
         worker.joined = next(self._arrivals)
@@ -139,6 +145,8 @@ class Roster:
         grant = self.router.grant(self.router.sender)
         if grant is None:
             return "its key was revoked: ask for a new invitation (coppice serve --invite)"
+        if reason := bounds.misnamed(hello, grant):
+            return reason
         if extra := [service for service in hello.services if not grant.allows(service)]:
             return f"its key may offer {', '.join(grant.services)}, and not {', '.join(extra)}"
         if (

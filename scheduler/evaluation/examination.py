@@ -13,7 +13,7 @@ from coppice.actors.environments.base import Environment, Task
 from coppice.scheduler.concurrency import gather
 from coppice.scheduler.dispatch.weight_sync import WeightSync
 from coppice.scheduler.evaluation import best, evaluation
-from coppice.scheduler.growth import strategies
+from coppice.scheduler.growth import answers, strategies
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.open_trees import OpenTrees
 from coppice.scheduler.growth.services import Runtime
@@ -101,7 +101,9 @@ class Examination:
         async def grow(tree: Tree, context: Context) -> None:
             await self.strategy(tree, context)
             # so that what cannot be measured fails with its tree
-            evaluation.measured(self.environment, task, tree)
+            for name, values in evaluation.measured(self.environment, task, tree).items():
+                for value in values:
+                    answers.check_environment(self.environment.name, {name: value})
 
         async with room:
             tree, journal = Tree(self.trees.number(), task.id, "heldout"), self.runtime.journal

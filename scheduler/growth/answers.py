@@ -1,48 +1,34 @@
 """Refuse answers that cannot be right before they enter a tree, which the journal keeps for good.
 The dispatcher then asks another worker, as after any infrastructure fault."""
 
-import math
 from collections.abc import Mapping
 
 import msgspec
 import numpy as np
 
 from coppice.common import support
+from coppice.common.numbers import LARGEST
 from coppice.scheduler.dispatch.weight_sync import Versions
-from coppice.wire.faults import InfrastructureFault
-from coppice.wire.messages import GenerateRequest, GenerateResult, JudgeResult, Sample
+from coppice.wire.faults import InfrastructureFault, Refused
+from coppice.wire.messages import GenerateRequest, GenerateResult, Sample
 
 ABOVE_ZERO = 1e-3
 """How far rounding may lift the logarithm of a probability above 0."""
 
 
 def complete(parts: str, expected: int, answer: msgspec.Struct) -> None:
-    """Raise InfrastructureFault unless the field ``parts`` has as many parts as were asked for."""
+    """Raise Refused unless the field ``parts`` has as many parts as were asked for."""
     if (count := len(getattr(answer, parts))) != expected:
-        raise InfrastructureFault(f"{count} {parts}, expected {expected}: mend the worker")
-
-
-def not_finite(scores: Mapping[str, float]) -> str:
-    """Name a score that is no finite number, or "". What a judge or an environment gives enters a
-    tree through here; nothing later looks for it again."""
-    for column, score in scores.items():
-        if not math.isfinite(score):
-            return f"the score {score} in column {column!r}"
-    return ""
+        raise Refused(f"{count} {parts}, expected {expected}: mend the worker")
 
 
 def check_environment(name: str, scores: Mapping[str, float]) -> None:
-    """Raise ValueError if the environment ``name`` gave a score that is no finite number."""
-    if bad := not_finite(scores):
-        raise ValueError(f"the environment {name} gave {bad}, expected a number: mend it")
-
-
-def judged(turns: int, answer: JudgeResult) -> None:
-    """Raise InfrastructureFault unless each turn has a judgement whose scores are finite."""
-    complete("judgements", turns, answer)
-    for judgement in answer.judgements:
-        if bad := not_finite(judgement.scores):
-            raise InfrastructureFault(f"{bad}, expected a number: mend the judge")
+    """Raise ValueError if the environment ``name`` gave a score that is no number or too large.
+    Nothing later looks for it again."""
+    for column, score in scores.items():
+        if not abs(score) <= LARGEST:  # NaN compares as False
+            odd = f"the score {score} in column {column!r}, expected at most {LARGEST:g}"
+            raise ValueError(f"the environment {name} gave {odd}: mend it")
 
 
 def sampled(

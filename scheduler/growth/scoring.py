@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from coppice.common.terminal import visible
 from coppice.scheduler.config import UNJUDGED
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.tree import Node, turns_of
@@ -24,7 +25,7 @@ async def score(ctx: Context, nodes: Sequence[Node]) -> None:
         node.scores.update(judgement.scores)
         node.invalid = judgement.invalid
         if judgement.explanation:
-            node.notes[ctx.settings.judge] = judgement.explanation
+            node.notes[ctx.settings.judge] = visible(judgement.explanation)
     ctx.changed(nodes)
 
 
@@ -63,7 +64,7 @@ async def log_outcome(ctx: Context, node: Node) -> list[str]:
     node.scores.update(judgement.scores)
     node.invalid = sorted({*node.invalid, *judgement.invalid})
     if judgement.explanation:
-        node.notes[name] = judgement.explanation
+        node.notes[name] = visible(judgement.explanation)
     ctx.runtime.counts["invalid_outcomes"] += "outcome" in judgement.invalid
     ctx.changed([node])
     return list(judgement.scores)

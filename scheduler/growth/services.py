@@ -140,7 +140,7 @@ class Services(Tools):
         """The judge's answer to each turn; empty ones from the judge "none"."""
         if judge == UNJUDGED:
             return [wire.Judgement({}) for _ in turns]
-        check = partial(answers.judged, len(turns))
+        check = partial(answers.complete, "judgements", len(turns))
         return (await self._call(f"judge.{judge}", wire.JudgeRequest(turns), check)).judgements
 
     def rendered(self, state: Any, thinking: bool | None = None) -> tuple[Shown, Shown]:

@@ -20,7 +20,7 @@ from coppice.actors.environments.base import RejectedTask
 from coppice.common import atomic, vision
 from coppice.common.shards import Shard
 from coppice.scheduler.growth.tree import Tree
-from coppice.scheduler.ledger.node_codec import encode_node, restore
+from coppice.scheduler.ledger.node_codec import MOST, encode_node, restore
 from coppice.wire.messages import Turn
 
 _SCHEMA = """
@@ -182,7 +182,7 @@ class Journal:
 
     def close_tree(self, tree: Tree, status: str = "closed", reason: str | None = None) -> None:
         """Record that the tree grows no more, and write its changed nodes."""
-        row = status, reason, tree.id
+        row = status, reason and reason[:MOST], tree.id
         self.save_nodes(tree, ("UPDATE trees SET status=?, reason=? WHERE id=?", [row]))
 
     def mark_trained(self, group: int, version: int) -> None:

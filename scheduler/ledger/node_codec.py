@@ -14,17 +14,25 @@ from coppice.wire.arrays import DTYPES, NAMES
 DIFFERENCE = 1
 """The msgpack extension of a state that is stored as its difference from another one."""
 SEQUENCE = (list, tuple)
+MOST = 2**23
+"""The most bytes of a node besides its arrays: its text, notes, scores and state."""
 
 
 def encode_node(node: Node, tree: Tree | None = None) -> bytes:
     """Encode a node as msgpack, with arrays inline as [dtype, bytes]. The state is shortened if the
-    ``tree`` is given to which the node belongs."""
+    ``tree`` is given to which the node belongs. Raises ValueError for texts of more than ``MOST``.
+    """
     before = tree.state_before(node) if node.state is not None and tree is not None else None
     state = node.state
     if isinstance(state, dict) and isinstance(before, dict) and state.keys() == before.keys():
         difference = msgspec.msgpack.encode(_difference(state, before))
         node = msgspec.structs.replace(node, state=Ext(DIFFERENCE, difference))
-    return msgspec.msgpack.encode(node, enc_hook=_plain)
+    body = msgspec.msgpack.encode(node, enc_hook=_plain)
+    if len(body) > MOST:
+        arrays = [value for value in msgspec.structs.astuple(node) if isinstance(value, np.ndarray)]
+        if (size := len(body) - sum(array.nbytes for array in arrays)) > MOST:
+            raise ValueError(f"a node of {size} bytes of text and state, expected at most {MOST}")
+    return body
 
 
 def decode_node(blob: bytes) -> Node:

@@ -25,7 +25,7 @@ LETTERS = 12
 """A message with fewer letters of its own says only what its values say."""
 FAULTS = (
     "InfrastructureFault DataFault JournalError CheckpointError DamagedError PackingError Rejected"
-    " MemoryError TimeoutError"
+    " MemoryError TimeoutError Refused"
 ).split()
 SAID = "alerts.say self._say screen.say self.screen.say log.warning log.error log.exception".split()
 FUNCTIONS = {

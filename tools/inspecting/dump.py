@@ -13,6 +13,7 @@ from pathlib import Path
 import polars as pl
 
 from coppice.common.options import command_parser
+from coppice.common.terminal import visible
 from coppice.scheduler.growth.tree import Node
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.tools.evaluating.examination import table as aligned
@@ -121,7 +122,7 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
     width = shutil.get_terminal_size((120, 40)).columns
     if options.diff:
         one, other = (_path(journal, place) for place in options.diff)
-        print(drawing.difference(one, other, width))
+        print(visible(drawing.difference(one, other, width)))
         return
     if options.sql:
         split = "heldout" if options.heldout else "train"
@@ -146,9 +147,9 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
         print(f"{options.html}: {len(rows)} trees, {options.html.stat().st_size / 2**20:.1f} MiB")
     elif options.json:
         for row in rows:
-            print(json.dumps(drawing.as_json(journal, row), ensure_ascii=False))
+            print(visible(json.dumps(drawing.as_json(journal, row), ensure_ascii=False)))
     elif options.dot:
-        print("\n".join(drawing.as_dot(journal, row) for row in rows))
+        print(visible("\n".join(drawing.as_dot(journal, row) for row in rows)))
     elif options.groups:
         _print(table.select(name for name in OF_GROUPS.split() if name in table.columns), width)
     elif options.list or (len(rows) > 1 and not (options.all or options.full or options.tokens)):
@@ -159,12 +160,13 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
         if version is not None:
             print(f"newest: version {version}")
         for row in rows:
-            print(drawing.as_text(journal, row, detail) + "\n")
+            print(visible(drawing.as_text(journal, row, detail)) + "\n")
 
 
 def _print(table: pl.DataFrame, width: int) -> None:
     cells = [[_cell(value) for value in row] for row in table.rows()]
-    print("\n".join(line[:width].rstrip() for line in aligned([table.columns, *cells])))
+    lines = (line[:width].rstrip() for line in aligned([table.columns, *cells]))
+    print(visible("\n".join(lines)))
 
 
 def _check_columns(option: str, names: list[str], table: pl.DataFrame) -> None:

@@ -25,6 +25,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Footer, OptionList, Static
 
 from coppice.common.options import command_parser
+from coppice.common.terminal import visible
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.scheduler.ledger.records import Reader
 from coppice.scheduler.telemetry import health
@@ -120,7 +121,8 @@ def _processes(run: Path, now: Status) -> Rows:
     """The launcher's processes, then the workers that joined from elsewhere."""
     report = health.joined(health.read_all(run)) if now.state == "running" else None
     joined = report.workers if report is not None else []
-    workers = {worker.pid: worker for worker in joined if worker.state == "here"}
+    # guests have no number
+    workers = {worker.pid or worker.name: worker for worker in joined if worker.state == "here"}
 
     def calls(worker: health.WorkerHealth | None) -> str:
         limit = f"/{worker.capacity}" if worker and worker.capacity < 2**20 else ""
@@ -129,7 +131,7 @@ def _processes(run: Path, now: Status) -> Rows:
     rows: Rows = [(*status.cells(p), calls(workers.pop(p.pid, None))) for p in now.processes]
     for worker in workers.values():
         heard = span(report.at - worker.heard if report is not None else None)
-        place = (worker.name, str(worker.pid), f"on {worker.host}", "-", "-", "-")
+        place = (worker.name, str(worker.pid or "-"), f"on {worker.host}", "-", "-", "-")
         rows.append((*place, heard, calls(worker)))
     return rows
 
@@ -293,13 +295,14 @@ class WatchApp(App[None]):
             return
         before = self.usable
         width = self.query_one("#words").content_size.width or 78
-        text = "\n".join(words(self.look, width))
+        text = visible("\n".join(words(self.look, width)))
         label = self.query_one("#text", Static)
         if text != label.content:
             label.update(text, layout=text.count("\n") != str(label.content).count("\n"))
         running = self.look.status.state == "running"
         paused = self.look.status.paused.startswith("paus")
-        self.query_one("#trees", Static).update("\n".join(table([TREES, *self.look.trees])))
+        trees = visible("\n".join(table([TREES, *self.look.trees])))
+        self.query_one("#trees", Static).update(trees)
         self.query_one(ProcessTable).show(self.look.processes, BAD if running else ())
         self.usable = {"pause": running and not paused, "resume": running and paused}
         self.usable |= {"drain": running, "stop": running}

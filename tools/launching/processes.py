@@ -14,13 +14,15 @@ from msgspec.structs import replace
 from coppice.actors.config import ActorProcess
 from coppice.common import hardware, shards
 from coppice.common.process import die_with, free_port
+from coppice.judges.base import Judge
 from coppice.judges.config import with_served_model
 from coppice.judges.retriever.worker import RetrieverProcess
-from coppice.judges.serve import PLAYERS, JudgeProcess, built_in_service
+from coppice.judges.serve import PLAYERS, JudgeProcess, built_in_service, make_worker
 from coppice.judges.slate import SlateRules
 from coppice.learner import schemes
 from coppice.learner.config import LearnerConfig, LearnerProcess
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
+from coppice.scheduler.dispatch.bounds import JudgeGives
 from coppice.scheduler.telemetry.tracking import KEYS
 from coppice.tools.defaults.settings import importable
 from coppice.tools.launching.config import Config
@@ -87,6 +89,15 @@ def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[Planne
     # A plug-in announces its own name, so only built-in services are waited for.
     services = [service for service in map(built_in_service, config.judges.use) if service]
     services += ["retrieve"] if assets.retriever else []
+    judges = {k: v for k, v in config.judges.use.items() if k not in PLAYERS}
+    served = None
+    if config.judges.model is not None:
+        name, port = "judge-model", free_port()
+        served = JudgeModelProcess(name, str(run), assets.judge_model, port, config.judges.model)
+        url = f"http://{JUDGE_HOST}:{port}/v1"
+        judges = {k: with_served_model(v, url, served.model) for k, v in judges.items()}
+    own = [make_worker(*item) for item in judges.items()]
+    gives = {j.service: JudgeGives((*j.columns,), j.limits) for j in own if isinstance(j, Judge)}
     # The death of the first scheduler resumes the whole run; another one is started again alone.
     for process, _, number in each("scheduler", "coppice.scheduler.main"):
         actors = 1 if config.cluster.on else len(range(number, a.count, s.shards))
@@ -95,16 +106,12 @@ def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[Planne
             assets.train, assets.heldout, actors, services, max(1, a.max_batch // 4),
             _share(s, number), a.max_context, needs.reward_column, needs.equal,
             config.deterministic, shards.Shard(number, s.shards), a.max_batch,
-            reads_evidence(config), w.routing_replay,
+            reads_evidence(config), w.routing_replay, gives,
         )  # fmt: skip
-    judges = {k: v for k, v in config.judges.use.items() if k not in PLAYERS}
     rest = _shown(gpus_left(config, hardware.visible_gpus()))
-    if config.judges.model is not None:
-        name, threads, port = "judge-model", config.judges.model.threads, free_port()
-        served = JudgeModelProcess(name, str(run), assets.judge_model, port, config.judges.model)
-        url, module = f"http://{JUDGE_HOST}:{port}/v1", "coppice.tools.launching.serve_model"
-        judges = {k: with_served_model(v, url, served.model) for k, v in judges.items()}
-        yield PlannedProcess(name, module, name, threads, environment=rest), served
+    if served is not None:
+        name, module = served.name, "coppice.tools.launching.serve_model"
+        yield PlannedProcess(name, module, name, served.model.threads, environment=rest), served
     for process, home, _ in each("judges", "coppice.judges.serve", environment=rest):
         yield process, JudgeProcess(process.name, home, judges)
     # opponents run apart from the judges, because a slow oracle would keep them waiting

@@ -15,6 +15,7 @@ from typing import IO, Literal, TextIO
 import msgspec
 
 from coppice.common import shards
+from coppice.common.terminal import visible
 from coppice.scheduler.ledger.records import UPDATE, Joined
 from coppice.scheduler.telemetry.alerts import NOTICE, WARNING
 
@@ -93,7 +94,7 @@ class RunScreen:
             return
         width = shutil.get_terminal_size().columns if self._out.isatty() else sys.maxsize
         with self._lock:
-            for line in text.split("\n"):
+            for line in visible(text).split("\n"):
                 lines = told(line, width) if len(line) > width else [line]
                 self._write(self._out, "\n".join(lines) + "\n")
 
@@ -117,7 +118,7 @@ class RunScreen:
             line = f"{shards.called('scheduler', number)}: {line}" if number else line
             if not number or level == "fault":
                 self.say(line, level)
-            return line + "\n"
+            return visible(line) + "\n"
         values = {name: value for name, value in record.items() if value is not None}
         copied = ""
         with self._lock:

@@ -188,8 +188,9 @@ class Supervisor:
 
     def _served(self, child: Child) -> bool:
         reports = [one.health for one in self.watchdogs if one.health is not None]
+        pid = child.process.pid  # 0 before another node has begun it, and for guests
         return any(
-            worker.answered and child.process.pid in (worker.pid, report.pid)
+            pid and worker.answered and pid in (worker.pid, report.pid)
             for report in reports
             for worker in report.workers
         )
