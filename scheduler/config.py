@@ -117,3 +117,5 @@ class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether the judge scores queries by the tasks' supporting passages."""
     routed: bool = False
     """Whether the learner routes trained tokens as the engine did (learner.routing_replay)."""
+    inputs: dict[str, str] = {}
+    """The files that trees are made from, by the keys that name them (``ledger.resume``)."""

@@ -93,7 +93,7 @@ for number in range(100000):
 
 def test_after_kill_9_everything_that_was_reported_is_there_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _WRITER, str(tmp_path / "j")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}/src:{ROOT}"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as writer:
         assert writer.stdout is not None
         reported = [int(writer.stdout.readline()) for _ in range(50)]

@@ -12,6 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from coppice.actors.config import ActorProcess
+from coppice.actors.environments.task_files import listed
 from coppice.common import hardware, shards
 from coppice.common.process import die_with, free_port
 from coppice.judges.config import with_served_model
@@ -23,6 +24,7 @@ from coppice.learner.config import LearnerConfig, LearnerProcess
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
 from coppice.scheduler.telemetry.tracking import KEYS
 from coppice.tools.defaults.settings import importable
+from coppice.tools.launching import record
 from coppice.tools.launching.config import Config
 from coppice.tools.launching.memory import gpus_left, gpus_of, typed
 from coppice.tools.launching.method import strategy_options
@@ -95,7 +97,7 @@ def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[Planne
             assets.train, assets.heldout, actors, services, max(1, a.max_batch // 4),
             _share(s, number), a.max_context, needs.reward_column, needs.equal,
             config.deterministic, shards.Shard(number, s.shards), a.max_batch,
-            reads_evidence(config), w.routing_replay,
+            reads_evidence(config), w.routing_replay, _inputs(config, assets, run),
         )  # fmt: skip
     judges = {k: v for k, v in config.judges.use.items() if k not in PLAYERS}
     rest = _shown(gpus_left(config, hardware.visible_gpus()))
@@ -126,6 +128,30 @@ def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[Planne
             process.name, homes[place % s.shards], seed, assets.model, a, place,
             config.deterministic,
         )  # fmt: skip
+
+
+def _inputs(config: Config, assets: Assets, run: Path) -> dict[str, str]:
+    """Return what a run's trees are made from: commit, config, and the files of tasks, plug-ins and
+    their options, by setting."""
+    data, inputs = config.data, {"commit": record.commit(), "config": str(run / "config.json")}
+    for key, tasks in (("data.train", assets.train), ("data.heldout", assets.heldout)):
+        inputs |= {f"{key}[{i}]": path for i, path in enumerate(listed(tasks) if tasks else [])}
+    uses = {f"judges.use.{name}": (name, own) for name, own in config.judges.use.items()}
+    uses |= {"data": (data.environment, data.options)}
+    uses |= {"scheduler.strategy": (config.scheduler.strategy, {})}
+    for key, (name, own) in uses.items():
+        values = {key: name} | {f"{key}.{option}": value for option, value in own.items()}
+        inputs |= {one: file for one, value in values.items() if (file := _file_in(str(value)))}
+    return inputs
+
+
+def _file_in(setting: str) -> str:
+    """Return the file of a plug-in, which the rules have imported, or the first file among the
+    words of an option, "" if there is none."""
+    module, colon, _ = setting.partition(":")
+    loaded = sys.modules.get(module) if colon else None
+    words = [getattr(loaded, "__file__", None) or module, *setting.split()]
+    return next(filter(os.path.isfile, words), "")
 
 
 def reads_evidence(config: Config) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from coppice.common import frontier
 from coppice.common.shards import Shard, folder
 from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger import journal
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.inspecting.audit import audit, main
 from coppice.wire import digest
@@ -25,23 +26,23 @@ def write(run: Path, shards: int) -> Path:
     for number in range(shards):
         shard, home = Shard(number, shards), folder(run, number)
         home.mkdir(parents=True, exist_ok=True)
-        journal, identity, group = Journal(home / "journal.sqlite"), -1, -1
+        book, identity, group = Journal(home / "journal.sqlite"), -1, -1
         for draw in range(2 * UPDATES):
             identity, version = shard.after(identity), draw // 2
             tree = Tree(identity, f"task-{identity}")
             root = tree.add(None, "prompt", np.arange(4, dtype=np.int32), "prompt", state={})
-            journal.start_tree(tree, shard.position(draw), version)
+            book.start_tree(tree, shard.position(draw), version)
             for _ in range(2):
                 group = shard.after(group)
                 action = tree.add(root, "action", np.array([7, 8], np.int32), "act")
                 action.logprobs = np.full(2, -0.5, np.float32)
                 action.versions = np.full(2, version, np.int32)
                 tree.changed[action.id] = action
-                journal.save_group(tree, group, [Turn(action.id, 0, 1, {})])
-                journal.mark_trained(group, version + 1)
+                book.save_group(tree, group, [Turn(action.id, 0, 1, {})])
+                book.mark_trained(group, version + 1)
                 trained[group] = version + 1
-            journal.close_tree(tree)
-        journal.close()
+            book.close_tree(tree)
+        book.close()
         records = [{"version": v + 1, "learner/groups": 4.0 * shards} for v in range(UPDATES)]
         lines = [msgspec.json.encode(record) + b"\n" for record in records]
         (home / "metrics.jsonl").write_bytes(b"".join(lines))
@@ -62,9 +63,16 @@ def run(tmp_path: Path) -> Path:
 
 
 def execute(home: Path, statement: str) -> None:
-    with sqlite3.connect(home / "journal.sqlite") as journal:
-        journal.execute(statement)
-    journal.close()
+    """Execute a statement as a scheduler with a fault would: the rows' checksums are right."""
+    with sqlite3.connect(home / "journal.sqlite") as file:
+        file.execute(statement)
+        for table in ("trees", "groups"):
+            rows = file.execute(
+                f"SELECT {', '.join(journal._FIXED[table])} FROM {table}"
+            ).fetchall()
+            sums = [(journal._summed(*row)[-1], row[0]) for row in rows]
+            file.executemany(f"UPDATE {table} SET sum=? WHERE id=?", sums)
+    file.close()
 
 
 def rules(run: Path) -> set[str]:
