@@ -1,5 +1,7 @@
 """The audit of a run folder finds each broken invariant by name, and none in a whole folder."""
 
+import json
+import os
 import sqlite3
 from pathlib import Path
 
@@ -7,8 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from coppice.actors.environments.base import RejectedTask
 from coppice.common import frontier
 from coppice.common.shards import Shard, folder
+from coppice.scheduler.growth import tasks
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger import journal
 from coppice.scheduler.ledger.journal import Journal
@@ -27,11 +31,17 @@ def write(run: Path, shards: int) -> Path:
         shard, home = Shard(number, shards), folder(run, number)
         home.mkdir(parents=True, exist_ok=True)
         book, identity, group = Journal(home / "journal.sqlite"), -1, -1
+        questions, origin = home / "train.jsonl", {"seed": ("7", "7"), "verbatim": ("False",) * 2}
+        lines = [f'{{"question": "q{i}", "golden_answers": ["a"]}}\n' for i in range(9)]
+        questions.write_text("".join(lines))
+        book.begin(json.dumps(origin | {"data.train[0]": (str(questions), digest.file(questions))}))
+        drawn = tasks.Tasks(str(questions), 7)
         for draw in range(2 * UPDATES):
             identity, version = shard.after(identity), draw // 2
             tree = Tree(identity, f"task-{identity}")
             root = tree.add(None, "prompt", np.arange(4, dtype=np.int32), "prompt", state={})
-            book.start_tree(tree, shard.position(draw), version)
+            place = shard.position(draw)
+            book.start_tree(tree, place, version, tasks.digest(drawn.at(place)))
             for _ in range(2):
                 group = shard.after(group)
                 action = tree.add(root, "action", np.array([7, 8], np.int32), "act")
@@ -101,6 +111,7 @@ def test_a_whole_run_passes(tmp_path: Path, shards: int, said: Said) -> None:
         ("UPDATE groups SET trained=3 WHERE tree=0", "within the staleness bound"),
         ("UPDATE groups SET trained=1 WHERE tree=5", "within the staleness bound"),
         ("DELETE FROM nodes WHERE tree=4 AND id=2", "well-formed trees"),
+        ("UPDATE trees SET digest='another' WHERE id=4", "the task that was drawn"),
     ],
 )
 def test_a_fault_in_the_journal_is_found(run: Path, statement: str, rule: str) -> None:
@@ -168,3 +179,38 @@ def test_the_bound_is_the_largest_that_the_run_had_when_a_resume_changed_it(run:
     assert "within the staleness bound" in rules(run)
     (run / "config-1.json").write_text('{"scheduler": {"max_staleness": 2}}')
     assert "within the staleness bound" not in rules(run)
+
+
+COLUMNS = [(table, name) for table, names in journal._FIXED.items() for name in names]
+
+
+@pytest.mark.parametrize(("table", "column"), [*COLUMNS, ("trees", "status")])
+def test_a_flipped_byte_in_any_row_is_named(run: Path, table: str, column: str) -> None:
+    book = Journal(run / "journal.sqlite")
+    book.reject([RejectedTask("train.jsonl:3", "no question")])
+    book.save_evaluation(0, "start", {"em": 1.0})
+    book.picture(b"png")
+    book.close()
+    with sqlite3.connect(run / "journal.sqlite") as file:
+        key = journal._FIXED[table][0]
+        query = f"SELECT {column} FROM {table} ORDER BY {key} DESC LIMIT 1"
+        ((old,),) = file.execute(query)
+        new: object = old + 64 if isinstance(old, int | float) else None
+        if new is None:  # with a byte that is no UTF-8
+            new = b"\xff" + (old if isinstance(old, bytes) else old.encode())[1:]
+        kind = "TEXT" if isinstance(old, str) else "BLOB"
+        value = "?" if not isinstance(new, bytes) else f"CAST(? AS {kind})"
+        file.execute(f"UPDATE {table} SET {column}={value} WHERE {column}=?", (new, old))
+    file.close()
+    named = [one.what for one in audit(run) if one.rule == "journals are whole"]
+    assert any(f" of {table}" in what for what in named) and main([str(run)]) == 1
+
+
+def test_a_cut_journal_and_a_torn_config_are_named(run: Path) -> None:
+    for name in ("config.json", "config-1.json"):
+        (run / name).write_bytes(b'{"scheduler": {"max_st')
+    assert [one.what[:14] for one in audit(run)] == ["config-1.json:", "config.json: I"]
+    for size in (30_000, 5000, 50):
+        os.truncate(run / "journal.sqlite", size)
+        assert rules(run) == {"configs are whole", "journals are whole"}
+    assert main([str(run)]) == 1
