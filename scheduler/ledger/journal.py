@@ -124,12 +124,13 @@ class Journal:
                 self._check_format()
                 self._db.executescript(_SCHEMA)
                 self.check_pages()
-            except sqlite3.DatabaseError as error:
+                for table in _TABLES:
+                    deque(self._read(table, "LIMIT 0"), 0)
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
                 self._db.close()
-                disk = isinstance(error, sqlite3.OperationalError)
-                remedy = "mend its disk" if disk else "it is damaged: restore it from a copy"
                 raise JournalError(
-                    f"journal {path} cannot be used ({error}): {remedy}, then resume the run"
+                    f"journal {path} cannot be used ({error}): if its disk has no room or is"
+                    " read-only, mend that, else restore a copy of it; then resume the run"
                 ) from error
         # a damaged text may not be UTF-8
         self._db.text_factory = lambda text: text.decode(errors="backslashreplace")
