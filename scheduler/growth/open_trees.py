@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from coppice.actors.environments.base import Task
 from coppice.scheduler.config import SchedulerProcess
 from coppice.scheduler.growth import strategies
-from coppice.scheduler.growth import tasks as drawing
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.dynamic_sampling import differs
 from coppice.scheduler.growth.failures import brief, is_of_the_run, traced
@@ -144,7 +143,7 @@ class OpenTrees:
         self._begin(tree, drawn, position)
 
     def _begin(self, tree: Tree, drawn: Task | Exception, position: int) -> None:
-        digest = drawing.digest(drawn) if isinstance(drawn, Task) else ""
+        digest = drawn.digest if isinstance(drawn, Task) else ""
         self.journal.start_tree(tree, position, self.pacing.version, digest)
         self._spawn(tree, drawn, position)
 
@@ -159,15 +158,14 @@ class OpenTrees:
 
     def _take_up(self, row: TreeRow, counted: bool = False) -> None:
         """Continue a tree of an earlier start: resend its untrained groups, and grow what is
-        missing. A deterministic run grows it anew, with the random numbers of its beginning. So
-        does any run if it is damaged, or half grown from another task. counted: an update that is
-        trained already has it."""
+        missing. It grows anew with the random numbers of its beginning if the run is deterministic,
+        it is damaged, or another task began it. counted: in an update that is trained already."""
         drawn = self._drawn(row.position)
         if row.status == "growing" and self.process.deterministic:
             self.journal.uproot(row.id)
         try:
             tree = self._whole(row, drawn)
-        except (ValueError, LookupError) as error:
+        except ValueError as error:
             if counted:
                 raise
             self.journal.uproot(row.id)
@@ -187,17 +185,17 @@ class OpenTrees:
         self._spawn(tree, drawn, row.position)
 
     def _whole(self, row: TreeRow, drawn: Task | Exception) -> Tree:
-        """Return the tree of a row. Raises ValueError or LookupError for damage, and for a half
-        grown tree of another task than its draw gives now."""
-        tree, now = self.journal.tree(row), isinstance(drawn, Task) and drawing.digest(drawn)
+        """Return the tree of a row. Raises ValueError if it is damaged, or half grown from another
+        task than its draw gives now."""
+        tree, now = self.journal.tree(row), isinstance(drawn, Task) and drawn.digest
         if now and row.status == "growing" and row.digest not in ("", now):
             raise ValueError(f"its draw gave task {row.digest} and gives task {now} now")
         for node in tree.nodes.values():
             self.journal.pictures(node.tokens)
-            if node.id and node.parent not in tree.nodes:
-                raise LookupError(f"the parent of node {node.id} is lost")
-        for turn in (turn for group in tree.groups for turn in self.journal.turns(group)):
-            tree.nodes[turn.node]
+        needed = {turn.node for group in tree.groups for turn in self.journal.turns(group)}
+        needed |= {node.parent for node in tree.nodes.values() if node.id}
+        if lost := needed - tree.nodes.keys():
+            raise ValueError(f"the journal has lost its nodes {lost}")
         return tree
 
     def _spawn(self, tree: Tree, drawn: Task | Exception, position: int) -> None:

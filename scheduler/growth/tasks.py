@@ -1,11 +1,8 @@
 """Tasks in epoch order. A position names one draw, so a resumed run skips none."""
 
 import contextlib
-import hashlib
 import random
 from collections.abc import Callable
-
-import msgspec
 
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import HELD_OUT_SEEDS, Environment, RejectedTask, Task
@@ -13,11 +10,6 @@ from coppice.actors.environments.task_files import load_tasks, too_few, unusable
 from coppice.scheduler.config import SchedulerProcess
 from coppice.scheduler.growth.failures import brief
 from coppice.wire.faults import DataFault
-
-
-def digest(task: Task) -> str:
-    """What tells a task from others that the same draw may give after an edit."""
-    return hashlib.sha256(msgspec.msgpack.encode(task)).hexdigest()[:16]
 
 
 class Tasks:

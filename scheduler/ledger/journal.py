@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import re
 import sqlite3
 import time
 import zlib
@@ -27,30 +28,26 @@ from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.node_codec import encode_node, restore
 from coppice.wire.messages import Turn
 
-FORMAT = 1
-"""The file's PRAGMA user_version. Format 0 had no checksums."""
+FORMAT = 1  # PRAGMA user_version; 0 had no checksums
 _TABLES = {
     "trees": "id INTEGER PRIMARY KEY, position INTEGER, task TEXT, split TEXT, version INTEGER,"
-    " time REAL, digest TEXT, sum INTEGER, status TEXT, reason TEXT)",
-    "nodes": "tree INTEGER, id INTEGER, body BLOB, sum INTEGER, PRIMARY KEY (tree, id)"
-    ") WITHOUT ROWID",
-    "groups": "id INTEGER PRIMARY KEY, tree INTEGER, turns BLOB, sum INTEGER, trained INTEGER)",
-    "rejected": "place TEXT PRIMARY KEY, reason TEXT, sum INTEGER)",
-    "evaluations": "version INTEGER, name TEXT, result TEXT, sum INTEGER,"
-    " PRIMARY KEY (version, name))",
-    "pictures": "number INTEGER PRIMARY KEY, digest TEXT UNIQUE, png BLOB, sum INTEGER)",
-    "starts": "number INTEGER PRIMARY KEY, time REAL, inputs TEXT, sum INTEGER)",
+    " time REAL, digest TEXT, sum INT, status TEXT, reason TEXT)",
+    "nodes": "tree INTEGER, id INTEGER, body BLOB, sum INT, PRIMARY KEY (tree, id)) WITHOUT ROWID",
+    "groups": "id INTEGER PRIMARY KEY, tree INTEGER, turns BLOB, sum INT, trained INTEGER)",
+    "rejected": "place TEXT PRIMARY KEY, reason TEXT, sum INT)",
+    "evaluations": "version INTEGER, name TEXT, result TEXT, sum INT, UNIQUE (version, name))",
+    "pictures": "number INTEGER PRIMARY KEY, digest TEXT UNIQUE, png BLOB, sum INT)",
+    "starts": "number INTEGER PRIMARY KEY, time REAL, inputs TEXT, sum INT)",
 }
 """The columns of each table. The checksum is of those before it."""
-_FIXED = {
-    table: [column.split()[0] for column in columns.partition(", sum")[0].split(", ")]
-    for table, columns in _TABLES.items()
-}
+_FIXED = {one: re.findall(r"(?:^|, )(\w+)", _TABLES[one].split(", sum")[0]) for one in _TABLES}
 _CREATE = "".join(f"CREATE TABLE IF NOT EXISTS {one} ({_TABLES[one]};\n" for one in _TABLES)
 _SCHEMA = f"""BEGIN; {_CREATE}
 CREATE INDEX IF NOT EXISTS groups_by_tree ON groups (tree);
 PRAGMA user_version={FORMAT}; COMMIT;"""
 
+Inputs = dict[str, tuple[str, str]]
+"""What trees are made from, by setting: files with their SHA-256, values with themselves."""
 _UNITED = ("trees", "nodes", "groups", "pictures")
 """The tables that each scheduler has its own rows of: their numbers tell them apart."""
 
@@ -138,8 +135,8 @@ class Journal:
     def _check_format(self) -> None:
         ((version,),) = self._db.execute("PRAGMA user_version")
         if version != FORMAT and [*self._db.execute("SELECT 1 FROM sqlite_master")]:
-            older = "an earlier release wrote it, go on with that one"
-            raise JournalError(f"journal {self.path} has format {version}, not {FORMAT}: {older}")
+            remedy = f"not {FORMAT}: go on with the release that wrote it"
+            raise JournalError(f"journal {self.path} has format {version}, {remedy}")
 
     def check_pages(self) -> None:
         """Raises sqlite3.DatabaseError if the file is cut, or its pages do not fit together."""
@@ -225,14 +222,16 @@ class Journal:
             deque(self._read(table, "", (), damage), 0)
         return damage
 
-    def begin(self, inputs: str) -> None:
-        """Record a start of the run. inputs: what its trees are made from, as JSON."""
+    def begin(self, inputs: Inputs) -> None:
+        """Record a start of the run."""
         number = self._number("COALESCE(MAX(number), 0) + 1 FROM starts")
-        self._write(("INSERT INTO starts VALUES (?,?,?,?)", [_summed(number, time.time(), inputs)]))
+        row = _summed(number, time.time(), json.dumps(inputs))
+        self._write(("INSERT INTO starts VALUES (?,?,?,?)", [row]))
 
-    def starts(self) -> list[list[Any]]:
-        """The starts as [number, seconds since 1970, inputs], oldest first, without damage."""
-        return [*self._read("starts", "ORDER BY number", (), [])]
+    def starts(self) -> list[tuple[int, float, Inputs]]:
+        """The starts as (number, seconds since 1970, inputs), oldest first, without damage."""
+        rows = self._read("starts", "ORDER BY number", (), [])
+        return [(number, at, json.loads(inputs)) for number, at, inputs in rows]
 
     def _number(self, selected: str) -> int:
         return self._rows(f"SELECT {selected}").fetchone()[0]
@@ -246,8 +245,7 @@ class Journal:
 
     def save_nodes(self, tree: Tree, *statements: tuple[str, Iterable[Sequence[object]]]) -> None:
         """Write the tree's changed nodes and execute ``statements``, in one transaction."""
-        changed = tree.changed.values()
-        nodes = [_summed(tree.id, node.id, encode_node(node, tree)) for node in changed]
+        nodes = [_summed(tree.id, n.id, encode_node(n, tree)) for n in tree.changed.values()]
         self._write(("INSERT OR REPLACE INTO nodes VALUES (?,?,?,?)", nodes), *statements)
         tree.changed.clear()
 
@@ -272,9 +270,8 @@ class Journal:
         if (row := self._rows(query, (digest, png)).fetchone()) is not None:
             return row[0]
         number = self._shard.after(self._number("COALESCE(MAX(number), 0) FROM pictures"))
-        self._write(
-            ("INSERT OR REPLACE INTO pictures VALUES (?,?,?,?)", [_summed(number, digest, png)])
-        )
+        row = _summed(number, digest, png)
+        self._write(("INSERT OR REPLACE INTO pictures VALUES (?,?,?,?)", [row]))
         return number
 
     def reject(self, rejected: Iterable[RejectedTask]) -> None:
@@ -307,13 +304,9 @@ class Journal:
 
     def adopt_frontier(self, trained: dict[int, int]) -> None:
         """On resume, mark the groups of the checkpoint as it does, and no others."""
-        marked = self._rows("SELECT id FROM groups WHERE trained IS NOT NULL")
-        lost = [(group,) for (group,) in marked if group not in trained]
-        rows = [(version, group, version) for group, version in trained.items()]
-        self._write(
-            ("UPDATE groups SET trained=NULL WHERE id=?", lost),
-            ("UPDATE groups SET trained=? WHERE id=? AND trained IS NOT ?", rows),
-        )
+        groups = (group for (group,) in self._rows("SELECT id FROM groups"))
+        rows = [(trained.get(group), group, trained.get(group)) for group in groups]
+        self._write(("UPDATE groups SET trained=? WHERE id=? AND trained IS NOT ?", rows))
 
     def uproot(self, tree: int) -> None:
         """Remove the nodes and groups of a tree that is to grow anew."""
@@ -326,8 +319,7 @@ class Journal:
 
     def trees(self, where: str = "1", *values: object) -> list[TreeRow]:
         """The rows of trees that meet an SQL condition on their columns."""
-        rows = self._read("trees", f"WHERE {where} ORDER BY id", values)
-        return [TreeRow(*row) for row in rows]
+        return [TreeRow(*row) for row in self._read("trees", f"WHERE {where} ORDER BY id", values)]
 
     def tree(self, row: TreeRow) -> Tree:
         """The tree of a row, with its nodes and group ids. Raises ValueError for a damaged one."""
@@ -349,10 +341,10 @@ class Journal:
     def pictures(self, tokens: np.ndarray) -> dict[int, bytes]:
         """The PNG bytes of the pictures among ``tokens``, by number. Raises ValueError if one is
         damaged or not there."""
-        rows = {
-            n: [*self._read("pictures", "WHERE number=?", (n,))] for n in vision.numbers(tokens)
-        }
-        return {number: png for number, ((*_, png),) in rows.items()}
+        pictures = {}
+        for number in vision.numbers(tokens):
+            ((*_, pictures[number]),) = self._read("pictures", "WHERE number=?", (number,))
+        return pictures
 
     def untrained_trees(self) -> list[TreeRow]:
         """Training trees that grow, or have a group on which no version was trained."""

@@ -10,13 +10,10 @@ import msgspec
 from coppice.common.frontier import Frontier, read
 from coppice.common.shards import Shard
 from coppice.scheduler.dispatch.weight_sync import Weights
-from coppice.scheduler.ledger.journal import REMEDY, Journal
+from coppice.scheduler.ledger.journal import REMEDY, Inputs, Journal
 from coppice.wire import digest
 from coppice.wire.faults import DataFault
 
-Inputs = dict[str, tuple[str, str]]
-"""What trees are made from, by the keys of settings: values with themselves, and paths of files
-(tasks, prompts, plug-ins) with their SHA-256."""
 DRAWN_BY = "seed", "data.train", "data.heldout"
 """The beginnings of keys that no resume may change."""
 
@@ -29,31 +26,24 @@ def edited(old: Inputs, new: Inputs) -> Iterator[tuple[str, str]]:
 
 
 def begin(journal: Journal, inputs: dict[str, str]) -> Iterator[str]:
-    """Record a start of the run in its journal, after all that is there was read. Yields what the
-    user should know. inputs: values and paths. Raises DataFault if the trees were drawn by others.
-    """
+    """Record a start of a run in its journal, all of which is read first. Yields what a user should
+    know. inputs: values and paths. Raises DataFault if older trees were drawn by others."""
     if damage := journal.damage():
-        if damage[0].endswith(" of trees"):
-            raise DataFault(
-                f"journal {journal.path} is damaged in {damage[0]}, which says what was drawn:"
-                " restore it from a copy, then resume the run"
-            )
-        count = f"{len(damage)} rows, the first {damage[0]}"
-        yield f"journal {journal.path} is damaged in {count}: {REMEDY}"
+        what = f"journal {journal.path} is damaged in {len(damage)} rows, the first {damage[0]}"
+        if damage[0].endswith(" of trees"):  # which say what was drawn
+            raise DataFault(f"{what}: restore it from a copy, then resume the run")
+        yield f"{what}: {REMEDY}"
     new: Inputs = {}
     for key, value in inputs.items():
         is_file = os.path.isfile(value)  # a long value would be an error for Path
         new[key] = value, digest.file(Path(value), drop=False) if is_file else value
-    for *_, text in journal.starts()[-1:]:
-        for key, how in edited(msgspec.json.decode(text, type=Inputs), new):
+    for *_, old in journal.starts()[-1:]:
+        for key, how in edited(old, new):
             if key.startswith(DRAWN_BY):
-                raise DataFault(
-                    f"{how}, and the run's tasks were drawn by it: put the former one back, or"
-                    " begin another run"
-                )
-            if key != "config":  # the launcher tells which settings differ
-                yield f"{how}: older trees were made by the former one"
-    journal.begin(msgspec.json.encode(new).decode())
+                remedy = "put the former one back, or begin another run"
+                raise DataFault(f"{how}, and the run's tasks were drawn by it: {remedy}")
+            yield f"{how}: older trees were made by the former one"
+    journal.begin(new)
 
 
 def check(run: Path, resumed: bool) -> None:

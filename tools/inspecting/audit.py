@@ -25,7 +25,7 @@ from coppice.scheduler.growth import tasks
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal, JournalError, TreeRow
 from coppice.scheduler.ledger.records import UPDATE
-from coppice.scheduler.ledger.resume import Inputs, edited
+from coppice.scheduler.ledger.resume import edited
 from coppice.tools.launching.screen import RunScreen
 from coppice.wire import digest
 
@@ -91,13 +91,13 @@ def audit(run: Path, staleness: int | None = None) -> list[Violation]:
 def _drawn(journal: Journal, trees: Trees) -> Iterator[Violation]:
     """Each tree's task is what its draw gave at the first start, where the task files of then are
     still there."""
-    inputs = next((msgspec.json.decode(said, type=Inputs) for *_, said in journal.starts()), {})
+    inputs = next((inputs for *_, inputs in journal.starts()), {})
     files = {path: sum for key, (path, sum) in inputs.items() if key.startswith("data.train")}
     if files and all(Path(one).is_file() and digest.file(Path(one)) == files[one] for one in files):
         (seed, _), (verbatim, _) = inputs["seed"], inputs["verbatim"]
         drawn = tasks.Tasks([*files], int(seed), verbatim == str(True))
         for row, _ in trees:
-            if row.digest not in ("", now := tasks.digest(drawn.at(row.position))):
+            if row.digest not in ("", now := drawn.at(row.position).digest):
                 what = f"tree {row.id} is of task {row.digest}, and draw {row.position} gave {now}"
                 yield Violation("the task that was drawn", what)
 
@@ -107,8 +107,7 @@ def starts(run: Path) -> Iterator[str]:
     unread = contextlib.suppress(sqlite3.Error, OSError, ValueError)
     with unread, contextlib.closing(Journal(run / "journal.sqlite", readonly=True)) as journal:
         for (*_, old), (number, at, new) in itertools.pairwise(journal.starts()):
-            both = (msgspec.json.decode(said, type=Inputs) for said in (old, new))
-            for _, how in edited(*both):
+            for _, how in edited(old, new):
                 yield f"start {number}, {time.ctime(at)}: {how}"
 
 
@@ -272,7 +271,7 @@ def main(arguments: list[str] | None = None) -> int:
     except FileNotFoundError as error:
         print(f"coppice watch --audit: {error}", file=sys.stderr)
         return 2
-    said = "\n".join(map(str, violations)) or f"{run}: every invariant holds"
-    said = "\n".join([*starts(run), said])
-    RunScreen(0).say(said, "summary")  # the reader (head, less) may close the pipe
+    said = [*map(str, violations)] or [f"{run}: every invariant holds"]
+    # the reader (head, less) may close the pipe
+    RunScreen(0).say("\n".join([*starts(run), *said]), "summary")
     return 1 if violations else 0

@@ -131,27 +131,23 @@ def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[Planne
 
 
 def _inputs(config: Config, assets: Assets, run: Path) -> dict[str, str]:
-    """Return what a run's trees are made from: commit, config, and the files of tasks, plug-ins and
-    their options, by setting."""
-    data, inputs = config.data, {"commit": record.commit(), "config": str(run / "config.json")}
+    """Return the files that a run's trees are made from, by setting: of tasks, plug-ins and their
+    options; and those of the config and of the machine with its commit."""
+    data = config.data
+    inputs = {name: str(run / name) for name in ("config.json", record.ENVIRONMENT)}
     for key, tasks in (("data.train", assets.train), ("data.heldout", assets.heldout)):
         inputs |= {f"{key}[{i}]": path for i, path in enumerate(listed(tasks) if tasks else [])}
-    uses = {f"judges.use.{name}": (name, own) for name, own in config.judges.use.items()}
-    uses |= {"data": (data.environment, data.options)}
+    uses = {"data.environment": (data.environment, {}), "data.options": ("", data.options)}
+    uses |= {f"judges.use.{name}": (name, own) for name, own in config.judges.use.items()}
     uses |= {"scheduler.strategy": (config.scheduler.strategy, {})}
-    for key, (name, own) in uses.items():
-        values = {key: name} | {f"{key}.{option}": value for option, value in own.items()}
-        inputs |= {one: file for one, value in values.items() if (file := _file_in(str(value)))}
+    for use, (name, own) in uses.items():
+        for key, value in {use: name, **{f"{use}.{option}": own[option] for option in own}}.items():
+            module, colon, _ = str(value).partition(":")
+            loaded = sys.modules.get(module) if colon else None  # the rules have imported plug-ins
+            words = [getattr(loaded, "__file__", None) or module, *str(value).split()]
+            if files := [*filter(os.path.isfile, words)]:
+                inputs[key] = files[0]
     return inputs
-
-
-def _file_in(setting: str) -> str:
-    """Return the file of a plug-in, which the rules have imported, or the first file among the
-    words of an option, "" if there is none."""
-    module, colon, _ = setting.partition(":")
-    loaded = sys.modules.get(module) if colon else None
-    words = [getattr(loaded, "__file__", None) or module, *setting.split()]
-    return next(filter(os.path.isfile, words), "")
 
 
 def reads_evidence(config: Config) -> bool:

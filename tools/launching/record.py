@@ -158,16 +158,18 @@ ENVIRONMENT = "environment.json"
 
 
 def write_environment(run: Path) -> None:
-    """Write what computes a run into its folder: commit, machine, the cores that this process may
-    use, GPUs as "name, driver version", and the versions of packages. What computed it before is
-    kept as environment-1.json, ... Raises OSError."""
+    """Write what computes a run into its folder: commit (with "-dirty" if files were changed; "" if
+    there is no checkout), machine, the cores that this process may use, GPUs as "name, driver
+    version", and the versions of packages. Former ones stay as environment-1.json, ... Raises
+    OSError."""
     lines = PROCESSOR.read_text().splitlines() if PROCESSOR.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     smi = "nvidia-smi --query-gpu=name,driver_version --format=csv,noheader"
+    git = f"git -C {shlex.quote(str(ROOT))} describe --always --dirty --abbrev=40 --exclude='*'"
     affinity = getattr(os, "sched_getaffinity", None)
     packages = {d.name: d.version for d in importlib.metadata.distributions() if d.name}
     environment = {
-        "commit": commit(),
+        "commit": _said(git) if (ROOT / ".git").exists() else "",
         "python": platform.python_version(),
         "system": platform.platform(),
         "processor": models[0] if models else platform.processor() or platform.machine(),
@@ -179,12 +181,6 @@ def write_environment(run: Path) -> None:
     if (before := run / ENVIRONMENT).exists():
         before.rename(run / f"environment-{len([*run.glob('environment-*.json')]) + 1}.json")
     write_whole(before, environment)
-
-
-def commit() -> str:
-    """Return the checkout's commit, with "-dirty" if files were changed, "" without a checkout."""
-    git = f"git -C {shlex.quote(str(ROOT))} describe --always --dirty --abbrev=40 --exclude='*'"
-    return _said(git) if (ROOT / ".git").exists() else ""
 
 
 def _said(command: str) -> str:

@@ -1,6 +1,5 @@
 """The audit of a run folder finds each broken invariant by name, and none in a whole folder."""
 
-import json
 import os
 import sqlite3
 from pathlib import Path
@@ -34,14 +33,14 @@ def write(run: Path, shards: int) -> Path:
         questions, origin = home / "train.jsonl", {"seed": ("7", "7"), "verbatim": ("False",) * 2}
         lines = [f'{{"question": "q{i}", "golden_answers": ["a"]}}\n' for i in range(9)]
         questions.write_text("".join(lines))
-        book.begin(json.dumps(origin | {"data.train[0]": (str(questions), digest.file(questions))}))
+        book.begin(origin | {"data.train[0]": (str(questions), digest.file(questions))})
         drawn = tasks.Tasks(str(questions), 7)
         for draw in range(2 * UPDATES):
             identity, version = shard.after(identity), draw // 2
             tree = Tree(identity, f"task-{identity}")
             root = tree.add(None, "prompt", np.arange(4, dtype=np.int32), "prompt", state={})
             place = shard.position(draw)
-            book.start_tree(tree, place, version, tasks.digest(drawn.at(place)))
+            book.start_tree(tree, place, version, drawn.at(place).digest)
             for _ in range(2):
                 group = shard.after(group)
                 action = tree.add(root, "action", np.array([7, 8], np.int32), "act")
@@ -195,11 +194,12 @@ def test_a_flipped_byte_in_any_row_is_named(run: Path, table: str, column: str) 
         key = journal._FIXED[table][0]
         query = f"SELECT {column} FROM {table} ORDER BY {key} DESC LIMIT 1"
         ((old,),) = file.execute(query)
-        new: object = old + 64 if isinstance(old, int | float) else None
-        if new is None:  # with a byte that is no UTF-8
+        new, value = None, "?"
+        if isinstance(old, int | float):
+            new = old + 64
+        else:  # with a byte that is no UTF-8
             new = b"\xff" + (old if isinstance(old, bytes) else old.encode())[1:]
-        kind = "TEXT" if isinstance(old, str) else "BLOB"
-        value = "?" if not isinstance(new, bytes) else f"CAST(? AS {kind})"
+            value = f"CAST(? AS {'TEXT' if isinstance(old, str) else 'BLOB'})"
         file.execute(f"UPDATE {table} SET {column}={value} WHERE {column}=?", (new, old))
     file.close()
     named = [one.what for one in audit(run) if one.rule == "journals are whole"]
