@@ -303,9 +303,8 @@ class Journal:
         )
 
     def adopt_frontier(self, trained: dict[int, int]) -> None:
-        """On resume, mark the groups of the checkpoint as it does, and no others."""
-        groups = (group for (group,) in self._rows("SELECT id FROM groups"))
-        rows = [(trained.get(group), group, trained.get(group)) for group in groups]
+        """On resume, mark the groups of the checkpoint, whose answers the crash may have lost."""
+        rows = [(version, group, version) for group, version in trained.items()]
         self._write(("UPDATE groups SET trained=? WHERE id=? AND trained IS NOT ?", rows))
 
     def uproot(self, tree: int) -> None:

@@ -34,9 +34,8 @@ def begin(journal: Journal, inputs: dict[str, str]) -> Iterator[str]:
             raise DataFault(f"{what}: restore it from a copy, then resume the run")
         yield f"{what}: {REMEDY}"
     new: Inputs = {}
-    for key, value in inputs.items():
-        is_file = os.path.isfile(value)  # a long value would be an error for Path
-        new[key] = value, digest.file(Path(value), drop=False) if is_file else value
+    for key, value in inputs.items():  # a long value would be an error for Path.is_file
+        new[key] = value, digest.file(Path(value), drop=False) if os.path.isfile(value) else value
     for *_, old in journal.starts()[-1:]:
         for key, how in edited(old, new):
             if key.startswith(DRAWN_BY):

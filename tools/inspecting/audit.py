@@ -272,6 +272,5 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"coppice watch --audit: {error}", file=sys.stderr)
         return 2
     said = [*map(str, violations)] or [f"{run}: every invariant holds"]
-    # the reader (head, less) may close the pipe
-    RunScreen(0).say("\n".join([*starts(run), *said]), "summary")
+    RunScreen(0).say("\n".join([*starts(run), *said]), "summary")  # less may close the pipe
     return 1 if violations else 0
