@@ -120,3 +120,5 @@ class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether the learner routes trained tokens as the engine did (learner.routing_replay)."""
     judges: dict[str, JudgeGives] = {}
     """What the run's own judges declare, by service."""
+    inputs: dict[str, str] = {}
+    """The files that trees are made from, by the keys that name them (``ledger.resume``)."""

@@ -96,6 +96,8 @@ class Run:
         self.reminders = Reminders()
         self.environment = registry.load(process.environment, process.options)
         self.tasks, heldout, self.notes = tasks.load(process, self.environment)
+        drawn_by = {"seed": str(process.seed), "verbatim": str(self.environment.verbatim)}
+        self.notes += resume.begin(self.journal, process.inputs | drawn_by)
         self.journal.reject(self.tasks.rejected)
         self.resumed = self.journal.next_tree() > 0
         self.stream = Stream(self.dispatcher, self.journal, self._trained, self.shard)

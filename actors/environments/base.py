@@ -1,6 +1,7 @@
 """The environment contract. States are immutable values and stepping is pure, so branching is free
 and a crash loses nothing."""
 
+import hashlib
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,11 @@ class Task(msgspec.Struct, frozen=True):
     seed: int = 0
     row: dict[str, Any] = {}
     """All columns of the task file's row, for environments that are ``verbatim``."""
+
+    @property
+    def digest(self) -> str:
+        """Tells the task from another one that its draw may give after an edit."""
+        return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:16]
 
 
 class RejectedTask(msgspec.Struct, frozen=True):

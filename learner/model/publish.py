@@ -99,7 +99,7 @@ class Publisher:
             return None
         result = Published(version, str(folder), manifest.digest)
         announce(self.run, result, trained)
-        self._retire(folder.parent)
+        self._retire(folder)
         return result
 
     def _adapter(self, version: int, folder: Path) -> Manifest:
@@ -172,9 +172,10 @@ class Publisher:
     def _stored(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return revert_weight_conversion(self.policy.causal, tensors)
 
-    def _retire(self, folder: Path) -> None:
-        versions = sorted(folder.glob("v??????"))
-        needed = set(versions[-self.config.keep :])
+    def _retire(self, newest: Path) -> None:
+        """Remove old versions, and newer ones: a step back to an older checkpoint undid those."""
+        versions = sorted(newest.parent.glob("v??????"))
+        needed = set([one for one in versions if one <= newest][-self.config.keep :])
         for kept in list(needed):
             with contextlib.suppress(InfrastructureFault):  # of what a crash took back
                 needed |= {link for link, _ in published.chain(kept)}

@@ -64,7 +64,7 @@ class OpenTrees:
             trained = any(group in newest for group, _ in self.journal.groups(row.id))
             if row.status == "replaced" or trained:
                 # it counts in no update, or in one that ``version`` counts already
-                self._take_up(row)
+                self._take_up(row, trained)
             else:
                 self.unfinished.append(row)
         self.admit()
@@ -140,7 +140,11 @@ class OpenTrees:
         drawn = self._drawn(position)
         tree = Tree(self.number(), drawn.id if isinstance(drawn, Task) else f"draw {position}")
         self.pacing.start()
-        self.journal.start_tree(tree, position, self.pacing.version)
+        self._begin(tree, drawn, position)
+
+    def _begin(self, tree: Tree, drawn: Task | Exception, position: int) -> None:
+        digest = drawn.digest if isinstance(drawn, Task) else ""
+        self.journal.start_tree(tree, position, self.pacing.version, digest)
         self._spawn(tree, drawn, position)
 
     def _drawn(self, position: int) -> Task | Exception:
@@ -152,19 +156,47 @@ class OpenTrees:
                 raise
             return error
 
-    def _take_up(self, row: TreeRow) -> None:
+    def _take_up(self, row: TreeRow, counted: bool = False) -> None:
         """Continue a tree of an earlier start: resend its untrained groups, and grow what is
-        missing. A deterministic run grows it anew, with the random numbers of its beginning."""
+        missing. It grows anew with the random numbers of its beginning if the run is deterministic,
+        it is damaged, or another task began it. counted: in an update that is trained already."""
+        drawn = self._drawn(row.position)
         if row.status == "growing" and self.process.deterministic:
             self.journal.uproot(row.id)
-        tree = self.journal.tree(row)
+        try:
+            tree = self._whole(row, drawn)
+        except ValueError as error:
+            if counted:
+                raise
+            self.journal.uproot(row.id)
+            if row.status != "replaced":  # which another tree stands for
+                tree = Tree(row.id, drawn.id if isinstance(drawn, Task) else row.task)
+                self.counts["tree_retries"] += 1
+                log.warning("tree %d grows anew: %s", tree.id, error)
+                self.runtime.faults.failed("a tree of an earlier start", brief(error), "regrown")
+                self._begin(tree, drawn, row.position)
+            return
         for group, trained in self.journal.groups(row.id):
             if trained is None:
                 self.stream.resend(tree, group)
         if row.status != "growing":
             self.stream.close(tree, row.status == "replaced")
             return
-        self._spawn(tree, self._drawn(row.position), row.position)
+        self._spawn(tree, drawn, row.position)
+
+    def _whole(self, row: TreeRow, drawn: Task | Exception) -> Tree:
+        """Return the tree of a row. Raises ValueError if it is damaged, or half grown from another
+        task than its draw gives now."""
+        tree, now = self.journal.tree(row), isinstance(drawn, Task) and drawn.digest
+        if now and row.status == "growing" and row.digest not in ("", now):
+            raise ValueError(f"its draw gave task {row.digest} and gives task {now} now")
+        for node in tree.nodes.values():
+            self.journal.pictures(node.tokens)
+        needed = {turn.node for group in tree.groups for turn in self.journal.turns(group)}
+        needed |= {node.parent for node in tree.nodes.values() if node.id}
+        if lost := needed - tree.nodes.keys():
+            raise ValueError(f"the journal has lost its nodes {lost}")
+        return tree
 
     def _spawn(self, tree: Tree, drawn: Task | Exception, position: int) -> None:
         if isinstance(drawn, Exception):

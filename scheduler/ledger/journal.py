@@ -2,16 +2,21 @@
 ``RUN/journal.sqlite``. Invariant: a group is journaled before it is sent, and marked with the
 version that trained it, so after any crash no task or group is lost or trained twice. What is
 written within one turn of the event loop is one transaction at its end. A commit survives the death
-of the process; after ``sync`` a power cut as well."""
+of the process; after ``sync`` a power cut as well. Each row has a checksum of all that never
+changes in it (only status, reason and trained do), which readers compare."""
 
 import asyncio
 import contextlib
 import hashlib
 import json
+import re
 import sqlite3
 import time
-from collections.abc import Iterable, Sequence
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -23,21 +28,26 @@ from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.node_codec import MOST, encode_node, restore
 from coppice.wire.messages import Turn
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS trees (
-    id INTEGER PRIMARY KEY, position INTEGER, task TEXT, split TEXT, status TEXT, version INTEGER,
-    reason TEXT, time REAL);
-CREATE TABLE IF NOT EXISTS nodes (
-    tree INTEGER, id INTEGER, body BLOB, PRIMARY KEY (tree, id)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS groups (
-    id INTEGER PRIMARY KEY, tree INTEGER, turns BLOB, trained INTEGER);
-CREATE TABLE IF NOT EXISTS rejected (place TEXT PRIMARY KEY, reason TEXT);
-CREATE TABLE IF NOT EXISTS evaluations (
-    version INTEGER, name TEXT, result TEXT, PRIMARY KEY (version, name));
-CREATE TABLE IF NOT EXISTS pictures (number INTEGER PRIMARY KEY, digest TEXT UNIQUE, png BLOB);
+FORMAT = 1  # PRAGMA user_version; 0 had no checksums
+_TABLES = {
+    "trees": "id INTEGER PRIMARY KEY, position INTEGER, task TEXT, split TEXT, version INTEGER,"
+    " time REAL, digest TEXT, sum INT, status TEXT, reason TEXT)",
+    "nodes": "tree INTEGER, id INTEGER, body BLOB, sum INT, PRIMARY KEY (tree, id)) WITHOUT ROWID",
+    "groups": "id INTEGER PRIMARY KEY, tree INTEGER, turns BLOB, sum INT, trained INTEGER)",
+    "rejected": "place TEXT PRIMARY KEY, reason TEXT, sum INT)",
+    "evaluations": "version INTEGER, name TEXT, result TEXT, sum INT, UNIQUE (version, name))",
+    "pictures": "number INTEGER PRIMARY KEY, digest TEXT UNIQUE, png BLOB, sum INT)",
+    "starts": "number INTEGER PRIMARY KEY, time REAL, inputs TEXT, sum INT)",
+}
+"""The columns of each table. The checksum is of those before it."""
+_FIXED = {one: re.findall(r"(?:^|, )(\w+)", _TABLES[one].split(", sum")[0]) for one in _TABLES}
+_CREATE = "".join(f"CREATE TABLE IF NOT EXISTS {one} ({_TABLES[one]};\n" for one in _TABLES)
+_SCHEMA = f"""BEGIN; {_CREATE}
 CREATE INDEX IF NOT EXISTS groups_by_tree ON groups (tree);
-"""
+PRAGMA user_version={FORMAT}; COMMIT;"""
 
+Inputs = dict[str, tuple[str, str]]
+"""What trees are made from, by setting: files with their SHA-256, values with themselves."""
 _UNITED = ("trees", "nodes", "groups", "pictures")
 """The tables that each scheduler has its own rows of: their numbers tell them apart."""
 
@@ -50,17 +60,30 @@ class JournalError(OSError):
 
 
 class TreeRow(msgspec.Struct, frozen=True):
-    """A row of trees. status: growing, closed, replaced or quarantined. position: the draw of the
-    task. time: of the draw, in seconds since 1970."""
+    """A row of trees. position: the draw of the task. time: of the draw, in seconds since 1970.
+    digest: of the task."""
 
     id: int
     position: int
     task: str
     split: str
-    status: str
     version: int
-    reason: str | None
     time: float
+    digest: str
+    status: Literal["growing", "closed", "replaced", "quarantined"]
+    reason: str | None
+
+
+_STATUSES = get_args(TreeRow.__annotations__["status"])
+REMEDY = "a resume grows untrained trees anew, and only a copy of the file has the others"
+
+
+def _summed(*values: object) -> tuple[object, ...]:
+    """The values of a row, and their checksum, a CRC-32."""
+    total = 0
+    for value in values:
+        total = zlib.crc32(value if isinstance(value, bytes) else f"{value!r},".encode(), total)
+    return *values, total
 
 
 class Journal:
@@ -82,6 +105,7 @@ class Journal:
             if not path.is_file():
                 raise FileNotFoundError(f"no journal at {path}: is this a run folder?")
             self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+            self._check_format()
             names = [f"other{number}" for number in range(len(others))]
             for name, other in zip(names, others, strict=True):
                 self._db.execute(f"ATTACH ? AS {name}", (f"file:{other}?mode=ro",))
@@ -94,17 +118,31 @@ class Journal:
                 self._db.execute("PRAGMA journal_mode=WAL")
                 self._db.execute("PRAGMA synchronous=NORMAL")
                 self._db.execute(f"PRAGMA wal_autocheckpoint={LOG_PAGES}")
+                self._check_format()
                 self._db.executescript(_SCHEMA)
-                # a file that was cut short opens without an error
-                ((found,),) = self._db.execute("PRAGMA quick_check(1)")
-                if found != "ok":
-                    raise sqlite3.DatabaseError(" ".join(found.split()))
-            except sqlite3.DatabaseError as error:
+                self.check_pages()
+                for table in _TABLES:
+                    deque(self._read(table, "LIMIT 0"), 0)
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
                 self._db.close()
                 raise JournalError(
-                    f"journal {path} cannot be used ({error}): if its disk is full or read-only,"
-                    " mend that; if it is damaged, restore it from a copy; then resume the run"
+                    f"journal {path} cannot be used ({error}): if its disk has no room or is"
+                    " read-only, mend that, else restore a copy of it; then resume the run"
                 ) from error
+        # a damaged text may not be UTF-8
+        self._db.text_factory = lambda text: text.decode(errors="backslashreplace")
+
+    def _check_format(self) -> None:
+        ((version,),) = self._db.execute("PRAGMA user_version")
+        if version != FORMAT and [*self._db.execute("SELECT 1 FROM sqlite_master")]:
+            remedy = f"not {FORMAT}: go on with the release that wrote it"
+            raise JournalError(f"journal {self.path} has format {version}, {remedy}")
+
+    def check_pages(self) -> None:
+        """Raises sqlite3.DatabaseError if the file is cut, or its pages do not fit together."""
+        ((found,),) = self._db.execute("PRAGMA integrity_check(1)")
+        if found != "ok":
+            raise sqlite3.DatabaseError(" ".join(found.split()))
 
     def _write(self, *statements: tuple[str, Iterable[Sequence[object]]]) -> None:
         """Execute statements in this turn's transaction. Raises an earlier failure."""
@@ -160,25 +198,61 @@ class Journal:
         self.flush()
         return self._db.execute(query, values)
 
+    def _read(
+        self, table: str, rest: str, values: Sequence[object] = (), damage: list[str] | None = None
+    ) -> Iterator[list[Any]]:
+        """Yield rows without their checksums. Names of damaged rows are added to ``damage``; None:
+        such a row raises ValueError."""
+        fixed, more = _FIXED[table], ["status", "reason"] * (table == "trees")
+        columns = ", ".join([*fixed, *more, "sum"])
+        for *row, sum in self._rows(f"SELECT {columns} FROM {table} {rest}", values):
+            intact = (*row[: len(fixed)], sum) == _summed(*row[: len(fixed)])
+            name = f"{fixed[0]} {row[0]}, {fixed[1]} {row[1]} of {table}"[:200]
+            if intact and (not more or row[len(fixed)] in _STATUSES):
+                yield row
+            elif damage is None:
+                raise ValueError(f"journal {self.path} is damaged in {name}: {REMEDY}")
+            else:
+                damage.append(name)
+
+    def damage(self) -> list[str]:
+        """The names of all rows that are not what was written, those of trees first."""
+        damage: list[str] = []
+        for table in _TABLES:
+            deque(self._read(table, "", (), damage), 0)
+        return damage
+
+    def begin(self, inputs: Inputs) -> None:
+        """Record a start of the run."""
+        number = self._number("COALESCE(MAX(number), 0) + 1 FROM starts")
+        row = _summed(number, time.time(), json.dumps(inputs))
+        self._write(("INSERT INTO starts VALUES (?,?,?,?)", [row]))
+
+    def starts(self) -> list[tuple[int, float, Inputs]]:
+        """The starts as (number, seconds since 1970, inputs), oldest first, without damage."""
+        rows = self._read("starts", "ORDER BY number", (), [])
+        return [(number, at, json.loads(inputs)) for number, at, inputs in rows]
+
     def _number(self, selected: str) -> int:
         return self._rows(f"SELECT {selected}").fetchone()[0]
 
-    def start_tree(self, tree: Tree, position: int, version: int) -> None:
-        """Record that a task was drawn, with its tree's nodes so far."""
-        row = (tree.id, position, tree.task, tree.split, "growing", version, None, time.time())
+    def start_tree(self, tree: Tree, position: int, version: int, digest: str = "") -> None:
+        """Record that a task was drawn, with its digest and its tree's nodes so far."""
+        fixed = tree.id, position, tree.task, tree.split, version, time.time(), digest
+        row = *_summed(*fixed), "growing", None
         tree.changed = dict(tree.nodes)
-        self.save_nodes(tree, ("INSERT OR REPLACE INTO trees VALUES (?,?,?,?,?,?,?,?)", [row]))
+        self.save_nodes(tree, ("INSERT OR REPLACE INTO trees VALUES (?,?,?,?,?,?,?,?,?,?)", [row]))
 
     def save_nodes(self, tree: Tree, *statements: tuple[str, Iterable[Sequence[object]]]) -> None:
         """Write the tree's changed nodes and execute ``statements``, in one transaction."""
-        nodes = [(tree.id, node.id, encode_node(node, tree)) for node in tree.changed.values()]
-        self._write(("INSERT OR REPLACE INTO nodes VALUES (?,?,?)", nodes), *statements)
+        nodes = [_summed(tree.id, n.id, encode_node(n, tree)) for n in tree.changed.values()]
+        self._write(("INSERT OR REPLACE INTO nodes VALUES (?,?,?,?)", nodes), *statements)
         tree.changed.clear()
 
     def save_group(self, tree: Tree, group: int, turns: list[Turn]) -> None:
         """Write a group and its tree's changed nodes. The group may be sent after ``written``."""
-        row = (group, tree.id, msgspec.msgpack.encode(turns))
-        self.save_nodes(tree, ("INSERT OR IGNORE INTO groups VALUES (?,?,?,NULL)", [row]))
+        row = _summed(group, tree.id, msgspec.msgpack.encode(turns))
+        self.save_nodes(tree, ("INSERT OR IGNORE INTO groups VALUES (?,?,?,?,NULL)", [row]))
 
     def close_tree(self, tree: Tree, status: str = "closed", reason: str | None = None) -> None:
         """Record that the tree grows no more, and write its changed nodes."""
@@ -192,22 +266,23 @@ class Journal:
     def picture(self, png: bytes) -> int:
         """The number of a picture (``common.vision``), which its first use writes."""
         digest = hashlib.sha256(png).hexdigest()
-        query = "SELECT number FROM pictures WHERE digest=?"
-        if (row := self._rows(query, (digest,)).fetchone()) is not None:
+        query = "SELECT number FROM pictures WHERE digest=? AND png=?"
+        if (row := self._rows(query, (digest, png)).fetchone()) is not None:
             return row[0]
         number = self._shard.after(self._number("COALESCE(MAX(number), 0) FROM pictures"))
-        self._write(("INSERT INTO pictures VALUES (?,?,?)", [(number, digest, png)]))
+        row = _summed(number, digest, png)
+        self._write(("INSERT OR REPLACE INTO pictures VALUES (?,?,?,?)", [row]))
         return number
 
     def reject(self, rejected: Iterable[RejectedTask]) -> None:
         """Record tasks that cannot work, with the reasons."""
-        rows = [(row.where, row.reason) for row in rejected]
-        self._write(("INSERT OR REPLACE INTO rejected VALUES (?,?)", rows))
+        rows = [_summed(row.where, row.reason) for row in rejected]
+        self._write(("INSERT OR REPLACE INTO rejected VALUES (?,?,?)", rows))
 
     def save_evaluation(self, version: int, name: str, result: dict[str, object]) -> None:
         """Write the result of an evaluation, which is committed at once."""
-        row = version, name, json.dumps(result)
-        self._write(("INSERT OR REPLACE INTO evaluations VALUES (?,?,?)", [row]))
+        row = _summed(version, name, json.dumps(result))
+        self._write(("INSERT OR REPLACE INTO evaluations VALUES (?,?,?,?)", [row]))
         self.flush()
 
     def sync(self) -> None:
@@ -228,9 +303,9 @@ class Journal:
         )
 
     def adopt_frontier(self, trained: dict[int, int]) -> None:
-        """On resume, mark groups of the checkpoint whose answers the crash lost."""
-        rows = [(version, group) for group, version in trained.items()]
-        self._write(("UPDATE groups SET trained=? WHERE id=? AND trained IS NULL", rows))
+        """On resume, mark the groups of the checkpoint, whose answers the crash may have lost."""
+        rows = [(version, group, version) for group, version in trained.items()]
+        self._write(("UPDATE groups SET trained=? WHERE id=? AND trained IS NOT ?", rows))
 
     def uproot(self, tree: int) -> None:
         """Remove the nodes and groups of a tree that is to grow anew."""
@@ -243,16 +318,13 @@ class Journal:
 
     def trees(self, where: str = "1", *values: object) -> list[TreeRow]:
         """The rows of trees that meet an SQL condition on their columns."""
-        query = (
-            f"SELECT {', '.join(TreeRow.__struct_fields__)} FROM trees WHERE {where} ORDER BY id"
-        )
-        return [TreeRow(*row) for row in self._rows(query, values)]
+        return [TreeRow(*row) for row in self._read("trees", f"WHERE {where} ORDER BY id", values)]
 
     def tree(self, row: TreeRow) -> Tree:
-        """The tree of a row, with its nodes and group ids."""
-        blobs = self._rows("SELECT body FROM nodes WHERE tree=? ORDER BY id", (row.id,))
+        """The tree of a row, with its nodes and group ids. Raises ValueError for a damaged one."""
+        nodes = self._read("nodes", "WHERE tree=? ORDER BY id", (row.id,))
         tree = Tree(row.id, row.task, row.split)
-        restore(tree, (body for (body,) in blobs))
+        restore(tree, (body for *_, body in nodes))
         tree.groups = [group for group, _ in self.groups(row.id)]
         return tree
 
@@ -261,14 +333,17 @@ class Journal:
         return list(self._rows("SELECT id, trained FROM groups WHERE tree=? ORDER BY id", (tree,)))
 
     def turns(self, group: int) -> list[Turn]:
-        """The turns of a group."""
-        ((body,),) = self._rows("SELECT turns FROM groups WHERE id=?", (group,))
+        """The turns of a group. Raises ValueError if they are damaged."""
+        ((*_, body),) = self._read("groups", "WHERE id=?", (group,))
         return msgspec.msgpack.decode(body, type=list[Turn])
 
     def pictures(self, tokens: np.ndarray) -> dict[int, bytes]:
-        """The PNG bytes of the pictures among ``tokens``, by number."""
-        query = "SELECT png FROM pictures WHERE number=?"
-        return {n: self._rows(query, (n,)).fetchone()[0] for n in vision.numbers(tokens)}
+        """The PNG bytes of the pictures among ``tokens``, by number. Raises ValueError if one is
+        damaged or not there."""
+        pictures = {}
+        for number in vision.numbers(tokens):
+            ((*_, pictures[number]),) = self._read("pictures", "WHERE number=?", (number,))
+        return pictures
 
     def untrained_trees(self) -> list[TreeRow]:
         """Training trees that grow, or have a group on which no version was trained."""
@@ -306,8 +381,8 @@ class Journal:
         return rows + [(f"task {tree.task}", tree.reason or "") for tree in trees]
 
     def evaluations(self) -> list[tuple[int, str, dict[str, float]]]:
-        """The evaluations as (version, name, result), oldest first."""
-        rows = self._rows("SELECT version, name, result FROM evaluations ORDER BY version")
+        """The evaluations as (version, name, result), oldest first, without damaged ones."""
+        rows = self._read("evaluations", "ORDER BY version", (), [])
         return [(version, name, json.loads(result)) for version, name, result in rows]
 
     def close(self) -> None:

@@ -1,5 +1,8 @@
-"""What earlier starts of a run have left: weights, checkpoint and journal, which must agree."""
+"""What earlier starts of a run have left: weights, checkpoint and journal, which must agree; and
+what their trees were made from."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -7,8 +10,39 @@ import msgspec
 from coppice.common.frontier import Frontier, read
 from coppice.common.shards import Shard
 from coppice.scheduler.dispatch.weight_sync import Weights
-from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.ledger.journal import REMEDY, Inputs, Journal
+from coppice.wire import digest
 from coppice.wire.faults import DataFault
+
+DRAWN_BY = "seed", "data.train", "data.heldout"
+"""The beginnings of keys that no resume may change."""
+
+
+def edited(old: Inputs, new: Inputs) -> Iterator[tuple[str, str]]:
+    """Yield the key of each input that is another one now, and how the two differ."""
+    for key, (value, now) in new.items():
+        if (was := old.get(key, ("", now))[1]) != now:
+            yield key, f"{key} ({value}) was {was[:12]} and is {now[:12]} now"
+
+
+def begin(journal: Journal, inputs: dict[str, str]) -> Iterator[str]:
+    """Record a start of a run in its journal, all of which is read first. Yields what a user should
+    know. inputs: values and paths. Raises DataFault if older trees were drawn by others."""
+    if damage := journal.damage():
+        what = f"journal {journal.path} is damaged in {len(damage)} rows, the first {damage[0]}"
+        if damage[0].endswith(" of trees"):  # which say what was drawn
+            raise DataFault(f"{what}: restore it from a copy, then resume the run")
+        yield f"{what}: {REMEDY}"
+    new: Inputs = {}
+    for key, value in inputs.items():  # a long value would be an error for Path.is_file
+        new[key] = value, digest.file(Path(value), drop=False) if os.path.isfile(value) else value
+    for *_, old in journal.starts()[-1:]:
+        for key, how in edited(old, new):
+            if key.startswith(DRAWN_BY):
+                remedy = "put the former one back, or begin another run"
+                raise DataFault(f"{how}, and the run's tasks were drawn by it: {remedy}")
+            yield f"{how}: older trees were made by the former one"
+    journal.begin(new)
 
 
 def check(run: Path, resumed: bool) -> None:

@@ -284,3 +284,13 @@ def test_published_adapters_merged_equal_the_policy(
         expected = made.policy.causal(ids).logits
         assert_close(actor(ids).logits, expected, atol=1e-4, rtol=1e-4)
         assert_close(exported(ids).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_after_a_step_back_the_newest_weights_stay_and_undone_ones_go(
+    tmp_path: Path, make: Make
+) -> None:
+    policy = make().policy
+    for version in (7, 8, 9, 4, 5):
+        publish(policy, version, tmp_path, keep=2)
+    held = sorted(path.name for path in (tmp_path / "weights").iterdir())
+    assert held == ["v000004", "v000005"]

@@ -14,6 +14,7 @@ import pytest
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal, JournalError
 from coppice.scheduler.ledger.node_codec import decode_node, encode_node
+from coppice.tools.launching.failures import Cause
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -93,7 +94,7 @@ for number in range(100000):
 
 def test_after_kill_9_everything_that_was_reported_is_there_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _WRITER, str(tmp_path / "j")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}/src:{ROOT}"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as writer:
         assert writer.stdout is not None
         reported = [int(writer.stdout.readline()) for _ in range(50)]
@@ -162,8 +163,10 @@ def test_a_file_that_was_cut_short_is_refused_with_the_remedy(tmp_path: Path) ->
         journal.start_tree(small(number), number, 0)
     journal.close()
     os.truncate(path, path.stat().st_size - 5000)
-    with pytest.raises(JournalError, match=r"sqlite cannot be used \(.*\): .* restore it from"):
+    told = r"sqlite cannot be used \(.*\): .* restore a copy"
+    with pytest.raises(JournalError, match=told) as error:
         Journal(path)
+    assert not Cause(str(error.value), False).full_disk  # the launcher would say: free some
 
 
 def test_a_journal_that_is_older_than_the_checkpoint_lacks_groups(tmp_path: Path) -> None:

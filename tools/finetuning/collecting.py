@@ -15,7 +15,7 @@ import msgspec
 from coppice.actors.environments import registry
 from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.actors.environments.task_files import listed, load_tasks
-from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.ledger.journal import Journal, JournalError
 from coppice.tools.evaluating import judged
 from coppice.tools.evaluating.examination import repeated
 from coppice.tools.finetuning.records import RecordedStep, Trajectory, recorded
@@ -44,7 +44,7 @@ def collect_all(
     for folder in map(Path.resolve, folders):
         try:
             trajectories += _collected(folder, split, f"{prefix}{folder.name}", skipped)
-        except (sqlite3.Error, msgspec.DecodeError) as error:
+        except (sqlite3.Error, JournalError, msgspec.DecodeError) as error:
             problem = f"{folder / 'journal.sqlite'} is no journal of a run ({error})"
             raise ValueError(f"{problem}: leave it out") from None
     if not trajectories:

@@ -7,20 +7,25 @@ ended may have trees in flight, and the records of its newest update may not be 
 
 import argparse
 import contextlib
+import itertools
+import sqlite3
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from coppice.common import frontier, shards
 from coppice.common.options import command_parser
+from coppice.scheduler.growth import tasks
 from coppice.scheduler.growth.tree import Tree
-from coppice.scheduler.ledger.journal import Journal, TreeRow
+from coppice.scheduler.ledger.journal import Journal, JournalError, TreeRow
 from coppice.scheduler.ledger.records import UPDATE
-from coppice.tools.launching import changes
+from coppice.scheduler.ledger.resume import edited
 from coppice.tools.launching.screen import RunScreen
 from coppice.wire import digest
 
@@ -45,31 +50,65 @@ def audit(run: Path, staleness: int | None = None) -> list[Violation]:
     staleness: the run's scheduler.max_staleness; None reads it from its config.json (the largest
     one that the run had, if a resume changed it), and checks no versions if there is none.
     """
-    config = run / "config.json"
-    settings = msgspec.json.decode(config.read_bytes())["scheduler"] if config.exists() else {}
-    former = [config["scheduler"] for config in changes.former(run)]
-    bounds = [one["max_staleness"] for one in (settings, *former) if "max_staleness" in one]
+    violations, configs = list[Violation](), dict[str, dict[str, Any]]()
+    for path in run.glob("config*.json"):
+        try:
+            config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+            configs[path.name] = config["scheduler"]
+        except (msgspec.DecodeError, ValueError, KeyError) as error:
+            violations.append(Violation("configs are whole", f"{path.name}: {error}: restore it"))
+    bounds = [one["max_staleness"] for one in configs.values() if "max_staleness" in one]
     staleness = max(bounds, default=None) if staleness is None else staleness
-    count = settings.get("shards", 1)
+    count = configs.get("config.json", {}).get("shards") or len(shards.homes(run))
     homes = [shards.folder(run, number) for number in range(count)]
     ended = all((home / "summary.json").exists() for home in homes)
     with contextlib.ExitStack() as opened:
-        journals = [Journal(home / "journal.sqlite", readonly=True) for home in homes]
-        for journal in journals:
-            opened.enter_context(contextlib.closing(journal))
-        shares: list[Trees] = [
-            [(row, dict(one.groups(row.id))) for row in one.trees("split='train'")]
-            for one in journals
-        ]
+        try:
+            journals = [Journal(home / "journal.sqlite", readonly=True) for home in homes]
+            for journal in journals:
+                opened.enter_context(contextlib.closing(journal))
+                journal.check_pages()
+                violations += [Violation("journals are whole", row) for row in journal.damage()]
+            shares: list[Trees] = [
+                [(row, dict(one.groups(row.id))) for row in one.trees("split='train'")]
+                for one in journals
+            ]
+        except (sqlite3.Error, JournalError, ValueError) as error:
+            what = f"{error} (only a copy helps if the file was cut)"
+            return [*violations, Violation("journals are whole", what)]
         every = [tree for own in shares for tree in own]
         # A live run goes on, so what is compared with the groups is read before the long check of
         # the trees.
-        violations = [*_records(homes, every, ended)]
+        violations += _records(homes, every, ended)
         violations += _checkpoints(run, {g: v for _, groups in every for g, v in groups.items()})
         for number, (journal, own) in enumerate(zip(journals, shares, strict=True)):
             violations += _closed(shards.Shard(number, count), own, ended)
+            violations += _drawn(journal, own)
             violations += _trees(journal, own, staleness)
         return violations
+
+
+def _drawn(journal: Journal, trees: Trees) -> Iterator[Violation]:
+    """Each tree's task is what its draw gave at the first start, where the task files of then are
+    still there."""
+    inputs = next((inputs for *_, inputs in journal.starts()), {})
+    files = {path: sum for key, (path, sum) in inputs.items() if key.startswith("data.train")}
+    if files and all(Path(one).is_file() and digest.file(Path(one)) == files[one] for one in files):
+        (seed, _), (verbatim, _) = inputs["seed"], inputs["verbatim"]
+        drawn = tasks.Tasks([*files], int(seed), verbatim == str(True))
+        for row, _ in trees:
+            if row.digest not in ("", now := drawn.at(row.position).digest):
+                what = f"tree {row.id} is of task {row.digest}, and draw {row.position} gave {now}"
+                yield Violation("the task that was drawn", what)
+
+
+def starts(run: Path) -> Iterator[str]:
+    """Yield what differs between one start of a run and the next, where the journal says it."""
+    unread = contextlib.suppress(sqlite3.Error, OSError, ValueError)
+    with unread, contextlib.closing(Journal(run / "journal.sqlite", readonly=True)) as journal:
+        for (*_, old), (number, at, new) in itertools.pairwise(journal.starts()):
+            for _, how in edited(old, new):
+                yield f"start {number}, {time.ctime(at)}: {how}"
 
 
 def _closed(shard: shards.Shard, trees: Trees, ended: bool) -> Iterator[Violation]:
@@ -175,11 +214,14 @@ def _trees(journal: Journal, trees: Trees, staleness: int | None) -> Iterator[Vi
         overtaken[row.id] = earliest
         earliest = min([earliest, *(v for v in groups.values() if v is not None)])
     for row, groups in trees:
-        tree = journal.tree(row)
+        try:
+            tree, turns = journal.tree(row), {group: journal.turns(group) for group in groups}
+        except ValueError:
+            continue  # its damage was named
         faults = list(_faults(tree))
         actions = {node.id: node for node in tree.nodes.values() if node.kind == "action"}
         for group, version in groups.items():
-            nodes = [turn.node for turn in journal.turns(group)]
+            nodes = [turn.node for turn in turns[group]]
             if strange := [node for node in nodes if node not in actions]:
                 faults.append(f"group {group} trains node {strange[0]}, which is no action")
             elif version is not None and staleness is not None:
@@ -229,6 +271,6 @@ def main(arguments: list[str] | None = None) -> int:
     except FileNotFoundError as error:
         print(f"coppice watch --audit: {error}", file=sys.stderr)
         return 2
-    said = "\n".join(map(str, violations)) or f"{run}: every invariant holds"
-    RunScreen(0).say(said, "summary")  # the reader (head, less) may close the pipe
+    said = [*map(str, violations)] or [f"{run}: every invariant holds"]
+    RunScreen(0).say("\n".join([*starts(run), *said]), "summary")  # less may close the pipe
     return 1 if violations else 0

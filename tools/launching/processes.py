@@ -12,6 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from coppice.actors.config import ActorProcess
+from coppice.actors.environments.task_files import listed
 from coppice.common import hardware, shards
 from coppice.common.process import die_with, free_port
 from coppice.judges.base import Judge
@@ -25,6 +26,7 @@ from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, Schedule
 from coppice.scheduler.dispatch.bounds import JudgeGives
 from coppice.scheduler.telemetry.tracking import KEYS
 from coppice.tools.defaults.settings import importable
+from coppice.tools.launching import record
 from coppice.tools.launching.config import Config
 from coppice.tools.launching.memory import gpus_left, gpus_of, typed
 from coppice.tools.launching.method import strategy_options
@@ -106,7 +108,7 @@ def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[Planne
             assets.train, assets.heldout, actors, services, max(1, a.max_batch // 4),
             _share(s, number), a.max_context, needs.reward_column, needs.equal,
             config.deterministic, shards.Shard(number, s.shards), a.max_batch,
-            reads_evidence(config), w.routing_replay, gives,
+            reads_evidence(config), w.routing_replay, gives, _inputs(config, assets, run),
         )  # fmt: skip
     rest = _shown(gpus_left(config, hardware.visible_gpus()))
     if served is not None:
@@ -133,6 +135,26 @@ def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[Planne
             process.name, homes[place % s.shards], seed, assets.model, a, place,
             config.deterministic,
         )  # fmt: skip
+
+
+def _inputs(config: Config, assets: Assets, run: Path) -> dict[str, str]:
+    """Return the files that a run's trees are made from, by setting: of tasks, plug-ins and their
+    options; and those of the config and of the machine with its commit."""
+    data = config.data
+    inputs = {name: str(run / name) for name in ("config.json", record.ENVIRONMENT)}
+    for key, tasks in (("data.train", assets.train), ("data.heldout", assets.heldout)):
+        inputs |= {f"{key}[{i}]": path for i, path in enumerate(listed(tasks) if tasks else [])}
+    uses = {"data.environment": (data.environment, {}), "data.options": ("", data.options)}
+    uses |= {f"judges.use.{name}": (name, own) for name, own in config.judges.use.items()}
+    uses |= {"scheduler.strategy": (config.scheduler.strategy, {})}
+    for use, (name, own) in uses.items():
+        for key, value in {use: name, **{f"{use}.{option}": own[option] for option in own}}.items():
+            module, colon, _ = str(value).partition(":")
+            loaded = sys.modules.get(module) if colon else None  # the rules have imported plug-ins
+            words = [getattr(loaded, "__file__", None) or module, *str(value).split()]
+            if files := [*filter(os.path.isfile, words)]:
+                inputs[key] = files[0]
+    return inputs
 
 
 def reads_evidence(config: Config) -> bool:

@@ -160,7 +160,8 @@ ENVIRONMENT = "environment.json"
 def write_environment(run: Path) -> None:
     """Write what computes a run into its folder: commit (with "-dirty" if files were changed; "" if
     there is no checkout), machine, the cores that this process may use, GPUs as "name, driver
-    version", and the versions of packages. Raises OSError."""
+    version", and the versions of packages. Former ones stay as environment-1.json, ... Raises
+    OSError."""
     lines = PROCESSOR.read_text().splitlines() if PROCESSOR.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     smi = "nvidia-smi --query-gpu=name,driver_version --format=csv,noheader"
@@ -177,7 +178,9 @@ def write_environment(run: Path) -> None:
         "gpus": _said(smi).splitlines() if visible_gpus() else [],
         "packages": dict(sorted(packages.items())),
     }
-    write_whole(run / ENVIRONMENT, environment)
+    if (before := run / ENVIRONMENT).exists():
+        before.rename(run / f"environment-{len([*run.glob('environment-*.json')]) + 1}.json")
+    write_whole(before, environment)
 
 
 def _said(command: str) -> str:

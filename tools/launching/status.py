@@ -183,7 +183,7 @@ def _read_journal(path: Path, status: Status, where: str = "") -> None:
             keys = [k for k in heldout.measures if k.startswith((heldout.headline, "valid"))]
             measures = ", ".join(f"{key} {heldout.measures[key]}" for key in sorted(keys))
             status.heldout = f"{name} (version {version}): {measures}"
-    except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
+    except (sqlite3.Error, OSError, msgspec.MsgspecError, ValueError) as error:
         unread = f"journal.sqlite cannot be read ({error}): restore it from a copy, or start anew"
         status.damaged.append(f"{where}{unread}")
 

@@ -1,5 +1,6 @@
 """The audit of a run folder finds each broken invariant by name, and none in a whole folder."""
 
+import os
 import sqlite3
 from pathlib import Path
 
@@ -7,9 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from coppice.actors.environments.base import RejectedTask
 from coppice.common import frontier
 from coppice.common.shards import Shard, folder
+from coppice.scheduler.growth import tasks
 from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger import journal
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.inspecting.audit import audit, main
 from coppice.wire import digest
@@ -25,23 +29,29 @@ def write(run: Path, shards: int) -> Path:
     for number in range(shards):
         shard, home = Shard(number, shards), folder(run, number)
         home.mkdir(parents=True, exist_ok=True)
-        journal, identity, group = Journal(home / "journal.sqlite"), -1, -1
+        book, identity, group = Journal(home / "journal.sqlite"), -1, -1
+        questions, origin = home / "train.jsonl", {"seed": ("7", "7"), "verbatim": ("False",) * 2}
+        lines = [f'{{"question": "q{i}", "golden_answers": ["a"]}}\n' for i in range(9)]
+        questions.write_text("".join(lines))
+        book.begin(origin | {"data.train[0]": (str(questions), digest.file(questions))})
+        drawn = tasks.Tasks(str(questions), 7)
         for draw in range(2 * UPDATES):
             identity, version = shard.after(identity), draw // 2
             tree = Tree(identity, f"task-{identity}")
             root = tree.add(None, "prompt", np.arange(4, dtype=np.int32), "prompt", state={})
-            journal.start_tree(tree, shard.position(draw), version)
+            place = shard.position(draw)
+            book.start_tree(tree, place, version, drawn.at(place).digest)
             for _ in range(2):
                 group = shard.after(group)
                 action = tree.add(root, "action", np.array([7, 8], np.int32), "act")
                 action.logprobs = np.full(2, -0.5, np.float32)
                 action.versions = np.full(2, version, np.int32)
                 tree.changed[action.id] = action
-                journal.save_group(tree, group, [Turn(action.id, 0, 1, {})])
-                journal.mark_trained(group, version + 1)
+                book.save_group(tree, group, [Turn(action.id, 0, 1, {})])
+                book.mark_trained(group, version + 1)
                 trained[group] = version + 1
-            journal.close_tree(tree)
-        journal.close()
+            book.close_tree(tree)
+        book.close()
         records = [{"version": v + 1, "learner/groups": 4.0 * shards} for v in range(UPDATES)]
         lines = [msgspec.json.encode(record) + b"\n" for record in records]
         (home / "metrics.jsonl").write_bytes(b"".join(lines))
@@ -62,9 +72,16 @@ def run(tmp_path: Path) -> Path:
 
 
 def execute(home: Path, statement: str) -> None:
-    with sqlite3.connect(home / "journal.sqlite") as journal:
-        journal.execute(statement)
-    journal.close()
+    """Execute a statement as a scheduler with a fault would: the rows' checksums are right."""
+    with sqlite3.connect(home / "journal.sqlite") as file:
+        file.execute(statement)
+        for table in ("trees", "groups"):
+            rows = file.execute(
+                f"SELECT {', '.join(journal._FIXED[table])} FROM {table}"
+            ).fetchall()
+            sums = [(journal._summed(*row)[-1], row[0]) for row in rows]
+            file.executemany(f"UPDATE {table} SET sum=? WHERE id=?", sums)
+    file.close()
 
 
 def rules(run: Path) -> set[str]:
@@ -93,6 +110,7 @@ def test_a_whole_run_passes(tmp_path: Path, shards: int, said: Said) -> None:
         ("UPDATE groups SET trained=3 WHERE tree=0", "within the staleness bound"),
         ("UPDATE groups SET trained=1 WHERE tree=5", "within the staleness bound"),
         ("DELETE FROM nodes WHERE tree=4 AND id=2", "well-formed trees"),
+        ("UPDATE trees SET digest='another' WHERE id=4", "the task that was drawn"),
     ],
 )
 def test_a_fault_in_the_journal_is_found(run: Path, statement: str, rule: str) -> None:
@@ -160,3 +178,39 @@ def test_the_bound_is_the_largest_that_the_run_had_when_a_resume_changed_it(run:
     assert "within the staleness bound" in rules(run)
     (run / "config-1.json").write_text('{"scheduler": {"max_staleness": 2}}')
     assert "within the staleness bound" not in rules(run)
+
+
+COLUMNS = [(table, name) for table, names in journal._FIXED.items() for name in names]
+
+
+@pytest.mark.parametrize(("table", "column"), [*COLUMNS, ("trees", "status")])
+def test_a_flipped_byte_in_any_row_is_named(run: Path, table: str, column: str) -> None:
+    book = Journal(run / "journal.sqlite")
+    book.reject([RejectedTask("train.jsonl:3", "no question")])
+    book.save_evaluation(0, "start", {"em": 1.0})
+    book.picture(b"png")
+    book.close()
+    with sqlite3.connect(run / "journal.sqlite") as file:
+        key = journal._FIXED[table][0]
+        query = f"SELECT {column} FROM {table} ORDER BY {key} DESC LIMIT 1"
+        ((old,),) = file.execute(query)
+        new, value = None, "?"
+        if isinstance(old, int | float):
+            new = old + 64
+        else:  # with a byte that is no UTF-8
+            new = b"\xff" + (old if isinstance(old, bytes) else old.encode())[1:]
+            value = f"CAST(? AS {'TEXT' if isinstance(old, str) else 'BLOB'})"
+        file.execute(f"UPDATE {table} SET {column}={value} WHERE {column}=?", (new, old))
+    file.close()
+    named = [one.what for one in audit(run) if one.rule == "journals are whole"]
+    assert any(f" of {table}" in what for what in named) and main([str(run)]) == 1
+
+
+def test_a_cut_journal_and_a_torn_config_are_named(run: Path) -> None:
+    for name in ("config.json", "config-1.json"):
+        (run / name).write_bytes(b'{"scheduler": {"max_st')
+    assert [one.what[:14] for one in audit(run)] == ["config-1.json:", "config.json: I"]
+    for size in (30_000, 5000, 50):
+        os.truncate(run / "journal.sqlite", size)
+        assert rules(run) == {"configs are whole", "journals are whole"}
+    assert main([str(run)]) == 1
