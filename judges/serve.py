@@ -41,6 +41,7 @@ BUILT_IN = {
     "minesweeper": "coppice.judges.oracles.minesweeper:MinesweeperOracle",
     "sokoban": "coppice.judges.oracles.sokoban:SokobanOracle",
     "webshop": "coppice.judges.oracles.webshop:WebShopOracle",
+    "bfcl": "coppice.judges.oracles.bfcl:BfclOracle",
 }
 PLAYERS = {
     "tictactoe_mcts": "coppice.judges.oracles.tictactoe:MctsPlayer",

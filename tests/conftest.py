@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 import torch
 
+from coppice.actors.environments.bfcl.leaderboard import leaderboard
 from tests import tiny, world
 from tests.forks import ROOT, Server
 from tests.runs import Launch, Run
@@ -61,6 +62,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     return tiny.save_vision(tmp_path_factory.mktemp("seeing"))
+
+
+@pytest.fixture(scope="session")
+def bfcl_wheel() -> None:
+    """Fetches the wheel of the Berkeley Function Calling Leaderboard, without which tests skip."""
+    try:
+        leaderboard("")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from coppice.actors.environments import registry
 from coppice.actors.environments.base import Environment, Task
 from coppice.judges.base import Judge
 from coppice.judges.exact_match import ExactMatch
+from coppice.judges.oracles.bfcl import BfclOracle
 from coppice.judges.oracles.tictactoe import TicTacToeOracle
 from coppice.judges.oracles.webshop import WebShopOracle
 from coppice.judges.pprm_rules import PprmRules
@@ -86,6 +87,10 @@ def talking(rng: random.Random, prompt: str) -> str:
     return rng.choice(["?", *words])
 
 
+def calling(rng: random.Random, prompt: str) -> str:
+    return rng.choice(["[pwd()]", "[ls()] [", "Done.", "Done."])
+
+
 def marking(rng: random.Random, prompt: str) -> str:
     return f"<action>{rng.randint(1, 9)}</action>"
 
@@ -107,6 +112,10 @@ WORLDS = {
     "sotopia": World(
         registry.load("sotopia", {"turns": 6}),
         {"judge.own": Readable(), "judge.sotopia_rules": SotopiaRules()}, talking,
+    ),
+    "bfcl": World(
+        registry.load("bfcl", {"categories": ["multi_turn_base"], "documents": "signatures"}),
+        {"judge.own": BfclOracle()}, calling,
     ),
 }  # fmt: skip
 
@@ -140,8 +149,10 @@ class Services:
 @pytest.mark.parametrize("strategy", strategies.names())
 @pytest.mark.parametrize("name", WORLDS)
 async def test_every_strategy_in_every_world_gives_groups_that_schemes_train_on(
-    tmp_path: Path, llama: Path, name: str, strategy: str
+    tmp_path: Path, llama: Path, name: str, strategy: str, request: pytest.FixtureRequest
 ) -> None:
+    if name == "bfcl":
+        request.getfixturevalue("bfcl_wheel")
     world, loaded = WORLDS[name], strategies.load(strategy)
     takes = inspect.signature(loaded.function).parameters
     options = {key: value for key, value in SMALL.items() if key in takes}

@@ -9,6 +9,7 @@ BUILT_IN = {
     "search_qa": "coppice.actors.environments.search_qa.environment:SearchQA",
     "tictactoe": "coppice.actors.environments.tictactoe.environment:TicTacToe",
     "sudoku": "coppice.actors.environments.sudoku.environment:Sudoku",
+    "bfcl": "coppice.actors.environments.bfcl.environment:Bfcl",
     "agent": "coppice.actors.environments.agents.environment:AgentEnvironment",
     "gymnasium": "coppice.actors.environments.others.in_process:Gymnasium",
     "other_python": "coppice.actors.environments.others.other_python:OtherPython",

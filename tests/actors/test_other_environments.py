@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from coppice.actors.environments.base import Environment
+from coppice.actors.environments.bfcl.environment import Bfcl
 from coppice.actors.environments.others.in_process import Gymnasium, InThisPython, TextArena
 from coppice.actors.environments.others.worker import Turned
 from tests import drawn_game
@@ -48,6 +49,10 @@ GEM, TEXTWORLD, OPENENV = (f"COPPICE_{name}_PYTHON" for name in ("GEM", "TEXTWOR
 HERE: dict[str, tuple[Callable[[], Environment], list[str]]] = {
     "drawn": (Drawn, ["a", "bb", "ccc"]),
     "drawn, no copies": (lambda: Drawn(copies=False), ["a", "bb", "ccc"]),
+    "BFCL": (
+        lambda: Bfcl(["multi_turn_base"], "hermes"),
+        ['<tool_call>{"name": "ls", "arguments": {}}</tool_call>', "<no call", "<none"],
+    ),
     "FrozenLake": (lambda: Gymnasium("FrozenLake-v1"), ["right", "down", "left"]),
     "GuessTheNumber": (lambda: TextArena("GuessTheNumber-v0"), ["[5]", "[9]", "[2]"]),
     "TicTacToe": (lambda: TextArena("TicTacToe-v0", players=2, second=0.5), ["[4]", "[0]", "[8]"]),
@@ -69,6 +74,8 @@ Adapted = tuple[Callable[[], Any], list[str]]
 def adapted(request: pytest.FixtureRequest, other: Callable[..., Any]) -> Adapted:
     for package in ("gymnasium", "textarena", "reasoning_gym"):
         pytest.importorskip(package)
+    if request.param == "BFCL":
+        request.getfixturevalue("bfcl_wheel")
     if request.param in HERE:
         return HERE[request.param]
     game, python, arguments, actions = THERE[request.param]

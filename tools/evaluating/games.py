@@ -168,13 +168,16 @@ def prepare(flags: argparse.Namespace) -> Prepared:
         default, own = run.scheduler, run.options | run.scheduler.evaluation.options
         options = {k: v for k, v in own.items() if k not in ("opponents", "second")} | options
     environment = _environment(flags.environment, options)
+    parameters = inspect.signature(type(environment).__init__).parameters
+    if "appended" in parameters and not (flags.model or flags.run):
+        options = {"appended": False} | options  # only tokens can be appended to
+        environment = _environment(flags.environment, options)
     if flags.baseline and not lists_replies(environment):
         lacking = f"{flags.environment} lists no replies to choose from (Environment.replies)"
         raise ValueError(f"--baseline: {lacking}")
     if flags.endpoint and not environment.fresh:
         raise ValueError(f"--endpoint: {flags.environment} shows no fresh prompt each turn")
     options, opponents, workers = _opponents(flags, environment, options)
-    parameters = inspect.signature(type(environment).__init__).parameters
     halves = "second" in parameters and "second" not in options
     environment = _environment(flags.environment, options)
     if halves:
