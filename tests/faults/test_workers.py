@@ -89,7 +89,7 @@ async def test_a_call_that_kills_every_worker_it_meets_ends_as_a_fault_and_other
     for name in ("a", "b", "c"):
         await floor.hire(name)
     deadly = floor.ask(EXIT)
-    with pytest.raises(InfrastructureFault, match="is gone: silent"):
+    with pytest.raises(InfrastructureFault, match="is gone: its connection broke"):
         await deadly
     survivor = await floor.hire("d")
     assert (await floor.ask(ANSWER)).version == survivor.pid
