@@ -72,6 +72,7 @@ async def floor(tmp_path: Path) -> AsyncIterator[Floor]:
 
 
 async def test_the_calls_of_a_killed_process_move_to_another(floor: Floor) -> None:
+    floor.dispatcher.roster.config = DispatchConfig(heartbeat_s=0.05, dead_after_s=1e6)
     mortal = await floor.hire("mortal")
     calls = [floor.ask(GATE) for _ in range(2)]
     await floor.has(mortal, GATE)
