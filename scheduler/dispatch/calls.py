@@ -21,7 +21,7 @@ Check = Callable[[Any], None]
 
 PARTS = 64
 """A call may expire later than asked, by at most this part of its time."""
-FLOOR_S, TIMES, EVERY, KEPT = 2.0, 3.0, 32, 256
+FLOOR_S, TIMES, EVERY, KEPT = 1.0, 3.0, 32, 256
 """An attempt is late after ``TIMES`` the 99th percentile of its service's last ``KEPT`` answers,
 which is taken anew at ``EVERY`` answers, and not before ``FLOOR_S`` seconds."""
 FEWEST, PERIOD_S, SHARE = 12, 10.0, 0.2
@@ -101,8 +101,8 @@ class Worker:
     """A connected worker. stats: of its last heartbeat, at ``beat_at``. joined: the number of its
     arrival. left_out: whether a pool has dropped an entry of it. unanswered: calls in a row past
     their deadline while no other was answered. silent: for how long, as far as this process could
-    hear. stalled: periods in a row in which it stalled. recent: its last attempts. key: its public
-    key."""
+    hear. quiet: so long that it gets no calls. stalled: periods in a row in which it stalled.
+    recent: its last attempts. key: its public key."""
 
     def __init__(self, identity: bytes, hello: Register, now: float, admission: str, key: str = ""):
         self.identity, self.hello, self.admission, self.key = identity, hello, admission, key
@@ -112,7 +112,7 @@ class Worker:
         self.beat_at = now
         self.breaker = Breaker()
         self.heard = now
-        self.silent = 0.0
+        self.silent, self.quiet = 0.0, False
         self.answered = self.unanswered = self.stalled = 0
         self._answered_at = self._period_at = now
         self._period = [0, 0]
@@ -133,7 +133,7 @@ class Worker:
 
     def usable(self, now: float) -> bool:
         """Whether calls may be sent to the worker now, if it has room."""
-        return self.ready and not self.draining and self.breaker.closed(now)
+        return self.ready and not (self.draining or self.quiet) and self.breaker.closed(now)
 
     def answers(self, now: float) -> None:
         """The worker has answered a call."""
@@ -153,8 +153,7 @@ class Worker:
 
     def _count(self, late: bool, now: float) -> None:
         self._period[late] += 1
-        calls = sum(self._period)
-        if calls >= FEWEST and now - self._period_at >= PERIOD_S:
+        if now - self._period_at >= PERIOD_S and (calls := sum(self._period)) >= FEWEST:
             self.stalled = self.stalled + 1 if self._period[True] >= SHARE * calls else 0
             self._period, self._period_at = [0, 0], now
 
@@ -162,6 +161,8 @@ class Worker:
         """How the worker treats calls now, in words that follow its name in a message."""
         if self.draining:
             return "is draining"
+        if self.quiet:
+            return f"has been silent for {self.silent:.0f} s"
         if not self.breaker.closed(now):
             return f"rests after {self.breaker.threshold} failed calls in a row"
         return f"has {len(self.in_flight)} requests in flight of at most {self.hello.capacity}"

@@ -55,7 +55,7 @@ _TOLD = 8
 _BY_ORDER = operator.attrgetter("order")
 _LOOK_AGAIN_S = 0.05
 """Seconds until held-back calls are tried again although nothing happened."""
-_LOOK_FOR_LATE_S = 0.5
+_LOOK_FOR_LATE_S = 0.25
 """Seconds between two searches for late attempts."""
 
 
@@ -266,7 +266,7 @@ class Dispatcher:
         worker, pending = attempt.worker, attempt.pending
         worker.in_flight.pop(attempt.number, None)
         self._changed(worker)
-        if attempt in pending.attempts:  # not after ``close``
+        if pending.attempts:  # not after ``close``
             pending.attempts.remove(attempt)
         pending.place.ended(worker.name, result)
         event = Event(
@@ -369,7 +369,7 @@ class Dispatcher:
             if not isinstance(header, wire.Goodbye):
                 self.router.send([identity, *encode(wire.Goodbye(REGISTER_AGAIN))])
             return
-        worker.heard = self.clock()
+        worker.heard, worker.quiet = self.clock(), False
         match header:
             case wire.Result(id=number) | wire.Error(id=number):
                 self._answer(worker, number, header, frames)

@@ -19,6 +19,9 @@ from coppice.wire.sockets import Router
 
 log = logging.getLogger("scheduler.roster")
 
+QUIET_BEATS = 2.5
+"""A worker whose heartbeats stay away for so many times their interval gets no calls until it is
+heard again."""
 BACK_S = 0.5
 """Seconds in which a worker whose connection broke may be back: ZeroMQ tries again after 0.1."""
 
@@ -210,6 +213,7 @@ class Roster:
                     continue
                 silent = 0.0 if worker.heard > before else worker.silent
                 worker.silent = min(silent + passed, now - worker.heard)
+                worker.quiet = worker.silent > QUIET_BEATS * self.config.heartbeat_s
                 if worker.silent > self.config.dead_after_s:
                     self.counters["dead_workers"] += 1
                     self.leave(worker, f"silent for {now - worker.heard:.0f} s")

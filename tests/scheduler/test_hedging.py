@@ -13,7 +13,7 @@ from coppice.scheduler.dispatch.calls import Place, Worker
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Dispatcher
 from coppice.scheduler.telemetry.health import UNANSWERED
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.messages import GenerateRequest, JudgedTurn, JudgeRequest, Sampling
+from coppice.wire.messages import Error, GenerateRequest, JudgedTurn, JudgeRequest, Sampling
 from tests.simulation.network import Network
 from tests.simulation.peers import Actor, Judge, Manners, Peer
 from tests.simulation.virtual_time import Agenda, VirtualLoop
@@ -121,6 +121,28 @@ def test_a_hedged_call_reaches_exactly_one_outcome_whatever_its_attempts_meet(se
 
     assert set(stage.play(act)) <= {"ok", "fault", "cancelled"}
     assert stage.dispatcher.counters["hedged"] > 5
+
+
+def test_a_hedged_call_whose_second_attempt_fails_still_waits_for_its_first() -> None:
+    stage, numbers = Stage(judges=2), itertools.count()
+    stage.config = DispatchConfig(max_attempts=2)
+
+    def first_is_slow(peer: Peer) -> None:
+        def accepted(header: Any, body: Any) -> None:
+            if next(numbers) == 0:
+                stage.agenda.after(20.0, lambda: peer._answer(header, body))
+            else:
+                peer.reply(header.id, Error(header.id, "infrastructure", "no"))
+
+        peer.accepted = accepted
+
+    async def act() -> str:
+        await asyncio.gather(*(stage.caller(tree, 20) for tree in range(4)))
+        for peer in stage.peers:
+            first_is_slow(peer)
+        return await stage.judge(Place(0))
+
+    assert stage.play(act) == "ok" and stage.dispatcher.counters["hedged"] == 1
 
 
 def test_generation_is_never_made_twice() -> None:
