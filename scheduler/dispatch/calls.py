@@ -179,6 +179,8 @@ class Place:
     loaded worker. ``rank`` and ``choose`` are asked while it waits, ``started`` and ``ended`` once
     per attempt."""
 
+    _rank: tuple[Any, ...] = ()
+
     def __init__(self, *rank: Any):
         self._rank = rank
 
@@ -214,7 +216,7 @@ class Pending:
     """One call until its outcome.
 
     body: encoded once for all attempts. caller: who waits for the outcome, in words. attempts:
-    those that are running now, two of a hedged call. waiting: whether one more will be made.
+    those that are running now, several of a hedged call. waiting: whether one more will be made.
     arrival, order: its place among the waiting calls.
     """
 
@@ -233,7 +235,6 @@ class Pending:
     failed_on: frozenset[str] = frozenset()
     attempts: "list[Attempt]" = field(default_factory=list)
     waiting: bool = False
-    hedged: bool = False
     arrival: int = 0
     order: tuple[Any, ...] = ()
     tries: int = 0

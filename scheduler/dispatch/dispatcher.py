@@ -1,9 +1,9 @@
 """Every dispatched call reaches exactly one outcome: a result, a classified fault, or its caller's
 cancellation. States of a call: waiting -> running -> (fault -> backoff -> waiting)* -> done. After
 an infrastructure fault or the death of a worker it moves to another worker; its deadline covers all
-attempts together. A call that is late, as the answers of its service go, is hedged: it waits and
-runs once more beside its first attempt, and the first answer is its outcome. Late answers are only
-counted."""
+attempts together. An attempt that is late, as the answers of its service go, is hedged: its call
+waits and runs beside it on another worker, and the first answer is the outcome. Late answers are
+only counted."""
 
 import asyncio
 import bisect
@@ -452,14 +452,13 @@ class Dispatcher:
         return late
 
     def _hedge(self, attempt: Attempt) -> None:
-        """Have a call run on another worker, too, unless it has been or it may not."""
+        """Have a late attempt's call run on another worker, too, if it may."""
         attempt.late, pending = True, attempt.pending
         self.counters["late_attempts"] += 1
-        if pending.done.done() or pending.hedged or pending.worker is not None:
+        if pending.done.done() or pending.waiting or pending.worker is not None:
             return
-        if not pending.waiting and pending.tries < self.config.max_attempts:
+        if pending.tries < self.config.max_attempts:
             self.counters["hedged"] += 1
-            pending.hedged = True
             pending.failed_on |= {attempt.worker.name}
             self._queue(pending)
 

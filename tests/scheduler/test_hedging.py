@@ -27,6 +27,8 @@ TURN = JudgeRequest([JudgedTurn("", [], "", "", 1, 1)])
 class Stage:
     """A dispatcher and scripted judges on the virtual clock. ``play`` runs a coroutine there."""
 
+    dispatcher: Dispatcher
+
     def __init__(self, judges: int, capacity: int = 4, **manners: float):
         self.agenda = Agenda(deadline=1e4)
         self.network = Network(self.agenda, random.Random(0), lambda *_: None, 0.001, 0.0)
@@ -80,7 +82,12 @@ class Stage:
 def stalls(peer: Peer, every: int) -> None:
     """The peer never answers each ``every``-th of its calls."""
     numbers, accepted = itertools.count(1), peer.accepted
-    peer.accepted = lambda *call: None if next(numbers) % every == 0 else accepted(*call)
+
+    def accept(header: Any, body: Any) -> None:
+        if next(numbers) % every:
+            accepted(header, body)
+
+    peer.accepted = accept
 
 
 def test_a_judge_that_stalls_every_third_call_costs_ten_seconds_and_is_told_to_the_watchdog() -> (
