@@ -390,3 +390,5 @@ SERVICES: dict[str, tuple[type, type]] = {
 }
 """The request and result struct of each service. A service ``judge.<name>`` uses the row ``judge``;
 ``player`` and ``speaker`` work alike."""
+REPEATABLE = ("judge", "player", "speaker", "retrieve")
+"""The services whose answers change nothing, so that two workers may run one request at once."""

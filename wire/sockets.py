@@ -54,9 +54,9 @@ class Pump:
         self._wake_soon()
         return self.ended
 
-    def send(self, frames: Iterable[Frame]) -> None:
-        """Queue one message. Frames of 64 KiB and more are not copied, so their buffers must stay
-        unchanged."""
+    def send(self, frames: Iterable[Frame]) -> bool:
+        """Queue one message, and return whether it could be queued. Frames of 64 KiB and more are
+        not copied, so their buffers must stay unchanged."""
         socket, last = self.socket, None
         for frame in frames:
             if last is not None:
@@ -65,6 +65,7 @@ class Pump:
         if last is not None:
             socket.send(last, zmq.NOBLOCK, copy=type(last) is bytes)
         self._wake_soon()
+        return True
 
     def stop(self) -> None:
         """Stop listening."""
@@ -118,6 +119,7 @@ class Router(Pump):
     """The scheduler's bound socket. ``endpoint`` is the address to which workers connect (port 0
     binds a free port). ``sender``: the authenticated public key of the message that is being
     delivered, "" without keys. A peer chooses its identity itself, so an identity proves nothing.
+    broken: called when a connection breaks; ``send`` then tells whose.
     """
 
     def __init__(self, bind: str, keys: RunKeys | None, limits: Limits = Limits()):
@@ -132,6 +134,9 @@ class Router(Pump):
         # A worker whose connection broke is back before this side has let the old connection go.
         # ZeroMQ would never read from the new one.
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.broken: Callable[[], None] = lambda: None
+        self._breaks = Pump(self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED), lead=2)
         if keys is not None:
             # A thread of its own: a stopped AsyncioAuthenticator later removes its descriptor from
             # the loop, which may be another socket's by then.
@@ -149,6 +154,23 @@ class Router(Pump):
                 f"cannot bind {bind}: {error.strerror}. Stop who uses it, or take a free port (0)"
             ) from None
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def listen(self, deliver: Callable[[list[Frame]], None]) -> asyncio.Future[None]:
+        self._breaks.listen(lambda frames: self.broken())
+        return super().listen(deliver)
+
+    def send(self, frames: Iterable[Frame]) -> bool:
+        """Queue one message. It is dropped if its peer has no connection now."""
+        try:
+            return super().send(frames)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+
+    def stop(self) -> None:
+        self._breaks.stop()
+        super().stop()
 
     def grant(self, public: str) -> Grant | None:
         """Return what the holder of a key may do, None for a key that was revoked. Without keys
@@ -187,11 +209,12 @@ class Dealer(Pump):
             self.socket.curve_secretkey = keys.secret.encode()
         self.socket.connect(endpoint)
 
-    def send(self, frames: Iterable[Frame]) -> None:
+    def send(self, frames: Iterable[Frame]) -> bool:
         """Queue one message. It is lost if the scheduler refused this worker's key; the
         registration, which is repeated, then gives up."""
         with contextlib.suppress(zmq.Again):
-            super().send(frames)
+            return super().send(frames)
+        return False
 
     def close(self, linger_ms: int = 500) -> None:
         """Close. The last messages (Goodbye) get ``linger_ms`` milliseconds to leave; there is no

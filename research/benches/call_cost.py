@@ -95,13 +95,14 @@ class AnsweringTransport:
         self._deliver = deliver
         return asyncio.get_running_loop().create_future()
 
-    def send(self, frames: Iterable[Frame]) -> None:
+    def send(self, frames: Iterable[Frame]) -> bool:
         """Answer a request in the next turn of the event loop."""
         identity, *parts = frames
         header = decode_header(parts)
         if isinstance(header, Request):
             self._requests.append((identity, header.id, header.service))
             asyncio.get_running_loop().call_soon(self._answer)
+        return True
 
     def _answer(self) -> None:
         identity, number, service = self._requests.popleft()

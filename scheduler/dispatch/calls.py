@@ -21,6 +21,12 @@ Check = Callable[[Any], None]
 
 PARTS = 64
 """A call may expire later than asked, by at most this part of its time."""
+FLOOR_S, TIMES, EVERY, KEPT = 1.0, 3.0, 32, 256
+"""An attempt is late after ``TIMES`` the 99th percentile of its service's last ``KEPT`` answers,
+which is taken anew at ``EVERY`` answers, and not before ``FLOOR_S`` seconds."""
+FEWEST, PERIOD_S, SHARE = 12, 10.0, 0.2
+"""A worker stalls in a period of so many calls and seconds if so large a share of them is given up.
+"""
 STARTED = "the scheduler has started"
 """The name of the trace event at the beginning of each start of a run."""
 
@@ -74,10 +80,29 @@ class Breaker:
         return now >= self.open_until
 
 
+class Latency:
+    """How long the attempts of a service take. limit: the seconds after which one is late; infinite
+    until enough were answered."""
+
+    def __init__(self) -> None:
+        self.limit, self._count = math.inf, 0
+        self._seconds: deque[float] = deque(maxlen=KEPT)
+
+    def record(self, seconds: float) -> None:
+        """An attempt was answered."""
+        self._seconds.append(seconds)
+        self._count += 1
+        if self._count % EVERY == 0:
+            slow = sorted(self._seconds)[-1 - len(self._seconds) // 100]
+            self.limit = max(FLOOR_S, TIMES * slow)
+
+
 class Worker:
     """A connected worker. stats: of its last heartbeat, at ``beat_at``. joined: the number of its
     arrival. left_out: whether a pool has dropped an entry of it. unanswered: calls in a row past
-    their deadline while no other was answered. recent: its last attempts. key: its public key."""
+    their deadline while no other was answered. silent: for how long, as far as this process could
+    hear. quiet: so long that it gets no calls. stalled: periods in a row in which it stalled.
+    recent: its last attempts. key: its public key."""
 
     def __init__(self, identity: bytes, hello: Register, now: float, admission: str, key: str = ""):
         self.identity, self.hello, self.admission, self.key = identity, hello, admission, key
@@ -87,8 +112,10 @@ class Worker:
         self.beat_at = now
         self.breaker = Breaker()
         self.heard = now
-        self.answered = self.unanswered = 0
-        self._answered_at = now
+        self.silent, self.quiet = 0.0, False
+        self.answered = self.unanswered = self.stalled = 0
+        self._answered_at = self._period_at = now
+        self._period = [0, 0]
         self.recent: deque[Event] = deque(maxlen=4)
         self.ready = False
         self.draining = False
@@ -106,20 +133,36 @@ class Worker:
 
     def usable(self, now: float) -> bool:
         """Whether calls may be sent to the worker now, if it has room."""
-        return self.ready and not self.draining and self.breaker.closed(now)
+        return self.ready and not (self.draining or self.quiet) and self.breaker.closed(now)
 
     def answers(self, now: float) -> None:
         """The worker has answered a call."""
         self.answered, self.unanswered, self._answered_at = self.answered + 1, 0, now
+        self._count(False, now)
 
-    def expires(self, attempt: "Attempt") -> None:
+    def expires(self, attempt: "Attempt", now: float) -> None:
         """A call passed its deadline. It counts only if nothing was answered meanwhile."""
         self.unanswered += attempt.start >= self._answered_at
+        self._count(True, now)
+
+    def stalls(self, attempt: "Attempt", now: float) -> None:
+        """A late call was answered by another worker. Calls that stall together count once."""
+        if attempt.start >= self._answered_at:
+            self.unanswered, self._answered_at = self.unanswered + 1, now
+        self._count(True, now)
+
+    def _count(self, late: bool, now: float) -> None:
+        self._period[late] += 1
+        if now - self._period_at >= PERIOD_S and (calls := sum(self._period)) >= FEWEST:
+            self.stalled = self.stalled + 1 if self._period[True] >= SHARE * calls else 0
+            self._period, self._period_at = [0, 0], now
 
     def state(self, now: float) -> str:
         """How the worker treats calls now, in words that follow its name in a message."""
         if self.draining:
             return "is draining"
+        if self.quiet:
+            return f"has been silent for {self.silent:.0f} s"
         if not self.breaker.closed(now):
             return f"rests after {self.breaker.threshold} failed calls in a row"
         return f"has {len(self.in_flight)} requests in flight of at most {self.hello.capacity}"
@@ -132,12 +175,18 @@ def roomy(workers: Sequence[Worker], avoid: frozenset[str] = frozenset()) -> lis
 
 
 class Place:
-    """How one call is ordered and placed: here first in, first out for the least loaded worker.
-    ``rank`` and ``choose`` are asked while it waits, ``started`` and ``ended`` once per attempt."""
+    """How one call is ordered and placed: here by its rank, then first in, first out, for the least
+    loaded worker. ``rank`` and ``choose`` are asked while it waits, ``started`` and ``ended`` once
+    per attempt."""
+
+    _rank: tuple[Any, ...] = ()
+
+    def __init__(self, *rank: Any):
+        self._rank = rank
 
     def rank(self) -> tuple[Any, ...]:
         """The sorting key among waiting calls; equal ranks keep their order. It may change."""
-        return ()
+        return self._rank
 
     def waits_with(self) -> Any:
         """What it shares with calls behind it that wait if this one must; None: they may start."""
@@ -166,8 +215,9 @@ LEAST_LOADED = Place()
 class Pending:
     """One call until its outcome.
 
-    body: encoded once for all attempts. caller: who waits for the outcome, in words. attempt: the
-    one that is running now. arrival, order: its place among the waiting calls.
+    body: encoded once for all attempts. caller: who waits for the outcome, in words. attempts:
+    those that are running now, several of a hedged call. waiting: whether one more will be made.
+    arrival, order: its place among the waiting calls.
     """
 
     service: str
@@ -183,11 +233,22 @@ class Pending:
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     failed_on: frozenset[str] = frozenset()
-    attempt: "Attempt | None" = None
+    attempts: "list[Attempt]" = field(default_factory=list)
+    waiting: bool = False
     arrival: int = 0
     order: tuple[Any, ...] = ()
     tries: int = 0
     last_fault: Fault | None = None
+
+    @property
+    def attempt(self) -> "Attempt | None":
+        """The oldest attempt that is running now."""
+        return next(iter(self.attempts), None)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether its place chooses the worker, which otherwise is the least loaded one."""
+        return type(self.place) is not Place
 
     def settle(self, outcome: Any) -> None:
         """Set the outcome of the call. Later outcomes are ignored."""
@@ -201,12 +262,13 @@ class Pending:
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One attempt to run a pending call on one worker."""
+    """One attempt to run a pending call on one worker. late: it takes far longer than usual."""
 
     number: int
     pending: Pending
     worker: Worker
     start: float
+    late: bool = False
 
 
 class Deadlines:

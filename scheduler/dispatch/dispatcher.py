@@ -1,7 +1,9 @@
 """Every dispatched call reaches exactly one outcome: a result, a classified fault, or its caller's
 cancellation. States of a call: waiting -> running -> (fault -> backoff -> waiting)* -> done. After
 an infrastructure fault or the death of a worker it moves to another worker; its deadline covers all
-attempts together. Late answers are only counted."""
+attempts together. An attempt that is late, as the answers of its service go, is hedged: its call
+waits and runs beside it on another worker, and the first answer is the outcome. Late answers are
+only counted."""
 
 import asyncio
 import bisect
@@ -18,12 +20,14 @@ import msgspec
 
 from coppice.scheduler.dispatch import bounds
 from coppice.scheduler.dispatch.calls import (
+    FLOOR_S,
     LEAST_LOADED,
     Attempt,
     Check,
     Deadlines,
     DispatchConfig,
     Event,
+    Latency,
     Pending,
     Place,
     Worker,
@@ -35,7 +39,7 @@ from coppice.wire import messages as wire
 from coppice.wire.arrays import Frame, encode
 from coppice.wire.faults import FAULTS, DataFault, Fault, InfrastructureFault, Refused, WireError
 from coppice.wire.keys import RunKeys
-from coppice.wire.service import REGISTER_AGAIN, service_types
+from coppice.wire.service import REGISTER_AGAIN, repeatable, service_types
 from coppice.wire.sockets import Router
 
 __all__ = ["DispatchConfig", "Dispatcher", "Event", "Worker"]
@@ -52,6 +56,8 @@ _TOLD = 8
 _BY_ORDER = operator.attrgetter("order")
 _LOOK_AGAIN_S = 0.05
 """Seconds until held-back calls are tried again although nothing happened."""
+_LOOK_FOR_LATE_S = 0.25
+"""Seconds between two searches for late attempts."""
 
 
 def backoff(attempt: int, rng: random.Random, base_s: float = 0.05, most_s: float = 5.0) -> float:
@@ -80,9 +86,9 @@ def _forget(queue: deque[Pending], pending: Pending) -> None:
 
 class Dispatcher:
     """Owns the calls, and the workers in its ``roster``, from ``start`` to ``close``. counters:
-    calls, retries, timeouts, failed, late_answers, malformed_peers, refused_peers, dead_workers,
-    lost_calls, refused_answers. on_fault(service, fault, caller). declared: by the run's judges, by
-    service. router, clock: what a simulation replaces."""
+    calls, retries, timeouts, failed, late_attempts, hedged, late_answers, malformed_peers,
+    refused_peers, dead_workers, lost_calls, refused_answers. on_fault(service, fault, caller).
+    declared: by the run's judges, by service. router, clock: what a simulation replaces."""
 
     on_event: Callable[[Event], None] | None = None
     on_fault: Callable[[str, Fault, str], None] | None = None
@@ -105,6 +111,7 @@ class Dispatcher:
         self._rng = random.Random(seed)
         self._open = Deadlines(self._expire)
         self._waiting: defaultdict[str, deque[Pending]] = defaultdict(deque)
+        self._latencies: defaultdict[str, Latency] = defaultdict(Latency)
         self._again_at: dict[str, asyncio.TimerHandle] = {}
         self._limits = arrays.Limits()
         self.declared: dict[str, bounds.JudgeGives] = {}
@@ -115,6 +122,7 @@ class Dispatcher:
         """Start to receive messages and to watch for dead workers."""
         self.router.listen(self._receive).add_done_callback(self.roster.ended)
         self.roster.start()
+        self.roster.spawn(self._look_for_late())
 
     async def call(
         self,
@@ -152,7 +160,7 @@ class Dispatcher:
         finally:
             self._open.discard(pending, moment)
             self._abandon(pending, "cancelled")
-            if pending.done.cancelled():
+            if pending.waiting:
                 _forget(self._waiting[pending.service], pending)
             # The future holds the error, whose traceback holds this frame: without this, a cycle
             # with the whole request in it.
@@ -179,9 +187,9 @@ class Dispatcher:
             else:
                 del queue[passed]
                 self._start(pending, worker)
-                if pending.place is not LEAST_LOADED:
+                if pending.chooses:
                     self._reorder(queue, passed)
-        held_back = any(queue[at].place is not LEAST_LOADED for at in range(passed))
+        held_back = any(queue[at].chooses for at in range(passed))
         if held_back and pool.least(now) is not None:
             self._look_later(service)
 
@@ -191,7 +199,7 @@ class Dispatcher:
         for timer in self._again_at.values():
             timer.cancel()
         for pending in list(self._open):
-            pending.attempt = None
+            pending.attempts.clear()
             pending.settle(InfrastructureFault("the dispatcher was closed"))
         self._waiting.clear()
         await self.roster.close()
@@ -212,7 +220,7 @@ class Dispatcher:
 
     def _queue(self, pending: Pending) -> None:
         pending.arrival = next(self._arrivals)
-        pending.order = _order(pending)
+        pending.order, pending.waiting = _order(pending), True
         _insert(self._waiting[pending.service], pending)
         self.look_again(pending.service)
 
@@ -233,7 +241,7 @@ class Dispatcher:
             self._again_at[service] = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, look)
 
     def _place(self, pending: Pending, pool: Pool, least: Worker, now: float) -> Worker | None:
-        if pending.place is LEAST_LOADED:
+        if not pending.chooses:
             return pool.least(now, pending.failed_on) if pending.failed_on else least
         shown = pool.shown(now, pending.place.homes(), pending.failed_on)
         return pending.place.choose(shown, pending.failed_on)
@@ -246,8 +254,9 @@ class Dispatcher:
     def _start(self, pending: Pending, worker: Worker) -> None:
         now = self.clock()
         number = next(self.roster.numbers)
-        pending.tries += 1
-        pending.attempt = worker.in_flight[number] = Attempt(number, pending, worker, now)
+        pending.tries, pending.waiting = pending.tries + 1, False
+        attempt = worker.in_flight[number] = Attempt(number, pending, worker, now)
+        pending.attempts.append(attempt)
         self._changed(worker)
         header = arrays.encode_header(
             wire.Request(number, pending.service, max(0.001, pending.deadline - now))
@@ -260,7 +269,8 @@ class Dispatcher:
         worker, pending = attempt.worker, attempt.pending
         worker.in_flight.pop(attempt.number, None)
         self._changed(worker)
-        pending.attempt = None
+        if pending.attempts:  # not after ``close``
+            pending.attempts.remove(attempt)
         pending.place.ended(worker.name, result)
         event = Event(
             pending.service,
@@ -293,17 +303,19 @@ class Dispatcher:
             return
         pending.last_fault = fault
         pending.failed_on |= {attempt.worker.name}
-        others = refused and {w.name for w in self.workers(pending.service)} - pending.failed_on
         if refused:
             self._told.add(whose)
             self.counters["refused_answers"] += 1
+        if pending.attempts or pending.waiting:
+            return  # it is hedged
+        others = refused and {w.name for w in self.workers(pending.service)} - pending.failed_on
         spent = pending.tries >= self.config.max_attempts and not others
         if spent or pending.worker is not None:
             self.counters["failed"] += 1
             pending.settle(DataFault(str(fault)) if refused else fault)
             return
         self.counters["retries"] += 1
-        seconds = backoff(pending.tries, self._rng)
+        pending.waiting, seconds = True, backoff(pending.tries, self._rng)
         asyncio.get_running_loop().call_later(seconds, self._again, pending)
 
     def _again(self, pending: Pending) -> None:
@@ -316,12 +328,14 @@ class Dispatcher:
         if pending.done.done():
             return
         self.counters["timeouts"] += 1
-        now, attempt = self.clock(), pending.attempt
+        now, attempts = self.clock(), pending.attempts
         before = f"; the attempt before failed: {pending.last_fault}" if pending.last_fault else ""
-        if attempt:
-            where = f"on {attempt.worker.name}, which {answer}"
-            attempt.worker.breaker.record(False, now)
-            attempt.worker.expires(attempt)
+        if attempts:
+            names = " and ".join(attempt.worker.name for attempt in attempts)
+            where = f"on {names}, which {answer}"
+            for attempt in attempts:
+                attempt.worker.breaker.record(False, now)
+                attempt.worker.expires(attempt, now)
         else:
             states = [f"{w.name} {w.state(now)}" for w in self.workers(pending.service)]
             shown = [*states[:_TOLD], *["..."] * (len(states) > _TOLD)]
@@ -338,8 +352,10 @@ class Dispatcher:
             self.on_fault(pending.service, fault, pending.caller)
 
     def _abandon(self, pending: Pending, outcome: str) -> None:
-        """The caller has left: cancel the attempt that is still running, if there is one."""
-        if (attempt := pending.attempt) is not None:
+        """The caller has left: cancel the attempts that are still running."""
+        for attempt in list(pending.attempts):
+            if attempt.late and outcome == "cancelled" and not pending.done.cancelled():
+                attempt.worker.stalls(attempt, self.clock())
             self.roster.send(attempt.worker, wire.Cancel(attempt.number))
             self._finish(attempt, outcome)
 
@@ -363,15 +379,14 @@ class Dispatcher:
             if not isinstance(header, wire.Goodbye):
                 self.router.send([identity, *encode(wire.Goodbye(REGISTER_AGAIN))])
             return
-        worker.heard = self.clock()
+        worker.heard, worker.quiet = self.clock(), False
         match header:
             case wire.Result(id=number) | wire.Error(id=number):
                 self._answer(worker, number, header, frames)
             case wire.Heartbeat(stats=stats, open=listed, echo=echo):
                 worker.stats, worker.beat_at = stats, worker.heard
                 self._compare(worker, set(listed), echo)
-                answer = wire.Heartbeat(len(worker.in_flight), {}, echo=next(self.roster.numbers))
-                self.roster.send(worker, answer)
+                self.roster.beat(worker)
                 if worker.left_out:  # a rested worker may be usable again
                     self._changed(worker)
                 self._pump_all(worker)
@@ -408,8 +423,8 @@ class Dispatcher:
                     seconds = pending.deadline - pending.since
                     self._expire(pending, seconds, f"answered: {bounds.said(header.message)}")
                     return
-                if self.clock() > pending.deadline - _AT_DEADLINE_S:
-                    worker.expires(attempt)
+                if (now := self.clock()) > pending.deadline - _AT_DEADLINE_S:
+                    worker.expires(attempt, now)
             message = f"{worker.name}: {bounds.said(header.message)}"
             self._fail(attempt, FAULTS[header.kind](message))
             return
@@ -424,8 +439,41 @@ class Dispatcher:
             return
         worker.breaker.record(True, now := self.clock())
         worker.answers(now)
+        if repeatable(pending.service):
+            self._latencies[pending.service].record(now - attempt.start)
         pending.settle(body)
         self._finish(attempt, "ok", body)
+
+    async def _look_for_late(self) -> None:
+        while True:
+            due = self.clock() + _LOOK_FOR_LATE_S
+            await asyncio.sleep(_LOOK_FOR_LATE_S)
+            # what came while this process was held up is not read yet
+            for attempt in self._late(min(due, self.clock())):
+                self._hedge(attempt)
+
+    def _late(self, now: float) -> list[Attempt]:
+        """The attempts that have become late."""
+        late: list[Attempt] = []
+        for worker in self.roster.by_identity.values():
+            for attempt in worker.in_flight.values():
+                if (seconds := now - attempt.start) < FLOOR_S:
+                    break  # those behind it are younger
+                latency = self._latencies.get(attempt.pending.service)
+                if latency is not None and seconds > latency.limit and not attempt.late:
+                    late.append(attempt)
+        return late
+
+    def _hedge(self, attempt: Attempt) -> None:
+        """Have a late attempt's call run on another worker, too, if it may."""
+        attempt.late, pending = True, attempt.pending
+        self.counters["late_attempts"] += 1
+        if pending.done.done() or pending.waiting or pending.worker is not None:
+            return
+        if pending.tries < self.config.max_attempts:
+            self.counters["hedged"] += 1
+            pending.failed_on |= {attempt.worker.name}
+            self._queue(pending)
 
     def _pump_all(self, worker: Worker) -> None:
         for service in worker.hello.services:

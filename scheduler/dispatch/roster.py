@@ -16,11 +16,17 @@ from coppice.scheduler.dispatch.calls import DispatchConfig, Worker
 from coppice.scheduler.dispatch.pool import Pool
 from coppice.wire.arrays import encode
 from coppice.wire.faults import Fault, InfrastructureFault, WireError
-from coppice.wire.messages import Drain, Goodbye, Message, Register, Registered
+from coppice.wire.messages import Drain, Goodbye, Heartbeat, Message, Register, Registered
 from coppice.wire.service import service_types
 from coppice.wire.sockets import Router
 
 log = logging.getLogger("scheduler.roster")
+
+QUIET_BEATS = 2.5
+"""A worker whose heartbeats stay away for so many times their interval gets no calls until it is
+heard again."""
+BACK_S = 0.5
+"""Seconds in which a worker whose connection broke may be back: ZeroMQ tries again after 0.1."""
 
 
 class Roster:
@@ -49,16 +55,20 @@ class Roster:
         self.by_identity: dict[bytes, Worker] = {}  # all that are here, also while they join
         self.by_name: dict[str, Worker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._calling: asyncio.TimerHandle | None = None
         self._joined = asyncio.Event()
         self._draining = self._closed = False
 
     def start(self) -> None:
         """Start to watch for dead workers."""
-        self._spawn(self._watch())
+        self.router.broken = self._broken
+        self.spawn(self._watch())
 
     async def close(self) -> None:
         """Forget the workers and close the socket."""
         self._closed = True
+        if self._calling is not None:
+            self._calling.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -97,10 +107,14 @@ class Roster:
         self.send(worker, Goodbye(reason))
         self.leave(worker, reason)
 
-    def send(self, worker: Worker, header: Message) -> None:
-        """Send a message without a body."""
-        if not self._closed:
-            self.router.send([worker.identity, *encode(header)])
+    def send(self, worker: Worker, header: Message) -> bool:
+        """Send a message without a body. Returns False if the worker has no connection now."""
+        return self._closed or self.router.send([worker.identity, *encode(header)])
+
+    def beat(self, worker: Worker) -> bool:
+        """Send a heartbeat, as ``send`` does, whose echo is newer than every call before it."""
+        echo = next(self.numbers)
+        return self.send(worker, Heartbeat(len(worker.in_flight), {}, echo=echo))
 
     def drop_malformed(self, identity: bytes, error: WireError) -> None:
         """Send away a peer that broke the protocol."""
@@ -138,7 +152,7 @@ class Roster:
         self.send(worker, Registered(self.config.heartbeat_s, worker.admission))
         if self._draining:
             self.send(worker, Drain())
-        self._spawn(self._admit(worker))
+        self.spawn(self._admit(worker))
 
     def _forbidden(self, hello: Register) -> str | None:
         """Why the sender's key may not register so, None if it may."""
@@ -192,23 +206,40 @@ class Roster:
             self.on_leave(worker, reason)
 
     async def _watch(self) -> None:
-        """Give up every worker that has been silent for more than ``dead_after_s``."""
+        """Give up every worker that has been silent for more than ``dead_after_s``. Time in which
+        this process was held up counts little: it has not read the heartbeats of meanwhile."""
         while True:
             before = self.clock()
             await asyncio.sleep(self.config.heartbeat_s)
             now = self.clock()
-            if now - before > 2 * self.config.heartbeat_s:
-                continue  # this process was held up, and has not read the heartbeats of meanwhile
+            passed = min(now - before, 2 * self.config.heartbeat_s)
             if self.router.keys is not None:
                 self.router.keys.reload()
             for worker in list(self.by_identity.values()):
                 if self.router.grant(worker.key) is None:
                     self.remove(worker, "its key was revoked")
-                elif now - worker.heard > self.config.dead_after_s:
+                    continue
+                silent = 0.0 if worker.heard > before else worker.silent
+                worker.silent = min(silent + passed, now - worker.heard)
+                worker.quiet = worker.silent > QUIET_BEATS * self.config.heartbeat_s
+                if worker.silent > self.config.dead_after_s:
                     self.counters["dead_workers"] += 1
                     self.leave(worker, f"silent for {now - worker.heard:.0f} s")
 
-    def _spawn(self, work: Any) -> None:
+    def _broken(self) -> None:
+        """A connection broke: give up its worker unless it is back soon."""
+        if self._calling is None:
+            self._calling = asyncio.get_running_loop().call_later(BACK_S, self._call_the_roll)
+
+    def _call_the_roll(self) -> None:
+        self._calling = None
+        for worker in list(self.by_identity.values()):
+            if not self.beat(worker):
+                self.counters["dead_workers"] += 1
+                self.leave(worker, "its connection broke")
+
+    def spawn(self, work: Any) -> None:
+        """Run a background task until ``close``."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -24,7 +24,7 @@ from coppice.common import support, vision
 from coppice.common.dialogue import until
 from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import UNJUDGED, SchedulerConfig
-from coppice.scheduler.dispatch.calls import LEAST_LOADED, Check, Place
+from coppice.scheduler.dispatch.calls import Check, Place
 from coppice.scheduler.dispatch.dispatcher import Dispatcher
 from coppice.scheduler.dispatch.placement import Fleet
 from coppice.scheduler.dispatch.weight_sync import Versions
@@ -227,13 +227,15 @@ class Services(Tools):
         request: msgspec.Struct,
         check: Check | None = None,
         deadline: float | None = None,
-        place: Place = LEAST_LOADED,
+        place: Place | None = None,
     ) -> Any:
-        """Call a service through the dispatcher, with this tree named as the caller."""
+        """Call a service through the dispatcher, with this tree named as the caller. Of calls that
+        wait, those of the oldest tree go first."""
         attempt = f", attempt {self.attempt} of {ATTEMPTS}" if self.attempt else ""
         caller, seconds = f"tree {self.tree.id}{attempt}", self.settings.judge_deadline_s
+        place, seconds = place or Place(self.tree.id), deadline or seconds
         return await self.runtime.dispatcher.call(
-            service, request, deadline=deadline or seconds, place=place, caller=caller, check=check
+            service, request, deadline=seconds, place=place, caller=caller, check=check
         )
 
     async def _generate(

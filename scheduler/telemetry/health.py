@@ -30,11 +30,12 @@ TICK_S = 0.25
 """The interval of the timer that measures the event loop's lag, in seconds."""
 UNANSWERED = 3
 """A worker is stuck, although its heartbeats come, if this many calls in a row passed their
-deadline and it answered none meanwhile."""
+deadline and it answered none meanwhile, or if it stalled in this many periods in a row."""
 
 
 class WorkerHealth(msgspec.Struct, frozen=True):
-    """A worker. heard: when its last message came. state: "here", or why it left. calls: words."""
+    """A worker. heard: when its last message came. state: "here", or why it left. calls: words.
+    stalled: see ``scheduler.dispatch.calls.Worker``."""
 
     name: str
     pid: int
@@ -47,6 +48,7 @@ class WorkerHealth(msgspec.Struct, frozen=True):
     answered: int
     unanswered: int
     calls: list[str]
+    stalled: int = 0
 
 
 class Queue(msgspec.Struct, frozen=True):
@@ -203,6 +205,7 @@ def _worker(worker: Worker, now: float, state: str = "here") -> WorkerHealth:
         answered=worker.answered,
         unanswered=worker.unanswered,
         calls=[f"{name}{f' for {caller}' * bool(caller)}: {end}" for name, caller, end in calls],
+        stalled=worker.stalled,
     )
 
 

@@ -44,6 +44,12 @@ class Network:
     def cut(self, connection: Connection, seconds: float) -> None:
         connection.epoch += 1
         connection.up_at = self.agenda.now + seconds
+        self.tell()
+
+    def tell(self) -> None:
+        """The scheduler's socket sees that a connection broke."""
+        if self.socket is not None and self.socket.alive:
+            self.socket.broken()
 
     def to_scheduler(self, connection: Connection, frames: list[Frame]) -> None:
         start = max(self.agenda.now, connection.up_at)
@@ -62,12 +68,13 @@ class Network:
         current = self.connections.get(connection.identity) is connection
         return not current or epoch != connection.epoch
 
-    def to_peer(self, identity: bytes, frames: list[Frame]) -> None:
+    def to_peer(self, identity: bytes, frames: list[Frame]) -> bool:
+        """Returns whether the scheduler has a connection to the peer."""
         connection = self.connections.get(identity)
         if connection is None or connection.up_at > self.agenda.now:
             name = connection.name if connection else identity.decode()
             self.note("lost", name, "from the scheduler")
-            return
+            return False
         connection.down = max(connection.down, self.agenda.now + self._delay())
         epoch = connection.epoch
 
@@ -78,6 +85,7 @@ class Network:
                 connection.arrive(frames)
 
         self.agenda.at(connection.down, arrive)
+        return True
 
     def _delay(self) -> float:
         delay = self.rng.random() * 2 * self.slow
@@ -94,6 +102,7 @@ class Socket:
     def __init__(self, network: Network):
         self.network = network
         self.alive, self.on_send = True, lambda: None
+        self.broken: Callable[[], None] = lambda: None
         self._deliver: Callable[[list[Frame]], None] | None = None
         self._ended: asyncio.Future[None] | None = None
 
@@ -105,11 +114,12 @@ class Socket:
         self._ended = asyncio.get_running_loop().create_future()
         return self._ended
 
-    def send(self, frames: Iterable[Frame]) -> None:
-        if self.alive:
-            self.on_send()
-            identity, *rest = frames
-            self.network.to_peer(bytes(identity), rest)
+    def send(self, frames: Iterable[Frame]) -> bool:
+        if not self.alive:
+            return True
+        self.on_send()
+        identity, *rest = frames
+        return self.network.to_peer(bytes(identity), rest)
 
     def arrived(self, frames: list[Frame]) -> None:
         """A message has come for the scheduler; it is lost if nobody listens."""

@@ -82,7 +82,12 @@ class Peer:
         if self.alive:
             self.note("dies", self.name)
             self.alive = False
-            self.network.connections.pop(self.connection.identity, None)
+            if self.rng.random() < 0.5:
+                self.network.connections.pop(self.connection.identity, None)
+                self.network.tell()
+            else:  # its machine is gone, which nothing tells
+                self.connection.epoch += 1
+                self.connection.arrive = lambda frames: None
         if restart_after is not None:
             self.agenda.after(restart_after, self.start)
 

@@ -198,7 +198,7 @@ FAULTS = [
          (Run, "_wait_for_learner", _without_news)),
         ("a group whose learner was lost is not sent again", "", 270,
          (Stream, "_send", _send_once)),
-        ("a call lost with its connection is not noticed", OURS, 90,
+        ("a call lost with its connection is not noticed", OURS, 170,
          (Dispatcher, "_compare", _nothing)),
         ("the run ends before the last answers", OURS, 135, (Stream, "settle", _at_once)),
         ("an answer with too few parts ends its tree", OURS, 0, (answers, "complete", _nothing)),

@@ -99,6 +99,9 @@ class Watchdog:
             if (n := worker.unanswered) >= health.UNANSWERED:
                 why = f"answers heartbeats and let {n} calls in a row pass their deadline"
                 return Finding(name, why, worker.calls)
+            if worker.stalled >= health.UNANSWERED:
+                why = "answers heartbeats and let many of its calls stall, again and again"
+                return Finding(name, why, worker.calls)
         return None
 
     def _stalled(self, report: Health, names: Mapping[tuple[str, int], str]) -> Finding | None:

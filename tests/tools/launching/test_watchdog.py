@@ -44,6 +44,7 @@ def dog(tmp_path: Path) -> Watchdog:
         ({"heard": 4990.0 - LIMIT, "state": "drained"}, "left 110 s ago (drained) and has not"),
         ({"heard": 0.0, "host": "elsewhere"}, None),
         ({"unanswered": 2}, None),
+        ({"stalled": 3}, "answers heartbeats and let many of its calls stall"),
         ({"unanswered": 3}, "answers heartbeats and let 3 calls in a row pass their deadline"),
     ],
 )
