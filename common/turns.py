@@ -2,7 +2,8 @@
 turn only while no engine has one, also after ``kill -9``: turns are locks of the system, which end
 with the last process that holds them.
 
-Engine: ``enter``, then ``leave`` when ``called``, and so on. Learner: ``take``, ``give``, ...
+An engine's life is ``enter``, ``called``, ``leave``, again and again, the learner's ``take`` and
+``give``.
 """
 
 import asyncio
@@ -26,13 +27,13 @@ class Turns:
 
     async def called(self) -> None:
         """Wait until the learner wants the GPUs."""
-        while _locked(self._wanted, fcntl.LOCK_SH):
+        while _shared(self._wanted):
             fcntl.flock(self._wanted, fcntl.LOCK_UN)
             await asyncio.sleep(LOOK_S)
 
     async def enter(self) -> None:
         """Begin an engine's turn, once the learner neither has nor wants its own."""
-        while not _locked(self._wanted, fcntl.LOCK_SH):
+        while not _shared(self._wanted):
             await asyncio.sleep(LOOK_S)
         # the learner takes its turn with both locks
         fcntl.flock(self.held, fcntl.LOCK_SH)
@@ -49,13 +50,13 @@ class Turns:
 
     def give(self) -> None:
         """End the learner's turn."""
-        for lock in (self.held, self._wanted):
-            fcntl.flock(lock, fcntl.LOCK_UN)
+        fcntl.flock(self.held, fcntl.LOCK_UN)
+        fcntl.flock(self._wanted, fcntl.LOCK_UN)
 
 
-def _locked(file: int, kind: int) -> bool:
+def _shared(file: int) -> bool:
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -5,21 +5,23 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import msgspec
+import pytest
 
 from coppice.common.turns import Turns
-from coppice.wire.messages import GenerateRequest, Sampling
-from tests.actors.test_local_engine import TOLERANCE, full_logprobs, ids
+from coppice.wire.faults import DataFault, InfrastructureFault
+from coppice.wire.messages import Constraint, GenerateRequest, Sampling
+from tests.actors.test_local_engine import TOLERANCE, ids, reference, worst
+from tests.sglang_cpu.scripted import REQUEST, Server, engine, version
 
 
 async def test_a_real_server_releases_its_memory_in_the_middle_of_a_request(
     sglang_server: Any, llama: Path, tmp_path: Path
 ) -> None:
-    made = sglang_server.engine()
-    made.turns, learner = Turns(tmp_path), Turns(tmp_path)
+    made, learner, prompt = sglang_server.engine(), Turns(tmp_path), ids(0, 8)
+    made.turns = Turns(tmp_path)
     await made.start()
-    prompt = ids(0, 8)
-    running = asyncio.create_task(made.generate(GenerateRequest(prompt, 2, Sampling(300))))
+    running = asyncio.create_task(made.generate(GenerateRequest(prompt, 8, Sampling(400))))
     for _ in range(3):
         while not made.stats()["running"]:
             await asyncio.sleep(0.01)
@@ -28,8 +30,34 @@ async def test_a_real_server_releases_its_memory_in_the_middle_of_a_request(
         assert not running.done()
         learner.give()
         await waiting
-    for sample in (await running).samples:
-        assert len(sample.tokens) == 300 and not sample.versions.any()
-        expected = full_logprobs(llama, prompt, sample.tokens)
-        assert np.abs(sample.logprobs - expected).max() < TOLERANCE
+    done = await running
+    assert not any(sample.versions.any() for sample in done.samples)
+    assert worst(reference(llama), (prompt, done)) < TOLERANCE
     await made.close()
+
+
+async def test_an_update_waits_for_the_turn_and_lost_weights_end_the_engine(tmp_path: Path) -> None:
+    server, learner = Server(), Turns(tmp_path)
+    await server.start()
+    made = engine(tmp_path, server.url)
+    made.turns = Turns(tmp_path)
+    await made.start()
+    await asyncio.to_thread(learner.take)
+    update = asyncio.create_task(made.load(version(tmp_path, 1)))
+    sample = asyncio.create_task(made.generate(REQUEST))
+    await asyncio.sleep(0)
+    assert not server.holds and not update.done() and not sample.done()
+    learner.give()
+    assert (await update).version == 1
+    await sample
+    pattern = Sampling(2, constraint=Constraint("regex", "a"))
+    with pytest.raises(DataFault, match="a constraint with"):
+        await made.generate(msgspec.structs.replace(REQUEST, sampling=pattern))
+    server.at["/resume_memory_occupation"] = lambda: asyncio.sleep(0, setattr(server, "weights", 7))
+    await asyncio.to_thread(learner.take)
+    learner.give()
+    with pytest.raises(InfrastructureFault, match="holds other base weights"):
+        await made.died()
+    assert server.fatal == []
+    await made.close()
+    await server.stop()

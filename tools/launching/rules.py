@@ -159,10 +159,9 @@ def _vllm(config: Config) -> Iterator[str]:
 def _colocated(config: Config) -> Iterator[str]:
     a, w, say = config.actors, config.learner, partial(setting, config)
     expected = "with actors.sglang.colocated = True: expected"
-    if a.sglang.way == "url":
-        yield f"{say('actors.sglang.way')} {expected} 'server'"
-    if w.outside or config.cluster.on:
-        yield f"{say('learner.outside', 'cluster.on')} {expected} one machine: False and ''"
+    if a.sglang.way == "url" or w.outside or config.cluster.on:
+        places = say("actors.sglang.way", "learner.outside", "cluster.on")
+        yield f"{places} {expected} 'server', False and '', so one machine"
     if w.publish != "file":
         yield f"{say('learner.publish')} {expected} 'file', as NCCL takes no GPU twice"
     if a.count * a.sglang.gpus != w.count:
