@@ -2,8 +2,7 @@
 turn only while no engine has one, also after ``kill -9``: turns are locks of the system, which end
 with the last process that holds them.
 
-An engine's life is ``enter``, ``called``, ``leave``, again and again, the learner's ``take`` and
-``give``.
+An engine repeats ``enter``, ``called``, ``leave``, the learner ``take`` and ``give``.
 """
 
 import asyncio
