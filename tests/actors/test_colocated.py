@@ -55,7 +55,7 @@ async def test_an_update_waits_for_the_turn_and_lost_weights_end_the_engine(tmp_
     await asyncio.to_thread(learner.take)
     learner.give()
     with pytest.raises(InfrastructureFault, match="holds other base weights"):
-        await made.died()
+        await asyncio.wait_for(made.died(), 60)
     assert server.fatal == []
     await made.close()
     await server.stop()

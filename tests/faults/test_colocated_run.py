@@ -21,7 +21,8 @@ def test_no_update_overlaps_with_an_engine_that_holds_memory_whoever_is_killed(
     run = Run(searching, tmp_path / "run", server, begin=f"{colocated.__name__}:watch")
     log, gate, python = (tmp_path / name for name in ("log", "gate", "python"))
     python.write_text(
-        f'#!/bin/sh\n[ "$1" = -c ] || exec {sys.executable} -m {colocated.__name__} "$@"\n'
+        f'#!/bin/sh\n[ "$1" = -c ] && exit\necho $$ holds server >> {log}\n'
+        f'exec {sys.executable} -m {colocated.__name__} "$@"\n'
     )
     python.chmod(0o755)
     own = {"python": str(python), "environment.PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}

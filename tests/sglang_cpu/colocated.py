@@ -36,7 +36,7 @@ def watch(update: Any = Trainer.update) -> None:
         note("releases learner")
         return metrics
 
-    Trainer.update = noted
+    Trainer.update = noted  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Child(Server):
@@ -69,7 +69,6 @@ async def main() -> None:
     server, end = Child(), asyncio.Event()
     server.port = json.load(sys.stdin)["port"]
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end.set)
-    note("holds server")
     await server.start()
     await end.wait()
     note("releases server")
