@@ -38,6 +38,8 @@ class SGLangConfig(ServedConfig, frozen=True, forbid_unknown_fields=True):
 
     weights: Literal["auto", "disk", "distributed"] = "auto"
     """How whole weights are sent: as a file, by broadcasts between GPUs, or what is published."""
+    colocated: bool = False
+    """Share the learner's GPUs: servers release their memory while it trains (docs/gpu.md)."""
 
 
 class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,6 +76,11 @@ class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {"sglang": self.sglang, "vllm": self.vllm}.get(self.engine)
 
     @property
+    def colocated(self) -> bool:
+        """Whether engines and learner take turns on the same GPUs."""
+        return self.engine == "sglang" and self.sglang.colocated
+
+    @property
     def own_gpus(self) -> int:
         """The GPUs of each server that an actor starts."""
         return self.served.gpus if self.served and self.served.way == "server" else 0
@@ -92,3 +99,5 @@ class ActorProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The number of the actor in the run, from 0."""
     deterministic: bool = False
     """Answers depend on weights and requests alone (docs/reliability.md)."""
+    turns: str = ""
+    """The folder of ``common.turns``; "" if the GPUs are not shared."""

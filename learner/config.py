@@ -283,7 +283,8 @@ class LearnerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     questions_per_update: the number of closed trees per update. shards: the number of schedulers
     that they come from, in equal parts. temperature: the sampling temperature, which the learner
     also applies to its log-probabilities. max_staleness: the scheduler's, beyond which
-    ``learner/over_stale`` counts a tree.
+    ``learner/over_stale`` counts a tree. turns: the folder of ``common.turns``, "" if the GPUs are
+    not shared with engines.
     """
 
     name: str
@@ -295,3 +296,4 @@ class LearnerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     learner: LearnerConfig
     shards: int = 1
     max_staleness: int = 0
+    turns: str = ""

@@ -7,19 +7,22 @@ publishing -> checkpointing -> waiting.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import torch
 
 from coppice.common import loop, shards
 from coppice.common.process import begin
+from coppice.common.turns import Turns
 from coppice.learner.config import LearnerProcess
 from coppice.learner.model import checkpoint
 from coppice.learner.model.model import TreeModel
@@ -40,6 +43,8 @@ _KEEPALIVE = b"\x00"
 """Rank 0 sends this to idle ranks, so that they time out only if rank 0 is dead."""
 _CHECKPOINT = b"\x02"
 """Rank 0 sends this to sharded ranks, each of which writes its part of the checkpoint."""
+_REST = b"\x03"
+"""Rank 0 sends this at the end of a turn on shared GPUs."""
 REMEMBERED = 64
 """The number of updates whose answers are kept for groups that are sent again, and whose metrics a
 checkpoint holds beyond those since the one before. The scheduler lacks only the last few: it admits
@@ -56,15 +61,24 @@ def unpack_batch(payload: bytes) -> Batch:
     return arrays.decode_body(msgspec.msgpack.decode(payload, type=list[bytes]), Batch)
 
 
+def rest(ranks: Ranks) -> None:
+    """Return to the GPUs what the allocator keeps, on all ranks before one goes on."""
+    if ranks.device.startswith("cuda"):
+        torch.cuda.empty_cache()
+    ranks.barrier()
+
+
 class Leader:
     """Rank 0 collects groups, runs updates and answers every group with the version that contains
     it. ``work`` runs once, until ``stop``. records: metrics of earlier updates, by version.
-    warnings: sent with the next update, besides its own."""
+    warnings: sent with the next update, besides its own. turns: on GPUs that engines share."""
 
     def __init__(
         self, trainer: Trainer, run: Path, inbox: Inbox, publisher: Publisher | None = None,
         records: Mapping[int, dict[str, float]] = {}, warnings: Sequence[str] = (),
+        turns: Turns | None = None,
     ):  # fmt: skip
+        self.turns = turns
         self.trainer, self.run, self.inbox = trainer, run, inbox
         self.publisher = publisher or Publisher(trainer.policy, run, trainer.config)
         self.config, self.durable, self.updates = trainer.config, trainer.version, 0
@@ -116,18 +130,35 @@ class Leader:
                     await asyncio.to_thread(self.trainer.ranks.broadcast, _KEEPALIVE)
                     heard = time.monotonic()
                 continue
-            batch = self.inbox.take(trees, self.trainer.version)
-            metrics = await asyncio.to_thread(self._update, batch)
-            if self.trainer.version - self.durable >= self.config.checkpoint_every:
-                start = time.monotonic()
-                await asyncio.to_thread(self._checkpoint)
-                metrics["time/checkpoint"] = time.monotonic() - start
-            self._answer(batch)
+            async with self._turn() as waited:
+                batch = self.inbox.take(trees, self.trainer.version)
+                metrics = await asyncio.to_thread(self._update, batch)
+                metrics |= waited
+                if self.trainer.version - self.durable >= self.config.checkpoint_every:
+                    start = time.monotonic()
+                    await asyncio.to_thread(self._checkpoint)
+                    metrics["time/checkpoint"] = time.monotonic() - start
+                self._answer(batch)
             heard = time.monotonic()
         if self.durable < self.trainer.version:
-            await asyncio.to_thread(self._checkpoint)
+            async with self._turn():
+                await asyncio.to_thread(self._checkpoint)
         for future in self._waiting.values():
             future.cancel()
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[dict[str, float]]:
+        """Have GPUs that engines share for the learner alone. Yields a metric, {} without them. An
+        error ends the process, and so the turn."""
+        if self.turns is None:
+            yield {}
+            return
+        start = time.monotonic()
+        await asyncio.to_thread(self.turns.take)
+        yield {"time/turn": time.monotonic() - start}
+        await asyncio.to_thread(self.trainer.ranks.broadcast, _REST)
+        await asyncio.to_thread(rest, self.trainer.ranks)
+        self.turns.give()
 
     def _update(self, batch: Batch) -> dict[str, float]:
         if self.trainer.ranks.count > 1:
@@ -171,10 +202,11 @@ class Leader:
 
 
 async def lead(
-    trainer: Trainer, process: LearnerProcess, state: checkpoint.State, warnings: list[str]
-) -> None:
+    trainer: Trainer, process: LearnerProcess, state: checkpoint.State, warnings: list[str],
+    turns: Turns | None = None,
+) -> None:  # fmt: skip
     """Run rank 0 until every scheduler has drained its service. Then tell the other ranks to stop.
-    state, warnings: what ``restore_newest`` returned."""
+    state, warnings: what ``restore_newest`` returned. turns: see ``Leader``."""
     run = Path(process.run)
     server = None
     if trainer.config.publish != "file" and not trainer.policy.lora:  # adapters are small files
@@ -185,7 +217,7 @@ async def lead(
     else:
         announce(run, Published(0, "", ""))
     inbox = Inbox(process.questions_per_update, state.groups(), process.shards)
-    leader = Leader(trainer, run, inbox, publisher, state.records, warnings)
+    leader = Leader(trainer, run, inbox, publisher, state.records, warnings, turns)
     handlers: dict[str, Handler] = {"train": leader.train, "close": leader.close}
     homes = [shards.folder(run, number) for number in range(process.shards)]
     services = [
@@ -233,6 +265,8 @@ def follow(trainer: Trainer) -> None:
     while (payload := trainer.ranks.broadcast(None)) != _STOP:
         if payload == _CHECKPOINT:
             checkpoint.save(trainer, Path(trainer.process.run), {}, trainer.config.keep)
+        elif payload == _REST:
+            rest(trainer.ranks)
         elif payload != _KEEPALIVE:
             trainer.update(unpack_batch(payload))
             publisher.publish(trainer.version)
@@ -248,13 +282,20 @@ def main() -> None:
         raise ValueError(
             f"learner.count = {w.count}, and {ranks.count} ranks were started: start as many"
         )
+    turns = Turns(Path(process.turns)) if process.turns and not ranks.rank else None
+    if turns is not None:
+        turns.take()
+    ranks.barrier()
     trainer = Trainer(process, ranks)
     state, warnings = checkpoint.restore_newest(trainer, Path(process.run))
+    rest(ranks)
+    if turns is not None:
+        turns.give()
     version, compute = trainer.version, trainer.policy.compute
     log.info("rank %d of %d: version %d, %s", ranks.rank, ranks.count, version, compute)
     try:
         if ranks.rank == 0:
-            loop.run(lead(trainer, process, state, warnings))
+            loop.run(lead(trainer, process, state, warnings, turns))
         else:
             follow(trainer)
     except BaseException:

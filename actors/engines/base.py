@@ -81,7 +81,7 @@ BUILT_IN = {
     "sglang": "coppice.actors.engines.sglang:SGLangEngine",
     "vllm": "coppice.actors.engines.vllm:VLLMEngine",
 }
-_OWN = ("model", "config", "seed", "place", "deterministic")
+_OWN = ("model", "config", "seed", "place", "deterministic", "turns")
 """Parameters of an engine's constructor that no option sets."""
 
 
@@ -101,8 +101,7 @@ def check(name: str, options: dict[str, Any]) -> None:
 def load(process: ActorProcess) -> Engine:
     """Return the engine of an actor process, not yet started. Raises ValueError for its options."""
     kind, options = _imported(process.actors.engine, process.actors.engine_options)
-    values = (process.model, process.actors, process.seed, process.place, process.deterministic)
-    own = dict(zip(_OWN, values, strict=True))
+    own = {key: getattr(process, "actors" if key == "config" else key) for key in _OWN}
     takes = inspect.signature(kind).parameters
     return kind(**{key: value for key, value in own.items() if key in takes}, **options)
 

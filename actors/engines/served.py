@@ -20,6 +20,7 @@ from coppice.actors.engines.served_weights import ServedWeights, Wanted
 from coppice.actors.engines.servers import Http, Launched, Sampled, Servers
 from coppice.common import support, vision
 from coppice.common.http import pause_s
+from coppice.common.turns import Turns
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import (
     GenerateRequest,
@@ -47,11 +48,16 @@ class ServedEngine(ABC):
 
     kind: type[Http]
 
-    def __init__(self, model: str, config: ActorsConfig = ActorsConfig(), place: int = 0):
+    def __init__(
+        self, model: str, config: ActorsConfig = ActorsConfig(), place: int = 0, turns: str = ""
+    ):
         self.folder, self.config = Path(model), config
+        self.turns = Turns(Path(turns)) if turns else None
         served: ServedConfig = getattr(config, self.kind.section)
         if served.way == "server":
-            self.way: Servers = Launched(self.kind, model, config)
+            self.way: Servers = Launched(
+                self.kind, model, config, [self.turns.held] if self.turns else []
+            )
         else:
             self.way = Servers(self.kind, served.urls[place % len(served.urls)], model, config)
         self.weights = ServedWeights(self.way, self.folder, self.wanted)
@@ -71,6 +77,8 @@ class ServedEngine(ABC):
     async def start(self) -> None:
         """Start the server or connect to it. Raises InfrastructureFault when this fails."""
         try:
+            if self.turns is not None:
+                await self.turns.enter()
             await self.way.start()
             await self.weights.start()
         except BaseException:
@@ -86,6 +94,8 @@ class ServedEngine(ABC):
         self._open.set()
         if self.way.elastic:
             self._following = asyncio.create_task(self._follow())
+        if self.turns is not None:
+            self._following = asyncio.create_task(self._share(self.turns))
 
     async def _follow(self) -> None:
         """Behind a router, read its list every ``LOOK_S`` seconds. Generation goes on."""
@@ -98,6 +108,26 @@ class ServedEngine(ABC):
                 except InfrastructureFault as fault:
                     log.warning("%s", fault)
 
+    async def _share(self, turns: Turns) -> None:
+        """Leave the GPUs to the learner whenever it wants them. Requests wait, in the server with
+        their tokens, and go on with the weights of before until the next load."""
+        server = self.way.front
+        while True:
+            await turns.called()
+            async with self._updating:
+                begun = time.monotonic()
+                self._open.clear()
+                await server.pause()
+                await server.hold_memory(False)
+                turns.leave()
+                await turns.enter()
+                await server.hold_memory(True)
+                if not self._broken:
+                    await self.weights.confirm()
+                await server.go_on()
+                self._open.set()
+                log.info("the GPUs were left to the learner for %.2f s", time.monotonic() - begun)
+
     async def close(self) -> None:
         """Unload this engine's adapters, and end a server that it started."""
         if self._following is not None:
@@ -107,7 +137,7 @@ class ServedEngine(ABC):
         await self.way.close()
 
     async def died(self) -> str:
-        """Return the reason when the server is gone. Raises what ended ``_follow``."""
+        """Return the reason when the server is gone. Raises what ended ``_following``."""
         dying = asyncio.ensure_future(self.way.died())
         watched = {dying, self._following or dying}
         try:

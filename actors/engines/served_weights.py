@@ -302,13 +302,17 @@ class ServedWeights:
         name = f"coppice-v{request.version}-{uuid.uuid4().hex[:8]}"
         servers, self._adapters[name] = self.way.servers, request.path
         await self._each(servers, lambda server: server.load_adapter(name, request.path))
-        held = await self._agreed(servers)
+        await self.confirm()
+        self.adapter = name
+
+    async def confirm(self) -> None:
+        """Raise InfrastructureFault unless the servers hold the whole weights of before."""
+        held = await self._agreed(self.way.servers)
         if held != self._checksum:
             raise InfrastructureFault(
                 f"{self.way.name} holds other base weights (checksum {held[:16]}) than before"
                 f" ({self._checksum[:16]}): somebody updated it. Start it with the run's model"
             )
-        self.adapter = name
 
     async def _each(self, servers: list[Http], call: Callable[[Http], Awaitable[Any]]) -> list[Any]:
         """Return every server's answer. Behind a router, a server that fails is let go if one is

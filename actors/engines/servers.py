@@ -12,6 +12,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -207,6 +208,11 @@ class Http(ABC):
     async def checksum(self) -> tuple[str, frozenset[str]]:
         """Return the checksum of the weights without adapters, and the names of the tensors."""
 
+    async def hold_memory(self, held: bool) -> None:
+        """Release the memory of weights and cache while generation pauses, or take it again with
+        the same weights. No server releases or takes it twice."""
+        raise NotImplementedError
+
     async def load_adapter(self, name: str, folder: str) -> None:
         """Load an adapter under a new name."""
         await self.send(self.adapters[0], {"lora_name": name, "lora_path": folder})
@@ -301,9 +307,12 @@ class Servers:
 
 
 class Launched(Servers):
-    """The way "server": a child process on a loopback port, whose output goes to our log."""
+    """The way "server": a child process on a loopback port, whose output goes to our log.
+    inherited: open files that it gets."""
 
-    def __init__(self, kind: type[Http], model: str, config: ActorsConfig):
+    def __init__(
+        self, kind: type[Http], model: str, config: ActorsConfig, inherited: Sequence[int] = ()
+    ):
         given = getattr(config, kind.section).arguments
         if taken := sorted(set(given) & set(kind.own)):
             raise ValueError(
@@ -312,6 +321,7 @@ class Launched(Servers):
         port, self.key = free_port(), secrets.token_urlsafe(24)
         super().__init__(kind, f"http://127.0.0.1:{port}", model, config, self.key)
         self.arguments = kind.arguments(model, config, port, self.key)
+        self._inherited = inherited
         self._process: asyncio.subprocess.Process | None = None
         self._log: deque[str] = deque(maxlen=_TAIL)
         self._reading: asyncio.Task[None] | None = None
@@ -325,7 +335,7 @@ class Launched(Servers):
             self._process = process = await asyncio.create_subprocess_exec(
                 python, Path(__file__).with_name("server_process.py"), kind.section,
                 limit=_LONGEST_LINE, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT, start_new_session=True,
+                stderr=asyncio.subprocess.STDOUT, start_new_session=True, pass_fds=self._inherited,
                 env=kind.defaults | os.environ | own | self.config.environment | kind.fixed,
             )  # fmt: skip
         except OSError as error:

@@ -58,6 +58,11 @@ class SGLangEngine(ServedEngine):
                 f"top_logprobs {sampling.top_logprobs}: expected 0 with SGLang; ask the embedded"
                 ' engine (actors.engine = "local", coppice serve --model)'
             )
+        if sampling.constraint and self.turns:
+            raise DataFault(
+                "a constraint with actors.sglang.colocated: SGLang ends if memory is released while"
+                " it compiles one; send none, or give actors GPUs of their own"
+            )
         if sampling.cuts and self.way.elastic:
             raise DataFault(
                 "scheduler.top_p and top_k behind a router, which drops the request for the tokens"

@@ -95,6 +95,10 @@ class SGLangHttp(Http):
     async def go_on(self) -> None:
         await self.call("/continue_generation", {})
 
+    async def hold_memory(self, held: bool) -> None:
+        path = "/resume_memory_occupation" if held else "/release_memory_occupation"
+        await self.call(path, {"tags": ["kv_cache", "weights"]})
+
     async def read(self, folder: str) -> None:
         await self.call("/update_weights_from_disk", {"model_path": folder, "flush_cache": True})
 
@@ -114,6 +118,8 @@ class SGLangHttp(Http):
         own = config.sglang.arguments
         derived = own.get("enable_lora") and "lora_target_modules" not in own
         adapters = {"lora_target_modules": linear_layers(Path(model))} if derived else {}
+        # a released server must go on without the learner, which may have died
+        released = ("enable_memory_saver", "enable_weights_cpu_backup")
         return {
             "model_path": model,
             "weight_version": "0",
@@ -123,6 +129,7 @@ class SGLangHttp(Http):
             "enable_cache_report": True,
             "enable_fp32_lm_head": True,  # as the learner's
             **adapters,
+            **dict.fromkeys(released if config.sglang.colocated else (), True),
         } | own | {"host": "127.0.0.1", "port": port, "api_key": key}  # fmt: skip
 
 

@@ -44,7 +44,7 @@ def adapter_weights(shape: dict[str, Any], rank: int) -> float:
 
 
 def rank_parts(
-    w: LearnerConfig, shape: dict[str, Any], weights: float, size: int
+    w: LearnerConfig, shape: dict[str, Any], weights: float, size: int, resting: bool = False
 ) -> dict[str, float]:
     """Return what a learner rank holds at most, in GiB, by what it is. size: bytes of a number in
     which it computes. shape: a model's config.json; weights: their number.
@@ -52,6 +52,7 @@ def rank_parts(
     A trained weight takes 16 bytes (with its gradient and moments), a frozen one ``size``, but 4 in
     the embedding. Models run one after another, so activations are those of one. Moments that are
     offloaded return for the step, when no activations are left: of the two, the larger counts.
+    resting: what stays between updates, where engines take turns on the GPU.
     """
     models, sharded = plan_of(w).models, w.shards > 1
     layers, hidden = shape.get("num_hidden_layers", 0), shape.get("hidden_size", 0)
@@ -63,11 +64,12 @@ def rank_parts(
         "frozen weights": frozen,
         "initial policy": held * any(m.copy for m in models.values()),
     }
-    largest = 0.0
+    largest, moments = 0.0, 0 if w.offload_optimizer else 8
+    each = 4 + moments + (0 if resting else 4)
     for name, model in models.items():
         rank = model.lora.rank
         trained = (adapter_weights(shape, rank) if rank else weights) / w.shards
-        parts[f"{name} in training"] = (8 if w.offload_optimizer else 16) * trained
+        parts[f"{name} in training"] = each * trained
         largest = max(largest, trained)
     whole = [model for model in models.values() if not model.lora.rank]
     if not w.lora.rank:
@@ -87,7 +89,8 @@ def rank_parts(
         passing["gathered weights"] = size * (ends + 2 * one) + (4 + size) * one * bool(whole)
     # one buffer for all gradients between replicated ranks, and then AdamW's own
     step = {"optimizer step": (8 * w.offload_optimizer + 4 * (not sharded)) * largest}
-    parts |= max(passing, step, key=lambda group: sum(group.values()))
+    if not resting:
+        parts |= max(passing, step, key=lambda group: sum(group.values()))
     return {name: value / 2**30 for name, value in parts.items() if value}
 
 

@@ -168,6 +168,7 @@ class Server(Site):
         self.weights, self.named, self.adapters = self.number, "default", set[str]()
         self.going = asyncio.Event()
         self.going.set()
+        self.holds, self.fatal = True, list[str]()
 
     def hold(self, path: str) -> tuple[asyncio.Event, asyncio.Event]:
         """Have calls of a path wait: return the events that one has come, and that they go on."""
@@ -199,7 +200,12 @@ class Server(Site):
         return await self.reply(path, body)
 
     async def reply(self, path: str, body: dict[str, Any]) -> web.StreamResponse:
+        needed = path.startswith(("/release", "/weights_checker", "/update_weights_from"))
+        if not self.holds and (needed or path == "/continue_generation"):
+            self.fatal.append(path)
         match path:
+            case "/release_memory_occupation" | "/resume_memory_occupation":
+                self.occupy(path.startswith("/resume"))
             case "/continue_generation":
                 self.going.set()
             case "/update_weights_from_disk":
@@ -219,6 +225,12 @@ class Server(Site):
         return web.json_response(
             {"max_total_num_tokens": 1000, "device": "cuda", "weight_version": self.named}
         )
+
+    def occupy(self, holds: bool) -> None:
+        """Release or take memory. A real server dies of an assertion where this one is wrong."""
+        if holds == self.holds or (not holds and self.going.is_set()):
+            self.fatal.append(f"memory {self.holds} -> {holds}")
+        self.holds = holds
 
     def take(self, folder: str) -> None:
         tensors = load_file(Path(folder) / FILES["full"])

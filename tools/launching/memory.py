@@ -105,8 +105,8 @@ def memory_parts(
 
 
 def gpus_of(place: int, each: int, learners: int, gpus: list[str]) -> list[str]:
-    """Return the GPUs of the actor at ``place``: actors take turns on the GPUs after the learner's,
-    or on all if too few come after.
+    """Return the GPUs of the actor at ``place``: actors take turns on the GPUs after those of
+    ``learners`` ranks, or on all if too few come after.
 
     Raises ValueError when the machine has fewer GPUs than one actor needs.
     """
@@ -122,7 +122,23 @@ def gpus_of(place: int, each: int, learners: int, gpus: list[str]) -> list[str]:
 def gpus_left(config: Config, gpus: list[str]) -> list[str]:
     """Return the GPUs of the judges' models and the retriever: those that neither the learner nor
     the actors use. If none is left, they may use any GPU."""
-    return gpus[config.learner.here + config.actors.count * config.actors.own_gpus :]
+    own = 0 if config.actors.colocated else config.actors.count * config.actors.own_gpus
+    return gpus[config.learner.here + own :]
+
+
+def shared_parts(
+    config: Config, shape: dict[str, Any], weights: float, room: float
+) -> dict[str, float]:
+    """Return the most of a GPU on which engine and learner take turns, in GiB: while the learner
+    trains, its all without the engine's; while the engine generates, what of it stays."""
+    w = typed(config).learner
+    all_of_it, rest = (
+        rank_parts(w, shape, weights, 4 if w.dtype == "float32" else 2, resting)
+        for resting in (False, True)
+    )
+    rest["actors' cache with weights"] = share_of(config.actors) * room
+    most = max(all_of_it, rest, key=lambda parts: sum(parts.values()))
+    return most | {"CUDA": 2 * CUDA_GIB}
 
 
 def gpu_parts(
@@ -140,8 +156,11 @@ def gpu_parts(
             own[name] = own.get(name, 0.0) + gib
 
     for gpu in gpus[: w.here]:
-        process(gpu, **rank_parts(w, shape, weights, 4 if w.dtype == "float32" else 2))
-    here = a.served is None or a.served.way != "url"
+        if a.colocated:
+            parts[gpus.index(gpu)] |= shared_parts(config, shape, weights, room)
+        else:
+            process(gpu, **rank_parts(w, shape, weights, 4 if w.dtype == "float32" else 2))
+    here = not a.colocated and (a.served is None or a.served.way != "url")
     for place in range(a.count if here else 0):
         used, gib = gpus[:1], weights * 2 / 2**30 + a.kv_cache_gib
         if a.served is not None:

@@ -58,7 +58,7 @@ def make(config: Config, assets: Assets, run: Path) -> list[PlannedProcess]:
     settings = replace(w, decay_updates=w.decay_updates or s.updates)
     learner = LearnerProcess(
         "learner", str(run), config.seed, assets.model, s.questions_per_update, s.temperature,
-        settings, s.shards, s.max_staleness,
+        settings, s.shards, s.max_staleness, str(run) if config.actors.colocated else "",
     )  # fmt: skip
     plan, bodies = list[PlannedProcess](), dict[str, Any](learner=learner)
     for process, body in _planned(config, assets, run):
@@ -133,7 +133,7 @@ def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[Planne
         process, seed = _actor(config, place), config.seed * 1000 + place
         yield process, ActorProcess(
             process.name, homes[place % s.shards], seed, assets.model, a, place,
-            config.deterministic,
+            config.deterministic, str(run) if a.colocated else "",
         )  # fmt: skip
 
 
@@ -258,7 +258,8 @@ def _actor(config: Config, place: int) -> PlannedProcess:
     actor = PlannedProcess(name, "coppice.actors.worker", name, a.threads, shard=shard)
     if a.served is None:
         return actor
-    shown = gpus_of(place, a.served.gpus, config.learner.here, hardware.visible_gpus())
+    before = 0 if a.colocated else config.learner.here
+    shown = gpus_of(place, a.served.gpus, before, hardware.visible_gpus())
     return replace(actor, environment=_shown(shown))
 
 

@@ -134,6 +134,8 @@ def _engine(config: Config) -> Iterator[str]:
     yield from idle(config, f"with {way}", *(f"{section}.{key}" for key in useless))
     if a.engine == "vllm":
         yield from _vllm(config)
+    if a.colocated:
+        yield from _colocated(config)
     broadcasts = a.engine == "sglang" and a.sglang.weights == "distributed"
     if broadcasts and (w.publish == "file" or w.lora.rank):
         expected = "learner.publish = 'memory' or 'both', and learner.lora.rank = 0"
@@ -152,6 +154,25 @@ def _vllm(config: Config) -> Iterator[str]:
     if s.top_p < 1 or s.top_k:
         cut = say("scheduler.top_p", "scheduler.top_k")
         yield f"{cut}: vLLM does not report the tokens that they leave; expected 1 and 0"
+
+
+def _colocated(config: Config) -> Iterator[str]:
+    a, w, say = config.actors, config.learner, partial(setting, config)
+    expected = "with actors.sglang.colocated = True: expected"
+    if a.sglang.way == "url" or w.outside or config.cluster.on:
+        places = say("actors.sglang.way", "learner.outside", "cluster.on")
+        yield f"{places} {expected} 'server', False and '', so one machine"
+    if w.publish != "file":
+        yield f"{say('learner.publish')} {expected} 'file', as NCCL takes no GPU twice"
+    if a.count * a.sglang.gpus != w.count:
+        counts = say("actors.count", "actors.sglang.gpus", "learner.count")
+        yield f"{counts} {expected} as many GPUs of all actors as learner ranks"
+    if w.keep <= (stale := config.scheduler.max_staleness):
+        # so many updates may follow each other before an engine reads the first
+        yield f"{say('learner.keep')} {expected} more than scheduler.max_staleness = {stale}"
+    for name in ("enable_memory_saver", "enable_weights_cpu_backup"):
+        if a.sglang.arguments.get(name) is False:
+            yield f"actors.sglang.arguments.{name} = False {expected} True: remove it"
 
 
 def _adapters(engine: str, g: ServedConfig, rank: int, vision: bool) -> Iterator[str]:

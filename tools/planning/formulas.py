@@ -18,6 +18,7 @@ from coppice.tools.launching.memory import (
     billions,
     gpu_parts,
     share_of,
+    shared_parts,
     typed,
 )
 from coppice.tools.planning.growth import Work
@@ -185,7 +186,7 @@ class Speed(msgspec.Struct, frozen=True):
 
 def speed(
     w: LearnerConfig, model: Dense, work: Work, reach: Assumed, stale: int, actors: int,
-    most: float, size: int = 2,
+    most: float, size: int = 2, turns: bool = False,
 ) -> Speed:  # fmt: skip
     """Return the times of an update, by a roofline and Little's law. stale: max_staleness. actors:
     devices that generate. most: samples that the memory of all actors together has room for, or
@@ -194,8 +195,8 @@ def speed(
     Decoding: a batch reads the weights once a token, and each sample its context's keys and values;
     or its FLOPs take longer. The period is the longest of: the actors' time, the learner's, and
     (latency + learn) / (stale + 1), since no more than (stale + 1) updates' trees are in flight. So
-    without staleness generation and training take turns. The latency is that of one update's trees
-    alone.
+    without staleness generation and training take turns, and always with ``turns``, on shared
+    GPUs. The latency is that of one update's trees alone.
     """
     prefill, decode = actor_flops(model, work)
     alone = work.sampled / max(1.0, work.longest)  # samples in flight of one update's trees
@@ -212,6 +213,7 @@ def speed(
     latency = max(generate, longest) + work.steps * reach.wait
     learn = learner_flops(w, model, work) / (w.count * reach.flops * reach.learner_share)
     bounds = {"actors": generate, "learner": learn, "latency": (latency + learn) / (stale + 1)}
+    bounds |= {"turns": generate + learn} if turns else {}
     bound = max(bounds, key=lambda name: bounds[name])
     age = staleness(bound, stale, latency, learn, bounds[bound])
     return Speed(generate, latency, learn, bounds[bound], bound, age)
@@ -262,11 +264,15 @@ def split(
     cache = (room - held) * 2**30 / model.cached(size)
     context = max(1.0, work.context / max(1, work.sampled))
     most = engines * min(a.max_batch, max(1.0, cache / context))
-    timed = speed(learner, model, work, reach, s.max_staleness, actors, most, size)
+    timed = speed(learner, model, work, reach, s.max_staleness, actors, most, size, a.colocated)
     hours = timed.period * s.updates / 3600
     shape = msgspec.structs.asdict(model)
     rank = rank_parts(learner, shape, model.weights, size) | {"CUDA": CUDA_GIB}
     lacking, spent = "", hours * (actors + ranks + others)
+    if a.colocated:
+        shared = msgspec.structs.replace(config, learner=learner)
+        rank = shared_parts(shared, shape, model.weights, reach.memory)
+        spent = hours * (ranks + others)
     if cache < a.max_context:
         lacking = f"an engine has {max(0.0, cache):.0f} tokens of cache"
         lacking += f", less than actors.max_context = {a.max_context}"
@@ -319,6 +325,8 @@ def splits(
 ) -> list[Split]:
     """Return every split of ``gpus`` between actors and learner, the fastest that fits first, none
     if there are too few for both. others: GPUs of judges and retrievers."""
+    if config.actors.colocated:
+        return [split(config, model, work, reach, gpus, gpus, others)] if gpus else []
     each = max(1, (config.actors.served or config.actors.sglang).gpus)
     many = range(each, gpus, each)
     every = [split(config, model, work, reach, actors, gpus - actors, others) for actors in many]

@@ -32,6 +32,7 @@ DEFAULT = ROOT / "configs" / "slate-cpu.toml"
 CLEAN = ["actors.dtype=auto", "actors.kv_cache_gib=1.0"]
 SGLANG = [*CLEAN, "actors.engine=sglang"]
 VLLM = [*CLEAN, "actors.engine=vllm"]
+TURNS = [*SGLANG, "learner.count=2", "actors.sglang={colocated=true,gpus=1}"]
 URL = [*SGLANG, "actors.sglang.way=url", 'actors.sglang.urls=["http://h"]']
 ARGUMENTS = "actors.sglang.arguments"
 
@@ -307,6 +308,11 @@ def test_the_documented_ways_to_an_own_judge_load(tmp_path: Path, monkeypatch: P
         ([*SGLANG, f"{ARGUMENTS}.max_lora_rank=8"], "max_lora_rank = 8: expected 16 or more"),
         ([*SGLANG, f"{ARGUMENTS}.max_loras_per_batch=1"], "_batch = 1: expected 2 or more"),
         ([*SGLANG, f"{ARGUMENTS}.enable_lora=false"], "= False with learner.lora.rank = 16"),
+        ([*TURNS, "actors.sglang.gpus=2"], "as many GPUs of all actors as learner ranks"),
+        ([*TURNS, "learner.publish=both"], "'both' with .* expected 'file'"),
+        ([*TURNS, "learner.outside=true"], "so one machine"),
+        ([*TURNS, "learner.keep=1"], "learner.keep = 1 with .* expected more than .* = 1"),
+        ([*TURNS, "actors.sglang.gpus=0", "actors.count=1", *URL[3:]], "so one machine"),
     ],
 )
 def test_a_setting_of_another_engine_or_way_is_refused(overrides: list[str], said: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from coppice.common import hardware
 from coppice.common.atomic import as_json
+from coppice.learner.model.memory import sizes
 from coppice.tools.launching import memory, processes
 from coppice.tools.launching.config import load
 from coppice.tools.launching.memory import memory_gib, memory_warning, number_type, typed
@@ -70,6 +71,28 @@ def test_what_a_gpu_cannot_hold_is_refused_with_the_remedy(
         monkeypatch.setattr(hardware, "gpu_gib", lambda room=room: room)
         assert bool(said := memory.gpu_lacks(config, model)) == refused
     assert "4.0 GiB are free: most is for actors' cache with weights; take a smaller" in said
+
+
+def test_on_shared_gpus_the_larger_of_both_turns_counts(tmp_path: Path, monkeypatch: Patch) -> None:
+    model, gpus = smol(tmp_path), list("0123")
+    own = ["learner.count=2", "learner.lora={rank=0}", f"model.name={model}", "actors.count=2"]
+
+    def parts(share: float, *more: str) -> list[dict[str, float]]:
+        memory_share = f"actors.sglang.arguments.mem_fraction_static={share}"
+        config = load(CONFIGS / "slate-24gb.toml", [*own, memory_share, *more])
+        return memory.gpu_parts(config, *sizes(model), gpus, 24.0)
+
+    turns, both = "actors.sglang.colocated=true", {"CUDA": 2 * memory.CUDA_GIB}
+    assert parts(0.01, turns)[1] == parts(0.01)[1] | both
+    generating = parts(0.8, turns, "learner.offload_optimizer=true")[1]
+    assert generating["actors' cache with weights"] == pytest.approx(0.8 * 24)
+    assert generating["policy in training"] == pytest.approx(4 * sizes(model)[1] / 2**30)
+    assert "optimizer step" not in generating
+    monkeypatch.setattr(hardware, "visible_gpus", lambda: gpus)
+    config = load(CONFIGS / "slate-24gb.toml", [*own, turns])
+    plan = processes.make(config, Assets("M", "T", "H", "I"), tmp_path)
+    shown = {one.name: one.environment.get("CUDA_VISIBLE_DEVICES") for one in plan}
+    assert (shown["actor-0"], shown["actor-1"], shown["judges"]) == ("0", "1", "2,3")
 
 
 def test_the_number_type_and_its_reason_are_told(monkeypatch: Patch) -> None:
