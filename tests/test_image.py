@@ -41,7 +41,7 @@ def inside(root: Path, command: str, user: str, variables: dict[str, str]) -> No
 @pytest.mark.skipif(not shutil.which("debootstrap") or os.geteuid() > 0, reason="debootstrap, root")
 def test_its_steps_make_an_image_whose_user_has_ray_and_the_command() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
+        (root := Path(folder)).chmod(0o755)  # the image's user looks for its shell there
         subprocess.run(["debootstrap", "--variant=minbase", "bookworm", folder], check=True)
         copied = [*HOSTS, os.environ.get("PIP_FIND_LINKS", "").lstrip("/")]
         there = [path for path in copied if path and (Path("/") / path).exists()]
