@@ -122,7 +122,7 @@ def test_the_script_starts_or_resumes_a_run_with_the_config_it_carries(
     assert ("going on with" in words[0]) == again
     if not again:
         assert launching.resolve(launching.arguments(["--resume", str(run)]))[0] == settings
-    lines = ("nodes=1", "gpus-per-node=8", "partition=h100", "account=lab", "time=24:00:00")
+    lines = "nodes=1 gpus-per-node=8 partition=h100 account=lab time=24:00:00 exclusive".split()
     assert all(f"#SBATCH --{line}\n" in script for line in lines)
 
 
