@@ -7,6 +7,7 @@ import gc
 import io
 import itertools
 import logging
+import os
 import random
 import reprlib
 import shutil
@@ -14,10 +15,12 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from functools import cache
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import tokenizers
 
 from coppice.common.shards import folder
@@ -66,8 +69,13 @@ class History:
 
 @cache
 def materials() -> Path:
-    """A folder with a tokenizer of bytes, a prompt, and task files, made once per process."""
+    """A folder with a tokenizer of bytes, a prompt, and task files, made once per process, which
+    removes it at its end with what killed ones left."""
     folder = scratch("materials")
+    Finalize(None, shutil.rmtree, (folder, True), exitpriority=0)
+    for left in folder.parent.glob("simulation-[0-9]*"):
+        if not psutil.pid_exists(int(left.name.split("-")[1])):
+            shutil.rmtree(left, ignore_errors=True)
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     ids = {letter: i for i, letter in enumerate(letters)}
     core: Any = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
@@ -90,7 +98,7 @@ def text() -> Text:
 def scratch(name: str) -> Path:
     """A new folder, in memory where the machine has such a file system."""
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    return Path(tempfile.mkdtemp(prefix=f"simulation-{name}-", dir=memory))
+    return Path(tempfile.mkdtemp(prefix=f"simulation-{os.getpid()}-{name}-", dir=memory))
 
 
 class Records:

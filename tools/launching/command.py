@@ -89,12 +89,15 @@ def arguments(options: list[str] | None = None) -> argparse.Namespace:
     if parsed.resume and (parsed.config or parsed.run_folder):
         own = "--resume goes on in its own folder with its own config"
         command.error(f"{own}: remove --config and --run-folder, change keys with --set")
+    if parsed.cluster in jobs.WRITERS and (parsed.resume or parsed.run_folder):
+        own = f"--cluster {parsed.cluster} prints a job that chooses its run folder"
+        command.error(f"{own}: leave out --resume and --run-folder")
     return parsed
 
 
 def resolve(options: argparse.Namespace) -> tuple[Config, Path]:
     """Return the config and the run folder that the command line asks for. Raises ConfigError."""
-    where = None if options.cluster in jobs.WRITERS else options.cluster
+    where = "ray" if options.cluster in jobs.WRITERS else options.cluster
     given = {"actors.count": options.actors, "learner.count": options.learner, "cluster.on": where}
     given |= {"scheduler.trackers": options.track}
     overrides = [*options.set, *options.changes]
@@ -133,8 +136,8 @@ def main(command: list[str] | None = None) -> int:
                 changes.check_free(run)
             tracking.check_installed(config.scheduler.trackers)
             if options.cluster in jobs.WRITERS:
-                given = sys.argv[1:] if command is None else command
-                print(jobs.WRITERS[options.cluster](config, given), end="")
+                flags = [f"--{flag}" for flag in ("quiet", "json") if getattr(options, flag)]
+                print(jobs.WRITERS[options.cluster](config, " ".join(flags)), end="")
                 return 0
             for lack in lacking_files(config):
                 raise ConfigError(lack)

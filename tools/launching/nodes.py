@@ -4,6 +4,7 @@ while the launcher is connected. Scheduler and judges' model stay with the launc
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from coppice.common import shards
+from coppice.common.process import without_secrets
 from coppice.tools.defaults.settings import importable
 from coppice.tools.launching import watchdog
 from coppice.tools.launching.config import ConfigError
@@ -30,7 +32,13 @@ ABROAD = {
 """The modules that may run on another node; the others run with the launcher."""
 PASSED = ("COPPICE_", "HF_")
 """Variables of the launcher that processes on other nodes get, by how their names begin, beside the
-keys that their settings name."""
+keys that their settings name and ``cluster.pass_env``."""
+KEPT = re.compile(
+    "PATH|HOME|USER|LOGNAME|SHELL|LANG|TZ|TMPDIR|LD_[A-Z_]+|(?i:(https?|no|all)_proxy)|\\w+_CA_BUNDLE|"
+    "(LC|CUDA|NVIDIA|NCCL|GLOO|UCX|FI|HIP|ROCR|TORCH|TRITON|SGLANG|VLLM|XDG|SSL)_[A-Z0-9_]+"
+)
+"""Variables of a node that its processes keep, unless they look secret: it may hold the keys of
+others."""
 PATIENCE_S = 30.0
 """Seconds without room for a process before the launcher says so."""
 ANSWER_S = 10.0
@@ -73,8 +81,9 @@ class Holder:
             own |= {"MASTER_ADDR": meeting[0], "MASTER_PORT": str(meeting[1])}
         words = [sys.executable, *command]
         place = folder if os.path.isdir(folder) else importable()
+        kept = {k: v for k, v in without_secrets().items() if KEPT.fullmatch(k)}
         with log.open("ab") as written:
-            self._process = spawn(words, os.environ, own, cwd=place, stdout=written, stderr=written)
+            self._process = spawn(words, kept, own, cwd=place, stdout=written, stderr=written)
         self._log = log
         return socket.gethostname(), self._process.pid
 
@@ -189,6 +198,11 @@ class Nodes:
                 f" ({str(error).splitlines()[0]}): start one with `ray start --head`, and"
                 " `ray start --address HOST:6379` on each further node, or name it"
             ) from None
+        if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+            open_ports = (
+                "without RAY_AUTH_MODE=token Ray runs the code of whoever reaches its ports"
+            )
+            say(f"warning: {open_ports}: start it with a token (docs/cluster.md)")
         self.gpus = bool(ray.cluster_resources().get("GPU"))
         self._ranks: Any = None
         self._meeting: Any = None
@@ -226,7 +240,8 @@ class Nodes:
             self._meeting = holder.address.remote()
         # Ray starts a rank when rank 0's address is known, because that is an argument of the call.
         meeting = self._meeting if rank is not None else None
-        own = {k: v for k, v in os.environ.items() if k.startswith(PASSED) or k in spec.needed}
+        named = spec.needed.union(self.config.cluster.pass_env)
+        own = {k: v for k, v in os.environ.items() if k.startswith(PASSED) or k in named}
         own |= spec.environment | process_variables(spec.threads)
         own.pop("CUDA_VISIBLE_DEVICES", None)  # Ray sets that one
         home, file = shards.folder(run, spec.shard or 0), run / "processes" / f"{spec.file}.json"

@@ -1,5 +1,6 @@
 """Settings must fit together: contradictions and settings without effect are refused."""
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,9 @@ def check(config: Config) -> None:
 
 def _faults(config: Config) -> Iterator[str]:
     s, a, encoder = config.scheduler, config.actors, config.retriever.encoder
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.name):
+        letters = "a letter or digit, then letters, digits, '.', '_' and '-'"
+        yield f"name = {config.name!r}: expected {letters}, for it names folders and jobs"
     if s.dispatch.dead_after_s <= s.dispatch.heartbeat_s:
         least = setting(config, "scheduler.dispatch.heartbeat_s")
         yield f"{setting(config, 'scheduler.dispatch.dead_after_s')}: expected more than {least}"

@@ -46,27 +46,35 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [cluster]: where the processes run (docs/cluster.md). All keys but ``on`` are for the
-    job that ``--cluster slurm`` or ``--cluster kuberay`` writes."""
+    """Section [cluster]: where the processes run (docs/cluster.md). The keys after ``pass_env`` are
+    for the job that ``--cluster slurm`` or ``--cluster kuberay`` writes."""
 
     on: str = ""
     """Empty for this machine, "ray" for the cluster of which it is a node, or "ray://HOST:PORT"."""
+    pass_env: list[str] = []
+    """Further variables of the launcher that processes on other nodes get."""
     cpus: Count = 16
     """Processors of one node."""
     gpus: Natural = 8
     """GPUs of one node."""
     memory_gib: Count = 128
     """Memory of one node, in GiB."""
+    partition: str = ""
+    """SLURM's partition, "" for its default."""
+    time: str = "24:00:00"
+    """The time limit of a SLURM job, as sbatch writes it."""
     options: list[str] = []
-    """Further options of sbatch, such as "--partition=h100"."""
+    """Further options of sbatch, such as "--account=lab"."""
     image: str = ""
     """The container image, with this project in ``folder``."""
     folder: str = "/coppice"
-    """Where the image has this project."""
+    """Where the image has what the config names, such as plug-ins."""
     volume: str = ""
-    """The claim of the volume that all pods share."""
+    """The claim of the volume that all pods share (ReadWriteMany)."""
     secret: str = ""
-    """The Kubernetes secret whose entries become variables (API keys)."""
+    """The Kubernetes secret whose entries become variables of the launcher (API keys)."""
+    pod: dict[str, Any] = {}
+    """Further keys of the pods' spec, such as nodeSelector, tolerations, imagePullSecrets."""
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
