@@ -42,7 +42,7 @@ class Crash(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True):
     """kv: tokens that an actor's cache holds (0: it does not say); outside, alone: whether judges,
     or the learner, outlive a crash; batch: the samples that keep an actor busy (0: the cache
-    always comes first)."""
+    always comes first); power: whether crashes are power cuts, which lose what was not synced."""
 
     settings: SchedulerConfig
     actors: int
@@ -59,10 +59,12 @@ class Plan(msgspec.Struct, frozen=True):
     alone: bool
     shard: Shard
     batch: int
+    power: bool
+    deterministic: bool
 
 
 def plan(seed: int) -> Plan:
-    rng = random.Random(f"plan/{seed}")
+    rng, more = random.Random(f"plan/{seed}"), random.Random(f"more/{seed}")
     kinds = {kind for kind in KINDS if rng.random() < 0.35}
     healthy_from = rng.choice([5.0, 15.0, 40.0, 80.0])
 
@@ -73,8 +75,13 @@ def plan(seed: int) -> Plan:
     means |= {"train": [0.1, 1.0, 5.0]}
     seconds = {service: rng.choice(choices) for service, choices in means.items()}
     seconds |= {"retrieve": 0.05, "close": 0.01}
+    shares["lie"] = 0.2 * more.random() * (more.random() < 0.35)
+    settings, power = _settings(rng), more.random() < 0.3
+    alone = (apart := random.Random(f"apart/{seed}")).random() < 0.3 and not power
+    shard = Shard(1, 2) if apart.random() < 0.3 else Shard()
+    again = settings.max_staleness == 0 and not alone and shard.count == 1
     return Plan(
-        settings=_settings(rng),
+        settings=settings,
         batch=rng.choice([0, 2]),
         actors=rng.randint(1, 3),
         capacity=rng.choice([1, 2, 8]),
@@ -87,8 +94,10 @@ def plan(seed: int) -> Plan:
         crashes=_crashes(rng, healthy_from) if "crash" in kinds else [],
         healthy_from=healthy_from,
         outside=rng.random() < 0.5,
-        alone=(apart := random.Random(f"apart/{seed}")).random() < 0.3,
-        shard=Shard(1, 2) if apart.random() < 0.3 else Shard(),
+        alone=alone,
+        shard=shard,
+        power=power,
+        deterministic=again and more.random() < 0.5,
     )
 
 
