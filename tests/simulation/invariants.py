@@ -42,6 +42,11 @@ def of_the_journal(
         least, most = min(map(min, sampled), default=math.inf), max(map(max, sampled), default=0)
         if (not lives and least < row.version) or (row.split == "heldout" and most > row.version):
             yield f"tree {row.id}, of version {row.version}, has tokens of {least} to {most}"
+    every, names = settings.evaluation.every, {name for _, name, _ in journal.evaluations()}
+    between = range(every, settings.updates, every) if every and not lives else ()
+    expected = {"start", "end", *(f"v{version}" for version in between)}
+    if settings.evaluation.questions and not names >= expected:
+        yield f"the evaluations are {names}, expected {expected}"
     for version, name, _ in journal.evaluations():
         expected = {"start": 0, "end": settings.updates}
         if version != (expected[name] if name in expected else int(name[1:])):

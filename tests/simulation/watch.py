@@ -17,16 +17,18 @@ from tests.simulation.network import Network, Socket
 from tests.simulation.peers import mislabelled
 from tests.simulation.scripted_learner import Learner
 
+REPLACED = "replaced"
 ASTRAY_S = 5.5
 """A failed call waits for less than this before it is queued again."""
 
 
 class Disk(msgspec.Struct):
-    """What a power cut leaves of the journal, as SQLite's image. closed, groups: what is in it."""
+    """What a power cut leaves of the journal, as SQLite's image. ends: the status of each tree that
+    has ended; owners: the tree of each group."""
 
     image: bytes = b""
-    closed: set[int] = set()
-    groups: set[int] = set()
+    ends: dict[int, str] = {}
+    owners: dict[int, int] = {}
 
 
 def number(pending: Pending) -> int:
@@ -49,7 +51,8 @@ class Watch:
     ):
         self.run, self.socket, self.learner, self.disk = run, socket, learner, disk
         self.held, self.violated = held, violated
-        self.adopted, self.messages = False, -1
+        self.adopted, self.messages, self.process, self.newest = False, -1, 0, 0
+        self.credits = run.settings.dynamic_sampling_budget
         self.begun: set[int] = set()
         self.until: dict[object, float] = {}  # of each open call, when it must have ended
         self.astray: dict[Pending, float] = {}
@@ -65,13 +68,14 @@ class Watch:
         setattr(owner, name, partial(step, getattr(owner, name)))
 
     async def _call(self, call: Any, service: str, request: Any, **more: Any) -> Any:
-        row = "SELECT 1 FROM groups WHERE id=?"
         if service == "close" and self.socket.alive:
-            safe = request.tree in self.disk.closed and self.disk.groups >= set(request.groups)
-            if not safe:
-                self.violated(f"tree {request.tree} is told as closed and is not on the disk")
+            groups = [group for group, tree in self.disk.owners.items() if tree == request.tree]
+            end = self.disk.ends.get(request.tree)
+            if not end or sorted(request.groups) != groups or request.replaced != (end == REPLACED):
+                self.violated(f"{request} is told, and the disk has {end} with the groups {groups}")
         elif service == "train" and self.socket.alive:
-            if not self.run.journal._db.execute(row, (request.id,)).fetchone():
+            row = "SELECT turns FROM groups WHERE id=? AND tree=?", (request.id, request.tree)
+            if [*self.run.journal._db.execute(*row)] != [(msgspec.msgpack.encode(request.turns),)]:
                 self.violated(f"group {request.id} is sent and is not in the journal")
         oldest, mark = self.run.weight_sync.versions.proven, object()
         self.until[mark] = self.run._clock() + more["deadline"] * (1 + 1 / PARTS) + 0.01
@@ -91,9 +95,22 @@ class Watch:
                 older, younger = number(other), number(pending)
                 told = f"a call of {pending.service} of tree {younger} overtakes one of {older}"
                 self.violated(f"{told} that waits since {other.since:.3f}")
+        if pending.worker is None:
+            self._check_choice(pending, worker)
         if pending.service == "generate":
             self.begun.add(number(pending))
         start(pending, worker, *more)
+
+    def _check_choice(self, pending: Pending, worker: Worker) -> None:
+        usable = self._usable(pending.service)
+        if worker.name in pending.failed_on and {w.name for w in usable} - pending.failed_on:
+            self.violated(f"a call of {pending.service} is made on {worker.name} again")
+        free = [w for w in usable if w.has_room and w.name not in pending.failed_on]
+        judged = not isinstance(pending.place, Generation)
+        if judged and worker.share > min((w.share for w in free), default=worker.share):
+            self.violated(f"{worker.name} gets a call of {pending.service} and has the most calls")
+        if pending.tries >= self.run.dispatcher.config.max_attempts or not worker.ready:
+            self.violated(f"a call of {pending.service} is made too often, or before a join")
 
     def _overtaken(self, other: Pending, by: Pending, worker: Worker) -> bool:
         """Whether ``other`` should have been started first on ``worker``."""
@@ -143,7 +160,8 @@ class Watch:
         if marks != trained:
             self.violated(f"the journal marks {marks}, and the checkpoint has trained {trained}")
         begin(pacing, newest)
-        self.adopted = True
+        self.adopted, self.process = True, self.learner.life
+        self.credits = max(len(self.run.stream.replaced), self.credits)
 
     def at_rest(self, now: float) -> Iterator[str]:
         """The invariants that are broken now."""
@@ -152,6 +170,8 @@ class Watch:
             return
         self.messages = self.socket.messages
         yield from self._fleet()
+        if self.adopted and self.process != self.learner.life:
+            return  # a new process of the learner will end the run
         yield from self._weights()
         if not self.adopted:
             return
@@ -164,9 +184,13 @@ class Watch:
 
     def _calls(self, now: float) -> Iterator[str]:
         dispatcher, here = self.run.dispatcher, self.run.dispatcher.roster.by_identity
+        config, active = dispatcher.config, Counter[Pending]()
         for worker in here.values():
+            if now - worker.heard > config.dead_after_s + 3 * config.heartbeat_s:
+                yield f"{worker.name} has been silent for {now - worker.heard:.0f} s and is kept"
             for attempt in worker.in_flight.values():
-                if attempt.pending.done.done() or attempt.pending.attempt is not attempt:
+                active[attempt.pending] += 1
+                if attempt.pending.done.done():
                     yield f"{worker.name} keeps an ended call of {attempt.pending.service}"
         waiting = Counter(call for queue in dispatcher._waiting.values() for call in queue)
         for service, queue in dispatcher._waiting.items():
@@ -174,12 +198,10 @@ class Watch:
                 yield from self._free(service, now)
         astray = dict[Pending, float]()
         for call in {*dispatcher.open_calls(), *waiting}:
-            attempt = call.attempt
-            if waiting[call] + (attempt is not None) > 1 or (waiting[call] and call.done.done()):
+            most = 1 + getattr(call, "hedged", False)
+            if waiting[call] + active[call] > most or (waiting[call] and call.done.done()):
                 yield f"a call of {call.service} that runs, has ended or waits already is queued"
-            if attempt is not None and here.get(attempt.worker.identity) is not attempt.worker:
-                yield f"a call of {call.service} runs on {attempt.worker.name}, which has left"
-            if not waiting[call] and attempt is None:
+            if not waiting[call] and not active[call]:
                 astray[call] = self.astray.get(call, now)
                 if now - astray[call] > ASTRAY_S:
                     yield f"a call of {call.service} runs nowhere and does not wait"
@@ -189,11 +211,7 @@ class Watch:
 
     def _free(self, service: str, now: float) -> Iterator[str]:
         """Calls that wait beside a worker that could serve them."""
-        fleet, usable = self.run.runtime.fleet, []
-        for worker in self.run.dispatcher.workers(service):
-            # a worker that has rested is noticed with its next heartbeat
-            if worker.usable(now) and worker.breaker.open_until <= worker.beat_at:
-                usable.append(worker)
+        fleet, usable = self.run.runtime.fleet, self._usable(service)
         for call in self.run.dispatcher._waiting[service]:
             able = [w for w in usable if w.name not in call.failed_on] or usable
             free = [w for w in able if w.has_room]
@@ -203,6 +221,11 @@ class Watch:
                     continue  # it may wait for cache room
             if free:
                 yield f"a call of {service} of tree {number(call)} waits, and {free[0].name} is free"
+
+    def _usable(self, service: str) -> list[Worker]:
+        """A worker that has rested is noticed with its next heartbeat."""
+        workers, now = self.run.dispatcher.workers(service), self.run._clock()
+        return [w for w in workers if w.usable(now) and w.breaker.open_until <= w.beat_at]
 
     def _fleet(self) -> Iterator[str]:
         roster, fleet = self.run.dispatcher.roster, self.run.runtime.fleet
@@ -238,11 +261,18 @@ class Watch:
             if held < sync.versions.proven:
                 yield f"{worker.name} gets calls with version {held}, not {sync.versions.proven}"
         newest, proven = sync.versions.newest, sync.versions.proven
+        if newest < self.newest:
+            yield f"actors get the version {newest} after {self.newest}"
+        self.newest = newest
         if newest != sync.weights.version or newest > self.learner.version:
             yield f"the newest version is {newest}, and that of the learner {self.learner.version}"
-        loading = any(call.service == "load" for call in dispatcher.open_calls())
-        if proven != newest and not loading:
+        if any(call.service == "load" for call in dispatcher.open_calls()):
+            return
+        if proven != newest:
             yield f"version {newest} is everywhere, and {proven} counts as proven"
+        for worker, _ in self._actors() if newest else ():
+            if sync.residency._versions[worker.name] != newest:
+                yield f"the cache of {worker.name} is believed to be of older weights"
 
     def _trees(self) -> Iterator[str]:
         run, trees, journal = self.run, self.run.open_trees, self.run.journal
@@ -255,13 +285,18 @@ class Watch:
             yield f"the trees {growing} grow, and the journal says {begun}, with {unfinished}"
         grouped = {tree for (tree,) in journal._rows("SELECT tree FROM groups")}
         counted = [row for row in rows if row.status in ("growing", "closed") or row.id in grouped]
-        counted = [row for row in counted if row.status != "replaced"]
+        counted = [row for row in counted if row.status != REPLACED]
         if run.pacing.admitted != len(counted) - len(unfinished):
             told = f"{run.pacing.admitted} trees count as admitted"
             yield f"{told}, and the journal has {len(counted)} with {len(unfinished)} unfinished"
-        replaced = {row.id for row in rows if row.status == "replaced"}
-        marked = {t for (t,) in journal._rows("SELECT tree FROM groups WHERE trained IS NOT NULL")}
+        marks = list(journal._rows("SELECT id, tree, trained FROM groups WHERE trained IS NOT NULL"))
+        if wrong := [mark for mark in marks if self.learner.trained.get(mark[0]) != mark[2]]:
+            yield f"the groups {wrong} are marked as trained"
+        replaced = {row.id for row in rows if row.status == REPLACED}
+        marked = {tree for _, tree, _ in marks}
         taken = {self.learner.owners.get(group) for group in self.learner.trained}
         if run.stream.replaced - (replaced - marked) or replaced - taken - run.stream.replaced:
             told = f"of {replaced} updates have taken {replaced & taken}, and {marked} are marked"
             yield f"the credits of {run.stream.replaced} are taken: {told}"
+        if len(run.stream.replaced) > self.credits:
+            yield f"{len(run.stream.replaced)} credits are taken, at most {self.credits}"
