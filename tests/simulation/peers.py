@@ -29,6 +29,7 @@ class Manners(msgspec.Struct):
     short: float = 0.0
     not_a_number: float = 0.0
     lie: float = 0.0
+    forget: float = 0.0
     seconds: dict[str, float] = {}
 
 

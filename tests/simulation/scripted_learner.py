@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -33,6 +34,7 @@ class Learner(Peer):
         self.run, self.questions, self.every = run, questions, every
         self.record: list[Update] = []
         self.version, self.owners = 0, dict[int, int]()
+        self.on_update: Callable[[], None] = lambda: None
 
     def born(self) -> None:
         """Restore the newest checkpoint, and announce its weights."""
@@ -80,6 +82,8 @@ class Learner(Peer):
         self._update_if_ready()
 
     def _whole(self, group: TrainGroup) -> bool:
+        if self._strikes(self.manners.forget):
+            self.nodes.pop(group.tree, None)
         nodes = self.nodes.setdefault(group.tree, {})
         nodes.update((node.id, node.parent) for node in group.nodes)
         for turn in group.turns:
@@ -135,6 +139,7 @@ class Learner(Peer):
         self.record.append(update)
         self.note("update", self.name, update)
         self._announce()
+        self.on_update()
         seconds = self.rng.random() * self.manners.seconds["train"]
         self.later(seconds, lambda: self._checkpoint(update))
 

@@ -13,7 +13,7 @@ from coppice.scheduler.dispatch.calls import PARTS, Pending, Worker
 from coppice.scheduler.dispatch.placement import PATIENCE_S, Generation
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.main import Run
-from tests.simulation.network import Network, Socket
+from tests.simulation.network import Socket
 from tests.simulation.peers import mislabelled
 from tests.simulation.scripted_learner import Learner
 
@@ -271,7 +271,7 @@ class Watch:
         if proven != newest:
             yield f"version {newest} is everywhere, and {proven} counts as proven"
         for worker, _ in self._actors() if newest else ():
-            if sync.residency._versions[worker.name] != newest:
+            if sync.residency._versions.get(worker.name) != newest:
                 yield f"the cache of {worker.name} is believed to be of older weights"
 
     def _trees(self) -> Iterator[str]:
@@ -289,7 +289,9 @@ class Watch:
         if run.pacing.admitted != len(counted) - len(unfinished):
             told = f"{run.pacing.admitted} trees count as admitted"
             yield f"{told}, and the journal has {len(counted)} with {len(unfinished)} unfinished"
-        marks = list(journal._rows("SELECT id, tree, trained FROM groups WHERE trained IS NOT NULL"))
+        marks = list(
+            journal._rows("SELECT id, tree, trained FROM groups WHERE trained IS NOT NULL")
+        )
         if wrong := [mark for mark in marks if self.learner.trained.get(mark[0]) != mark[2]]:
             yield f"the groups {wrong} are marked as trained"
         replaced = {row.id for row in rows if row.status == REPLACED}

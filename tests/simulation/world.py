@@ -215,7 +215,9 @@ class World:
         with contextlib.closing(sqlite3.connect(self.path)) as db:
             ends = db.execute("SELECT id, status FROM trees WHERE status!='growing'")
             self.disk.ends = dict(ends.fetchall())
-            self.disk.owners = dict(db.execute("SELECT id, tree FROM groups ORDER BY id").fetchall())
+            self.disk.owners = dict(
+                db.execute("SELECT id, tree FROM groups ORDER BY id").fetchall()
+            )
             self.disk.image = db.serialize()
 
     def _lose_what_is_not_synced(self) -> None:
@@ -329,10 +331,16 @@ class World:
             if next(left) == 1:
                 kill()
 
+        def hit() -> None:
+            if socket.alive and (crash.place == "time" or next(left) == 1):
+                kill()
+
         if crash.place == "time":
-            self.agenda.after(crash.count, lambda: kill() if socket.alive else None)
+            self.agenda.after(crash.count, hit)
         elif crash.place == "send":
             socket.on_send = due
+        elif crash.place == "update":
+            self.learner.on_update = lambda: self.agenda.after(self.rng.random(), hit)
         else:
             write: Callable[..., None] = run.journal._commit
 
