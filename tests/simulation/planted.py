@@ -58,7 +58,7 @@ FAULTS = [
          Roster, "_admit", "self._joined.set()", "pass"),
         ("a tree that crashed after its group emits it again", 0,
          chain, "grow", "if not tree.groups:", "if True:", "bonus)])",
-         "bonus)]); await __import__('asyncio').sleep(0)"),
+         "bonus)]); await __import__('asyncio').sleep(0.5)"),
         ("the calls of a lost worker stay with it", 0,
          Roster, "leave", "self._gone(worker, reason)", "pass"),
         ("a failed attempt keeps its place", 0,

@@ -230,11 +230,8 @@ class Watch:
     def _fleet(self) -> Iterator[str]:
         roster, fleet = self.run.dispatcher.roster, self.run.runtime.fleet
         decoding, seats = Counter[str](), defaultdict[str, Counter[int]](Counter)
-        fresh = set[str]()
         for worker in roster.by_identity.values():
             places = [attempt.pending.place for attempt in worker.in_flight.values()]
-            if not any(isinstance(place, Generation) for place in places):
-                fresh |= {worker.name} - {event.worker for event in worker.recent if event.version}
             for place in places:
                 if isinstance(place, Generation):
                     decoding[worker.name] += place.request.n
@@ -245,6 +242,11 @@ class Watch:
         }
         if {name: calls for name, calls in believed.items() if calls} != seats:
             yield f"the calls of trees on actors are {believed}, expected {dict(seats)}"
+        idle = [
+            s.sampling for by_tree in fleet.seats.values() for s in by_tree.values() if not s.calls
+        ]
+        if max(map(abs, idle), default=0.0) > 1e-6:
+            yield f"seats without a call keep {idle} tokens"
         if +fleet.decoding != decoding or min(fleet.decoding.values(), default=0) < 0:
             yield f"actors decode {fleet.decoding} samples, expected {decoding}"
         if gone := self._remembered() - roster.by_name.keys():
@@ -289,9 +291,8 @@ class Watch:
         if run.pacing.admitted != len(counted) - len(unfinished):
             told = f"{run.pacing.admitted} trees count as admitted"
             yield f"{told}, and the journal has {len(counted)} with {len(unfinished)} unfinished"
-        marks = list(
-            journal._rows("SELECT id, tree, trained FROM groups WHERE trained IS NOT NULL")
-        )
+        query = "SELECT id, tree, trained FROM groups WHERE trained IS NOT NULL"
+        marks = list(journal._rows(query))
         if wrong := [mark for mark in marks if self.learner.trained.get(mark[0]) != mark[2]]:
             yield f"the groups {wrong} are marked as trained"
         replaced = {row.id for row in rows if row.status == REPLACED}

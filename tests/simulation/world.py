@@ -2,7 +2,6 @@
 faults, crashes and resumes, from the start to the summary."""
 
 import asyncio
-import atexit
 import contextlib
 import gc
 import io
@@ -17,6 +16,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from functools import cache
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -39,10 +39,10 @@ from tests.simulation.scripted_learner import Learner
 from tests.simulation.virtual_time import Agenda, Stuck, VirtualLoop
 from tests.simulation.watch import Disk, Watch
 
-DEADLINE_S = 3000.0
-"""Virtual seconds after which a run counts as stuck; a healthy one takes at most a few hundred."""
-TURNS = 200_000
-"""The turns of the loop after which a run counts as stuck."""
+DEADLINE_S = 1000.0
+"""Virtual seconds after which a run counts as stuck; a healthy one takes one or two hundred."""
+TURNS = 50_000
+"""The turns of the loop after which a run counts as stuck; a healthy one takes a few thousand."""
 CPU_S, REAL_S = 10.0, 120.0
 """The same in seconds of the processor and of the clock: a turn may never end."""
 MOST_LIVES = 12
@@ -81,7 +81,7 @@ class History:
 def materials() -> Path:
     """A folder with a tokenizer of bytes, a prompt, and task files, made once per process."""
     folder = scratch("materials")
-    atexit.register(shutil.rmtree, folder)
+    Finalize(None, shutil.rmtree, [folder], exitpriority=0)  # runs in processes of a pool, too
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     ids = {letter: i for i, letter in enumerate(letters)}
     core: Any = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
