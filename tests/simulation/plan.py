@@ -76,14 +76,14 @@ def plan(seed: int) -> Plan:
     means |= {"train": [0.1, 1.0, 5.0]}
     seconds = {service: rng.choice(choices) for service, choices in means.items()}
     seconds |= {"retrieve": 0.05, "close": 0.01}
-    shares |= {kind: 0.3 * more.random() * (more.random() < 0.35) for kind in ("lie", "forget")}
+    rare = {"lie": 0.3, "forget": 1.0}
+    shares |= {kind: part * more.random() * (more.random() < 0.35) for kind, part in rare.items()}
     settings, power = _settings(rng), more.random() < 0.3
     alone = (apart := random.Random(f"apart/{seed}")).random() < 0.3 and not power
     shard = Shard(1, 2) if apart.random() < 0.3 else Shard()
     actors, outage = rng.randint(1, 3), []
     if more.random() < 0.2:  # there is one retriever: calls wait until they expire
         outage = [Strike(more.random() * healthy_from, "die", actors + 3, 16 + 9 * more.random())]
-    again = settings.max_staleness == 0 and not alone and shard.count == 1
     return Plan(
         settings=settings,
         batch=rng.choice([0, 2]),
@@ -101,7 +101,7 @@ def plan(seed: int) -> Plan:
         alone=alone,
         shard=shard,
         power=power,
-        deterministic=again and more.random() < 0.7,
+        deterministic=not alone and shard.count == 1 and more.random() < 0.5,
     )
 
 
