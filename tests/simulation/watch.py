@@ -13,6 +13,7 @@ from coppice.scheduler.dispatch.calls import PARTS, Pending, Worker
 from coppice.scheduler.dispatch.placement import PATIENCE_S, Generation
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.main import Run
+from coppice.wire.faults import InfrastructureFault
 from tests.simulation.network import Socket
 from tests.simulation.peers import mislabelled
 from tests.simulation.scripted_learner import Learner
@@ -53,7 +54,7 @@ class Watch:
         self.held, self.violated = held, violated
         self.adopted, self.messages, self.process, self.newest = False, -1, 0, 0
         self.credits = run.settings.dynamic_sampling_budget
-        self.begun: set[int] = set()
+        self.begun, self.failed = set[int](), set[int]()
         self.until: dict[object, float] = {}  # of each open call, when it must have ended
         self.astray: dict[Pending, float] = {}
         self.before: tuple[Any, ...] = ()
@@ -77,10 +78,17 @@ class Watch:
             row = "SELECT turns FROM groups WHERE id=? AND tree=?", (request.id, request.tree)
             if [*self.run.journal._db.execute(*row)] != [(msgspec.msgpack.encode(request.turns),)]:
                 self.violated(f"group {request.id} is sent and is not in the journal")
+            needed = {t.node for t in request.turns} | {n.parent for n in request.nodes} - {-1}
+            if request.id in self.failed and needed - {n.id for n in request.nodes}:
+                self.violated(f"group {request.id} is sent again without its nodes")
         oldest, mark = self.run.weight_sync.versions.proven, object()
         self.until[mark] = self.run._clock() + more["deadline"] * (1 + 1 / PARTS) + 0.01
         try:
             result = await call(service, request, **more)
+        except InfrastructureFault:
+            if service == "train":
+                self.failed.add(request.id)
+            raise
         finally:
             del self.until[mark]
         for sample in result.samples if service == "generate" else ():
