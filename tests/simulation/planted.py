@@ -68,7 +68,7 @@ FAULTS = [
          Journal, "untrained_trees", "status='growing' OR", "status!='growing' AND"),
         ("a resume skips what a quarantined tree emitted", 37,
          Journal, "untrained_trees", "split='train'", "split='train' AND status!='quarantined'"),
-        ("a cancellation is lost", 3,
+        ("a cancellation is lost", 77,
          Dispatcher, "_abandon", "self.roster.send", "wire.Cancel and (lambda *_: None)"),
         ("the admission bound is off by one", 4,
          Pacing, "may_start", "self.version + 1) * self.questions",
@@ -150,7 +150,7 @@ FAULTS = [
         ("a joining actor gets no weights", 6,
          Run, "_joined", "await self.weight_sync.to(worker)", "pass"),
         ("an expired call stays open", 5, Dispatcher, "_expire", "pending.settle(fault)", "pass"),
-        ("a call that must wait is looked at for ever", 5,
+        ("a call that must wait is looked at for ever", 7,
          Dispatcher, "look_again", "passed += 1", "pass"),
     )
 ]  # fmt: skip
