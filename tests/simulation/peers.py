@@ -263,7 +263,7 @@ class Actor(Peer):
         return wire.GenerateResult(samples[:-1] if short else samples, len(body.tokens), 0)
 
     def _sample(self, first: int, began: int) -> wire.Sample:
-        """Half of the tokens are of the version with which the call began. A liar samples by weights
+        """Half of the tokens are of the version at the call's beginning. A liar samples by weights
         that it should have given up, or tells a version that nobody has."""
         tokens = self.rng.choice(self.texts)
         versions = np.full(len(tokens), self.version, np.int32)

@@ -33,7 +33,7 @@ class Strike(msgspec.Struct, frozen=True):
 
 class Crash(msgspec.Struct, frozen=True):
     """The death of the scheduler, which ends the run until it is resumed. place: "time" (count is
-    seconds), "before commit", "after commit" or "send" (so many from its start), or "update" (within
+    seconds), "before commit", "after commit", "send" (so many from its start) or "update" (within
     a second of the learner's next ones)."""
 
     place: str

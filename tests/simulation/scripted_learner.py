@@ -14,7 +14,7 @@ from tests.simulation.network import Network
 from tests.simulation.peers import Peer, mislabelled
 
 PATIENCE = 12
-"""How often a group may come without its nodes: the same message a few times, once per connection."""
+"""How often a group may come without its nodes: one message comes several times."""
 
 
 class Update(msgspec.Struct, frozen=True):

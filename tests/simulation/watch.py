@@ -228,7 +228,7 @@ class Watch:
                 if max(low, default=0.0) > now - PATIENCE_S - 0.1:
                     continue  # it may wait for cache room
             if free:
-                yield f"a call of {service} of tree {number(call)} waits, and {free[0].name} is free"
+                yield f"a call of {service} of tree {number(call)} waits beside {free[0].name}"
 
     def _usable(self, service: str) -> list[Worker]:
         """A worker that has rested is noticed with its next heartbeat."""
