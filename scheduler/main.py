@@ -221,9 +221,10 @@ class Run:
             (self.folder / report.SUMMARY).unlink(missing_ok=True)
         self.metrics.counters(self.dispatcher.workers())
         self.training_since = self._clock()
-        self.open_trees.begin(self.pacing, newest)
-        # A crash may have come between an update and its evaluation.
+        # A crash may have come between an update and its evaluation. No newer weights come before
+        # the groups are sent again.
         await self.examination.evaluate_if_due(self.pacing.version, self.pacing.finished)
+        self.open_trees.begin(self.pacing, newest)
         while not self.pacing.finished:
             self.open_trees.moved.clear()
             self.open_trees.admit()

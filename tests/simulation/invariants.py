@@ -9,7 +9,7 @@ from coppice.common.shards import Shard
 from coppice.scheduler.growth.tree import Node, Tree
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.scheduler.main import Run
-from tests.simulation.peers import first_logprob, score
+from tests.simulation.peers import first_logprob, mislabelled, score
 from tests.simulation.plan import Plan
 from tests.simulation.scripted_learner import Update
 
@@ -36,7 +36,21 @@ def of_the_journal(
             if update.sampled - {update.version - 1}:
                 yield f"synchronous update {update.version} has tokens of versions {update.sampled}"
     for row in journal.trees():
-        yield from _well_formed(journal.tree(row), journal)
+        tree = journal.tree(row)
+        yield from _well_formed(tree, journal)
+        sampled = [node.versions for node in tree.nodes.values() if node.versions is not None]
+        least, most = min(map(min, sampled), default=math.inf), max(map(max, sampled), default=0)
+        if (not lives and least < row.version) or (row.split == "heldout" and most > row.version):
+            yield f"tree {row.id}, of version {row.version}, has tokens of {least} to {most}"
+    every, names = settings.evaluation.every, {name for _, name, _ in journal.evaluations()}
+    between = range(every, settings.updates, every) if every and not lives else ()
+    expected = {"start", "end", *(f"v{version}" for version in between)}
+    if settings.evaluation.questions and not names >= expected:
+        yield f"the evaluations are {names}, expected {expected}"
+    for version, name, _ in journal.evaluations():
+        expected = {"start": 0, "end": settings.updates}
+        if version != (expected[name] if name in expected else int(name[1:])):
+            yield f"the evaluation {name!r} is of version {version}"
 
 
 def _draws(rows: Sequence[TreeRow], shard: Shard) -> Iterator[str]:
@@ -109,6 +123,8 @@ def _well_formed(tree: Tree, journal: Journal) -> Iterator[str]:
             yield f"tree {tree.id}: node {node.id} has the parent {node.parent}"
         arrays = (node.logprobs, node.versions, node.sampled)
         lacking = any(array is None or len(array) != len(node.tokens) for array in arrays)
+        if mislabelled(node):
+            yield f"tree {tree.id}: tokens of node {node.id} have another version than their actor"
         if node.kind == "action" and lacking:
             yield f"tree {tree.id}: action {node.id} lacks log-probabilities or versions"
         yield from _answers_belong(tree, node)
@@ -132,35 +148,23 @@ def _answers_belong(tree: Tree, node: Node) -> Iterator[str]:
     above = tree.parent(node)
     if node.logprobs is None or above is None or node.kept:
         return  # an action that was forked within has the first token of another one
-    if float(node.logprobs[0]) != first_logprob(tree.prefix(above)):
+    if int(node.logprobs[0]) != first_logprob(tree.prefix(above)):
         yield f"tree {tree.id}: node {node.id} was sampled from another prefix"
 
 
-def of_the_workers(run: Run) -> Iterator[str]:
-    """What the scheduler believes to run when all is done: nothing but new weights on their way."""
-    if run.stream.replaced:
-        return  # a replaced tree came too late for the last update: there is nothing to answer
-    for worker in run.dispatcher.workers():
-        services = [attempt.pending.service for attempt in worker.in_flight.values()]
-        if left := [service for service in services if service != "load"]:
-            yield f"{worker.name} still holds the calls {left} when all is done"
-
-
-def of_the_scheduler(run: Run) -> Iterator[str]:
-    """What the scheduler still holds when its run is over, which must be nothing."""
-    if run.stream.replaced:
-        return  # see of_the_workers
+def at_the_end(run: Run) -> Iterator[str]:
+    """What the scheduler still holds before it dismisses its workers: nothing, except for replaced
+    trees that came too late for the last update, and new weights on their way."""
+    late = run.stream.replaced
+    untrained = [group for tree in late for group, _ in run.journal.groups(tree)]
     calls = Counter(call.service for call in run.dispatcher.open_calls())
-    # an actor that was joining when the run ended; its call fails with the dispatcher
-    calls.pop("load", None)
+    calls.subtract({"load": calls["load"], "train": len(untrained)})
     held = {
-        "open calls": calls,
-        "waiting calls": [service for service, queue in run.dispatcher._waiting.items() if queue],
+        "open calls": {service: count for service, count in calls.items() if count},
         "growing trees": run.open_trees.growing,
         "trees in the fleet": run.runtime.fleet.trees,
         "seats": [name for name, seats in run.runtime.fleet.seats.items() if seats],
-        "samples being decoded": +run.runtime.fleet.decoding,
-        "nodes of sent trees": run.stream._sent,
+        "nodes of sent trees": run.stream._sent.keys() - late,
     }
     for what, value in held.items():
         if value:

@@ -93,11 +93,13 @@ class Network:
 
 
 class Socket:
-    """The scheduler's end: ``wire.sockets.Router``. on_send: called before each message."""
+    """The scheduler's end: ``wire.sockets.Router``. on_send: called before each message. messages:
+    how many were sent and have come."""
 
     endpoint = "simulated"
     keys: RunKeys | None = None
     sender = ""
+    messages = 0
 
     def __init__(self, network: Network):
         self.network = network
@@ -117,6 +119,7 @@ class Socket:
     def send(self, frames: Iterable[Frame]) -> bool:
         if not self.alive:
             return True
+        self.messages += 1
         self.on_send()
         identity, *rest = frames
         return self.network.to_peer(bytes(identity), rest)
@@ -125,6 +128,7 @@ class Socket:
         """A message has come for the scheduler; it is lost if nobody listens."""
         if self._deliver is None or not self.alive:
             return
+        self.messages += 1
         try:
             self._deliver(frames)
         except Exception as error:  # noqa: BLE001

@@ -28,6 +28,8 @@ class Manners(msgspec.Struct):
     hang: float = 0.0
     short: float = 0.0
     not_a_number: float = 0.0
+    lie: float = 0.0
+    forget: float = 0.0
     seconds: dict[str, float] = {}
 
 
@@ -36,9 +38,17 @@ def score(response: str, column: str) -> float:
     return float(zlib.crc32(f"{column}/{response}".encode()) & 1)
 
 
-def first_logprob(prefix: np.ndarray) -> float:
-    """Of a sample after a prefix, so that a check can tell whether they belong together."""
-    return -float(zlib.crc32(prefix.astype(np.int32).tobytes()) % 1024)
+def first_logprob(prefix: np.ndarray) -> int:
+    """Of a sample after a prefix, so that a check can tell whether they belong together. The parts
+    after the point tell the version of each token."""
+    return -(zlib.crc32(prefix.astype(np.int32).tobytes()) % 1024)
+
+
+def mislabelled(sample: Any) -> bool:
+    """Whether an action's versions are not those that its actor held."""
+    if sample.logprobs is None:
+        return False
+    return not np.array_equal(-sample.logprobs % 1 * 64 - 1, sample.versions)
 
 
 class Peer:
@@ -234,8 +244,15 @@ class Actor(Peer):
         super().__init__(*peer)
         self.texts, self.kv = texts, kv
 
+    newest: Callable[[], int]
+    """The learner's version, beyond which a lie goes."""
+
     def born(self) -> None:
-        self.version = 0
+        self.version, self.began = 0, dict[int, int]()
+
+    def accepted(self, header: wire.Request, body: Any) -> None:
+        self.began[header.id] = self.version
+        super().accepted(header, body)
 
     def stats(self) -> dict[str, float]:
         return {"kv_capacity_tokens": float(self.kv)} if self.kv else {}
@@ -245,14 +262,23 @@ class Actor(Peer):
             self.version = body.version
             return wire.LoadResult(body.version, body.digest, 0.0)
         assert isinstance(body, wire.GenerateRequest)
-        samples = [self._sample(first_logprob(body.tokens)) for _ in range(body.n)]
+        first, began = first_logprob(body.tokens), self.began.pop(header.id)
+        samples = [self._sample(first, began) for _ in range(body.n)]
         short = self._strikes(self.manners.short)
         return wire.GenerateResult(samples[:-1] if short else samples, len(body.tokens), 0)
 
-    def _sample(self, first: float) -> wire.Sample:
+    def _sample(self, first: int, began: int) -> wire.Sample:
+        """Half of the tokens are of the version at the call's beginning. A liar samples by weights
+        that it should have given up, or tells a version that nobody has."""
         tokens = self.rng.choice(self.texts)
         versions = np.full(len(tokens), self.version, np.int32)
-        return wire.Sample(tokens, np.full(len(tokens), first, np.float32), versions, "stop")
+        versions[: len(tokens) // 2] = began
+        lies = self.rng.choice(("old", "new")) if self._strikes(self.manners.lie) else ""
+        versions -= lies == "old"
+        logprobs = -(versions + 1).astype(np.float32) / 64
+        logprobs[0] += first
+        told = np.full_like(versions, self.newest() + 1) if lies == "new" else versions
+        return wire.Sample(tokens, logprobs, told, "stop")
 
 
 class Judge(Peer):

@@ -33,7 +33,8 @@ class Strike(msgspec.Struct, frozen=True):
 
 class Crash(msgspec.Struct, frozen=True):
     """The death of the scheduler, which ends the run until it is resumed. place: "time" (count is
-    seconds), "before commit", "after commit" or "send" (so many from its start)."""
+    seconds), "before commit", "after commit", "send" (so many from its start) or "update" (within
+    a second of the learner's next ones)."""
 
     place: str
     count: float
@@ -42,7 +43,7 @@ class Crash(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True):
     """kv: tokens that an actor's cache holds (0: it does not say); outside, alone: whether judges,
     or the learner, outlive a crash; batch: the samples that keep an actor busy (0: the cache
-    always comes first)."""
+    always comes first); power: whether crashes are power cuts, which lose what was not synced."""
 
     settings: SchedulerConfig
     actors: int
@@ -59,10 +60,12 @@ class Plan(msgspec.Struct, frozen=True):
     alone: bool
     shard: Shard
     batch: int
+    power: bool
+    deterministic: bool
 
 
 def plan(seed: int) -> Plan:
-    rng = random.Random(f"plan/{seed}")
+    rng, more = random.Random(f"plan/{seed}"), random.Random(f"more/{seed}")
     kinds = {kind for kind in KINDS if rng.random() < 0.35}
     healthy_from = rng.choice([5.0, 15.0, 40.0, 80.0])
 
@@ -73,22 +76,32 @@ def plan(seed: int) -> Plan:
     means |= {"train": [0.1, 1.0, 5.0]}
     seconds = {service: rng.choice(choices) for service, choices in means.items()}
     seconds |= {"retrieve": 0.05, "close": 0.01}
+    rare = {"lie": 0.3, "forget": 1.0}
+    shares |= {kind: part * more.random() * (more.random() < 0.35) for kind, part in rare.items()}
+    settings, power = _settings(rng), more.random() < 0.3
+    alone = (apart := random.Random(f"apart/{seed}")).random() < 0.3 and not power
+    shard = Shard(1, 2) if apart.random() < 0.3 else Shard()
+    actors, outage = rng.randint(1, 3), []
+    if more.random() < 0.2:  # there is one retriever: calls wait until they expire
+        outage = [Strike(more.random() * healthy_from, "die", actors + 3, 16 + 9 * more.random())]
     return Plan(
-        settings=_settings(rng),
+        settings=settings,
         batch=rng.choice([0, 2]),
-        actors=rng.randint(1, 3),
+        actors=actors,
         capacity=rng.choice([1, 2, 8]),
         kv=rng.choice([0, 0, 400, 2000]),
         checkpoint_every=rng.choice([1, 1, 2]),
         slow=rng.choice([0.001, 0.02, 0.2]),
         spikes=rng.choice([0.0, 0.1]),
         manners=Manners(**shares, seconds=seconds),
-        strikes=_strikes(rng, kinds, healthy_from),
+        strikes=_strikes(rng, kinds, healthy_from) + outage,
         crashes=_crashes(rng, healthy_from) if "crash" in kinds else [],
         healthy_from=healthy_from,
         outside=rng.random() < 0.5,
-        alone=(apart := random.Random(f"apart/{seed}")).random() < 0.3,
-        shard=Shard(1, 2) if apart.random() < 0.3 else Shard(),
+        alone=alone,
+        shard=shard,
+        power=power,
+        deterministic=not alone and shard.count == 1 and more.random() < 0.5,
     )
 
 
@@ -120,8 +133,9 @@ def _strikes(rng: random.Random, kinds: set[str], until: float) -> list[Strike]:
 
 
 def _crashes(rng: random.Random, until: float) -> list[Crash]:
-    places = ("time", "before commit", "after commit", "send")
-    return [
-        Crash(place, rng.random() * until if place == "time" else rng.randint(1, 40))
-        for place in (rng.choice(places) for _ in range(rng.randint(1, 3)))
-    ]
+    crashes: list[Crash] = []
+    for _ in range(rng.randint(1, 3)):
+        place = rng.choice(["time", "before commit", "after commit", "send", "update"])
+        count = {"time": rng.random() * until, "update": rng.randint(1, 3)}
+        crashes.append(Crash(place, count.get(place, rng.randint(1, 40))))
+    return crashes

@@ -1,211 +1,157 @@
-"""Planted faults: each patches the real code as a bug of the past did, or as one might, and the
-simulation must find it."""
+"""Planted faults: each changes a line of the real code as a bug of the past did, or as one might,
+and the simulation must find it."""
 
-import asyncio
-from collections.abc import Callable
-from contextlib import ExitStack
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import msgspec
 
-from coppice.scheduler.dispatch.calls import Attempt
+from coppice.scheduler.dispatch import dispatcher
 from coppice.scheduler.dispatch.dispatcher import Dispatcher
+from coppice.scheduler.dispatch.pool import Pool
 from coppice.scheduler.dispatch.roster import Roster
 from coppice.scheduler.growth import answers
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.open_trees import OpenTrees
 from coppice.scheduler.growth.strategies import chain
-from coppice.scheduler.growth.tree import Node
-from coppice.scheduler.ledger.journal import Journal, TreeRow
+from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.ledger.pacing import Pacing
 from coppice.scheduler.ledger.stream import Stream
 from coppice.scheduler.main import Run
-from coppice.wire.faults import InfrastructureFault
-from coppice.wire.messages import TrainGroup
 from tests.simulation.world import simulate
-
-Change = Callable[[ExitStack], None]
 
 
 class Planted(msgspec.Struct, frozen=True):
-    """like: the commit that mended one like it. hint: the seed with which the tests begin."""
+    """hint: the seed with which the tests begin. owner, function: what is changed. lines: pairs of
+    a part of its source and what stands there instead."""
 
     name: str
-    like: str
     hint: int
-    change: Change
+    owner: Any
+    function: str
+    lines: list[str]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The real code has the fault meanwhile."""
+        function, place = getattr(self.owner, self.function), dict[str, Any]()
+        source = textwrap.dedent(inspect.getsource(function))
+        for old, new in zip(self.lines[::2], self.lines[1::2], strict=True):
+            if source.count(old) != 1:
+                raise ValueError(f"{self.function} has {source.count(old)} times: {old}")
+            source = source.replace(old, new)
+        exec(compile(source, self.name, "exec"), function.__globals__, place)
+        with patch.object(self.owner, self.function, place[self.function]):
+            yield
 
 
-def _replace(owner: Any, name: str, value: Any) -> Change:
-    return lambda stack: stack.enter_context(patch.object(owner, name, value))
-
-
-def _nothing(*arguments: Any) -> None:
-    """What the fault leaves out."""
-
-
-def _deaf(self: Dispatcher, *arguments: Any, **options: Any) -> None:
-    _original_dispatcher(self, *arguments, **options)
-    self.roster._joined.set = lambda: None
-
-
-_original_dispatcher = Dispatcher.__init__
-
-
-def _leave_without_calls(self: Roster, worker: Any, reason: str) -> None:
-    if self.by_identity.get(worker.identity) is worker:
-        del self.by_identity[worker.identity], self.by_name[worker.name]
-        worker.ready = False
-        for service in worker.hello.services:
-            self.pools[service].discard(worker)
-        if self.on_leave is not None:
-            self.on_leave(worker, reason)
-
-
-_finish = Dispatcher._finish
-
-
-def _finish_without_release(
-    self: Dispatcher, attempt: Attempt, outcome: str, result: Any = None
-) -> None:
-    hello = attempt.worker.hello
-    if outcome == "infrastructure":
-        attempt.worker.hello = msgspec.structs.replace(hello, capacity=hello.capacity - 1)
-    _finish(self, attempt, outcome, result)
-
-
-def _finish_twice(self: Dispatcher, attempt: Attempt, outcome: str, result: Any = None) -> None:
-    _finish(self, attempt, outcome, result)
-    if outcome == "ok":
-        calls, number = attempt.worker.in_flight, attempt.number
-        calls[number] = attempt
-        asyncio.get_running_loop().call_later(10.0, calls.pop, number, None)
-
-
-def _abandon_in_silence(self: Dispatcher, pending: Any, outcome: str) -> None:
-    if (attempt := pending.attempt) is not None:
-        self._finish(attempt, outcome)
-
-
-_untrained = Journal.untrained_trees
-
-
-def _emit_first(self: Stream, tree: Any, turns: Any) -> None:
-    group, self._next_group = self._next_group, self._next_group + 1
-    tree.groups.append(group)
-    self._spawn(self._send(tree, group, turns))
-    asyncio.get_running_loop().call_later(1.0, self.journal.save_group, tree, group, turns)
-
-
-async def _send_once(self: Stream, tree: Any, group: int, turns: Any) -> None:
-    try:
-        body = TrainGroup(group, tree.id, self._fresh(tree, turns, False), turns)
-        trained = await self.dispatcher.call("train", body, deadline=1e6)
-    except InfrastructureFault:
-        return
-    self.replaced.discard(tree.id)
-    async with self._order:
-        self.journal.mark_trained(group, trained.version)
-        if trained.version > self.version:
-            self.version = trained.version
-            await self.on_trained(trained)
-
-
-def _one_more(self: Pacing) -> bool:
-    within = (self.max_staleness + self.version + 1) * self.questions + 1
-    return self.admitted < min(within, self.updates * self.questions)
-
-
-_quarantine = OpenTrees._quarantine
-
-
-def _quarantine_without(part: str, step: str) -> Change:
-    def quarantine(self: OpenTrees, tree: Any, reason: str) -> None:
-        with patch.object(getattr(self, part), step, _nothing):
-            _quarantine(self, tree, reason)
-
-    return _replace(OpenTrees, "_quarantine", quarantine)
-
-
-async def _grow_again(tree: Any, ctx: Any, bonus: float = 0.1) -> None:
-    ctx.emit([await chain.episode(tree, ctx, bonus)])
-    # in the same turn of the loop, the group and the end of the tree would be one transaction
-    await asyncio.sleep(0)
-
-
-def _count_without_groups(self: OpenTrees, tree: Any, reason: str) -> None:
-    if tree.groups or not reason.startswith("no trajectory"):
-        return _quarantine(self, tree, reason)
-    self.journal.close_tree(tree, "closed")
-    self.stream.close(tree)
-    return None
-
-
-async def _open_before_the_answer(self: Context, node: Node) -> Node:
-    prefix, state = self.environment.forced_prefix, node.state
-    tokens = self.runtime.text.encode(prefix)
-    opening = self.tree.add(node, "observation", tokens, prefix, chosen=True, state=state)
-    (sample,), _ = await self.services.sample(self.tree.prefix(opening), 1, ["</answer>"])
-    answer = self._sampled(opening, sample, forced=True, chosen=True)
-    self.save([opening, answer])
-    return answer
-
-
-async def _at_once(self: Stream, timeout: float) -> None:
-    """The run ends without the last answers."""
-
-
-def _resumed_without(status: str) -> Change:
-    def rows(self: Journal) -> list[TreeRow]:
-        return [row for row in _untrained(self) if row.status != status]
-
-    return _replace(Journal, "untrained_trees", rows)
-
-
-_waited = Run._wait_for_learner
-
-
-async def _without_news(self: Run) -> dict[int, int]:
-    await _waited(self)
-    return {}
-
-
-OURS = "this simulation"
+LATER = "__import__('asyncio').get_running_loop().call_later(1.0, "
+SAMPLED, SHOWN = "(sample,), _ = await", "self.tree.add(node, 'observation', tokens, prefix"
 FAULTS = [
-    Planted(name, like, hint, change if callable(change) else _replace(*change))
-    for name, like, hint, change in (
-        ("lost wake-up: a worker joins and wakes nobody", "", 0, (Dispatcher, "__init__", _deaf)),
-        ("a tree that crashed after its group emits it again", "608484b", 35,
-         (chain, "grow", _grow_again)),
-        ("the calls of a lost worker stay with it", "", 50,
-         (Roster, "leave", _leave_without_calls)),
-        ("a failed attempt keeps its place", "b351ee5", 45,
-         (Dispatcher, "_finish", _finish_without_release)),
-        ("a resume skips the trees that were growing", "", 0, _resumed_without("growing")),
-        ("a resume skips what a quarantined tree emitted", "7f5fe36", 380,
-         _resumed_without("quarantined")),
-        ("a cancellation is lost", "", 0, (Dispatcher, "_abandon", _abandon_in_silence)),
-        ("the admission bound is off by one", "", 0, (Pacing, "may_start", _one_more)),
-        ("a quarantine is not written", "", 0, _quarantine_without("journal", "close_tree")),
-        ("a quarantined tree keeps its admission", "", 0,
-         _quarantine_without("pacing", "withdraw")),
-        ("a duplicate answer is accepted", "", 0, (Dispatcher, "_finish", _finish_twice)),
-        ("a group is sent before it is in the journal", "", 0, (Stream, "emit", _emit_first)),
-        ("marks of lost updates survive a resume", "", 40,
-         (Journal, "forget_training_after", _nothing)),
-        ("what a living learner has trained is admitted again", OURS, 85,
-         (Run, "_wait_for_learner", _without_news)),
-        ("a group whose learner was lost is not sent again", "", 270,
-         (Stream, "_send", _send_once)),
-        ("a call lost with its connection is not noticed", OURS, 170,
-         (Dispatcher, "_compare", _nothing)),
-        ("the run ends before the last answers", OURS, 135, (Stream, "settle", _at_once)),
-        ("an answer with too few parts ends its tree", OURS, 0, (answers, "complete", _nothing)),
-        ("a tree without groups counts in an update", OURS, 75,
-         (OpenTrees, "_quarantine", _count_without_groups)),
-        ("a forced opening stays without its answer", OURS, 0,
-         (Context, "force_answer", _open_before_the_answer)),
+    Planted(name, hint, owner, function, list(lines))
+    for name, hint, owner, function, *lines in (
+        ("lost wake-up: a worker joins and wakes nobody", 0,
+         Roster, "_admit", "self._joined.set()", "pass"),
+        ("a tree that crashed after its group emits it again", 158,
+         chain, "grow", "if not tree.groups:", "if True:", "bonus)])",
+         "bonus)]); await __import__('asyncio').sleep(0.5)"),
+        ("the calls of a lost worker stay with it", 3,
+         Roster, "leave", "self._gone(worker, reason)", "pass"),
+        ("a failed attempt keeps its place", 3,
+         Dispatcher, "_finish", "worker.in_flight.pop",
+         "outcome == 'infrastructure' or worker.in_flight.pop"),
+        ("a resume skips the trees that were growing", 10,
+         Journal, "untrained_trees", "status='growing' OR", "status!='growing' AND"),
+        ("a resume skips what a quarantined tree emitted", 37,
+         Journal, "untrained_trees", "split='train'", "split='train' AND status!='quarantined'"),
+        ("a cancellation is lost", 77,
+         Dispatcher, "_abandon", "self.roster.send", "wire.Cancel and (lambda *_: None)"),
+        ("the admission bound is off by one", 4,
+         Pacing, "may_start", "self.version + 1) * self.questions",
+         "self.version + 1) * self.questions + 1"),
+        ("a quarantine is not written", 3,
+         OpenTrees, "_quarantine", 'self.journal.close_tree(tree, "quarantined", reason)', "pass"),
+        ("a quarantined tree keeps its admission", 3,
+         OpenTrees, "_quarantine", "self.pacing.withdraw()", "pass"),
+        ("a duplicate answer is accepted", 0,
+         Dispatcher, "_finish", "worker.in_flight.pop", "outcome == 'ok' or worker.in_flight.pop"),
+        ("a group is sent before it is in the journal", 0,
+         Stream, "emit", "self.journal.save_group(", LATER + "self.journal.save_group, "),
+        ("marks of lost updates survive a resume", 41,
+         Journal, "forget_training_after", "trained=NULL", "trained=trained"),
+        ("what a living learner has trained is admitted again", 6,
+         Run, "_wait_for_learner", "return newest", "return {}"),
+        ("a group whose learner was lost is not sent again", 7,
+         Stream, "_delivered", "again = True", "return await asyncio.sleep(1e9)"),
+        ("a call lost with its connection is not noticed", 80,
+         Dispatcher, "_compare", "attempt.number < echo and", "False and"),
+        ("the run ends before the last answers", 26, Stream, "settle", "if self._tasks:", "if 0:"),
+        ("an answer with too few parts ends its tree", 3,
+         answers, "complete", "!= expected:", "!= expected and False:"),
+        ("a tree without groups counts in an update", 90,
+         OpenTrees, "_grow", "if not tree.groups:", "if False:"),
+        ("a forced opening stays without its answer", 36,
+         Context, "force_answer", SAMPLED, f"opening = {SHOWN}, chosen=True); {SAMPLED}",
+         'self.tree.add(node, "observation"', 'opening or self.tree.add(node, "observation"'),
+        ("the pool re-enters only empty workers", 0,
+         Pool, "_push", "if worker.has_room:", "if not worker.in_flight:"),
+        ("freed room wakes nobody", 1, Dispatcher, "_finish", "self._pump_all(worker)", "pass"),
+        ("the credit of a failed attempt is kept", 3,
+         Dispatcher, "_finish", "pending.place.ended", "result and pending.place.ended"),
+        ("the credit of dynamic sampling is never returned", 1,
+         Stream, "_send", "self.replaced.discard(tree.id)", "pass"),
+        ("a tree's end is told before it is in the journal", 0,
+         OpenTrees, "_grow", "self.journal.close_tree(", LATER + "self.journal.close_tree, "),
+        ("a tree's end is told before it is on the disk", 0,
+         Stream, "_close", "await asyncio.to_thread(self.journal.sync)", "pass"),
+        ("admission opens before the weights arrive", 6,
+         Run, "_trained", "await self.weight_sync",
+         "self.pacing.trained(trained.version); await self.weight_sync"),
+        ("tokens of one version too old are accepted", 7,
+         answers, "_fault", "< oldest", "< oldest - 1"),
+        ("tokens of a version that nobody has are accepted", 7,
+         answers, "_fault", "> newest", "> newest + 1"),
+        ("a failed call is queued twice", 3,
+         Dispatcher, "_again", "self._queue(pending)",
+         "self._queue(pending); self._queue(pending)"),
+        ("the fleet's state survives its worker", 0,
+         Run, "_left", "self.runtime.fleet.left(worker.name)", "pass"),
+        ("a cancelled attempt keeps its room", 3,
+         Dispatcher, "_abandon", "self._finish(attempt, outcome)", "pass"),
+        ("a group travels without its nodes", 25,
+         Stream, "_fresh", "if whole or node.id not in sent", "if node.id not in sent"),
+        ("tokens are labelled with the newest version", 18,
+         Context, "_sampled", "versions=sample.versions",
+         "versions=sample.versions * 0 + self.runtime.versions.newest"),
+        ("the admission version is one too high", 0,
+         OpenTrees, "_plant", "self.pacing.version)", "self.pacing.version + 1)"),
+        ("the last call in is the first out", 25,
+         dispatcher, "_order", "pending.arrival", "-pending.arrival"),
+        ("group ids collide after a resume", 6,
+         Stream, "__init__", "shard.after(journal.next_group() - 1)", "shard.after(-1)"),
+        ("results of lost versions stay", 334,
+         Journal, "forget_training_after", "version>?", "version>? AND 0"),
+        ("a quarantine withdraws its admission twice", 3,
+         OpenTrees, "_quarantine", "self.pacing.withdraw()",
+         "self.pacing.withdraw(); self.pacing.withdraw()"),
+        ("a waiting call never expires", 63,
+         Dispatcher, "_expire", "if pending.done.done():",
+         "if pending.done.done() or not pending.attempt:"),
+        ("adopted groups get the newest version", 6,
+         Journal, "adopt_frontier", "(version, group)", "(max(trained.values()), group)"),
+        ("a resume takes the youngest tree first", 12,
+         OpenTrees, "admit", "self.unfinished.popleft()", "self.unfinished.pop()"),
+        ("a tree that grows anew keeps its groups", 214,
+         Journal, "uproot", '("nodes", "groups")', '("nodes",)'),
+        ("a joining actor gets no weights", 6,
+         Run, "_joined", "await self.weight_sync.to(worker)", "pass"),
+        ("an expired call stays open", 5, Dispatcher, "_expire", "pending.settle(fault)", "pass"),
+        ("a call that must wait is looked at for ever", 7,
+         Dispatcher, "look_again", "passed += 1", "pass"),
     )
 ]  # fmt: skip
 
@@ -214,9 +160,8 @@ def first_violation(fault: Planted, most: int, first: int = 0) -> tuple[int, str
     """The first of ``most`` seeds, beginning with ``first``, that finds the fault and nothing
     without it, with the violated invariant; None if none does."""
     for seed in range(first, first + most):
-        with ExitStack() as stack:
-            fault.change(stack)
-            found = simulate(seed).failures
-        if found:
-            return None if simulate(seed).failures else (seed, found[0])
+        with fault.active():
+            violated = simulate(seed).failures
+        if violated:
+            return None if simulate(seed).failures else (seed, violated[0])
     return None

@@ -2,6 +2,8 @@
 
 import itertools
 import random
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -9,7 +11,10 @@ import msgspec
 from coppice.common import frontier
 from coppice.wire.messages import Closed, Error, Request, Result, Trained, TrainGroup, TreeClosed
 from tests.simulation.network import Network
-from tests.simulation.peers import Peer
+from tests.simulation.peers import Peer, mislabelled
+
+PATIENCE = 12
+"""How often a group may come without its nodes: one message comes several times."""
 
 
 class Update(msgspec.Struct, frozen=True):
@@ -28,6 +33,8 @@ class Learner(Peer):
         super().__init__(network, rng, "learner", ["train", "close"], 4096)
         self.run, self.questions, self.every = run, questions, every
         self.record: list[Update] = []
+        self.version, self.owners = 0, dict[int, int]()
+        self.on_update: Callable[[], None] = lambda: None
 
     def born(self) -> None:
         """Restore the newest checkpoint, and announce its weights."""
@@ -38,6 +45,8 @@ class Learner(Peer):
         self.record = [update for update in self.record if update.version <= state.version]
         self.trained = state.groups()
         self.restored = state.version
+        self.owners = {group: self.owners[group] for group in self.trained}
+        self.lacking = Counter[int]()
         self.groups: dict[int, TrainGroup] = {}
         self.nodes: dict[int, dict[int, int]] = {}
         self.closed: dict[int, TreeClosed] = {}
@@ -47,6 +56,11 @@ class Learner(Peer):
         self._announce()
 
     def accepted(self, header: Request, body: TrainGroup | TreeClosed) -> None:
+        if isinstance(body, TrainGroup):
+            if (tree := self.owners.setdefault(body.id, body.tree)) != body.tree:
+                self.violated(f"group {body.id} is of tree {tree} and of tree {body.tree}")
+            if wrong := [node.id for node in body.nodes if mislabelled(node)]:
+                self.violated(f"tree {body.tree}: the tokens of nodes {wrong} have other versions")
         if self._strikes(self.manners.error):
             self.reply(header.id, Error(header.id, "infrastructure", "an injected fault"))
         elif isinstance(body, TreeClosed):
@@ -57,6 +71,9 @@ class Learner(Peer):
             self.reply(header.id, Result(header.id), self._trained(self.trained[body.id]))
         elif not self._whole(body):
             reason = f"group {body.id}: nodes must be resent"
+            self.lacking[body.id] += 1
+            if self.lacking[body.id] > PATIENCE:
+                self.violated(f"group {body.id} comes without its nodes again and again")
             self.reply(header.id, Error(header.id, "infrastructure", reason))
         else:
             if body.id not in self.trained:
@@ -65,6 +82,8 @@ class Learner(Peer):
         self._update_if_ready()
 
     def _whole(self, group: TrainGroup) -> bool:
+        if self._strikes(self.manners.forget):
+            self.nodes.pop(group.tree, None)
         nodes = self.nodes.setdefault(group.tree, {})
         nodes.update((node.id, node.parent) for node in group.nodes)
         for turn in group.turns:
@@ -120,6 +139,7 @@ class Learner(Peer):
         self.record.append(update)
         self.note("update", self.name, update)
         self._announce()
+        self.on_update()
         seconds = self.rng.random() * self.manners.seconds["train"]
         self.later(seconds, lambda: self._checkpoint(update))
 

@@ -14,10 +14,10 @@ class Stuck(Exception):
 
 
 class Agenda:
-    """The virtual clock and the events of everything outside the scheduler."""
+    """The virtual clock and the events of everything outside the scheduler. turns: of the loops."""
 
-    def __init__(self, deadline: float = math.inf):
-        self.now, self.deadline = 0.0, deadline
+    def __init__(self, deadline: float = math.inf, turns: int = 0):
+        self.now, self.deadline, self.turns = 0.0, deadline, turns
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
 
@@ -45,11 +45,12 @@ class Agenda:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Work for a thread is done at once, because threads have no order."""
+    """Work for a thread is done at once, because threads have no order, and is told after ``pause``
+    seconds. at_rest: called when nothing is ready, before the clock moves."""
 
-    def __init__(self, agenda: Agenda):
+    def __init__(self, agenda: Agenda, pause: Callable[[], float], at_rest: Callable[[], None]):
         super().__init__()
-        self.agenda = agenda
+        self.agenda, self.pause, self.at_rest = agenda, pause, at_rest
         # the base class asks its selector to wait, and here waiting is a jump of the clock
         self._selector = self
         self.set_exception_handler(lambda loop, context: None)
@@ -59,15 +60,26 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def select(self, timeout: float | None) -> list[Any]:
         scheduled: list[asyncio.TimerHandle] = self._scheduled  # pyright: ignore
-        while timeout != 0 and self.agenda.advance(scheduled[0].when() if scheduled else math.inf):
+        self.agenda.turns -= 1
+        if not self.agenda.turns:
+            raise Stuck("it turns without an end")
+        event = True
+        while timeout != 0 and event:
+            self.at_rest()
+            event = self.agenda.advance(scheduled[0].when() if scheduled else math.inf)
             timeout = 0 if self._ready else None  # pyright: ignore[reportAttributeAccessIssue]
         return []
 
     def run_in_executor(
         self, executor: Any, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        future = self.create_future()
-        future.set_result(func(*args))
+        future, result = self.create_future(), func(*args)
+
+        def told() -> None:
+            if not self.is_closed() and not future.done():
+                future.set_result(result)
+
+        self.agenda.after(self.pause(), told)
         return future
 
     def _process_events(self, event_list: list[Any]) -> None:

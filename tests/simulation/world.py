@@ -11,6 +11,8 @@ import os
 import random
 import reprlib
 import shutil
+import signal
+import sqlite3
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,6 +25,7 @@ from unittest.mock import patch
 import psutil
 import tokenizers
 
+from coppice.common import atomic
 from coppice.common.shards import folder
 from coppice.scheduler import main as scheduling
 from coppice.scheduler.config import SchedulerProcess
@@ -36,9 +39,14 @@ from tests.simulation.peers import Actor, Judge, Peer, Retriever
 from tests.simulation.plan import LEARNER, Crash, Strike, plan
 from tests.simulation.scripted_learner import Learner
 from tests.simulation.virtual_time import Agenda, Stuck, VirtualLoop
+from tests.simulation.watch import Disk, Watch
 
-DEADLINE_S = 3000.0
-"""Virtual seconds after which a run counts as stuck; a healthy one takes at most a few hundred."""
+DEADLINE_S = 1000.0
+"""Virtual seconds after which a run counts as stuck; a healthy one takes one or two hundred."""
+TURNS = 50_000
+"""The turns of the loop after which a run counts as stuck; a healthy one takes a few thousand."""
+CPU_S, REAL_S = 10.0, 120.0
+"""The same in seconds of the processor and of the clock: a turn may never end."""
 MOST_LIVES = 12
 BURIALS = 20
 """How often the tasks of a dead scheduler are cancelled until none is left."""
@@ -52,6 +60,10 @@ TEXTS = (
 
 class Killed(SystemExit):
     """The scheduler dies here. A SystemExit leaves the event loop at once."""
+
+
+class Hung(SystemExit):
+    """The real time is over. It leaves the event loop at once."""
 
 
 class History:
@@ -82,6 +94,7 @@ def materials() -> Path:
     core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = tokenizers.decoders.ByteLevel()
     core.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(f'{{"vocab_size": {len(ids)}}}')
     (folder / "prompt.txt").write_text("Question: {question}\n")
     row = '{{"id": "{0}{1}", "question": "q{1}?", "golden_answers": ["Lima"]}}\n'
     for name, count in (("train", 5), ("heldout", 2)):
@@ -130,7 +143,7 @@ class World:
 
     def __init__(self, seed: int):
         self.seed, self.plan, self.history = seed, plan(seed), History(seed)
-        self.agenda = Agenda(DEADLINE_S)
+        self.agenda, self.disk, self.cut_off = Agenda(DEADLINE_S, TURNS), Disk(), False
         self.folder = scratch("run")
         rng = random.Random(f"world/{seed}")
         self.network = Network(self.agenda, rng, self.note, self.plan.slow, self.plan.spikes)
@@ -142,6 +155,8 @@ class World:
             peer.manners, peer.violated = self.plan.manners, self.violated
             peer.faulty = lambda: self.agenda.now < self.plan.healthy_from
             peer.outside = self.plan.outside and isinstance(peer, Judge)
+            if isinstance(peer, Actor):
+                peer.newest = lambda: self.learner.version
         self.learner.outside = self.plan.alone
         self.lives = 0
 
@@ -181,17 +196,48 @@ class World:
                 for peer in self.peers:
                     if not peer.outside:
                         peer.die()
+                if self.cut_off:
+                    self._lose_what_is_not_synced()
                 self.agenda.after(1.0 + self.rng.random(), lambda: None)
         except Stuck as stuck:
-            self.violated(f"the run is stuck: {stuck}")
+            if not self.history.failures:
+                self.violated(f"the run is stuck: {stuck}")
         else:
-            path = folder(self.folder, self.plan.shard.number) / "journal.sqlite"
-            with contextlib.closing(Journal(path, readonly=True)) as journal:
+            with contextlib.closing(Journal(self.path, readonly=True)) as journal:
                 known = self.plan, self.learner.record, self.lives
                 self.violated(*invariants.of_the_journal(journal, *known))
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
         return self.history
+
+    @property
+    def path(self) -> Path:
+        return folder(self.folder, self.plan.shard.number) / "journal.sqlite"
+
+    def synced(self, path: Path) -> None:
+        """Stands for ``common.atomic.sync``: the disk has what the journal's file and log have."""
+        if not path.name.endswith("-wal"):
+            return
+        with contextlib.closing(sqlite3.connect(self.path)) as db:
+            ends = db.execute("SELECT id, status FROM trees WHERE status!='growing'")
+            self.disk.ends = dict(ends.fetchall())
+            self.disk.owners = dict(
+                db.execute("SELECT id, tree FROM groups ORDER BY id").fetchall()
+            )
+            self.disk.image = db.serialize()
+
+    def _lose_what_is_not_synced(self) -> None:
+        self.note("power cut", f"{len(self.disk.ends)} trees are on the disk")
+        for end in ("", "-wal", "-shm"):
+            self.path.with_name(self.path.name + end).unlink(missing_ok=True)
+        if self.disk.image:
+            self.path.write_bytes(self.disk.image)
+        self.cut_off = False
+
+    def _held(self, identity: bytes) -> int | None:
+        """The version that the actor with this connection holds, None if it is gone."""
+        actors = (peer for peer in self.peers if isinstance(peer, Actor) and peer.alive)
+        return next((a.version for a in actors if a.connection.identity == identity), None)
 
     def _strike(self, strike: Strike) -> None:
         peer = self.learner if strike.peer == LEARNER else self.peers[strike.peer % len(self.peers)]
@@ -210,17 +256,17 @@ class World:
 
     def _live(self, crash: Crash | None) -> bool:
         """One life of the scheduler. Returns whether the run is over, and not to be resumed."""
-        loop = VirtualLoop(self.agenda)
+        pause, watches = self._rng(f"threads/{self.lives}").random, list[Watch]()
+        loop = VirtualLoop(self.agenda, lambda: 0.02 * pause(), lambda: self._at_rest(watches))
         socket = self.network.bind()
         run: scheduling.Run | None = None
         try:
-            run = loop.run_until_complete(self._born(socket))
+            run = loop.run_until_complete(self._born(socket, watches))
             for peer in self.peers:
                 self.agenda.after(self.rng.random() * 3, peer.start)
             if crash is not None:
                 self._arm(run, socket, crash)
             loop.run_until_complete(run.main())
-            self.violated(*invariants.of_the_scheduler(run))
             loop.run_until_complete(run.close())
             return True
         except Killed as killed:
@@ -244,11 +290,18 @@ class World:
             self._bury(loop, run)
         return False
 
-    async def _born(self, socket: Any) -> scheduling.Run:
+    def _at_rest(self, watches: list[Watch]) -> None:
+        for watch in watches:
+            self.violated(*watch.at_rest(self.agenda.now))
+        if self.history.failures:
+            raise Stuck("an invariant is violated")
+
+    async def _born(self, socket: Any, watches: list[Watch]) -> scheduling.Run:
         p, place = self.plan, materials()
         files = [str(place / f"{name}.jsonl") for name in ("train", "heldout")]
         options = {"prompt": str(place / "prompt.txt")}
         more: dict[str, Any] = {"reward": "reward", "shard": p.shard, "batch": p.batch}
+        more["deterministic"] = p.deterministic
         process = SchedulerProcess(
             "scheduler", str(self.folder), self.seed, str(place), "search_qa", options,
             files[0], files[1], p.actors, ["retrieve"], 4, p.settings, **more,
@@ -256,10 +309,13 @@ class World:
         run = scheduling.Run(process, socket, lambda: self.agenda.now)
         run.dispatcher.roster.numbers = itertools.count(1_000_000 * (self.lives + 1))
         self.note("scheduler", f"life {self.lives + 1}")
+        records = self.learner, self.disk, self._held
+        watches.append(Watch(run, socket, *records, self.violated))
         dismiss = run.dismiss
 
         async def checked() -> None:
-            self.violated(*invariants.of_the_workers(run))
+            self.violated(*invariants.at_the_end(run))
+            watches.clear()
             await dismiss()
 
         run.dismiss = checked
@@ -270,6 +326,7 @@ class World:
 
         def kill() -> None:
             socket.close()
+            self.cut_off = self.plan.power
             run.journal._write = run.journal._commit = dead  # pyright: ignore
             raise Killed(f"{crash.place} {crash.count:.1f}")
 
@@ -280,10 +337,16 @@ class World:
             if next(left) == 1:
                 kill()
 
+        def hit() -> None:
+            if socket.alive and (crash.place == "time" or next(left) == 1):
+                kill()
+
         if crash.place == "time":
-            self.agenda.after(crash.count, lambda: kill() if socket.alive else None)
+            self.agenda.after(crash.count, hit)
         elif crash.place == "send":
             socket.on_send = due
+        elif crash.place == "update":
+            self.learner.on_update = lambda: self.agenda.after(self.rng.random(), hit)
         else:
             write: Callable[..., None] = run.journal._commit
 
@@ -303,6 +366,7 @@ class World:
                 run.journal._db.rollback()
             run.journal._db.close()
         loop.agenda = Agenda(deadline=-1.0)  # the time of the dead goes no further
+        loop.at_rest = lambda: None
         for _ in range(BURIALS):
             tasks = asyncio.all_tasks(loop)
             if not tasks:
@@ -318,13 +382,29 @@ def simulate(seed: int) -> History:
     """Play the run of one seed, without what the scheduler prints, logs and reports."""
     logging.disable(logging.CRITICAL)
     gc.disable()
+    world = World(seed)
+
+    def late(*_: object) -> None:
+        raise Hung("it computes without an end")
+
+    timers = (signal.SIGPROF, signal.ITIMER_PROF), (signal.SIGALRM, signal.ITIMER_REAL)
+    before = [signal.signal(number, late) for number, _ in timers]
+    signal.setitimer(signal.ITIMER_PROF, CPU_S, CPU_S)
+    signal.setitimer(signal.ITIMER_REAL, REAL_S, REAL_S)
     try:
         with (
             patch.multiple(scheduling, Metrics=Records, Text=lambda *_: text()),
             patch.object(health, "write_whole", lambda path, value: None),
+            patch.object(atomic, "sync", world.synced),
             contextlib.redirect_stdout(io.StringIO()),
         ):
-            return World(seed).play()
+            world.play()
+    except Hung as hung:
+        world.violated(f"the run is stuck: {hung}")
     finally:
+        for (number, timer), handler in zip(timers, before, strict=True):
+            signal.setitimer(timer, 0.0)
+            signal.signal(number, handler)
         logging.disable(logging.NOTSET)
         gc.enable()
+    return world.history
