@@ -26,7 +26,7 @@ from tests.actors.test_local_engine import TOLERANCE, ids, worst
 from tests.learner import test_architectures
 from tests.learner.test_architectures import LATENT, ROUTED, made, policy
 from tests.sglang_cpu.scripted import giving
-from tests.sglang_cpu.shared import LORA, config
+from tests.sglang_cpu.shared import config
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.long]
 
