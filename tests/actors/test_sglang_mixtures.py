@@ -24,9 +24,9 @@ from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
 from coppice.wire.published import FILES
 from tests.actors.test_local_engine import TOLERANCE, ids, worst
 from tests.learner import test_architectures
-from tests.learner.test_architectures import LATENT, ROUTED, made, policy
+from tests.learner.test_architectures import LATENT, ROUTED, ROWS, made, policy
 from tests.sglang_cpu.scripted import giving
-from tests.sglang_cpu.shared import config
+from tests.sglang_cpu.shared import LORA, config
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.long]
 
@@ -93,6 +93,14 @@ def moved(trained: TreeModel, seed: int) -> None:
             parameter.add_(0.05 * torch.randn_like(parameter))
 
 
+async def assert_sampled(engine: SGLangEngine, trained: TreeModel, result: Any) -> None:
+    """Loaded weights give the log-probabilities of the learner's model."""
+    await engine.load(LoadRequest(result.version, result.path, result.digest))
+    prompt = ids(result.version, 40)
+    sampled = await engine.generate(GenerateRequest(prompt, 3, Sampling(12, seed=1)))
+    assert worst(trained.model, (prompt, sampled)) < TOLERANCE
+
+
 @pytest.mark.parametrize("kind", MODULES)
 async def test_every_expert_arrives_by_file_and_broadcast_and_is_sampled_from(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -102,25 +110,25 @@ async def test_every_expert_arrives_by_file_and_broadcast_and_is_sampled_from(
     monkeypatch.setattr(publish, "grouped", functools.partial(grouped, most_bytes=1))
     folder, seen = made(tmp_path / "model", kind), tmp_path / "loaded.safetensors"
     variables = {"COPPICE_CPU_MODELS": MODULES[kind], "COPPICE_LOADED": str(seen)}
-    settings = config(environment=variables)
-    engine = SGLangEngine(
-        str(folder), ActorsConfig(max_batch=8, max_context=512, prefill_tokens=256, sglang=settings)
-    )
+    adapts = ROWS[kind][1] == "yes"
+    settings = config(arguments=LORA if adapts else {}, environment=variables)
+    actors = ActorsConfig(max_batch=8, max_context=512, prefill_tokens=256, sglang=settings)
+    engine = SGLangEngine(str(folder), actors)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(engine.close)
         await engine.start()
         giver, trained = stack.enter_context(giving()), policy(folder)
-        for version, how in enumerate(("file", "memory"), 1):
+        if adapts:
+            adapted = policy(folder, 4)
+            moved(adapted, 1)
+            await assert_sampled(engine, adapted, publish.publish(adapted, 1, tmp_path, keep=2))
+        for version, how in ((2, "file"), (3, "memory")):
             moved(trained, version)
             server = giver if how == "memory" else None
             publisher = Publisher(trained, tmp_path, LearnerConfig(publish=how), server)
-            result = publisher.publish(version)
-            assert result is not None
-            await engine.load(LoadRequest(version, result.path, result.digest))
+            result: Any = publisher.publish(version)
+            await assert_sampled(engine, trained, result)
             stored = publisher._stored(trained.gathered())
             if how == "file":
                 stored = load_file(Path(result.path) / FILES["full"])
             assert_arrived(stored, load_file(seen))
-            prompt = ids(version, 40)
-            sampled = await engine.generate(GenerateRequest(prompt, 3, Sampling(12, seed=1)))
-            assert worst(trained.model, (prompt, sampled)) < TOLERANCE
