@@ -1,13 +1,15 @@
 """Mixtures of experts, published by the learner and loaded by SGLang's own ``load_weights``: every
-tensor arrives at its place, nothing in a version is skipped, and samples are the learner's."""
+tensor arrives at its place, nothing in a version is skipped, and samples and their experts are the
+learner's."""
 
 import contextlib
 import functools
 import re
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -15,6 +17,7 @@ from safetensors.torch import load_file
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.sglang import SGLangEngine
+from coppice.common.routing import Routers
 from coppice.learner.config import LearnerConfig
 from coppice.learner.model import publish
 from coppice.learner.model.model import TreeModel
@@ -22,7 +25,7 @@ from coppice.learner.model.publish import Publisher
 from coppice.learner.model.weight_server import grouped
 from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
 from coppice.wire.published import FILES
-from tests.actors.test_local_engine import TOLERANCE, ids, worst
+from tests.actors.test_local_engine import TOLERANCE, forward, ids, worst
 from tests.learner import test_architectures
 from tests.learner.test_architectures import LATENT, ROUTED, ROWS, made, policy
 from tests.sglang_cpu.scripted import giving
@@ -93,12 +96,20 @@ def moved(trained: TreeModel, seed: int) -> None:
             parameter.add_(0.05 * torch.randn_like(parameter))
 
 
-async def assert_sampled(engine: SGLangEngine, trained: TreeModel, result: Any) -> None:
-    """Loaded weights give the log-probabilities of the learner's model."""
+async def assert_sampled(
+    engine: SGLangEngine, trained: TreeModel, result: Any, routers: Routers | None = None
+) -> None:
+    """Loaded weights give the log-probabilities of the learner's model, and its experts."""
     await engine.load(LoadRequest(result.version, result.path, result.digest))
-    prompt = ids(result.version, 40)
-    sampled = await engine.generate(GenerateRequest(prompt, 3, Sampling(12, seed=1)))
+    prompt, first = ids(result.version, 40), 25
+    request = GenerateRequest(prompt, 3, Sampling(12, seed=1, experts_from=first))
+    sampled = await engine.generate(request)
     assert worst(trained.model, (prompt, sampled)) < TOLERANCE
+    for sample in sampled.samples if routers is not None else []:
+        forward(trained.model, prompt, sample.tokens)
+        own = routers.rows()[first:-1].reshape(-1, routers.layers, 2)
+        told = sample.experts.reshape(own.shape)  # of dense layers SGLang reports expert 0
+        assert np.array_equal(np.sort(told)[own >= 0], np.sort(own)[own >= 0])
 
 
 @pytest.mark.parametrize("kind", MODULES)
@@ -111,7 +122,8 @@ async def test_every_expert_arrives_by_file_and_broadcast_and_is_sampled_from(
     folder, seen = made(tmp_path / "model", kind), tmp_path / "loaded.safetensors"
     variables = {"COPPICE_CPU_MODELS": MODULES[kind], "COPPICE_LOADED": str(seen)}
     adapts = ROWS[kind][1] == "yes"
-    settings = config(arguments=LORA if adapts else {}, environment=variables)
+    arguments = {"enable_return_routed_experts": True} | (LORA if adapts else {})
+    settings = config(arguments=arguments, environment=variables)
     actors = ActorsConfig(max_batch=8, max_context=512, prefill_tokens=256, sglang=settings)
     engine = SGLangEngine(str(folder), actors)
     async with contextlib.AsyncExitStack() as stack:
@@ -122,12 +134,14 @@ async def test_every_expert_arrives_by_file_and_broadcast_and_is_sampled_from(
             adapted = policy(folder, 4)
             moved(adapted, 1)
             await assert_sampled(engine, adapted, publish.publish(adapted, 1, tmp_path, keep=2))
-        for version, how in ((2, "file"), (3, "memory")):
+        ways: dict[int, Literal["file", "memory"]] = {2: "file", 3: "memory"}
+        routers = Routers(trained.causal)
+        for version, how in ways.items():
             moved(trained, version)
             server = giver if how == "memory" else None
             publisher = Publisher(trained, tmp_path, LearnerConfig(publish=how), server)
             result: Any = publisher.publish(version)
-            await assert_sampled(engine, trained, result)
+            await assert_sampled(engine, trained, result, routers)
             stored = publisher._stored(trained.gathered())
             if how == "file":
                 stored = load_file(Path(result.path) / FILES["full"])
