@@ -105,7 +105,10 @@ async def assert_sampled(
     request = GenerateRequest(prompt, 3, Sampling(12, seed=1, experts_from=first))
     sampled = await engine.generate(request)
     assert worst(trained.model, (prompt, sampled)) < TOLERANCE
-    for sample in sampled.samples if routers is not None else []:
+    if routers is None:
+        return
+    for sample in sampled.samples:
+        assert sample.experts is not None
         forward(trained.model, prompt, sample.tokens)
         own = routers.rows()[first:-1].reshape(-1, routers.layers, 2)
         told = sample.experts.reshape(own.shape)  # of dense layers SGLang reports expert 0
