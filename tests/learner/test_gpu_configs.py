@@ -3,9 +3,6 @@ sharding, checkpointing, bfloat16, adapters, second models and publishing, and a
 of its family."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,55 +18,44 @@ from coppice.common.process import free_port
 from coppice.learner.config import LearnerProcess
 from coppice.learner.main import pack_batch
 from coppice.tools.launching import processes
-from coppice.tools.launching.config import Config, load
+from coppice.tools.launching.config import load
 from coppice.tools.launching.settings import Assets
 from coppice.wire.messages import Turn
 from tests import tiny
 from tests.learner.rank_process import Scenario
 from tests.learner.test_picture_forests import pictured
+from tests.learner.test_ranks import ROOT, run
 from tests.updates import episodes, rescored
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-SMALL = (
-    "model.dtype=bfloat16", "learner.micro_tokens=64", "learner.threads=1", "learner.lr=1e-2",
-    "learner.warmup_updates=0",
-)  # fmt: skip
-RANKS = 2
+ALL = {path.stem: load(path, []) for path in sorted((ROOT / "configs").glob("*.toml"))}
+CONFIGS = {name: config for name, config in ALL.items() if config.actors.own_gpus}
+FAMILIES = {"Qwen2.5-VL": "qwen2_5_vl", "Qwen2.5": "qwen2", "Qwen3": "qwen3"}
+SMALL = "model.dtype=bfloat16 learner.micro_tokens=64 learner.threads=1 learner.lr=1e-2".split()
 
 
-def configs() -> dict[str, Config]:
-    """The configs whose policy a server on GPUs samples from."""
-    found = {path.stem: load(path, []) for path in sorted((ROOT / "configs").glob("*.toml"))}
-    return {name: config for name, config in found.items() if config.actors.own_gpus}
-
-
-CONFIGS = configs()
+def written(folder: Path, name: str) -> LearnerProcess:
+    path = folder / name / "processes" / "learner.json"
+    return msgspec.json.decode(path.read_bytes(), type=LearnerProcess)
 
 
 def shrunken(folder: Path, name: str) -> LearnerProcess:
-    """The learner of a config as the launcher starts it, with a tiny model, few ranks and few
-    tokens at once."""
-    config, run = CONFIGS[name], folder / name
-    family = {"Qwen2.5-VL": "qwen2_5_vl", "Qwen2.5": "qwen2", "Qwen3": "qwen3"}
-    kind = next(kind for begin, kind in family.items() if f"/{begin}-" in config.model.name)
-    model = folder / config.model.name.replace("/", "-")
-    if not model.exists():
-        if kind == "qwen2_5_vl":
-            tiny.save_vision(model, kind)
-        else:
-            tiny.save(model, kind, tie_word_embeddings="7B" not in config.model.name)
-            narrow = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-            narrow.save_pretrained(model)
-    w = config.learner
-    few = {"count": min(w.count, RANKS), "minibatches": min(w.minibatches, 2)}
+    """The learner of a config as the launcher starts it, with a tiny model, at most two ranks and
+    minibatches, and few tokens at once."""
+    w, full = CONFIGS[name].learner, CONFIGS[name].model.name
+    kind = next(kind for begin, kind in FAMILIES.items() if f"/{begin}-" in full)
+    model = folder / full.replace("/", "-")
+    if kind == "qwen2_5_vl":
+        tiny.save_vision(model, kind)
+    else:
+        tiny.save(model, kind, tie_word_embeddings="7B" not in full)
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(model)
+    few = {"count": min(w.count, 2), "minibatches": min(w.minibatches, 2), "warmup_updates": 0}
     changes = [*SMALL, *(f"learner.{key}={value}" for key, value in few.items())]
-    small = load(ROOT / "configs" / f"{name}.toml", changes)
-    processes.make(small, Assets(str(model), "T", "H", "I"), run)
-    return msgspec.json.decode(
-        (run / "processes" / "learner.json").read_bytes(), type=LearnerProcess
-    )
+    config = load(ROOT / "configs" / f"{name}.toml", changes)
+    processes.make(config, Assets(str(model), "T", "H", "I"), folder / name)
+    return written(folder, name)
 
 
 def scored(turn: Turn) -> dict[str, float]:
@@ -80,35 +66,27 @@ def scored(turn: Turn) -> dict[str, float]:
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the versions that each config's ranks published, and their metrics."""
     folder = tmp_path_factory.mktemp("configs")
-    (folder / "pictures").write_bytes(pack_batch(rescored(pictured(6, 0), scored)))
-    (folder / "text").write_bytes(pack_batch(rescored(episodes(5, 0, trees=2), scored)))
+    for kind, batch in (("pictures", pictured(6, 0)), ("text", episodes(5, 0, trees=2))):
+        (folder / kind).write_bytes(pack_batch(rescored(batch, scored)))
     scenarios = dict[str, Scenario]()
     for name in CONFIGS:
         process = shrunken(folder, name)
-        batch = "pictures" if vision.Vision.of(process.model) else "text"
-        scenarios[name] = Scenario(
-            process, batch, process.learner.count, 2, free_port(), publishes=True
+        kind, count = (
+            "pictures" if vision.Vision.of(process.model) else "text",
+            process.learner.count,
         )
-    (folder / "scenarios.json").write_bytes(msgspec.json.encode(scenarios))
-    place = {
-        "MASTER_ADDR": "127.0.0.1", "PYTHONPATH": f"{ROOT}/src:{ROOT}", "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
-    command = [sys.executable, "-m", "tests.learner.rank_process", str(folder)]
-    subprocess.run(command, env=os.environ | place, check=True, timeout=900, cwd=ROOT)
-    return folder
+        scenarios[name] = Scenario(process, kind, count, 2, free_port(), publishes=True)
+    return run(folder, scenarios)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_gpu_configs_first_updates_are_checked_and_published(ran: Path, name: str) -> None:
-    count = min(CONFIGS[name].learner.count, RANKS)
-    assert json.loads((ran / "codes.json").read_text())[name] == [0] * count
+    process = written(ran, name)
+    codes = json.loads((ran / "codes.json").read_text())
+    assert codes[name] == [0] * process.learner.count
     metrics = json.loads((ran / f"{name}-0.metrics").read_text())
     assert metrics["checked"] and metrics["learner/grad_norm"] > 0
-    process = msgspec.json.decode(
-        (ran / name / "processes" / "learner.json").read_bytes(), type=LearnerProcess
-    )
-    told: dict[str, Any] = json.loads((ran / name / "learner.json").read_text())
+    told = json.loads((ran / name / "learner.json").read_text())
     proven = weights.verified(Path(told["path"]), told["digest"])
     if process.learner.lora.rank:
         read = load_file(proven.path)
