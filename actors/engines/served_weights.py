@@ -119,7 +119,8 @@ class ServedWeights:
             server: Pull(server, fact, manifest, limit)
             for server, fact in zip(servers, facts, strict=True)
         }
-        asks = (asyncio.to_thread(pull.ask) for pull in pulls.values())
+        shapes = await asyncio.to_thread(lambda: weights.BaseWeights(self.base).shapes)
+        asks = (asyncio.to_thread(pull.ask, shapes) for pull in pulls.values())
         outcomes = await asyncio.gather(*asks, return_exceptions=True)
         if failed := [one for one in outcomes if isinstance(one, BaseException)]:
             await asyncio.gather(*(pull.release() for pull in pulls.values()))

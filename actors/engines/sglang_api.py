@@ -15,6 +15,8 @@ from coppice.wire.faults import InfrastructureFault
 
 _AT_RANK = re.compile(r"@\d+$")
 """A router that knows the data-parallel ranks of a server lists each as URL@RANK."""
+_UNADAPTED = re.compile(r"^visual\.|embed|lm_head|\.experts\.|\.gate\.|\.router\.")
+"""Weights without adapters, among them those of experts and of their routers."""
 _ROWS = ("input_ids", "rid", "sampling_params", "image_data", "extra_key", "lora_path")
 """Fields of a body that have one value per sample, where there are several."""
 
@@ -155,10 +157,13 @@ def _sampled(answer: Any, body: dict[str, Any]) -> Sampled:
 
 
 def linear_layers(model: Path) -> list[str]:
-    """Names of the layers that PEFT's "all-linear" adapters change."""
-    layers = {
-        name.split(".")[-2]
-        for name, shape in BaseWeights(model).shapes.items()
-        if len(shape) == 2 and name.endswith(".weight") and not name.startswith("visual.")
-    }
-    return sorted(layers - {"embed_tokens", "lm_head"})
+    """Names of the layers that the learner's adapters change (``TreeModel``)."""
+    shapes = BaseWeights(model).shapes
+    paths = (
+        name.removesuffix(".weight").rpartition(".")
+        for name, shape in shapes.items()
+        if len(shape) == 2 and name.endswith(".weight") and not _UNADAPTED.search(name)
+    )
+    convolves = (name.rpartition(".conv1d.")[0] for name in shapes if ".conv1d." in name)
+    kernels = {f"{place}.out_proj" for place in convolves}
+    return sorted({layer for place, _, layer in paths if f"{place}.{layer}" not in kernels})

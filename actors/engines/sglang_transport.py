@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from coppice.actors.engines.servers import Facts, Http
+from coppice.actors.engines.weights import compare
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.published import Manifest, opened, prefix, sealed
 
@@ -39,8 +40,9 @@ class Pull:
         self._store: Any = None
         self._number = 0
 
-    def ask(self) -> None:
-        """Ask the learner to offer the version, which blocks."""
+    def ask(self, shapes: dict[str, list[int]]) -> None:
+        """Ask the learner to offer the version, which blocks. shapes: of the model's weights;
+        raises ValueError if others are offered, which SGLang would skip without a word."""
         from torch.distributed import PrefixStore, TCPStore  # pyright: ignore
 
         (host, _, port), token = self.memory.store.rpartition(":"), self.memory.token
@@ -66,6 +68,9 @@ class Pull:
                 f"the learner at {self.memory.store}:"
                 f" {self.offer.get('error', 'offers no weights')}"
             )
+        buckets = self.offer["buckets"]
+        pairs = (pair for one in buckets for pair in zip(one["names"], one["shapes"], strict=True))
+        compare(self.memory.store, dict(pairs), shapes)
 
     async def take(self) -> None:
         """Move all weights. Releases everything, also after a failure."""

@@ -138,12 +138,16 @@ def whole(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def check(kind: str, path: Path, held: dict[str, list[int]]) -> None:
     """Raises ValueError unless ``held`` has the name and shape of every weight in ``path``."""
-    shapes = shapes_of(path) if kind == "full" else adapter_targets(path)
+    compare(path, shapes_of(path) if kind == "full" else adapter_targets(path), held)
+
+
+def compare(source: object, shapes: dict[str, list[int]], held: dict[str, list[int]]) -> None:
+    """Raises ValueError unless ``held`` has the name and shape of every weight of a source."""
     for name, shape in shapes.items():
         expected = held.get(name, "no such tensor")
         if expected != shape:
             raise ValueError(
-                f"{path}: tensor {name} {shape}, the model has {expected}: the weights belong to"
+                f"{source}: tensor {name} {shape}, the model has {expected}: the weights belong to"
                 " another model and none was loaded"
             )
 

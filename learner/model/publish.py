@@ -77,7 +77,8 @@ class Publisher:
             alone = {name for key, one in hollow.items() for name in self._stored({key: one})}
             one_by_one = alone == self._like.keys()
             self._groups = grouped(hollow) if one_by_one else [list(hollow)]
-            narrow, plain = policy.compute == torch.bfloat16, hollow.keys() == self._like.keys()
+            plain = set(map(vision.stored, hollow)) == self._like.keys()
+            narrow = policy.compute == torch.bfloat16
             self._compares = self.file and narrow and plain and config.whole_every > 1
 
     def publish(self, version: int, trained: dict[int, int] | None = None) -> Published | None:
@@ -144,7 +145,7 @@ class Publisher:
             new = self._held[name] = rows.to(self.policy.compute, copy=True).flatten()
             copies = self.ranks.shards if isinstance(parameter, DTensor) else 1
             if self._last and self.ranks.rank < copies and len(new):
-                delta.add(name, before.pop(name), new, row * (len(new) // len(rows)))
+                delta.add(vision.stored(name), before.pop(name), new, row * (len(new) // len(rows)))
         return delta
 
     def _streamed(self, version: int, path: Path | None) -> tuple[str, Memory | None]:

@@ -34,10 +34,14 @@ _LOST_S = 10.0
 
 
 def grouped(tensors: dict[str, torch.Tensor], most_bytes: int = BUCKET_BYTES) -> list[list[str]]:
-    """Return the names of what is gathered and sent at once. A larger tensor is alone."""
-    groups, size = [[]], 0
+    """Return the names of what is gathered and sent at once. A larger tensor is alone. The weights
+    of one attention stay together: SGLang joins two of DeepSeek's, and drops one that comes alone.
+    """
+    groups, size, last = [[]], 0, ""
     for name, tensor in tensors.items():
-        if groups[-1] and size + tensor.nbytes > most_bytes:
+        before, _, inside = name.partition("_attn.")
+        other, last = not inside or before != last, before
+        if groups[-1] and other and size + tensor.nbytes > most_bytes:
             groups.append([])
             size = 0
         groups[-1].append(name)

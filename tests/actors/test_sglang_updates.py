@@ -15,6 +15,7 @@ from coppice.actors.engines.sglang import SGLangEngine
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
 from coppice.wire.published import Manifest, Memory
+from tests.sglang_cpu import scripted
 from tests.sglang_cpu.scripted import (
     REQUEST,
     STEPS,
@@ -216,6 +217,16 @@ async def test_a_version_that_the_learner_no_longer_gives_is_refused(
         old, _, _ = (in_memory(tmp_path, giver, number) for number in (2, 3, 4))
         with pytest.raises(InfrastructureFault, match="asked for version 2, gives 3, 4"):
             await updated.load(old)
+    assert "/pause_generation" not in server.calls and await sampled(updated) == [1]
+
+
+async def test_a_broadcast_of_names_that_the_model_has_not_is_refused(
+    server: Server, updated: SGLangEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scripted, "TENSORS", ("a.weight", "experts.gate_up_proj"))
+    refused = pytest.raises(InfrastructureFault, match=r"experts\.gate_up_proj .*no such tensor")
+    with giving() as giver, refused:
+        await updated.load(in_memory(tmp_path, giver, 2))
     assert "/pause_generation" not in server.calls and await sampled(updated) == [1]
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from coppice.learner.config import LearnerProcess
 from coppice.learner.main import unpack_batch
 from coppice.learner.model import checkpoint
+from coppice.learner.model.publish import Publisher
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.trainer import Trainer
 from tests.learner.forests import forest
@@ -30,7 +31,8 @@ class Scenario(msgspec.Struct, frozen=True):
 
     dies: a rank that exits in the first update; full_disk: one that cannot write its part of the
     checkpoint; resume: a checkpoint's folder; faults: no update, but the self-check of each planted
-    fault, whose sentences are written beside the scenarios.
+    fault, whose sentences are written beside the scenarios; publishes: each version, and notes the
+    metrics of its update.
     """
 
     process: LearnerProcess
@@ -42,6 +44,7 @@ class Scenario(msgspec.Struct, frozen=True):
     full_disk: int = -1
     resume: str = ""
     faults: bool = False
+    publishes: bool = False
 
 
 class Placing(Ranks):
@@ -78,14 +81,19 @@ def work(folder: Path, name: str, scenario: Scenario, rank: int) -> None:
         return
     if scenario.resume:
         checkpoint.restore(made, Path(scenario.resume))
+    publisher = Publisher(made.policy, folder / name, w)
     for _ in range(scenario.updates):
         payload = ranks.broadcast((folder / scenario.batch).read_bytes() if rank == 0 else None)
         if rank == scenario.dies:
             os._exit(9)
-        made.update(msgspec.structs.replace(unpack_batch(payload), version=made.version))
+        metrics = made.update(msgspec.structs.replace(unpack_batch(payload), version=made.version))
+        if scenario.publishes:
+            publisher.publish(made.version)
+            metrics["checked"] = float(made.checked)
+            (folder / f"{name}-{rank}.metrics").write_bytes(msgspec.json.encode(metrics))
     if rank == scenario.full_disk:
         checkpoint.shards.save = full
-    if ranks.sharded or rank == 0:
+    if (ranks.sharded or rank == 0) and not scenario.publishes:
         checkpoint.save(made, folder / name, {1: 1, 2: 1}, 3)
     save_file(everything(made), folder / f"{name}-{rank}.safetensors")
     ranks.barrier()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines import weights
 from coppice.actors.engines.local import LocalEngine
+from coppice.actors.engines.sglang_api import linear_layers
 from coppice.learner.forest.selfcheck import PackingError, check
 from coppice.learner.forest.trees import Path as TokenPath
 from coppice.learner.model import model as model_module
@@ -145,7 +146,10 @@ def test_it_trains_and_is_published_or_is_refused(tmp_path: Path, kind: str, ran
                 parameter.add_(0.05 * torch.randn_like(parameter))
         published = publish(trained, 1, tmp_path / "run", keep=2)
         proven = weights.verified(Path(published.path), published.digest)
-        if rank == 0:
+        if rank:
+            names = {name.split(".lora_")[0].split(".")[-1] for name in trained.trained()}
+            assert names == set(linear_layers(folder))  # for which SGLang is started
+        else:
             stored = folder / "model.safetensors"
             assert load_file(proven.path).keys() <= load_file(stored).keys()
         loaded = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -66,6 +66,14 @@ CHECKED: dict[str, tuple[int, int, dict[str, object]]] = {
 """Ranks that check planted faults, LoRA rank (0: every weight), settings."""
 
 
+def run(folder: Path, scenarios: dict[str, Scenario]) -> Path:
+    (folder / "scenarios.json").write_bytes(msgspec.json.encode(scenarios))
+    place = {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": f"{ROOT}/src:{ROOT}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.learner.rank_process", str(folder)]
+    subprocess.run(command, env=os.environ | place, check=True, timeout=900, cwd=ROOT)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
     """A folder with the outcome of every scenario: codes.json, checkpoints, and the trained weights
@@ -103,11 +111,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
     for name, (count, rank, settings) in CHECKED.items():
         own = process(llama, folder, rank, **settings)
         add(name, "lora", process=own, count=count, faults=True)
-    (folder / "scenarios.json").write_bytes(msgspec.json.encode(made))
-    place = {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": f"{ROOT}/src:{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.learner.rank_process", str(folder)]
-    subprocess.run(command, env=os.environ | place, check=True, timeout=400, cwd=ROOT)
-    return folder
+    return run(folder, made)
 
 
 def _batch(name: str) -> str:
