@@ -221,7 +221,10 @@ class Roster:
                     continue
                 silent = 0.0 if worker.heard > before else worker.silent
                 worker.silent = min(silent + passed, now - worker.heard)
+                was_quiet = worker.quiet
                 worker.quiet = worker.silent > QUIET_BEATS * self.config.heartbeat_s
+                if worker.quiet and not was_quiet:
+                    self._came(worker)  # calls that waited for it may take another worker now
                 if worker.silent > self.config.dead_after_s:
                     self.counters["dead_workers"] += 1
                     self.leave(worker, f"silent for {now - worker.heard:.0f} s")

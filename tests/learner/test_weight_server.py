@@ -37,7 +37,7 @@ async def test_the_token_is_nowhere_in_the_store_and_no_ask_without_it_is_served
         memory = giver.offer(9, [{"w": torch.ones(4)}])
         talk = pull(memory)
         with pytest.raises(InfrastructureFault, match="asked for version 3, gives 9"):
-            talk.ask()
+            talk.ask({"w": [4]})
         spy = outsider(memory)
         keys = [key for key in spy.list_keys() if key.startswith(prefix(memory.token))]
         assert keys
@@ -68,7 +68,7 @@ def test_an_answer_of_somebody_else_never_reaches_a_server() -> None:
     forger = threading.Thread(target=forge)
     forger.start()
     with pytest.raises(InfrastructureFault, match="was not written by this run"):
-        pull(memory).ask()
+        pull(memory).ask({"w": [4]})
     forger.join()
 
 

@@ -133,7 +133,7 @@ async def test_a_tracker_that_hangs_holds_nobody_up_and_does_not_stay(run: Path)
     told: list[str] = []
     trackers = Trackers(run, ["trackio"], told.append)
     await trackers.start()
-    (process,) = psutil.Process().children()
+    (process,) = [one for one in psutil.Process().children() if "trackio" in one.cmdline()]
     process.send_signal(signal.SIGSTOP)
     for step in range(10_000):  # more than a pipe holds
         trackers.log(written(step, 0.1))

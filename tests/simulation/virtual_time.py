@@ -48,7 +48,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
     """Work for a thread is done at once, because threads have no order, and is told after ``pause``
     seconds. at_rest: called when nothing is ready, before the clock moves."""
 
-    def __init__(self, agenda: Agenda, pause: Callable[[], float], at_rest: Callable[[], None]):
+    def __init__(
+        self,
+        agenda: Agenda,
+        pause: Callable[[], float] = lambda: 0.0,
+        at_rest: Callable[[], None] = lambda: None,
+    ):
         super().__init__()
         self.agenda, self.pause, self.at_rest = agenda, pause, at_rest
         # the base class asks its selector to wait, and here waiting is a jump of the clock

@@ -151,13 +151,15 @@ class Watch:
         pairs = ((worker, self.held(worker.identity)) for worker in actors)
         return [(worker, held) for worker, held in pairs if held is not None]
 
-    def _admit(self, start_tree: Any, tree: Tree, position: int, version: int) -> None:
+    def _admit(
+        self, start_tree: Any, tree: Tree, position: int, version: int, digest: str = ""
+    ) -> None:
         proven = self.run.weight_sync.versions.proven
         held = min((held for _, held in self._actors()), default=proven)
         if version != proven or version > min(held, self.learner.version):
             told = f"the learner is at {self.learner.version}, actors hold {held}"
             self.violated(f"tree {tree.id} is admitted at {version}: {told}, proven is {proven}")
-        start_tree(tree, position, version)
+        start_tree(tree, position, version, digest)
 
     def _begin(self, begin: Any, pacing: Any, newest: dict[int, int]) -> None:
         durable, journal = self.learner.durable, self.run.journal
