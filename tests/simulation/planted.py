@@ -66,7 +66,7 @@ FAULTS = [
          "outcome == 'infrastructure' or worker.in_flight.pop"),
         ("a resume skips the trees that were growing", 10,
          Journal, "untrained_trees", "status='growing' OR", "status!='growing' AND"),
-        ("a resume skips what a quarantined tree emitted", 37,
+        ("a resume skips what a quarantined tree emitted", 1159,
          Journal, "untrained_trees", "split='train'", "split='train' AND status!='quarantined'"),
         ("a cancellation is lost", 77,
          Dispatcher, "_abandon", "self.roster.send", "wire.Cancel and (lambda *_: None)"),

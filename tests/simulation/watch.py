@@ -167,8 +167,13 @@ class Watch:
             self.violated(f"the evaluations {newer} are newer than the checkpoint {durable}")
         marks = dict(journal._rows("SELECT id, trained FROM groups WHERE trained IS NOT NULL"))
         trained = {group: v for group, v in self.learner.trained.items() if v <= durable}
-        if marks != trained:
+        if pacing.version == self.learner.version and marks != trained:
             self.violated(f"the journal marks {marks}, and the checkpoint has trained {trained}")
+        untrained = "tree=trees.id AND trained IS NULL"
+        query = f"split='train' AND (status='growing' OR EXISTS (SELECT 1 FROM groups WHERE {untrained}))"
+        left = {row.id for row in journal.trees(query)}
+        if left != (taken := {row.id for row in journal.untrained_trees()}):
+            self.violated(f"the trees {taken} are taken up, and {left} have something to train")
         begin(pacing, newest)
         self.adopted, self.process = True, self.learner.life
         self.credits = max(len(self.run.stream.replaced), self.credits)
