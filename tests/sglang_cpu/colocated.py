@@ -76,4 +76,5 @@ async def main() -> None:
 
 if __name__ == "__main__":
     die_with(os.getppid())
-    asyncio.run(main())
+    if os.getppid() != 1:  # else the actor was gone before that call
+        asyncio.run(main())

@@ -91,21 +91,21 @@ def question(prompt: str) -> str:
     """Return what a prompt asks, in one line: what follows its last "Question:", or its beginning.
     Special tokens are left out."""
     text = _MARK.sub(" ", prompt)
-    asked = _QUESTION.findall(text)
-    return " ".join((asked[-1] if asked else text).split())[:_LONGEST]
+    prompts = _QUESTION.findall(text)
+    return " ".join((prompts[-1] if prompts else text).split())[:_LONGEST]
 
 
 def trees(journal: Journal, rows: Sequence[TreeRow], below: pl.DataFrame) -> pl.DataFrame:
     """Return one row per tree of ``rows``: the columns of ``TREE`` and ``SUMS``, each score's mean,
     NAME_min and NAME_max over its actions. below: the trees' ``nodes``."""
     now, plain = time.time(), []
-    asked = dict(below.filter(pl.col("parent") == -1).select("tree", "text").rows())
+    prompts = dict(below.filter(pl.col("parent") == -1).select("tree", "text").rows())
     for row in rows:
         versions = [version for _, version in journal.groups(row.id)]
         by = [version for version in versions if version is not None]
         about = (row.id, row.task, row.split, row.status, row.reason or "", row.version)
         trained = (len(versions), len(by), max(by, default=None))
-        words = question(asked.get(row.id, "")) or row.task
+        words = question(prompts.get(row.id, "")) or row.task
         plain.append((*about, now - row.time, *trained, words))
     names = [name for name in below.columns if name not in NODE]
     unread = (pl.col("valid") == 0).sum() if "valid" in names else pl.lit(0)
