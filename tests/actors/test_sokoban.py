@@ -224,12 +224,13 @@ def test_a_generator_that_finds_no_room_says_what_to_do() -> None:
         generate(6, 1, 3, 15, wanted=lambda room: False)
 
 
-def test_turned_and_mirrored_rooms_have_one_digest_and_others_another() -> None:
+def test_turned_mirrored_and_shifted_rooms_have_one_digest_and_others_another() -> None:
     rows = ["######", "#P_O_#", "#_X###", "#_####", "######", "######"]
     turned = ["".join(column) for column in zip(*rows[::-1], strict=True)]
     mirrored = [row[::-1] for row in rows]
     room = parse("".join(rows))
-    for same in (turned, mirrored, turned[::-1], [row[::-1] for row in turned]):
+    shifted = [rows[0], *rows[:-1]]
+    for same in (turned, mirrored, shifted, turned[::-1], [row[::-1] for row in turned]):
         assert layout_digest(parse("".join(same))) == layout_digest(room)
     assert layout_digest(room._replace(boxes=room.targets, player=7)) == layout_digest(room)
     assert layout_digest(room._replace(targets=1 << 8)) != layout_digest(room)

@@ -163,13 +163,15 @@ def cells_of(mask: int) -> list[int]:
 
 
 def layout_digest(position: Room) -> bytes:
-    """Return a digest of the walls and targets, the same for all turned and mirrored forms of a
-    room and for all positions in it."""
+    """Return a digest of the walls and targets, the same for all turned, mirrored and shifted forms
+    of a room and for all positions in it."""
     size, floor, targets = position[:3]
     layout = [(floor >> cell & 1) + (targets >> cell & 1) for cell in range(size**2)]
     grid = np.array(layout, np.uint8).reshape(size, size)
+    grid = grid[grid.any(1)][:, grid.any(0)]  # no row or column of a connected floor is empty
     forms = (np.rot90(side, turns) for side in (grid, grid.T) for turns in range(4))
-    return hashlib.sha256(min(form.tobytes() for form in forms)).digest()
+    written_forms = (bytes([len(form)]) + form.tobytes() for form in forms)
+    return hashlib.sha256(min(written_forms)).digest()
 
 
 def carved(size: int, rng: random.Random) -> int:

@@ -34,6 +34,11 @@ class Goal(msgspec.Struct, frozen=True):
     cap: float
 
     @property
+    def wish(self) -> tuple[str, frozenset[str], object]:
+        """The kind of product, its attributes and its options, whatever the price."""
+        return self.product.query, frozenset(self.attributes), self.options
+
+    @property
     def values(self) -> list[str]:
         """The option values alone."""
         return [option if isinstance(option, str) else option[1] for option in self.options]
@@ -95,17 +100,21 @@ def draw_cap(price: float, seed: str) -> tuple[float, str]:
 def split(goals: Sequence[Goal], how: str) -> tuple[list[int], list[int]]:
     """Return the indices of the training goals and of the held-out goals.
 
-    how: "products" holds out every goal of a fifth of the products; "released" holds out the first
-    500 goals, so that products are shared. Raises ValueError if a part is empty.
+    how: "products" holds out every goal of a fifth of the products, and trains on no goal with the
+    ``wish`` of a held-out one; "released" holds out the first 500 goals, so that products are
+    shared. Raises ValueError if a part is empty.
     """
+    unseen: set[object] = set()
     if how == "products":
         asins = sorted({goal.product.asin for goal in goals})
         random.Random(SHUFFLE_SEED).shuffle(asins)
         kept = set(asins[: max(1, round(HELD_OUT_PRODUCTS * len(asins)))])
         held_out = [index for index, goal in enumerate(goals) if goal.product.asin in kept]
+        unseen = {goals[index].wish for index in held_out}
     else:
         held_out = list(range(len(goals)))[:RELEASED_HELD_OUT]
-    training = sorted(set(range(len(goals))).difference(held_out))
+    others = sorted(set(range(len(goals))).difference(held_out))
+    training = [index for index in others if goals[index].wish not in unseen]
     if not training or not held_out:
         raise ValueError(
             f"split = {how!r}: {len(goals)} goals leave {len(training)} for training and"

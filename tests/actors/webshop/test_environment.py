@@ -131,11 +131,13 @@ def files(folder: Path) -> dict[str, Any]:
     rows += [{"asin": "nan"}, {"asin": "B0"}, {"asin": "eleven-long"}]
     wish = {"instruction": "Find me clay mugs", "instruction_attributes": ["clay"]}
     wish |= {"attributes": ["clay"]}
-    described = {"B0": wish, "B2": wish, "B1": {"attributes": ["clay"]}}
+    other = wish | {"instruction_attributes": ["tea"]}  # a wish that the other side has not
+    described = {"B0": wish, "B2": other, "B1": {"attributes": ["clay"]}}
     asks = {"instruction_attributes": ["clay"], "instruction_options": ["green"]}
     people = [{"instruction": "i want a clay mug..", **asks}]
     people += [{"instruction": "anything", **{key: [] for key in asks}}]
-    contents = {"products": rows, "attributes": described, "human": {"B1": people, "B2": people}}
+    human = {"B1": people, "B2": [people[0] | {"instruction_attributes": ["tea"]}]}
+    contents = {"products": rows, "attributes": described, "human": human}
     for name, content in contents.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     return {name: str(folder / f"{name}.json") for name in ("products", "attributes")}

@@ -36,13 +36,13 @@ def test_synthetic_goals_are_all_combinations_of_sorted_option_groups() -> None:
         assert goal.instruction.startswith(product.instruction + asks)
 
 
-def test_no_product_has_goals_in_two_parts_of_the_split_by_products() -> None:
-    training, held_out = (
-        {GOALS[i].product.asin for i in part} for part in split(GOALS, "products")
-    )
-    assert training.isdisjoint(held_out)
-    assert len(training) + len(held_out) == 1000
-    assert len(held_out) == 200
+def test_no_product_and_no_wish_is_on_two_sides_of_the_split_by_products() -> None:
+    training, held_out = ([GOALS[i] for i in part] for part in split(GOALS, "products"))
+    asins, kept = ({goal.product.asin for goal in part} for part in (training, held_out))
+    assert asins.isdisjoint(kept)
+    assert len(asins) + len(kept) == 1000
+    assert len(kept) == 200
+    assert {goal.wish for goal in training}.isdisjoint(goal.wish for goal in held_out)
 
 
 def test_the_released_split_holds_out_the_first_500_goals_and_shares_products() -> None:
