@@ -12,19 +12,14 @@ import pytest
 from coppice.actors.engines.endpoint import EndpointText
 from coppice.actors.environments.base import Task
 from coppice.actors.environments.search_qa.environment import SearchQA
+from coppice.research.qa_methods import MOST_PASSAGES, REPEATED, USED_UP, spoken
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.services import Runtime
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.evaluating.qa import methods
-from coppice.tools.evaluating.qa.methods import (
-    MOST_PASSAGES,
-    REPEATED,
-    USED_UP,
-    How,
-    spoken,
-)
+from coppice.tools.evaluating.qa.methods import How
 from coppice.tools.evaluating.qa.scoring import score
 from coppice.wire.messages import (
     GenerateRequest,

@@ -133,7 +133,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="seed of the subset (default: %(default)s)")
     players.add_players(parser)
     add, switch = parser.add_argument_group("methods").add_argument, argparse.BooleanOptionalAction
-    add("--method", help=f"some of {','.join(sorted(methods.METHODS))} (default: search)")
+    add("--method", help="search (the default), or baselines of docs/qa.md, with commas")
     add("--prompt", help="of search: short, search_r1 or a path (default: the run's, or search_r1)")
     add("--topk", type=int, help="passages of a search (default: the run's, else 3)")
     budget = "turns of search, or searches, [of one set] (default: the run's, else 4)"
@@ -256,7 +256,7 @@ def _row(
     template = hashlib.sha256(environment.template.encode()).hexdigest()[:12]
     settings = RowSettings(
         method=method, options=options if search else {},
-        prompts=template if search else methods.digest(method),
+        prompts=template if search else methods.load(method).prompts,
         how=How(environment.topk, budget, forced and search), budgets=budgets, retriever=identity,
         max_context=policy.max_context, **players.sampled(flags, policy, own, thinking),
     )  # fmt: skip
