@@ -98,9 +98,7 @@ def start(*extras: str) -> NoReturn:
     """Run the command ``coppice`` inside the project's environment, and exit with its status."""
     ensure(*extras)
     try:
-        from coppice.tools.main import main
-
-        sys.exit(main())
+        sys.exit(importlib.import_module("coppice.tools.main").main())  # which imports this file
     except ModuleNotFoundError as error:
         if not _asks_for_help():
             raise

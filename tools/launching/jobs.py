@@ -19,9 +19,6 @@ from coppice.tools.defaults.settings import importable
 from coppice.tools.launching.config import ConfigError
 from coppice.tools.launching.settings import Config
 
-GRACE_S = 120
-"""Seconds before the end of its time at which SLURM sends SIGTERM, for the learner's last
-checkpoint."""
 USER = 1000
 """The number of the user in the image (Dockerfile)."""
 NAME_LENGTH = 31
@@ -64,16 +61,9 @@ def slurm(config: Config, flags: str) -> str:
     for option in (c.partition, c.time, *c.options):
         if option.splitlines() != [option] and option:
             raise ConfigError(f"cluster has {option!r} for sbatch: expected one line")
-    options = [f"--job-name={name}", f"--nodes={nodes(config)}", "--ntasks-per-node=1"]
-    # Ray has fixed ports and ends with all of its kind on a node, so it must be alone there
-    chosen = {"partition": c.partition, "time": c.time}
-    options += ["--exclusive", *(f"--{key}={value}" for key, value in chosen.items() if value)]
-    options += [f"--cpus-per-task={c.cpus}", *([f"--gpus-per-node={c.gpus}"] if c.gpus else [])]
-    options += [f"--mem={c.memory_gib}G", f"--output={name}-%j.log", "--requeue"]
-    options += [f"--signal=B:TERM@{GRACE_S}", *c.options]
     run = f"${{1:-{shlex.quote(config.runs)}/{name}-$SLURM_JOB_ID}}"
     places = {"here": str(Path.cwd()), "source": str(importable()), "prefix": sys.prefix}
-    return _written("slurm.sh.jinja", config, run, flags, options=options, **places)
+    return _written("slurm.sh.jinja", config, run, flags, name=name, nodes=nodes(config), **places)
 
 
 def kuberay(config: Config, flags: str) -> str:
