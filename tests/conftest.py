@@ -30,7 +30,7 @@ COMPUTING = tuple(
     for place in (
         "actors/test_local_engine.py actors/test_engine_contract.py documentation gpu judges"
         " learner simulation test_ tools/defaults tools/finetuning tools/planning"
-        " tools/research/test_costs.py tools/research/test_theory tools/test_shells.py"
+        " tools/research/test_costs.py tools/research/test_theory"
     ).split()
 )
 """Where slow tests compute, so that several may run at once."""

@@ -1,8 +1,8 @@
 """Set-up of a checkout with the standard library only: makes an environment with the project,
 in which the command starts again.
 
-The executables of tools/ import this file as ``bootstrap``, because Python puts their own folder on
-its path; all other files as ``coppice.tools.bootstrap``.
+The executable tools/launch imports this file as ``bootstrap``, because Python puts its own folder
+on its path; all other files as ``coppice.tools.bootstrap``.
 
 The environment is made anew only when pyproject.toml asks for something else than it holds;
 otherwise this costs milliseconds. COPPICE_VENV places it elsewhere, COPPICE_EXTRA chooses cpu or
@@ -94,20 +94,17 @@ def _installed_wheel() -> Path:
     return Path(sys.executable)
 
 
-def start(place: str, *extras: str) -> NoReturn:
-    """Call the function at ``place`` ("module:name") inside the project's environment, and exit
-    with the status that it returns."""
+def start(*extras: str) -> NoReturn:
+    """Run the command ``coppice`` inside the project's environment, and exit with its status."""
     ensure(*extras)
-    module, _, name = place.partition(":")
     try:
-        command = getattr(importlib.import_module(module), name)
+        sys.exit(importlib.import_module("coppice.tools.main").main())  # which imports this file
     except ModuleNotFoundError as error:
         if not _asks_for_help():
             raise
         print(sys.modules["__main__"].__doc__)
         print(f"The options need the module {error.name}: start once without --help to install it.")
         sys.exit(0)
-    sys.exit(command())
 
 
 def _asks_for_help() -> bool:

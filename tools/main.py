@@ -5,7 +5,7 @@ import argparse
 import difflib
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from typing import Any
 
 from coppice.common.options import command_parser
 from coppice.tools.bootstrap import CHECKOUT, ROOT, ensure
@@ -25,7 +25,6 @@ COMMANDS = {
     "index": ("tools.defaults.index_corpus", "build a retrieval index"),
     "sft": ("tools.finetuning.command", "fine-tune a judge or a policy"),
     "export": ("tools.inspecting.export", "write the policy of a run for transformers"),
-    "completion": ("tools.shells", "print a script that completes this command in a shell"),
     "dev bench": ("research.benches", "measure benchmarks, each a ratio with a goal"),
     "dev chaos": ("tests.chaos", "strike a small run with faults"),
     "dev theory": ("research.theories", "measure what the papers claim"),
@@ -40,13 +39,6 @@ EXAMPLES = """\
   coppice launch --actors 4 --learner 4     train the default run
   coppice trees RUN                         look at its trees
   coppice COMMAND --help                    options and examples of a command"""
-
-
-def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Yield each command of ``COMMANDS`` with its parser."""
-    for name, (place, _) in COMMANDS.items():
-        if CHECKOUT or not place.startswith("tests."):
-            yield name, _module(name).parser()
 
 
 def main() -> int:
@@ -65,7 +57,8 @@ def main() -> int:
     name, options = _mode(name, options)
     ensure(*(["dev"] if name in _NEEDS_DEV else []))
     sys.argv[1:] = options
-    return _main(name)()
+    module = module_of(name)
+    return module.plug_in() if name == "serve" else module.main()
 
 
 def _mode(name: str, options: list[str]) -> tuple[str, list[str]]:
@@ -92,7 +85,8 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _module(name: str):
+def module_of(name: str) -> Any:
+    """Return the module of a command of ``COMMANDS``."""
     place = COMMANDS[name][0]
     if not place.startswith("tests."):
         return importlib.import_module(f"coppice.{place}")
@@ -100,7 +94,3 @@ def _module(name: str):
         sys.exit(f"coppice {name} needs a checkout of Coppice: this is an installed wheel")
     sys.path.insert(0, str(ROOT))
     return importlib.import_module(place)
-
-
-def _main(name: str) -> Callable[[], int]:
-    return _module(name).plug_in if name == "serve" else _module(name).main

@@ -51,9 +51,13 @@ def answers(prompt: str, i: int) -> str:
 
 
 @pytest.mark.slow
-async def test_an_episode_of_verifiers_is_one_path(stage: Stages, python: str) -> None:
-    command = f"{python} {ROOT}/examples/verifiers_agent.py"
-    s = playing(stage(answers, "counting"), command, "verifiers_adding/3")
+async def test_an_episode_of_verifiers_is_one_path(
+    stage: Stages, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "tasksets"))
+    s = playing(
+        stage(answers, "counting"), f"{python} {ROOT}/examples/verifiers_agent.py", "adding/3"
+    )
     tree = await s.grow(chain)
     actions = tree.actions()
     assert [action.text for action in actions] == ["8", "7"]

@@ -20,9 +20,8 @@ def whole(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
 
 
 def printed() -> dict[str, argparse.ArgumentParser]:
-    """The parsers whose help a person can see, by the words before --help. That of coppice evaluate
-    is made for shells only."""
-    tools_ = [parser for name, parser in main.parsers() if name != "evaluate"]
+    """The parsers whose help a person can see, by the words before --help."""
+    tools_ = [main.module_of(name).parser() for name in main.COMMANDS if name != "evaluate"]
     tools_ += [evaluating.subject(name).parser() for name in ("tictactoe", "qa")]
     return {parser.prog: parser for tool in tools_ for parser in whole(tool)}
 

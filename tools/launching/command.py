@@ -9,7 +9,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -154,8 +153,7 @@ def main(command: list[str] | None = None) -> int:
                 # nohup ignores SIGHUP, and so do we then
                 if signal.getsignal(number) != signal.SIG_IGN:
                     signal.signal(number, signal.default_int_handler)
-            with _silence() if options.quiet else contextlib.nullcontext():
-                assets = prepare(config)
+            assets = prepare(config, options.quiet)
             if lack := gpu_lacks(config, Path(assets.model)):
                 raise ConfigError(lack)
         except (ConfigError, OSError, ValueError, MemoryError) as error:
@@ -189,19 +187,6 @@ def _records() -> TextIO:
     records = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return records
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    sys.stdout.flush()
-    stdout = os.dup(1)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-    try:
-        yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
 
 
 def _launch(

@@ -13,18 +13,20 @@ from coppice.common.process import Killed, in_subprocess
 from coppice.tools.launching.settings import Assets, Config
 
 
-def prepare(config: Config) -> Assets:
-    """Make every asset that is not cached yet. Raises FileNotFoundError, ValueError or MemoryError
-    with the remedy."""
+def prepare(config: Config, quiet: bool = False) -> Assets:
+    """Make every asset that is not cached yet. quiet: without the progress lines. Raises
+    FileNotFoundError, ValueError or MemoryError with the remedy."""
     try:
-        return in_subprocess(_prepare, config)
+        return in_subprocess(_prepare, config, quiet)
     except Killed:
         raise MemoryError(
             "the set-up's process was killed, most likely for memory: free some, then start again"
         ) from None
 
 
-def _prepare(config: Config) -> Assets:
+def _prepare(config: Config, quiet: bool) -> Assets:
+    if quiet:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # that of this process and of its children
     from coppice.tools.launching import set_up  # it imports torch
 
     return set_up.prepare(config)

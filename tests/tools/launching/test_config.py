@@ -53,7 +53,7 @@ def test_every_shipped_config_loads_for_its_hardware_and_survives_being_saved(pa
 def test_a_run_is_given_all_its_sources(tmp_path: Path, llama: Path, monkeypatch: Patch) -> None:
     facts = tmp_path / "facts" / f"v{VERSION}"
     facts.mkdir(parents=True)
-    (facts / "PROVENANCE.md").touch()
+    (facts / "corpus.jsonl").touch()
     monkeypatch.setenv("COPPICE_CACHE", str(tmp_path))
     sources = ["data.train=['default', 'mine.jsonl']", f"model.name={llama}", "warm_start.steps=0"]
     config = load(DEFAULT, [*sources, "retriever.backend=http://localhost:1"])
