@@ -150,7 +150,7 @@ STUDIES = {
         "VPR": Arm(_BFCL, [
             *_ALONE, "method=vpr", "scheduler.judge=bfcl", "scheduler.questions_per_update=40",
         ]),
-    }, seeds=3, parts=("simple_python", "multiple", "live_simple", "multi_turn_base", "oracle")),
+    }, seeds=3, parts=("simple_python", "multiple", "live_simple", "multi_turn_base", "valid")),
     "oprl-sokoban": Study("success", {
         "OPRL on RLOO": Arm(_SOKOBAN),
         "RLOO": Arm(_SOKOBAN, _baseline("rloo", _OUTCOME)),
