@@ -82,7 +82,7 @@ async def test_copies_of_directories_into_each_other_are_refused_from_a_size_on(
     calls = [f"cp(source='{a}', destination='{b}')" for new in names for a, b in (new[::-1], new)]
     reply = f"[mkdir(dir_name='d0'), {', '.join(calls)}]"
     seen = await environment.step(state, environment.read(state, reply), TOOLS)
-    assert json.dumps(seen.messages).count("more than 1000000 characters") > 4
+    assert json.dumps(seen.messages).count("more than 100000 characters") > 4
 
 
 def test_no_function_answers_training_and_held_out_tasks() -> None:

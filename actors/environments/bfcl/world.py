@@ -12,7 +12,7 @@ from coppice.actors.environments.bfcl.calls import FunctionCall
 
 LARGEST = 1000
 """Of an exponent or a precision: the classes compute with larger ones for minutes."""
-LARGEST_STATE = 10**6
+LARGEST_STATE = 10**5
 """The characters of the public state, with their paths, from which nothing is copied: copies of
 directories into each other double it. The leaderboard's largest state has 33,176."""
 
