@@ -140,13 +140,13 @@ STUDIES = {
         # trains on arrival, so its data may be stale
         "SAO": Arm("sao-tiny", [*_ALONE[:2], *_updates(112)]),
     }),
-    # about 40 sampled replies to each prompt's worth of questions in every update of every arm
+    # about 40 sampled trajectories, or candidates of each step, in every update of every arm
     "bfcl": Study("return", {
         "SLATE": Arm(_BFCL, _ALONE),
         "GRPO": Arm(_BFCL, [*_ALONE, "method=grpo"]),
         # six leaves of a question
         "Tree-GRPO": Arm(_BFCL, [*_ALONE, "method=tree-grpo", "scheduler.questions_per_update=7"]),
-        # one trajectory of a question
+        # one trajectory of a question; the learner takes two CPU minutes for each update
         "VPR": Arm(_BFCL, [
             *_ALONE, "method=vpr", "scheduler.judge=bfcl", "scheduler.questions_per_update=40",
         ]),
