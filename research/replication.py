@@ -36,7 +36,7 @@ the same."""
 TOKENS = "count/generated_tokens"
 RECORDS = ROOT / "research" / "records"
 """Finished runs whose metrics are kept with the project: STUDY/ARM/seedN.jsonl.gz. They are not run
-again, and a report reads them like run folders."""
+again, and a report reads them like run folders. Remove those of an arm whose config changes."""
 CPU_SECONDS = "cpu_seconds"
 """File of a run's folder: the CPU seconds of all its processes, one line for each start."""
 
