@@ -101,8 +101,8 @@ class Bfcl(Environment):
         the split leaves none."""
         ids = self.sides[seed in HELD_OUT_SEEDS]
         if not ids:
-            asked = f"split = {self.split!r} and api = {self.api!r}"
-            raise DataFault(f"bfcl: {asked} leave no task of these categories")
+            settings = f"split = {self.split!r} and api = {self.api!r}"
+            raise DataFault(f"bfcl: {settings} leave no task of these categories")
         entry = self.board.entry(ids[(seed - HELD_OUT_SEEDS.start) % len(ids)])
         return Task(entry.id, entry.turns[0][-1]["content"], seed=seed, source=entry.category)
 
