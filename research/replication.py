@@ -7,6 +7,7 @@ environment steps and at equal generated tokens.
 """
 
 import argparse
+import gzip
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -32,6 +34,9 @@ STEPS = ("count/environment_steps", "count/continuation_steps")
 """Environment steps of trained episodes and of Monte Carlo continuations. A step of either costs
 the same."""
 TOKENS = "count/generated_tokens"
+RECORDS = ROOT / "research" / "records"
+"""Finished runs whose metrics are kept with the project: STUDY/ARM/seedN.jsonl.gz. They are not run
+again, and a report reads them like run folders. Remove those of an arm whose config changes."""
 CPU_SECONDS = "cpu_seconds"
 """File of a run's folder: the CPU seconds of all its processes, one line for each start."""
 
@@ -44,11 +49,14 @@ class Arm(msgspec.Struct, frozen=True):
 
 
 class Study(msgspec.Struct, frozen=True):
-    """Arms that are compared with each other. measure: the name of the held-out measure."""
+    """Arms that are compared with each other. measure: the name of the held-out measure. parts:
+    further held-out measures, shown with intervals by task; the metrics of such a study's runs are
+    kept in ``RECORDS``."""
 
     measure: str
     arms: dict[str, Arm]
     seeds: int = 5
+    parts: tuple[str, ...] = ()
 
 
 _PPR, _SLATE, _TREES = "ppr-cpu", "slate-tiny", "tree-grpo-tiny"
@@ -96,6 +104,7 @@ def _game(config: str, updates: list[str]) -> dict[str, Arm]:
     return {"VPR": Arm(config), "OR": Arm(config, _OR), "MC-PR": Arm(config, [*_MC, *updates])}
 
 
+_BFCL = "bfcl-cpu"
 _TTT, _SUDOKU, _MINES = "vpr-tictactoe-cpu", "vpr-sudoku-cpu", "vpr-minesweeper-cpu"
 _OUTCOME = "{column='outcome'}"
 
@@ -131,6 +140,17 @@ STUDIES = {
         # trains on arrival, so its data may be stale
         "SAO": Arm("sao-tiny", [*_ALONE[:2], *_updates(112)]),
     }),
+    # about 40 sampled trajectories, or candidates of each step, in every update of every arm
+    "bfcl": Study("return", {
+        "SLATE": Arm(_BFCL, _ALONE),
+        "GRPO": Arm(_BFCL, [*_ALONE, "method=grpo"]),
+        # six leaves of a question
+        "Tree-GRPO": Arm(_BFCL, [*_ALONE, "method=tree-grpo", "scheduler.questions_per_update=7"]),
+        # one trajectory of a question; the learner takes two CPU minutes for each update
+        "VPR": Arm(_BFCL, [
+            *_ALONE, "method=vpr", "scheduler.judge=bfcl", "scheduler.questions_per_update=40",
+        ]),
+    }, seeds=3, parts=("simple_python", "multiple", "live_simple", "multi_turn_base", "valid")),
     "oprl-sokoban": Study("success", {
         "OPRL on RLOO": Arm(_SOKOBAN),
         "RLOO": Arm(_SOKOBAN, _baseline("rloo", _OUTCOME)),
@@ -185,12 +205,38 @@ def slug(name: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in name.lower()).strip("-")
 
 
+def recorded(out: Path, name: str, seed: int) -> Path:
+    """Return where the metrics of a run are kept with the project. out: named like the study."""
+    return RECORDS / out.name / slug(name) / f"seed{seed}.jsonl.gz"
+
+
+def keep(out: Path, name: str, seed: int) -> None:
+    """Keep the metrics of a finished run, and its CPU seconds as a last line."""
+    folder, kept = out / slug(name) / f"seed{seed}", recorded(out, name, seed)
+    if (folder / "summary.json").is_file() and not kept.exists():
+        spent = sum(map(float, (folder / CPU_SECONDS).read_text().split()))
+        last = json.dumps({"version": 0, CPU_SECONDS: spent})
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        whole = (folder / "metrics.jsonl").read_text().rstrip() + f"\n{last}\n"
+        kept.write_bytes(gzip.compress(whole.encode(), mtime=0))
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a run folder, or of a file of ``RECORDS``."""
+    if run.suffix == ".gz":
+        lines = gzip.decompress(run.read_bytes()).decode()
+    else:
+        lines = (run / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in lines.splitlines()]
+
+
 def run_all(
     arms: dict[str, Arm], out: Path, seeds: int, parallel: int, changes: list[str]
 ) -> list[str]:
     """Start the runs that are missing, at most ``parallel`` at once, and return the names of those
     that failed."""
-    todo = [(name, arm, seed) for seed in range(seeds) for name, arm in arms.items()]
+    everything = [(name, arm, seed) for seed in range(seeds) for name, arm in arms.items()]
+    todo = [job for job in everything if not recorded(out, job[0], job[2]).is_file()]
     with ThreadPoolExecutor(parallel) as pool:
         results = pool.map(
             lambda job: _run(out / slug(job[0]) / f"seed{job[2]}", job[1], job[2], changes), todo
@@ -240,8 +286,10 @@ def curve(folder: Path, measure: str) -> StudyCurve:
     once. Raises ValueError."""
     values: dict[int, float] = {}
     work: dict[int, dict[str, float]] = {}
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        row: dict[str, float] = json.loads(line)
+    cost = folder / CPU_SECONDS
+    cpu = sum(map(float, cost.read_text().split())) if cost.is_file() else 0.0
+    for row in rows(folder):
+        cpu = row.get(CPU_SECONDS, cpu)
         version = int(row["version"])
         counted = work.setdefault(version, {})
         counted |= {key: max(counted.get(key, 0.0), row.get(key, 0.0)) for key in (*STEPS, TOKENS)}
@@ -255,8 +303,6 @@ def curve(folder: Path, measure: str) -> StudyCurve:
         raise ValueError(
             f"{folder}: the counts of steps decrease: a version that did not keep them resumed it"
         )
-    cost = folder / CPU_SECONDS
-    cpu = sum(map(float, cost.read_text().split())) if cost.is_file() else 0.0
     return StudyCurve(
         versions, steps, [work[v][TOKENS] for v in versions], [values[v] for v in versions], cpu
     )
@@ -294,6 +340,25 @@ def table(curves: dict[str, list[StudyCurve]], measure: str) -> str:
         ]
         lines.append(f"| {name} | {len(arm_curves)} | {' | '.join(cells)} |")
     return f"Held-out {measure}, mean over seeds and 95% interval:\n\n" + "\n".join(lines)
+
+
+def by_part(runs: dict[str, list[Path]], parts: Sequence[str]) -> str:
+    """Return a Markdown table of held-out measures of the first version and of each arm's last one.
+    A cell is the mean over seeds and the mean of their 95% intervals by task, which is the wider
+    the more alike the seeds are."""
+    held = {
+        name: [[row for row in rows(run) if f"heldout/{parts[0]}" in row] for run in arm]
+        for name, arm in runs.items()
+    }
+    start = next(iter(held.values()))[:1]
+    lines = [f"| arm | {' | '.join(parts)} |", "|---" * (1 + len(parts)) + "|"]
+    for name, place, several in [("start", 0, start), *((n, -1, s) for n, s in held.items())]:
+        ends = [run[place] for run in several]
+        means = [np.mean([end[f"heldout/{part}"] for end in ends]) for part in parts]
+        halves = [np.mean([end[f"heldout/{part}_half"] for end in ends]) for part in parts]
+        cells = [f"{mean:.3f} ±{half:.3f}" for mean, half in zip(means, halves, strict=True)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "Held-out, mean over seeds and 95% interval by task:\n\n" + "\n".join(lines)
 
 
 def draw(curves: dict[str, list[StudyCurve]], measure: str, title: str) -> Figure:
@@ -364,14 +429,19 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError(f"no arm {sorted(unknown)}; the arms are {list(study.arms)}")
         arms = {n: arm for n, arm in study.arms.items() if n in (options.only or study.arms)}
         failed = [] if options.report else run_all(arms, out, seeds, options.parallel, options.set)
-        curves = {name: _curves(out / slug(name), measure, seeds) for name in arms}
-        curves = {name: arm_curves for name, arm_curves in curves.items() if arm_curves}
+        if study.parts and not options.set:
+            for name, seed in itertools.product(arms, range(seeds)):
+                keep(out, name, seed)
+        runs = {name: _runs(out, name, seeds) for name in arms if _runs(out, name, seeds)}
+        curves = {name: [curve(run, measure) for run in arm] for name, arm in runs.items()}
         if not curves:
             raise ValueError(f"no finished run in {out}")
     except ValueError as error:
         print(f"coppice dev replicate: {error}", file=sys.stderr)
         return 2
     text, plot = table(curves, measure), out / f"{measure}.svg"
+    text += f"\n\n{by_part(runs, study.parts)}" if study.parts else ""
+    out.mkdir(parents=True, exist_ok=True)
     (out / f"{measure}.md").write_text(text + "\n")
     save(draw(curves, measure, options.study), plot)
     print(f"{text}\n\nplot: {plot}")
@@ -380,6 +450,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _curves(arm: Path, measure: str, seeds: int) -> list[StudyCurve]:
-    runs = [arm / f"seed{seed}" for seed in range(seeds)]
-    return [curve(run, measure) for run in runs if (run / "summary.json").is_file()]
+def _runs(out: Path, name: str, seeds: int) -> list[Path]:
+    """Return the finished runs of an arm, as they are kept or in their folders."""
+    both = [(out / slug(name) / f"seed{n}", recorded(out, name, n)) for n in range(seeds)]
+    done = [kept if kept.is_file() else run for run, kept in both]
+    return [run for run in done if run.suffix == ".gz" or (run / "summary.json").is_file()]

@@ -41,8 +41,9 @@ class BfclOracle(Oracle):
         after = self.environment.script(state, turn.response)
         if not entry.classes:
             verdict = board.verdict(entry, after.turns)
-            reward = 1.0 if verdict["valid"] else -1.0
-            return Judgement({"reward": reward}, explanation=verdict.get("error_type", "accepted"))
+            right = verdict["valid"]
+            why = "accepted" if right else verdict["error_type"]
+            return Judgement({"reward": 1.0 if right else -1.0}, explanation=why)
         number = len(script.turns) - 1
         distance, before = self._distance(entry, number, script)
         later, results = self._distance(entry, number, after)

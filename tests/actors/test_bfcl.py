@@ -76,6 +76,15 @@ async def test_more_than_200_altered_references_score_0_and_no_other_effect_scor
     assert zeros >= 200
 
 
+async def test_copies_of_directories_into_each_other_are_refused_from_a_size_on() -> None:
+    environment, state = Bfcl(), BfclState("multi_turn_base_1")
+    names = [(f"d{n}", "d0") for n in range(1, 19)]  # each copy of d0 goes into d0
+    calls = [f"cp(source='{a}', destination='{b}')" for new in names for a, b in (new[::-1], new)]
+    reply = f"[mkdir(dir_name='d0'), {', '.join(calls)}]"
+    seen = await environment.step(state, environment.read(state, reply), TOOLS)
+    assert json.dumps(seen.messages).count("more than 100000 characters") > 4
+
+
 def test_no_function_answers_training_and_held_out_tasks() -> None:
     environment, answering, scenarios = Bfcl(), list[set[str]](), list[set[str]]()
     for side in environment.sides:

@@ -137,7 +137,7 @@ it a few per cent of the actions stay unusable."""
 def from_play(
     model: Path, play: str, recipe: list[Any], sources: Sequence[Path],
     examples: Callable[[int], Sequence[Example]], config: WarmStart, cache: Path, threads: int,
-    cooldown: float = COOLDOWN,
+    cooldown: float = COOLDOWN, packing: bool = False,
 ) -> Path:  # fmt: skip
     """Return ``model`` after it has learnt from examples of ``play``, or ``model`` itself when
     config.steps is 0. The result is cached by ``recipe`` and by the bytes of ``sources`` and of the
@@ -154,7 +154,7 @@ def from_play(
     print(f"warm start on {play}, {steps} (cached afterwards)", flush=True)
     trained = Recipe(
         steps=config.steps, batch=config.rows, lr=config.lr, warmup=config.warmup, dtype=DTYPE,
-        cooldown=int(cooldown * config.steps),
+        cooldown=int(cooldown * config.steps), packing=packing,
     )  # fmt: skip
     try:
         in_subprocess(fine_tune, model, examples(config.steps * config.rows), out, trained, threads)

@@ -8,6 +8,7 @@ import msgspec
 from coppice.actors.environments import registry
 from coppice.actors.environments.agents.environment import AgentEnvironment
 from coppice.actors.environments.base import POLICY
+from coppice.actors.environments.bfcl.environment import Bfcl
 from coppice.actors.environments.game import Game
 from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.actors.environments.task_files import listed
@@ -16,6 +17,7 @@ from coppice.tools.defaults.facts import ensure_facts
 from coppice.tools.defaults.index_corpus import ensure_index
 from coppice.tools.defaults.legal_play import ensure_legal_play
 from coppice.tools.defaults.models import DEFAULT, check_weights, ensure_model
+from coppice.tools.defaults.references import ensure_references
 from coppice.tools.defaults.settings import cache_folder
 from coppice.tools.defaults.warm_start import ensure_warm_start
 from coppice.tools.launching.config import Config
@@ -49,7 +51,10 @@ def _prepare(config: Config, model: Path, cache: Path) -> Assets:
         options, warm = config.data.options, config.warm_start
         model = ensure_legal_play(model, environment, options, warm, cache, config.threads)
         return Assets(str(model), "", "", "")
-    if config.warm_start.steps:
+    if isinstance(environment, Bfcl) and not environment.fresh:
+        options, warm = config.data.options, config.warm_start
+        model = ensure_references(model, environment, options, warm, cache, config.threads)
+    elif config.warm_start.steps:
         steps, named = setting(config, "warm_start.steps"), config.data.environment
         raise ValueError(f"{steps}: there is no warm start for {named!r}; set it to 0")
     return Assets(str(model), config.data.train, config.data.heldout, config.retriever.backend)

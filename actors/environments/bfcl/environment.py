@@ -54,7 +54,8 @@ class Bfcl(Environment):
     of the functions: the leaderboard's "json", or short "signatures" (Python form). split:
     "functions" (no function that answers a training task of one turn answers a held-out one; tasks
     of one scenario stay together) or "all" (every task is held out, to compare with the
-    leaderboard). horizon: the most replies with calls in a user turn; one more fails the episode.
+    leaderboard). api: a class, such as "GorillaFileSystem", that tasks of several turns must use;
+    "" for any. horizon: the most replies with calls in a user turn; one more fails the episode.
     appended: False makes each turn a fresh prompt, as endpoints need. wheel: its path, or "".
     """
 
@@ -67,6 +68,7 @@ class Bfcl(Environment):
         form: Literal["python", "hermes", "llama3", "mistral"] = PYTHON,
         documents: Literal["json", "signatures"] = "json",
         split: Literal["functions", "all"] = "functions",
+        api: str = "",
         horizon: Count = 20,
         appended: bool = True,
         wheel: str = "",
@@ -76,7 +78,7 @@ class Bfcl(Environment):
         if form != PYTHON and documents != "json":
             raise ValueError(f"documents = {documents!r} has no effect with form = {form!r}")
         self.categories, self.form, self.short = categories, form, documents == "signatures"
-        self.split, self.horizon, self.wheel = split, horizon, wheel
+        self.split, self.api, self.horizon, self.wheel = split, api, horizon, wheel
         self.fresh = self.begins_with_prompt = not appended
 
     @functools.cached_property
@@ -87,14 +89,20 @@ class Bfcl(Environment):
     @functools.cached_property
     def sides(self) -> tuple[list[str], list[str]]:
         """The ids of the training and of the held-out tasks."""
-        return divided(self.board, self.categories, self.split == "all")
+        training, held_out = divided(self.board, self.categories, self.split == "all")
+        return [*filter(self._kept, training)], [*filter(self._kept, held_out)]
+
+    def _kept(self, name: str) -> bool:
+        classes = self.board.entry(name).classes
+        return not (self.api and classes) or self.api in classes
 
     def task(self, seed: int) -> Task:
         """Return the task of ``seed``; consecutive seeds give different ones. Raises DataFault if
         the split leaves none."""
         ids = self.sides[seed in HELD_OUT_SEEDS]
         if not ids:
-            raise DataFault(f"bfcl: split = {self.split!r} leaves no task of these categories")
+            settings = f"split = {self.split!r} and api = {self.api!r}"
+            raise DataFault(f"bfcl: {settings} leave no task of these categories")
         entry = self.board.entry(ids[(seed - HELD_OUT_SEEDS.start) % len(ids)])
         return Task(entry.id, entry.turns[0][-1]["content"], seed=seed, source=entry.category)
 

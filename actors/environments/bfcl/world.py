@@ -12,6 +12,9 @@ from coppice.actors.environments.bfcl.calls import FunctionCall
 
 LARGEST = 1000
 """Of an exponent or a precision: the classes compute with larger ones for minutes."""
+LARGEST_STATE = 10**5
+"""The characters of the public state, with their paths, from which nothing is copied: copies of
+directories into each other double it. The leaderboard's largest state has 33,176."""
 
 
 class BfclWorld:
@@ -35,6 +38,8 @@ class BfclWorld:
                 raise NameError(f"name {call.name!r} is not defined")
             if max(abs(values.get(key, 0)) for key in ("exponent", "precision")) > LARGEST:
                 raise ValueError(f"an exponent or a precision is above {LARGEST}")
+            if call.name == "cp" and sum(map(len, _leaves(self.instances, ""))) > LARGEST_STATE:
+                raise ValueError(f"the state has more than {LARGEST_STATE} characters")
             with decimal.localcontext():
                 result = self.methods[call.name](**values)
         except Exception as error:  # noqa: BLE001 - whatever the policy's arguments raise

@@ -1,10 +1,12 @@
 """coppice dev replicate on hand-written run folders: known answers, and what is refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from coppice.research import replication
 from coppice.research.replication import STUDIES, StudyCurve, curve, interval, main, slug, table
 from tests.tools.said import Said
 
@@ -102,6 +104,20 @@ def test_an_arm_without_runs_is_refused(study: Path, refused: Said) -> None:
     told = refused(main, "vpr-tictactoe", "--out", study, "--report", "--only", "VRP")
     assert all(repr(arm) in told for arm in ("VRP", *STUDIES["vpr-tictactoe"].arms))
     assert not (study / "return.md").exists()
+
+
+def test_a_kept_run_is_reported_and_not_run_again(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replication, "RECORDS", tmp_path / "records")
+    parts = {f"heldout/{part}{end}": 0.5 for part in STUDIES["bfcl"].parts for end in ("", "_half")}
+    records = [START | parts, evaluation(10, 100, 5000, 0.25) | parts]
+    run = folder(tmp_path / "bfcl" / "vpr" / "seed0", records)
+    words = "bfcl", "--out", tmp_path / "bfcl", "--seeds", 1, "--only", "VPR"
+    told = said(main, *words, "--report")
+    shutil.rmtree(run)
+    assert said(main, *words) == told
+    assert "| 0.250 | 100 | 5,000 | 12 |" in told and "| VPR | 0.500 ±0.500 |" in told
 
 
 @pytest.mark.parametrize("name", STUDIES)
