@@ -4,6 +4,7 @@ scores that came since the step before, so a crash never loses a sample that a t
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import random
@@ -139,6 +140,19 @@ class Context:
             return place
         self._outgrown(node, place, transition.state)
         return None
+
+    async def try_out(self, nodes: Sequence[Node]) -> None:
+        """Write the environment's own reward of each action to it, as the column "step_reward". No
+        action is taken. One at which the environment fails gets none."""
+        for node in nodes:
+            state, action, tools = self.state(node), self.action(node), self._tools(node)
+            with contextlib.suppress(Dropped):
+                transition = await self.environment.step(state, action, tools)
+                if transition.reward is not None:
+                    columns = {"step_reward": transition.reward}
+                    answers.check_environment(self.environment.name, columns)
+                    node.scores |= columns
+        self.changed(nodes)
 
     async def onward(self, node: Node) -> Node | None:
         """The node at which the policy acts after ``node``, None when the trajectory is over. A

@@ -46,6 +46,7 @@ class WarmStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     two_hop: Share = 0.5
     """Share of two-hop questions among the traces' questions."""
     skill: Share = 0.0
-    """Share of a game's moves that are good (``Game.good_moves``) instead of random."""
+    """Share of a game's moves that are good (``Game.good_moves``) instead of random; in an adapter
+    of another library, of the tasks that are played until a random episode succeeds."""
     seed: int = 1
     """Draws the examples."""

@@ -22,7 +22,14 @@ from coppice.learner.model.memory import sizes
 from coppice.scheduler.telemetry import health, tracking
 from coppice.tools.defaults.settings import cache_folder
 from coppice.tools.launching import changes, jobs, processes, record, rules
-from coppice.tools.launching.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
+from coppice.tools.launching.config import (
+    DEFAULT_CONFIG,
+    Config,
+    ConfigError,
+    convert,
+    default,
+    load,
+)
 from coppice.tools.launching.memory import (
     free_gib,
     gpu_lacks,
@@ -103,7 +110,7 @@ def resolve(options: argparse.Namespace) -> tuple[Config, Path]:
     overrides = [*options.set, *options.changes]
     overrides += [f"{key}={value}" for key, value in given.items() if value is not None]
     if options.resume is None:
-        config = load(options.config or DEFAULT_CONFIG, overrides)
+        config = load(options.config or default(overrides), overrides)
         stamp = time.strftime("%Y%m%d-%H%M%S")
         return config, options.run_folder or Path(config.runs) / f"{config.name}-{stamp}"
     saved = options.resume / "config.json"

@@ -22,6 +22,8 @@ from coppice.tools.launching.record import shown
 from coppice.tools.launching.settings import Config, with_agent, with_arguments
 
 DEFAULT_CONFIG = ROOT / "configs" / "slate-tiny.toml"
+_OTHERS = ("gymnasium", "textarena", "other_python")
+"""Environments of other libraries, whose default is another file: there is nothing to search."""
 
 _SYNONYMS = {
     "learning_rate": "lr",
@@ -45,6 +47,13 @@ _SYNONYMS = {
 class ConfigError(ValueError):
     """A configuration that cannot be used. The message names the key, the value and what was
     expected."""
+
+
+def default(overrides: list[str]) -> Path:
+    """The config of a command line that names none."""
+    named = [text for text in overrides if text.startswith("data.environment=")]
+    others = named and named[-1].partition("=")[2].strip("'\" ") in _OTHERS
+    return DEFAULT_CONFIG.with_name("others-tiny.toml") if others else DEFAULT_CONFIG
 
 
 def load(path: Path, overrides: list[str]) -> Config:

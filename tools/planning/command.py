@@ -17,7 +17,7 @@ from coppice.learner.model.memory import told as parts_told
 from coppice.scheduler.growth import strategies
 from coppice.tools.defaults.models import OURS, ensure_model
 from coppice.tools.defaults.settings import cache_folder
-from coppice.tools.launching.config import DEFAULT_CONFIG, Config, load
+from coppice.tools.launching.config import DEFAULT_CONFIG, Config, default, load
 from coppice.tools.launching.memory import gpu_lines
 from coppice.tools.planning import formulas
 from coppice.tools.planning.formulas import GPUS, SHAPES, Assumed, Dense, Served, Split
@@ -91,7 +91,7 @@ class RunPlan(msgspec.Struct, frozen=True):
 def plan(options: argparse.Namespace, given: dict[str, Any]) -> RunPlan:
     """Return the plan of a config. given: what --assume sets."""
     gpus, gpu = options.gpus, "" if options.gpus is None else options.gpu
-    config = load(options.config or DEFAULT_CONFIG, options.set or [])
+    config = load(options.config or default(options.set or []), options.set or [])
     model = model_of(config, options.shape)
     assumed = msgspec.convert(GPUS.get(gpu, {}) | given, Assumed)
     source, lengths = made_up(config, assumed)

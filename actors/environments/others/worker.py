@@ -2,7 +2,8 @@
 ``python worker.py GAME ARGUMENTS``. It needs the standard library alone.
 
 A request is a line [id, seed, actions so far, action] of stdin, and its answer a line of what
-stands after the action; an action of null asks for what stands before. So nothing is lost with this
+stands after the action; an action of null asks for what stands before, and a seed of null for
+actions that the game lists (``listed``). So nothing is lost with this
 process, and the games in its cache only save time.
 
 A game is a name in ``GAMES`` or ``module:Class``. The class has ``begin(seed)``, which returns what
@@ -35,6 +36,8 @@ except ModuleNotFoundError:
 
 KEPT = 256
 """The most games in a cache."""
+LISTED = 64
+"""How many answers of a set random play chooses among. Their questions are of no run."""
 
 
 class Turned(NamedTuple):
@@ -171,6 +174,11 @@ class Reasoning:
     def __init__(self, name: str, **config: Any):
         self.ask = functools.partial(_question, name, json.dumps(config))
         self.ask(0)
+
+    def listed(self) -> list[str]:
+        """Return the answers to ``LISTED`` questions, each once."""
+        entries = [self.ask(2**31 - 1 - place)[1] for place in range(LISTED)]
+        return sorted({str(entry["answer"]) for entry in entries if entry["answer"] is not None})
 
     def begin(self, seed: int) -> str:
         self.questions, self.entry = self.ask(seed)
@@ -324,7 +332,10 @@ def main(place: str, arguments: str) -> None:
     for line in requests:
         number, seed, actions, action = json.loads(line)
         try:
-            answer: dict[str, Any] = games.answer(seed, tuple(actions), action)._asdict()
+            if seed is None:
+                answer: dict[str, Any] = {"listed": kind(**options).listed()}
+            else:
+                answer = games.answer(seed, tuple(actions), action)._asdict()
         except ActionRefused as error:
             answer = {"refused": str(error)}
         except Exception as error:  # noqa: BLE001
