@@ -147,12 +147,10 @@ class Context:
         for node in nodes:
             state, action, tools = self.state(node), self.action(node), self._tools(node)
             with contextlib.suppress(Dropped):
-                transition = await self.environment.step(state, action, tools)
-                if transition.reward is not None:
-                    columns = {"step_reward": transition.reward}
-                    answers.check_environment(self.environment.name, columns)
-                    node.scores |= columns
-        self.changed(nodes)
+                tried = await self.environment.step(state, action, tools)
+                columns = {} if tried.reward is None else {"step_reward": tried.reward}
+                answers.check_environment(self.environment.name, columns)
+                node.scores |= columns
 
     async def onward(self, node: Node) -> Node | None:
         """The node at which the policy acts after ``node``, None when the trajectory is over. A

@@ -17,9 +17,8 @@ INVALID_REWARD = -2.0
 """An action with neither search nor answer gets the worst composite score (methods.md 1.4)."""
 
 
-def tries_out(environment: Environment) -> bool:
+def tries_out(e: Environment) -> bool:
     """Whether the environment's own rewards of candidates can stand for those of a judge."""
-    e = environment
     return e.fresh and e.gives_step_rewards and not e.rewarded_by_judge
 
 
@@ -41,10 +40,9 @@ async def judge(ctx: Context, nodes: Sequence[Node], bonus: float) -> list[float
                 node.scores["reward"] = composite(node.scores, *when, bonus)
     elif len(nodes) > 1 and tries_out(ctx.environment):
         await ctx.try_out(nodes)
-        for node in nodes:
-            if "step_reward" in node.scores:
-                valid = ctx.action(node).valid
-                node.scores["reward"] = node.scores["step_reward"] if valid else INVALID_REWARD
+        for node in (node for node in nodes if "step_reward" in node.scores):
+            own = node.scores["step_reward"] if ctx.action(node).valid else INVALID_REWARD
+            node.scores["reward"] = own
     return [node.scores.get("reward", math.nan) for node in nodes]
 
 

@@ -26,8 +26,6 @@ LEVEL = 0.9
 """The run warns while the share of valid scores is below this."""
 UPDATES = 3
 """The updates in a row after which a condition is told that may be chance in one update."""
-ROUNDED = 0.005
-"""A share below this is shown as .00."""
 LOWERED = 0.1
 """The run warns while more of the turns are in states where every sampled action is made rarer."""
 _LONGEST = 300
@@ -160,7 +158,7 @@ class Fruitless:
         rules = [
             (left_out, 1, _LEFT_OUT),
             (self._unsupported, 1, _UNSUPPORTED),
-            (value("score/valid", 1.0) < ROUNDED, UPDATES, _INVALID),
+            (round(value("score/valid", 1.0), 2) == 0, UPDATES, _INVALID),
             (value("learner/lowered_states_share", 0.0) > LOWERED, UPDATES, _LOWERED),
             (value("learner/zero_advantage_share", 0.0) == 1, UPDATES, _EQUAL),
         ]

@@ -137,7 +137,9 @@ async def test_candidates_of_a_failing_judge_have_one_score(tmp_path: Path, llam
     assert [turn.scores["advantage"] for turn in stage.groups[0]] == [0, 0, 0]
 
 
-async def test_without_a_judge_slate_takes_the_rewards_of_steps(tmp_path: Path, llama: Path) -> None:
+async def test_without_a_judge_slate_takes_the_rewards_of_steps(
+    tmp_path: Path, llama: Path
+) -> None:
     pytest.importorskip("gymnasium")
     script = [["<action>up</action>", "<action>right</action>", NOTHING]]
     stage = Stage(tmp_path, llama, script, judge="none")

@@ -22,7 +22,8 @@ FLAGS = 0.1
 """The share of flags among random moves in Minesweeper. With a larger share, most of a board would
 never be seen open."""
 TRIES = 256
-"""The most episodes of one task that are played in search of a success."""
+"""The most episodes of a task that are played in search of a success."""
+Listing = Game | Mutable
 
 
 class RandomPlayers(Tools):
@@ -48,23 +49,23 @@ class RandomTurn(msgspec.Struct, frozen=True):
     action: Action
 
 
-def random_play(
-    environment: Game | Mutable, count: int, seed: int, skill: float = 0.0
-) -> list[RandomTurn]:
-    """Return ``count`` turns, shuffled, of whole episodes of random play. skill: the share of a
-    game's good moves; elsewhere the share of tasks that are played until an episode succeeds."""
+def random_play(game: Listing, count: int, seed: int, skill: float = 0.0) -> list[RandomTurn]:
+    """Return ``count`` turns, shuffled, of whole episodes of random play. Raises ValueError. skill:
+    the share of good moves; in an adapter that of tasks played until an episode succeeds."""
     rng, turns = random.Random(seed), list[RandomTurn]()
 
     async def play() -> None:
-        tasks = map(environment.task, itertools.count(FIRST_SEED))
+        tasks = map(game.task, itertools.count(FIRST_SEED))
         while len(turns) < count:
-            task, again = next(tasks), not isinstance(environment, Game) and rng.random() < skill
+            task, again = next(tasks), not isinstance(game, Game) and rng.random() < skill
             for _ in range(TRIES if again else 1):
-                episode, success = await _episode(environment, task, rng, skill)
+                episode, success = await _episode(game, task, rng, skill)
                 if success:
                     break
+            if not episode:
+                raise ValueError(f"{game.name} lists no replies: set warm_start.steps = 0")
             turns.extend(episode)
-        await environment.close()
+        await game.close()
 
     asyncio.run(play())
     rng.shuffle(turns)
@@ -72,9 +73,9 @@ def random_play(
 
 
 async def _episode(
-    environment: Game | Mutable, task: Task, rng: random.Random, skill: float
+    environment: Listing, task: Task, rng: random.Random, skill: float
 ) -> tuple[list[RandomTurn], bool]:
-    """Play a random episode, and tell whether it succeeded."""
+    """Return a random episode, and whether it succeeded."""
     players = RandomPlayers(environment, rng)
     state = await environment.open(environment.initial(task), players)
     turns: list[RandomTurn] = []
@@ -88,21 +89,19 @@ async def _episode(
     return turns, False
 
 
-def _replies(
-    environment: Game | Mutable, state: Any, rng: random.Random, skill: float
-) -> list[str]:
-    if not isinstance(environment, Game) or not (moves := environment.moves(state)):
-        return environment.replies(state)
-    good = environment.good_moves(state) if skill and rng.random() < skill else []
+def _replies(game: Listing, state: Any, rng: random.Random, skill: float) -> list[str]:
+    if not isinstance(game, Game) or not (moves := game.moves(state)):
+        return game.replies(state)
+    good = game.good_moves(state) if skill and rng.random() < skill else []
     if not good:
-        flags = [move for move in moves if environment.notation(move).startswith("flag")]
+        flags = [move for move in moves if game.notation(move).startswith("flag")]
         others = [move for move in moves if move not in flags]
         good = flags if flags and (not others or rng.random() < FLAGS) else others
-    return [f"<action>{environment.notation(move)}</action>" for move in good]
+    return [f"<action>{game.notation(move)}</action>" for move in good]
 
 
 def legal_play(
-    environment: Game | Mutable, text: Text, count: int, seed: int, skill: float = 0.0
+    environment: Listing, text: Text, count: int, seed: int, skill: float = 0.0
 ) -> list[Example]:
     """Return the turns of ``random_play`` as the tokens of a rollout, whose prompt is encoded in
     two parts: that which all turns share, and the rest. The target is the action."""
@@ -116,8 +115,8 @@ def legal_play(
 
 
 def ensure_legal_play(
-    model: Path, environment: Game | Mutable, options: dict[str, Any], config: WarmStart,
-    cache: Path, threads: int,
+    model: Path, environment: Listing, options: dict[str, Any], config: WarmStart, cache: Path,
+    threads: int,
 ) -> Path:  # fmt: skip
     """Return the model after random play (``from_play``). Raises ValueError for a ``skill`` that
     the game cannot have."""

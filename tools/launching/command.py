@@ -22,14 +22,7 @@ from coppice.learner.model.memory import sizes
 from coppice.scheduler.telemetry import health, tracking
 from coppice.tools.defaults.settings import cache_folder
 from coppice.tools.launching import changes, jobs, processes, record, rules
-from coppice.tools.launching.config import (
-    DEFAULT_CONFIG,
-    Config,
-    ConfigError,
-    convert,
-    default,
-    load,
-)
+from coppice.tools.launching.config import Config, ConfigError, convert, default, load
 from coppice.tools.launching.memory import (
     free_gib,
     gpu_lacks,
@@ -61,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     what = "Train a policy, or go on with a run; everything is set up on the first start."
     parser = command_parser("coppice launch", what, _EXAMPLES)
     new = parser.add_argument_group("what to train").add_argument
-    file = f"TOML file (default: configs/{DEFAULT_CONFIG.name})"
+    file = f"TOML file (default: configs/{default([]).name})"
     new("--config", type=Path, metavar="FILE", help=file)
     new("--actors", type=int, help="actor processes (default: the config's actors.count)")
     new("--learner", type=int, help="learner ranks (default: the config's learner.count)")

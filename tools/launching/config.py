@@ -22,8 +22,6 @@ from coppice.tools.launching.record import shown
 from coppice.tools.launching.settings import Config, with_agent, with_arguments
 
 DEFAULT_CONFIG = ROOT / "configs" / "slate-tiny.toml"
-_OTHERS = ("gymnasium", "textarena", "other_python")
-"""Environments of other libraries, whose default is another file: there is nothing to search."""
 
 _SYNONYMS = {
     "learning_rate": "lr",
@@ -50,9 +48,9 @@ class ConfigError(ValueError):
 
 
 def default(overrides: list[str]) -> Path:
-    """The config of a command line that names none."""
-    named = [text for text in overrides if text.startswith("data.environment=")]
-    others = named and named[-1].partition("=")[2].strip("'\" ") in _OTHERS
+    """The config of a command line that names none. Other libraries have nothing to search."""
+    named = [text.strip("'\"") for text in overrides if text.startswith("data.environment=")]
+    others = named and named[-1].endswith(("gymnasium", "textarena", "other_python"))
     return DEFAULT_CONFIG.with_name("others-tiny.toml") if others else DEFAULT_CONFIG
 
 

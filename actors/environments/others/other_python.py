@@ -60,16 +60,15 @@ class OtherPython(Mutable):
             last = trial.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             raise ValueError(f"game = {game!r}, arguments = {arguments or {}}, in {python}: {last}")
         self._children = [_Child(command, timeout_s) for _ in range(processes)]
-        self._command = command
         if not actions and hasattr(GAMES.get(game), "listed"):
             self.replies = lambda state: self._listed
 
     @functools.cached_property
     def _listed(self) -> list[str]:
+        request: dict[str, Any] = {"input": b"[0, null, [], null]", "env": _environment()}
         told = subprocess.run(
-            self._command, input=b"[0, null, [], null]", stdout=subprocess.PIPE, check=True,
-            env=_environment(),
-        )  # fmt: skip
+            self._children[0].command, stdout=subprocess.PIPE, check=True, **request
+        )
         return [f"<action>{action}</action>" for action in json.loads(told.stdout)["listed"]]
 
     async def ask(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:

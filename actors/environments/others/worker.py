@@ -36,8 +36,6 @@ except ModuleNotFoundError:
 
 KEPT = 256
 """The most games in a cache."""
-LISTED = 64
-"""How many answers of a set random play chooses among. Their questions are of no run."""
 
 
 class Turned(NamedTuple):
@@ -176,8 +174,8 @@ class Reasoning:
         self.ask(0)
 
     def listed(self) -> list[str]:
-        """Return the answers to ``LISTED`` questions, each once."""
-        entries = [self.ask(2**31 - 1 - place)[1] for place in range(LISTED)]
+        """Return the answers to 64 questions of no run, each once."""
+        entries = [self.ask(2**31 - 1 - place)[1] for place in range(64)]
         return sorted({str(entry["answer"]) for entry in entries if entry["answer"] is not None})
 
     def begin(self, seed: int) -> str:
