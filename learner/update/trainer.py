@@ -279,7 +279,7 @@ class Trainer:
         if table.anchor is not None:
             _, state, count = np.unique(table.anchor, return_inverse=True, return_counts=True)
             lowered = np.bincount(state, table.per_turn(objective.advantages) < 0) == count
-            metrics["learner/lowered_states_share"] = float((lowered & (count > 1))[state].mean())
+            metrics["learner/lowered_states_share"] = float((lowered & (count > 3))[state].mean())
         for name, scores in table.scores.items():
             if not np.isnan(scores).all():
                 metrics[f"score/{name}"] = float(np.nanmean(scores))

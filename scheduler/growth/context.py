@@ -142,8 +142,7 @@ class Context:
         return None
 
     async def try_out(self, nodes: Sequence[Node]) -> None:
-        """Write the environment's own reward of each action to it, as the column "step_reward". No
-        action is taken. One at which the environment fails gets none."""
+        """Write "step_reward" to actions, of which none is taken; not where that is Dropped."""
         for node in nodes:
             state, action, tools = self.state(node), self.action(node), self._tools(node)
             with contextlib.suppress(Dropped):

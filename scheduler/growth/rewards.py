@@ -25,8 +25,8 @@ def tries_out(e: Environment) -> bool:
 async def judge(ctx: Context, nodes: Sequence[Node], bonus: float) -> list[float]:
     """Have sibling actions judged, and return their rewards r_t: the judge's column "reward" if the
     environment is ``rewarded_by_judge``, else SLATE's ``composite``; NaN where no component is
-    scored, as else the early-answer bonus would be all that candidates differ by. Without a judge:
-    the environment's own rewards of the steps, if it gives them."""
+    scored, as else the early-answer bonus would be all that candidates differ by. Without a judge,
+    the environment's own rewards."""
     by_judge = ctx.environment.rewarded_by_judge
     await score(ctx, [node for node in nodes if by_judge or ctx.action(node).valid])
     mark(ctx, nodes)

@@ -183,9 +183,8 @@ _INVALID = (
     " (warm_start.steps), or with a model that was fine-tuned to it (coppice sft)"
 )
 _LOWERED = (
-    "every action that was sampled in some states has a negative advantage, so what was never"
-    " sampled there, such as unreadable text, gains: set learner.kl_coef, or compare the actions of"
-    " one state (method = 'vpr-v2')"
+    "every action that was sampled in some states has a negative advantage, so unreadable text"
+    " gains: set learner.kl_coef, or compare actions of one state (method = 'vpr-v2')"
 )
 _EQUAL = (
     f"nothing is learnt: every advantage was 0 in the last {UPDATES} updates, because the compared"

@@ -75,7 +75,6 @@ def random_play(game: Listing, count: int, seed: int, skill: float = 0.0) -> lis
 async def _episode(
     environment: Listing, task: Task, rng: random.Random, skill: float
 ) -> tuple[list[RandomTurn], bool]:
-    """Return a random episode, and whether it succeeded."""
     players = RandomPlayers(environment, rng)
     state = await environment.open(environment.initial(task), players)
     turns: list[RandomTurn] = []

@@ -51,7 +51,7 @@ def default(overrides: list[str]) -> Path:
     """The config of a command line that names none. Other libraries have nothing to search."""
     named = [text.strip("'\"") for text in overrides if text.startswith("data.environment=")]
     others = named and named[-1].endswith(("gymnasium", "textarena", "other_python"))
-    return DEFAULT_CONFIG.with_name("others-tiny.toml") if others else DEFAULT_CONFIG
+    return ROOT / "configs/shared/others-tiny.toml" if others else DEFAULT_CONFIG
 
 
 def load(path: Path, overrides: list[str]) -> Config:

@@ -40,9 +40,8 @@ class Mutable(Environment):
     rules = "You play a text game."
 
     def __init__(self, horizon: Count, actions: Sequence[str] = ()):
-        """actions: among which a warm start and a player without a model choose."""
         self.horizon = horizon
-        if actions:
+        if actions:  # among which a warm start and a player without a model choose
             self.replies = lambda state: [f"<action>{action}</action>" for action in actions]
 
     async def ask(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:

@@ -65,11 +65,9 @@ class OtherPython(Mutable):
 
     @functools.cached_property
     def _listed(self) -> list[str]:
-        request: dict[str, Any] = {"input": b"[0, null, [], null]", "env": _environment()}
-        told = subprocess.run(
-            self._children[0].command, stdout=subprocess.PIPE, check=True, **request
-        )
-        return [f"<action>{action}</action>" for action in json.loads(told.stdout)["listed"]]
+        command, request = self._children[0].command, b"[0, null, [], null]"
+        told = subprocess.check_output(command, input=request, env=_environment())
+        return [f"<action>{one}</action>" for one in json.loads(told).get("listed", [])]
 
     async def ask(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:
         answer = await self._children[seed % len(self._children)].ask(seed, actions, action)

@@ -330,10 +330,8 @@ def main(place: str, arguments: str) -> None:
     for line in requests:
         number, seed, actions, action = json.loads(line)
         try:
-            if seed is None:
-                answer: dict[str, Any] = {"listed": kind(**options).listed()}
-            else:
-                answer = games.answer(seed, tuple(actions), action)._asdict()
+            answer: dict[str, Any] = {"listed": kind(**options).listed()} if seed is None else {}
+            answer = answer or games.answer(seed, tuple(actions), action)._asdict()
         except ActionRefused as error:
             answer = {"refused": str(error)}
         except Exception as error:  # noqa: BLE001
