@@ -36,7 +36,7 @@ class RandomPlayers(Tools):
         """Return a uniformly random legal move of the position."""
         return self.rng.choice(self.environment.moves(state))
 
-    async def say(self, speaker: str, *_: Any) -> str:
+    async def say(self, speaker: str, messages: Any, max_tokens: int, stop: Any) -> str:
         """Return a uniformly random listed reply."""
         return self.rng.choice(self.environment.replies(None))
 
@@ -57,7 +57,8 @@ def random_play(game: Listing, count: int, seed: int, skill: float = 0.0) -> lis
     async def play() -> None:
         tasks = map(game.task, itertools.count(FIRST_SEED))
         while len(turns) < count:
-            task, again = next(tasks), not isinstance(game, Game) and rng.random() < skill
+            task, episode = next(tasks), list[RandomTurn]()
+            again = not isinstance(game, Game) and rng.random() < skill
             for _ in range(TRIES if again else 1):
                 episode, success = await _episode(game, task, rng, skill)
                 if success:

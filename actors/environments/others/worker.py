@@ -2,9 +2,8 @@
 ``python worker.py GAME ARGUMENTS``. It needs the standard library alone.
 
 A request is a line [id, seed, actions so far, action] of stdin, and its answer a line of what
-stands after the action; an action of null asks for what stands before, and a seed of null for
-actions that the game lists (``listed``). So nothing is lost with this
-process, and the games in its cache only save time.
+stands after the action. An action of null asks for what stands before, a seed of null for
+``listed`` actions. Nothing is lost with this process, and its cache only saves time.
 
 A game is a name in ``GAMES`` or ``module:Class``. The class has ``begin(seed)``, which returns what
 the player sees first, and ``turn(action)``, which returns the beginning of a ``Turned``, or raises
@@ -331,7 +330,7 @@ def main(place: str, arguments: str) -> None:
         number, seed, actions, action = json.loads(line)
         try:
             answer: dict[str, Any] = {"listed": kind(**options).listed()} if seed is None else {}
-            answer = answer or games.answer(seed, tuple(actions), action)._asdict()
+            answer = answer or games.answer(seed or 0, tuple(actions), action)._asdict()
         except ActionRefused as error:
             answer = {"refused": str(error)}
         except Exception as error:  # noqa: BLE001
