@@ -276,6 +276,10 @@ class Trainer:
             "learner/staleness_max": float(stale.max()),
             "learner/over_stale": float(len(np.unique(over))),
         }
+        if table.anchor is not None:
+            _, state, count = np.unique(table.anchor, return_inverse=True, return_counts=True)
+            lowered = np.bincount(state, table.per_turn(objective.advantages) < 0) == count
+            metrics["learner/lowered_states_share"] = float((lowered & (count > 3))[state].mean())
         for name, scores in table.scores.items():
             if not np.isnan(scores).all():
                 metrics[f"score/{name}"] = float(np.nanmean(scores))

@@ -4,6 +4,7 @@ scores that came since the step before, so a crash never loses a sample that a t
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import random
@@ -139,6 +140,16 @@ class Context:
             return place
         self._outgrown(node, place, transition.state)
         return None
+
+    async def try_out(self, nodes: Sequence[Node]) -> None:
+        """Write "step_reward" to actions, of which none is taken; not where that is Dropped."""
+        for node in nodes:
+            state, action, tools = self.state(node), self.action(node), self._tools(node)
+            with contextlib.suppress(Dropped):
+                tried = await self.environment.step(state, action, tools)
+                columns = {} if tried.reward is None else {"step_reward": tried.reward}
+                answers.check_environment(self.environment.name, columns)
+                node.scores |= columns
 
     async def onward(self, node: Node) -> Node | None:
         """The node at which the policy acts after ``node``, None when the trajectory is over. A

@@ -5,6 +5,7 @@ import math
 import random
 from collections.abc import Sequence
 
+from coppice.actors.environments.base import Environment
 from coppice.scheduler.config import UNJUDGED
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.scoring import mark, score
@@ -16,10 +17,16 @@ INVALID_REWARD = -2.0
 """An action with neither search nor answer gets the worst composite score (methods.md 1.4)."""
 
 
+def tries_out(e: Environment) -> bool:
+    """Whether the environment's own rewards of candidates can stand for those of a judge."""
+    return e.fresh and e.gives_step_rewards and not e.rewarded_by_judge
+
+
 async def judge(ctx: Context, nodes: Sequence[Node], bonus: float) -> list[float]:
     """Have sibling actions judged, and return their rewards r_t: the judge's column "reward" if the
     environment is ``rewarded_by_judge``, else SLATE's ``composite``; NaN where no component is
-    scored, as else the early-answer bonus would be all that candidates differ by."""
+    scored, as else the early-answer bonus would be all that candidates differ by. Without a judge,
+    the environment's own rewards."""
     by_judge = ctx.environment.rewarded_by_judge
     await score(ctx, [node for node in nodes if by_judge or ctx.action(node).valid])
     mark(ctx, nodes)
@@ -31,6 +38,11 @@ async def judge(ctx: Context, nodes: Sequence[Node], bonus: float) -> list[float
             elif COMPONENTS & node.scores.keys():
                 when = action.kind == "answer", node.step, ctx.settings.budget
                 node.scores["reward"] = composite(node.scores, *when, bonus)
+    elif len(nodes) > 1 and tries_out(ctx.environment):
+        await ctx.try_out(nodes)
+        for node in (node for node in nodes if "step_reward" in node.scores):
+            own = node.scores["step_reward"] if ctx.action(node).valid else INVALID_REWARD
+            node.scores["reward"] = own
     return [node.scores.get("reward", math.nan) for node in nodes]
 
 

@@ -26,6 +26,8 @@ LEVEL = 0.9
 """The run warns while the share of valid scores is below this."""
 UPDATES = 3
 """The updates in a row after which a condition is told that may be chance in one update."""
+LOWERED = 0.1
+"""The run warns while more of the turns are in states where every sampled action is made rarer."""
 _LONGEST = 300
 """The number of characters of a fault's text that are shown; the log has the whole text."""
 _NUMBER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?")
@@ -156,7 +158,8 @@ class Fruitless:
         rules = [
             (left_out, 1, _LEFT_OUT),
             (self._unsupported, 1, _UNSUPPORTED),
-            (value("score/valid", 1.0) == 0, UPDATES, _INVALID),
+            (round(value("score/valid", 1.0), 2) == 0, UPDATES, _INVALID),
+            (value("learner/lowered_states_share", 0.0) > LOWERED, UPDATES, _LOWERED),
             (value("learner/zero_advantage_share", 0.0) == 1, UPDATES, _EQUAL),
         ]
         self._held = Counter({said: self._held[said] + 1 for holds, _, said in rules if holds})
@@ -176,8 +179,12 @@ _UNSUPPORTED = (
 )
 _INVALID = (
     f"no action was valid in the last {UPDATES} updates: the policy does not write the"
-    " environment's notation. Look at its actions with coppice trees, and begin with a model that"
-    " was fine-tuned to it (coppice sft)"
+    " environment's notation. Look at its actions with coppice trees, and begin with a warm start"
+    " (warm_start.steps), or with a model that was fine-tuned to it (coppice sft)"
+)
+_LOWERED = (
+    "every action that was sampled in some states has a negative advantage, so unreadable text"
+    " gains: set learner.kl_coef, or compare actions of one state (method = 'vpr-v2')"
 )
 _EQUAL = (
     f"nothing is learnt: every advantage was 0 in the last {UPDATES} updates, because the compared"

@@ -48,6 +48,12 @@ def test_questions_without_evidence_are_told_at_once(tmp_path: Path, evidence: l
     assert ["query = 'format'" in line for line in lines] == [True] * (not evidence)
 
 
+def test_states_in_which_every_action_loses_are_told() -> None:
+    fruitless, share = Fruitless("reward"), {"learner/lowered_states_share": 0.2}
+    *before, (line,) = [fruitless.note(share) for _ in range(UPDATES)]
+    assert before == [[]] * (UPDATES - 1) and "so unreadable text" in line
+
+
 def test_a_condition_must_hold_in_updates_that_follow_each_other() -> None:
     fruitless = Fruitless("reward")
     shares = [1.0] * (UPDATES - 1) + [0.5] + [1.0] * UPDATES

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from coppice.actors.environments.base import Task
+from coppice.actors.environments.others.in_process import Gymnasium
 from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.learner.schemes import slate as slate_scheme
 from coppice.learner.update.table import TurnTable
@@ -134,6 +135,18 @@ async def test_candidates_of_a_failing_judge_have_one_score(tmp_path: Path, llam
     await stage.grow(slate)
     assert all("reward" not in turn.scores for turn in stage.groups[0])
     assert [turn.scores["advantage"] for turn in stage.groups[0]] == [0, 0, 0]
+
+
+async def test_without_a_judge_slate_takes_the_rewards_of_steps(
+    tmp_path: Path, llama: Path
+) -> None:
+    pytest.importorskip("gymnasium")
+    script = [["<action>up</action>", "<action>right</action>", NOTHING]]
+    stage = Stage(tmp_path, llama, script, judge="none")
+    stage.use(environment=Gymnasium("CliffWalking-v1", horizon=1))
+    await stage.grow(slate)
+    assert stage.rewards() == [[-1, -100, -2]]
+    assert sum("outcome" in node.scores for node in stage.tree.nodes.values()) == 1
 
 
 @pytest.mark.parametrize(("strategy", "count"), [(slate, 3), (full, 1), (chain, 1), (ppr, 1)])

@@ -46,6 +46,6 @@ class WarmStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     two_hop: Share = 0.5
     """Share of two-hop questions among the traces' questions."""
     skill: Share = 0.0
-    """Share of a game's moves that are good (``Game.good_moves``) instead of random."""
+    """Share of good moves (``Game.good_moves``), or in an adapter of tasks played to a success."""
     seed: int = 1
     """Draws the examples."""

@@ -21,7 +21,7 @@ from coppice.learner.model.memory import sizes
 from coppice.scheduler.telemetry import health, tracking
 from coppice.tools.defaults.settings import cache_folder
 from coppice.tools.launching import changes, jobs, processes, record, rules
-from coppice.tools.launching.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
+from coppice.tools.launching.config import Config, ConfigError, convert, default, load
 from coppice.tools.launching.memory import (
     free_gib,
     gpu_lacks,
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     what = "Train a policy, or go on with a run; everything is set up on the first start."
     parser = command_parser("coppice launch", what, _EXAMPLES)
     new = parser.add_argument_group("what to train").add_argument
-    file = f"TOML file (default: configs/{DEFAULT_CONFIG.name})"
+    file = f"TOML file (default: configs/{default([]).name})"
     new("--config", type=Path, metavar="FILE", help=file)
     new("--actors", type=int, help="actor processes (default: the config's actors.count)")
     new("--learner", type=int, help="learner ranks (default: the config's learner.count)")
@@ -102,7 +102,7 @@ def resolve(options: argparse.Namespace) -> tuple[Config, Path]:
     overrides = [*options.set, *options.changes]
     overrides += [f"{key}={value}" for key, value in given.items() if value is not None]
     if options.resume is None:
-        config = load(options.config or DEFAULT_CONFIG, overrides)
+        config = load(options.config or default(overrides), overrides)
         stamp = time.strftime("%Y%m%d-%H%M%S")
         return config, options.run_folder or Path(config.runs) / f"{config.name}-{stamp}"
     saved = options.resume / "config.json"

@@ -23,7 +23,7 @@ from coppice.learner.update import corrections
 from coppice.learner.update.plan import plan_of
 from coppice.scheduler.config import UNJUDGED
 from coppice.scheduler.growth import strategies
-from coppice.scheduler.growth.rewards import COMPONENTS
+from coppice.scheduler.growth.rewards import COMPONENTS, tries_out
 from coppice.scheduler.growth.strategies import Strategy
 from coppice.tools.bootstrap import ROOT
 from coppice.tools.launching.settings import Config, setting
@@ -191,7 +191,7 @@ def _strategy(config: Config, gives: StrategyGives, environment: Environment) ->
     if gives.needs_top and config.actors.served:
         expected = "expected actors.engine = 'local', or scheduler.strategy_options.top = 0"
         yield f"{named} needs the most probable tokens, which servers do not report: {expected}"
-    if gives.needs_judge and s.judge == UNJUDGED:
+    if gives.needs_judge and s.judge == UNJUDGED and not tries_out(environment):
         yield f"scheduler.judge = {UNJUDGED!r} leaves {named} without scores: name a judge"
     if gives.needs_outcome_judge and not environment.outcome_judge:
         needed = "an environment whose outcomes a judge gives, such as search_qa"
@@ -221,10 +221,12 @@ def _columns(
         ended |= {*outcome.columns, *(() if environment.fresh else _EXTENT)}
     own = {"valid", "truncated", *gives.columns, *gives.purpose}
     no_reward = ""
-    if s.judge == UNJUDGED:
+    if s.judge == UNJUDGED and not (gives.needs_judge and tries_out(environment)):
         no_reward = "scheduler.judge is 'none'"
     elif not gives.rewarded:
         no_reward = f"{grows} makes none"
+    elif s.judge == UNJUDGED:
+        pass
     elif environment.rewarded_by_judge and "reward" not in judged:
         no_reward = f"judge {s.judge!r} must give it for {environment.name!r}"
     elif not environment.rewarded_by_judge and not judged >= COMPONENTS:

@@ -10,8 +10,10 @@ from coppice.actors.environments.agents.environment import AgentEnvironment
 from coppice.actors.environments.base import POLICY
 from coppice.actors.environments.bfcl.environment import Bfcl
 from coppice.actors.environments.game import Game
+from coppice.actors.environments.others.mutable import Mutable
 from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.actors.environments.task_files import listed
+from coppice.scheduler.evaluation.evaluation import lists_replies
 from coppice.tools.defaults import search_play, tiny
 from coppice.tools.defaults.facts import ensure_facts
 from coppice.tools.defaults.index_corpus import ensure_index
@@ -42,12 +44,12 @@ def prepare(config: Config) -> Assets:
 
 def _prepare(config: Config, model: Path, cache: Path) -> Assets:
     environment = registry.load(config.data.environment, config.data.options)
-    if config.warm_start.skill and not isinstance(environment, Game):
+    if config.warm_start.skill and not isinstance(environment, Game | Mutable):
         skill = setting(config, "warm_start.skill")
         raise ValueError(f"{skill}: only a game has good moves; set it to 0")
     if isinstance(environment, SearchQA | AgentEnvironment):
         return _for_questions(config, environment, model, cache)
-    if isinstance(environment, Game):
+    if isinstance(environment, Game | Mutable) and lists_replies(environment):
         options, warm = config.data.options, config.warm_start
         model = ensure_legal_play(model, environment, options, warm, cache, config.threads)
         return Assets(str(model), "", "", "")

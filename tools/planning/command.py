@@ -17,7 +17,7 @@ from coppice.learner.model.memory import told as parts_told
 from coppice.scheduler.growth import strategies
 from coppice.tools.defaults.models import OURS, ensure_model
 from coppice.tools.defaults.settings import cache_folder
-from coppice.tools.launching.config import DEFAULT_CONFIG, Config, load
+from coppice.tools.launching.config import Config, default, load
 from coppice.tools.launching.memory import gpu_lines
 from coppice.tools.planning import formulas
 from coppice.tools.planning.formulas import GPUS, SHAPES, Assumed, Dense, Served, Split
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
         "coppice plan", "Predict what a run takes: tokens, FLOPs, memory, time, cost.", EXAMPLES
     )
     add, names = parser.add_argument, ", ".join(Assumed.__struct_fields__)
-    add("--config", type=Path, metavar="FILE", help=f"TOML file (default: {DEFAULT_CONFIG.name})")
+    add("--config", type=Path, metavar="FILE", help=f"TOML file (default: {default([]).name})")
     add("--set", action="append", metavar="KEY=VALUE", help="change a key; repeatable")
     add("--gpus", type=int, help="GPUs for actors and learner together")
     add("--gpu", default="h100", metavar="NAME", help=f"one of {', '.join(GPUS)} (default: h100)")
@@ -91,7 +91,7 @@ class RunPlan(msgspec.Struct, frozen=True):
 def plan(options: argparse.Namespace, given: dict[str, Any]) -> RunPlan:
     """Return the plan of a config. given: what --assume sets."""
     gpus, gpu = options.gpus, "" if options.gpus is None else options.gpu
-    config = load(options.config or DEFAULT_CONFIG, options.set or [])
+    config = load(options.config or default(options.set or []), options.set or [])
     model = model_of(config, options.shape)
     assumed = msgspec.convert(GPUS.get(gpu, {}) | given, Assumed)
     source, lengths = made_up(config, assumed)

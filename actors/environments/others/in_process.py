@@ -3,6 +3,7 @@ offline games (docs/environments.md)."""
 
 import re
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -30,8 +31,8 @@ class InThisPython(Mutable):
 
     copies = True
 
-    def __init__(self, horizon: Count):
-        super().__init__(horizon)
+    def __init__(self, horizon: Count, actions: Sequence[str] = ()):
+        super().__init__(horizon, actions)
         self.games = Games(self.begin, self.turn, self.copies)
 
     def begin(self, seed: int) -> tuple[Any, Turned]:
@@ -154,7 +155,7 @@ def _marked(match: re.Match[str]) -> str:
 class TextArena(InThisPython):
     """id: of a game. players: all of them, the policy included. second: the share of the episodes
     in which the policy is the last to move. opponent: who plays for the others: "policy", with the
-    newest weights, or a speaker that is served.
+    newest weights, or a speaker that is served. actions: that a warm start may play.
 
     The library shows each player the whole game so far. It reads a move from a reply by rules of
     its own, and a move against the rules costs what the game says.
@@ -169,8 +170,9 @@ class TextArena(InThisPython):
         second: Share = 0.0,
         opponent: str = POLICY,
         horizon: Count = 100,
+        actions: list[str] | None = None,
     ):
-        super().__init__(horizon)
+        super().__init__(horizon, actions or ())
         try:
             import textarena
             from textarena.envs import registration

@@ -39,8 +39,10 @@ class Mutable(Environment):
     stop = ["</action>"]
     rules = "You play a text game."
 
-    def __init__(self, horizon: Count):
+    def __init__(self, horizon: Count, actions: Sequence[str] = ()):
         self.horizon = horizon
+        if actions:  # among which a warm start and a player without a model choose
+            self.replies = lambda state: [f"<action>{action}</action>" for action in actions]
 
     async def ask(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:
         """Return what stands after an action, or before it if it is None. Raises ActionRefused if

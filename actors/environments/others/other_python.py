@@ -4,6 +4,7 @@ the seed and all actions with every step, so it can be killed at any time."""
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -28,7 +29,7 @@ class OtherPython(Mutable):
     or "module:Class", and what it is made with. rules: what the policy is told beside what the game
     shows. timeout_s: for an answer, that of the first step with the
     start of the process. processes: that play at the same time; a task's states are all with
-    one."""
+    one. actions: that a warm start may play, by default those that the game lists."""
 
     name = "other_python"
 
@@ -41,8 +42,9 @@ class OtherPython(Mutable):
         horizon: Count = 100,
         timeout_s: Positive = 120.0,
         processes: Count = 1,
+        actions: list[str] | None = None,
     ):
-        super().__init__(horizon)
+        super().__init__(horizon, actions or ())
         self.rules = rules
         python = python or sys.executable
         command = [python, str(WORKER), game, json.dumps(arguments or {})]
@@ -58,6 +60,14 @@ class OtherPython(Mutable):
             last = trial.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             raise ValueError(f"game = {game!r}, arguments = {arguments or {}}, in {python}: {last}")
         self._children = [_Child(command, timeout_s) for _ in range(processes)]
+        if not actions and hasattr(GAMES.get(game), "listed"):
+            self.replies = lambda state: self._listed
+
+    @functools.cached_property
+    def _listed(self) -> list[str]:
+        command, request = self._children[0].command, b"[0, null, [], null]"
+        told = subprocess.check_output(command, input=request, env=_environment())
+        return [f"<action>{one}</action>" for one in json.loads(told).get("listed", [])]
 
     async def ask(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:
         answer = await self._children[seed % len(self._children)].ask(seed, actions, action)

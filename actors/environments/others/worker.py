@@ -2,8 +2,8 @@
 ``python worker.py GAME ARGUMENTS``. It needs the standard library alone.
 
 A request is a line [id, seed, actions so far, action] of stdin, and its answer a line of what
-stands after the action; an action of null asks for what stands before. So nothing is lost with this
-process, and the games in its cache only save time.
+stands after the action. An action of null asks for what stands before, a seed of null for
+``listed`` actions. Nothing is lost with this process, and its cache only saves time.
 
 A game is a name in ``GAMES`` or ``module:Class``. The class has ``begin(seed)``, which returns what
 the player sees first, and ``turn(action)``, which returns the beginning of a ``Turned``, or raises
@@ -172,6 +172,11 @@ class Reasoning:
         self.ask = functools.partial(_question, name, json.dumps(config))
         self.ask(0)
 
+    def listed(self) -> list[str]:
+        """Return the answers to 64 questions of no run, each once."""
+        entries = [self.ask(2**31 - 1 - place)[1] for place in range(64)]
+        return sorted({str(entry["answer"]) for entry in entries if entry["answer"] is not None})
+
     def begin(self, seed: int) -> str:
         self.questions, self.entry = self.ask(seed)
         return self.entry["question"]
@@ -324,7 +329,8 @@ def main(place: str, arguments: str) -> None:
     for line in requests:
         number, seed, actions, action = json.loads(line)
         try:
-            answer: dict[str, Any] = games.answer(seed, tuple(actions), action)._asdict()
+            answer: dict[str, Any] = {"listed": kind(**options).listed()} if seed is None else {}
+            answer = answer or games.answer(seed or 0, tuple(actions), action)._asdict()
         except ActionRefused as error:
             answer = {"refused": str(error)}
         except Exception as error:  # noqa: BLE001

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import SPLIT
 from coppice.actors.environments.game import Game
+from coppice.actors.environments.others.mutable import Mutable
 from coppice.scheduler.growth.text import Text
 from coppice.tools.defaults import tiny
 from coppice.tools.defaults.legal_play import FIRST_SEED, ensure_legal_play, legal_play, random_play
@@ -25,13 +26,16 @@ GAMES: dict[str, dict[str, Any]] = {
     "sudoku": {"prompt": "sudoku_compact", "size": 4, "blanks": 7},
     "minesweeper": {"prompt": "minesweeper_compact", "rows": 4, "columns": 4, "mines": 3},
     "sokoban": {"prompt": "sokoban_compact", "history": 0},
+    "gymnasium": {"id": "FrozenLake-v1"},
+    "textarena": {"id": "TicTacToe-v0", "players": 2, "actions": [f"[{n}]" for n in range(9)]},
+    "other_python": {"game": "reasoning_gym", "arguments": {"name": "gcd"}},
 }
 CORE = tiny.board_tokenizer().backend_tokenizer
 
 
-def game(name: str) -> Game:
+def game(name: str) -> Game | Mutable:
     made = registry.load(name, GAMES[name])
-    assert isinstance(made, Game)
+    assert isinstance(made, Game | Mutable)
     return made
 
 
@@ -71,18 +75,18 @@ def test_an_example_is_the_prompt_of_a_position_and_a_legal_move(name: str, poli
         shown = text.prompt(environment.prompt(turn.task, turn.state)).replace(SPLIT, "")
         assert text.tokenizer.decode(each.tokens[: each.start]) == shown
         action = environment.read(turn.state, text.tokenizer.decode(each.tokens[each.start :]))
-        assert (action.kind, action.move) == ("move", turn.move)
+        assert (action.kind, action) == ("move", turn.action)
         assert turn.task.seed >= FIRST_SEED
 
 
 @pytest.mark.slow
 def test_skill_is_the_share_of_good_moves(policy: Path, tmp_path: Path) -> None:
-    environment = game("sokoban")
+    environment: Any = game("sokoban")
     shares = []
     for skill in (0.0, 1.0):
         turns = random_play(environment, 1500, seed=1, skill=skill)
         solvable = [turn for turn in turns if environment.good_moves(turn.state)]
-        good = sum(turn.move in environment.good_moves(turn.state) for turn in solvable)
+        good = sum(turn.action.move in environment.good_moves(turn.state) for turn in solvable)
         shares.append(good / len(solvable))
     assert 0.25 < shares[0] < 0.4
     assert shares[1] == 1

@@ -21,7 +21,7 @@ from coppice.scheduler.config import SchedulerProcess
 from coppice.tools.defaults.facts import VERSION
 from coppice.tools.launching import processes, set_up
 from coppice.tools.launching.command import arguments, resolve
-from coppice.tools.launching.config import Config, ConfigError, convert, load
+from coppice.tools.launching.config import Config, ConfigError, convert, default, load
 from coppice.tools.launching.memory import gpus_of
 from coppice.tools.launching.rules import doubts
 from coppice.tools.launching.settings import Assets
@@ -437,3 +437,19 @@ def test_a_plug_in_is_named_by_its_path(tmp_path: Path, monkeypatch: Patch) -> N
 def test_a_part_that_is_taken_away_takes_its_options_along() -> None:
     sao = load(ROOT / "configs" / "sao-tiny.toml", ["learner.correction=null"])
     assert sao.learner.correction_options == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "method=slate data.environment=other_python data.options.game=reasoning_gym"
+        " data.options.arguments.name=gcd",
+        'method=grpo data.environment="gymnasium" data.options.id=FrozenLake-v1',
+        "method=grpo data.environment=textarena data.options.id=GuessTheNumber-v0"
+        " data.options.actions=['[5]']",
+    ],
+)
+def test_a_line_names_an_environment_of_another_library(line: str) -> None:
+    for package in ("gymnasium", "textarena", "reasoning_gym"):
+        pytest.importorskip(package)
+    assert load(default(line.split()), line.split()).warm_start.steps
