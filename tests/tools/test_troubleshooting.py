@@ -39,7 +39,7 @@ FUNCTIONS = {
     "tools/launching/command.py": ("resolve", "main", "_told", "_launch"),
     "tools/bootstrap.py": ("ensure", "_run"),
     "learner/update/corrections.py": ("doubts",),
-    "learner/update/watch.py": ("warnings", "_length"),
+    "learner/update/watch.py": ("warnings", "_length", "_validity"),
     "learner/model/optimizer.py": ("step",),
     "learner/model/checkpoint.py": ("restore_newest",),
     "scheduler/telemetry/alerts.py": ("take",),

@@ -104,18 +104,30 @@ class Gymnasium(InThisPython):
         renders = {} if family == "Blackjack" else {"render_mode": "ansi"}
         try:
             self._make = lambda: gymnasium.make(id, **renders, **(arguments or {}))
-            space: Any = self._make().action_space
+            first = self._make()
         except (gymnasium.error.Error, TypeError) as error:
             raise ValueError(f"id = {id!r}: {error}") from None
+        space: Any = first.action_space
+        if renders and "ansi" not in (modes := first.metadata.get("render_modes", [])):
+            other = 'a class of yours that writes it as text can play it as "other_python"'
+            raise ValueError(
+                f"id = {id!r} renders {modes}, expected 'ansi', which is text: {other}"
+            )
         if not isinstance(space, gymnasium.spaces.Discrete):
             raise ValueError(f"id = {id!r}: its actions are {space}, expected a discrete space")
-        self.id, self._first = id, int(space.start)
+        self.id, self._first, self._seeding = id, int(space.start), gymnasium.utils.seeding
         self.words = ACTIONS.get(family) or tuple(str(self._first + i) for i in range(int(space.n)))
         self.rules = f"{RULES.get(family, f'You act in {id}.')} Actions: {', '.join(self.words)}."
 
     def begin(self, seed: int) -> tuple[Any, Turned]:
-        game = self._make()
-        observation, _ = game.reset(seed=seed % 2**31)
+        """The constructor draws by the seed too, where it would ask the library for chance."""
+        seed, chance = seed % 2**31, self._seeding.np_random
+        self._seeding.np_random = lambda own=None: chance(seed if own is None else own)
+        try:
+            game = self._make()
+        finally:
+            self._seeding.np_random = chance
+        observation, _ = game.reset(seed=seed)
         return game, Turned(self._text(game, observation))
 
     def turn(self, game: Any, action: str) -> Turned:
