@@ -54,7 +54,7 @@ HERE: dict[str, tuple[Callable[[], Environment], list[str]]] = {
         ['<tool_call>{"name": "ls", "arguments": {}}</tool_call>', "<no call", "<none"],
     ),
     "FrozenLake": (
-        lambda: Gymnasium("FrozenLake-v1", arguments={"desc": None}),
+        lambda: Gymnasium("FrozenLake-v1", arguments={"map_name": None}),
         ["right", "down", "left"],
     ),
     "GuessTheNumber": (lambda: TextArena("GuessTheNumber-v0"), ["[5]", "[9]", "[2]"]),

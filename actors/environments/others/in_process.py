@@ -109,10 +109,8 @@ class Gymnasium(InThisPython):
             raise ValueError(f"id = {id!r}: {error}") from None
         space: Any = first.action_space
         if renders and "ansi" not in (modes := first.metadata.get("render_modes", [])):
-            other = 'a class of yours that writes it as text can play it as "other_python"'
-            raise ValueError(
-                f"id = {id!r} renders {modes}, expected 'ansi', which is text: {other}"
-            )
+            remedy = "write it as text in a class of yours for environment = 'other_python'"
+            raise ValueError(f"id = {id!r} renders {modes}, expected 'ansi' (text): {remedy}")
         if not isinstance(space, gymnasium.spaces.Discrete):
             raise ValueError(f"id = {id!r}: its actions are {space}, expected a discrete space")
         self.id, self._first, self._seeding = id, int(space.start), gymnasium.utils.seeding
@@ -121,13 +119,13 @@ class Gymnasium(InThisPython):
 
     def begin(self, seed: int) -> tuple[Any, Turned]:
         """The constructor draws by the seed too, where it would ask the library for chance."""
-        seed, chance = seed % 2**31, self._seeding.np_random
-        self._seeding.np_random = lambda own=None: chance(seed if own is None else own)
+        own, chance = seed % 2**31, self._seeding.np_random
+        self._seeding.np_random = lambda seed=None: chance(own if seed is None else seed)
         try:
             game = self._make()
         finally:
             self._seeding.np_random = chance
-        observation, _ = game.reset(seed=seed)
+        observation, _ = game.reset(seed=own)
         return game, Turned(self._text(game, observation))
 
     def turn(self, game: Any, action: str) -> Turned:
