@@ -1,6 +1,7 @@
 """SOTOPIA's judges of a finished conversation: a language model that scores both sides in seven
 dimensions (methods.md 4.6), and rules for our own scenarios."""
 
+import json
 import math
 import re
 from typing import Any, Literal
@@ -22,11 +23,14 @@ _REASONS = r"[ !#-\[\]-~]"
 
 def parse(reply: str, side: int) -> dict[str, float]:
     """Return the valid scores of one side by dimension; none for a reply that is no JSON object of
-    both agents. An entry is valid if it has a reasoning, then an integer score in its range."""
+    both agents, or names a key twice. An entry is valid if it has a reasoning, then an integer
+    score in its range."""
     fenced = _FENCE.fullmatch(reply)
+    text = fenced[1] if fenced else reply
     try:
-        scores = msgspec.json.decode(fenced[1] if fenced else reply, type=dict[str, dict[str, Any]])
-    except (msgspec.DecodeError, RecursionError):
+        scores = msgspec.json.decode(text, type=dict[str, dict[str, Any]])
+        json.loads(text, object_pairs_hook=_distinct)
+    except (msgspec.DecodeError, ValueError, RecursionError):
         return {}
     entries = scores[_AGENTS[side]] if list(scores) == list(_AGENTS) else {}
     return {
@@ -34,6 +38,11 @@ def parse(reply: str, side: int) -> dict[str, float]:
         for name, limits in DIMENSIONS.items()
         if _valid(entries.get(name), *limits)
     }
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> None:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key stands twice in an object")
 
 
 def _valid(entry: Any, least: int, most: int) -> bool:

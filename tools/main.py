@@ -25,6 +25,7 @@ COMMANDS = {
     "index": ("tools.defaults.index_corpus", "build a retrieval index"),
     "sft": ("tools.finetuning.command", "fine-tune a judge or a policy"),
     "export": ("tools.inspecting.export", "write the policy of a run for transformers"),
+    "dev new": ("tools.launching.new_project", "make a folder for your own questions"),
     "dev bench": ("research.benches", "measure benchmarks, each a ratio with a goal"),
     "dev chaos": ("tests.chaos", "strike a small run with faults"),
     "dev theory": ("research.theories", "measure what the papers claim"),

@@ -63,7 +63,7 @@ class Trainer:
         c_critic, c_prm = self.plan.critic, self.plan.prm
         self.critic = c_critic and Critic(process, c_critic, models["critic"].lora, ranks)
         self.prm = c_prm and ImplicitPrm(process, c_prm, models["prm"].lora, ranks)
-        self.watch = watch.Watch(c.watch, self.policy.compute == torch.bfloat16)
+        self.watch = watch.Watch(c.watch, self.policy.compute == torch.bfloat16, c.entropy_coef)
         self.warnings: list[str] = []
         self.version = 0
         self.kl_factor = 1.0

@@ -103,19 +103,22 @@ def metrics(
 
 class WatchState(msgspec.Struct):
     """What the watch compares with, for a checkpoint. norms: the last gradient norms. first, last:
-    the first and the last trajectory lengths, by group."""
+    the first and the last trajectory lengths, by group. valid: the share of valid actions in the
+    first update."""
 
     norms: list[float] = []
     first: dict[str, list[float]] = {}
     last: dict[str, list[float]] = {}
+    valid: float | None = None
 
 
 class Watch:
     """Holds the thresholds and compares with ``state``. Call ``warnings`` once after each update,
-    in order."""
+    in order. bonus: ``learner.entropy_coef``."""
 
-    def __init__(self, config: WatchConfig, bfloat16: bool = False):
-        self.config, self.bfloat16, self.state = config, bfloat16, WatchState()
+    def __init__(self, config: WatchConfig, bfloat16: bool = False, bonus: float = 0.0):
+        self.config, self.bfloat16, self.bonus = config, bfloat16, bonus
+        self.state = WatchState()
 
     def warnings(self, values: dict[str, float], grad_norm: float | None) -> list[str]:
         """Return one sentence for each value beyond its threshold. The sentence names value,
@@ -140,8 +143,21 @@ class Watch:
                     " trees; lower learner.grad_clip or learner.lr if it goes on"
                 )
             self.state.norms = [*norms, grad_norm][-NORMS:]
-        lengths = (self._length(group, values) for group in ("correct", "wrong"))
-        return sentences + [sentence for sentence in lengths if sentence]
+        others = [self._length(group, values) for group in ("correct", "wrong")]
+        others.append(self._validity(values.get("score/valid")))
+        return sentences + [sentence for sentence in others if sentence]
+
+    def _validity(self, valid: float | None) -> str:
+        """Return a warning of an entropy bonus while fewer than half as many actions are valid as
+        in the first update: where rewards do not differ, it alone moves the policy."""
+        first = self.state.valid = valid if self.state.valid is None else self.state.valid
+        if valid is None or first is None or not self.bonus or valid >= first / 2:
+            return ""
+        return (
+            f"{valid:.3f} of the actions are valid, {first:.3f} were at first, and"
+            f" learner.entropy_coef = {self.bonus:g} rewards random text: set it to 0, or raise"
+            " learner.kl_coef"
+        )
 
     def _length(self, group: str, values: dict[str, float]) -> str:
         """Return a warning of PPR's length side effect (methods.md 5): trajectories grow while a

@@ -20,13 +20,13 @@ CATEGORIES = ("correct_good", "correct_bad", "wrong_good", "wrong_bad")
 """The outcome, and whether the mean step score is above the threshold."""
 
 
-class Graded(Labelled, frozen=True, kw_only=True):
+class GradedStep(Labelled, frozen=True, kw_only=True):
     """A turn of the benchmark. label: 1 if the score is above the threshold."""
 
     label: Literal[0, 1]
 
 
-class Item(Trajectory[Graded], frozen=True, kw_only=True):
+class Item(Trajectory[GradedStep], frozen=True, kw_only=True):
     """A trajectory of the benchmark."""
 
     category: Literal["correct_good", "correct_bad", "wrong_good", "wrong_bad"]
@@ -111,7 +111,9 @@ def _filtered(
 
 
 def _item(one: Trajectory[Labelled], limit: float) -> Item:
-    steps = [copied(step, Graded, label=label(step.score, limit), target="") for step in one.steps]
+    steps = [
+        copied(step, GradedStep, label=label(step.score, limit), target="") for step in one.steps
+    ]
     kind = category(one.outcome, [step.score for step in steps], limit)
     return copied(one, Item, steps=steps, category=kind)
 

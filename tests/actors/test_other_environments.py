@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from coppice.actors.environments.base import Environment
+from coppice.actors.environments.base import Diverged, Environment
 from coppice.actors.environments.bfcl.environment import Bfcl
 from coppice.actors.environments.others.in_process import Gymnasium, InThisPython, TextArena
 from coppice.actors.environments.others.worker import Turned
@@ -53,7 +53,10 @@ HERE: dict[str, tuple[Callable[[], Environment], list[str]]] = {
         lambda: Bfcl(["multi_turn_base"], "hermes"),
         ['<tool_call>{"name": "ls", "arguments": {}}</tool_call>', "<no call", "<none"],
     ),
-    "FrozenLake": (lambda: Gymnasium("FrozenLake-v1"), ["right", "down", "left"]),
+    "FrozenLake": (
+        lambda: Gymnasium("FrozenLake-v1", arguments={"map_name": None}),
+        ["right", "down", "left"],
+    ),
     "GuessTheNumber": (lambda: TextArena("GuessTheNumber-v0"), ["[5]", "[9]", "[2]"]),
     "TicTacToe": (lambda: TextArena("TicTacToe-v0", players=2, second=0.5), ["[4]", "[0]", "[8]"]),
 }
@@ -150,6 +153,12 @@ async def test_an_unreadable_or_refused_action_ends_the_episode_with_what_it_ear
         assert (last.done, last.outcome, last.measures) == (True, first.reward, {"success": 0.0})
 
 
+async def test_a_game_that_shows_something_else_when_played_again_is_dropped() -> None:
+    first = await played(Drawn(), await begun(Drawn()), "a")
+    with pytest.raises(Diverged, match=r"drawn, seed \d+: after 1 actions, played again"):
+        await played(Drawn(), msgspec.structs.replace(first.state, seed=99), "b")
+
+
 async def test_the_horizon_ends_an_episode() -> None:
     seen = await episode(Drawn(), 5, ["a"] * 9)
     assert [transition.done for transition in seen[3:]] == [False] * 5 + [True]
@@ -161,6 +170,7 @@ async def test_the_horizon_ends_an_episode() -> None:
     ("make", "said"),
     [
         (lambda: Gymnasium("Taxi-v3"), "Taxi"),
+        (lambda: Gymnasium("CartPole-v1"), r"renders \['human', 'rgb_array'\], expected 'ansi'"),
         (lambda: TextArena("NoGame-v0"), "TicTacToe-v0"),
         (lambda: TextArena("GermanWhist-v0", players=3), "players = 3: it does not begin: .*two-p"),
     ],

@@ -31,6 +31,7 @@ def turn(**parts: Any) -> JudgedTurn:
 
 async def test_the_judge_of_the_docs_is_served_by_the_command_of_the_docs(tmp_path: Path) -> None:
     (code,) = blocks("python")
+    assert code == (ROOT / "examples" / "questions" / "graded.py").read_text()
     (tmp_path / "graded.py").write_text(code)
     (command,) = re.findall(r"^coppice (serve .*RUN)$", TEXT, re.MULTILINE)
     arguments = shlex.split(command.replace("RUN", str(tmp_path)))

@@ -68,8 +68,11 @@ def test_the_reasoning_comes_before_the_score() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "7", "[]", "{}", "I think: " + reply(SCORES), reply(SCORES)[:-1], '{"agent_1": {}}'],
-)
+    [
+        "", "7", "[]", "{}", "I think: " + reply(SCORES), reply(SCORES)[:-1], '{"agent_1": {}}',
+        reply(SCORES).replace('"score": 7', '"score": 1, "score": 7', 1),
+    ],
+)  # fmt: skip
 def test_a_reply_in_another_form_is_invalid(text: str) -> None:
     assert parse(text, 0) == {}
 

@@ -101,6 +101,15 @@ def test_a_gradient_norm_is_held_against_the_median_of_the_twenty_before_it() ->
     assert len(watch.warnings({}, 100.0)) == 1
 
 
+def test_an_entropy_bonus_is_told_of_once_half_of_the_validity_is_lost() -> None:
+    watch, off = Watch(WatchConfig(), bonus=0.01), Watch(WatchConfig())
+    for share in (0.9, 1.0, 0.45):
+        assert watch.warnings({"score/valid": share}, None) == watch.warnings({}, None) == []
+    (sentence,) = watch.warnings({"score/valid": 0.44}, None)
+    assert "0.440 of the actions are valid, 0.900 were at first" in sentence
+    assert [off.warnings({"score/valid": share}, None) for share in (1.0, 0.0)] == [[], []]
+
+
 def test_clipped_and_masked_shares_entropy_kl_and_coefficient_are_means_over_tokens() -> None:
     shares = measured(
         [0.0] * 4, turn=[1, 1, 2, 2], cut=[1, 2, 2, 0], entropy=[0.2, 0.4, 0.6, 0.8],

@@ -17,6 +17,7 @@ FOLDERS = (
 )
 FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 MORE = "actors/worker.py actors/environments/task_files.py tools/bootstrap.py".split()
+MORE += ["actors/environments/others/mutable.py"]
 FILES += [ROOT / name for name in MORE]
 TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in FILES}
 HOLE = "\0"
@@ -39,7 +40,7 @@ FUNCTIONS = {
     "tools/launching/command.py": ("resolve", "main", "_told", "_launch"),
     "tools/bootstrap.py": ("ensure", "_run"),
     "learner/update/corrections.py": ("doubts",),
-    "learner/update/watch.py": ("warnings", "_length"),
+    "learner/update/watch.py": ("warnings", "_length", "_validity"),
     "learner/model/optimizer.py": ("step",),
     "learner/model/checkpoint.py": ("restore_newest",),
     "scheduler/telemetry/alerts.py": ("take",),

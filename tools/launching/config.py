@@ -62,9 +62,7 @@ def load(path: Path, overrides: list[str]) -> Config:
         if override.partition("=")[0].strip() == "method":
             _set(named, override)
     try:
-        places = (path, ROOT / path, ROOT / "configs" / path)
-        found = next((place for place in places if os.path.exists(place)), path)
-        tree = method.over(_read(found), named)
+        tree = method.over(_read(path), named)
         for override in overrides:
             _set(tree, override)
         tree = method.under(tree)
@@ -79,8 +77,12 @@ def load(path: Path, overrides: list[str]) -> Config:
 
 
 def _read(path: Path, *heirs: Path) -> dict[str, Any]:
-    """The tables of a TOML file over those of the file that its key ``extends`` names, by a path
-    relative to its own folder. heirs: the files that extend this one, the nearest last."""
+    """The tables of a TOML file over those of the file that its key ``extends`` names. heirs: the
+    files that extend this one, the nearest last. path: from the nearest's folder, or from configs/
+    if nothing is there."""
+    near = heirs[-1].parent / path if heirs else path
+    places = (near, ROOT / path, ROOT / "configs" / path)
+    path = next((place for place in places if os.path.exists(place)), near)
     named = f"config {path}" + (f", which {heirs[-1]} extends," if heirs else "")
     there = (
         f"there are {', '.join(str(shown(p)) for p in sorted((ROOT / 'configs').glob('*.toml')))}"
@@ -103,7 +105,7 @@ def _read(path: Path, *heirs: Path) -> dict[str, Any]:
         return tree
     if not isinstance(base, str):
         raise ConfigError(f"{named} has extends = {base!r}: expected the path of one TOML file")
-    return method.over(_read(path.parent / base, *heirs, path), tree)
+    return method.over(_read(Path(base), *heirs, path), tree)
 
 
 def convert(tree: dict[str, Any], overrides: list[str]) -> Config:

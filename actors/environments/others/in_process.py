@@ -105,18 +105,28 @@ class Gymnasium(InThisPython):
         renders = {} if family == "Blackjack" else {"render_mode": "ansi"}
         try:
             self._make = lambda: gymnasium.make(id, **renders, **(arguments or {}))
-            space: Any = self._make().action_space
+            first = self._make()
         except (gymnasium.error.Error, TypeError) as error:
             raise ValueError(f"id = {id!r}: {error}") from None
+        space: Any = first.action_space
+        if renders and "ansi" not in (modes := first.metadata.get("render_modes", [])):
+            remedy = "write it as text in a class of yours for environment = 'other_python'"
+            raise ValueError(f"id = {id!r} renders {modes}, expected 'ansi' (text): {remedy}")
         if not isinstance(space, gymnasium.spaces.Discrete):
             raise ValueError(f"id = {id!r}: its actions are {space}, expected a discrete space")
-        self.id, self._first = id, int(space.start)
+        self.id, self._first, self._seeding = id, int(space.start), gymnasium.utils.seeding
         self.words = ACTIONS.get(family) or tuple(str(self._first + i) for i in range(int(space.n)))
         self.rules = f"{RULES.get(family, f'You act in {id}.')} Actions: {', '.join(self.words)}."
 
     def begin(self, seed: int) -> tuple[Any, Turned]:
-        game = self._make()
-        observation, _ = game.reset(seed=seed % 2**31)
+        """The constructor draws by the seed too, where it would ask the library for chance."""
+        own, chance = seed % 2**31, self._seeding.np_random
+        self._seeding.np_random = lambda seed=None: chance(own if seed is None else seed)
+        try:
+            game = self._make()
+        finally:
+            self._seeding.np_random = chance
+        observation, _ = game.reset(seed=own)
         return game, Turned(self._text(game, observation))
 
     def turn(self, game: Any, action: str) -> Turned:

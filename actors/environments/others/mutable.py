@@ -2,10 +2,12 @@
 are played, our states do not. A state is seed and actions, which must determine the game."""
 
 from collections.abc import Sequence
+from reprlib import repr as brief
 from typing import Any
 
 import msgspec
 
+from coppice.actors.environments import base
 from coppice.actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
 from coppice.actors.environments.game import ACTION
 from coppice.actors.environments.others.worker import ActionRefused, Turned
@@ -85,6 +87,13 @@ class Mutable(Environment):
     async def step(self, state: Played, action: Action, tools: Tools) -> Transition:
         if action.argument is None:
             return self.outgrown(state)
+        before = (await self.ask(state.seed, state.actions, None)).seen
+        if before != state.seen:
+            raise base.Diverged(
+                f"{self.name}, seed {state.seed}: after {len(state.actions)} actions, played again,"
+                f" the game shows {brief(before)}, where it had shown {brief(state.seen)}: seed and"
+                " actions must determine it, so set in data.options what else it draws"
+            )
         try:
             turned = await self.ask(state.seed, state.actions, action.argument)
         except ActionRefused:

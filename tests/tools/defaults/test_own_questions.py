@@ -1,6 +1,6 @@
-"""The page of docs/data.md on questions and passages that are not the default ones."""
+"""The page of docs/data.md on questions and passages that are not the default ones, and the folder
+that coppice dev new makes of it."""
 
-import re
 from pathlib import Path
 
 import msgspec
@@ -13,6 +13,7 @@ from coppice.judges.retriever.index import Index, build
 from coppice.scheduler.growth.text import Text
 from coppice.tools.defaults.settings import WarmStart
 from coppice.tools.defaults.warm_start import queries, traces
+from coppice.tools.launching import new_project
 from coppice.tools.launching.config import load
 from coppice.tools.launching.set_up import prepare
 
@@ -21,11 +22,35 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder with the files that the page's script makes."""
-    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/data.md").read_text(), re.DOTALL)
+    """A new project with the files that its script writes."""
     monkeypatch.chdir(tmp_path)
-    exec(script, {})
-    return tmp_path
+    assert new_project.main(["own"]) == 0
+    monkeypatch.chdir("own")
+    exec(Path("rows.py").read_text(), {})
+    return tmp_path / "own"
+
+
+def test_the_page_shows_a_passage_and_a_row_of_a_new_project(folder: Path) -> None:
+    lines = (ROOT / "docs/data.md").read_text().partition("```json\n")[2].split("\n")
+    for name, line in zip(("corpus", "train"), lines, strict=False):
+        assert line in (folder / f"{name}.jsonl").read_text().split("\n")
+
+
+@pytest.mark.parametrize("judge", new_project.JUDGES)
+def test_a_new_project_has_its_judge_and_a_folder_with_files_is_refused(
+    judge: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"my-{judge}").mkdir()  # an empty one is taken
+    assert new_project.main([f"my-{judge}", "--judge", judge]) == 0
+    monkeypatch.chdir(f"my-{judge}")
+    config, judges = load(Path("config.toml"), []), ("slate_rules", "slate", "none", "graded")
+    named = dict(zip(new_project.JUDGES, judges, strict=True))[judge]
+    assert (config.name, config.scheduler.judge) == (f"my-{judge}", named)
+    for place, said in ((".", "is not empty"), ("a b", "name = 'a b': expected a letter")):
+        assert new_project.main([place, "--judge", judge]) == 2
+        assert said in capsys.readouterr().err
+    assert not Path("a b").exists()
 
 
 def test_the_pages_own_questions_become_a_warm_start(folder: Path, llama: Path) -> None:
