@@ -6,6 +6,7 @@ spread, of invalid actions; 1 for a judge that does not pay right ends more. Wha
 held-out tasks comes first, then the heaviest statement, whose remedy is what to try.
 """
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -53,17 +54,15 @@ def verdict(
 ) -> list[Statement]:
     """Return at most nine statements. records: of the updates. evaluations: the held-out results,
     in order. config: the run's, or empty. journal: with the trees, if it can be read."""
-    trees, lost = list[list[Node]](), 0
-    if journal is not None:
-        lost = len(journal.quarantined())
-        for split in ("train", "heldout"):
-            for row in journal.trees("split=? AND status!='growing'", split)[-NEWEST:]:
+    trees = list[list[Node]]()
+    for split in ("train", "heldout") if journal is not None else ():
+        for row in journal.trees("split=? AND status!='growing'", split)[-NEWEST:]:
+            with contextlib.suppress(ValueError):  # a damaged tree says nothing
                 nodes = journal.tree(row).nodes.values()
                 trees.append([node for node in nodes if node.kind == "action"])
-    empty: dict[str, Any] = {"scheduler": {}, "learner": {}, "model": {}}
-    run = Facts(
-        records or [{"version": 0.0}], trees, lost, **{of: config.get(of, {}) for of in empty}
-    )
+    lost = len(journal.quarantined()) if journal is not None else 0
+    of_room = (config.get(room, {}) for room in ("scheduler", "learner", "model"))
+    run = Facts(records or [{"version": 0.0}], trees, lost, *of_room)
     causes = [of(run) for of in (_judge, _spread, _time, _episodes, _staleness, _numerics)]
     causes = sorted((of for of in causes if of.words), key=lambda cause: -cause.weight)
     return [*_learned(evaluations), *causes]
@@ -123,9 +122,6 @@ class Facts(msgspec.Struct, frozen=True):
         """The mean over the updates that have the metric; 0 if none has."""
         return fmean([of[metric] for of in self.records if metric in of] or [0.0])
 
-    def count(self, name: str) -> float:
-        return self.records[-1].get(f"count/{name}", 0.0)
-
     def share(self, part: str, whole: str) -> tuple[float, float, float]:
         """The share of a count in another over the run and over the last tenth of the other, and
         the other. Counts may stand still in the last updates, whose trees have grown before."""
@@ -141,13 +137,17 @@ def _total(record: Record, prefix: str) -> float:
 
 
 def _learned(evaluations: Sequence[Mapping[str, Any]]) -> list[Statement]:
-    if len(evaluations) < 2:
+    if len(evaluations) < 2 or evaluations[-1]["headline"] not in evaluations[0]["measures"]:
         few = f"unknown: {len(evaluations)} of the two held-out evaluations that it takes"
         return [Statement("learned", few)]
     first, last, best = evaluations[0]["measures"], evaluations[-1]["measures"], ""
     name, tasks = evaluations[-1]["headline"], evaluations[-1]["questions"]
-    moves = {of: change(*((p["mean"], p["half"]) for p in (first[of], last[of]))) for of in last}
-    arrow = {of: f"{of} {first[of]['mean']:.3f} -> {last[of]['mean']:.3f}" for of in last}
+    moves = {
+        of: change(*((p["mean"], p["half"]) for p in (first[of], last[of])))
+        for of in last
+        if of in first
+    }
+    arrow = {of: f"{of} {first[of]['mean']:.3f} -> {last[of]['mean']:.3f}" for of in moves}
     by, half, said = moves.pop(name)
     top = max(evaluations, key=lambda result: result["measures"][name]["mean"])
     if top["measures"][name]["mean"] > last[name]["mean"]:
@@ -164,12 +164,10 @@ def _spread(run: Facts) -> Statement:
     share, late, number = run.share(EQUAL, COMPARED)
     places = [(of, parent) for of in run.trees for parent in {action.parent for action in of}]
     groups = [[action for action in of if action.parent == parent] for of, parent in places]
-    rewards = [[action.scores.get("reward") for action in group] for group in groups]
-    equal = [
-        len({action.text for action in group}) == 1
-        for group, of in zip(groups, rewards, strict=True)
-        if len(group) > 1 and None not in of and len({*of}) == 1
-    ]
+    rewards = [{action.scores.get("reward") for action in group} for group in groups]
+    alike = [len({action.text for action in group}) == 1 for group in groups]
+    several = zip(groups, rewards, alike, strict=True)
+    equal = [one for of, pay, one in several if len(of) > 1 == len(pay) and None not in pay]
     words = f"{share:.0%} of {number:.0f} groups had equal rewards, {late:.0%} at last"
     words += f"; one text in {fmean(equal):.0%}" if equal else ""
     advice = f"scheduler.dynamic_sampling_budget={run.scheduler.get('questions_per_update', 16)}"
@@ -177,8 +175,8 @@ def _spread(run: Facts) -> Statement:
         advice = f"scheduler.strategy_options.k={width + 3}"
     if sum(equal) * 2 > len(equal):
         advice = f"scheduler.temperature={run.scheduler.get('temperature', 1.0) + 0.2:.2g}"
-    metrics, where = (EQUAL_SHARE, "learner/zero_advantage_share", "learner/entropy"), "spread = 0"
-    where = f'--groups --where "{where}"'
+    metrics = (EQUAL_SHARE, "learner/zero_advantage_share", "learner/entropy")
+    where = '--groups --where "spread = 0"'
     return Statement("spread", words * bool(number), metrics, late, where, advice)
 
 
@@ -188,7 +186,7 @@ def _judge(run: Facts) -> Statement:
     ends = [(of["outcome"], of["reward"]) for of in scores if {"outcome", "reward"} <= of.keys()]
     middle = fmean([outcome for outcome, _ in ends] or [0.0])
     right, wrong = ([pay for x, pay in ends if (x > middle) == of] for of in (True, False))
-    judged, bad = run.count("judged_scores"), run.count("invalid_judgements")
+    judged, bad = (_total(run.records[-1], of) for of in ("judged_scores", "invalid_judgements"))
     weight, words = bad / (judged or 1), [f"{bad / (judged or 1):.1%} of scores invalid"]
     advice, where = "the form and max_tokens of the judge", "judge_invalid > 0"
     if min(len(right), len(wrong)) >= FEWEST:
@@ -205,7 +203,9 @@ def _judge(run: Facts) -> Statement:
 
 def _episodes(run: Facts) -> Statement:
     share, late, number = run.share("invalid_actions", "actions")
-    lost = {of: run.count(of) for of in LOST.split()} | {"quarantined_tasks": run.lost}
+    lost = {of: _total(run.records[-1], of) for of in LOST.split()} | {
+        "quarantined_tasks": run.lost
+    }
     words = [f"{share:.1%} of {number:.0f} actions invalid, {late:.1%} at last"] * bool(number)
     words += [f"{count:.0f} {of.replace('_', ' ')}" for of, count in lost.items() if count]
     ended = sum(of.get("learner/questions", 0) for of in run.records) + sum(lost.values())

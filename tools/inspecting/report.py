@@ -8,7 +8,6 @@ neighbours. Constant curves are left out. All else is folded.
 
 import argparse
 import contextlib
-import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -89,7 +88,8 @@ class Drawn(msgspec.Struct, frozen=True):
 
 
 Showing = dict[str, str]
-"""The questions of trees that show a statement, by their anchors on the page."""
+Texts = dict[str, tuple[str, str]]
+"""Of trees, by their anchors on the page: the question, or a heading and the tree as text."""
 
 
 class Section(msgspec.Struct):
@@ -101,7 +101,7 @@ class Section(msgspec.Struct):
     figures: list[Drawn] = []
     tables: list[ReportTable] = []
     verdicts: dict[str, list[tuple[Statement, Showing]]] = {}
-    trees: dict[str, tuple[str, str]] = {}
+    trees: Texts = {}
     folded: bool = True
 
 
@@ -167,9 +167,7 @@ def _names(groups: Groups) -> dict[str, RunFolder]:
 # verdict and curves
 
 
-def _judged(
-    run: RunFolder, anchor: str, texts: dict[str, tuple[str, str]]
-) -> list[tuple[Statement, Showing]]:
+def _judged(run: RunFolder, anchor: str, texts: Texts) -> list[tuple[Statement, Showing]]:
     """Return the verdict on a run with the trees that show it, and add their texts to ``texts``."""
     facts = run.records, run.evaluations, run.config
     try:
@@ -184,11 +182,7 @@ def _judged(
 
 
 def _showing(
-    run: Path,
-    journal: Journal,
-    statements: Sequence[Statement],
-    anchor: str,
-    texts: dict[str, tuple[str, str]],
+    run: Path, journal: Journal, statements: Sequence[Statement], anchor: str, texts: Texts
 ) -> list[Showing]:
     """Return for each statement the first trees that its command lists."""
     tables, showing = {}, list[Showing]()
@@ -221,26 +215,24 @@ def chosen(
     names += [name for of in CURVES for name in recorded if fnmatchcase(name, of)]
     moved = dict[str, float]()
     for name in [*metrics, *names]:
-        curves = _of_groups(groups, name, "version").values()
-        if any(curve.x for curve in curves):
+        if curves := [one for one in _of_groups(groups, name, "version").values() if one.x]:
             moved[name] = max(map(_moved, curves))
     heavy = [one for one in statements if one.weight >= HEAVY or one.subject == "learned"]
     heavy.sort(key=lambda one: (one.subject != "learned", -one.weight))
-    wanted = [*metrics, *(name for one in heavy for name in one.metrics[:1])]
-    wanted += [name for one in heavy for name in one.metrics[1:]]
-    wanted += sorted(moved, key=lambda name: -moved[name])
-    there = (name for name in wanted if moved.get(name) or name in metrics)
-    six = list(dict.fromkeys(there))[:PLOTS]
+    wanted = [
+        name for of in (slice(1), slice(1, None)) for one in heavy for name in one.metrics[of]
+    ]
+    wanted = [*metrics, *wanted, *sorted(moved, key=lambda name: -moved[name])]
+    six = [name for name in dict.fromkeys(wanted) if moved.get(name) or name in metrics][:PLOTS]
     return six, [name for name in moved if name not in six]
 
 
 def _moved(curve: Curve) -> float:
-    steps = [b - a for a, b in pairwise(curve.y)]
-    tenth = max(1, len(curve.y) // 10)
-    if not any(steps):
-        return 0.0
-    noise = stdev(steps) if len(steps) > 1 else 0.0
-    return abs(fmean(curve.y[-tenth:]) - fmean(curve.y[:tenth])) / (noise or math.inf) or 1e-9
+    tenth, noise = (
+        max(1, len(curve.y) // 10),
+        stdev([0.0, *(b - a for a, b in pairwise(curve.y)), 0.0]),
+    )
+    return abs(fmean(curve.y[-tenth:]) - fmean(curve.y[:tenth])) / noise if noise else 0.0
 
 
 def _of_groups(groups: Groups, metric: str, against: str) -> dict[str, Curve]:
