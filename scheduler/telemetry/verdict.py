@@ -2,8 +2,8 @@
 records, the held-out results and the newest trees, so it suits live, stopped and old runs.
 
 The weight of a statement is the share of the run's signal that its subject costs: of groups without
-spread, of invalid actions; 1 for a judge that does not pay right ends more. What changed on
-held-out tasks comes first, then the heaviest statement, whose remedy is what to try.
+spread, of invalid actions; 1 for a judge that pays right ends less, 0.5 for one that pays all the
+same. What changed on held-out tasks comes first, then the heaviest, whose remedy is what to try.
 """
 
 import contextlib
@@ -194,7 +194,7 @@ def _judge(run: Facts) -> Statement:
         a, b = fmean(right), fmean(wrong)
         words = [f"right ends earn {a:+.2f}, wrong {b:+.2f} (±{half:.2f})", *words]
         if a - b <= half:
-            weight, advice = 1.0, "another scheduler.judge: this one does not pay right ends"
+            weight, advice = 0.5 + 0.5 * (b - a > half), "mend the judge: right ends earn no more"
             where = f"outcome <= {middle:.2g} AND reward > {a:.2g}"
     words = "; ".join(words if judged else words[:-1])
     metrics = ("score/reward", "rollout/outcome", "score/judge_valid")
@@ -203,9 +203,8 @@ def _judge(run: Facts) -> Statement:
 
 def _episodes(run: Facts) -> Statement:
     share, late, number = run.share("invalid_actions", "actions")
-    lost = {of: _total(run.records[-1], of) for of in LOST.split()} | {
-        "quarantined_tasks": run.lost
-    }
+    lost = {of: _total(run.records[-1], of) for of in LOST.split()}
+    lost["quarantined_tasks"] = run.lost
     words = [f"{share:.1%} of {number:.0f} actions invalid, {late:.1%} at last"] * bool(number)
     words += [f"{count:.0f} {of.replace('_', ' ')}" for of, count in lost.items() if count]
     ended = sum(of.get("learner/questions", 0) for of in run.records) + sum(lost.values())
@@ -240,7 +239,8 @@ def _numerics(run: Facts) -> Statement:
     words = f"{words} {fmean(gaps or [0]):.0e} apart" * bool(gaps)
     weight, advice = fmean([gap > limit for gap in gaps] or [0]), "learner.correction=tis"
     metrics = GAP, "learner/kl"
-    if run.mean(AGED) and moves < STILL:
+    # rounding hides small steps where even equal weights differ
+    if run.mean(AGED) and moves < STILL and run.mean(FRESH) < 10 * STILL:
         metrics = metrics[::-1]
         rate = run.learner.get("lr", 1e-6) * 100 * STILL / max(moves, STILL / 1000)
         weight, advice = 1.0, f"learner.lr={min(1e-3, rate):.0e}"
