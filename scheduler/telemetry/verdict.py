@@ -62,8 +62,8 @@ def verdict(
                 trees.append([node for node in nodes if node.kind == "action"])
     lost = len(journal.quarantined()) if journal is not None else 0
     of_room = (config.get(room, {}) for room in ("scheduler", "learner", "model"))
-    run = Facts(records or [{"version": 0.0}], trees, lost, *of_room)
-    causes = [of(run) for of in (_judge, _spread, _time, _episodes, _staleness, _numerics)]
+    run = VerdictBasis(records or [{"version": 0.0}], trees, lost, *of_room)
+    causes = [of(run) for of in (_judge, _equal_groups, _time, _episodes, _staleness, _numerics)]
     causes = sorted((of for of in causes if of.words), key=lambda cause: -cause.weight)
     return [*_learned(evaluations), *causes]
 
@@ -108,7 +108,7 @@ def change(first: Sequence[float], last: Sequence[float]) -> tuple[float, float,
 # statements
 
 
-class Facts(msgspec.Struct, frozen=True):
+class VerdictBasis(msgspec.Struct, frozen=True):
     """What statements rest on. trees: the actions of each. lost: quarantined tasks."""
 
     records: Sequence[Record]
@@ -159,7 +159,7 @@ def _learned(evaluations: Sequence[Mapping[str, Any]]) -> list[Statement]:
     return [learned, *([Statement("also", "; ".join(moved))] if moved else [])]
 
 
-def _spread(run: Facts) -> Statement:
+def _equal_groups(run: VerdictBasis) -> Statement:
     """Of groups, the siblings of one place: a tree has several."""
     share, late, number = run.share(EQUAL, COMPARED)
     places = [(of, parent) for of in run.trees for parent in {action.parent for action in of}]
@@ -180,7 +180,7 @@ def _spread(run: Facts) -> Statement:
     return Statement("spread", words * bool(number), metrics, late, where, advice)
 
 
-def _judge(run: Facts) -> Statement:
+def _judge(run: VerdictBasis) -> Statement:
     """Does the reward of an episode's end follow its outcome?"""
     scores = [action.scores for actions in run.trees for action in actions]
     ends = [(of["outcome"], of["reward"]) for of in scores if {"outcome", "reward"} <= of.keys()]
@@ -201,7 +201,7 @@ def _judge(run: Facts) -> Statement:
     return Statement("judge", words, metrics, weight, f'--where "{where}"', advice)
 
 
-def _episodes(run: Facts) -> Statement:
+def _episodes(run: VerdictBasis) -> Statement:
     share, late, number = run.share("invalid_actions", "actions")
     lost = {of: _total(run.records[-1], of) for of in LOST.split()}
     lost["quarantined_tasks"] = run.lost
@@ -215,7 +215,7 @@ def _episodes(run: Facts) -> Statement:
     return Statement("episodes", words, ["score/valid"], weight, f'--where "{where}"', advice)
 
 
-def _staleness(run: Facts) -> Statement:
+def _staleness(run: VerdictBasis) -> Statement:
     most, over = run.scheduler.get("max_staleness", 1), run.mean("learner/over_stale")
     trees, mean = run.mean("learner/questions"), run.mean("learner/staleness_mean")
     cut, n = run.mean("learner/clip_share") + run.mean("learner/mask_share"), len(run.records)
@@ -227,7 +227,7 @@ def _staleness(run: Facts) -> Statement:
     return Statement("staleness", words, metrics, weight, where, fewer)
 
 
-def _numerics(run: Facts) -> Statement:
+def _numerics(run: VerdictBasis) -> Statement:
     """A run whose self-check fails has no record. What updates move is the difference of tokens one
     update old beyond that of fresh ones, which equal weights have too."""
     gaps, moves = [of[GAP] for of in run.records if GAP in of], run.mean(AGED) - run.mean(FRESH)
@@ -247,7 +247,7 @@ def _numerics(run: Facts) -> Statement:
     return Statement("numerics", words, metrics, weight, "", advice)
 
 
-def _time(run: Facts) -> Statement:
+def _time(run: VerdictBasis) -> Statement:
     """Waiting costs time and no signal, so it weighs nothing."""
     learner, actors = run.mean("busy/learner"), run.mean("busy/engine")
     words = "updates waited for rollouts" if learner < actors else "rollouts waited for updates"
