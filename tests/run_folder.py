@@ -50,6 +50,8 @@ def make(
         metrics.event(Event("train", "learner", at - 0.21, at, "ok", version=i + 1))
         values = {"learner/groups": 1.0, "learner/seconds": 0.21, "time/update_forward": 0.1}
         values |= {"time/publish": 0.04, "time/run": 10.0 * i, "learner/entropy": 0.5}
+        values |= {"count/compared_step_1": i + 1, "count/actions": 2 * i + 2}
+        values |= {"count/equal_step_1": list(rewards[: i + 1]).count(0)}
         values |= {"watch/staleness_0/tokens": 30.0, "watch/staleness_1/tokens": 10.0} if i else {}
         metrics.record(i + 1, values | ({"score/reward": reward} if scores else {}))
     for version, mean in exact.items():

@@ -4,7 +4,7 @@ counts as no question of an update; its groups enter the next frontier without l
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from coppice.common.declared import Equal
 from coppice.wire.messages import Turn
@@ -37,13 +37,3 @@ def counted(turns: Sequence[Turn], column: str, equal: Equal) -> Counter[str]:
     return Counter(
         {f"{COMPARED}{step}": 1, f"{EQUAL}{step}": int(not differs([turns], column, equal))}
     )
-
-
-def summary(counts: Mapping[str, int]) -> str:
-    """Return the line of the closing summary, or "" if no group was compared."""
-    equal, compared = (
-        sum(count for name, count in counts.items() if name.startswith(kind))
-        for kind in (EQUAL, COMPARED)
-    )
-    share = f"{equal} of {compared} ({equal / max(1, compared):.0%})"
-    return f"groups whose rewards are all equal, which teach nothing: {share}" * (compared > 0)

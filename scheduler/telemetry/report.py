@@ -1,5 +1,4 @@
-"""Where the seconds of a run go, and the summary at its end: the held-out start against the end
-with intervals, and where the run's files are."""
+"""Where the seconds of a run go, and the summary at its end, whose lines are the verdict."""
 
 import shlex
 import time
@@ -12,13 +11,13 @@ import msgspec
 
 from coppice.scheduler.evaluation import best
 from coppice.scheduler.evaluation.evaluation import HeldOut
-from coppice.scheduler.growth import dynamic_sampling
 from coppice.scheduler.ledger.journal import Journal
-from coppice.scheduler.telemetry.alerts import conclude, say
+from coppice.scheduler.ledger.records import Reader
+from coppice.scheduler.telemetry import verdict
+from coppice.scheduler.telemetry.alerts import conclude
 
 SUMMARY = "summary.json"
 """This file of the run's folder says that the run has ended."""
-FILES = "config.json journal.sqlite metrics.jsonl tensorboard checkpoints weights best logs".split()
 
 
 class Phases:
@@ -96,53 +95,9 @@ def write(
     }
     summary |= {} if kept is None else {"best": kept[0]}
     (run / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=1))
-    conclude("\nsummary")
-    if "start" in evaluations and "end" in evaluations:
-        start, end = (msgspec.convert(evaluations[name][1], HeldOut) for name in ("start", "end"))
-        _compare(start, end)
-    if kept is not None:
-        value = f"version {kept[0].version}, {kept[0].value:.3f}"
-        conclude(f"  best held-out {kept[0].measure}: {value} (coppice export --version best)")
-    if equal := dynamic_sampling.summary(counts):
-        conclude(f"  {equal}")
-    look = f"coppice trees {shlex.quote(str(run))}"
-    invalid, judged = counts["invalid_judgements"], max(1, counts["judged_scores"])
-    warnings = [
-        (
-            counts["invalid_judgements"],
-            f"of {judged} scores of the judge were invalid ({1 - invalid / judged:.3f} valid): see"
-            f" {look}",
-        ),
-        (
-            counts["outgrown_trajectories"],
-            "trajectories outgrew actors.max_context and ended there as failures",
-        ),
-        (
-            counts["refused_episodes"],
-            "episodes have no outcome: their agents ended when a request was refused",
-        ),
-        (
-            counts["crashed_episodes"],
-            f"training episodes crashed and score 0: {look} --where 'crashed_max = 1' --all",
-        ),
-        (len(quarantined), f"tasks quarantined: see {SUMMARY}"),
-    ]
-    for count, warning in warnings:
-        if count:
-            say(f"  {count} {warning}")
-    conclude(f"  where the {wall:.1f} s of this start went")
-    for name, seconds in spent.items():
-        conclude(f"    {name:<34} {seconds:>8.1f} s {seconds / max(wall, 1e-9):>6.1%}")
-    for name in FILES:
-        if (run / name).exists():
-            conclude(f"  {name:<15} {run / name}")
-    conclude(f"look at a tree: {look}")
-
-
-def _compare(start: HeldOut, end: HeldOut) -> None:
-    for measure in (name for name in _ordered(end) if name in start.measures):
-        a, b = start.measures[measure], end.measures[measure]
-        verdict = "rose beyond both 95% intervals" if b.low > a.high else "within the intervals"
-        if b.high < a.low:
-            verdict = "fell beyond both 95% intervals"
-        conclude(f"  held-out {measure:<14} {a} -> {b}   {verdict}")
+    config = run / "config.json"
+    if config.exists():  # the folder is the run's, so this is the first of its schedulers
+        results = [{**result, "version": version} for version, result in evaluations.values()]
+        settings = msgspec.json.decode(config.read_bytes())
+        told = verdict.verdict(Reader(run).read(), results, settings, journal)
+        conclude("\n".join(verdict.lines(told, shlex.quote(str(run)))))

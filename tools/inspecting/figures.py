@@ -73,8 +73,11 @@ def panels(drawn: Mapping[str, Mapping[str, Curve]], x_label: str) -> Figure:
                 # a name has its colour in every panel, also where another has no points
                 if curve.x:
                     _line(axis, place, name, curve, len(curves) <= SMOOTHED)
-            if all(abs(y) < 1e-9 for curve in curves.values() for y in curve.y):  # rounding only
-                axis.set_ylim(-1, 1)
+            values = [y for curve in curves.values() for y in curve.y] or [0.0]
+            low, high = axis.get_ylim() if max(map(abs, values)) > 1e-9 else (0, 1)  # of rounding
+            # margins and intervals end where values can: a share at 0 and 1
+            low = max(low, 0.0) if min(values) >= 0 else low
+            axis.set_ylim(low, min(high, 1.0) if max(values) <= 1 else high)
             axis.set_title(title, fontsize=9.5, loc="left")
             axis.set_xlabel(x_label)
             axis.grid(alpha=0.25)

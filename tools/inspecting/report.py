@@ -1,22 +1,38 @@
-"""The command coppice report: one page, or a picture, that shows one or several groups of runs."""
+"""The command coppice report: one page, or a picture, that shows one or several groups of runs.
+
+A page begins with the verdict on each run (``scheduler.telemetry.verdict``). Then come six plots:
+the held-out headline, the first metric of each heavy statement, the heaviest first, their other
+metrics, and the curves that moved most from first to last tenth, relative to the noise between
+neighbours. Constant curves are left out. All else is folded.
+"""
 
 import argparse
 import contextlib
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, stdev
 
 import jinja2
 import msgspec
-import polars as pl
-import polars.selectors as cs
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from coppice.common.options import command_parser
+from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.telemetry.exporter import declaration
-from coppice.tools.inspecting import frames, runs, trace
+from coppice.scheduler.telemetry.verdict import (
+    EQUAL_SHARE,
+    HEAVY,
+    Statement,
+    change,
+    remedy,
+    verdict,
+)
+from coppice.tools.inspecting import drawing, dump, frames, runs, trace
 from coppice.tools.inspecting.figures import caption, inline, panels, save
 from coppice.tools.inspecting.runs import UNREADABLE, Curve, RunFolder
 
@@ -27,50 +43,35 @@ EXAMPLES = """\
 SUFFIXES = (".html", ".png", ".svg")
 Groups = Mapping[str, Sequence[RunFolder]]
 TREES = 5000
-"""The newest finished trees of a run that the statistics read; a longer run's journal may not fit
-into memory."""
+"""The newest finished trees of a run among which some are found that show a statement; a longer
+run's journal may not fit into memory."""
+PLOTS, SHOWN = 6, 3
+"""The plots before the folds, and the trees that show a statement."""
+HELDOUT = "heldout/"
 
 LINES = "A bold line is a running mean; below a figure are the means of its first and last tenth."
 SEEDS = "Runs of one name are seeds: shown are their mean and its 95% interval by Student's t."
-HELDOUT = "A single run's interval is over its held-out tasks, that of a group over its seeds."
-CURVES = {
-    "Learning": (
-        "",
-        "score/reward rollout/outcome learner/entropy learner/kl learner/surrogate"
-        " learner/zero_advantage_share learner/trained_tokens learner/turns",
-    ),
-    "Reward components": (
-        "Every score column of the judges and the environment, as the mean over an update's"
-        " trained turns.",
-        "score/*",
-    ),
-    "Staleness": (
-        "Updates between the version that sampled a token and the one being trained on it."
-        " share/staleness_1 is the share of the trained tokens that are one update old.",
-        f"learner/staleness_* {runs.SHARE}staleness_*",
-    ),
-    "Numerics watch": (
-        "Do engine and learner agree, and how far off-policy is the data?",
-        "watch/engine_gap_p99 watch/sample_share learner/clip_share learner/mask_share"
-        " watch/ratio_p99 watch/ratio_p01 learner/grad_norm",
-    ),
-    "Time": (
-        "",
-        "busy/engine busy/learner rate/decoded_tokens learner/seconds time/spread cache/hit_rate",
-    ),
-}
-"""Section -> its words, and its metrics; a * stands for any text."""
+INTERVALS = "A single run's interval is over its held-out tasks, that of a group over its seeds."
+MADE = {EQUAL_SHARE: "new groups whose rewards are all equal"}
+"""The meanings of metrics that no record has."""
+CURVES = (
+    f"score/reward rollout/outcome {EQUAL_SHARE} learner/entropy learner/kl learner/surrogate"
+    " learner/zero_advantage_share learner/trained_tokens learner/turns score/*"
+    f" learner/staleness_* {runs.SHARE}staleness_* watch/engine_gap_p99 watch/sample_share"
+    " learner/clip_share learner/mask_share watch/ratio_p99 watch/ratio_p01 learner/grad_norm"
+    " busy/engine busy/learner rate/decoded_tokens learner/seconds time/spread cache/hit_rate"
+).split()
+"""The metrics of a page; a * stands for any text."""
 OVERVIEW = ("score/reward", "learner/entropy", "watch/sample_share", "learner/staleness_mean")
 """The metrics of a picture, unless others are asked for."""
 
 
 class ReportTable(msgspec.Struct, frozen=True):
-    """The first cell of each row is its heading. folded: shown on request."""
+    """The first cell of each row is its heading."""
 
     caption: str
     head: list[str]
     rows: list[list[str]]
-    folded: bool = False
 
 
 class Drawn(msgspec.Struct, frozen=True):
@@ -86,32 +87,46 @@ class Drawn(msgspec.Struct, frozen=True):
         return Markup(inline(self.figure, f"{self.title}: {self.caption}"))
 
 
+Showing = dict[str, str]
+Texts = dict[str, tuple[str, str]]
+"""Of trees, by their anchors on the page: the question, or a heading and the tree as text."""
+
+
 class Section(msgspec.Struct):
-    """A part of the page. words: paragraphs."""
+    """A part of the page. words: paragraphs. verdicts: by run. trees: by anchor, question and text.
+    folded: shown on request."""
 
     title: str
     words: list[str] = []
     figures: list[Drawn] = []
     tables: list[ReportTable] = []
-
-    @property
-    def anchor(self) -> str:
-        return self.title.lower().replace(" ", "-")
+    verdicts: dict[str, list[tuple[Statement, Showing]]] = {}
+    trees: Texts = {}
+    folded: bool = True
 
 
 def sections(
     groups: Groups, against: str = "version", metrics: Sequence[str] = ()
 ) -> list[Section]:
-    """Return the parts of the page. metrics: replace the curves of the section Learning."""
-    chosen = {"Learning": ("", " ".join(metrics))} if metrics else {}
-    parts = [_runs(groups), _heldout(groups)]
-    for title, (words, patterns) in (CURVES | chosen).items():
-        figures = _curves(groups, patterns.split(), against)
-        parts.append(Section(title, [words] if words else [], figures))
-    _add_causes(parts[-1], groups)
-    parts += [_trees(groups), _config(groups), _environment(groups)]
+    """Return the parts of the page. metrics: the first of the six plots."""
+    first, trees = Section("Verdict", folded=False), Section("Trees that show it")
+    for place, (name, run) in enumerate(_names(groups).items()):
+        first.words += [f"{name}: {sentence}" for sentence in run.missing]
+        first.verdicts[name] = _judged(run, f"run-{place}", trees.trees)
+    told = [one for statements in first.verdicts.values() for one, _ in statements]
+    six, others = chosen(groups, told, metrics)
+    figures, more = ([_drawn(groups, name, against) for name in of] for of in (six, others))
+    parts = [
+        first,
+        Section("What matters", figures=figures, folded=False),
+        trees,
+        Section("Held-out results", [INTERVALS], tables=results(groups)),
+        Section("Other curves", [LINES, SEEDS], more),
+        _causes(groups),
+        _settings(groups),
+    ]
     for section in parts:
-        if not (section.figures or section.tables):
+        if not (section.figures or section.tables or section.verdicts or section.trees):
             section.words.append("No run has recorded any of this.")
     return parts
 
@@ -139,16 +154,6 @@ def html(title: str, parts: Sequence[Section]) -> bytes:
     return page.encode(errors="backslashreplace")
 
 
-def compared(
-    caption: str, columns: Mapping[str, Mapping[str, str]], folded: bool = False
-) -> list[ReportTable]:
-    """Return a table with a column per run or group and a row per key that any of them has; none
-    without columns."""
-    keys = dict.fromkeys(key for column in columns.values() for key in column)
-    rows = [[key, *(column.get(key, "-") for column in columns.values())] for key in keys]
-    return [ReportTable(caption, ["", *columns], rows, folded)] if columns else []
-
-
 def _names(groups: Groups) -> dict[str, RunFolder]:
     """All runs by a heading: the name, with the folder where several have that name."""
     return {
@@ -159,46 +164,97 @@ def _names(groups: Groups) -> dict[str, RunFolder]:
 
 
 # ----------------------------------------------------------------------------------------------
-# curves and results
+# verdict and curves
+
+
+def _judged(run: RunFolder, anchor: str, texts: Texts) -> list[tuple[Statement, Showing]]:
+    """Return the verdict on a run with the trees that show it, and add their texts to ``texts``."""
+    facts = run.records, run.evaluations, run.config
+    try:
+        with contextlib.closing(frames.opened(run.folder)) as journal:
+            statements = verdict(*facts, journal)
+            showing = _showing(run.folder, journal, statements, anchor, texts)
+    except UNREADABLE:  # ``RunFolder.missing`` says why
+        statements, showing = verdict(*facts, None), []
+    state = Statement("state", f"{run.state}; {len(run.records)} updates")
+    told = [state, *statements, Statement("try", remedy(statements))]
+    return list(zip(told, [{}, *showing, *({} for _ in told)], strict=False))
+
+
+def _showing(
+    run: Path, journal: Journal, statements: Sequence[Statement], anchor: str, texts: Texts
+) -> list[Showing]:
+    """Return for each statement the first trees that its command lists."""
+    tables, showing = {}, list[Showing]()
+    for statement in statements:
+        showing.append({})
+        given = ["--limit", str(SHOWN), *shlex.split(statement.trees)]
+        options = dump.parser().parse_args([str(run), *given])
+        if (split := "heldout" if options.heldout else "train") not in tables:
+            rows = journal.trees("split=? AND status!='growing'", split)[-TREES:]
+            below = frames.nodes(journal, rows)
+            tables[split] = {row.id: row for row in rows}, frames.trees(journal, rows, below), below
+        rows, table, below = tables[split]
+        with contextlib.suppress(ValueError):  # the run lacks a column
+            table = frames.groups(table, below) if options.groups else table
+            table = dump.ordered(dump.filtered(table, below, options), options)
+            for tree, question in table["tree", "question"].iter_rows() if statement.trees else ():
+                showing[-1][f"{anchor}-{tree}"] = question
+                text = drawing.as_text(journal, rows[tree], drawing.Detail(100))
+                texts[f"{anchor}-{tree}"] = f"{question} (tree {tree})", text
+    return showing
+
+
+def chosen(
+    groups: Groups, statements: Sequence[Statement], metrics: Sequence[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Return the names of the six plots, and of the others. metrics: come first."""
+    everyone = _names(groups).values()
+    recorded = sorted(set().union(*(run.metrics() for run in everyone)))
+    names = [f"{HELDOUT}{measure}" for measure in runs.measures(list(everyone))]
+    names += [name for of in CURVES for name in recorded if fnmatchcase(name, of)]
+    moved = dict[str, float]()
+    for name in [*metrics, *names]:
+        if curves := [one for one in _of_groups(groups, name, "version").values() if one.x]:
+            moved[name] = max(map(_moved, curves))
+    heavy = [one for one in statements if one.weight >= HEAVY or one.subject == "learned"]
+    heavy.sort(key=lambda one: (one.subject != "learned", -one.weight))
+    wanted = [
+        name for of in (slice(1), slice(1, None)) for one in heavy for name in one.metrics[of]
+    ]
+    wanted = [*metrics, *wanted, *sorted(moved, key=lambda name: -moved[name])]
+    six = [name for name in dict.fromkeys(wanted) if moved.get(name) or name in metrics][:PLOTS]
+    return six, [name for name in moved if name not in six]
+
+
+def _moved(curve: Curve) -> float:
+    tenth, noise = (
+        max(1, len(curve.y) // 10),
+        stdev([0.0, *(b - a for a, b in pairwise(curve.y)), 0.0]),
+    )
+    return abs(fmean(curve.y[-tenth:]) - fmean(curve.y[:tenth])) / noise if noise else 0.0
 
 
 def _of_groups(groups: Groups, metric: str, against: str) -> dict[str, Curve]:
+    """Return a metric, or a held-out measure by version, of each group."""
+    if metric.startswith(HELDOUT):
+        measure = metric.removeprefix(HELDOUT)
+        return {name: runs.heldout(group, measure) for name, group in groups.items()}
     return {name: runs.curve(group, metric, against) for name, group in groups.items()}
 
 
-def _curves(groups: Groups, patterns: Sequence[str], against: str) -> list[Drawn]:
-    """Return a figure for each recorded metric, with its meaning (docs/metrics.md)."""
-    everyone = _names(groups).values()
-    recorded = sorted(set().union(*(run.metrics() for run in everyone)))
-    label, figures = "update" if against == "version" else "seconds", []
-    for metric in (name for pattern in patterns for name in recorded if fnmatchcase(name, pattern)):
-        _, meaning = declaration(metric) or ("", "")
-        figures += _drawn(metric, _of_groups(groups, metric, against), label, meaning)
-    return figures
-
-
-def _drawn(title: str, curves: dict[str, Curve], label: str, meaning: str = "") -> list[Drawn]:
-    """One figure, or none if there is no point."""
-    if not any(one.x for one in curves.values()):
-        return []
+def _drawn(groups: Groups, metric: str, against: str) -> Drawn:
+    """Return a figure, with the metric's meaning (docs/metrics.md)."""
+    curves, label = (
+        _of_groups(groups, metric, against),
+        {"version": "update"}.get(against, "seconds"),
+    )
+    _, meaning = declaration(metric) or ("", MADE.get(metric, ""))
     words = f"{meaning}: {caption(curves)}" if meaning else caption(curves)
-    return [Drawn(title, panels({title: curves}, label), words)]
+    return Drawn(metric, panels({metric: curves}, label), words)
 
 
-def _runs(groups: Groups) -> Section:
-    names, rows = _names(groups), []
-    for name, run in names.items():
-        seconds = f"{run.records[-1].get('time/run', 0):.0f}" if run.records else "-"
-        seed = str(run.config.get("seed", "-"))
-        rows.append([name, run.state, str(len(run.records)), seconds, seed, str(run.folder)])
-    head = ["run", "state", "updates", "seconds", "seed", "folder"]
-    words = [SEEDS] if any(len(group) > 1 for group in groups.values()) else []
-    words += [f"{name}: {sentence}" for name, run in names.items() for sentence in run.missing]
-    table = ReportTable("The runs of this report", head, rows)
-    return Section("Runs", [*words, LINES], tables=[table])
-
-
-def results(groups: Groups) -> ReportTable:
+def results(groups: Groups) -> list[ReportTable]:
     """Return the held-out measures of each group at the first and the last evaluation."""
     rows = []
     for name, group in groups.items():
@@ -207,35 +263,17 @@ def results(groups: Groups) -> ReportTable:
             points = list(zip(c.x, c.y, c.half, strict=True))
             cells = [f"{runs.shown((mean, half))} (version {v:.0f})" for v, mean, half in points]
             if len(points) > 1:
-                rows.append([name, measure, cells[0], cells[-1], _verdict(points[0], points[-1])])
+                by, half, said = change(points[0][1:], points[-1][1:])
+                rows.append([name, measure, cells[0], cells[-1], f"{by:+.3f} ±{half:.3f}: {said}"])
             elif points:
                 rows.append([name, measure, *cells, "-", "-"])
     head = ["run", "measure", "first", "last", "change"]
-    return ReportTable("Held-out measures with 95% intervals", head, rows)
+    caption = "Held-out measures with 95% intervals"
+    return [ReportTable(caption, head, rows)] if rows else []
 
 
-def _verdict(first: tuple[float, float, float], last: tuple[float, float, float]) -> str:
-    (_, before, half), (_, after, other) = first, last
-    if abs(after - before) > half + other:
-        return "rose beyond both intervals" if after > before else "fell beyond both intervals"
-    return "within the intervals" if half == half and other == other else "no interval"
-
-
-def _heldout(groups: Groups) -> Section:
-    names, figures, words = _names(groups), [], [HELDOUT]
-    for measure in runs.measures(list(names.values())):
-        curves = {name: runs.heldout(group, measure) for name, group in groups.items()}
-        figures += _drawn(measure, curves, "version")
-    for name, run in names.items():
-        if best := run.summary.get("best"):
-            value = f"{best['measure']} is {best['value']:.3f}"
-            words.append(f"{name}: the best {value}, of version {best['version']}.")
-    table = results(groups)
-    return Section("Held-out results", words, figures, [table] if table.rows else [])
-
-
-def _add_causes(section: Section, groups: Groups) -> None:
-    waits = {}
+def _causes(groups: Groups) -> Section:
+    waits, section = {}, Section("Who waited for whom")
     for name, run in _names(groups).items():
         try:
             seconds = trace.shares(trace.recorded(run.folder, run.records))
@@ -245,65 +283,30 @@ def _add_causes(section: Section, groups: Groups) -> None:
         total = sum(seconds.values())
         shares = {cause: f"{s:.1f} s ({s / (total or 1.0):.1%})" for cause, s in seconds.items()}
         waits[name] = shares | {"sum": f"{total:.1f} s"}
-    one_cause = "Who waited for whom: each moment of the newest start has one cause"
-    section.tables = compared(one_cause, waits)
+    causes = dict.fromkeys(cause for one in waits.values() for cause in one)
+    rows = [[cause, *(one.get(cause, "-") for one in waits.values())] for cause in causes]
+    caption = "Each moment of the newest start has one cause"
+    section.tables = [ReportTable(caption, ["", *waits], rows)] if rows else []
+    return section
 
 
 # ----------------------------------------------------------------------------------------------
-# trees, settings and machine
+# settings and machine
 
 
-def _trees(groups: Groups) -> Section:
-    columns = {}
-    for name, run in _names(groups).items():
-        with (
-            contextlib.suppress(*UNREADABLE),  # the section Runs has said so
-            contextlib.closing(frames.opened(run.folder)) as journal,
-        ):
-            tally = sorted(journal.tally().items())
-            columns[name] = {f"trees {status}": f"{count:,}" for status, count in tally}
-            rows = journal.trees("split='train' AND status!='growing'")[-TREES:]
-            below = frames.nodes(journal, rows)
-            if not below.is_empty():
-                columns[name] |= _statistics(frames.trees(journal, rows, below), below)
-    return Section("Trees", tables=compared("Means over trees (docs/dump.md)", columns))
-
-
-def _statistics(table: pl.DataFrame, below: pl.DataFrame) -> dict[str, str]:
-    """Return the means of the columns of ``coppice trees`` over a run's trees, and how many
-    episodes crashed, with the most frequent reason."""
-    means = table.drop("tree", "version", "age_s", "trained_by").select(cs.numeric().mean())
-    numbers = {
-        f"mean {name}": f"{value:.4g}"
-        for name, value in means.row(0, named=True).items()
-        if value is not None and not name.endswith(("_min", "_max"))
+def _settings(groups: Groups) -> Section:
+    everything = {
+        name: [run.config | {"environment": run.environment} for run in group if run.config]
+        for name, group in groups.items()
     }
-    crashes = below.filter(pl.col("fate").str.starts_with("crashed: "))["fate"]
-    if not crashes.is_empty():
-        reason, count = crashes.value_counts(sort=True).row(0)
-        numbers["episodes that crashed and score 0"] = f"{len(crashes)}; {count} of them {reason}"
-    return numbers
-
-
-def _config(groups: Groups) -> Section:
-    configs = {name: [run.config for run in group if run.config] for name, group in groups.items()}
-    rows = runs.differences(configs)
-    tables = [ReportTable("Keys whose values differ", ["key", *configs], rows)] if rows else []
-    for name, run in _names(groups).items():
-        settings = [list(row) for row in runs.flat(run.config).items()]
-        tables.append(ReportTable(f"All settings of {name}", ["key", "value"], settings, True))
-    return Section("Configuration", tables=tables)
-
-
-def _environment(groups: Groups) -> Section:
-    machines = {name: dict(run.environment) for name, run in _names(groups).items()}
-    machines = {name: machine for name, machine in machines.items() if machine}
-    packages = {name: machine.pop("packages", {}) for name, machine in machines.items()}
-    texts = {name: {k: str(v) for k, v in one.items()} for name, one in machines.items()}
-    tables = compared("Machine and code of the newest launch", texts)
-    return Section(
-        "Environment and versions", tables=tables + compared("Packages", packages, folded=True)
-    )
+    rows = runs.differences(everything)
+    tables = [ReportTable("What differs", ["key", *groups], rows)] if rows else []
+    for name, of in everything.items():
+        settings = [list(row) for row in runs.flat(of[0]).items()] if of else []
+        tables.append(
+            ReportTable(f"Settings, machine and code of {name}", ["key", "value"], settings)
+        )
+    return Section("Settings and machine", tables=tables)
 
 
 # ----------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import msgspec
 from coppice.common import shards
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.ledger.records import Reader
+from coppice.scheduler.telemetry.verdict import EQUAL_SHARE, equal_shares
 from coppice.tools.launching import changes, status
 from coppice.tools.launching.record import ENVIRONMENT
 
@@ -106,14 +107,15 @@ def read(folder: Path, name: str | None = None) -> RunFolder:
 
 
 def _records(folder: Path) -> list[dict[str, float]]:
-    """One record per update, with the share of its tokens by their age."""
+    """One record per update, with the share of its tokens by their age, and of equal groups."""
     records = Reader(folder).read()
     recorded = {name for record in records for name in record}
     ages = [name for name in recorded if re.fullmatch(r"watch/staleness_\d+/tokens", name)]
     for record in records:
         if total := sum(record.get(age, 0.0) for age in ages):
             record |= {f"{SHARE}{age.split('/')[1]}": record.get(age, 0.0) / total for age in ages}
-    return records
+    equal = equal_shares(records)
+    return [r | {EQUAL_SHARE: equal[v]} if (v := r["version"]) in equal else r for r in records]
 
 
 def grouped(runs: Sequence[RunFolder]) -> dict[str, list[RunFolder]]:

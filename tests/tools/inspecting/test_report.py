@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from coppice.tools.inspecting import report, runs
+from coppice.scheduler.telemetry.verdict import EQUAL_SHARE
+from coppice.tools.inspecting import figures, report, runs
 from coppice.tools.inspecting.report import Section, main
+from coppice.tools.inspecting.runs import Curve
 from tests.run_folder import make
 from tests.tools.said import Said
 
@@ -39,17 +41,39 @@ def test_a_page_has_every_section_with_what_the_run_recorded(tmp_path: Path) -> 
     text = page_of(tmp_path, f"{make(tmp_path / 'a')}=base")
     assert re.search('aria-label="score/reward: [^"]+: -0.5 → 1"', text)
     assert not re.search(r"<script|(src|href)=\"(?!#|data:)", text)
-    assert "No run has recorded any of this." in text.split("Numerics watch</h2>")[1][:400]
     page = parts((tmp_path / "a", "base"))
     before, after = "0.250 ±0.100 (version 0)", "0.750 ±0.100 (version 3)"
     held_out = rows(page["Held-out results"], "Held-out measures")
-    assert held_out[1] == ["base", "em", before, after, "rose beyond both intervals"]
-    assert held_out[2][-1] == "within the intervals"
-    assert captions(page["Staleness"])["share/staleness_1"] == "0.25 → 0.25"
-    waited = rows(page["Time"], "Who waited for whom")
+    moved = "+0.500 ±0.141: rose beyond the interval"
+    assert held_out[1] == ["base", "em", before, after, moved]
+    assert held_out[2][-1].endswith(": not beyond the interval")
+    assert captions(page["Other curves"])["share/staleness_1"] == "0.25 → 0.25"
+    waited = rows(page["Who waited for whom"], "Each moment")
     assert waited[1] == ["rollouts: generate (decode)", "2.3 s (60.8%)"]
-    assert ["mean actions", "2"] in rows(page["Trees"], "Means over trees")
-    assert ["python", sys.version.split()[0]] in rows(page["Environment and versions"], "Machine")
+    python = ["environment.python", f'"{sys.version.split()[0]}"']
+    assert python in rows(page["Settings and machine"], "Settings, machine")
+
+
+def test_the_verdict_comes_first_and_its_links_lead_to_trees_of_the_page(tmp_path: Path) -> None:
+    run = make(tmp_path / "a", [-0.5, 0.0] * 6)
+    page = parts((run, "a"))
+    assert list(page)[:2] == ["Verdict", "What matters"]
+    assert [part.folded for part in page.values()].index(True) == 2
+    told = {one.subject: (one, links) for one, links in page["Verdict"].verdicts["a"]}
+    links = [anchor for _, showing in told.values() for anchor in showing]
+    assert set(links) == set(page["Trees that show it"].trees)
+    assert next(iter(told["spread"][1].values())) == "What is the capital of country 11?"
+    text = page_of(tmp_path, run)
+    assert [anchor for anchor in links if f'<pre id="{anchor}"' not in text] == []
+    # the plots: held out, then the first metric of each heavy statement, the heaviest first
+    assert [*captions(page["What matters"])][:3] == ["heldout/em", "score/reward", EQUAL_SHARE]
+    assert len(page["What matters"].figures) == 3  # the others are constant
+
+
+def test_an_axis_ends_where_values_can() -> None:
+    share = Curve([1.0, 2.0], [0.1, 0.99], [0.2, 0.2])
+    (axis,) = figures.panels({"share": {"": share}}, "update").axes
+    assert axis.get_ylim() == (0.0, 1.0)
 
 
 def test_runs_of_one_name_become_a_mean_with_its_interval_over_seeds(tmp_path: Path) -> None:
@@ -63,7 +87,7 @@ def test_runs_of_one_name_become_a_mean_with_its_interval_over_seeds(tmp_path: P
     assert curve.half == [pytest.approx(half), 0.0]
     assert runs.curve([*group, runs.read(longer)], "score/reward").x == [1.0, 2.0]
     page = parts(*((folder, "slate") for folder in folders), (make(tmp_path / "other"), "grpo"))
-    assert captions(page["Learning"])["score/reward"].endswith(": slate: 3 → 9; grpo: -0.5 → 1")
+    assert captions(page["What matters"])["score/reward"].endswith(": slate: 3 → 9; grpo: -0.5 → 1")
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:
@@ -77,7 +101,7 @@ def test_config_differences_are_exact(tmp_path: Path) -> None:
     first = make(tmp_path / "a", changes=["learner.lr=0.5", "seed=1"])
     seeds = [make(tmp_path / f"b{seed}", changes=[f"seed={seed}", "name=two"]) for seed in (2, 3)]
     page = parts((first, "a"), *((folder, "b") for folder in seeds))
-    differ = rows(page["Configuration"], "Keys whose values differ")
+    differ = rows(page["Settings and machine"], "What differs")
     assert [row[0] for row in differ] == ["key", "learner.lr", "name", "seed"]
     assert differ[-1] == ["seed", "1", "2, 3"]
 
@@ -103,7 +127,7 @@ def test_what_a_run_lacks_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ("/no/such", "/no/such is no run folder"),
-        ("{run} --metric score/rewrd", "score/rewrd: no run has recorded it; there are learner"),
+        ("{run} --metric score/rewrd", "score/rewrd: no run has recorded it; there are count"),
         ("{run} --out x.pdf", "--out x.pdf: expected a name that ends with .html, .png, .svg"),
         ("{young} --out x.svg", "no update was made yet"),
     ],

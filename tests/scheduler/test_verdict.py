@@ -1,0 +1,74 @@
+"""The verdict on a run, from folders that the run's own classes have written."""
+
+from pathlib import Path
+
+import pytest
+
+from coppice.scheduler.telemetry.verdict import Statement, lines, verdict
+from coppice.tools.inspecting import frames, runs
+from tests.run_folder import make
+
+
+def told(run: Path) -> dict[str, Statement]:
+    """What is said of a run, by subject."""
+    of = runs.read(run)
+    statements = verdict(of.records, of.evaluations, of.config, frames.opened(run))
+    return {one.subject: one for one in statements}
+
+
+def test_the_verdict_counts_what_the_journal_holds(tmp_path: Path) -> None:
+    rewards = [0.5, 0.0, 0.5, 0.0, 0.5, 0.5, 0.5, 0.0, 0.5, 0.0, 0.5, 0.5]
+    run = make(tmp_path / "run", rewards)
+    said = told(run)
+    groups = frames.sql(run, "SELECT spread, texts FROM groups")
+    equal = groups.filter(groups["spread"] == 0)
+    share = f"{len(equal) / len(groups):.0%} of {len(groups)} groups had equal rewards"
+    one_text = f"one text in {(equal['texts'] == 1).mean():.0%}"
+    assert said["spread"].words == f"{share}, 0% at last; {one_text}"
+    ends = frames.sql(run, "SELECT outcome, AVG(reward) AS pay FROM turns GROUP BY outcome")
+    pay = dict(ends.rows())
+    assert said["judge"].words.startswith(f"right ends earn {pay[1]:+.2f}, wrong {pay[0]:+.2f} (")
+    assert (
+        said["learned"].words
+        == "em 0.250 -> 0.750, +0.500 ±0.141: rose beyond the interval; 16 tasks"
+    )
+    assert "also" not in said  # f1 stayed
+
+
+def test_a_judge_that_pays_wrong_ends_more_is_the_worst_of_all(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", [-0.5, -0.25, 0.0] * 4)
+    first, second, *_ = (*told(run).values(),)
+    assert (first.subject, second.subject, second.weight) == ("learned", "judge", 1.0)
+    listed = frames.sql(run, f"SELECT tree FROM turns WHERE {second.trees[9:-1]}")
+    assert len(listed) == 12 - 4 + 4
+
+
+def test_a_policy_that_does_not_move_gets_a_learning_rate(tmp_path: Path) -> None:
+    records = [{"version": v, "watch/staleness_1/gap_mean": 1e-7} for v in (1.0, 2.0)]
+    gaps = {"watch/engine_gap_p99": 1e-6, "watch/engine_gap_mean": 1e-7}
+    config = {"learner": {"lr": 1e-9}}
+    (*_, numerics) = verdict([record | gaps for record in records], [], config, None)
+    assert (numerics.weight, numerics.remedy) == (1.0, "learner.lr=1e-04")
+
+
+@pytest.mark.parametrize("changed", [{0: 0.25}, {0: 0.25, 3: 0.3}, {0: 0.25, 3: 0.15}, {}])
+def test_a_change_within_its_interval_is_called_so(
+    tmp_path: Path, changed: dict[int, float]
+) -> None:
+    words = told(make(tmp_path / "run", exact=changed))["learned"].words
+    assert ("not beyond the interval" if len(changed) > 1 else "unknown: ") in words
+
+
+def test_the_closing_summary_has_ten_lines_of_eighty_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path / "run", [-0.5, 0.0] * 6)
+    own = [line for line in capsys.readouterr().out.splitlines() if line.startswith("<5>")]
+    many = [
+        Statement(f"s{i}", "word; " * 40 + "x" * 90, weight=i, trees="y" * 90) for i in range(12)
+    ]
+    wordy = lines(many, "RUN")
+    for shown in ([line.removeprefix("<5>") for line in own[:-1]], wordy):
+        assert 3 <= len(shown) <= 10
+        assert max(map(len, shown)) <= 80
+    assert own[0].startswith("<5>learned   em 0.250 -> 0.750")
