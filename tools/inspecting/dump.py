@@ -2,6 +2,7 @@
 run, and show them."""
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -12,20 +13,21 @@ from pathlib import Path
 
 import polars as pl
 
-from coppice.common.options import command_parser
+from coppice.common.options import command_parser, option
 from coppice.common.terminal import visible
-from coppice.scheduler.growth.tree import Node
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.tools.evaluating.examination import table as aligned
-from coppice.tools.inspecting import drawing, frames, replay
+from coppice.tools.inspecting import drawing, frames, replay, side_by_side, trial
 
 EXAMPLES = """\
   coppice trees RUN                             the last finished tree
   coppice trees RUN --where "reward > 0.5"      trees by their columns, in SQL
   coppice trees RUN --surprising 3 --full       largest advantages, judges' words
-  coppice trees RUN --diff 12:4 12:9            two candidates of tree 12
+  coppice trees RUN --diff OTHER                another run on the same questions
+  coppice trees RUN --judge --again slate_em    another judge on the same turns
   coppice trees RUN --groups --where "spread = 0" --count step,version"""
 LISTED = "tree status version actions reward spread outcome invalid age_s question".split()
+_TWO = "outcome outcome_other tree tree_other".split()
 OF_GROUPS = "tree parent version step candidates texts reward spread advantage question chosen"
 
 
@@ -80,7 +82,6 @@ def parser() -> argparse.ArgumentParser:
         ("list", "one line per tree (default when several are found)"),
         ("columns", "the columns that --where and --sort take"),
         ("json", "JSON, one tree per line"),
-        ("dot", "graphs for Graphviz"),
     ):
         how(f"--{name}", action="store_true", help=words)
     tables = "a query in SQL over trees, groups, nodes, turns and tokens"
@@ -88,8 +89,14 @@ def parser() -> argparse.ArgumentParser:
     how("--parquet", type=Path, metavar="FOLDER", help="trees.parquet and nodes.parquet")
     page = "a page to click through, one file for all trees found"
     how("--html", type=Path, metavar="FILE", help=page)
-    diff = "two trees or nodes against each other; TASK@VERSION stands for a tree, too"
-    how("--diff", nargs=2, metavar="TREE[:NODE]", help=diff)
+    diff = "another run on the same questions; or two trees, each by number or as TASK@VERSION"
+    how("--diff", nargs="+", metavar="OTHER", help=diff)
+    judge = "do the scores of the judges, or of this column, agree with the outcomes below?"
+    how("--judge", nargs="?", const="", metavar="COLUMN", help=judge)
+    again = "with --judge: another judge on the same turns, by name or module:Class"
+    parser.add_argument("--again", metavar="JUDGE", help=again)
+    option = "an argument of that judge's class, its value in TOML; repeatable"
+    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
     for name, words in (
         ("newest", "with --html or --tokens: log-probabilities under the newest policy, too"),
         ("tokens", "the log-probability of every sampled token"),
@@ -104,9 +111,15 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     options = command.parse_args(arguments)
     if options.newest and not (options.html or options.tokens):
         command.error("--newest has an effect with --html or --tokens")
+    if options.judge is not None and (options.groups or options.count or options.sort):
+        command.error("--judge tells of turns: leave --groups, --count and --sort out")
+    if options.again and options.judge is None:
+        command.error("--again has an effect with --judge")
     if options.reverse and not options.sort:
         command.error("--reverse has no effect without --sort")
-    if options.diff and _several(options):
+    if len(options.diff or ()) > 2:
+        command.error("--diff takes another run, or two trees")
+    if len(options.diff or ()) == 2 and _several(options):
         command.error("--diff names its two trees: leave the options that look for others out")
     return options
 
@@ -114,15 +127,14 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 def _several(options: argparse.Namespace) -> bool:
     """Whether the command line asks for more than the last tree."""
     ways = "all list columns parquet where text limit sort surprising groups count".split()
-    return any(getattr(options, way) for way in ways)
+    return options.judge is not None or any(getattr(options, way) for way in ways)
 
 
 def show(journal: Journal, options: argparse.Namespace) -> None:
     """Print what the command line asks for. Raises ValueError for what is not there."""
     width = shutil.get_terminal_size((120, 40)).columns
     if options.diff:
-        one, other = (_path(journal, place) for place in options.diff)
-        print(visible(drawing.difference(one, other, width)))
+        _diff(journal, options, width)
         return
     if options.sql:
         split = "heldout" if options.heldout else "train"
@@ -132,6 +144,8 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
     version, newest = replay.newest(journal, rows, options.run) if options.newest else (None, {})
     if options.columns:
         print("\n".join(f"{name:<24} {kind}" for name, kind in table.schema.items()))
+    elif options.judge is not None:
+        _judge(journal, table, below, options)
     elif options.count:
         by = options.count.split(",")
         _check_columns("--count", by, table)
@@ -148,8 +162,6 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
     elif options.json:
         for row in rows:
             print(visible(json.dumps(drawing.as_json(journal, row), ensure_ascii=False)))
-    elif options.dot:
-        print(visible("\n".join(drawing.as_dot(journal, row) for row in rows)))
     elif options.groups:
         _print(table.select(name for name in OF_GROUPS.split() if name in table.columns), width)
     elif options.list or (len(rows) > 1 and not (options.all or options.full or options.tokens)):
@@ -182,11 +194,52 @@ def _cell(value: object) -> str:
     return "-" if value is None else " ".join(str(value).split())
 
 
-def _path(journal: Journal, place: str) -> list[Node]:
-    """Return the path from the root to a node, TREE:NODE, or to the end of a tree's spine, TREE.
-    TASK@VERSION is the task's last tree that was admitted at the version."""
-    task, at, rest = place.rpartition("@")
-    name, _, number = rest.partition(":")
+def _diff(journal: Journal, options: argparse.Namespace, width: int) -> None:
+    """Print what differs between two runs, or two trees."""
+    if len(options.diff) == 2:
+        rows = ((place, [_row(journal, place)]) for place in options.diff)
+        places = [(place, frames.nodes(journal, own)) for place, own in rows]
+        print(visible(side_by_side.beside(places, width)))
+        return
+    runs = [options.run, Path(options.diff[0])]
+    both = side_by_side.joined(*runs, options.where)
+    print(side_by_side.summary(both))
+    changed, places = both.filter(pl.col("change") != 0), []
+    if len(both) > 1:
+        shown = changed.select("change", *_TWO, "question") if len(changed) else changed
+        _print(shown.head(options.limit or 20), width)
+        return
+    for run, end in zip(runs, ("", "_other"), strict=True):
+        with contextlib.closing(frames.opened(run)) as own:
+            (row,) = own.trees("id=?", both[f"tree{end}"][0])
+            places.append((f"{run.name} {row.id}, version {row.version}", frames.nodes(own, [row])))
+    print(visible(f"{both['question'][0]}\n{side_by_side.beside(places, width)}"))
+
+
+def _judge(
+    journal: Journal, turns: pl.DataFrame, every: pl.DataFrame, options: argparse.Namespace
+) -> None:
+    """Print how scores agree with outcomes, or two judges with each other. every: all nodes of the
+    turns' trees."""
+    names = [options.judge] if options.judge else trial.columns(options.run, turns)
+    _check_columns("--judge", names, turns)
+    pairs = [(name, trial.OUTCOME) for name in names]
+    if options.again:
+        judge = trial.make(options.run, options.again, dict(map(option, options.option)))
+        scores, faults = asyncio.run(trial.again(options.run, journal, turns, judge))
+        turns, every = (one.join(scores, ["tree", "node"], "left") for one in (turns, every))
+        own = [options.judge] if options.judge in judge.columns else judge.columns
+        pairs = [(name if name in names else names[-1], trial.AGAIN + name) for name in own]
+        print(f"{len(scores)} turns judged again, {faults.total()} not because of faults")
+        for reason, count in faults.most_common(3):
+            print(visible(f"  {count} times: {reason}"))
+    lines = trial.report(turns, every, pairs, options.limit or 3)
+    print(visible("\n".join(lines)))
+
+
+def _row(journal: Journal, place: str) -> TreeRow:
+    """Return a tree's row by its number, or TASK@VERSION, the task's last tree of the version."""
+    task, at, name = place.rpartition("@")
     if at:
         of_task = journal.trees("task=?", task)
         rows = [row for row in of_task if str(row.version) == name][-1:]
@@ -195,14 +248,8 @@ def _path(journal: Journal, place: str) -> list[Node]:
         rows = journal.trees("id=?", int(name)) if name.isdecimal() else []
         there = _held(journal)
     if not rows:
-        expected = "expected TREE, TASK@VERSION or TREE:NODE"
-        raise ValueError(f"--diff {place}: {expected}, and {there}")
-    tree = journal.tree(rows[0])
-    nodes = {str(node.id): node for node in tree.nodes.values()}
-    if not nodes or number not in ("", *nodes):
-        has = f"the nodes {', '.join(nodes)}" if nodes else "no node yet"
-        raise ValueError(f"--diff {place}: tree {name} has {has}")
-    return tree.path(nodes[number] if number else tree.tip())
+        raise ValueError(f"--diff {place}: expected another run, TREE or TASK@VERSION, and {there}")
+    return rows[0]
 
 
 def _held(journal: Journal) -> str:
@@ -230,9 +277,11 @@ def find(
         raise ValueError(f"no such tree: {_held(journal)}")
     below = frames.nodes(journal, rows)
     table = frames.trees(journal, rows, below)
-    table = frames.groups(table, below) if options.groups else table
-    many, of = len(table), "groups" if options.groups else "trees"
-    table = ordered(filtered(table, below, options), options)
+    of = "groups" if options.groups else "trees" if options.judge is None else "turns"
+    if of != "trees":
+        table = getattr(frames, of)(table, below)
+    many, table = len(table), filtered(table, below, options)
+    table = table if of == "turns" else ordered(table, options)
     if table.is_empty():
         raise ValueError(f"none of {many} {of} matches")
     chosen, by_id = table["tree"].to_list(), {row.id: row for row in rows}
@@ -242,15 +291,13 @@ def find(
 def filtered(table: pl.DataFrame, below: pl.DataFrame, options: argparse.Namespace) -> pl.DataFrame:
     """Return the trees that meet --where and --text. Raises ValueError for a condition that cannot
     be read."""
+    table = frames.where(table, options.where)
     try:
-        if options.where:
-            table = table.sql(f"SELECT * FROM self WHERE {options.where}")
         if options.text:
             places = below.filter(pl.col("text").str.contains(options.text))["tree"].unique()
             table = table.filter(pl.col("tree").is_in(places.to_list()))
     except pl.exceptions.PolarsError as error:
-        takes = "--columns lists the columns of --where, and --text takes a regular expression"
-        raise ValueError(f"{str(error).splitlines()[0]}; {takes}") from None
+        raise ValueError(f"--text takes a regular expression: {error}") from None
     return table
 
 
