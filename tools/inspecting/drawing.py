@@ -190,7 +190,7 @@ def candidates(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], width:
         told[head, " ".join(row["text"].split())] += 1
     lines = []
     for (head, text), times in told.items():
-        text = textwrap.shorten(text, max(20, 2 * (width - len(head))), placeholder=" ...")
+        text = textwrap.shorten(text, 160, placeholder=" ...")
         text += f" ({times} times)" if times > 1 else ""
         lines += textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * len(head))
     return lines

@@ -86,10 +86,9 @@ def parser() -> argparse.ArgumentParser:
         how(f"--{name}", action="store_true", help=words)
     tables = "a query in SQL over trees, groups, nodes, turns and tokens"
     how("--sql", metavar="QUERY", help=tables)
-    how("--parquet", type=Path, metavar="FOLDER", help="trees.parquet and nodes.parquet")
     page = "a page to click through, one file for all trees found"
     how("--html", type=Path, metavar="FILE", help=page)
-    diff = "another run on the same questions; or two trees, each by number or as TASK@VERSION"
+    diff = "another run on the same questions; or the numbers of two trees"
     how("--diff", nargs="+", metavar="OTHER", help=diff)
     judge = "do the scores of the judges, or of this column, agree with the outcomes below?"
     how("--judge", nargs="?", const="", metavar="COLUMN", help=judge)
@@ -117,16 +116,14 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         command.error("--again has an effect with --judge")
     if options.reverse and not options.sort:
         command.error("--reverse has no effect without --sort")
-    if len(options.diff or ()) > 2:
-        command.error("--diff takes another run, or two trees")
-    if len(options.diff or ()) == 2 and _several(options):
+    if len(options.diff or ()) > (1 if _several(options) else 2):
         command.error("--diff names its two trees: leave the options that look for others out")
     return options
 
 
 def _several(options: argparse.Namespace) -> bool:
     """Whether the command line asks for more than the last tree."""
-    ways = "all list columns parquet where text limit sort surprising groups count".split()
+    ways = "all list columns where text limit sort surprising groups count".split()
     return options.judge is not None or any(getattr(options, way) for way in ways)
 
 
@@ -134,7 +131,7 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
     """Print what the command line asks for. Raises ValueError for what is not there."""
     width = shutil.get_terminal_size((120, 40)).columns
     if options.diff:
-        _diff(journal, options, width)
+        _diff(options, width)
         return
     if options.sql:
         split = "heldout" if options.heldout else "train"
@@ -150,11 +147,6 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
         by = options.count.split(",")
         _check_columns("--count", by, table)
         _print(table.group_by(by).len("count").sort(by), width)
-    elif options.parquet:
-        options.parquet.mkdir(parents=True, exist_ok=True)
-        for name, frame in (("trees", table), ("nodes", below)):
-            frame.write_parquet(options.parquet / f"{name}.parquet")
-            print(f"{options.parquet / name}.parquet: {len(frame)} rows")
     elif options.html:
         text = drawing.html(journal, rows, table, options.run, version, newest)
         options.html.write_text(text, encoding="utf-8")
@@ -194,26 +186,19 @@ def _cell(value: object) -> str:
     return "-" if value is None else " ".join(str(value).split())
 
 
-def _diff(journal: Journal, options: argparse.Namespace, width: int) -> None:
+def _diff(options: argparse.Namespace, width: int) -> None:
     """Print what differs between two runs, or two trees."""
-    if len(options.diff) == 2:
-        rows = ((place, [_row(journal, place)]) for place in options.diff)
-        places = [(place, frames.nodes(journal, own)) for place, own in rows]
-        print(visible(side_by_side.beside(places, width)))
-        return
-    runs = [options.run, Path(options.diff[0])]
-    both = side_by_side.joined(*runs, options.where)
-    print(side_by_side.summary(both))
-    changed, places = both.filter(pl.col("change") != 0), []
-    if len(both) > 1:
-        shown = changed.select("change", *_TWO, "question") if len(changed) else changed
-        _print(shown.head(options.limit or 20), width)
-        return
-    for run, end in zip(runs, ("", "_other"), strict=True):
-        with contextlib.closing(frames.opened(run)) as own:
-            (row,) = own.trees("id=?", both[f"tree{end}"][0])
-            places.append((f"{run.name} {row.id}, version {row.version}", frames.nodes(own, [row])))
-    print(visible(f"{both['question'][0]}\n{side_by_side.beside(places, width)}"))
+    run, other, trees = options.run, options.run, options.diff
+    if len(trees) == 1:
+        other = Path(trees[0])
+        both, said = side_by_side.joined(run, other, options.where)
+        print(said)
+        if len(both) > 1:
+            shown = both.filter(pl.col("change") != 0).head(options.limit or 20)
+            _print(shown.select("change", *_TWO, "question"), width)
+            return
+        trees = both.select("tree", "tree_other").row(0)
+    print(visible(side_by_side.beside(((run, trees[0]), (other, trees[1])), width)))
 
 
 def _judge(
@@ -222,34 +207,19 @@ def _judge(
     """Print how scores agree with outcomes, or two judges with each other. every: all nodes of the
     turns' trees."""
     names = [options.judge] if options.judge else trial.columns(options.run, turns)
-    _check_columns("--judge", names, turns)
+    _check_columns("--judge", names, turns.select(pl.col(pl.Float64)))
     pairs = [(name, trial.OUTCOME) for name in names]
     if options.again:
-        judge = trial.make(options.run, options.again, dict(map(option, options.option)))
-        scores, faults = asyncio.run(trial.again(options.run, journal, turns, judge))
+        judge = options.run, options.again, dict(map(option, options.option))
+        scores, faults = asyncio.run(trial.again(journal, turns, *judge))
         turns, every = (one.join(scores, ["tree", "node"], "left") for one in (turns, every))
-        own = [options.judge] if options.judge in judge.columns else judge.columns
+        own = [name.removeprefix(trial.AGAIN) for name in scores.columns[2:]]
+        own = [options.judge] if options.judge in own else own
         pairs = [(name if name in names else names[-1], trial.AGAIN + name) for name in own]
         print(f"{len(scores)} turns judged again, {faults.total()} not because of faults")
         for reason, count in faults.most_common(3):
             print(visible(f"  {count} times: {reason}"))
-    lines = trial.report(turns, every, pairs, options.limit or 3)
-    print(visible("\n".join(lines)))
-
-
-def _row(journal: Journal, place: str) -> TreeRow:
-    """Return a tree's row by its number, or TASK@VERSION, the task's last tree of the version."""
-    task, at, name = place.rpartition("@")
-    if at:
-        of_task = journal.trees("task=?", task)
-        rows = [row for row in of_task if str(row.version) == name][-1:]
-        there = f"task {task!r} has trees of the versions {sorted({r.version for r in of_task})}"
-    else:
-        rows = journal.trees("id=?", int(name)) if name.isdecimal() else []
-        there = _held(journal)
-    if not rows:
-        raise ValueError(f"--diff {place}: expected another run, TREE or TASK@VERSION, and {there}")
-    return rows[0]
+    print(visible(trial.report(turns, every, pairs, options.limit or 3)))
 
 
 def _held(journal: Journal) -> str:
