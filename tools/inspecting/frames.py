@@ -196,13 +196,13 @@ def tokens(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
 
 
 def sql(run: Path, query: str, split: str = "train") -> pl.DataFrame:
-    """Return what a query in Polars' SQL gives over the tables trees, groups, nodes, turns (the
-    nodes that are actions) and tokens. Raises FileNotFoundError, or ValueError with the reason."""
+    """Return what a query in Polars' SQL gives over the tables trees, groups, nodes, turns and
+    tokens. Raises FileNotFoundError, or ValueError with the reason."""
     with contextlib.closing(opened(run)) as journal:
         rows = journal.trees("split=?", split)
         below = nodes(journal, rows)
         table = trees(journal, rows, below)
-        tables = {"trees": table, "nodes": below, "turns": below.filter(ACTION)}
+        tables = {"trees": table, "nodes": below, "turns": turns(table, below)}
         tables["groups"] = groups(table, below)
         if re.search(r"\btokens\b", query):
             tables["tokens"] = tokens(journal, rows)
