@@ -131,12 +131,11 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
     """Print what the command line asks for. Raises ValueError for what is not there."""
     width = shutil.get_terminal_size((120, 40)).columns
     if options.diff:
-        _diff(options, width)
-        return
+        return _diff(options, width)
     if options.sql:
         split = "heldout" if options.heldout else "train"
         _print(frames.sql(options.run, options.sql, split), width)
-        return
+        return None
     rows, table, below = find(journal, options)
     version, newest = replay.newest(journal, rows, options.run) if options.newest else (None, {})
     if options.columns:

@@ -198,14 +198,12 @@ def tokens(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
 def sql(run: Path, query: str, split: str = "train") -> pl.DataFrame:
     """Return what a query in Polars' SQL gives over the tables trees, groups, nodes, turns and
     tokens. Raises FileNotFoundError, or ValueError with the reason."""
-    with contextlib.closing(opened(run)) as journal:
-        rows = journal.trees("split=?", split)
-        below = nodes(journal, rows)
-        table = trees(journal, rows, below)
-        tables = {"trees": table, "nodes": below, "turns": turns(table, below)}
-        tables["groups"] = groups(table, below)
-        if re.search(r"\btokens\b", query):
-            tables["tokens"] = tokens(journal, rows)
+    table, below = read(run, split)
+    tables = {"trees": table, "groups": groups(table, below), "nodes": below}
+    tables["turns"] = turns(table, below)
+    if re.search(r"\btokens\b", query):
+        with contextlib.closing(opened(run)) as journal:
+            tables["tokens"] = tokens(journal, journal.trees("split=?", split))
     try:
         return pl.SQLContext(tables, eager=True).execute(query)
     except pl.exceptions.PolarsError as error:
