@@ -27,7 +27,6 @@ EXAMPLES = """\
   coppice trees RUN --judge --again slate_em    another judge on the same turns
   coppice trees RUN --groups --where "spread = 0" --count step,version"""
 LISTED = "tree status version actions reward spread outcome invalid age_s question".split()
-_TWO = "outcome outcome_other tree tree_other".split()
 OF_GROUPS = "tree parent version step candidates texts reward spread advantage question chosen"
 
 
@@ -88,8 +87,7 @@ def parser() -> argparse.ArgumentParser:
     how("--sql", metavar="QUERY", help=tables)
     page = "a page to click through, one file for all trees found"
     how("--html", type=Path, metavar="FILE", help=page)
-    diff = "another run on the same questions; or the numbers of two trees"
-    how("--diff", nargs="+", metavar="OTHER", help=diff)
+    how("--diff", nargs="+", metavar="OTHER", help="another run; or the numbers of two trees")
     judge = "do the scores of the judges, or of this column, agree with the outcomes below?"
     how("--judge", nargs="?", const="", metavar="COLUMN", help=judge)
     again = "with --judge: another judge on the same turns, by name or module:Class"
@@ -131,11 +129,12 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
     """Print what the command line asks for. Raises ValueError for what is not there."""
     width = shutil.get_terminal_size((120, 40)).columns
     if options.diff:
-        return _diff(options, width)
+        _diff(options, width)
+        return
     if options.sql:
         split = "heldout" if options.heldout else "train"
         _print(frames.sql(options.run, options.sql, split), width)
-        return None
+        return
     rows, table, below = find(journal, options)
     version, newest = replay.newest(journal, rows, options.run) if options.newest else (None, {})
     if options.columns:
@@ -194,7 +193,7 @@ def _diff(options: argparse.Namespace, width: int) -> None:
         print(said)
         if len(both) > 1:
             shown = both.filter(pl.col("change") != 0).head(options.limit or 20)
-            _print(shown.select("change", *_TWO, "question"), width)
+            _print(shown.select(side_by_side.SHOWN), width)
             return
         trees = both.select("tree", "tree_other").row(0)
     print(visible(side_by_side.beside(((run, trees[0]), (other, trees[1])), width)))

@@ -11,7 +11,7 @@ import polars as pl
 from coppice.scheduler.evaluation.evaluation import estimate
 from coppice.tools.inspecting import drawing, frames
 
-KEY = ["task", "question"]
+KEY, SHOWN = ["task", "question"], "change outcome outcome_other tree tree_other question".split()
 
 
 def joined(run: Path, other: Path, condition: str | None) -> tuple[pl.DataFrame, str]:
