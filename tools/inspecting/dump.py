@@ -196,7 +196,7 @@ def _diff(options: argparse.Namespace, width: int) -> None:
             _print(shown.select(side_by_side.SHOWN), width)
             return
         trees = both.select("tree", "tree_other").row(0)
-    print(visible(side_by_side.beside(((run, trees[0]), (other, trees[1])), width)))
+    print(visible(side_by_side.aligned_steps(((run, trees[0]), (other, trees[1])), width)))
 
 
 def _judge(

@@ -39,11 +39,11 @@ def _newest(run: Path, split: str, condition: str | None) -> pl.DataFrame:
     begun = nodes.filter(frames.ACTION & (pl.col("step") == 1)).group_by("tree")
     outcomes = begun.agg(outcome=pl.col("outcome_below").mean())
     trees = trees.drop("outcome", strict=False).join(outcomes, "tree", maintain_order="left")
-    known = frames.where(trees, condition).drop_nulls("outcome")
-    return known.unique(KEY, keep="last", maintain_order=True)
+    ended = frames.where(trees, condition).drop_nulls("outcome")
+    return ended.unique(KEY, keep="last", maintain_order=True)
 
 
-def beside(trees: Sequence[tuple[Path, int | str]], width: int) -> str:
+def aligned_steps(trees: Sequence[tuple[Path, int | str]], width: int) -> str:
     """Return the candidates of two trees of run folders, step by step. Raises ValueError if there
     is no such tree."""
     half, sides, names = (width - 3) // 2, list[dict[int, list[str]]](), ["outcome_below"]

@@ -68,8 +68,8 @@ def report(
             lines.append(f"{len(both)} turns of both judges: {equal}")
         for word, own in (("more", both.filter(apart > 0)), ("less", both.filter(apart < 0))):
             if second == AGAIN + first and len(own):
-                known = f"outcome below {own[OUTCOME].count()} of them: {_mean(own)}"
-                lines.append(f"{len(own)} turns got {word} from the other judge; {known}")
+                below = f"outcome below {own[OUTCOME].count()} of them: {_mean(own)}"
+                lines.append(f"{len(own)} turns got {word} from the other judge; {below}")
         if (apart != 0).any() if second != OUTCOME else both[first].n_unique() > 1:
             shares[pair] = 0.0 if math.isnan(alike.mean) else alike.mean
         lines.append("")

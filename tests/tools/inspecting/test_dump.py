@@ -183,7 +183,7 @@ def test_the_documented_questions_are_answered_by_their_lines(
         journal.close_tree(tree)
     journal.close()
     page = (Path(__file__).parents[3] / "docs/dump.md").read_text()
-    lines = page.partition("## Questions")[2].partition("## The page")[0].splitlines()
+    lines = page.partition("## Questions")[2].partition("## Judges")[0].splitlines()
     answers = [
         [row.split() for row in said(main, tmp_path, *shlex.split(line)[3:]).splitlines()[1:]]
         for line in lines
