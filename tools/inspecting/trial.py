@@ -62,15 +62,15 @@ def report(
         first, second = pair
         both = turns.drop_nulls(pair)
         lines += _calibration(both.drop_nulls(OUTCOME), [name for name in pair if name != OUTCOME])
-        alike, apart = agreement(both, *pair), (both[second] - both[first]).sign()
+        alike, higher = agreement(both, *pair), (both[second] - both[first]).sign()
         if second != OUTCOME:
-            equal = f"{(apart == 0).sum()} equal scores, order alike {alike}"
+            equal = f"{(higher == 0).sum()} equal scores, order alike {alike}"
             lines.append(f"{len(both)} turns of both judges: {equal}")
-        for word, own in (("more", both.filter(apart > 0)), ("less", both.filter(apart < 0))):
+        for word, own in (("more", both.filter(higher > 0)), ("less", both.filter(higher < 0))):
             if second == AGAIN + first and len(own):
                 below = f"outcome below {own[OUTCOME].count()} of them: {_mean(own)}"
                 lines.append(f"{len(own)} turns got {word} from the other judge; {below}")
-        if (apart != 0).any() if second != OUTCOME else both[first].n_unique() > 1:
+        if (higher != 0).any() if second != OUTCOME else both[first].n_unique() > 1:
             shares[pair] = 0.0 if math.isnan(alike.mean) else alike.mean
         lines.append("")
     for pair in sorted(shares, key=lambda pair: shares[pair])[:1]:
@@ -135,10 +135,10 @@ def _disagreements(
     if pair[1] != AGAIN + pair[0]:
         values = [(x - x.min()) / ((x.max() - x.min()) or 1.0) for x in values]
     last = every.filter(pl.col("chosen")).group_by("tree").agg(last=pl.col("step").max())
-    apart = turns.with_columns(apart=(values[0] - values[1]).abs()).join(last, "tree", "left")
-    often, near = pl.len().over("task", "text", "apart"), pl.col("step") - pl.col("last")
+    distant = turns.with_columns(distance=(values[0] - values[1]).abs()).join(last, "tree", "left")
+    often, near = pl.len().over("task", "text", "distance"), pl.col("step") - pl.col("last")
     first = near if pair[1] == OUTCOME else often
-    order = apart.filter(pl.col("apart") > 0).sort("apart", first, "tree", descending=True)
+    order = distant.filter(pl.col("distance") > 0).sort("distance", first, "tree", descending=True)
     shown = list(dict.fromkeys([*pair, OUTCOME]))
     lines = [f"most apart, as TREE:NODE; columns: {', '.join(shown)}; * was continued"]
     for turn in order.unique("task", keep="first", maintain_order=True).head(most).to_dicts():
@@ -182,16 +182,16 @@ async def again(
             raise ValueError(f"the task files have another task {row.task} than the run had")
         context = Context(runtime, task, Journal.tree(journal, row), random.Random(0))
         context.state_type = type(environment.initial(task))
-        asked = []
+        turns_sent = []
         for node in map(context.tree.nodes.__getitem__, nodes):
             turn = scoring.judged_turn(context, node)
             if "judge_valid" not in node.scores:  # only PPR's turns were judged after their search
                 turn = msgspec.structs.replace(turn, observation=None)
-            asked.append(turn)
+            turns_sent.append(turn)
         judgements = list[Judgement]()
         async with asyncio.timeout(process.scheduler.judge_deadline_s):
-            for at in range(0, len(asked), judge.batch):
-                part = asked[at : at + judge.batch]
+            for at in range(0, len(turns_sent), judge.batch):
+                part = turns_sent[at : at + judge.batch]
                 judgements += checked(judge, part, await judge.score(part))[0]
         for node, judgement in zip(nodes, judgements, strict=True):
             scores = {AGAIN + name: judgement.scores.get(name) for name in judge.columns}
