@@ -28,7 +28,7 @@ def joined(run: Path, other: Path, condition: str | None) -> tuple[pl.DataFrame,
         raise ValueError(f"--diff: {run} and {other} share no question with outcomes that matches")
     both = both.with_columns(change=pl.col("outcome_other") - pl.col("outcome"))
     means = (str(estimate(both[name].to_list())) for name in ("outcome", "outcome_other", "change"))
-    rose, fell = (both["change"] > 0).sum(), (both["change"] < 0).sum()
+    rose, fell = (len(both.filter(pl.col("change").sign() == sign)) for sign in (1, -1))
     said = "{} questions of both: outcome {} and {}, change {}".format(len(both), *means)
     said += f"\n{rose} rose, {fell} fell, {len(both) - rose - fell} did not change"
     return both.sort(pl.col("change").abs(), descending=True, maintain_order=True), said

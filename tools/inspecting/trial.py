@@ -131,11 +131,11 @@ def _disagreements(
     """The places whose turn has the most different values, one per question, with all candidates.
     First come, against an outcome, turns near the end, and else those whose text did so most often.
     Two judges' values of one column are compared as they are, others stretched from 0 to 1."""
-    values = [turns[name] for name in pair]
+    values = [turns[name].to_numpy() for name in pair]
     if pair[1] != AGAIN + pair[0]:
-        values = [(x - x.min()) / ((x.max() - x.min()) or 1.0) for x in values]
+        values = [(x - x.min()) / (np.ptp(x) or 1.0) for x in values]
     last = every.filter(pl.col("chosen")).group_by("tree").agg(last=pl.col("step").max())
-    distant = turns.with_columns(distance=(values[0] - values[1]).abs()).join(last, "tree", "left")
+    distant = turns.with_columns(distance=np.abs(values[0] - values[1])).join(last, "tree", "left")
     often, near = pl.len().over("task", "text", "distance"), pl.col("step") - pl.col("last")
     first = near if pair[1] == OUTCOME else often
     order = distant.filter(pl.col("distance") > 0).sort("distance", first, "tree", descending=True)
