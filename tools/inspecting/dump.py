@@ -202,8 +202,7 @@ def _diff(options: argparse.Namespace, width: int) -> None:
 def _judge(
     journal: Journal, turns: pl.DataFrame, every: pl.DataFrame, options: argparse.Namespace
 ) -> None:
-    """Print how scores agree with outcomes, or two judges with each other. every: all nodes of the
-    turns' trees."""
+    """Print how scores agree with outcomes, or two judges. every: all nodes of the turns' trees."""
     names = [options.judge] if options.judge else trial.columns(options.run, turns)
     _check_columns("--judge", names, turns.select(pl.col(pl.Float64)))
     pairs = [(name, trial.OUTCOME) for name in names]
