@@ -17,7 +17,6 @@ COMMANDS = {
     "watch --audit": ("tools.inspecting.audit", "check that every task was trained exactly once"),
     "trees": ("tools.inspecting.dump", "print prefix trees of a run, or query them"),
     "report": ("tools.inspecting.report", "draw the curves of runs on one page"),
-    "report --trace": ("tools.inspecting.trace", "write a window of a run for Perfetto"),
     "evaluate": ("tools.evaluating", "measure a policy on a game or on questions"),
     "serve": ("judges.command", "plug a judge into a live run"),
     "serve --model": ("tools.launching.serve_model", "serve a model to OpenAI's clients"),

@@ -16,7 +16,7 @@ async def score(ctx: Context, nodes: Sequence[Node]) -> None:
     """Have actions judged, and write the judge's columns to them, if the run has a judge."""
     if not nodes or ctx.settings.judge == UNJUDGED:
         return
-    turns = [_judged(ctx, node) for node in nodes]
+    turns = [judged_turn(ctx, node) for node in nodes]
     judgements = await ctx.services.judgements(ctx.settings.judge, turns)
     scores, invalid = ctx.runtime.judged.note(judgements)
     ctx.runtime.counts["judged_scores"] += scores
@@ -70,7 +70,8 @@ async def log_outcome(ctx: Context, node: Node) -> list[str]:
     return list(judgement.scores)
 
 
-def _judged(ctx: Context, node: Node) -> JudgedTurn:
+def judged_turn(ctx: Context, node: Node) -> JudgedTurn:
+    """What a judge sees of an action: the environment's answer, too, if it is in the tree."""
     state, action = ctx.state(node), ctx.action(node)
     turn = ctx.environment.judged(ctx.task, state, action, node.step, ctx.settings.budget)
     if ctx.environment.fresh:
@@ -84,7 +85,7 @@ def _judged(ctx: Context, node: Node) -> JudgedTurn:
 
 def _concluded(ctx: Context, node: Node) -> JudgedTurn:
     if not ctx.environment.fresh:
-        return _judged(ctx, node)
+        return judged_turn(ctx, node)
     answer, state, action = ctx.answer(node), ctx.state(node), ctx.action(node)
     after = None if answer is None else ctx.after(answer)
     budget = ctx.settings.budget

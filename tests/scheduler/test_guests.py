@@ -186,7 +186,7 @@ def test_control_characters_reach_neither_terminal_nor_log(
     journal.start_tree(tree, 0, 0)
     journal.close_tree(tree, "quarantined", f"reason{CONTROL}")
     journal.close()
-    for how in ([], ["--full"], ["--list"], ["--json"], ["--dot"], ["--diff", "0", "0"]):
+    for how in ([], ["--full"], ["--list"], ["--json"], ["--diff", "0", "0"]):
         assert dump.main([str(tmp_path), *how]) == 0
     RunScreen(1).take(f"a judge said {CONTROL}")
     monkeypatch.setattr(logging.getLogger(), "handlers", [])

@@ -1,12 +1,10 @@
-"""Trees as text for a terminal, as plain values for JSON, as a graph for Graphviz, and as one HTML
-file, which needs no network: ``page.html`` and ``page.js`` with the trees' data inside
-(docs/dump.md)."""
+"""Trees as text for a terminal, as plain values for JSON, and as one HTML file, which needs no
+network: ``page.html`` and ``page.js`` with the trees' data inside (docs/dump.md)."""
 
-import difflib
-import json
 import string
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,18 +50,6 @@ def _plain(node: Node) -> dict[str, Any]:
         "left_to_sample": None if support is None else support.counts.tolist(),
         "cached_tokens": node.cached,
     }
-
-
-def as_dot(journal: Journal, row: TreeRow) -> str:
-    """Return a tree as a graph in the language of Graphviz; continued candidates are bold."""
-    lines = [f"digraph tree_{row.id} {{", '  node [shape=box, fontname="monospace"];']
-    for node in journal.tree(row).nodes.values():
-        text = textwrap.shorten(node.text, 60, placeholder="...")
-        label = json.dumps("\n".join([title(node), *([text] if text else [])]), ensure_ascii=False)
-        lines.append(f"  n{node.id} [label={label}{', style=bold' if node.chosen else ''}];")
-        if node.parent >= 0:
-            lines.append(f"  n{node.parent} -> n{node.id};")
-    return "\n".join([*lines, "}"])
 
 
 def html(
@@ -194,20 +180,17 @@ def _wrapped(text: str, indent: str, width: int) -> list[str]:
     return [indent + line for lines in parts for line in lines]
 
 
-def difference(first: list[Node], second: list[Node], width: int) -> str:
-    """Return how two paths from the root differ: the nodes that they share, then the titles (with
-    all scores) and texts of the others, line by line."""
-    shared = 0
-    for one, other in zip(first, second, strict=False):
-        if one.kind != other.kind or one.tokens.tolist() != other.tokens.tolist():
-            break
-        shared += 1
-    tokens = sum(len(node.tokens) for node in first[:shared])
-
-    def told(path: list[Node]) -> list[str]:
-        nodes = [(title(node), *_wrapped(node.text.strip(), "  ", width)) for node in path[shared:]]
-        return [line for node in nodes for line in node]
-
-    compared = difflib.ndiff(told(first), told(second))
-    lines = [line for line in compared if not line.startswith("?")]
-    return "\n".join([f"the first {shared} nodes are equal ({tokens} tokens)", *lines])
+def candidates(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], width: int) -> list[str]:
+    """Return the values and the beginning of the text of each candidate, equal ones once. rows: of
+    ``frames.nodes``."""
+    told = Counter[tuple[str, str]]()
+    for row in rows:
+        values = ["-" if row[name] is None else f"{row[name]:+.2f}" for name in columns]
+        head = "".join([" *"[bool(row["chosen"])], *(f"{value:>7}" for value in values), "  "])
+        told[head, " ".join(row["text"].split())] += 1
+    lines = []
+    for (head, text), times in told.items():
+        text = textwrap.shorten(text, 160, placeholder=" ...")
+        text += f" ({times} times)" if times > 1 else ""
+        lines += textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * len(head))
+    return lines

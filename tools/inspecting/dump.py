@@ -2,6 +2,7 @@
 run, and show them."""
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -12,18 +13,18 @@ from pathlib import Path
 
 import polars as pl
 
-from coppice.common.options import command_parser
+from coppice.common.options import command_parser, option
 from coppice.common.terminal import visible
-from coppice.scheduler.growth.tree import Node
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.tools.evaluating.examination import table as aligned
-from coppice.tools.inspecting import drawing, frames, replay
+from coppice.tools.inspecting import drawing, frames, replay, side_by_side, trial
 
 EXAMPLES = """\
   coppice trees RUN                             the last finished tree
   coppice trees RUN --where "reward > 0.5"      trees by their columns, in SQL
   coppice trees RUN --surprising 3 --full       largest advantages, judges' words
-  coppice trees RUN --diff 12:4 12:9            two candidates of tree 12
+  coppice trees RUN --diff OTHER                another run on the same questions
+  coppice trees RUN --judge --again slate_em    another judge on the same turns
   coppice trees RUN --groups --where "spread = 0" --count step,version"""
 LISTED = "tree status version actions reward spread outcome invalid age_s question".split()
 OF_GROUPS = "tree parent version step candidates texts reward spread advantage question chosen"
@@ -80,16 +81,19 @@ def parser() -> argparse.ArgumentParser:
         ("list", "one line per tree (default when several are found)"),
         ("columns", "the columns that --where and --sort take"),
         ("json", "JSON, one tree per line"),
-        ("dot", "graphs for Graphviz"),
     ):
         how(f"--{name}", action="store_true", help=words)
     tables = "a query in SQL over trees, groups, nodes, turns and tokens"
     how("--sql", metavar="QUERY", help=tables)
-    how("--parquet", type=Path, metavar="FOLDER", help="trees.parquet and nodes.parquet")
     page = "a page to click through, one file for all trees found"
     how("--html", type=Path, metavar="FILE", help=page)
-    diff = "two trees or nodes against each other; TASK@VERSION stands for a tree, too"
-    how("--diff", nargs=2, metavar="TREE[:NODE]", help=diff)
+    how("--diff", nargs="+", metavar="OTHER", help="another run; or the numbers of two trees")
+    judge = "do the scores of the judges, or of this column, agree with the outcomes below?"
+    how("--judge", nargs="?", const="", metavar="COLUMN", help=judge)
+    again = "with --judge: another judge on the same turns, by name or module:Class"
+    parser.add_argument("--again", metavar="JUDGE", help=again)
+    option = "an argument of that judge's class, its value in TOML; repeatable"
+    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
     for name, words in (
         ("newest", "with --html or --tokens: log-probabilities under the newest policy, too"),
         ("tokens", "the log-probability of every sampled token"),
@@ -104,25 +108,28 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     options = command.parse_args(arguments)
     if options.newest and not (options.html or options.tokens):
         command.error("--newest has an effect with --html or --tokens")
+    if options.judge is not None and (options.groups or options.count or options.sort):
+        command.error("--judge tells of turns: leave --groups, --count and --sort out")
+    if options.again and options.judge is None:
+        command.error("--again has an effect with --judge")
     if options.reverse and not options.sort:
         command.error("--reverse has no effect without --sort")
-    if options.diff and _several(options):
+    if len(options.diff or ()) > (1 if _several(options) else 2):
         command.error("--diff names its two trees: leave the options that look for others out")
     return options
 
 
 def _several(options: argparse.Namespace) -> bool:
     """Whether the command line asks for more than the last tree."""
-    ways = "all list columns parquet where text limit sort surprising groups count".split()
-    return any(getattr(options, way) for way in ways)
+    ways = "all list columns where text limit sort surprising groups count".split()
+    return options.judge is not None or any(getattr(options, way) for way in ways)
 
 
 def show(journal: Journal, options: argparse.Namespace) -> None:
     """Print what the command line asks for. Raises ValueError for what is not there."""
     width = shutil.get_terminal_size((120, 40)).columns
     if options.diff:
-        one, other = (_path(journal, place) for place in options.diff)
-        print(visible(drawing.difference(one, other, width)))
+        _diff(options, width)
         return
     if options.sql:
         split = "heldout" if options.heldout else "train"
@@ -132,15 +139,12 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
     version, newest = replay.newest(journal, rows, options.run) if options.newest else (None, {})
     if options.columns:
         print("\n".join(f"{name:<24} {kind}" for name, kind in table.schema.items()))
+    elif options.judge is not None:
+        _judge(journal, table, below, options)
     elif options.count:
         by = options.count.split(",")
         _check_columns("--count", by, table)
         _print(table.group_by(by).len("count").sort(by), width)
-    elif options.parquet:
-        options.parquet.mkdir(parents=True, exist_ok=True)
-        for name, frame in (("trees", table), ("nodes", below)):
-            frame.write_parquet(options.parquet / f"{name}.parquet")
-            print(f"{options.parquet / name}.parquet: {len(frame)} rows")
     elif options.html:
         text = drawing.html(journal, rows, table, options.run, version, newest)
         options.html.write_text(text, encoding="utf-8")
@@ -148,8 +152,6 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
     elif options.json:
         for row in rows:
             print(visible(json.dumps(drawing.as_json(journal, row), ensure_ascii=False)))
-    elif options.dot:
-        print(visible("\n".join(drawing.as_dot(journal, row) for row in rows)))
     elif options.groups:
         _print(table.select(name for name in OF_GROUPS.split() if name in table.columns), width)
     elif options.list or (len(rows) > 1 and not (options.all or options.full or options.tokens)):
@@ -182,27 +184,39 @@ def _cell(value: object) -> str:
     return "-" if value is None else " ".join(str(value).split())
 
 
-def _path(journal: Journal, place: str) -> list[Node]:
-    """Return the path from the root to a node, TREE:NODE, or to the end of a tree's spine, TREE.
-    TASK@VERSION is the task's last tree that was admitted at the version."""
-    task, at, rest = place.rpartition("@")
-    name, _, number = rest.partition(":")
-    if at:
-        of_task = journal.trees("task=?", task)
-        rows = [row for row in of_task if str(row.version) == name][-1:]
-        there = f"task {task!r} has trees of the versions {sorted({r.version for r in of_task})}"
-    else:
-        rows = journal.trees("id=?", int(name)) if name.isdecimal() else []
-        there = _held(journal)
-    if not rows:
-        expected = "expected TREE, TASK@VERSION or TREE:NODE"
-        raise ValueError(f"--diff {place}: {expected}, and {there}")
-    tree = journal.tree(rows[0])
-    nodes = {str(node.id): node for node in tree.nodes.values()}
-    if not nodes or number not in ("", *nodes):
-        has = f"the nodes {', '.join(nodes)}" if nodes else "no node yet"
-        raise ValueError(f"--diff {place}: tree {name} has {has}")
-    return tree.path(nodes[number] if number else tree.tip())
+def _diff(options: argparse.Namespace, width: int) -> None:
+    """Print what differs between two runs, or two trees."""
+    run, other, trees = options.run, options.run, options.diff
+    if len(trees) == 1:
+        other = Path(trees[0])
+        both, said = side_by_side.joined(run, other, options.where)
+        print(said)
+        if len(both) > 1:
+            shown = both.filter(pl.col("change") != 0).head(options.limit or 20)
+            _print(shown.select(side_by_side.SHOWN), width)
+            return
+        trees = both.select("tree", "tree_other").row(0)
+    print(visible(side_by_side.aligned_steps(((run, trees[0]), (other, trees[1])), width)))
+
+
+def _judge(
+    journal: Journal, turns: pl.DataFrame, every: pl.DataFrame, options: argparse.Namespace
+) -> None:
+    """Print how scores agree with outcomes, or two judges. every: all nodes of the turns' trees."""
+    names = [options.judge] if options.judge else trial.columns(options.run, turns)
+    _check_columns("--judge", names, turns.select(pl.col(pl.Float64)))
+    pairs = [(name, trial.OUTCOME) for name in names]
+    if options.again:
+        judge = options.run, options.again, dict(map(option, options.option))
+        scores, faults = asyncio.run(trial.again(journal, turns, *judge))
+        turns, every = (one.join(scores, ["tree", "node"], "left") for one in (turns, every))
+        own = [name.removeprefix(trial.AGAIN) for name in scores.columns[2:]]
+        own = [options.judge] if options.judge in own else own
+        pairs = [(name if name in names else names[-1], trial.AGAIN + name) for name in own]
+        print(f"{len(scores)} turns judged again, {faults.total()} not because of faults")
+        for reason, count in faults.most_common(3):
+            print(visible(f"  {count} times: {reason}"))
+    print(visible(trial.report(turns, every, pairs, options.limit or 3)))
 
 
 def _held(journal: Journal) -> str:
@@ -230,9 +244,11 @@ def find(
         raise ValueError(f"no such tree: {_held(journal)}")
     below = frames.nodes(journal, rows)
     table = frames.trees(journal, rows, below)
-    table = frames.groups(table, below) if options.groups else table
-    many, of = len(table), "groups" if options.groups else "trees"
-    table = ordered(filtered(table, below, options), options)
+    of = "groups" if options.groups else "trees" if options.judge is None else "turns"
+    if of != "trees":
+        table = getattr(frames, of)(table, below)
+    many, table = len(table), filtered(table, below, options)
+    table = table if of == "turns" else ordered(table, options)
     if table.is_empty():
         raise ValueError(f"none of {many} {of} matches")
     chosen, by_id = table["tree"].to_list(), {row.id: row for row in rows}
@@ -242,15 +258,13 @@ def find(
 def filtered(table: pl.DataFrame, below: pl.DataFrame, options: argparse.Namespace) -> pl.DataFrame:
     """Return the trees that meet --where and --text. Raises ValueError for a condition that cannot
     be read."""
+    table = frames.where(table, options.where)
     try:
-        if options.where:
-            table = table.sql(f"SELECT * FROM self WHERE {options.where}")
         if options.text:
             places = below.filter(pl.col("text").str.contains(options.text))["tree"].unique()
             table = table.filter(pl.col("tree").is_in(places.to_list()))
     except pl.exceptions.PolarsError as error:
-        takes = "--columns lists the columns of --where, and --text takes a regular expression"
-        raise ValueError(f"{str(error).splitlines()[0]}; {takes}") from None
+        raise ValueError(f"--text takes a regular expression: {error}") from None
     return table
 
 

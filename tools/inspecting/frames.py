@@ -11,12 +11,14 @@ import contextlib
 import itertools
 import re
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 import polars as pl
 
-from coppice.scheduler.growth.tree import FATES
+from coppice.scheduler.growth.tree import FATES, Tree
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.tools.inspecting.replay import opened
 
@@ -27,7 +29,7 @@ NODE = {
     **dict.fromkeys("chosen forced".split(), pl.Boolean),
     "finish": pl.String,
     **dict.fromkeys("tokens cached first_version last_version".split(), pl.Int64),
-    "logprob": pl.Float64,
+    **dict.fromkeys("logprob outcome_below".split(), pl.Float64),
     "judge_invalid": pl.Int64,
     **dict.fromkeys("fate text".split(), pl.String),
 }
@@ -60,7 +62,9 @@ def nodes(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
     null where a node has none."""
     plain, scores = [], []
     for row in rows:
-        for node in journal.tree(row).nodes.values():
+        tree = journal.tree(row)
+        below = _outcomes(tree)
+        for node in tree.nodes.values():
             versions = node.versions if node.versions is not None and len(node.versions) else None
             fates = [f"{name}: {node.notes[name]}" for name in FATES if name in node.notes]
             plain.append({name: getattr(node, name, None) for name in NODE})
@@ -71,6 +75,7 @@ def nodes(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
                 "first_version": None if versions is None else int(versions.min()),
                 "last_version": None if versions is None else int(versions.max()),
                 "logprob": None if node.logprobs is None else float(node.logprobs.sum()),
+                "outcome_below": fmean(below[node.id]) if node.id in below else None,
                 "judge_invalid": len(node.invalid),
                 "fate": fates[0].split("\n")[0] if fates else None,
             }
@@ -81,6 +86,27 @@ def nodes(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
         for name in sorted({name for one in scores for name in one})
     }
     return pl.DataFrame(plain, schema=NODE).with_columns(**columns)
+
+
+def _outcomes(tree: Tree) -> dict[int, list[float]]:
+    """The outcomes of the trajectories that went through each action, those of forced answers
+    included."""
+    below = defaultdict[int, list[float]](list)
+    for number in {node.trajectory for node in tree.nodes.values()}:
+        actions = tree.actions(number)
+        for last in [node for node in actions if "outcome" in node.scores][-1:]:
+            for node in actions:
+                below[node.id].append(last.scores["outcome"])
+    return below
+
+
+def where(table: pl.DataFrame, condition: str | None) -> pl.DataFrame:
+    """Return the rows that meet a condition in Polars' SQL. Raises ValueError with the reason."""
+    try:
+        return table.sql(f"SELECT * FROM self WHERE {condition}") if condition else table
+    except pl.exceptions.PolarsError as error:
+        columns = f"its columns: {', '.join(table.columns)}"
+        raise ValueError(f"--where: {str(error).splitlines()[0]}; {columns}") from None
 
 
 def _floats(values: Sequence[float | None]) -> pl.Series:
@@ -148,6 +174,13 @@ def groups(table: pl.DataFrame, below: pl.DataFrame) -> pl.DataFrame:
     return of_place.filter(pl.col("candidates") > 1).join(about, "tree", maintain_order="left")
 
 
+def turns(table: pl.DataFrame, below: pl.DataFrame) -> pl.DataFrame:
+    """Return the actions that a policy chose by itself, with their tree's task, version and
+    question. table, below: ``trees`` and their ``nodes``."""
+    about = table.select("tree", "task", "version", "question")
+    return below.filter(ACTION & ~pl.col("forced")).join(about, "tree", maintain_order="left")
+
+
 def tokens(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
     """Return one row per sampled token of ``rows``, with the columns of ``TOKEN``."""
     records = [
@@ -163,16 +196,14 @@ def tokens(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
 
 
 def sql(run: Path, query: str, split: str = "train") -> pl.DataFrame:
-    """Return what a query in Polars' SQL gives over the tables trees, groups, nodes, turns (the
-    nodes that are actions) and tokens. Raises FileNotFoundError, or ValueError with the reason."""
-    with contextlib.closing(opened(run)) as journal:
-        rows = journal.trees("split=?", split)
-        below = nodes(journal, rows)
-        table = trees(journal, rows, below)
-        tables = {"trees": table, "nodes": below, "turns": below.filter(ACTION)}
-        tables["groups"] = groups(table, below)
-        if re.search(r"\btokens\b", query):
-            tables["tokens"] = tokens(journal, rows)
+    """Return what a query in Polars' SQL gives over the tables trees, groups, nodes, turns and
+    tokens. Raises FileNotFoundError, or ValueError with the reason."""
+    table, below = read(run, split)
+    tables = {"trees": table, "groups": groups(table, below), "nodes": below}
+    tables["turns"] = turns(table, below)
+    if re.search(r"\btokens\b", query):
+        with contextlib.closing(opened(run)) as journal:
+            tables["tokens"] = tokens(journal, journal.trees("split=?", split))
     try:
         return pl.SQLContext(tables, eager=True).execute(query)
     except pl.exceptions.PolarsError as error:

@@ -1,37 +1,28 @@
-"""What a run's trace says of its newest start: where its wall time went (``shares``), and the
-command coppice report --trace, which writes a window of it for Perfetto (ui.perfetto.dev), in the
-JSON of Chrome's trace format.
+"""What a run's trace says of its newest start: where its wall time went (``shares``).
 
 Every moment has exactly one cause, so the causes' seconds sum to the wall time; docs/report.md
 ("Who waited for whom") has the rule. Intervals of the learner are counted back from the moment at
 which it answered an update's groups. A call's time includes its way to the worker and its wait
 there; a call that waits for a free worker is not open yet."""
 
-import argparse
 import contextlib
 import heapq
 import math
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from coppice.common import shards
-from coppice.common.atomic import write_whole
-from coppice.common.options import command_parser
 from coppice.learner.update.stopwatch import PREFIX
 from coppice.scheduler.dispatch.calls import STARTED
-from coppice.tools.inspecting import runs
 from coppice.tools.inspecting.replay import opened
 
 FILE = "trace.jsonl"
 """The calls of a run, beside its journal."""
-LEARNER = "learner"
 PARTS = ("pack", "check", "score", "forward", "backward", "step", "critic")
 """The phases of an update (``learner.stopwatch``). Forwards and backwards take turns; each is drawn
 and counted as one."""
@@ -43,16 +34,13 @@ Span = tuple[str, float, float]
 
 
 class TracedCall(msgspec.Struct, frozen=True):
-    """An attempt of a call, in seconds. tree: the one that waited for it, or None. worker: who had
-    it. outcome: as in the trace. phases: its parts, if the worker told them. version: of the
-    weights that it sent or made."""
+    """An attempt of a call, in seconds. tree: the one that waited for it, or None. phases: its
+    parts, if the worker told them. version: of the weights that it sent or made."""
 
     service: str
     start: float
     end: float
     tree: int | None = None
-    worker: str = ""
-    outcome: str = "ok"
     phases: tuple[Span, ...] = ()
     version: int = 0
 
@@ -86,9 +74,8 @@ def traced(home: Path) -> Iterator[TracedCall]:
                 ts, args = row.get("ts", 0.0), row.get("args", {})
                 start, end = round(ts / 1e6, 6), round((ts + row.get("dur", 0.0)) / 1e6, 6)
                 waits = re.match(r"tree (\d+)", args.get("for", ""))
-                tree, outcome = int(waits[1]) if waits else None, args.get("outcome", "ok")
                 phases = tuple(_consecutive(start, args.get("phases", {}), end))
-                told = (tree, row.get("pid", ""), outcome, phases, args.get("version", 0))
+                told = int(waits[1]) if waits else None, phases, args.get("version", 0)
                 yield TracedCall(row["name"], start, end, *told)
 
 
@@ -193,68 +180,3 @@ def _causes(run: TracedStart) -> Iterator[tuple[tuple[float, ...], float, float,
             for rank, (cause, start, end) in enumerate([*phases, (name, *whole)]):
                 yield (2, -call.end, rank), max(start, before), min(end, after), cause
         before = after
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of coppice report --trace."""
-    parser = command_parser(
-        "coppice report --trace",
-        "Write a window of a run as a trace that Perfetto shows.",
-        "  coppice report --trace RUN --out trace.json          the newest start of a run\n"
-        "  coppice report --trace RUN --from 60 --to 90 --out t.json  half a minute of it\n"
-        "then open the file at ui.perfetto.dev; nothing of it leaves your browser",
-    )
-    add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="run folder, also of a live run")
-    since = "seconds since its newest start (default: 0)"
-    add("--from", dest="since", type=float, default=0.0, help=since)
-    until = "seconds since its newest start (default: its end)"
-    add("--to", dest="until", type=float, default=math.inf, metavar="S", help=until)
-    out, name = "file to write (default: %(default)s)", Path("trace.json")
-    add("--out", type=Path, default=name, metavar="FILE", help=out)
-    return parser
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status."""
-    options = parser().parse_args(arguments)
-    try:
-        run = recorded(options.run, runs.read(options.run).records)
-        made = list(events(run, run.began + options.since, run.began + options.until))
-        if not made:
-            between = f"nothing ran between {options.since:g} s and {options.until:g} s"
-            raise ValueError(f"{between}; the start lasted {run.until - run.began:.1f} s")
-        write_whole(options.out, {"traceEvents": made, "displayTimeUnit": "ms"})
-    except runs.UNREADABLE as error:
-        print(f"coppice report --trace: {options.run}: {error}", file=sys.stderr)
-        return 2
-    print(f"trace: {options.out} ({len(made)} events; open it at ui.perfetto.dev)")
-    return 0
-
-
-def events(run: TracedStart, since: float, until: float) -> Iterator[dict[str, Any]]:
-    """Yield the trace events of what overlaps the time between ``since`` and ``until``, in
-    microseconds since the start began: calls with their phases, and parts of updates. Each process
-    has as many rows as things that it does at once."""
-    done: list[tuple[str, tuple[Span, ...], dict[str, Any]]] = []
-    for call in run.calls:
-        spans = ((call.service, call.start, call.end), *call.phases)
-        done.append((call.worker, spans, {"outcome": call.outcome, "tree": call.tree}))
-    for update in run.updates:
-        parts = [span for span in update.work if span[2] > span[1]]
-        done += [(LEARNER, (part,), {"version": update.version}) for part in parts]
-    rows: dict[str, list[float]] = {}
-    for process, spans, args in sorted(done, key=lambda row: row[1][0][1]):
-        _, start, end = spans[0]
-        if end < since or start > until:
-            continue
-        if process not in rows:
-            name, pid = {"name": process}, len(rows) + 1
-            yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": name}
-        ends = rows.setdefault(process, [])
-        row = next((row for row, busy in enumerate(ends) if busy <= start), len(ends))
-        ends[row : row + 1] = [end]
-        place = {"pid": [*rows].index(process) + 1, "tid": row + 1, "args": args}
-        for name, a, b in spans:
-            ts, dur = round((a - run.began) * 1e6, 3), round((b - a) * 1e6, 3)
-            yield {"ph": "X", "name": name, "ts": ts, "dur": dur, **place}

@@ -76,8 +76,11 @@ def test_trees_are_found_by_their_columns_and_texts(
         (["--where", "reword > 1"], "reword"),
         (["--where", "reward > 9"], "none of 5 trees matches"),
         (["--tree", "17"], "the journal holds trees 0 to 5"),
-        (["--diff", "1:9", "1"], "tree 1 has the nodes 0, 1, 2"),
-        (["--diff", "x", "1"], "expected TREE, TASK@VERSION or TREE:NODE, and the journal holds"),
+        (["--diff", "1", "x"], "--diff x: "),
+        (["--diff", "elsewhere"], "no journal at elsewhere"),
+        (["--judge", "text"], "no such column; expected one of logprob, outcome_below, "),
+        (["--judge", "--count", "step"], "--judge tells of turns"),
+        (["--again", "slate_em"], "--again has an effect with --judge"),
         (["--surprising", "1", "--sort", "spread"], "not allowed with argument --surprising"),
         (["--reverse"], "no effect without --sort"),
         (["--diff", "1", "2", "--limit", "3"], "--diff names its two trees"),
@@ -108,10 +111,9 @@ def test_a_run_without_scores_or_rewards_is_listed_too(tmp_path: Path, said: Sai
     assert "the run has none of the columns" in said(main, tmp_path, "--surprising", "1", status=2)
 
 
-def test_the_frames_hold_every_score_and_survive_parquet(run: Path) -> None:
-    assert main([str(run), "--parquet", str(run / "out")]) == 0
-    trees, nodes = (pl.read_parquet(run / "out" / f"{one}.parquet") for one in ("trees", "nodes"))
-    assert len(trees) == 5 and len(nodes) == 15
+def test_the_frames_hold_every_score(run: Path) -> None:
+    trees, nodes = frames.read(run)
+    assert len(trees) == TREES and len(nodes) == 3 * TREES
     scores = {"reward", "think", "valid", "score_step"}  # nodes have a column "step" of their own
     assert set(nodes.columns) == {*frames.NODE, *scores}
     last = trees.row(by_predicate=pl.col("tree") == 4, named=True)
@@ -123,11 +125,10 @@ def test_the_frames_hold_every_score_and_survive_parquet(run: Path) -> None:
     assert node | sampled | {"score_step": 7.0, "step": 1} == node
 
 
-def test_candidates_differ_from_their_first_unequal_node_on(run: Path, said: Said) -> None:
-    lines = said(main, run, "--diff", "3:1", "3:2").splitlines()
-    assert lines[0] == "the first 1 nodes are equal (2 tokens)"
-    assert "-   answer 3 plus" in lines and "+   answer 3 minus" in lines
-    assert any(line.startswith("- * action 1") and "reward +0.300" in line for line in lines)
+def test_two_trees_stand_side_by_side(run: Path, said: Said) -> None:
+    lines = said(main, run, "--diff", "3", "4").splitlines()
+    assert lines[2] == "step 1: reward, outcome_below"
+    assert lines[3] == "*  +0.30      -  answer 3 plus         | *  +0.40      -  answer 4 plus"
 
 
 def test_why_an_episode_crashed_is_always_shown(tmp_path: Path, said: Said) -> None:
@@ -182,7 +183,7 @@ def test_the_documented_questions_are_answered_by_their_lines(
         journal.close_tree(tree)
     journal.close()
     page = (Path(__file__).parents[3] / "docs/dump.md").read_text()
-    lines = page.partition("## Questions")[2].partition("## The page")[0].splitlines()
+    lines = page.partition("## Questions")[2].partition("## Judges")[0].splitlines()
     answers = [
         [row.split() for row in said(main, tmp_path, *shlex.split(line)[3:]).splitlines()[1:]]
         for line in lines

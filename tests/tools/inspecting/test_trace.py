@@ -1,7 +1,6 @@
 """Traces and the causes of the wall time, of planted delays and of any."""
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,10 @@ from coppice.tools.inspecting.trace import (
     TracedCall,
     TracedStart,
     TracedUpdate,
-    main,
     recorded,
     shares,
 )
 from tests.run_folder import make
-from tests.tools.said import Said
 
 UPDATES = "learner: updates"
 
@@ -89,12 +86,3 @@ def test_a_run_is_divided_from_its_newest_start_on(tmp_path: Path) -> None:
     expected = {"rollouts: generate (decode)": 1.52, "rollouts: generate (prefill)": 0.48}
     expected |= {"learner: updates, other work": 0.22, "learner: forward": 0.2, PUBLISH: 0.08}
     assert causes == pytest.approx(expected, abs=1e-3)
-
-
-def test_a_trace_is_written_unless_its_window_is_empty(tmp_path: Path, refused: Said) -> None:
-    run, out = make(tmp_path / "run"), tmp_path / "trace.json"
-    assert main([str(run), "--out", str(out)]) == 0
-    kinds = Counter(event["ph"] for event in json.loads(out.read_text())["traceEvents"])
-    assert kinds == {"M": 2, "X": 3 + 6 + 9}, "calls, their phases, the parts of the updates"
-    empty = refused(main, run, *"--from 100 --to 200 --out".split(), out)
-    assert "nothing ran between 100 s and 200 s; the start lasted 3.8 s" in empty
