@@ -1,6 +1,5 @@
 """Trees as text for a terminal, as plain values for JSON, as a graph for Graphviz, and as one HTML
-file, which needs no network: ``page.html`` and ``page.js`` with the trees' data inside
-(docs/dump.md)."""
+file, which needs no network: the files of ``page/`` with the trees' data inside (docs/dump.md)."""
 
 import difflib
 import json
@@ -12,14 +11,14 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import polars as pl
 from tokenizers import Tokenizer
 
 from coppice.common import vision
 from coppice.common.support import decode
 from coppice.scheduler.growth.tree import FATES, Node, Tree
 from coppice.scheduler.ledger.journal import Journal, TreeRow
-from coppice.tools.inspecting import replay
+from coppice.tools.evaluating import marks
+from coppice.tools.inspecting import frames, replay
 
 Newest = Mapping[tuple[int, int], np.ndarray]
 """Log-probabilities of an action's tokens under the newest policy (``replay.newest``)."""
@@ -66,21 +65,35 @@ def as_dot(journal: Journal, row: TreeRow) -> str:
     return "\n".join([*lines, "}"])
 
 
+BESIDE = 12
+"""Other trees of the same task that a page has for its slider, at most."""
+SCRIPTS = "tree node list marks versions keys".split()
+
+
 def html(
     journal: Journal,
     rows: Sequence[TreeRow],
-    table: pl.DataFrame,
     run: Path,
     version: int | None,
     newest: Newest,
+    surprising: str,
 ) -> str:
-    """Return the page of the trees ``rows``. table: their ``frames.trees``. version: of newest."""
-    words, trees = replay.tokenizer(run), []
-    for row, values in zip(rows, table.iter_rows(named=True), strict=True):
-        means = [name for name in ("outcome", "reward") if values.get(name) is not None]
-        said = [row.status, *(f"{name} {values[name]:.2f}" for name in means)]
-        said.append(f"{values['actions'] or 0} actions")
-        trees.append(as_json(journal, row) | {"said": ", ".join(said)})
+    """Return the page of the trees ``rows``. version: of newest. surprising: the column by whose
+    largest value a tree opens, "" for its root."""
+    words, trees, ids = replay.tokenizer(run), [], {row.id for row in rows}
+    tasks = {row.task: list[TreeRow]() for row in rows}
+    for row in journal.trees("status != 'growing'"):
+        if row.task in tasks and row.id not in ids:
+            tasks[row.task].append(row)
+    beside = [row for of in tasks.values() for row in of[:: -(-len(of) // BESIDE) or 1]]
+    every = [*rows, *beside]
+    table = frames.trees(journal, every, frames.nodes(journal, every))
+    for row, values in zip(every, table.iter_rows(named=True), strict=True):
+        kept = [name for name in ("outcome", "hops", "reward") if values.get(name) is not None]
+        said = [f"{name} {values[name]:.2g}" for name in kept] + [f"{values['actions'] or 0} actions"]
+        said += [word for word in (row.split, row.status) if word not in ("train", "closed")]
+        shown = {"said": " · ".join(said), "question": values["question"], "listed": row.id in ids}
+        trees.append(as_json(journal, row) | shown)
         for node in trees[-1]["nodes"]:
             tokens = np.array(node["tokens"], np.int32)
             node["pictures"] = [vision.url(png) for png in journal.pictures(tokens).values()]
@@ -88,13 +101,16 @@ def html(
                 node["pieces"] = replay.pieces(words, tokens)
                 if (values_now := newest.get((row.id, node["id"]))) is not None:
                     node["newest"] = values_now.tolist()
-    name = (run if run.is_dir() else run.parent).resolve().name
-    data = {"title": f"{name}: {len(trees)} prefix trees", "newest": version, "trees": trees}
-    here = Path(__file__).parent
+    name, here = journal.path.parent.resolve().name, Path(__file__).parent / "page"
+    data = {"title": f"{name}: {len(rows)} prefix trees", "newest": version, "trees": trees}
+    data |= {"run": name, "marks": [*marks.read(journal.path.parent, {}).values()]}
     # "<" cannot end the element that holds the data, whatever a policy wrote.
-    encoded = msgspec.json.encode(data).decode(errors="replace").replace("<", "\\u003c")
-    template = string.Template((here / "page.html").read_text())
-    return template.substitute(data=encoded, script=(here / "page.js").read_text())
+    encoded = msgspec.json.encode(data | {"surprising": surprising}).decode(errors="replace")
+    return string.Template((here / "page.html").read_text()).substitute(
+        data=encoded.replace("<", "\\u003c"),
+        style=(here / "page.css").read_text(),
+        script="".join((here / f"{script}.js").read_text() for script in SCRIPTS),
+    )
 
 
 # ----------------------------------------------------------------------------------------------
