@@ -1,5 +1,6 @@
 """Trees as text for a terminal, as plain values for JSON, as a graph for Graphviz, and as one HTML
-file, which needs no network: the files of ``page/`` with the trees' data inside (docs/dump.md)."""
+file, which needs no network: ``page.html`` and ``page_*.js`` with the trees' data inside
+(docs/dump.md)."""
 
 import difflib
 import json
@@ -103,15 +104,14 @@ def html(
                 node["pieces"] = replay.pieces(words, tokens)
                 if (values_now := newest.get((row.id, node["id"]))) is not None:
                     node["newest"] = values_now.tolist()
-    name, here = journal.path.parent.resolve().name, Path(__file__).parent / "page"
+    name, here = journal.path.parent.resolve().name, Path(__file__).parent
     data = {"title": f"{name}: {len(rows)} prefix trees", "newest": version, "trees": trees}
     data |= {"run": name, "marks": [*marks.read(journal.path.parent, {}).values()]}
     # "<" cannot end the element that holds the data, whatever a policy wrote.
     encoded = msgspec.json.encode(data | {"surprising": surprising}).decode(errors="replace")
     return string.Template((here / "page.html").read_text()).substitute(
         data=encoded.replace("<", "\\u003c"),
-        style=(here / "page.css").read_text(),
-        script="".join((here / f"{script}.js").read_text() for script in SCRIPTS),
+        script="".join((here / f"page_{script}.js").read_text() for script in SCRIPTS),
     )
 
 
