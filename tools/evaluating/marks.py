@@ -1,15 +1,15 @@
 """A person's marks on candidates, in the file RUN/marks.jsonl: the page of coppice trees writes
 them, and every tool reads them (docs/dump.md)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from coppice.common import jsonl
+from coppice.scheduler.growth.tree import Tree
 
-NAME = "marks.jsonl"
 KINDS = ("good", "bad", "unsure")
 
 
@@ -23,22 +23,19 @@ class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     note: str = ""
 
 
-def read(folder: Path, candidates: Mapping[tuple[int, int], str]) -> dict[tuple[int, int], Mark]:
+def read(folder: Path, trees: Iterable[Tree] = ()) -> dict[tuple[int, int], Mark]:
     """Return the marks of a run by tree and node; of two for one node, the later line counts.
-
-    candidates: the task of every candidate in the trees that are read; marks of other trees are not
-    checked. Raises ValueError that names the line, for a bad one and for a mark of another run.
-    """
-    path, trees = folder / NAME, {tree for tree, _ in candidates}
+    Raises ValueError that names the line, for a bad one and for one that ``trees`` refute."""
+    path, marks, of = folder / "marks.jsonl", {}, {tree.id: tree for tree in trees}
     if not path.exists():
-        return {}
-    marks = {}
+        return marks
     lines = jsonl.lines(path, Mark, "a mark (docs/dump.md): mend the line or take it out")
     for number, mark in lines:
-        place = mark.tree, mark.node
-        if mark.tree in trees and candidates.get(place) != mark.task:
-            lacking = f"the run has no candidate {mark.node} of task {mark.task!r} in tree "
-            remedy = "the mark is of another run or of before a resume; take the line out"
-            raise ValueError(f"{path}:{number}: {lacking}{mark.tree}: {remedy}")
-        marks[place] = mark
+        if tree := of.get(mark.tree):
+            node = tree.nodes.get(mark.node)
+            if node is None or node.kind != "action" or tree.task != mark.task:
+                lacking = f"tree {tree.id} has no candidate {mark.node} of task {mark.task!r}"
+                remedy = "the mark is of another run or of before a resume; take the line out"
+                raise ValueError(f"{path}:{number}: {lacking}: {remedy}")
+        marks[mark.tree, mark.node] = mark
     return marks

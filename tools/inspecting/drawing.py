@@ -77,10 +77,10 @@ def html(
     run: Path,
     version: int | None,
     newest: Newest,
-    surprising: str,
+    surprising: int | None,
 ) -> str:
-    """Return the page of the trees ``rows``. version: of newest. surprising: the column by whose
-    largest value a tree opens, "" for its root."""
+    """Return the page of the trees ``rows``. version: of newest. surprising: if not None, a tree
+    opens at its largest advantage."""
     words, trees, ids = replay.tokenizer(run), [], {row.id for row in rows}
     tasks = {row.task: list[TreeRow]() for row in rows}
     for row in journal.trees("status != 'growing'"):
@@ -106,9 +106,9 @@ def html(
                     node["newest"] = values_now.tolist()
     name, here = journal.path.parent.resolve().name, Path(__file__).parent
     data = {"title": f"{name}: {len(rows)} prefix trees", "newest": version, "trees": trees}
-    data |= {"run": name, "marks": [*marks.read(journal.path.parent, {}).values()]}
+    data |= {"run": name, "marks": [*marks.read(journal.path.parent).values()]}
     # "<" cannot end the element that holds the data, whatever a policy wrote.
-    encoded = msgspec.json.encode(data | {"surprising": surprising}).decode(errors="replace")
+    encoded = msgspec.json.encode(data | {"surprising": bool(surprising)}).decode(errors="replace")
     return string.Template((here / "page.html").read_text()).substitute(
         data=encoded.replace("<", "\\u003c"),
         script="".join((here / f"page_{script}.js").read_text() for script in SCRIPTS),

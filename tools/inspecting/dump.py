@@ -142,8 +142,7 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
             frame.write_parquet(options.parquet / f"{name}.parquet")
             print(f"{options.parquet / name}.parquet: {len(frame)} rows")
     elif options.html:
-        column = _surprise(table) if options.surprising else ""
-        text = drawing.html(journal, rows, options.run, version, newest, column)
+        text = drawing.html(journal, rows, options.run, version, newest, options.surprising)
         options.html.write_text(text, encoding="utf-8")
         print(f"{options.html}: {len(rows)} trees, {options.html.stat().st_size / 2**20:.1f} MiB")
     elif options.json:
@@ -259,8 +258,11 @@ def ordered(table: pl.DataFrame, options: argparse.Namespace) -> pl.DataFrame:
     """Return the trees in the order that is asked for, the newest first by default, and no more
     than asked for. Raises ValueError."""
     if options.surprising:
-        column = _surprise(table)
-        size = pl.max_horizontal(pl.col(f"{column}_{end}").abs() for end in ("max", "min"))
+        names = [name for name in ("advantage", "reward", "outcome") if name in table.columns]
+        if not names:
+            lacking = "the run has none of the columns advantage, reward and outcome"
+            raise ValueError(f"--surprising: {lacking}; use --sort COLUMN")
+        size = pl.max_horizontal(pl.col(f"{names[0]}_{end}").abs() for end in ("max", "min"))
         return table.sort(size, descending=True, nulls_last=True).head(options.surprising)
     if options.sort:
         _check_columns("--sort", [options.sort], table)
@@ -268,11 +270,3 @@ def ordered(table: pl.DataFrame, options: argparse.Namespace) -> pl.DataFrame:
     elif options.tree is None and not options.all:
         table = table.reverse()
     return table if options.limit is None else table.head(options.limit)
-
-
-def _surprise(table: pl.DataFrame) -> str:
-    for name in ("advantage", "reward", "outcome"):
-        if name in table.columns:
-            return name
-    lacking = "the run has none of the columns advantage, reward and outcome"
-    raise ValueError(f"--surprising: {lacking}; use --sort COLUMN")

@@ -62,14 +62,15 @@ _QUESTION = re.compile(r"Question:\s*(.+)")
 def nodes(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
     """Return one row per node of the trees ``rows``, with the columns of ``NODE`` and the scores,
     null where a node has none."""
-    plain, scores, tasks = [], [], {}
-    for row in rows:
-        for node in journal.tree(row).nodes.values():
+    plain, scores, grown = [], [], [journal.tree(row) for row in rows]
+    marked = marks.read(journal.path.parent, grown)
+    for tree in grown:
+        for node in tree.nodes.values():
             versions = node.versions if node.versions is not None and len(node.versions) else None
             fates = [f"{name}: {node.notes[name]}" for name in FATES if name in node.notes]
             plain.append({name: getattr(node, name, None) for name in NODE})
             plain[-1] |= {
-                "tree": row.id,
+                "tree": tree.id,
                 "node": node.id,
                 "tokens": len(node.tokens),
                 "first_version": None if versions is None else int(versions.min()),
@@ -78,13 +79,9 @@ def nodes(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
                 "judge_invalid": len(node.invalid),
                 "fate": fates[0].split("\n")[0] if fates else None,
             }
+            if mark := marked.get((tree.id, node.id)):
+                plain[-1] |= {"mark": mark.mark, "note": mark.note}
             scores.append(node.scores)
-            if node.kind == "action":
-                tasks[row.id, node.id] = row.task
-    marked = marks.read(journal.path.parent, tasks)
-    for one in plain:
-        if mark := marked.get((one["tree"], one["node"])):
-            one |= {"mark": mark.mark, "note": mark.note}
     taken = {*NODE, *TREE, *SUMS}
     columns = {
         f"score_{name}" if name in taken else name: _floats([one.get(name) for one in scores])

@@ -80,6 +80,7 @@ function begin() {
   const names = [...new Set(actions.flatMap(node => Object.keys(node.scores)))].sort();
   names.push(...Object.keys(BUILT_IN).filter(name => actions.some(node => BUILT_IN[name](node) !== undefined)));
   for (const name of names) at("colour").append(element("option", name));
+  data.surprising &&= ["advantage", "reward", "outcome"].find(name => names.includes(name));
   if (names.length) at("colour").value = ["advantage", "reward", "outcome"].find(name => names.includes(name)) || names[0];
   document.body.dataset.screen = location.hash.length > 1 ? "tree" : "list";
   legend();
