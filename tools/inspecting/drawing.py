@@ -90,9 +90,9 @@ def html(
     every = [*rows, *beside]
     table = frames.trees(journal, every, frames.nodes(journal, every))
     for row, values in zip(every, table.iter_rows(named=True), strict=True):
-        kept = [name for name in ("outcome", "hops", "reward") if values.get(name) is not None]
-        said = [f"{name} {round(values[name], 2):g}" for name in kept] + [
-            f"{values['actions'] or 0} actions"
+        kept = ("outcome", "hops", "reward", "actions")
+        said = [
+            f"{name} {round(values[name], 2):g}" for name in kept if values.get(name) is not None
         ]
         said += [word for word in (row.split, row.status) if word not in ("train", "closed")]
         shown = {"said": " · ".join(said), "question": values["question"], "listed": row.id in ids}

@@ -106,8 +106,7 @@ def _hops(folder: Path) -> dict[str, int]:
     """The hops of each task in a run's task files; none if no task has more than one."""
     try:
         run = judged.process(folder)
-        settings = (run.train, run.heldout)
-        sources = (one for one in settings if all(map(os.path.isfile, listed(one))))
+        sources = (s for s in (run.train, run.heldout) if all(map(os.path.isfile, listed(s))))
         hops = {task.id: task.hops for source in sources for task in load_tasks(source)[0]}
     except (OSError, ValueError):  # a journal without its run, or task files that are gone
         return {}
