@@ -66,7 +66,7 @@ def as_dot(journal: Journal, row: TreeRow) -> str:
     return "\n".join([*lines, "}"])
 
 
-BESIDE = 12
+SAME_TASK = 12
 """Other trees of the same task that a page has for its slider, at most."""
 SCRIPTS = "tree node list marks versions keys".split()
 
@@ -86,8 +86,8 @@ def html(
     for row in journal.trees("status != 'growing'"):
         if row.task in tasks and row.id not in ids:
             tasks[row.task].append(row)
-    beside = [row for of in tasks.values() for row in of[:: -(-len(of) // BESIDE) or 1]]
-    every = [*rows, *beside]
+    of_tasks = [row for of in tasks.values() for row in of[:: -(-len(of) // SAME_TASK) or 1]]
+    every = [*rows, *of_tasks]
     table = frames.trees(journal, every, frames.nodes(journal, every))
     for row, values in zip(every, table.iter_rows(named=True), strict=True):
         kept = ("outcome", "hops", "reward", "actions")
