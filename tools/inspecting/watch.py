@@ -114,7 +114,8 @@ def _sums(journal: Journal, row: TreeRow) -> tuple[str, str, str]:
     for name in ("reward", "outcome"):
         values = [node.scores[name] for node in nodes if name in node.scores]
         means.append(f"{fmean(values):+.2f}" if values else "-")
-    return means[0], means[1], (nodes and frames.question(nodes[0].text)) or row.task
+    words = frames.question(nodes[0].text) if nodes else ""
+    return means[0], means[1], words or row.task
 
 
 def _processes(run: Path, now: Status) -> Rows:
