@@ -14,7 +14,9 @@ from coppice.common.atomic import draft_of, drafted
 from coppice.common.options import command_parser, option
 from coppice.tools.evaluating.examination import INTERRUPTED, conduct
 from coppice.tools.evaluating.folder import keep, locked
+from coppice.tools.evaluating.marks import KINDS
 from coppice.tools.finetuning import judging, labels, records, training
+from coppice.tools.finetuning.marked import marked_rows
 from coppice.tools.finetuning.records import Labelled, RecordedStep, Trajectory
 from coppice.wire.faults import Fault
 
@@ -79,6 +81,10 @@ def parser() -> argparse.ArgumentParser:
     add("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     add("--split", choices=("train", "heldout"), default="train", help="tasks (default: train)")
     add("--prefix", default="", help="put before the ids (for runs whose folders share a name)")
+
+    add = command("marked", "training rows of candidates that a person marked", marked, out)
+    add("runs", nargs="+", type=Path, metavar="RUN", help="run folders with marks.jsonl")
+    add("--marks", nargs="+", choices=KINDS, default=["good"], help="(default: good)")
 
     add = command("label", "two judges score every step", label, out)
     add("trajectories", type=Path, help="file of `collect`")
@@ -157,6 +163,15 @@ def collect(options: argparse.Namespace) -> None:
     right = f"{sum(one.outcome for one in trajectories)} with a correct answer"
     print(f"{len(trajectories)} trajectories ({right}), {steps} turns to judge, in {options.out}")
     say("skipped", skipped)
+
+
+def marked(options: argparse.Namespace) -> None:
+    """Read journals and marks; write training rows."""
+    check_files(options.out, options.runs)
+    rows, left_out = marked_rows(options.runs, options.marks)
+    records.write(options.out, rows)
+    print(f"{len(rows)} rows in {options.out}")
+    say("left out", left_out)
 
 
 def label(options: argparse.Namespace) -> int:

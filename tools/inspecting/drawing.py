@@ -1,5 +1,5 @@
 """Trees as text for a terminal, as plain values for JSON, and as one HTML file, which needs no
-network: ``page.html`` and ``page.js`` with the trees' data inside (docs/dump.md)."""
+network: ``page.html`` and ``page_*.js`` with the trees' data inside (docs/dump.md)."""
 
 import string
 import textwrap
@@ -10,14 +10,14 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import polars as pl
 from tokenizers import Tokenizer
 
 from coppice.common import vision
 from coppice.common.support import decode
 from coppice.scheduler.growth.tree import FATES, Node, Tree
 from coppice.scheduler.ledger.journal import Journal, TreeRow
-from coppice.tools.inspecting import replay
+from coppice.tools.evaluating import marks
+from coppice.tools.inspecting import frames, replay
 
 Newest = Mapping[tuple[int, int], np.ndarray]
 """Log-probabilities of an action's tokens under the newest policy (``replay.newest``)."""
@@ -52,21 +52,37 @@ def _plain(node: Node) -> dict[str, Any]:
     }
 
 
+SAME_TASK = 12
+"""Other trees of the same task that a page has for its slider, at most."""
+SCRIPTS = "tree node list marks versions keys".split()
+
+
 def html(
     journal: Journal,
     rows: Sequence[TreeRow],
-    table: pl.DataFrame,
     run: Path,
     version: int | None,
     newest: Newest,
+    surprising: int | None,
 ) -> str:
-    """Return the page of the trees ``rows``. table: their ``frames.trees``. version: of newest."""
-    words, trees = replay.tokenizer(run), []
-    for row, values in zip(rows, table.iter_rows(named=True), strict=True):
-        means = [name for name in ("outcome", "reward") if values.get(name) is not None]
-        said = [row.status, *(f"{name} {values[name]:.2f}" for name in means)]
-        said.append(f"{values['actions'] or 0} actions")
-        trees.append(as_json(journal, row) | {"said": ", ".join(said)})
+    """Return the page of the trees ``rows``. version: of newest. surprising: if not None, a tree
+    opens at its largest advantage."""
+    words, trees, ids = replay.tokenizer(run), [], {row.id for row in rows}
+    tasks = {row.task: list[TreeRow]() for row in rows}
+    for row in journal.trees("status != 'growing'"):
+        if row.task in tasks and row.id not in ids:
+            tasks[row.task].append(row)
+    of_tasks = [row for of in tasks.values() for row in of[:: -(-len(of) // SAME_TASK) or 1]]
+    every = [*rows, *of_tasks]
+    table = frames.trees(journal, every, frames.nodes(journal, every))
+    for row, values in zip(every, table.iter_rows(named=True), strict=True):
+        kept = ("outcome", "hops", "reward", "actions")
+        said = [
+            f"{name} {round(values[name], 2):g}" for name in kept if values.get(name) is not None
+        ]
+        said += [word for word in (row.split, row.status) if word not in ("train", "closed")]
+        shown = {"said": " · ".join(said), "question": values["question"], "listed": row.id in ids}
+        trees.append(as_json(journal, row) | shown)
         for node in trees[-1]["nodes"]:
             tokens = np.array(node["tokens"], np.int32)
             node["pictures"] = [vision.url(png) for png in journal.pictures(tokens).values()]
@@ -74,13 +90,15 @@ def html(
                 node["pieces"] = replay.pieces(words, tokens)
                 if (values_now := newest.get((row.id, node["id"]))) is not None:
                     node["newest"] = values_now.tolist()
-    name = (run if run.is_dir() else run.parent).resolve().name
-    data = {"title": f"{name}: {len(trees)} prefix trees", "newest": version, "trees": trees}
-    here = Path(__file__).parent
+    name, here = journal.path.parent.resolve().name, Path(__file__).parent
+    data = {"title": f"{name}: {len(rows)} prefix trees", "newest": version, "trees": trees}
+    data |= {"run": name, "marks": [*marks.read(journal.path.parent).values()]}
     # "<" cannot end the element that holds the data, whatever a policy wrote.
-    encoded = msgspec.json.encode(data).decode(errors="replace").replace("<", "\\u003c")
-    template = string.Template((here / "page.html").read_text())
-    return template.substitute(data=encoded, script=(here / "page.js").read_text())
+    encoded = msgspec.json.encode(data | {"surprising": bool(surprising)}).decode(errors="replace")
+    return string.Template((here / "page.html").read_text()).substitute(
+        data=encoded.replace("<", "\\u003c"),
+        script="".join((here / f"page_{script}.js").read_text() for script in SCRIPTS),
+    )
 
 
 # ----------------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
         _check_columns("--count", by, table)
         _print(table.group_by(by).len("count").sort(by), width)
     elif options.html:
-        text = drawing.html(journal, rows, table, options.run, version, newest)
+        text = drawing.html(journal, rows, options.run, version, newest, options.surprising)
         options.html.write_text(text, encoding="utf-8")
         print(f"{options.html}: {len(rows)} trees, {options.html.stat().st_size / 2**20:.1f} MiB")
     elif options.json:

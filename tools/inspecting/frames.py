@@ -9,6 +9,7 @@ run has becomes a column of the first three. A score that has the name of anothe
 
 import contextlib
 import itertools
+import os
 import re
 import time
 from collections import defaultdict
@@ -18,8 +19,10 @@ from statistics import fmean
 
 import polars as pl
 
+from coppice.actors.environments.task_files import listed, load_tasks
 from coppice.scheduler.growth.tree import FATES, Tree
 from coppice.scheduler.ledger.journal import Journal, TreeRow
+from coppice.tools.evaluating import judged, marks
 from coppice.tools.inspecting.replay import opened
 
 NODE = {
@@ -31,7 +34,7 @@ NODE = {
     **dict.fromkeys("tokens cached first_version last_version".split(), pl.Int64),
     **dict.fromkeys("logprob outcome_below".split(), pl.Float64),
     "judge_invalid": pl.Int64,
-    **dict.fromkeys("fate text".split(), pl.String),
+    **dict.fromkeys("fate mark note text".split(), pl.String),
 }
 """The columns of ``nodes`` beside the scores."""
 TREE = {
@@ -41,6 +44,7 @@ TREE = {
     "age_s": pl.Float64,
     **dict.fromkeys("groups trained trained_by".split(), pl.Int64),
     "question": pl.String,
+    "hops": pl.Int64,
 }
 """The first columns of ``trees``."""
 SUMS = ("actions", "turns", "sampled", "invalid", "judge_invalid", "spread")
@@ -60,16 +64,16 @@ _QUESTION = re.compile(r"Question:\s*(.+)")
 def nodes(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
     """Return one row per node of the trees ``rows``, with the columns of ``NODE`` and the scores,
     null where a node has none."""
-    plain, scores = [], []
-    for row in rows:
-        tree = journal.tree(row)
+    plain, scores, grown = [], [], [journal.tree(row) for row in rows]
+    marked = marks.read(journal.path.parent, grown)
+    for tree in grown:
         below = _outcomes(tree)
         for node in tree.nodes.values():
             versions = node.versions if node.versions is not None and len(node.versions) else None
             fates = [f"{name}: {node.notes[name]}" for name in FATES if name in node.notes]
             plain.append({name: getattr(node, name, None) for name in NODE})
             plain[-1] |= {
-                "tree": row.id,
+                "tree": tree.id,
                 "node": node.id,
                 "tokens": len(node.tokens),
                 "first_version": None if versions is None else int(versions.min()),
@@ -79,6 +83,8 @@ def nodes(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
                 "judge_invalid": len(node.invalid),
                 "fate": fates[0].split("\n")[0] if fates else None,
             }
+            if mark := marked.get((tree.id, node.id)):
+                plain[-1] |= {"mark": mark.mark, "note": mark.note}
             scores.append(node.scores)
     taken = {*NODE, *TREE, *SUMS}
     columns = {
@@ -121,10 +127,21 @@ def question(prompt: str) -> str:
     return " ".join((prompts[-1] if prompts else text).split())[:_LONGEST]
 
 
+def _hops(folder: Path) -> dict[str, int]:
+    """The hops of each task in a run's task files; none if no task has more than one."""
+    try:
+        run = judged.process(folder)
+        sources = (s for s in (run.train, run.heldout) if all(map(os.path.isfile, listed(s))))
+        hops = {task.id: task.hops for source in sources for task in load_tasks(source)[0]}
+    except (OSError, ValueError):  # a journal without its run, or task files that are gone
+        return {}
+    return hops if max(hops.values(), default=1) > 1 else {}
+
+
 def trees(journal: Journal, rows: Sequence[TreeRow], below: pl.DataFrame) -> pl.DataFrame:
     """Return one row per tree of ``rows``: the columns of ``TREE`` and ``SUMS``, each score's mean,
     NAME_min and NAME_max over its actions. below: the trees' ``nodes``."""
-    now, plain = time.time(), []
+    now, plain, hops = time.time(), [], _hops(journal.path.parent)
     prompts = dict(below.filter(pl.col("parent") == -1).select("tree", "text").rows())
     for row in rows:
         versions = [version for _, version in journal.groups(row.id)]
@@ -132,7 +149,7 @@ def trees(journal: Journal, rows: Sequence[TreeRow], below: pl.DataFrame) -> pl.
         about = (row.id, row.task, row.split, row.status, row.reason or "", row.version)
         trained = (len(versions), len(by), max(by, default=None))
         words = question(prompts.get(row.id, "")) or row.task
-        plain.append((*about, now - row.time, *trained, words))
+        plain.append((*about, now - row.time, *trained, words, hops.get(row.task)))
     names = [name for name in below.columns if name not in NODE]
     unread = (pl.col("valid") == 0).sum() if "valid" in names else pl.lit(0)
     reward = pl.col("reward") if "reward" in names else pl.lit(None, pl.Float64)
@@ -170,7 +187,7 @@ def groups(table: pl.DataFrame, below: pl.DataFrame) -> pl.DataFrame:
         columns += [values.alias(f"{name}{end}") for end, values in ends.items()]
     columns.append(pl.col("text").filter(pl.col("chosen")).first().alias("chosen"))
     of_place = below.filter(ACTION).group_by("tree", "parent", maintain_order=True).agg(columns)
-    about = table.select("tree", "version", "question")
+    about = table.select("tree", "version", "question", "hops")
     return of_place.filter(pl.col("candidates") > 1).join(about, "tree", maintain_order="left")
 
 

@@ -54,7 +54,7 @@ ENDED, GROWING = 8, 4
 """The newest trees that are listed."""
 TAIL_BYTES = 2**24
 """How much of a long metrics.jsonl is read at first: the newest 4,000 updates or so."""
-TREES = ("tree", "status", "from", "trained", "actions", "reward", "outcome", "task")
+TREES = ("tree", "status", "from", "trained", "reward", "outcome", "question")
 PROCESSES = ("process", "pid", "state", "age", "restarts", "memory", "heard", "calls")
 
 Rows = list[tuple[str, ...]]
@@ -103,18 +103,19 @@ class Watcher:
                 trained = [version for _, version in journal.groups(row.id) if version is not None]
                 state = row.status if row.split == "train" else row.split
                 versions = str(row.version), str(max(trained, default="-"))
-                sums = self._sums.get(row.id, ("-", "-", "-"))
-                rows.append((str(row.id), state, *versions, *sums, row.task))
+                sums = self._sums.get(row.id) or _sums(journal, row)
+                rows.append((str(row.id), state, *versions, *sums))
             return rows
 
 
 def _sums(journal: Journal, row: TreeRow) -> tuple[str, str, str]:
-    """The number of a tree's actions, their mean reward and the mean outcome."""
-    nodes, means = journal.tree(row).nodes.values(), []
+    """The mean reward and outcome of a tree, and its question."""
+    nodes, means = list(journal.tree(row).nodes.values()), []
     for name in ("reward", "outcome"):
         values = [node.scores[name] for node in nodes if name in node.scores]
         means.append(f"{fmean(values):+.2f}" if values else "-")
-    return str(sum(node.kind == "action" for node in nodes)), means[0], means[1]
+    words = frames.question(nodes[0].text) if nodes else ""
+    return means[0], means[1], words or row.task
 
 
 def _processes(run: Path, now: Status) -> Rows:

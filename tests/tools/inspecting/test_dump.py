@@ -157,7 +157,7 @@ def test_groups_are_listed_filtered_and_counted(run: Path, said: Said) -> None:
     rewards = {"reward_chosen": 0.4, "reward_min": -0.4, "spread": 0.8, "candidates": 2}
     assert group | asked | rewards == group
     assert "no such column; expected one of tree, parent" in said(
-        main, run, "--groups", "--count", "hops", status=2
+        main, run, "--groups", "--count", "hop", status=2
     )
 
 

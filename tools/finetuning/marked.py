@@ -1,0 +1,32 @@
+"""Training rows from the candidates that a person marked in the page of coppice trees."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.evaluating import marks
+from coppice.tools.finetuning.labels import TrainingRow
+
+
+def marked_rows(
+    folders: Sequence[Path], kinds: Sequence[str]
+) -> tuple[list[TrainingRow], Counter[str]]:
+    """Return a row for each candidate that has a mark of ``kinds``, continued or not, and the
+    counts of the other marks. The prompt is all text before the candidate, the group its task.
+    Raises ValueError for a bad mark, or if there is no row."""
+    rows, left_out = [], Counter[str]()
+    for folder in folders:
+        with contextlib.closing(Journal(folder / "journal.sqlite", readonly=True)) as journal:
+            trees = {row.id: journal.tree(row) for row in journal.trees()}
+        for (tree, node), mark in marks.read(folder, trees.values()).items():
+            if mark.mark in kinds and tree in trees:
+                *before, last = trees[tree].path(trees[tree].nodes[node])
+                prompt = "".join(above.text for above in before)
+                rows.append(TrainingRow(last.text, prompt=prompt, group=mark.task))
+            else:
+                left_out[f"marked {mark.mark}" if tree in trees else "not in the journal"] += 1
+    if not rows:
+        raise ValueError(f"no candidate is marked {' or '.join(kinds)}: mark some (docs/dump.md)")
+    return rows, left_out
