@@ -45,7 +45,7 @@ def test_a_new_project_has_its_judge_and_a_folder_with_files_is_refused(
     assert new_project.main([f"my-{judge}", "--judge", judge]) == 0
     monkeypatch.chdir(f"my-{judge}")
     config, judges = load(Path("config.toml"), []), ("slate_rules", "slate", "none", "graded")
-    named = dict(zip(new_project.JUDGES, judges, strict=True))[judge]
+    named = judges[[*new_project.JUDGES].index(judge)]
     assert (config.name, config.scheduler.judge) == (f"my-{judge}", named)
     for place, said in ((".", "is not empty"), ("a b", "name = 'a b': expected a letter")):
         assert new_project.main([place, "--judge", judge]) == 2

@@ -35,9 +35,9 @@ def test_trees_of_all_journals_are_found(run: Path, said: Said) -> None:
     assert notebook.OpenedRun(run).nodes["tree"].n_unique() == 6
 
 
-def test_the_trace_has_the_calls_of_all_actors(run: Path) -> None:
+def test_the_trace_has_the_calls_of_all_trees(run: Path) -> None:
     start = trace.recorded(run, runs.read(run).records)
-    assert {call.worker for call in start.calls} == {"actor-0", "actor-1"}
+    assert {call.tree for call in start.calls} == set(range(6))
     assert [update.trees for update in start.updates] == [{0, 1}, {2, 3}, {4, 5}]
 
 

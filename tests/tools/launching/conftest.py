@@ -33,6 +33,6 @@ def nothing_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 def ends_at_once(monkeypatch: pytest.MonkeyPatch) -> PlannedProcess:
     """The one process of every launch, which needs no assets and fails."""
     process = PlannedProcess("scheduler", "no_such_module", "scheduler", 1, True)
-    monkeypatch.setattr(f"{COMMAND}.prepare", lambda config: Assets("M", "T", "H", "I"))
+    monkeypatch.setattr(f"{COMMAND}.prepare", lambda config, quiet: Assets("M", "T", "H", "I"))
     monkeypatch.setattr(f"{COMMAND}.processes.make", lambda config, found, run: [process])
     return process
