@@ -1,6 +1,7 @@
 """The page of coppice trees --html: what it holds, and what a person can do in a browser."""
 
 import json
+import itertools
 import re
 import shutil
 from collections.abc import Iterator
@@ -271,15 +272,10 @@ def test_a_bad_mark_is_refused_with_its_line(page: Path, line: str, words: str, 
     assert "marks.jsonl:2: " in refusal and words in refusal and "take" in refusal
 
 
-def test_every_text_has_a_contrast_of_at_least_four_and_a_half() -> None:
-    folder = Path(drawing.__file__).parent
-    css, script = (folder / "page.html").read_text(), (folder / "page_tree.js").read_text()
+def test_every_text_of_the_page_has_a_contrast_of_at_least_four_and_a_half() -> None:
+    script = Path(drawing.__file__).with_name("page_tree.js").read_text()
     faded = float(re.findall(r"FADED = ([\d.]+)", script)[0])
-    light, dark = (
-        dict(re.findall(r"--([\w-]+): ([^;]+);", one)) for one in css.split("\n") if ":root" in one
-    )
-    for names in (light, light | dark):
-        colours = {name: rgb(value) for name, value in names.items()}
+    for colours in schemes("page.html"):
         pairs = [("on-hit", colours["hit"])]
         for face in (colours["paper"], colours["card"]):
             pairs += [(text, face) for text in ("ink", "dim", "mark")]
@@ -287,8 +283,22 @@ def test_every_text_has_a_contrast_of_at_least_four_and_a_half() -> None:
                 mixed = zip(colours[sign], face, strict=True)
                 pairs.append(("ink", [faded * tint + (1 - faded) * of for tint, of in mixed]))
         for text, face in pairs:
-            one, other = sorted((luminance(colours[text]), luminance(face)))
-            assert (other + 0.05) / (one + 0.05) >= 4.5, (text, face)
+            assert contrast(colours[text], face) >= 4.5, (text, face)
+
+
+def test_every_text_of_the_report_has_a_contrast_of_at_least_four_and_a_half() -> None:
+    for colours in schemes("report.html"):
+        for text, face in itertools.product(("ink", "quiet", "link"), ("ground", "card")):
+            assert contrast(colours[text], colours[face]) >= 4.5, (text, face)
+
+
+def schemes(page: str) -> list[dict[str, list[float]]]:
+    """The colours of the light and the dark scheme."""
+    css = Path(drawing.__file__).with_name(page).read_text()
+    light, dark = (
+        dict(re.findall(r"--([\w-]+): ([^;]+);", one)) for one in css.split("\n") if ":root" in one
+    )
+    return [{name: rgb(of) for name, of in names.items()} for names in (light, light | dark)]
 
 
 def rgb(value: str) -> list[float]:
@@ -296,6 +306,12 @@ def rgb(value: str) -> list[float]:
         return [float(part) for part in value.split(",")]
     digits = value[1:] if len(value) == 7 else "".join(2 * digit for digit in value[1:])
     return [float(int(digits[i : i + 2], 16)) for i in (0, 2, 4)]
+
+
+def contrast(text: list[float], face: list[float]) -> float:
+    """The contrast of WCAG 2."""
+    one, other = sorted((luminance(text), luminance(face)))
+    return (other + 0.05) / (one + 0.05)
 
 
 def luminance(colour: list[float]) -> float:
