@@ -1,7 +1,7 @@
 """The page of coppice trees --html: what it holds, and what a person can do in a browser."""
 
-import json
 import itertools
+import json
 import re
 import shutil
 from collections.abc import Iterator
