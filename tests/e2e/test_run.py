@@ -25,7 +25,7 @@ def test_a_run_trains_to_its_end_and_leaves_what_it_promises(
 ) -> None:
     began = time.monotonic()
     run = launch(searching, "learner.count=2 scheduler.evaluation.questions=4", anew=True)
-    assert "1 tasks quarantined" in run.finish()
+    assert "1 quarantined tasks" in run.finish()
     run.check()
     summary = run.summary()
     spent = summary["seconds"]
