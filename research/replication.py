@@ -146,9 +146,10 @@ STUDIES = {
         "GRPO": Arm(_BFCL, [*_ALONE, "method=grpo"]),
         # six leaves of a question
         "Tree-GRPO": Arm(_BFCL, [*_ALONE, "method=tree-grpo", "scheduler.questions_per_update=7"]),
-        # one trajectory of a question; the learner takes two CPU minutes for each update
+        # turn rewards over the trajectories of GRPO: those of one question share their prompt
         "VPR": Arm(_BFCL, [
-            *_ALONE, "method=vpr", "scheduler.judge=bfcl", "scheduler.questions_per_update=40",
+            *_ALONE, "method=vpr", "scheduler.judge=bfcl", "scheduler.strategy=full",
+            "scheduler.strategy_options={k=5}",
         ]),
     }, seeds=3, parts=("simple_python", "multiple", "live_simple", "multi_turn_base", "valid")),
     "oprl-sokoban": Study("success", {

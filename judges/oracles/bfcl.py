@@ -6,6 +6,7 @@ from collections import Counter
 
 import msgspec
 
+from coppice.actors.environments.bfcl.calls import FunctionCall
 from coppice.actors.environments.bfcl.environment import Bfcl, BfclState, Script
 from coppice.actors.environments.bfcl.leaderboard import BfclTask
 from coppice.judges.base import Oracle
@@ -22,9 +23,10 @@ class BfclOracle(Oracle):
 
     Column "reward" in tasks of several turns: 1 for a needed call (the distance falls) and for
     ending a user turn when nothing is missing; -1 for a wrong one (the distance rises, or calls
-    fail and it does not fall), for unreadable calls, and for ending a turn too early; else 0,
-    harmless. In tasks of one turn: 1 if the checker accepts the reply, else -1. Column "distance":
-    before the reply. wheel: see the environment.
+    fail and it does not fall), for stalling (calls made before, with the same results), for
+    unreadable calls, and for ending a turn too early; else 0, harmless. In tasks of one turn: 1 if
+    the checker accepts the reply, 0 for the right functions with wrong values, else -1. Column
+    "distance": before the reply. wheel: see the environment.
     """
 
     name = "bfcl"
@@ -41,13 +43,17 @@ class BfclOracle(Oracle):
         after = self.environment.script(state, turn.response)
         if not entry.classes:
             verdict = board.verdict(entry, after.turns)
-            right = verdict["valid"]
-            why = "accepted" if right else verdict["error_type"]
-            return Judgement({"reward": 1.0 if right else -1.0}, explanation=why)
+            called = Counter(call.name for call in _calls(after))
+            named = called and called == Counter(name for one in entry.answer for name in one)
+            reward, why = (0.0 if named else -1.0), verdict.get("error_type")
+            reward, why = (1.0, "accepted") if verdict["valid"] else (reward, why)
+            return Judgement({"reward": reward}, explanation=why)
         number = len(script.turns) - 1
         distance, before = self._distance(entry, number, script)
         later, results = self._distance(entry, number, after)
         failed = any(one.startswith(("Error d", '{"error"')) for one in results[len(before) :])
+        pairs = [*zip(_calls(after), results, strict=True)]
+        stalled = {*pairs[len(before) :]} <= {*pairs[: len(before)]}
         acted = bool(script.turns[number]) or not entry.answer[number]
         if after.problem:
             reward, why = -1.0, f"unreadable calls: {after.problem}"
@@ -55,9 +61,10 @@ class BfclOracle(Oracle):
             reward, why = (1.0, "all done") if acted and not distance else (-1.0, "ended too early")
         elif later < distance:
             reward, why = 1.0, f"a needed call; the distance was {distance} and is {later}"
+        elif later > distance or failed:
+            reward, why = -1.0, "a wrong call"
         else:
-            wrong = later > distance or failed
-            reward, why = (-1.0, "a wrong call") if wrong else (0.0, "a harmless call")
+            reward, why = (-1.0, "made before") if stalled else (0.0, "a harmless call")
         return Judgement({"reward": reward, "distance": float(distance)}, explanation=why)
 
     def _distance(self, entry: BfclTask, number: int, script: Script) -> tuple[int, list[str]]:
@@ -83,3 +90,7 @@ class BfclOracle(Oracle):
             results.append(world.run(call))
             path.append((world.leaves(), Counter(results)))
         return path
+
+
+def _calls(script: Script) -> list[FunctionCall]:
+    return [call for turn in script.turns for reply in turn for call in reply]

@@ -150,3 +150,21 @@ async def test_the_oracle_tells_needed_harmless_and_wrong_calls_apart() -> None:
     ):  # fmt: skip
         assert reward(states[0], write("hermes", [FunctionCall(name, arguments)])) == wish
     assert reward(states[0], DONE) == reward(states[0], "<tool_call>") == -1
+    pwd = write("hermes", [FunctionCall("pwd", "{}")])
+    action = environment.read(states[0], pwd)
+    after = (await environment.step(states[0], action, TOOLS)).state
+    assert reward(after, pwd) == -1  # stalling
+
+
+def test_the_oracle_tells_right_functions_with_wrong_values_from_other_replies() -> None:
+    environment, oracle = Bfcl(), BfclOracle()
+    state = BfclState("simple_python_0")
+    reference, called = environment.replies(state)[0], environment.board.entry(state.task).functions
+    (call,) = read("python", reference, ())[0]
+    wrong = altered(call, random.Random(0))
+    other = FunctionCall(f"{called[0]['name']}_", call.arguments)
+    judged = [
+        environment.judged(Task(""), state, environment.read(state, reply), 1, 1)
+        for reply in (reference, write("python", [wrong]), write("python", [other]), DONE)
+    ]
+    assert [oracle.judge(one).scores["reward"] for one in judged] == [1, 0, -1, -1]
