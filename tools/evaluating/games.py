@@ -16,6 +16,7 @@ from coppice.actors.environments import registry
 from coppice.actors.environments.base import HELD_OUT_SEEDS, POLICY, Environment, Task
 from coppice.actors.environments.game import Game
 from coppice.common.atomic import write_whole
+from coppice.common.numbers import Count, Natural
 from coppice.common.options import command_parser
 from coppice.judges.base import Player as Opponent
 from coppice.judges.base import PlugIn
@@ -124,13 +125,13 @@ def parser() -> argparse.ArgumentParser:
     baseline = "instead of a player with a model: a random reply of those listed, or the first"
     parser.add_argument("--baseline", choices=sorted(NO_MODEL), help=baseline)
     add = parser.add_argument_group("games").add_argument
-    add("--games", type=int, default=100, help="games per set of tasks (default: %(default)s)")
+    add("--games", type=Count, default=100, help="games per set of tasks (default: %(default)s)")
     start = HELD_OUT_SEEDS.start
-    add("--seed", type=int, default=start, help="first task seed (default: held-out)")
-    add("--seeds", type=int, default=1, help="the number of sets of tasks (default: %(default)s)")
+    add("--seed", type=Natural, default=start, help="first task seed (default: held-out)")
+    add("--seeds", type=Count, default=1, help="the number of sets of tasks (default: %(default)s)")
     opponent = f"random, one of {', '.join(PLAYERS)}, or module:Class (default: MCTS)"
     add("--opponent", metavar="NAME", help=opponent)
-    add("--simulations", type=int, help=f"of the MCTS opponent (default: {SIMULATIONS})")
+    add("--simulations", type=Count, help=f"of the MCTS opponent (default: {SIMULATIONS})")
     oracle = argparse.BooleanOptionalAction
     add("--oracle", action=oracle, default=True, help="label moves by the built-in oracle")
     for flag, words in (
@@ -150,7 +151,7 @@ def parser() -> argparse.ArgumentParser:
 def prepare(flags: argparse.Namespace) -> Prepared:
     """The evaluation of a command line. Raises ValueError, OSError or MemoryError with the
     remedy."""
-    players.check(flags, "games", "seeds")
+    players.check(flags)
     if len(flags.model) + len(flags.run) + bool(flags.endpoint) + bool(flags.baseline) != 1:
         raise ValueError("expected one player: --model, --run, --endpoint or --baseline")
     if flags.baseline and (flags.temperature or flags.max_tokens):

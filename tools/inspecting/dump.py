@@ -13,6 +13,7 @@ from pathlib import Path
 
 import polars as pl
 
+from coppice.common.numbers import Count
 from coppice.common.options import command_parser
 from coppice.common.terminal import visible
 from coppice.scheduler.ledger.journal import Journal, TreeRow
@@ -47,12 +48,6 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
-    return int(text)
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the parser of coppice trees."""
     parser = command_parser(
@@ -70,9 +65,9 @@ def parser() -> argparse.ArgumentParser:
     which("--text", metavar="REGEX", help="trees in which the text of a node matches")
     order("--sort", metavar="COLUMN", help="by this column, the largest first")
     surprising = "the N trees with the largest advantage, up or down"
-    order("--surprising", type=_count, metavar="N", help=surprising)
+    order("--surprising", type=Count, help=surprising)
     which("--reverse", action="store_true", help="with --sort: the smallest first")
-    which("--limit", type=_count, metavar="N", help="at most N trees")
+    which("--limit", type=Count, help="at most N trees")
     which("--all", action="store_true", help="print every tree found, not a list of them")
     which("--groups", action="store_true", help="the candidates of one place, instead of trees")
     which("--count", metavar="COLUMNS", help="how many there are for each value of these columns")
