@@ -30,8 +30,6 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Takes a range of numbers (common/numbers.py) as the type of an option."""
-
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if not _is_range(action.type):
             return super()._get_value(action, arg_string)
@@ -48,10 +46,9 @@ def _is_range(kind: Any) -> bool:
     return typing.get_origin(kind) is typing.Annotated
 
 
-def command_parser(
-    prog: str, description: str, examples: str, usage: str | None = None
-) -> argparse.ArgumentParser:
-    """Return the parser of a command, whose help ends with examples."""
+def command_parser(prog: str, description: str, examples: str, usage: str | None = None) -> Any:
+    """Return the ArgumentParser of a command, whose help ends with examples. A type of an option
+    may be a range of numbers (common/numbers.py)."""
     return _Parser(prog, usage, description, f"examples:\n{examples}", formatter_class=_Help)
 
 

@@ -27,7 +27,7 @@ MAX_CONTEXT = 4096
 """Tokens of prompt and action, unless a run's settings say otherwise."""
 
 
-def add_players(parser: argparse.ArgumentParser) -> None:
+def add_players(parser: Any) -> None:
     """Add the flags that say who is measured, how an endpoint is asked, how a model in this process
     computes, and how actions are sampled."""
     many: dict[str, Any] = {"action": "append", "default": []}

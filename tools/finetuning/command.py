@@ -68,7 +68,8 @@ def parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "coppice sft", "Make a fine-tuned judge from trajectories of runs (docs/sft.md).", EXAMPLES
     )
-    out, seed = (argparse.ArgumentParser(add_help=False) for _ in range(2))
+    parents: Any = [argparse.ArgumentParser(add_help=False) for _ in range(2)]
+    out, seed = parents
     out.add_argument("--out", required=True, type=Path, help="what is written")
     seed.add_argument("--seed", type=Natural, default=0, help="of every random draw (default: 0)")
     commands = parser.add_subparsers(dest="command", required=True)
