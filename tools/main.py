@@ -86,7 +86,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def module_of(name: str) -> Any:
-    """Return the module of a command of ``COMMANDS``."""
     place = COMMANDS[name][0]
     if not place.startswith("tests."):
         return importlib.import_module(f"coppice.{place}")

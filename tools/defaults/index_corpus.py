@@ -29,7 +29,6 @@ then train on it: coppice launch --set retriever.backend=FOLDER"""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of coppice index."""
     parser = command_parser("coppice index", "Build a retrieval index of a corpus.", EXAMPLES)
     corpus = "JSONL of {id, contents}; contents = quoted title, newline, text"
     parser.add_argument("corpus", type=Path, metavar="CORPUS", help=corpus)
@@ -51,7 +50,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command."""
     command = parser()
     options = command.parse_args(arguments)
     start = time.monotonic()

@@ -77,7 +77,6 @@ class HalfEach:
         return self.environments[task.seed % 2].initial(task)
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        """The measures for the side that was played."""
         return self.environments[task.seed % 2].measures(task, turns)
 
 
@@ -112,7 +111,6 @@ coppice evaluate qa --help: question answering"""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of coppice evaluate ENV."""
     parser = command_parser(
         "coppice evaluate",
         "Measure a player on an environment that makes its own tasks (a game).",
@@ -297,7 +295,6 @@ class GamesEvaluation(Evaluation):
         return result
 
     async def grow(self, row: PolicyRow, context: Context, calls: ResumedCalls) -> None:
-        """Play a game."""
         if row.settings.player == "baseline":
             self._without_model(context, calls)
         if calls.generate is not None or row.environment.speakers:
@@ -326,7 +323,6 @@ class GamesEvaluation(Evaluation):
         calls.generate = generate
 
     def outcome(self, task: Task, tree: Tree | None) -> tuple[Task, Tree] | None:
-        """The game."""
         return (task, tree) if tree is not None else None
 
     def _measured(self, seed: int, games: list[tuple[Task, Tree]]) -> SeedResult:

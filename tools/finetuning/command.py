@@ -27,7 +27,6 @@ other commands is a file."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status."""
     options = parser().parse_args(arguments)
     # SIGTERM cleans up as Ctrl-C does
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -64,7 +63,6 @@ EXAMPLES = """\
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of coppice sft."""
     parser = command_parser(
         "coppice sft", "Make a fine-tuned judge from trajectories of runs (docs/sft.md).", EXAMPLES
     )
@@ -156,7 +154,6 @@ def check_files(out: Path, inputs: Sequence[Path], also: Sequence[Path] = ()) ->
 
 
 def collect(options: argparse.Namespace) -> None:
-    """Read journals and write trajectories."""
     from coppice.tools.finetuning.collecting import collect_all, task_files  # import environments
 
     tasks = [path for folder in options.runs for path in task_files(folder)]
@@ -170,7 +167,6 @@ def collect(options: argparse.Namespace) -> None:
 
 
 def marked(options: argparse.Namespace) -> None:
-    """Read journals and marks; write training rows."""
     check_files(options.out, options.runs)
     rows, left_out = marked_rows(options.runs, options.marks)
     records.write(options.out, rows)
@@ -209,7 +205,6 @@ def label(options: argparse.Namespace) -> int:
 
 
 def rows(options: argparse.Namespace) -> None:
-    """Read labelled trajectories; write training rows of a process reward model."""
     check_files(options.out, options.labelled)
     labelled = records.read(options.labelled, Trajectory[Labelled])
     made, left_out = labels.judgement_rows(labelled, options.most, options.seed, options.balance)

@@ -115,7 +115,6 @@ class Answers:
             raise InfrastructureFault(f"{error}: {remedy}") from None
 
     def add(self, answer: StepAnswer) -> None:
-        """Append an answer to the file."""
         append(self.path, answer)
         self.found[answer.judge, answer.step] = answer
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 def train(options: argparse.Namespace, folder: Path) -> None:
-    """Fine-tune a model on rows and write a model folder."""
     from torch import OutOfMemoryError
     from transformers.utils import logging
 

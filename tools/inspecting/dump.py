@@ -32,7 +32,6 @@ OF_GROUPS = "tree parent version step candidates texts reward spread advantage q
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status."""
     options = _parse(arguments)
     try:
         with contextlib.closing(frames.opened(options.run)) as journal:
@@ -49,7 +48,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of coppice trees."""
     parser = command_parser(
         "coppice trees",
         "Find prefix trees and print them; * marks the candidate that was continued.",
@@ -182,7 +180,6 @@ def _cell(value: object) -> str:
 
 
 def _diff(options: argparse.Namespace, width: int) -> None:
-    """Print what differs between two runs, or two trees."""
     run, other, trees = options.run, options.run, options.diff
     if len(trees) == 1:
         other = Path(trees[0])

@@ -68,7 +68,6 @@ async def _serve(options: argparse.Namespace, folder: Path, api_key: str) -> Non
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status."""
     command = parser()
     options = command.parse_args(arguments)
     try:
@@ -113,7 +112,6 @@ EXAMPLES = """\
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of coppice serve --model."""
     what = "Serve a model over the OpenAI-compatible protocol (docs/serve-model.md)."
     parser = command_parser("coppice serve --model", what, EXAMPLES)
     add, default = parser.add_argument, "(default: %(default)s)"

@@ -67,7 +67,6 @@ class Dense(msgspec.Struct):
 
     @property
     def head(self) -> int:
-        """The weights of the head."""
         return self.vocab_size * self.hidden_size
 
     @property

@@ -120,7 +120,6 @@ EXAMPLES = """\
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of coppice evaluate qa."""
     parser = command_parser(
         "coppice evaluate qa",
         "Measure question answering: a table of methods and models by question sets.",
@@ -351,7 +350,6 @@ class QaEvaluation(Evaluation):
         return {name: value for name, value in final.items() if name in MEASURES}
 
     def stats(self) -> dict[str, float]:
-        """The engine's counters, and those of the retrieval."""
         return super().stats() | (self.retrieval.counts if self.retrieval is not None else {})
 
     async def _answered(self, row: PolicyRow) -> RowResult:
