@@ -7,12 +7,13 @@ from pathlib import Path
 
 from coppice.common.options import command_parser
 from coppice.judges.retriever.encoder import Encoder
-from coppice.judges.retriever.index import build, read_manifest, sha256
+from coppice.judges.retriever.index import build, read_manifest
+from coppice.wire import digest
 
 
 def ensure_index(corpus: Path, encoder: str, cache: Path, threads: int) -> Path:
     """Return the cached index of ``corpus``, after building it if it is absent."""
-    out = cache / "indexes" / f"{encoder.replace('/', '_')}-{sha256(corpus)[:16]}"
+    out = cache / "indexes" / f"{encoder.replace('/', '_')}-{digest.file(corpus, drop=False)[:16]}"
     if not (out / "manifest.json").is_file():
         print(f"indexing {corpus} with {encoder} (cached afterwards)", flush=True)
         build(corpus, out, Encoder(encoder, threads))
