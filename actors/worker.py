@@ -24,8 +24,6 @@ log = logging.getLogger("actors.worker")
 
 
 def service(engine: Engine, name: str, capacity: int) -> Service:
-    """Return the worker's service."""
-
     async def generate(request: GenerateRequest, call: Call) -> GenerateResult:
         return await engine.generate(request)
 
@@ -63,7 +61,6 @@ async def run(process: ActorProcess) -> None:
 
 
 def main() -> None:
-    """Run the actor process that the launcher starts."""
     begin()
     loop.run(run(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=ActorProcess)))
 

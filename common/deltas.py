@@ -53,7 +53,6 @@ class Delta:
         return len(self._first)
 
     def write(self, path: Path) -> None:
-        """Write a safetensors file."""
         save_file(self._tensors, path, metadata={"first": json.dumps(self._first)})
 
 

@@ -123,7 +123,6 @@ class JsonClient:
         self._session = aiohttp.ClientSession(headers=headers, connector=pool)
 
     async def close(self) -> None:
-        """Close the connection pool."""
         if self._session is not None:
             await self._session.close()
 

@@ -13,6 +13,8 @@ NotNegative = Annotated[float, Meta(ge=0)]
 """A number of at least 0."""
 Share = Annotated[float, Meta(ge=0, le=1)]
 """A number from 0 to 1, both included."""
+Part = Annotated[float, Meta(gt=0, le=1)]
+"""A number of more than 0 and at most 1."""
 Discount = Annotated[float, Meta(ge=0, lt=1)]
 """A number of at least 0 and less than 1."""
 Count = Annotated[int, Meta(ge=1)]

@@ -25,16 +25,31 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         names: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
-        return names.get(action.type) or super()._get_default_metavar_for_optional(action)
+        kind = typing.get_args(action.type)[0] if _is_range(action.type) else action.type
+        return names.get(kind) or super()._get_default_metavar_for_optional(action)
 
 
-def command_parser(
-    prog: str, description: str, examples: str, usage: str | None = None
-) -> argparse.ArgumentParser:
-    """Return the parser of a command, whose help ends with examples."""
-    return argparse.ArgumentParser(
-        prog, usage, description, f"examples:\n{examples}", formatter_class=_Help
-    )
+class _Parser(argparse.ArgumentParser):
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if not _is_range(action.type):
+            return super()._get_value(action, arg_string)
+        import msgspec  # not at the top: a Python without it prints the help of tools/test
+
+        try:
+            return msgspec.convert(arg_string, action.type, strict=False)
+        except msgspec.ValidationError:
+            fault = f"{arg_string}: expected {_shown(action.type)}"
+            raise argparse.ArgumentError(action, fault) from None
+
+
+def _is_range(kind: Any) -> bool:
+    return typing.get_origin(kind) is typing.Annotated
+
+
+def command_parser(prog: str, description: str, examples: str, usage: str | None = None) -> Any:
+    """Return the ArgumentParser of a command, whose help ends with examples. A type of an option
+    may be a range of numbers (common/numbers.py)."""
+    return _Parser(prog, usage, description, f"examples:\n{examples}", formatter_class=_Help)
 
 
 def check_choice(setting: str, name: str, names: Iterable[str], otherwise: str = "") -> None:
@@ -163,7 +178,7 @@ def checked(
     "null", which TOML lacks, is None for an option that may be None; it takes any other option
     away.
     """
-    import msgspec  # not at the top: a Python without it prints the help of tools/test
+    import msgspec  # as above
 
     hints = typing.get_type_hints(function, include_extras=True)
     # a class without __init__ has *args and **kwargs

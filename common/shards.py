@@ -19,7 +19,6 @@ class Shard(msgspec.Struct, frozen=True):
     count: int = 1
 
     def owns(self, identity: int) -> bool:
-        """Return whether a tree or a group is of this shard."""
         return identity % self.count == self.number
 
     def own(self, trained: Mapping[int, int]) -> dict[int, int]:

@@ -25,7 +25,6 @@ EXAMPLES = """\
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of coppice serve."""
     purpose = "Plug a judge, an opponent or a speaker into a live run, or invite one."
     parser = options.command_parser("coppice serve", purpose, EXAMPLES)
     add = parser.add_argument
@@ -52,7 +51,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plug_in(arguments: list[str] | None = None) -> int:
-    """Run the command coppice serve and return its exit status."""
     command = parser()
     flags = command.parse_args(arguments)
     begin()

@@ -181,7 +181,6 @@ class Batcher:
         return judgements
 
     def stats(self) -> dict[str, float]:
-        """Return counters for the heartbeat."""
         return {**self.counts, "busy_s": self.busy_s, **self.judge.stats()}
 
 
@@ -232,7 +231,6 @@ def connection(run: Path, role: str = "judge") -> tuple[str, PeerKeys]:
 
 
 def main() -> None:
-    """Run the judge process that the launcher starts."""
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=JudgeProcess)
     begin()
     judges = [make_worker(spec, settings) for spec, settings in process.judges.items()]

@@ -178,7 +178,6 @@ class Student:
         self.model: Any = model.to(self.device).train()
 
     def trained(self) -> list[torch.nn.Parameter]:
-        """Return the parameters that train."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def learn(self, batch: Sequence[Example]) -> float:

@@ -195,7 +195,6 @@ class Leader:
         log.info("version %d: %d groups of %d questions", version, groups, questions)
 
     def stats(self) -> dict[str, float]:
-        """Return the counters for the heartbeat."""
         t, passes = self.trainer, TreeModel.passes
         own = {"busy_s": t.busy_s, "version": t.version, "updates": self.updates, "passes": passes}
         return own | self.counts
@@ -273,7 +272,6 @@ def follow(trainer: Trainer) -> None:
 
 
 def main() -> None:
-    """Run one rank."""
     begin()
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=LearnerProcess)
     w = process.learner

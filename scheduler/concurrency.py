@@ -22,7 +22,6 @@ class TaskGroup:
         self._tasks: list[asyncio.Task[Any]] = []
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start ``work`` now."""
         task = asyncio.ensure_future(work)
         self._tasks.append(task)
         return task

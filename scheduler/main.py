@@ -354,7 +354,6 @@ async def run(process: SchedulerProcess) -> int:
 
 
 def main() -> None:
-    """Run the scheduler process, as the launcher starts it."""
     begin()
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=SchedulerProcess)
     try:

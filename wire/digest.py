@@ -105,7 +105,6 @@ def write_sums(folder: Path, digests: dict[str, str]) -> None:
 
 
 def sha(blocks: Iterable[bytes | memoryview]) -> str:
-    """Return the SHA-256 (hex) of bytes."""
     whole = hashlib.sha256()
     for block in blocks:
         whole.update(block)

@@ -68,7 +68,6 @@ class Admission:
         return done
 
     def remove(self, active: ActiveRequest) -> None:
-        """Forget a request of which no sample runs yet."""
         if active in self.waiting:
             self.waiting.remove(active)
         elif active in self.prefilling:
@@ -78,7 +77,6 @@ class Admission:
             self.places += active.request.n
 
     def clear(self) -> None:
-        """Forget all requests, after every request has failed."""
         self.waiting.clear()
         self.prefilling.clear()
         self.places = self._all_places

@@ -39,7 +39,6 @@ class CachedBatch:
         return bool(self._waiting or self._rows)
 
     def check(self, request: GenerateRequest) -> None:
-        """Raise DataFault if a request would not fit even alone."""
         check_room(request, self._needed(request), self._budget)
 
     def _needed(self, request: GenerateRequest) -> int:
@@ -51,11 +50,9 @@ class CachedBatch:
         return request.n <= self._places and held + self._needed(request) <= self._budget
 
     def add(self, active: ActiveRequest) -> None:
-        """Take a request, which waits for its place."""
         self._waiting.append(active)
 
     def running(self) -> list[Running]:
-        """Return the running samples."""
         return [running for rows in self._rows.values() for running in rows]
 
     def step(self, version: int) -> tuple[list[Running], torch.Tensor | None]:
@@ -128,12 +125,10 @@ class CachedBatch:
             cache.reorder_cache(torch.tensor(kept, device=self._device))
 
     def remove(self, active: ActiveRequest) -> None:
-        """Forget a request of which no sample runs yet."""
         if active in self._waiting:
             self._waiting.remove(active)
 
     def clear(self) -> None:
-        """Forget all requests after a failure."""
         self._waiting.clear()
         self._rows.clear()
         self._caches.clear()
@@ -143,7 +138,6 @@ class CachedBatch:
         """No prefix is kept."""
 
     def stats(self) -> dict[str, float]:
-        """Return gauges."""
         return {"running": len(self.running())}
 
 

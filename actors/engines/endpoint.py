@@ -36,7 +36,6 @@ class EndpointText:
         return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32)
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Return the text of bytes."""
         return tokens.astype(np.uint8).tobytes().decode("utf-8", "replace")
 
     def prompt(
@@ -73,7 +72,6 @@ class EndpointEngine:
         return await asyncio.get_running_loop().create_future()
 
     async def close(self) -> None:
-        """Close the connection pool."""
         await self.client.close()
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:

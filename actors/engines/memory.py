@@ -45,7 +45,6 @@ class Tail(Stretch):
     __slots__ = ()
 
     def view(self, start: int, end: int) -> torch.Tensor:
-        """Like ``Stretch.view``."""
         prefix: Stretch = self.owner.owner.prefix
         return prefix.view(prefix.length + start, prefix.length + end)
 

@@ -44,7 +44,6 @@ class Segment:
 
 
 def common_length(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the length of the common prefix."""
     shorter = min(len(a), len(b))
     differ = a[:shorter] != b[:shorter]
     first = int(differ.argmax()) if shorter else 0

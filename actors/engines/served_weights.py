@@ -246,7 +246,6 @@ class ServedWeights:
                 await pull.release()
 
     async def _move(self, server: Http, ready: Ready) -> None:
-        """Move the weights into a server whose generation pauses."""
         if pull := ready.pulls.get(server):
             await pull.take()
         else:

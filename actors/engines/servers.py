@@ -111,7 +111,6 @@ class Http(ABC):
         self.start, self.close = self.client.start, self.client.close
 
     async def answers(self, path: str) -> bool:
-        """Return whether the server answers GET ``path``."""
         try:
             await self.client.send("GET", path, timeout_s=5.0)
         except (InfrastructureFault, DataFault):
@@ -214,11 +213,9 @@ class Http(ABC):
         raise NotImplementedError
 
     async def load_adapter(self, name: str, folder: str) -> None:
-        """Load an adapter under a new name."""
         await self.send(self.adapters[0], {"lora_name": name, "lora_path": folder})
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter."""
         await self.send(self.adapters[1], {"lora_name": name})
 
     @staticmethod
@@ -385,7 +382,6 @@ class Launched(Servers):
         return f"the {self.kind.product} server ended with status {status}:\n{self._said()}"
 
     async def close(self) -> None:
-        """End the server and its children."""
         await super().close()
         if self._process is not None:
             # The signal goes to the server alone: it ends its children itself, but waits to

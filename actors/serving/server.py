@@ -56,7 +56,6 @@ class Server:
         self._started = int(time.time())
 
     def application(self) -> web.Application:
-        """Return the aiohttp application."""
         middlewares = [errors(LARGEST_BODY), self._authorized]
         app = web.Application(client_max_size=LARGEST_BODY, middlewares=middlewares)
         app.router.add_get("/health", self._health)

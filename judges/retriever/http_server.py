@@ -50,7 +50,6 @@ def application(backend: Backend) -> web.Application:
 
 
 def main() -> None:
-    """Run the command line."""
     purpose = (
         "Serve an index over the Search-R1 protocol. Section [retriever] explains the settings."
     )

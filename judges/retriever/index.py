@@ -5,7 +5,6 @@ docs/retrieval.md has the table of kinds. "np" in a factory string of FAISS stan
 training, which takes most of the time and serves searches of another kind.
 """
 
-import hashlib
 import math
 import re
 import shutil
@@ -24,6 +23,7 @@ from coppice.common import jsonl
 from coppice.common.atomic import drafted
 from coppice.judges.retriever.encoder import Encoder
 from coppice.judges.retriever.http_client import title_and_text
+from coppice.wire import digest
 from coppice.wire.messages import Passage
 
 
@@ -121,8 +121,8 @@ def build(
     if bad:
         print(f"skipped {len(bad)} of {len(bad) + len(offsets)} lines", file=sys.stderr)
     text, usual = factory(kind, len(offsets), encoder.dimensions)
-    size, digest = (encoder.dimensions, len(offsets)), sha256(corpus)
-    manifest = IndexManifest(encoder.name, *size, digest, text, search or usual)
+    size, proof = (encoder.dimensions, len(offsets)), digest.file(corpus, drop=False)
+    manifest = IndexManifest(encoder.name, *size, proof, text, search or usual)
     index = empty(text, encoder.dimensions)
     tune(index, manifest.search, text)
     source = _stored(vectors, manifest) if vectors else _embedded(corpus, offsets, encoder)
@@ -163,12 +163,6 @@ def _stored(folder: Path, wanted: IndexManifest) -> np.ndarray:
     file, shape = folder / "index.faiss", (stored.passages, stored.dimensions)
     # FAISS writes them last
     return np.memmap(file, np.float32, "r", file.stat().st_size - 4 * math.prod(shape), shape)
-
-
-def sha256(path: Path) -> str:
-    """Return the SHA-256 (hex) of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_manifest(folder: Path) -> IndexManifest:

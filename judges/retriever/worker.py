@@ -81,7 +81,6 @@ async def run(process: RetrieverProcess) -> None:
 
 
 def main() -> None:
-    """Run the retriever process that the launcher starts."""
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=RetrieverProcess)
     begin()
     loop.run(run(process))

@@ -126,7 +126,6 @@ class Ranks:
         return float(value)
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         if self.count > 1:
             dist.barrier()
 

@@ -173,7 +173,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--baseline", nargs="+", action="append", default=[], metavar=("KIND", "VALUE"), help=kinds)
     threshold = "good steps score above it (default: %(default)s)"
     add("--threshold", type=float, default=THRESHOLD, help=threshold)
-    judging.add_deadline(add)
+    add("--deadline", **judging.DEADLINE)
     failed = "steps an endpoint refuses or fails on count as wrong (default: the command fails)"
     add("--count-failed", action="store_true", help=failed)
     examination.add_output(parser, "nvprocess")
@@ -200,7 +200,6 @@ def baselines_of(flags: argparse.Namespace) -> list[str]:
 def prepare(flags: argparse.Namespace) -> Prepared:
     """The evaluation of a command line. Raises ValueError or OSError with the remedy."""
     check_threshold(flags.threshold)
-    judging.check_deadline(flags.deadline)
     items = records.read([flags.bench], Item, "--bench")
     judges, kinds = judges_of(flags), baselines_of(flags)
     settings = BenchSettings(records.digest(flags.bench), flags.threshold, judging.lasting(judges))

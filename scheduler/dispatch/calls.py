@@ -69,7 +69,6 @@ class Breaker:
         self.open_until = float("-inf")
 
     def record(self, ok: bool, now: float) -> None:
-        """Record whether one call succeeded."""
         self.failures = 0 if ok else self.failures + 1
         if self.failures >= self.threshold:
             self.open_until = now + self.rest_s
@@ -89,7 +88,6 @@ class Latency:
         self._seconds: deque[float] = deque(maxlen=KEPT)
 
     def record(self, seconds: float) -> None:
-        """An attempt was answered."""
         self._seconds.append(seconds)
         self._count += 1
         if self._count % EVERY == 0:
@@ -123,7 +121,6 @@ class Worker:
 
     @property
     def has_room(self) -> bool:
-        """Whether the worker has fewer calls than its capacity."""
         return len(self.in_flight) < self.hello.capacity
 
     @property
@@ -136,7 +133,6 @@ class Worker:
         return self.ready and not (self.draining or self.quiet) and self.breaker.closed(now)
 
     def answers(self, now: float) -> None:
-        """The worker has answered a call."""
         self.answered, self.unanswered, self._answered_at = self.answered + 1, 0, now
         self._count(False, now)
 
@@ -294,7 +290,6 @@ class Deadlines:
         return moment
 
     def discard(self, pending: Pending, moment: float) -> None:
-        """The call has an outcome."""
         if (due := self._due.get(moment)) is not None:
             due[0].pop(pending, None)
             if not due[0]:

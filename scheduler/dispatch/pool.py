@@ -34,7 +34,6 @@ class Pool:
             self._push(worker, next(self._stamps))  # of several new ones the oldest is the first
 
     def discard(self, worker: Worker) -> None:
-        """A worker is gone."""
         if self.members.get(worker.name) is worker:
             del self.members[worker.name]
             self._ring.remove(worker)

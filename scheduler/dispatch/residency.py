@@ -76,7 +76,6 @@ class Prefixes:
             self._note(edge.parent)
 
     def clear(self) -> None:
-        """Forget everything."""
         self._root = Edge(b"", None, 0)
         self._leaves.clear()
         self.tokens = 0
@@ -145,7 +144,6 @@ class Residency:
         self._versions[worker] = version
 
     def forget(self, worker: str) -> None:
-        """Forget a worker that is gone."""
         self._caches.pop(worker, None)
         self._versions.pop(worker, None)
 

@@ -60,7 +60,6 @@ class Roster:
         self._draining = self._closed = False
 
     def start(self) -> None:
-        """Start to watch for dead workers."""
         self.router.broken = self._broken
         self.spawn(self._watch())
 

@@ -57,15 +57,20 @@ def measured(environment: Environment, task: Task, tree: Tree) -> dict[str, list
     return environment.measures(task, turns)
 
 
-def summarise(
-    version: int, environment: Environment, trees: Sequence[tuple[Task, Tree]]
-) -> HeldOut:
-    """Evaluate finished trees of one trajectory each. Measures without values are left out."""
+def pooled(environment: Environment, trees: Sequence[tuple[Task, Tree]]) -> dict[str, list[float]]:
+    """Return the values of all ``trees`` by measure. Measures without values are left out."""
     values: dict[str, list[float]] = {}
     for task, tree in trees:
         for name, several in measured(environment, task, tree).items():
             values.setdefault(name, []).extend(several)
-    measures = {name: estimate(several) for name, several in sorted(values.items()) if several}
+    return {name: several for name, several in sorted(values.items()) if several}
+
+
+def summarise(
+    version: int, environment: Environment, trees: Sequence[tuple[Task, Tree]]
+) -> HeldOut:
+    """Evaluate finished trees of one trajectory each."""
+    measures = {name: estimate(of) for name, of in pooled(environment, trees).items()}
     return HeldOut(version, len(trees), environment.headline, measures)
 
 

@@ -88,7 +88,6 @@ class Attendance:
             self._say(f"{service}: its last worker left ({reason}); waiting for one{remedy}")
 
     def joined(self, worker: str, services: Sequence[str]) -> None:
-        """A worker of ``services`` is ready."""
         for service in self._missing.intersection(services):
             self._missing.discard(service)
             self._say(f"{service}: {worker} is here, going on")

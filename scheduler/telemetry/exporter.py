@@ -38,7 +38,6 @@ def declaration(name: str) -> tuple[str, str] | None:
 
 
 def exported(name: str) -> str:
-    """Return a metric's name in Prometheus."""
     return "coppice_" + re.sub(r"\W", "_", name)
 
 
@@ -99,7 +98,6 @@ class Exporter:
             yield gauge
 
     def close(self) -> None:
-        """Stop serving."""
         if self._server is not None:
             server, thread = self._server
             server.shutdown()

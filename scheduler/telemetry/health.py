@@ -63,7 +63,6 @@ class Queue(msgspec.Struct, frozen=True):
     on: list[str]
 
     def describe(self, service: str, now: float) -> str:
-        """The queue in words."""
         where = f"none runs ({self.offered} workers offer it)"
         if self.on:
             where = f"{self.running} at {', '.join(self.on)}"
@@ -235,7 +234,6 @@ class Reporter:
         self._progress_at = self._said_at = self.dispatcher.clock()
 
     def joined(self, worker: Worker) -> None:
-        """A worker is here."""
         self._gone.pop(worker.name, None)
         self.began = self.began or "train" in worker.hello.services
 
@@ -246,7 +244,6 @@ class Reporter:
             del self._gone[next(iter(self._gone))]
 
     def failed(self, service: str, fault: Exception) -> None:
-        """A call of ``service`` failed."""
         self.fault = time.time(), f"{service}: {fault}"
 
     async def work(self) -> None:

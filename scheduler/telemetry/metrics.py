@@ -83,7 +83,6 @@ class Metrics:
         return {version for version, evaluation, _ in lines if not evaluation}
 
     def record(self, version: int, values: dict[str, float]) -> None:
-        """Write one record."""
         values = {"version": float(version), "time/run": time.monotonic() - self._start, **values}
         line = msgspec.json.encode(values)
         self._file.write(line + b"\n")
@@ -180,7 +179,6 @@ class Metrics:
         self._trace.write(msgspec.json.encode(row) + b",\n")
 
     def close(self) -> None:
-        """Flush and close all files."""
         self.look()
         self._file.close()
         self._trace.close()

@@ -49,7 +49,6 @@ class Phases:
             self._over.remove(name)
 
     def now(self) -> str:
-        """The phase that is running."""
         return self._over[-1] if self._over else self._name
 
     def seconds(self) -> dict[str, float]:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from coppice.common.options import command_parser
 from coppice.judges.retriever.encoder import Encoder
-from coppice.judges.retriever.index import build, read_manifest, sha256
+from coppice.judges.retriever.index import build, read_manifest
+from coppice.wire import digest
 
 
 def ensure_index(corpus: Path, encoder: str, cache: Path, threads: int) -> Path:
     """Return the cached index of ``corpus``, after building it if it is absent."""
-    out = cache / "indexes" / f"{encoder.replace('/', '_')}-{sha256(corpus)[:16]}"
+    out = cache / "indexes" / f"{encoder.replace('/', '_')}-{digest.file(corpus, drop=False)[:16]}"
     if not (out / "manifest.json").is_file():
         print(f"indexing {corpus} with {encoder} (cached afterwards)", flush=True)
         build(corpus, out, Encoder(encoder, threads))
@@ -29,7 +30,6 @@ then train on it: coppice launch --set retriever.backend=FOLDER"""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of coppice index."""
     parser = command_parser("coppice index", "Build a retrieval index of a corpus.", EXAMPLES)
     corpus = "JSONL of {id, contents}; contents = quoted title, newline, text"
     parser.add_argument("corpus", type=Path, metavar="CORPUS", help=corpus)
@@ -51,7 +51,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command."""
     command = parser()
     options = command.parse_args(arguments)
     start = time.monotonic()

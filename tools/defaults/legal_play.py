@@ -33,11 +33,9 @@ class RandomPlayers(Tools):
         self.environment, self.rng = environment, rng
 
     async def play(self, player: str, state: Any) -> tuple[int, ...]:
-        """Return a uniformly random legal move of the position."""
         return self.rng.choice(self.environment.moves(state))
 
     async def say(self, speaker: str, messages: Any, max_tokens: int, stop: Any) -> str:
-        """Return a uniformly random listed reply."""
         return self.rng.choice(self.environment.replies(None))
 
 

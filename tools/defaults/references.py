@@ -45,8 +45,6 @@ def ensure_references(
     model: Path, environment: Bfcl, options: dict[str, Any], config: WarmStart, cache: Path,
     threads: int,
 ) -> Path:  # fmt: skip
-    """Return the model after references (``from_play``)."""
-
     def examples(count: int) -> list[Example]:
         end = str(AutoTokenizer.from_pretrained(model).eos_token)
         return references(environment, Text(str(model)), end, count, config.seed)

@@ -152,7 +152,6 @@ def _passage(rng: random.Random, names: Sequence[str], fields: Sequence[str]) ->
 def ensure_search_play(
     model: Path, corpus: Path, notation: Notation, config: WarmStart, cache: Path, threads: int
 ) -> Path:
-    """Return the model after random searches (``from_play``)."""
     mixture = [COOLDOWN, TURNS, ANSWERS, QUERIES, ANSWERED, NEED, LOOK, FOUND, RECALLED]
     recipe = [*notation.shown, msgspec.to_builtins(config), mixture]
 

@@ -13,7 +13,6 @@ def subject(name: str) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     of, words = subject(next(iter(arguments), "")), 1 if arguments[:1] == ["qa"] else 0
     from coppice.tools.evaluating import examination

@@ -71,7 +71,6 @@ class TaskProgress:
         self.start_s = time.monotonic()
 
     def one(self) -> None:
-        """Count one more finished piece."""
         self.done += 1
         if self.done * 10 // self.total != (self.done - 1) * 10 // self.total:
             line = f"{self.who}{self.done} of {self.total} {self.unit}"
@@ -169,7 +168,6 @@ class Evaluation:
         raise NotImplementedError
 
     def stats(self) -> dict[str, float]:
-        """The counters of the engine and of other services."""
         engine = self.services.engine if self.services is not None else None
         found = engine.stats() if engine is not None else {}
         return {key: value for key, value in found.items() if key not in GAUGES}

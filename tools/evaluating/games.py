@@ -16,12 +16,13 @@ from coppice.actors.environments import registry
 from coppice.actors.environments.base import HELD_OUT_SEEDS, POLICY, Environment, Task
 from coppice.actors.environments.game import Game
 from coppice.common.atomic import write_whole
+from coppice.common.numbers import Count, Natural
 from coppice.common.options import command_parser
 from coppice.judges.base import Player as Opponent
 from coppice.judges.base import PlugIn
 from coppice.judges.serve import BUILT_IN, PLAYERS, make_worker
 from coppice.scheduler.config import UNJUDGED, SchedulerConfig
-from coppice.scheduler.evaluation.evaluation import BASELINES, lists_replies, measured
+from coppice.scheduler.evaluation.evaluation import BASELINES, lists_replies, pooled
 from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.tree import Tree
@@ -54,7 +55,6 @@ class MatchSettings(PlayerSettings, frozen=True, kw_only=True):
     environment: str
     games: int
     seed: int
-    seeds: int
     sides: str
     opponents: dict[str, dict[str, Any]]
     oracle: str
@@ -76,16 +76,7 @@ class HalfEach:
         return self.environments[task.seed % 2].initial(task)
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        """The measures for the side that was played."""
         return self.environments[task.seed % 2].measures(task, turns)
-
-
-class SeedResult(msgspec.Struct, frozen=True):
-    """The measures of the games whose task seeds begin at ``seed``."""
-
-    seed: int
-    games: int
-    measures: dict[str, SampleMean]
 
 
 class GamesResult(msgspec.Struct, frozen=True):
@@ -94,8 +85,8 @@ class GamesResult(msgspec.Struct, frozen=True):
 
     settings: MatchSettings
     headline: str
-    overall: SeedResult
-    by_seed: list[SeedResult]
+    games: int
+    measures: dict[str, SampleMean]
     unplayed: dict[str, str]
     seconds: float
     generated_tokens: int
@@ -111,7 +102,6 @@ coppice evaluate qa --help: question answering"""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of coppice evaluate ENV."""
     parser = command_parser(
         "coppice evaluate",
         "Measure a player on an environment that makes its own tasks (a game).",
@@ -124,13 +114,12 @@ def parser() -> argparse.ArgumentParser:
     baseline = "instead of a player with a model: a random reply of those listed, or the first"
     parser.add_argument("--baseline", choices=sorted(NO_MODEL), help=baseline)
     add = parser.add_argument_group("games").add_argument
-    add("--games", type=int, default=100, help="games per set of tasks (default: %(default)s)")
+    add("--games", type=Count, default=100, help="number of tasks (default: %(default)s)")
     start = HELD_OUT_SEEDS.start
-    add("--seed", type=int, default=start, help="first task seed (default: held-out)")
-    add("--seeds", type=int, default=1, help="the number of sets of tasks (default: %(default)s)")
+    add("--seed", type=Natural, default=start, help="first task seed (default: held-out)")
     opponent = f"random, one of {', '.join(PLAYERS)}, or module:Class (default: MCTS)"
     add("--opponent", metavar="NAME", help=opponent)
-    add("--simulations", type=int, help=f"of the MCTS opponent (default: {SIMULATIONS})")
+    add("--simulations", type=Count, help=f"of the MCTS opponent (default: {SIMULATIONS})")
     oracle = argparse.BooleanOptionalAction
     add("--oracle", action=oracle, default=True, help="label moves by the built-in oracle")
     for flag, words in (
@@ -150,7 +139,7 @@ def parser() -> argparse.ArgumentParser:
 def prepare(flags: argparse.Namespace) -> Prepared:
     """The evaluation of a command line. Raises ValueError, OSError or MemoryError with the
     remedy."""
-    players.check(flags, "games", "seeds")
+    players.check(flags)
     if len(flags.model) + len(flags.run) + bool(flags.endpoint) + bool(flags.baseline) != 1:
         raise ValueError("expected one player: --model, --run, --endpoint or --baseline")
     if flags.baseline and (flags.temperature or flags.max_tokens):
@@ -199,7 +188,7 @@ def prepare(flags: argparse.Namespace) -> Prepared:
     workers += [_worker(one, spoken, "--speaker-option") for one in sorted(speakers)]
     settings = MatchSettings(
         environment=flags.environment, options=options, games=flags.games, seed=flags.seed,
-        seeds=flags.seeds, sides="half each" if halves else "as drawn", opponents=opponents,
+        sides="half each" if halves else "as drawn", opponents=opponents,
         oracle=oracle, oracle_options=oracle_options,
         **players.sampled(flags, policy, default, default.thinking),
     )  # fmt: skip
@@ -275,28 +264,23 @@ class GamesEvaluation(Evaluation):
     def __init__(self, row: PolicyRow, workers: Sequence[PlugIn], out: Path, concurrency: int):
         s, self.row = row.settings, row
         make: Any = row.environment
-        seeds = range(s.seed, s.seed + s.games * s.seeds)
-        super().__init__(out, [("", make.task(seed)) for seed in seeds], concurrency, workers)
+        tasks = [("", make.task(seed)) for seed in range(s.seed, s.seed + s.games)]
+        super().__init__(out, tasks, concurrency, workers)
 
     async def play(self) -> GamesResult:
         """Play the games that are not played yet."""
-        s: MatchSettings = self.row.settings
-        examined = await self.examine(self.row)
+        examined, environment = await self.examine(self.row), self.row.environment
         games, costs = [game for game in examined.outcomes if game is not None], examined.costs
-        by_seed = []
-        for first in range(s.seed, s.seed + s.games * s.seeds, s.games):
-            ours = [game for game in games if first <= game[0].seed < first + s.games]
-            by_seed.append(self._measured(first, ours))
+        values = pooled(environment, games)
         result = GamesResult(
-            s, self.row.environment.headline, self._measured(s.seed, games), by_seed,
-            examined.undone, costs.seconds, int(costs.engine.get("decoded_tokens", 0)),
-            costs.engine,
+            self.row.settings, environment.headline, len(games),
+            {name: sample_mean(several) for name, several in values.items()}, examined.undone,
+            costs.seconds, int(costs.engine.get("decoded_tokens", 0)), costs.engine,
         )  # fmt: skip
         write_whole(self.out / "result.json", result)
         return result
 
     async def grow(self, row: PolicyRow, context: Context, calls: ResumedCalls) -> None:
-        """Play a game."""
         if row.settings.player == "baseline":
             self._without_model(context, calls)
         if calls.generate is not None or row.environment.speakers:
@@ -325,27 +309,14 @@ class GamesEvaluation(Evaluation):
         calls.generate = generate
 
     def outcome(self, task: Task, tree: Tree | None) -> tuple[Task, Tree] | None:
-        """The game."""
         return (task, tree) if tree is not None else None
-
-    def _measured(self, seed: int, games: list[tuple[Task, Tree]]) -> SeedResult:
-        values: dict[str, list[float]] = {}
-        for task, tree in games:
-            for name, several in measured(self.row.environment, task, tree).items():
-                values.setdefault(name, []).extend(several)
-        measures = {name: sample_mean(found) for name, found in sorted(values.items()) if found}
-        return SeedResult(seed, len(games), measures)
 
 
 def lines(result: GamesResult) -> str:
-    """The result as a table: the overall measures, and the means of each set of tasks if there are
-    several sets."""
-    s, measures = result.settings, result.overall.measures
-    each = result.by_seed if len(result.by_seed) > 1 else []
-    rows = [["measure", "mean ±95%", "n", *(f"seed {one.seed}" for one in each)]]
+    """The result as a table of the measures, the headline first."""
+    s, measures, rows = result.settings, result.measures, [["measure", "mean ±95%", "n"]]
     for name in sorted(measures, key=lambda name: (name != result.headline, name)):
-        means = [f"{one.measures[name].mean:.3f}" if name in one.measures else "-" for one in each]
-        rows.append([name, str(measures[name]), str(measures[name].n), *means])
+        rows.append([name, str(measures[name]), str(measures[name].n)])
     how = "greedy" if s.temperature == 0 else f"temperature {s.temperature:g}"
     sources = {"run": f"{s.source} version {s.version}", "endpoint": f"{s.model} at {s.source}"}
     who = f"{s.player} {sources.get(s.player, s.source)}"
@@ -354,7 +325,7 @@ def lines(result: GamesResult) -> str:
         served = [(name, s.opponents.get(name, {})) for name in s.options["opponents"]]
         shown = [" ".join([name, *(f"{k}={v}" for k, v in own.items())]) for name, own in served]
         who += f", against {' or '.join(shown)}"
-    printed = [f"{s.environment}, {result.overall.games} games, {who}", *examination.table(rows)]
+    printed = [f"{s.environment}, {result.games} games, {who}", *examination.table(rows)]
     printed += [f"not played: {task}: {why}" for task, why in list(result.unplayed.items())[:3]]
     if len(result.unplayed) > 3:
         printed.append(f"not played: {len(result.unplayed) - 3} more, see result.json")

@@ -45,7 +45,6 @@ class InProcess:
             await one.start()
 
     async def close(self) -> None:
-        """Release what ``start`` acquired."""
         for one in (*self.workers, *([self.engine] if self.engine is not None else [])):
             await one.close()
 
@@ -74,7 +73,6 @@ class ResumedCalls:
         self.generate: Handler | None = None
 
     async def call(self, service: str, request: Any, **settings: Any) -> Any:
-        """See ``InProcess.call``."""
         if service == "generate" and self.said:
             return GenerateResult([self.said.pop(0)], len(request.tokens), 0)
         if service == "generate" and self.generate is not None:

@@ -15,6 +15,7 @@ from coppice.actors.config import ActorProcess, ActorsConfig
 from coppice.actors.engines.base import Engine
 from coppice.actors.engines.endpoint import EndpointEngine, EndpointText
 from coppice.common.http import Reached
+from coppice.common.numbers import Count, Natural, NotNegative, Part, Positive
 from coppice.common.options import option
 from coppice.scheduler.config import SchedulerConfig, SchedulerProcess
 from coppice.scheduler.growth.text import Text
@@ -26,7 +27,7 @@ MAX_CONTEXT = 4096
 """Tokens of prompt and action, unless a run's settings say otherwise."""
 
 
-def add_players(parser: argparse.ArgumentParser) -> None:
+def add_players(parser: Any) -> None:
     """Add the flags that say who is measured, how an endpoint is asked, how a model in this process
     computes, and how actions are sampled."""
     many: dict[str, Any] = {"action": "append", "default": []}
@@ -43,24 +44,23 @@ def add_players(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="a field of each request, in TOML; repeatable",
     )
-    add("--timeout", type=float, help="seconds of one attempt (default: 300)")
-    add("--attempts", type=int, help="attempts of one request (default: 6)")
+    add("--timeout", type=Positive, help="seconds of one attempt (default: 300)")
+    add("--attempts", type=Count, help="attempts of one request (default: 6)")
     add = parser.add_argument_group("with --model or --run").add_argument
     version = "a number (0: the start), or best on held-out tasks (default: the newest)"
     add("--version", type=versions.argument, metavar="VERSION", help=f"of --run: {version}")
     add("--no-thinking", action="store_true", help="ask a chat template that can for none")
-    add("--threads", type=int, help="compute threads (default: 1)")
+    add("--threads", type=Count, help="compute threads (default: 1)")
     context = f"tokens of prompt and action (default: the run's, else {MAX_CONTEXT})"
-    add("--max-context", type=int, help=context)
+    add("--max-context", type=Count, help=context)
     add = parser.add_argument_group("actions").add_argument
-    add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-    add("--top-p", type=float, default=1.0, help="of the likeliest tokens (default: 1, all)")
-    add("--top-k", type=int, default=0, help="number of likeliest tokens (default: 0, all)")
-    add("--max-tokens", type=int, help="most tokens of an action (default: the run's, else 500)")
-    parser.add_argument("--concurrency", type=int, default=16, help="tasks at once (default: 16)")
+    add("--temperature", type=NotNegative, default=0.0, help="0, the default, is greedy")
+    add("--top-p", type=Part, default=1.0, help="of the likeliest tokens (default: 1, all)")
+    add("--top-k", type=Natural, default=0, help="number of likeliest tokens (default: 0, all)")
+    add("--max-tokens", type=Count, help="most tokens of an action (default: the run's, else 500)")
+    parser.add_argument("--concurrency", type=Count, default=16, help="tasks at once (default: 16)")
 
 
-_POSITIVE = ("concurrency", "timeout", "attempts", "max_tokens", "threads", "max_context")
 _NEEDS = {
     ("endpoint",): ("endpoint_model", "api_key_env", "endpoint_field", "timeout", "attempts"),
     ("run",): ("version",),
@@ -69,19 +69,12 @@ _NEEDS = {
 """Flags, and those that have an effect only with one of them."""
 
 
-def check(flags: argparse.Namespace, *positive: str) -> None:
-    """Refuse values and sampling out of range or without effect, and a flag without its player.
-    Raises ValueError. positive: the command's own flags above 0."""
-    for name in (*positive, *_POSITIVE):
-        value = getattr(flags, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"{_flag(name)} {value}: expected more than 0")
+def check(flags: argparse.Namespace) -> None:
+    """Refuse sampling out of range or without effect, and a flag without its player. Raises
+    ValueError."""
     t, top = flags.temperature, (flags.top_p, flags.top_k)
-    if not (t == 0 or t >= 1e-3):
+    if 0 < t < 1e-3:
         raise ValueError(f"--temperature {t}: expected 0 (greedy) or at least 0.001")
-    if not 0 < flags.top_p <= 1 or flags.top_k < 0 or flags.seed < 0:
-        expected = "expected above 0 and at most 1; --top-k and --seed: expected 0 or more"
-        raise ValueError(f"--top-p: {expected}")
     if t == 0 and top != (1.0, 0):
         raise ValueError("--top-p and --top-k have no effect with --temperature 0: leave them out")
     if flags.endpoint and not flags.endpoint_model:

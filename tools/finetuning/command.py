@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from coppice.common.atomic import draft_of, drafted
+from coppice.common.numbers import Count, Discount, Natural, Positive, Share
 from coppice.common.options import command_parser, option
 from coppice.tools.evaluating.examination import INTERRUPTED, conduct
 from coppice.tools.evaluating.folder import keep, locked
@@ -26,7 +27,6 @@ other commands is a file."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status."""
     options = parser().parse_args(arguments)
     # SIGTERM cleans up as Ctrl-C does
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -63,13 +63,13 @@ EXAMPLES = """\
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of coppice sft."""
     parser = command_parser(
         "coppice sft", "Make a fine-tuned judge from trajectories of runs (docs/sft.md).", EXAMPLES
     )
-    out, seed = (argparse.ArgumentParser(add_help=False) for _ in range(2))
+    parents: Any = [argparse.ArgumentParser(add_help=False) for _ in range(2)]
+    out, seed = parents
     out.add_argument("--out", required=True, type=Path, help="what is written")
-    seed.add_argument("--seed", type=int, default=0, help="of every random draw (default: 0)")
+    seed.add_argument("--seed", type=Natural, default=0, help="of every random draw (default: 0)")
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, words: str, run: Any, *parents: argparse.ArgumentParser) -> Any:
@@ -93,32 +93,34 @@ def parser() -> argparse.ArgumentParser:
         add(f"--judge-{side}", required=True, metavar="SPEC", help="built-in or module:Class")
         add(f"--option-{side}", **value, help="its option, a TOML value")
     most = "of two scores that count as equal (default: %(default)s)"
-    add("--most-difference", type=float, default=labels.MOST_DIFFERENCE, help=most)
-    judging.add_deadline(add)
+    add("--most-difference", type=Share, default=labels.MOST_DIFFERENCE, help=most)
+    add("--deadline", **judging.DEADLINE)
 
     add = command("rows", "training rows of a process reward model", rows, seed, out)
     add("labelled", nargs="+", type=Path, help="labelled trajectories")
     add("--balance", action="store_true", help="as many rows of good steps as of bad ones")
-    add("--most", type=int, default=0, help="rows to take at random (default: all)")
+    add("--most", type=Natural, default=0, help="rows to take at random (default: all)")
 
     add = command("train", "fine-tune a model on rows", training.train, seed, out)
     add("--model", required=True, help="a model folder, a built-in name or a hub id")
     add("--rows", required=True, type=Path, help="JSONL file of `rows`, or of your own")
-    add("--epochs", type=float, default=3, help="passes over the rows (default: %(default)s)")
-    add("--steps", type=int, help="instead of epochs")
-    add("--batch", type=int, default=32, help="rows per step (default: %(default)s)")
-    add("--lr", type=float, default=2e-5, help="peak learning rate (default: %(default)s)")
-    add("--warmup-ratio", type=float, default=0.1, help="share of steps (default: %(default)s)")
-    add("--lora-rank", type=int, default=0, help="0, the default, trains all weights")
-    add("--forward-tokens", type=int, default=8192, help="of one forward (default: %(default)s)")
+    add("--epochs", type=Positive, default=3, help="passes over the rows (default: %(default)s)")
+    add("--steps", type=Count, help="instead of epochs")
+    add("--batch", type=Count, default=32, help="rows per step (default: %(default)s)")
+    add("--lr", type=Positive, default=2e-5, help="peak learning rate (default: %(default)s)")
+    add("--warmup-ratio", type=Discount, default=0.1, help="share of steps (default: %(default)s)")
+    add("--lora-rank", type=Natural, default=0, help="0, the default, trains all weights")
+    add(
+        "--forward-tokens", type=Natural, default=8192, help="of one forward (default: %(default)s)"
+    )
     longest = "longer rows are left out and counted (default: the model's context)"
-    add("--max-tokens", type=int, help=longest)
+    add("--max-tokens", type=Count, help=longest)
     share = "share to measure on, in whole groups (default: %(default)s)"
-    add("--held-out", type=float, default=0.1, help=share)
+    add("--held-out", type=Discount, default=0.1, help=share)
     end = "add the model's end token to completions (actions of a policy need none)"
     add("--end-token", action=argparse.BooleanOptionalAction, default=True, help=end)
     cores = len(os.sched_getaffinity(0))
-    add("--threads", type=int, default=cores, help="compute threads (default: all, %(default)s)")
+    add("--threads", type=Count, default=cores, help="compute threads (default: all, %(default)s)")
 
     add = command("warm-start", "the warm start of a run's policy", training.warm_start, out)
     add("--config", required=True, type=Path, help="TOML file of the run to come")
@@ -152,7 +154,6 @@ def check_files(out: Path, inputs: Sequence[Path], also: Sequence[Path] = ()) ->
 
 
 def collect(options: argparse.Namespace) -> None:
-    """Read journals and write trajectories."""
     from coppice.tools.finetuning.collecting import collect_all, task_files  # import environments
 
     tasks = [path for folder in options.runs for path in task_files(folder)]
@@ -166,7 +167,6 @@ def collect(options: argparse.Namespace) -> None:
 
 
 def marked(options: argparse.Namespace) -> None:
-    """Read journals and marks; write training rows."""
     check_files(options.out, options.runs)
     rows, left_out = marked_rows(options.runs, options.marks)
     records.write(options.out, rows)
@@ -182,10 +182,7 @@ def label(options: argparse.Namespace) -> int:
         out.parent / f"{out.stem}.answers.{kind}" for kind in ("jsonl", "json", "lock")
     )
     check_files(out, [read], [answered, settings_file, lock])
-    if not 0 <= most <= 1:
-        raise ValueError(f"--most-difference {most:g}: expected a difference of scores, 0 to 1")
     trajectories = records.read([read], Trajectory[RecordedStep])
-    judging.check_deadline(options.deadline)
     judges = [
         judging.JudgeSpec("a", options.judge_a, dict(map(option, options.option_a))),
         judging.JudgeSpec("b", options.judge_b, dict(map(option, options.option_b))),
@@ -208,7 +205,6 @@ def label(options: argparse.Namespace) -> int:
 
 
 def rows(options: argparse.Namespace) -> None:
-    """Read labelled trajectories; write training rows of a process reward model."""
     check_files(options.out, options.labelled)
     labelled = records.read(options.labelled, Trajectory[Labelled])
     made, left_out = labels.judgement_rows(labelled, options.most, options.seed, options.balance)

@@ -7,13 +7,14 @@ that cannot be read is an answer. A step whose answer is in the file is never as
 import asyncio
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from coppice.common import jsonl
+from coppice.common.numbers import Positive
 from coppice.judges.base import Judge, checked
 from coppice.judges.serve import BUILT_IN, make_worker
 from coppice.scheduler.concurrency import gather
@@ -30,6 +31,14 @@ REACHED = frozenset(
 )
 """Keys that say how an endpoint is reached. They may change between sessions."""
 
+DEADLINE: dict[str, Any] = {
+    "type": Positive,
+    "default": 900.0,
+    "metavar": "SECONDS",
+    "help": "seconds for one step with all its attempts (default: %(default)g)",
+}
+"""How a parser adds --deadline."""
+
 
 class JudgeSpec(msgspec.Struct, frozen=True):
     """A judge as ``judges.serve.make_worker`` takes it. name: the name under which its answers are
@@ -43,18 +52,6 @@ class JudgeSpec(msgspec.Struct, frozen=True):
     spec: str
     options: dict[str, Any] = {}
     texts: str = ""
-
-
-def add_deadline(add: Callable[..., Any]) -> None:
-    """Add --deadline, the time that a judge may take for one step. add: of a parser."""
-    words = "seconds for one step with all its attempts (default: %(default)g)"
-    add("--deadline", type=float, default=900.0, metavar="SECONDS", help=words)
-
-
-def check_deadline(seconds: float) -> None:
-    """Raises ValueError if ``seconds`` is not above 0."""
-    if seconds <= 0:
-        raise ValueError(f"--deadline {seconds:g}: expected more than 0 seconds")
 
 
 def lasting(judges: Sequence[JudgeSpec]) -> list[JudgeSpec]:
@@ -118,7 +115,6 @@ class Answers:
             raise InfrastructureFault(f"{error}: {remedy}") from None
 
     def add(self, answer: StepAnswer) -> None:
-        """Append an answer to the file."""
         append(self.path, answer)
         self.found[answer.judge, answer.step] = answer
 

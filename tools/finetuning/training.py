@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 
 def train(options: argparse.Namespace, folder: Path) -> None:
-    """Fine-tune a model on rows and write a model folder."""
-    _check(options)
     from torch import OutOfMemoryError
     from transformers.utils import logging
 
@@ -61,21 +59,6 @@ def train(options: argparse.Namespace, folder: Path) -> None:
         raise MemoryError(f"{reason}: {remedy}") from None
     counts = {"rows": len(learnt), "held_out_rows": len(held_out), "too_long": long}
     write_whole(folder / "sft.json", counts | {"recipe": recipe, "losses": losses})
-
-
-def _check(options: argparse.Namespace) -> None:
-    positive = ("batch", "lr", "epochs", "steps", "threads", "max_tokens")
-    shares = ("held_out", "warmup_ratio")
-    for name in (*positive, *shares, "lora_rank", "forward_tokens"):
-        value, said = getattr(options, name), f"--{name.replace('_', '-')}"
-        if value is None:
-            continue
-        if name in positive and value <= 0:
-            raise ValueError(f"{said} {value:g}: expected more than 0")
-        if name in shares and not 0 <= value < 1:
-            raise ValueError(f"{said} {value:g}: expected a share, 0 to less than 1")
-        if value < 0:
-            raise ValueError(f"{said} {value}: expected 0 or more")
 
 
 def read_rows(path: Path, text: "Text", end: Sequence[int] = ()) -> "list[Example]":

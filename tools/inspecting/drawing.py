@@ -27,7 +27,6 @@ Newest = Mapping[tuple[int, int], np.ndarray]
 
 
 def as_json(journal: Journal, row: TreeRow) -> dict[str, Any]:
-    """Return a tree as plain values that can be written as JSON."""
     return {
         "tree": row.id,
         "task": row.task,
@@ -121,7 +120,6 @@ class Detail(msgspec.Struct, frozen=True):
 
 
 def as_text(journal: Journal, row: TreeRow, detail: Detail) -> str:
-    """Return a tree as text for a terminal."""
     tree = journal.tree(row)
     groups = [
         f"{group} ({'not yet' if version is None else f'version {version}'})"

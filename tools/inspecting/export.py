@@ -55,7 +55,6 @@ def export(
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of coppice export."""
     parser = command_parser(
         "coppice export",
         "Write the policy of a run as a Hugging Face folder.",
@@ -75,7 +74,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status."""
     options = parser().parse_args(arguments)
     try:
         version = export(options.run, options.out, options.version, options.dtype)

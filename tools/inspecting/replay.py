@@ -103,7 +103,6 @@ class Replayed(Journal):
         self._advantages: dict[tuple[int, int], float] = {}
 
     def tree(self, row: TreeRow) -> Tree:
-        """The tree of a row, with its advantages."""
         tree = super().tree(row)
         trained = [version for _, version in self.groups(row.id) if version is not None]
         written = any("advantage" in node.scores for node in tree.nodes.values())

@@ -314,7 +314,6 @@ def _settings(groups: Groups) -> Section:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of coppice report."""
     parser = command_parser(
         "coppice report",
         "Show runs on one HTML page, or as a picture. The page needs no network and no\n"
@@ -333,7 +332,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status."""
     command = parser()
     options = command.parse_args(arguments)
     out: Path = options.out

@@ -81,7 +81,6 @@ class Watcher:
         self._sums: dict[int, tuple[str, str, str]] = {}
 
     def look(self) -> Look:
-        """Read what there is now."""
         now = status.gather(self.run, time.monotonic())
         records = self._records.read()
         try:
@@ -199,7 +198,6 @@ class Question(ModalScreen[bool]):
         self.text = text
 
     def compose(self) -> ComposeResult:
-        """The question."""
         yield Static(f"{self.text}\n\ny: yes    n: no", markup=False)
 
 
@@ -271,7 +269,6 @@ class WatchApp(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begin to look."""
         self.set_focus(self.query_one("#processes"), scroll_visible=False)
         self.follow()
 
@@ -287,7 +284,6 @@ class WatchApp(App[None]):
             self.ordered.clear()
 
     def on_resize(self) -> None:
-        """Fold the words anew."""
         self.call_after_refresh(self.draw)
 
     def draw(self) -> None:
@@ -315,16 +311,13 @@ class WatchApp(App[None]):
         return self.usable.get(action, True)
 
     def action_pause(self) -> None:
-        """Ask, then pause."""
         end = "No new tree begins until you resume it, also when this view is closed."
         self.order(f"Pause the run? {end}", control.pause)
 
     def action_resume(self) -> None:
-        """Resume, which needs no second question."""
         self.order("", control.resume)
 
     def action_drain(self) -> None:
-        """Ask, then drain the worker under the cursor."""
         name = self.query_one(ProcessTable).chosen()
         try:
             question = f"Drain {name}? {control.draining(self.run_, name)}"
@@ -333,7 +326,6 @@ class WatchApp(App[None]):
             self.notify(str(error), severity="error")
 
     def action_stop(self) -> None:
-        """Ask, then stop the run."""
         end = "The learner writes a checkpoint and every process ends."
         self.order(f"Stop the run? {end} coppice launch --resume goes on.", control.stop)
 
@@ -350,7 +342,6 @@ class WatchApp(App[None]):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of coppice watch."""
     parser = command_parser(
         "coppice watch",
         "A live view of a run; keys pause, resume, drain a worker, stop.",
@@ -361,7 +352,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status."""
     run: Path = parser().parse_args(arguments).run.resolve()
     if not (run.is_file() or (run / "config.json").exists() or (run / "journal.sqlite").exists()):
         expected = "expected the folder of a run (runs/NAME-TIME) or a journal file"

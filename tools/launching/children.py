@@ -89,7 +89,6 @@ class Child:
         return 0 if isinstance(self.process, Away) else self.process.pid
 
     def activity(self) -> tuple[str, str]:
-        """Return watchdog.activity of the process, wherever it runs."""
         if isinstance(self.process, Away):
             return self.process.activity()
         return watchdog.activity(self.here, self.log)

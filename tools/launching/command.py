@@ -49,7 +49,6 @@ _EXAMPLES = """\
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of coppice launch."""
     what = "Train a policy, or go on with a run; everything is set up on the first start."
     parser = command_parser("coppice launch", what, _EXAMPLES)
     new = parser.add_argument_group("what to train").add_argument
@@ -79,7 +78,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def arguments(options: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     command = parser()
     parsed = command.parse_intermixed_args(options)
     if parsed.dry_run and (parsed.quiet or parsed.json):
@@ -120,7 +118,6 @@ def resolve(options: argparse.Namespace) -> tuple[Config, Path]:
 
 
 def main(command: list[str] | None = None) -> int:
-    """Run the command and return its exit status."""
     options = arguments(command)
     resumed = options.resume is not None
     with contextlib.ExitStack() as held:

@@ -24,7 +24,6 @@ def pause(run: Path) -> str:
 
 
 def resume(run: Path) -> str:
-    """Lift the pause."""
     (run / health.PAUSED).unlink(missing_ok=True)
     return "resuming at the scheduler's next heartbeat"
 
@@ -65,7 +64,6 @@ def _worker(run: Path, name: str) -> None:
 
 
 def stop(run: Path) -> str:
-    """Ask the launcher to stop the run in order."""
     launched = _running(run)
     if launched.stopping:
         raise ValueError(

@@ -16,7 +16,6 @@ JUDGES = ("evidence", "llm", "outcome", "own")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of coppice dev new."""
     what = "Make a folder that trains a policy on your questions and passages."
     parser = command_parser("coppice dev new", what, "  coppice dev new questions --judge llm")
     new = "the folder; its name becomes that of the runs"
@@ -26,7 +25,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(command: list[str] | None = None) -> int:
-    """Run the command and return its exit status."""
     options = parser().parse_args(command)
     project, config = options.project.resolve(), TEMPLATE / "config.toml"
     try:

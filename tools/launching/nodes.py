@@ -88,17 +88,14 @@ class Holder:
         return socket.gethostname(), self._process.pid
 
     async def end(self) -> int:
-        """Return the exit status of the process, once it has ended."""
         while (status := self._process.poll()) is None:
             await asyncio.sleep(_TICK_S)
         return status
 
     async def activity(self) -> tuple[str, str]:
-        """Return watchdog.activity of the process."""
         return await asyncio.to_thread(watchdog.activity, self._process.pid, self._log)
 
     async def signal(self, number: int) -> None:
-        """Send a signal to the process."""
         if self._process.poll() is None:
             self._process.send_signal(signal.Signals(number))
 
@@ -139,7 +136,6 @@ class Away:
             self._over(-int(number))
 
     def kill(self) -> None:
-        """Kill the process, wherever it is."""
         self.send_signal(signal.SIGKILL)
 
     def activity(self) -> tuple[str, str]:

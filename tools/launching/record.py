@@ -112,7 +112,6 @@ class Recorder:
         self.write()
 
     def started(self, name: str, pid: int) -> None:
-        """A process was started."""
         before = self.record.members.get(name)
         self.record.members[name] = Member(pid, time.time(), before.restarts + 1 if before else 0)
         self.write()
@@ -125,7 +124,6 @@ class Recorder:
             self.write()
 
     def failed(self, process: str, cause: str, log: Path, then: str) -> None:
-        """A process died."""
         failure = Failure(time.time(), process, cause, str(log), then)
         self.record.failures = [*self.record.failures, failure][-KEPT:]
         self.write()
@@ -136,12 +134,10 @@ class Recorder:
         self.write()
 
     def end(self, state: Literal["finished", "stopped", "failed"], remedy: str = "") -> None:
-        """The launch is over."""
         self.record.state, self.record.remedy = state, remedy
         self.write()
 
     def write(self) -> None:
-        """Write the record."""
         with contextlib.suppress(OSError):
             write_whole(self._path, self.record)
 

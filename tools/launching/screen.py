@@ -89,7 +89,6 @@ class RunScreen:
         self._updates, self._reached = updates, deque[tuple[float, int]](maxlen=_PACE + 1)
 
     def say(self, text: str, level: Level = "fault") -> None:
-        """Show lines of the launcher's own."""
         if self.quiet and level == "detail":
             return
         width = shutil.get_terminal_size().columns if self._out.isatty() else sys.maxsize

@@ -5,15 +5,16 @@ import argparse
 import asyncio
 import contextlib
 import ipaddress
-import math
 import os
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from coppice.actors.config import ActorsConfig
 from coppice.common import loop
+from coppice.common.numbers import Count, Positive
 from coppice.common.options import command_parser
 from coppice.common.process import begin
 from coppice.tools.defaults.models import DEFAULT, ensure_model
@@ -22,6 +23,7 @@ from coppice.tools.launching.settings import JUDGE_HOST, JudgeModelProcess
 from coppice.wire.faults import InfrastructureFault
 
 _CONTEXT = 4096
+_PORT = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
 _CACHE_GIB = 2.0
 """Larger than an actor's cache: running samples and the prefixes that clients share must fit
 together, or prefixes are computed again."""
@@ -66,11 +68,9 @@ async def _serve(options: argparse.Namespace, folder: Path, api_key: str) -> Non
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status."""
     command = parser()
     options = command.parse_args(arguments)
     try:
-        check(options)
         api_key = _api_key(options.api_key_env)
         if not is_loopback(options.host) and not api_key:
             raise ValueError(
@@ -87,15 +87,6 @@ def main(arguments: list[str] | None = None) -> int:
         told = f"{fault}; its traceback is above. Start the server again"
         command.exit(1, f"coppice serve --model: {told}\n")
     return 0
-
-
-def check(options: argparse.Namespace) -> None:
-    """Check the numbers of the command line. Raises ValueError for a number out of range."""
-    for name in NUMBERS:
-        if not 0 < (value := getattr(options, name)) < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: expected a number above 0")
-    if not 0 <= options.port < 2**16:
-        raise ValueError(f"--port {options.port}: expected 0 (a free one) to {2**16 - 1}")
 
 
 def is_loopback(host: str) -> bool:
@@ -121,7 +112,6 @@ EXAMPLES = """\
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of coppice serve --model."""
     what = "Serve a model over the OpenAI-compatible protocol (docs/serve-model.md)."
     parser = command_parser("coppice serve --model", what, EXAMPLES)
     add, default = parser.add_argument, "(default: %(default)s)"
@@ -129,18 +119,18 @@ def parser() -> argparse.ArgumentParser:
     add("model", nargs="?", default=DEFAULT, metavar="MODEL", help=model)
     host = f"address to listen at; one of the network needs --api-key-env {default}"
     add("--host", default="127.0.0.1", help=host)
-    add("--port", type=int, default=30000, help=f"0 takes a free one {default}")
+    add("--port", type=_PORT, default=30000, help=f"0 takes a free one {default}")
     add("--name", default="", help="what clients call the model (default: the folder's name)")
     key = "variable that holds the key clients must send"
     add("--api-key-env", default="", metavar="NAME", help=key)
     cores, threads = len(os.sched_getaffinity(0)), "compute threads (default: all cores)"
-    add("--threads", type=int, default=cores, help=threads)
+    add("--threads", type=Count, default=cores, help=threads)
     context = f"tokens of a prompt and its answer together, at most {default}"
-    add("--max-context", type=int, default=_CONTEXT, help=context)
+    add("--max-context", type=Count, default=_CONTEXT, help=context)
     batch = f"samples that decode together {default}"
-    add("--max-batch", type=int, default=ActorsConfig().max_batch, help=batch)
+    add("--max-batch", type=Count, default=ActorsConfig().max_batch, help=batch)
     cache = f"GiB of keys and values, running and cached {default}"
-    add("--kv-cache-gib", type=float, default=_CACHE_GIB, help=cache)
+    add("--kv-cache-gib", type=Positive, default=_CACHE_GIB, help=cache)
     return parser
 
 

@@ -68,7 +68,6 @@ class Status(msgspec.Struct):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of coppice watch --status."""
     what = "Explain a live, stopped or broken run on one page."
     examples = "  coppice watch --status runs/NAME-TIME"
     parser = command_parser("coppice watch --status", what, examples)

@@ -37,7 +37,6 @@ LENGTHS = frozenset({"instruction", "prompt", "action", "observation", "turns"})
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of coppice plan."""
     parser = command_parser(
         "coppice plan", "Predict what a run takes: tokens, FLOPs, memory, time, cost.", EXAMPLES
     )
@@ -54,7 +53,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status."""
     options = parser().parse_args(arguments)
     try:
         given = checked("--assume", "coppice plan", Assumed, dict(map(option, options.assume)), ())

@@ -3,11 +3,11 @@ is 2 FLOPs, a backward costs two forwards (Kaplan et al. 2020, arXiv 2001.08361,
 decoding is bound by what it reads (Pope et al. 2022, arXiv 2211.05102)."""
 
 import math
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
-from coppice.common.numbers import Count, Natural, NotNegative, Positive
+from coppice.common.numbers import Count, Natural, NotNegative, Part, Positive
 from coppice.learner.config import LearnerConfig
 from coppice.learner.model.memory import lacks, rank_parts
 from coppice.learner.update.plan import plan_of
@@ -67,7 +67,6 @@ class Dense(msgspec.Struct):
 
     @property
     def head(self) -> int:
-        """The weights of the head."""
         return self.vocab_size * self.hidden_size
 
     @property
@@ -103,8 +102,6 @@ GPUS = {
 }
 """Peaks from NVIDIA's data sheets (SXM where there is one, without sparsity). Prices differ by
 seller, so there are none."""
-Part = Annotated[float, msgspec.Meta(gt=0, le=1)]
-"""A share that is not 0."""
 JUDGE_SHARE = 0.5
 """The largest share of its GPUs that a judge's weights fill; the rest is for its cache."""
 

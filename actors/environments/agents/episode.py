@@ -249,7 +249,6 @@ class Episode:
         return waiting[0]
 
     def answer(self, request: Conversation, reply: Reply) -> None:
-        """Answer a request that waits."""
         self._since = asyncio.get_running_loop().time()
         self._hold(self._since + max(self._left, 0.0))
         self.session.answer(request, reply)

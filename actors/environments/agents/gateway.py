@@ -112,7 +112,6 @@ class Session:
         return name, answer
 
     def answer(self, request: Conversation, reply: Reply) -> None:
-        """Answer a request that waits."""
         self.open, self.step_reward = request.id, None
         del self.waiting[request.id]
         self._answers[request.id].set_result(reply)
@@ -173,18 +172,15 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        """The base URL of clients."""
         return f"http://127.0.0.1:{self.port}/v1"
 
     async def close(self) -> None:
-        """Close all sessions and stop listening."""
         for session in list(self.sessions.values()):
             self.end(session, "the gateway has ended")
         if self._runner is not None:
             await self._runner.cleanup()
 
     def opened(self) -> Session:
-        """Return a new session."""
         session = Session(f"ck-{secrets.token_urlsafe(24)}")
         self.sessions[session.key] = session
         return session

@@ -107,7 +107,6 @@ class _Child:
                 raise InfrastructureFault(f"{game} in {python}: {reason}") from None
 
     async def close(self) -> None:
-        """Kill the process, with all that it has started."""
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):

@@ -117,12 +117,10 @@ class Games:
 
 
 def random_state() -> tuple[Any, Any]:
-    """Return the random states of Python and numpy in this process."""
     return random.getstate(), None if numpy is None else numpy.random.get_state()
 
 
 def set_random_state(dice: tuple[Any, Any]) -> None:
-    """Set both to ``dice``."""
     random.setstate(dice[0])
     if numpy is not None:
         numpy.random.set_state(dice[1])

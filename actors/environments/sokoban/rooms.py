@@ -91,7 +91,6 @@ def inside_of(size: int) -> int:
 
 
 def written(position: Room) -> str:
-    """Return the board of a position."""
     size, floor, targets, boxes, player = position
     kinds = ((1 << player, PLAYER, PLAYER_ON_TARGET), (boxes, BOX, PLACED), (floor, FLOOR, TARGET))
 

@@ -185,7 +185,6 @@ def _other(mark: str) -> str:
 
 
 async def _reply(state: TicTacToeState, tools: Tools) -> str:
-    """Return the board after the opponent's move."""
     free = legal_cells(state.board)
     if state.opponent == RANDOM:
         return play(state.board, tools.rng.choice(free))

@@ -40,7 +40,6 @@ class Goal(msgspec.Struct, frozen=True):
 
     @property
     def values(self) -> list[str]:
-        """The option values alone."""
         return [option if isinstance(option, str) else option[1] for option in self.options]
 
 

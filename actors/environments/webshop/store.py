@@ -40,7 +40,6 @@ class StorePlace(msgspec.Struct, frozen=True):
 
     @property
     def chosen(self) -> list[str]:
-        """The chosen option values."""
         return [value for _, value in self.options]
 
 
@@ -126,7 +125,6 @@ class Store:
 
 
 def _text(product: Product) -> str:
-    """Return the text of a product that is searched."""
     options = (f"{name}: {', '.join(values)}" for name, values in product.options.items())
     texts = (product.name, product.description, *product.bullets[:1], ", and ".join(options))
     return " ".join(texts)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from coppice.actors.config import ActorProcess, ActorsConfig
 from coppice.actors.engines.endpoint import EndpointText, whole
-from coppice.actors.environments.base import HELD_OUT_SEEDS, SPLIT
+from coppice.actors.environments.base import SPLIT
 from coppice.actors.environments.sotopia.environment import DIMENSIONS
 from coppice.scheduler.config import SchedulerConfig, SchedulerProcess
 from coppice.scheduler.ledger.journal import Journal
@@ -151,13 +151,11 @@ def played(out: Path) -> list[Any]:
 
 def test_table_json_and_journal_agree(llama: Path, tmp_path: Path, said: Said) -> None:
     out = tmp_path / "out"
-    words = f"tictactoe --opponent minimax --games 4 --seeds 2 --max-tokens 4 --model {llama}"
+    words = f"tictactoe --opponent minimax --games 8 --max-tokens 4 --model {llama}"
     command = [*words.split(), "--out", out]
     table, found = said(main, *command), result(out)
     assert found["headline"] == "return"
-    first = HELD_OUT_SEEDS.start
-    assert [part["seed"] for part in found["by_seed"]] == [first, first + 4]
-    measures = found["overall"]["measures"]
+    measures = found["measures"]
     lost = measures["return"]
     assert (lost["mean"], lost["n"]) == (-1.0, 8), "random weights say nothing legal"
     assert measures["return_first"]["n"] == measures["return_second"]["n"] == 4
@@ -197,7 +195,7 @@ def test_players_without_a_model_have_their_known_strength(tmp_path: Path) -> No
         words = f"tictactoe --baseline {name} --opponent {opponent} --games 60"
         words += f" --oracle-option kind=minimax --out {tmp_path / name}"
         assert main(words.split()) == 0
-        measures = result(tmp_path / name)["overall"]["measures"]
+        measures = result(tmp_path / name)["measures"]
         assert low <= measures["return"]["mean"] <= high
         assert measures["valid"]["mean"] == 1.0
 
@@ -205,7 +203,7 @@ def test_players_without_a_model_have_their_known_strength(tmp_path: Path) -> No
 @pytest.mark.second
 def test_a_player_without_a_model_chooses_among_listed_replies(tmp_path: Path) -> None:
     assert main(["webshop", "--baseline", "first", "--games", "6", "--out", str(tmp_path)]) == 0
-    measures = result(tmp_path)["overall"]["measures"]
+    measures = result(tmp_path)["measures"]
     assert (measures["valid"]["mean"], measures["success"]["n"]) == (1.0, 6)
     assert measures["turns"]["mean"] == 10, "the same search until the actions are used up"
 
@@ -233,7 +231,7 @@ def test_conversations_have_a_partner_and_a_judge_of_their_own(tmp_path: Path) -
         command = f"{words} --option partner=chat --option judge=sotopia --out {tmp_path}".split()
         endpoint = f'endpoint={{url="{url}", model="partner"}}'
         assert main([*command, "--speaker-option", endpoint, "--oracle-option", endpoint]) == 0
-    measures = result(tmp_path)["overall"]["measures"]
+    measures = result(tmp_path)["measures"]
     assert measures["valid"]["mean"] == 1 and measures["turns"]["mean"] == 2
     assert set(DIMENSIONS) < set(measures) and measures["goal"]["mean"] == 0
     assert sum(one["model"] == "partner" for one in asked) == 4 * 2 + 4  # and four judgements
@@ -247,7 +245,7 @@ def test_an_endpoint_plays_and_a_limit_is_waited_for(tmp_path: Path) -> None:
         field = ("--endpoint-field", "reasoning_effort=low")
         assert main(at_endpoint(url, tmp_path, *field)) == 0
     found = result(tmp_path)
-    assert found["overall"]["measures"]["valid"]["mean"] == 1.0
+    assert found["measures"]["valid"]["mean"] == 1.0
     assert found["engine"]["retries"] == 1
     assert found["generated_tokens"] == 5 * (player.requests - 1)
     first = player.seen[0]
@@ -325,7 +323,7 @@ def test_an_interruption_changes_no_result(tmp_path: Path, said: Said) -> None:
         assert main(command) == 0
     assert played(tmp_path / "parts") == played(tmp_path / "whole")
     assert len(played(tmp_path / "parts")) == 12
-    assert result(tmp_path / "parts")["overall"] == result(tmp_path / "whole")["overall"]
+    assert result(tmp_path / "parts")["measures"] == result(tmp_path / "whole")["measures"]
     assert parts.requests == whole_run.requests + 2, "no answer that was kept was asked for again"
 
 
@@ -353,7 +351,7 @@ def test_a_full_disk_harms_no_folder(tmp_path: Path, monkeypatch: Patch, said: S
         disk.setattr(Path, "write_bytes", full)
         kept = "No space left on device\nwhat was played is kept; go on with: "
         assert kept in said(main, *command, status=1), "only the result is written again"
-    assert result(out)["overall"]["games"] == 2, "the result of before is whole"
+    assert result(out)["games"] == 2, "the result of before is whole"
 
 
 def test_torn_files_are_mended_or_named(tmp_path: Path) -> None:

@@ -376,16 +376,17 @@ def test_train_says_what_it_left_out_and_measures_before_and_after(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--batch 0", "--batch 0: expected more than 0"),
-        ("--held-out 1", "--held-out 1: expected a share"),
-        ("--lora-rank -1", "--lora-rank -1"),
+        ("--batch 0", "argument --batch: 0: expected a whole number, at least 1"),
+        ("--held-out 1", "argument --held-out: 1: expected a number, at least 0 and less than 1"),
+        ("--lora-rank -1", "argument --lora-rank: -1: expected"),
         ("--max-tokens 5", "no row is left to learn from (3 read, 3 too long"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(
-    arguments: str, message: str, llama: Path, tmp_path: Path, refused: Said
+    arguments: str, message: str, llama: Path, tmp_path: Path, said: Said
 ) -> None:
-    assert message in refused(main, *train_command(llama, tmp_path), *arguments.split())
+    command = [*train_command(llama, tmp_path), *arguments.split()]
+    assert message in said(main, *command, status=2)
     assert not (tmp_path / "o").exists()
 
 

@@ -267,7 +267,7 @@ def test_other_settings_are_refused_but_another_address_is_not(measured: Measure
     [
         ("--judge slate_rules", "columns"),
         ("--judge nope:X", "ModuleNotFoundError: No module named 'nope'; expected module:Class"),
-        ("--deadline 0", "--deadline 0: expected more than 0"),
+        ("--deadline 0", "--deadline: 0: expected a number, more than 0"),
         ("--judge pprm_rules --judge pprm_rules", "--name"),
         ("--judge tictactoe_minimax", "expected a judge"),
         ("--baseline best", "majority, random"),

@@ -25,7 +25,6 @@ class ChatText(EndpointText):
     """Decodes bytes of both writers."""
 
     def decode(self, tokens: np.ndarray) -> str:
-        """The text of both writers together."""
         return super().decode(tokens % _ITS_OWN)
 
 

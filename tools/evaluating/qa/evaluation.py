@@ -18,6 +18,7 @@ import msgspec
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import Task
 from coppice.common.atomic import write_whole
+from coppice.common.numbers import Count, Natural
 from coppice.common.options import command_parser
 from coppice.judges.retriever.worker import RetrieverProcess
 from coppice.scheduler.config import UNJUDGED, SchedulerConfig
@@ -119,7 +120,6 @@ EXAMPLES = """\
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of coppice evaluate qa."""
     parser = command_parser(
         "coppice evaluate qa",
         "Measure question answering: a table of methods and models by question sets.",
@@ -129,13 +129,13 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("questions (default: the built-in held-out ones)").add_argument
     sets = ".jsonl, .parquet or owner/name[/folder][:split] of the hub; paper: the papers' seven"
     add("--set", action="append", default=[], metavar="NAME=SOURCE", help=sets)
-    add("--questions", type=int, help="size of each set's fixed subset (default: all)")
-    add("--seed", type=int, default=0, help="seed of the subset (default: %(default)s)")
+    add("--questions", type=Count, help="size of each set's fixed subset (default: all)")
+    add("--seed", type=Natural, default=0, help="seed of the subset (default: %(default)s)")
     players.add_players(parser)
     add, switch = parser.add_argument_group("methods").add_argument, argparse.BooleanOptionalAction
     add("--method", help="search (the default), or baselines of docs/qa.md, with commas")
     add("--prompt", help="of search: short, search_r1 or a path (default: the run's, or search_r1)")
-    add("--topk", type=int, help="passages of a search (default: the run's, else 3)")
+    add("--topk", type=Count, help="passages of a search (default: the run's, else 3)")
     budget = "turns of search, or searches, [of one set] (default: the run's, else 4)"
     add("--budget", action="append", type=_budget, default=[], metavar="[SET=]N", help=budget)
     add("--forced", action=switch, help="search: force an answer (default: as the run, else yes)")
@@ -160,7 +160,7 @@ def _budget(text: str) -> tuple[str, int]:
 def prepare(flags: argparse.Namespace) -> Prepared:
     """The evaluation of a command line. Raises ValueError, OSError or MemoryError with the
     remedy."""
-    players.check(flags, "questions", "topk")
+    players.check(flags)
     names = [name for name, _ in flags.budget]
     if (twice := repeated(names)) is not None:
         of_set = f" for {twice}" if twice else ""
@@ -350,7 +350,6 @@ class QaEvaluation(Evaluation):
         return {name: value for name, value in final.items() if name in MEASURES}
 
     def stats(self) -> dict[str, float]:
-        """The engine's counters, and those of the retrieval."""
         return super().stats() | (self.retrieval.counts if self.retrieval is not None else {})
 
     async def _answered(self, row: PolicyRow) -> RowResult:

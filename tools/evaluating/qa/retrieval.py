@@ -116,7 +116,6 @@ def identity_of(retriever: str) -> str:
 
 
 def opening_of(retriever: str, threads: int) -> Open:
-    """The function that opens the backend of --retriever."""
     encoder = "" if is_served(retriever) else read_manifest(Path(retriever)).encoder
     config = RetrieverConfig(retriever, encoder=encoder, threads=threads, cache=0)
     return lambda: opened(config)
