@@ -14,7 +14,7 @@ COMMANDS = {
     "launch": ("tools.launching.command", "train a policy, or go on with a run"),
     "watch": ("tools.inspecting.watch", "show a run live, and pause, drain or stop it"),
     "watch --status": ("tools.launching.status", "explain a run on one page"),
-    "watch --audit": ("research.audit", "check that every task was trained exactly once"),
+    "watch --audit": ("tools.inspecting.audit", "check that every task was trained exactly once"),
     "trees": ("tools.inspecting.dump", "print prefix trees of a run, or query them"),
     "report": ("tools.inspecting.report", "draw the curves of runs on one page"),
     "evaluate": ("tools.evaluating", "measure a policy on a game or on questions"),

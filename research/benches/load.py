@@ -27,7 +27,6 @@ import psutil
 
 from coppice.common import frontier, loop
 from coppice.common.numbers import Count, NotNegative, Positive
-from coppice.research.audit import audit
 from coppice.research.benches import result
 from coppice.scheduler import main as scheduling
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
@@ -35,6 +34,7 @@ from coppice.scheduler.dispatch.dispatcher import DispatchConfig
 from coppice.scheduler.dispatch.placement import CAPACITY
 from coppice.scheduler.growth.tree import Tree
 from coppice.tools.defaults.settings import importable
+from coppice.tools.inspecting.audit import audit
 from coppice.wire import digest
 from coppice.wire.keys import PeerKeys
 from coppice.wire.messages import (

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from coppice.common import shards
-from coppice.research.audit import audit
 from coppice.tools.inspecting import frames
+from coppice.tools.inspecting.audit import audit
 from tests.chaos.run import Struck
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import psutil
 
-from coppice.research.audit import audit
 from coppice.scheduler.telemetry import health
 from coppice.scheduler.telemetry.health import Health
+from coppice.tools.inspecting.audit import audit
 from coppice.tools.inspecting.watch import ProcessTable, WatchApp
 from coppice.tools.launching import record
 from coppice.tools.launching.status import Status, gather

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from coppice.research.audit import audit
 from coppice.tools.evaluating.versions import chosen
+from coppice.tools.inspecting.audit import audit
 from tests.runs import Launch
 from tests.scheduler.test_tracking import in_trackio, in_wandb
 from tests.world import UPDATES

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from coppice.common.atomic import write_whole
-from coppice.research.audit import audit
 from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.inspecting.audit import audit
 from coppice.wire import digest
 from tests.faults.one_process import POINTS, QUESTIONS, UPDATES, Plan
 

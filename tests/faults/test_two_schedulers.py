@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from coppice.common import shards
-from coppice.research.audit import audit
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.telemetry import health
+from coppice.tools.inspecting.audit import audit
 from coppice.tools.launching import control
 from tests.chaos import world
 from tests.chaos.run import Struck

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from coppice.research.audit import starts
 from coppice.scheduler.ledger import resume
 from coppice.scheduler.ledger.journal import TreeRow
+from coppice.tools.inspecting.audit import starts
 from coppice.wire import messages as wire
 from coppice.wire.faults import DataFault
 from coppice.wire.service import Call

@@ -125,7 +125,7 @@ def test_every_message_of_a_failure_has_an_entry() -> None:
 
 
 def test_every_rule_of_the_audit_has_an_entry() -> None:
-    tree = ast.parse((ROOT / "research/audit.py").read_text())
+    tree = ast.parse((ROOT / "tools/inspecting/audit.py").read_text())
     rules = {
         template(node.args[0])
         for node in ast.walk(tree)

@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from coppice.common import frontier
-from coppice.research.audit import audit
 from coppice.research.benches import load
 from coppice.research.benches.load import LoadPlan
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
 from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.inspecting.audit import audit
 
 pytestmark = pytest.mark.slow
 

@@ -11,11 +11,11 @@ import pytest
 from coppice.actors.environments.base import RejectedTask
 from coppice.common import frontier
 from coppice.common.shards import Shard, folder
-from coppice.research.audit import audit, main
 from coppice.scheduler.growth import tasks
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger import journal
 from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.inspecting.audit import audit, main
 from coppice.wire import digest
 from coppice.wire.messages import Turn
 from tests.tools.said import Said
