@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coppice.scheduler.ledger import resume
-from coppice.scheduler.ledger.journal import TreeRow
+from coppice.scheduler.ledger.journal import REMOVED, TreeRow
 from coppice.tools.inspecting.audit import starts
 from coppice.wire import messages as wire
 from coppice.wire.faults import DataFault
@@ -77,6 +77,8 @@ async def test_no_tree_grows_on_with_the_task_of_another_seed(
         "DELETE FROM nodes WHERE id=2",
         "UPDATE nodes SET tree=tree + 100 WHERE id=1",
         "UPDATE groups SET turns=substr(turns, 2) WHERE 1",
+        # its checkpoints were lost since
+        f"UPDATE trees SET reason='{REMOVED}' FROM groups WHERE tree=trees.id",
     ],
 )
 async def test_a_damaged_tree_grows_anew_and_is_trained_once(
