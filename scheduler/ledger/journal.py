@@ -33,7 +33,7 @@ FORMAT = 2  # PRAGMA user_version; 0 had no checksums, and bodies were not defla
 _TABLES = {
     "trees": "id INTEGER PRIMARY KEY, position INTEGER, task TEXT, split TEXT, version INTEGER,"
     " time REAL, digest TEXT, sum INT, status TEXT, reason TEXT)",
-    "nodes": "tree INTEGER, id INTEGER, body BLOB, sum INT, PRIMARY KEY (tree, id)) WITHOUT ROWID",
+    "nodes": "tree INTEGER, id INTEGER, body BLOB, sum INT, PRIMARY KEY (tree, id))",
     "groups": "id INTEGER PRIMARY KEY, tree INTEGER, turns BLOB, sum INT, trained INTEGER)",
     "rejected": "place TEXT PRIMARY KEY, reason TEXT, sum INT)",
     "evaluations": "version INTEGER, name TEXT, result TEXT, sum INT, UNIQUE (version, name))",
