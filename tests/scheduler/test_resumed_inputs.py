@@ -110,3 +110,10 @@ def test_an_edited_file_is_told_or_refused(
     with pytest.raises(DataFault, match=r"data.train\[0\] .* put the former one back, or begin"):
         House(tmp_path, llama, inputs=inputs)
     assert len(journal_of(tmp_path).starts()) == 2
+
+
+def test_nothing_that_a_resume_may_train_again_is_settled(tmp_path: Path) -> None:
+    assert resume.settled(tmp_path, 5) == 0
+    for version in (3, 6):
+        (tmp_path / "checkpoints" / f"v{version:06d}").mkdir(parents=True)
+    assert [resume.settled(tmp_path, version) for version in (2, 5, 9)] == [2, 3, 3]
