@@ -58,6 +58,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Questions without any spread of the reward that may be replaced for an update; 0: none."""
     shards: Count = 1
     """Schedulers that share the learner (docs/performance.md, "Beyond one event loop")."""
+    keep_versions: Natural = 0
+    """Versions whose trees and calls stay on the disk, besides held-out and quarantined trees and
+    those since the oldest checkpoint (docs/reliability.md); 0: all."""
     evaluation: EvaluationConfig = EvaluationConfig()
     dispatch: DispatchConfig = DispatchConfig()
     bind: str = "tcp://127.0.0.1:0"

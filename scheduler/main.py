@@ -54,6 +54,8 @@ REPORTED += ["outgrown_trajectories", "refused_episodes", "crashed_episodes"]
 """Counts of the summary that continue after a resume."""
 CHECK_S = 2.0
 """Seconds within which the death of a background task is noticed; it ends the run."""
+REMOVED_AT_ONCE = 8
+"""The trees of old versions that are removed before messages get their turn."""
 LEAVE_S = 30.0
 """Seconds that the end waits for the learner's last answers, and then for workers to leave."""
 
@@ -106,6 +108,7 @@ class Run:
         self.trackers = Trackers(self.folder, s.trackers)
         self.metrics.on_record = self.trackers.log
         self.exporter = Exporter(self.folder, lambda: self.metrics.newest, self._health)
+        self.outdated: list[int] = []
         self.counts = Counter(self.metrics.last(REPORTED))
         self.counts["replaced"] = len(self.journal.trees("status='replaced'"))
         self.counts.update(+Counter(self.metrics.last(dynamic_sampling.COUNTS)))
@@ -229,6 +232,9 @@ class Run:
             self.open_trees.moved.clear()
             self.open_trees.admit()
             self._check()
+            for tree in self.outdated[:REMOVED_AT_ONCE]:
+                self.journal.remove(tree)
+            del self.outdated[:REMOVED_AT_ONCE]
             with contextlib.suppress(TimeoutError):
                 # not wait_for, which in 3.11 may lose a cancellation
                 async with asyncio.timeout(CHECK_S):
@@ -301,6 +307,10 @@ class Run:
         for warning in self.reminders.due(trained.version, [*warnings, *doubts]):
             alerts.say(f"warning, update {trained.version}: {warning}")
         self.pacing.trained(trained.version)
+        if keep := self.settings.keep_versions:
+            self.metrics.rotate(trained.version, keep)
+            settled = resume.settled(self.home, trained.version - keep)
+            self.outdated = self.journal.finished(settled)
         await self.examination.evaluate_if_due(self.pacing.version, self.pacing.finished)
         self.open_trees.moved.set()
 

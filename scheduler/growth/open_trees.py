@@ -187,6 +187,8 @@ class OpenTrees:
     def _whole(self, row: TreeRow, drawn: Task | Exception) -> Tree:
         """Return the tree of a row. Raises ValueError if it is damaged, or half grown from another
         task than its draw gives now."""
+        if row.removed:
+            raise ValueError(f"it was {row.reason}, and its checkpoints are gone")
         tree, now = self.journal.tree(row), isinstance(drawn, Task) and drawn.digest
         if now and row.status == "growing" and row.digest not in ("", now):
             raise ValueError(f"its draw gave task {row.digest} and gives task {now} now")

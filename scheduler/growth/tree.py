@@ -19,7 +19,7 @@ full, or the episode was dropped, because of a refused request or an unreachable
 Kind = Literal["prompt", "action", "observation"]
 
 
-class Node(msgspec.Struct, gc=False):
+class Node(msgspec.Struct, gc=False, omit_defaults=True):
     """One node. logprobs, versions and sampled are [tokens], on actions only, as in
     ``wire.messages.TreeNode``.
 

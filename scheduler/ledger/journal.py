@@ -3,7 +3,8 @@
 version that trained it, so after any crash no task or group is lost or trained twice. What is
 written within one turn of the event loop is one transaction at its end. A commit survives the death
 of the process; after ``sync`` a power cut as well. Each row has a checksum of all that never
-changes in it (only status, reason and trained do), which readers compare."""
+changes in it (only status, reason and trained do), which readers compare. Of a tree that retention
+removes, its row and its groups stay, without nodes and turns."""
 
 import asyncio
 import contextlib
@@ -25,14 +26,14 @@ from coppice.actors.environments.base import RejectedTask
 from coppice.common import atomic, vision
 from coppice.common.shards import Shard
 from coppice.scheduler.growth.tree import Tree
-from coppice.scheduler.ledger.node_codec import MOST, encode_node, restore
+from coppice.scheduler.ledger.node_codec import MOST, deflated, encode_node, inflated, restore
 from coppice.wire.messages import Turn
 
-FORMAT = 1  # PRAGMA user_version; 0 had no checksums
+FORMAT = 2  # PRAGMA user_version; 0 had no checksums, and bodies were not deflated in 1
 _TABLES = {
     "trees": "id INTEGER PRIMARY KEY, position INTEGER, task TEXT, split TEXT, version INTEGER,"
     " time REAL, digest TEXT, sum INT, status TEXT, reason TEXT)",
-    "nodes": "tree INTEGER, id INTEGER, body BLOB, sum INT, PRIMARY KEY (tree, id)) WITHOUT ROWID",
+    "nodes": "tree INTEGER, id INTEGER, body BLOB, sum INT, PRIMARY KEY (tree, id))",
     "groups": "id INTEGER PRIMARY KEY, tree INTEGER, turns BLOB, sum INT, trained INTEGER)",
     "rejected": "place TEXT PRIMARY KEY, reason TEXT, sum INT)",
     "evaluations": "version INTEGER, name TEXT, result TEXT, sum INT, UNIQUE (version, name))",
@@ -44,6 +45,7 @@ _FIXED = {one: re.findall(r"(?:^|, )(\w+)", _TABLES[one].split(", sum")[0]) for 
 _CREATE = "".join(f"CREATE TABLE IF NOT EXISTS {one} ({_TABLES[one]};\n" for one in _TABLES)
 _SCHEMA = f"""BEGIN; {_CREATE}
 CREATE INDEX IF NOT EXISTS groups_by_tree ON groups (tree);
+CREATE INDEX IF NOT EXISTS kept ON trees (version) WHERE reason IS NULL AND split='train';
 PRAGMA user_version={FORMAT}; COMMIT;"""
 
 Inputs = dict[str, tuple[str, str]]
@@ -59,9 +61,14 @@ class JournalError(OSError):
     """The journal is damaged, or could not be written while earlier transactions are safe."""
 
 
+REMOVED = "removed by retention (scheduler.keep_versions)"
+"""The reason of a tree whose nodes and turns are gone."""
+_NO_TURNS = deflated(msgspec.msgpack.encode([]))
+
+
 class TreeRow(msgspec.Struct, frozen=True):
     """A row of trees. position: the draw of the task. time: of the draw, in seconds since 1970.
-    digest: of the task."""
+    digest: of the task. reason: of a quarantined tree, or ``REMOVED``."""
 
     id: int
     position: int
@@ -72,6 +79,11 @@ class TreeRow(msgspec.Struct, frozen=True):
     digest: str
     status: Literal["growing", "closed", "replaced", "quarantined"]
     reason: str | None
+
+    @property
+    def removed(self) -> bool:
+        """Whether retention has removed its nodes and turns."""
+        return self.reason == REMOVED
 
 
 _STATUSES = get_args(TreeRow.__annotations__["status"])
@@ -245,13 +257,14 @@ class Journal:
 
     def save_nodes(self, tree: Tree, *statements: tuple[str, Iterable[Sequence[object]]]) -> None:
         """Write the tree's changed nodes and execute ``statements``, in one transaction."""
-        nodes = [_summed(tree.id, n.id, encode_node(n, tree)) for n in tree.changed.values()]
+        bodies = ((n.id, deflated(encode_node(n, tree))) for n in tree.changed.values())
+        nodes = [_summed(tree.id, *body) for body in bodies]
         self._write(("INSERT OR REPLACE INTO nodes VALUES (?,?,?,?)", nodes), *statements)
         tree.changed.clear()
 
     def save_group(self, tree: Tree, group: int, turns: list[Turn]) -> None:
         """Write a group and its tree's changed nodes. The group may be sent after ``written``."""
-        row = _summed(group, tree.id, msgspec.msgpack.encode(turns))
+        row = _summed(group, tree.id, deflated(msgspec.msgpack.encode(turns)))
         self.save_nodes(tree, ("INSERT OR IGNORE INTO groups VALUES (?,?,?,?,NULL)", [row]))
 
     def close_tree(self, tree: Tree, status: str = "closed", reason: str | None = None) -> None:
@@ -312,6 +325,26 @@ class Journal:
         for table in ("nodes", "groups"):
             self._write((f"DELETE FROM {table} WHERE tree=?", [(tree,)]))
 
+    def finished(self, version: int) -> list[int]:
+        """The ids of training trees with nodes that ended, and of which every group was trained by
+        ``version`` at the latest. None was quarantined: the nodes of those say why."""
+        query = (
+            "SELECT id FROM trees INDEXED BY kept WHERE reason IS NULL AND split='train' AND"
+            " version<?1 AND status IN ('closed', 'replaced') AND NOT EXISTS (SELECT 1 FROM groups"
+            " WHERE tree=trees.id AND (trained IS NULL OR trained>?1)) ORDER BY id"
+        )
+        return [tree for (tree,) in self._rows(query, (version,))]
+
+    def remove(self, tree: int) -> None:
+        """Remove the nodes of a ``finished`` tree and the turns of its groups, in one transaction.
+        Resumes and audits count by what stays. SQLite writes new rows where the old ones were."""
+        groups = [(*_summed(group, tree, _NO_TURNS)[2:], group) for group, _ in self.groups(tree)]
+        self._write(
+            ("DELETE FROM nodes WHERE tree=?", [(tree,)]),
+            ("UPDATE groups SET turns=?, sum=? WHERE id=?", groups),
+            ("UPDATE trees SET reason=? WHERE id=?", [(REMOVED, tree)]),
+        )
+
     def changes(self) -> int:
         """The number of rows that this start has written: it stands still without progress."""
         return self._db.total_changes
@@ -324,7 +357,7 @@ class Journal:
         """The tree of a row, with its nodes and group ids. Raises ValueError for a damaged one."""
         nodes = self._read("nodes", "WHERE tree=? ORDER BY id", (row.id,))
         tree = Tree(row.id, row.task, row.split)
-        restore(tree, (body for *_, body in nodes))
+        restore(tree, (inflated(body) for *_, body in nodes))
         tree.groups = [group for group, _ in self.groups(row.id)]
         return tree
 
@@ -335,7 +368,7 @@ class Journal:
     def turns(self, group: int) -> list[Turn]:
         """The turns of a group. Raises ValueError if they are damaged."""
         ((*_, body),) = self._read("groups", "WHERE id=?", (group,))
-        return msgspec.msgpack.decode(body, type=list[Turn])
+        return msgspec.msgpack.decode(inflated(body), type=list[Turn])
 
     def pictures(self, tokens: np.ndarray) -> dict[int, bytes]:
         """The PNG bytes of the pictures among ``tokens``, by number. Raises ValueError if one is

@@ -1,6 +1,7 @@
 """A node as the journal keeps it. Of the state after a node only its difference from the state
 before is stored, because a state tends to hold the whole episode."""
 
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +17,26 @@ DIFFERENCE = 1
 SEQUENCE = (list, tuple)
 MOST = 2**23
 """The most bytes of a node besides its arrays: its text, notes, scores and state."""
+
+KEYS = (
+    b"anchor\xc0answer\xa5thinkquery\xa6reward\xa9advantage\xa5valid\xcb\x3f\xf0truncated\xa7outcome"
+    b"\xa2f1turn\xa4nodescores\xa5notesstate\xc7trajectory\x01finish\xa4stopchosen\xc3sampled\x92"
+    b"\xa4bool\xc4\x08\x01\x01versions\x92\xa5int32\xc4\x20logprobs\x92\xa7float32\xc4\x20step\x01"
+    b"text\xa6tokens\x92\xa5int32\xc4kind\xabobservation\xa6prompt\xa6action\xa6parent\x01\x88\xa2id\x01"
+)
+"""What bodies have in common, the commonest last. Bodies are read with what they were written with:
+a change needs another ``journal.FORMAT``."""
+
+
+def deflated(body: bytes) -> bytes:
+    """Compress a body of the journal, in about 30 microseconds."""
+    packer = zlib.compressobj(1, zlib.DEFLATED, -12, 5, zdict=KEYS)
+    return packer.compress(body) + packer.flush()
+
+
+def inflated(blob: bytes) -> bytes:
+    """Return the body that ``deflated`` compressed."""
+    return zlib.decompressobj(-zlib.MAX_WBITS, zdict=KEYS).decompress(blob)
 
 
 def encode_node(node: Node, tree: Tree | None = None) -> bytes:

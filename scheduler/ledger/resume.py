@@ -64,6 +64,13 @@ def announced(run: Path) -> tuple[Weights, dict[int, int]]:
     return msgspec.json.decode(said, type=Weights), groups
 
 
+def settled(run: Path, version: int) -> int:
+    """The newest version, up to ``version``, before which no resume goes back: the oldest
+    checkpoint holds it. 0 if there is none."""
+    oldest = min((run / "checkpoints").glob("v??????"), default=None)
+    return min(version, int(oldest.name[1:])) if oldest is not None else 0
+
+
 def adopt(run: Path, version: int, journal: Journal, shard: Shard) -> Frontier:
     """Mark in the journal what the checkpoint of the learner's ``version`` has trained, and nothing
     else: the rest is sent again. Returns the checkpoint's frontier. Raises DataFault if it cannot

@@ -44,7 +44,8 @@ class Metrics:
         if self._path.stat().st_size and not self._path.read_bytes().endswith(b"\n"):
             self._file.write(b"\n")  # a record was cut off by a crash
         self._board = EventFileWriter(str(run / "tensorboard"), flush_secs=5)
-        self._trace = (run / "trace.jsonl").open("ab")
+        self._trace_path = run / "trace.jsonl"
+        self._trace = self._trace_path.open("ab")
         self._start = time.monotonic()
         begun = {"ts": self._start * 1e6, "args": {"epoch": time.time()}}
         self._trace_line(name=STARTED, ph="i", pid="scheduler", tid="scheduler", s="g", **begun)
@@ -174,6 +175,18 @@ class Metrics:
         place = {"name": event.service, "ph": "X", "pid": event.worker, "tid": event.service}
         length = (event.end - event.start) * 1e6
         self._trace_line(**place, ts=event.start * 1e6, dur=length, args=args)
+
+    def rotate(self, version: int, keep: int) -> None:
+        """Begin another trace file at every ``keep``-th version, and remove the files that ended
+        at least ``keep`` versions ago."""
+        ended = self.run / f"trace-{version:06d}.jsonl"
+        if version % keep == 0 and not ended.exists():  # a resume may come by a version again
+            self._trace.close()
+            self._trace_path.rename(ended)
+            self._trace = self._trace_path.open("ab")
+            for old in self.run.glob("trace-??????.jsonl"):
+                if int(old.stem[6:]) <= version - keep:
+                    old.unlink()
 
     def _trace_line(self, **row: object) -> None:
         self._trace.write(msgspec.json.encode(row) + b",\n")

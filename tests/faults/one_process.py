@@ -49,6 +49,7 @@ POINTS: dict[str, tuple[Any, str, int, bool]] = {
     "after the answers, before they are journaled": (Journal, "mark_trained", QUESTIONS + 1, False),
     "between two marks of one update": (Journal, "mark_trained", QUESTIONS + 1, True),
     "after the marks, before the update's record": (Metrics, "record", 2, False),
+    "between two removals of old trees": (Journal, "remove", 1, True),
     "in a generation": (local.LocalEngine, "_generate", 9, False),
 }
 """Where a life may end: object, function, which call of it, and whether the call is done then."""
@@ -56,7 +57,7 @@ POINTS: dict[str, tuple[Any, str, int, bool]] = {
 
 class Plan(msgspec.Struct, frozen=True):
     """A run and the crash points of its lives; the last life has none. damage: a bit of the newest
-    checkpoint flips after each crash."""
+    checkpoint flips after each crash. keep: the versions whose trees stay."""
 
     model: str
     checkpoint_every: int
@@ -64,6 +65,7 @@ class Plan(msgspec.Struct, frozen=True):
     damage: bool = False
     staleness: int = 0
     deterministic: bool = True
+    keep: int = 0
 
 
 def arm(point: str) -> None:
@@ -87,7 +89,7 @@ def processes(folder: Path, plan: Plan) -> tuple[SchedulerProcess, ActorProcess,
     settings = SchedulerConfig(
         strategy="full", strategy_options={"k": 3}, judge="none", updates=UPDATES,
         questions_per_update=QUESTIONS, max_staleness=plan.staleness, max_action_tokens=3,
-        evaluation=EvaluationConfig(questions=0),
+        evaluation=EvaluationConfig(questions=0), keep_versions=plan.keep,
     )  # fmt: skip
     options = {"prompt": "tictactoe_compact", "opponents": {"random": 1.0}}
     scheduler = SchedulerProcess(

@@ -26,8 +26,8 @@ def lived(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
     plans = {
         "undisturbed": Plan(str(llama), 1, []),
         "early": Plan(str(llama), 2, [points[3], *points[:3], *points[4:6]]),
-        "late": Plan(str(llama), 1, [points[11], *points[6:11]]),
-        "damaged": Plan(str(llama), 1, points[9:11], damage=True),
+        "late": Plan(str(llama), 1, [points[12], *points[6:11]], keep=1),
+        "damaged": Plan(str(llama), 1, points[9:12], damage=True, keep=1),
         "stale": Plan(str(llama), 1, [points[7], points[9]], staleness=1, deterministic=False),
     }
     write_whole(place / "lives.json", plans)
@@ -43,7 +43,7 @@ def weights(run: Path) -> str:
 
 
 def test_every_life_ends_at_its_crash_point_and_the_last_one_with_the_run(lived: Path) -> None:
-    lives = {"undisturbed": 0, "early": 6, "late": 6, "damaged": 2, "stale": 2}
+    lives = {"undisturbed": 0, "early": 6, "late": 6, "damaged": 3, "stale": 2}
     for name, killed in lives.items():
         assert json.loads((lived / name / "codes.json").read_text()) == [-9] * killed + [0]
     assert list((lived / "damaged" / "checkpoints").glob("*.damaged"))
@@ -72,6 +72,8 @@ def test_every_task_is_trained_exactly_once_and_every_update_has_one_record(
     assert [version for tree in trees for _, version in journal.groups(tree.id)] == [
         version for version in range(1, UPDATES + 1) for _ in range(QUESTIONS)
     ]
+    removed = [tree.position for tree in trees if tree.removed]
+    assert removed == [*range(len(removed))] and bool(removed) == (name in ("late", "damaged"))
     records = map(json.loads, (lived / name / "metrics.jsonl").read_text().splitlines())
     versions = [record["version"] for record in records if "learner/groups" in record]
     assert versions == list(range(1, UPDATES + 1))

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from coppice.scheduler.growth.tree import Tree
-from coppice.scheduler.ledger.journal import Journal, JournalError
-from coppice.scheduler.ledger.node_codec import decode_node, encode_node
+from coppice.scheduler.ledger.journal import REMOVED, Journal, JournalError
+from coppice.scheduler.ledger.node_codec import inflated
 from coppice.tools.launching.failures import Cause
+from coppice.wire.messages import Turn
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -58,16 +59,11 @@ def test_a_state_is_stored_as_its_difference_and_comes_back_whole(tmp_path: Path
             node = list(tree.nodes.values())[-1]
         node = tree.add(node, "observation", np.zeros(1, np.int32), "", state=state)
         journal.start_tree(tree, 0, 0)
-    sizes = [size for (size,) in journal._rows("SELECT LENGTH(body) FROM nodes ORDER BY id")]
+    bodies = journal._rows("SELECT body FROM nodes ORDER BY id")
+    sizes = [len(inflated(body)) for (body,) in bodies]
     assert max(sizes[2:]) < 400 < min(sizes[:2])
     back = [msgspec.json.encode(n.state) for n in journal.tree(*journal.trees()).nodes.values()]
     assert back == [*map(msgspec.json.encode, states)]
-
-
-def test_a_node_from_before_there_was_a_support_is_read() -> None:
-    plain = msgspec.msgpack.decode(encode_node(small(0).nodes[1]))
-    del plain["support"]
-    assert decode_node(msgspec.msgpack.encode(plain)).support == b""
 
 
 def test_untrained_trees_are_those_that_grow_or_have_a_group_no_version_holds(
@@ -88,6 +84,8 @@ from tests.scheduler.test_journal import Journal, add
 journal = Journal(Path(sys.argv[1]))
 for number in range(100000):
     add(journal, number, "closed")
+    if number >= 10:
+        journal.remove(number - 10)
     print(number, flush=True)
 """
 
@@ -103,9 +101,12 @@ def test_after_kill_9_everything_that_was_reported_is_there_once(tmp_path: Path)
     rows = journal.trees()
     assert [row.id for row in rows] == list(range(len(rows)))
     assert len(rows) >= len(reported)
-    for row in rows[:50]:
+    removed = [row.removed for row in rows]
+    assert removed == sorted(removed, reverse=True) and sum(removed) >= len(reported) - 10
+    for row in rows[:-1]:
         assert (row.status, journal.groups(row.id)) == ("closed", [(row.id, None)])
-        assert len(journal.tree(row).nodes) == 2
+        assert len(journal.tree(row).nodes) == (0 if row.removed else 2)
+    assert journal.damage() == []
 
 
 def test_a_group_of_the_checkpoint_is_trained_although_its_answer_was_lost(tmp_path: Path) -> None:
@@ -191,3 +192,38 @@ def test_what_a_quarantined_tree_had_given_is_still_to_be_trained(tmp_path: Path
     assert [row.id for row in journal.untrained_trees()] == [0]
     journal.mark_trained(0, 1)
     assert journal.untrained_trees() == []
+
+
+def test_only_what_neither_a_resume_nor_an_audit_needs_is_removed(tmp_path: Path) -> None:
+    """Of trees of version 0, trained into 1: those that ended in an update."""
+    journal = Journal(tmp_path / "j")
+    ends = "closed replaced growing quarantined closed closed".split()
+    for number, status in enumerate(ends):
+        add(journal, number, status)
+        journal.mark_trained(number, 2 if number == 4 else 1)
+    journal.close_tree(small(3), "quarantined", "why")
+    journal.forget_training_after(1)  # tree 4 is not trained now, and tree 5 has another group
+    journal.save_group(small(5), 6, [Turn(1, 0, 1, {"reward": 1.0})])
+    journal.start_tree(Tree(7, "held out", "heldout"), 0, 0)
+    journal.close_tree(Tree(7, "held out", "heldout"))
+    before = journal.untrained_trees(), journal.lacks(range(8)), journal.tally()
+    assert (journal.finished(0), journal.finished(1)) == ([], [0, 1])
+    for tree in (0, 1):
+        journal.remove(tree)
+    assert (journal.untrained_trees(), journal.lacks(range(8)), journal.tally()) == before
+    rows = journal.trees()
+    assert [row.reason for row in rows] == [REMOVED, REMOVED, None, "why", None, None, None]
+    assert [len(journal.tree(row).nodes) for row in rows] == [0, 0, 2, 2, 2, 2, 0]
+    assert (journal.groups(0), journal.turns(0), len(journal.turns(6))) == ([(0, 1)], [], 1)
+    assert journal.finished(9) == journal.damage() == []
+
+
+def test_new_trees_take_the_room_of_removed_ones(tmp_path: Path) -> None:
+    journal, pages = Journal(tmp_path / "j"), list[int]()
+    for number in range(600):
+        add(journal, number, "closed")
+        if number >= 20:
+            journal.remove(number - 20)
+        nodes = "SELECT SUM(pgsize) FROM dbstat WHERE name='nodes'"
+        pages.append(journal._number(nodes.removeprefix("SELECT ")))
+    assert max(pages) <= 1.5 * pages[40]

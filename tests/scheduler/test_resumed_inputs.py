@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coppice.scheduler.ledger import resume
-from coppice.scheduler.ledger.journal import TreeRow
+from coppice.scheduler.ledger.journal import REMOVED, TreeRow
 from coppice.tools.inspecting.audit import starts
 from coppice.wire import messages as wire
 from coppice.wire.faults import DataFault
@@ -77,6 +77,8 @@ async def test_no_tree_grows_on_with_the_task_of_another_seed(
         "DELETE FROM nodes WHERE id=2",
         "UPDATE nodes SET tree=tree + 100 WHERE id=1",
         "UPDATE groups SET turns=substr(turns, 2) WHERE 1",
+        # its checkpoints were lost since
+        f"UPDATE trees SET reason='{REMOVED}' FROM groups WHERE tree=trees.id",
     ],
 )
 async def test_a_damaged_tree_grows_anew_and_is_trained_once(
@@ -108,3 +110,10 @@ def test_an_edited_file_is_told_or_refused(
     with pytest.raises(DataFault, match=r"data.train\[0\] .* put the former one back, or begin"):
         House(tmp_path, llama, inputs=inputs)
     assert len(journal_of(tmp_path).starts()) == 2
+
+
+def test_nothing_that_a_resume_may_train_again_is_settled(tmp_path: Path) -> None:
+    assert resume.settled(tmp_path, 5) == 0
+    for version in (3, 6):
+        (tmp_path / "checkpoints" / f"v{version:06d}").mkdir(parents=True)
+    assert [resume.settled(tmp_path, version) for version in (2, 5, 9)] == [2, 3, 3]

@@ -78,7 +78,8 @@ def plan(seed: int) -> Plan:
     seconds |= {"retrieve": 0.05, "close": 0.01}
     rare = {"lie": 0.3, "forget": 1.0}
     shares |= {kind: part * more.random() * (more.random() < 0.35) for kind, part in rare.items()}
-    settings, power = _settings(rng), more.random() < 0.3
+    settings = msgspec.structs.replace(_settings(rng), keep_versions=seed % 2)
+    power = more.random() < 0.3
     alone = (apart := random.Random(f"apart/{seed}")).random() < 0.3 and not power
     shard = Shard(1, 2) if apart.random() < 0.3 else Shard()
     actors, outage = rng.randint(1, 3), []

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -157,6 +158,8 @@ class Learner(Peer):
             state = frontier.Frontier(self.version, frontier.runs(self.trained))
             (folder / "state.json").write_bytes(msgspec.json.encode(state))
             self.durable = self.version
+            for old in sorted(folder.parent.glob("v??????"))[:-1]:
+                shutil.rmtree(old)
         self.later(self.rng.random() * 0.1, lambda: self._answer_all(update))
 
     def _answer_all(self, update: Update) -> None:

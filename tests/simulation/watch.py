@@ -12,6 +12,7 @@ import msgspec
 from coppice.scheduler.dispatch.calls import PARTS, Pending, Worker
 from coppice.scheduler.dispatch.placement import PATIENCE_S, Generation
 from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.node_codec import deflated
 from coppice.scheduler.main import Run
 from coppice.wire.faults import InfrastructureFault
 from tests.simulation.network import Socket
@@ -63,6 +64,7 @@ class Watch:
         self._around(d, "_start", self._start)
         self._around(d.roster, "on_leave", self._leave)
         self._around(run.journal, "start_tree", self._admit)
+        self._around(run.journal, "remove", self._remove)
         self._around(trees, "begin", self._begin)
 
     def _around(self, owner: Any, name: str, step: Callable[..., Any]) -> None:
@@ -76,7 +78,8 @@ class Watch:
                 self.violated(f"{request} is told, and the disk has {end} with the groups {groups}")
         elif service == "train" and self.socket.alive:
             row = "SELECT turns FROM groups WHERE id=? AND tree=?", (request.id, request.tree)
-            if [*self.run.journal._db.execute(*row)] != [(msgspec.msgpack.encode(request.turns),)]:
+            turns = (deflated(msgspec.msgpack.encode(request.turns)),)
+            if [*self.run.journal._db.execute(*row)] != [turns]:
                 self.violated(f"group {request.id} is sent and is not in the journal")
             needed = {t.node for t in request.turns} | {n.parent for n in request.nodes} - {-1}
             if request.id in self.failed and needed - {n.id for n in request.nodes}:
@@ -160,6 +163,15 @@ class Watch:
             told = f"the learner is at {self.learner.version}, actors hold {held}"
             self.violated(f"tree {tree.id} is admitted at {version}: {told}, proven is {proven}")
         start_tree(tree, position, version, digest)
+
+    def _remove(self, remove: Any, tree: int) -> None:
+        keep, durable = self.run.settings.keep_versions, self.learner.durable
+        ((row,), groups) = self.run.journal.trees("id=?", tree), self.run.journal.groups(tree)
+        gone = row.split == "train" and row.status in ("closed", REPLACED) and not row.reason
+        newest = min(durable, self.learner.version - keep)
+        if not gone or not all(version and version <= newest for _, version in groups):
+            self.violated(f"{row} is removed, with {groups}, at checkpoint {durable}")
+        remove(tree)
 
     def _begin(self, begin: Any, pacing: Any, newest: dict[int, int]) -> None:
         durable, journal = self.learner.durable, self.run.journal

@@ -135,7 +135,7 @@ class Records:
     def ignore(self, *given: Any) -> None:
         """Nobody reads it."""
 
-    record = event = close = ignore
+    record = event = close = rotate = ignore
 
 
 class World:

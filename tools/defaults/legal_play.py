@@ -130,6 +130,4 @@ def ensure_legal_play(
         return legal_play(environment, Text(str(model)), count, config.seed, config.skill)
 
     play = f"random legal {environment.name}"
-    return from_play(
-        model, play, recipe, [], examples, config, cache, threads, packing=not game
-    )
+    return from_play(model, play, recipe, [], examples, config, cache, threads, packing=not game)

@@ -26,7 +26,7 @@ class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read(folder: Path, trees: Iterable[Tree] = ()) -> dict[tuple[int, int], Mark]:
     """Return the marks of a run by tree and node; of two for one node, the later line counts.
     Raises ValueError that names the line, for a bad one and for one that ``trees`` refute."""
-    path, marks, of = folder / "marks.jsonl", {}, {tree.id: tree for tree in trees}
+    path, marks, of = folder / "marks.jsonl", {}, {tree.id: tree for tree in trees if tree.nodes}
     if not path.exists():
         return marks
     lines = jsonl.lines(path, Mark, "a mark (docs/dump.md): mend the line or take it out")

@@ -68,6 +68,9 @@ def _collected(
             if row.status not in ("closed", "replaced"):
                 skipped[f"the tree is {row.status}"] += 1
                 continue
+            if row.removed:
+                skipped[f"the tree was {row.reason}"] += 1
+                continue
             if task is None:
                 skipped["its question is not in the run's task file"] += 1
                 continue

@@ -19,7 +19,7 @@ def marked_rows(
     rows, left_out = [], Counter[str]()
     for folder in folders:
         with contextlib.closing(Journal(folder / "journal.sqlite", readonly=True)) as journal:
-            trees = {row.id: journal.tree(row) for row in journal.trees()}
+            trees = {row.id: journal.tree(row) for row in journal.trees() if not row.removed}
         for (tree, node), mark in marks.read(folder, trees.values()).items():
             if mark.mark in kinds and tree in trees:
                 *before, last = trees[tree].path(trees[tree].nodes[node])

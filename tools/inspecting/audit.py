@@ -23,9 +23,10 @@ from coppice.common import frontier, shards
 from coppice.common.options import command_parser
 from coppice.scheduler.growth import tasks
 from coppice.scheduler.growth.tree import Tree
-from coppice.scheduler.ledger.journal import Journal, JournalError, TreeRow
+from coppice.scheduler.ledger.journal import REMOVED, Journal, JournalError, TreeRow
 from coppice.scheduler.ledger.records import UPDATE
 from coppice.scheduler.ledger.resume import edited
+from coppice.tools.inspecting.replay import opened
 from coppice.tools.launching.screen import RunScreen
 from coppice.wire import digest
 
@@ -103,12 +104,15 @@ def _drawn(journal: Journal, trees: Trees) -> Iterator[Violation]:
 
 
 def starts(run: Path) -> Iterator[str]:
-    """Yield what differs between one start of a run and the next, where the journal says it."""
+    """Yield what differs between one start of a run and the next, where the journal says it, and
+    how many trees retention has removed."""
     unread = contextlib.suppress(sqlite3.Error, OSError, ValueError)
-    with unread, contextlib.closing(Journal(run / "journal.sqlite", readonly=True)) as journal:
+    with unread, contextlib.closing(opened(run)) as journal:
         for (*_, old), (number, at, new) in itertools.pairwise(journal.starts()):
             for _, how in edited(old, new):
                 yield f"start {number}, {time.ctime(at)}: {how}"
+        if removed := len(journal.trees("reason=?", REMOVED)):
+            yield f"{removed} trees were {REMOVED}: their draws and updates hold, not their tokens"
 
 
 def _closed(shard: shards.Shard, trees: Trees, ended: bool) -> Iterator[Violation]:
@@ -214,6 +218,10 @@ def _trees(journal: Journal, trees: Trees, staleness: int | None) -> Iterator[Vi
         overtaken[row.id] = earliest
         earliest = min([earliest, *(v for v in groups.values() if v is not None)])
     for row, groups in trees:
+        if row.removed:
+            if row.status == "growing" or None in groups.values():
+                yield Violation("removed after training", f"tree {row.id} was not trained before")
+            continue
         try:
             tree, turns = journal.tree(row), {group: journal.turns(group) for group in groups}
         except ValueError:

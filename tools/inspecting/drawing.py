@@ -69,7 +69,7 @@ def html(
     words, trees, ids = replay.tokenizer(run), [], {row.id for row in rows}
     tasks = {row.task: list[TreeRow]() for row in rows}
     for row in journal.trees("status != 'growing'"):
-        if row.task in tasks and row.id not in ids:
+        if row.task in tasks and row.id not in ids and not row.removed:
             tasks[row.task].append(row)
     of_tasks = [row for of in tasks.values() for row in of[:: -(-len(of) // SAME_TASK) or 1]]
     every = [*rows, *of_tasks]

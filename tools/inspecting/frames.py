@@ -148,7 +148,8 @@ def trees(journal: Journal, rows: Sequence[TreeRow], below: pl.DataFrame) -> pl.
         by = [version for version in versions if version is not None]
         about = (row.id, row.task, row.split, row.status, row.reason or "", row.version)
         trained = (len(versions), len(by), max(by, default=None))
-        words = question(prompts.get(row.id, "")) or row.task
+        gone = f", {row.reason}" if row.removed else ""
+        words = question(prompts.get(row.id, "")) or row.task + gone
         plain.append((*about, now - row.time, *trained, words, hops.get(row.task)))
     names = [name for name in below.columns if name not in NODE]
     unread = (pl.col("valid") == 0).sum() if "valid" in names else pl.lit(0)

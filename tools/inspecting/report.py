@@ -22,7 +22,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from coppice.common.options import command_parser
-from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.ledger.journal import REMOVED, Journal
 from coppice.scheduler.telemetry.exporter import declaration
 from coppice.scheduler.telemetry.verdict import (
     EQUAL_SHARE,
@@ -276,10 +276,13 @@ def _causes(groups: Groups) -> Section:
     waits, section = {}, Section("Who waited for whom")
     for name, run in _names(groups).items():
         try:
-            seconds = trace.shares(trace.recorded(run.folder, run.records))
+            newest = trace.recorded(run.folder, run.records)
+            seconds = trace.shares(newest)
         except UNREADABLE as error:
             section.words.append(f"{name}: no causes of the wall time, because {error}.")
             continue
+        if newest.cut:
+            section.words.append(f"{name}: its first calls were {REMOVED}.")
         total = sum(seconds.values())
         shares = {cause: f"{s:.1f} s ({s / (total or 1.0):.1%})" for cause, s in seconds.items()}
         waits[name] = shares | {"sum": f"{total:.1f} s"}

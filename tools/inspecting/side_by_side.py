@@ -49,8 +49,9 @@ def aligned_steps(trees: Sequence[tuple[Path, int | str]], width: int) -> str:
     half, sides, names = (width - 3) // 2, list[dict[int, list[str]]](), ["outcome_below"]
     for run, tree in trees:
         with contextlib.closing(frames.opened(run)) as journal:
-            if not (rows := journal.trees("id=?", tree)):
-                raise ValueError(f"--diff {tree}: {run} has no such tree, expected its number")
+            if not (rows := journal.trees("id=?", tree)) or rows[0].removed:
+                why = rows[0].reason if rows else "no such tree, expected its number"
+                raise ValueError(f"--diff {tree}: {run}: {why}")
             own = frames.nodes(journal, rows)
         title = f"{run.name}, tree {tree}, version {rows[0].version}"
         names = [name for name in ("reward", *names[-1:]) if name in own.columns]

@@ -7,6 +7,7 @@ there; a call that waits for a free worker is not open yet."""
 
 import contextlib
 import heapq
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -22,7 +23,7 @@ from coppice.scheduler.dispatch.calls import STARTED
 from coppice.tools.inspecting.replay import opened
 
 FILE = "trace.jsonl"
-"""The calls of a run, beside its journal."""
+"""The newest calls of a run, beside its journal; retention keeps earlier ones in other files."""
 PARTS = ("pack", "check", "score", "forward", "backward", "step", "critic")
 """The phases of an update (``learner.stopwatch``). Forwards and backwards take turns; each is drawn
 and counted as one."""
@@ -55,20 +56,24 @@ class TracedUpdate(msgspec.Struct, frozen=True):
 
 class TracedStart(msgspec.Struct, frozen=True):
     """The newest start of a run, in seconds of the monotonic clock. calls: all but those to the
-    learner. updates: in order. heldout: trees of evaluations."""
+    learner. updates: in order. heldout: trees of evaluations. cut: whether retention has removed
+    its first calls, so that it begins with the first one that is left."""
 
     began: float
     until: float
     calls: list[TracedCall]
     updates: list[TracedUpdate]
     heldout: set[int]
+    cut: bool = False
 
 
 def traced(home: Path) -> Iterator[TracedCall]:
     """Yield the calls of a scheduler's trace, and each of its starts as a call of the service
     ``STARTED``; no line that a crash cut off. Raises OSError."""
-    with (home / FILE).open("rb") as lines:
-        for line in lines:
+    with contextlib.ExitStack() as opened:
+        paths = (*sorted(home.glob("trace-??????.jsonl")), home / FILE)
+        files = [opened.enter_context(path.open("rb")) for path in paths]
+        for line in itertools.chain(*files):
             with contextlib.suppress(msgspec.DecodeError):
                 row = msgspec.json.decode(line.rstrip(b",\n"))
                 ts, args = row.get("ts", 0.0), row.get("args", {})
@@ -88,9 +93,10 @@ def recorded(run: Path, records: Sequence[dict[str, float]]) -> TracedStart:
     first, *others = shards.homes(run)
     every = list(traced(first))
     starts = [place for place, call in enumerate(every) if call.service == STARTED]
-    if not starts:
-        raise ValueError("its trace was recorded before calls said whom they serve")
-    began, every = every[starts[-1]].start, every[starts[-1] + 1 :]
+    if not every:
+        raise ValueError(f"{first / FILE} is empty")
+    began = every[starts[-1]].start if starts else min(call.start for call in every)
+    every = every[starts[-1] + 1 :] if starts else every
     every += [call for home in others for call in traced(home) if call.start >= began]
     base, answered = 0, dict[int, float]()  # when each update was
     for call in every:
@@ -115,7 +121,7 @@ def recorded(run: Path, records: Sequence[dict[str, float]]) -> TracedStart:
             work = list(_consecutive(round(end - sum(lengths.values()), 6), lengths))
             updates.append(TracedUpdate(version, work, trees[version]))
     until = max([began, *(call.end for call in calls), *answered.values()])
-    return TracedStart(began, until, calls, updates, heldout)
+    return TracedStart(began, until, calls, updates, heldout, not starts)
 
 
 def _lengths(record: Mapping[str, float]) -> dict[str, float]:

@@ -133,6 +133,17 @@ def test_a_fault_in_the_second_journal_is_found(tmp_path: Path, statement: str, 
     assert rule in rules(tmp_path)
 
 
+def test_a_removed_tree_is_counted_and_must_have_been_trained(run: Path, said: Said) -> None:
+    book = Journal(run / "journal.sqlite")
+    for tree in book.finished(1):
+        book.remove(tree)
+    book.close()
+    told = said(main, run)
+    assert "2 trees were removed by retention" in told and "every invariant holds" in told
+    execute(run, "UPDATE groups SET trained=NULL WHERE id=0")
+    assert "removed after training" in rules(run)
+
+
 def test_faults_in_the_records_are_found(run: Path) -> None:
     path = run / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)

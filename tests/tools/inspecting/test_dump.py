@@ -9,6 +9,7 @@ import pytest
 
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.finetuning.command import main as sft
 from coppice.tools.inspecting import frames
 from coppice.tools.inspecting.dump import main
 from coppice.wire.messages import Turn
@@ -129,6 +130,21 @@ def test_two_trees_stand_side_by_side(run: Path, said: Said) -> None:
     lines = said(main, run, "--diff", "3", "4").splitlines()
     assert lines[2] == "step 1: reward, outcome_below"
     assert lines[3] == "*  +0.30      -  answer 3 plus         | *  +0.40      -  answer 4 plus"
+
+
+def test_every_view_tells_that_retention_removed_a_tree(run: Path, said: Said) -> None:
+    (run / "marks.jsonl").write_text('{"tree": 1, "node": 1, "mark": "good", "task": "task1"}\n')
+    book, gone = Journal(run / "journal.sqlite"), "removed by retention"
+    book.remove(1)
+    book.close()
+    assert gone in said(main, run, "--tree", "1")
+    assert listed(said(main, run, "--where", f"question LIKE '%{gone}%'", "--list")) == [1]
+    assert gone in said(main, run, "--diff", "1", "2", status=2)
+    for tree, told in ((1, True), (4, False)):  # both trees are of one task
+        said(main, run, "--tree", tree, "--html", run / "page.html")
+        assert (gone in (run / "page.html").read_text()) == told
+    marked = said(sft, "marked", run, "--marks", "good", "--out", f"{run}.out", status=2)
+    assert "no candidate is marked good" in marked
 
 
 def test_why_an_episode_crashed_is_always_shown(tmp_path: Path, said: Said) -> None:

@@ -7,9 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coppice.scheduler.dispatch.calls import Event
+from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.telemetry.metrics import Metrics
 from coppice.tools.inspecting import runs
 from coppice.tools.inspecting.trace import (
     CHECKPOINT,
+    FILE,
     PUBLISH,
     TracedCall,
     TracedStart,
@@ -86,3 +90,20 @@ def test_a_run_is_divided_from_its_newest_start_on(tmp_path: Path) -> None:
     expected = {"rollouts: generate (decode)": 1.52, "rollouts: generate (prefill)": 0.48}
     expected |= {"learner: updates, other work": 0.22, "learner: forward": 0.2, PUBLISH: 0.08}
     assert causes == pytest.approx(expected, abs=1e-3)
+
+
+def test_retention_bounds_the_trace_and_the_causes_are_of_what_is_left(tmp_path: Path) -> None:
+    """Of six versions of one call each, two files of two versions are left, without the start."""
+    metrics = Metrics(tmp_path)
+    for version in range(1, 7):
+        if version in (5, 6):  # killed and resumed, it comes by version 4 again
+            metrics.rotate(4, 2)
+        metrics.event(Event("load", "actor-0", version, version + 0.5, "ok", version=version))
+        metrics.rotate(version, 2)
+    metrics.event(Event("load", "actor-0", 7.0, 8.0, "ok", version=7))
+    metrics.close()
+    assert sorted(path.name for path in tmp_path.glob("trace*")) == ["trace-000006.jsonl", FILE]
+    Journal(tmp_path / "journal.sqlite").close()
+    start = recorded(tmp_path, [])
+    assert (start.began, start.until, start.cut) == (5.0, 8.0, True)
+    assert shares(start) == {"new weights": 2.0, "scheduler": 1.0}
