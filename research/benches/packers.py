@@ -14,7 +14,7 @@ from coppice.research.benches import result
 from coppice.research.packers import BOUND
 from coppice.tools.defaults.settings import importable
 
-PACKERS = ("ours", "trl", "tree_recurrence", "prefix_grouper")
+PACKERS = ("ours", "trl_row", "trl_recurrent", "grouper")
 
 
 def run(rounds: Count = 7) -> dict[str, object]:
@@ -22,6 +22,7 @@ def run(rounds: Count = 7) -> dict[str, object]:
     worst batch. Raises RuntimeError if our packer trains a case inexactly."""
     python = str(venvs.python("trl", "peer", over_ours=True))
     variables = {"PYTHONPATH": str(importable()), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    variables["TRL_EXPERIMENTAL_SILENCE"] = "1"
     command = [python, "-m", "coppice.research.packers", *PACKERS, "--json", f"--rounds={rounds}"]
     done = subprocess.run(
         command, check=True, stdout=subprocess.PIPE, env=os.environ | variables, text=True

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig, MistralConfig
 
@@ -64,6 +65,11 @@ class PackingCase(msgspec.Struct, frozen=True):
     unique: int
     targets: int
     config: Any = LlamaConfig(**SHAPE)
+
+
+def _llama(key_heads: int) -> Any:
+    shape: dict[str, Any] = SHAPE | {"num_key_value_heads": key_heads}
+    return LlamaConfig(**shape)
 
 
 def _weighted(*paths: tuple[list[int], int]) -> list[TrainedPath]:
@@ -121,8 +127,8 @@ CASES = {
     ),
     "300 tokens": PackingCase(_weighted(*_steps(_words(64), 60, 3, 3, 20, 30)), 300, 180),
     "sliding window": PackingCase(NESTED, 14, 9, MistralConfig(**SHAPE, sliding_window=4)),
-    "grouped heads": PackingCase(NESTED, 14, 9, LlamaConfig(**SHAPE | {"num_key_value_heads": 2})),
-    "one key head": PackingCase(NESTED, 14, 9, LlamaConfig(**SHAPE | {"num_key_value_heads": 1})),
+    "grouped heads": PackingCase(NESTED, 14, 9, _llama(2)),
+    "one key head": PackingCase(NESTED, 14, 9, _llama(1)),
     "recurrent layers": PackingCase(
         NESTED, 14, 9, Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"])
     ),
@@ -248,7 +254,7 @@ def loads() -> dict[str, list[TrainedPath]]:
 
 def measure(packers: dict[str, Any], paths: list[TrainedPath], rounds: int) -> dict[str, Any]:
     """Return for each packer its counts, relative to the trie's, the median CPU seconds of packing,
-    and their ratio to the first packer's: median, least and most of rounds that take turns."""
+    and the quartiles of its ratio to the first packer's, in rounds that take turns."""
     nodes, pairs = unique(paths)
     batches = {name: packer.prepare(paths) for name, packer in packers.items()}
     seconds: dict[str, list[float]] = {name: [] for name in packers}
@@ -266,7 +272,7 @@ def measure(packers: dict[str, Any], paths: list[TrainedPath], rounds: int) -> d
             "tokens": counts.tokens / nodes, "key_rows": counts.key_rows / nodes,
             "query_rows": counts.query_rows / nodes, "pairs": counts.pairs / pairs,
             "pack_s": statistics.median(seconds[name]),
-            "time": [statistics.median(ratios), min(ratios), max(ratios)],
+            "time": np.quantile(ratios, (0.25, 0.5, 0.75)).tolist(),
         }  # fmt: skip
     return {"nodes": nodes, "packers": rows}
 
@@ -304,12 +310,12 @@ def report(names: Sequence[str], rounds: int, say: Callable[[str], None]) -> dic
     batches = {}
     for title, paths in loads().items():
         batch = batches[title] = measure(timed, paths, rounds)
-        say(f"\n{title + ', ' + str(batch['nodes']):<38} tokens  key rows  query rows  pairs  time")
+        say(f"\n{title + ', ' + str(batch['nodes']):<39} tokens  key rows  query rows  pairs  time")
         for name, row in batch["packers"].items():
-            middle, least, most = row["time"]
+            low, middle, high = row["time"]
             say(
-                f"{name:<38} {row['tokens']:6.2f} {row['key_rows']:9.2f} {row['query_rows']:11.2f}"
-                f" {row['pairs']:6.2f} {middle:5.2f} ({least:.2f}-{most:.2f};"
+                f"{name:<39} {row['tokens']:6.2f} {row['key_rows']:9.2f} {row['query_rows']:11.2f}"
+                f" {row['pairs']:6.2f} {middle:5.2f} ({low:.2f}-{high:.2f};"
                 f" {1000 * row['pack_s']:.0f} ms)"
             )
     return {"cases": cases, "batches": batches}

@@ -1,5 +1,5 @@
-"""The learner's own forest, read by the learner's own forward. Counts are those of full attention: a
-sliding window takes one dense mask, with pairs of all tokens, instead of the cascade."""
+"""The learner's own forest, read by the learner's own forward. Counts are those of full attention:
+a sliding window takes one dense mask, with pairs of all tokens, instead of the cascade."""
 
 from typing import Any
 from unittest import mock
@@ -23,7 +23,9 @@ def prepare(paths: list[TrainedPath]) -> tuple[list[Path], list[float]]:
 def pack(batch: tuple[list[Path], list[float]]) -> tuple[Forest, Layout, torch.Tensor]:
     forest = forest_of(batch[0])
     weights = torch.tensor(batch[1], dtype=torch.float64)
-    return forest, Layout(forest, "cascade", "cpu"), weights
+    layout = Layout(forest, "cascade", "cpu")
+    layout.block_masks(torch.float32)  # all that one forward builds, as the peers' packings do
+    return forest, layout, weights
 
 
 def count(packed: tuple[Forest, Layout, torch.Tensor]) -> PackCounts:

@@ -22,8 +22,11 @@ def _varlen(
     outputs = []
     for i in range(len(bounds_q) - 1):
         q, k = slice(*bounds_q[i : i + 2].tolist()), slice(*bounds_k[i : i + 2].tolist())
-        rows = (one.transpose(0, 1)[None] for one in (query[q], key[k], value[k]))
-        outputs.append(causal_attention(*rows, softmax_scale, window)[0].transpose(0, 1))
+        output = causal_attention(
+            *(one.transpose(0, 1)[None] for one in (query[q], key[k], value[k])),
+            scale=softmax_scale, window=window,
+        )  # fmt: skip
+        outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
