@@ -2,8 +2,8 @@
 run, and show them."""
 
 import argparse
-import asyncio
 import contextlib
+import importlib
 import json
 import os
 import shutil
@@ -14,11 +14,11 @@ from pathlib import Path
 import polars as pl
 
 from coppice.common.numbers import Count
-from coppice.common.options import command_parser, option
+from coppice.common.options import command_parser
 from coppice.common.terminal import visible
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.tools.evaluating.examination import table as aligned
-from coppice.tools.inspecting import drawing, frames, replay, side_by_side, trial
+from coppice.tools.inspecting import drawing, frames, replay, side_by_side
 
 EXAMPLES = """\
   coppice trees RUN                             the last finished tree
@@ -133,10 +133,11 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
     if options.columns:
         print("\n".join(f"{name:<24} {kind}" for name, kind in table.schema.items()))
     elif options.judge is not None:
-        _judge(journal, table, below, options)
+        judges = importlib.import_module("coppice.research.judge_trial")
+        print(visible("\n".join(judges.tried(journal, table, below, options))))
     elif options.count:
         by = options.count.split(",")
-        _check_columns("--count", by, table)
+        check_columns("--count", by, table)
         _print(table.group_by(by).len("count").sort(by), width)
     elif options.html:
         text = drawing.html(journal, rows, options.run, version, newest, options.surprising)
@@ -164,7 +165,8 @@ def _print(table: pl.DataFrame, width: int) -> None:
     print(visible("\n".join(lines)))
 
 
-def _check_columns(option: str, names: list[str], table: pl.DataFrame) -> None:
+def check_columns(option: str, names: list[str], table: pl.DataFrame) -> None:
+    """Raises ValueError for a name that is no column. option: that has the names."""
     for name in names:
         if name not in table.columns:
             columns = ", ".join(table.columns)
@@ -189,26 +191,6 @@ def _diff(options: argparse.Namespace, width: int) -> None:
             return
         trees = both.select("tree", "tree_other").row(0)
     print(visible(side_by_side.aligned_steps(((run, trees[0]), (other, trees[1])), width)))
-
-
-def _judge(
-    journal: Journal, turns: pl.DataFrame, every: pl.DataFrame, options: argparse.Namespace
-) -> None:
-    """Print how scores agree with outcomes, or two judges. every: all nodes of the turns' trees."""
-    names = [options.judge] if options.judge else trial.columns(options.run, turns)
-    _check_columns("--judge", names, turns.select(pl.col(pl.Float64)))
-    pairs = [(name, trial.OUTCOME) for name in names]
-    if options.again:
-        judge = options.run, options.again, dict(map(option, options.option))
-        scores, faults = asyncio.run(trial.again(journal, turns, *judge))
-        turns, every = (one.join(scores, ["tree", "node"], "left") for one in (turns, every))
-        own = [name.removeprefix(trial.AGAIN) for name in scores.columns[2:]]
-        own = [options.judge] if options.judge in own else own
-        pairs = [(name if name in names else names[-1], trial.AGAIN + name) for name in own]
-        print(f"{len(scores)} turns judged again, {faults.total()} not because of faults")
-        for reason, count in faults.most_common(3):
-            print(visible(f"  {count} times: {reason}"))
-    print(visible(trial.report(turns, every, pairs, options.limit or 3)))
 
 
 def _held(journal: Journal) -> str:
@@ -271,7 +253,7 @@ def ordered(table: pl.DataFrame, options: argparse.Namespace) -> pl.DataFrame:
         size = pl.max_horizontal(pl.col(f"{names[0]}_{end}").abs() for end in ("max", "min"))
         return table.sort(size, descending=True, nulls_last=True).head(options.surprising)
     if options.sort:
-        _check_columns("--sort", [options.sort], table)
+        check_columns("--sort", [options.sort], table)
         table = table.sort(options.sort, descending=not options.reverse, nulls_last=True)
     elif options.tree is None and not options.all:
         table = table.reverse()

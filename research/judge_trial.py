@@ -7,6 +7,7 @@ scores counting one half: the area under the ROC curve of outcomes 0 and 1. Inte
 over questions.
 """
 
+import argparse
 import asyncio
 import math
 import random
@@ -20,6 +21,7 @@ import numpy as np
 import polars as pl
 
 from coppice.actors.environments import registry
+from coppice.common.options import option
 from coppice.judges.base import Judge, checked
 from coppice.judges.serve import make_worker
 from coppice.scheduler.concurrency import gather
@@ -31,7 +33,7 @@ from coppice.scheduler.growth.failures import brief
 from coppice.scheduler.growth.services import Runtime
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.evaluating.examination import table as aligned
-from coppice.tools.inspecting import drawing, frames
+from coppice.tools.inspecting import drawing, dump, frames
 from coppice.wire.messages import Judgement
 
 AGAIN = "again: "
@@ -39,6 +41,26 @@ AGAIN = "again: "
 BINS = 5
 """The most rows of a table: quantiles where there are more different scores."""
 OUTCOME = "outcome_below"
+
+
+def tried(
+    journal: Journal, turns: pl.DataFrame, every: pl.DataFrame, options: argparse.Namespace
+) -> list[str]:
+    """Return how scores agree with outcomes, or two judges. every: all nodes of the turns' trees.
+    options: of coppice trees."""
+    lines, names = [], [options.judge] if options.judge else columns(options.run, turns)
+    dump.check_columns("--judge", names, turns.select(pl.col(pl.Float64)))
+    pairs = [(name, OUTCOME) for name in names]
+    if options.again:
+        judge = options.run, options.again, dict(map(option, options.option))
+        scores, faults = asyncio.run(again(journal, turns, *judge))
+        turns, every = (one.join(scores, ["tree", "node"], "left") for one in (turns, every))
+        own = [name.removeprefix(AGAIN) for name in scores.columns[2:]]
+        own = [options.judge] if options.judge in own else own
+        pairs = [(name if name in names else names[-1], AGAIN + name) for name in own]
+        lines = [f"{len(scores)} turns judged again, {faults.total()} not because of faults"]
+        lines += [f"  {count} times: {reason}" for reason, count in faults.most_common(3)]
+    return [*lines, report(turns, every, pairs, options.limit or 3)]
 
 
 def columns(run: Path, turns: pl.DataFrame) -> list[str]:
