@@ -19,10 +19,11 @@ MOST = 2**23
 """The most bytes of a node besides its arrays: its text, notes, scores and state."""
 
 KEYS = (
-    b"anchor\xc0answer\xa5thinkquery\xa6reward\xa9advantage\xa5valid\xcb\x3f\xf0truncated\xa7outcome"
-    b"\xa2f1turn\xa4nodescores\xa5notesstate\xc7trajectory\x01finish\xa4stopchosen\xc3sampled\x92"
-    b"\xa4bool\xc4\x08\x01\x01versions\x92\xa5int32\xc4\x20logprobs\x92\xa7float32\xc4\x20step\x01"
-    b"text\xa6tokens\x92\xa5int32\xc4kind\xabobservation\xa6prompt\xa6action\xa6parent\x01\x88\xa2id\x01"
+    b"anchor\xc0answer\xa5thinkquery\xa6reward\xa9advantage\xa5valid\xcb\x3f\xf0truncated"
+    b"\xa7outcome\xa2f1turn\xa4nodescores\xa5notesstate\xc7trajectory\x01finish\xa4stopchosen"
+    b"\xc3sampled\x92\xa4bool\xc4\x08\x01\x01versions\x92\xa5int32\xc4\x20logprobs"
+    b"\x92\xa7float32\xc4\x20step\x01text\xa6tokens\x92\xa5int32\xc4kind\xabobservation"
+    b"\xa6prompt\xa6action\xa6parent\x01\x88\xa2id\x01"
 )
 """What bodies have in common, the commonest last. Bodies are read with what they were written with:
 a change needs another ``journal.FORMAT``."""

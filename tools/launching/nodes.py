@@ -34,7 +34,8 @@ PASSED = ("COPPICE_", "HF_")
 """Variables of the launcher that processes on other nodes get, by how their names begin, beside the
 keys that their settings name and ``cluster.pass_env``."""
 KEPT = re.compile(
-    "PATH|HOME|USER|LOGNAME|SHELL|LANG|TZ|TMPDIR|LD_[A-Z_]+|(?i:(https?|no|all)_proxy)|\\w+_CA_BUNDLE|"
+    "PATH|HOME|USER|LOGNAME|SHELL|LANG|TZ|TMPDIR|LD_[A-Z_]+|(?i:(https?|no|all)_proxy)|"
+    "\\w+_CA_BUNDLE|"
     "(LC|CUDA|NVIDIA|NCCL|GLOO|UCX|FI|HIP|ROCR|TORCH|TRITON|SGLANG|VLLM|XDG|SSL)_[A-Z0-9_]+"
 )
 """Variables of a node that its processes keep, unless they look secret: it may hold the keys of
