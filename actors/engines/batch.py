@@ -35,6 +35,7 @@ class RadixBatch:
         self.admission = Admission(self.memory, config.max_batch, config.prefill_tokens, counts)
         self.decoder = decoder.decoder(model, longest)
         self._head = decoder.Head(model)
+        self.products = [*self.decoder.products, self._head.product]
         self._routers = Routers(model)
 
     def __bool__(self) -> bool:

@@ -23,6 +23,7 @@ class CachedBatch:
     ):  # fmt: skip
         self._model, self._counts = model.get_decoder(), counts
         self._head = decoder.Head(model)
+        self.products = [self._head.product]
         self._device = model.device
         self._all_places = self._places = places
         self._budget = budget

@@ -21,6 +21,7 @@ from coppice.actors.engines import attend, weights
 from coppice.actors.engines.base import check_request, check_tokens
 from coppice.actors.engines.batch import RadixBatch
 from coppice.actors.engines.cached import CachedBatch
+from coppice.actors.engines.decoder import plain
 from coppice.actors.engines.grammar import Grammar
 from coppice.actors.engines.samples import ActiveRequest, Pictures, Running, StopStrings
 from coppice.actors.engines.sampling import pick, uniforms
@@ -263,7 +264,8 @@ class LocalEngine:
         _settle(active, InfrastructureFault("the caller has left"))
 
     def _swap(self, proven: weights.Version, request: LoadRequest) -> None:
-        weights.apply(self.model, self.folder, proven)
+        with plain(self.batch.products):
+            weights.apply(self.model, self.folder, proven)
         self._held = request.digest if proven.kind == "full" else ""
         self.version = request.version
         self.batch.forget()

@@ -27,6 +27,12 @@ TOLERANCE = 2e-5
 """Between the engine's log-probabilities and a full float32 forward."""
 
 
+@pytest.fixture(autouse=True)
+def packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack the small weights of these models too; all other tests compute them plainly."""
+    monkeypatch.setattr(decoder, "PACKED_FROM", 0)
+
+
 def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 

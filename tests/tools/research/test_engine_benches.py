@@ -19,11 +19,13 @@ def test_prefill_is_ideal_by_a_count_the_engine_has_no_part_in(llama: Path) -> N
     assert row["ratio"] <= row["goal"]
 
 
-def test_decode_compares_both_sides(llama: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(decode, "NEW", 6)
-    row = decode.run(str(llama))
-    assert len(row["ours_tokens_s"]) == len(row["generate_tokens_s"]) == decode.ROUNDS
-    assert row["ratio"] > 0
+def test_decode_compares_both_sides_in_every_cell(llama: Path, monkeypatch: Patch) -> None:
+    for name, value in {"NEW": 6, "ROUNDS": 1, "PREFILL": {"short": (3, 20)}}.items():
+        monkeypatch.setattr(decode, name, value)
+    row = decode.run(str(llama), peer="generate")
+    assert len(row["ratios"]) == 2 * 3
+    assert all(len(c["ours"]) == len(c["generate"]) == 1 for c in row["tokens_s"].values())
+    assert row["ratio"] == min(row["ratios"].values()) > 0
 
 
 @pytest.mark.parametrize(
