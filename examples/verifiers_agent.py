@@ -31,10 +31,7 @@ from typing import Any
 
 import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 from verifiers.v1.configs.agent import agent_config_fields  # pyright: ignore[reportMissingImports]
-from verifiers.v1.utils.loaders import (  # pyright: ignore[reportMissingImports]
-    load_environment,
-    resolve_env_config,
-)
+from verifiers.v1.utils.loaders import load_environment, resolve_env_config  # pyright: ignore[reportMissingImports]
 
 sys.path.append(str(Path(__file__).parent))
 OTHERS_KEY = "COPPICE_OTHERS_KEY"

@@ -28,11 +28,7 @@ class RewardModel(Judge):
     concurrency = 1
     batch = 8
 
-    def __init__(
-        self,
-        model: str,
-        max_length: Annotated[int, Meta(ge=2)] = 4096,
-    ):
+    def __init__(self, model: str, max_length: Annotated[int, Meta(ge=2)] = 4096):
         self.folder, self.max_length = model, max_length
         self.counts: Counter[str] = Counter()
         self._model: Any = None

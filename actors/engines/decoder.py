@@ -38,12 +38,9 @@ class WholeDecoder:
         self.products: list[Product] = []
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        plan: AttentionPlan,
+        self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan,
         features: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """Map tokens [rows], positions [rows] or [3, rows] to hidden states [rows, hidden]."""
         inputs = {"input_ids": tokens[None]}
         if features is not None:
@@ -70,12 +67,9 @@ class PlainDecoder:
         self._cos, self._sin = cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        plan: AttentionPlan,
+        self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan,
         features: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """Like ``WholeDecoder.forward``. These models read no pictures."""
         hidden = functional.embedding(tokens, self._embed.weight)
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
@@ -99,13 +93,9 @@ class _Layer:
         self.activation = mlp.act_fn
 
     def forward(
-        self,
-        number: int,
-        hidden: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        self, number: int, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
         plan: AttentionPlan,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """Apply the layer. hidden: [rows, hidden], overwritten. cos, sin: [rows, 1, head_dim]."""
         rows = len(hidden)
         qkv = self.qkv(_normed(hidden, self.before)).view(rows, -1, self.width)

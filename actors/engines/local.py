@@ -172,12 +172,7 @@ class LocalEngine:
 
     def stats(self) -> dict[str, float]:
         """Return counters and gauges. kv_cache_bytes: without running requests."""
-        return {
-            **self.counts,
-            **self.batch.stats(),
-            "busy_s": self.busy_s,
-            "version": self.version,
-        }
+        return {**self.counts, **self.batch.stats(), "busy_s": self.busy_s, "version": self.version}
 
     def _check(self, request: GenerateRequest) -> None:
         check_request(request, self.config.max_batch, self.longest)

@@ -74,11 +74,7 @@ def _ordered(result: HeldOut) -> list[str]:
 
 
 def write(
-    run: Path,
-    journal: Journal,
-    counts: Counter[str],
-    calls: Counter[str],
-    spent: dict[str, float],
+    run: Path, journal: Journal, counts: Counter[str], calls: Counter[str], spent: dict[str, float]
 ) -> None:
     """Write RUN/summary.json and print the closing lines. spent: seconds per phase."""
     evaluations = {name: (version, result) for version, name, result in journal.evaluations()}

@@ -73,10 +73,7 @@ MONACO = {
     "evidence": ["Monaco\nNational holiday: National Day"],
 }
 _TEXT = "It is error number 1: operation not permitted."
-EPERM = {
-    "question": "Which number has the error of an operation?",
-    "evidence": [f"EPERM\n{_TEXT}"],
-}
+EPERM = {"question": "Which number has the error of an operation?", "evidence": [f"EPERM\n{_TEXT}"]}
 AUSTRIA = {"evidence": ["Austria\nInternet code: .at"]}
 ONE = {"past_queries": ["country currency lev"], "past_observations": [SHOWN]}
 ALL = {"past_observations": [SHOWN, SHOWN.replace("Currency: lev", "Capital: Sofia")]}

@@ -26,15 +26,7 @@ from coppice.learner.update.trainer import Batch
 from coppice.tools.inspecting.export import export
 from coppice.wire.messages import TrainGroup, TreeClosed, Turn
 from tests.learner.conftest import Make
-from tests.updates import (
-    batch,
-    episodes,
-    everything,
-    gradient,
-    groups,
-    rescored,
-    steady,
-)
+from tests.updates import batch, episodes, everything, gradient, groups, rescored, steady
 
 
 @pytest.mark.slow

@@ -61,8 +61,7 @@ def test_an_answer_of_somebody_else_never_reaches_a_server() -> None:
         store = PrefixStore(prefix(memory.token), outsider(memory))
         store.get("ask/1")
         store.set(
-            "answer/1",
-            sealed("a guess", "answer/1", json.dumps({"buckets": [{"names": ["w"]}]})),
+            "answer/1", sealed("a guess", "answer/1", json.dumps({"buckets": [{"names": ["w"]}]}))
         )
 
     forger = threading.Thread(target=forge)

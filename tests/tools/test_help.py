@@ -61,10 +61,7 @@ def test_a_help_ends_with_examples_that_the_tool_accepts(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [
-        ("RUN --status", ("watch --status", ["RUN"])),
-        ("RUN", ("watch", ["RUN"])),
-    ],
+    [("RUN --status", ("watch --status", ["RUN"])), ("RUN", ("watch", ["RUN"]))],
 )
 def test_a_flag_chooses_another_command(words: str, expected: tuple[str, list[str]]) -> None:
     assert main._mode("watch", words.split()) == expected

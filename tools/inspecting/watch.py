@@ -343,9 +343,7 @@ class WatchApp(App[None]):
 
 def parser() -> argparse.ArgumentParser:
     parser = command_parser(
-        "coppice watch",
-        "A live view of a run; keys pause, resume, drain a worker, stop.",
-        EXAMPLES,
+        "coppice watch", "A live view of a run; keys pause, resume, drain a worker, stop.", EXAMPLES
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or a journal file")
     return parser

@@ -10,12 +10,7 @@ import msgspec
 
 from coppice.actors.environments.base import POLICY, SPLIT, Task, Tools
 from coppice.actors.environments.others.mutable import Mutable, Played
-from coppice.actors.environments.others.worker import (
-    Games,
-    Turned,
-    random_state,
-    set_random_state,
-)
+from coppice.actors.environments.others.worker import Games, Turned, random_state, set_random_state
 from coppice.common.numbers import Count, Share
 
 _PLAYING = threading.RLock()

@@ -76,9 +76,7 @@ def read_products(products: str, attributes: str, human: str) -> list[Product]:
 
 
 def product_of(
-    row: Mapping[str, Any],
-    described: Mapping[str, Any],
-    human: Sequence[Mapping[str, Any]] = (),
+    row: Mapping[str, Any], described: Mapping[str, Any], human: Sequence[Mapping[str, Any]] = ()
 ) -> Product:
     """Return the product of a row of the product file, with its nouns, and its rows of the files of
     attributes and of human instructions."""

@@ -180,9 +180,7 @@ async def test_search_o1_searches_no_query_twice_within_its_budget(answered: Ans
     assert (found["answered"], found["searches"]) == (0.0, 2.0)
 
 
-async def test_what_a_model_thinks_is_neither_a_query_nor_a_finding(
-    answered: Answered,
-) -> None:
+async def test_what_a_model_thinks_is_neither_a_query_nor_a_finding(answered: Answered) -> None:
     lines = ["\n\n<think>\n\n</think>\n\nRome fell. ", "<think>I wonder. "]
     lines.append("<think>so</think><answer>Livy</answer>")
     services, _, found = await answered("ircot", How(topk=1), *lines)
