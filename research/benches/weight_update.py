@@ -1,7 +1,7 @@
 """The pause of generation during a weight update over the seconds of the whole load.
 
 The embedded engine samples from the default model while an adapter and then all weights are loaded.
-The pause is the longest gap between two tokens of one sample minus the median gap.
+The pause is the longest time between two steps minus the median.
 
 ``python -m coppice.research.benches.weight_update --size 7b`` measures the seconds of one update
 into SGLang by each transport, from the actor's call to the proof of the new weights; coppice dev
@@ -85,18 +85,18 @@ async def measure(
         folder = Path(scratch)
         manifest = make(base, folder)
         arrivals: list[float] = []
+        step = engine.batch.step
 
-        def arrived(index: int, *_: object) -> None:
-            if index == 0:
-                arrivals.append(time.perf_counter())
+        def recorded(version: int) -> Any:
+            arrivals.append(time.perf_counter())
+            return step(version)
 
+        engine.batch.step = recorded
         prompt = shape.words(
             np.random.default_rng(manifest.version), engine.model.config.vocab_size, PROMPT
         )
         sampling = Sampling(400, 1.0, seed=1)
-        running = asyncio.create_task(
-            engine.generate(GenerateRequest(prompt, SAMPLES, sampling), arrived)
-        )
+        running = asyncio.create_task(engine.generate(GenerateRequest(prompt, SAMPLES, sampling)))
         while len(arrivals) < 10:
             await asyncio.sleep(0.05)
         loaded = await engine.load(LoadRequest(manifest.version, scratch, manifest.digest))
@@ -105,12 +105,13 @@ async def measure(
             await asyncio.sleep(0.05)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+        engine.batch.step = step
         gaps = np.diff(arrivals)
-        step = statistics.median(gaps)
-        pause = float(gaps.max() - step)
+        usual = statistics.median(gaps)
+        pause = float(gaps.max() - usual)
         size = (folder / FILES[manifest.kind]).stat().st_size
         return {
-            "load_s": loaded.seconds, "pause_s": pause, "tokens_lost": pause * SAMPLES / step,
+            "load_s": loaded.seconds, "pause_s": pause, "tokens_lost": pause * SAMPLES / usual,
             "mb": size / 1e6,
         }  # fmt: skip
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from coppice.research import benches
-from coppice.research.benches import decode, prefill
+from coppice.research.benches import decode, prefill, weight_update
 from coppice.research.benches.prefill import INSTRUCTION, OBSERVATION, QUESTION, QUESTIONS, STEPS
 from tests.tools.said import Patch
 
@@ -26,6 +26,11 @@ def test_decode_compares_both_sides_in_every_cell(llama: Path, monkeypatch: Patc
     assert len(row["ratios"]) == 2 * 3
     assert all(len(c["ours"]) == len(c["generate"]) == 1 for c in row["tokens_s"].values())
     assert row["ratio"] == min(row["ratios"].values()) > 0
+
+
+def test_a_load_beside_samples_is_measured(llama: Path) -> None:
+    row = weight_update.run(str(llama))
+    assert all(row[kind]["pause_s"] > 0 for kind in ("adapter", "whole"))
 
 
 @pytest.mark.parametrize(
