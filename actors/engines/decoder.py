@@ -35,7 +35,7 @@ class WholeDecoder:
 
     def __init__(self, model: Any):
         self._model, self._decoder = model, model.get_decoder()
-        self.products: list[Product] = []
+        self.products: list[PackedLinear] = []
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan,
@@ -82,8 +82,8 @@ class _Layer:
     def __init__(self, layer: Any):
         attention, mlp = layer.self_attn, layer.mlp
         linears = attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        self.qkv = Product(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out, self.gate, self.up, self.down = map(Product, linears)
+        self.qkv = PackedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out, self.gate, self.up, self.down = map(PackedLinear, linears)
         self.products = [self.qkv, self.out, self.gate, self.up, self.down]
         self.width, self.scale = attention.head_dim, attention.scaling
         self.heads = len(attention.q_proj.weight) // self.width
@@ -114,7 +114,7 @@ class _Layer:
         return hidden
 
 
-class Product:
+class PackedLinear:
     """A linear layer of a step, or several side by side. Large weights are held in the order in
     which the CPU's library reads them, if it has one: 8 rows then take about half the time. Their
     parameters have values within ``plain`` only, unless they are ``kept``."""
@@ -156,7 +156,7 @@ class Product:
 
 
 @contextlib.contextmanager
-def plain(products: list[Product]) -> Iterator[None]:
+def plain(products: list[PackedLinear]) -> Iterator[None]:
     """Let the parameters of products be read and written."""
     for product in products:
         product.unpack()
@@ -202,7 +202,7 @@ class Head:
     def __init__(self, model: Any):
         self._linear = model.get_output_embeddings()
         tied = self._linear.weight is model.get_input_embeddings().weight
-        self.product = Product(self._linear, kept=tied)
+        self.product = PackedLinear(self._linear, kept=tied)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map [rows, hidden] to logits [rows, vocabulary]."""
