@@ -31,7 +31,7 @@ from typing import Any
 
 import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 from verifiers.v1.configs.agent import agent_config_fields  # pyright: ignore[reportMissingImports]
-from verifiers.v1.utils.loaders import load_environment, resolve_env_config  # pyright: ignore[reportMissingImports]
+from verifiers.v1.utils import loaders  # pyright: ignore[reportMissingImports]
 
 sys.path.append(str(Path(__file__).parent))
 OTHERS_KEY = "COPPICE_OTHERS_KEY"
@@ -42,7 +42,7 @@ that end in _API_KEY."""
 def configured(taskset: str, options: argparse.Namespace) -> tuple[Any, list[str]]:
     """Return the configuration of an environment whose roles run on this machine, and the roles
     that learn. Raises SystemExit, which says what is missing."""
-    roles = list(agent_config_fields(resolve_env_config({"taskset": {"id": taskset}})))
+    roles = list(agent_config_fields(loaders.resolve_env_config({"taskset": {"id": taskset}})))
     learns = options.learns.split(",") if options.learns else roles
     if (len(learns) > 1 and not options.learns) or not set(learns) <= set(roles):
         known_roles = f"one of the roles of {taskset}, {', '.join(roles)}, or some with commas"
@@ -60,7 +60,7 @@ def configured(taskset: str, options: argparse.Namespace) -> tuple[Any, list[str
         client = {"type": "eval", "base_url": url, "api_key_var": OTHERS_KEY}
         other = {"model": model, "client": client}
     agents = {name: role if name in learns else role | other for name in roles}
-    return resolve_env_config({**agents, "taskset": {"id": taskset}}), learns
+    return loaders.resolve_env_config({**agents, "taskset": {"id": taskset}}), learns
 
 
 async def run(task: dict[str, Any], options: argparse.Namespace) -> float:
@@ -68,7 +68,7 @@ async def run(task: dict[str, Any], options: argparse.Namespace) -> float:
     play it, which ends the episode as crashed."""
     taskset, _, index = task["id"].rpartition("/")
     config, learns = configured(taskset, options)
-    environment = load_environment(config)
+    environment = loaders.load_environment(config)
     (chosen,) = environment.taskset.skip(int(index)).take(1)
     gateway = vf.EvalClientConfig(
         base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY"

@@ -49,7 +49,7 @@ def _speed(sample: Sample, vocabulary: int, work: Work, seed: int) -> float:
     import random
 
     count, length, samples, new = work
-    words = random.Random(seed)
+    words = random.Random(f"{work} {seed}")  # no cell's prompts are in a cache
     low, high = min(1000, vocabulary // 4), min(40000, vocabulary) - 1
     prompts = [[words.randint(low, high) for _ in range(length)] for _ in range(count)]
     start = time.process_time()

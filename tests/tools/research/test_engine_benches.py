@@ -31,6 +31,7 @@ def test_decode_compares_both_sides_in_every_cell(llama: Path, monkeypatch: Patc
 def test_a_load_beside_samples_is_measured(llama: Path) -> None:
     row = weight_update.run(str(llama))
     assert all(row[kind]["pause_s"] > 0 for kind in ("adapter", "whole"))
+    assert row["whole"]["mb"] > row["adapter"]["mb"] > 0
 
 
 @pytest.mark.parametrize(
