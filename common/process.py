@@ -80,18 +80,27 @@ class Killed(Exception):
     """The process ended without an answer, most likely because memory ran out."""
 
 
-def in_subprocess(function: Callable[..., Any], *arguments: Any) -> Any:
+def die_with_starter() -> None:
+    """``die_with`` for a process of multiprocessing: when its parent dies, which is the one that
+    started it, or the fork server that dies with that one."""
+    die_with(os.getppid())
+    starter = multiprocessing.parent_process()
+    if starter is not None and not starter.is_alive():  # both died before
+        os._exit(1)
+
+
+def in_subprocess(function: Callable[..., Any], *arguments: Any, method: str = "spawn") -> Any:
     """Return what ``function`` returns in a process of its own, whose memory (gigabytes that an
     allocator would keep) is freed at its end. Arguments and result are pickled, but only between
     our own processes.
 
-    Raises what the function raises, and Killed. An interruption also ends the other process, after
-    that process has cleaned up.
+    method: how multiprocessing starts the process. Raises what the function raises, and Killed. An
+    interruption also ends the other process, after that process has cleaned up.
     """
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context(method)
     ours, theirs = context.Pipe(duplex=False)
     # The process is not a daemon, because the function may itself call ``in_subprocess``.
-    process = context.Process(target=_answer, args=(os.getpid(), theirs, function, arguments))
+    process = context.Process(target=_answer, args=(theirs, function, arguments))
     process.start()
     theirs.close()
     try:
@@ -109,10 +118,8 @@ def in_subprocess(function: Callable[..., Any], *arguments: Any) -> Any:
     return result
 
 
-def _answer(
-    parent: int, channel: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
-    die_with(parent)
+def _answer(channel: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    die_with_starter()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller passes an interruption on, once
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -4,6 +4,7 @@ sum up. ``python -m coppice.scheduler.main PROCESS.json``; ``coppice launch --re
 import asyncio
 import contextlib
 import logging
+import multiprocessing
 import os
 import sys
 import time
@@ -76,7 +77,9 @@ class Run:
         self.process, self.settings, self._clock = process, process.scheduler, clock
         # the command that started this process says when it began
         command, _, at = os.environ.get("COPPICE_STARTED", "").partition(" ")
-        began = float(at) if command == str(os.getppid()) else scheduler.STARTED
+        starter = multiprocessing.parent_process()  # None if this is no fork
+        parent = os.getppid() if starter is None else starter.pid
+        began = float(at) if command == str(parent) else scheduler.STARTED
         self.phases = report.Phases("set-up", began)
         self.phases.enter("starting processes", scheduler.STARTED)
         self.home, self.shard, s = Path(process.run), process.shard, process.scheduler

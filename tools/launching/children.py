@@ -11,10 +11,12 @@ from pathlib import Path
 
 import psutil
 
-from coppice.tools.launching import watchdog
+from coppice.tools.launching import forks, watchdog
 from coppice.tools.launching.failures import Cause, Rate, cause_of
+from coppice.tools.launching.forks import Fork
 from coppice.tools.launching.nodes import Away, Nodes
-from coppice.tools.launching.processes import PlannedProcess, process_variables, spawn
+from coppice.tools.launching.preloaded import MODULES
+from coppice.tools.launching.processes import PlannedProcess, complete, process_variables, spawn
 from coppice.tools.launching.watchdog import SCHEDULER
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -57,7 +59,7 @@ class Child:
     """A process of the plan with its log and its restarts. verdict: why the launcher killed it, if
     it did."""
 
-    process: subprocess.Popen[bytes] | Away
+    process: subprocess.Popen[bytes] | Fork | Away
 
     def __init__(self, spec: PlannedProcess, run: Path, nodes: Nodes | None = None):
         self.spec, self.run, self.nodes = spec, run, nodes
@@ -79,9 +81,16 @@ class Child:
             inherited = {k: v for k, v in os.environ.items() if k not in spec.withheld}
             own = spec.environment | process_variables(spec.threads)
             file = str(self.run / "processes" / f"{spec.file}.json")
-            show = subprocess.PIPE if spec.name.startswith(SCHEDULER) else log
-            command = [sys.executable, "-m", spec.module, file]
-            self.process = spawn(command, inherited, own, stdout=show, stderr=log)
+            show = spec.name.startswith(SCHEDULER)
+            if forks.method in forks.METHODS and spec.module in MODULES:
+                own = complete(inherited, own)
+                self.process = Fork(spec.module, file, own, self.log, show)
+                return
+            command, out = (
+                [sys.executable, "-m", spec.module, file],
+                subprocess.PIPE if show else log,
+            )
+            self.process = spawn(command, inherited, own, stdout=out, stderr=log)
 
     @property
     def here(self) -> int:

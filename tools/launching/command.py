@@ -20,7 +20,7 @@ from coppice.common.options import command_parser
 from coppice.learner.model.memory import sizes
 from coppice.scheduler.telemetry import health, tracking
 from coppice.tools.defaults.settings import cache_folder
-from coppice.tools.launching import changes, jobs, processes, record, rules
+from coppice.tools.launching import changes, forks, jobs, processes, record, rules
 from coppice.tools.launching.config import Config, ConfigError, convert, default, load
 from coppice.tools.launching.memory import (
     free_gib,
@@ -150,6 +150,9 @@ def main(command: list[str] | None = None) -> int:
                 # nohup ignores SIGHUP, and so do we then
                 if signal.getsignal(number) != signal.SIG_IGN:
                     signal.signal(number, signal.default_int_handler)
+            if nodes is None:
+                forks.serve(processes.key_variables(msgspec.to_builtins(config)) | tracking.KEYS)
+                held.callback(forks.end)
             assets = prepare(config, options.quiet)
             if lack := gpu_lacks(config, Path(assets.model)):
                 raise ConfigError(lack)

@@ -10,6 +10,7 @@ from pathlib import Path
 from coppice.actors.environments.task_files import EXPECTED, hub_set_of, listed
 from coppice.common import hardware
 from coppice.common.process import Killed, in_subprocess
+from coppice.tools.launching import forks
 from coppice.tools.launching.settings import Assets, Config
 
 
@@ -17,7 +18,7 @@ def prepare(config: Config, quiet: bool = False) -> Assets:
     """Make every asset that is not cached yet. quiet: without the progress lines. Raises
     FileNotFoundError, ValueError or MemoryError with the remedy."""
     try:
-        return in_subprocess(_prepare, config, quiet)
+        return in_subprocess(_prepare, config, quiet, method=forks.method)
     except Killed:
         raise MemoryError(
             "the set-up's process was killed, most likely for memory: free some, then start again"

@@ -201,11 +201,16 @@ def spawn(
         os.setsid()
         die_with(launcher)
 
-    paths = [path for path in (own.get("PYTHONPATH"), str(importable())) if path]
-    environment = {**inherited, **own, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = complete(inherited, own)
     return subprocess.Popen(
         command, env=environment, stdout=stdout, stderr=stderr, cwd=cwd, preexec_fn=alone
     )
+
+
+def complete(inherited: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a process that finds this package, its own beside the inherited."""
+    paths = [path for path in (own.get("PYTHONPATH"), str(importable())) if path]
+    return {**inherited, **own, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def key_variables(settings: Any) -> frozenset[str]:

@@ -1,0 +1,121 @@
+"""Processes of a run as forks of a server that has imported what they import. Importing torch in
+each of them would take longer than the first updates of a small run.
+
+Where there is a GPU, and elsewhere than on Linux, processes are started anew.
+"""
+
+import ctypes
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Any
+
+from coppice import scheduler
+from coppice.common import hardware
+from coppice.common.process import die_with_starter
+from coppice.tools.launching import processes
+
+METHODS = ("forkserver", "fork")
+method = "spawn"
+"""How multiprocessing starts the processes of this launcher, its set-up too."""
+_TITLE = 1000
+"""Bytes of the server's command line, in which forks write theirs."""
+_MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_ARENA_MAX": -8}
+"""glibc reads these variables when a process is started anew; a fork calls mallopt with these
+numbers."""
+
+
+def serve(withheld: Collection[str]) -> None:
+    """Start the server, which imports while the launcher goes on. withheld: variables of this
+    process that only some processes of the run may see."""
+    global method
+    if sys.platform != "linux" or hardware.visible_gpus():
+        return
+    method, own = "forkserver", dict(os.environ)
+    multiprocessing.set_forkserver_preload(["coppice.tools.launching.preloaded", " " * _TITLE])
+    kept = {name: value for name, value in own.items() if name not in withheld}
+    # a fork has only the thread that forked, so the server's libraries start no threads
+    _become(processes.complete(kept, processes.process_variables(1)))
+    try:
+        forkserver.ensure_running()
+    finally:
+        _become(own)
+
+
+def end() -> None:
+    """End the server. The time of its forks counts as that of this process's children then."""
+    forkserver._forkserver._stop()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _become(environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+class Fork:
+    """A process of the plan, with the part of ``subprocess.Popen`` that the supervisor uses. log:
+    where it writes. shown: its stdout is a pipe to the launcher instead."""
+
+    def __init__(self, module: str, file: str, environment: dict[str, str], log: Path, shown: bool):
+        context: Any = multiprocessing.get_context(method)
+        reading, writing = context.Pipe(duplex=False) if shown else (None, None)
+        work = module, file, environment, log, writing
+        self._process = context.Process(target=_live, args=work)
+        self._process.start()
+        self.pid: int = self._process.pid
+        self.stdout: IO[bytes] | None = None
+        if reading is not None and writing is not None:
+            writing.close()
+            self.stdout = os.fdopen(os.dup(reading.fileno()), "rb")
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> int:
+        self._process.join()
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _live(
+    module: str, file: str, environment: dict[str, str], log: Path, shown: Connection | None
+) -> None:
+    """Be ``python -m module file``, started in this environment."""
+    scheduler.STARTED = time.monotonic()
+    os.setsid()
+    die_with_starter()
+    _become(environment)
+    with log.open("ab") as errors:
+        os.dup2(errors.fileno(), 2)
+        os.dup2(errors.fileno() if shown is None else shown.fileno(), 1)
+    for name, number in _MALLOPT.items():
+        if name in environment:
+            ctypes.CDLL(None).mallopt(number, int(environment[name]))
+    for library, setter in (("torch", "set_num_threads"), ("faiss", "omp_set_num_threads")):
+        if library in sys.modules:
+            getattr(sys.modules[library], setter)(int(environment["OMP_NUM_THREADS"]))
+    sys.path.insert(0, os.getcwd())  # as with -m
+    sys.argv = [module, file]
+    _show(["python", "-m", module, file])
+    importlib.import_module(module).main()
+
+
+def _show(words: list[str]) -> None:
+    """Let ``ps`` show ``words`` as this process's command line."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    first, last = int(fields[45]), int(fields[46])
+    text = "\0".join(words).encode()[: last - first - 1]
+    ctypes.memmove(first, text.ljust(last - first, b"\0"), last - first)
