@@ -20,7 +20,7 @@ from coppice.scheduler.ledger.records import UPDATE
 from coppice.scheduler.telemetry.exporter import declaration
 from coppice.tools.launching import record
 from coppice.wire.messages import Turn
-from tests.forks import ROOT, Fork, Server
+from tests.forks import ROOT, Launcher, Server
 from tests.world import QUESTIONS, UPDATES
 
 PATIENCE_S = 240.0
@@ -54,7 +54,7 @@ class Run:
         self.homes = [shards.folder(folder, number) for number in range(schedulers)]
         self.out = folder.with_name(f"{folder.name}.out")
         self.launches = 0
-        self.launcher: Fork | subprocess.Popen[bytes]
+        self.launcher: Launcher | subprocess.Popen[bytes]
 
     def launch(self, words: str = "", *more: str) -> None:
         """Start coppice launch. words: arguments; more: those that have spaces."""
