@@ -97,7 +97,8 @@ CONFIGS: dict[str, Any] = {
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "models.md").read_text()
 ROWS = {
     name: cells
-    for name, *cells in re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \| (.+) \|$", PAGE, re.M)
+    for names, *cells in re.findall(r"^\| (`.+`) \| (.+) \| (.+) \| (.+) \|$", PAGE, re.M)
+    for name in re.findall(r"\w+", names)
 }
 """For each architecture: what becomes of whole weights, of LoRA, and of the embedded engine."""
 
