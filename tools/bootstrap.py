@@ -192,7 +192,9 @@ def _install(venv: Path, stamp: Path, wanted: list[str]) -> None:
 
 
 def _pip(python: str | Path) -> list[str]:
-    return [str(python), *"-m pip install -q --no-user --disable-pip-version-check".split()]
+    words = "-m pip install -q --no-user --disable-pip-version-check".split()
+    # most of what is installed is never imported, and an import keeps what it compiles
+    return [str(python), *words, *([] if sys.dont_write_bytecode else ["--no-compile"])]
 
 
 def _run(command: list[str], what: str) -> None:

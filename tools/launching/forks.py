@@ -109,11 +109,11 @@ def _live(
             getattr(sys.modules[library], setter)(int(environment["OMP_NUM_THREADS"]))
     sys.path.insert(0, os.getcwd())  # as with -m
     sys.argv = [module, file]
-    _show(["python", "-m", module, file])
+    show(["python", "-m", module, file])
     importlib.import_module(module).main()
 
 
-def _show(words: list[str]) -> None:
+def show(words: list[str]) -> None:
     """Let ``ps`` show ``words`` as this process's command line."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     first, last = int(fields[45]), int(fields[46])
