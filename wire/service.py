@@ -21,7 +21,6 @@ from coppice.wire.arrays import Frame, Limits, decode_body, decode_header, encod
 from coppice.wire.faults import Fault, InfrastructureFault, WireError
 from coppice.wire.keys import PeerKeys
 from coppice.wire.messages import (
-    REPEATABLE,
     SERVICES,
     Cancel,
     Drain,
@@ -62,12 +61,6 @@ def service_types(service: str) -> tuple[type, type]:
     if row is None:
         raise WireError(f"unknown service {service!r}: expected one of {sorted(SERVICES)}")
     return row
-
-
-@functools.cache
-def repeatable(service: str) -> bool:
-    """Return whether two workers may run one request of a service at once."""
-    return service.split(".", 1)[0] in REPEATABLE
 
 
 class Call:

@@ -39,7 +39,7 @@ from coppice.wire import messages as wire
 from coppice.wire.arrays import Frame, encode
 from coppice.wire.faults import FAULTS, DataFault, Fault, InfrastructureFault, Refused, WireError
 from coppice.wire.keys import RunKeys
-from coppice.wire.service import REGISTER_AGAIN, repeatable, service_types
+from coppice.wire.service import REGISTER_AGAIN, service_types
 from coppice.wire.sockets import Router
 
 __all__ = ["DispatchConfig", "Dispatcher", "Event", "Worker"]
@@ -439,7 +439,7 @@ class Dispatcher:
             return
         worker.breaker.record(True, now := self.clock())
         worker.answers(now)
-        if repeatable(pending.service):
+        if pending.service.split(".", 1)[0] in wire.REPEATABLE:
             self._latencies[pending.service].record(now - attempt.start)
         pending.settle(body)
         self._finish(attempt, "ok", body)
