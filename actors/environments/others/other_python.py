@@ -115,7 +115,6 @@ class _Child:
 
     async def _exchanged(self, request: tuple[Any, ...]) -> dict[str, Any]:
         if self._process is None or self._process.returncode is not None:
-            parent = os.getpid()
             self._process = await asyncio.create_subprocess_exec(
                 *self.command,
                 stdin=asyncio.subprocess.PIPE,
@@ -123,7 +122,7 @@ class _Child:
                 limit=LARGEST,
                 env=_environment(),
                 start_new_session=True,
-                preexec_fn=lambda: die_with(parent),
+                preexec_fn=functools.partial(die_with, os.getpid()),
             )
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None

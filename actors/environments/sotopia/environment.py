@@ -264,11 +264,7 @@ class Sotopia(Environment):
 
 
 def _turn(action: Action, side: int) -> SotopiaTurn:
-    return (
-        SotopiaTurn(side, action.kind, action.argument or "")
-        if action.valid
-        else SotopiaTurn(side, "none")
-    )
+    return SotopiaTurn(side, action.kind if action.valid else "none", action.argument or "")
 
 
 # ------------------------------------------------------------------------- turns and profiles
@@ -309,9 +305,8 @@ def line(turn: SotopiaTurn, name: str) -> str:
 
 def history(turns: Sequence[SotopiaTurn], names: Sequence[str]) -> str:
     """Return the turns, one per line, numbered from 1."""
-    return "\n".join(
-        f"Turn #{number}: {line(turn, names[turn.side])}" for number, turn in enumerate(turns, 1)
-    )
+    lines = (f"Turn #{n}: {line(turn, names[turn.side])}" for n, turn in enumerate(turns, 1))
+    return "\n".join(lines)
 
 
 def profile(agent: Agent, relationship: int, own: bool = False) -> str:
