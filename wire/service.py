@@ -232,10 +232,8 @@ class Service:
 
     def _accept(self, header: Request, frames: list[Frame]) -> None:
         if len(self.calls) >= self.capacity + PINNED_ROOM:
-            message = (
-                f"{self.name} is over its capacity of {self.capacity}: {len(self.calls)} are open"
-            )
-            self.send(Error(header.id, "infrastructure", message))
+            over = f"is over its capacity of {self.capacity}: {len(self.calls)} are open"
+            self.send(Error(header.id, "infrastructure", f"{self.name} {over}"))
             return
         call = Call(header)
         self.calls[header.id] = call

@@ -258,10 +258,8 @@ class Dispatcher:
         attempt = worker.in_flight[number] = Attempt(number, pending, worker, now)
         pending.attempts.append(attempt)
         self._changed(worker)
-        header = arrays.encode_header(
-            wire.Request(number, pending.service, max(0.001, pending.deadline - now))
-        )
-        self.router.send([worker.identity, header, *pending.body])
+        header = wire.Request(number, pending.service, max(0.001, pending.deadline - now))
+        self.router.send([worker.identity, *encode(header), *pending.body])
         pending.place.started(worker.name)
 
     def _finish(self, attempt: Attempt, outcome: str, result: Any = None) -> None:
