@@ -42,8 +42,6 @@ from coppice.wire.keys import RunKeys
 from coppice.wire.service import REGISTER_AGAIN, service_types
 from coppice.wire.sockets import Router
 
-__all__ = ["DispatchConfig", "Dispatcher", "Event", "Worker"]
-
 log = logging.getLogger("scheduler.dispatch")
 
 _LOOK_AHEAD = 64

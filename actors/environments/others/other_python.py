@@ -74,9 +74,8 @@ class OtherPython(Mutable):
         if "refused" in answer:
             raise ActionRefused(answer["refused"])
         if "failed" in answer:
-            raise DataFault(
-                f"the game of seed {seed} after {len(actions)} actions raised {answer['failed']}"
-            )
+            place = f"of seed {seed} after {len(actions)} actions"
+            raise DataFault(f"the game {place} raised {answer['failed']}")
         return Turned(**answer)
 
     async def close(self) -> None:

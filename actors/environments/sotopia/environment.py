@@ -113,10 +113,8 @@ class Sotopia(Environment):
             raise ValueError(f"turns = {turns}: expected 2 or more, because two agents take turns")
         unruled = [key for key, scenario in self.library.envs.items() if scenario.rules is None]
         if judge == "sotopia_rules" and unruled:
-            raise ValueError(
-                f"judge = 'sotopia_rules': scenario {unruled[0]!r} has no rules to check;"
-                " use judge = 'sotopia'"
-            )
+            fault = f"scenario {unruled[0]!r} has no rules to check"
+            raise ValueError(f"judge = 'sotopia_rules': {fault}; use judge = 'sotopia'")
         self.partner, self.partner_tokens, self.speakers = partner, partner_tokens, (partner,)
         self.side, self.turns, self.outcome_judge = side, turns, judge
         self.profiles = profiles
