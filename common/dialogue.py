@@ -204,9 +204,8 @@ class Renderer:
         plain = [_as_text(message) for message in plain]
         if not tools:
             return plain
-        system = plain[0]["content"] if plain and plain[0]["role"] == "system" else ""
-        rest = plain[1:] if system or (plain and plain[0]["role"] == "system") else plain
-        return [{"role": "system", "content": f"{system}\n\n{_described(tools)}".strip()}, *rest]
+        system = plain.pop(0)["content"] if plain and plain[0]["role"] == "system" else ""
+        return [{"role": "system", "content": f"{system}\n\n{_described(tools)}".strip()}, *plain]
 
     def _rendered(
         self, messages: Sequence[Message], tools: Tools, switches: Mapping[str, Any] = {}

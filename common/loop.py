@@ -2,18 +2,11 @@
 
 import asyncio
 import signal
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
-import uvloop
+from uvloop import run
 
-Value = TypeVar("Value")
-
-
-def run(main: Coroutine[Any, Any, Value]) -> Value:
-    """Run ``main`` to its end on a new uvloop and return its result."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(main)
+__all__ = ["or_signal", "run"]
 
 
 async def or_signal(work: asyncio.Task[Any]) -> bool:

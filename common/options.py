@@ -156,15 +156,13 @@ def declared(setting: str, module: Any, name: str, kind: type[T], options: dict[
     """Return the declaration of a plug-in: what its module's function ``name`` returns for
     ``options`` (``with_defaults``). Raises ValueError, which begins with ``setting``, when there is
     no such function, or when it takes other options or returns no ``kind``."""
-    expected = (
-        f"expected a function {name}(**options) that returns a {kind.__name__} (docs/extend.md)"
-    )
+    wish = f"a function {name}(**options) that returns a {kind.__name__} (docs/extend.md)"
     if not hasattr(module, name):
-        raise ValueError(f"{setting}: {module.__name__} does not declare itself: {expected}")
+        raise ValueError(f"{setting}: {module.__name__} does not declare itself: expected {wish}")
     check_takes(setting, module, name, **options)
     declaration = getattr(module, name)(**options)
     if not isinstance(declaration, kind):
-        raise ValueError(f"{setting}: {name} returned {declaration!r}: {expected}")
+        raise ValueError(f"{setting}: {name} returned {declaration!r}: expected {wish}")
     return declaration
 
 

@@ -94,7 +94,7 @@ def _change_invitations(flags: argparse.Namespace) -> None:
     if flags.run is None:
         raise ValueError("--invite and --revoke need --run: only the owner of a run invites to it")
     endpoint, _ = connection(flags.run)
-    keys = RunKeys.load(flags.run / "keys")
+    keys = RunKeys(flags.run / "keys")
     if flags.revoke:
         keys.revoke(flags.revoke)
         print(f"{flags.revoke} is revoked; a live run sends its worker away within seconds")

@@ -26,10 +26,8 @@ def exact_match(prediction: str, golds: list[str]) -> float:
 
 def f1(prediction: str, golds: list[str]) -> float:
     """Return the best token F1 of the normalised prediction against the golds, in [0, 1]."""
-    return max(
-        (_token_f1(normalize(prediction).split(), normalize(gold).split()) for gold in golds),
-        default=0.0,
-    )
+    words = normalize(prediction).split()
+    return max((_token_f1(words, normalize(gold).split()) for gold in golds), default=0.0)
 
 
 def _token_f1(prediction: list[str], gold: list[str]) -> float:

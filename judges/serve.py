@@ -14,16 +14,9 @@ import msgspec
 from coppice.common import loop, options
 from coppice.common.process import begin
 from coppice.judges.base import Judge, Player, PlugIn, Speaker, checked
+from coppice.wire import messages as wire
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.keys import PeerKeys
-from coppice.wire.messages import (
-    JudgedTurn,
-    Judgement,
-    JudgeRequest,
-    JudgeResult,
-    PlayResult,
-    SpeakResult,
-)
 from coppice.wire.service import Call, Handler, Service
 
 BUILT_IN = {
@@ -94,7 +87,7 @@ def make_worker(spec: str, settings: dict[str, Any]) -> PlugIn:
     return worker
 
 
-Item = tuple[JudgedTurn, asyncio.Future[Judgement]]
+Item = tuple[wire.JudgedTurn, asyncio.Future[wire.Judgement]]
 
 
 class Batcher:
@@ -111,7 +104,7 @@ class Batcher:
         self._room = asyncio.Semaphore(judge.concurrency)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def handle(self, request: JudgeRequest, call: Call) -> JudgeResult:
+    async def handle(self, request: wire.JudgeRequest, call: Call) -> wire.JudgeResult:
         """Handle a request of the service: return one judgement per turn."""
         event_loop = asyncio.get_running_loop()
         items: list[Item] = [(turn, event_loop.create_future()) for turn in request.turns]
@@ -120,7 +113,7 @@ class Batcher:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         try:
-            return JudgeResult(list(await asyncio.gather(*(future for _, future in items))))
+            return wire.JudgeResult(list(await asyncio.gather(*(future for _, future in items))))
         finally:
             for _, future in items:
                 future.cancel()
@@ -136,7 +129,7 @@ class Batcher:
         if not items:
             return
         try:
-            answers: Sequence[Judgement | Exception] = await self._judgements(items)
+            answers: Sequence[wire.Judgement | Exception] = await self._judgements(items)
         except Exception as error:  # noqa: BLE001
             if isinstance(error, DataFault) and len(items) > 1:
                 # one bad turn must not fail the other turns of its batch
@@ -152,7 +145,7 @@ class Batcher:
             else:
                 future.set_result(answer)
 
-    async def _judgements(self, items: list[Item]) -> list[Judgement]:
+    async def _judgements(self, items: list[Item]) -> list[wire.Judgement]:
         """Score the turns. Scoring is cancelled when nobody waits for any of them any more."""
         start, turns = time.monotonic(), [turn for turn, _ in items]
         scoring = asyncio.ensure_future(self.judge.score(turns))
@@ -189,11 +182,11 @@ def answering(worker: Player | Speaker) -> Handler:
     ``worker.concurrency`` requests at once."""
     room = asyncio.Semaphore(worker.concurrency)
 
-    async def handle(request: Any, call: Call) -> PlayResult | SpeakResult:
+    async def handle(request: Any, call: Call) -> wire.PlayResult | wire.SpeakResult:
         async with room:
             if isinstance(worker, Speaker):
-                return SpeakResult(await worker.speak(request))
-            return PlayResult(list(await worker.play(request.state, request.seed)))
+                return wire.SpeakResult(await worker.speak(request))
+            return wire.PlayResult(list(await worker.play(request.state, request.seed)))
 
     return handle
 

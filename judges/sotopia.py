@@ -93,10 +93,9 @@ class SotopiaJudge(ChatJudge):
         """Return the judge's prompt, without turns in which nothing happened, as in SOTOPIA."""
         pairs = {"name": whole.names, "profile": whole.profiles, "goal": whole.goals}
         values = {f"{key}_{side}": pair[side - 1] for key, pair in pairs.items() for side in (1, 2)}
-        told = history([turn for turn in whole.turns if turn.kind != "none"], whole.names)
-        return fill(
-            self.template, scenario=whole.scenario, history=told or "Nothing happened.", **values
-        )
+        acted = [turn for turn in whole.turns if turn.kind != "none"]
+        told = history(acted, whole.names) or "Nothing happened."
+        return fill(self.template, scenario=whole.scenario, history=told, **values)
 
     async def judge(self, turn: JudgedTurn) -> Judgement:
         whole = msgspec.convert(turn.state, Dialogue)

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Coroutine, Iterable
-from types import TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -29,12 +28,7 @@ class TaskGroup:
     async def __aenter__(self) -> "TaskGroup":
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             done = len(self._tasks) if error is not None else 0
             while done < len(self._tasks):  # work may start more work

@@ -329,9 +329,7 @@ class Run:
         log.info("%s left: %s", worker.name, reason)
         self.runtime.fleet.left(worker.name)
         self.reporter.left(worker, reason)
-        staying = [
-            other.hello.services for other in self.dispatcher.workers() if not other.draining
-        ]
+        staying = [w.hello.services for w in self.dispatcher.workers() if not w.draining]
         self.attendance.left(worker.hello.services, reason, set().union(*staying))
 
     async def _until(self, done: Callable[[], bool], timeout: float) -> None:

@@ -47,12 +47,7 @@ _MALFORMED = (msgspec.DecodeError, ValueError, RecursionError, TypeError)
 
 def encode(header: Message, body: msgspec.Struct | None = None) -> list[Frame]:
     """Return the frames of one message. Arrays must have a dtype in DTYPES."""
-    return [encode_header(header), *([] if body is None else encode_body(body))]
-
-
-def encode_header(header: Message) -> bytes:
-    """Return the first frame of a message."""
-    return _header_encoder.encode(header)
+    return [_header_encoder.encode(header), *([] if body is None else encode_body(body))]
 
 
 def encode_body(body: msgspec.Struct) -> list[Frame]:

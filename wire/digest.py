@@ -9,10 +9,6 @@ from pathlib import Path
 
 import msgspec
 
-Named = tuple[str, str, tuple[int, ...], bytes | memoryview]
-"""The name of a tensor, its dtype as safetensors spells it ("BF16"), its shape and its contiguous
-bytes."""
-
 THREADS, BLOCK = 4, 2**24
 """Threads that read or write a file at once, and bytes that each holds."""
 _MOST_HEADER_BYTES = 100 * 2**20
@@ -27,14 +23,9 @@ class Entry(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-def tensors(items: Iterable[Named]) -> str:
-    """Return the SHA-256 (hex) over the names (sorted), dtypes, shapes and SHA-256 of the bytes of
-    the tensors."""
-    return total((name, dtype, shape, sha([data])) for name, dtype, shape, data in items)
-
-
 def total(hashed: Iterable[tuple[str, str, Iterable[int], str]]) -> str:
-    """Return the digest of tensors whose bytes are hashed already."""
+    """Return the SHA-256 (hex) over tensors: over the names (sorted), the dtypes as safetensors
+    spells them ("BF16"), the shapes, and the SHA-256 (hex) of the contiguous bytes."""
     whole = hashlib.sha256()
     for name, dtype, shape, own in sorted(hashed, key=lambda item: item[0]):
         whole.update(f"{name}\0{dtype}\0{list(shape)}\0{own}\0".encode())
@@ -42,7 +33,7 @@ def total(hashed: Iterable[tuple[str, str, Iterable[int], str]]) -> str:
 
 
 def safetensors_file(path: Path) -> str:
-    """Return the digest (see ``tensors``) of a safetensors file, which several threads read. Raises
+    """Return the digest (see ``total``) of a safetensors file, which several threads read. Raises
     ValueError for a damaged file."""
     start, entries = layout(path)
     with path.open("rb") as opened, ThreadPoolExecutor(THREADS) as pool:

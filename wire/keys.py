@@ -106,13 +106,15 @@ class Grant(msgspec.Struct, frozen=True):
 
 
 class RunKeys:
-    """The scheduler's pair and the grants of its peers, as they are in ``folder``."""
+    """The scheduler's pair and the grants of its peers, as they are in ``folder``. Raises
+    FileNotFoundError, which says what to check, when there are none."""
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.server_public, self.server_secret = (
-            (folder / name).read_text() for name in _SERVER_FILES
-        )
+        with _of_started_run(folder):
+            self.server_public, self.server_secret = (
+                (folder / name).read_text() for name in _SERVER_FILES
+            )
         self._grants: dict[str, Grant] = {}
         self.reload()
 
@@ -130,13 +132,6 @@ class RunKeys:
             if not (folder / "peers" / f"{role}.json").exists():
                 keys.mint(role, services, keep=True)
         return keys
-
-    @classmethod
-    def load(cls, folder: Path) -> "RunKeys":
-        """Read the keys of a run. Raises FileNotFoundError, which says what to check, when there
-        are none."""
-        with _of_started_run(folder):
-            return cls(folder)
 
     def mint(
         self, name: str, services: tuple[str, ...], keep: bool = False,

@@ -17,23 +17,10 @@ from typing import Any
 
 import msgspec
 
+from coppice.wire import messages as wire
 from coppice.wire.arrays import Frame, Limits, decode_body, decode_header, encode
 from coppice.wire.faults import Fault, InfrastructureFault, WireError
 from coppice.wire.keys import PeerKeys
-from coppice.wire.messages import (
-    REPEATABLE,
-    SERVICES,
-    Cancel,
-    Drain,
-    Error,
-    Goodbye,
-    Heartbeat,
-    Message,
-    Register,
-    Registered,
-    Request,
-    Result,
-)
 from coppice.wire.sockets import Dealer
 
 log = logging.getLogger("wire.service")
@@ -58,16 +45,10 @@ class Rejected(ConnectionError):
 def service_types(service: str) -> tuple[type, type]:
     """Return the request and result struct of a service. Every ``judge.<name>`` uses the row
     ``judge``, and so on."""
-    row = SERVICES.get(service.split(".", 1)[0])
+    row = wire.SERVICES.get(service.split(".", 1)[0])
     if row is None:
-        raise WireError(f"unknown service {service!r}: expected one of {sorted(SERVICES)}")
+        raise WireError(f"unknown service {service!r}: expected one of {sorted(wire.SERVICES)}")
     return row
-
-
-@functools.cache
-def repeatable(service: str) -> bool:
-    """Return whether two workers may run one request of a service at once."""
-    return service.split(".", 1)[0] in REPEATABLE
 
 
 class Call:
@@ -75,7 +56,7 @@ class Call:
     the clock of ``time.monotonic``. cancelled: set when nobody wants the answer any more; the
     handler's task is cancelled at the same moment."""
 
-    def __init__(self, header: Request):
+    def __init__(self, header: wire.Request):
         self.id, self.name, self.late = header.id, header.service, False
         self.deadline = time.monotonic() + header.deadline_s
         self.cancelled = asyncio.Event()
@@ -122,7 +103,7 @@ class Service:
         self._admission: str | None = None
         self._echo = 0
 
-    def send(self, header: Message, body: msgspec.Struct | None = None) -> None:
+    def send(self, header: wire.Message, body: msgspec.Struct | None = None) -> None:
         """Queue a message. The body must not be changed afterwards, because large arrays are not
         copied."""
         assert self._dealer is not None, "send before run"
@@ -166,7 +147,7 @@ class Service:
         while True:
             if not self.registered.is_set():
                 await self._register()
-            self.send(Heartbeat(len(self.calls), self.stats(), list(self.calls), self._echo))
+            self.send(wire.Heartbeat(len(self.calls), self.stats(), list(self.calls), self._echo))
             await asyncio.sleep(self._beat_s)
             if self.registered.is_set() and time.monotonic() - self._heard > self.silence_s:
                 log.warning("%s: the scheduler is silent, registering anew", self.name)
@@ -174,7 +155,7 @@ class Service:
 
     async def _register(self) -> None:
         """Send the registration at growing intervals until the scheduler accepts it."""
-        hello = Register(
+        hello = wire.Register(
             self.name, list(self.handlers), self.capacity, os.getpid(), host_socket.gethostname()
         )
         end, pause = time.monotonic() + self.give_up_s, _FIRST_RETRY_S
@@ -196,12 +177,12 @@ class Service:
     async def _leave_when_drained(self) -> None:
         await self.draining.wait()
         if self.registered.is_set():
-            self.send(Drain())
+            self.send(wire.Drain())
         while self.calls:
             await asyncio.wait([call.task for call in self.calls.values() if call.task is not None])
-        self.send(Goodbye("drained"))
+        self.send(wire.Goodbye("drained"))
 
-    def _admitted(self, header: Registered) -> None:
+    def _admitted(self, header: wire.Registered) -> None:
         if self._admission not in (None, header.admission):
             for call in self.calls.values():
                 call.cancel()
@@ -209,7 +190,7 @@ class Service:
         self._admission, self._beat_s = header.admission, header.heartbeat_s
         self.registered.set()
         if self.draining.is_set():
-            self.send(Drain())
+            self.send(wire.Drain())
 
     def _receive(self, frames: list[Frame]) -> None:
         try:
@@ -219,30 +200,28 @@ class Service:
             return
         self._heard = time.monotonic()
         match header:
-            case Request():
+            case wire.Request():
                 self._accept(header, frames)
-            case Cancel(id=number):
+            case wire.Cancel(id=number):
                 if number in self.calls:
                     self.calls[number].cancel()
-            case Registered():
+            case wire.Registered():
                 self._admitted(header)
-            case Drain():
+            case wire.Drain():
                 self.drain()
-            case Goodbye(reason=reason):
+            case wire.Goodbye(reason=reason):
                 if reason != REGISTER_AGAIN:
                     raise Rejected(f"{self.name}: the scheduler sent this worker away: {reason}")
                 self.registered.clear()
-            case Heartbeat(echo=echo):
+            case wire.Heartbeat(echo=echo):
                 self._echo = echo
             case _:  # what only a worker sends
                 pass
 
-    def _accept(self, header: Request, frames: list[Frame]) -> None:
+    def _accept(self, header: wire.Request, frames: list[Frame]) -> None:
         if len(self.calls) >= self.capacity + PINNED_ROOM:
-            message = (
-                f"{self.name} is over its capacity of {self.capacity}: {len(self.calls)} are open"
-            )
-            self.send(Error(header.id, "infrastructure", message))
+            over = f"is over its capacity of {self.capacity}: {len(self.calls)} are open"
+            self.send(wire.Error(header.id, "infrastructure", f"{self.name} {over}"))
             return
         call = Call(header)
         self.calls[header.id] = call
@@ -250,7 +229,7 @@ class Service:
         # A task that is cancelled before its first step never reaches its own ``finally``.
         call.task.add_done_callback(lambda _: self.calls.pop(header.id, None))
 
-    async def _serve(self, header: Request, frames: list[Frame], call: Call) -> None:
+    async def _serve(self, header: wire.Request, frames: list[Frame], call: Call) -> None:
         timer = asyncio.get_running_loop().call_later(header.deadline_s, call.cancel, True)
         try:
             handler = self.handlers.get(header.service)
@@ -260,7 +239,7 @@ class Service:
                 )
             answer = await handler(decode_body(frames, service_types(header.service)[0]), call)
             if not call.cancelled.is_set():
-                self.send(Result(header.id), answer)
+                self.send(wire.Result(header.id), answer)
         except asyncio.CancelledError:
             if call.cancelled.is_set():
                 raise
@@ -268,12 +247,12 @@ class Service:
             if call.late:
                 reason = f"passed its deadline of {header.deadline_s:.1f} s"
             message = f"{header.service} on {self.name} {reason}"
-            self.send(Error(header.id, "infrastructure", message))
+            self.send(wire.Error(header.id, "infrastructure", message))
         except Fault as fault:
-            self.send(Error(header.id, fault.kind, str(fault)))
+            self.send(wire.Error(header.id, fault.kind, str(fault)))
         except Exception as error:  # the one boundary where a handler's failure becomes a message
             log.exception("%s: %s failed", self.name, header.service)
-            self.send(Error(header.id, "infrastructure", f"{type(error).__name__}: {error}"))
+            self.send(wire.Error(header.id, "infrastructure", f"{type(error).__name__}: {error}"))
         finally:
             # The place is free as soon as the answer is queued, because the scheduler may use it
             # before this task's callbacks run.

@@ -50,7 +50,7 @@ class Pump:
         self._loop = asyncio.get_running_loop()
         self._deliver = deliver
         self.ended: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_reader(self._descriptor(), self._wake)
+        self._loop.add_reader(self.socket.fileno(), self._wake)
         self._wake_soon()
         return self.ended
 
@@ -70,14 +70,11 @@ class Pump:
     def stop(self) -> None:
         """Stop listening."""
         if self._loop is not None:
-            self._loop.remove_reader(self._descriptor())
+            self._loop.remove_reader(self.socket.fileno())
         self._loop = self._deliver = None
 
     def _first(self) -> Frame:
         return self.socket.recv(zmq.NOBLOCK)
-
-    def _descriptor(self) -> int:
-        return int(self.socket.getsockopt(zmq.FD))
 
     def _wake_soon(self) -> None:
         if not self._woken and self._loop is not None:
@@ -216,11 +213,11 @@ class Dealer(Pump):
             return super().send(frames)
         return False
 
-    def close(self, linger_ms: int = 500) -> None:
-        """Close. The last messages (Goodbye) get ``linger_ms`` milliseconds to leave; there is no
-        wait when all have left."""
+    def close(self) -> None:
+        """Close. The last messages (Goodbye) get 500 ms to leave; there is no wait when all have
+        left."""
         self.stop()
-        self.context.destroy(linger=linger_ms)
+        self.context.destroy(linger=500)
 
 
 def _configure(socket: zmq.Socket, limits: Limits) -> None:

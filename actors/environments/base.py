@@ -28,9 +28,8 @@ def prompt_template(prompt: str, folder: Path) -> tuple[Path, str]:
     path = folder / f"{prompt}.txt" if "/" not in prompt else Path(prompt)
     if not path.is_file():
         names = ", ".join(sorted(file.stem for file in folder.glob("*.txt")))
-        raise FileNotFoundError(
-            f"prompt {prompt!r}: no file {path}; expected one of {names}, or a path with a slash"
-        )
+        wish = f"expected one of {names}, or a path with a slash"
+        raise FileNotFoundError(f"prompt {prompt!r}: no file {path}; {wish}")
     return path, path.read_text().strip()
 
 

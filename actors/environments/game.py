@@ -51,20 +51,14 @@ class Game(Environment):
 
     def __init__(self, prompt: str, history: Natural = 0, stop_at_action: bool = True):
         path, self.template = prompt_template(prompt, self.folder)
-        placeholders = set(_PLACEHOLDER.findall(self.template))
+        placeholders, file = set(_PLACEHOLDER.findall(self.template)), f"prompt file {path} has"
         if not {"board", "row", "picture"} & placeholders:
-            raise ValueError(
-                f"prompt file {path} has none of the placeholders {{board}}, {{row}}, {{picture}}"
-            )
+            raise ValueError(f"{file} none of the placeholders {{board}}, {{row}}, {{picture}}")
         self.pictures = PICTURE in self.template
         if self.pictures and type(self).picture is Game.picture:
-            raise ValueError(
-                f"prompt file {path} has a {PICTURE} placeholder, and {self.name} draws no pictures"
-            )
+            raise ValueError(f"{file} a {PICTURE} placeholder, and {self.name} draws no pictures")
         if history and "past" not in placeholders:
-            raise ValueError(
-                f"history = {history} has no effect: prompt file {path} has no {{past}} placeholder"
-            )
+            raise ValueError(f"history = {history} has no effect: {file} no {{past}} placeholder")
         self.history, self.stop = history, ["</action>"] if stop_at_action else []
 
     # ----------------------------------------------------------------------------- of each game

@@ -103,9 +103,8 @@ def posterior(
     }
     free = [cell for cell in hidden if cell not in settled and cell not in counted]
     left = mines - sum(settled.values())
-    layouts, weights, free_mined = _combined(
-        [counts.layouts for _, counts in solved], len(free), left
-    )
+    parts = [counts.layouts for _, counts in solved]
+    layouts, weights, free_mined = _combined(parts, len(free), left)
     if not layouts:
         raise Contradiction(
             f"no layout of {mines} mines on {rows}x{columns} fits the numbers {dict(numbers)}"

@@ -56,12 +56,8 @@ class Search(msgspec.Struct, frozen=True):
         """Return the mean backed-up return of each cell tried, in [-1, 1] for the side to move;
         with ``solve``, proven results replace means."""
         tried = [child for child in self.root(board, seed).children if child.explore_count]
-        return {
-            child.action: child.outcome[child.player]
-            if child.outcome
-            else child.total_reward / child.explore_count
-            for child in tried
-        }
+        means = {child.action: child.total_reward / child.explore_count for child in tried}
+        return means | {c.action: c.outcome[c.player] for c in tried if c.outcome}
 
 
 def _read(state: Any) -> str:

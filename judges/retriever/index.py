@@ -279,8 +279,7 @@ def loaded(file: Path, text: str, search: str) -> faiss.Index:
     try:
         index = faiss.read_index(str(file), 0 if "IVF" in text else faiss.IO_FLAG_MMAP_IFC)
     except RuntimeError as error:
-        remedy = "build the index anew with coppice index"
-        raise ValueError(f"{file} is damaged ({_why(error)}): {remedy}") from None
+        raise ValueError(f"{file} is damaged ({_why(error)}): {_ANEW}") from None
     tune(index, search, text)
     return on_gpus(index)
 

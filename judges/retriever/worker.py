@@ -65,9 +65,8 @@ async def opened(config: RetrieverConfig) -> AsyncIterator[HotQueries]:
     async with AsyncExitStack() as stack:
         # where there is another server, it is asked before one is waited for
         attempts = 5 if len(urls) == 1 else 2
-        clients = [SearchR1Client(url, attempts=attempts) for url in urls]
-        for client in clients:
-            await stack.enter_async_context(client)
+        enter = stack.enter_async_context
+        clients = [await enter(SearchR1Client(url, attempts=attempts)) for url in urls]
         at_once = len(urls) * max(1, AT_ONCE // config.batch)
         yield HotQueries(RetrieverFleet(clients), config.cache, config.batch, at_once)
 

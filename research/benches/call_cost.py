@@ -22,7 +22,7 @@ from coppice.common.numbers import Count
 from coppice.research.benches import result
 from coppice.scheduler.dispatch.calls import Place
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Dispatcher
-from coppice.scheduler.dispatch.placement import CAPACITY, Fleet
+from coppice.scheduler.dispatch.placement import CAPACITY, Fleet, Generation
 from coppice.scheduler.garbage import sparing
 from coppice.wire.arrays import Frame, decode_header, encode, encode_body
 from coppice.wire.keys import Grant, RunKeys
@@ -152,7 +152,7 @@ class Callers:
             request = GenerateRequest(
                 tokens[: SHARED + GROWTH * turn], 1, Sampling(max_tokens=GROWTH)
             )
-            place: Place = fleet.call(tree, request)
+            place: Place = Generation(fleet, tree, request)
             await self.dispatcher.call("generate", request, deadline=3600.0, place=place)
             self.answered()
         fleet.ended(tree)

@@ -39,10 +39,8 @@ from coppice.wire import messages as wire
 from coppice.wire.arrays import Frame, encode
 from coppice.wire.faults import FAULTS, DataFault, Fault, InfrastructureFault, Refused, WireError
 from coppice.wire.keys import RunKeys
-from coppice.wire.service import REGISTER_AGAIN, repeatable, service_types
+from coppice.wire.service import REGISTER_AGAIN, service_types
 from coppice.wire.sockets import Router
-
-__all__ = ["DispatchConfig", "Dispatcher", "Event", "Worker"]
 
 log = logging.getLogger("scheduler.dispatch")
 
@@ -258,10 +256,8 @@ class Dispatcher:
         attempt = worker.in_flight[number] = Attempt(number, pending, worker, now)
         pending.attempts.append(attempt)
         self._changed(worker)
-        header = arrays.encode_header(
-            wire.Request(number, pending.service, max(0.001, pending.deadline - now))
-        )
-        self.router.send([worker.identity, header, *pending.body])
+        header = wire.Request(number, pending.service, max(0.001, pending.deadline - now))
+        self.router.send([worker.identity, *encode(header), *pending.body])
         pending.place.started(worker.name)
 
     def _finish(self, attempt: Attempt, outcome: str, result: Any = None) -> None:
@@ -439,7 +435,7 @@ class Dispatcher:
             return
         worker.breaker.record(True, now := self.clock())
         worker.answers(now)
-        if repeatable(pending.service):
+        if pending.service.split(".", 1)[0] in wire.REPEATABLE:
             self._latencies[pending.service].record(now - attempt.start)
         pending.settle(body)
         self._finish(attempt, "ok", body)

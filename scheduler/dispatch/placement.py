@@ -71,10 +71,6 @@ class Fleet:
         self._needs: deque[float] = deque(maxlen=KEPT)
         self._mean: float | None = None
 
-    def call(self, tree: int, request: GenerateRequest, background: bool = False) -> Place:
-        """The place of a call of ``tree``. background: it serves no trained trajectory."""
-        return Generation(self, tree, request, background)
-
     def ended(self, tree: int) -> None:
         """Free a tree's room, and remember what it needed as the measure for other trees."""
         growing = self.trees.pop(tree, None)
@@ -124,9 +120,10 @@ class Fleet:
 
 
 class Generation(Place):
-    """The place of one generate call. tokens: the prompt as the bytes of int32 [length]."""
+    """The place of one generate call of a tree. tokens: the prompt as the bytes of int32 [length].
+    background: it serves no trained trajectory."""
 
-    def __init__(self, fleet: Fleet, tree: int, request: GenerateRequest, background: bool):
+    def __init__(self, fleet: Fleet, tree: int, request: GenerateRequest, background: bool = False):
         self.fleet, self.tree, self.request, self.background = fleet, tree, request, background
         self.tokens = request.tokens.astype(np.int32, copy=False).tobytes()
         self.length = len(request.tokens)

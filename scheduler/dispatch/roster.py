@@ -162,9 +162,8 @@ class Roster:
             return reason
         if extra := [service for service in hello.services if not grant.allows(service)]:
             return f"its key may offer {', '.join(grant.services)}, and not {', '.join(extra)}"
-        if (
-            other := self.by_name.get(hello.worker)
-        ) is not None and other.key != self.router.sender:
+        other = self.by_name.get(hello.worker)
+        if other is not None and other.key != self.router.sender:
             return (
                 "a living worker of this name has another key: take another (coppice serve --name)"
             )

@@ -16,14 +16,6 @@ class Estimate(msgspec.Struct, frozen=True):
     mean: float
     half: float
 
-    @property
-    def low(self) -> float:
-        return self.mean - self.half
-
-    @property
-    def high(self) -> float:
-        return self.mean + self.half
-
     def __str__(self) -> str:
         return f"{self.mean:.3f} ±{self.half:.3f}"
 

@@ -34,6 +34,5 @@ def counted(turns: Sequence[Turn], column: str, equal: Equal) -> Counter[str]:
     if len({turn.trajectory for turn in turns if column in turn.scores}) < 2:
         return Counter()
     step = min(LATEST_STEP, min(turn.turn for turn in turns))
-    return Counter(
-        {f"{COMPARED}{step}": 1, f"{EQUAL}{step}": int(not differs([turns], column, equal))}
-    )
+    alike = not differs([turns], column, equal)
+    return Counter({f"{COMPARED}{step}": 1, f"{EQUAL}{step}": int(alike)})

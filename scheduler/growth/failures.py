@@ -29,6 +29,5 @@ def traced(error: BaseException) -> str:
 
 def brief(error: BaseException) -> str:
     """Return an exception's type and message in one line."""
-    return " ".join(
-        f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode().split()
-    )
+    text = f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode()
+    return " ".join(text.split())

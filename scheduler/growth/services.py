@@ -26,7 +26,7 @@ from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import UNJUDGED, SchedulerConfig
 from coppice.scheduler.dispatch.calls import Check, Place
 from coppice.scheduler.dispatch.dispatcher import Dispatcher
-from coppice.scheduler.dispatch.placement import Fleet
+from coppice.scheduler.dispatch.placement import Fleet, Generation
 from coppice.scheduler.dispatch.weight_sync import Versions
 from coppice.scheduler.growth import answers
 from coppice.scheduler.growth.text import Shown, Text
@@ -241,7 +241,7 @@ class Services(Tools):
     async def _generate(
         self, request: wire.GenerateRequest, background: bool
     ) -> wire.GenerateResult:
-        place = self.runtime.fleet.call(self.tree.id, request, background)
+        place = Generation(self.runtime.fleet, self.tree.id, request, background)
         vocabulary, versions = self.runtime.text.vocabulary, self.runtime.versions
         check = partial(answers.sampled, request, vocabulary, versions.proven, versions)
         deadline = self.settings.generate_deadline_s

@@ -16,8 +16,6 @@ class Tasks:
     """The training tasks of one source or several. rejected: rows that cannot work, quarantined."""
 
     def __init__(self, source: str | list[str], seed: int, verbatim: bool = False):
-        self.tasks: list[Task]
-        self.rejected: list[RejectedTask]
         self.tasks, self.rejected = load_tasks(source, verbatim)
         self.seed = seed
         self._epoch = -1

@@ -66,9 +66,7 @@ class Text:
                 " and the model's chat template must write one for each picture"
             )
         pieces = np.split(tokens, np.sort(np.concatenate([at, at + 1])))
-        sizes = [math.prod(self.vision.grid(png)) for _, png in pictures]
-        numbers = [number for number, _ in pictures]
-        pieces[1::2] = [vision.ids(*picture) for picture in zip(numbers, sizes, strict=True)]
+        pieces[1::2] = [vision.ids(n, math.prod(self.vision.grid(png))) for n, png in pictures]
         return np.concatenate(pieces)
 
     def _tokenized(self, text: str) -> np.ndarray:
@@ -121,6 +119,5 @@ class Text:
             return self._renderer.whole([dict(message) for message in messages], tools)
         if not self._template.available:
             return "\n".join(message["content"] for message in messages) + "\n"
-        values = {"enable_thinking": thinking}
-        switches = {k: v for k, v in values.items() if k in self._template.variables}
-        return self._template.render(messages, switches)
+        knows = "enable_thinking" in self._template.variables
+        return self._template.render(messages, {"enable_thinking": thinking} if knows else {})

@@ -11,7 +11,7 @@ import msgspec
 
 from coppice.common.shards import Shard
 from coppice.scheduler.dispatch.dispatcher import Dispatcher, Worker
-from coppice.scheduler.growth.tree import Node, Tree
+from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import Trained, TrainGroup, TreeClosed, Turn
@@ -120,13 +120,10 @@ class Stream:
 
     def _fresh(self, tree: Tree, turns: list[Turn], whole: bool) -> list:
         sent = self._sent.setdefault(tree.id, set())
-        needed: dict[int, Node] = {}
-        for turn in turns:
-            for node in tree.path(tree.nodes[turn.node]):
-                if whole or node.id not in sent:
-                    needed[node.id] = node
-        sent.update(needed)
-        nodes = [needed[id] for id in sorted(needed)]
+        needed = {node.id for turn in turns for node in tree.path(tree.nodes[turn.node])}
+        needed -= set() if whole else sent
+        sent |= needed
+        nodes = [tree.nodes[id] for id in sorted(needed)]
         return [node.travels(self.journal.pictures(node.tokens)) for node in nodes]
 
     async def _close(self, closed: TreeClosed) -> None:

@@ -65,9 +65,8 @@ class Faults:
         self._said_at[service] = now
         count = self._untold.pop(service)
         often = f", {count} times in the last {now - before:.0f} s" if before > -math.inf else ""
-        text = textwrap.shorten(
-            str(fault).removeprefix(f"{service} "), _LONGEST, placeholder=" ..."
-        )
+        text = str(fault).removeprefix(f"{service} ")
+        text = textwrap.shorten(text, _LONGEST, placeholder=" ...")
         self._say(f"{service} fails{often}: {text} ({caller}; more in logs/{self.name}.log)")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from coppice.common.atomic import as_json
 from coppice.scheduler.evaluation import best
 from coppice.scheduler.evaluation.evaluation import HeldOut
 from coppice.scheduler.ledger.journal import Journal
@@ -64,13 +65,10 @@ class Phases:
 
 def heldout_line(name: str, result: HeldOut, seconds: float) -> str:
     """One line for the terminal, with the headline first."""
-    shown = ", ".join(f"{measure} {result.measures[measure]}" for measure in _ordered(result))
+    ordered = sorted(result.measures, key=lambda measure: (measure != result.headline, measure))
+    shown = ", ".join(f"{measure} {result.measures[measure]}" for measure in ordered)
     what = f"held-out {name} (version {result.version}, {result.questions} tasks)"
     return f"{what}: {shown}, {seconds:.0f} s"
-
-
-def _ordered(result: HeldOut) -> list[str]:
-    return sorted(result.measures, key=lambda measure: (measure != result.headline, measure))
 
 
 def write(
@@ -89,7 +87,7 @@ def write(
         "seconds": {"this_start": wall, "phases": spent},
     }
     summary |= {} if kept is None else {"best": kept[0]}
-    (run / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=1))
+    (run / SUMMARY).write_bytes(as_json(summary))
     config = run / "config.json"
     if config.exists():  # the folder is the run's, so this is the first of its schedulers
         results = [{**result, "version": version} for version, result in evaluations.values()]

@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 from coppice.actors.environments.base import SPLIT
-from coppice.actors.environments.sokoban.environment import SPRITE as SIDE
 from coppice.actors.environments.sokoban.environment import (
     Sokoban,
     SokobanState,
@@ -38,6 +37,8 @@ ROOM = "######" + "#P_O_#" + "#_X__#" + "#____#" * 2 + "######"
 """Solved by down, down, right, up (which pushes the box up into the first row), left, up, right
 (which pushes it onto the target)."""
 PAIR = "######" + "#PXO_#" + "#_XO_#" + "#____#" * 2 + "######"
+SIDE = 16
+"""Pixels of a cell in each direction."""
 
 
 def lane(cells: str) -> str:

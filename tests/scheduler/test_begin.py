@@ -87,7 +87,7 @@ class House:
     async def live(self, until: Callable[[Any], bool] = lambda house: False) -> None:
         """The whole run, or its beginning: it is dropped as soon as ``until`` is true."""
         services = "generate", "load", "train", "close"
-        keys = RunKeys.load(self.folder / "keys").mint("tests", services)
+        keys = RunKeys(self.folder / "keys").mint("tests", services)
         endpoint = self.run.dispatcher.endpoint
         actor = Service("actor-0", {"generate": self.generate, "load": self.load}, 16)
         learner = Service("learner", {"train": self.train, "close": self.close}, 64)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coppice.scheduler.dispatch.calls import Place, Worker
-from coppice.scheduler.dispatch.placement import CAPACITY, PATIENCE_S, Fleet
+from coppice.scheduler.dispatch.placement import CAPACITY, PATIENCE_S, Fleet, Generation
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sample, Sampling
 from tests.services import loaded
 
@@ -34,7 +34,7 @@ class World:
 
     def call(self, tree: int, prompt: list[int], n: int = 1, background: bool = False) -> Place:
         request = GenerateRequest(np.array(prompt, np.int32), n, Sampling(10))
-        return self.fleet.call(tree, request, background)
+        return Generation(self.fleet, tree, request, background)
 
     def start(self, place: Place, avoid: frozenset[str] = frozenset()) -> str | None:
         worker = place.choose(self.workers(), avoid)

@@ -123,7 +123,7 @@ FAULTS = [
         ("a cancelled attempt keeps its room", 3,
          Dispatcher, "_abandon", "self._finish(attempt, outcome)", "pass"),
         ("a group travels without its nodes", 25,
-         Stream, "_fresh", "if whole or node.id not in sent", "if node.id not in sent"),
+         Stream, "_fresh", "set() if whole else sent", "sent"),
         ("tokens are labelled with the newest version", 18,
          Context, "_sampled", "versions=sample.versions",
          "versions=sample.versions * 0 + self.runtime.versions.newest"),

@@ -66,13 +66,11 @@ async def test_a_key_for_one_judge_serves_no_other_judge(tmp_path: Path) -> None
 @pytest.mark.second
 async def test_a_minted_key_is_good_at_once_and_a_revoked_one_sent_away(tmp_path: Path) -> None:
     async with bench(tmp_path, DispatchConfig(heartbeat_s=0.05)) as b:
-        name, invitation = RunKeys.load(tmp_path / "keys").invite(
-            "judge.mine", b.dispatcher.endpoint
-        )
+        name, invitation = RunKeys(tmp_path / "keys").invite("judge.mine", b.dispatcher.endpoint)
         guest = Service("guest", {"judge.mine": echo}, 4)
         serving = asyncio.create_task(guest.run(b.dispatcher.endpoint, invitation, signals=False))
         await b.dispatcher.wait_for("judge.mine", 1, 30)
-        RunKeys.load(tmp_path / "keys").revoke(name)
+        RunKeys(tmp_path / "keys").revoke(name)
         with pytest.raises(Rejected, match="its key was revoked"):
             await asyncio.wait_for(serving, 30)
         assert b.dispatcher.workers() == []

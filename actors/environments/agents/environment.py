@@ -383,10 +383,8 @@ def _asking(before: AgentState, record: tuple[Exchange, ...], request: Conversat
         () if length else tools,
         request.stop,
     )
-    tail = request.messages[length:] if length else []
-    return Transition(
-        state, "", False, messages=tail, after=ends[digests[length]] if length else None
-    )
+    tail, after = (request.messages[length:], ends[digests[length]]) if length else ([], None)
+    return Transition(state, "", False, messages=tail, after=after)
 
 
 def _digest(request: Conversation, reply: Reply | None = None) -> str:

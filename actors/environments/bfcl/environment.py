@@ -130,9 +130,8 @@ class Bfcl(Environment):
     def tools(self, state: BfclState) -> list[dict[str, Any]]:
         """Return the functions of the first turn. Those that come later stand in a user message,
         because what was rendered stays as it is."""
-        functions = json.dumps(
-            self.board.entry(state.task).functions if state.form != PYTHON else []
-        )
+        first = self.board.entry(state.task).functions
+        functions = json.dumps(first if state.form != PYTHON else [])
         for name, kind in JSON_TYPES.items():
             functions = functions.replace(f'"type": "{name}"', f'"type": "{kind}"')
         return [{"type": "function", "function": one} for one in json.loads(functions)]
@@ -198,12 +197,8 @@ class Bfcl(Environment):
             if number not in entry.added:
                 return entry.turns[number]
             words = self.board.prompts.DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_PROMPTING
-            return [
-                {
-                    "role": "user",
-                    "content": words.format(functions=self._listed(entry.added[number])),
-                }
-            ]
+            content = words.format(functions=self._listed(entry.added[number]))
+            return [{"role": "user", "content": content}]
         results = self.board.replayed(entry, turns)[1][-len(turns[-1][-1]) :]
         names = [str(call) if state.form == PYTHON else call.name for call in turns[-1][-1]]
         pairs = zip(names, results, strict=True)

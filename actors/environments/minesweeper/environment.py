@@ -81,9 +81,8 @@ class Minesweeper(Game):
         super().__init__(prompt, history, stop_at_action)
         most = rows * columns - min(rows, 3) * min(columns, 3) - centre_start
         if most < 1:
-            raise ValueError(
-                f"rows = {rows}, columns = {columns}: expected a board larger than 3x3"
-            )
+            size = f"rows = {rows}, columns = {columns}"
+            raise ValueError(f"{size}: expected a board larger than 3x3")
         if not 1 <= mines <= most:
             raise ValueError(
                 f"mines = {mines}: expected 1 to {most} on {rows}x{columns}, as the 3x3 around the"

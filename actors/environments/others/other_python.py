@@ -74,9 +74,8 @@ class OtherPython(Mutable):
         if "refused" in answer:
             raise ActionRefused(answer["refused"])
         if "failed" in answer:
-            raise DataFault(
-                f"the game of seed {seed} after {len(actions)} actions raised {answer['failed']}"
-            )
+            place = f"of seed {seed} after {len(actions)} actions"
+            raise DataFault(f"the game {place} raised {answer['failed']}")
         return Turned(**answer)
 
     async def close(self) -> None:
@@ -115,7 +114,6 @@ class _Child:
 
     async def _exchanged(self, request: tuple[Any, ...]) -> dict[str, Any]:
         if self._process is None or self._process.returncode is not None:
-            parent = os.getpid()
             self._process = await asyncio.create_subprocess_exec(
                 *self.command,
                 stdin=asyncio.subprocess.PIPE,
@@ -123,7 +121,7 @@ class _Child:
                 limit=LARGEST,
                 env=_environment(),
                 start_new_session=True,
-                preexec_fn=lambda: die_with(parent),
+                preexec_fn=functools.partial(die_with, os.getpid()),
             )
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None

@@ -252,7 +252,6 @@ class TextWorld:
         self.library, self.arguments = textworld, arguments
         _options(textworld, arguments, 0)
         self.score = 0.0
-        self.said: list[str] = []
 
     def begin(self, seed: int) -> str:
         infos = self.library.EnvInfos(

@@ -35,8 +35,6 @@ STEP, ON_TARGET, SOLUTION = -0.1, 1.0, 10.0
 """What a step, a box that comes onto a target, and the solution bring."""
 HELD_OUT_SHARE = 8
 """One layout in eight is held out."""
-SPRITE = 16
-"""Pixels of a cell in each direction."""
 ROW_PLACED = "*"
 """The box on a target in {row}, which a character tokenizer of ASCII must be able to read."""
 
@@ -86,9 +84,8 @@ class Sokoban(Game):
             if value not in expected:
                 raise ValueError(f"{option} = {value}: expected {expected[0]} to {expected[-1]}")
         if side and not self.pictures:
-            raise ValueError(
-                f"side = {side}: expected 0, or a prompt that has a {{picture}}: sokoban_picture"
-            )
+            wish = "expected 0, or a prompt that has a {picture}: sokoban_picture"
+            raise ValueError(f"side = {side}: {wish}")
         self.size, self.boxes, self.max_turns, self.side = size, boxes, horizon, side
         self.split, self.outcome = split, outcome
 
@@ -179,7 +176,7 @@ def shown(board: str) -> str:
 
 def picture(board: str, side: int = 0) -> bytes:
     """Return a board as a PNG of ``side`` x ``side`` RGB pixels, whose sprites repeat the nearest
-    pixel. 0: ``SPRITE`` times the room's size."""
+    pixel. 0: 16 pixels per cell."""
     image = pixels(board)
     at = np.arange(side or len(image)) * len(image) // (side or len(image))
     file = io.BytesIO()
@@ -195,7 +192,7 @@ def pixels(board: str) -> np.ndarray:
 
 @cache
 def _sprites() -> dict[str, np.ndarray]:
-    """Return the sprite of every glyph, uint8 [SPRITE, SPRITE, 3]. They show the kinds of cell of
+    """Return the sprite of every glyph, uint8 [16, 16, 3]. They show the kinds of cell of
     the released code with other pixels; the player stands on the frame of a target."""
     sheet = np.asarray(Image.open(Path(__file__).with_name("sprites.png")).convert("RGB"))
     return dict(zip(GLYPHS, np.split(sheet, len(GLYPHS), axis=1), strict=True))

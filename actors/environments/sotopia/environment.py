@@ -113,10 +113,8 @@ class Sotopia(Environment):
             raise ValueError(f"turns = {turns}: expected 2 or more, because two agents take turns")
         unruled = [key for key, scenario in self.library.envs.items() if scenario.rules is None]
         if judge == "sotopia_rules" and unruled:
-            raise ValueError(
-                f"judge = 'sotopia_rules': scenario {unruled[0]!r} has no rules to check;"
-                " use judge = 'sotopia'"
-            )
+            fault = f"scenario {unruled[0]!r} has no rules to check"
+            raise ValueError(f"judge = 'sotopia_rules': {fault}; use judge = 'sotopia'")
         self.partner, self.partner_tokens, self.speakers = partner, partner_tokens, (partner,)
         self.side, self.turns, self.outcome_judge = side, turns, judge
         self.profiles = profiles
@@ -264,11 +262,7 @@ class Sotopia(Environment):
 
 
 def _turn(action: Action, side: int) -> SotopiaTurn:
-    return (
-        SotopiaTurn(side, action.kind, action.argument or "")
-        if action.valid
-        else SotopiaTurn(side, "none")
-    )
+    return SotopiaTurn(side, action.kind if action.valid else "none", action.argument or "")
 
 
 # ------------------------------------------------------------------------- turns and profiles
@@ -309,9 +303,8 @@ def line(turn: SotopiaTurn, name: str) -> str:
 
 def history(turns: Sequence[SotopiaTurn], names: Sequence[str]) -> str:
     """Return the turns, one per line, numbered from 1."""
-    return "\n".join(
-        f"Turn #{number}: {line(turn, names[turn.side])}" for number, turn in enumerate(turns, 1)
-    )
+    lines = (f"Turn #{n}: {line(turn, names[turn.side])}" for n, turn in enumerate(turns, 1))
+    return "\n".join(lines)
 
 
 def profile(agent: Agent, relationship: int, own: bool = False) -> str:

@@ -101,14 +101,11 @@ def load(path: str) -> Library:
         library = _decoded(place, Library)
     for combo in library.combos:
         if combo.env_id not in library.envs or not set(combo.agent_ids) <= set(library.agents):
-            raise ValueError(
-                f"{place}: combo {combo.pk!r} names {combo.env_id!r} and {combo.agent_ids}, which"
-                " are missing"
-            )
+            missing = f"{combo.env_id!r} and {combo.agent_ids}, which are missing"
+            raise ValueError(f"{place}: combo {combo.pk!r} names {missing}")
     if not library.combos:
-        raise ValueError(
-            f"{place} has no combos: expected at least one, a scenario with two agents"
-        )
+        wish = "expected at least one, a scenario with two agents"
+        raise ValueError(f"{place} has no combos: {wish}")
     for key, scenario in library.envs.items():
         for rules in scenario.rules or ():
             for condition in (GoalCondition(says=rules.secret or "."), *rules.goal):
@@ -143,6 +140,5 @@ def _check(condition: GoalCondition, where: str) -> None:
     except re.error as error:
         raise ValueError(f"{where} has no regular expression: {error}") from None
     if len(patterns) != 1 or (condition.agreed and groups != [1]):
-        raise ValueError(
-            f"{where}: expected exactly one of says, never and agreed, and one group in agreed"
-        )
+        wish = "expected exactly one of says, never and agreed, and one group in agreed"
+        raise ValueError(f"{where}: {wish}")

@@ -202,17 +202,12 @@ def solutions(board: str, rng: random.Random | None = None) -> Iterator[str]:
     yield from search([place for place in _places(size) if board[place[0]] == BLANK])
 
 
-def full_grid(size: int, rng: random.Random) -> str:
-    """Return a solved grid, drawn by backtracking."""
-    return next(solutions(BLANK * size**2, rng))
-
-
 def generate(size: int, blanks: int, seed: int) -> tuple[str, str]:
     """Return a puzzle with exactly ``blanks`` blanks and one solution, and the solution. Raises
     DataFault after ``TRIES`` tries."""
     for attempt in range(TRIES):
         rng = random.Random(seed + attempt * STRIDE)
-        solution = full_grid(size, rng)
+        solution = next(solutions(BLANK * size**2, rng))
         order = list(range(size * size))
         rng.shuffle(order)
         emptied = set(order[:blanks])

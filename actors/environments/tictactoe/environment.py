@@ -110,9 +110,8 @@ class TicTacToe(Game):
         super().__init__(prompt, history, stop_at_action)
         weights = {"tictactoe_mcts": 0.5, RANDOM: 0.5} if opponents is None else opponents
         if "" in weights or not 0 < sum(weights.values()) < inf or min(weights.values()) < 0:
-            raise ValueError(
-                f"opponents = {weights}: expected player names with weights >= 0, not all of them 0"
-            )
+            wish = "expected player names with weights >= 0, not all of them 0"
+            raise ValueError(f"opponents = {weights}: {wish}")
         self.opponents = {name: weights[name] for name in sorted(weights)}
         self.second, self.opening = second, opening
 

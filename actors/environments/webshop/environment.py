@@ -87,10 +87,8 @@ class WebShop(Environment):
         think: Think = "required",
     ):
         if bool(products) != bool(attributes) or (human and not products):
-            raise ValueError(
-                f"{products = }, {attributes = }, {human = }: expected the first two together, and"
-                " `human` only with them"
-            )
+            wish = "expected the first two together, and `human` only with them"
+            raise ValueError(f"{products = }, {attributes = }, {human = }: {wish}")
         self.rich, self.horizon, self.history = pages == "text_rich", horizon, history
         self.outcome: Literal["success", "score"] = outcome
         self.think: Think = think

@@ -77,10 +77,8 @@ def _product(kind: Kind, number: int, brands: Sequence[str], rng: random.Random)
         f"{attribute.capitalize()}: made {rng.choice(WORDS['praise'])}"
         for attribute in rng.sample(attributes, len(attributes))
     ]
-    low, chance = (
-        rng.randint(kind.low, kind.high) + rng.choice((0.0, 0.49, 0.95, 0.99)),
-        rng.random(),
-    )
+    low = rng.randint(kind.low, kind.high) + rng.choice((0.0, 0.49, 0.95, 0.99))
+    chance = rng.random()
     row["pricing"] = f"${low:.2f}" if chance >= UNPRICED else None
     if UNPRICED <= chance < UNPRICED + RANGES:
         row["pricing"] = f"${low:.2f} - ${low * rng.uniform(1.1, 1.6):.2f}"

@@ -47,10 +47,8 @@ def type_factor(product: Product, goal: Goal) -> float:
         return 0.0
     if title < 0.1:
         return BARELY_ALIKE
-    same = (
-        product.query == wanted.query or len(_parts(product) & _parts(wanted)) >= 2 or title > 0.2
-    )
-    return 1.0 if same else DIFFERENT_TYPE
+    same = product.query == wanted.query or len(_parts(product) & _parts(wanted)) >= 2
+    return 1.0 if same or title > 0.2 else DIFFERENT_TYPE
 
 
 def colour_of(option: str | tuple[str, str]) -> str | tuple[str, str]:

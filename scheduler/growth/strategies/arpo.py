@@ -56,8 +56,7 @@ async def grow(
                 chance = base + weight * (entropy(actions[turn - 1]) - entropy(actions[0]))
                 rng = ctx.derive(f"branch {number} {turn}").rng
                 forks += [Fork(actions[turn])] if rng.random() < chance else []
-        leaves |= await grown(
-            tree, ctx, dict(enumerate(forks[: budget - len(leaves)], len(leaves)))
-        )
+        new = forks[: budget - len(leaves)]
+        leaves |= await grown(tree, ctx, dict(enumerate(new, len(leaves))))
     leaves |= await grown(tree, ctx, dict.fromkeys(range(len(leaves), budget)))
     emit(tree, ctx, [leaves.values()])

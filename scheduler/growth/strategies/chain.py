@@ -51,11 +51,10 @@ async def episode(
             if "valid" not in action.scores and not action.forced:
                 group.start(judge(ctx, [action], bonus))
             acting(action)
-        node = (
-            await ctx.tip(trajectory)
-            if fork is None or sampled_before
-            else sampled(await ctx.branch(fork, trajectory))
-        )
+        if fork is None or sampled_before:
+            node = await ctx.tip(trajectory)
+        else:
+            node = sampled(await ctx.branch(fork, trajectory))
         while (place := await ctx.onward(node)) is not None:
             (action,) = await ctx.generate(place, 1, trajectory)
             node = sampled(action)

@@ -21,6 +21,5 @@ def gives(k: int, **_: object) -> StrategyGives:
 async def grow(tree: Tree, ctx: Context, k: Count = 5, bonus: float = 0.1) -> None:
     """Grow all trajectories, then emit them as one group. bonus: see ``rewards.composite``."""
     if not tree.groups:
-        ctx.emit(
-            await gather(episode(tree, ctx.derive(f"trajectory {i}"), bonus, i) for i in range(k))
-        )
+        work = (episode(tree, ctx.derive(f"trajectory {i}"), bonus, i) for i in range(k))
+        ctx.emit(await gather(work))

@@ -27,15 +27,12 @@ async def grow(
     for _ in range(rounds):
         forks: dict[int, Fork | None] = {}
         for numbers in members:
-            places = {
-                action.parent: action for action in distinct(leaves[number] for number in numbers)
-            }
+            actions = distinct(leaves[number] for number in numbers)
+            places = {action.parent: action for action in actions}
             new = range(len(leaves) + len(forks), len(leaves) + len(forks) + nodes * bool(places))
-            drawn = {
-                number: ctx.derive(f"fork {number}").rng.choice([*places.values()])
-                for number in new
-            }
-            forks |= {number: Fork(action) for number, action in drawn.items()}
+            for number in new:
+                drawn = ctx.derive(f"fork {number}").rng.choice([*places.values()])
+                forks[number] = Fork(drawn)
             numbers += new
         leaves |= await grown(tree, ctx, forks)
     emit(tree, ctx, ((leaves[number] for number in numbers) for numbers in members))
