@@ -27,13 +27,7 @@ from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.tree import Tree
 from coppice.tools.evaluating import examination, players
-from coppice.tools.evaluating.examination import (
-    Evaluation,
-    PolicyRow,
-    Prepared,
-    SampleMean,
-    sample_mean,
-)
+from coppice.tools.evaluating.examination import Evaluation, PolicyRow, Prepared, SampleMean
 from coppice.tools.evaluating.in_process import ResumedCalls
 from coppice.tools.evaluating.players import MeasuredPolicy, PlayerSettings, key_values
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sample
@@ -271,10 +265,10 @@ class GamesEvaluation(Evaluation):
         """Play the games that are not played yet."""
         examined, environment = await self.examine(self.row), self.row.environment
         games, costs = [game for game in examined.outcomes if game is not None], examined.costs
-        values = pooled(environment, games)
+        values = pooled(environment, games).items()
+        measures = {name: examination.sample_mean(several) for name, several in values}
         result = GamesResult(
-            self.row.settings, environment.headline, len(games),
-            {name: sample_mean(several) for name, several in values.items()}, examined.undone,
+            self.row.settings, environment.headline, len(games), measures, examined.undone,
             costs.seconds, int(costs.engine.get("decoded_tokens", 0)), costs.engine,
         )  # fmt: skip
         write_whole(self.out / "result.json", result)
