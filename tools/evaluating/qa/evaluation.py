@@ -31,7 +31,7 @@ from coppice.tools.evaluating.examination import Evaluation, PolicyRow, Prepared
 from coppice.tools.evaluating.in_process import ResumedCalls
 from coppice.tools.evaluating.players import MeasuredPolicy, PlayerSettings
 from coppice.tools.evaluating.qa import methods
-from coppice.tools.evaluating.qa.endpoint import ChatEngine, ChatText
+from coppice.tools.evaluating.qa.endpoint import ChatEngine
 from coppice.tools.evaluating.qa.methods import How
 from coppice.tools.evaluating.qa.retrieval import CachedRetrieval, identity_of, opening_of
 from coppice.tools.evaluating.qa.scoring import COUNTS, MEASURES, TOKENS, score
@@ -207,7 +207,7 @@ def read_rows(flags: argparse.Namespace) -> tuple[list[PolicyRow], str]:
     if flags.topk is not None and not retrieving:
         raise ValueError("--topk has no effect: none of the methods retrieves")
     # Other methods have longer prompts than the run, whose own context is no limit here.
-    everyone = players.policies(flags, players.MAX_CONTEXT, ChatEngine, ChatText)
+    everyone = players.policies(flags, players.MAX_CONTEXT, ChatEngine)
     for path, trained in ((p.described["source"], p.own.environment) for p in everyone if p.own):
         if trained != "search_qa":
             expected = "expected a run of 'search_qa'"
