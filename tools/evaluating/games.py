@@ -96,12 +96,9 @@ coppice evaluate qa --help: question answering"""
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = command_parser(
-        "coppice evaluate",
-        "Measure a player on an environment that makes its own tasks (a game).",
-        EXAMPLES,
-        "coppice evaluate ENV PLAYER [options]",
-    )
+    what = "Measure a player on an environment that makes its own tasks (a game)."
+    usage = "coppice evaluate ENV PLAYER [options]"
+    parser = command_parser("coppice evaluate", what, EXAMPLES, usage)
     games = f"one of {', '.join(registry.BUILT_IN)}, or module:Class"
     parser.add_argument("environment", metavar="ENV", help=games)
     players.add_players(parser)

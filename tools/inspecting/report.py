@@ -294,9 +294,8 @@ def _settings(groups: Groups) -> Section:
     tables = [ReportTable("What differs", ["key", *groups], rows)] if rows else []
     for name, of in everything.items():
         settings = [list(row) for row in runs.flat(of[0]).items()] if of else []
-        tables.append(
-            ReportTable(f"Settings, machine and code of {name}", ["key", "value"], settings)
-        )
+        title = f"Settings, machine and code of {name}"
+        tables.append(ReportTable(title, ["key", "value"], settings))
     return Section("Settings and machine", tables=tables)
 
 

@@ -111,12 +111,9 @@ EXAMPLES = """\
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = command_parser(
-        "coppice evaluate qa",
-        "Measure question answering: a table of methods and models by question sets.",
-        EXAMPLES,
-        "coppice evaluate qa [questions] [players] [methods] [options]",
-    )
+    what = "Measure question answering: a table of methods and models by question sets."
+    usage = "coppice evaluate qa [questions] [players] [methods] [options]"
+    parser = command_parser("coppice evaluate qa", what, EXAMPLES, usage)
     add = parser.add_argument_group("questions (default: the built-in held-out ones)").add_argument
     sets = ".jsonl, .parquet or owner/name[/folder][:split] of the hub; paper: the papers' seven"
     add("--set", action="append", default=[], metavar="NAME=SOURCE", help=sets)
