@@ -29,9 +29,8 @@ def service(engine: Engine, name: str, capacity: int) -> Service:
 
     async def load(request: LoadRequest, call: Call) -> LoadResult:
         loaded = await engine.load(request)
-        log.info(
-            "%s: policy version %d in force after %.2f s", name, loaded.version, loaded.seconds
-        )
+        told = "%s: policy version %d in force after %.2f s"
+        log.info(told, name, loaded.version, loaded.seconds)
         return loaded
 
     return Service(name, {"generate": generate, "load": load}, capacity, engine.stats)

@@ -73,10 +73,9 @@ async def run(task: dict[str, Any], options: argparse.Namespace) -> float:
     gateway = vf.EvalClientConfig(
         base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY"
     )
+    model = vf.ModelContext(model="policy", client=gateway)
     async with environment.serving():
-        episode = await environment.run_episode(
-            chosen, vf.ModelContext(model="policy", client=gateway)
-        )
+        episode = await environment.run_episode(chosen, model)
     if not episode.ok:
         raise RuntimeError(
             [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
@@ -87,7 +86,6 @@ async def run(task: dict[str, Any], options: argparse.Namespace) -> float:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
     parser = argparse.ArgumentParser()
     learns = "roles that ask the policy; the first one's reward is the episode's"
     parser.add_argument("--learns", default="", metavar="ROLE[,ROLE]", help=learns)

@@ -66,7 +66,6 @@ class SecondModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The model's adapters; without this setting, those of [learner.lora]."""
 
     def optimizer(self, learner: "LearnerConfig") -> OptimizerConfig:
-        """Return the settings of its optimizer."""
         return OptimizerConfig(
             self.lr, self.warmup_updates, 0, learner.betas, 0.0, self.grad_clip,
             offload=learner.offload_optimizer,

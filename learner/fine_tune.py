@@ -5,7 +5,6 @@ as one forest (learner/forest/trees.py)."""
 import functools
 import math
 import random
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,8 +39,6 @@ class Example(msgspec.Struct, frozen=True):
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How to train."""
-
     steps: int
     batch: int
     """Examples per step."""
@@ -115,10 +112,8 @@ def fine_tune(
 ) -> Losses:  # fmt: skip
     """Call ``train`` and put the model into the folder ``out``, which appears complete or not at
     all and replaces an existing folder."""
-    with drafted(out) as draft:
-        losses = train(model, examples, draft, recipe, threads, held_out)
-        shutil.rmtree(out, ignore_errors=True)
-    return losses
+    with drafted(out, replace=True) as draft:
+        return train(model, examples, draft, recipe, threads, held_out)
 
 
 def train(

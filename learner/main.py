@@ -57,7 +57,6 @@ def pack_batch(batch: Batch) -> bytes:
 
 
 def unpack_batch(payload: bytes) -> Batch:
-    """Return the batch that ``pack_batch`` packed."""
     return arrays.decode_body(msgspec.msgpack.decode(payload, type=list[bytes]), Batch)
 
 

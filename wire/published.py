@@ -63,7 +63,7 @@ def inside(run: Path, path: str) -> str:
 class Manifest(msgspec.Struct, frozen=True):
     """One version. file: whether the folder holds its weights. digest: ``wire.digest.total`` of
     the weights if there is a file, ``following`` of changes, otherwise
-    ``learner.publish.fingerprint``. previous: version and digest of those that changed."""
+    that of ``learner.publish.sums``. previous: version and digest of those that changed."""
 
     version: int
     kind: Literal["full", "lora"]

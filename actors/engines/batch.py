@@ -85,9 +85,8 @@ class RadixBatch:
 
     def forward(self, decoding: list[Running], chunks: list[attend.Chunk]) -> torch.Tensor:
         """Return final hidden states [rows, hidden]: decoding samples, then chunks' tokens."""
-        plan = attend.AttentionPlan(
-            [shelf for shelf in self.memory.tails.values() if shelf.held], chunks
-        )
+        shelves = [shelf for shelf in self.memory.tails.values() if shelf.held]
+        plan = attend.AttentionPlan(shelves, chunks)
         tokens: list[Any] = [np.array([r.tokens[-1] for r in decoding], np.int64)]
         positions = [np.array([r.position for r in decoding], np.int64)]
         for chunk in chunks:
@@ -116,11 +115,8 @@ class RadixBatch:
         """Keep the prompt in the cache and start the request's samples."""
         # keys and values of an older version must not enter the new version's cache
         if active.version == version:
-
-            def read(start: int, end: int) -> torch.Tensor:
-                return active.prefix.view(start, end).clone()
-
-            self.memory.keep(active.prompt, read, active.ending)
+            view = active.prefix.view
+            self.memory.keep(active.prompt, lambda a, b: view(a, b).clone(), active.ending)
         active.clock["decode"] = time.monotonic()
         branches: list[Running] = []
         for index in range(active.request.n):
@@ -154,7 +150,6 @@ class RadixBatch:
         self._running = 0
 
     def forget(self) -> None:
-        """Empty the prefix cache."""
         self.memory.cache.clear()
         self.admission.ideal.clear()
 

@@ -46,9 +46,8 @@ class WholeDecoder:
         if features is not None:
             inputs = {"inputs_embeds": vision.embed(self._model, tokens, features, slice(None))}
         where = positions[None] if positions.ndim == 1 else positions[:, None]
-        return self._decoder(
-            **inputs, position_ids=where, use_cache=False, plan=plan
-        ).last_hidden_state[0]
+        out = self._decoder(**inputs, position_ids=where, use_cache=False, plan=plan)
+        return out.last_hidden_state[0]
 
 
 class PlainDecoder:
@@ -197,8 +196,6 @@ def _normed(hidden: torch.Tensor, norm: Any) -> torch.Tensor:
 
 
 class Head:
-    """The output embedding."""
-
     def __init__(self, model: Any):
         self._linear = model.get_output_embeddings()
         tied = self._linear.weight is model.get_input_embeddings().weight

@@ -56,8 +56,10 @@ class EndpointText:
 class EndpointEngine:
     """Implements ``actors.engines.base.Engine`` except ``load``."""
 
+    text = EndpointText()
+
     def __init__(self, endpoint: Reached):
-        self.endpoint, self.text = endpoint, EndpointText()
+        self.endpoint = endpoint
         self.counts: Counter[str] = Counter()
         wants_key = {401: "it wants an API key: name its variable with --api-key-env"}
         self.client = endpoint.client({} if endpoint.api_key_env else wants_key)

@@ -83,9 +83,8 @@ class Grammar:
     def _words(self) -> llguidance.LLTokenizer:
         """Built for the first constraint: it takes a second for a large vocabulary."""
         size = max(self._vocabulary, 1 + max(self._tokenizer.get_vocab().values()))
-        return llguidance.LLTokenizer(
-            self._tokenizer.to_str(), n_vocab=size, eos_token=sorted(self._end_tokens)
-        )
+        text, ends = self._tokenizer.to_str(), sorted(self._end_tokens)
+        return llguidance.LLTokenizer(text, n_vocab=size, eos_token=ends)
 
     def _compile(self, constraint: Constraint) -> Matcher:
         shown = constraint.text[:_SHOWN] + ("..." if len(constraint.text) > _SHOWN else "")

@@ -164,9 +164,8 @@ class LocalEngine:
         """Verify the weights, then swap them between two steps, in the order of the calls."""
         start = time.monotonic()
         async with self._loading:
-            proven = await asyncio.to_thread(
-                weights.verified, Path(request.path), request.digest, self._held
-            )
+            published = Path(request.path), request.digest
+            proven = await asyncio.to_thread(weights.verified, *published, self._held)
             await self._thread.run(lambda: self._swap(proven, request))
         return LoadResult(request.version, request.digest, time.monotonic() - start)
 
@@ -203,9 +202,8 @@ class LocalEngine:
             if one.matcher is not None:
                 one.matcher.mask(logits[row])
         draws = uniforms([r.key for r in running], [len(r.tokens) for r in running])
-        tokens, logprobs, top, left = pick(
-            logits, [r.owner.request.sampling for r in running], draws
-        )
+        sampling = [r.owner.request.sampling for r in running]
+        tokens, logprobs, top, left = pick(logits, sampling, draws)
         finished: list[tuple[Running, str]] = []
         for row, (one, token, logprob) in enumerate(zip(running, tokens, logprobs, strict=True)):
             one.tokens.append(token)

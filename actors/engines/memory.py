@@ -54,6 +54,8 @@ class Shelf:
     ``len(held) - 1`` are in use, so attention reads one view. ``promised`` counts used and reserved
     rows. token: see ``KVMemory``. inline: the tails in the same rows."""
 
+    stretch: type[Stretch] = Stretch
+
     def __init__(self, token: torch.Tensor, capacity: int, inline: "InlineTails | None" = None):
         self.token, self.capacity, self.promised, self.inline = token, capacity, 0, inline
         self.row_bytes = capacity * token.nbytes
@@ -72,7 +74,7 @@ class Shelf:
 
     def put(self, owner: Any) -> Stretch:
         """Return an empty row, which must have been promised."""
-        stretch = Stretch(self, len(self.held), owner)
+        stretch = self.stretch(self, len(self.held), owner)
         self.held.append(stretch)
         return stretch
 
@@ -93,16 +95,10 @@ class Shelf:
 
 
 class InlineTails(Shelf):
-    """The tails in the rows of another shelf, behind its prefixes."""
+    """The tails in the rows of another shelf, behind its prefixes, with no rows of its own. The
+    owner of a tail must be a sample when the tail is used."""
 
-    def __init__(self, token: torch.Tensor):
-        super().__init__(token, 0)
-
-    def put(self, owner: Any) -> Stretch:
-        """Like ``Shelf.put``. The owner must be a sample when the tail is used."""
-        tail = Tail(self, len(self.held), owner)
-        self.held.append(tail)
-        return tail
+    stretch = Tail
 
     def tokens(self, prefix: Stretch) -> int:
         """Return the number of tokens behind ``prefix`` in its row."""
@@ -135,7 +131,7 @@ class KVMemory:
         rows, inline, tail_rows = self._rows(prompt, n, new)
         key = (rows, inline, _power(n, 1))
         if (prefix := self.prefixes.get(key)) is None:
-            tails = InlineTails(self.token) if inline else None
+            tails = InlineTails(self.token, 0) if inline else None
             prefix = self.prefixes[key] = Shelf(self.token, rows + inline, tails)
         if prefix.inline is not None:
             tail = self.tails[key] = prefix.inline

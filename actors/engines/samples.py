@@ -107,9 +107,8 @@ class Running:
         prompt = len(self.owner.prompt)
         if start >= prompt:
             return self.tail.view(start - prompt, end - prompt).clone()
-        return torch.cat(
-            (self.owner.prefix.view(start, prompt), self.tail.view(0, end - prompt)), 3
-        )
+        parts = self.owner.prefix.view(start, prompt), self.tail.view(0, end - prompt)
+        return torch.cat(parts, 3)
 
     def sample(self, finish: Any) -> Sample:
         tokens, versions = np.array(self.tokens, np.int32), np.array(self.versions, np.int32)

@@ -22,14 +22,7 @@ from coppice.common import support, vision
 from coppice.common.http import pause_s
 from coppice.common.turns import Turns
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.messages import (
-    GenerateRequest,
-    GenerateResult,
-    LoadRequest,
-    LoadResult,
-    Sample,
-    Sampling,
-)
+from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult, Sample
 
 log = logging.getLogger("actors.served")
 
@@ -37,7 +30,6 @@ LOOK_S = 5.0
 """Seconds between two looks at the router's list."""
 PATIENCE_S = 120.0
 """Seconds of repeated requests. The router blocks a server that failed ten times for 60 s."""
-_FINISHES = ("stop", "length")
 
 
 class ServedEngine(ABC):
@@ -55,9 +47,8 @@ class ServedEngine(ABC):
         self.turns = Turns(Path(turns)) if turns else None
         served: ServedConfig = getattr(config, self.kind.section)
         if served.way == "server":
-            self.way: Servers = Launched(
-                self.kind, model, config, [self.turns.held] if self.turns else []
-            )
+            inherited = [self.turns.held] if self.turns else []
+            self.way: Servers = Launched(self.kind, model, config, inherited)
         else:
             self.way = Servers(self.kind, served.urls[place % len(served.urls)], model, config)
         self.weights = ServedWeights(self.way, self.folder, self.wanted)
@@ -171,7 +162,7 @@ class ServedEngine(ABC):
                 f"{self.way.name} answered {len(answers)} samples, expected n = {request.n}"
             )
         self._check_read(request, answers)
-        samples = [self._sample(answer, request.sampling) for answer in answers]
+        samples = [self._sample(answer, request) for answer in answers]
         phases = {"prefill": prefilled - begun, "decode": ended - prefilled} if prefix else {}
         cached = self._count(prefix + answers)
         self.counts["decoded_tokens"] += sum(len(sample.tokens) for sample in samples)
@@ -314,10 +305,11 @@ class ServedEngine(ABC):
             )
         return versions
 
-    def _sample(self, one: Sampled, sampling: Sampling) -> Sample:
-        left, tokens = b"" if sampling.support else None, np.array(one.tokens, np.int32)
+    def _sample(self, one: Sampled, request: GenerateRequest) -> Sample:
+        sampling, tokens = request.sampling, np.array(one.tokens, np.int32)
+        left = b"" if sampling.support else None
         logprobs, masks = np.array(one.logprobs, np.float32), one.masks or []
-        if one.finish not in _FINISHES or len(masks) not in (0, len(tokens)):
+        if one.finish not in ("stop", "length") or len(masks) not in (0, len(tokens)):
             told = f"finish reason {one.finish!r}, {len(masks)} masks of {len(tokens)} tokens"
             raise self.way.front.strange(ValueError(told))
         if sampling.support and masks:

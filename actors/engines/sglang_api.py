@@ -110,10 +110,8 @@ class SGLangHttp(Http):
 
     async def checksum(self) -> tuple[str, frozenset[str]]:
         answer = await self.call("/weights_checker", {"action": "checksum"})
-        ranks = answer.get("ranks") or [{}]
-        return str(answer.get("per_engine_checksum") or ""), frozenset(
-            ranks[0].get("checksums") or ()
-        )
+        tensors = (answer.get("ranks") or [{}])[0].get("checksums") or ()
+        return str(answer.get("per_engine_checksum") or ""), frozenset(tensors)
 
     @staticmethod
     def arguments(model: str, config: ActorsConfig, port: int, key: str) -> dict[str, Any]:

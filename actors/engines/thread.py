@@ -128,10 +128,8 @@ class EngineThread:
             except (RuntimeError, ValueError) as error:  # out of memory, or a model that fails
                 failed_steps += is_step
                 if failed_steps == FAILED_STEPS:
-                    reason = (
-                        f"{FAILED_STEPS} steps failed one after another, the last with: {error}"
-                    )
-                    raise RuntimeError(reason) from error
+                    steps = f"{FAILED_STEPS} steps failed one after another"
+                    raise RuntimeError(f"{steps}, the last with: {error}") from error
                 self._free()
                 with self._gate:
                     taken = {future for future in self._open if future.running()}

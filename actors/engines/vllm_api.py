@@ -96,11 +96,8 @@ class VLLMHttp(Http):
         await self.call("/resume", {})
 
     async def read(self, folder: str) -> None:
-        body = {
-            "method": "reload_weights",
-            "kwargs": {"weights_path": str(Path(folder).absolute())},
-        }
-        await self.call("/collective_rpc", body)
+        place = {"weights_path": str(Path(folder).absolute())}
+        await self.call("/collective_rpc", {"method": "reload_weights", "kwargs": place})
 
     async def rename(self, name: str) -> None:
         await self.call("/update_weight_version", {"new_version": name})

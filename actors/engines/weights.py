@@ -114,8 +114,7 @@ def apply(model: Any, base: Path, version: Version) -> None:
             source = whole(path) if kind == "full" else merged(base, path)
         for name, tensor in source:
             parameters[name].copy_(tensor)
-        if version.changes:
-            _change(version.changes, parameters)
+        _change(version.changes, parameters)
     except Exception as error:  # after any error here, the model is a mixture of two versions
         raise Mixed(f"{path} was taken in part: {type(error).__name__}: {error}") from error
 

@@ -141,10 +141,8 @@ def _choice(given: Any, tools: list[dict[str, Any]]) -> tuple[str, list[str]]:
             return choice, allowed
     elif choice in names or (choice == "required" and names) or choice in (None, "auto", "none"):
         return choice or "auto", []
-    wish = (
-        f"auto, none, or with `tools` required, one of {names}, or allowed_tools (auto, required)"
-    )
-    raise unexpected("tool_choice", given, wish)
+    with_tools = f"required, one of {names}, or allowed_tools (auto, required)"
+    raise unexpected("tool_choice", given, f"auto, none, or with `tools` {with_tools}")
 
 
 def _name(named: Any) -> str:

@@ -200,7 +200,6 @@ class Cuts(msgspec.Struct, frozen=True):
 
 
 def cuts(paths: Sequence[Path]) -> Cuts:
-    """Return where ``paths`` may be cut."""
     return Trie(paths).cuts(range(len(paths)))
 
 

@@ -220,14 +220,9 @@ def _filled(flat: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> 
         yield from threads.map(put, *zip(*tensors.items(), strict=True))
 
 
-def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
-    """Return an identifier of weights that are in no file. Unlike a file's digest, it does not
-    protect against forgery."""
-    return digest.total(sums(tensors))
-
-
 def sums(tensors: dict[str, torch.Tensor]) -> list[_Hashed]:
-    """Return weighted sums of each tensor's bits, computed on its device."""
+    """Return weighted sums of each tensor's bits, computed on its device. Their ``digest.total``
+    identifies weights that are in no file, but unlike a file's it does not prevent forgery."""
     found = []
     for name, one in tensors.items():
         data = one.detach().flatten().view(torch.uint8)
@@ -243,6 +238,5 @@ def sums(tensors: dict[str, torch.Tensor]) -> list[_Hashed]:
 def announce(run: Path, published: Published, trained: dict[int, int] | None = None) -> None:
     """Write ``RUN/learner.json``, which a scheduler reads when it starts. trained: the version of
     each group trained after the newest checkpoint, whose trees are admitted no second time."""
-    write_whole(
-        run / "learner.json", {**msgspec.structs.asdict(published), "trained": runs(trained or {})}
-    )
+    newest = msgspec.structs.asdict(published) | {"trained": runs(trained or {})}
+    write_whole(run / "learner.json", newest)

@@ -53,7 +53,6 @@ class Scheme(msgspec.Struct, frozen=True):
 
 
 def names() -> list[str]:
-    """Return the names of the built-in schemes."""
     return modules(__name__)
 
 

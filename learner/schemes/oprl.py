@@ -54,9 +54,8 @@ def advantages(
     A step without its ``step_reward`` enters no statistic of the steps and gets A_S = 0. ddof
     divides within questions, whiten_ddof over the batch.
     """
-    change: Change = {"rloo": leave_one_out, "reinforce_pp": centre}.get(
-        base, partial(standardise, ddof=ddof)
-    )
+    others = {"rloo": leave_one_out, "reinforce_pp": centre}
+    change: Change = others.get(base, partial(standardise, ddof=ddof))
     whitened = partial(whiten, ddof=whiten_ddof)
     finish: Finish = whitened if base == "reinforce_pp" else lambda values, _: values
     penalties = np.zeros(len(table))

@@ -24,10 +24,8 @@ def advantages(
 ) -> Advantages:
     """Return advantages and value targets. alpha: not published; the default is VAPO's (arXiv
     2504.05118)."""
-    rewards, values = (
-        table.at_last_token(np.nan_to_num(table.column(column), posinf=np.inf, neginf=-np.inf)),
-        table.token_column("value"),
-    )
+    outcomes = np.nan_to_num(table.column(column), posinf=np.inf, neginf=-np.inf)
+    rewards, values = table.at_last_token(outcomes), table.token_column("value")
     result, returns = np.zeros_like(rewards), np.zeros_like(rewards)
     for span in table.token_spans():
         lam = max(0.0, 1 - 1 / (alpha * max(1, table.mask()[span].sum())))

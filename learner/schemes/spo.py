@@ -42,9 +42,8 @@ def advantages(
     leaf_weights = table.returns("weight")[1] if "weight" in table.scores else None
     value = tree.mean(returns, leaf_weights)
     gain = value - tree.above(value)
-    trained = table.mask() & (
-        np.concatenate([path.logprobs for path in table.paths]) < math.log(certain)
-    )
+    logprobs = np.concatenate([path.logprobs for path in table.paths])
+    trained = table.mask() & (logprobs < math.log(certain))
     if form == "released":
         once = tree.first()[tree.of] == table.per_token(trajectories.of)
         trained &= once & drawn(tree, trajectories.tree, gain, most)[tree.of]

@@ -27,14 +27,10 @@ def by_turn(turn: np.ndarray, rewards: np.ndarray, n_min: int, ddof: int = 0) ->
     """Return the rewards standardised over the batch's turns of equal numbers [turns]."""
     scored = ~np.isnan(rewards)
     normalised = np.zeros(len(rewards))
-    if not scored.any():
-        return normalised
-    whole = np.zeros(len(rewards))
-    whole[scored] = standardise(rewards[scored], True, ddof, 1e-8)
+    if scored.any():
+        normalised[scored] = standardise(rewards[scored], True, ddof, 1e-8)
     for t in np.unique(turn[scored]):
         active = scored & (turn == t)
-        r = rewards[active]
-        normalised[active] = (
-            standardise(r, True, ddof, 1e-8) if len(r) >= max(2, n_min) else whole[active]
-        )
+        if active.sum() >= max(2, n_min):
+            normalised[active] = standardise(rewards[active], True, ddof, 1e-8)
     return normalised

@@ -23,15 +23,12 @@ def advantages(
     0.93 on Sudoku). A candidate without a reward enters no statistic and gets 0."""
     rewards = table.column(column)
     scored = ~np.isnan(rewards)
-    if not scored.any():
-        return table.per_token(np.zeros(len(table)))
     groups = table.group[scored]
     differs = within(groups, rewards[scored], np.ptp) > 0
     first = np.unique(groups, return_index=True)[1]
     advantage = np.zeros(len(table))
     if differs.any() and (~differs[first]).mean() <= most_equal:
         centred = within(groups, rewards[scored], centre)
-        advantage[scored] = np.where(
-            differs, centred / (centred[differs].std(ddof=ddof) + 1e-8), 0.0
-        )
+        scale = centred[differs].std(ddof=ddof) + 1e-8
+        advantage[scored] = np.where(differs, centred / scale, 0.0)
     return table.per_token(advantage)

@@ -318,10 +318,8 @@ def load(name: str, options: dict[str, Any]) -> Corrected:
     if ":" not in name:
         check_choice(setting, name, CORRECTIONS, ", or module:function")
     function = CORRECTIONS.get(name) or imported(setting, name)
-    others = ("logprobs", "advantage")
-    options = checked(
-        "learner.correction_options", f"correction {name!r}", function, options, others
-    )
+    named, others = f"correction {name!r}", ("logprobs", "advantage")
+    options = checked("learner.correction_options", named, function, options, others)
     values = with_defaults(function, options)
     if "level" not in values:
         raise ValueError(

@@ -213,7 +213,6 @@ def _path(
     line = [node]
     while line[-1].parent >= 0:
         line.append(nodes[tree, line[-1].parent])
-    pieces = [one.tokens for one in line]
     if not len(node.tokens):
         raise ValueError(
             f"tree {tree}, node {node.id}: a trained turn without a token; a strategy may emit none"
@@ -226,7 +225,7 @@ def _path(
             f"tree {tree}, node {node.id}: a sampled token is not among those that top-p and top-k"
             " left: mend the engine's Sample.support"
         )
-    tokens = np.concatenate(pieces[::-1]).astype(np.int64)
+    tokens = np.concatenate([one.tokens for one in reversed(line)]).astype(np.int64)
     start = len(tokens) - len(node.tokens)
     record = node.logprobs, node.versions, sampled
     return Path(tokens, start, pictures, support, *record, _experts(line[::-1]))

@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.engines.sglang import SGLangEngine
-from coppice.learner.model.publish import Published, fingerprint, publish
+from coppice.learner.model.publish import Published, publish, sums
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.model.weight_server import WeightServer, grouped
 from coppice.research.benches import prefill as shape
@@ -203,7 +203,8 @@ def _published(
             for name, tensor in load_file(stored, device=device).items()
         }
         parts = ({name: own[name] for name in names} for names in grouped(own))
-        manifest = Manifest(version, "full", fingerprint(own), False, offers.offer(version, parts))
+        proof = digest.total(sums(own))
+        manifest = Manifest(version, "full", proof, False, offers.offer(version, parts))
     manifest.write(scratch)
     return Published(version, str(scratch), manifest.digest)
 

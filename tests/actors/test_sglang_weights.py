@@ -14,8 +14,9 @@ from coppice.actors.engines.served_weights import choose
 from coppice.actors.engines.servers import Facts
 from coppice.actors.engines.sglang import SGLangEngine
 from coppice.actors.engines.sglang_api import SGLangHttp, linear_layers
-from coppice.learner.model.publish import fingerprint
+from coppice.learner.model.publish import sums
 from coppice.learner.model.weight_server import WeightServer, grouped
+from coppice.wire.digest import total
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
 from coppice.wire.published import Manifest, Memory
@@ -37,7 +38,7 @@ async def test_weights_out_of_the_learners_memory(
     # where a learner beside GPU servers holds them
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tensors = {name: p.detach().to(device) for name, p in model.named_parameters()}
-    proof, giver, folder = fingerprint(tensors), WeightServer(timeout_s=60.0), tmp_path / "m7"
+    proof, giver, folder = total(sums(tensors)), WeightServer(timeout_s=60.0), tmp_path / "m7"
     folder.mkdir()
     parts = [{n: tensors[n] for n in names} for names in grouped(tensors, 20_000)]
     with contextlib.closing(giver):

@@ -156,11 +156,9 @@ class Evaluation:
             await self.close()
 
     async def play(self) -> Any:
-        """Return the result."""
         raise NotImplementedError
 
     async def grow(self, row: PolicyRow, context: Context, calls: ResumedCalls) -> None:
-        """Grow the context's tree."""
         raise NotImplementedError
 
     def outcome(self, task: Task, tree: Tree | None) -> Any:
@@ -184,9 +182,8 @@ class Evaluation:
                     print(left, file=sys.stderr, flush=True)
                 await self._serve(row.policy)
                 start = self.stats()
-            outcomes = await gather(
-                tasks.outcome(position, *task) for position, task in enumerate(self.tasks)
-            )
+            numbered = enumerate(self.tasks)
+            outcomes = await gather(tasks.outcome(position, *task) for position, task in numbered)
         finally:
             if start is not None:
                 spent = {key: value - start.get(key, 0.0) for key, value in self.stats().items()}

@@ -27,13 +27,7 @@ from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.tree import Tree
 from coppice.tools.evaluating import examination, players
-from coppice.tools.evaluating.examination import (
-    Evaluation,
-    PolicyRow,
-    Prepared,
-    SampleMean,
-    sample_mean,
-)
+from coppice.tools.evaluating.examination import Evaluation, PolicyRow, Prepared, SampleMean
 from coppice.tools.evaluating.in_process import ResumedCalls
 from coppice.tools.evaluating.players import MeasuredPolicy, PlayerSettings, key_values
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sample
@@ -102,12 +96,9 @@ coppice evaluate qa --help: question answering"""
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = command_parser(
-        "coppice evaluate",
-        "Measure a player on an environment that makes its own tasks (a game).",
-        EXAMPLES,
-        "coppice evaluate ENV PLAYER [options]",
-    )
+    what = "Measure a player on an environment that makes its own tasks (a game)."
+    usage = "coppice evaluate ENV PLAYER [options]"
+    parser = command_parser("coppice evaluate", what, EXAMPLES, usage)
     games = f"one of {', '.join(registry.BUILT_IN)}, or module:Class"
     parser.add_argument("environment", metavar="ENV", help=games)
     players.add_players(parser)
@@ -271,10 +262,10 @@ class GamesEvaluation(Evaluation):
         """Play the games that are not played yet."""
         examined, environment = await self.examine(self.row), self.row.environment
         games, costs = [game for game in examined.outcomes if game is not None], examined.costs
-        values = pooled(environment, games)
+        values = pooled(environment, games).items()
+        measures = {name: examination.sample_mean(several) for name, several in values}
         result = GamesResult(
-            self.row.settings, environment.headline, len(games),
-            {name: sample_mean(several) for name, several in values.items()}, examined.undone,
+            self.row.settings, environment.headline, len(games), measures, examined.undone,
             costs.seconds, int(costs.engine.get("decoded_tokens", 0)), costs.engine,
         )  # fmt: skip
         write_whole(self.out / "result.json", result)

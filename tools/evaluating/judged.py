@@ -47,8 +47,6 @@ def turn(environment: Environment, tree: Tree, node: Node, task: Task, budget: i
     if environment.fresh:
         return seen
     seen = environment.recalled(seen, state, turns_of(tree.path(node)))
-    answers = [child.text for child in tree.children(node) if child.kind == "observation"]
+    answers = (child.text for child in tree.children(node) if child.kind == "observation")
     transcript = "".join(above.text for above in tree.path(node)[1:-1])
-    return msgspec.structs.replace(
-        seen, transcript=transcript, observation=answers[0] if answers else None
-    )
+    return msgspec.structs.replace(seen, transcript=transcript, observation=next(answers, None))

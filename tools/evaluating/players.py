@@ -13,7 +13,7 @@ import msgspec
 
 from coppice.actors.config import ActorProcess, ActorsConfig
 from coppice.actors.engines.base import Engine
-from coppice.actors.engines.endpoint import EndpointEngine, EndpointText
+from coppice.actors.engines.endpoint import EndpointEngine
 from coppice.common.http import Reached
 from coppice.common.numbers import Count, Natural, NotNegative, Part, Positive
 from coppice.common.options import option
@@ -38,12 +38,8 @@ def add_players(parser: Any) -> None:
     add = parser.add_argument_group("with --endpoint").add_argument
     add("--endpoint-model", metavar="NAME", help="the model to ask for")
     add("--api-key-env", metavar="VARIABLE", help="environment variable of the API key")
-    add(
-        "--endpoint-field",
-        **many,
-        metavar="KEY=VALUE",
-        help="a field of each request, in TOML; repeatable",
-    )
+    field = "a field of each request, in TOML; repeatable"
+    add("--endpoint-field", **many, metavar="KEY=VALUE", help=field)
     add("--timeout", type=Positive, help="seconds of one attempt (default: 300)")
     add("--attempts", type=Count, help="attempts of one request (default: 6)")
     add = parser.add_argument_group("with --model or --run").add_argument
@@ -186,16 +182,13 @@ def sampled(
 
 
 def policies(
-    flags: argparse.Namespace,
-    least_context: int = 0,
-    engine: type[EndpointEngine] = EndpointEngine,
-    text: type[EndpointText] = EndpointText,
+    flags: argparse.Namespace, least_context: int = 0, engine: type[EndpointEngine] = EndpointEngine
 ) -> list[MeasuredPolicy]:
     """The players of a command line. least_context: a lower bound of a run's context, unless a flag
-    gives it. engine, text: of an endpoint. Raises ValueError or OSError."""
+    gives it. engine: of an endpoint. Raises ValueError or OSError."""
     everyone = [_of_model(name, flags) for name in flags.model]
     everyone += [_of_run(path, flags, least_context) for path in flags.run]
-    return everyone + ([_of_endpoint(flags, engine, text)] if flags.endpoint else [])
+    return everyone + ([_of_endpoint(flags, engine)] if flags.endpoint else [])
 
 
 def _of_model(name: str, flags: argparse.Namespace) -> MeasuredPolicy:
@@ -237,9 +230,7 @@ def _of_run(path: Path, flags: argparse.Namespace, least_context: int) -> Measur
     )  # fmt: skip
 
 
-def _of_endpoint(
-    flags: argparse.Namespace, engine: type[EndpointEngine], text: type[EndpointText]
-) -> MeasuredPolicy:
+def _of_endpoint(flags: argparse.Namespace, engine: type[EndpointEngine]) -> MeasuredPolicy:
     parts = urlsplit(flags.endpoint)
     good = parts.scheme in ("http", "https") and parts.hostname and not parts.query
     if not good or "@" in parts.netloc:
@@ -257,8 +248,8 @@ def _of_endpoint(
     )  # fmt: skip
     described = {"player": "endpoint", "source": flags.endpoint, "model": reached.model}
     described |= {"fields": reached.fields}
-    shown: Any = text()  # stands for a Text
-    return MeasuredPolicy(_short(reached.model), described, shown, lambda: engine(reached))
+    text: Any = engine.text  # stands for a Text
+    return MeasuredPolicy(_short(reached.model), described, text, lambda: engine(reached))
 
 
 def _short(name: str) -> str:

@@ -63,9 +63,8 @@ EXAMPLES = """\
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = command_parser(
-        "coppice sft", "Make a fine-tuned judge from trajectories of runs (docs/sft.md).", EXAMPLES
-    )
+    what = "Make a fine-tuned judge from trajectories of runs (docs/sft.md)."
+    parser = command_parser("coppice sft", what, EXAMPLES)
     parents: Any = [argparse.ArgumentParser(add_help=False) for _ in range(2)]
     out, seed = parents
     out.add_argument("--out", required=True, type=Path, help="what is written")
@@ -110,9 +109,8 @@ def parser() -> argparse.ArgumentParser:
     add("--lr", type=Positive, default=2e-5, help="peak learning rate (default: %(default)s)")
     add("--warmup-ratio", type=Discount, default=0.1, help="share of steps (default: %(default)s)")
     add("--lora-rank", type=Natural, default=0, help="0, the default, trains all weights")
-    add(
-        "--forward-tokens", type=Natural, default=8192, help="of one forward (default: %(default)s)"
-    )
+    forward = "of one forward (default: %(default)s)"
+    add("--forward-tokens", type=Natural, default=8192, help=forward)
     longest = "longer rows are left out and counted (default: the model's context)"
     add("--max-tokens", type=Count, help=longest)
     share = "share to measure on, in whole groups (default: %(default)s)"

@@ -28,8 +28,6 @@ class LabelSettings(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A message of a chat."""
-
     role: Literal["system", "user", "assistant"]
     content: str
 

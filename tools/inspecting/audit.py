@@ -174,10 +174,9 @@ def _records(homes: list[Path], trees: Trees, ended: bool) -> Iterator[Violation
             if version not in counted:
                 yield Violation("one record per update", f"version {version} has none")
             elif counted[version] != groups[version] and (ended or version < settled):
-                what = (
-                    f"the learner counted {counted[version]} groups, the journals {groups[version]}"
-                )
-                yield Violation("journal and learner agree", f"version {version}: {what}")
+                what = f"version {version}: the learner counted {counted[version]} groups"
+                what += f", the journals {groups[version]}"
+                yield Violation("journal and learner agree", what)
 
 
 def _checkpoints(run: Path, journaled: dict[int, int | None]) -> Iterator[Violation]:
@@ -260,7 +259,6 @@ def _faults(tree: Tree) -> Iterator[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of coppice watch --audit."""
     parser = command_parser(
         "coppice watch --audit",
         "Check from a run's files that every task was trained exactly once.",

@@ -48,12 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = command_parser(
-        "coppice trees",
-        "Find prefix trees and print them; * marks the candidate that was continued.",
-        EXAMPLES,
-        "coppice trees RUN [which trees] [how]",
-    )
+    what = "Find prefix trees and print them; * marks the candidate that was continued."
+    usage = "coppice trees RUN [which trees] [how]"
+    parser = command_parser("coppice trees", what, EXAMPLES, usage)
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or a journal file")
     trees = parser.add_argument_group("which trees (default: the last finished one)")
     which, order = trees.add_argument, trees.add_mutually_exclusive_group().add_argument

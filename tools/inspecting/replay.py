@@ -42,9 +42,8 @@ def _table(
         for tree in trees
         for node in tree.nodes.values()
     }
-    return build(groups, nodes), [
-        (group.tree, turn.node) for group in groups for turn in group.turns
-    ]
+    places = [(group.tree, turn.node) for group in groups for turn in group.turns]
+    return build(groups, nodes), places
 
 
 def advantages(

@@ -23,15 +23,9 @@ from matplotlib.figure import Figure
 
 from coppice.common.options import command_parser
 from coppice.scheduler.ledger.journal import REMOVED, Journal
+from coppice.scheduler.telemetry import verdict
 from coppice.scheduler.telemetry.exporter import declaration
-from coppice.scheduler.telemetry.verdict import (
-    EQUAL_SHARE,
-    HEAVY,
-    Statement,
-    change,
-    remedy,
-    verdict,
-)
+from coppice.scheduler.telemetry.verdict import EQUAL_SHARE, HEAVY, Statement
 from coppice.tools.inspecting import drawing, dump, frames, runs, trace
 from coppice.tools.inspecting.figures import caption, inline, panels, save
 from coppice.tools.inspecting.runs import UNREADABLE, Curve, RunFolder
@@ -75,8 +69,6 @@ class ReportTable(msgspec.Struct, frozen=True):
 
 
 class Drawn(msgspec.Struct, frozen=True):
-    """A figure: its title, what it draws, and its description."""
-
     title: str
     figure: Figure
     caption: str
@@ -172,12 +164,12 @@ def _judged(run: RunFolder, anchor: str, texts: Texts) -> list[tuple[Statement, 
     facts = run.records, run.evaluations, run.config
     try:
         with contextlib.closing(frames.opened(run.folder)) as journal:
-            statements = verdict(*facts, journal)
+            statements = verdict.verdict(*facts, journal)
             showing = _showing(run.folder, journal, statements, anchor, texts)
     except UNREADABLE:  # ``RunFolder.missing`` says why
-        statements, showing = verdict(*facts, None), []
+        statements, showing = verdict.verdict(*facts, None), []
     state = Statement("state", f"{run.state}; {len(run.records)} updates")
-    told = [state, *statements, Statement("try", remedy(statements))]
+    told = [state, *statements, Statement("try", verdict.remedy(statements))]
     return list(zip(told, [{}, *showing, *({} for _ in told)], strict=False))
 
 
@@ -228,10 +220,8 @@ def chosen(
 
 
 def _moved(curve: Curve) -> float:
-    tenth, noise = (
-        max(1, len(curve.y) // 10),
-        stdev([0.0, *(b - a for a, b in pairwise(curve.y)), 0.0]),
-    )
+    tenth = max(1, len(curve.y) // 10)
+    noise = stdev([0.0, *(b - a for a, b in pairwise(curve.y)), 0.0])
     return abs(fmean(curve.y[-tenth:]) - fmean(curve.y[:tenth])) / noise if noise else 0.0
 
 
@@ -245,10 +235,8 @@ def _of_groups(groups: Groups, metric: str, against: str) -> dict[str, Curve]:
 
 def _drawn(groups: Groups, metric: str, against: str) -> Drawn:
     """Return a figure, with the metric's meaning (docs/metrics.md)."""
-    curves, label = (
-        _of_groups(groups, metric, against),
-        {"version": "update"}.get(against, "seconds"),
-    )
+    curves = _of_groups(groups, metric, against)
+    label = "update" if against == "version" else "seconds"
     _, meaning = declaration(metric) or ("", MADE.get(metric, ""))
     words = f"{meaning}: {caption(curves)}" if meaning else caption(curves)
     return Drawn(metric, panels({metric: curves}, label), words)
@@ -263,7 +251,7 @@ def results(groups: Groups) -> list[ReportTable]:
             points = list(zip(c.x, c.y, c.half, strict=True))
             cells = [f"{runs.shown((mean, half))} (version {v:.0f})" for v, mean, half in points]
             if len(points) > 1:
-                by, half, said = change(points[0][1:], points[-1][1:])
+                by, half, said = verdict.change(points[0][1:], points[-1][1:])
                 rows.append([name, measure, cells[0], cells[-1], f"{by:+.3f} ±{half:.3f}: {said}"])
             elif points:
                 rows.append([name, measure, *cells, "-", "-"])
@@ -306,9 +294,8 @@ def _settings(groups: Groups) -> Section:
     tables = [ReportTable("What differs", ["key", *groups], rows)] if rows else []
     for name, of in everything.items():
         settings = [list(row) for row in runs.flat(of[0]).items()] if of else []
-        tables.append(
-            ReportTable(f"Settings, machine and code of {name}", ["key", "value"], settings)
-        )
+        title = f"Settings, machine and code of {name}"
+        tables.append(ReportTable(title, ["key", "value"], settings))
     return Section("Settings and machine", tables=tables)
 
 

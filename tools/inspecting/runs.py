@@ -164,9 +164,8 @@ def heldout(runs: Sequence[RunFolder], measure: str) -> Curve:
 def _mean(of_runs: Iterable[dict[float, tuple[float, float, float]]]) -> Curve:
     """of_runs: for each run, (x, y, half width) by version."""
     points = list(of_runs)
-    each = [
-        [run[version] for run in points] for version in sorted(set.intersection(*map(set, points)))
-    ]
+    versions = sorted(set.intersection(*map(set, points)))
+    each = [[run[version] for run in points] for version in versions]
     if len(points) > 1:
         rows = [(fmean(p[0] for p in of), *interval([p[1] for p in of])) for of in each]
     else:

@@ -342,9 +342,8 @@ class WatchApp(App[None]):
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = command_parser(
-        "coppice watch", "A live view of a run; keys pause, resume, drain a worker, stop.", EXAMPLES
-    )
+    what = "A live view of a run; keys pause, resume, drain a worker, stop."
+    parser = command_parser("coppice watch", what, EXAMPLES)
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or a journal file")
     return parser
 

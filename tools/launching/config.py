@@ -84,16 +84,14 @@ def _read(path: Path, *heirs: Path) -> dict[str, Any]:
     places = (near, ROOT / path, ROOT / "configs" / path)
     path = next((place for place in places if os.path.exists(place)), near)
     named = f"config {path}" + (f", which {heirs[-1]} extends," if heirs else "")
-    there = (
-        f"there are {', '.join(str(shown(p)) for p in sorted((ROOT / 'configs').glob('*.toml')))}"
-    )
+    there = map(str, map(shown, sorted((ROOT / "configs").glob("*.toml"))))
     if path.resolve() in [heir.resolve() for heir in heirs]:
         circle = " -> ".join(map(str, (*heirs, path)))
         raise ConfigError(f"{named} extends itself: {circle}; remove one `extends`")
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{named} does not exist; {there}") from None
+        raise ConfigError(f"{named} does not exist; there are {', '.join(there)}") from None
     except OSError as error:
         raise ConfigError(f"{named} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

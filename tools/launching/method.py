@@ -135,19 +135,16 @@ def faults(config: Config, served: Served, environment: Environment) -> Iterator
     fitting = f"parts that fit, such as those of method = {' or '.join(map(repr, sorted(words)))}"
     remedy = f": expected {fitting}" if words else ""
     judge = served.get(f"judge.{s.judge}")
-    if isinstance(judge, Judge) and environment.name not in (
-        judge.environments or [environment.name]
-    ):
-        alone = f"judges {' and '.join(judge.environments)} alone"
+    own = judge.environments if isinstance(judge, Judge) else ()
+    if own and environment.name not in own:
+        alone = f"judges {' and '.join(own)} alone"
         yield f"{say('scheduler.judge')} {alone}: data.environment is {environment.name!r}"
     if fault := mismatch(scheme.needs, strategy.gives):
         yield f"{reads} {fault.format(grows)}{remedy}"
     if twice := sorted(_shared(scheme, strategy) & set(s.strategy_options)):
         selects = f"{grows} selects by the advantage on which {reads} trains"
-        yield (
-            f"scheduler.strategy_options {twice}: {selects}:"
-            " set them in learner.scheme_options alone"
-        )
+        instead = "set them in learner.scheme_options alone"
+        yield f"scheduler.strategy_options {twice}: {selects}: {instead}"
     yield from _strategy(config, strategy.gives, environment)
     if fault := _columns(config, scheme, strategy.gives, served, environment):
         yield f"{fault}{remedy}"

@@ -196,10 +196,8 @@ class Nodes:
                 " `ray start --address HOST:6379` on each further node, or name it"
             ) from None
         if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
-            open_ports = (
-                "without RAY_AUTH_MODE=token Ray runs the code of whoever reaches its ports"
-            )
-            say(f"warning: {open_ports}: start it with a token (docs/cluster.md)")
+            unsafe = "without RAY_AUTH_MODE=token Ray runs the code of whoever reaches its ports"
+            say(f"warning: {unsafe}: start it with a token (docs/cluster.md)")
         self.gpus = bool(ray.cluster_resources().get("GPU"))
         self._ranks: Any = None
         self._meeting: Any = None

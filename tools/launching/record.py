@@ -95,7 +95,6 @@ class Record(msgspec.Struct):
 
     @property
     def alive(self) -> bool:
-        """True if the launcher still runs."""
         with contextlib.suppress(psutil.Error):
             return abs(psutil.Process(self.pid).create_time() - self.born) < 2.0
         return False

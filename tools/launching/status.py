@@ -121,13 +121,9 @@ def gather(run: Path, now: float) -> Status:
     if launched is not None:
         heard = {worker.pid: worker.heard for worker in report.workers} if report else {}
         heard |= {one.pid: one.at for one in reports}
+        silent = {pid: now - at for pid, at in heard.items()} if running else {}
         status.processes = [
-            _process(
-                run,
-                name,
-                member,
-                now - heard[member.pid] if running and member.pid in heard else None,
-            )
+            _process(run, name, member, silent.get(member.pid))
             for name, member in launched.members.items()
         ]
         status.failure = launched.failures[-1] if launched.failures else None

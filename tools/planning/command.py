@@ -37,9 +37,8 @@ LENGTHS = frozenset({"instruction", "prompt", "action", "observation", "turns"})
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = command_parser(
-        "coppice plan", "Predict what a run takes: tokens, FLOPs, memory, time, cost.", EXAMPLES
-    )
+    what = "Predict what a run takes: tokens, FLOPs, memory, time, cost."
+    parser = command_parser("coppice plan", what, EXAMPLES)
     add, names = parser.add_argument, ", ".join(Assumed.__struct_fields__)
     add("--config", type=Path, metavar="FILE", help=f"TOML file (default: {default([]).name})")
     add("--set", action="append", metavar="KEY=VALUE", help="change a key; repeatable")

@@ -11,16 +11,8 @@ from coppice.common.numbers import Count, Natural, NotNegative, Part, Positive
 from coppice.learner.config import LearnerConfig
 from coppice.learner.model.memory import lacks, rank_parts
 from coppice.learner.update.plan import plan_of
+from coppice.tools.launching import memory
 from coppice.tools.launching.config import Config
-from coppice.tools.launching.memory import (
-    CUDA_GIB,
-    ENGINE_SHARE,
-    billions,
-    gpu_parts,
-    share_of,
-    shared_parts,
-    typed,
-)
 from coppice.tools.planning.growth import Work
 
 
@@ -254,21 +246,21 @@ def split(
 ) -> Split:
     """Return what follows if this many GPUs generate and train, beside ``others``."""
     a, s, size = config.actors, config.scheduler, 2
-    learner = msgspec.structs.replace(typed(config).learner, count=ranks)
+    learner = msgspec.structs.replace(memory.typed(config).learner, count=ranks)
     each = max(1, (a.served or a.sglang).gpus)
     engines, held = actors // each, model.weights * size / 2**30
-    room = share_of(a) * reach.memory * each
+    room = memory.share_of(a) * reach.memory * each
     cache = (room - held) * 2**30 / model.cached(size)
     context = max(1.0, work.context / max(1, work.sampled))
     most = engines * min(a.max_batch, max(1.0, cache / context))
     timed = speed(learner, model, work, reach, s.max_staleness, actors, most, size, a.colocated)
     hours = timed.period * s.updates / 3600
     shape = msgspec.structs.asdict(model)
-    rank = rank_parts(learner, shape, model.weights, size) | {"CUDA": CUDA_GIB}
+    rank = rank_parts(learner, shape, model.weights, size) | {"CUDA": memory.CUDA_GIB}
     lacking, spent = "", hours * (actors + ranks + others)
     if a.colocated:
         shared = msgspec.structs.replace(config, learner=learner)
-        rank = shared_parts(shared, shape, model.weights, reach.memory)
+        rank = memory.shared_parts(shared, shape, model.weights, reach.memory)
         spent = hours * (ranks + others)
     if cache < a.max_context:
         lacking = f"an engine has {max(0.0, cache):.0f} tokens of cache"
@@ -298,7 +290,7 @@ def served(config: Config, reach: Assumed) -> list[Served]:
         endpoint = options.get("endpoint")
         url, model = (endpoint.get(key, "") for key in ("url", "model")) if endpoint else ("", "")
         if ("127.0.0.1" in url or "localhost" in url) and reach.judge_gpus:
-            gib = billions(model) * 2e9 / 2**30
+            gib = memory.billions(model) * 2e9 / 2**30
             gpus = max(1, math.ceil(gib / (JUDGE_SHARE * reach.memory)))
             gpus = gpus if reach.judge_gpus < 0 else reach.judge_gpus
             found[url] = Served(name, model, gpus, gib / gpus)
@@ -308,11 +300,11 @@ def served(config: Config, reach: Assumed) -> list[Served]:
 def placed(config: Config, model: Dense, reach: Assumed, gpus: int) -> list[dict[str, float]]:
     """Return what each of ``gpus`` holds in the config's own split, in GiB, by what it is."""
     shape, names = msgspec.structs.asdict(model), list(map(str, range(gpus)))
-    parts = gpu_parts(config, shape, model.weights, names, reach.memory)
+    parts = memory.gpu_parts(config, shape, model.weights, names, reach.memory)
     last = gpus
     for one in served(config, reach):
         for own in parts[max(0, last - one.gpus) : last]:
-            own |= {"judges' cache with weights": ENGINE_SHARE * reach.memory}
+            own |= {"judges' cache with weights": memory.ENGINE_SHARE * reach.memory}
         last -= one.gpus
     return parts
 

@@ -128,9 +128,8 @@ class MadeUp:
         rng = seeded(prefix, number)
         ends = turn + 1 >= self.horizon or rng.random() >= self.on
         tokens = _unlike(rng, self.length)
-        return SampledAction(
-            tokens, ends, self.prompt(rng) if self.fresh else _unlike(rng, self.observation)
-        )
+        then = self.prompt(rng) if self.fresh else _unlike(rng, self.observation)
+        return SampledAction(tokens, ends, then)
 
 
 def _unlike(rng: random.Random, count: int) -> np.ndarray:

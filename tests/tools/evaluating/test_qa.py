@@ -19,6 +19,7 @@ from coppice.scheduler.evaluation.evaluation import Estimate
 from coppice.scheduler.growth.tasks import held_out
 from coppice.scheduler.growth.tree import Tree
 from coppice.tools import evaluating
+from coppice.tools.defaults.facts import VERSION
 from coppice.tools.evaluating.examination import SampleMean
 from coppice.tools.evaluating.qa.evaluation import macro
 from coppice.tools.evaluating.qa.retrieval import CachedRetrieval, opening_of
@@ -130,11 +131,14 @@ def test_a_row_that_cannot_work_is_counted_and_does_not_end_its_set(tmp_path: Pa
     assert found.notes[0].startswith(told)
 
 
-def test_the_built_in_questions_are_two_sets_by_hops(tmp_path: Path) -> None:
-    path = write(tmp_path / "one.jsonl", {"a": "1", "b": "2"})
+def test_the_built_in_questions_are_two_sets_by_hops(tmp_path: Path, monkeypatch: Patch) -> None:
+    folder = tmp_path / f"facts/v{VERSION}"
+    folder.mkdir(parents=True)
+    path = write(folder / "corpus.jsonl", {"a": "1", "b": "2"})
     two = write(tmp_path / "two.jsonl", {"c": "3"}, hops=2)
-    path.write_text(path.read_text() + two.read_text())
-    found = {s.settings.name: [t.id for t in s.tasks] for s in read_sets([], None, 0, path)}
+    (folder / "heldout.jsonl").write_text(path.read_text() + two.read_text())
+    monkeypatch.setenv("COPPICE_CACHE", str(tmp_path))
+    found = {s.settings.name: [t.id for t in s.tasks] for s in read_sets([], None, 0)}
     assert found == {"one_hop": ["a", "b"], "two_hop": ["c"]}
 
 

@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 
 from coppice.actors.engines.endpoint import EndpointEngine, EndpointText
-from coppice.common.http import Reached
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sample
 
@@ -31,9 +30,7 @@ class ChatText(EndpointText):
 class ChatEngine(EndpointEngine):
     """``EndpointEngine`` for observations that are appended to one growing text."""
 
-    def __init__(self, endpoint: Reached):
-        super().__init__(endpoint)
-        self.text = ChatText()
+    text = ChatText()
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """See ``EndpointEngine.generate``. If the prefix opens a forced answer, the opening is

@@ -27,18 +27,11 @@ from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.tree import Tree
 from coppice.tools.evaluating import examination, players
-from coppice.tools.evaluating.examination import (
-    Evaluation,
-    PolicyRow,
-    Prepared,
-    SampleMean,
-    repeated,
-    sample_mean,
-)
+from coppice.tools.evaluating.examination import Evaluation, PolicyRow, Prepared, SampleMean
 from coppice.tools.evaluating.in_process import ResumedCalls
 from coppice.tools.evaluating.players import MeasuredPolicy, PlayerSettings
 from coppice.tools.evaluating.qa import methods
-from coppice.tools.evaluating.qa.endpoint import ChatEngine, ChatText
+from coppice.tools.evaluating.qa.endpoint import ChatEngine
 from coppice.tools.evaluating.qa.methods import How
 from coppice.tools.evaluating.qa.retrieval import CachedRetrieval, identity_of, opening_of
 from coppice.tools.evaluating.qa.scoring import COUNTS, MEASURES, TOKENS, score
@@ -46,9 +39,7 @@ from coppice.tools.evaluating.qa.sets import MULTI_HOP, QuestionSet, SetSettings
 
 _OPTIONS = {"prompt": "search_r1", "topk": 3}
 """The environment's options of a policy that is no run."""
-_COUNTERS = (
-    "prompt_tokens cached_tokens prefilled_tokens decoded_tokens busy_s requests retries".split()
-)
+_COUNTERS = "prompt_tokens cached_tokens prefilled_tokens decoded_tokens busy_s requests retries"
 
 
 # ----------------------------------------------------------------------------------------------
@@ -120,12 +111,9 @@ EXAMPLES = """\
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = command_parser(
-        "coppice evaluate qa",
-        "Measure question answering: a table of methods and models by question sets.",
-        EXAMPLES,
-        "coppice evaluate qa [questions] [players] [methods] [options]",
-    )
+    what = "Measure question answering: a table of methods and models by question sets."
+    usage = "coppice evaluate qa [questions] [players] [methods] [options]"
+    parser = command_parser("coppice evaluate qa", what, EXAMPLES, usage)
     add = parser.add_argument_group("questions (default: the built-in held-out ones)").add_argument
     sets = ".jsonl, .parquet or owner/name[/folder][:split] of the hub; paper: the papers' seven"
     add("--set", action="append", default=[], metavar="NAME=SOURCE", help=sets)
@@ -162,7 +150,7 @@ def prepare(flags: argparse.Namespace) -> Prepared:
     remedy."""
     players.check(flags)
     names = [name for name, _ in flags.budget]
-    if (twice := repeated(names)) is not None:
+    if (twice := examination.repeated(names)) is not None:
         of_set = f" for {twice}" if twice else ""
         raise ValueError(f"--budget is given twice{of_set}: give it once")
     if not (flags.model or flags.run or flags.endpoint):
@@ -216,7 +204,7 @@ def read_rows(flags: argparse.Namespace) -> tuple[list[PolicyRow], str]:
     if flags.topk is not None and not retrieving:
         raise ValueError("--topk has no effect: none of the methods retrieves")
     # Other methods have longer prompts than the run, whose own context is no limit here.
-    everyone = players.policies(flags, players.MAX_CONTEXT, ChatEngine, ChatText)
+    everyone = players.policies(flags, players.MAX_CONTEXT, ChatEngine)
     for path, trained in ((p.described["source"], p.own.environment) for p in everyone if p.own):
         if trained != "search_qa":
             expected = "expected a run of 'search_qa'"
@@ -228,7 +216,7 @@ def read_rows(flags: argparse.Namespace) -> tuple[list[PolicyRow], str]:
         for policy in everyone
         for name in wanted
     ]
-    if twice := repeated([row.name for row in rows]):
+    if twice := examination.repeated([row.name for row in rows]):
         remedy = "measure models of the same name in folders of their own"
         raise ValueError(f"two rows would be named {twice}: {remedy}")
     return rows, retriever
@@ -362,19 +350,20 @@ class QaEvaluation(Evaluation):
             scores = examined.outcomes[first : first + one.questions]
             values = {name: [own[name] for own in scores if name in own] for name in measures}
             measured[one.name] = {
-                name: sample_mean(found, name in COUNTS) for name, found in values.items() if found
+                name: examination.sample_mean(found, name in COUNTS)
+                for name, found in values.items()
+                if found
             }
             first += one.questions
         multi = [measured[name] for name in MULTI_HOP if name in measured]
         engine = examined.costs.engine
-        tokens, queries, hits = (
-            int(engine.get(key, 0)) for key in ("decoded_tokens", "queries", "hits")
-        )
+        counts = "decoded_tokens", "queries", "hits"
+        tokens, queries, hits = (int(engine.get(key, 0)) for key in counts)
         return RowResult(
             row.name, row.settings, measured, macro(list(measured.values())),
             macro(multi) if len(multi) == len(MULTI_HOP) else {}, examined.undone,
             examined.costs.seconds, tokens, queries, hits,
-            {key: engine.get(key, 0.0) for key in _COUNTERS},
+            {key: engine.get(key, 0.0) for key in _COUNTERS.split()},
         )  # fmt: skip
 
 

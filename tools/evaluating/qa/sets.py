@@ -6,7 +6,6 @@ import random
 import re
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -48,15 +47,13 @@ class QuestionSet(msgspec.Struct, frozen=True):
     notes: list[str] = []
 
 
-def read_sets(
-    flags: Sequence[str], count: int | None, seed: int, heldout: Path | None = None
-) -> list[QuestionSet]:
+def read_sets(flags: Sequence[str], count: int | None, seed: int) -> list[QuestionSet]:
     """The sets that --set names, each as its fixed subset of ``count`` questions (None: all).
 
     flags: NAME=SOURCE texts. "paper" means the papers' seven sets; no text means the built-in
-    questions by hops, read from ``heldout`` if given. A source is a .jsonl or .parquet file, a hub
-    data set owner/name[:split], or one folder of it, owner/name/folder[:split]. Raises ValueError
-    or FileNotFoundError with the remedy.
+    questions by hops. A source is a .jsonl or .parquet file, a hub data set owner/name[:split], or
+    one folder of it, owner/name/folder[:split]. Raises ValueError or FileNotFoundError with the
+    remedy.
     """
     specs: list[tuple[str, str]] = []
     for text in flags:
@@ -72,12 +69,10 @@ def read_sets(
         raise ValueError(f"--set {twice} is given twice: name each set once")
     if specs:
         return [_read(name, source, count, seed) for name, source in specs]
-    if heldout is None:
-        from coppice.tools.defaults.facts import ensure_facts
-        from coppice.tools.defaults.settings import cache_folder  # imports torch
+    from coppice.tools.defaults.facts import ensure_facts
+    from coppice.tools.defaults.settings import cache_folder  # imports torch
 
-        heldout = ensure_facts(cache_folder()) / "heldout.jsonl"
-    tasks, rejected = load_tasks(str(heldout))
+    tasks, rejected = load_tasks(str(ensure_facts(cache_folder()) / "heldout.jsonl"))
     by_hops = {name: [t for t in tasks if t.hops == n] for n, name in enumerate(HOPS, 1)}
     return [
         _set(name, "built-in", subset(own, count, seed), rejected) for name, own in by_hops.items()
