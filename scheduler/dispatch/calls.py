@@ -175,6 +175,8 @@ class Place:
     loaded worker. ``rank`` and ``choose`` are asked while it waits, ``started`` and ``ended`` once
     per attempt."""
 
+    _rank: tuple[Any, ...] = ()
+
     def __init__(self, *rank: Any):
         self._rank = rank
 
