@@ -65,9 +65,9 @@ class Peaks(msgspec.Struct):
 
 def kind(command: Sequence[str]) -> str:
     """Return the kind of a process: "actor" for actor-3 and so on by its process file, "set-up" for
-    the set-up, else "launcher"."""
-    match = _PROCESS_FILE.search(command[-1]) if command else None
-    if match:
+    the set-up and the fork server, else "launcher"."""
+    # a fork's line ends with empty words
+    if match := _PROCESS_FILE.search(" ".join(command).strip()):
         return match[1]
     return "set-up" if any("multiprocessing" in part for part in command) else "launcher"
 
