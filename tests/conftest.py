@@ -89,8 +89,8 @@ def searching(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def launch(server: Server, tmp_path: Path) -> Iterator[Launch]:
-    """Launch a run in the folder ``tmp_path / "run"`` with arguments of coppice launch. anew: its
-    processes are started as a user's are, and are no forks."""
+    """Launch a run in the folder ``tmp_path / "run"`` with arguments of coppice launch. anew: it
+    is started as a user's is, and is no fork."""
     with contextlib.ExitStack() as stack:
 
         def start(config: Path | None, *words: str, anew: bool = False, cwd: Path = ROOT) -> Run:

@@ -13,7 +13,7 @@ import psutil
 
 from coppice.tools.launching import forks, watchdog
 from coppice.tools.launching.failures import Cause, Rate, cause_of
-from coppice.tools.launching.forks import Fork
+from coppice.tools.launching.forks import ForkedProcess
 from coppice.tools.launching.nodes import Away, Nodes
 from coppice.tools.launching.preloaded import MODULES
 from coppice.tools.launching.processes import PlannedProcess, complete, process_variables, spawn
@@ -59,7 +59,7 @@ class Child:
     """A process of the plan with its log and its restarts. verdict: why the launcher killed it, if
     it did."""
 
-    process: subprocess.Popen[bytes] | Fork | Away
+    process: subprocess.Popen[bytes] | ForkedProcess | Away
 
     def __init__(self, spec: PlannedProcess, run: Path, nodes: Nodes | None = None):
         self.spec, self.run, self.nodes = spec, run, nodes
@@ -84,7 +84,7 @@ class Child:
             show = spec.name.startswith(SCHEDULER)
             if forks.method in forks.METHODS and spec.module in MODULES:
                 own = complete(inherited, own)
-                self.process = Fork(spec.module, file, own, self.log, show)
+                self.process = ForkedProcess(spec.module, file, own, self.log, show)
                 return
             command, out = (
                 [sys.executable, "-m", spec.module, file],

@@ -59,7 +59,7 @@ def _become(environment: dict[str, str]) -> None:
     os.environ.update(environment)
 
 
-class Fork:
+class ForkedProcess:
     """A process of the plan, with the part of ``subprocess.Popen`` that the supervisor uses. log:
     where it writes. shown: its stdout is a pipe to the launcher instead."""
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from coppice.tools.launching import forks
 forks.serve({"THEIR_KEY"})
 log, own = Path(sys.argv[1]), {"OWN": "yes", "OMP_NUM_THREADS": "2", "MALLOC_ARENA_MAX": "2"}
-both = [
-    forks.Fork("tests.tools.launching.telling", word, own, log, True) for word in ("it ends", "stays")
-]
-print(json.dumps([json.loads(one.stdout.readline()) | {"pid": one.pid} for one in both]), flush=True)
+told = "tests.tools.launching.telling"
+both = [forks.ForkedProcess(told, word, own, log, True) for word in ("it ends", "stays")]
+words = [json.loads(one.stdout.readline()) | {"pid": one.pid} for one in both]
+print(json.dumps(words), flush=True)
 status = both[0].wait()
 sys.stdin.readline()
 both[1].kill()
