@@ -80,12 +80,18 @@ class Killed(Exception):
     """The process ended without an answer, most likely because memory ran out."""
 
 
+def starter() -> int:
+    """Return the number of the process that started this one, also if it is another's fork."""
+    parent = multiprocessing.parent_process()
+    return os.getppid() if parent is None or parent.pid is None else parent.pid
+
+
 def die_with_starter() -> None:
     """``die_with`` for a process of multiprocessing: when its parent dies, which is the one that
     started it, or the fork server that dies with that one."""
     die_with(os.getppid())
-    starter = multiprocessing.parent_process()
-    if starter is not None and not starter.is_alive():  # both died before
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():  # both died before
         os._exit(1)
 
 

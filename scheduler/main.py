@@ -4,7 +4,6 @@ sum up. ``python -m coppice.scheduler.main PROCESS.json``; ``coppice launch --re
 import asyncio
 import contextlib
 import logging
-import multiprocessing
 import os
 import sys
 import time
@@ -18,7 +17,7 @@ import msgspec
 from coppice import scheduler
 from coppice.actors.environments import registry
 from coppice.common import loop, shards
-from coppice.common.process import begin
+from coppice.common.process import begin, starter
 from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import UNJUDGED, SchedulerProcess
 from coppice.scheduler.dispatch.dispatcher import Dispatcher, Worker
@@ -77,9 +76,7 @@ class Run:
         self.process, self.settings, self._clock = process, process.scheduler, clock
         # the command that started this process says when it began
         command, _, at = os.environ.get("COPPICE_STARTED", "").partition(" ")
-        starter = multiprocessing.parent_process()  # None if this is no fork
-        parent = os.getppid() if starter is None else starter.pid
-        began = float(at) if command == str(parent) else scheduler.STARTED
+        began = float(at) if command == str(starter()) else scheduler.STARTED
         self.phases = report.Phases("set-up", began)
         self.phases.enter("starting processes", scheduler.STARTED)
         self.home, self.shard, s = Path(process.run), process.shard, process.scheduler

@@ -14,6 +14,8 @@ ALLOWED = {
     # the other end of the same; every answer is checked against the run's token
     ("actors/engines/sglang_transport.py", "TCPStore"),
     ("common/process.py", "multiprocessing"),  # a pipe between a process and its own child
+    # the same, and the server's socket in a folder that only this user may open
+    ("tools/launching/forks.py", "multiprocessing"),
 }
 MODULES = {*"pickle cPickle dill cloudpickle joblib marshal shelve multiprocessing".split()}
 NAMES = set(
