@@ -107,7 +107,10 @@ def in_subprocess(function: Callable[..., Any], *arguments: Any, method: str = "
     ours, theirs = context.Pipe(duplex=False)
     # The process is not a daemon, because the function may itself call ``in_subprocess``.
     process = context.Process(target=_answer, args=(theirs, function, arguments))
-    process.start()
+    try:
+        process.start()
+    except (EOFError, ConnectionError):  # the fork server was killed
+        raise Killed from None
     theirs.close()
     try:
         result, error = ours.recv()

@@ -82,15 +82,13 @@ class Child:
             own = spec.environment | process_variables(spec.threads)
             file = str(self.run / "processes" / f"{spec.file}.json")
             show = spec.name.startswith(SCHEDULER)
-            if forks.method in forks.METHODS and spec.module in MODULES:
+            if forks.method != forks.SPAWN and spec.module in MODULES:
                 own = complete(inherited, own)
                 self.process = ForkedProcess(spec.module, file, own, self.log, show)
-                return
-            command, out = (
-                [sys.executable, "-m", spec.module, file],
-                subprocess.PIPE if show else log,
-            )
-            self.process = spawn(command, inherited, own, stdout=out, stderr=log)
+            else:
+                command = [sys.executable, "-m", spec.module, file]
+                out = subprocess.PIPE if show else log
+                self.process = spawn(command, inherited, own, stdout=out, stderr=log)
 
     @property
     def here(self) -> int:

@@ -22,9 +22,11 @@ from coppice.common import hardware
 from coppice.common.process import die_with_starter
 from coppice.tools.launching import processes
 
-METHODS = ("forkserver", "fork")
-method = "spawn"
+SPAWN = "spawn"
+method = SPAWN
 """How multiprocessing starts the processes of this launcher, its set-up too."""
+_environment: dict[str, str] = {}
+"""The server's variables."""
 _TITLE = 1000
 """Bytes of the server's command line, in which forks write theirs."""
 _MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_ARENA_MAX": -8}
@@ -38,11 +40,18 @@ def serve(withheld: Collection[str]) -> None:
     global method
     if sys.platform != "linux" or hardware.visible_gpus():
         return
-    method, own = "forkserver", dict(os.environ)
+    method = "forkserver"
     multiprocessing.set_forkserver_preload(["coppice.tools.launching.preloaded", " " * _TITLE])
-    kept = {name: value for name, value in own.items() if name not in withheld}
+    kept = {name: value for name, value in os.environ.items() if name not in withheld}
     # a fork has only the thread that forked, so the server's libraries start no threads
-    _become(processes.complete(kept, processes.process_variables(1)))
+    _environment.update(processes.complete(kept, processes.process_variables(1)))
+    _ensure_running()
+
+
+def _ensure_running() -> None:
+    """Start the server if it does not run, or was killed."""
+    own = dict(os.environ)
+    _become(_environment)
     try:
         forkserver.ensure_running()
     finally:
@@ -52,10 +61,13 @@ def serve(withheld: Collection[str]) -> None:
 def end() -> None:
     """End the server, and with it every fork that lives, even while it imports. The time of those
     that ended before counts as that of this process's children then."""
-    server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
-    if server._forkserver_pid is not None:
-        os.kill(server._forkserver_pid, signal.SIGKILL)
-        server._stop()
+    if (pid := _server()._forkserver_pid) is not None:
+        os.kill(pid, signal.SIGKILL)
+        _server()._stop()
+
+
+def _server() -> Any:
+    return forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _become(environment: dict[str, str]) -> None:
@@ -68,11 +80,8 @@ class ForkedProcess:
     where it writes. shown: its stdout is a pipe to the launcher instead."""
 
     def __init__(self, module: str, file: str, environment: dict[str, str], log: Path, shown: bool):
-        context: Any = multiprocessing.get_context(method)
-        reading, writing = context.Pipe(duplex=False) if shown else (None, None)
-        work = module, file, environment, log, writing
-        self._process = context.Process(target=_live, args=work)
-        self._process.start()
+        reading, writing = multiprocessing.Pipe(duplex=False) if shown else (None, None)
+        self._process = _started(module, file, environment, log, writing)
         self.pid: int = self._process.pid
         self.stdout: IO[bytes] | None = None
         if reading is not None and writing is not None:
@@ -80,11 +89,15 @@ class ForkedProcess:
             self.stdout = os.fdopen(os.dup(reading.fileno()), "rb")
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        status = self._process.exitcode
+        # what multiprocessing says if the server was killed, and this process with it
+        return -signal.SIGKILL if status == 255 else status
 
     def wait(self) -> int:
         self._process.join()
-        return self._process.exitcode
+        status = self.poll()
+        assert status is not None
+        return status
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -92,6 +105,23 @@ class ForkedProcess:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def _started(*work: Any, tries: int = 2) -> Any:
+    context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
+        _ensure_running()
+    process = context.Process(target=_live, args=work)
+    try:
+        process.start()
+    except (EOFError, ConnectionError):  # the server was killed at this moment
+        if tries == 1:
+            killed = "its fork server was killed twice, most likely for memory"
+            raise OSError(f"{work[0]} cannot be started: {killed}") from None
+        # until it is dead it would be asked again
+        os.waitid(os.P_PID, _server()._forkserver_pid, os.WEXITED | os.WNOWAIT)
+        return _started(*work, tries=tries - 1)
+    return process
 
 
 def _live(

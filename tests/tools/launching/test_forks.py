@@ -26,9 +26,15 @@ status = both[0].wait()
 sys.stdin.readline()
 both[1].kill()
 both[1].wait()
+os.kill(words[0]["server"][0], 9)
+with_server = forks.ForkedProcess(told, "stays", own, log, True)
+again = json.loads(with_server.stdout.readline())
+os.kill(again["server"][0], 9)
+lost = with_server.wait()
 forks.end()
 spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-print(json.dumps([status, both[1].poll(), spent > 1.0]))
+kept = "THEIR_KEY" in again["server"][2] or again["server"][2]["OMP_NUM_THREADS"] != "1"
+print(json.dumps([status, both[1].poll(), spent > 1.0, lost, kept]))
 """
 
 
@@ -61,5 +67,5 @@ def test_a_fork_is_as_if_started_anew_and_ends_with_its_launcher(
         rest, _ = launcher.communicate("\n")
     _, alive = psutil.wait_procs(processes, timeout=60)
     assert not alive
-    assert rest == ("" if killed else "[7, -9, true]\n")
-    assert log.read_text() == "to the log\n" * 2
+    assert rest == ("" if killed else "[7, -9, true, -9, false]\n")
+    assert log.read_text() == "to the log\n" * (2 if killed else 3)
