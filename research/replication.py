@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from matplotlib.figure import Figure
+from scipy import stats
 
 from coppice.common.atomic import as_json
 from coppice.common.options import command_parser
@@ -49,9 +50,8 @@ class Arm(msgspec.Struct, frozen=True):
 
 
 class Study(msgspec.Struct, frozen=True):
-    """Arms that are compared with each other. measure: the name of the held-out measure. parts:
-    further held-out measures, shown with intervals by task; the metrics of such a study's runs are
-    kept in ``RECORDS``."""
+    """Arms that are compared with the first. measure: the name of the held-out measure. parts:
+    further held-out measures, shown with intervals by task."""
 
     measure: str
     arms: dict[str, Arm]
@@ -343,6 +343,75 @@ def table(curves: dict[str, list[StudyCurve]], measure: str) -> str:
     return f"Held-out {measure}, mean over seeds and 95% interval:\n\n" + "\n".join(lines)
 
 
+def against(curves: dict[str, list[StudyCurve]]) -> str:
+    """Return a Markdown table of the first arm's mean minus each other arm's, at the updates, steps
+    and tokens that both reached, with Welch's 95% interval and p. Holm corrects p for all cells of
+    the table: two-sided, and seeds of the same number are no pairs."""
+    (first, own), *others = curves.items()
+    cells = []
+    for name, kind in itertools.product(dict(others), ("version", "steps", "tokens")):
+        both = own, curves[name]
+        place = min(getattr(c, kind)[-1] for arm in both for c in arm)
+        values = [[at(c, getattr(c, kind), place) for c in arm] for arm in both]
+        cells.append((name, kind.replace("version", "updates"), place, *welch(*values)))
+    corrected = holm([p for *_, p in cells])
+    lines = [
+        f"| {name} | {place:,.0f} {kind} | {difference:+.3f} ±{half:.3f} | {p:.2g} |"
+        for (name, kind, place, difference, half, _), p in zip(cells, corrected, strict=True)
+    ]
+    heads = f"| {first} against | at | difference | p ({len(cells)} cells) |\n|---|---|---|---|"
+    return "\n".join([heads, *lines])
+
+
+def welch(one: list[float], other: list[float]) -> tuple[float, float, float]:
+    """Return the difference of two means, the half width of its 95% interval, and p."""
+    test = stats.ttest_ind(one, other, equal_var=False)
+    low, high = test.confidence_interval()
+    return float(low + high) / 2, float(high - low) / 2, float(test.pvalue)
+
+
+def holm(ps: list[float]) -> list[float]:
+    """Return the p values corrected for their number by Holm's step-down method."""
+    order = np.argsort(ps)
+    grown = np.maximum.accumulate(np.array(ps)[order] * np.arange(len(ps), 0, -1))
+    corrected = np.empty(len(ps))
+    corrected[order] = np.minimum(grown, 1)
+    return corrected.tolist()
+
+
+def reached(arm: list[StudyCurve], level: float) -> stats.CensoredData:
+    """Return at how many tokens each run's measure was first at least ``level`` (interpolated
+    between evaluations); a run that never was is censored at its end."""
+    times, ends = [], []
+    for c in arm:
+        later = [i for i, value in enumerate(c.value) if value >= level]
+        if not later:
+            ends.append(c.tokens[-1])
+        else:
+            i = max(later[0] - 1, 0)
+            times.append(float(np.interp(level, c.value[i : i + 2], c.tokens[i : i + 2])))
+    return stats.CensoredData(uncensored=times, right=ends)
+
+
+def to_level(curves: dict[str, list[StudyCurve]], level: float) -> str:
+    """Return a Markdown table of the tokens until the measure is ``level``: how many seeds reached
+    it, the Kaplan-Meier median, and the log-rank test against the first arm (Holm)."""
+    data = {name: reached(arm, level) for name, arm in curves.items()}
+    there = {name: sum(max(c.value) >= level for c in arm) for name, arm in curves.items()}
+    (first, own), *others = data.items()
+    # no event in either arm: nothing to compare
+    raw = [stats.logrank(own, d).pvalue if there[first] + there[n] else 1.0 for n, d in others]
+    ps = ["", *(f"{p:.2g}" for p in holm(raw))]
+    heads = f"| arm | seeds at {level:g} | median tokens until then | p (log-rank) |"
+    lines = [heads, "|---" * 4 + "|"]
+    for (name, d), p in zip(data.items(), ps, strict=True):
+        alive = stats.ecdf(d).sf
+        below = alive.quantiles[alive.probabilities <= 0.5]
+        median = f"{below[0]:,.0f}" if len(below) else "not reached"
+        lines.append(f"| {name} | {there[name]} of {len(curves[name])} | {median} | {p} |")
+    return "\n".join(lines)
+
+
 def by_part(runs: dict[str, list[Path]], parts: Sequence[str]) -> str:
     """Return a Markdown table of held-out measures of the first version and of each arm's last one.
     A cell is the mean over seeds and the mean of their 95% intervals by task, which is the wider
@@ -412,6 +481,8 @@ def parser() -> argparse.ArgumentParser:
     only, every = "run only this arm; repeatable", "change a key in every run; repeatable"
     parser.add_argument("--only", action="append", metavar="ARM", help=only)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=every)
+    level = "also: the tokens until the measure is this, and a log-rank test"
+    parser.add_argument("--reach", type=float, metavar="VALUE", help=level)
     measure = "held-out measure to report (default: the study's)"
     parser.add_argument("--measure", metavar="NAME", help=measure)
     report = "start nothing, report the finished runs"
@@ -430,7 +501,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError(f"no arm {sorted(unknown)}; the arms are {list(study.arms)}")
         arms = {n: arm for n, arm in study.arms.items() if n in (options.only or study.arms)}
         failed = [] if options.report else run_all(arms, out, seeds, options.parallel, options.set)
-        if study.parts and not options.set:
+        if not options.set:
             for name, seed in itertools.product(arms, range(seeds)):
                 keep(out, name, seed)
         runs = {name: _runs(out, name, seeds) for name in arms if _runs(out, name, seeds)}
@@ -441,6 +512,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"coppice dev replicate: {error}", file=sys.stderr)
         return 2
     text, plot = table(curves, measure), out / f"{measure}.svg"
+    if len(curves) > 1 and min(map(len, curves.values())) > 1:
+        text += f"\n\n{against(curves)}"
+    if options.reach is not None:
+        text += f"\n\n{to_level(curves, options.reach)}"
     text += f"\n\n{by_part(runs, study.parts)}" if study.parts else ""
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{measure}.md").write_text(text + "\n")

@@ -78,6 +78,27 @@ def test_the_table_compares_where_the_shortest_run_of_all_arms_ended() -> None:
     assert lines[5] == f"| slow | 1 | {numbers} | not counted |"
 
 
+def curves_to(*ends: float) -> list[StudyCurve]:
+    return [StudyCurve([0, 4, 8], [0, 50, 100], [0, 500, 1000], [0.0, 0.0, end]) for end in ends]
+
+
+def test_differences_have_welchs_interval_and_holms_p() -> None:
+    lines = replication.against({"one": curves_to(1, 2, 3), "two": curves_to(1, 2, 6)}).splitlines()
+    # Means 2 and 3, variances 1 and 7: t = -1 / sqrt(8 / 3) = -0.6124 with (8/3)^2 / ((1/9 + 49/9)
+    # / 2) = 2.56 degrees of freedom; three alike cells are corrected to p = 1.
+    assert lines[2] == "| two | 8 updates | -1.000 ±5.741 | 1 |"
+    assert replication.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+
+
+def test_the_tokens_to_a_level_count_runs_that_never_reach_it() -> None:
+    data = {"one": curves_to(1, 1, 0.5), "two": curves_to(0.4, 0.1, 1), "three": curves_to(0, 0, 0)}
+    lines = replication.to_level(data, 0.5).splitlines()
+    # 0.5 of the way from 500 to 1,000 tokens twice and all of it once; the median is the second
+    assert lines[2] == "| one | 3 of 3 | 750 |  |"
+    assert lines[3].startswith("| two | 1 of 3 | not reached | 0.")
+    assert lines[4].startswith("| three | 0 of 3 | not reached | 0.")
+
+
 @pytest.fixture
 def study(tmp_path: Path) -> Path:
     """Two finished seeds of one arm and one of another, which has an unfinished second one."""
