@@ -27,6 +27,8 @@ from scipy import stats
 from coppice.common.atomic import as_json
 from coppice.common.options import command_parser
 from coppice.tools.bootstrap import ROOT
+from coppice.tools.defaults.facts import ensure_facts
+from coppice.tools.defaults.settings import cache_folder
 from coppice.tools.inspecting.figures import save
 from coppice.tools.inspecting.runs import interval, shown
 from coppice.tools.launching.config import ConfigError, load
@@ -51,12 +53,14 @@ class Arm(msgspec.Struct, frozen=True):
 
 class Study(msgspec.Struct, frozen=True):
     """Arms that are compared with the first. measure: the name of the held-out measure. parts:
-    further held-out measures, shown with intervals by task."""
+    further held-out measures, shown with intervals by task. hops: of the default questions, only
+    those with so many (0: all)."""
 
     measure: str
     arms: dict[str, Arm]
     seeds: int = 5
     parts: tuple[str, ...] = ()
+    hops: int = 0
 
 
 _PPR, _SLATE, _TREES = "ppr-cpu", "slate-tiny", "tree-grpo-tiny"
@@ -108,15 +112,21 @@ _BFCL = "bfcl-cpu"
 _TTT, _SUDOKU, _MINES = "vpr-tictactoe-cpu", "vpr-sudoku-cpu", "vpr-minesweeper-cpu"
 _OUTCOME = "{column='outcome'}"
 
+_PPR_ARMS = {
+    "ReNorm": Arm(_PPR),
+    "ReNorm, batch means": Arm(_PPR, [f"{_NORM}sample"]),
+    "Rescale": Arm(_PPR, [f"{_NORM}rescale"]),
+    "Reduced": Arm(_PPR, [f"{_NORM}reduced"]),
+    "w/o Norm": Arm(_PPR, [f"{_NORM}none"]),
+    "outcome only": Arm(_PPR, ["learner.scheme=gae"]),
+}
+
 STUDIES = {
-    "ppr": Study("em", {
-        "ReNorm": Arm(_PPR),
-        "ReNorm, batch means": Arm(_PPR, [f"{_NORM}sample"]),
-        "Rescale": Arm(_PPR, [f"{_NORM}rescale"]),
-        "Reduced": Arm(_PPR, [f"{_NORM}reduced"]),
-        "w/o Norm": Arm(_PPR, [f"{_NORM}none"]),
-        "outcome only": Arm(_PPR, ["learner.scheme=gae"]),
-    }),
+    "ppr": Study("em", _PPR_ARMS),
+    # the paper's sets are mostly of one hop
+    "ppr-one-hop": Study("em", {
+        name: Arm(arm.config, [*arm.changes, *_updates(48)]) for name, arm in _PPR_ARMS.items()
+    }, hops=1),
     "slate": Study("em", {
         "SLATE": Arm(_SLATE, _ALONE),
         "(a) whole trajectories": Arm(_SLATE, _WHOLE),
@@ -171,7 +181,11 @@ STUDIES = {
     }),
     "vpr-tictactoe": Study("return", _game(_TTT, _SHORT)),
     "vpr-sudoku": Study("success", _game(_SUDOKU, _SHORT)),
-    "vpr-minesweeper": Study("success", _game(_MINES, ["scheduler.updates=16"])),
+    "vpr-minesweeper": Study("success", {
+        **_game(_MINES, ["scheduler.updates=16"]),
+        # four candidates of a state, of which one is played: as many sampled moves
+        "VPR v2": Arm(_MINES, ["method=vpr-v2", "scheduler.questions_per_update=16"]),
+    }),
     "vpr-oracles": Study("return", {
         "minimax": Arm(_TTT, ["judges.use.tictactoe={kind='minimax'}", *_SHORT]),
         "MCTS 1000x10, tolerance 0.1": Arm(_TTT, _SHORT),
@@ -229,6 +243,19 @@ def rows(run: Path) -> list[dict[str, Any]]:
     else:
         lines = (run / "metrics.jsonl").read_text()
     return [json.loads(line) for line in lines.splitlines()]
+
+
+def with_hops(out: Path, hops: int) -> list[str]:
+    """Write the default questions with so many hops into ``out``; return the changes that take
+    them."""
+    facts = ensure_facts(cache_folder())
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("train", "heldout"):
+        lines = (facts / f"{name}.jsonl").read_text().splitlines(keepends=True)
+        (out / f"{name}.jsonl").write_text(
+            "".join(x for x in lines if json.loads(x)["hops"] == hops)
+        )
+    return [f"data.{name}={out.resolve() / name}.jsonl" for name in ("train", "heldout")]
 
 
 def run_all(
@@ -365,12 +392,12 @@ def against(curves: dict[str, list[StudyCurve]]) -> str:
 
 def welch(one: list[float], other: list[float]) -> tuple[float, float, float]:
     """Return the difference of two means, the half width of its 95% interval, and p."""
-    test = stats.ttest_ind(one, other, equal_var=False)
+    test: Any = stats.ttest_ind(one, other, equal_var=False)
     low, high = test.confidence_interval()
     return float(low + high) / 2, float(high - low) / 2, float(test.pvalue)
 
 
-def holm(ps: list[float]) -> list[float]:
+def holm(ps: Sequence[float]) -> list[float]:
     """Return the p values corrected for their number by Holm's step-down method."""
     order = np.argsort(ps)
     grown = np.maximum.accumulate(np.array(ps)[order] * np.arange(len(ps), 0, -1))
@@ -400,7 +427,9 @@ def to_level(curves: dict[str, list[StudyCurve]], level: float) -> str:
     there = {name: sum(max(c.value) >= level for c in arm) for name, arm in curves.items()}
     (first, own), *others = data.items()
     # no event in either arm: nothing to compare
-    raw = [stats.logrank(own, d).pvalue if there[first] + there[n] else 1.0 for n, d in others]
+    raw = [
+        float(stats.logrank(own, d).pvalue) if there[first] + there[n] else 1.0 for n, d in others
+    ]
     ps = ["", *(f"{p:.2g}" for p in holm(raw))]
     heads = f"| arm | seeds at {level:g} | median tokens until then | p (log-rank) |"
     lines = [heads, "|---" * 4 + "|"]
@@ -500,7 +529,8 @@ def main(arguments: list[str] | None = None) -> int:
         if unknown := set(options.only or []) - set(study.arms):
             raise ValueError(f"no arm {sorted(unknown)}; the arms are {list(study.arms)}")
         arms = {n: arm for n, arm in study.arms.items() if n in (options.only or study.arms)}
-        failed = [] if options.report else run_all(arms, out, seeds, options.parallel, options.set)
+        changes = options.set + (with_hops(out, study.hops) if study.hops else [])
+        failed = [] if options.report else run_all(arms, out, seeds, options.parallel, changes)
         if not options.set:
             for name, seed in itertools.product(arms, range(seeds)):
                 keep(out, name, seed)
