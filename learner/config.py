@@ -115,6 +115,13 @@ class PrmConfig(SecondModel, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Into how many parts the questions are split; each step reads one."""
     reference: Literal["behaviour", "recomputed", "initial"] = "recomputed"
     """Whose log-probabilities are subtracted: the engine's, or the policy's now or at version 0."""
+    only_better: bool = False
+    """Of loss "dpo": scores are 0 in updates whose pairs the policy's own log-probabilities order
+    better. Not in the papers."""
+
+    def __post_init__(self) -> None:
+        if self.only_better and self.loss != "dpo":
+            raise ValueError(f"only_better compares the pairs of loss 'dpo', not of {self.loss!r}")
 
 
 class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -99,6 +99,16 @@ def _baseline(scheme: str, options: str) -> list[str]:
     return [f"learner.scheme={scheme}", f"learner.scheme_options={options}", "learner.prm=null"]
 
 
+def _labels(flip: float) -> Arm:
+    """Return OPRL with the exact labels of steps, wrong for this share of them, as step scores."""
+    options = "{base='rloo', variant='environment', step_reward='label', invalid_penalty=0.0}"
+    judge = "coppice.research.flipped:FlippedSokoban"
+    return Arm(_SOKOBAN, [
+        *_baseline("oprl", options), f"scheduler.judge={judge}",
+        f'judges.use={{"{judge}"={{flip={flip}}}}}',
+    ])  # fmt: skip
+
+
 def _variant(name: str) -> list[str]:
     return [f"learner.scheme_options={{base='rloo', variant='{name}'}}"]
 
@@ -108,6 +118,13 @@ def _game(config: str, updates: list[str]) -> dict[str, Arm]:
     return {"VPR": Arm(config), "OR": Arm(config, _OR), "MC-PR": Arm(config, [*_MC, *updates])}
 
 
+_ABLE = ["data.options.size=6", "data.options.horizon=15", "warm_start.skill=0.8"]
+_PRM = [
+    "learner.scheme_options={base='grpo', invalid_penalty=0.0}", "learner.prm.lr=6e-4",
+    "learner.prm.beta=1.0",
+]  # fmt: skip
+"""Twice the policy's rate, as in the paper. Its beta of .05 is for steps of some hundred tokens;
+these have about four."""
 _BFCL = "bfcl-cpu"
 _TTT, _SUDOKU, _MINES = "vpr-tictactoe-cpu", "vpr-sudoku-cpu", "vpr-minesweeper-cpu"
 _OUTCOME = "{column='outcome'}"
@@ -179,6 +196,19 @@ STUDIES = {
             "oprl", "{base='rloo', variant='environment', step_reward='step_reward'}"
         )),
     }),
+    # how well must a step reward know before it helps?
+    "oprl-threshold": Study("success", {
+        "RLOO": Arm(_SOKOBAN, _baseline("rloo", _OUTCOME)),
+        **{f"labels, {flip:.0%} wrong": _labels(flip) for flip in (0.0, 0.1, 0.2, 0.3, 0.4)},
+    }),
+    # settings in which the reward model can know more than its policy; all without OPRL's penalty
+    "oprl-able": Study("success", {
+        "GRPO": Arm(_SOKOBAN, [*_ABLE, *_baseline("grpo", _OUTCOME)]),
+        "OPRL on GRPO": Arm(_SOKOBAN, [*_ABLE, *_PRM]),
+        "OPRL on GRPO, where it knows more": Arm(_SOKOBAN, [
+            *_ABLE, *_PRM, "learner.prm.only_better=true",
+        ]),
+    }, seeds=20),
     "vpr-tictactoe": Study("return", _game(_TTT, _SHORT)),
     "vpr-sudoku": Study("success", _game(_SUDOKU, _SHORT)),
     "vpr-minesweeper": Study("success", {

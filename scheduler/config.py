@@ -52,6 +52,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many the run makes."""
     questions_per_update: Count = 32
     """Trees per update."""
+    hops_in_turn: bool = False
+    """Draw questions of one hop, of two, .. in turn instead of as often as the files have them."""
     max_staleness: Natural = 1
     """The updates that trees are old in the mean at most (scheduler/ledger/pacing.py)."""
     dynamic_sampling_budget: Natural = 0

@@ -99,6 +99,7 @@ class Run:
         self.environment = registry.load(process.environment, process.options)
         self.tasks, heldout, self.notes = tasks.load(process, self.environment)
         drawn_by = {"seed": str(process.seed), "verbatim": str(self.environment.verbatim)}
+        drawn_by["hops_in_turn"] = str(process.scheduler.hops_in_turn)
         self.notes += resume.begin(self.journal, process.inputs | drawn_by)
         self.journal.reject(self.tasks.rejected)
         self.resumed = self.journal.next_tree() > 0

@@ -85,11 +85,32 @@ class ImplicitPrm:
         scoring (methods.md 4.2). Before its first step the model equals the policy, so its rewards
         would be numerical noise; they are exactly 0 then."""
         before = self.rewards(rows, steps, reference)
-        guarded = before if self.updates else np.zeros_like(before)
-        metrics = self._learn(table, rows, steps, reference, before, version)
+        metrics = self._agreement(table, before, rows.behaviour)
+        unused = not self.updates
+        metrics |= self._learn(table, rows, steps, reference, before, version)
         if self.config.order == "update_first" and self.updates:
-            return self.rewards(rows, steps, reference), metrics
-        return guarded, metrics
+            before, unused = self.rewards(rows, steps, reference), False
+        if self.config.only_better and metrics["prm/accuracy"] <= metrics["prm/policy_accuracy"]:
+            unused = True
+        return np.zeros_like(before) if unused else before, metrics | {"prm/unused": float(unused)}
+
+    def _agreement(
+        self, table: TurnTable, rewards: np.ndarray, behaviour: np.ndarray
+    ) -> dict[str, float]:
+        """Return how often the policy's own log-probabilities order the pairs of loss "dpo"
+        rightly, and, where an oracle says which steps are optimal, how often they and the step
+        scores order an optimal and another step of a question rightly."""
+        measured = {}
+        if self.config.loss == "dpo":
+            measured["prm/policy_accuracy"] = self.preference(table, behaviour)[0].accuracy
+        if "optimal" in table.scores:
+            optimal = table.column("optimal")
+            some = ~np.isnan(optimal)
+            for name, tokens in ("oracle_accuracy", rewards), ("policy_oracle_accuracy", behaviour):
+                steps = table.per_turn(tokens)[some]
+                pairs = dpo(steps, optimal[some] == 1, table.tree[some])
+                measured[f"prm/{name}"] = pairs.accuracy
+        return measured
 
     def preference(
         self, table: TurnTable, rewards: np.ndarray, questions: np.ndarray | None = None

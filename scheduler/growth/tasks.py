@@ -13,13 +13,17 @@ from coppice.wire.faults import DataFault
 
 
 class Tasks:
-    """The training tasks of one source or several. rejected: rows that cannot work, quarantined."""
+    """The training tasks of one source or several. rejected: rows that cannot work, quarantined.
+    in_turn: draw those of each number of hops in turn, each kind in epochs of its own."""
 
-    def __init__(self, source: str | list[str], seed: int, verbatim: bool = False):
+    def __init__(
+        self, source: str | list[str], seed: int, verbatim: bool = False, in_turn: bool = False
+    ):
         self.tasks, self.rejected = load_tasks(source, verbatim)
         self.seed = seed
-        self._epoch = -1
-        self._order: list[int] = []
+        kinds = sorted({task.hops for task in self.tasks}) if in_turn else [0]
+        self._kinds = [[t for t in self.tasks if not in_turn or t.hops == n] for n in kinds]
+        self._orders = [(-1, list[int]())] * len(kinds)
 
     @property
     def evidence(self) -> bool:
@@ -28,12 +32,14 @@ class Tasks:
 
     def at(self, position: int) -> Task:
         """The task of draw ``position`` (0, 1, ...)."""
-        epoch, place = divmod(position, len(self.tasks))
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._order = list(range(len(self.tasks)))
-            random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
-        return self.tasks[self._order[place]]
+        within, kind = divmod(position, len(self._kinds))
+        tasks = self._kinds[kind]
+        epoch, place = divmod(within, len(tasks))
+        if epoch != self._orders[kind][0]:
+            order = list(range(len(tasks)))
+            random.Random(f"{self.seed}/{epoch}").shuffle(order)
+            self._orders[kind] = epoch, order
+        return tasks[self._orders[kind][1][place]]
 
 
 def held_out(
@@ -90,5 +96,6 @@ def load(
     if registry.makes_tasks(environment):
         made = GeneratedTasks(getattr(environment, "task"), process.seed)  # noqa: B009
         return made, made.held_out(count), []
-    training = Tasks(process.train, process.seed, environment.verbatim)
-    return training, *held_out(process.heldout, count, environment.verbatim)
+    verbatim, in_turn = environment.verbatim, process.scheduler.hops_in_turn
+    training = Tasks(process.train, process.seed, verbatim, in_turn)
+    return training, *held_out(process.heldout, count, verbatim)

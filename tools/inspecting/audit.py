@@ -95,8 +95,9 @@ def _drawn(journal: Journal, trees: Trees) -> Iterator[Violation]:
     inputs = next((inputs for *_, inputs in journal.starts()), {})
     files = {path: sum for key, (path, sum) in inputs.items() if key.startswith("data.train")}
     if files and all(Path(one).is_file() and digest.file(Path(one)) == files[one] for one in files):
-        (seed, _), (verbatim, _) = inputs["seed"], inputs["verbatim"]
-        drawn = tasks.Tasks([*files], int(seed), verbatim == str(True))
+        flags = (inputs.get(key, ("",))[0] for key in ("verbatim", "hops_in_turn"))
+        verbatim, in_turn = (flag == str(True) for flag in flags)
+        drawn = tasks.Tasks([*files], int(inputs["seed"][0]), verbatim, in_turn)
         for row, _ in trees:
             if row.digest not in ("", now := drawn.at(row.position).digest):
                 what = f"tree {row.id} is of task {row.digest}, and draw {row.position} gave {now}"
