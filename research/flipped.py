@@ -1,5 +1,5 @@
-"""A Sokoban oracle that is wrong on a share of all steps: how well must a step reward know before it
-helps? (the study oprl-threshold, docs/replication/oprl.md)"""
+"""A Sokoban oracle that is wrong on a share of all steps: how well must a step reward know to help?
+(The study oprl-threshold, docs/replication/oprl.md.)"""
 
 import zlib
 

@@ -94,6 +94,19 @@ def test_equal_ids_of_several_sources_stay_apart_and_a_run_draws_from_all(tmp_pa
     assert held_out(sources, 3)[0] == held_out(sources, 99)[0][:3]
 
 
+def test_hops_in_turn_are_drawn_alike_each_in_its_own_epochs(tmp_path: Path) -> None:
+    rows = [
+        {"id": f"{n}{hops}", "question": f"{n}?", "golden_answers": ["a"], "hops": hops}
+        for hops, count in ((2, 2), (1, 6))
+        for n in range(count)
+    ]
+    drawn = Tasks(written(tmp_path / "x.jsonl", *rows), 0, in_turn=True)
+    names = [drawn.at(position).id for position in range(12)]
+    assert sorted(names[::2]) == [f"{n}1" for n in range(6)]  # one whole epoch
+    assert all(set(names[i : i + 4 : 2]) == {"02", "12"} for i in (1, 5, 9))  # three
+    assert [drawn.at(position).id for position in range(12)] == names
+
+
 def test_one_source_of_several_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     good = written(tmp_path / "a.jsonl", {"question": "q", "golden_answers": ["a"]})
     with pytest.raises(FileNotFoundError, match=r"gone\.jsonl"):

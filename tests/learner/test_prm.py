@@ -97,6 +97,32 @@ def test_a_batch_of_one_class_teaches_no_reward_model(make: Make) -> None:
     assert prm.updates == 0
 
 
+def test_the_reward_model_is_measured_beside_the_policy_and_an_oracle(make: Make) -> None:
+    """The policy's log-probabilities order every pair and every step rightly, a fresh model none:
+    it is unused even after its first step."""
+    made, prm = oprl(make, {"only_better": True, "lr": 1e-3})
+    batch, values = planted(0)
+    made.update(batch)
+    table = table_of(batch)
+    table.scores["optimal"] = (values > 0).astype(float)
+    rows = Rows(table.paths)
+    rows.behaviour[:] = table.per_token(np.where(values > 0, -1.0, -2.0))
+    steps = plan(rows.trie, range(len(rows.paths)), 4096, made.ranks)
+    rewards, metrics = prm.score_and_learn(table, rows, steps, rows.behaviour, 1)
+    assert metrics["prm/policy_accuracy"] == metrics["prm/policy_oracle_accuracy"] == 1
+    assert metrics["prm/oracle_accuracy"] < 0.9 and metrics["prm/accuracy"] < 1
+    assert metrics["prm/unused"] == 1 and not rewards.any()
+    rows.behaviour[:] *= -1  # now it orders every pair wrongly
+    rewards, metrics = prm.score_and_learn(table, rows, steps, rows.behaviour * 0 - 5.5, 2)
+    assert metrics["prm/policy_accuracy"] == metrics["prm/policy_oracle_accuracy"] == 0
+    assert metrics["prm/unused"] == 0 and rewards.any()
+
+
+def test_only_pairs_can_be_ordered_better() -> None:
+    with pytest.raises(ValueError, match=r"only_better.*'dpo'.*'cross_entropy'"):
+        PrmConfig(loss="cross_entropy", only_better=True)
+
+
 LOG_RATIOS = np.array([4.0, -2, 1, 0, -3])  # methods.md 5: trajectories of two and three steps
 
 
