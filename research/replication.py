@@ -153,6 +153,9 @@ STUDIES = {
         "k = 3": Arm(_SLATE, [*_ALONE, "scheduler.strategy_options.k=3"]),
         "k = 7": Arm(_SLATE, [*_ALONE, "scheduler.strategy_options.k=7"]),
     }),
+    "slate-135m": Study("em", {
+        "SLATE": Arm("slate-cpu", ["actors.count=1", "learner.count=1", "threads=1"])
+    }, seeds=3, parts=("em_1_hop", "em_2_hop", "searches", "valid")),
     # each arm stops near 300,000 sampled tokens, by the costs of docs/methods-table.md
     "trees": Study("em", {
         "SLATE": Arm(_SLATE, [*_ALONE, *_updates(108)]),
