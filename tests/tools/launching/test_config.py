@@ -127,6 +127,7 @@ def test_every_number_of_the_config_has_a_range() -> None:
             convert(msgspec.to_builtins(whole), [f"{key}=-1"])
 
 
+DECOUPLED = ["learner.correction=decoupled", "learner.minibatches=1"]
 HYBRID = ["learner.sharding=hybrid", "learner.count=4"]
 _KL_TWICE = ["method=search-r1", "learner.scheme_options.kl_coef=0.1", "learner.kl_coef=0.1"]
 
@@ -135,7 +136,7 @@ _KL_TWICE = ["method=search-r1", "learner.scheme_options.kl_coef=0.1", "learner.
     ("changes", "said"),
     [
         (["scheduler.strategy_options={selection='best-of-k', eta=0.5}"], "no effect"),
-        (["learner.correction=decoupled", "learner.correction_options.clip_high=0.3"], "no effect"),
+        ([*DECOUPLED, "learner.correction_options.clip_high=0.3"], "no effect"),
         (["scheduler.strategy=full", "learner.scheme=prime"], "cross_entropy"),
         (_KL_TWICE, "count it again"),
         (["learner.sharding=fsdp", "learner.count=1"], "no effect"),

@@ -25,9 +25,9 @@ GAE = [*FULL, "learner.scheme=gae"]
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (["learner.target_kl=0.1"], "one optimizer step"),
+        (["learner.target_kl=0.1", "learner.minibatches=1"], "one optimizer step"),
         (["learner.kl_coef=0.1", "learner.kl_reward_coef=0.1"], "expected 0 for one of them"),
-        (["learner.lr_min_ratio=0.1"], "lr_schedule"),
+        (["learner.lr_min_ratio=0.1", "learner.lr_schedule=constant"], "lr_schedule"),
         (["learner.soft_overlong={max_tokens=20, cache_tokens=30}"], "cache_tokens of at most"),
         ([*GAE, "learner.kl_coef=0", "learner.kl_reward_coef=0.1"], "scheme_options.kl_coef"),
         ([*GAE, "learner.scheme_options={targets='vtrace', c_max=2.0}"], "at most rho_max"),
