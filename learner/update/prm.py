@@ -106,10 +106,12 @@ class ImplicitPrm:
         if "optimal" in table.scores:
             optimal = table.column("optimal")
             some = ~np.isnan(optimal)
-            for name, tokens in ("oracle_accuracy", rewards), ("policy_oracle_accuracy", behaviour):
-                steps = table.per_turn(tokens)[some]
-                pairs = dpo(steps, optimal[some] == 1, table.tree[some])
-                measured[f"prm/{name}"] = pairs.accuracy
+
+            def right(scores: np.ndarray) -> float:
+                return dpo(scores[some], optimal[some] == 1, table.tree[some]).accuracy
+
+            measured["prm/oracle_accuracy"] = right(table.per_turn(rewards))
+            measured["prm/policy_oracle_accuracy"] = right(table.per_turn(behaviour))
         return measured
 
     def preference(
