@@ -68,21 +68,6 @@ def tokens(result: GenerateResult) -> list[list[int]]:
     return [sample.tokens.tolist() for sample in result.samples]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-async def test_greedy_equals_transformers_generate(local: Local, tmp_path: Path, kind: str) -> None:
-    folder = tiny.save(tmp_path / kind, kind)
-    engine, model = await local(folder), reference(folder)
-    prompts = [ids(seed, 3 + 7 * seed) for seed in range(5)]
-    requests = [GenerateRequest(p, 2, Sampling(16, temperature=0.0)) for p in prompts]
-    results = await asyncio.gather(*map(engine.generate, requests))
-    for prompt, result in zip(prompts, results, strict=True):
-        whole = torch.tensor(prompt, dtype=torch.long)[None]
-        with torch.no_grad():
-            generated = model.generate(whole, max_new_tokens=16, do_sample=False)
-        assert tokens(result) == [generated[0, len(prompt) :].tolist()] * 2
-    assert worst(model, *zip(prompts, results, strict=True)) < TOLERANCE
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 5}, {"top_p": 0.8, "top_k": 6}])

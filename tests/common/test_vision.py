@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from coppice.common import vision
-from coppice.common.vision import PictureRun, Vision, ids, numbers, runs
+from coppice.common.vision import Vision, ids, runs
 from tests import tiny
 from tests.pictures import png, squares
 
@@ -52,14 +52,6 @@ def test_pixel_values_are_those_of_the_processor_of_the_folder(seeing: Path) -> 
     expected = Qwen2VLImageProcessorPil.from_pretrained(seeing)(opened, return_tensors="np")
     np.testing.assert_array_equal(patches, expected["pixel_values"])
     assert grids.tolist() == [[1, 4, 4], [1, 6, 4]]
-
-
-def test_runs_are_the_pictures_in_order_and_numbers_name_each_once() -> None:
-    tokens = np.array([5, -1, -1, 7, -4, 8, 9, -1, -1], np.int32)
-    assert runs(tokens) == [PictureRun(1, 3, 1), PictureRun(4, 5, 4), PictureRun(7, 9, 1)]
-    assert sorted(numbers(tokens)) == [1, 4]
-    assert runs(np.arange(3)) == [] == numbers(np.arange(3))
-    assert runs(ids(2, 4)) == [PictureRun(0, 4, 2)]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -12,21 +12,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from coppice.judges.base import Judge, Player, PlugIn, checked
+from coppice.judges.base import Judge, PlugIn, checked
 from coppice.judges.command import plug_in
-from coppice.judges.serve import BUILT_IN, Batcher, built_in_service, make_worker, serve
+from coppice.judges.serve import BUILT_IN, Batcher, make_worker, serve
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.keys import RunKeys
-from coppice.wire.messages import (
-    JudgedTurn,
-    Judgement,
-    JudgeRequest,
-    PlayRequest,
-    PlayResult,
-    SpeakRequest,
-)
+from coppice.wire.messages import JudgedTurn, Judgement, JudgeRequest, SpeakRequest
 from coppice.wire.service import Service
-from tests.judges.test_llm import Reply, chat, chat_server, started
+from tests.judges.test_llm import Reply, chat, chat_server
 from tests.services import Bench, bench
 
 
@@ -165,22 +158,6 @@ async def test_a_turn_that_cannot_be_scored_does_not_condemn_its_batch(tmp_path:
     assert scores == [{"length": 3.0}, {"length": 5.0}]
 
 
-class Mirror(Player):
-    """Plays back what it was asked."""
-
-    name = "mirror"
-
-    async def play(self, state: Any, seed: int) -> tuple[int, ...]:
-        return (state["cell"], seed)
-
-
-async def test_an_opponent_is_served_beside_judges(tmp_path: Path) -> None:
-    async with serving(tmp_path, opened(), Mirror()) as b:
-        played = await b.dispatcher.call("player.mirror", PlayRequest({"cell": 4}, 9), deadline=10)
-        assert played == PlayResult([4, 9])
-        assert (await ask(b, "judge.length", "two"))[0].scores == {"length": 3.0}
-
-
 UNFINISHED = ("Nameless", "Bare", "Other")
 
 
@@ -288,31 +265,3 @@ async def test_the_request_reaches_the_endpoint_and_its_reply_comes_back(tmp_pat
     expected = {"model": "m", "messages": ASKED.messages, "max_tokens": 7, "temperature": 0.25}
     expected |= {"stop": ["\n"], "seed": 5}
     assert seen == [expected, expected]  # a busy server is asked again
-
-
-async def test_a_refused_request_is_a_data_fault_that_names_the_cause(tmp_path: Path) -> None:
-    async def reply(request: web.Request) -> web.Response:
-        return web.Response(status=400, text="the messages are too long")
-
-    with pytest.raises(DataFault, match="too long"):
-        await spoken(tmp_path, reply)
-
-
-async def test_a_reply_that_does_not_come_in_time_is_a_fault_with_its_limit() -> None:
-    async def reply(request: web.Request) -> web.Response:
-        await asyncio.sleep(60)  # longer than the speaker's patience
-        return chat("late")
-
-    def speaker(url: str) -> Any:
-        return make_worker("chat", {"endpoint": {"url": url, "model": "m", "patience_s": 0.05}})
-
-    async with started(speaker, reply) as made:
-        with pytest.raises(InfrastructureFault, match=r"0\.05 s \(patience_s\)"):
-            await made.speak(ASKED)
-
-
-def test_a_plug_in_names_its_own_service() -> None:
-    services = [built_in_service(name) for name in ("chat", "frozen", "my:Echo")]
-    assert services == ["speaker.chat", "speaker.frozen", ""]
-    endpoint = {"url": "http://127.0.0.1/v1", "model": "m"}
-    assert make_worker("frozen", {"endpoint": endpoint}).service == "speaker.frozen"
