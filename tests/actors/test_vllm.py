@@ -2,7 +2,6 @@
 and what it refuses. Against a real server: its guard. The contract holds it beside the others
 (test_engine_contract.py)."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from coppice.actors.engines.vllm import VLLMEngine
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import Constraint, GenerateRequest, LoadRequest, Sampling
 from coppice.wire.published import Manifest, Memory
-from tests.sglang_cpu.scripted import REQUEST, WAIT_S, Server, adapter, model, version
+from tests.sglang_cpu.scripted import REQUEST, WAIT_S, Server, adapter, model, sampled, version
 
 STEPS = [
     "/pause", "/reset_prefix_cache", "/update_weight_version", "/collective_rpc", "/weight_checker",
@@ -100,11 +99,6 @@ def connected(folder: Path, server: Scripted) -> VLLMEngine:
     vllm = ServedConfig(way="url", urls=[server.url], update_timeout_s=WAIT_S)
     config = ActorsConfig(engine="vllm", max_batch=8, max_context=512, vllm=vllm)
     return VLLMEngine(model(folder), config)
-
-
-async def sampled(made: VLLMEngine) -> list[int]:
-    (sample,) = (await asyncio.wait_for(made.generate(REQUEST), 30)).samples
-    return sample.versions.tolist()
 
 
 async def test_a_request_names_what_vllm_is_to_sample(engine: VLLMEngine, server: Scripted) -> None:
