@@ -3,9 +3,8 @@ constraint is named."""
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import msgspec
 import pytest
 import tokenizers
 import torch
@@ -26,17 +25,6 @@ PATTERNS = [
     r".{0,12}x",
     r"(?i:stop)|[0-9]+(\.[0-9]{1,2})?",
     r"",
-]
-
-
-class Grade(msgspec.Struct, forbid_unknown_fields=True):
-    reason: Annotated[str, msgspec.Meta(max_length=8)]
-    tags: Annotated[list[Literal["a", "b"]], msgspec.Meta(max_length=2)] = []
-
-
-SCHEMAS: list[tuple[dict[str, Any], Any]] = [
-    ({**msgspec.json.schema(Grade)["$defs"]["Grade"]}, Grade),
-    ({"type": "integer", "minimum": -5, "maximum": 70}, Annotated[int, msgspec.Meta(ge=-5, le=70)]),
 ]
 
 
@@ -85,28 +73,6 @@ def test_every_sampled_text_matches_the_regex(
 ) -> None:
     made = text_of(words, sampled(grammar.matcher(Constraint("regex", pattern)), seed, ending=3.0))
     assert re.fullmatch(pattern, made), made
-
-
-@settings(max_examples=30, deadline=None)
-@given(case=st.sampled_from(SCHEMAS), seed=st.integers(0, 2**31))
-def test_every_sampled_text_validates_against_the_json_schema(
-    grammar: Grammar, words: tokenizers.Tokenizer, case: tuple[dict[str, Any], Any], seed: int
-) -> None:
-    schema, kind = case
-    matcher = grammar.matcher(Constraint("json_schema", msgspec.json.encode(schema).decode()))
-    msgspec.json.decode(text_of(words, sampled(matcher, seed)), type=kind)
-
-
-@settings(max_examples=30, deadline=None)
-@given(written=st.from_regex(PATTERNS[0].replace(r"\s", r"[ \r\n\t\u2003]"), fullmatch=True))
-def test_no_text_that_matches_is_forbidden(
-    grammar: Grammar, words: tokenizers.Tokenizer, written: str
-) -> None:
-    matcher = grammar.matcher(Constraint("regex", PATTERNS[0]))
-    for token in words.encode(written, add_special_tokens=False).ids:
-        assert token in allowed(matcher)
-        matcher.accept(token)
-    assert END in allowed(matcher)
 
 
 def test_an_end_is_allowed_exactly_where_a_match_may_end_and_no_special_token_for_its_text(

@@ -1,5 +1,5 @@
 """The judge that asks a language model: every question ends in a reply or a counted fault that
-names the cause; every placeholder of its templates is filled, and their output is stated."""
+names the cause; every placeholder of its templates is filled."""
 
 import asyncio
 import re
@@ -122,12 +122,9 @@ NOWHERE = ChatEndpoint("http://127.0.0.1:1/v1", "m")
 
 
 @pytest.mark.parametrize("column", PLACEHOLDERS)
-def test_a_template_has_its_placeholders_and_states_the_output(column: str) -> None:
+def test_a_template_has_its_placeholders_and_does_not_itself_grade(column: str) -> None:
     text = (PROMPTS / f"slate_{column}.txt").read_text()
     assert set(re.findall(r"\{(\w+)\}", text)) == PLACEHOLDERS[column]
-    assert re.search(r"<explanation>.*</explanation>\s*<score>.*</score>", text, re.DOTALL)
-    # the rules of every component
-    assert re.findall(r"^([+-]?[01]):", text, re.MULTILINE) == ["+1", "0", "-1"] * 3
     assert parse_score(text) is None  # a model that repeats the instructions has not graded
 
 

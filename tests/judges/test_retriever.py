@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
@@ -137,17 +136,6 @@ def test_the_byte_order_mark_of_a_corpus_is_no_part_of_its_first_passage(tmp_pat
     path.write_bytes(b"\xef\xbb\xbf" + GOOD + b"\n" + GOOD.replace(b'"a"', b'"c"'))
     offsets, bad = read_corpus(path)
     assert (list(offsets), bad) == ([3, 3 + len(GOOD) + 1], [])
-
-
-def test_an_index_of_another_encoder_is_refused(
-    folder: Path, minilm: Encoder, tmp_path: Path
-) -> None:
-    manifest = msgspec.to_builtins(read_manifest(folder))
-    manifest |= {"encoder": "intfloat/e5-base-v2", "dimensions": 768}
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    told = r"e5-base-v2 \(768 dimensions\), not minilm \(384\).*coppice index"
-    with pytest.raises(ValueError, match=told):
-        Index(tmp_path, minilm)
 
 
 def test_without_a_sound_index_the_command_that_builds_it_is_named(tmp_path: Path) -> None:
