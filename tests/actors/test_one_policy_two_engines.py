@@ -8,10 +8,10 @@ import numpy as np
 import pytest_asyncio
 
 from coppice.actors.engines.base import Engine
-from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
+from coppice.wire.messages import GenerateRequest, Sampling
 from tests.actors.conftest import Local
 from tests.actors.test_engine_contract import restore
-from tests.actors.test_local_engine import TOLERANCE, ids, version_folder
+from tests.actors.test_local_engine import TOLERANCE, ids, noised
 from tests.sglang_cpu.shared import Shared
 
 
@@ -44,9 +44,9 @@ async def test_before_and_after_ten_updates(
 ) -> None:
     before, source = await compare(pair, 0), llama
     for version in range(1, 11):
-        folder, proof, model = version_folder(tmp_path, source, version, noise=0.05)
+        update, model = noised(tmp_path, source, version, noise=0.05)
         source = tmp_path / f"source{version}"
         model.save_pretrained(source)
         for engine in pair:
-            await engine.load(LoadRequest(version, str(folder), proof))
+            await engine.load(update)
     assert np.abs(before - await compare(pair, 10)).max() > 100 * TOLERANCE

@@ -174,8 +174,7 @@ async def test_what_vllm_cannot_report_is_refused(
 async def test_a_server_that_is_not_started_as_needed_is_refused_at_the_start(
     server: Scripted, tmp_path: Path, change: dict[str, Any], said: str
 ) -> None:
-    for name, value in change.items():
-        setattr(server, name, value)
+    vars(server).update(change)
     with pytest.raises(InfrastructureFault, match=said):
         await connected(tmp_path, server).start()
 
@@ -184,8 +183,7 @@ async def test_a_server_that_is_not_started_as_needed_is_refused_at_the_start(
 async def test_a_sample_without_what_was_asked_for_is_refused(
     engine: VLLMEngine, server: Scripted, change: dict[str, Any]
 ) -> None:
-    for name, value in change.items():
-        setattr(server, name, value)
+    vars(server).update(change)
     with pytest.raises(InfrastructureFault, match=r"of vllm 0\.32 does not|aborted a request"):
         await sampled(engine)
 
