@@ -79,11 +79,6 @@ def test_positions_are_those_of_transformers(folder: Path, seed: int) -> None:
 
 def test_wrong_pictures_are_refused(seeing: Path, llama: Path, tmp_path: Path) -> None:
     seen = vision_of(seeing)
-    tokens = np.concatenate([np.arange(2), ids(1, 4)])
-    with pytest.raises(ValueError, match=r"pictures \[1\] are in the prefix and their bytes"):
-        seen.sequence(tokens, {0: squares(0)})
-    with pytest.raises(ValueError, match="has 4 tokens in the prefix: expected 3 x 2"):
-        seen.sequence(tokens, {1: squares(0, 3, 2)})
     with pytest.raises(ValueError, match="expected the bytes of a PNG"):
         seen.grid(b"GIF89a")
     with pytest.raises(ValueError, match="at most 200"):

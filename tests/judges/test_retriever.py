@@ -18,7 +18,7 @@ from coppice.judges.retriever.index import BadCorpus, Index, build, read_corpus,
 from coppice.tools.defaults.index_corpus import ensure_index
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import Passage, RetrieveRequest
-from tests.judges.test_llm import serving
+from tests.judges.test_llm import chat_server, serving
 
 FACTS = {
     "Bulgaria": "Currency: lev",
@@ -181,16 +181,6 @@ class Shelf:
         return [[passage(query, i) for i in range(topk)] for query in queries]
 
 
-def answering(body: bytes, status: int = 200) -> web.Application:
-
-    async def reply(request: web.Request) -> web.Response:
-        return web.Response(body=body, status=status)
-
-    app = web.Application()
-    app.router.add_post("/retrieve", reply)
-    return app
-
-
 @pytest.mark.parametrize("suffix", ["", "/", "/retrieve"])
 async def test_the_client_gets_from_the_server_what_the_backend_found(suffix: str) -> None:
     async with serving(application(Shelf())) as url, SearchR1Client(url + suffix) as client:
@@ -233,7 +223,11 @@ async def test_a_bad_request_is_answered_422_with_the_reason(body: bytes, reason
 async def test_another_protocol_is_a_fault_of_the_server(
     body: bytes, status: int, message: str
 ) -> None:
-    async with serving(answering(body, status)) as url, SearchR1Client(url, attempts=1) as client:
+    async def reply(request: web.Request) -> web.Response:
+        return web.Response(body=body, status=status)
+
+    server = chat_server(reply, "POST /retrieve")
+    async with server as url, SearchR1Client(url, attempts=1) as client:
         with pytest.raises(InfrastructureFault, match=f"{url}/retrieve.*{message}"):
             await client.search(["x"], 1)
 
