@@ -62,10 +62,8 @@ class Client:
 
 
 @asynccontextmanager
-async def serving(
-    folder: Path, actors: ActorsConfig = SETTINGS, **settings: Any
-) -> AsyncIterator[Client]:
-    engine = LocalEngine(str(folder), actors)
+async def serving(folder: Path, **settings: Any) -> AsyncIterator[Client]:
+    engine = LocalEngine(str(folder), SETTINGS)
     await engine.start()
     made = runner(Server(engine, folder, **settings))
     await made.setup()
