@@ -1,13 +1,11 @@
 """The Berkeley Function Calling Leaderboard: its references score 1, altered ones 0, and whatever a
 policy writes is data."""
 
-import asyncio
 import itertools
 import json
 import random
 from typing import Any
 
-import msgspec
 import pytest
 
 from coppice.actors.environments.base import Task
@@ -96,17 +94,6 @@ def test_no_function_answers_training_and_held_out_tasks() -> None:
     assert len({*environment.sides[0], *environment.sides[1]}) == 4291
     assert {*Bfcl(["parallel"]).sides[1]} < {*environment.sides[1]}
     assert not Bfcl(split="all").sides[0]
-
-
-async def test_ten_interleaved_episodes_are_those_played_alone() -> None:
-    environment, kinds = Bfcl(), ("base", "miss_func")
-    names = [f"multi_turn_{kind}_{n}" for n in (0, 104, 33, 154, 77) for kind in kinds]
-    alone = [await referred(environment, name) for name in names]
-    assert await asyncio.gather(*(referred(Bfcl(), name) for name in names[::-1])) == alone[::-1]
-    for seen in alone:
-        stored = msgspec.json.decode(msgspec.json.encode(seen[-2].state), type=BfclState)
-        action = environment.read(stored, environment.replies(stored)[0])
-        assert await environment.step(stored, action, TOOLS) == seen[-1]
 
 
 HOSTILE = [

@@ -14,25 +14,16 @@ import pytest
 import pytest_asyncio
 import tokenizers
 import torch
-from safetensors.torch import save_file
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.base import Engine
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.engines.vllm import VLLMEngine
 from coppice.common.support import decode
-from coppice.wire import digest
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import Constraint, GenerateRequest, LoadRequest, Sampling
-from coppice.wire.published import Manifest
-from tests.actors.test_local_engine import (
-    TOLERANCE,
-    forward,
-    full_logprobs,
-    ids,
-    reference,
-    version_folder,
-)
+from tests.actors.test_local_engine import TOLERANCE, forward, full_logprobs, ids, noised, reference
+from tests.sglang_cpu.scripted import published
 from tests.sglang_cpu.shared import Shared as Server
 from tests.vllm_cpu.shared import BLOCK
 
@@ -101,8 +92,8 @@ async def sampled(engine: Engine, prompt: np.ndarray, n: int, *args: Any, **fiel
 
 
 async def restore(made: Any, folder: Path, scratch: Path) -> None:
-    base, proof, _ = version_folder(scratch, folder, 0, noise=0.0)
-    await made.load(LoadRequest(0, str(base), proof))
+    base, _ = noised(scratch, folder, 0, noise=0.0)
+    await made.load(base)
 
 
 async def test_greedy_tokens_are_those_of_a_full_forward(engine: Engine, base: Path) -> None:
@@ -222,9 +213,9 @@ async def test_a_new_version_is_sampled_from_and_reads_no_other_versions_cache(
 ) -> None:
     prompt = ids(10, 30)
     await engine.generate(GenerateRequest(prompt, 1, Sampling(2)))
-    folder, proof, model = version_folder(tmp_path, base, 3)
-    loaded = await engine.load(LoadRequest(3, str(folder), proof))
-    assert (loaded.version, loaded.digest) == (3, proof)
+    update, model = noised(tmp_path, base, 3)
+    loaded = await engine.load(update)
+    assert (loaded.version, loaded.digest) == (3, update.digest)
     result = await engine.generate(GenerateRequest(prompt, 2, Sampling(5)))
     assert result.cached_tokens == 0
     for sample in result.samples:
@@ -235,11 +226,11 @@ async def test_a_new_version_is_sampled_from_and_reads_no_other_versions_cache(
 
 @pytest.mark.second
 async def test_an_update_labels_each_token(engine: Engine, base: Path, tmp_path: Path) -> None:
-    folder, proof, _ = version_folder(tmp_path, base, 4)
+    update, _ = noised(tmp_path, base, 4)
     request = GenerateRequest(ids(11, 10), 8, Sampling(400, seed=1))
     task = asyncio.create_task(engine.generate(request))
     await begun(engine, request)
-    await engine.load(LoadRequest(4, str(folder), proof))
+    await engine.load(update)
     samples = (await task).samples
     labels = [sample.versions.tolist() for sample in samples]
     assert labels == [sorted(versions) for versions in labels]
@@ -250,20 +241,20 @@ async def test_an_update_labels_each_token(engine: Engine, base: Path, tmp_path:
 async def test_weights_that_are_not_as_announced_are_refused_and_the_old_ones_serve(
     engine: Engine, base: Path, tmp_path: Path
 ) -> None:
-    folder, proof, _ = version_folder(tmp_path, base, 5)
+    update, _ = noised(tmp_path, base, 5)
     (before,) = await sampled(engine, ids(12, 12), 1, 6, temperature=0.0)
-    file = folder / "model.safetensors"
+    file = Path(update.path, "model.safetensors")
     file.write_bytes(file.read_bytes()[:-4] + b"bits")
     with pytest.raises(InfrastructureFault, match="digest"):
-        await engine.load(LoadRequest(5, str(folder), proof))
+        await engine.load(update)
     (after,) = await sampled(engine, ids(12, 12), 1, 6, temperature=0.0)
     assert before.tokens.tolist() == after.tokens.tolist()
     assert near(engine, before.logprobs, after.logprobs)
 
 
 async def test_an_adapter_changes_the_policy(engine: Engine, base: Path, tmp_path: Path) -> None:
-    folder, proof, model = adapter_folder(tmp_path, base, 6)
-    await engine.load(LoadRequest(6, str(folder), proof))
+    update, model = adapted(tmp_path, base, 6)
+    await engine.load(update)
     prompt = ids(13, 16)
     for sample in await sampled(engine, prompt, 2, 5):
         assert sample.versions.tolist() == [6] * len(sample.tokens)
@@ -289,8 +280,8 @@ def kept(rows: torch.Tensor, top_p: float = 1.0, top_k: int = 260) -> torch.Tens
     return top & torch.zeros_like(top).scatter(1, order, inside)
 
 
-def adapter_folder(tmp_path: Path, source: Path, version: int) -> tuple[Path, str, Any]:
-    """A published adapter of random weights, its digest, and the model with it merged in."""
+def adapted(tmp_path: Path, source: Path, version: int) -> tuple[LoadRequest, Any]:
+    """A published adapter of random weights, and the model with it merged in."""
     from peft import LoraConfig, get_peft_model
     from peft.utils import get_peft_model_state_dict
 
@@ -302,13 +293,8 @@ def adapter_folder(tmp_path: Path, source: Path, version: int) -> tuple[Path, st
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(0, 0.1)
-    folder = tmp_path / f"adapter{version}"
-    folder.mkdir()
-    file = folder / "adapter_model.safetensors"
-    save_file(get_peft_model_state_dict(model), file)
+    request = published(tmp_path, version, "lora", get_peft_model_state_dict(model))
     settings = model.peft_config["default"].to_dict()
     settings["target_modules"] = sorted(settings["target_modules"])
-    (folder / "adapter_config.json").write_text(json.dumps(settings, default=str))
-    proof = digest.safetensors_file(file)
-    Manifest(version, "lora", proof).write(folder)
-    return folder, proof, model.merge_and_unload().eval()
+    Path(request.path, "adapter_config.json").write_text(json.dumps(settings, default=str))
+    return request, model.merge_and_unload().eval()

@@ -16,12 +16,11 @@ from coppice.actors.config import ActorsConfig
 from coppice.actors.engines import attend, cached, decoder, weights
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.engines.sampling import key, pick, uniforms
-from coppice.wire import digest
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import Constraint, GenerateRequest, GenerateResult, LoadRequest, Sampling
-from coppice.wire.published import Manifest
 from tests import tiny
 from tests.actors.conftest import Local
+from tests.sglang_cpu.scripted import published
 
 TOLERANCE = 2e-5
 """Between the engine's log-probabilities and a full float32 forward."""
@@ -66,21 +65,6 @@ def worst(model: Any, *done: tuple[np.ndarray, GenerateResult]) -> float:
 
 def tokens(result: GenerateResult) -> list[list[int]]:
     return [sample.tokens.tolist() for sample in result.samples]
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-async def test_greedy_equals_transformers_generate(local: Local, tmp_path: Path, kind: str) -> None:
-    folder = tiny.save(tmp_path / kind, kind)
-    engine, model = await local(folder), reference(folder)
-    prompts = [ids(seed, 3 + 7 * seed) for seed in range(5)]
-    requests = [GenerateRequest(p, 2, Sampling(16, temperature=0.0)) for p in prompts]
-    results = await asyncio.gather(*map(engine.generate, requests))
-    for prompt, result in zip(prompts, results, strict=True):
-        whole = torch.tensor(prompt, dtype=torch.long)[None]
-        with torch.no_grad():
-            generated = model.generate(whole, max_new_tokens=16, do_sample=False)
-        assert tokens(result) == [generated[0, len(prompt) :].tolist()] * 2
-    assert worst(model, *zip(prompts, results, strict=True)) < TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -141,26 +125,17 @@ async def test_a_seed_reproduces_whatever_else_runs(local: Local) -> None:
     assert tokens(alone) == tokens(together)
 
 
-def version_folder(
+def noised(
     tmp_path: Path, source: Path, version: int, noise: float = 0.3
-) -> tuple[Path, str, Any]:
-    """A published full version: the source's weights with noise."""
+) -> tuple[LoadRequest, Any]:
+    """A published full version, which is the source's weights with noise, and its model."""
     model = reference(source)
     torch.manual_seed(version)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(noise * torch.randn_like(parameter) * parameter.std())
     tensors = {n: p.detach().clone() for n, p in model.named_parameters()}
-    folder, proof = published(tmp_path / f"v{version}", version, tensors)
-    return folder, proof, model
-
-
-def published(folder: Path, version: int, tensors: dict[str, Any]) -> tuple[Path, str]:
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "model.safetensors")
-    proof = digest.safetensors_file(folder / "model.safetensors")
-    Manifest(version, "full", proof).write(folder)
-    return folder, proof
+    return published(tmp_path, version, "full", tensors), model
 
 
 async def test_a_model_that_does_not_fit_is_refused(llama: Path) -> None:
@@ -176,8 +151,8 @@ async def test_layers_without_kernels_follow_updates(local: Local, tmp_path: Pat
     asked = [asyncio.create_task(engine.generate(request)) for request in requests]
     await asyncio.sleep(0.01)
     asked[1].cancel()
-    update, proof, _ = version_folder(tmp_path, folder, 1)
-    await engine.load(LoadRequest(1, str(update), proof))
+    update, _ = noised(tmp_path, folder, 1)
+    await engine.load(update)
     first, last = await asked[0], await asked[2]
     assert [len(first.samples), len(last.samples), engine.stats()["running"]] == [3, 3, 0]
     requests = [GenerateRequest(ids(2, 7), n, Sampling(12, seed=2)) for n in (1, 4)]
@@ -190,8 +165,8 @@ async def test_a_cancelled_load_leaves_it_serving(
     local: Local, tmp_path: Path, llama: Path
 ) -> None:
     engine = await local()
-    folder, proof, _ = version_folder(tmp_path, llama, 1)
-    task = asyncio.create_task(engine.load(LoadRequest(1, str(folder), proof)))
+    update, _ = noised(tmp_path, llama, 1)
+    task = asyncio.create_task(engine.load(update))
     await asyncio.sleep(0)  # it has reached the engine
     task.cancel()
     await asyncio.wait([task])
@@ -205,10 +180,10 @@ async def test_weights_of_another_model_are_refused_before_any_tensor_changes(
 ) -> None:
     engine = await local()
     tensors = {n: 2 * p.detach() for n, p in reference(llama).named_parameters()}
-    folder, proof = published(tmp_path / "other", 1, tensors | {name: torch.zeros(5)})
+    other = published(tmp_path, 1, "full", tensors | {name: torch.zeros(5)})
     (before,) = (await engine.generate(GREEDY)).samples
     with pytest.raises(InfrastructureFault, match=name):
-        await engine.load(LoadRequest(1, str(folder), proof))
+        await engine.load(other)
     engine.batch.memory.cache.clear()  # a prompt computed once would hide new weights
     (after,) = (await engine.generate(GREEDY)).samples
     assert set(after.versions.tolist()) == {0}
@@ -409,11 +384,11 @@ async def test_overlapping_loads_are_done_in_the_order_in_which_they_were_asked_
     local: Local, tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = await local()
-    folders = [version_folder(tmp_path, llama, version) for version in (1, 2)]
+    (one, _), (two, model) = [noised(tmp_path, llama, version) for version in (1, 2)]
     plain, first = weights.verified, threading.Event()
 
     def verified(folder: Path, expected: str, held: str) -> weights.Version:
-        if folder == folders[0][0]:
+        if str(folder) == one.path:
             # the first is slow to verify; were the second not to wait, it would set this
             first.wait(0.2)
         else:
@@ -421,25 +396,22 @@ async def test_overlapping_loads_are_done_in_the_order_in_which_they_were_asked_
         return plain(folder, expected, held)
 
     monkeypatch.setattr(weights, "verified", verified)
-    requests = [
-        LoadRequest(i, str(folder), proof) for i, (folder, proof, _) in enumerate(folders, 1)
-    ]
-    await asyncio.gather(*map(engine.load, requests))
+    await asyncio.gather(engine.load(one), engine.load(two))
     result = await engine.generate(GREEDY)
     assert {*result.samples[0].versions.tolist(), engine.version} == {2}
-    assert worst(folders[1][2], (GREEDY.tokens, result)) < TOLERANCE
+    assert worst(model, (GREEDY.tokens, result)) < TOLERANCE
 
 
 async def test_a_swap_while_a_prompt_is_prefilled_keeps_its_mixed_keys_out_of_the_cache(
     local: Local, tmp_path: Path, llama: Path
 ) -> None:
     engine = await local(prefill_tokens=4)
-    folder, proof, model = version_folder(tmp_path, llama, 1)
+    update, model = noised(tmp_path, llama, 1)
     prompt = ids(39, 200)
     task = asyncio.create_task(engine.generate(GenerateRequest(prompt, 1, Sampling(2))))
     while not engine.counts["prefilled_tokens"]:
         await asyncio.sleep(0)
-    await engine.load(LoadRequest(1, str(folder), proof))
+    await engine.load(update)
     assert engine.counts["prefilled_tokens"] < 200  # the swap came between
     await task
     again = await engine.generate(GenerateRequest(prompt, 1, Sampling(5)))

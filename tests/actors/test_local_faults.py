@@ -23,16 +23,9 @@ from coppice.actors.engines.memory import KVMemory, Shelf
 from coppice.actors.engines.radix import RadixCache
 from coppice.actors.engines.thread import FAILED_STEPS
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling
+from coppice.wire.messages import GenerateRequest, GenerateResult, Sampling
 from tests.actors.conftest import Local
-from tests.actors.test_local_engine import (
-    TOLERANCE,
-    held_rows,
-    ids,
-    reference,
-    version_folder,
-    worst,
-)
+from tests.actors.test_local_engine import TOLERANCE, held_rows, ids, noised, reference, worst
 from tests.actors.test_openai_server import serving
 from tests.services import bench
 
@@ -174,7 +167,7 @@ async def test_a_thread_that_ends_fails_all_that_is_open_tells_why_and_takes_no_
 ) -> None:
     reached, go = asyncio.Event(), threading.Event()
     told = asyncio.get_running_loop()
-    folder, digest, _ = version_folder(tmp_path, llama, 1)
+    update, _ = noised(tmp_path, llama, 1)
 
     def dying(*_: Any) -> Any:
         told.call_soon_threadsafe(reached.set)
@@ -195,8 +188,7 @@ async def test_a_thread_that_ends_fails_all_that_is_open_tells_why_and_takes_no_
         assert reason == engine.ended == f"the engine's thread has ended: {error!r}"
         assert failures(results) == [reason] * 4
         assert await engine.died() == reason  # also to who asks late
-        load = engine.load(LoadRequest(1, str(folder), digest))
-        for late in (engine.generate(SIBLINGS[0]), load):
+        for late in (engine.generate(SIBLINGS[0]), engine.load(update)):
             with pytest.raises(InfrastructureFault, match="boom"):
                 await late
 
@@ -248,7 +240,7 @@ async def test_weights_taken_in_part_are_never_sampled_from(
 ) -> None:
     """A load that fails midway leaves a mixture: the actor ends, and is started anew with the
     newest weights."""
-    folder, digest, _ = version_folder(tmp_path, llama, 1)
+    update, _ = noised(tmp_path, llama, 1)
 
     def cut(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield from itertools.islice(whole(path), 3)
@@ -259,7 +251,7 @@ async def test_weights_taken_in_part_are_never_sampled_from(
     engine = await local()
     async with asyncio.timeout(ENOUGH_S):
         with pytest.raises(InfrastructureFault, match="taken in part"):
-            await engine.load(LoadRequest(1, str(folder), digest))
+            await engine.load(update)
         assert "the file system is gone" in await engine.died()
         with pytest.raises(InfrastructureFault, match="taken in part"):
             await engine.generate(SIBLINGS[0])

@@ -9,7 +9,7 @@ import pytest
 
 from coppice.actors.environments.base import Spent
 from coppice.actors.serving import anthropic, replies
-from coppice.actors.serving.conversations import Conversation, chat_of
+from coppice.actors.serving.conversations import chat_of
 from coppice.actors.serving.replies import Reply
 from coppice.common.dialogue import histories
 from coppice.common.tool_calls import ToolCall
@@ -48,10 +48,6 @@ SAME_CHAT = [
 ]
 
 
-def asked_by(**body: Any) -> Conversation:
-    return chat_of(anthropic.chat_body({**HELLO, **body}))
-
-
 async def replied(door: Door, reply: Reply, body: dict[str, Any], **headers: str) -> str:
     return (await door.turn(reply, "messages", body, **headers))[1]
 
@@ -67,7 +63,8 @@ def test_a_conversation_in_blocks_is_the_same_history_as_the_chat_that_says_the_
     tools = [{"type": "function", "function": function}]
     chat = chat_of({"messages": SAME_CHAT, "max_tokens": 9, "tools": tools})
     for given in (TEXTS, "1 + 2"):
-        asked = asked_by(messages=HISTORY, tools=[TOOL], system=given)
+        body = {**HELLO, "messages": HISTORY, "tools": [TOOL], "system": given}
+        asked = chat_of(anthropic.chat_body(body))
         assert histories(asked.messages, asked.tools) == histories(chat.messages, chat.tools)
         assert (asked.tools, asked.choice, asked.most) == (chat.tools, "auto", 9)
 

@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 
 from coppice.actors.environments.base import Transition
 from coppice.actors.environments.minesweeper import environment as minesweeper
-from coppice.actors.environments.minesweeper.environment import (
-    MARK,
-    REVEAL,
-    MinesState,
-    Minesweeper,
-    revealed,
-)
+from coppice.actors.environments.minesweeper.environment import MARK, REVEAL, Minesweeper, revealed
 from coppice.wire.faults import DataFault
 from tests import games
 
@@ -48,12 +42,6 @@ def flooded(rows: int, columns: int, layout: str, board: str, cell: int) -> str:
                 after[at] = shown[at]
                 opened.add(at)
     return "".join(after)
-
-
-def play(rules: Minesweeper, state: MinesState, *moves: str) -> Transition:
-    *before, last = games.play(rules, state, *moves)
-    assert not any(transition.done for transition in before)
-    return last
 
 
 @given(SEEDS, st.sampled_from([(5, 5, 5, 12), (4, 4, 3, 10), (8, 8, 10, 36)]))
@@ -117,7 +105,7 @@ def test_random_legal_play_keeps_the_rules(
         ]
         kind, row, column = move = rng.choice(rules.moves(state))
         cell, before = row * columns + column, state
-        transition = play(rules, state, rules.notation(move))
+        (transition,) = games.play(rules, state, rules.notation(move))
         state = transition.state
         assert (state.seed, state.mines, state.turn) == (before.seed, before.mines, before.turn + 1)
         if kind == REVEAL and not before.layout:

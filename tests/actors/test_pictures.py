@@ -90,18 +90,6 @@ async def test_the_cache_tells_pictures_of_one_size_apart_and_shares_what_is_equ
     assert cached == [0, before_second, whole, whole - 2]
 
 
-async def test_a_turn_that_follows_a_sample_continues_its_positions(
-    local: Local, seeing: Path, tmp_path: Path
-) -> None:
-    engine, learner = await local(seeing), policy(seeing, tmp_path)
-    first = await engine.generate(asked(4, n=1))
-    grown = np.concatenate([prompt(4), first.samples[0].tokens, prompt(2)]).astype(np.int32)
-    request = msgspec.structs.replace(asked(4, 2), tokens=grown)
-    result = await engine.generate(request)
-    assert result.cached_tokens == len(prompt(4)) + len(first.samples[0].tokens) - 1
-    assert_equal(learner, request, result)
-
-
 @pytest.mark.parametrize(("rank", "train_vision"), [(0, True), (4, False), (4, True)])
 async def test_published_weights_come_into_force(
     local: Local, seeing: Path, tmp_path: Path, rank: int, train_vision: bool

@@ -26,6 +26,7 @@ from tests.sglang_cpu.scripted import (
     giving,
     in_memory,
     published,
+    sampled,
     version,
     whole,
 )
@@ -48,11 +49,6 @@ async def updated(server: Server, tmp_path: Path) -> AsyncIterator[SGLangEngine]
     server.calls.clear()
     yield made
     await made.close()
-
-
-async def sampled(made: SGLangEngine) -> list[int]:
-    (sample,) = (await asyncio.wait_for(made.generate(REQUEST), 30)).samples
-    return sample.versions.tolist()
 
 
 @pytest.mark.parametrize("step", STEPS)

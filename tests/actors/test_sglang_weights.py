@@ -20,7 +20,7 @@ from coppice.wire.digest import total
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
 from coppice.wire.published import Manifest, Memory
-from tests.actors.test_local_engine import TOLERANCE, ids, reference, version_folder, worst
+from tests.actors.test_local_engine import TOLERANCE, ids, noised, reference, worst
 from tests.sglang_cpu.shared import Shared as Server
 from tests.sglang_cpu.shared import config
 
@@ -34,7 +34,7 @@ async def test_weights_out_of_the_learners_memory(
         pytest.skip("a broadcast between GPUs needs two")
     engine = sglang_server.engine()
     await engine.start()
-    _, _, model = version_folder(tmp_path, llama, 7)
+    _, model = noised(tmp_path, llama, 7)
     # where a learner beside GPU servers holds them
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tensors = {name: p.detach().to(device) for name, p in model.named_parameters()}
@@ -115,8 +115,8 @@ async def test_samples_and_updates_of_a_server_as_on_gpus_are_exact(
     model = reference(llama)
     for version in range(3):
         if version:
-            folder, proof, model = version_folder(tmp_path, llama, version)
-            await engine.load(LoadRequest(version, str(folder), proof))
+            update, model = noised(tmp_path, llama, version)
+            await engine.load(update)
         prompt = ids(version, 40)
         result = await engine.generate(GenerateRequest(prompt, 3, Sampling(12, seed=version)))
         assert worst(model, (prompt, result)) < TOLERANCE

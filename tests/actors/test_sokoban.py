@@ -155,9 +155,6 @@ def test_the_prompt_shows_the_room_as_a_picture_and_no_board() -> None:
     assert not set("√#_") & set(before["text"] + after["text"])
 
 
-CORRIDOR = "######" + "#PX_O#" + "######" * 4
-
-
 def searched(board: str) -> int | None:
     """The length of a shortest solution by forward search over sets of cells, which shares no code
     with the table of distances."""
@@ -236,16 +233,3 @@ def test_turned_mirrored_and_shifted_rooms_have_one_digest_and_others_another() 
     assert layout_digest(room._replace(boxes=room.targets, player=7)) == layout_digest(room)
     assert layout_digest(room._replace(targets=1 << 8)) != layout_digest(room)
     assert layout_digest(room._replace(floor=room.floor | 1 << 25)) != layout_digest(room)
-
-
-@pytest.mark.parametrize(
-    ("board", "said"),
-    [
-        ("#" * 35, "expected a square"),
-        (CORRIDOR.replace("_", "."), "expected a square of size 5 to 8 of '#_O√XPS'"),
-        ("_" + CORRIDOR[1:], "inside walls"),
-    ],
-)
-def test_a_broken_board_is_refused(board: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        parse(board)

@@ -2,7 +2,6 @@
 and what it refuses. Against a real server: its guard. The contract holds it beside the others
 (test_engine_contract.py)."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from coppice.actors.engines.vllm import VLLMEngine
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import Constraint, GenerateRequest, LoadRequest, Sampling
 from coppice.wire.published import Manifest, Memory
-from tests.sglang_cpu.scripted import REQUEST, WAIT_S, Server, adapter, model, version
+from tests.sglang_cpu.scripted import REQUEST, WAIT_S, Server, adapter, model, sampled, version
 
 STEPS = [
     "/pause", "/reset_prefix_cache", "/update_weight_version", "/collective_rpc", "/weight_checker",
@@ -102,11 +101,6 @@ def connected(folder: Path, server: Scripted) -> VLLMEngine:
     return VLLMEngine(model(folder), config)
 
 
-async def sampled(made: VLLMEngine) -> list[int]:
-    (sample,) = (await asyncio.wait_for(made.generate(REQUEST), 30)).samples
-    return sample.versions.tolist()
-
-
 async def test_a_request_names_what_vllm_is_to_sample(engine: VLLMEngine, server: Scripted) -> None:
     form = Constraint("json_schema", '{"type": "object"}')
     sampling = Sampling(4, 0.5, 0.9, 7, stop=["a"], seed=3, constraint=form)
@@ -180,8 +174,7 @@ async def test_what_vllm_cannot_report_is_refused(
 async def test_a_server_that_is_not_started_as_needed_is_refused_at_the_start(
     server: Scripted, tmp_path: Path, change: dict[str, Any], said: str
 ) -> None:
-    for name, value in change.items():
-        setattr(server, name, value)
+    vars(server).update(change)
     with pytest.raises(InfrastructureFault, match=said):
         await connected(tmp_path, server).start()
 
@@ -190,8 +183,7 @@ async def test_a_server_that_is_not_started_as_needed_is_refused_at_the_start(
 async def test_a_sample_without_what_was_asked_for_is_refused(
     engine: VLLMEngine, server: Scripted, change: dict[str, Any]
 ) -> None:
-    for name, value in change.items():
-        setattr(server, name, value)
+    vars(server).update(change)
     with pytest.raises(InfrastructureFault, match=r"of vllm 0\.32 does not|aborted a request"):
         await sampled(engine)
 

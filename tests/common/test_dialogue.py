@@ -7,24 +7,9 @@ from typing import Any
 
 import pytest
 
-from coppice.common.dialogue import DEEPEST, ChatTemplate, Renderer, arguments, histories, text_of
+from coppice.common.dialogue import DEEPEST, ChatTemplate, Renderer, arguments, histories
+from tests.agent_stage import TEMPLATE, THINKING
 
-QWEN = """{%- if tools %}<|im_start|>system
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}<|im_end|>
-{% endif %}{%- for m in messages %}
-{%- if m.role == 'tool' %}<|im_start|>user
-<tool_response>{{ m.content }}</tool_response><|im_end|>
-{% else %}<|im_start|>{{ m.role }}
-{{ m.content }}{% for c in m.tool_calls or [] %}
-{% set f = c.function %}<tool_call>{{ {'name': f.name, 'arguments': f.arguments} | tojson -}}
-</tool_call>{% endfor %}<|im_end|>
-{% endif %}{%- endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-PLAIN = """{%- for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 
 
@@ -119,7 +104,7 @@ def test_a_reply_is_known_without_its_thoughts_and_an_other_question_is_not() ->
     assert len({said("user", text) for text in written}) == len(written)
 
 
-@pytest.mark.parametrize("source", [QWEN, PLAIN], ids=["with tools", "without tools"])
+@pytest.mark.parametrize("source", [THINKING, TEMPLATE], ids=["with tools", "without tools"])
 def test_after_a_reply_stands_what_the_whole_rendering_has(tmp_path: Path, source: str) -> None:
     rendered = renderer(tmp_path, source)
     reply = "I look.\n"
@@ -131,24 +116,18 @@ def test_after_a_reply_stands_what_the_whole_rendering_has(tmp_path: Path, sourc
 
 
 def test_a_template_without_tools_gets_them_as_text(tmp_path: Path) -> None:
-    text = renderer(tmp_path, PLAIN).whole(ASKED, TOOLS)
+    text = renderer(tmp_path, TEMPLATE).whole(ASKED, TOOLS)
     first = text.split("<|im_end|>")[0]
     assert json.dumps(TOOLS[0]) in first and "Be brief." in first
     assert '<tool_call>\n{"name": "look", "arguments": {"a": 1, "b": [2]}}\n</tool_call>' in text
     assert "<|im_start|>user\n<tool_response>\nsecond\n</tool_response><|im_end|>" in text
-    assert "<|im_start|>system" in renderer(tmp_path, PLAIN).whole(ASKED[1:2], TOOLS)
+    assert "<|im_start|>system" in renderer(tmp_path, TEMPLATE).whole(ASKED[1:2], TOOLS)
 
 
 def test_a_template_that_changes_replies_is_refused(tmp_path: Path) -> None:
-    changed = renderer(tmp_path, PLAIN.replace("{{ m.content }}", "{{ m.content | upper }}"))
+    changed = renderer(tmp_path, TEMPLATE.replace("{{ m.content }}", "{{ m.content | upper }}"))
     with pytest.raises(ValueError, match="does not write replies as they are"):
         changed.after(ASKED[:1])
-
-
-def test_contents_of_other_kinds_are_refused() -> None:
-    for content in (3, [{"type": "image_url"}], {"text": "x"}, ["x"]):
-        with pytest.raises(ValueError, match="`content`"):
-            text_of(content)
 
 
 @pytest.mark.parametrize("deep", [DEEPEST + 1, 5_000, 500_000])

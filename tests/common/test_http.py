@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from coppice.common.http import LONGEST_WAIT_S, JsonClient, pause_s, retry_after
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault
+from tests.judges.test_llm import serving
 
 Reply = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -21,19 +22,13 @@ Reply = Callable[[web.Request], Awaitable[web.StreamResponse]]
 @asynccontextmanager
 async def client(reply: Reply, **settings: Any) -> AsyncIterator[JsonClient]:
     """A started client of a real server that answers every path with ``reply``."""
-    app = web.Application(client_max_size=1 << 28)
+    app = web.Application()
     app.router.add_route("*", "/{path:.*}", reply)
-    runner = web.AppRunner(app, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    settings = {"backoff_s": 1e-3} | settings
-    made = JsonClient(f"http://127.0.0.1:{runner.addresses[0][1]}", **settings)
-    await made.start()
-    try:
+    async with serving(app) as url:
+        made = JsonClient(url, **{"backoff_s": 1e-3} | settings)
+        await made.start()
         yield made
-    finally:
         await made.close()
-        await runner.cleanup()
 
 
 def answers(*statuses: int, **more: Any) -> Reply:

@@ -1,12 +1,10 @@
 """Several schedulers share one stream of tasks and one space of ids: each position and each id
 belongs to exactly one of them."""
 
-from pathlib import Path
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coppice.common.shards import Shard, called, folder
+from coppice.common.shards import Shard
 
 COUNTS, DRAWS = st.integers(1, 7), st.integers(0, 300)
 
@@ -36,8 +34,3 @@ def test_ids_of_different_shards_never_meet_and_each_knows_its_own(count: int, m
     assert sorted(i for own in ids.values() for i in own) == list(range(count * many))
     trained = dict.fromkeys(range(count * many), 1)
     assert all(list(shard.own(trained)) == own for shard, own in ids.items())
-
-
-def test_the_first_shard_has_the_runs_own_folder_and_names() -> None:
-    assert [folder(Path("RUN"), number) for number in (0, 2)] == [Path("RUN"), Path("RUN/shards/2")]
-    assert [called("judges", number) for number in (0, 2)] == ["judges", "judges-2"]

@@ -14,12 +14,10 @@ ONE = '{"name": "look", "arguments": {"a": "</x> é"}}'
 CALL = ToolCall("look", '{"a": "</x> é"}')
 
 
-HERMES, LLAMA = f"<tool_call>{ONE}</tool_call>", ONE.replace("arguments", "parameters")
+HERMES = f"<tool_call>{ONE}</tool_call>"
 WRITTEN = [
     ("hermes", "Just text.", Parsed("Just text.")),
-    ("hermes", f"I look.\n<tool_call>\n{ONE}\n</tool_call>", Parsed("I look.", [CALL])),
     ("hermes", f"{HERMES}\n{HERMES}\n", Parsed("", [CALL, CALL])),
-    ("llama3", f"<|python_tag|>{LLAMA}", Parsed("", [CALL])),
     ("mistral", f"Well.[TOOL_CALLS][{ONE}, {ONE}]", Parsed("Well.", [CALL, CALL])),
 ]
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from coppice.common import vision
-from coppice.common.vision import PictureRun, Vision, ids, numbers, runs
+from coppice.common.vision import Vision, ids, runs
 from tests import tiny
 from tests.pictures import png, squares
 
@@ -54,14 +54,6 @@ def test_pixel_values_are_those_of_the_processor_of_the_folder(seeing: Path) -> 
     assert grids.tolist() == [[1, 4, 4], [1, 6, 4]]
 
 
-def test_runs_are_the_pictures_in_order_and_numbers_name_each_once() -> None:
-    tokens = np.array([5, -1, -1, 7, -4, 8, 9, -1, -1], np.int32)
-    assert runs(tokens) == [PictureRun(1, 3, 1), PictureRun(4, 5, 4), PictureRun(7, 9, 1)]
-    assert sorted(numbers(tokens)) == [1, 4]
-    assert runs(np.arange(3)) == [] == numbers(np.arange(3))
-    assert runs(ids(2, 4)) == [PictureRun(0, 4, 2)]
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_positions_are_those_of_transformers(folder: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -87,11 +79,6 @@ def test_positions_are_those_of_transformers(folder: Path, seed: int) -> None:
 
 def test_wrong_pictures_are_refused(seeing: Path, llama: Path, tmp_path: Path) -> None:
     seen = vision_of(seeing)
-    tokens = np.concatenate([np.arange(2), ids(1, 4)])
-    with pytest.raises(ValueError, match=r"pictures \[1\] are in the prefix and their bytes"):
-        seen.sequence(tokens, {0: squares(0)})
-    with pytest.raises(ValueError, match="has 4 tokens in the prefix: expected 3 x 2"):
-        seen.sequence(tokens, {1: squares(0, 3, 2)})
     with pytest.raises(ValueError, match="expected the bytes of a PNG"):
         seen.grid(b"GIF89a")
     with pytest.raises(ValueError, match="at most 200"):

@@ -4,6 +4,7 @@ loaded is refused with the remedy."""
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import faiss
 import msgspec
@@ -167,13 +168,19 @@ def test_a_truncated_index_is_refused_with_the_remedy(
         Index(tmp_path / "i", encoder)
 
 
-def test_an_index_of_another_size_is_refused(
-    corpus: Path, encoder: Numbers, tmp_path: Path
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"passages": 7}, r"has \(2000, 2000, 32\) vectors.*expected \(7, 7, 32\).*anew"),
+        ({"encoder": "e5", "dimensions": 768}, r"e5 \(768 .*not numbers \(32\).*coppice index"),
+    ],
+)
+def test_an_index_of_another_size_or_encoder_is_refused(
+    corpus: Path, encoder: Numbers, tmp_path: Path, other: Any, told: str
 ) -> None:
     build(corpus, tmp_path / "i", encoder)
-    manifest = msgspec.structs.replace(read_manifest(tmp_path / "i"), passages=7)
+    manifest = msgspec.structs.replace(read_manifest(tmp_path / "i"), **other)
     (tmp_path / "i" / "manifest.json").write_bytes(msgspec.json.encode(manifest))
-    told = r"has \(2000, 2000, 32\) vectors.*expected \(7, 7, 32\).*anew"
     with pytest.raises(ValueError, match=told):
         Index(tmp_path / "i", encoder)
 

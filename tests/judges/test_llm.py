@@ -1,5 +1,5 @@
 """The judge that asks a language model: every question ends in a reply or a counted fault that
-names the cause; every placeholder of its templates is filled, and their output is stated."""
+names the cause; every placeholder of its templates is filled."""
 
 import asyncio
 import re
@@ -122,12 +122,9 @@ NOWHERE = ChatEndpoint("http://127.0.0.1:1/v1", "m")
 
 
 @pytest.mark.parametrize("column", PLACEHOLDERS)
-def test_a_template_has_its_placeholders_and_states_the_output(column: str) -> None:
+def test_a_template_has_its_placeholders_and_does_not_itself_grade(column: str) -> None:
     text = (PROMPTS / f"slate_{column}.txt").read_text()
     assert set(re.findall(r"\{(\w+)\}", text)) == PLACEHOLDERS[column]
-    assert re.search(r"<explanation>.*</explanation>\s*<score>.*</score>", text, re.DOTALL)
-    # the rules of every component
-    assert re.findall(r"^([+-]?[01]):", text, re.MULTILINE) == ["+1", "0", "-1"] * 3
     assert parse_score(text) is None  # a model that repeats the instructions has not graded
 
 
@@ -164,9 +161,3 @@ def test_a_constrained_reply_is_read_and_fits(max_tokens: int) -> None:
     assert parse_score(longest) == 1.0
     assert not re.fullmatch(form, longest.replace("x", "xx", 1))
     assert not re.fullmatch(form, longest.replace("+1", "2"))
-
-
-def test_too_few_tokens_for_a_constrained_reply_are_refused_with_the_number_needed() -> None:
-    with pytest.raises(ValueError, match=r"max_tokens 40: .* 62 or more"):
-        Slate(ChatEndpoint("http://h", "m", max_tokens=40, constrain="sglang"))
-    Slate(ChatEndpoint("http://h", "m", max_tokens=40))

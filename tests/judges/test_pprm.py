@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coppice.judges import pprm
-from coppice.judges.llm import PROMPTS
 from coppice.judges.pprm import Pprm, PprmEndpoint, messages, parse_final_score, read_templates
 from coppice.judges.serve import make_worker
 from coppice.scheduler.config import SchedulerConfig
@@ -71,21 +70,15 @@ def test_the_prompt_of_the_next_turn_goes_on_from_the_transcript_of_this_one() -
     assert here[1]["content"][:shared] == there[1]["content"][:shared]
 
 
-@pytest.mark.parametrize("name", ["pprm_system.txt", "pprm_system_no_principle.txt"])
-def test_the_rules_state_the_contract_and_do_not_themselves_grade(name: str) -> None:
-    text = (PROMPTS / name).read_text()
+@pytest.mark.parametrize("principles", [True, False])
+def test_the_rules_state_the_contract_and_do_not_themselves_grade(principles: bool) -> None:
+    text = read_templates(principles=principles)["system"]
+    assert ("principle" in text.lower()) == principles
     form = "\nAnalysis: your findings\nScores: <final_score>S,M</final_score>"
     assert text.rstrip().endswith(form)
     assert all(f"<{tag}></{tag}>" in text for tag in ("think", "search", "information", "answer"))
     assert "{" not in text  # constant, so that a prefix cache keeps it
     assert parse_final_score(text) is None  # a model that repeats the instructions has not graded
-
-
-def test_without_principles_the_rules_name_none() -> None:
-    judge = Pprm(PprmEndpoint("http://h", "m"), principles=False)
-    texts = [messages(TURN, of)[0]["content"] for of in (read_templates(), judge.templates)]
-    for word in ("principle", "Quality", "Decision", "Use of information"):
-        assert word in texts[0] and word.lower() not in texts[1].lower()
 
 
 def test_a_template_that_cannot_be_used_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
@@ -19,7 +18,7 @@ from coppice.judges.retriever.index import BadCorpus, Index, build, read_corpus,
 from coppice.tools.defaults.index_corpus import ensure_index
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import Passage, RetrieveRequest
-from tests.judges.test_llm import serving
+from tests.judges.test_llm import chat_server, serving
 
 FACTS = {
     "Bulgaria": "Currency: lev",
@@ -139,17 +138,6 @@ def test_the_byte_order_mark_of_a_corpus_is_no_part_of_its_first_passage(tmp_pat
     assert (list(offsets), bad) == ([3, 3 + len(GOOD) + 1], [])
 
 
-def test_an_index_of_another_encoder_is_refused(
-    folder: Path, minilm: Encoder, tmp_path: Path
-) -> None:
-    manifest = msgspec.to_builtins(read_manifest(folder))
-    manifest |= {"encoder": "intfloat/e5-base-v2", "dimensions": 768}
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    told = r"e5-base-v2 \(768 dimensions\), not minilm \(384\).*coppice index"
-    with pytest.raises(ValueError, match=told):
-        Index(tmp_path, minilm)
-
-
 def test_without_a_sound_index_the_command_that_builds_it_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="coppice index CORPUS --out"):
         read_manifest(tmp_path)
@@ -191,16 +179,6 @@ class Shelf:
             return Passage(str(i), f"title of {query}", f"text {i}", 1.0 - i / 10)
 
         return [[passage(query, i) for i in range(topk)] for query in queries]
-
-
-def answering(body: bytes, status: int = 200) -> web.Application:
-
-    async def reply(request: web.Request) -> web.Response:
-        return web.Response(body=body, status=status)
-
-    app = web.Application()
-    app.router.add_post("/retrieve", reply)
-    return app
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/retrieve"])
@@ -245,7 +223,11 @@ async def test_a_bad_request_is_answered_422_with_the_reason(body: bytes, reason
 async def test_another_protocol_is_a_fault_of_the_server(
     body: bytes, status: int, message: str
 ) -> None:
-    async with serving(answering(body, status)) as url, SearchR1Client(url, attempts=1) as client:
+    async def reply(request: web.Request) -> web.Response:
+        return web.Response(body=body, status=status)
+
+    server = chat_server(reply, "POST /retrieve")
+    async with server as url, SearchR1Client(url, attempts=1) as client:
         with pytest.raises(InfrastructureFault, match=f"{url}/retrieve.*{message}"):
             await client.search(["x"], 1)
 

@@ -4,29 +4,20 @@ answer goes to who asked; a speaker replies in text."""
 import asyncio
 import math
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from coppice.judges.base import Judge, Player, PlugIn, checked
+from coppice.judges.base import Judge, checked
 from coppice.judges.command import plug_in
-from coppice.judges.serve import BUILT_IN, Batcher, built_in_service, make_worker, serve
+from coppice.judges.serve import BUILT_IN, Batcher, make_worker
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.keys import RunKeys
-from coppice.wire.messages import (
-    JudgedTurn,
-    Judgement,
-    JudgeRequest,
-    PlayRequest,
-    PlayResult,
-    SpeakRequest,
-)
+from coppice.wire.messages import JudgedTurn, Judgement, JudgeRequest, SpeakRequest
 from coppice.wire.service import Service
-from tests.judges.test_llm import Reply, chat, chat_server, started
+from tests.judges.test_llm import chat, started
 from tests.services import Bench, bench
 
 
@@ -37,19 +28,6 @@ def turns(*questions: str) -> JudgeRequest:
 async def ask(b: Bench, service: str, *questions: str, deadline: float = 20) -> list[Judgement]:
     result: Any = await b.dispatcher.call(service, turns(*questions), deadline=deadline)
     return result.judgements
-
-
-@asynccontextmanager
-async def serving(folder: Path, *workers: PlugIn) -> AsyncIterator[Bench]:
-    """A dispatcher with a worker of these plug-ins, which is drained at the end."""
-    async with bench(folder) as b:
-        worker = asyncio.create_task(
-            serve(workers, "w", b.dispatcher.endpoint, b.keys, signals=False)
-        )
-        await b.dispatcher.wait_for(workers[-1].service, 1, 10)
-        yield b
-        await b.dispatcher.roster.drain()
-        await asyncio.wait_for(worker, 10)
 
 
 class Length(Judge):
@@ -74,12 +52,6 @@ class Length(Judge):
         if any(turn.question == "bad" for turn in turns):
             raise DataFault("question 'bad' cannot be judged")
         return [Judgement({"length": float(len(turn.question))}) for turn in turns]
-
-
-def opened(batch: int = 4) -> Length:
-    judge = Length(batch)
-    judge.gate.set()
-    return judge
 
 
 async def test_requests_that_wait_are_scored_together_up_to_the_batch(tmp_path: Path) -> None:
@@ -156,29 +128,15 @@ def test_a_missing_option_is_named(name: str, needs: str) -> None:
 
 
 async def test_a_turn_that_cannot_be_scored_does_not_condemn_its_batch(tmp_path: Path) -> None:
+    judge = Length(batch=8)
+    judge.gate.set()
     async with bench(tmp_path) as b:
-        await b.work("w", {"judge.length": Batcher(opened(8)).handle}, capacity=8)
+        await b.work("w", {"judge.length": Batcher(judge).handle}, capacity=8)
         asked = [ask(b, "judge.length", question) for question in ("one", "bad", "three")]
         good, bad, long = await asyncio.gather(*asked, return_exceptions=True)
     assert isinstance(bad, DataFault)
     scores = [answer[0].scores for answer in (good, long) if isinstance(answer, list)]
     assert scores == [{"length": 3.0}, {"length": 5.0}]
-
-
-class Mirror(Player):
-    """Plays back what it was asked."""
-
-    name = "mirror"
-
-    async def play(self, state: Any, seed: int) -> tuple[int, ...]:
-        return (state["cell"], seed)
-
-
-async def test_an_opponent_is_served_beside_judges(tmp_path: Path) -> None:
-    async with serving(tmp_path, opened(), Mirror()) as b:
-        played = await b.dispatcher.call("player.mirror", PlayRequest({"cell": 4}, 9), deadline=10)
-        assert played == PlayResult([4, 9])
-        assert (await ask(b, "judge.length", "two"))[0].scores == {"length": 3.0}
 
 
 UNFINISHED = ("Nameless", "Bare", "Other")
@@ -269,50 +227,18 @@ def test_the_slow_oracles_leave_the_event_loop() -> None:
 ASKED = SpeakRequest([{"role": "user", "content": "Hello?"}], 7, 0.25, ["\n"], 2**40 + 5)
 
 
-async def spoken(folder: Path, reply: Reply) -> str:
-    async with chat_server(reply) as url:
-        endpoint = {"url": url, "model": "m", "backoff_s": 1e-3}
-        async with serving(folder, make_worker("chat", {"endpoint": endpoint})) as b:
-            result: Any = await b.dispatcher.call("speaker.chat", ASKED, deadline=10)
-            return result.text
-
-
-async def test_the_request_reaches_the_endpoint_and_its_reply_comes_back(tmp_path: Path) -> None:
+async def test_a_speakers_request_reaches_the_endpoint_and_its_reply_comes_back() -> None:
     seen: list[dict[str, Any]] = []
 
     async def reply(request: web.Request) -> web.Response:
         seen.append(await request.json())
         return chat("Good day.") if len(seen) > 1 else web.Response(status=503)
 
-    assert await spoken(tmp_path, reply) == "Good day."
+    def speaker(url: str) -> Any:
+        return make_worker("chat", {"endpoint": {"url": url, "model": "m", "backoff_s": 1e-3}})
+
+    async with started(speaker, reply) as made:
+        assert await made.speak(ASKED) == "Good day."
     expected = {"model": "m", "messages": ASKED.messages, "max_tokens": 7, "temperature": 0.25}
     expected |= {"stop": ["\n"], "seed": 5}
     assert seen == [expected, expected]  # a busy server is asked again
-
-
-async def test_a_refused_request_is_a_data_fault_that_names_the_cause(tmp_path: Path) -> None:
-    async def reply(request: web.Request) -> web.Response:
-        return web.Response(status=400, text="the messages are too long")
-
-    with pytest.raises(DataFault, match="too long"):
-        await spoken(tmp_path, reply)
-
-
-async def test_a_reply_that_does_not_come_in_time_is_a_fault_with_its_limit() -> None:
-    async def reply(request: web.Request) -> web.Response:
-        await asyncio.sleep(60)  # longer than the speaker's patience
-        return chat("late")
-
-    def speaker(url: str) -> Any:
-        return make_worker("chat", {"endpoint": {"url": url, "model": "m", "patience_s": 0.05}})
-
-    async with started(speaker, reply) as made:
-        with pytest.raises(InfrastructureFault, match=r"0\.05 s \(patience_s\)"):
-            await made.speak(ASKED)
-
-
-def test_a_plug_in_names_its_own_service() -> None:
-    services = [built_in_service(name) for name in ("chat", "frozen", "my:Echo")]
-    assert services == ["speaker.chat", "speaker.frozen", ""]
-    endpoint = {"url": "http://127.0.0.1/v1", "model": "m"}
-    assert make_worker("frozen", {"endpoint": endpoint}).service == "speaker.frozen"

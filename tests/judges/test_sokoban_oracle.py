@@ -83,6 +83,10 @@ def test_following_the_oracle_solves_every_room_in_the_stated_number_of_steps() 
 SOLVED = msgspec.to_builtins(SokobanState(ROOM.replace("PXO", "_P√")))
 
 
-@pytest.mark.parametrize("state", [None, {"board": "..."}, {"size": 4}, SOLVED])
+OPEN = {"board": "_" + ROOM[1:]}
+"""Its border has a gap."""
+
+
+@pytest.mark.parametrize("state", [None, {"board": "..."}, {"size": 4}, OPEN, SOLVED])
 def test_a_turn_of_another_environment_or_of_a_solved_room_is_a_data_fault(state: Any) -> None:
     assert games.refused(SokobanOracle(), state)

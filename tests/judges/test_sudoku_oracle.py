@@ -18,9 +18,6 @@ NOBODY: Any = None
 SOLVED = "1234341221434321"
 SOME_FORCED = "123." + "3412" + "...3" + "...."
 """Candidates: 4 in (1, 4); 1 in (3, 2); two or three in every other cell."""
-NONE_FORCED = "12.." + "..1." + ".1.." + "...1"
-"""Candidates: 3 and 4 in the first row, the first box and the second column; 2, 3 and 4 in (3, 1)
-and (4, 1)."""
 
 
 def judged(board: str, move: list[int] | None, turn: int = 0, budget: int = 100) -> JudgedTurn:
@@ -40,9 +37,6 @@ def scores(
         (SOME_FORCED, [0, 3, 4], 1, 2),
         (SOME_FORCED, [2, 0, 2], 1, 0.5),
         (SOME_FORCED, [2, 0, 4], 0, -1),  # a candidate, but not the solution
-        (NONE_FORCED, [0, 2, 3], 1, 1),
-        (NONE_FORCED, [2, 0, 2], 1, 0.5),
-        (NONE_FORCED, [0, 2, 4], 0, -1),
         (SOME_FORCED, [0, 0, 1], 0, -2),  # filled
         (SOME_FORCED, [-1, 3, 4], 0, -2),
         (SOME_FORCED, [0, 3, 0], 0, -2),

@@ -17,6 +17,7 @@ from aiohttp import ClientError, ClientSession, web
 from safetensors.torch import load_file, save_file
 
 from coppice.actors.config import ActorsConfig, SGLangConfig
+from coppice.actors.engines.base import Engine
 from coppice.actors.engines.sglang import SGLangEngine
 from coppice.common.deltas import Delta
 from coppice.learner.model.weight_server import WeightServer
@@ -119,6 +120,12 @@ def engine(folder: Path, url: str, **settings: Any) -> SGLangEngine:
     """An engine, not started, on a server or router at this URL."""
     sglang = SGLangConfig(**{"way": "url", "urls": [url], "update_timeout_s": WAIT_S} | settings)
     return SGLangEngine(model(folder), ActorsConfig(max_batch=8, max_context=512, sglang=sglang))
+
+
+async def sampled(engine: Engine) -> list[int]:
+    """The versions of the one sample that the engine gives."""
+    (sample,) = (await asyncio.wait_for(engine.generate(REQUEST), 30)).samples
+    return sample.versions.tolist()
 
 
 class Site:

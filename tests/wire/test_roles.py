@@ -54,15 +54,6 @@ async def test_every_role_offers_its_own_services_and_no_other(tmp_path: Path, r
         await b.dispatcher.wait_for(ROLES[role][0], 1, 30)
 
 
-async def test_a_key_for_one_judge_serves_no_other_judge(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
-        _, invitation = b.run_keys.invite("judge.mine", b.dispatcher.endpoint)
-        assert "and not judge.exact_match" in await refused(
-            b, "j", ["judge.mine", "judge.exact_match"], invitation
-        )
-        assert "and not judge" in await refused(b, "j", ["judge"], invitation)
-
-
 @pytest.mark.second
 async def test_a_minted_key_is_good_at_once_and_a_revoked_one_sent_away(tmp_path: Path) -> None:
     async with bench(tmp_path, DispatchConfig(heartbeat_s=0.05)) as b:

@@ -154,30 +154,13 @@ async def test_a_worker_refuses_what_is_over_its_capacity_and_pinned_room() -> N
         assert len(service.calls) == 2 + PINNED_ROOM
 
 
-def gate() -> tuple[asyncio.Event, Any]:
-    """A handler that answers when the event is set."""
+async def test_a_silent_scheduler_is_asked_again_and_the_open_work_goes_on() -> None:
     opened = asyncio.Event()
 
     async def wait(request: EchoRequest, call: Call) -> EchoResult:
         await opened.wait()
         return EchoResult(request.tokens, 0)
 
-    return opened, wait
-
-
-async def test_draining_finishes_what_is_in_flight_and_then_says_goodbye() -> None:
-    opened, wait = gate()
-    async with pair(wait) as (scheduler, _):
-        scheduler.ask(1)
-        scheduler.send(wire.Drain())
-        await scheduler.next(wire.Drain)
-        opened.set()
-        assert (await scheduler.next(wire.Result)).id == 1
-        assert (await scheduler.next(wire.Goodbye)).reason == "drained"
-
-
-async def test_a_silent_scheduler_is_asked_again_and_the_open_work_goes_on() -> None:
-    opened, wait = gate()
     async with pair(wait, silence_s=0.05) as (scheduler, _):
         scheduler.ask(1)
         await scheduler.admit("first")
