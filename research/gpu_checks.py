@@ -36,7 +36,7 @@ GRACE_S = 15.0
 """
 EXACT = {"TRITON_F32_DEFAULT": "ieee"}
 """Triton multiplies float32 in TF32 unless told otherwise, which is off by up to 5e-3."""
-_CONTRACT = ("engine_contract", "sglang_weights")
+_CONTRACT = ("engine_contract", "one_policy_two_engines", "sglang_weights")
 
 
 @dataclasses.dataclass(frozen=True)
