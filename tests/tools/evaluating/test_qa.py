@@ -55,18 +55,9 @@ def grown(*parts: tuple[str, str], prompt: str = "Question: who?", forced: bool 
     return tree
 
 
-@pytest.mark.parametrize(
-    ("said", "em", "f1"),
-    [
-        ("<think>a</think><answer> The Eiffel-Tower! </answer>", 1.0, 1.0),
-        ("<answer>eiffeltower</answer> no, <answer>Rome</answer>", 0.0, 0.0),
-        ("the eiffeltower", 0.0, 0.0),
-        ("<answer>old eiffeltower</answer>", 0.0, 2 / 3),
-    ],
-)
-def test_the_last_complete_answer_block_is_scored(said: str, em: float, f1: float) -> None:
-    found = score(grown(("action", said)), ["Paris", "eiffeltower"], 0)
-    assert (found["em"], found["f1"]) == (em, pytest.approx(f1))
+def test_the_best_gold_counts() -> None:
+    found = score(grown(("action", "<answer>old tower</answer>")), ["Paris", "tower"], 0)
+    assert (found["em"], found["f1"]) == (0.0, pytest.approx(2 / 3))
 
 
 def test_what_was_shown_to_the_policy_is_no_answer_of_its_own() -> None:

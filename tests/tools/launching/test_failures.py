@@ -73,13 +73,6 @@ def test_a_death_after_progress_counts_as_the_first() -> None:
 FAULT, KILL = Cause("ValueError: bad", False), cause_of(-9, "")
 
 
-def test_an_error_is_resumed_only_after_a_new_checkpoint() -> None:
-    resumes = Resumes("")
-    assert resumes.pause(FAULT, "v000004") is not None
-    assert resumes.pause(FAULT, "v000004") is None
-    assert Resumes("v000004").pause(FAULT, "v000004") is None
-
-
 def test_kills_are_resumed_a_few_times_without_progress_and_for_a_week_with_it() -> None:
     resumes = Resumes("")
     ends = [resumes.pause(KILL, "") is None for i in range(RESTARTS + 1)]

@@ -88,11 +88,12 @@ def test_on_shared_gpus_the_larger_of_both_turns_counts(tmp_path: Path, monkeypa
     assert generating["actors' cache with weights"] == pytest.approx(0.8 * 24)
     assert generating["policy in training"] == pytest.approx(4 * sizes(model)[1] / 2**30)
     assert "optimizer step" not in generating
-    monkeypatch.setattr(hardware, "visible_gpus", lambda: gpus)
     config = load(CONFIGS / "slate-24gb.toml", [*own, turns])
-    plan = processes.make(config, Assets("M", "T", "H", "I"), tmp_path)
-    shown = {one.name: one.environment.get("CUDA_VISIBLE_DEVICES") for one in plan}
-    assert (shown["actor-0"], shown["actor-1"], shown["judges"]) == ("0", "1", "2,3")
+    for count, judges in ((4, "2,3"), (2, None)):  # judges have those that nobody was given
+        monkeypatch.setattr(hardware, "visible_gpus", lambda count=count: gpus[:count])
+        plan = processes.make(config, Assets("M", "T", "H", "I"), tmp_path)
+        shown = {one.name: one.environment.get("CUDA_VISIBLE_DEVICES") for one in plan}
+        assert (shown["actor-0"], shown["actor-1"], shown["judges"]) == ("0", "1", judges)
 
 
 def test_the_number_type_and_its_reason_are_told(monkeypatch: Patch) -> None:
