@@ -325,9 +325,7 @@ def test_a_set_may_have_a_budget_of_its_own(tmp_path: Path, books: Books, refuse
         assert "expected a set of this table, easy, hard" in refused(main, *command, "nq=3")
 
 
-def test_other_weights_of_the_same_path_are_refused(
-    llama: Path, tmp_path: Path, refused: Said
-) -> None:
+def test_other_weights_of_a_path_are_refused(llama: Path, tmp_path: Path, refused: Said) -> None:
     model = Path(shutil.copytree(llama, tmp_path / "model"))
     words = "--questions 1 --max-tokens 3 --method direct --model"
     command = [*questions(tmp_path), *words.split(), str(model), "--out", str(tmp_path / "out")]

@@ -173,9 +173,7 @@ def test_of_thousands_of_nodes_only_those_in_view_are_drawn(tmp_path: Path, wind
     window.wait_for_selector(f"[data-node='{last}'][aria-selected=true]")
 
 
-def test_of_thousands_of_trees_only_the_rows_in_view_are_drawn(
-    tmp_path: Path, window: Page
-) -> None:
+def test_of_thousands_of_trees_only_those_in_view_are_drawn(tmp_path: Path, window: Page) -> None:
     trees = [tree(number, "search", 1) for number in range(LARGE)]
     journal(tmp_path, *trees)
     assert main([str(tmp_path), "--all", "--html", str(tmp_path / "trees.html")]) == 0
@@ -272,7 +270,7 @@ def test_a_bad_mark_is_refused_with_its_line(page: Path, line: str, words: str, 
     assert "marks.jsonl:2: " in refusal and words in refusal and "take" in refusal
 
 
-def test_every_text_of_the_page_has_a_contrast_of_at_least_four_and_a_half() -> None:
+def test_every_text_has_a_contrast_of_at_least_four_and_a_half() -> None:
     script = Path(drawing.__file__).with_name("page_tree.js").read_text()
     faded = float(re.findall(r"FADED = ([\d.]+)", script)[0])
     for colours in schemes("page.html"):
@@ -284,9 +282,6 @@ def test_every_text_of_the_page_has_a_contrast_of_at_least_four_and_a_half() -> 
                 pairs.append(("ink", [faded * tint + (1 - faded) * of for tint, of in mixed]))
         for text, face in pairs:
             assert contrast(colours[text], face) >= 4.5, (text, face)
-
-
-def test_every_text_of_the_report_has_a_contrast_of_at_least_four_and_a_half() -> None:
     for colours in schemes("report.html"):
         for text, face in itertools.product(("ink", "quiet", "link"), ("ground", "card")):
             assert contrast(colours[text], colours[face]) >= 4.5, (text, face)

@@ -188,23 +188,6 @@ def test_a_base_is_refused_with_who_extends_it(text: str, said: str, tmp_path: P
 TALK = 'data={environment="sotopia",options={partner="PARTNER",judge="exact_match"}}'
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("learner.scheme=slat", "learner.scheme = 'slat': did you mean 'slate'? expected one of"),
-        ("method=grop", "method = 'grop': did you mean 'grpo'? expected one of"),
-        ("scheduler.judge=typo", "coppice serve brings, add --set 'judges.outside=[\"typo\"]'"),
-        ("scheduler.judge=slate_em", "which nobody serves: add --set 'judges.use.slate_em={}'"),
-        (TALK.replace("PARTNER", "frozen"), "nobody serves: add --set 'judges.use.frozen={}'"),
-        ("judges.use={slate_rules={}}", "nobody serves: add --set 'judges.use.exact_match={}'"),
-        ("judges.outside=['graded']", "'graded', which the run does not ask: expected one of"),
-    ],
-)
-def test_a_name_that_is_not_there_is_refused_with_the_nearest(override: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        load(DEFAULT, [override])
-
-
 _GRADED = """
 from coppice.judges.base import Judge
 
@@ -238,6 +221,13 @@ OWN = "actors.engine=engine_here:Own"
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
+        (["learner.scheme=slat"], "learner.scheme = 'slat': did you mean 'slate'? expected one of"),
+        (["method=grop"], "method = 'grop': did you mean 'grpo'? expected one of"),
+        (["scheduler.judge=typo"], "coppice serve brings, add --set 'judges.outside=[\"typo\"]'"),
+        (["scheduler.judge=slate_em"], "which nobody serves: add --set 'judges.use.slate_em={}'"),
+        ([TALK.replace("PARTNER", "frozen")], "nobody serves: add --set 'judges.use.frozen={}'"),
+        (["judges.use={slate_rules={}}"], "nobody serves: add --set 'judges.use.exact_match={}'"),
+        (["judges.outside=['graded']"], "'graded', which the run does not ask: expected one of"),
         (["judges.use.graded_here:Graded={}", "scheduler.judge=gradd"], "did you mean 'graded'?"),
         (["judges.use.graded_here:Outcome={}", "scheduler.judge=outcome"], "'query', 'think']"),
         (["actors.engine=engine_here:Onw"], "has no attribute 'Onw'; expected module:Class"),
@@ -245,7 +235,7 @@ OWN = "actors.engine=engine_here:Own"
         (["data.environment=raises_here:Game"], "= 'raises_here:Game': KeyError: 'key'"),
     ],
 )
-def test_a_plug_in_that_cannot_serve_the_run_is_refused(overrides: list[str], said: str) -> None:
+def test_a_name_that_cannot_serve_the_run_is_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         load(DEFAULT, overrides)
 

@@ -99,9 +99,7 @@ export -f scontrol srun
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["first", "requeued"])
-def test_the_script_starts_or_resumes_a_run_with_the_config_it_carries(
-    again: bool, tmp_path: Path
-) -> None:
+def test_the_script_starts_or_resumes_a_run_with_its_config(again: bool, tmp_path: Path) -> None:
     options = 'cluster.options=["--account=lab"]'
     settings = config(f"runs={tmp_path}/a b", "cluster.gpus=8", "cluster.partition=h100", options)
     (tmp_path / "job").write_text(script := jobs.slurm(settings, "--quiet"))

@@ -60,9 +60,7 @@ def test_the_number_type_the_counts_and_the_forests_make_the_estimate(tmp_path: 
     assert gib() - gib("actors.count=3") == pytest.approx(0.5 + 0.4 + 0.4, abs=0.02)
 
 
-def test_what_a_gpu_cannot_hold_is_refused_with_the_remedy(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_what_a_gpu_cannot_hold_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
     one_gpu = [f"model.name={smol(tmp_path)}"]
     config, model = load(CONFIGS / "slate-24gb.toml", one_gpu), tmp_path
     assert memory.gpu_lacks(config, model) == ""  # no GPU here

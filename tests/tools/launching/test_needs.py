@@ -63,9 +63,7 @@ def test_weights_that_are_cut_short_are_named_with_the_remedy(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("override", "refused"), [("actors.sglang.gpus=1", 0), ("actors.sglang.gpus=2", 1)]
 )
-def test_weights_are_broadcast_to_other_gpus(
-    override: str, refused: int, monkeypatch: Patch
-) -> None:
+def test_weights_are_sent_to_other_gpus(override: str, refused: int, monkeypatch: Patch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     sets = [*SGLANG, override, "learner.count=1", "learner.lora.rank=0", "learner.publish=memory"]
     sets += ["actors.sglang.python=/bin/true"]
