@@ -43,31 +43,25 @@ Reply = Callable[[web.Request], Awaitable[web.Response]]
 @contextmanager
 def served(reply: Reply) -> Iterator[str]:
     """The URL of a server that answers with ``reply``, on a thread of its own."""
-    ready, done = threading.Event(), asyncio.Event()
-    port: list[int] = []
-    loops: list[asyncio.AbstractEventLoop] = []
+    loop, app = asyncio.new_event_loop(), web.Application()
+    app.router.add_post("/v1/{what:.*}", reply)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
 
-    async def serve() -> None:
-        loops.append(asyncio.get_running_loop())
-        app = web.Application()
-        app.router.add_post("/v1/{what:.*}", reply)
-        runner = web.AppRunner(app)
+    async def serve() -> str:
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=0.1).start()
-        port.append(runner.addresses[0][1])
-        ready.set()
-        await done.wait()
-        await runner.cleanup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    assert ready.wait(10)
     try:
-        yield f"http://127.0.0.1:{port[0]}/v1"
+        yield asyncio.run_coroutine_threadsafe(serve(), loop).result(10)
     finally:
-        loops[0].call_soon_threadsafe(done.set)
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
         thread.join()
-        assert not asyncio.all_tasks(loops[0]), "a reply that nobody waits for is cancelled"
+        assert not asyncio.all_tasks(loop), "a reply that nobody waits for is cancelled"
+        loop.close()
 
 
 def chat(text: str | None, **choice: Any) -> web.Response:
@@ -307,7 +301,8 @@ def test_an_endpoint_gets_pictures_as_data_urls() -> None:
     assert base64.b64decode(body) == squares(3)
 
 
-FIRST = "tictactoe --baseline first --opponent random --games 2"
+PLAYED = "tictactoe --baseline first"
+FIRST = f"{PLAYED} --opponent random --games 2"
 
 
 @pytest.mark.second
@@ -366,9 +361,6 @@ def test_torn_files_are_mended_or_named(tmp_path: Path) -> None:
     (tmp_path / "evaluation.json").write_bytes(b'{"games"')
     with pytest.raises(ValueError, match=r"evaluation\.json holds no settings.*another --out"):
         claim(tmp_path, EvaluationCosts(2, {}))
-
-
-PLAYED = "tictactoe --baseline first"
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,8 @@ def execute(home: Path, statement: str) -> None:
     with sqlite3.connect(home / "journal.sqlite") as file:
         file.execute(statement)
         for table in ("trees", "groups"):
-            rows = file.execute(
-                f"SELECT {', '.join(journal._FIXED[table])} FROM {table}"
-            ).fetchall()
+            columns = ", ".join(journal._FIXED[table])
+            rows = file.execute(f"SELECT {columns} FROM {table}").fetchall()
             sums = [(journal._summed(*row)[-1], row[0]) for row in rows]
             file.executemany(f"UPDATE {table} SET sum=? WHERE id=?", sums)
     file.close()

@@ -180,9 +180,8 @@ def test_of_thousands_of_trees_only_those_in_view_are_drawn(tmp_path: Path, wind
     window.goto((tmp_path / "trees.html").as_uri())
     assert 1 < window.locator(".row").count() < 40
     window.fill("#search", "4321?")
-    assert (
-        window.inner_text(".row span") == "Question 4321?" and window.locator(".row").count() == 1
-    )
+    assert window.inner_text(".row span") == "Question 4321?"
+    assert window.locator(".row").count() == 1
     window.keyboard.press("Enter")
     assert window.inner_text("#question") == "Question 4321?"
 
@@ -243,17 +242,12 @@ def test_marks_are_saved_read_back_and_become_rows(page: Path, window: Page, sai
     rows = said(main, page.parent, "--sql", query).splitlines()[1:]
     marked = [["3", "1", "unsure"], ["3", "2", "good", "the", "right", "field"]]
     assert [row.split() for row in rows] == marked
-    assert held_again(page)["marks"][0]["note"] == "the right field"
+    assert main([str(page.parent), "--all", "--html", str(page)]) == 0
+    assert held(page)["marks"][0]["note"] == "the right field"
     out = page.parent.parent / f"{page.parent.name}.jsonl"
     said(sft, "marked", page.parent, "--marks", "good", "--out", out)
     row = {"completion": "answer 0.1", "prompt": "Question 3?", "group": "task3"}
     assert [json.loads(line) for line in out.read_text().splitlines()] == [row]
-
-
-def held_again(page: Path) -> Any:
-    """The data of a page that is written anew."""
-    assert main([str(page.parent), "--all", "--html", str(page)]) == 0
-    return held(page)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,11 @@ VLLM = [*CLEAN, "actors.engine=vllm"]
 TURNS = [*SGLANG, "learner.count=2", "actors.sglang={colocated=true,gpus=1}"]
 URL = [*SGLANG, "actors.sglang.way=url", 'actors.sglang.urls=["http://h"]']
 ARGUMENTS = "actors.sglang.arguments"
+OWN = "actors.engine=engine_here:Own"
+DECOUPLED = ["learner.correction=decoupled", "learner.minibatches=1"]
+HYBRID = ["learner.sharding=hybrid", "learner.count=4"]
+KL_TWICE = ["method=search-r1", "learner.scheme_options.kl_coef=0.1", "learner.kl_coef=0.1"]
+TALK = 'data={environment="sotopia",options={partner="PARTNER",judge="exact_match"}}'
 
 
 @pytest.mark.second
@@ -185,9 +190,6 @@ def test_a_base_is_refused_with_who_extends_it(text: str, said: str, tmp_path: P
         load(path, [])
 
 
-TALK = 'data={environment="sotopia",options={partner="PARTNER",judge="exact_match"}}'
-
-
 _GRADED = """
 from coppice.judges.base import Judge
 
@@ -212,9 +214,6 @@ def plug_ins(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     for module in ("graded_here", "engine_here", "raises_here"):
         monkeypatch.delitem(sys.modules, module, raising=False)
-
-
-OWN = "actors.engine=engine_here:Own"
 
 
 @pytest.mark.usefixtures("plug_ins")
@@ -254,18 +253,13 @@ def test_the_documented_ways_to_an_own_judge_load(tmp_path: Path, monkeypatch: P
         assert made.scheduler.judge == "graded"
 
 
-DECOUPLED = ["learner.correction=decoupled", "learner.minibatches=1"]
-HYBRID = ["learner.sharding=hybrid", "learner.count=4"]
-_KL_TWICE = ["method=search-r1", "learner.scheme_options.kl_coef=0.1", "learner.kl_coef=0.1"]
-
-
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["scheduler.strategy_options={selection='best-of-k', eta=0.5}"], "no effect"),
         ([*DECOUPLED, "learner.correction_options.clip_high=0.3"], "no effect"),
         (["scheduler.strategy=full", "learner.scheme=prime"], "cross_entropy"),
-        (_KL_TWICE, "count it again"),
+        (KL_TWICE, "count it again"),
         (["learner.sharding=fsdp", "learner.count=1"], "no effect"),
         (["learner.sharding=fsdp", "learner.shard_ranks=2"], "shard_ranks = 2 has no effect with"),
         ([*HYBRID, "learner.shard_ranks=3"], "expected a divisor of the ranks"),

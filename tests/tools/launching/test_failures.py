@@ -38,9 +38,8 @@ def test_the_cause_is_what_ended_the_process_in_one_line(log: str, text: str) ->
 
 
 def test_a_signal_and_a_lost_peer_come_from_outside() -> None:
-    assert cause_of(-9, HANDLED) == Cause(
-        "killed by signal 9 (SIGKILL), most likely by the system for want of memory", True
-    )
+    killed = "killed by signal 9 (SIGKILL), most likely by the system for want of memory"
+    assert cause_of(-9, HANDLED) == Cause(killed, True)
     place = "/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547"
     gone = f"RuntimeError: [{place}] Connection closed by peer [127.0.0.1]:3114"
     lost = cause_of(1, RAISED + gone)

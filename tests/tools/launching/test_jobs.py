@@ -108,10 +108,7 @@ def test_the_script_starts_or_resumes_a_run_with_its_config(again: bool, tmp_pat
         run.mkdir(parents=True)
         (run / "config.json").touch()
     command = ["bash", "-c", f"{STAND_INS}bash {tmp_path}/job"]
-    done = subprocess.run(
-        command, env=os.environ | SLURM, capture_output=True, text=True, check=True
-    )
-    words = done.stdout.splitlines()
+    words = subprocess.check_output(command, env=os.environ | SLURM, text=True).splitlines()
     token = next(word for word in words if word.startswith("RAY_AUTH_TOKEN="))
     assert "RAY_AUTH_MODE=token" in words
     assert len(token) > 60

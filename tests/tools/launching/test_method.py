@@ -13,12 +13,11 @@ from coppice.tools.launching.config import ConfigError, load
 from coppice.tools.launching.method import bundles, mismatch
 from tests.tools.said import Patch
 
-SLATE, PPR, GAME = (
-    ROOT / "configs" / f"{name}.toml" for name in ("slate-tiny", "ppr-cpu", "vpr-tictactoe-cpu")
-)
-ARPO, SPO, PICTURES = (
-    ROOT / "configs" / f"{name}.toml" for name in ("arpo-tiny", "spo-tiny", "oprl-visualsokoban")
-)
+CONFIGS = ROOT / "configs"
+SLATE, PPR = CONFIGS / "slate-tiny.toml", CONFIGS / "ppr-cpu.toml"
+GAME = CONFIGS / "vpr-tictactoe-cpu.toml"
+ARPO, SPO = CONFIGS / "arpo-tiny.toml", CONFIGS / "spo-tiny.toml"
+PICTURES = CONFIGS / "oprl-visualsokoban.toml"
 FULL = ["scheduler.strategy=full"]
 ADAPTERS = ["learner.lora={ rank = 16, alpha = 32.0 }", "learner.train_vision=true"]
 SGLANG = ["actors.engine=sglang", "actors.kv_cache_gib=null", "actors.dtype=null"]

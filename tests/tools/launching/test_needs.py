@@ -9,10 +9,9 @@ from safetensors.numpy import save_file
 from coppice.tools.defaults.models import ensure_model
 from coppice.tools.launching import prepare
 from coppice.tools.launching.command import main
-from coppice.tools.launching.config import load
+from coppice.tools.launching.config import DEFAULT_CONFIG, load
 from tests.tools.said import Patch, Said
 
-DEFAULT = Path("configs/slate-cpu.toml").resolve()
 SGLANG = ["actors.engine=sglang", "actors.kv_cache_gib=null", "actors.dtype=null"]
 SERVED = [*SGLANG, 'actors.sglang.arguments={device = "cpu"}']
 KEYLESS = ["data.agent=cat", 'data.options={pass_env = ["NOT_SET_KEY"]}', "warm_start.steps=0"]
@@ -67,5 +66,5 @@ def test_weights_are_sent_to_other_gpus(override: str, refused: int, monkeypatch
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     sets = [*SGLANG, override, "learner.count=1", "learner.lora.rank=0", "learner.publish=memory"]
     sets += ["actors.sglang.python=/bin/true"]
-    said = list(prepare.lacking_machine(load(DEFAULT, sets)))
+    said = list(prepare.lacking_machine(load(DEFAULT_CONFIG, sets)))
     assert ["beside the learner's" in one for one in said] == [True] * refused

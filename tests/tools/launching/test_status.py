@@ -25,18 +25,6 @@ NOBODY = 2**22 + 1
 """A number that no process has."""
 
 
-def a_run(run: Path, journal: bool = True) -> Path:
-    run.mkdir()
-    write_whole(run / "config.json", load(DEFAULT_CONFIG, ["scheduler.updates=9"]))
-    if journal:
-        book = Journal(run / "journal.sqlite")
-        for number in range(2):
-            book.start_tree(Tree(number, f"task {number}"), number, 0)
-        book.close_tree(Tree(0, "task 0"))
-        book.close()
-    return run
-
-
 def launched(run: Path, state: str, pid: int = NOBODY, **members: Member) -> None:
     born = psutil.Process(pid).create_time() if pid != NOBODY else 0.0
     log, killed = str(run / "logs" / "actor-0.log"), "killed by signal 9 (SIGKILL)"
@@ -58,7 +46,16 @@ def reported(run: Path, pid: int, idle_s: float = 1.0) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return a_run(tmp_path / "run")
+    """A run of nine updates with a closed tree and one that grows."""
+    run = tmp_path / "run"
+    run.mkdir()
+    write_whole(run / "config.json", load(DEFAULT_CONFIG, ["scheduler.updates=9"]))
+    book = Journal(run / "journal.sqlite")
+    for number in range(2):
+        book.start_tree(Tree(number, f"task {number}"), number, 0)
+    book.close_tree(Tree(0, "task 0"))
+    book.close()
+    return run
 
 
 @pytest.fixture
@@ -112,12 +109,11 @@ def test_a_failed_run_says_how_it_ended_and_its_remedy(run: Path, page: Callable
     ],
 )
 def test_what_is_damaged_is_said_and_the_rest_of_the_page_stays(
-    name: str, content: str | None, says: str, tmp_path: Path, page: Callable[[], str]
+    name: str, content: str | None, says: str, run: Path, page: Callable[[], str]
 ) -> None:
-    run = a_run(tmp_path / "run", journal=content is not None or name != "journal.sqlite")
     launched(run, "stopped")
     reported(run, NOBODY)
-    (run / name).unlink(missing_ok=True)
+    (run / name).unlink()
     if content is not None:
         (run / name).write_text(content)
     told = page()
