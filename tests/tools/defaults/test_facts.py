@@ -1,18 +1,12 @@
-"""The default data and the supervised traces made from it."""
+"""The default data."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.actors.environments.task_files import load_tasks
-from coppice.judges.retriever.encoder import Encoder
-from coppice.judges.retriever.index import Index, build
-from coppice.scheduler.growth.text import Text
 from coppice.tools.defaults.facts import build as build_facts
-from coppice.tools.defaults.settings import WarmStart
-from coppice.tools.defaults.warm_start import traces
 
 SPLITS = ("train", "warm", "heldout")
 
@@ -60,30 +54,3 @@ def test_the_data_is_made_the_same_every_time(facts: Path, tmp_path: Path) -> No
     for name in ("corpus", *SPLITS):
         again = tmp_path / "again" / f"{name}.jsonl"
         assert (facts / f"{name}.jsonl").read_bytes() == again.read_bytes()
-
-
-@pytest.fixture(scope="module")
-def index(facts: Path, tmp_path_factory: pytest.TempPathFactory) -> Index:
-    folder, encoder = tmp_path_factory.mktemp("index"), Encoder()
-    titles = {row["entity"] for row in rows(facts / "warm.jsonl")[:40]}
-    about = [r for r in rows(facts / "corpus.jsonl") if r["contents"].split('"')[1] in titles]
-    (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in about))
-    build(folder / "corpus.jsonl", folder / "index", encoder)
-    return Index(folder / "index", encoder)
-
-
-def test_the_loss_of_a_trace_covers_a_valid_action(facts: Path, index: Index, llama: Path) -> None:
-    text, environment = Text(str(llama)), SearchQA("short", 2)
-    warm = load_tasks(str(facts / "warm.jsonl"))[0][:40]
-    made, kinds = traces(warm, text, environment, index, 24, WarmStart()), set()
-    assert len(made) == 24
-    for example in made:
-        action = text.tokenizer.decode(example.tokens[example.start :])
-        parsed = environment.read(None, action)
-        assert parsed.valid
-        assert action.startswith("<think>")
-        assert action.endswith(("</search>", "</answer>"))
-        prefix = text.tokenizer.decode(example.tokens[: example.start])
-        assert prefix.endswith(("<|assistant|>", "</information>\n"))
-        kinds.add(parsed.kind)
-    assert kinds == {"search", "answer"}

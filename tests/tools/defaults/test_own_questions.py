@@ -56,17 +56,23 @@ def test_a_new_project_has_its_judge_and_a_folder_with_files_is_refused(
 def test_the_pages_own_questions_become_a_warm_start(folder: Path, llama: Path) -> None:
     build(folder / "corpus.jsonl", folder / "index", Encoder())
     index, text = Index(folder / "index", Encoder()), Text(str(llama))
+    environment = SearchQA("short", 2)
     tasks, rejected = load_tasks("train.jsonl")
     without = [msgspec.structs.replace(task, evidence=[]) for task in tasks]
     assert not rejected
     for some in (tasks, without):
-        examples = traces(some, text, SearchQA("short", 2), index, 1000, WarmStart())
+        examples = traces(some, text, environment, index, 1000, WarmStart())
         turns = [text.tokenizer.decode(one.tokens[one.start :]) for one in examples]
+        assert all(environment.read(None, turn).valid for turn in turns)
+        assert all(turn.endswith(("</search>", "</answer>")) for turn in turns)
+        shown = [text.tokenizer.decode(one.tokens[: one.start]) for one in examples]
+        assert all(one.endswith(("<|assistant|>", "</information>\n")) for one in shown)
         answers = sum("<answer>" in turn for turn in turns)
         assert len(turns) == 2 * answers > 2 * 0.9 * len(tasks)
     nowhere = [msgspec.structs.replace(task, evidence=["Peru\nIt is elsewhere."]) for task in tasks]
     with pytest.raises(ValueError, match=r"in any of \d+ questions: check that the corpus"):
-        traces(nowhere, text, SearchQA("short", 2), index, 8, WarmStart())
+        traces(nowhere, text, environment, index, 8, WarmStart())
+    assert len(traces(tasks, text, environment, index, 8, WarmStart())) == 8
 
 
 def test_a_search_names_a_title_only_after_it_was_seen() -> None:

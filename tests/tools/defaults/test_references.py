@@ -13,9 +13,7 @@ from coppice.tools.defaults.references import references
 
 
 @pytest.mark.usefixtures("bfcl_wheel")
-def test_references_are_conversations_of_training_tasks_that_end_every_user_turn(
-    llama: Path,
-) -> None:
+def test_references_are_conversations_that_end_every_user_turn(llama: Path) -> None:
     environment, text = Bfcl(["multi_turn_base"], documents="signatures"), Text(str(llama))
     examples = references(environment, text, "</s>", 12, 3)
     replies = [text.decode(np.array(one.tokens[one.start :])) for one in examples]

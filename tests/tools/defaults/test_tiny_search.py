@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coppice.actors.environments.search_qa.environment import SearchQA
-from coppice.learner.fine_tune import Example
 from coppice.scheduler.growth.text import Text
 from coppice.tools.defaults import search_play, tiny
 from coppice.tools.defaults.settings import WarmStart
@@ -40,14 +39,6 @@ def policy(corpus: Path) -> Path:
     return tiny.make_search(corpus.parent / "tiny", corpus, hidden=32, layers=1, heads=2)
 
 
-def played(policy: Path) -> list[tuple[str, str, Example]]:
-    """The prompts and actions of random play."""
-    text = Text(str(policy))
-    made = search_play.search_play(text, TAGS, NAMES, FIELDS, 600, WarmStart(two_hop=0.5))
-    decode = text.tokenizer.decode
-    return [(decode(one.tokens[: one.start]), decode(one.tokens[one.start :]), one) for one in made]
-
-
 @given(st.text(max_size=60))
 @settings(deadline=None, database=None)
 def test_any_text_survives_encoding_and_decoding(text: str) -> None:
@@ -74,7 +65,10 @@ def test_attention_writes_back_what_it_reads(policy: Path) -> None:
 @pytest.mark.slow
 def test_every_turn_of_random_play_is_a_readable_action(policy: Path) -> None:
     environment, text, kinds = SearchQA("question", 2), Text(str(policy)), Counter[str]()
-    for prompt, said, example in played(policy):
+    decode = text.tokenizer.decode
+    for example in search_play.search_play(text, TAGS, NAMES, FIELDS, 600, WarmStart(two_hop=0.5)):
+        prompt = decode(example.tokens[: example.start])
+        said = decode(example.tokens[example.start :])
         action = environment.read(None, said)
         kinds[action.kind] += 1
         assert action.valid, said

@@ -55,18 +55,9 @@ def grown(*parts: tuple[str, str], prompt: str = "Question: who?", forced: bool 
     return tree
 
 
-@pytest.mark.parametrize(
-    ("said", "em", "f1"),
-    [
-        ("<think>a</think><answer> The Eiffel-Tower! </answer>", 1.0, 1.0),
-        ("<answer>eiffeltower</answer> no, <answer>Rome</answer>", 0.0, 0.0),
-        ("the eiffeltower", 0.0, 0.0),
-        ("<answer>old eiffeltower</answer>", 0.0, 2 / 3),
-    ],
-)
-def test_the_last_complete_answer_block_is_scored(said: str, em: float, f1: float) -> None:
-    found = score(grown(("action", said)), ["Paris", "eiffeltower"], 0)
-    assert (found["em"], found["f1"]) == (em, pytest.approx(f1))
+def test_the_best_gold_counts() -> None:
+    found = score(grown(("action", "<answer>old tower</answer>")), ["Paris", "tower"], 0)
+    assert (found["em"], found["f1"]) == (0.0, pytest.approx(2 / 3))
 
 
 def test_what_was_shown_to_the_policy_is_no_answer_of_its_own() -> None:
@@ -334,9 +325,7 @@ def test_a_set_may_have_a_budget_of_its_own(tmp_path: Path, books: Books, refuse
         assert "expected a set of this table, easy, hard" in refused(main, *command, "nq=3")
 
 
-def test_other_weights_of_the_same_path_are_refused(
-    llama: Path, tmp_path: Path, refused: Said
-) -> None:
+def test_other_weights_of_a_path_are_refused(llama: Path, tmp_path: Path, refused: Said) -> None:
     model = Path(shutil.copytree(llama, tmp_path / "model"))
     words = "--questions 1 --max-tokens 3 --method direct --model"
     command = [*questions(tmp_path), *words.split(), str(model), "--out", str(tmp_path / "out")]

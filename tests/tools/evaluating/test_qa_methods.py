@@ -188,16 +188,8 @@ async def test_what_a_model_thinks_is_neither_a_query_nor_a_finding(answered: An
     assert (services.text.asked, found["em"]) == ([False, False, True], 1.0)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("<think>a</think>\n\nLivy.", "Livy."),
-        ("<think>cut off", ""),
-        ("Livy, not <think>.", "Livy, not <think>."),
-    ],
-)
-def test_thinking_before_a_reply_is_no_part_of_it(text: str, said: str) -> None:
-    assert spoken(text) == said
+def test_a_tag_inside_a_reply_begins_no_thought() -> None:
+    assert spoken("Livy, not <think>.") == "Livy, not <think>."
 
 
 async def test_search_forces_an_answer_after_its_budget_or_not_at_all(answered: Answered) -> None:

@@ -82,7 +82,6 @@ def test_trees_are_found_by_their_columns_and_texts(
         (["--judge", "text"], "no such column; expected one of logprob, outcome_below, "),
         (["--judge", "--count", "step"], "--judge tells of turns"),
         (["--again", "slate_em"], "--again has an effect with --judge"),
-        (["--surprising", "1", "--sort", "spread"], "not allowed with argument --surprising"),
         (["--reverse"], "no effect without --sort"),
         (["--diff", "1", "2", "--limit", "3"], "--diff names its two trees"),
     ],
@@ -172,9 +171,8 @@ def test_groups_are_listed_filtered_and_counted(run: Path, said: Said) -> None:
     asked = {"question": "What is the capital of country 4?", "chosen": "answer 4 plus"}
     rewards = {"reward_chosen": 0.4, "reward_min": -0.4, "spread": 0.8, "candidates": 2}
     assert group | asked | rewards == group
-    assert "no such column; expected one of tree, parent" in said(
-        main, run, "--groups", "--count", "hop", status=2
-    )
+    refusal = said(main, run, "--groups", "--count", "hop", status=2)
+    assert "no such column; expected one of tree, parent" in refusal
 
 
 def test_the_documented_questions_are_answered_by_their_lines(

@@ -173,18 +173,15 @@ def test_of_thousands_of_nodes_only_those_in_view_are_drawn(tmp_path: Path, wind
     window.wait_for_selector(f"[data-node='{last}'][aria-selected=true]")
 
 
-def test_of_thousands_of_trees_only_the_rows_in_view_are_drawn(
-    tmp_path: Path, window: Page
-) -> None:
+def test_of_thousands_of_trees_only_those_in_view_are_drawn(tmp_path: Path, window: Page) -> None:
     trees = [tree(number, "search", 1) for number in range(LARGE)]
     journal(tmp_path, *trees)
     assert main([str(tmp_path), "--all", "--html", str(tmp_path / "trees.html")]) == 0
     window.goto((tmp_path / "trees.html").as_uri())
     assert 1 < window.locator(".row").count() < 40
     window.fill("#search", "4321?")
-    assert (
-        window.inner_text(".row span") == "Question 4321?" and window.locator(".row").count() == 1
-    )
+    assert window.inner_text(".row span") == "Question 4321?"
+    assert window.locator(".row").count() == 1
     window.keyboard.press("Enter")
     assert window.inner_text("#question") == "Question 4321?"
 
@@ -245,17 +242,12 @@ def test_marks_are_saved_read_back_and_become_rows(page: Path, window: Page, sai
     rows = said(main, page.parent, "--sql", query).splitlines()[1:]
     marked = [["3", "1", "unsure"], ["3", "2", "good", "the", "right", "field"]]
     assert [row.split() for row in rows] == marked
-    assert held_again(page)["marks"][0]["note"] == "the right field"
+    assert main([str(page.parent), "--all", "--html", str(page)]) == 0
+    assert held(page)["marks"][0]["note"] == "the right field"
     out = page.parent.parent / f"{page.parent.name}.jsonl"
     said(sft, "marked", page.parent, "--marks", "good", "--out", out)
     row = {"completion": "answer 0.1", "prompt": "Question 3?", "group": "task3"}
     assert [json.loads(line) for line in out.read_text().splitlines()] == [row]
-
-
-def held_again(page: Path) -> Any:
-    """The data of a page that is written anew."""
-    assert main([str(page.parent), "--all", "--html", str(page)]) == 0
-    return held(page)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +264,7 @@ def test_a_bad_mark_is_refused_with_its_line(page: Path, line: str, words: str, 
     assert "marks.jsonl:2: " in refusal and words in refusal and "take" in refusal
 
 
-def test_every_text_of_the_page_has_a_contrast_of_at_least_four_and_a_half() -> None:
+def test_every_text_has_a_contrast_of_at_least_four_and_a_half() -> None:
     script = Path(drawing.__file__).with_name("page_tree.js").read_text()
     faded = float(re.findall(r"FADED = ([\d.]+)", script)[0])
     for colours in schemes("page.html"):
@@ -284,9 +276,6 @@ def test_every_text_of_the_page_has_a_contrast_of_at_least_four_and_a_half() -> 
                 pairs.append(("ink", [faded * tint + (1 - faded) * of for tint, of in mixed]))
         for text, face in pairs:
             assert contrast(colours[text], face) >= 4.5, (text, face)
-
-
-def test_every_text_of_the_report_has_a_contrast_of_at_least_four_and_a_half() -> None:
     for colours in schemes("report.html"):
         for text, face in itertools.product(("ink", "quiet", "link"), ("ground", "card")):
             assert contrast(colours[text], colours[face]) >= 4.5, (text, face)

@@ -124,7 +124,7 @@ def test_what_a_run_lacks_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "message"),
     [
         ("/no/such", "/no/such is no run folder"),
         ("{run} --metric score/rewrd", "score/rewrd: no run has recorded it; there are count"),
@@ -132,10 +132,8 @@ def test_what_a_run_lacks_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
         ("{young} --out x.svg", "no update was made yet"),
     ],
 )
-def test_what_cannot_be_drawn_is_said(
-    tmp_path: Path, said: Said, arguments: str, message: str
-) -> None:
+def test_what_cannot_be_drawn_is_said(tmp_path: Path, said: Said, words: str, message: str) -> None:
     run, young = make(tmp_path / "a"), make(tmp_path / "young", rewards=[], ended=False)
-    given = arguments.format(run=run, young=young).split()
+    given = words.format(run=run, young=young).split()
     given += [] if "--out" in given else ["--out", str(tmp_path / "x.svg")]
     assert message in said(main, *given, status=2)

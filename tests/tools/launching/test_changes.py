@@ -88,12 +88,6 @@ def test_where_a_judge_is_reached_may_change_and_how_it_judges_may_not(tmp_path:
         changes.check(tmp_path, convert(saved(tmp_path), ["judges.use.slate.endpoint.model=n"]))
 
 
-@pytest.mark.parametrize("name", ["agent-tiny", "oprl-sotopia"])
-def test_no_shipped_config_changes_by_being_resumed(name: str, tmp_path: Path) -> None:
-    changes.record(tmp_path, load(ROOT / "configs" / f"{name}.toml", []))
-    assert changes.changes(tmp_path, convert(saved(tmp_path), [])) == []
-
-
 def test_a_run_of_an_earlier_release_has_the_defaults_of_the_keys_that_it_lacks(run: Path) -> None:
     config = saved(run)
     del config["scheduler"]["top_k"], config["learner"]["watch"]

@@ -38,9 +38,8 @@ def test_the_cause_is_what_ended_the_process_in_one_line(log: str, text: str) ->
 
 
 def test_a_signal_and_a_lost_peer_come_from_outside() -> None:
-    assert cause_of(-9, HANDLED) == Cause(
-        "killed by signal 9 (SIGKILL), most likely by the system for want of memory", True
-    )
+    killed = "killed by signal 9 (SIGKILL), most likely by the system for want of memory"
+    assert cause_of(-9, HANDLED) == Cause(killed, True)
     place = "/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547"
     gone = f"RuntimeError: [{place}] Connection closed by peer [127.0.0.1]:3114"
     lost = cause_of(1, RAISED + gone)
@@ -71,13 +70,6 @@ def test_a_death_after_progress_counts_as_the_first() -> None:
 
 
 FAULT, KILL = Cause("ValueError: bad", False), cause_of(-9, "")
-
-
-def test_an_error_is_resumed_only_after_a_new_checkpoint() -> None:
-    resumes = Resumes("")
-    assert resumes.pause(FAULT, "v000004") is not None
-    assert resumes.pause(FAULT, "v000004") is None
-    assert Resumes("v000004").pause(FAULT, "v000004") is None
 
 
 def test_kills_are_resumed_a_few_times_without_progress_and_for_a_week_with_it() -> None:

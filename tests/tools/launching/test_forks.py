@@ -39,9 +39,7 @@ print(json.dumps([status, both[1].poll(), spent > 1.0, lost, kept]))
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_fork_is_as_if_started_anew_and_ends_with_its_launcher(
-    killed: bool, tmp_path: Path
-) -> None:
+def test_a_fork_is_as_started_anew_and_ends_with_its_launcher(killed: bool, tmp_path: Path) -> None:
     log = tmp_path / "log"
     shell = os.environ | {"THEIR_KEY": "secret", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", _LAUNCHER, str(log)]

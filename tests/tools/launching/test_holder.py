@@ -35,9 +35,7 @@ async def test_a_rank_is_told_where_they_meet_and_its_end_is_reported(tmp_path: 
     assert (tmp_path / "log").read_text() == "10.0.0.1 9\n"
 
 
-async def test_a_process_has_none_of_its_nodes_own_secrets(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+async def test_a_process_has_none_of_its_nodes_secrets(tmp_path: Path, monkeypatch: Patch) -> None:
     for name in ("OTHERS_DATABASE", "RAY_AUTH_TOKEN", "HF_TOKEN", "VLLM_API_KEY", "NCCL_DEBUG"):
         monkeypatch.setenv(name, "here")
     code = "import os; print(*sorted(k for k, v in os.environ.items() if v == 'here'), 'PATH' in os.environ)"

@@ -15,6 +15,7 @@ from coppice.tools.launching import command as launching
 from coppice.tools.launching import jobs
 from coppice.tools.launching.config import DEFAULT_CONFIG, ConfigError, load
 from coppice.tools.launching.settings import Config
+from tests.tools.said import Said
 
 SCHEMA = json.loads((Path(__file__).parent / "rayjob.schema.json").read_text())
 SLURM = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
@@ -98,9 +99,7 @@ export -f scontrol srun
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["first", "requeued"])
-def test_the_script_starts_or_resumes_a_run_with_the_config_it_carries(
-    again: bool, tmp_path: Path
-) -> None:
+def test_the_script_starts_or_resumes_a_run_with_its_config(again: bool, tmp_path: Path) -> None:
     options = 'cluster.options=["--account=lab"]'
     settings = config(f"runs={tmp_path}/a b", "cluster.gpus=8", "cluster.partition=h100", options)
     (tmp_path / "job").write_text(script := jobs.slurm(settings, "--quiet"))
@@ -109,10 +108,7 @@ def test_the_script_starts_or_resumes_a_run_with_the_config_it_carries(
         run.mkdir(parents=True)
         (run / "config.json").touch()
     command = ["bash", "-c", f"{STAND_INS}bash {tmp_path}/job"]
-    done = subprocess.run(
-        command, env=os.environ | SLURM, capture_output=True, text=True, check=True
-    )
-    words = done.stdout.splitlines()
+    words = subprocess.check_output(command, env=os.environ | SLURM, text=True).splitlines()
     token = next(word for word in words if word.startswith("RAY_AUTH_TOKEN="))
     assert "RAY_AUTH_MODE=token" in words
     assert len(token) > 60
@@ -154,12 +150,6 @@ def test_slurms_signal_stops_the_launcher_whose_status_is_the_jobs(tmp_path: Pat
         assert job.wait(60) == 130
 
 
-def test_a_job_chooses_its_own_run_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        launching.main(["--run-folder", "x", "--cluster", "slurm"])
-    assert "leave out --resume and --run-folder" in capsys.readouterr().err
-
-
-def test_weights_in_memory_need_an_address_that_a_cluster_reaches() -> None:
-    with pytest.raises(ConfigError, match=r"publish_host = '127\.0\.0\.1'"):
-        config("cluster.on=ray", "learner.publish=both")
+def test_a_job_chooses_its_own_run_folder(said: Said) -> None:
+    told = said(launching.main, "--run-folder", "x", "--cluster", "slurm", status=2)
+    assert "leave out --resume and --run-folder" in told

@@ -9,26 +9,35 @@ from safetensors.numpy import save_file
 from coppice.tools.defaults.models import ensure_model
 from coppice.tools.launching import prepare
 from coppice.tools.launching.command import main
-from coppice.tools.launching.config import load
+from coppice.tools.launching.config import DEFAULT_CONFIG, load
 from tests.tools.said import Patch, Said
 
-DEFAULT = Path("configs/slate-cpu.toml").resolve()
 SGLANG = ["actors.engine=sglang", "actors.kv_cache_gib=null", "actors.dtype=null"]
-NOWHERE = ["data.train=mine/nope.jsonl", "data.heldout=nope.parquet", "data.corpus=nope.jsonl"]
+SERVED = [*SGLANG, 'actors.sglang.arguments={device = "cpu"}']
+KEYLESS = ["data.agent=cat", 'data.options={pass_env = ["NOT_SET_KEY"]}', "warm_start.steps=0"]
+KEYLESS += ["scheduler.judge=none", "method=grpo"]
 
 
 @pytest.mark.usefixtures("nothing_made")
-@pytest.mark.parametrize("override", NOWHERE)
-def test_a_wrong_data_path_is_refused(override: str, refused: Said) -> None:
-    key, _, value = override.partition("=")
-    told = refused(main, override, "--dry-run")
-    assert f"coppice launch: {key} = '{value}' does not exist: give a" in told
-
-
-@pytest.mark.parametrize("name", ["smollm2-136m", "/nope/model"])
-def test_a_wrong_model_is_refused(name: str, refused: Said) -> None:
-    told = refused(main, f"model.name={name}", "--dry-run")
-    assert f"model.name = '{name}': expected 'smollm2-135m', " in told
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["data.train=mine/nope.jsonl"], "data.train = 'mine/nope.jsonl' does not exist: give a"),
+        (["data.heldout=nope.parquet"], "data.heldout = 'nope.parquet' does not exist: give a"),
+        (["data.corpus=no.jsonl", "--dry-run"], "data.corpus = 'no.jsonl' does not exist: give a"),
+        (["model.name=smollm2-136m", "--dry-run"], "'smollm2-136m': expected 'smollm2-135m', "),
+        (["model.name=/nope/model"], "model.name = '/nope/model': expected 'smollm2-135m', "),
+        (SGLANG, "actors.engine = 'sglang' needs a GPU, and nvidia-smi"),
+        ([*SERVED, "actors.sglang.python=/bin/false"], "/bin/false has no sglang: install it into"),
+        ([*SERVED, "actors.sglang.python=/no/python"], "'/no/python' cannot be started: No such"),
+        (KEYLESS, "pass_env names 'NOT_SET_KEY', which is not set"),
+    ],
+)
+def test_what_a_run_lacks_is_told(
+    overrides: list[str], told: str, refused: Said, monkeypatch: Patch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert told in refused(main, *overrides)
 
 
 def test_a_model_that_the_hub_does_not_give_is_one_line(monkeypatch: Patch, tmp_path: Path) -> None:
@@ -50,40 +59,12 @@ def test_weights_that_are_cut_short_are_named_with_the_remedy(tmp_path: Path) ->
         ensure_model(str(tmp_path), tmp_path)
 
 
-@pytest.mark.usefixtures("nothing_made")
-def test_a_config_for_a_gpu_is_refused_without_one(refused: Said, monkeypatch: Patch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "actors.engine = 'sglang' needs a GPU, and nvidia-smi" in refused(main, *SGLANG)
-
-
-@pytest.mark.usefixtures("nothing_made")
-@pytest.mark.parametrize(
-    ("python", "told"),
-    [
-        ("/bin/false", "/bin/false has no sglang: install it into an"),
-        ("/nope/python", "actors.sglang.python = '/nope/python' cannot be started: No such file"),
-    ],
-)
-def test_a_launch_without_sglang_is_refused(python: str, told: str, refused: Said) -> None:
-    cpu = 'actors.sglang.arguments={device = "cpu"}'
-    assert told in refused(main, *SGLANG, cpu, f"actors.sglang.python={python}")
-
-
-@pytest.mark.usefixtures("nothing_made")
-def test_a_variable_for_the_agent_that_is_not_set_is_refused(refused: Said) -> None:
-    data = ["data.agent=cat", 'data.options={pass_env = ["NOT_SET_KEY"]}', "warm_start.steps=0"]
-    data += ["scheduler.judge=none", "method=grpo"]
-    assert "pass_env names 'NOT_SET_KEY', which is not set" in refused(main, *data)
-
-
 @pytest.mark.parametrize(
     ("override", "refused"), [("actors.sglang.gpus=1", 0), ("actors.sglang.gpus=2", 1)]
 )
-def test_weights_are_broadcast_to_other_gpus(
-    override: str, refused: int, monkeypatch: Patch
-) -> None:
+def test_weights_are_sent_to_other_gpus(override: str, refused: int, monkeypatch: Patch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     sets = [*SGLANG, override, "learner.count=1", "learner.lora.rank=0", "learner.publish=memory"]
     sets += ["actors.sglang.python=/bin/true"]
-    said = list(prepare.lacking_machine(load(DEFAULT, sets)))
+    said = list(prepare.lacking_machine(load(DEFAULT_CONFIG, sets)))
     assert ["beside the learner's" in one for one in said] == [True] * refused

@@ -15,6 +15,7 @@ from coppice.tools.planning import command, formulas
 from coppice.tools.planning.formulas import Assumed, Dense
 from coppice.tools.planning.growth import Work, grown
 from tests.forks import ROOT
+from tests.tools.said import Said
 
 TINY = ROOT / "configs" / "slate-tiny.toml"
 SIZES = Assumed(instruction=4, prompt=10, action=5, observation=3, turns=2)
@@ -158,11 +159,6 @@ def test_decoding_reads_the_weights_once_a_batch() -> None:
     assert seconds(64) == seconds(2)
 
 
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    status, printed = command.main(list(arguments)), capsys.readouterr()
-    return status, printed.out, printed.err
-
-
 def assume(*said: str) -> list[str]:
     return [part for one in said for part in ("--assume", one)]
 
@@ -173,10 +169,8 @@ GPU_PLAN = ["--config", SEVEN, *SMALL_PLAN]
 ALONE = [*GPU_PLAN, *assume("judge_gpus=0")]
 
 
-def test_the_terminal_is_80_columns_wide_and_names_the_best_split(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    _, out, _ = answer(capsys, *ALONE, "--gpus", "4", *assume("price=2.5", "turns=2.5"))
+def test_the_terminal_is_80_columns_wide_and_names_the_best_split(said: Said) -> None:
+    out = said(command.main, *ALONE, "--gpus", "4", *assume("price=2.5", "turns=2.5"))
     lines = out.splitlines()
     assert max(map(len, lines)) <= 80
     rows = [line.split() for line in lines if line.split()[:1] in (["1"], ["2"], ["3"])]
@@ -185,17 +179,14 @@ def test_the_terminal_is_80_columns_wide_and_names_the_best_split(
     assert f"best: --set actors.count={rows[0][0]} --set learner.count={rows[0][1]}" in out
 
 
-def test_a_split_that_does_not_fit_comes_last_and_says_why(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    _, out, _ = answer(capsys, *ALONE, "--gpus", "2", *assume("memory=10"))
+def test_a_split_that_does_not_fit_comes_last_and_says_why(said: Said) -> None:
+    out = said(command.main, *ALONE, "--gpus", "2", *assume("memory=10"))
     assert "does not fit: an engine has 0 tokens of cache" in out
     assert "no split fits" in out
 
 
-def test_a_judge_on_this_machine_has_gpus_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "8", "--json")
-    told = json.loads(out)
+def test_a_judge_on_this_machine_has_gpus_of_its_own(said: Said) -> None:
+    told = json.loads(said(command.main, *GPU_PLAN, "--gpus", "8", "--json"))
     assert [(one["gpus"], round(one["gib"])) for one in told["served"]] == [(2, 25)]
     assert {one["actors"] + one["ranks"] for one in told["splits"]} == {6}
     best = told["splits"][0]
@@ -217,21 +208,19 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("arguments", REFUSED)
-def test_what_cannot_be_planned_is_said(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_planned_is_said(arguments: str, refused: Said) -> None:
     known = () if "model.name" in arguments else ("--set", "model.name=Qwen/Qwen2.5-1.5B")
-    status, out, err = answer(capsys, *known, *arguments.split())
-    assert (status, out) == (2, "")
-    assert err.startswith("coppice plan: ")
-    assert REFUSED[arguments] in err
+    told = refused(command.main, *known, *arguments.split())
+    assert told.startswith("coppice plan: ") and REFUSED[arguments] in told
 
 
-def test_a_shape_stands_for_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shape_stands_for_a_model(tmp_path: Path, said: Said) -> None:
     shape = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
     shape |= {"num_attention_heads": 4, "vocab_size": 1000, "tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     model = ("--set", "model.name=Nobody/Knows-1B")
-    _, out, _ = answer(capsys, "--shape", str(tmp_path), *model, "--json")
-    assert json.loads(out)["weights"] == 2 * (4 * 64 * 64 + 3 * 64 * 128) + 2 * 64 * 1000
+    told = json.loads(said(command.main, "--shape", tmp_path, *model, "--json"))
+    assert told["weights"] == 2 * (4 * 64 * 64 + 3 * 64 * 128) + 2 * 64 * 1000
 
 
 @pytest.mark.second
