@@ -222,8 +222,7 @@ async def _flush(engine: SGLangEngine) -> None:
         await server.client.send("POST", "/flush_cache", attempts=1)
 
 
-# ---------------------------------------------------------------------------------------------- the
-# trees that are grown
+# ------------------------------------------------------------------------- the trees that are grown
 
 
 def slate(vocabulary: int, work: TreeWork) -> Grow:
@@ -288,8 +287,7 @@ def mc_pr(model: Path, work: TreeWork, most: int) -> Grow:
     return grow
 
 
-# ---------------------------------------------------------------------------------------------- the
-# baselines
+# ------------------------------------------------------------------------------------ the baselines
 
 
 async def at_once(engine: SGLangEngine, answered: Answered) -> float:

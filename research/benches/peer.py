@@ -43,8 +43,7 @@ DIGITS = "0123456789"
 END = "<|no end|>"
 
 
-# ---------------------------------------------------------------------------------------------- the
-# load of both sides
+# --------------------------------------------------------------------------- the load of both sides
 
 
 class PeerLoad(msgspec.Struct, frozen=True):
@@ -134,8 +133,7 @@ def endless(model: Path, folder: Path) -> Path:
     return folder
 
 
-# ---------------------------------------------------------------------------------------------- the
-# rounds
+# --------------------------------------------------------------------------------------- the rounds
 
 
 class Update(msgspec.Struct, frozen=True):
@@ -273,8 +271,7 @@ def run(
     return result(name, worst, 1.0, "higher", dtype=dtype, **rows)
 
 
-# ---------------------------------------------------------------------------------------------- the
-# process of TRL's side
+# ------------------------------------------------------------------------ the process of TRL's side
 
 
 def trl_settings(work: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -45,45 +45,28 @@ TRANSPORTS = ("distributed", "disk", "adapter")
 holds."""
 
 
-def adapter(base: Path, folder: Path) -> Manifest:
-    """Save an adapter of random weights on all linear layers, as the learner publishes it."""
-    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    tensors = {}
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
-            tensors[f"base_model.model.{name}.lora_A.weight"] = (
-                torch.randn(RANK, module.in_features) * 1e-3
-            )
-            tensors[f"base_model.model.{name}.lora_B.weight"] = (
-                torch.randn(module.out_features, RANK) * 1e-3
-            )
-    (folder / "adapter_config.json").write_text(json.dumps({"lora_alpha": 2 * RANK, "r": RANK}))
-    return _save(tensors, folder, 1, "lora")
+def adapter(base: Path, folder: Path) -> Published:
+    """Publish an adapter of random weights on all linear layers, as the learner does."""
+    policy: Any = AdapterPolicy(base, RANK)
+    return publish(policy, 1, folder, keep=1)
 
 
-def whole(base: Path, folder: Path) -> Manifest:
+def whole(base: Path, folder: Path) -> Published:
     """Save all weights with a small change."""
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    return _save(
-        {n: (p.detach() * 1.001).contiguous() for n, p in model.named_parameters()}, folder, 2,
-        "full",
-    )  # fmt: skip
-
-
-def _save(tensors: dict[str, torch.Tensor], folder: Path, version: int, kind: Any) -> Manifest:
-    save_file(tensors, folder / FILES[kind], metadata={"format": "pt"})
-    manifest = Manifest(version, kind, digest.safetensors_file(folder / FILES[kind]))
+    weights = {n: (p.detach() * 1.001).contiguous() for n, p in model.named_parameters()}
+    save_file(weights, folder / FILES["full"], metadata={"format": "pt"})
+    manifest = Manifest(2, "full", digest.safetensors_file(folder / FILES["full"]))
     manifest.write(folder)
-    return manifest
+    return Published(2, str(folder), manifest.digest)
 
 
 async def measure(
-    engine: LocalEngine, make: Callable[[Path, Path], Manifest], base: Path
+    engine: LocalEngine, make: Callable[[Path, Path], Published], base: Path
 ) -> dict[str, float]:
     """Measure one load in the middle of a generation."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        manifest = make(base, folder)
+        published = make(base, Path(scratch))
         arrivals: list[float] = []
         step = engine.batch.step
 
@@ -93,13 +76,13 @@ async def measure(
 
         engine.batch.step = recorded
         prompt = shape.words(
-            np.random.default_rng(manifest.version), engine.model.config.vocab_size, PROMPT
+            np.random.default_rng(published.version), engine.model.config.vocab_size, PROMPT
         )
         sampling = Sampling(400, 1.0, seed=1)
         running = asyncio.create_task(engine.generate(GenerateRequest(prompt, SAMPLES, sampling)))
         while len(arrivals) < 10:
             await asyncio.sleep(0.05)
-        loaded = await engine.load(LoadRequest(manifest.version, scratch, manifest.digest))
+        loaded = await engine.load(LoadRequest(*msgspec.structs.astuple(published)))
         seen = len(arrivals)
         while len(arrivals) < seen + 10:
             await asyncio.sleep(0.05)
@@ -109,11 +92,8 @@ async def measure(
         gaps = np.diff(arrivals)
         usual = statistics.median(gaps)
         pause = float(gaps.max() - usual)
-        size = (folder / FILES[manifest.kind]).stat().st_size
-        return {
-            "load_s": loaded.seconds, "pause_s": pause, "tokens_lost": pause * SAMPLES / usual,
-            "mb": size / 1e6,
-        }  # fmt: skip
+        size = sum(file.stat().st_size for file in Path(published.path).glob("*.safetensors"))
+        return {"load_s": loaded.seconds, "pause_s": pause, "mb": size / 1e6}
 
 
 async def _measure(model: str) -> dict[str, Any]:
@@ -133,8 +113,7 @@ def run(model: str = DEFAULT) -> dict[str, Any]:
     return asyncio.run(_measure(model))
 
 
-# ----------------------------------------------------------------------------------------------
-# updates into SGLang
+# ------------------------------------------------------------------------------ updates into SGLang
 
 
 class AdapterPolicy:

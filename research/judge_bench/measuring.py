@@ -54,8 +54,7 @@ class BenchResult(msgspec.Struct, frozen=True):
     rows: list[JudgeRow]
 
 
-# ----------------------------------------------------------------------------------------------
-# measuring
+# ---------------------------------------------------------------------------------------- measuring
 
 
 def measure(
@@ -120,8 +119,7 @@ def table(result: BenchResult) -> str:
     return "\n".join([head, *examination.table(cells)])
 
 
-# ----------------------------------------------------------------------------------------------
-# command line
+# ------------------------------------------------------------------------------------- command line
 
 
 class _Judge(argparse.Action):

@@ -17,8 +17,6 @@ states. Kernels that need a GPU can be replaced by ``causal_attention``.
 """
 
 import copy
-import importlib
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +27,8 @@ import msgspec
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig, MistralConfig
+
+from coppice.common.options import plugin
 
 BOUND = 1e-11
 """The largest relative distance of gradients that float64 rounding explains."""
@@ -65,11 +65,6 @@ class PackingCase(msgspec.Struct, frozen=True):
     unique: int
     targets: int
     config: Any = LlamaConfig(**SHAPE)
-
-
-def _llama(key_heads: int) -> Any:
-    shape: dict[str, Any] = SHAPE | {"num_key_value_heads": key_heads}
-    return LlamaConfig(**shape)
 
 
 def _weighted(*paths: tuple[list[int], int]) -> list[TrainedPath]:
@@ -127,8 +122,8 @@ CASES = {
     ),
     "300 tokens": PackingCase(_weighted(*_steps(_words(64), 60, 3, 3, 20, 30)), 300, 180),
     "sliding window": PackingCase(NESTED, 14, 9, MistralConfig(**SHAPE, sliding_window=4)),
-    "grouped heads": PackingCase(NESTED, 14, 9, _llama(2)),
-    "one key head": PackingCase(NESTED, 14, 9, _llama(1)),
+    "grouped heads": PackingCase(NESTED, 14, 9, LlamaConfig(**SHAPE | {"num_key_value_heads": 2})),
+    "one key head": PackingCase(NESTED, 14, 9, LlamaConfig(**SHAPE | {"num_key_value_heads": 1})),
     "recurrent layers": PackingCase(
         NESTED, 14, 9, Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"])
     ),
@@ -279,12 +274,8 @@ def measure(packers: dict[str, Any], paths: list[TrainedPath], rounds: int) -> d
 
 def load(name: str) -> Any:
     """Return a packer of this folder, or that of a file of Python."""
-    if not name.endswith(".py"):
-        return importlib.import_module(f"{__name__}.{name}")
-    spec = importlib.util.spec_from_file_location(Path(name).stem, name)
-    assert spec is not None and spec.loader is not None
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    return module
+    place = f"{name}:pack" if name.endswith(".py") else name
+    return plugin("packers", place, __name__, "pack")[0]
 
 
 def report(names: Sequence[str], rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
