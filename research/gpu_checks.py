@@ -211,28 +211,6 @@ def _said(command: list[str]) -> str:
     return done.stdout.strip()
 
 
-def section(
-    outcomes: Sequence[Outcome], version_table: dict[str, str], when: datetime.datetime
-) -> str:
-    """Return the record in Markdown: versions, seconds, and the last JSON object of each check
-    (every object of a failed check)."""
-    lines = [
-        f"`coppice dev gpu-check`, {when:%Y-%m-%d %H:%M} UTC: "
-        + ", ".join(f"{k} {v}" for k, v in version_table.items())
-        + ".",
-        "",
-    ]
-    lines += ["| check | seconds | |", "|---|---|---|"]
-    lines += [f"| {one.name} | {one.seconds:.1f} | {one.failure or 'passed'} |" for one in outcomes]
-    for one in outcomes:
-        printed = objects(one.output)
-        if printed or one.failure:
-            shown = [json.dumps(value) for value in (printed if one.failure else printed[-1:])]
-            last = one.output.strip().splitlines()[-5:] if one.failure else []
-            lines += ["", f"{one.name}:", "", "```", *shown, *last, "```"]
-    return "\n".join(lines) + "\n"
-
-
 LAST_LINES = 80
 """Lines of a check's output in a report."""
 
@@ -271,17 +249,12 @@ def report(
 
 
 def objects(output: str) -> list[Any]:
-    """Return, in order, the JSON objects of an output that begin at the start of a line."""
-    values, decoder, lines = [], json.JSONDecoder(), output.splitlines(keepends=True)
-    place, skip = 0, 0
-    for line in lines:
-        if line.startswith("{") and place >= skip:
-            try:
-                value, skip = decoder.raw_decode(output, place)
-                values.append(value)
-            except ValueError:
-                pass  # the line begins with a brace but holds no JSON object
-        place += len(line)
+    """Return, in order, the JSON objects of an output, each of which is a line."""
+    values = []
+    for line in output.splitlines():
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError):
+                values.append(json.loads(line))
     return values
 
 
@@ -357,7 +330,6 @@ def main(arguments: list[str] | None = None) -> int:
             flush=True,
         )
     outcomes = run_all(checks, ended=ended)
-    print(section(outcomes, version_table, datetime.datetime.now(datetime.UTC)))
     failed = [one.name for one in outcomes if one.failure]
     print(f"failed: {', '.join(failed)}" if failed else "all passed", flush=True)
     return int(bool(failed))

@@ -17,7 +17,6 @@ import tempfile
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ import numpy as np
 import psutil
 
 from coppice.common import frontier, loop
-from coppice.common.numbers import Count, NotNegative, Positive
+from coppice.common.numbers import Count, NotNegative
 from coppice.research.benches import result
 from coppice.scheduler import main as scheduling
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
@@ -72,6 +71,7 @@ VANISHES = 0.1
 CACHE = 2**18
 """Tokens that an actor's cache holds, as a GPU's might."""
 ROLES = ("actor", "judge", "learner")
+UPDATES = 20
 
 
 # ---------------------------------------------------------------------------------------- the peers
@@ -86,8 +86,8 @@ class LoadPlan(msgspec.Struct, frozen=True):
     update_s: float
     judges: int
     stay_s: float
-    act: list[int]
-    forced: list[int]
+    act: list[int] = []
+    forced: list[int] = []
 
 
 class Actor:
@@ -205,14 +205,11 @@ class Learner:
             self.version += 1
             self.trained |= dict.fromkeys(groups, self.version)
             self.announce()
-            path, counted = (
-                str(self.run / "weights" / f"v{self.version:06d}"),
-                {"learner/groups": float(len(groups))},
-            )
+            path = str(self.run / "weights" / f"v{self.version:06d}")
+            counted = {"learner/groups": float(len(groups))}
+            trained = Trained(self.version, path, f"v{self.version:06d}", counted)
             for group in groups:
-                self.answers.pop(group).set_result(
-                    Trained(self.version, path, f"v{self.version:06d}", counted)
-                )
+                self.answers.pop(group).set_result(trained)
             self.news.set()
 
 
@@ -223,9 +220,8 @@ async def serve(run: Path, role: str) -> None:
         await asyncio.sleep(0.1)
     endpoint, keys = (run / "endpoint").read_text(), PeerKeys.load(run / "keys", role)
     if role == "judge":
-        await asyncio.gather(
-            *(come_and_go(place, plan, endpoint, keys) for place in range(plan.judges))
-        )
+        places = range(plan.judges)
+        await asyncio.gather(*(come_and_go(place, plan, endpoint, keys) for place in places))
     elif role == "learner":
         learner = Learner(run, plan)
         working = asyncio.create_task(learner.work())
@@ -233,16 +229,14 @@ async def serve(run: Path, role: str) -> None:
         await Service("learner", handlers, UNBOUNDED, give_up_s=600.0).run(endpoint, keys)
         working.cancel()
     else:
-        stats: Callable[[], dict[str, float]] = lambda: {CAPACITY: float(CACHE)}  # noqa: E731
-        actors = [(f"actor-{i}", Actor(plan)) for i in range(2)]
-        services = [
-            Service(name, {"generate": a.generate, "load": a.load}, 64, stats) for name, a in actors
-        ]
+        searching = PeerKeys.load(run / "keys", "retriever")
         search = Service("retriever", {"retrieve": retrieve}, 64)
-        running = [service.run(endpoint, keys, signals=False) for service in services]
-        running.append(
-            search.run(endpoint, PeerKeys.load(run / "keys", "retriever"), signals=False)
-        )
+        running = [search.run(endpoint, searching, signals=False)]
+        for number in range(2):
+            actor = Actor(plan)
+            handlers = {"generate": actor.generate, "load": actor.load}
+            service = Service(f"actor-{number}", handlers, 64, lambda: {CAPACITY: float(CACHE)})
+            running.append(service.run(endpoint, keys, signals=False))
         await asyncio.gather(*running)
 
 
@@ -252,10 +246,6 @@ def peers(run: str, role: str) -> None:
 
 
 # ------------------------------------------------------------------------------------ the scheduler
-
-
-def _share(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
 class Probed(scheduling.Run):
@@ -275,24 +265,20 @@ class Probed(scheduling.Run):
         await self._grow(tree, context)
 
     async def main(self) -> None:
-        """Do the run, with the two timers beside it."""
-        timers = [asyncio.create_task(self._watch_lag()), asyncio.create_task(self._watch())]
+        """Do the run, with the timer beside it."""
+        timer = asyncio.create_task(self._watch())
         try:
             await super().main()
         finally:
-            for timer in timers:
-                timer.cancel()
+            timer.cancel()
             self._sample()
-
-    async def _watch_lag(self) -> None:
-        while True:
-            due = time.perf_counter() + TICK_S
-            await asyncio.sleep(TICK_S)
-            self.lags.append(1e3 * (time.perf_counter() - due))
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(self.EVERY_S)
+            end = time.perf_counter() + self.EVERY_S
+            while (start := time.perf_counter()) < end:
+                await asyncio.sleep(TICK_S)
+                self.lags.append(1e3 * (time.perf_counter() - start - TICK_S))
             self._sample()
 
     def _sample(self) -> None:
@@ -300,16 +286,15 @@ class Probed(scheduling.Run):
         files = [self.folder / f"journal.sqlite{end}" for end in ("", "-wal")]
         values = {
             "t": time.monotonic() - scheduling.scheduler.STARTED, "cpu": time.process_time(),
-            "load": os.getloadavg()[0],
             "trees": pacing.admitted - pacing.version * pacing.questions if pacing else 0,
-            "growing": len(self.open_trees.growing),
             "nodes": sum(len(tree.nodes) for tree in trees),
             "rss_mib": psutil.Process().memory_info().rss / 2**20,
             "journal_mib": sum(file.stat().st_size for file in files if file.exists()) / 2**20,
-            "lag_p50": _share(self.lags, 0.5), "lag_p99": _share(self.lags, 0.99),
-            "lag_max": max(self.lags, default=0.0), "workers": len(self.dispatcher.workers()),
+            "workers": len(self.dispatcher.workers()),
             "open": Counter(call.service for call in self.dispatcher.open_calls()),
         }  # fmt: skip
+        lags = np.quantile(self.lags or [0.0], (0.5, 0.99, 1.0)).tolist()
+        values |= dict(zip(("lag_p50", "lag_p99", "lag_max"), lags, strict=True))
         with (self.folder / "load.jsonl").open("ab") as file:
             file.write(msgspec.json.encode(values) + b"\n")
         self.lags = []
@@ -403,22 +388,20 @@ def figures(run: Path) -> dict[str, Any]:
 
 
 def run(
-    trees: Count = 10_000, nodes: Count = 200_000, judges: Count = 64, questions: Count = 1000,
-    updates: Count = 20, minutes: NotNegative = 5.0, stay_s: Positive = 20.0,
-    every_s: Positive = 10.0, keep: str = "",
+    trees: Count = 10_000, nodes: Count = 200_000, questions: Count = 1000,
+    minutes: NotNegative = 5.0, keep: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """Return the largest number of trees in flight over the bound of admission, whose goal is at
     most 1, with all figures.
 
     trees: in flight, ``questions`` to an update. minutes: the time that the learner takes for all
-    updates together. stay_s: how long a judge stays. every_s: seconds between samples. keep: the
-    run folder, a new one.
+    updates together. keep: the run folder, a new one.
     """
     folder = Path(keep or tempfile.mkdtemp())
     try:
-        plan = LoadPlan(questions, 60 * minutes / updates, judges, stay_s, [], [])
-        prepare(folder, trees, max(1, nodes // trees // 6), questions, updates, plan)
-        measure(folder, every_s)
+        plan = LoadPlan(questions, 60 * minutes / UPDATES, judges=64, stay_s=20.0)
+        prepare(folder, trees, max(1, nodes // trees // 6), questions, UPDATES, plan)
+        measure(folder, every_s=10.0)
         measured = figures(folder)
     finally:
         if not keep:

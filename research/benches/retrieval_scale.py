@@ -144,11 +144,8 @@ def run(
         drawn = clusters.draw(queries, 0)
         rows = compared(lambda: clusters.blocks(passages), passages, drawn, names, seconds)
         with tempfile.TemporaryDirectory() as folder:
-            corpus, index, encoder = (
-                Path(folder) / "corpus.jsonl",
-                Path(folder) / "index",
-                Encoder(),
-            )
+            corpus, index = Path(folder) / "corpus.jsonl", Path(folder) / "index"
+            encoder = Encoder()
             lines = (facts / "corpus.jsonl").read_bytes().splitlines(keepends=True)
             corpus.write_bytes(b"".join(lines[:texts]))
             real = build(corpus, index, encoder).passages

@@ -229,4 +229,4 @@ def measure_gpu() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure_gpu(), indent=1))
+    print(json.dumps(measure_gpu()))
