@@ -14,7 +14,6 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from coppice.common.hardware import PROCESSOR, free_memory, gpu_software
+from coppice.common.hardware import free_memory, gpu_software
 from coppice.common.options import command_parser
 from coppice.tools.bootstrap import ROOT
 
@@ -173,33 +172,21 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 
 def versions(python: str, run_sglang: bool) -> dict[str, str]:
-    """Return the versions of everything on which the measured numbers depend. python: the
-    interpreter that has SGLang."""
+    """Return what the measured numbers depend on first. python: the interpreter that has SGLang."""
     import torch
-    import transformers
 
-    driver = _said(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    ).splitlines()
-    versions_by_name = {
-        "GPU": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-        if torch.cuda.is_available()
-        else "none",
-        "driver": driver[0] if driver else "unknown",
-        "Python": sys.version.split()[0],
-        "torch": torch.__version__,
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    version_table = {
+        "GPU": f"{torch.cuda.device_count()} x {gpu}", "torch": torch.__version__,
         "CUDA": str(torch.version.cuda),
-        "transformers": transformers.__version__,
-        "commit": _said(["git", "-C", str(ROOT), "describe", "--always", "--dirty"]) or "unknown",
-    }
+    }  # fmt: skip
     if run_sglang:
-        wanted = ("sglang", "torch", "transformers")
-        ask = f"import importlib.metadata as m; print(*(m.version(name) for name in {wanted!r}))"
+        wanted = {"sglang": "sglang", "its torch": "torch", "its transformers": "transformers"}
+        names = list(wanted.values())
+        ask = f"import importlib.metadata as m; print(*(m.version(name) for name in {names}))"
         answer = _said([python, "-c", ask]).split() or ["unknown"] * len(wanted)
-        versions_by_name |= dict(
-            zip(("sglang", "its torch", "its transformers"), answer, strict=True)
-        )
-    return versions_by_name
+        version_table |= dict(zip(wanted, answer, strict=True))
+    return version_table
 
 
 def _said(command: list[str]) -> str:
@@ -220,12 +207,10 @@ def report(
 ) -> str:
     """Return all that somebody else needs to judge the checks, as JSON. It names no folder of the
     user and no host."""
-    cpu = re.search(r"model name\s*: (.+)", PROCESSOR.read_text() if PROCESSOR.exists() else "")
+    from coppice.tools.launching.record import environment  # not at the top, as psutil
+
     columns = "index,name,memory.total,driver_version,compute_cap,ecc.mode.current,power.limit"
-    machine = {
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "processor": cpu[1] if cpu else platform.processor(),
-        "processors": os.cpu_count(),
+    machine = environment() | {
         "free memory, GiB": round(free_memory() / 2**30, 1),
         "GPUs": _said(["nvidia-smi", f"--query-gpu={columns}", "--format=csv"]).splitlines(),
         "links": _said(["nvidia-smi", "topo", "-m"]).splitlines(),

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from coppice.common.options import command_parser
+from coppice.tools.evaluating import examination
 
 PAPERS = ("slate", "ppr", "vpr", "oprl", "staleness")
 BATCHES = 40  # enough to know the spread of the batch means to one ninth of its value
@@ -132,8 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure the claims of the named papers (default: all). Return 1 if a row disagrees, 2 for an
     unknown name."""
     options = parser().parse_args(arguments)
-    unknown = set(options.names) - set(PAPERS)
-    if unknown:
+    if unknown := set(options.names) - set(PAPERS):
         print(
             f"coppice dev theory: unknown {sorted(unknown)}; expected names from {list(PAPERS)}",
             file=sys.stderr,
@@ -155,8 +155,4 @@ def table(rows: Iterable[ClaimRow]) -> str:
     cells += [
         (row.claim, row.measured, row.expected, "yes" if row.agrees else "NO") for row in rows
     ]
-    widths = [max(len(line[column]) for line in cells) for column in range(4)]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    )
+    return "\n".join(examination.table(cells))
