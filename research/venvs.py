@@ -25,10 +25,9 @@ def python(name: str, table: str, over_ours: bool = False) -> Path:
     """Return the interpreter of the environment ``name``, which is made first if it is absent.
 
     over_ours: the environment sees every package of this one, so that both use the same versions
-    and only other packages are installed. Raises LookupError if there is no such table,
-    RuntimeError if a step of the installation fails.
+    and only other packages are installed. Raises RuntimeError if a step of the installation fails.
     """
-    packages = _table(table)
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["coppice"][table]
     lists = [packages.get("no_deps", []), packages["packages"]]
     venv, mark = folder(name), hashlib.sha256(json.dumps(lists).encode()).hexdigest()
     stamp = venv / ".coppice"
@@ -48,15 +47,6 @@ def folder(name: str) -> Path:
     another."""
     main = os.environ.get("COPPICE_VENV") or ROOT / ".venv"
     return Path(os.environ.get(f"COPPICE_{name.upper()}_VENV") or f"{main}-{name}").absolute()
-
-
-def _table(name: str) -> dict[str, Any]:
-    tables = tomllib.loads((ROOT / "pyproject.toml").read_text()).get("tool", {}).get("coppice", {})
-    if name not in tables:
-        raise LookupError(
-            f"pyproject.toml has no table [tool.coppice.{name}] of the packages to install"
-        )
-    return tables[name]
 
 
 def _holds(stamp: Path, mark: str) -> bool:

@@ -37,14 +37,12 @@ _PROCESS_FILE = re.compile(r"processes/([a-z-]+?)(-\d+)?\.json$")
 
 
 class Peaks(msgspec.Struct):
-    """Peaks in GiB. total: the sum over all processes. each: one process of a kind. kinds: the sum
-    of a kind. at: the parts of the largest total. counts: the most processes of a kind that were
-    seen at once. Starts empty; ``take`` adds samples.
-    """
+    """Peaks in GiB. total: the sum over all processes. each: one process of a kind. at: the parts
+    of the largest total. counts: the most processes of a kind that were seen at once. Starts empty;
+    ``take`` adds samples."""
 
     total: float = 0.0
     each: dict[str, float] = {}
-    kinds: dict[str, float] = {}
     at: dict[str, float] = {}
     counts: dict[str, int] = {}
 
@@ -55,9 +53,8 @@ class Peaks(msgspec.Struct):
             sums[kind] += size  # pyright: ignore[reportArgumentType] (a Counter can add floats)
             seen[kind] += 1
             self.each[kind] = max(size, self.each.get(kind, 0.0))
-        for kind, size in sums.items():
-            self.kinds[kind] = max(size, self.kinds.get(kind, 0.0))
-            self.counts[kind] = max(seen[kind], self.counts.get(kind, 0))
+        for kind, count in seen.items():
+            self.counts[kind] = max(count, self.counts.get(kind, 0))
         if sum(sums.values()) > self.total:
             self.total, self.at = sum(sums.values()), dict(sums)
 

@@ -13,6 +13,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -26,6 +27,7 @@ from coppice.learner.model.model import TreeModel
 from coppice.learner.model.ranks import Ranks
 from coppice.research.benches import result
 from coppice.research.benches.prefill import random_copy
+from coppice.research.packers import step_candidates
 from coppice.tools.planning.formulas import Dense
 from coppice.tools.planning.growth import packed
 
@@ -49,23 +51,15 @@ def _words(rng: np.random.Generator, count: int) -> list[int]:
     return rng.integers(0, VOCABULARY, count).tolist()
 
 
-def slate(
-    rng: np.random.Generator, question: int = 200, steps: int = 4, k: int = 5, action: int = 80,
-    retrieved: int = 400,
-) -> list[Path]:  # fmt: skip
-    """Make one question with k actions from one prefix at every step, one of which is continued."""
-    paths, prefix = [], _words(rng, question)
-    for _ in range(steps):
-        actions = [_words(rng, action) for _ in range(k)]
-        paths += [Path(prefix + a, len(prefix)) for a in actions]
-        prefix = prefix + actions[0] + _words(rng, retrieved)
-    return paths
+def slate(rng: np.random.Generator) -> list[Path]:
+    """Make one question with five actions from one prefix at every step, one of which is
+    continued."""
+    return [Path(*one) for one in step_candidates(partial(_words, rng), 200, 4, 5, 80, 400)]
 
 
-def grpo(rng: np.random.Generator, prompt: int = 500, k: int = 8, action: int = 100) -> list[Path]:
-    """Make k answers to one prompt."""
-    prefix = _words(rng, prompt)
-    return [Path(prefix + _words(rng, action), prompt) for _ in range(k)]
+def grpo(rng: np.random.Generator) -> list[Path]:
+    """Make eight answers to one prompt."""
+    return [Path(*one) for one in step_candidates(partial(_words, rng), 500, 1, 8, 100, 0)]
 
 
 def mc_pr(
@@ -79,13 +73,10 @@ def mc_pr(
     return paths
 
 
-def episodes(
-    rng: np.random.Generator, prompt: int = 100, count: int = 6, turns: int = 4, turn: int = 30
-) -> list[Path]:
-    """Make whole game episodes that share only the prompt. Each is one path, trained from the end
-    of the prompt on."""
-    prefix = _words(rng, prompt)
-    return [Path(prefix + _words(rng, turns * turn), prompt) for _ in range(count)]
+def episodes(rng: np.random.Generator) -> list[Path]:
+    """Make six whole game episodes of four turns that share only the prompt. Each is one path,
+    trained from the end of the prompt on."""
+    return [Path(*one) for one in step_candidates(partial(_words, rng), 100, 1, 6, 120, 0)]
 
 
 SHAPES = {"slate": slate, "grpo": grpo, "mc_pr": mc_pr, "episodes": episodes}
@@ -174,8 +165,7 @@ def run() -> dict[str, Any]:
             random_copy(FilePath(folder), num_hidden_layers=LAYERS)
             settings = LearnerConfig(dtype="float32", lora=LoraConfig(rank=0))
             model = TreeModel(folder, settings, 1.0, Ranks(60))
-            warming = grpo(np.random.default_rng(1), prompt=50, action=20)
-            seconds(forest, model, warming)  # warms the allocator
+            seconds(forest, model, grpo(np.random.default_rng(1)))  # warms the allocator
             rows = [measure(model, name) for name in SHAPES]
     finally:
         torch.set_num_threads(threads)

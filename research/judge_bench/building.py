@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from coppice.common.atomic import write_whole
+from coppice.common.numbers import Count
 from coppice.tools.finetuning import records
 from coppice.tools.finetuning.command import check_files, say
 from coppice.tools.finetuning.records import THRESHOLD, Labelled, Trajectory, copied, label
@@ -135,10 +136,8 @@ def even(size: int, available: Sequence[int]) -> list[int]:
     return shares
 
 
-def check_threshold(threshold: float) -> None:
-    """Raises ValueError if ``threshold`` is not between 0 and 1, as scores are."""
-    if not 0 <= threshold <= 1:
-        raise ValueError(f"--threshold {threshold:g}: expected a score, 0 to 1")
+def _threshold(text: str) -> float | None:
+    return None if text == "mean" else float(text)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -146,9 +145,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("labelled", nargs="+", type=Path, help="labelled trajectories (coppice sft)")
     add("--out", required=True, type=Path, help="the records; a report is written beside them")
-    add("--size", required=True, type=int, help="trajectories in the benchmark")
+    add("--size", required=True, type=Count, help="trajectories in the benchmark")
     threshold = "good scores exceed it: a number, or mean (default: %(default)s)"
-    add("--threshold", default=str(THRESHOLD), help=threshold)
+    add("--threshold", type=_threshold, default=THRESHOLD, help=threshold)
     add("--seed", type=int, default=0, help="of every random draw (default: 0)")
     excluded = "leave out these labelled trajectories and all others of their questions; repeatable"
     add("--exclude", type=Path, action="append", default=[], help=excluded)
@@ -159,28 +158,19 @@ def write(flags: argparse.Namespace) -> None:
     out: Path = flags.out
     report_path = out.parent / f"{out.name.removesuffix('.jsonl')}.report.json"
     check_files(out, [*flags.labelled, *flags.exclude], [report_path])
-    if flags.size < 1:
-        raise ValueError(f"--size {flags.size}: expected 1 trajectory or more")
     pool = records.read(flags.labelled, Trajectory[Labelled])
     excluded = [
         one
         for path in flags.exclude
         for one in records.read([path], Trajectory[Labelled], "--exclude")
     ]
-    try:
-        threshold = None if flags.threshold == "mean" else float(flags.threshold)
-    except ValueError:
-        expected = "expected a number from 0 to 1, or mean"
-        raise ValueError(f"--threshold {flags.threshold}: {expected}") from None
-    check_threshold(threshold or 0.0)
-    items, report = build(pool, flags.size, threshold, flags.seed, excluded)
+    items, report = build(pool, flags.size, flags.threshold, flags.seed, excluded)
     records.write(out, items)
     write_whole(report_path, report)
     print(f"{len(items)} trajectories in {out}, {report.multi_step} of several steps;", end=" ")
     print(f"{report.good_steps} of {report.steps} steps are good")
-    for heading, counts in (("taken", report.taken), ("in the pool", report.pool)):
-        say(heading, counts)
-    say("dropped", report.dropped)
+    for heading in ("taken", "pool", "dropped"):
+        say(heading, getattr(report, heading))
     if report.missing:
         print(f"the pool has {report.missing} fewer than asked for")
     print(f"report {report_path}")

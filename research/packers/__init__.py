@@ -77,7 +77,7 @@ def _words(vocabulary: int) -> Callable[[int], list[int]]:
     return lambda count: torch.randint(vocabulary, (count,), generator=draw).tolist()
 
 
-def _steps(
+def step_candidates(
     words: Callable[[int], list[int]], question: int, steps: int, candidates: int, action: int,
     after: int,
 ) -> list[tuple[list[int], int]]:  # fmt: skip
@@ -120,7 +120,7 @@ CASES = {
     "duplicates": PackingCase(
         _weighted(([1, 2, 3, 4], 2), ([1, 2, 3, 4], 2), ([1, 2, 5], 2)), 5, 5
     ),
-    "300 tokens": PackingCase(_weighted(*_steps(_words(64), 60, 3, 3, 20, 30)), 300, 180),
+    "300 tokens": PackingCase(_weighted(*step_candidates(_words(64), 60, 3, 3, 20, 30)), 300, 180),
     "sliding window": PackingCase(NESTED, 14, 9, MistralConfig(**SHAPE, sliding_window=4)),
     "grouped heads": PackingCase(NESTED, 14, 9, LlamaConfig(**SHAPE | {"num_key_value_heads": 2})),
     "one key head": PackingCase(NESTED, 14, 9, LlamaConfig(**SHAPE | {"num_key_value_heads": 1})),
@@ -237,12 +237,12 @@ def check(packer: Any, case: PackingCase) -> dict[str, Any]:
 def loads() -> dict[str, list[TrainedPath]]:
     """Return the batches whose packing is counted and timed."""
     words = _words(49152)
-    groups = [path for _ in range(8) for path in _steps(words, 500, 1, 8, 100, 0)]
-    slate = [path for _ in range(8) for path in _steps(words, 200, 3, 5, 80, 400)]
+    groups = [path for _ in range(8) for path in step_candidates(words, 500, 1, 8, 100, 0)]
+    slate = [path for _ in range(8) for path in step_candidates(words, 200, 3, 5, 80, 400)]
     return {
         "8 groups of 8": _weighted(*groups),
         "SLATE, 8 questions, 3 steps of 5": _weighted(*slate),
-        "SLATE, 20 steps of 5": _weighted(*_steps(words, 200, 20, 5, 80, 400)),
+        "SLATE, 20 steps of 5": _weighted(*step_candidates(words, 200, 20, 5, 80, 400)),
         "depth 5, branching 3": _weighted(*_branches(words, 5, [])),
     }
 

@@ -31,4 +31,4 @@ def test_every_process_of_a_run_is_counted_and_the_launcher_stays_small(searchin
     assert peaks.counts | {"set-up": 0} == single | {"actor": 2, "learner": 2, "set-up": 0}
     assert peaks.each["launcher"] < 0.15 > peaks.each["judges"]  # with torch it is above 0.25
     assert peaks.total == pytest.approx(sum(peaks.at.values()))
-    assert peaks.total >= max(peaks.kinds.values()) > 0.2
+    assert peaks.total > 0.2
