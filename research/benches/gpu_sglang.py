@@ -12,16 +12,18 @@ one another; ``ratio_at_once`` sends ours at once too. Both begin with an empty 
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -313,18 +315,14 @@ async def bench_serving(server: SGLangServer, wanted: Sequence[WantedSample]) ->
     bench_serving fails or does other work."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
+        message = [{"role": "user", "content": "-"}]
         rows = [
-            {
-                "messages": [{"role": "user", "content": "-"}],
-                "max_tokens": one.tokens,
-                "input_ids": one.prompt.tolist(),
-            }
+            {"messages": message, "max_tokens": one.tokens, "input_ids": one.prompt.tolist()}
             for one in wanted
         ]
         (folder / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        output = await _run(
-            server, _command(server, _tokenizer(server.model, folder), folder, len(rows)), folder
-        )
+        command = _command(server, _tokenizer(server.model, folder), folder, len(rows))
+        output = await _run(server, command, folder)
         try:
             result = json.loads((folder / "found.jsonl").read_text())
         except (OSError, ValueError) as error:
@@ -364,27 +362,16 @@ def _command(server: SGLangServer, tokenizer: Path, folder: Path, count: int) ->
 
 async def _run(server: SGLangServer, command: list[str], folder: Path) -> str:
     """Run the command and return the end of its output. The key is passed in a variable, because
-    everyone can read command lines."""
-    environment = (
-        os.environ | server.environment | {"OPENAI_API_KEY": server.key, "PYTHONUNBUFFERED": "1"}
-    )
-    printed = folder / "printed"
-    with printed.open("wb") as out:
-        process = await asyncio.create_subprocess_exec(
-            *command, cwd=folder, env=environment, stdin=asyncio.subprocess.DEVNULL, stdout=out,
-            stderr=out,
-        )  # fmt: skip
-        try:
-            status = await asyncio.wait_for(process.wait(), LONGEST_S)
-        except TimeoutError:
-            status = f"after {LONGEST_S:g} s, when it was ended"
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-    output = printed.read_text(errors="replace").replace(server.key or "\0", "(key)")[-_SHOWN:]
-    if status != 0:
-        raise RuntimeError(f"sglang.bench_serving failed (status {status}):\n{output}")
+    everyone can read command lines. Raises TimeoutExpired after ``LONGEST_S``."""
+    own = {"OPENAI_API_KEY": server.key, "PYTHONUNBUFFERED": "1"}
+    done = await asyncio.to_thread(
+        subprocess.run, command, cwd=folder, env=os.environ | server.environment | own,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        errors="replace", timeout=LONGEST_S,
+    )  # fmt: skip
+    output = done.stdout.replace(server.key or "\0", "(key)")[-_SHOWN:]
+    if done.returncode:
+        raise RuntimeError(f"sglang.bench_serving failed (status {done.returncode}):\n{output}")
     return output
 
 
@@ -392,19 +379,16 @@ def _check(result: dict[str, Any], wanted: Sequence[WantedSample], output: str) 
     """Raises RuntimeError unless every request was answered with the intended numbers of prompt
     tokens and sampled tokens."""
     if errors := [error for error in result["errors"] if error]:
-        raise RuntimeError(
-            f"sglang.bench_serving: {len(errors)} of {len(wanted)} requests failed, the first:"
-            f" {errors[0][-_SHOWN:]}"
-        )
+        failed = f"{len(errors)} of {len(wanted)} requests failed, the first"
+        raise RuntimeError(f"sglang.bench_serving: {failed}: {errors[0][-_SHOWN:]}")
     for quantity, got, expected in (
         ("prompt lengths", result["input_lens"], [len(one.prompt) for one in wanted]),
         ("sampled tokens", result["output_lens"], [one.tokens for one in wanted]),
     ):
         if got != expected:
-            raise RuntimeError(
-                f"sglang.bench_serving: {quantity} {got[:8]}.. (in all {sum(got)}), expected"
-                f" {expected[:8]}.. ({sum(expected)}): is it the one of sglang 0.5.23?\n{output}"
-            )
+            told = f"{quantity} {got[:8]}.., expected {expected[:8]}.."
+            version = "is it the one of sglang 0.5.23?"
+            raise RuntimeError(f"sglang.bench_serving: {told}: {version}\n{output}")
 
 
 async def measure(engine: SGLangEngine, server: SGLangServer, work: TreeWork) -> dict[str, Any]:
@@ -442,28 +426,38 @@ def started(folder: Path, arguments: dict[str, Any]) -> SGLangEngine:
     return SGLangEngine(str(folder), config)
 
 
-async def _one(name: str, tokenizer: Path) -> dict[str, Any]:
+@contextlib.asynccontextmanager
+async def serving(size: str, arguments: dict[str, Any]) -> AsyncIterator[tuple[SGLangEngine, Path]]:
+    """A started engine of a random model of ``SHAPES``, with SGLang's ``arguments``, and the
+    model's folder. Of the default model only the tokenizer files are used."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = random_model(Path(scratch), SHAPES[name], tokenizer, "cuda:0")
-        engine = started(folder, {"mem_fraction_static": 0.6})
+        folder = random_model(Path(scratch), SHAPES[size], model_folder(), "cuda:0")
+        engine = started(folder, arguments)
         await engine.start()
-        way: Any = engine.way
-        server = SGLangServer(
-            way.front.url, way.arguments["api_key"], folder, engine.config.sglang.python
-        )
         try:
-            return await measure(engine, server, TreeWork())
+            yield engine, folder
         finally:
             await engine.close()
 
 
-def main() -> None:
-    """Print JSON lines: each part when it is measured, then everything."""
+def size_option() -> str:
+    """Return the size that the command line names."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", default="7b", choices=list(SHAPES), help="default %(default)s")
-    name = parser.parse_args().size
-    tokenizer = model_folder()  # the default model, of which only the tokenizer files are used
-    print(json.dumps({"size": name} | asyncio.run(_one(name, tokenizer))), flush=True)
+    return parser.parse_args().size
+
+
+async def _one(size: str) -> dict[str, Any]:
+    async with serving(size, {"mem_fraction_static": 0.6}) as (engine, folder):
+        way: Any = engine.way
+        key, python = way.arguments["api_key"], engine.config.sglang.python
+        return await measure(engine, SGLangServer(way.front.url, key, folder, python), TreeWork())
+
+
+def main() -> None:
+    """Print JSON lines: each part when it is measured, then everything."""
+    size = size_option()
+    print(json.dumps({"size": size} | asyncio.run(_one(size))), flush=True)
 
 
 if __name__ == "__main__":

@@ -35,24 +35,8 @@ from coppice.scheduler.growth.tree import Tree
 from coppice.tools.defaults.settings import importable
 from coppice.tools.inspecting.audit import audit
 from coppice.wire import digest
+from coppice.wire import messages as wire
 from coppice.wire.keys import PeerKeys
-from coppice.wire.messages import (
-    Closed,
-    GenerateRequest,
-    GenerateResult,
-    Judgement,
-    JudgeRequest,
-    JudgeResult,
-    LoadRequest,
-    LoadResult,
-    Passage,
-    RetrieveRequest,
-    RetrieveResult,
-    Sample,
-    Trained,
-    TrainGroup,
-    TreeClosed,
-)
 from coppice.wire.service import UNBOUNDED, Call, Handler, Service
 
 TICK_S = 0.01
@@ -97,36 +81,33 @@ class Actor:
     def __init__(self, plan: LoadPlan):
         self.plan, self.version = plan, 0
 
-    async def generate(self, request: GenerateRequest, call: Call) -> GenerateResult:
+    async def generate(self, request: wire.GenerateRequest, call: Call) -> wire.GenerateResult:
         forced = request.sampling.stop == ["</answer>"]
         tokens = np.array(self.plan.forced if forced else self.plan.act, np.int32)
-        sample = Sample(
+        sample = wire.Sample(
             tokens, np.full(len(tokens), -1, np.float32),
             np.full(len(tokens), self.version, np.int32), "stop",
         )  # fmt: skip
-        return GenerateResult([sample] * request.n, len(request.tokens), 0)
+        return wire.GenerateResult([sample] * request.n, len(request.tokens), 0)
 
-    async def load(self, request: LoadRequest, call: Call) -> LoadResult:
+    async def load(self, request: wire.LoadRequest, call: Call) -> wire.LoadResult:
         self.version = request.version
-        return LoadResult(request.version, request.digest, 0.0)
+        return wire.LoadResult(request.version, request.digest, 0.0)
 
 
-async def retrieve(request: RetrieveRequest, call: Call) -> RetrieveResult:
+async def retrieve(request: wire.RetrieveRequest, call: Call) -> wire.RetrieveResult:
     """Find the same passage for every query."""
-    return RetrieveResult(
-        [[Passage("1", "Peru", "The capital of Peru is Lima, on the coast.", 1.0)]]
-        * len(request.queries)
-    )
+    passage = wire.Passage("1", "Peru", "The capital of Peru is Lima, on the coast.", 1.0)
+    return wire.RetrieveResult([[passage]] * len(request.queries))
 
 
 def judging(kind: str, rng: random.Random) -> Handler:
     """Return the handler of a judge, which takes its time and gives random scores."""
 
-    async def judge(request: JudgeRequest, call: Call) -> JudgeResult:
+    async def judge(request: wire.JudgeRequest, call: Call) -> wire.JudgeResult:
         await asyncio.sleep(SECONDS[kind])
-        return JudgeResult(
-            [Judgement({column: rng.random() for column in SCORES[kind]}) for _ in request.turns]
-        )
+        scores = [{column: rng.random() for column in SCORES[kind]} for _ in request.turns]
+        return wire.JudgeResult([wire.Judgement(one) for one in scores])
 
     return judge
 
@@ -157,7 +138,7 @@ class Learner:
         self.here: set[int] = set()
         self.trained: dict[int, int] = {}
         self.closed: dict[int, list[int]] = {}
-        self.answers: dict[int, asyncio.Future[Trained]] = {}
+        self.answers: dict[int, asyncio.Future[wire.Trained]] = {}
         self.news = asyncio.Event()
         self.announce()
 
@@ -169,34 +150,31 @@ class Learner:
             state = frontier.Frontier(self.version, frontier.runs(self.trained))
             (folder / frontier.FILE).write_bytes(msgspec.json.encode(state))
             digest.write_sums(folder, {frontier.FILE: digest.file(folder / frontier.FILE)})
-        said = {
-            "version": self.version,
-            "path": str(self.run / "weights" / folder.name),
-            "digest": folder.name,
-        }
+        path = str(self.run / "weights" / folder.name)
+        said = {"version": self.version, "path": path, "digest": folder.name}
         (self.run / "learner.json").write_bytes(msgspec.json.encode(said))
 
-    async def train(self, group: TrainGroup, call: Call) -> Trained:
+    async def train(self, group: wire.TrainGroup, call: Call) -> wire.Trained:
         self.here.add(group.id)
         self.news.set()
         answer = self.answers.setdefault(group.id, asyncio.get_running_loop().create_future())
         # a lost connection cancels this handler, and the group is sent again
         return await asyncio.shield(answer)
 
-    async def close(self, closed: TreeClosed, call: Call) -> Closed:
+    async def close(self, closed: wire.TreeClosed, call: Call) -> wire.Closed:
         self.closed.setdefault(closed.tree, closed.groups)
         self.news.set()
-        return Closed()
+        return wire.Closed()
 
     async def work(self) -> None:
         """Make update after update."""
         while True:
             await self.news.wait()
             self.news.clear()
-            whole = sorted(
+            complete = (
                 tree for tree, groups in self.closed.items() if self.here.issuperset(groups)
             )
-            whole = whole[: self.plan.questions]
+            whole = sorted(complete)[: self.plan.questions]
             if len(whole) < self.plan.questions:
                 continue
             groups = [group for tree in whole for group in self.closed.pop(tree)]
@@ -207,7 +185,7 @@ class Learner:
             self.announce()
             path = str(self.run / "weights" / f"v{self.version:06d}")
             counted = {"learner/groups": float(len(groups))}
-            trained = Trained(self.version, path, f"v{self.version:06d}", counted)
+            trained = wire.Trained(self.version, path, f"v{self.version:06d}", counted)
             for group in groups:
                 self.answers.pop(group).set_result(trained)
             self.news.set()
@@ -318,12 +296,9 @@ def prepare(
     words = board_tokenizer().backend_tokenizer
     words.save(str(run / "tokenizer.json"))
     (run / "prompt.txt").write_text("Answer the question. You may search. Question: {question}")
+    question = "What is the capital of country {}?"
     rows = [
-        {
-            "id": str(i),
-            "question": f"What is the capital of country {i}?",
-            "golden_answers": ["Lima"],
-        }
+        {"id": str(i), "question": question.format(i), "golden_answers": ["Lima"]}
         for i in range(trees)
     ]
     (run / "train.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
@@ -377,14 +352,11 @@ def figures(run: Path) -> dict[str, Any]:
     fullest = max(lines, key=lambda line: line["nodes"])
     most = {n: max(line[n] for line in lines) for n in ("trees", "nodes", "rss_mib", "lag_max")}
     median = {n: statistics.median(line[n] for line in lines) for n in ("lag_p50", "lag_p99")}
-    return {
-        **most,
-        **median,
+    return most | median | {
         "journal_mib": lines[-1]["journal_mib"],
         "bytes_per_node": 2**20 * fullest["rss_mib"] / max(1, fullest["nodes"]),
-        "violations": [str(violation) for violation in audit(run)[:5]],
-        "last": lines[-1],
-    }
+        "violations": [str(violation) for violation in audit(run)[:5]], "last": lines[-1],
+    }  # fmt: skip
 
 
 def run(

@@ -7,7 +7,6 @@ The pause is the longest time between two steps minus the median.
 into SGLang by each transport, from the actor's call to the proof of the new weights; coppice dev
 gpu-check runs it. No requests run then."""
 
-import argparse
 import asyncio
 import json
 import os
@@ -32,7 +31,7 @@ from coppice.learner.model.ranks import Ranks
 from coppice.learner.model.weight_server import WeightServer, grouped
 from coppice.research.benches import prefill as shape
 from coppice.research.benches import result
-from coppice.research.benches.gpu_sglang import SHAPES, random_model, started
+from coppice.research.benches.gpu_sglang import serving, size_option
 from coppice.tools.defaults.models import DEFAULT
 from coppice.wire import digest
 from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
@@ -188,17 +187,11 @@ def _published(
     return Published(version, str(scratch), manifest.digest)
 
 
-async def _served(name: str, tokenizer: Path, transports: tuple[str, ...]) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = random_model(Path(scratch), SHAPES[name], tokenizer, "cuda:0")
-        graphs = {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
-        adapters = {"enable_lora": True, "max_lora_rank": RANK, "max_loras_per_batch": 2}
-        engine = started(folder, {"mem_fraction_static": 0.4} | graphs | adapters)
-        await engine.start()
-        try:
-            return await updates(engine, folder, "cuda:0", transports)
-        finally:
-            await engine.close()
+async def _served(size: str, transports: tuple[str, ...]) -> dict[str, float]:
+    graphs = {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
+    adapters = {"enable_lora": True, "max_lora_rank": RANK, "max_loras_per_batch": 2}
+    async with serving(size, {"mem_fraction_static": 0.4} | graphs | adapters) as (engine, folder):
+        return await updates(engine, folder, "cuda:0", transports)
 
 
 def possible() -> tuple[str, ...]:
@@ -211,11 +204,9 @@ def possible() -> tuple[str, ...]:
 
 def main() -> None:
     """Print JSON lines: the seconds of each transport when they are measured, then all of them."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--size", default="7b", choices=list(SHAPES), help="default %(default)s")
-    options = parser.parse_args()
-    seconds = asyncio.run(_served(options.size, shape.model_folder(), possible()))
-    print(json.dumps({"size": options.size, "update_s": seconds}), flush=True)
+    size = size_option()
+    seconds = asyncio.run(_served(size, possible()))
+    print(json.dumps({"size": size, "update_s": seconds}), flush=True)
 
 
 if __name__ == "__main__":
