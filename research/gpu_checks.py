@@ -35,7 +35,10 @@ GRACE_S = 15.0
 """
 EXACT = {"TRITON_F32_DEFAULT": "ieee"}
 """Triton multiplies float32 in TF32 unless told otherwise, which is off by up to 5e-3."""
-_CONTRACT = ("engine_contract", "one_policy_two_engines", "sglang_weights")
+_EMBEDDED, *_CONTRACT = (
+    f"tests/actors/test_{name}.py"
+    for name in ("local_engine", "engine_contract", "one_policy_two_engines", "sglang_weights")
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,24 +73,13 @@ def _bench(name: str, *arguments: str) -> list[str]:
 
 
 CHECKS = [
-    Check(
-        "engine-and-learner",
-        _pytest("tests/actors/test_local_engine.py", "tests/gpu"),
-        120,
-        exact=True,
-    ),
+    Check("engine-and-learner", _pytest(_EMBEDDED, "tests/gpu"), 120, exact=True),
     Check("tree-training", _bench("tree_training"), 90),
-    Check(
-        "contract",
-        _pytest("-k", "not vllm", *(f"tests/actors/test_{name}.py" for name in _CONTRACT)),
-        180,
-        True,
-        True,
-    ),
-    Check("speed-7b", _bench("gpu_sglang", "--size", "7b"), 240, True),
-    Check("updates-0.5b", _bench("weight_update", "--size", "0.5b"), 90, True),
-    Check("updates-3b", _bench("weight_update", "--size", "3b"), 120, True),
-    Check("updates-7b", _bench("weight_update", "--size", "7b"), 150, True),
+    Check("contract", _pytest("-k", "not vllm", *_CONTRACT), 180, sglang=True, exact=True),
+    Check("speed-7b", _bench("gpu_sglang", "--size", "7b"), 240, sglang=True),
+    Check("updates-0.5b", _bench("weight_update", "--size", "0.5b"), 90, sglang=True),
+    Check("updates-3b", _bench("weight_update", "--size", "3b"), 120, sglang=True),
+    Check("updates-7b", _bench("weight_update", "--size", "7b"), 150, sglang=True),
 ]
 """The limits are about twice the estimates of docs/gpu.md."""
 
@@ -108,13 +100,11 @@ def run_all(
         left = end - time.monotonic()
         if left <= 0:
             alone = f"coppice dev gpu-check {check.name} runs it alone"
-            reason = f"not run: {whole_s:g} s were over; {alone}"
-            outcome = Outcome(check.name, 0.0, reason)
+            outcome = Outcome(check.name, 0.0, f"not run: {whole_s:g} s were over; {alone}")
         else:
             outcome = run(check, min(check.limit_s, left))
-        print(
-            f"== {check.name}: {outcome.failure or 'passed'}, {outcome.seconds:.1f} s", flush=True
-        )
+        ending = outcome.failure or "passed"
+        print(f"== {check.name}: {ending}, {outcome.seconds:.1f} s", flush=True)
         outcomes.append(outcome)
         ended(outcomes)
     return outcomes
@@ -251,14 +241,9 @@ def chosen(names: Sequence[str], sglang: bool) -> list[Check]:
     is unknown or needs missing SGLang."""
     possible = {check.name: check for check in CHECKS if sglang or not check.sglang}
     if unknown := [name for name in names if name not in possible]:
-        raise ValueError(
-            f"{unknown}: expected names of {list(possible)}"
-            + (
-                ""
-                if sglang
-                else "; the checks of SGLang need the sglang extra, or COPPICE_SGLANG_PYTHON"
-            )
-        )
+        remedy = "the checks of SGLang need the sglang extra, or COPPICE_SGLANG_PYTHON"
+        told = f"{unknown}: expected names of {list(possible)}"
+        raise ValueError(told if sglang else f"{told}; {remedy}")
     return [possible[name] for name in names] or list(possible.values())
 
 
@@ -270,11 +255,8 @@ EXAMPLES = """\
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of coppice dev gpu-check."""
-    parser = command_parser(
-        "coppice dev gpu-check",
-        "Run every check that needs a GPU, each with a time limit.",
-        EXAMPLES,
-    )
+    what = "Run every check that needs a GPU, each with a time limit."
+    parser = command_parser("coppice dev gpu-check", what, EXAMPLES)
     names = f"any of {', '.join(c.name for c in CHECKS)} (default: all)"
     parser.add_argument("names", nargs="*", metavar="NAME", help=names)
     held = "also write machine, versions, results and last lines there, as JSON"
@@ -303,17 +285,13 @@ def main(arguments: list[str] | None = None) -> int:
 
     ended([])
     if not torch.cuda.is_available():
-        print(
-            "coppice dev gpu-check: no CUDA device here; what can run on a CPU runs in tools/test",
-            file=sys.stderr,
-        )
+        told = "no CUDA device here; what can run on a CPU runs in tools/test"
+        print(f"coppice dev gpu-check: {told}", file=sys.stderr)
         return 2
     print(", ".join(f"{name} {version}" for name, version in version_table.items()), flush=True)
     if not sglang:
-        print(
-            "SGLang is not checked: install the sglang extra, or set COPPICE_SGLANG_PYTHON",
-            flush=True,
-        )
+        remedy = "install the sglang extra, or set COPPICE_SGLANG_PYTHON"
+        print(f"SGLang is not checked: {remedy}", flush=True)
     outcomes = run_all(checks, ended=ended)
     failed = [one.name for one in outcomes if one.failure]
     print(f"failed: {', '.join(failed)}" if failed else "all passed", flush=True)

@@ -24,6 +24,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from coppice.actors.environments.base import Action
 from coppice.actors.environments.tictactoe.environment import TicTacToe
 from coppice.actors.worker import service
 from coppice.research.benches.prefill import model_folder
+from coppice.research.benches.prefill import words as random_words
 from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.dispatch.dispatcher import Dispatcher
@@ -230,10 +232,7 @@ async def _flush(engine: SGLangEngine) -> None:
 def slate(vocabulary: int, work: TreeWork) -> Grow:
     """Grow trees of SLATE's shape from random words, all concurrently. In each tree, a step begins
     when the step before is done."""
-    rng = np.random.default_rng(0)
-
-    def words(count: int) -> np.ndarray:
-        return rng.integers(min(1000, vocabulary // 4), vocabulary - 4, count).astype(np.int32)
+    words = partial(random_words, np.random.default_rng(0), vocabulary)
 
     async def grow(recording: Recording) -> None:
         instruction = words(work.instruction)
@@ -241,9 +240,7 @@ def slate(vocabulary: int, work: TreeWork) -> Grow:
         async def tree(prefix: np.ndarray) -> None:
             for _ in range(work.steps):
                 request = GenerateRequest(prefix, work.candidates, Sampling(work.action, 1.0))
-                result: GenerateResult = await recording.call(
-                    "generate", request, deadline=DEADLINE_S
-                )
+                result = await recording.call("generate", request, deadline=DEADLINE_S)
                 prefix = np.concatenate([prefix, result.samples[0].tokens, words(work.observation)])
 
         prefixes = [
@@ -326,9 +323,8 @@ async def bench_serving(server: SGLangServer, wanted: Sequence[WantedSample]) ->
         try:
             result = json.loads((folder / "found.jsonl").read_text())
         except (OSError, ValueError) as error:
-            raise RuntimeError(
-                f"sglang.bench_serving left no result ({error}):\n{output}"
-            ) from None
+            told = f"sglang.bench_serving left no result ({error})"
+            raise RuntimeError(f"{told}:\n{output}") from None
     _check(result, wanted, output)
     return float(result["output_throughput"])
 

@@ -327,13 +327,10 @@ def measure(run: Path, every_s: float) -> None:
     code = [f"from {module} import load; load.scheduler({every_s})"]
     code += [f"from {module} import load; load.peers({str(run)!r}, {role!r})" for role in ROLES]
     logs = [(run / f"{name}.log").open("wb") for name in ("scheduler", *ROLES)]
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", text, str(run / "scheduler.json")], env=environment, stdout=log,
-            stderr=log,
-        )
-        for text, log in zip(code, logs, strict=True)
-    ]  # fmt: skip
+    children = []
+    for text, log in zip(code, logs, strict=True):
+        command = [sys.executable, "-c", text, str(run / "scheduler.json")]
+        children.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
     try:
         status = children[0].wait()
     finally:

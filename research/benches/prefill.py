@@ -32,10 +32,9 @@ def model_folder(name: str = DEFAULT) -> Path:
 
 async def engine(folder: Path) -> LocalEngine:
     """Return a started float32 engine with room for every candidate of two waves."""
-    started = LocalEngine(
-        str(folder),
-        ActorsConfig(dtype="float32", max_batch=QUESTIONS * CANDIDATES, max_context=1024),
-    )
+    batch = QUESTIONS * CANDIDATES
+    config = ActorsConfig(dtype="float32", max_batch=batch, max_context=1024)
+    started = LocalEngine(str(folder), config)
     await started.start()
     return started
 

@@ -59,10 +59,8 @@ class Clusters:
 
     def blocks(self, count: int) -> Iterable[np.ndarray]:
         """Yield so many vectors in blocks."""
-        return (
-            self.draw(min(indexes.BLOCK, count - at), 2 + at)
-            for at in range(0, count, indexes.BLOCK)
-        )
+        places = range(0, count, indexes.BLOCK)
+        return (self.draw(min(indexes.BLOCK, count - at), 2 + at) for at in places)
 
 
 def rate(index: faiss.Index, queries: np.ndarray, batch: int, seconds: float) -> float:
@@ -94,19 +92,13 @@ def compared(
                 del index
                 row["build_s"] = time.process_time() - start
             index = indexes.loaded(file, text, search or usual)
-            found = [
-                set(one)
-                for part in np.array_split(queries, 10)
-                for one in index.search(part, K)[1].tolist()
-            ]
+            parts = (index.search(part, K)[1].tolist() for part in np.array_split(queries, 10))
+            found = [set(one) for part in parts for one in part]
             exact = exact if len(rows) > 1 else found
-            row["recall"] = sum(len(a & b) for a, b in zip(found, exact, strict=True)) / (
-                K * len(queries)
-            )
+            hits = sum(len(a & b) for a, b in zip(found, exact, strict=True))
+            row["recall"] = hits / (K * len(queries))
             row["bytes"] = file.stat().st_size / count
-            row["queries_per_s"] = {
-                str(batch): rate(index, queries, batch, seconds) for batch in BATCHES
-            }
+            row["queries_per_s"] = {str(n): rate(index, queries, n, seconds) for n in BATCHES}
             print(name, row, file=sys.stderr, flush=True)  # the next kind may take long
     return rows
 
@@ -120,13 +112,10 @@ async def called(folder: Path, questions: list[str], count: int) -> dict[str, An
         for name, (size, batch) in BEFORE.items():
             hot, start = HotQueries(local.backend, size, batch), time.process_time()
             for first in range(0, count, CALLERS):
-                await asyncio.gather(
-                    *(hot.search([question], 3) for question in queried[first : first + CALLERS])
-                )
-            rows[name] = {
-                "cpu_ms": 1000 * (time.process_time() - start) / count,
-                "searched": hot.counts["searched"],
-            }
+                together = queried[first : first + CALLERS]
+                await asyncio.gather(*(hot.search([question], 3) for question in together))
+            cpu_ms = 1000 * (time.process_time() - start) / count
+            rows[name] = {"cpu_ms": cpu_ms, "searched": hot.counts["searched"]}
     return rows
 
 

@@ -123,9 +123,8 @@ def padded(model: TreeModel, paths: Sequence[Path]) -> None:
         longest = max(len(p.tokens) for p in some)
         ids = torch.tensor([[*p.tokens] + [0] * (longest - len(p.tokens)) for p in some])
         mask = torch.tensor([[1] * len(p.tokens) + [0] * (longest - len(p.tokens)) for p in some])
-        hidden = causal.get_decoder()(
-            input_ids=ids, attention_mask=mask, use_cache=False
-        ).last_hidden_state
+        output = causal.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False)
+        hidden = output.last_hidden_state
         rows = torch.cat([hidden[i, p.start - 1 : len(p.tokens) - 1] for i, p in enumerate(some)])
         targets = torch.tensor([t for p in some for t in p.tokens[p.start :]])
         token_logprobs(rows, causal.get_output_embeddings().weight, targets)[0].sum().backward()

@@ -74,9 +74,8 @@ async def measure(
             return step(version)
 
         engine.batch.step = recorded
-        prompt = shape.words(
-            np.random.default_rng(published.version), engine.model.config.vocab_size, PROMPT
-        )
+        rng, vocabulary = np.random.default_rng(published.version), engine.model.config.vocab_size
+        prompt = shape.words(rng, vocabulary, PROMPT)
         sampling = Sampling(400, 1.0, seed=1)
         running = asyncio.create_task(engine.generate(GenerateRequest(prompt, SAMPLES, sampling)))
         while len(arrivals) < 10:
@@ -98,10 +97,7 @@ async def measure(
 async def _measure(model: str) -> dict[str, Any]:
     base = shape.model_folder(model)
     engine = await shape.engine(base)
-    rows = {
-        "adapter": await measure(engine, adapter, base),
-        "whole": await measure(engine, whole, base),
-    }
+    rows = {make.__name__: await measure(engine, make, base) for make in (adapter, whole)}
     await engine.close()
     ratio = rows["whole"]["pause_s"] / rows["whole"]["load_s"]
     return result("weight update: generation paused / whole load", ratio, 0.6, "lower", **rows)
@@ -151,12 +147,10 @@ async def updates(
                     version, transport, folder, Path(scratch), offers, device, rank
                 )
                 wanted: Any = "auto" if transport == "adapter" else transport
-                engine.weights.config = msgspec.structs.replace(
-                    engine.config.sglang, weights=wanted
-                )
-                seconds[transport] = (
-                    await engine.load(LoadRequest(version, published.path, published.digest))
-                ).seconds
+                settings = msgspec.structs.replace(engine.config.sglang, weights=wanted)
+                engine.weights.config = settings
+                loaded = await engine.load(LoadRequest(*msgspec.structs.astuple(published)))
+                seconds[transport] = loaded.seconds
             print(json.dumps({"transport": transport, "update_s": seconds[transport]}), flush=True)
     finally:
         offers.close()
@@ -176,10 +170,8 @@ def _published(
         os.symlink(stored, scratch / FILES["full"])
         manifest = Manifest(version, "full", digest.safetensors_file(stored))
     else:
-        own = {
-            name: tensor * (1 + version / 100)
-            for name, tensor in load_file(stored, device=device).items()
-        }
+        weights = load_file(stored, device=device).items()
+        own = {name: tensor * (1 + version / 100) for name, tensor in weights}
         parts = ({name: own[name] for name in names} for names in grouped(own))
         proof = digest.total(sums(own))
         manifest = Manifest(version, "full", proof, False, offers.offer(version, parts))

@@ -79,12 +79,6 @@ def estimates(rng: np.random.Generator, turns: int = 1_000_000) -> BatchEstimate
     return estimate(statistics, rng)
 
 
-def episode_return(outcome: float, score: float, judged_turns: int) -> float:
-    """Compute the return at the first token (gamma = 1): ReNorm at each judged turn, the outcome at
-    the end (methods.md 2.3)."""
-    return judged_turns * (score + outcome - 1) + outcome
-
-
 def rows(seed: int = 0) -> list[ClaimRow]:
     """Return PPR's rows of methods.md 5."""
     rng = np.random.default_rng(seed)
@@ -126,7 +120,8 @@ def _alignment(scores: Array, outcomes: Array) -> ClaimRow:
 def _length() -> list[ClaimRow]:
     results = []
     for outcome, score, expected in ((1.0, 1.0, (3.0, 5.0)), (0.0, 0.8, (-0.4, -0.8))):
-        returns = [episode_return(outcome, score, turns) for turns in (2, 4)]
+        # at the first token (gamma = 1): ReNorm at each judged turn, the outcome at the end
+        returns = [turns * (score + outcome - 1) + outcome for turns in (2, 4)]
         claim = f"PPR length: return of 2 / 4 judged turns, r_o={outcome:.0f}, r_hat={score}"
         agrees = bool(np.allclose(returns, expected))
         results.append(ClaimRow(claim, show(returns, 1), show(expected, 1), agrees))

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from coppice.research.theories import BATCHES, BatchEstimate, ClaimRow, drawn, estimate, stacked
 
@@ -86,28 +86,16 @@ def variances(
     return (truncated**2).mean(axis=(1, 2)), float((full**2).mean())
 
 
-def variance_ratio(
-    process: Process, horizon: int, rng: np.random.Generator, groups: int = 200_000
-) -> BatchEstimate:
-    """Estimate truncated over full-trajectory variance for k = G = 5, averaged over the steps (eq.
-    9 claims at most 1/T)."""
+def compared(
+    statistic: Callable[[Array, float], ArrayLike], process: Process, horizon: int, k: int,
+    group: int, rng: np.random.Generator, groups: int = 200_000,
+) -> BatchEstimate:  # fmt: skip
+    """Estimate a statistic of both ``variances``."""
 
-    def ratio(rng: np.random.Generator) -> float:
-        truncated, full = variances(process, horizon, GROUP, GROUP, groups // BATCHES, rng)
-        return float(truncated.mean() / full)
+    def of_batch(rng: np.random.Generator) -> ArrayLike:
+        return statistic(*variances(process, horizon, k, group, groups // BATCHES, rng))
 
-    return estimate(ratio, rng)
-
-
-def negated_variances(rng: np.random.Generator, groups: int = 200_000) -> BatchEstimate:
-    """Estimate the truncated variance at step 1 and the full variance when the second step takes
-    back the first, [2]."""
-
-    def both(rng: np.random.Generator) -> list[float]:
-        truncated, full = variances(negating, 2, GROUP, GROUP, groups // BATCHES, rng)
-        return [float(truncated[0]), full]
-
-    return estimate(both, rng)
+    return estimate(of_batch, rng)
 
 
 def extended_variances(rng: np.random.Generator, groups: int = 200_000) -> BatchEstimate:
@@ -144,20 +132,6 @@ def chosen_share(k: int = GROUP) -> float:
     return share
 
 
-def mean_advantage_ratio(
-    horizon: int, group: int, rng: np.random.Generator, groups: int = 20_000
-) -> BatchEstimate:
-    """Estimate (1/k) truncated over (1/G) full variance at k = G/T for independent steps
-    (Proposition 2 claims 1)."""
-    k = group // horizon
-
-    def ratio(rng: np.random.Generator) -> float:
-        truncated, full = variances(independent, horizon, k, group, groups // BATCHES, rng)
-        return float(truncated.mean() / k / (full / group))
-
-    return estimate(ratio, rng)
-
-
 def rows(seed: int = 0) -> list[ClaimRow]:
     """Return SLATE's rows of methods.md 5."""
     rng = np.random.default_rng(seed)
@@ -169,17 +143,22 @@ def _theorem_1(rng: np.random.Generator) -> list[ClaimRow]:
     dependent = [
         1 / sum((1 + DEPENDENCE * later) ** 2 for later in range(horizon)) for horizon in HORIZONS
     ]
+
+    def ratio(process: Process, horizon: int) -> BatchEstimate:
+        return compared(lambda one, full: one.mean() / full, process, horizon, GROUP, GROUP, rng)
+
     results = []
     for claim, process, expected in (
         ("SLATE Thm 1: variance ratio at T=2/4/8, independent steps: 1/T", independent, inverse),
         ("SLATE Thm 1: the same, prefix-dependent means: below 1/T", prefix_dependent, dependent),
         ("SLATE Thm 1: the same, steps cancel the past: bound 1/T fails", cancelling, [1.0] * 3),
     ):
-        ratios = stacked(variance_ratio(process, horizon, rng) for horizon in HORIZONS)
+        ratios = stacked(ratio(process, horizon) for horizon in HORIZONS)
         results.append(drawn(claim, ratios, expected))
     claim = "SLATE Thm 1: r_2 = -r_1, truncated (step 1) and full variance: eq. 8 fails"
     expected = [(1 - 1 / GROUP) * NOISE.var(), 0]
-    return [*results, drawn(claim, negated_variances(rng), expected)]
+    both = compared(lambda one, full: [one[0], full], negating, 2, GROUP, GROUP, rng)
+    return [*results, drawn(claim, both, expected)]
 
 
 def _selection(rng: np.random.Generator) -> ClaimRow:
@@ -190,7 +169,14 @@ def _selection(rng: np.random.Generator) -> ClaimRow:
 
 def _proposition_2(rng: np.random.Generator) -> ClaimRow:
     cases = ((4, 20), (2, 10), (5, 50))
-    ratios = stacked(mean_advantage_ratio(horizon, group, rng) for horizon, group in cases)
+
+    def ratio(horizon: int, group: int) -> BatchEstimate:
+        # of the means: (1/k) truncated over (1/G) full variance at k = G/T
+        return compared(
+            lambda one, full: one.mean() * horizon / full, independent, horizon, group // horizon,
+            group, rng, 20_000,
+        )  # fmt: skip
+
     expected = [(1 - horizon / group) / (1 - 1 / group) for horizon, group in cases]
     claim = "SLATE Prop 2: per-mean variance ratio at k=G/T, (T,G)=(4,20)/(2,10)/(5,50): below 1"
-    return drawn(claim, ratios, expected)
+    return drawn(claim, stacked(ratio(*case) for case in cases), expected)

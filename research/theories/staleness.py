@@ -216,15 +216,11 @@ def target_bias(data: Stale, exact_critic: bool, kind: str, bounds: dict[str, fl
     return float(np.mean(squares)) ** 0.5
 
 
-def random_tasks(seed: int) -> list[TokenTask]:
-    """Draw TASKS random tasks."""
-    rng = np.random.default_rng(seed)
-    return [random_task(rng) for _ in range(TASKS)]
-
-
 def rows(seed: int = 0) -> list[ClaimRow]:
     """Return the rows on bias and noise of every correction, and on bias of the value targets."""
-    data = {staleness: stale(random_tasks(seed), staleness) for staleness in STALENESS}
+    rng = np.random.default_rng(seed)
+    tasks = [random_task(rng) for _ in range(TASKS)]
+    data = {staleness: stale(tasks, staleness) for staleness in STALENESS}
     return [
         *_by_staleness(data), *_levels_and_bounds(data[SHOWN]), *_baselines(data[SHOWN]),
         *_targets(data[SHOWN]),
@@ -240,9 +236,7 @@ def _by_staleness(data: dict[int, Stale]) -> list[ClaimRow]:
         bias, cosine = [one.bias for one in measured], [one.cosine for one in measured]
         claim = f"Staleness: of {name} ({correction.level}), {steps} steps:"
         results += [
-            ClaimRow(
-                f"{claim} bias", show(bias, 3), "0 at 0 only", bias[0] < EXACT < 1e-3 < bias[-1]
-            ),
+            ClaimRow(f"{claim} bias", show(bias, 3), "0 at 0 only", bias[0] < EXACT < bias[-1]),
             ClaimRow(f"{claim} cosine", show(cosine, 3), "1 at 0", abs(cosine[0] - 1) < EXACT),
         ]
     bias = [average(pairs, UNBIASED).bias for pairs in data.values()]

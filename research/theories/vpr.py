@@ -82,19 +82,6 @@ def bias(task: Problem, flipped: Array) -> tuple[float, float, float]:
     return float(np.linalg.norm(shift)), mass, float(np.linalg.norm(task.scores(), axis=-1).max())
 
 
-def random_flips(
-    task: Problem, probability: float, rng: np.random.Generator, draws: int = DRAWS
-) -> Array:
-    """Return the norm of the bias, eps and Gmax for ``draws`` random sets of inverted labels,
-    [draws, 3]."""
-    return np.array(
-        [
-            bias(task, (rng.random(task.labels.shape) < probability).astype(np.float64))
-            for _ in range(draws)
-        ]
-    )
-
-
 def coherent_flips(states: int = 10, probability: float = 0.3) -> Array:
     """Return the values of ``bias`` when all states share one logit and one label is inverted in
     ever more states, [states, 3].
@@ -146,7 +133,9 @@ def _proposition_1(task: Problem, rng: np.random.Generator) -> list[ClaimRow]:
 
 
 def _proposition_2(task: Problem, rng: np.random.Generator) -> list[ClaimRow]:
-    draws = [random_flips(task, probability, rng) for probability in FLIP_PROBABILITIES]
+    shape = (len(FLIP_PROBABILITIES), DRAWS, *task.labels.shape)
+    flips = rng.random(shape) < np.reshape(FLIP_PROBABILITIES, (-1, 1, 1, 1))
+    draws = np.array([[bias(task, flipped) for flipped in rate] for rate in flips])
     norm, mass, largest = np.concatenate(draws).T
     broken = int((norm > mass * largest * (1 + 1e-12)).sum())
     few, many = draws[0].mean(axis=0), draws[-1].mean(axis=0)
