@@ -39,8 +39,7 @@ from coppice.actors.engines.sglang import SGLangEngine
 from coppice.actors.environments.base import Action
 from coppice.actors.environments.tictactoe.environment import TicTacToe
 from coppice.actors.worker import service
-from coppice.research.benches.prefill import model_folder
-from coppice.research.benches.prefill import words as random_words
+from coppice.research.benches.prefill import TreeShape, grow_trees, model_folder
 from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.dispatch.dispatcher import Dispatcher
@@ -50,7 +49,7 @@ from coppice.scheduler.growth.strategies import mc_value
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
-from coppice.wire.messages import GenerateRequest, GenerateResult, Sampling
+from coppice.wire.messages import GenerateRequest, GenerateResult
 
 _FIELDS = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size"
 _SIZES = {
@@ -81,17 +80,10 @@ Answered = list[tuple[GenerateRequest, GenerateResult]]
 
 
 class TreeWork(msgspec.Struct, frozen=True):
-    """The work of one measurement. SLATE trees: their number, steps and candidates, and the tokens
-    of each part. MC-PR games: their number, continuations per state, tokens of a move, and the name
-    of the prompt."""
+    """The work of one measurement. trees: SLATE's. MC-PR games: their number, continuations per
+    state, tokens of a move, and the name of the prompt."""
 
-    questions: int = 64
-    steps: int = 4
-    candidates: int = 5
-    instruction: int = 512
-    question: int = 64
-    observation: int = 512
-    action: int = 128
+    trees: TreeShape = TreeShape(64, 4, 5, 512, question=64, observation=512, action=128)
     games: int = 8
     continuations: int = 100
     move: int = 16
@@ -229,24 +221,12 @@ async def _flush(engine: SGLangEngine) -> None:
 # ------------------------------------------------------------------------- the trees that are grown
 
 
-def slate(vocabulary: int, work: TreeWork) -> Grow:
-    """Grow trees of SLATE's shape from random words, all concurrently. In each tree, a step begins
-    when the step before is done."""
-    words = partial(random_words, np.random.default_rng(0), vocabulary)
+def slate(vocabulary: int, shape: TreeShape) -> Grow:
+    """Grow trees of SLATE's shape."""
 
     async def grow(recording: Recording) -> None:
-        instruction = words(work.instruction)
-
-        async def tree(prefix: np.ndarray) -> None:
-            for _ in range(work.steps):
-                request = GenerateRequest(prefix, work.candidates, Sampling(work.action, 1.0))
-                result = await recording.call("generate", request, deadline=DEADLINE_S)
-                prefix = np.concatenate([prefix, result.samples[0].tokens, words(work.observation)])
-
-        prefixes = [
-            np.concatenate([instruction, words(work.question)]) for _ in range(work.questions)
-        ]
-        await gather(tree(prefix) for prefix in prefixes)
+        call = partial(recording.call, "generate", deadline=DEADLINE_S)
+        await grow_trees(call, vocabulary, shape)
 
     return grow
 
@@ -296,15 +276,6 @@ async def at_once(engine: SGLangEngine, answered: Answered) -> float:
     results = await gather(engine.generate(request) for request, _ in answered)
     seconds = time.perf_counter() - start
     return sum(len(sample.tokens) for result in results for sample in result.samples) / seconds
-
-
-def samples(answered: Answered) -> Sequence[WantedSample]:
-    """Return each sample as a request of its own."""
-    return [
-        WantedSample(request.tokens, len(s.tokens))
-        for request, result in answered
-        for s in result.samples
-    ]
 
 
 async def bench_serving(server: SGLangServer, wanted: Sequence[WantedSample]) -> float:
@@ -391,16 +362,22 @@ async def measure(engine: SGLangEngine, server: SGLangServer, work: TreeWork) ->
     """Measure everything on one started engine and print each part at once, since a later part may
     fail. server: the engine's server."""
     vocabulary = json.loads((server.model / "config.json").read_text())["vocab_size"]
-    small = msgspec.structs.replace(work, questions=2, steps=1)
+    small = msgspec.structs.replace(work.trees, questions=2, steps=1)
     await under_dispatcher(engine, slate(vocabulary, small))  # compiles the kernels
-    answered, trees = await under_dispatcher(engine, slate(vocabulary, work))
+    answered, trees = await under_dispatcher(engine, slate(vocabulary, work.trees))
     _print("slate", trees)
     _, games = await under_dispatcher(engine, mc_pr(server.model, work, engine.config.max_batch))
     _print("mc_pr", games)
     together_s = await at_once(engine, answered)
     trees |= {"at_once_tokens_s": together_s, "ratio_at_once": trees["tokens_s"] / together_s}
     _print("ratio_at_once", trees["ratio_at_once"])
-    bench_s = await bench_serving(server, samples(answered))
+    # each sample as a request of its own
+    wanted = [
+        WantedSample(request.tokens, len(one.tokens))
+        for request, result in answered
+        for one in result.samples
+    ]
+    bench_s = await bench_serving(server, wanted)
     trees |= {"bench_serving_tokens_s": bench_s, "ratio": trees["tokens_s"] / bench_s, "goal": GOAL}
     return {"slate": trees, "mc_pr": games}
 
@@ -409,26 +386,19 @@ def _print(name: str, value: Any) -> None:
     print(json.dumps({name: value}), flush=True)
 
 
-def started(folder: Path, arguments: dict[str, Any]) -> SGLangEngine:
-    """Return an engine with its own server on this machine's GPU. It must be started before use."""
-    python = os.environ.get("COPPICE_SGLANG_PYTHON", sys.executable)
-    sglang = SGLangConfig(
-        python=python, arguments={"dtype": "bfloat16", "skip_server_warmup": True} | arguments
-    )
-    config = ActorsConfig(
-        engine="sglang", max_batch=512, capacity=256, max_context=8192, prefill_tokens=8192,
-        sglang=sglang,
-    )  # fmt: skip
-    return SGLangEngine(str(folder), config)
-
-
 @contextlib.asynccontextmanager
 async def serving(size: str, arguments: dict[str, Any]) -> AsyncIterator[tuple[SGLangEngine, Path]]:
-    """A started engine of a random model of ``SHAPES``, with SGLang's ``arguments``, and the
-    model's folder. Of the default model only the tokenizer files are used."""
+    """A started engine with its own server on this machine's GPU, for a random model of ``SHAPES``,
+    and the model's folder. Of the default model only the tokenizer files are used."""
+    arguments = {"dtype": "bfloat16", "skip_server_warmup": True} | arguments
+    python = os.environ.get("COPPICE_SGLANG_PYTHON", sys.executable)
+    config = ActorsConfig(
+        engine="sglang", max_batch=512, capacity=256, max_context=8192, prefill_tokens=8192,
+        sglang=SGLangConfig(python=python, arguments=arguments),
+    )  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         folder = random_model(Path(scratch), SHAPES[size], model_folder(), "cuda:0")
-        engine = started(folder, arguments)
+        engine = SGLangEngine(str(folder), config)
         await engine.start()
         try:
             yield engine, folder

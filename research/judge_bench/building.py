@@ -34,23 +34,16 @@ class Item(Trajectory[GradedStep], frozen=True, kw_only=True):
 
 
 class BenchReport(msgspec.Struct, frozen=True):
-    """What happened to the trajectories. mean_score: over the steps left after filtering;
-    threshold: the one used for the labels.
+    """What happened to the trajectories. threshold: the one used for the labels. pool, taken: items
+    by category, before and after balancing."""
 
-    pool, taken: items by category, before and after balancing. missing: items that the pool could
-    not provide.
-    """
-
-    trajectories: int
     dropped: dict[str, int]
-    mean_score: float
     threshold: float
     pool: dict[str, int]
     taken: dict[str, int]
     multi_step: int
     steps: int
     good_steps: int
-    missing: int
 
 
 def build(
@@ -68,8 +61,7 @@ def build(
     if not pool:
         raise ValueError(f"no trajectory is left for the benchmark; dropped: {dict(dropped)}")
     scores = [step.score for one in pool for step in one.steps]
-    mean = sum(scores) / len(scores)
-    limit = mean if threshold is None else threshold
+    limit = sum(scores) / len(scores) if threshold is None else threshold
     items = [_item(one, limit) for one in pool]
     random.Random(seed).shuffle(items)
     items.sort(key=lambda item: len(item.steps) == 1)
@@ -83,11 +75,10 @@ def build(
     if surplus := len(items) - len(chosen):
         dropped["not needed for the balance"] = surplus
     return chosen, BenchReport(
-        len(labelled), dict(dropped), mean, limit,
-        {name: len(members) for name, members in by_category.items()},
+        dict(dropped), limit, {name: len(members) for name, members in by_category.items()},
         {name: len(members) for name, members in taken.items()},
         sum(len(item.steps) > 1 for item in chosen), sum(len(item.steps) for item in chosen),
-        sum(step.label for item in chosen for step in item.steps), size - len(chosen),
+        sum(step.label for item in chosen for step in item.steps),
     )  # fmt: skip
 
 
@@ -171,6 +162,6 @@ def write(flags: argparse.Namespace) -> None:
     print(f"{report.good_steps} of {report.steps} steps are good")
     for heading in ("taken", "pool", "dropped"):
         say(heading, getattr(report, heading))
-    if report.missing:
-        print(f"the pool has {report.missing} fewer than asked for")
+    if missing := flags.size - len(items):
+        print(f"the pool has {missing} fewer than asked for")
     print(f"report {report_path}")

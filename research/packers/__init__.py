@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig, MistralConfig
 
@@ -248,8 +247,8 @@ def loads() -> dict[str, list[TrainedPath]]:
 
 
 def measure(packers: dict[str, Any], paths: list[TrainedPath], rounds: int) -> dict[str, Any]:
-    """Return for each packer its counts, relative to the trie's, the median CPU seconds of packing,
-    and the quartiles of its ratio to the first packer's, in rounds that take turns."""
+    """Return for each packer its counts, relative to the trie's, and the median ratio of its CPU
+    time of packing to the first packer's, in rounds that take turns."""
     nodes, pairs = unique(paths)
     batches = {name: packer.prepare(paths) for name, packer in packers.items()}
     seconds: dict[str, list[float]] = {name: [] for name in packers}
@@ -266,8 +265,7 @@ def measure(packers: dict[str, Any], paths: list[TrainedPath], rounds: int) -> d
         rows[name] = {
             "tokens": counts.tokens / nodes, "key_rows": counts.key_rows / nodes,
             "query_rows": counts.query_rows / nodes, "pairs": counts.pairs / pairs,
-            "pack_s": statistics.median(seconds[name]),
-            "time": np.quantile(ratios, (0.25, 0.5, 0.75)).tolist(),
+            "time": statistics.median(ratios),
         }  # fmt: skip
     return {"nodes": nodes, "packers": rows}
 
@@ -303,10 +301,8 @@ def report(names: Sequence[str], rounds: int, say: Callable[[str], None]) -> dic
         batch = batches[title] = measure(timed, paths, rounds)
         say(f"\n{title + ', ' + str(batch['nodes']):<39} tokens  key rows  query rows  pairs  time")
         for name, row in batch["packers"].items():
-            low, middle, high = row["time"]
             say(
                 f"{name:<39} {row['tokens']:6.2f} {row['key_rows']:9.2f} {row['query_rows']:11.2f}"
-                f" {row['pairs']:6.2f} {middle:5.2f} ({low:.2f}-{high:.2f};"
-                f" {1000 * row['pack_s']:.0f} ms)"
+                f" {row['pairs']:6.2f} {row['time']:5.2f}"
             )
     return {"cases": cases, "batches": batches}

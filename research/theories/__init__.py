@@ -42,11 +42,8 @@ class BatchEstimate(msgspec.Struct, frozen=True):
 
     def near(self, expected: ArrayLike) -> bool:
         """True if every entry is within STANDARD_ERRORS standard errors of ``expected``."""
-        return bool(
-            np.all(
-                np.abs(self.value - np.asarray(expected)) <= STANDARD_ERRORS * self.error + 1e-12
-            )
-        )
+        limit = STANDARD_ERRORS * self.error + 1e-12
+        return bool(np.all(np.abs(self.value - np.asarray(expected)) <= limit))
 
     def at(self, index: int) -> "BatchEstimate":
         """Return one entry of the first axis."""
@@ -145,14 +142,8 @@ def main(arguments: list[str] | None = None) -> int:
         for name in papers
         for row in importlib.import_module(f"{__name__}.{name}").rows(options.seed)
     ]
-    print(table(rows))
-    return int(not all(row.agrees for row in rows))
-
-
-def table(rows: Iterable[ClaimRow]) -> str:
-    """Return ``rows`` as aligned text with a heading, one line per row."""
     cells = [("claim", "measured", "expected", "agrees")]
-    cells += [
-        (row.claim, row.measured, row.expected, "yes" if row.agrees else "NO") for row in rows
-    ]
-    return "\n".join(examination.table(cells))
+    for row in rows:
+        cells.append((row.claim, row.measured, row.expected, "yes" if row.agrees else "NO"))
+    print(*examination.table(cells), sep="\n")
+    return int(not all(row.agrees for row in rows))

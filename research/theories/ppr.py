@@ -52,11 +52,6 @@ def sample(turns: int, rng: np.random.Generator) -> tuple[Array, Array]:
     return np.where(outcomes == 1, rng.beta(a1, b1, turns), rng.beta(a0, b0, turns)), outcomes
 
 
-def renorm(scores: Array, outcomes: Array) -> Array:
-    """Return X + Y - 1, [turns] (methods.md 2.3)."""
-    return scores + outcomes - 1
-
-
 def sign_violations(rewards: Array, outcomes: Array) -> int:
     """Count the turns outside [-1, 1], rewarded after a wrong outcome, or punished after a right
     outcome."""
@@ -71,7 +66,7 @@ def estimates(rng: np.random.Generator, turns: int = 1_000_000) -> BatchEstimate
 
     def statistics(rng: np.random.Generator) -> list[float]:
         scores, outcomes = sample(turns // BATCHES, rng)
-        rewards = renorm(scores, outcomes)
+        rewards = scores + outcomes - 1
         gap = rewards[outcomes == 1].mean() - rewards[outcomes == 0].mean()
         product = ((scores - exact.score_mean) * (outcomes - SUCCESS)).mean()
         return [float(gap), float(rewards.var()), float(product), float(rewards.mean())]
@@ -87,7 +82,7 @@ def rows(seed: int = 0) -> list[ClaimRow]:
 
 
 def _signs(scores: Array, outcomes: Array) -> list[ClaimRow]:
-    broken = sign_violations(renorm(scores, outcomes), outcomes)
+    broken = sign_violations(scores + outcomes - 1, outcomes)
     sample_centred = scores - scores.mean() + outcomes - outcomes.mean()
     share = sign_violations(sample_centred, outcomes) / len(scores)
     claim = "PPR A.8: turns outside [-1, 1] or of the wrong sign, of 200,000"

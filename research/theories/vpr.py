@@ -83,22 +83,18 @@ def bias(task: Problem, flipped: Array) -> tuple[float, float, float]:
 
 
 def coherent_flips(states: int = 10, probability: float = 0.3) -> Array:
-    """Return the values of ``bias`` when all states share one logit and one label is inverted in
-    ever more states, [states, 3].
+    """Return the norm of the bias over eps Gmax when all states share one logit and one label is
+    inverted in ever more states, [states].
 
     The score of that action is 1 - p in every state, so all wrong labels pull in one direction. For
     p < 1/2 this score is also the largest.
     """
     scores = np.array([1 - probability, -probability])
     weights = np.array([probability, 1 - probability])
-    results = []
-    for wrong in range(1, states + 1):
-        flipped = np.zeros((states, 2))
-        flipped[:wrong, 0] = 1
-        shift = float((flipped * weights * scores).sum()) / states
-        mass = float((flipped * weights).sum()) / states
-        results.append((abs(shift), mass, float(np.abs(scores).max())))
-    return np.array(results)
+    flipped = np.tri(states)[..., None] * np.array([1, 0])
+    shift = np.abs((flipped * weights * scores).sum(axis=(1, 2))) / states
+    mass = (flipped * weights).sum(axis=(1, 2)) / states
+    return shift / (mass * np.abs(scores).max())
 
 
 def signals(probability: float, horizon: int) -> tuple[float, float]:
@@ -140,8 +136,7 @@ def _proposition_2(task: Problem, rng: np.random.Generator) -> list[ClaimRow]:
     broken = int((norm > mass * largest * (1 + 1e-12)).sum())
     few, many = draws[0].mean(axis=0), draws[-1].mean(axis=0)
     falls = bool(many[0] / many[1] < few[0] / few[1])
-    coherent = coherent_flips()
-    ratio = coherent[:, 0] / (coherent[:, 1] * coherent[:, 2])
+    ratio = coherent_flips()
     measured = f"{few[0]:.3f} at {few[1]:.3f}, {many[0]:.3f} at {many[1]:.3f}"
     one, ends = bool(np.allclose(ratio, 1)), [ratio.min(), ratio.max()]
     claims = (

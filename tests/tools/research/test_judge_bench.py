@@ -111,7 +111,7 @@ def test_duplicates_excluded_ids_and_excluded_questions_stay_out() -> None:
 def test_the_mean_threshold_is_the_mean_over_steps() -> None:
     pair = [labelled("a", 1, [1.0, 1.0, 0.2]), labelled("b", 0, [0.6])]
     items, report = build(pair, 2, None)
-    assert report.threshold == report.mean_score == pytest.approx(0.7)
+    assert report.threshold == pytest.approx(0.7)
     assert [[step.label for step in item.steps] for item in items] == [[1, 1, 0], [0]]
     assert [item.category for item in items] == ["correct_good", "wrong_bad"]
     assert category(0, [0.652], 0.652) == "wrong_bad"
