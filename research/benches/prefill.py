@@ -84,14 +84,15 @@ async def grow_trees(
     draw = partial(words, np.random.default_rng(0), vocabulary)
     instruction = draw(shape.instruction)
 
-    async def grow(prefix: np.ndarray) -> None:
-        for _ in range(shape.steps):
-            request = GenerateRequest(prefix, shape.candidates, Sampling(shape.action, 1.0))
-            tokens = (await generate(request)).samples[0].tokens
+    async def grow(prefix: np.ndarray, number: int) -> None:
+        for step in range(shape.steps):
+            sampling = Sampling(shape.action, 1.0, seed=1000 * number + step)
+            result = await generate(GenerateRequest(prefix, shape.candidates, sampling))
+            tokens = result.samples[0].tokens
             prefix = np.concatenate([prefix, tokens, draw(shape.observation)])
 
     prefixes = [np.concatenate([instruction, draw(shape.question)]) for _ in range(shape.questions)]
-    await gather(map(grow, prefixes))
+    await gather(grow(prefix, number) for number, prefix in enumerate(prefixes))
 
 
 async def _measure(model: str) -> dict[str, Any]:

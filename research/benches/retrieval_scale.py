@@ -112,8 +112,8 @@ async def called(folder: Path, questions: list[str], count: int) -> dict[str, An
         for name, (size, batch) in BEFORE.items():
             hot, start = HotQueries(local.backend, size, batch), time.process_time()
             for first in range(0, count, CALLERS):
-                together = queried[first : first + CALLERS]
-                await asyncio.gather(*(hot.search([question], 3) for question in together))
+                some = queried[first : first + CALLERS]
+                await asyncio.gather(*(hot.search([question], 3) for question in some))
             cpu_ms = 1000 * (time.process_time() - start) / count
             rows[name] = {"cpu_ms": cpu_ms, "searched": hot.counts["searched"]}
     return rows
