@@ -242,7 +242,6 @@ def run(
 ) -> dict[str, Any]:  # fmt: skip
     """Compare all loads. The ratio is the worst of (tokens a second over its goal, memory of the
     peer over ours): 1 meets every goal. rounds: of each side."""
-    environments.python("trl", "peer", over_ours=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         copy = endless(ensure_model(model, cache_folder()), folder / "model")

@@ -65,19 +65,16 @@ def build(
     items = [_item(one, limit) for one in pool]
     random.Random(seed).shuffle(items)
     items.sort(key=lambda item: len(item.steps) == 1)
-    by_category = {name: [item for item in items if item.category == name] for name in CATEGORIES}
-    shares = even(size, [len(members) for members in by_category.values()])
-    taken = {
-        name: members[:share]
-        for (name, members), share in zip(by_category.items(), shares, strict=True)
-    }
-    chosen = sorted((item for own in taken.values() for item in own), key=lambda item: item.id)
+    by_category = [[item for item in items if item.category == name] for name in CATEGORIES]
+    shares = even(size, list(map(len, by_category)))
+    taken = (own[:share] for own, share in zip(by_category, shares, strict=True))
+    chosen = sorted((item for own in taken for item in own), key=lambda item: item.id)
     if surplus := len(items) - len(chosen):
         dropped["not needed for the balance"] = surplus
     return chosen, BenchReport(
-        dict(dropped), limit, {name: len(members) for name, members in by_category.items()},
-        {name: len(members) for name, members in taken.items()},
-        sum(len(item.steps) > 1 for item in chosen), sum(len(item.steps) for item in chosen),
+        dict(dropped), limit, dict(zip(CATEGORIES, map(len, by_category), strict=True)),
+        dict(zip(CATEGORIES, shares, strict=True)), sum(len(item.steps) > 1 for item in chosen),
+        sum(len(item.steps) for item in chosen),
         sum(step.label for item in chosen for step in item.steps),
     )  # fmt: skip
 
@@ -120,10 +117,9 @@ def even(size: int, available: Sequence[int]) -> list[int]:
     """Divide ``size`` as evenly as ``available`` allows. A category that has too little gives all;
     the others share the rest."""
     shares = [0] * len(available)
-    while sum(shares) < size and shares != list(available):
-        open_ = [i for i, share in enumerate(shares) if share < available[i]]
-        lowest = min(shares[i] for i in open_)
-        shares[next(i for i in open_ if shares[i] == lowest)] += 1
+    for _ in range(min(size, sum(available))):
+        open_ = [i for i, most in enumerate(available) if shares[i] < most]
+        shares[min(open_, key=shares.__getitem__)] += 1
     return shares
 
 

@@ -289,11 +289,10 @@ def report(names: Sequence[str], rounds: int, say: Callable[[str], None]) -> dic
                 say(f"{title:<38} {row['reason']}")
                 continue
             verdict = "" if row["gradient"] < BOUND else "  DIFFERS"
-            say(
-                f"{title:<38} {row['tokens']:>6} ({row['unique']:>4})"
-                f"  {row['targets']:>3}/{row['of_targets']:<3}  {row['weight']:6.3f}"
-                f"  {row['gradient']:.1e}{verdict}"
-            )
+            tokens = f"{row['tokens']:>6} ({row['unique']:>4})"
+            targets = f"{row['targets']:>3}/{row['of_targets']:<3}"
+            gradient = f"{row['weight']:6.3f}  {row['gradient']:.1e}{verdict}"
+            say(f"{title:<38} {tokens}  {targets}  {gradient}")
     by_pack = {packer.pack: name for name, packer in reversed(packers.items())}
     timed = {name: packer for name, packer in packers.items() if by_pack[packer.pack] == name}
     batches = {}
@@ -301,8 +300,6 @@ def report(names: Sequence[str], rounds: int, say: Callable[[str], None]) -> dic
         batch = batches[title] = measure(timed, paths, rounds)
         say(f"\n{title + ', ' + str(batch['nodes']):<39} tokens  key rows  query rows  pairs  time")
         for name, row in batch["packers"].items():
-            say(
-                f"{name:<39} {row['tokens']:6.2f} {row['key_rows']:9.2f} {row['query_rows']:11.2f}"
-                f" {row['pairs']:6.2f} {row['time']:5.2f}"
-            )
+            values = [row[key] for key in ("tokens", "key_rows", "query_rows", "pairs", "time")]
+            say("{:<39} {:6.2f} {:9.2f} {:11.2f} {:6.2f} {:5.2f}".format(name, *values))
     return {"cases": cases, "batches": batches}

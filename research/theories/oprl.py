@@ -134,15 +134,11 @@ def multi_step_gaps(rng: np.random.Generator) -> Array:
         ratio = (paths.step_log_probs(logits) - paths.step_log_probs(phi)).sum(axis=1)
         return float(paths.probabilities(logits) @ ratio)
 
-    gradient = differences(
-        lambda logits: float(paths.probabilities(logits) @ rewards.sum(axis=1)), old
-    )
-    to_go = np.stack([rewards.sum(axis=1), rewards[:, 1]], axis=1)
-    forms = (
-        score_form(paths, old, to_go),
-        -BETA * differences(divergence, old),
-        score_form(paths, old, rewards),
-    )
+    totals = rewards.sum(axis=1)
+    gradient = differences(lambda logits: float(paths.probabilities(logits) @ totals), old)
+    to_go = score_form(paths, old, np.stack([totals, rewards[:, 1]], axis=1))
+    whole_paths = -BETA * differences(divergence, old)
+    forms = to_go, whole_paths, score_form(paths, old, rewards)
     return np.array([np.abs(form - gradient).max() for form in forms])
 
 

@@ -48,11 +48,6 @@ def negating(_noises: list[Array], rewards: list[Array], noise: Array) -> Array:
     return noise if not rewards else np.broadcast_to(-rewards[-1], noise.shape)
 
 
-def draw(rng: np.random.Generator, *shape: int) -> Array:
-    """Draw noise, [shape]."""
-    return NOISE[rng.integers(0, len(NOISE), size=shape, dtype=np.int8)]
-
-
 def step_rewards(
     process: Process, horizon: int, size: int, groups: int, rng: np.random.Generator,
     followed: slice = slice(None),
@@ -63,7 +58,7 @@ def step_rewards(
     rewards: list[Array] = []
     drawn_rewards: list[Array] = []
     for _ in range(horizon):
-        noise = draw(rng, groups, size)
+        noise = NOISE[rng.integers(0, len(NOISE), size=(groups, size), dtype=np.int8)]
         drawn_rewards.append(process(noises, rewards, noise))
         noises.append(noise[:, followed])
         rewards.append(drawn_rewards[-1][:, followed])

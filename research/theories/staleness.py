@@ -145,9 +145,8 @@ def token_weights(
     segments = {"turn": _segments(TOKENS_PER_TURN), "sequence": _segments(TOKENS)}
     logprobs = Logprobs(leaf, leaf.detach(), torch.from_numpy(behaviour.ravel()), segments)
     with torch.enable_grad():
-        (gradient,) = torch.autograd.grad(
-            correction(logprobs, torch.from_numpy(advantages.ravel())).term.sum(), leaf
-        )
+        term = correction(logprobs, torch.from_numpy(advantages.ravel())).term
+        (gradient,) = torch.autograd.grad(term.sum(), leaf)
     return gradient.numpy().reshape(SEQUENCES, TOKENS)
 
 
