@@ -6,7 +6,6 @@ Processes that compute nothing import this module too, so it imports nothing hea
 
 import random
 import zlib
-from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -58,17 +57,10 @@ class AnyText(Environment):
     def prompt(self, task: Task, state: TextState) -> list[dict[str, str]]:
         """Return the prompt: the text that all prompts share, then the question."""
         shared = self.words("head", self.shape.shared)
-        return [
-            {
-                "role": "user",
-                "content": shared + self.words(f"question {state.seed}", self.shape.question),
-            }
-        ]
+        content = shared + self.words(f"question {state.seed}", self.shape.question)
+        return [{"role": "user", "content": content}]
 
     def read(self, state: TextState, text: str) -> Action:
-        return Action("move", text)
-
-    def parse_forced(self, text: str) -> Action:
         return Action("move", text)
 
     async def step(self, state: TextState, action: Action, tools: Tools) -> Transition:
@@ -80,14 +72,6 @@ class AnyText(Environment):
     def observation(self, after: TextState) -> str:
         """Return the text that follows the action that led to ``after``."""
         return self.words(f"observation {after}", self.shape.observation)
-
-    def judged(
-        self, task: Task, state: TextState, action: Action, step: int, budget: int
-    ) -> JudgedTurn:
-        return JudgedTurn(task.id, [], "", action.text, step, budget)
-
-    def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        return {}
 
 
 def reward(text: str) -> float:

@@ -14,7 +14,6 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from coppice.common.hardware import PROCESSOR, free_memory, gpu_software
+from coppice.common.hardware import free_memory, gpu_software
 from coppice.common.options import command_parser
 from coppice.tools.bootstrap import ROOT
 
@@ -36,7 +35,11 @@ GRACE_S = 15.0
 """
 EXACT = {"TRITON_F32_DEFAULT": "ieee"}
 """Triton multiplies float32 in TF32 unless told otherwise, which is off by up to 5e-3."""
-_CONTRACT = ("engine_contract", "one_policy_two_engines", "sglang_weights")
+_EMBEDDED = "tests/actors/test_local_engine.py"
+_CONTRACT = [
+    f"tests/actors/test_{name}.py"
+    for name in ("engine_contract", "one_policy_two_engines", "sglang_weights")
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,30 +74,18 @@ def _bench(name: str, *arguments: str) -> list[str]:
 
 
 CHECKS = [
-    Check(
-        "engine-and-learner",
-        _pytest("tests/actors/test_local_engine.py", "tests/gpu"),
-        120,
-        exact=True,
-    ),
+    Check("engine-and-learner", _pytest(_EMBEDDED, "tests/gpu"), 120, exact=True),
     Check("tree-training", _bench("tree_training"), 90),
-    Check(
-        "contract",
-        _pytest("-k", "not vllm", *(f"tests/actors/test_{name}.py" for name in _CONTRACT)),
-        180,
-        True,
-        True,
-    ),
-    Check("speed-7b", _bench("gpu_sglang", "--size", "7b"), 240, True),
-    Check("updates-0.5b", _bench("weight_update", "--size", "0.5b"), 90, True),
-    Check("updates-3b", _bench("weight_update", "--size", "3b"), 120, True),
-    Check("updates-7b", _bench("weight_update", "--size", "7b"), 150, True),
+    Check("contract", _pytest("-k", "not vllm", *_CONTRACT), 180, sglang=True, exact=True),
+    Check("speed-7b", _bench("gpu_sglang", "--size", "7b"), 240, sglang=True),
+    Check("updates-0.5b", _bench("weight_update", "--size", "0.5b"), 90, sglang=True),
+    Check("updates-3b", _bench("weight_update", "--size", "3b"), 120, sglang=True),
+    Check("updates-7b", _bench("weight_update", "--size", "7b"), 150, sglang=True),
 ]
 """The limits are about twice the estimates of docs/gpu.md."""
 
 
-# ----------------------------------------------------------------------------------------------
-# running
+# ------------------------------------------------------------------------------------------ running
 
 
 def run_all(
@@ -110,13 +101,11 @@ def run_all(
         left = end - time.monotonic()
         if left <= 0:
             alone = f"coppice dev gpu-check {check.name} runs it alone"
-            reason = f"not run: {whole_s:g} s were over; {alone}"
-            outcome = Outcome(check.name, 0.0, reason)
+            outcome = Outcome(check.name, 0.0, f"not run: {whole_s:g} s were over; {alone}")
         else:
             outcome = run(check, min(check.limit_s, left))
-        print(
-            f"== {check.name}: {outcome.failure or 'passed'}, {outcome.seconds:.1f} s", flush=True
-        )
+        ending = outcome.failure or "passed"
+        print(f"== {check.name}: {ending}, {outcome.seconds:.1f} s", flush=True)
         outcomes.append(outcome)
         ended(outcomes)
     return outcomes
@@ -170,38 +159,25 @@ def _end(process: "subprocess.Popen[str]") -> None:
     process.wait()
 
 
-# ---------------------------------------------------------------------------------------------- the
-# record
+# --------------------------------------------------------------------------------------- the record
 
 
 def versions(python: str, run_sglang: bool) -> dict[str, str]:
-    """Return the versions of everything on which the measured numbers depend. python: the
-    interpreter that has SGLang."""
+    """Return what the measured numbers depend on first. python: the interpreter that has SGLang."""
     import torch
-    import transformers
 
-    driver = _said(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    ).splitlines()
-    versions_by_name = {
-        "GPU": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-        if torch.cuda.is_available()
-        else "none",
-        "driver": driver[0] if driver else "unknown",
-        "Python": sys.version.split()[0],
-        "torch": torch.__version__,
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    version_table = {
+        "GPU": f"{torch.cuda.device_count()} x {gpu}", "torch": torch.__version__,
         "CUDA": str(torch.version.cuda),
-        "transformers": transformers.__version__,
-        "commit": _said(["git", "-C", str(ROOT), "describe", "--always", "--dirty"]) or "unknown",
-    }
+    }  # fmt: skip
     if run_sglang:
-        wanted = ("sglang", "torch", "transformers")
-        ask = f"import importlib.metadata as m; print(*(m.version(name) for name in {wanted!r}))"
+        wanted = {"sglang": "sglang", "its torch": "torch", "its transformers": "transformers"}
+        names = list(wanted.values())
+        ask = f"import importlib.metadata as m; print(*(m.version(name) for name in {names}))"
         answer = _said([python, "-c", ask]).split() or ["unknown"] * len(wanted)
-        versions_by_name |= dict(
-            zip(("sglang", "its torch", "its transformers"), answer, strict=True)
-        )
-    return versions_by_name
+        version_table |= dict(zip(wanted, answer, strict=True))
+    return version_table
 
 
 def _said(command: list[str]) -> str:
@@ -213,28 +189,6 @@ def _said(command: list[str]) -> str:
     return done.stdout.strip()
 
 
-def section(
-    outcomes: Sequence[Outcome], version_table: dict[str, str], when: datetime.datetime
-) -> str:
-    """Return the record in Markdown: versions, seconds, and the last JSON object of each check
-    (every object of a failed check)."""
-    lines = [
-        f"`coppice dev gpu-check`, {when:%Y-%m-%d %H:%M} UTC: "
-        + ", ".join(f"{k} {v}" for k, v in version_table.items())
-        + ".",
-        "",
-    ]
-    lines += ["| check | seconds | |", "|---|---|---|"]
-    lines += [f"| {one.name} | {one.seconds:.1f} | {one.failure or 'passed'} |" for one in outcomes]
-    for one in outcomes:
-        printed = objects(one.output)
-        if printed or one.failure:
-            shown = [json.dumps(value) for value in (printed if one.failure else printed[-1:])]
-            last = one.output.strip().splitlines()[-5:] if one.failure else []
-            lines += ["", f"{one.name}:", "", "```", *shown, *last, "```"]
-    return "\n".join(lines) + "\n"
-
-
 LAST_LINES = 80
 """Lines of a check's output in a report."""
 
@@ -244,12 +198,10 @@ def report(
 ) -> str:
     """Return all that somebody else needs to judge the checks, as JSON. It names no folder of the
     user and no host."""
-    cpu = re.search(r"model name\s*: (.+)", PROCESSOR.read_text() if PROCESSOR.exists() else "")
+    from coppice.tools.launching.record import environment  # not at the top, as psutil
+
     columns = "index,name,memory.total,driver_version,compute_cap,ecc.mode.current,power.limit"
-    machine = {
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "processor": cpu[1] if cpu else platform.processor(),
-        "processors": os.cpu_count(),
+    machine = environment() | {
         "free memory, GiB": round(free_memory() / 2**30, 1),
         "GPUs": _said(["nvidia-smi", f"--query-gpu={columns}", "--format=csv"]).splitlines(),
         "links": _said(["nvidia-smi", "topo", "-m"]).splitlines(),
@@ -273,22 +225,16 @@ def report(
 
 
 def objects(output: str) -> list[Any]:
-    """Return, in order, the JSON objects of an output that begin at the start of a line."""
-    values, decoder, lines = [], json.JSONDecoder(), output.splitlines(keepends=True)
-    place, skip = 0, 0
-    for line in lines:
-        if line.startswith("{") and place >= skip:
-            try:
-                value, skip = decoder.raw_decode(output, place)
-                values.append(value)
-            except ValueError:
-                pass  # the line begins with a brace but holds no JSON object
-        place += len(line)
+    """Return, in order, the JSON objects of an output, each of which is a line."""
+    values = []
+    for line in output.splitlines():
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError):
+                values.append(json.loads(line))
     return values
 
 
-# ---------------------------------------------------------------------------------------------- the
-# command
+# -------------------------------------------------------------------------------------- the command
 
 
 def chosen(names: Sequence[str], sglang: bool) -> list[Check]:
@@ -296,14 +242,9 @@ def chosen(names: Sequence[str], sglang: bool) -> list[Check]:
     is unknown or needs missing SGLang."""
     possible = {check.name: check for check in CHECKS if sglang or not check.sglang}
     if unknown := [name for name in names if name not in possible]:
-        raise ValueError(
-            f"{unknown}: expected names of {list(possible)}"
-            + (
-                ""
-                if sglang
-                else "; the checks of SGLang need the sglang extra, or COPPICE_SGLANG_PYTHON"
-            )
-        )
+        remedy = "the checks of SGLang need the sglang extra, or COPPICE_SGLANG_PYTHON"
+        told = f"{unknown}: expected names of {list(possible)}"
+        raise ValueError(told if sglang else f"{told}; {remedy}")
     return [possible[name] for name in names] or list(possible.values())
 
 
@@ -315,11 +256,8 @@ EXAMPLES = """\
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of coppice dev gpu-check."""
-    parser = command_parser(
-        "coppice dev gpu-check",
-        "Run every check that needs a GPU, each with a time limit.",
-        EXAMPLES,
-    )
+    what = "Run every check that needs a GPU, each with a time limit."
+    parser = command_parser("coppice dev gpu-check", what, EXAMPLES)
     names = f"any of {', '.join(c.name for c in CHECKS)} (default: all)"
     parser.add_argument("names", nargs="*", metavar="NAME", help=names)
     held = "also write machine, versions, results and last lines there, as JSON"
@@ -348,19 +286,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     ended([])
     if not torch.cuda.is_available():
-        print(
-            "coppice dev gpu-check: no CUDA device here; what can run on a CPU runs in tools/test",
-            file=sys.stderr,
-        )
+        told = "no CUDA device here; what can run on a CPU runs in tools/test"
+        print(f"coppice dev gpu-check: {told}", file=sys.stderr)
         return 2
     print(", ".join(f"{name} {version}" for name, version in version_table.items()), flush=True)
     if not sglang:
-        print(
-            "SGLang is not checked: install the sglang extra, or set COPPICE_SGLANG_PYTHON",
-            flush=True,
-        )
+        remedy = "install the sglang extra, or set COPPICE_SGLANG_PYTHON"
+        print(f"SGLang is not checked: {remedy}", flush=True)
     outcomes = run_all(checks, ended=ended)
-    print(section(outcomes, version_table, datetime.datetime.now(datetime.UTC)))
     failed = [one.name for one in outcomes if one.failure]
     print(f"failed: {', '.join(failed)}" if failed else "all passed", flush=True)
     return int(bool(failed))

@@ -25,10 +25,9 @@ def python(name: str, table: str, over_ours: bool = False) -> Path:
     """Return the interpreter of the environment ``name``, which is made first if it is absent.
 
     over_ours: the environment sees every package of this one, so that both use the same versions
-    and only other packages are installed. Raises LookupError if there is no such table,
-    RuntimeError if a step of the installation fails.
+    and only other packages are installed. Raises CalledProcessError if a step fails.
     """
-    packages = _table(table)
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["coppice"][table]
     lists = [packages.get("no_deps", []), packages["packages"]]
     venv, mark = folder(name), hashlib.sha256(json.dumps(lists).encode()).hexdigest()
     stamp = venv / ".coppice"
@@ -38,7 +37,7 @@ def python(name: str, table: str, over_ours: bool = False) -> Path:
             # of two commands that start together, only one installs
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not _holds(stamp, mark):
-                _install(name, venv, packages, over_ours)
+                _install(venv, packages, over_ours)
                 stamp.write_text(mark)
     return venv / "bin" / "python"
 
@@ -50,40 +49,26 @@ def folder(name: str) -> Path:
     return Path(os.environ.get(f"COPPICE_{name.upper()}_VENV") or f"{main}-{name}").absolute()
 
 
-def _table(name: str) -> dict[str, Any]:
-    tables = tomllib.loads((ROOT / "pyproject.toml").read_text()).get("tool", {}).get("coppice", {})
-    if name not in tables:
-        raise LookupError(
-            f"pyproject.toml has no table [tool.coppice.{name}] of the packages to install"
-        )
-    return tables[name]
-
-
 def _holds(stamp: Path, mark: str) -> bool:
     return stamp.is_file() and stamp.read_text() == mark
 
 
-def _install(name: str, venv: Path, table: dict[str, Any], over_ours: bool) -> None:
+def _install(venv: Path, table: dict[str, Any], over_ours: bool) -> None:
     print(f"setting up {venv} (a minute or more the first time)", file=sys.stderr, flush=True)
-    inside = venv / "bin" / "python"
+    inside = str(venv / "bin" / "python")
     # pip comes last, so an unfinished environment is made again
     if not (venv / "bin" / "pip").exists():
-        _run([sys.executable, "-m", "venv", str(venv)], "making the virtual environment")
+        _run(sys.executable, "-m", "venv", str(venv))
     (venv / ".gitignore").write_text("*\n")
     if over_ours:
         find = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
-        own = Path(_run([str(inside), "-c", find], "asking for its packages").strip())
+        own = Path(_run(inside, "-c", find).strip())
         (own / "ours.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    pip = [str(inside), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    _run([*pip, *table["packages"]], f"installing the packages of {name}")
+    pip = [inside, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    _run(*pip, *table["packages"])
     if table.get("no_deps"):
-        _run([*pip, "--no-deps", *table["no_deps"]], f"installing {name}")
+        _run(*pip, "--no-deps", *table["no_deps"])
 
 
-def _run(command: list[str], purpose: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(
-            f"{purpose} failed (exit {done.returncode}): {(done.stdout + done.stderr)[-3000:]}"
-        )
-    return done.stdout
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

@@ -6,11 +6,14 @@ A benchmark is a module here with ``run(**settings)``, which returns a ``result`
 import argparse
 import importlib
 import json
+import operator
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from coppice.common.options import checked, command_parser, option
+from coppice.tools.bootstrap import ROOT
 
 EXAMPLES = """\
   coppice dev bench prefill tree_training               two of them
@@ -23,6 +26,15 @@ def result(
 ) -> dict[str, Any]:
     """The result of a benchmark. better: "higher" or "lower". more: every measured value."""
     return {"name": name, "ratio": ratio, "goal": goal, "better": better} | more
+
+
+def launch_command(run: Path, config: Path, settings: Mapping[str, object]) -> list[str]:
+    """Return the command that trains ``config``, with changed settings, in the folder ``run``."""
+    command = [sys.executable, str(ROOT / "tools" / "launch"), "--config", str(config)]
+    command += ["--run-folder", str(run)]
+    for key, value in settings.items():
+        command += ["--set", f"{key}={value}"]
+    return command
 
 
 def _names() -> list[str]:
@@ -63,19 +75,13 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"coppice dev bench: {error}", file=sys.stderr)
         return 2
-    rows: list[dict[str, Any]] = [
-        _module(name).run(**one) for name, one in zip(names, each, strict=True)
-    ]
+    rows = [_module(name).run(**one) for name, one in zip(names, each, strict=True)]
     print(f"{'benchmark':<58} {'ratio':>8} {'goal':>8}")
     missed = 0
     for row in rows:
-        good = (
-            row["ratio"] >= row["goal"]
-            if row["better"] == "higher"
-            else row["ratio"] <= row["goal"]
-        )
+        sign, reaches = (">=", operator.ge) if row["better"] == "higher" else ("<=", operator.le)
+        good = reaches(row["ratio"], row["goal"])
         missed += not good
-        sign = ">=" if row["better"] == "higher" else "<="
         verdict = "" if good else "MISSED"
         print(f"{row['name']:<58} {row['ratio']:>8.3f} {sign} {row['goal']:<5} {verdict}")
         if options.json:

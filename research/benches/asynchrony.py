@@ -11,13 +11,12 @@ import asyncio
 import json
 import random
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from coppice.judges.exact_match import ExactMatch
-from coppice.research.benches import result
+from coppice.research.benches import launch_command, result
 from coppice.tools.bootstrap import ROOT
 from coppice.wire.messages import JudgedTurn, Judgement
 
@@ -48,13 +47,7 @@ def _seconds(folder: Path, model: Path, staleness: int) -> float:
         "scheduler.questions_per_update": 4, "scheduler.max_staleness": staleness,
         "scheduler.evaluation.questions": 0, "actors.count": 1, "learner.count": 1,
     }  # fmt: skip
-    command = [
-        sys.executable, str(ROOT / "tools" / "launch"), "--config",
-        str(ROOT / "configs" / "slate-cpu.toml"),
-    ]  # fmt: skip
-    command += ["--run-folder", str(run)]
-    for key, value in settings.items():
-        command += ["--set", f"{key}={value}"]
+    command = launch_command(run, ROOT / "configs" / "slate-cpu.toml", settings)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return records[-1]["time/training"]
@@ -69,8 +62,5 @@ def run() -> dict[str, Any]:
         model = random_copy(folder / "model", num_hidden_layers=2)
         synchronous, asynchronous = (_seconds(folder, model, staleness) for staleness in (0, 4))
     seconds = {"synchronous_s": synchronous, "asynchronous_s": asynchronous}
-    name, ratio = (
-        "wall time, synchronous / asynchronous, heavy-tailed judge",
-        synchronous / asynchronous,
-    )
-    return result(name, ratio, 1.5, "higher", **seconds)
+    name = "wall time, synchronous / asynchronous, heavy-tailed judge"
+    return result(name, synchronous / asynchronous, 1.5, "higher", **seconds)

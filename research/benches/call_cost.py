@@ -1,5 +1,5 @@
-"""The scheduler's processor time for a call, from one worker to 10,000 and from 64 open calls to
-100,000, with and without places.
+"""The scheduler's processor time for a call, with one worker and with 10,000, with and without
+places.
 
 There are no sockets and no peers' work in it: a transport in this process answers each request with
 the same frames, first in, first out. So what is measured is the dispatcher, the placement and the
@@ -24,43 +24,24 @@ from coppice.scheduler.dispatch.calls import Place
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Dispatcher
 from coppice.scheduler.dispatch.placement import CAPACITY, Fleet, Generation
 from coppice.scheduler.garbage import sparing
+from coppice.wire import messages as wire
 from coppice.wire.arrays import Frame, decode_header, encode, encode_body
 from coppice.wire.keys import Grant, RunKeys
-from coppice.wire.messages import (
-    GenerateRequest,
-    GenerateResult,
-    Heartbeat,
-    JudgedTurn,
-    Judgement,
-    JudgeRequest,
-    JudgeResult,
-    Register,
-    Request,
-    Result,
-    Sample,
-    Sampling,
-)
 
 SIZES = {
-    "1 worker, 64 open calls": (1, 64, 64), "16 workers, 64 open calls": (16, 4, 64),
-    "256 workers, 512 open calls": (256, 4, 512),
-    "1,024 workers, 2,048 open calls": (1024, 4, 2048),
-    "10,000 workers, 64 open calls": (10_000, 4, 64),
+    "1 worker, 64 open calls": (1, 64, 64),
     "10,000 workers, 20,000 open calls": (10_000, 4, 20_000),
-    "16 workers, 1,000 open calls": (16, 4, 1000), "16 workers, 10,000 open calls": (16, 4, 10_000),
-    "16 workers, 100,000 open calls": (16, 4, 100_000),
-    "1,024 workers, 100,000 open calls": (1024, 4, 100_000),
     "10,000 workers, 100,000 open calls": (10_000, 4, 100_000),
-}  # fmt: skip
+}
 """Workers, calls that each takes at once, callers that each have one call open."""
 SERVICE = "judge.noop"
 SENTENCE = (
     "The city of Ghent lies where the Scheldt meets the Lys and was once the largest north of the"
     " Alps. "
 )
-REQUEST = JudgeRequest(
+REQUEST = wire.JudgeRequest(
     [
-        JudgedTurn(
+        wire.JudgedTurn(
             question="Which river meets the Scheldt in Ghent?", golds=["Lys"], context=SENTENCE * 6,
             response=f"<think> {SENTENCE} </think> <search> rivers of Ghent </search>", step=2,
             budget=4, think=SENTENCE, query="rivers of Ghent", observation=SENTENCE * 3,
@@ -69,7 +50,7 @@ REQUEST = JudgeRequest(
     ]
 )  # fmt: skip
 """One turn of a SLATE tree, about 1.5 kB."""
-ANSWER = JudgeResult([Judgement({"think": 1.0, "query": 0.0}, explanation="no-op")])
+ANSWER = wire.JudgeResult([wire.Judgement({"think": 1.0, "query": 0.0}, explanation="no-op")])
 GROWTH, TURNS, SHARED = 40, 4, 100
 """Tokens that a tree's prompt grows by at a call, the calls of a tree, and the tokens that all
 prompts begin with."""
@@ -99,14 +80,14 @@ class AnsweringTransport:
         """Answer a request in the next turn of the event loop."""
         identity, *parts = frames
         header = decode_header(parts)
-        if isinstance(header, Request):
+        if isinstance(header, wire.Request):
             self._requests.append((identity, header.id, header.service))
             asyncio.get_running_loop().call_soon(self._answer)
         return True
 
     def _answer(self) -> None:
         identity, number, service = self._requests.popleft()
-        self._deliver([identity, encode(Result(number))[0], *self.answers[service]])
+        self._deliver([identity, encode(wire.Result(number))[0], *self.answers[service]])
 
     def say(self, identity: bytes, message: Any) -> None:
         """Deliver a message of a peer."""
@@ -116,11 +97,11 @@ class AnsweringTransport:
         """Nothing is open."""
 
 
-def generated() -> GenerateResult:
+def generated() -> wire.GenerateResult:
     """The answer to a generate call."""
     tokens, zeros = np.arange(GROWTH // 2, dtype=np.int32), np.zeros(GROWTH // 2, np.float32)
-    sample = Sample(tokens=tokens, logprobs=zeros, versions=zeros.astype(np.int32), finish="stop")
-    return GenerateResult([sample], prompt_tokens=SHARED, cached_tokens=SHARED)
+    sample = wire.Sample(tokens, zeros, zeros.astype(np.int32), finish="stop")
+    return wire.GenerateResult([sample], prompt_tokens=SHARED, cached_tokens=SHARED)
 
 
 class Callers:
@@ -137,24 +118,20 @@ class Callers:
         while True:
             if self.fleet is None:
                 await self.dispatcher.call(SERVICE, REQUEST, deadline=3600.0)
-                self.answered()
+                self.done += 1
             else:
                 await self._tree(self.fleet, next(self._trees))
-
-    def answered(self) -> None:
-        """Count an answer."""
-        self.done += 1
 
     async def _tree(self, fleet: Fleet, tree: int) -> None:
         tokens = np.arange(SHARED + GROWTH * TURNS, dtype=np.int32)
         tokens[SHARED:] += 1000 + tree % 100_000 * GROWTH * TURNS
         for turn in range(1, TURNS + 1):
-            request = GenerateRequest(
-                tokens[: SHARED + GROWTH * turn], 1, Sampling(max_tokens=GROWTH)
+            request = wire.GenerateRequest(
+                tokens[: SHARED + GROWTH * turn], 1, wire.Sampling(max_tokens=GROWTH)
             )
             place: Place = Generation(fleet, tree, request)
             await self.dispatcher.call("generate", request, deadline=3600.0, place=place)
-            self.answered()
+            self.done += 1
         fleet.ended(tree)
 
 
@@ -171,8 +148,8 @@ async def measure(
     await dispatcher.start()
     for number in range(workers):
         identity = b"%d" % number
-        transport.say(identity, Register(f"w{number}", [service], capacity, 1, "here"))
-        transport.say(identity, Heartbeat(0, {CAPACITY: 1e5}))
+        transport.say(identity, wire.Register(f"w{number}", [service], capacity, 1, "here"))
+        transport.say(identity, wire.Heartbeat(0, {CAPACITY: 1e5}))
     await dispatcher.wait_for(service, workers, 60.0)
     calling = Callers(dispatcher, Fleet() if placed else None)
     tasks = [asyncio.create_task(calling.call()) for _ in range(callers)]

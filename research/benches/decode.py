@@ -3,9 +3,9 @@ log-probabilities of the sampled tokens.
 
 Four cells decode 8 prompts of 70 tokens to 64 new ones, in two number types and two batches; two
 more compute prompts alone. ``python decode.py`` is vLLM's process, in an environment of its own (or
-``transformers.generate`` in ours, with ``peer="generate"``); ``peer="compiled"`` is vLLM's compiled
-model. Rounds take turns after an uncounted one, and a cell's ratio is their median. CPU seconds are
-counted, because other programs on the machine slow both sides.
+``transformers.generate`` in ours, with ``peer="generate"``). Rounds take turns after an uncounted
+one, and a cell's ratio is their median. CPU seconds are counted, because other programs on the
+machine slow both sides.
 """
 
 import asyncio
@@ -94,12 +94,12 @@ def _ours(folder: str, dtype: Any) -> Iterator[tuple[Sample, int]]:
     loop.close()
 
 
-def _vllm(folder: str, dtype: str, eager: bool) -> tuple[Sample, int]:
+def _vllm(folder: str, dtype: str) -> tuple[Sample, int]:
     import torch
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
     model = LLM(
-        folder, dtype=dtype, enforce_eager=eager, max_model_len=LONGEST, disable_log_stats=True,
+        folder, dtype=dtype, enforce_eager=True, max_model_len=LONGEST, disable_log_stats=True,
         max_num_seqs=max(DECODING),
     )  # fmt: skip
     torch.set_num_threads(1)
@@ -139,10 +139,7 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     peer, folder, dtype = sys.argv[1:]
-    if peer == "generate":
-        sample, vocabulary = _generate(folder, dtype)
-    else:
-        sample, vocabulary = _vllm(folder, dtype, eager=peer == "vllm")
+    sample, vocabulary = (_generate if peer == "generate" else _vllm)(folder, dtype)
     for line in sys.stdin:
         work, seed = json.loads(line)
         print(_speed(sample, vocabulary, work, seed), file=answers, flush=True)
@@ -151,7 +148,7 @@ def _serve() -> None:
 # ---------------------------------------------------------------------------------------- the bench
 
 
-def run(model: str = "", peer: Literal["vllm", "compiled", "generate"] = "vllm") -> dict[str, Any]:
+def run(model: str = "", peer: Literal["vllm", "generate"] = "vllm") -> dict[str, Any]:
     """Return the least ratio of all cells, and each side's speeds. model: a name or a folder."""
     from coppice.research import venvs
     from coppice.research.benches import result

@@ -12,16 +12,19 @@ one another; ``ratio_at_once`` sends ours at once too. Both begin with an empty 
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,7 @@ from coppice.actors.engines.sglang import SGLangEngine
 from coppice.actors.environments.base import Action
 from coppice.actors.environments.tictactoe.environment import TicTacToe
 from coppice.actors.worker import service
-from coppice.research.benches.prefill import model_folder
+from coppice.research.benches.prefill import TreeShape, grow_trees, model_folder
 from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.dispatch.dispatcher import Dispatcher
@@ -46,7 +49,7 @@ from coppice.scheduler.growth.strategies import mc_value
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
-from coppice.wire.messages import GenerateRequest, GenerateResult, Sampling
+from coppice.wire.messages import GenerateRequest, GenerateResult
 
 _FIELDS = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size"
 _SIZES = {
@@ -77,17 +80,10 @@ Answered = list[tuple[GenerateRequest, GenerateResult]]
 
 
 class TreeWork(msgspec.Struct, frozen=True):
-    """The work of one measurement. SLATE trees: their number, steps and candidates, and the tokens
-    of each part. MC-PR games: their number, continuations per state, tokens of a move, and the name
-    of the prompt."""
+    """The work of one measurement. trees: SLATE's. MC-PR games: their number, continuations per
+    state, tokens of a move, and the name of the prompt."""
 
-    questions: int = 64
-    steps: int = 4
-    candidates: int = 5
-    instruction: int = 512
-    question: int = 64
-    observation: int = 512
-    action: int = 128
+    trees: TreeShape = TreeShape(64, 4, 5, 512, question=64, observation=512, action=128)
     games: int = 8
     continuations: int = 100
     move: int = 16
@@ -222,33 +218,15 @@ async def _flush(engine: SGLangEngine) -> None:
         await server.client.send("POST", "/flush_cache", attempts=1)
 
 
-# ---------------------------------------------------------------------------------------------- the
-# trees that are grown
+# ------------------------------------------------------------------------- the trees that are grown
 
 
-def slate(vocabulary: int, work: TreeWork) -> Grow:
-    """Grow trees of SLATE's shape from random words, all concurrently. In each tree, a step begins
-    when the step before is done."""
-    rng = np.random.default_rng(0)
-
-    def words(count: int) -> np.ndarray:
-        return rng.integers(min(1000, vocabulary // 4), vocabulary - 4, count).astype(np.int32)
+def slate(vocabulary: int, shape: TreeShape) -> Grow:
+    """Grow trees of SLATE's shape."""
 
     async def grow(recording: Recording) -> None:
-        instruction = words(work.instruction)
-
-        async def tree(prefix: np.ndarray) -> None:
-            for _ in range(work.steps):
-                request = GenerateRequest(prefix, work.candidates, Sampling(work.action, 1.0))
-                result: GenerateResult = await recording.call(
-                    "generate", request, deadline=DEADLINE_S
-                )
-                prefix = np.concatenate([prefix, result.samples[0].tokens, words(work.observation)])
-
-        prefixes = [
-            np.concatenate([instruction, words(work.question)]) for _ in range(work.questions)
-        ]
-        await gather(tree(prefix) for prefix in prefixes)
+        call = partial(recording.call, "generate", deadline=DEADLINE_S)
+        await grow_trees(call, vocabulary, shape)
 
     return grow
 
@@ -288,8 +266,7 @@ def mc_pr(model: Path, work: TreeWork, most: int) -> Grow:
     return grow
 
 
-# ---------------------------------------------------------------------------------------------- the
-# baselines
+# ------------------------------------------------------------------------------------ the baselines
 
 
 async def at_once(engine: SGLangEngine, answered: Answered) -> float:
@@ -301,38 +278,24 @@ async def at_once(engine: SGLangEngine, answered: Answered) -> float:
     return sum(len(sample.tokens) for result in results for sample in result.samples) / seconds
 
 
-def samples(answered: Answered) -> Sequence[WantedSample]:
-    """Return each sample as a request of its own."""
-    return [
-        WantedSample(request.tokens, len(s.tokens))
-        for request, result in answered
-        for s in result.samples
-    ]
-
-
 async def bench_serving(server: SGLangServer, wanted: Sequence[WantedSample]) -> float:
     """Return the sampled tokens per second. Raises RuntimeError, with the end of the output, if
     bench_serving fails or does other work."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
+        message = [{"role": "user", "content": "-"}]
         rows = [
-            {
-                "messages": [{"role": "user", "content": "-"}],
-                "max_tokens": one.tokens,
-                "input_ids": one.prompt.tolist(),
-            }
+            {"messages": message, "max_tokens": one.tokens, "input_ids": one.prompt.tolist()}
             for one in wanted
         ]
         (folder / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        output = await _run(
-            server, _command(server, _tokenizer(server.model, folder), folder, len(rows)), folder
-        )
+        command = _command(server, _tokenizer(server.model, folder), folder, len(rows))
+        output = await _run(server, command, folder)
         try:
             result = json.loads((folder / "found.jsonl").read_text())
         except (OSError, ValueError) as error:
-            raise RuntimeError(
-                f"sglang.bench_serving left no result ({error}):\n{output}"
-            ) from None
+            told = f"sglang.bench_serving left no result ({error})"
+            raise RuntimeError(f"{told}:\n{output}") from None
     _check(result, wanted, output)
     return float(result["output_throughput"])
 
@@ -366,27 +329,16 @@ def _command(server: SGLangServer, tokenizer: Path, folder: Path, count: int) ->
 
 async def _run(server: SGLangServer, command: list[str], folder: Path) -> str:
     """Run the command and return the end of its output. The key is passed in a variable, because
-    everyone can read command lines."""
-    environment = (
-        os.environ | server.environment | {"OPENAI_API_KEY": server.key, "PYTHONUNBUFFERED": "1"}
-    )
-    printed = folder / "printed"
-    with printed.open("wb") as out:
-        process = await asyncio.create_subprocess_exec(
-            *command, cwd=folder, env=environment, stdin=asyncio.subprocess.DEVNULL, stdout=out,
-            stderr=out,
-        )  # fmt: skip
-        try:
-            status = await asyncio.wait_for(process.wait(), LONGEST_S)
-        except TimeoutError:
-            status = f"after {LONGEST_S:g} s, when it was ended"
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-    output = printed.read_text(errors="replace").replace(server.key or "\0", "(key)")[-_SHOWN:]
-    if status != 0:
-        raise RuntimeError(f"sglang.bench_serving failed (status {status}):\n{output}")
+    everyone can read command lines. Raises TimeoutExpired after ``LONGEST_S``."""
+    own = {"OPENAI_API_KEY": server.key, "PYTHONUNBUFFERED": "1"}
+    done = await asyncio.to_thread(
+        subprocess.run, command, cwd=folder, env=os.environ | server.environment | own,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        errors="replace", timeout=LONGEST_S,
+    )  # fmt: skip
+    output = done.stdout.replace(server.key or "\0", "(key)")[-_SHOWN:]
+    if done.returncode:
+        raise RuntimeError(f"sglang.bench_serving failed (status {done.returncode}):\n{output}")
     return output
 
 
@@ -394,35 +346,38 @@ def _check(result: dict[str, Any], wanted: Sequence[WantedSample], output: str) 
     """Raises RuntimeError unless every request was answered with the intended numbers of prompt
     tokens and sampled tokens."""
     if errors := [error for error in result["errors"] if error]:
-        raise RuntimeError(
-            f"sglang.bench_serving: {len(errors)} of {len(wanted)} requests failed, the first:"
-            f" {errors[0][-_SHOWN:]}"
-        )
+        failed = f"{len(errors)} of {len(wanted)} requests failed, the first"
+        raise RuntimeError(f"sglang.bench_serving: {failed}: {errors[0][-_SHOWN:]}")
     for quantity, got, expected in (
         ("prompt lengths", result["input_lens"], [len(one.prompt) for one in wanted]),
         ("sampled tokens", result["output_lens"], [one.tokens for one in wanted]),
     ):
         if got != expected:
-            raise RuntimeError(
-                f"sglang.bench_serving: {quantity} {got[:8]}.. (in all {sum(got)}), expected"
-                f" {expected[:8]}.. ({sum(expected)}): is it the one of sglang 0.5.23?\n{output}"
-            )
+            told = f"{quantity} {got[:8]}.., expected {expected[:8]}.."
+            version = "is it the one of sglang 0.5.23?"
+            raise RuntimeError(f"sglang.bench_serving: {told}: {version}\n{output}")
 
 
 async def measure(engine: SGLangEngine, server: SGLangServer, work: TreeWork) -> dict[str, Any]:
     """Measure everything on one started engine and print each part at once, since a later part may
     fail. server: the engine's server."""
     vocabulary = json.loads((server.model / "config.json").read_text())["vocab_size"]
-    small = msgspec.structs.replace(work, questions=2, steps=1)
+    small = msgspec.structs.replace(work.trees, questions=2, steps=1)
     await under_dispatcher(engine, slate(vocabulary, small))  # compiles the kernels
-    answered, trees = await under_dispatcher(engine, slate(vocabulary, work))
+    answered, trees = await under_dispatcher(engine, slate(vocabulary, work.trees))
     _print("slate", trees)
     _, games = await under_dispatcher(engine, mc_pr(server.model, work, engine.config.max_batch))
     _print("mc_pr", games)
     together_s = await at_once(engine, answered)
     trees |= {"at_once_tokens_s": together_s, "ratio_at_once": trees["tokens_s"] / together_s}
     _print("ratio_at_once", trees["ratio_at_once"])
-    bench_s = await bench_serving(server, samples(answered))
+    # each sample as a request of its own
+    wanted = [
+        WantedSample(request.tokens, len(one.tokens))
+        for request, result in answered
+        for one in result.samples
+    ]
+    bench_s = await bench_serving(server, wanted)
     trees |= {"bench_serving_tokens_s": bench_s, "ratio": trees["tokens_s"] / bench_s, "goal": GOAL}
     return {"slate": trees, "mc_pr": games}
 
@@ -431,41 +386,44 @@ def _print(name: str, value: Any) -> None:
     print(json.dumps({name: value}), flush=True)
 
 
-def started(folder: Path, arguments: dict[str, Any]) -> SGLangEngine:
-    """Return an engine with its own server on this machine's GPU. It must be started before use."""
+@contextlib.asynccontextmanager
+async def serving(size: str, arguments: dict[str, Any]) -> AsyncIterator[tuple[SGLangEngine, Path]]:
+    """A started engine with its own server on this machine's GPU, for a random model of ``SHAPES``,
+    and the model's folder. Of the default model only the tokenizer files are used."""
+    arguments = {"dtype": "bfloat16", "skip_server_warmup": True} | arguments
     python = os.environ.get("COPPICE_SGLANG_PYTHON", sys.executable)
-    sglang = SGLangConfig(
-        python=python, arguments={"dtype": "bfloat16", "skip_server_warmup": True} | arguments
-    )
     config = ActorsConfig(
         engine="sglang", max_batch=512, capacity=256, max_context=8192, prefill_tokens=8192,
-        sglang=sglang,
+        sglang=SGLangConfig(python=python, arguments=arguments),
     )  # fmt: skip
-    return SGLangEngine(str(folder), config)
-
-
-async def _one(name: str, tokenizer: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
-        folder = random_model(Path(scratch), SHAPES[name], tokenizer, "cuda:0")
-        engine = started(folder, {"mem_fraction_static": 0.6})
+        folder = random_model(Path(scratch), SHAPES[size], model_folder(), "cuda:0")
+        engine = SGLangEngine(str(folder), config)
         await engine.start()
-        way: Any = engine.way
-        server = SGLangServer(
-            way.front.url, way.arguments["api_key"], folder, engine.config.sglang.python
-        )
         try:
-            return await measure(engine, server, TreeWork())
+            yield engine, folder
         finally:
             await engine.close()
 
 
-def main() -> None:
-    """Print JSON lines: each part when it is measured, then everything."""
+def size_option() -> str:
+    """Return the size that the command line names."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", default="7b", choices=list(SHAPES), help="default %(default)s")
-    name = parser.parse_args().size
-    tokenizer = model_folder()  # the default model, of which only the tokenizer files are used
-    print(json.dumps({"size": name} | asyncio.run(_one(name, tokenizer))), flush=True)
+    return parser.parse_args().size
+
+
+async def _one(size: str) -> dict[str, Any]:
+    async with serving(size, {"mem_fraction_static": 0.6}) as (engine, folder):
+        way: Any = engine.way
+        key, python = way.arguments["api_key"], engine.config.sglang.python
+        return await measure(engine, SGLangServer(way.front.url, key, folder, python), TreeWork())
+
+
+def main() -> None:
+    """Print JSON lines: each part when it is measured, then everything."""
+    size = size_option()
+    print(json.dumps({"size": size} | asyncio.run(_one(size))), flush=True)
 
 
 if __name__ == "__main__":

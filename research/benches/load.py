@@ -17,7 +17,6 @@ import tempfile
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ import numpy as np
 import psutil
 
 from coppice.common import frontier, loop
-from coppice.common.numbers import Count, NotNegative, Positive
+from coppice.common.numbers import Count, NotNegative
 from coppice.research.benches import result
 from coppice.scheduler import main as scheduling
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
@@ -36,24 +35,8 @@ from coppice.scheduler.growth.tree import Tree
 from coppice.tools.defaults.settings import importable
 from coppice.tools.inspecting.audit import audit
 from coppice.wire import digest
+from coppice.wire import messages as wire
 from coppice.wire.keys import PeerKeys
-from coppice.wire.messages import (
-    Closed,
-    GenerateRequest,
-    GenerateResult,
-    Judgement,
-    JudgeRequest,
-    JudgeResult,
-    LoadRequest,
-    LoadResult,
-    Passage,
-    RetrieveRequest,
-    RetrieveResult,
-    Sample,
-    Trained,
-    TrainGroup,
-    TreeClosed,
-)
 from coppice.wire.service import UNBOUNDED, Call, Handler, Service
 
 TICK_S = 0.01
@@ -72,10 +55,10 @@ VANISHES = 0.1
 CACHE = 2**18
 """Tokens that an actor's cache holds, as a GPU's might."""
 ROLES = ("actor", "judge", "learner")
+UPDATES = 20
 
 
-# ---------------------------------------------------------------------------------------------- the
-# peers
+# ---------------------------------------------------------------------------------------- the peers
 
 
 class LoadPlan(msgspec.Struct, frozen=True):
@@ -87,8 +70,8 @@ class LoadPlan(msgspec.Struct, frozen=True):
     update_s: float
     judges: int
     stay_s: float
-    act: list[int]
-    forced: list[int]
+    act: list[int] = []
+    forced: list[int] = []
 
 
 class Actor:
@@ -98,36 +81,33 @@ class Actor:
     def __init__(self, plan: LoadPlan):
         self.plan, self.version = plan, 0
 
-    async def generate(self, request: GenerateRequest, call: Call) -> GenerateResult:
+    async def generate(self, request: wire.GenerateRequest, call: Call) -> wire.GenerateResult:
         forced = request.sampling.stop == ["</answer>"]
         tokens = np.array(self.plan.forced if forced else self.plan.act, np.int32)
-        sample = Sample(
+        sample = wire.Sample(
             tokens, np.full(len(tokens), -1, np.float32),
             np.full(len(tokens), self.version, np.int32), "stop",
         )  # fmt: skip
-        return GenerateResult([sample] * request.n, len(request.tokens), 0)
+        return wire.GenerateResult([sample] * request.n, len(request.tokens), 0)
 
-    async def load(self, request: LoadRequest, call: Call) -> LoadResult:
+    async def load(self, request: wire.LoadRequest, call: Call) -> wire.LoadResult:
         self.version = request.version
-        return LoadResult(request.version, request.digest, 0.0)
+        return wire.LoadResult(request.version, request.digest, 0.0)
 
 
-async def retrieve(request: RetrieveRequest, call: Call) -> RetrieveResult:
+async def retrieve(request: wire.RetrieveRequest, call: Call) -> wire.RetrieveResult:
     """Find the same passage for every query."""
-    return RetrieveResult(
-        [[Passage("1", "Peru", "The capital of Peru is Lima, on the coast.", 1.0)]]
-        * len(request.queries)
-    )
+    passage = wire.Passage("1", "Peru", "The capital of Peru is Lima, on the coast.", 1.0)
+    return wire.RetrieveResult([[passage]] * len(request.queries))
 
 
 def judging(kind: str, rng: random.Random) -> Handler:
     """Return the handler of a judge, which takes its time and gives random scores."""
 
-    async def judge(request: JudgeRequest, call: Call) -> JudgeResult:
+    async def judge(request: wire.JudgeRequest, call: Call) -> wire.JudgeResult:
         await asyncio.sleep(SECONDS[kind])
-        return JudgeResult(
-            [Judgement({column: rng.random() for column in SCORES[kind]}) for _ in request.turns]
-        )
+        scores = [{column: rng.random() for column in SCORES[kind]} for _ in request.turns]
+        return wire.JudgeResult([wire.Judgement(one) for one in scores])
 
     return judge
 
@@ -158,7 +138,7 @@ class Learner:
         self.here: set[int] = set()
         self.trained: dict[int, int] = {}
         self.closed: dict[int, list[int]] = {}
-        self.answers: dict[int, asyncio.Future[Trained]] = {}
+        self.answers: dict[int, asyncio.Future[wire.Trained]] = {}
         self.news = asyncio.Event()
         self.announce()
 
@@ -170,34 +150,31 @@ class Learner:
             state = frontier.Frontier(self.version, frontier.runs(self.trained))
             (folder / frontier.FILE).write_bytes(msgspec.json.encode(state))
             digest.write_sums(folder, {frontier.FILE: digest.file(folder / frontier.FILE)})
-        said = {
-            "version": self.version,
-            "path": str(self.run / "weights" / folder.name),
-            "digest": folder.name,
-        }
+        path = str(self.run / "weights" / folder.name)
+        said = {"version": self.version, "path": path, "digest": folder.name}
         (self.run / "learner.json").write_bytes(msgspec.json.encode(said))
 
-    async def train(self, group: TrainGroup, call: Call) -> Trained:
+    async def train(self, group: wire.TrainGroup, call: Call) -> wire.Trained:
         self.here.add(group.id)
         self.news.set()
         answer = self.answers.setdefault(group.id, asyncio.get_running_loop().create_future())
         # a lost connection cancels this handler, and the group is sent again
         return await asyncio.shield(answer)
 
-    async def close(self, closed: TreeClosed, call: Call) -> Closed:
+    async def close(self, closed: wire.TreeClosed, call: Call) -> wire.Closed:
         self.closed.setdefault(closed.tree, closed.groups)
         self.news.set()
-        return Closed()
+        return wire.Closed()
 
     async def work(self) -> None:
         """Make update after update."""
         while True:
             await self.news.wait()
             self.news.clear()
-            whole = sorted(
+            complete = (
                 tree for tree, groups in self.closed.items() if self.here.issuperset(groups)
             )
-            whole = whole[: self.plan.questions]
+            whole = sorted(complete)[: self.plan.questions]
             if len(whole) < self.plan.questions:
                 continue
             groups = [group for tree in whole for group in self.closed.pop(tree)]
@@ -206,14 +183,11 @@ class Learner:
             self.version += 1
             self.trained |= dict.fromkeys(groups, self.version)
             self.announce()
-            path, counted = (
-                str(self.run / "weights" / f"v{self.version:06d}"),
-                {"learner/groups": float(len(groups))},
-            )
+            path = str(self.run / "weights" / f"v{self.version:06d}")
+            counted = {"learner/groups": float(len(groups))}
+            trained = wire.Trained(self.version, path, f"v{self.version:06d}", counted)
             for group in groups:
-                self.answers.pop(group).set_result(
-                    Trained(self.version, path, f"v{self.version:06d}", counted)
-                )
+                self.answers.pop(group).set_result(trained)
             self.news.set()
 
 
@@ -224,9 +198,8 @@ async def serve(run: Path, role: str) -> None:
         await asyncio.sleep(0.1)
     endpoint, keys = (run / "endpoint").read_text(), PeerKeys.load(run / "keys", role)
     if role == "judge":
-        await asyncio.gather(
-            *(come_and_go(place, plan, endpoint, keys) for place in range(plan.judges))
-        )
+        places = range(plan.judges)
+        await asyncio.gather(*(come_and_go(place, plan, endpoint, keys) for place in places))
     elif role == "learner":
         learner = Learner(run, plan)
         working = asyncio.create_task(learner.work())
@@ -234,16 +207,14 @@ async def serve(run: Path, role: str) -> None:
         await Service("learner", handlers, UNBOUNDED, give_up_s=600.0).run(endpoint, keys)
         working.cancel()
     else:
-        stats: Callable[[], dict[str, float]] = lambda: {CAPACITY: float(CACHE)}  # noqa: E731
-        actors = [(f"actor-{i}", Actor(plan)) for i in range(2)]
-        services = [
-            Service(name, {"generate": a.generate, "load": a.load}, 64, stats) for name, a in actors
-        ]
+        searching = PeerKeys.load(run / "keys", "retriever")
         search = Service("retriever", {"retrieve": retrieve}, 64)
-        running = [service.run(endpoint, keys, signals=False) for service in services]
-        running.append(
-            search.run(endpoint, PeerKeys.load(run / "keys", "retriever"), signals=False)
-        )
+        running = [search.run(endpoint, searching, signals=False)]
+        for number in range(2):
+            actor = Actor(plan)
+            handlers = {"generate": actor.generate, "load": actor.load}
+            service = Service(f"actor-{number}", handlers, 64, lambda: {CAPACITY: float(CACHE)})
+            running.append(service.run(endpoint, keys, signals=False))
         await asyncio.gather(*running)
 
 
@@ -252,12 +223,7 @@ def peers(run: str, role: str) -> None:
     loop.run(serve(Path(run), role))
 
 
-# ---------------------------------------------------------------------------------------------- the
-# scheduler
-
-
-def _share(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
+# ------------------------------------------------------------------------------------ the scheduler
 
 
 class Probed(scheduling.Run):
@@ -277,24 +243,20 @@ class Probed(scheduling.Run):
         await self._grow(tree, context)
 
     async def main(self) -> None:
-        """Do the run, with the two timers beside it."""
-        timers = [asyncio.create_task(self._watch_lag()), asyncio.create_task(self._watch())]
+        """Do the run, with the timer beside it."""
+        timer = asyncio.create_task(self._watch())
         try:
             await super().main()
         finally:
-            for timer in timers:
-                timer.cancel()
+            timer.cancel()
             self._sample()
-
-    async def _watch_lag(self) -> None:
-        while True:
-            due = time.perf_counter() + TICK_S
-            await asyncio.sleep(TICK_S)
-            self.lags.append(1e3 * (time.perf_counter() - due))
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(self.EVERY_S)
+            end = time.perf_counter() + self.EVERY_S
+            while (start := time.perf_counter()) < end:
+                await asyncio.sleep(TICK_S)
+                self.lags.append(1e3 * (time.perf_counter() - start - TICK_S))
             self._sample()
 
     def _sample(self) -> None:
@@ -302,16 +264,15 @@ class Probed(scheduling.Run):
         files = [self.folder / f"journal.sqlite{end}" for end in ("", "-wal")]
         values = {
             "t": time.monotonic() - scheduling.scheduler.STARTED, "cpu": time.process_time(),
-            "load": os.getloadavg()[0],
             "trees": pacing.admitted - pacing.version * pacing.questions if pacing else 0,
-            "growing": len(self.open_trees.growing),
             "nodes": sum(len(tree.nodes) for tree in trees),
             "rss_mib": psutil.Process().memory_info().rss / 2**20,
             "journal_mib": sum(file.stat().st_size for file in files if file.exists()) / 2**20,
-            "lag_p50": _share(self.lags, 0.5), "lag_p99": _share(self.lags, 0.99),
-            "lag_max": max(self.lags, default=0.0), "workers": len(self.dispatcher.workers()),
+            "workers": len(self.dispatcher.workers()),
             "open": Counter(call.service for call in self.dispatcher.open_calls()),
         }  # fmt: skip
+        lags = np.quantile(self.lags or [0.0], (0.5, 0.99, 1.0)).tolist()
+        values |= dict(zip(("lag_p50", "lag_p99", "lag_max"), lags, strict=True))
         with (self.folder / "load.jsonl").open("ab") as file:
             file.write(msgspec.json.encode(values) + b"\n")
         self.lags = []
@@ -335,12 +296,9 @@ def prepare(
     words = board_tokenizer().backend_tokenizer
     words.save(str(run / "tokenizer.json"))
     (run / "prompt.txt").write_text("Answer the question. You may search. Question: {question}")
+    question = "What is the capital of country {}?"
     rows = [
-        {
-            "id": str(i),
-            "question": f"What is the capital of country {i}?",
-            "golden_answers": ["Lima"],
-        }
+        {"id": str(i), "question": question.format(i), "golden_answers": ["Lima"]}
         for i in range(trees)
     ]
     (run / "train.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
@@ -369,13 +327,10 @@ def measure(run: Path, every_s: float) -> None:
     code = [f"from {module} import load; load.scheduler({every_s})"]
     code += [f"from {module} import load; load.peers({str(run)!r}, {role!r})" for role in ROLES]
     logs = [(run / f"{name}.log").open("wb") for name in ("scheduler", *ROLES)]
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", text, str(run / "scheduler.json")], env=environment, stdout=log,
-            stderr=log,
-        )
-        for text, log in zip(code, logs, strict=True)
-    ]  # fmt: skip
+    children = []
+    for text, log in zip(code, logs, strict=True):
+        command = [sys.executable, "-c", text, str(run / "scheduler.json")]
+        children.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
     try:
         status = children[0].wait()
     finally:
@@ -394,33 +349,28 @@ def figures(run: Path) -> dict[str, Any]:
     fullest = max(lines, key=lambda line: line["nodes"])
     most = {n: max(line[n] for line in lines) for n in ("trees", "nodes", "rss_mib", "lag_max")}
     median = {n: statistics.median(line[n] for line in lines) for n in ("lag_p50", "lag_p99")}
-    return {
-        **most,
-        **median,
+    return most | median | {
         "journal_mib": lines[-1]["journal_mib"],
         "bytes_per_node": 2**20 * fullest["rss_mib"] / max(1, fullest["nodes"]),
-        "violations": [str(violation) for violation in audit(run)[:5]],
-        "last": lines[-1],
-    }
+        "violations": [str(violation) for violation in audit(run)[:5]], "last": lines[-1],
+    }  # fmt: skip
 
 
 def run(
-    trees: Count = 10_000, nodes: Count = 200_000, judges: Count = 64, questions: Count = 1000,
-    updates: Count = 20, minutes: NotNegative = 5.0, stay_s: Positive = 20.0,
-    every_s: Positive = 10.0, keep: str = "",
+    trees: Count = 10_000, nodes: Count = 200_000, questions: Count = 1000,
+    minutes: NotNegative = 5.0, keep: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """Return the largest number of trees in flight over the bound of admission, whose goal is at
     most 1, with all figures.
 
     trees: in flight, ``questions`` to an update. minutes: the time that the learner takes for all
-    updates together. stay_s: how long a judge stays. every_s: seconds between samples. keep: the
-    run folder, a new one.
+    updates together. keep: the run folder, a new one.
     """
     folder = Path(keep or tempfile.mkdtemp())
     try:
-        plan = LoadPlan(questions, 60 * minutes / updates, judges, stay_s, [], [])
-        prepare(folder, trees, max(1, nodes // trees // 6), questions, updates, plan)
-        measure(folder, every_s)
+        plan = LoadPlan(questions, 60 * minutes / UPDATES, judges=64, stay_s=20.0)
+        prepare(folder, trees, max(1, nodes // trees // 6), questions, UPDATES, plan)
+        measure(folder, every_s=10.0)
         measured = figures(folder)
     finally:
         if not keep:

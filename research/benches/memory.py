@@ -6,13 +6,14 @@ the run takes from the machine. ``coppice dev bench memory --set actors=1 --set 
 'changes=["learner.dtype=float32"]'`` measures other sizes and number types.
 """
 
+import os
 import re
+import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ import msgspec
 import psutil
 
 from coppice.common.numbers import Count
-from coppice.research.benches import result
+from coppice.research.benches import launch_command, result
 from coppice.tools.bootstrap import ROOT
 
-LARGE = ("--config", str(ROOT / "configs" / "slate-cpu.toml"))
+LARGE = ROOT / "configs" / "slate-cpu.toml"
 """The largest model that a laptop is meant to train: SmolLM2-135M."""
-SHORT = ("--set", "scheduler.updates=1", "--set", "scheduler.evaluation.questions=8")
+SHORT = {"scheduler.updates": 1, "scheduler.evaluation.questions": 8}
 """One update needs as much memory as sixteen, because the largest forest and the fullest cache make
 the peak."""
 INTERVAL_S = 0.3
@@ -36,29 +37,24 @@ _PROCESS_FILE = re.compile(r"processes/([a-z-]+?)(-\d+)?\.json$")
 
 
 class Peaks(msgspec.Struct):
-    """Peaks in GiB. total: the sum over all processes. each: one process of a kind. kinds: the sum
-    of a kind. at: the parts of the largest total. counts: the most processes of a kind that were
-    seen at once. Starts empty; ``take`` adds samples.
-    """
+    """Peaks in GiB. total: the sum over all processes. each: one process of a kind. at: the parts
+    of the largest total. counts: the most processes of a kind that were seen at once. Starts empty;
+    ``take`` adds samples."""
 
     total: float = 0.0
     each: dict[str, float] = {}
-    kinds: dict[str, float] = {}
     at: dict[str, float] = {}
     counts: dict[str, int] = {}
-    samples: int = 0
 
     def take(self, sizes: Sequence[tuple[str, float]]) -> None:
         """Add one sample: the kind and the GiB of every process."""
-        self.samples += 1
         sums, seen = Counter[str](), Counter[str]()
         for kind, size in sizes:
             sums[kind] += size  # pyright: ignore[reportArgumentType] (a Counter can add floats)
             seen[kind] += 1
             self.each[kind] = max(size, self.each.get(kind, 0.0))
-        for kind, size in sums.items():
-            self.kinds[kind] = max(size, self.kinds.get(kind, 0.0))
-            self.counts[kind] = max(seen[kind], self.counts.get(kind, 0))
+        for kind, count in seen.items():
+            self.counts[kind] = max(count, self.counts.get(kind, 0))
         if sum(sums.values()) > self.total:
             self.total, self.at = sum(sums.values()), dict(sums)
 
@@ -88,41 +84,41 @@ def sample(root: psutil.Process) -> list[tuple[str, float]]:
     return sizes
 
 
-def watch(command: Sequence[str], **settings: Any) -> tuple[Peaks, int]:
-    """Run ``command`` to its end. Return the peaks of its processes and its exit status. settings:
-    arguments of subprocess.Popen."""
+def watch(command: Sequence[str], printed: Path, variables: Mapping[str, str] = {}) -> Peaks:
+    """Run ``command`` to its end, with its output in the file ``printed``. Return the peaks of its
+    processes. Raises RuntimeError, with the end of its output, if it fails."""
     peaks = Peaks()
-    with subprocess.Popen(command, **settings) as process:
-        root = psutil.Process(process.pid)
-        while process.poll() is None:
-            peaks.take(sample(root))
-            time.sleep(INTERVAL_S)
-        return peaks, process.returncode
-
-
-def measure(arguments: Sequence[str]) -> Peaks:
-    """Return the peaks of ``coppice launch ARGUMENTS`` in a folder of its own. Raises RuntimeError,
-    with the end of its output, if it fails."""
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch) / "out"
-        command = [
-            sys.executable, str(ROOT / "tools" / "launch"), "--run-folder", f"{scratch}/run",
-            *arguments,
-        ]  # fmt: skip
-        with out.open("wb") as terminal:
-            peaks, status = watch(command, cwd=ROOT, stdout=terminal, stderr=terminal)
-        if status:
-            raise RuntimeError(
-                f"{' '.join(command)} ended with status {status}: {out.read_text()[-2000:]}"
-            )
+    with printed.open("wb") as out:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | variables, stdout=out, stderr=out, process_group=0
+        )
+        try:
+            root = psutil.Process(process.pid)
+            while process.poll() is None:
+                peaks.take(sample(root))
+                time.sleep(INTERVAL_S)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait()
+    if process.returncode:
+        end = printed.read_text(errors="replace")[-3000:]
+        raise RuntimeError(f"{' '.join(command)} ended with status {process.returncode}:\n{end}")
     return peaks
+
+
+def measure(config: Path, settings: Mapping[str, object]) -> Peaks:
+    """Return the peaks of ``coppice launch`` in a folder of its own."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        return watch(launch_command(folder / "run", config, settings), folder / "printed")
 
 
 def run(actors: Count = 4, learner: Count = 4, changes: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the peak in GiB of a run of one update on SmolLM2-135M. changes: keys of the config
     that have other values."""
-    more = [word for change in changes for word in ("--set", change)]
-    peaks = measure(["--actors", str(actors), "--learner", str(learner), *LARGE, *SHORT, *more])
+    sizes = {"actors.count": actors, "learner.count": learner}
+    peaks = measure(LARGE, SHORT | sizes | dict(change.split("=", 1) for change in changes))
     name = f"memory: GiB of all processes, --actors {actors} --learner {learner}"
     goal = GOAL_GIB.get(actors + learner, GOAL_GIB[8])
     return result(name, peaks.total, goal, "lower", **msgspec.to_builtins(peaks))

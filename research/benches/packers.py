@@ -24,13 +24,11 @@ def run(rounds: Count = 7) -> dict[str, object]:
     variables = {"PYTHONPATH": str(importable()), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     variables["TRL_EXPERIMENTAL_SILENCE"] = "1"
     command = [python, "-m", "coppice.research.packers", *PACKERS, "--json", f"--rounds={rounds}"]
-    done = subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, env=os.environ | variables, text=True
-    )
+    environment = os.environ | variables
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment, text=True)
     values = json.loads(done.stdout)
-    if wrong := [
-        title for title, row in values["cases"]["ours"].items() if not row["gradient"] < BOUND
-    ]:
+    cases = values["cases"]["ours"].items()
+    if wrong := [title for title, row in cases if not row["gradient"] < BOUND]:
         raise RuntimeError(f"our packer trains {wrong} otherwise than path by path")
     ratio = min(
         row["tokens"] / batch["packers"]["ours"]["tokens"]

@@ -14,48 +14,36 @@ no gradient checkpointing, reference model, dropout, logging, evaluation or chec
 of ``generate`` for all prompts of one length, and one group of sequences per forward pass."""
 
 import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import psutil
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from coppice.common.numbers import Count
 from coppice.research import venvs as environments
 from coppice.research.any_text import AnyText, EpisodeShape, TextState, reward
-from coppice.research.benches import result
+from coppice.research.benches import launch_command, memory, result
 from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.scheduler.growth.text import Text
-from coppice.tools.bootstrap import ROOT
 from coppice.tools.defaults.models import DEFAULT, ensure_model
 from coppice.tools.defaults.settings import cache_folder, importable
 
-ROUNDS, COUNTED = 3, 1
-"""Of each side, and updates of a round of the peer that count; ours are shorter, so twice as many
-do."""
-THREADS, RANK, ALPHA, LR = 2, 16, 32.0, 1e-3
+PEER_UPDATES, OUR_UPDATES = 2, 4
+"""Of a round. One of the peer's counts, and two of ours, which are shorter."""
+THREADS, RANK, ALPHA, LR = 2, 16, 32, 1e-3
 GOALS = {"groups": 2.5, "slate": 4.0}
 """Of the ratio of trained tokens a second; the ratio of memory should be below 1."""
-TICK_S = 0.01
-"""Of the CPU clock."""
-LOOK_S = 0.5
-"""Between two looks at a side's processes."""
 DIGITS = "0123456789"
 END = "<|no end|>"
 
 
-# ---------------------------------------------------------------------------------------------- the
-# load of both sides
+# --------------------------------------------------------------------------- the load of both sides
 
 
 class PeerLoad(msgspec.Struct, frozen=True):
@@ -98,14 +86,9 @@ def prompts(load: PeerLoad, model: Path, seed: int, updates: int) -> list[str]:
     of candidates once (TRL repeats it).
 
     The questions are those that a run of ``seed`` draws. Digits replace the trunk's actions, which
-    a run would sample: they have the same number of tokens and are known beforehand. Raises
-    ValueError if the tokenizer does not make one token of each digit.
+    a run would sample: they have the same number of tokens and are known beforehand.
     """
     text, environment = Text(str(model)), AnyText(load.shape, DIGITS)
-    if len(text.encode(environment.words("", 100))) != 100:
-        raise ValueError(
-            f"{model}: its tokenizer merges digits, so the lengths would differ; choose another"
-        )
     tasks, all_texts = GeneratedTasks(environment.task, seed), []
     for update in range(updates):
         drawn = [tasks.at(update * load.questions + place) for place in range(load.questions)]
@@ -123,30 +106,21 @@ def prompts(load: PeerLoad, model: Path, seed: int, updates: int) -> list[str]:
 
 def endless(model: Path, folder: Path) -> Path:
     """Make a copy of the model, with links to its weights, whose end-of-text token has no row in
-    the model, so that it is never sampled and all samples of both sides have their full length.
-    Raises ValueError."""
+    the model, so that it is never sampled and all samples of both sides have their full length."""
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     tokenizer.add_special_tokens({"eos_token": END})
-    end, rows = tokenizer.convert_tokens_to_ids(END), AutoConfig.from_pretrained(model).vocab_size
-    if end < rows:
-        raise ValueError(
-            f"{model}: a new token gets id {end} of {rows}, which can be sampled; choose another"
-        )
+    end = tokenizer.convert_tokens_to_ids(END)
     tokenizer.save_pretrained(folder)
     for weights in model.glob("*.safetensors*"):
         (folder / weights.name).symlink_to(weights.resolve())
     (folder / "config.json").symlink_to((model / "config.json").resolve())
-    settings = msgspec.json.decode(
-        (model / "generation_config.json").read_bytes(), type=dict[str, Any]
-    )
-    (folder / "generation_config.json").write_bytes(
-        msgspec.json.encode(settings | {"eos_token_id": end})
-    )
+    name = "generation_config.json"
+    settings = json.loads((model / name).read_text()) | {"eos_token_id": end}
+    (folder / name).write_text(json.dumps(settings))
     return folder
 
 
-# ---------------------------------------------------------------------------------------------- the
-# rounds
+# --------------------------------------------------------------------------------------- the rounds
 
 
 class Update(msgspec.Struct, frozen=True):
@@ -156,169 +130,82 @@ class Update(msgspec.Struct, frozen=True):
     tokens: float
 
 
-class ProcessLook(msgspec.Struct, frozen=True):
-    """A side's processes from outside: updates done, CPU seconds of all, bytes of memory (what
-    several share is counted once)."""
-
-    updates: int
-    cpu_s: float
-    bytes: int
-
-
 class Round(msgspec.Struct, frozen=True):
-    """One round of one side. tokens_cpu_s: trained tokens for each CPU second of all its processes,
-    which other work on the machine changes less than tokens_s. load: of the machine before the
-    round, over one minute."""
+    """One round of one side: trained tokens a second, seconds of an update, and the peak memory of
+    all its processes."""
 
     tokens_s: float
     update_s: float
-    tokens_cpu_s: float
     peak_gib: float
-    load: float
 
 
-def watched(
-    command: Sequence[str], folder: Path, environment: dict[str, str], done: Path
-) -> list[ProcessLook]:
-    """Run ``command`` to its end, looking every ``LOOK_S``; it adds a line to ``done`` at the end
-    of each update.
-
-    Raises RuntimeError with the end of what it printed.
-    """
-    printed, looks = folder / "printed", []
-    with printed.open("wb") as out:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | environment, stdout=out, stderr=out, process_group=0
-        )
-        try:
-            while process.poll() is None:
-                looks += _look(process.pid, done)
-                time.sleep(LOOK_S)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)
-                process.wait()
-    if process.returncode:
-        end = printed.read_text(errors="replace")[-3000:]
-        raise RuntimeError(
-            f"{' '.join(command[:3])} ended with status {process.returncode}:\n{end}"
-        )
-    return looks
-
-
-def _look(pid: int, done: Path) -> list[ProcessLook]:
-    """One look, or none while a process is just ending."""
-    try:
-        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-        updates = done.read_bytes().count(b"\n") if done.exists() else 0
-        cpu_s = sum(sum(process.cpu_times()[:2]) for process in processes)
-        return [
-            ProcessLook(
-                updates, cpu_s, sum(process.memory_full_info().pss for process in processes)
-            )
-        ]
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return []
-
-
-def rated(updates: Sequence[Update], looks: Sequence[ProcessLook], busy: float) -> Round:
+def rated(updates: Sequence[Update], peak_gib: float) -> Round:
     """The round in which ``updates`` count but for the first one, which only starts the clock."""
-    spent, tokens = (
-        updates[-1].seconds - updates[0].seconds,
-        sum(update.tokens for update in updates[1:]),
-    )
-    first, last = (
-        next((look.cpu_s for look in looks if look.updates >= count), looks[-1].cpu_s)
-        for count in (1, len(updates))
-    )
-    peak = max(look.bytes for look in looks) / 2**30
-    return Round(
-        tokens / spent, spent / (len(updates) - 1), tokens / max(last - first, TICK_S), peak, busy
-    )
+    spent = updates[-1].seconds - updates[0].seconds
+    tokens = sum(update.tokens for update in updates[1:])
+    return Round(tokens / spent, spent / (len(updates) - 1), peak_gib)
 
 
-def peer(load: PeerLoad, model: Path, folder: Path, dtype: str, counted: int) -> Round:
+def peer(load: PeerLoad, model: Path, folder: Path, dtype: str) -> Round:
     """A round of TRL."""
     folder.mkdir()
-    updates = counted + 1
     work = msgspec.to_builtins(load) | {
-        "model": str(model), "prompts": prompts(load, model, 0, updates),
-        "sequences": load.sequences, "updates": updates, "steps": load.shape.steps, "dtype": dtype,
-        "threads": THREADS, "rank": RANK, "alpha": ALPHA, "lr": LR, "seed": 0,
+        "model": str(model), "prompts": prompts(load, model, 0, PEER_UPDATES),
+        "sequences": load.sequences, "updates": PEER_UPDATES, "steps": load.shape.steps,
+        "dtype": dtype,
     }  # fmt: skip
     (folder / "work.json").write_bytes(msgspec.json.encode(work))
-    python, busy = environments.python("trl", "peer", over_ours=True), os.getloadavg()[0]
+    python = str(environments.python("trl", "peer", over_ours=True))
     variables = {
-        "PYTHONPATH": str(importable()),
-        "OMP_NUM_THREADS": str(THREADS),
-        "MKL_NUM_THREADS": str(THREADS),
-    }
-    variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = folder / "updates.jsonl"
-    looks = watched(
-        [str(python), "-m", "coppice.research.benches.peer", str(folder / "work.json")], folder,
-        variables, done,
-    )  # fmt: skip
-    updates = [msgspec.json.decode(line, type=Update) for line in done.read_bytes().splitlines()]
-    return rated(_checked(load, updates), looks, busy)
+        "PYTHONPATH": str(importable()), "OMP_NUM_THREADS": str(THREADS),
+        "MKL_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+    }  # fmt: skip
+    command = [python, "-m", "coppice.research.benches.peer", str(folder / "work.json")]
+    peaks = memory.watch(command, folder / "printed", variables)
+    lines = (folder / "updates.jsonl").read_bytes().splitlines()
+    updates = [msgspec.json.decode(line, type=Update) for line in lines]
+    return rated(_checked(load, updates), peaks.total)
 
 
-def ours(
-    load: PeerLoad, model: Path, folder: Path, dtype: str, counted: int, rank_threads: int
-) -> Round:
+def ours(load: PeerLoad, model: Path, folder: Path, dtype: str) -> Round:
     """A round of coppice launch; checkpoints are left out, as the peer's are."""
     folder.mkdir()
     (folder / "peer.toml").write_text('name = "peer"\n')
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; from coppice.tools.launching.command import main; sys.exit(main())",
-    ]
-    command += ["--config", str(folder / "peer.toml"), "--run-folder", str(folder / "run")]
-    for key, value in _settings(load, model, dtype, counted + 2, rank_threads).items():
-        command += ["--set", f"{key}={value}"]
-    busy = os.getloadavg()[0]
-    done = folder / "run" / "metrics.jsonl"
-    looks = watched(command, folder, {"PYTHONPATH": str(importable())}, done)
-    records = [json.loads(line) for line in done.read_text().splitlines()]
+    settings = _settings(load, model, dtype)
+    command = launch_command(folder / "run", folder / "peer.toml", settings)
+    peaks = memory.watch(command, folder / "printed")
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     updates = [
         Update(r["time/run"], r["learner/trained_tokens"] * (1 - r["learner/zero_advantage_share"]))
-        for r in records
+        for r in map(json.loads, lines)
     ]
-    return rated(_checked(load, updates)[:-1], looks, busy)
+    return rated(_checked(load, updates)[:-1], peaks.total)
 
 
-def _settings(
-    load: PeerLoad, model: Path, dtype: str, updates: int, rank_threads: int
-) -> dict[str, str]:
+def _settings(load: PeerLoad, model: Path, dtype: str) -> dict[str, object]:
     """The config of a run: everything that the peer has too, no more."""
     shape = ", ".join(f"{key} = {value}" for key, value in msgspec.to_builtins(load.shape).items())
     steps = load.shape.steps
-    longest = (
-        100
-        + load.shape.shared
-        + load.shape.question
-        + steps * (load.action + load.shape.observation)
-    )
-    given = {
+    longest = 100 + load.shape.shared + load.shape.question
+    longest += steps * (load.action + load.shape.observation)
+    return {
         "model.name": f'"{model}"', "data.environment": '"coppice.research.any_text:AnyText"',
         "data.options": f'{{shape = {{{shape}}}, alphabet = "{DIGITS}"}}', "warm_start.steps": 0,
         "judges.use": '{"coppice.research.any_text:Checksum" = {}}',
         "scheduler.judge": '"checksum"',
         "scheduler.strategy": '"full"' if steps == 1 else '"slate"',
         "scheduler.strategy_options": f"{{k = {load.samples}}}", "scheduler.budget": steps,
-        "scheduler.max_action_tokens": load.action, "scheduler.updates": updates,
+        "scheduler.max_action_tokens": load.action, "scheduler.updates": OUR_UPDATES,
         "scheduler.questions_per_update": load.questions, "scheduler.max_staleness": 1,
         "scheduler.evaluation.questions": 0, "actors.count": 1, "actors.dtype": f'"{dtype}"',
         "actors.threads": THREADS // 2, "actors.max_batch": 64, "actors.capacity": 128,
         "actors.max_context": longest, "actors.kv_cache_gib": 0.4, "learner.count": 1,
-        "learner.dtype": f'"{dtype}"', "learner.threads": rank_threads,
+        "learner.dtype": f'"{dtype}"', "learner.threads": THREADS // 2,
         "learner.scheme": '"grpo"' if steps == 1 else '"slate"', "learner.aggregation": '"token"',
         "learner.kl_coef": 0.0, "learner.lr": LR,
         "learner.lora": f"{{rank = {RANK}, alpha = {ALPHA}}}", "learner.micro_tokens": 960,
-        "learner.checkpoint_every": updates,
+        "learner.checkpoint_every": OUR_UPDATES,
     }  # fmt: skip
-    return {key: str(value) for key, value in given.items()}
 
 
 def _checked(load: PeerLoad, updates: list[Update]) -> list[Update]:
@@ -333,72 +220,44 @@ def _checked(load: PeerLoad, updates: list[Update]) -> list[Update]:
     return updates
 
 
-def compare(
-    load: PeerLoad, model: Path, folder: Path, dtype: str, rounds: int, counted: int,
-    rank_threads: int,
-) -> dict[str, Any]:  # fmt: skip
+def compare(load: PeerLoad, model: Path, folder: Path, dtype: str, rounds: int) -> dict[str, Any]:
     """Interleaved rounds of both; each ratio is the median over the rounds, above 1 where ours is
     faster, below where it is smaller."""
-    made: dict[str, list[Round]] = {"peer": [], "ours": []}
+    measured: dict[str, list[Round]] = {"peer": [], "ours": []}
     for number in range(rounds):
-        made["peer"].append(peer(load, model, folder / f"peer{number}", dtype, counted))
-        made["ours"].append(
-            ours(load, model, folder / f"ours{number}", dtype, 2 * counted, rank_threads)
-        )
-        for side, found in made.items():
-            print(f"round {number}, {side}: {found[-1]}", file=sys.stderr, flush=True)
-    pairs = list(zip(made["ours"], made["peer"], strict=True))
+        for side, work in (("peer", peer), ("ours", ours)):
+            measured[side].append(work(load, model, folder / f"{side}{number}", dtype))
+            print(f"round {number}, {side}: {measured[side][-1]}", file=sys.stderr, flush=True)
+    pairs = list(zip(measured["ours"], measured["peer"], strict=True))
     return {
         "tokens_ratio": statistics.median(a.tokens_s / b.tokens_s for a, b in pairs),
-        "cpu_ratio": statistics.median(a.tokens_cpu_s / b.tokens_cpu_s for a, b in pairs),
         "memory_ratio": statistics.median(a.peak_gib / b.peak_gib for a, b in pairs),
-        **{side: [msgspec.to_builtins(one) for one in found] for side, found in made.items()},
+        **msgspec.to_builtins(measured),
     }
 
 
 def run(
     model: str = DEFAULT, loads: tuple[Literal["groups", "slate"], ...] = ("groups", "slate"),
-    dtype: Literal["float32", "bfloat16"] = "float32", rounds: Count = ROUNDS,
-    counted: Count = COUNTED, questions: Count | None = None, rank_threads: Count = THREADS // 2,
+    dtype: Literal["float32", "bfloat16"] = "float32", rounds: Count = 3,
 ) -> dict[str, Any]:  # fmt: skip
     """Compare all loads. The ratio is the worst of (tokens a second over its goal, memory of the
-    peer over ours): 1 meets every goal.
-
-    rounds: of each side. counted: updates of a round that count. questions: of an update instead of
-    the load's, for a slow machine. rank_threads: of our learner's rank; with 2 it also uses the
-    core on which the actor waits.
-    """
-    less = {} if questions is None else {"questions": questions}
-    shapes = {name: msgspec.structs.replace(LOADS[name], **less) for name in loads}
-    environments.python("trl", "peer", over_ours=True)
+    peer over ours): 1 meets every goal. rounds: of each side."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         copy = endless(ensure_model(model, cache_folder()), folder / "model")
-        found = {}
-        for name, load in shapes.items():
+        rows = {}
+        for name in loads:
             (folder / name).mkdir()
-            found[name] = compare(load, copy, folder / name, dtype, rounds, counted, rank_threads)
+            rows[name] = compare(LOADS[name], copy, folder / name, dtype, rounds)
     worst = min(
         min(row["tokens_ratio"] / GOALS[name], 1 / row["memory_ratio"])
-        for name, row in found.items()
+        for name, row in rows.items()
     )
-    packages = ("torch", "transformers", "peft")
-    versions = {name: metadata.version(name) for name in packages} | {"trl": _version("trl")}
-    name, more = "side by side with TRL: ratio / its goal (worst)", msgspec.to_builtins(shapes)
-    return result(name, worst, 1.0, "higher", dtype=dtype, versions=versions, loads=more, **found)
+    name = "side by side with TRL: ratio / its goal (worst)"
+    return result(name, worst, 1.0, "higher", dtype=dtype, **rows)
 
 
-def _version(package: str) -> str:
-    """Of a package in the peer's environment."""
-    python = str(environments.python("trl", "peer", over_ours=True))
-    code = f"from importlib.metadata import version; print(version({package!r}))"
-    return subprocess.run(
-        [python, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.strip()
-
-
-# ---------------------------------------------------------------------------------------------- the
-# process of TRL's side
+# ------------------------------------------------------------------------ the process of TRL's side
 
 
 def trl_settings(work: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -411,10 +270,10 @@ def trl_settings(work: dict[str, Any], folder: Path) -> dict[str, Any]:
         "per_device_train_batch_size": work["rows"],
         "gradient_accumulation_steps": work["sequences"] // work["rows"],
         "steps_per_generation": per_step // work["rows"], "shuffle_dataset": False,
-        "temperature": 1.0, "beta": 0.0, "num_iterations": 1, "learning_rate": work["lr"],
+        "temperature": 1.0, "beta": 0.0, "num_iterations": 1, "learning_rate": LR,
         "lr_scheduler_type": "constant", "gradient_checkpointing": False, "disable_dropout": True,
         "save_strategy": "no", "logging_strategy": "no", "report_to": "none", "disable_tqdm": True,
-        "seed": work["seed"],
+        "seed": 0,
     }  # fmt: skip
 
 
@@ -427,7 +286,7 @@ def train(work: dict[str, Any], folder: Path) -> None:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-    torch.set_num_threads(work["threads"])
+    torch.set_num_threads(THREADS)
     trained = [0]
 
     def rewards(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -448,7 +307,7 @@ def train(work: dict[str, Any], folder: Path) -> None:
         train_dataset=Dataset.from_dict({"prompt": work["prompts"]}),
         processing_class=AutoTokenizer.from_pretrained(work["model"], padding_side="left"),
         peft_config=LoraConfig(
-            r=work["rank"], lora_alpha=work["alpha"], target_modules="all-linear", lora_dropout=0.0
+            r=RANK, lora_alpha=ALPHA, target_modules="all-linear", lora_dropout=0.0
         ),
         callbacks=[Clock()],
     )

@@ -6,9 +6,12 @@ benchmarks use its model, engine and words too.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -16,13 +19,25 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.local import LocalEngine
 from coppice.research.benches import result
+from coppice.scheduler.concurrency import gather
 from coppice.tools.defaults.models import DEFAULT, ensure_model
 from coppice.tools.defaults.settings import cache_folder
-from coppice.wire.messages import GenerateRequest, Sampling
+from coppice.wire.messages import GenerateRequest, GenerateResult, Sampling
 
-QUESTIONS, STEPS, CANDIDATES = 6, 3, 5
-INSTRUCTION, QUESTION, OBSERVATION, ACTION = 120, 30, 60, 32
-"""Lengths in tokens."""
+
+class TreeShape(msgspec.Struct, frozen=True):
+    """SLATE trees: their number, steps and candidates, and the tokens of each part."""
+
+    questions: int
+    steps: int
+    candidates: int
+    instruction: int
+    question: int
+    observation: int
+    action: int
+
+
+SHAPE = TreeShape(6, 3, 5, instruction=120, question=30, observation=60, action=32)
 
 
 def model_folder(name: str = DEFAULT) -> Path:
@@ -32,10 +47,9 @@ def model_folder(name: str = DEFAULT) -> Path:
 
 async def engine(folder: Path) -> LocalEngine:
     """Return a started float32 engine with room for every candidate of two waves."""
-    started = LocalEngine(
-        str(folder),
-        ActorsConfig(dtype="float32", max_batch=QUESTIONS * CANDIDATES, max_context=1024),
-    )
+    batch = SHAPE.questions * SHAPE.candidates
+    config = ActorsConfig(dtype="float32", max_batch=batch, max_context=1024)
+    started = LocalEngine(str(folder), config)
     await started.start()
     return started
 
@@ -61,30 +75,29 @@ def words(rng: np.random.Generator, vocabulary: int, count: int) -> np.ndarray:
     return rng.integers(min(1000, vocabulary // 4), min(40000, vocabulary), count).astype(np.int32)
 
 
-def prompts(rng: np.random.Generator, vocabulary: int) -> list[np.ndarray]:
-    """Return the first prefixes, each a common instruction and then a question."""
-    common = words(rng, vocabulary, INSTRUCTION)
-    return [np.concatenate([common, words(rng, vocabulary, QUESTION)]) for _ in range(QUESTIONS)]
-
-
-async def trees(engine: LocalEngine) -> None:
-    """Grow QUESTIONS trees of STEPS steps concurrently."""
-    rng = np.random.default_rng(0)
-    vocabulary = engine.model.config.vocab_size
+async def grow_trees(
+    generate: Callable[[GenerateRequest], Awaitable[GenerateResult]], vocabulary: int,
+    shape: TreeShape,
+) -> None:  # fmt: skip
+    """Grow trees of random words under one instruction, all concurrently. In each tree, a step
+    begins when the step before is done."""
+    draw = partial(words, np.random.default_rng(0), vocabulary)
+    instruction = draw(shape.instruction)
 
     async def grow(prefix: np.ndarray, number: int) -> None:
-        for step in range(STEPS):
-            sampling = Sampling(ACTION, 1.0, seed=1000 * number + step)
-            result = await engine.generate(GenerateRequest(prefix, CANDIDATES, sampling))
-            observation = words(rng, vocabulary, OBSERVATION)
-            prefix = np.concatenate([prefix, result.samples[0].tokens, observation])
+        for step in range(shape.steps):
+            sampling = Sampling(shape.action, 1.0, seed=1000 * number + step)
+            result = await generate(GenerateRequest(prefix, shape.candidates, sampling))
+            tokens = result.samples[0].tokens
+            prefix = np.concatenate([prefix, tokens, draw(shape.observation)])
 
-    await asyncio.gather(*(grow(prefix, i) for i, prefix in enumerate(prompts(rng, vocabulary))))
+    prefixes = [np.concatenate([instruction, draw(shape.question)]) for _ in range(shape.questions)]
+    await gather(grow(prefix, number) for number, prefix in enumerate(prefixes))
 
 
 async def _measure(model: str) -> dict[str, Any]:
     started = await engine(model_folder(model))
-    await trees(started)
+    await grow_trees(started.generate, started.model.config.vocab_size, SHAPE)
     await started.close()
     counts = started.counts
     ratio = counts["prefilled_tokens"] / counts["ideal_prefill_tokens"]

@@ -30,12 +30,11 @@ from coppice.research.benches import result
 from coppice.tools.defaults.facts import ensure_facts
 from coppice.tools.defaults.settings import cache_folder
 
-K, CALLERS = 10, 64
-NOISE = (
-    # a vector's distance from its centre, whose length is 1: vectors around one centre have a
-    # cosine of about 0.67
-    0.7
-)
+K, CALLERS, DIMENSIONS = 10, 64, 384
+BATCHES = (1, 32)  # of queries that are searched together
+# a vector's distance from its centre, whose length is 1: vectors around one centre have a cosine of
+# about 0.67
+NOISE = 0.7
 # queries kept, and joined into a search
 BEFORE = {"nothing": (0, 1), "joined": (0, 32), "joined, cached": (65536, 32)}
 
@@ -45,9 +44,8 @@ class Clusters:
 
     def __init__(self, dimensions: int, count: int):
         scale = (1 + np.arange(dimensions)) ** -0.5
-        rotation = np.linalg.qr(np.random.default_rng(0).standard_normal((dimensions, dimensions)))[
-            0
-        ]
+        normal = np.random.default_rng(0).standard_normal((dimensions, dimensions))
+        rotation = np.linalg.qr(normal).Q
         self.axes = (scale[:, None] / np.linalg.norm(scale) * rotation).astype(np.float32)
         self.centres = np.zeros((1, dimensions), np.float32)
         self.centres = self.draw(count, 1, 1.0)
@@ -61,10 +59,8 @@ class Clusters:
 
     def blocks(self, count: int) -> Iterable[np.ndarray]:
         """Yield so many vectors in blocks."""
-        return (
-            self.draw(min(indexes.BLOCK, count - at), 2 + at)
-            for at in range(0, count, indexes.BLOCK)
-        )
+        places = range(0, count, indexes.BLOCK)
+        return (self.draw(min(indexes.BLOCK, count - at), 2 + at) for at in places)
 
 
 def rate(index: faiss.Index, queries: np.ndarray, batch: int, seconds: float) -> float:
@@ -79,7 +75,7 @@ def rate(index: faiss.Index, queries: np.ndarray, batch: int, seconds: float) ->
 
 def compared(
     blocks: Callable[[], Iterable[np.ndarray]], count: int, queries: np.ndarray,
-    names: tuple[str, ...], batches: tuple[int, ...], seconds: float,
+    names: tuple[str, ...], seconds: float,
 ) -> dict[str, Any]:  # fmt: skip
     """Build each kind and return what it takes and finds. names: kinds, and after a space search
     parameters; the first is exact."""
@@ -96,19 +92,13 @@ def compared(
                 del index
                 row["build_s"] = time.process_time() - start
             index = indexes.loaded(file, text, search or usual)
-            found = [
-                set(one)
-                for part in np.array_split(queries, 10)
-                for one in index.search(part, K)[1].tolist()
-            ]
+            parts = (index.search(part, K)[1].tolist() for part in np.array_split(queries, 10))
+            found = [set(one) for part in parts for one in part]
             exact = exact if len(rows) > 1 else found
-            row["recall"] = sum(len(a & b) for a, b in zip(found, exact, strict=True)) / (
-                K * len(queries)
-            )
+            hits = sum(len(a & b) for a, b in zip(found, exact, strict=True))
+            row["recall"] = hits / (K * len(queries))
             row["bytes"] = file.stat().st_size / count
-            row["queries_per_s"] = {
-                str(batch): rate(index, queries, batch, seconds) for batch in batches
-            }
+            row["queries_per_s"] = {str(n): rate(index, queries, n, seconds) for n in BATCHES}
             print(name, row, file=sys.stderr, flush=True)  # the next kind may take long
     return rows
 
@@ -122,47 +112,37 @@ async def called(folder: Path, questions: list[str], count: int) -> dict[str, An
         for name, (size, batch) in BEFORE.items():
             hot, start = HotQueries(local.backend, size, batch), time.process_time()
             for first in range(0, count, CALLERS):
-                await asyncio.gather(
-                    *(hot.search([question], 3) for question in queried[first : first + CALLERS])
-                )
-            rows[name] = {
-                "cpu_ms": 1000 * (time.process_time() - start) / count,
-                "searched": hot.counts["searched"],
-            }
+                some = queried[first : first + CALLERS]
+                await asyncio.gather(*(hot.search([question], 3) for question in some))
+            cpu_ms = 1000 * (time.process_time() - start) / count
+            rows[name] = {"cpu_ms": cpu_ms, "searched": hot.counts["searched"]}
     return rows
 
 
 def run(
-    passages: Count = 2_000, dimensions: Count = 384, queries: Count = 200,
-    names: tuple[str, ...] = ("flat", "ivfpq", "refined", "hnsw"),
-    batches: tuple[int, ...] = (1, 32), seconds: Positive = 0.1, texts: Count = 300,
-    calls: Count = 500,
+    passages: Count = 2_000, queries: Count = 200,
+    names: tuple[str, ...] = ("flat", "ivfpq", "refined", "hnsw"), seconds: Positive = 0.1,
+    texts: Count = 300, calls: Count = 500,
 ) -> dict[str, Any]:  # fmt: skip
     """Run the benchmark. texts: passages of the built-in corpus, whose index is compared too, and
     called. The ratio is the least recall of 10."""
     threads, facts = faiss.omp_get_max_threads(), ensure_facts(cache_folder())
     faiss.omp_set_num_threads(1)
-    clusters = Clusters(dimensions, max(1, passages // 100))
+    clusters = Clusters(DIMENSIONS, max(1, passages // 100))
     try:
         drawn = clusters.draw(queries, 0)
-        rows = compared(lambda: clusters.blocks(passages), passages, drawn, names, batches, seconds)
+        rows = compared(lambda: clusters.blocks(passages), passages, drawn, names, seconds)
         with tempfile.TemporaryDirectory() as folder:
-            corpus, index, encoder = (
-                Path(folder) / "corpus.jsonl", Path(folder) / "index", Encoder(),
-            )  # fmt: skip
-            corpus.write_bytes(
-                b"".join((facts / "corpus.jsonl").read_bytes().splitlines(keepends=True)[:texts])
-            )
+            corpus, index = Path(folder) / "corpus.jsonl", Path(folder) / "index"
+            encoder = Encoder()
+            lines = (facts / "corpus.jsonl").read_bytes().splitlines(keepends=True)
+            corpus.write_bytes(b"".join(lines[:texts]))
             real = build(corpus, index, encoder).passages
-            queried = [
-                msgspec.json.decode(row)["question"]
-                for row in (facts / "train.jsonl").read_bytes().splitlines()
-            ]
+            tasks = (facts / "train.jsonl").read_bytes().splitlines()
+            queried = [msgspec.json.decode(row)["question"] for row in tasks]
             vectors = faiss.read_index(str(index / "index.faiss")).reconstruct_n(0, real)
-            found = compared(
-                lambda: [vectors], real, encoder.embed(queried[:queries], "query"), names, batches,
-                seconds,
-            )  # fmt: skip
+            embedded = encoder.embed(queried[:queries], "query")
+            found = compared(lambda: [vectors], real, embedded, names, seconds)
             served = loop.run(called(index, queried, calls))
     finally:
         faiss.omp_set_num_threads(threads)

@@ -10,12 +10,12 @@ those of ``slate`` come from a real batch, the others have half of their real le
 gpu-check runs it."""
 
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path as FilePath
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,19 +27,16 @@ from coppice.learner.model.model import TreeModel
 from coppice.learner.model.ranks import Ranks
 from coppice.research.benches import result
 from coppice.research.benches.prefill import random_copy
-from coppice.tools.planning import formulas
+from coppice.research.packers import step_candidates
 from coppice.tools.planning.formulas import Dense
 from coppice.tools.planning.growth import packed
 
-LAYERS, PADDED_ROWS, REPEATS = 10, 4, 1
+LAYERS, PADDED_ROWS = 10, 4
 GOALS = {"slate": 0.7, "mc_pr": 0.6}
 """The least share of the token ratio that the speed-up must reach. Other shapes need only be no
 slower than padded rows."""
-SIZES = {
-    "SmolLM2-135M": Dense(30, 576, 1536, 9, 49_152, 3),
-    "ten of its layers": Dense(10, 576, 1536, 9, 49_152, 3),
-    "Qwen2.5-7B": formulas.SHAPES["Qwen2.5-7B"],
-}
+SIZE = Dense(LAYERS, 576, 1536, 9, 49_152, 3)
+"""The model: layers of the default model's shape."""
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
 """Peak of dense bf16 products, from the vendor's data sheets."""
 GPU_REPEATS = 5
@@ -54,23 +51,15 @@ def _words(rng: np.random.Generator, count: int) -> list[int]:
     return rng.integers(0, VOCABULARY, count).tolist()
 
 
-def slate(
-    rng: np.random.Generator, question: int = 200, steps: int = 4, k: int = 5, action: int = 80,
-    retrieved: int = 400,
-) -> list[Path]:  # fmt: skip
-    """Make one question with k actions from one prefix at every step, one of which is continued."""
-    paths, prefix = [], _words(rng, question)
-    for _ in range(steps):
-        actions = [_words(rng, action) for _ in range(k)]
-        paths += [Path(prefix + a, len(prefix)) for a in actions]
-        prefix = prefix + actions[0] + _words(rng, retrieved)
-    return paths
+def slate(rng: np.random.Generator) -> list[Path]:
+    """Make one question with five actions from one prefix at every step, one of which is
+    continued."""
+    return [Path(*one) for one in step_candidates(partial(_words, rng), 200, 4, 5, 80, 400)]
 
 
-def grpo(rng: np.random.Generator, prompt: int = 500, k: int = 8, action: int = 100) -> list[Path]:
-    """Make k answers to one prompt."""
-    prefix = _words(rng, prompt)
-    return [Path(prefix + _words(rng, action), prompt) for _ in range(k)]
+def grpo(rng: np.random.Generator) -> list[Path]:
+    """Make eight answers to one prompt."""
+    return [Path(*one) for one in step_candidates(partial(_words, rng), 500, 1, 8, 100, 0)]
 
 
 def mc_pr(
@@ -84,38 +73,24 @@ def mc_pr(
     return paths
 
 
-def episodes(
-    rng: np.random.Generator, prompt: int = 100, count: int = 6, turns: int = 4, turn: int = 30
-) -> list[Path]:
-    """Make whole game episodes that share only the prompt. Each is one path, trained from the end
-    of the prompt on."""
-    prefix = _words(rng, prompt)
-    return [Path(prefix + _words(rng, turns * turn), prompt) for _ in range(count)]
+def episodes(rng: np.random.Generator) -> list[Path]:
+    """Make six whole game episodes of four turns that share only the prompt. Each is one path,
+    trained from the end of the prompt on."""
+    return [Path(*one) for one in step_candidates(partial(_words, rng), 100, 1, 6, 120, 0)]
 
 
-Name = Literal["slate", "grpo", "mc_pr", "episodes"]
-SHAPES: dict[Name, Callable[..., list[Path]]] = {
-    "slate": slate, "grpo": grpo, "mc_pr": mc_pr, "episodes": episodes,
-}  # fmt: skip
+SHAPES = {"slate": slate, "grpo": grpo, "mc_pr": mc_pr, "episodes": episodes}
 
 
-# ----------------------------------------------------------------------------------------------
-# measurements
+# ------------------------------------------------------------------------------------- measurements
 
 
-def limit(paths: Sequence[Path], model: Dense) -> float:
+def limit(paths: Sequence[Path]) -> float:
     """Return the multiplications of the unshared paths over those of their forest. Trained tokens
     that paths share pass the head once."""
     work = packed([paths], sum(len(path.tokens) for path in paths), 1)
-    unshared = model.multiplications(work["path"], work["path_pairs"], work["path_targets"])
-    return unshared / model.multiplications(work["packed"], work["pairs"], work["targets"])
-
-
-def make(folder: FilePath, lora: int = 0) -> TreeModel:
-    """Return a model of the default model's shape with fewer layers."""
-    random_copy(folder, num_hidden_layers=LAYERS)
-    settings = LearnerConfig(dtype="float32", lora=LoraConfig(rank=lora))
-    return TreeModel(str(folder), settings, 1.0, Ranks(60))
+    unshared = SIZE.multiplications(work["path"], work["path_pairs"], work["path_targets"])
+    return unshared / SIZE.multiplications(work["packed"], work["pairs"], work["targets"])
 
 
 def forest(model: TreeModel, paths: Sequence[Path]) -> None:
@@ -148,9 +123,8 @@ def padded(model: TreeModel, paths: Sequence[Path]) -> None:
         longest = max(len(p.tokens) for p in some)
         ids = torch.tensor([[*p.tokens] + [0] * (longest - len(p.tokens)) for p in some])
         mask = torch.tensor([[1] * len(p.tokens) + [0] * (longest - len(p.tokens)) for p in some])
-        hidden = causal.get_decoder()(
-            input_ids=ids, attention_mask=mask, use_cache=False
-        ).last_hidden_state
+        output = causal.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False)
+        hidden = output.last_hidden_state
         rows = torch.cat([hidden[i, p.start - 1 : len(p.tokens) - 1] for i, p in enumerate(some)])
         targets = torch.tensor([t for p in some for t in p.tokens[p.start :]])
         token_logprobs(rows, causal.get_output_embeddings().weight, targets)[0].sum().backward()
@@ -167,35 +141,31 @@ def seconds(
     return time.process_time() - start
 
 
-def measure(model: TreeModel, name: Name, repeats: int = REPEATS) -> dict[str, Any]:
-    """Measure one shape in interleaved repeats and return the medians."""
+def measure(model: TreeModel, name: str) -> dict[str, Any]:
+    """Measure one shape."""
     paths = SHAPES[name](np.random.default_rng(0))
     forested = pack(paths)
-    times: dict[str, list[float]] = {"forest": [], "varlen": [], "padded": []}
-    for _ in range(repeats):
-        for key, work in (("forest", forest), ("varlen", varlen), ("padded", padded)):
-            times[key].append(seconds(work, model, paths))
-    middle = {key: statistics.median(values) for key, values in times.items()}
+    sides = {"forest": forest, "varlen": varlen, "padded": padded}
+    cpu_s = {side: seconds(work, model, paths) for side, work in sides.items()}
     return {
         "shape": name, "tokens": forested.nodes, "token_ratio": forested.token_ratio,
-        "limits": {size: limit(paths, dense) for size, dense in SIZES.items()},
-        "over_padded": middle["padded"] / middle["forest"],
-        "over_varlen": middle["varlen"] / middle["forest"], "cpu_s": middle,
+        "limit": limit(paths), "over_padded": cpu_s["padded"] / cpu_s["forest"],
+        "over_varlen": cpu_s["varlen"] / cpu_s["forest"], "cpu_s": cpu_s,
     }  # fmt: skip
 
 
-def run(shapes: tuple[Name, ...] = tuple(SHAPES), repeats: int = REPEATS) -> dict[str, Any]:
+def run() -> dict[str, Any]:
     """Measure all shapes. The ratio is the worst speed-up over its goal, so a ratio of 1 or more
     means that every goal is met."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            model = make(FilePath(folder))
-            seconds(
-                forest, model, SHAPES["grpo"](np.random.default_rng(1), prompt=50, action=20)
-            )  # warms the allocator
-            rows = [measure(model, name, repeats) for name in shapes]
+            random_copy(FilePath(folder), num_hidden_layers=LAYERS)
+            settings = LearnerConfig(dtype="float32", lora=LoraConfig(rank=0))
+            model = TreeModel(folder, settings, 1.0, Ranks(60))
+            seconds(forest, model, grpo(np.random.default_rng(1)))  # warms the allocator
+            rows = [measure(model, name) for name in SHAPES]
     finally:
         torch.set_num_threads(threads)
     worst = min(
@@ -205,8 +175,7 @@ def run(shapes: tuple[Name, ...] = tuple(SHAPES), repeats: int = REPEATS) -> dic
     return result("tree training: speed-up / its goal (worst shape)", worst, 1.0, shapes=rows)
 
 
-# ---------------------------------------------------------------------------------------------- on
-# a GPU
+# ----------------------------------------------------------------------------------------- on a GPU
 
 
 def _gpu_seconds(work: Callable[..., None], model: TreeModel, paths: list[Path]) -> float:
@@ -230,7 +199,7 @@ def measure_gpu() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         random_copy(FilePath(folder))
         settings = LearnerConfig(dtype="bfloat16", kl_coef=0.0)
-        model = TreeModel(str(FilePath(folder)), settings, 1.0, Ranks(60), lora=LoraConfig(rank=0))
+        model = TreeModel(folder, settings, 1.0, Ranks(60), lora=LoraConfig(rank=0))
         rng = np.random.default_rng(0)
         paths = [p for _ in range(4) for p in slate(rng)]
         forested = pack(paths)
@@ -249,4 +218,4 @@ def measure_gpu() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure_gpu(), indent=1))
+    print(json.dumps(measure_gpu()))

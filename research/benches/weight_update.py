@@ -7,7 +7,6 @@ The pause is the longest time between two steps minus the median.
 into SGLang by each transport, from the actor's call to the proof of the new weights; coppice dev
 gpu-check runs it. No requests run then."""
 
-import argparse
 import asyncio
 import json
 import os
@@ -32,7 +31,7 @@ from coppice.learner.model.ranks import Ranks
 from coppice.learner.model.weight_server import WeightServer, grouped
 from coppice.research.benches import prefill as shape
 from coppice.research.benches import result
-from coppice.research.benches.gpu_sglang import SHAPES, random_model, started
+from coppice.research.benches.gpu_sglang import serving, size_option
 from coppice.tools.defaults.models import DEFAULT
 from coppice.wire import digest
 from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
@@ -45,45 +44,28 @@ TRANSPORTS = ("distributed", "disk", "adapter")
 holds."""
 
 
-def adapter(base: Path, folder: Path) -> Manifest:
-    """Save an adapter of random weights on all linear layers, as the learner publishes it."""
-    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    tensors = {}
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
-            tensors[f"base_model.model.{name}.lora_A.weight"] = (
-                torch.randn(RANK, module.in_features) * 1e-3
-            )
-            tensors[f"base_model.model.{name}.lora_B.weight"] = (
-                torch.randn(module.out_features, RANK) * 1e-3
-            )
-    (folder / "adapter_config.json").write_text(json.dumps({"lora_alpha": 2 * RANK, "r": RANK}))
-    return _save(tensors, folder, 1, "lora")
+def adapter(base: Path, folder: Path) -> Published:
+    """Publish an adapter of random weights on all linear layers, as the learner does."""
+    policy: Any = AdapterPolicy(base, RANK)
+    return publish(policy, 1, folder, keep=1)
 
 
-def whole(base: Path, folder: Path) -> Manifest:
+def whole(base: Path, folder: Path) -> Published:
     """Save all weights with a small change."""
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    return _save(
-        {n: (p.detach() * 1.001).contiguous() for n, p in model.named_parameters()}, folder, 2,
-        "full",
-    )  # fmt: skip
-
-
-def _save(tensors: dict[str, torch.Tensor], folder: Path, version: int, kind: Any) -> Manifest:
-    save_file(tensors, folder / FILES[kind], metadata={"format": "pt"})
-    manifest = Manifest(version, kind, digest.safetensors_file(folder / FILES[kind]))
+    weights = {n: (p.detach() * 1.001).contiguous() for n, p in model.named_parameters()}
+    save_file(weights, folder / FILES["full"], metadata={"format": "pt"})
+    manifest = Manifest(2, "full", digest.safetensors_file(folder / FILES["full"]))
     manifest.write(folder)
-    return manifest
+    return Published(2, str(folder), manifest.digest)
 
 
 async def measure(
-    engine: LocalEngine, make: Callable[[Path, Path], Manifest], base: Path
+    engine: LocalEngine, make: Callable[[Path, Path], Published], base: Path
 ) -> dict[str, float]:
     """Measure one load in the middle of a generation."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        manifest = make(base, folder)
+        published = make(base, Path(scratch))
         arrivals: list[float] = []
         step = engine.batch.step
 
@@ -92,14 +74,13 @@ async def measure(
             return step(version)
 
         engine.batch.step = recorded
-        prompt = shape.words(
-            np.random.default_rng(manifest.version), engine.model.config.vocab_size, PROMPT
-        )
+        rng, vocabulary = np.random.default_rng(published.version), engine.model.config.vocab_size
+        prompt = shape.words(rng, vocabulary, PROMPT)
         sampling = Sampling(400, 1.0, seed=1)
         running = asyncio.create_task(engine.generate(GenerateRequest(prompt, SAMPLES, sampling)))
         while len(arrivals) < 10:
             await asyncio.sleep(0.05)
-        loaded = await engine.load(LoadRequest(manifest.version, scratch, manifest.digest))
+        loaded = await engine.load(LoadRequest(*msgspec.structs.astuple(published)))
         seen = len(arrivals)
         while len(arrivals) < seen + 10:
             await asyncio.sleep(0.05)
@@ -109,20 +90,14 @@ async def measure(
         gaps = np.diff(arrivals)
         usual = statistics.median(gaps)
         pause = float(gaps.max() - usual)
-        size = (folder / FILES[manifest.kind]).stat().st_size
-        return {
-            "load_s": loaded.seconds, "pause_s": pause, "tokens_lost": pause * SAMPLES / usual,
-            "mb": size / 1e6,
-        }  # fmt: skip
+        size = sum(file.stat().st_size for file in Path(published.path).glob("*.safetensors"))
+        return {"load_s": loaded.seconds, "pause_s": pause, "mb": size / 1e6}
 
 
 async def _measure(model: str) -> dict[str, Any]:
     base = shape.model_folder(model)
     engine = await shape.engine(base)
-    rows = {
-        "adapter": await measure(engine, adapter, base),
-        "whole": await measure(engine, whole, base),
-    }
+    rows = {make.__name__: await measure(engine, make, base) for make in (adapter, whole)}
     await engine.close()
     ratio = rows["whole"]["pause_s"] / rows["whole"]["load_s"]
     return result("weight update: generation paused / whole load", ratio, 0.6, "lower", **rows)
@@ -133,8 +108,7 @@ def run(model: str = DEFAULT) -> dict[str, Any]:
     return asyncio.run(_measure(model))
 
 
-# ----------------------------------------------------------------------------------------------
-# updates into SGLang
+# ------------------------------------------------------------------------------ updates into SGLang
 
 
 class AdapterPolicy:
@@ -173,12 +147,10 @@ async def updates(
                     version, transport, folder, Path(scratch), offers, device, rank
                 )
                 wanted: Any = "auto" if transport == "adapter" else transport
-                engine.weights.config = msgspec.structs.replace(
-                    engine.config.sglang, weights=wanted
-                )
-                seconds[transport] = (
-                    await engine.load(LoadRequest(version, published.path, published.digest))
-                ).seconds
+                settings = msgspec.structs.replace(engine.config.sglang, weights=wanted)
+                engine.weights.config = settings
+                loaded = await engine.load(LoadRequest(*msgspec.structs.astuple(published)))
+                seconds[transport] = loaded.seconds
             print(json.dumps({"transport": transport, "update_s": seconds[transport]}), flush=True)
     finally:
         offers.close()
@@ -198,10 +170,8 @@ def _published(
         os.symlink(stored, scratch / FILES["full"])
         manifest = Manifest(version, "full", digest.safetensors_file(stored))
     else:
-        own = {
-            name: tensor * (1 + version / 100)
-            for name, tensor in load_file(stored, device=device).items()
-        }
+        weights = load_file(stored, device=device).items()
+        own = {name: tensor * (1 + version / 100) for name, tensor in weights}
         parts = ({name: own[name] for name in names} for names in grouped(own))
         proof = digest.total(sums(own))
         manifest = Manifest(version, "full", proof, False, offers.offer(version, parts))
@@ -209,17 +179,11 @@ def _published(
     return Published(version, str(scratch), manifest.digest)
 
 
-async def _served(name: str, tokenizer: Path, transports: tuple[str, ...]) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = random_model(Path(scratch), SHAPES[name], tokenizer, "cuda:0")
-        graphs = {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
-        adapters = {"enable_lora": True, "max_lora_rank": RANK, "max_loras_per_batch": 2}
-        engine = started(folder, {"mem_fraction_static": 0.4} | graphs | adapters)
-        await engine.start()
-        try:
-            return await updates(engine, folder, "cuda:0", transports)
-        finally:
-            await engine.close()
+async def _served(size: str, transports: tuple[str, ...]) -> dict[str, float]:
+    graphs = {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
+    adapters = {"enable_lora": True, "max_lora_rank": RANK, "max_loras_per_batch": 2}
+    async with serving(size, {"mem_fraction_static": 0.4} | graphs | adapters) as (engine, folder):
+        return await updates(engine, folder, "cuda:0", transports)
 
 
 def possible() -> tuple[str, ...]:
@@ -232,11 +196,9 @@ def possible() -> tuple[str, ...]:
 
 def main() -> None:
     """Print JSON lines: the seconds of each transport when they are measured, then all of them."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--size", default="7b", choices=list(SHAPES), help="default %(default)s")
-    options = parser.parse_args()
-    seconds = asyncio.run(_served(options.size, shape.model_folder(), possible()))
-    print(json.dumps({"size": options.size, "update_s": seconds}), flush=True)
+    size = size_option()
+    seconds = asyncio.run(_served(size, possible()))
+    print(json.dumps({"size": size, "update_s": seconds}), flush=True)
 
 
 if __name__ == "__main__":

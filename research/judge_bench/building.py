@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from coppice.common.atomic import write_whole
+from coppice.common.numbers import Count
 from coppice.tools.finetuning import records
 from coppice.tools.finetuning.command import check_files, say
 from coppice.tools.finetuning.records import THRESHOLD, Labelled, Trajectory, copied, label
@@ -33,23 +34,16 @@ class Item(Trajectory[GradedStep], frozen=True, kw_only=True):
 
 
 class BenchReport(msgspec.Struct, frozen=True):
-    """What happened to the trajectories. mean_score: over the steps left after filtering;
-    threshold: the one used for the labels.
+    """What happened to the trajectories. threshold: the one used for the labels. pool, taken: items
+    by category, before and after balancing."""
 
-    pool, taken: items by category, before and after balancing. missing: items that the pool could
-    not provide.
-    """
-
-    trajectories: int
     dropped: dict[str, int]
-    mean_score: float
     threshold: float
     pool: dict[str, int]
     taken: dict[str, int]
     multi_step: int
     steps: int
     good_steps: int
-    missing: int
 
 
 def build(
@@ -67,26 +61,21 @@ def build(
     if not pool:
         raise ValueError(f"no trajectory is left for the benchmark; dropped: {dict(dropped)}")
     scores = [step.score for one in pool for step in one.steps]
-    mean = sum(scores) / len(scores)
-    limit = mean if threshold is None else threshold
+    limit = sum(scores) / len(scores) if threshold is None else threshold
     items = [_item(one, limit) for one in pool]
     random.Random(seed).shuffle(items)
     items.sort(key=lambda item: len(item.steps) == 1)
-    by_category = {name: [item for item in items if item.category == name] for name in CATEGORIES}
-    shares = even(size, [len(members) for members in by_category.values()])
-    taken = {
-        name: members[:share]
-        for (name, members), share in zip(by_category.items(), shares, strict=True)
-    }
-    chosen = sorted((item for own in taken.values() for item in own), key=lambda item: item.id)
+    by_category = [[item for item in items if item.category == name] for name in CATEGORIES]
+    shares = even(size, list(map(len, by_category)))
+    taken = (own[:share] for own, share in zip(by_category, shares, strict=True))
+    chosen = sorted((item for own in taken for item in own), key=lambda item: item.id)
     if surplus := len(items) - len(chosen):
         dropped["not needed for the balance"] = surplus
     return chosen, BenchReport(
-        len(labelled), dict(dropped), mean, limit,
-        {name: len(members) for name, members in by_category.items()},
-        {name: len(members) for name, members in taken.items()},
-        sum(len(item.steps) > 1 for item in chosen), sum(len(item.steps) for item in chosen),
-        sum(step.label for item in chosen for step in item.steps), size - len(chosen),
+        dict(dropped), limit, dict(zip(CATEGORIES, map(len, by_category), strict=True)),
+        dict(zip(CATEGORIES, shares, strict=True)), sum(len(item.steps) > 1 for item in chosen),
+        sum(len(item.steps) for item in chosen),
+        sum(step.label for item in chosen for step in item.steps),
     )  # fmt: skip
 
 
@@ -128,17 +117,14 @@ def even(size: int, available: Sequence[int]) -> list[int]:
     """Divide ``size`` as evenly as ``available`` allows. A category that has too little gives all;
     the others share the rest."""
     shares = [0] * len(available)
-    while sum(shares) < size and shares != list(available):
-        open_ = [i for i, share in enumerate(shares) if share < available[i]]
-        lowest = min(shares[i] for i in open_)
-        shares[next(i for i in open_ if shares[i] == lowest)] += 1
+    for _ in range(min(size, sum(available))):
+        open_ = [i for i, most in enumerate(available) if shares[i] < most]
+        shares[min(open_, key=shares.__getitem__)] += 1
     return shares
 
 
-def check_threshold(threshold: float) -> None:
-    """Raises ValueError if ``threshold`` is not between 0 and 1, as scores are."""
-    if not 0 <= threshold <= 1:
-        raise ValueError(f"--threshold {threshold:g}: expected a score, 0 to 1")
+def _threshold(text: str) -> float | None:
+    return None if text == "mean" else float(text)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -146,9 +132,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("labelled", nargs="+", type=Path, help="labelled trajectories (coppice sft)")
     add("--out", required=True, type=Path, help="the records; a report is written beside them")
-    add("--size", required=True, type=int, help="trajectories in the benchmark")
+    add("--size", required=True, type=Count, help="trajectories in the benchmark")
     threshold = "good scores exceed it: a number, or mean (default: %(default)s)"
-    add("--threshold", default=str(THRESHOLD), help=threshold)
+    add("--threshold", type=_threshold, default=THRESHOLD, help=threshold)
     add("--seed", type=int, default=0, help="of every random draw (default: 0)")
     excluded = "leave out these labelled trajectories and all others of their questions; repeatable"
     add("--exclude", type=Path, action="append", default=[], help=excluded)
@@ -159,28 +145,19 @@ def write(flags: argparse.Namespace) -> None:
     out: Path = flags.out
     report_path = out.parent / f"{out.name.removesuffix('.jsonl')}.report.json"
     check_files(out, [*flags.labelled, *flags.exclude], [report_path])
-    if flags.size < 1:
-        raise ValueError(f"--size {flags.size}: expected 1 trajectory or more")
     pool = records.read(flags.labelled, Trajectory[Labelled])
     excluded = [
         one
         for path in flags.exclude
         for one in records.read([path], Trajectory[Labelled], "--exclude")
     ]
-    try:
-        threshold = None if flags.threshold == "mean" else float(flags.threshold)
-    except ValueError:
-        expected = "expected a number from 0 to 1, or mean"
-        raise ValueError(f"--threshold {flags.threshold}: {expected}") from None
-    check_threshold(threshold or 0.0)
-    items, report = build(pool, flags.size, threshold, flags.seed, excluded)
+    items, report = build(pool, flags.size, flags.threshold, flags.seed, excluded)
     records.write(out, items)
     write_whole(report_path, report)
     print(f"{len(items)} trajectories in {out}, {report.multi_step} of several steps;", end=" ")
     print(f"{report.good_steps} of {report.steps} steps are good")
-    for heading, counts in (("taken", report.taken), ("in the pool", report.pool)):
-        say(heading, counts)
-    say("dropped", report.dropped)
-    if report.missing:
-        print(f"the pool has {report.missing} fewer than asked for")
+    for heading in ("taken", "pool", "dropped"):
+        say(heading, getattr(report, heading))
+    if missing := flags.size - len(items):
+        print(f"the pool has {missing} fewer than asked for")
     print(f"report {report_path}")

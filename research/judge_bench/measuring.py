@@ -4,6 +4,7 @@ wrong."""
 
 import argparse
 import random
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any
 import msgspec
 
 from coppice.common.atomic import write_whole
+from coppice.common.numbers import Share
 from coppice.common.options import option
-from coppice.research.judge_bench.building import CATEGORIES, Item, check_threshold
+from coppice.research.judge_bench.building import Item
 from coppice.tools.evaluating import examination
 from coppice.tools.evaluating.examination import Prepared, SampleMean, repeated, sample_mean
 from coppice.tools.finetuning import judging, records
@@ -21,7 +23,7 @@ from coppice.tools.finetuning.judging import JudgeSpec
 from coppice.tools.finetuning.records import THRESHOLD, label, named_steps
 
 SHIPPED = Path(__file__).parent / "nvprocess-small.jsonl"
-BASELINES = ("majority", "random", "first-turn", "constant")
+BASELINES = re.compile(r"majority|random|first-turn|constant (0|1|0?\.\d+)")
 
 
 class BenchSettings(msgspec.Struct, frozen=True):
@@ -33,14 +35,13 @@ class BenchSettings(msgspec.Struct, frozen=True):
 
 
 class JudgeRow(msgspec.Struct, frozen=True):
-    """The result of one judge. valid: the share of outputs that could be read. by_category,
-    by_steps: the accuracy on parts of the set."""
+    """The result of one judge. multi_step: the accuracy on trajectories of several steps, if there
+    are any. valid: the share of outputs that could be read."""
 
     judge: str
     accuracy: SampleMean
+    multi_step: SampleMean | None
     valid: float
-    by_category: dict[str, SampleMean]
-    by_steps: dict[str, SampleMean]
 
 
 class BenchResult(msgspec.Struct, frozen=True):
@@ -54,8 +55,7 @@ class BenchResult(msgspec.Struct, frozen=True):
     rows: list[JudgeRow]
 
 
-# ----------------------------------------------------------------------------------------------
-# measuring
+# ---------------------------------------------------------------------------------------- measuring
 
 
 def measure(
@@ -80,48 +80,32 @@ def baseline(kind: str, items: Sequence[Item], threshold: float) -> JudgeRow:
         "majority": lambda name: most,
         "first-turn": lambda name: int(name in first),
         "random": lambda name: random.Random(f"nvprocess/{name}").getrandbits(1),
+        "constant": lambda name: label(float(kind.split()[1]), threshold),
     }
-    if kind not in says:
-        says[kind] = lambda name: label(float(kind.split()[1]), threshold)
-    return _row(f"{kind} class" if kind == "majority" else kind, items, says[kind])
+    return _row(f"{kind} class" if kind == "majority" else kind, items, says[kind.split()[0]])
 
 
 def _row(judge: str, items: Sequence[Item], verdict: Callable[[str], int | None]) -> JudgeRow:
     """Make the row of a judge. verdict: the label that the judge gives to a step, or None."""
     steps = named_steps(items)
     labels = {name: verdict(name) for name, _, _ in steps}
-    right = [(item, float(labels[name] == step.label)) for name, item, step in steps]
+    right = [float(labels[name] == step.label) for name, _, step in steps]
+    multi = [one for one, (_, item, _) in zip(right, steps, strict=True) if len(item.steps) > 1]
     valid = sum(label is not None for label in labels.values()) / len(labels)
-
-    def parts(holds: dict[str, Callable[[Item], bool]]) -> dict[str, SampleMean]:
-        measured = {}
-        for name, one in holds.items():
-            if values := [value for item, value in right if one(item)]:
-                measured[name] = sample_mean(values)
-        return measured
-
-    (accuracy,) = parts({"": lambda item: True}).values()
-    by_category = {name: lambda item, name=name: item.category == name for name in CATEGORIES}
-    single, multi = lambda item: len(item.steps) == 1, lambda item: len(item.steps) > 1
-    by_steps = parts({"single-step": single, "multi-step": multi})
-    return JudgeRow(judge, accuracy, valid, parts(by_category), by_steps)
+    return JudgeRow(judge, sample_mean(right), sample_mean(multi) if multi else None, valid)
 
 
 def table(result: BenchResult) -> str:
     """The result as a table for the terminal."""
-    parts = [*result.rows[0].by_category, *result.rows[0].by_steps]
-    cells = [["judge", "accuracy ±95%", "valid", *parts]]
+    cells = [["judge", "accuracy ±95%", "multi-step", "valid"]]
     for row in result.rows:
-        each = {**row.by_category, **row.by_steps}
-        shown = [str(row.accuracy), f"{row.valid:.3f}", *(str(each[name]) for name in parts)]
-        cells.append([row.judge, *shown])
+        cells.append([row.judge, str(row.accuracy), str(row.multi_step or "-"), f"{row.valid:.3f}"])
     good = f"{result.good_steps} of them good (threshold {result.threshold:g})"
     head = f"{result.bench}: {result.items} trajectories, {result.steps} steps, {good}"
     return "\n".join([head, *examination.table(cells)])
 
 
-# ----------------------------------------------------------------------------------------------
-# command line
+# ------------------------------------------------------------------------------------- command line
 
 
 class _Judge(argparse.Action):
@@ -172,7 +156,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     kinds = "random, first-turn, or constant S; may be repeated (majority is always added)"
     add("--baseline", nargs="+", action="append", default=[], metavar=("KIND", "VALUE"), help=kinds)
     threshold = "good steps score above it (default: %(default)s)"
-    add("--threshold", type=float, default=THRESHOLD, help=threshold)
+    add("--threshold", type=Share, default=THRESHOLD, help=threshold)
     add("--deadline", **judging.DEADLINE)
     failed = "steps an endpoint refuses or fails on count as wrong (default: the command fails)"
     add("--count-failed", action="store_true", help=failed)
@@ -181,25 +165,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def baselines_of(flags: argparse.Namespace) -> list[str]:
     """The baselines of a command line, after "majority". Raises ValueError for an unknown one."""
-    kinds = ["majority"]
-    for kind, *values in flags.baseline:
-        name = " ".join([kind, *values])
-        if kind not in BASELINES or len(values) != (kind == "constant"):
-            expected = "expected majority, random, first-turn, or constant S"
-            raise ValueError(f"--baseline {name}: {expected}")
-        if kind == "constant":
-            try:
-                check_threshold(float(values[0]))
-            except ValueError:
-                expected = "expected a score, a number from 0 to 1"
-                raise ValueError(f"--baseline {name}: {expected}") from None
-        kinds.append(name)
+    kinds = ["majority", *(" ".join(words) for words in flags.baseline)]
+    for kind in kinds:
+        if not BASELINES.fullmatch(kind):
+            expected = "expected majority, random, first-turn, or constant S, a score such as 0.5"
+            raise ValueError(f"--baseline {kind}: {expected}")
     return list(dict.fromkeys(kinds))
 
 
 def prepare(flags: argparse.Namespace) -> Prepared:
     """The evaluation of a command line. Raises ValueError or OSError with the remedy."""
-    check_threshold(flags.threshold)
     items = records.read([flags.bench], Item, "--bench")
     judges, kinds = judges_of(flags), baselines_of(flags)
     settings = BenchSettings(records.digest(flags.bench), flags.threshold, judging.lasting(judges))

@@ -17,8 +17,6 @@ states. Kernels that need a GPU can be replaced by ``causal_attention``.
 """
 
 import copy
-import importlib
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig, MistralConfig
+
+from coppice.common.options import plugin
 
 BOUND = 1e-11
 """The largest relative distance of gradients that float64 rounding explains."""
@@ -67,11 +66,6 @@ class PackingCase(msgspec.Struct, frozen=True):
     config: Any = LlamaConfig(**SHAPE)
 
 
-def _llama(key_heads: int) -> Any:
-    shape: dict[str, Any] = SHAPE | {"num_key_value_heads": key_heads}
-    return LlamaConfig(**shape)
-
-
 def _weighted(*paths: tuple[list[int], int]) -> list[TrainedPath]:
     weights = (1.0, -0.25, 0.5, 2.0, -1.5)
     return [TrainedPath(*path, weights[i % 5]) for i, path in enumerate(paths)]
@@ -82,7 +76,7 @@ def _words(vocabulary: int) -> Callable[[int], list[int]]:
     return lambda count: torch.randint(vocabulary, (count,), generator=draw).tolist()
 
 
-def _steps(
+def step_candidates(
     words: Callable[[int], list[int]], question: int, steps: int, candidates: int, action: int,
     after: int,
 ) -> list[tuple[list[int], int]]:  # fmt: skip
@@ -125,10 +119,10 @@ CASES = {
     "duplicates": PackingCase(
         _weighted(([1, 2, 3, 4], 2), ([1, 2, 3, 4], 2), ([1, 2, 5], 2)), 5, 5
     ),
-    "300 tokens": PackingCase(_weighted(*_steps(_words(64), 60, 3, 3, 20, 30)), 300, 180),
+    "300 tokens": PackingCase(_weighted(*step_candidates(_words(64), 60, 3, 3, 20, 30)), 300, 180),
     "sliding window": PackingCase(NESTED, 14, 9, MistralConfig(**SHAPE, sliding_window=4)),
-    "grouped heads": PackingCase(NESTED, 14, 9, _llama(2)),
-    "one key head": PackingCase(NESTED, 14, 9, _llama(1)),
+    "grouped heads": PackingCase(NESTED, 14, 9, LlamaConfig(**SHAPE | {"num_key_value_heads": 2})),
+    "one key head": PackingCase(NESTED, 14, 9, LlamaConfig(**SHAPE | {"num_key_value_heads": 1})),
     "recurrent layers": PackingCase(
         NESTED, 14, 9, Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"])
     ),
@@ -242,19 +236,19 @@ def check(packer: Any, case: PackingCase) -> dict[str, Any]:
 def loads() -> dict[str, list[TrainedPath]]:
     """Return the batches whose packing is counted and timed."""
     words = _words(49152)
-    groups = [path for _ in range(8) for path in _steps(words, 500, 1, 8, 100, 0)]
-    slate = [path for _ in range(8) for path in _steps(words, 200, 3, 5, 80, 400)]
+    groups = [path for _ in range(8) for path in step_candidates(words, 500, 1, 8, 100, 0)]
+    slate = [path for _ in range(8) for path in step_candidates(words, 200, 3, 5, 80, 400)]
     return {
         "8 groups of 8": _weighted(*groups),
         "SLATE, 8 questions, 3 steps of 5": _weighted(*slate),
-        "SLATE, 20 steps of 5": _weighted(*_steps(words, 200, 20, 5, 80, 400)),
+        "SLATE, 20 steps of 5": _weighted(*step_candidates(words, 200, 20, 5, 80, 400)),
         "depth 5, branching 3": _weighted(*_branches(words, 5, [])),
     }
 
 
 def measure(packers: dict[str, Any], paths: list[TrainedPath], rounds: int) -> dict[str, Any]:
-    """Return for each packer its counts, relative to the trie's, the median CPU seconds of packing,
-    and the quartiles of its ratio to the first packer's, in rounds that take turns."""
+    """Return for each packer its counts, relative to the trie's, and the median ratio of its CPU
+    time of packing to the first packer's, in rounds that take turns."""
     nodes, pairs = unique(paths)
     batches = {name: packer.prepare(paths) for name, packer in packers.items()}
     seconds: dict[str, list[float]] = {name: [] for name in packers}
@@ -271,20 +265,15 @@ def measure(packers: dict[str, Any], paths: list[TrainedPath], rounds: int) -> d
         rows[name] = {
             "tokens": counts.tokens / nodes, "key_rows": counts.key_rows / nodes,
             "query_rows": counts.query_rows / nodes, "pairs": counts.pairs / pairs,
-            "pack_s": statistics.median(seconds[name]),
-            "time": np.quantile(ratios, (0.25, 0.5, 0.75)).tolist(),
+            "time": statistics.median(ratios),
         }  # fmt: skip
     return {"nodes": nodes, "packers": rows}
 
 
 def load(name: str) -> Any:
     """Return a packer of this folder, or that of a file of Python."""
-    if not name.endswith(".py"):
-        return importlib.import_module(f"{__name__}.{name}")
-    spec = importlib.util.spec_from_file_location(Path(name).stem, name)
-    assert spec is not None and spec.loader is not None
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    return module
+    place = f"{name}:pack" if name.endswith(".py") else name
+    return plugin("packers", place, __name__, "pack")[0]
 
 
 def report(names: Sequence[str], rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
@@ -300,11 +289,10 @@ def report(names: Sequence[str], rounds: int, say: Callable[[str], None]) -> dic
                 say(f"{title:<38} {row['reason']}")
                 continue
             verdict = "" if row["gradient"] < BOUND else "  DIFFERS"
-            say(
-                f"{title:<38} {row['tokens']:>6} ({row['unique']:>4})"
-                f"  {row['targets']:>3}/{row['of_targets']:<3}  {row['weight']:6.3f}"
-                f"  {row['gradient']:.1e}{verdict}"
-            )
+            tokens = f"{row['tokens']:>6} ({row['unique']:>4})"
+            targets = f"{row['targets']:>3}/{row['of_targets']:<3}"
+            gradient = f"{row['weight']:6.3f}  {row['gradient']:.1e}{verdict}"
+            say(f"{title:<38} {tokens}  {targets}  {gradient}")
     by_pack = {packer.pack: name for name, packer in reversed(packers.items())}
     timed = {name: packer for name, packer in packers.items() if by_pack[packer.pack] == name}
     batches = {}
@@ -312,10 +300,6 @@ def report(names: Sequence[str], rounds: int, say: Callable[[str], None]) -> dic
         batch = batches[title] = measure(timed, paths, rounds)
         say(f"\n{title + ', ' + str(batch['nodes']):<39} tokens  key rows  query rows  pairs  time")
         for name, row in batch["packers"].items():
-            low, middle, high = row["time"]
-            say(
-                f"{name:<39} {row['tokens']:6.2f} {row['key_rows']:9.2f} {row['query_rows']:11.2f}"
-                f" {row['pairs']:6.2f} {middle:5.2f} ({low:.2f}-{high:.2f};"
-                f" {1000 * row['pack_s']:.0f} ms)"
-            )
+            values = [row[key] for key in ("tokens", "key_rows", "query_rows", "pairs", "time")]
+            say("{:<39} {:6.2f} {:9.2f} {:11.2f} {:6.2f} {:5.2f}".format(name, *values))
     return {"cases": cases, "batches": batches}

@@ -30,8 +30,7 @@ def digest(name: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
 
 
-# ----------------------------------------------------------------------------------------------
-# shared by the methods
+# ---------------------------------------------------------------------------- shared by the methods
 
 
 def filled(name: str, **values: str) -> str:
@@ -79,8 +78,7 @@ def spoken(text: str) -> str:
     return _THOUGHT.sub("", text, count=1).strip()
 
 
-# ----------------------------------------------------------------------------------------------
-# methods of one prompt
+# ---------------------------------------------------------------------------- methods of one prompt
 
 
 async def direct(tree: Tree, ctx: Context, how: How) -> None:
@@ -100,8 +98,7 @@ async def rag(tree: Tree, ctx: Context, how: How) -> None:
     await ask(tree, ctx, filled("rag", documents=documents(passages), question=ctx.task.question))
 
 
-# ----------------------------------------------------------------------------------------------
-# Iter-RetGen and IRCoT
+# ---------------------------------------------------------------------------- Iter-RetGen and IRCoT
 
 _TAGS = re.compile(r"</?answer>")
 MOST_PASSAGES = 15
@@ -158,8 +155,7 @@ def first_sentence(text: str) -> str:
     return whole[1].strip() if whole else line.strip()
 
 
-# ----------------------------------------------------------------------------------------------
-# Search-o1
+# ---------------------------------------------------------------------------------------- Search-o1
 
 REPEATED = "This was searched before: see the result above."
 USED_UP = "No more searches can be made. Answer with what is known."

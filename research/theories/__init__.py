@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from coppice.common.options import command_parser
+from coppice.tools.evaluating import examination
 
 PAPERS = ("slate", "ppr", "vpr", "oprl", "staleness")
 BATCHES = 40  # enough to know the spread of the batch means to one ninth of its value
@@ -41,11 +42,8 @@ class BatchEstimate(msgspec.Struct, frozen=True):
 
     def near(self, expected: ArrayLike) -> bool:
         """True if every entry is within STANDARD_ERRORS standard errors of ``expected``."""
-        return bool(
-            np.all(
-                np.abs(self.value - np.asarray(expected)) <= STANDARD_ERRORS * self.error + 1e-12
-            )
-        )
+        limit = STANDARD_ERRORS * self.error + 1e-12
+        return bool(np.all(np.abs(self.value - np.asarray(expected)) <= limit))
 
     def at(self, index: int) -> "BatchEstimate":
         """Return one entry of the first axis."""
@@ -132,8 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure the claims of the named papers (default: all). Return 1 if a row disagrees, 2 for an
     unknown name."""
     options = parser().parse_args(arguments)
-    unknown = set(options.names) - set(PAPERS)
-    if unknown:
+    if unknown := set(options.names) - set(PAPERS):
         print(
             f"coppice dev theory: unknown {sorted(unknown)}; expected names from {list(PAPERS)}",
             file=sys.stderr,
@@ -145,18 +142,8 @@ def main(arguments: list[str] | None = None) -> int:
         for name in papers
         for row in importlib.import_module(f"{__name__}.{name}").rows(options.seed)
     ]
-    print(table(rows))
-    return int(not all(row.agrees for row in rows))
-
-
-def table(rows: Iterable[ClaimRow]) -> str:
-    """Return ``rows`` as aligned text with a heading, one line per row."""
     cells = [("claim", "measured", "expected", "agrees")]
-    cells += [
-        (row.claim, row.measured, row.expected, "yes" if row.agrees else "NO") for row in rows
-    ]
-    widths = [max(len(line[column]) for line in cells) for column in range(4)]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    )
+    for row in rows:
+        cells.append((row.claim, row.measured, row.expected, "yes" if row.agrees else "NO"))
+    print(*examination.table(cells), sep="\n")
+    return int(not all(row.agrees for row in rows))

@@ -153,17 +153,24 @@ ENVIRONMENT = "environment.json"
 
 
 def write_environment(run: Path) -> None:
-    """Write what computes a run into its folder: commit (with "-dirty" if files were changed; "" if
-    there is no checkout), machine, the cores that this process may use, GPUs as "name, driver
-    version", and the versions of packages. Former ones stay as environment-1.json, ... Raises
+    """Write ``environment`` into a run's folder. Former ones stay as environment-1.json, ... Raises
     OSError."""
+    if (before := run / ENVIRONMENT).exists():
+        before.rename(run / f"environment-{len([*run.glob('environment-*.json')]) + 1}.json")
+    write_whole(before, environment())
+
+
+def environment() -> dict[str, object]:
+    """Return what computes a run: commit (with "-dirty" if files were changed; "" if there is no
+    checkout), machine, the cores that this process may use, GPUs as "name, driver version", and the
+    versions of packages."""
     lines = PROCESSOR.read_text().splitlines() if PROCESSOR.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     smi = "nvidia-smi --query-gpu=name,driver_version --format=csv,noheader"
     git = f"git -C {shlex.quote(str(ROOT))} describe --always --dirty --abbrev=40 --exclude='*'"
     affinity = getattr(os, "sched_getaffinity", None)
     packages = {d.name: d.version for d in importlib.metadata.distributions() if d.name}
-    environment = {
+    return {
         "commit": _said(git) if (ROOT / ".git").exists() else "",
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -173,9 +180,6 @@ def write_environment(run: Path) -> None:
         "gpus": _said(smi).splitlines() if visible_gpus() else [],
         "packages": dict(sorted(packages.items())),
     }
-    if (before := run / ENVIRONMENT).exists():
-        before.rename(run / f"environment-{len([*run.glob('environment-*.json')]) + 1}.json")
-    write_whole(before, environment)
 
 
 def _said(command: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from coppice.research import benches
 from coppice.research.benches import decode, prefill, weight_update
-from coppice.research.benches.prefill import INSTRUCTION, OBSERVATION, QUESTION, QUESTIONS, STEPS
+from coppice.research.benches.prefill import SHAPE
 from tests.tools.said import Patch
 
 
@@ -14,7 +14,8 @@ def test_prefill_is_ideal_by_a_count_the_engine_has_no_part_in(llama: Path) -> N
     row = prefill.run(str(llama))
     # A child adds its observation and the last token of the action, which was sampled but never
     # forwarded.
-    expected = INSTRUCTION + QUESTIONS * (QUESTION + (STEPS - 1) * (OBSERVATION + 1))
+    of_tree = SHAPE.question + (SHAPE.steps - 1) * (SHAPE.observation + 1)
+    expected = SHAPE.instruction + SHAPE.questions * of_tree
     assert row["prefilled_tokens"] == row["ideal_prefill_tokens"] == expected
     assert row["ratio"] <= row["goal"]
 

@@ -11,15 +11,15 @@ import torch
 
 from coppice.research.benches import gpu_sglang, weight_update
 from coppice.research.benches.gpu_sglang import COMPACT, SGLangServer, WantedSample
+from coppice.research.benches.prefill import TreeShape
 from coppice.wire.messages import GenerateRequest, Sampling
 from tests.actors.test_engine_contract import restore
 from tests.sglang_cpu.shared import SITE, VARIABLES, Shared
 
 pytestmark = pytest.mark.slow
 
-SIZES = {"questions": 3, "steps": 2, "candidates": 2, "instruction": 40, "question": 8}
-SIZES |= {"observation": 12, "action": 6, "games": 1, "continuations": 3, "move": 3}
-WORK = gpu_sglang.TreeWork(prompt=COMPACT, **SIZES)
+TREES = TreeShape(3, 2, 2, instruction=40, question=8, observation=12, action=6)
+WORK = gpu_sglang.TreeWork(TREES, games=1, continuations=3, move=3, prompt=COMPACT)
 ADAPTER_RANK = 8
 """The most that the session's server takes."""
 

@@ -111,7 +111,7 @@ def test_duplicates_excluded_ids_and_excluded_questions_stay_out() -> None:
 def test_the_mean_threshold_is_the_mean_over_steps() -> None:
     pair = [labelled("a", 1, [1.0, 1.0, 0.2]), labelled("b", 0, [0.6])]
     items, report = build(pair, 2, None)
-    assert report.threshold == report.mean_score == pytest.approx(0.7)
+    assert report.threshold == pytest.approx(0.7)
     assert [[step.label for step in item.steps] for item in items] == [[1, 1, 0], [0]]
     assert [item.category for item in items] == ["correct_good", "wrong_bad"]
     assert category(0, [0.652], 0.652) == "wrong_bad"
@@ -123,8 +123,8 @@ BENCH = [item("a", 1, [0.9, 0.1]), item("b", 0, [0.9]), item("c", 0, [0.1])]
 def test_an_invalid_output_is_a_wrong_step() -> None:
     row = measure("j", BENCH, {"a#1": 0.7, "a#2": None, "b#1": 0.652, "c#1": 0.0}, 0.652)
     assert (row.accuracy.mean, row.accuracy.n, row.valid) == (0.5, 4, 0.75)
-    by_steps = {name: (found.mean, found.n) for name, found in row.by_steps.items()}
-    assert by_steps == {"single-step": (0.5, 2), "multi-step": (0.5, 2)}
+    assert row.multi_step is not None
+    assert (row.multi_step.mean, row.multi_step.n) == (0.5, 2)
 
 
 def test_baselines_are_what_they_say() -> None:
@@ -271,7 +271,7 @@ def test_other_settings_are_refused_but_another_address_is_not(measured: Measure
         ("--judge pprm_rules --judge pprm_rules", "--name"),
         ("--judge tictactoe_minimax", "expected a judge"),
         ("--baseline best", "majority, random"),
-        ("--baseline constant nan", "--baseline constant nan: expected a score"),
+        ("--baseline constant nan", "--baseline constant nan: expected majority"),
         ("--bench nowhere.jsonl", "--bench nowhere.jsonl cannot be read (No such file"),
     ],
 )

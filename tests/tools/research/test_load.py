@@ -23,9 +23,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run: eight judges that stay one second, and a learner that takes its time."""
     folder = tmp_path_factory.mktemp("load")
     timing = DispatchConfig(heartbeat_s=0.2, dead_after_s=3.0)
-    load.prepare(
-        folder, TREES, 3, QUESTIONS, UPDATES, LoadPlan(QUESTIONS, 0.5, JUDGES, 1.0, [], []), timing
-    )
+    plan = LoadPlan(QUESTIONS, 0.5, JUDGES, 1.0)
+    load.prepare(folder, TREES, 3, QUESTIONS, UPDATES, plan, timing)
     load.measure(folder, 0.2)
     return folder
 
