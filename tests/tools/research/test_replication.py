@@ -100,8 +100,9 @@ def test_the_tokens_to_a_level_count_runs_that_never_reach_it() -> None:
 
 
 @pytest.fixture
-def study(tmp_path: Path) -> Path:
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two finished seeds of one arm and one of another, which has an unfinished second one."""
+    monkeypatch.setattr(replication, "RECORDS", tmp_path / "records")
     out = tmp_path / "study"
     for seed in (0, 1):
         start, end = evaluation(0, 0, 0, 0.1 * seed), evaluation(40, 1000, 5000, 0.5 + 0.1 * seed)
