@@ -44,6 +44,7 @@ def test_equal_groups_are_counted_among_those_that_can_differ() -> None:
     counts = Counter[str]()
     for group in (turns([1.0], [1.0]), turns([1.0], [0.0]), turns([5.0])):
         counts.update(counted(group, "reward", "turns"))
+    assert counts == {"compared_step_1": 2, "equal_step_1": 1}
 
 
 async def test_as_many_questions_without_spread_as_the_budget_says_are_replaced(

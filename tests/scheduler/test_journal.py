@@ -109,13 +109,6 @@ def test_after_kill_9_everything_that_was_reported_is_there_once(tmp_path: Path)
     assert journal.damage() == []
 
 
-def test_a_group_of_the_checkpoint_is_trained_although_its_answer_was_lost(tmp_path: Path) -> None:
-    journal = journaled(tmp_path / "j", 2, closed=(0, 1))
-    journal.adopt_frontier({0: 3, 77: 3})
-    assert [row.id for row in journal.untrained_trees()] == [1]
-    assert journal.groups(0) == [(0, 3)]
-
-
 def test_a_full_disk_is_a_clear_error_and_what_was_committed_stays(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j")
     journal.start_tree(small(0), 0, 0)
@@ -168,12 +161,6 @@ def test_a_file_that_was_cut_short_is_refused_with_the_remedy(tmp_path: Path) ->
     with pytest.raises(JournalError, match=told) as error:
         Journal(path)
     assert not Cause(str(error.value), False).full_disk  # the launcher would say: free some
-
-
-def test_a_journal_that_is_older_than_the_checkpoint_lacks_groups(tmp_path: Path) -> None:
-    journal = journaled(tmp_path / "j", 2, closed=(0,))
-    assert journal.lacks([0]) == []
-    assert journal.lacks([0, 1, 7]) == [1, 7]  # tree 1 still grows, and group 7 was never written
 
 
 async def test_a_row_that_sqlite_cannot_hold_is_told_to_whoever_waits(tmp_path: Path) -> None:
