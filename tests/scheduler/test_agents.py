@@ -18,21 +18,6 @@ from tests.agent_stage import Stages, adds
 AGENTS = '''
 from concurrent.futures import ThreadPoolExecutor
 
-def counting(task):
-    """Calls a tool as long as the policy wants, and writes its history in its own way."""
-    messages = [{"role": "system", "content": "Add."}, user(task["question"])]
-    while (reply := call(messages, "add")).get("tool_calls"):
-        calls, answers = [], []
-        for i, one in enumerate(reply["tool_calls"]):
-            arguments = json.loads(one["function"]["arguments"])
-            written = {"name": "add", "arguments": json.dumps(arguments, indent=2)}
-            calls.append({"id": f"mine{i}", "type": "function", "function": written})
-            content = [{"type": "text", "text": str(sum(arguments.values()))}]
-            answers.append({"role": "tool", "tool_call_id": f"mine{i}", "content": content})
-        told = {"role": "assistant", "content": reply["content"] or "", "tool_calls": calls}
-        messages += [told, *answers]
-    return float(reply["content"].strip() == task["golds"][0])
-
 def endless(task):
     messages = [user("go")]
     while True:
