@@ -25,6 +25,11 @@ from coppice.wire.keys import RunKeys
 from coppice.wire.service import Call, Service
 
 QUESTIONS, UPDATES, HELD_OUT = 2, 2, 3
+SETTINGS = SchedulerConfig(
+    strategy="chain", judge="none", updates=UPDATES, questions_per_update=QUESTIONS,
+    max_action_tokens=4, dispatch=DispatchConfig(heartbeat_s=600.0, dead_after_s=6000.0),
+    evaluation=EvaluationConfig(questions=HELD_OUT),
+)  # fmt: skip
 
 
 class House:
@@ -39,18 +44,9 @@ class House:
         version: int = 0,
         **more: Any,
     ):
-        settings = SchedulerConfig(
-            strategy="chain",
-            judge="none",
-            updates=UPDATES,
-            questions_per_update=QUESTIONS,
-            max_action_tokens=4,
-            dispatch=DispatchConfig(heartbeat_s=600.0, dead_after_s=6000.0),
-            evaluation=EvaluationConfig(questions=HELD_OUT),
-        )
         options = {"prompt": "tictactoe_compact", "opponents": {"random": 1.0}}
         place = "scheduler", str(folder), 0, str(model), "tictactoe", options
-        process = SchedulerProcess(*place, "", "", 1, [], 16, settings)
+        process = SchedulerProcess(*place, "", "", 1, [], 16, SETTINGS)
         process = msgspec.structs.replace(process, **more)
         self.folder, self.run, self.held, self.trained = folder, Run(process), held, version
         self.loads: list[tuple[int, list[str]]] = []
