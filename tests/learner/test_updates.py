@@ -155,18 +155,6 @@ def test_a_batch_is_the_oldest_closed_trees_whose_groups_are_all_here() -> None:
     assert inbox.ready() == [1, 3]
 
 
-def test_a_batch_takes_an_equal_part_of_every_scheduler_however_far_one_is_ahead() -> None:
-    some, _ = groups(0, trees=6)
-    inbox = Inbox(4, {}, shards=2)
-    for group in some:
-        inbox.add(group)
-    for tree in (0, 2, 4, 1):
-        inbox.close(TreeClosed(tree, [tree]))
-    assert inbox.ready() is None  # four trees, and only one of the second scheduler
-    inbox.close(TreeClosed(5, [5]))
-    assert inbox.ready() == [0, 1, 2, 5]
-
-
 def test_groups_of_a_replaced_tree_leave_with_the_next_batch_and_are_no_question() -> None:
     some, _ = groups(0, trees=4)
     inbox = Inbox(1, {3: 0})

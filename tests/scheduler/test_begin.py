@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from coppice.common import frontier
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
 from coppice.scheduler.dispatch.weight_sync import Weights
@@ -160,20 +159,6 @@ async def test_the_first_evaluation_beside_an_update_is_of_v0(tmp_path: Path, ll
     report: Any = health.read(tmp_path)
     assert report.version == UPDATES  # though the run ended between two heartbeats
     assert house.loads == [(1, ["start"]), (2, ["start"])]
-
-
-async def test_a_run_resumed_after_an_update_examines_v0_first(tmp_path: Path, llama: Path) -> None:
-    dead = House(tmp_path, llama, held=lambda house: True)
-    await dead.live(until=lambda house: house.run.stream.version == 1)
-    assert dead.loads == []
-    journal = journal_of(tmp_path)
-    assert journal.evaluations() == []
-    groups = [group for row in journal.trees() for group, _ in journal.groups(row.id)]
-    checkpoint(tmp_path, 1, frontier.runs(dict.fromkeys(groups, 1)))
-    resumed = House(tmp_path, llama, version=1)
-    await resumed.live()
-    check(tmp_path)
-    assert resumed.loads == [(1, ["start"]), (2, ["start"])]
 
 
 async def test_a_journal_older_than_the_checkpoint_is_refused(tmp_path: Path, llama: Path) -> None:
