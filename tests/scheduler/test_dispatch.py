@@ -120,11 +120,6 @@ async def test_a_pinned_call_goes_through_to_a_full_worker(b: Bench) -> None:
     await asyncio.gather(held, return_exceptions=True)
 
 
-async def test_a_call_nobody_can_serve_ends_at_its_deadline_and_says_so(b: Bench) -> None:
-    with pytest.raises(InfrastructureFault, match="no free worker"):
-        await b.dispatcher.call("echo", ask(), deadline=0.2)
-
-
 @pytest.mark.second
 async def test_a_deadline_names_workers_that_are_full_that_rest_or_hang(b: Bench) -> None:
     await b.work("hanger", {"echo": forever}, capacity=1)

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from coppice.scheduler.growth.tree import Tree
-from coppice.scheduler.ledger.journal import REMOVED, Journal, JournalError
+from coppice.scheduler.ledger.journal import Journal, JournalError
 from coppice.scheduler.ledger.node_codec import inflated
 from coppice.tools.launching.failures import Cause
-from coppice.wire.messages import Turn
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -179,30 +178,6 @@ def test_what_a_quarantined_tree_had_given_is_still_to_be_trained(tmp_path: Path
     assert [row.id for row in journal.untrained_trees()] == [0]
     journal.mark_trained(0, 1)
     assert journal.untrained_trees() == []
-
-
-def test_only_what_neither_a_resume_nor_an_audit_needs_is_removed(tmp_path: Path) -> None:
-    """Of trees of version 0, trained into 1: those that ended in an update."""
-    journal = Journal(tmp_path / "j")
-    ends = "closed replaced growing quarantined closed closed".split()
-    for number, status in enumerate(ends):
-        add(journal, number, status)
-        journal.mark_trained(number, 2 if number == 4 else 1)
-    journal.close_tree(small(3), "quarantined", "why")
-    journal.forget_training_after(1)  # tree 4 is not trained now, and tree 5 has another group
-    journal.save_group(small(5), 6, [Turn(1, 0, 1, {"reward": 1.0})])
-    journal.start_tree(Tree(7, "held out", "heldout"), 0, 0)
-    journal.close_tree(Tree(7, "held out", "heldout"))
-    before = journal.untrained_trees(), journal.lacks(range(8)), journal.tally()
-    assert (journal.finished(0), journal.finished(1)) == ([], [0, 1])
-    for tree in (0, 1):
-        journal.remove(tree)
-    assert (journal.untrained_trees(), journal.lacks(range(8)), journal.tally()) == before
-    rows = journal.trees()
-    assert [row.reason for row in rows] == [REMOVED, REMOVED, None, "why", None, None, None]
-    assert [len(journal.tree(row).nodes) for row in rows] == [0, 0, 2, 2, 2, 2, 0]
-    assert (journal.groups(0), journal.turns(0), len(journal.turns(6))) == ([(0, 1)], [], 1)
-    assert journal.finished(9) == journal.damage() == []
 
 
 def test_new_trees_take_the_room_of_removed_ones(tmp_path: Path) -> None:
