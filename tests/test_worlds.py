@@ -33,19 +33,8 @@ from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.launching.method import mismatch
-from coppice.wire.messages import (
-    GenerateRequest,
-    GenerateResult,
-    JudgedTurn,
-    Judgement,
-    JudgeRequest,
-    JudgeResult,
-    Passage,
-    RetrieveResult,
-    Sample,
-    TrainGroup,
-    Turn,
-)
+from coppice.wire import messages as wire
+from tests.scheduler.test_strategies import sample
 
 BUDGET = 4
 SMALL: dict[str, Any] = dict.fromkeys(("k", "continuations", "trees", "initial"), 2)
@@ -68,8 +57,8 @@ class Readable(Judge):
     name = "own"
     columns = ("reward",)
 
-    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        return [Judgement({"reward": float("action_type" in turn.response)}) for turn in turns]
+    async def score(self, turns: list[wire.JudgedTurn]) -> list[wire.Judgement]:
+        return [wire.Judgement({"reward": float("action_type" in turn.response)}) for turn in turns]
 
 
 def searching(rng: random.Random, prompt: str) -> str:
@@ -131,18 +120,15 @@ class Services:
         if service == "generate":
             return self._generate(request)
         if service == "retrieve":
-            return RetrieveResult([[Passage("1", "Bulgaria", "Capital: Sofia", 1.0)]])
-        assert isinstance(request, JudgeRequest)
-        return JudgeResult(await self.world.judges[service].score(request.turns))
+            return wire.RetrieveResult([[wire.Passage("1", "Bulgaria", "Capital: Sofia", 1.0)]])
+        assert isinstance(request, wire.JudgeRequest)
+        return wire.JudgeResult(await self.world.judges[service].score(request.turns))
 
-    def _generate(self, request: GenerateRequest) -> GenerateResult:
+    def _generate(self, request: wire.GenerateRequest) -> wire.GenerateResult:
         prompt = self.text.decode(request.tokens)
-        tokens = [self.text.encode(self.world.act(self.rng, prompt)) for _ in range(request.n)]
-        samples = [
-            Sample(t, np.full(len(t), -1, np.float32), np.zeros(len(t), np.int32), "stop")
-            for t in tokens
-        ]
-        return GenerateResult(samples, len(request.tokens), 0)
+        said = [self.world.act(self.rng, prompt) for _ in range(request.n)]
+        samples = [sample(self.text, each) for each in said]
+        return wire.GenerateResult(samples, len(request.tokens), 0)
 
 
 @pytest.mark.slow
@@ -176,20 +162,20 @@ async def test_every_strategy_in_every_world_gives_groups_that_schemes_train_on(
 
 async def grown(
     tmp_path: Path, llama: Path, world: World, strategy: Any, trees: int
-) -> list[TrainGroup]:
+) -> list[wire.TrainGroup]:
     """Grow several trees to their ends. Every tree is read from the journal, as after a restart."""
-    text, journal, groups = Text(str(llama)), Journal(tmp_path / "journal"), list[TrainGroup]()
+    text, journal, groups = Text(str(llama)), Journal(tmp_path / "journal"), list[wire.TrainGroup]()
     judge = "pprm" if strategy.name == "ppr" else "own"
     settings = SchedulerConfig(judge=judge, budget=BUDGET, max_action_tokens=40)
     services: Any = Services(
         text, msgspec.structs.replace(world, judges=world.judges | {"judge.pprm": PprmRules()})
     )
 
-    def emit(tree: Tree, turns: list[Turn]) -> None:
+    def emit(tree: Tree, turns: list[wire.Turn]) -> None:
         journal.save_group(tree, len(groups), turns)
         nodes = journal.tree(next(row for row in journal.trees() if row.id == tree.id)).nodes
         sent = [node.travels(journal.pictures(node.tokens)) for node in nodes.values()]
-        groups.append(TrainGroup(len(groups), tree.id, sent, turns))
+        groups.append(wire.TrainGroup(len(groups), tree.id, sent, turns))
 
     runtime = Runtime(services, journal, text, world.environment, settings, Counter(), emit, most=8)
     for i in range(trees):
