@@ -1,5 +1,5 @@
-"""Agents in processes of their own, whose turns grow in trees: every strategy, exact tokens, replay
-after a crash, limits and budgets."""
+"""Agents in processes of their own, whose turns grow in trees: every strategy, exact tokens, limits
+and budgets."""
 
 import asyncio
 import gc
@@ -75,28 +75,6 @@ async def test_a_conversation_is_one_path_of_the_tokens_read_and_sampled(stage: 
     assert observed == f"\n<|im_start|>{result}\n<|im_start|>assistant\n"
     whole = s.read(tree, actions[-1])
     assert whole.count("</s>") == 2 + 3 + 2, "a reply's end was sampled and written again"
-
-
-@pytest.mark.second
-async def test_a_half_grown_tree_goes_on_by_replay(stage: Stages) -> None:
-    s = stage(adds, "counting")
-    context = s.anew()
-    await context.plant()
-    node = await context.tip()
-    for _ in range(2):
-        (action,) = await context.generate(node, 1)
-        action.chosen = True
-        place = await context.onward(action)
-        assert place is not None
-        node = place
-        context.save([action, node])
-    expected = s.policy.prompts[-1]
-    again = stage(adds, "counting")
-    again.journal, (row,) = s.journal, s.journal.trees()
-    tree = await again.grow(chain, s.journal.tree(row))
-    assert again.environment.replayed == 2
-    assert tree.actions()[-1].scores["outcome"] == 1.0
-    assert again.policy.prompts[0].startswith(expected)
 
 
 @pytest.mark.second
