@@ -234,21 +234,6 @@ def test_extreme_log_ratios_leave_everything_finite(name: str, level: Level, far
         assert torch.isfinite(made.coefficient).all()
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "told"),
-    [
-        ("ppo", {}, r"ppo.*expected one of.*ppo_clip"),
-        ("ppo_clip", {"clip_lo": 0.1}, r"clip_lo.*unknown to correction 'ppo_clip'.*clip_low"),
-        ("tis", {"level": "trajectory"}, r"level = 'trajectory'.*token.*turn.*sequence"),
-    ],
-)
-def test_unknown_corrections_options_and_levels_are_refused_with_the_known_ones(
-    name: str, options: dict[str, Any], told: str
-) -> None:
-    with pytest.raises(ValueError, match=told):
-        corrections.load(name, options)
-
-
 def test_ratios_are_taken_over_tokens_but_for_the_corrections_of_sequences() -> None:
     sequences = {
         name for name in corrections.CORRECTIONS if corrections.load(name, {}).level == "sequence"

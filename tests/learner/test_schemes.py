@@ -164,22 +164,6 @@ def test_a_score_column_that_no_turn_has_is_named_with_those_there_are() -> None
         grpo.advantages(steps([1.0], [0]), column="outcome")
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "told"),
-    [
-        ("slat", {}, "slate"),
-        ("slate", {"dof": 1}, "ddof"),
-        ("ppr", {"normalisation": "mean"}, "'mean': expected"),
-        ("gae", {"gamma": "high"}, "'high': expected"),
-    ],
-)
-def test_an_unknown_scheme_option_or_value_is_refused_with_the_known_ones(
-    name: str, options: dict[str, Any], told: str
-) -> None:
-    with pytest.raises(ValueError, match=told):
-        schemes.load(name, options)
-
-
 def critic_case(**more: list[float]) -> TurnTable:
     """Turns of two tokens and of one, the second token forced; values .5, .25, .75; outcome 1."""
     columns = {"value": [0.5, 0.25, 0.75]} | more
