@@ -369,14 +369,6 @@ def test_a_trajectory_without_outcome_changes_no_other(seed: int, which: Which) 
         assert_allclose(targets(made)[~tokens], without.returns, atol=1e-12)
 
 
-@pytest.mark.parametrize("which", EVERY, ids=str)
-def test_a_batch_without_any_score_teaches_nothing(which: Which) -> None:
-    t, (name, options) = random_table(5), which
-    nothing = estimated(lacking(t, np.ones(len(t), bool)), name, **options).advantages
-    assert nothing.shape == (int(t.tokens.sum()),)
-    assert not nothing.any()
-
-
 def test_trajectories_without_a_score_are_counted_unless_left_out() -> None:
     t = made_of([1] * 5, {"reward": [1, NO, 0, NO, 5]}, tree=[0, 0, 0, 1, 1])
     assert schemes.load("slate", {}).metrics(t) == {"learner/incomplete_trajectories": 2}
