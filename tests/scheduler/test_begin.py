@@ -1,6 +1,5 @@
 """The first evaluation beside the first update: its result is of version 0 alone, whatever the
-learner did meanwhile, also after a crash.
-"""
+learner did meanwhile. A resume refuses a journal that is older than the checkpoint."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A context over a real engine: replies in text, and what top-p leaves for the learner."""
+"""A context over a real engine: replies in text, and an engine that does not say what top-p left."""
 
 import random
 from pathlib import Path
