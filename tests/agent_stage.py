@@ -19,7 +19,7 @@ from coppice.scheduler.growth.tree import Node, Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.wire import messages as wire
 
-AGENT = """
+AGENT = '''
 import json, os, threading, urllib.error, urllib.request
 
 def post(path, body, headers={}):
@@ -40,7 +40,22 @@ def ask(messages, *tools, headers={}, **more):
 
 def call(messages, *tools, **more):
     return ask(messages, *tools, **more)["choices"][0]["message"]
-"""
+
+def counting(task):
+    """Calls a tool as long as the policy wants, and writes its history in its own way."""
+    messages = [{"role": "system", "content": "Add."}, user(task["question"])]
+    while (reply := call(messages, "add")).get("tool_calls"):
+        calls, answers = [], []
+        for i, one in enumerate(reply["tool_calls"]):
+            arguments = json.loads(one["function"]["arguments"])
+            written = {"name": "add", "arguments": json.dumps(arguments, indent=2)}
+            calls.append({"id": f"mine{i}", "type": "function", "function": written})
+            content = [{"type": "text", "text": str(sum(arguments.values()))}]
+            answers.append({"role": "tool", "tool_call_id": f"mine{i}", "content": content})
+        told = {"role": "assistant", "content": reply["content"] or "", "tool_calls": calls}
+        messages += [told, *answers]
+    return float(reply["content"].strip() == task["golds"][0])
+'''
 """What the agents of all test modules begin with."""
 TEMPLATE = """{%- for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>

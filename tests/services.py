@@ -49,23 +49,14 @@ def loaded(name: str, calls: int, capacity: int, stats: dict[str, float] | None 
 
 
 class Prefer(Place):
-    """On one worker while it has room. log: (worker, served) of each attempt that is over."""
+    """On one worker while it has room."""
 
     def __init__(self, worker: str):
         self.worker = worker
-        self.log: list[tuple[str, bool]] = []
-        self.open: list[str] = []
 
     def choose(self, workers: Sequence[Worker], avoid: frozenset[str]) -> Worker | None:
         preferred = (worker for worker in roomy(workers, avoid) if worker.name == self.worker)
         return next(preferred, None) or super().choose(workers, avoid)
-
-    def started(self, worker: str) -> None:
-        self.open.append(worker)
-
-    def ended(self, worker: str, result: Any | None) -> None:
-        self.open.remove(worker)
-        self.log.append((worker, result is not None))
 
 
 class Bench:

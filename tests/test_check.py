@@ -1,4 +1,4 @@
-"""tools/test: what each of its runs leaves out, and that plain kernels are plain ones."""
+"""tools/test: what is marked slow, and that plain kernels are plain ones."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.check import ALL, PLAIN_KERNELS, QUICK, steps
+from tests.check import PLAIN_KERNELS
 from tests.conftest import pytest_collection_modifyitems
 from tests.forks import ROOT
 
@@ -17,15 +17,6 @@ def test_plain_kernels_are_used() -> None:
     kernels = os.environ | PLAIN_KERNELS
     said = subprocess.check_output([sys.executable, "-c", program], env=kernels, text=True)
     assert said.strip() in ("DEFAULT", "NO AVX")
-
-
-def test_each_run_leaves_out_what_it_says() -> None:
-    quick, normal, everything = steps(["-x", QUICK]), steps([]), steps([ALL])
-    assert quick["pytest"][1:3] == ["-m", "not slow and not second"]
-    assert normal["pytest, alone"][2:] == ["-m", "alone and not long"]
-    assert everything["pytest, alone"][2:] == ["-m", "alone"]
-    assert "tests/learner" in everything["pytest, plain kernels"]
-    assert list(steps(["-x"]).items())[-1] == ("pytest", ["pytest", "--durations=30", "-x"])
 
 
 @pytest.mark.parametrize(

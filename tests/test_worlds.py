@@ -4,7 +4,6 @@ real rules and oracles, random actions."""
 import inspect
 import random
 import re
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,25 +26,11 @@ from coppice.learner import schemes
 from coppice.learner.update import table
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth import strategies
-from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.services import Runtime
 from coppice.scheduler.growth.text import Text
-from coppice.scheduler.growth.tree import Tree
-from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.launching.method import mismatch
-from coppice.wire.messages import (
-    GenerateRequest,
-    GenerateResult,
-    JudgedTurn,
-    Judgement,
-    JudgeRequest,
-    JudgeResult,
-    Passage,
-    RetrieveResult,
-    Sample,
-    TrainGroup,
-    Turn,
-)
+from coppice.wire import messages as wire
+from tests.agent_stage import Staged
+from tests.scheduler.test_strategies import sample
 
 BUDGET = 4
 SMALL: dict[str, Any] = dict.fromkeys(("k", "continuations", "trees", "initial"), 2)
@@ -68,8 +53,8 @@ class Readable(Judge):
     name = "own"
     columns = ("reward",)
 
-    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        return [Judgement({"reward": float("action_type" in turn.response)}) for turn in turns]
+    async def score(self, turns: list[wire.JudgedTurn]) -> list[wire.Judgement]:
+        return [wire.Judgement({"reward": float("action_type" in turn.response)}) for turn in turns]
 
 
 def searching(rng: random.Random, prompt: str) -> str:
@@ -131,18 +116,15 @@ class Services:
         if service == "generate":
             return self._generate(request)
         if service == "retrieve":
-            return RetrieveResult([[Passage("1", "Bulgaria", "Capital: Sofia", 1.0)]])
-        assert isinstance(request, JudgeRequest)
-        return JudgeResult(await self.world.judges[service].score(request.turns))
+            return wire.RetrieveResult([[wire.Passage("1", "Bulgaria", "Capital: Sofia", 1.0)]])
+        assert isinstance(request, wire.JudgeRequest)
+        return wire.JudgeResult(await self.world.judges[service].score(request.turns))
 
-    def _generate(self, request: GenerateRequest) -> GenerateResult:
+    def _generate(self, request: wire.GenerateRequest) -> wire.GenerateResult:
         prompt = self.text.decode(request.tokens)
-        tokens = [self.text.encode(self.world.act(self.rng, prompt)) for _ in range(request.n)]
-        samples = [
-            Sample(t, np.full(len(t), -1, np.float32), np.zeros(len(t), np.int32), "stop")
-            for t in tokens
-        ]
-        return GenerateResult(samples, len(request.tokens), 0)
+        said = [self.world.act(self.rng, prompt) for _ in range(request.n)]
+        samples = [sample(self.text, each) for each in said]
+        return wire.GenerateResult(samples, len(request.tokens), 0)
 
 
 @pytest.mark.slow
@@ -176,29 +158,24 @@ async def test_every_strategy_in_every_world_gives_groups_that_schemes_train_on(
 
 async def grown(
     tmp_path: Path, llama: Path, world: World, strategy: Any, trees: int
-) -> list[TrainGroup]:
+) -> list[wire.TrainGroup]:
     """Grow several trees to their ends. Every tree is read from the journal, as after a restart."""
-    text, journal, groups = Text(str(llama)), Journal(tmp_path / "journal"), list[TrainGroup]()
+    text, groups = Text(str(llama)), list[wire.TrainGroup]()
+    judges = world.judges | {"judge.pprm": PprmRules()}
+    services = Services(text, msgspec.structs.replace(world, judges=judges))
     judge = "pprm" if strategy.name == "ppr" else "own"
     settings = SchedulerConfig(judge=judge, budget=BUDGET, max_action_tokens=40)
-    services: Any = Services(
-        text, msgspec.structs.replace(world, judges=world.judges | {"judge.pprm": PprmRules()})
-    )
-
-    def emit(tree: Tree, turns: list[Turn]) -> None:
-        journal.save_group(tree, len(groups), turns)
-        nodes = journal.tree(next(row for row in journal.trees() if row.id == tree.id)).nodes
-        sent = [node.travels(journal.pictures(node.tokens)) for node in nodes.values()]
-        groups.append(TrainGroup(len(groups), tree.id, sent, turns))
-
-    runtime = Runtime(services, journal, text, world.environment, settings, Counter(), emit, most=8)
     for i in range(trees):
-        makes_tasks: Any = world.environment
-        task = world.task or makes_tasks.task(i)
-        tree = Tree(i, task.id)
-        journal.start_tree(tree, 0, 0)
-        context = Context(runtime, task, tree, random.Random(i))
+        environment: Any = world.environment
+        task = world.task or environment.task(i)
+        parts = text, services, environment, task, settings
+        stage = Staged(tmp_path / f"journal-{i}", *parts, most=8)
+        context = stage.anew(seed=i)
         await context.plant()
-        await strategy(tree, context)
+        await strategy(stage.tree, context)
+        nodes, pictures = stage.reread().nodes.values(), stage.journal.pictures
+        sent = [node.travels(pictures(node.tokens)) for node in nodes]
+        for turns in stage.groups:
+            groups.append(wire.TrainGroup(len(groups), i, sent, turns))
     assert groups, "nothing was emitted"
     return groups

@@ -6,18 +6,7 @@ from typing import Any
 
 import tokenizers
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    Gemma3TextConfig,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2Config,
-    Qwen2VLConfig,
-    Qwen2VLImageProcessorPil,
-    Qwen3Config,
-)
+import transformers as hf
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
@@ -41,15 +30,15 @@ def config(kind: str, **shape: Any) -> Any:
     if kind == "gemma3":
         own: dict[str, Any] = {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16}
         own["layer_types"] = ["sliding_attention", "full_attention"]
-        return Gemma3TextConfig(**(SHAPE | own | shape))
-    made = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[kind]
+        return hf.Gemma3TextConfig(**(SHAPE | own | shape))
+    made = {"llama": hf.LlamaConfig, "qwen2": hf.Qwen2Config, "qwen3": hf.Qwen3Config}[kind]
     extra = {"head_dim": 8} if kind == "qwen3" else {}
     return made(**(SHAPE | {"tie_word_embeddings": True} | extra | shape))
 
 
 def save(folder: Path, kind: str = "llama", seed: int = 0, **shape: Any) -> Path:
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config(kind, **shape), dtype=torch.float32)
+    model = hf.AutoModelForCausalLM.from_config(config(kind, **shape), dtype=torch.float32)
     model.save_pretrained(folder)
     save_words(folder)
     return folder
@@ -68,12 +57,12 @@ def save_vision(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0) -> Path:
         eyes |= {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
     special = ("vision_start", "vision_end", "image", "video")
     ids = {f"{name}_token_id": 260 + i for i, name in enumerate(special)}
-    makers = {"qwen2_vl": Qwen2VLConfig, "qwen2_5_vl": Qwen2_5_VLConfig}
+    makers = {"qwen2_vl": hf.Qwen2VLConfig, "qwen2_5_vl": hf.Qwen2_5_VLConfig}
     settings = makers[kind](text_config=text, vision_config=eyes, tie_word_embeddings=True, **ids)
-    model = AutoModelForImageTextToText.from_config(settings, dtype=torch.float32)
+    model = hf.AutoModelForImageTextToText.from_config(settings, dtype=torch.float32)
     model.save_pretrained(folder)
     size = {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}
-    Qwen2VLImageProcessorPil(size=size).save_pretrained(folder)
+    hf.Qwen2VLImageProcessorPil(size=size).save_pretrained(folder)
     names = ("vision_start", "vision_end", "image_pad", "video_pad")
     save_words(folder, [f"<|{name}|>" for name in names], PICTURES)
     return folder
@@ -87,7 +76,7 @@ def save_words(folder: Path, more: Sequence[str] = (), template: str = TEMPLATE)
     core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = tokenizers.decoders.ByteLevel()
     core.add_special_tokens(["<s>", "</s>", "<pad>", "<unk>", *more])
-    made = PreTrainedTokenizerFast(
+    made = hf.PreTrainedTokenizerFast(
         tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
     )
     made.chat_template = template

@@ -150,6 +150,11 @@ def everything(made: Trainer) -> dict[str, torch.Tensor]:
     return {f"{part}/{name}": p.clone() for part, held in models.items() for name, p in held}
 
 
+def changed(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> set[str]:
+    """The parts that differ by a bit: policy, critic or prm."""
+    return {key.split("/")[0] for key, p in some.items() if not torch.equal(p, others[key])}
+
+
 def gradient(made: Trainer, some: Batch) -> torch.Tensor:
     """The policy's gradient of the update, flat."""
     found: list[torch.Tensor] = []

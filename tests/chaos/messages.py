@@ -11,18 +11,9 @@ from msgspec.structs import replace
 
 from coppice.actors.engines import local
 from coppice.learner.model.ranks import Ranks
+from coppice.wire import messages as wire
 from coppice.wire import sockets
 from coppice.wire.arrays import Frame, decode_header
-from coppice.wire.messages import (
-    GenerateResult,
-    Heartbeat,
-    JudgeResult,
-    LoadResult,
-    Message,
-    Request,
-    Result,
-    RetrieveResult,
-)
 from coppice.wire.service import Service
 
 BEYOND = 257 * 2**20
@@ -59,7 +50,7 @@ def _wrap_messages() -> None:
         if held and _peer(pump, held[0]) == _peer(pump, message):
             send(pump, message)
             send(pump, held.pop())
-        elif isinstance(header, Heartbeat) or not armed:
+        elif isinstance(header, wire.Heartbeat) or not armed:
             send(pump, message)
         elif tell := take("lose"):
             tell(f"a {type(header).__name__} was lost")
@@ -73,18 +64,18 @@ def _wrap_messages() -> None:
         else:
             send(pump, message)
 
-    def answers(service: Service, header: Message, body: msgspec.Struct | None = None) -> None:
-        if isinstance(header, Result) and (tell := take("stray")):
+    def answers(service: Service, header: wire.Message, body: msgspec.Struct | None = None) -> None:
+        if isinstance(header, wire.Result) and (tell := take("stray")):
             tell("an answer to no request")
-            header = Result(header.id + 10**9)
-        spoilt = isinstance(header, Result) and not isinstance(body, LoadResult | None)
+            header = wire.Result(header.id + 10**9)
+        spoilt = isinstance(header, wire.Result) and not isinstance(body, wire.LoadResult | None)
         for kind in SPOILERS if spoilt else ():
             if kind in armed:
                 body, text = SPOILERS[kind](body, random.Random(armed[kind].variant))
                 armed.pop(kind).tell(text)
         answer(service, header, body)
 
-    def accepts(service: Service, header: Request, frames: list[Frame]) -> None:
+    def accepts(service: Service, header: wire.Request, frames: list[Frame]) -> None:
         loads = header.service == "load" and "unloaded" in armed
         if tell := take("unloaded", loads and armed["unloaded"].variant % 2 == 1):
             tell("a load was lost")
@@ -103,11 +94,11 @@ def _peer(pump: sockets.Pump, message: list[Frame]) -> bytes:
 
 def wrong(body: Any, rng: random.Random) -> tuple[Any, str]:
     match body:
-        case JudgeResult():
+        case wire.JudgeResult():
             return replace(body, judgements=body.judgements[1:]), "too few judgements"
-        case RetrieveResult():
+        case wire.RetrieveResult():
             return replace(body, passages=body.passages[1:]), "too few lists of passages"
-        case GenerateResult(samples=[first, *rest]):
+        case wire.GenerateResult(samples=[first, *rest]):
             tokens, logprobs, versions = first.tokens, first.logprobs, first.versions
             nothing = {"tokens": tokens[:0], "logprobs": logprobs[:0], "versions": versions[:0]}
             changes: dict[str, dict[str, Any]] = {
@@ -126,13 +117,13 @@ def wrong(body: Any, rng: random.Random) -> tuple[Any, str]:
 def nan(body: Any, rng: random.Random) -> tuple[Any, str]:
     no = float("nan")
     match body:
-        case JudgeResult():
+        case wire.JudgeResult():
             every = [replace(j, scores=dict.fromkeys(j.scores, no)) for j in body.judgements]
             return replace(body, judgements=every), "scores"
-        case RetrieveResult():
+        case wire.RetrieveResult():
             lists = [[replace(p, score=no) for p in some] for some in body.passages]
             return replace(body, passages=lists), "passages"
-        case GenerateResult(samples=[first, *rest]):
+        case wire.GenerateResult(samples=[first, *rest]):
             spoiled = replace(first, logprobs=first.logprobs * np.float32(no))
             return replace(body, samples=[spoiled, *rest]), "log-probabilities"
     return body, "nothing"
@@ -141,13 +132,13 @@ def nan(body: Any, rng: random.Random) -> tuple[Any, str]:
 def huge(body: Any, rng: random.Random) -> tuple[Any, str]:
     long = rng.choice([BEYOND, 4 * 2**20])
     match body:
-        case JudgeResult(judgements=[first, *rest]):
+        case wire.JudgeResult(judgements=[first, *rest]):
             judgements = [replace(first, explanation="x " * (long // 2)), *rest]
             return replace(body, judgements=judgements), f"an explanation of {long} bytes"
-        case RetrieveResult(passages=[[first, *_], *rest]):
+        case wire.RetrieveResult(passages=[[first, *_], *rest]):
             passages = [[replace(first, text="x " * (long // 2))], *rest]
             return replace(body, passages=passages), f"a passage of {long} bytes"
-        case GenerateResult(samples=[first, *rest]):
+        case wire.GenerateResult(samples=[first, *rest]):
             names = ("tokens", "logprobs", "versions")
             arrays = {name: np.resize(getattr(first, name), 2**20) for name in names}
             return replace(body, samples=[replace(first, **arrays), *rest]), "2^20 tokens"
@@ -161,10 +152,10 @@ def _wrap_computing() -> None:
     """The engine keeps its old weights and says that it took the new ones; a gradient is NaN."""
     load, add = local.LocalEngine.load, Ranks.add_gradients
 
-    async def loads(engine: Any, request: Any) -> LoadResult:
+    async def loads(engine: Any, request: Any) -> wire.LoadResult:
         if tell := take("unloaded"):
             tell("a load was answered and not done")
-            return LoadResult(request.version, request.digest, 0.0)
+            return wire.LoadResult(request.version, request.digest, 0.0)
         return await load(engine, request)
 
     def adds(ranks: Ranks, parameters: Any) -> None:

@@ -5,15 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
-from coppice.wire.messages import Turn
 from tests.chaos import invariants, plan
 from tests.chaos.chapters import chaos
 from tests.forks import ROOT, Server
+from tests.scheduler.test_journal import add
 
 
 @pytest.mark.slow
@@ -48,12 +46,8 @@ def check(said: str) -> set[str]:
 def test_a_task_that_is_neither_trained_nor_quarantined_is_found(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.sqlite")
     for number in range(4):
-        tree = Tree(number, f"task-{number}")
-        tree.add(None, "prompt", np.arange(4, dtype=np.int32), "prompt", state={})
-        journal.start_tree(tree, number, 0)
-        journal.save_group(tree, number, [Turn(0, 0, 1, {})])
+        add(journal, number, "closed")
         journal.mark_trained(number, 1 + number // 2)
-        journal.close_tree(tree)
     journal.close()
     assert invariants.account(tmp_path) == invariants.Account(4, 4, 0, in_updates=4, updates=2)
     with sqlite3.connect(tmp_path / "journal.sqlite") as database:

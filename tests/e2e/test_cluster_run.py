@@ -44,21 +44,8 @@ def workers(run: Run, name: str) -> list[health.WorkerHealth]:
 
 def guest(run: Path, folder: Path) -> subprocess.Popen[str]:
     invitation = str(folder / "invitation")
-    assert (
-        plug_in(
-            [
-                "--run",
-                str(run),
-                "--invite",
-                "judge.exact_match",
-                "--columns",
-                "outcome,f1",
-                "--to",
-                invitation,
-            ]
-        )
-        == 0
-    )
+    invite = f"--run {run} --invite judge.exact_match --columns outcome,f1 --to {invitation}"
+    assert plug_in(invite.split()) == 0
     serve = [sys.executable, str(ROOT / "tools" / "serve"), "exact_match", "--name", GUEST]
     return subprocess.Popen(
         [*serve, "--invite-file", invitation], cwd=folder, stdout=subprocess.DEVNULL, text=True

@@ -50,10 +50,7 @@ def test_whole_weights_in_bfloat16_are_published_as_changes_through_kill_9(
     searching: Path, launch: Launch
 ) -> None:
     run = launch(searching, f"{TWO} model.dtype=bfloat16 learner.lora={{rank=0}}")
-    run.moved()
-    run.kill_all()
-    run.resume()
-    run.finish()
+    run.killed_and_resumed()
     run.check()
     assert list((run.folder / "weights").glob("*/delta-*.safetensors"))
     gaps = [r["watch/engine_gap_max"] for r in run.records() if "watch/engine_gap_max" in r]

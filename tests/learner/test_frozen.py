@@ -1,8 +1,6 @@
 """Frozen weights are held rounded and shared, and nothing that is computed from them changes by a
 bit."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,8 @@ from coppice.learner.forest.trees import Path as TokenPath
 from coppice.learner.forest.trees import pack
 from coppice.learner.model import checkpoint, loading
 from coppice.learner.model.model import TreeModel
-from tests.updates import episodes, everything, trainer
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.learner.conftest import two_ranks
+from tests.updates import changed, episodes, everything, trainer
 
 
 def policy(folder: Path, dtype: str) -> TreeModel:
@@ -60,9 +57,8 @@ def test_updates_and_a_resume_do_not_change_by_a_bit(
     for one, sizes in ((made, {2, 4}), (wide, {4})):
         initial = one.policy.initial.tower.parameters()
         assert {p.itemsize for p in initial if not p.requires_grad} == sizes
-    for name, value in everything(wide).items():
-        assert torch.equal(value, everything(made)[name]), name
-        assert torch.equal(value, everything(resumed)[name]), name
+    assert not changed(everything(wide), everything(made))
+    assert not changed(everything(wide), everything(resumed))
 
 
 def test_embeddings_and_trained_weights_stay_in_float32(llama: Path) -> None:
@@ -97,16 +93,7 @@ for dtype in ("float32", "bfloat16"):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
 def test_two_ranks_map_the_same_memory_and_compute_what_one_computes(llama: Path) -> None:
-    place = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2") | {"OMP_NUM_THREADS": "1"}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517", "PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _RANK, str(llama)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-            env=os.environ | place | dict.fromkeys(("RANK", "LOCAL_RANK"), str(i)),
-        )
-        for i in range(2)
-    ]  # fmt: skip
-    said = [rank.communicate(timeout=300)[0] for rank in ranks]
+    said = two_ranks(_RANK, str(llama), MASTER_ADDR="127.0.0.1", MASTER_PORT="29517")
     first, second = ([one for one in out.splitlines() if "RESULT" in one] for out in said)
     assert len(first) == 2 and first == second, said
     for line, dtype in zip(first, ("float32", "bfloat16"), strict=True):

@@ -70,7 +70,7 @@ def compare(
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(
-    ("rows", "vocabulary"), [(32, 256), (1, 50), (75, 300), (33, 129), (64, 1000)]
+    ("rows", "vocabulary"), [(32, 256), (0, 300), (1, 50), (75, 300), (33, 129), (64, 1000)]
 )
 def test_values_and_gradients_equal_the_full_version(
     rows: int, vocabulary: int, temperature: float, trained: bool
@@ -126,11 +126,6 @@ def test_scores_far_apart_between_blocks_stay_exact() -> None:
     hidden, weight, *rest = given(40, 700)
     for first, last in ((0.1, 60), (60, 0.1)):
         compare([hidden, weight * torch.linspace(first, last, 700)[:, None], *rest], 1.0, True)
-
-
-@pytest.mark.parametrize("trained", [False, True])
-def test_no_rows_give_empty_values_and_zero_gradients(trained: bool) -> None:
-    compare(given(0, 300), 1.0, trained)
 
 
 @pytest.mark.parametrize("first", [0, 690])

@@ -17,7 +17,6 @@ from tests import tiny
 from tests.learner.conftest import Make
 from tests.updates import episodes, trainer
 
-ROOT = Path(__file__).parents[2]
 OPRL: dict[str, Any] = {"scheme": "oprl", "kl_coef": 0.0}
 GAE: dict[str, Any] = {"scheme": "gae", "kl_coef": 0.0}
 VTRACE = {"targets": "vtrace", "kl_coef": 0.1}

@@ -1,9 +1,6 @@
 """The ranks of one machine meet at a file and listen on the loopback alone."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -11,8 +8,8 @@ import pytest
 
 from coppice.learner.config import LearnerConfig
 from coppice.tools.launching.processes import _meeting
+from tests.learner.conftest import two_ranks
 
-ROOT = Path(__file__).parent.parent.parent
 RANK = """
 import json, os, psutil, torch
 from coppice.learner.model.ranks import Ranks
@@ -39,23 +36,8 @@ def test_the_ranks_leave_the_loopback_only_for_an_address_that_the_user_named() 
 
 @pytest.mark.slow
 def test_two_ranks_meet_at_the_file_and_listen_only_on_the_loopback(tmp_path: Path) -> None:
-    shared = (
-        os.environ
-        | _meeting(tmp_path, LearnerConfig())
-        | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    )
-    shared = {name: value for name, value in shared.items() if not name.startswith("MASTER_")}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK],
-            env=shared | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
-            stdout=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    for rank in ranks:
-        told, total, listening = json.loads(rank.communicate(timeout=120)[0].splitlines()[-1])
+    for said in two_ranks(RANK, **_meeting(tmp_path, LearnerConfig())):
+        told, total, listening = json.loads(said.splitlines()[-1])
         assert (told, total) == ("tensors only", 3.0)
         assert listening  # gloo's own connections
         assert set(listening) <= {"127.0.0.1", "::1"}

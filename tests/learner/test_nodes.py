@@ -16,8 +16,7 @@ from coppice.common.process import free_port
 from coppice.learner.model import checkpoint
 from coppice.learner.model.shards import StoredPart
 from coppice.learner.update.trainer import Batch
-from coppice.scheduler.dispatch.dispatcher import Dispatcher
-from coppice.wire.messages import TrainGroup, TreeClosed
+from tests.learner.test_leader import trained
 from tests.services import bench
 from tests.updates import groups, process, trainer
 
@@ -38,19 +37,6 @@ def torchrun(node: int, meeting: list[str], file: Path) -> subprocess.Popen[byte
     return subprocess.Popen(command, env=os.environ | place, cwd=ROOT)
 
 
-async def update(dispatcher: Dispatcher, some: list[TrainGroup]) -> list[int]:
-    """Have the learner train the groups, then leave. Returns the versions of its answers."""
-    await dispatcher.wait_for("train", 1, LONG_S)
-    calls = [
-        asyncio.create_task(dispatcher.call("train", group, deadline=LONG_S)) for group in some
-    ]
-    for group in some:
-        await dispatcher.call("close", TreeClosed(group.tree, [group.id]), deadline=LONG_S)
-    answers = await asyncio.gather(*calls)
-    await dispatcher.roster.drain()
-    return [answer.version for answer in answers]
-
-
 async def test_two_nodes_of_two_ranks_have_the_moments_of_one_rank(
     tmp_path: Path, llama: Path
 ) -> None:
@@ -64,7 +50,9 @@ async def test_two_nodes_of_two_ranks_have_the_moments_of_one_rank(
         (tmp_path / "endpoint").write_text(here.dispatcher.endpoint)
         agents = [torchrun(node, meeting, file) for node in (0, 1)]
         try:
-            assert await update(here.dispatcher, some) == [1] * 3
+            await here.dispatcher.wait_for("train", 1, LONG_S)
+            assert [each.version for each in await trained(here.dispatcher, some)] == [1] * 3
+            await here.dispatcher.roster.drain()
             assert [await asyncio.to_thread(agent.wait, 180) for agent in agents] == [0, 0]
         finally:
             for agent in agents:

@@ -2,7 +2,7 @@
 samples of the embedded engine."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,22 +13,20 @@ from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.local import LocalEngine
 from coppice.common.support import encode
 from coppice.learner.forest.trees import Path as Tokens
-from coppice.learner.main import pack_batch, unpack_batch
 from coppice.learner.update.passes import Rows, plan
 from coppice.learner.update.table import build
 from coppice.learner.update.trainer import Batch, Trainer
 from coppice.wire.messages import GenerateRequest, Sampling, TrainGroup, TreeNode, Turn
 from tests.updates import table_of, trainer
 
-Dtype = Literal["float32", "bfloat16"]
 CUTS = {"top_p": {"top_p": 0.9}, "top_k": {"top_k": 7}, "both": {"top_p": 0.8, "top_k": 20}}
 TEMPERATURE = 0.8
 CANDIDATES = 3
 
 
-async def sampled(model: Path, dtype: Dtype = "float32", **cut: Any) -> Batch:
+async def sampled(model: Path, **cut: Any) -> Batch:
     """Two questions of one step, whose candidates the embedded engine sampled from ``model``."""
-    engine = LocalEngine(str(model), ActorsConfig(dtype=dtype, max_context=256))
+    engine = LocalEngine(str(model), ActorsConfig(dtype="float32", max_context=256))
     await engine.start()
     groups, nodes = [], []
     for tree in range(2):
@@ -87,33 +85,17 @@ async def test_logprobs_and_gradients_are_those_of_the_masked_softmax(
                 if "lora_B" in name:
                     parameter.normal_(0, 0.05)  # adapters whose gradient is not zero
     rows = Rows(table_of(some).paths)
-    packed = made.policy.read(rows.forest(range(len(rows.paths))))[0]
+    forest = rows.forest(range(len(rows.paths)))
+    packed = made.policy.read(forest)[0]
     upstream = torch.randn(len(packed), generator=torch.Generator().manual_seed(1))
     expected = torch.cat([explicit(made, path) for path in rows.paths])
     torch.testing.assert_close(packed.double(), expected, atol=2e-5, rtol=0)
+    if not rank:  # the policy is its own reference
+        reference = made.policy.reference_logprobs(forest).double()
+        torch.testing.assert_close(reference, expected.detach(), atol=2e-5, rtol=0)
     got = slopes(made, (packed * upstream).sum())
     slope = slopes(made, (expected.float() * upstream).sum())
     assert (got - slope).norm() < 1e-4 * slope.norm()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 5e-5), ("bfloat16", 0.4)])
-async def test_engine_and_learner_agree_on_the_distribution_that_was_sampled(
-    tmp_path: Path, llama: Path, cut: str, dtype: Dtype, rounding: float
-) -> None:
-    some = await sampled(llama, dtype, **CUTS[cut])
-    made = tempered(llama, tmp_path, dtype=dtype, kl_coef=0.01)
-    metrics = made.update(unpack_batch(pack_batch(some)))  # as the other ranks get it
-    assert made.checked
-    assert metrics["watch/engine_gap_max"] < rounding
-    assert metrics["learner/kl"] < rounding  # the reference, too, is taken over what was left
-    assert not [warning for warning in made.warnings if "log-probability difference" in warning]
-    whole = [(tree, msgspec.structs.replace(node, support=b"")) for tree, node in some.nodes]
-    apart = tempered(llama, tmp_path, dtype=dtype).update(
-        msgspec.structs.replace(some, nodes=whole)
-    )
-    assert apart["watch/engine_gap_mean"] > 5 * metrics["watch/engine_gap_mean"]
 
 
 async def test_the_reward_model_begins_at_a_log_ratio_of_0(tmp_path: Path, llama: Path) -> None:

@@ -80,6 +80,12 @@ MC_PR = {
     "outcome": [NO, 1, NO, 0] * 2 + [NO, 1],
 }  # fmt: skip
 
+# Rewards .2, -.1, .3 (right) | forced, -.4 (wrong); both responses to question 1 are right
+PRIME = made_of(
+    [3, 1, 1, 2], {"outcome": [NO, NO, 1, 0, 1, NO, 1]}, [0, 0, 1, 1], [1, 1, 1, 2, 1, 1, 1],
+    [True] * 3 + [False] + [True] * 4, {"prm": [0.2, -0.1, 0.3, 9, -0.4, 0.7, 0.2, -0.3]},
+)  # fmt: skip
+
 KNOWN: list[tuple[str, dict[str, Any], TurnTable, Any]] = [
     ("slate", {}, CANDIDATES, SAMPLE),
     ("slate", {"ddof": 0}, CANDIDATES, POPULATION),
@@ -110,9 +116,15 @@ KNOWN: list[tuple[str, dict[str, Any], TurnTable, Any]] = [
     ("vpr_v2", {"most_equal": 0.33}, VPR_V2, [0] * 12),  # one of three groups is equal
     # returns 1, -1, 0 (out of turns), 1: mean .25, population variance .75 - .0625
     ("outcome", {}, EPISODES, [0.9045, 0.9045, -1.5076, -0.3015, -0.3015, 0.9045]),
-    # prm .5, -.25 scaled by .5: 1, -.5; leave-one-out 1.5, -1.5; outcome 1, -1: 5 x 2.5 and -12.5
-    ("prime", {}, made_of([1, 1], {"outcome": [1, 0]}, token_scores={"prm": [0.5, -0.25]}),
-     [1, -1]),
+    # Over the largest return-to-go, .4: .5, -.25, .75 | -1, each less the mean -1/3 of the means 1/3
+    # and -1, doubled: 5/3, 1/6, 13/6 | -4/3. Five times what is ahead and the outcome, 1 | -1: 25,
+    # 50/3, 95/6 | -35/3. Question 1 is left out.
+    ("prime", {}, PRIME, [0.9796, 0.3768, 0.3165, -1.6728, 0, 0, 0]),
+    ("prime", {"accuracy_low": 0.6}, PRIME, [0] * 7),
+    # With question 1 the largest is .7. That question's mean is (1 - 1/14) / 2 = 13/28, its process
+    # 15/14 | -5/14, -25/14, its outcome 0. Question 0: mean -4/21, process 20/21, 2/21, 26/21 | -16/21.
+    ("prime", {"accuracy_low": 0, "accuracy_high": 1}, PRIME,
+     [1.3249, 0.8779, 0.8332, -1.0439, 0.2857, -1.2227, -1.0551]),
     # 2 + 1, 1 + a missing reward, 0 + 1: the returns 3 and 1 are compared
     ("rloo", {}, made_of([2, 2, 2], {"reward": [2, 1, 1, NO, 0, 1]}), [2, 2, 0, 0, -2, -2]),
     # turn 1: .4, -.4, .4, -.4 and one missing; turn 2: .1, -.1, .1, -.1 and one missing
@@ -152,22 +164,6 @@ def test_a_score_column_that_no_turn_has_is_named_with_those_there_are() -> None
         grpo.advantages(steps([1.0], [0]), column="outcome")
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "told"),
-    [
-        ("slat", {}, "slate"),
-        ("slate", {"dof": 1}, "ddof"),
-        ("ppr", {"normalisation": "mean"}, "'mean': expected"),
-        ("gae", {"gamma": "high"}, "'high': expected"),
-    ],
-)
-def test_an_unknown_scheme_option_or_value_is_refused_with_the_known_ones(
-    name: str, options: dict[str, Any], told: str
-) -> None:
-    with pytest.raises(ValueError, match=told):
-        schemes.load(name, options)
-
-
 def critic_case(**more: list[float]) -> TurnTable:
     """Turns of two tokens and of one, the second token forced; values .5, .25, .75; outcome 1."""
     columns = {"value": [0.5, 0.25, 0.75]} | more
@@ -200,17 +196,16 @@ PPR: list[tuple[TurnTable, Any]] = [
 ]
 CRITICS: list[tuple[str, TurnTable, dict[str, Any], Any, Any]] = [
     ("gae", critic_case(), {}, [0.5, 0.75, 0.25], [1, 1, 1]),
+    # whitened over the sampled tokens .5 and .25: mean .375, std .125; the targets stay raw
+    ("gae", critic_case(), {"whiten": True}, [1, 0, -1], [1, 1, 1]),
     # gamma .9, lambda .5: deltas -.275, .425, .25; A_2 .25, A_1 .425 + .45 A_2, A_0 -.275 + .45 A_1
     ("gae", critic_case(), {"gamma": 0.9, "lam": 0.5},
      [-0.0331, 0.5375, 0.25], [0.4669, 0.7875, 1]),
     # rewards -.1 x .2, forced, 1 - .1 x .3
     ("gae", critic_case(kl=[0.2, 5.0, 0.3]), {"kl_coef": 0.1},
      [0.45, 0.72, 0.22], [0.95, 0.97, 0.97]),
-    # V-trace: the last target is .75 + .5 (1 - .75) = .875; on-policy before it, so it is passed on
-    ("gae", OFF, {"targets": "vtrace"}, [0.375, 0.625, 0.25], [0.875] * 3),
-    # With the last ratio 4 and rho-bar 2 the last target is .75 + 2 (1 - .75) = 1.25; c-bar .5
-    # passes half of a gap on: deltas -.25, .5, .25 give gaps .125, .75, .5
-    ("gae", FAR, {"targets": "vtrace", "rho_max": 2.0}, [0.75, 1.0, 0.25], [1.25] * 3),
+    # V-trace with the last ratio 4 and rho-bar 2: the last target is .75 + 2 (1 - .75) = 1.25; c-bar
+    # .5 passes half of a gap on: deltas -.25, .5, .25 give gaps .125, .75, .5
     ("gae", FAR, {"targets": "vtrace", "rho_max": 2.0, "c_max": 0.5},
      [0.5, 1, 0.25], [0.625, 1, 1.25]),
     # Retrace: A_2 = .25; A_1 = .75 + .5 x .25 - .25 = .625; A_0 = .25 + .625 - .5
@@ -223,16 +218,9 @@ CRITICS: list[tuple[str, TurnTable, dict[str, Any], Any, Any]] = [
 def test_with_a_critic_advantages_and_its_targets_are_known(
     name: str, table: TurnTable, options: dict[str, Any], advantages: Any, returns: Any
 ) -> None:
-    made = estimated(table, name, whiten=False, **options)
+    made = estimated(table, name, **({"whiten": False} | options))
     assert_allclose(made.advantages, advantages, atol=5e-5)
     assert_allclose(targets(made), returns, atol=5e-5)
-
-
-def test_gae_whitens_over_sampled_tokens_and_leaves_the_targets_raw() -> None:
-    made = gae.advantages(critic_case())
-    # .5 and .25: mean .375, std .125
-    assert_allclose(made.advantages, [1, 0, -1], atol=1e-6)
-    assert_allclose(targets(made), [1, 1, 1])
 
 
 def rewards_of(
@@ -287,59 +275,6 @@ def test_an_invalid_step_lowers_the_advantage_of_no_other(base: oprl.Base, moved
     for penalty in (0.1, 1.0):
         lost = plain - oprl.advantages(fined, base, invalid_penalty=penalty).advantages
         assert_allclose(lost, [0, 0, 10 * penalty * moved, 0, 0], atol=1e-6)
-
-
-# (question, outcome, token rewards, sampled): two responses to each of two questions, the first of
-# two turns
-RESPONSES = [
-    (0, 1.0, [0.2, -0.1, 0.3], [1, 1, 1]),
-    (0, 0.0, [-0.4, 9.0], [1, 0]),
-    (1, 1.0, [0.7], [1]),  # the largest return-to-go, which the filter leaves out
-    (1, 1.0, [0.2, -0.3], [1, 1]),
-]
-PRIME_CASE = made_of(
-    [2, 1, 1, 1], {"outcome": [NO, 1, 0, 1, 1]}, tree=[0, 0, 1, 1], tokens=[2, 1, 2, 1, 2],
-    sampled=[bool(s) for _, _, _, sampled in RESPONSES for s in sampled],
-    token_scores={"prm": [r for _, _, rewards, _ in RESPONSES for r in rewards]},
-)  # fmt: skip
-
-
-def prime_by_hand(low: float, high: float) -> list[float]:
-
-    def mates(question: int) -> list[Any]:
-        return [
-            (score, [r * s for r, s in zip(rewards, sampled, strict=True)], sampled)
-            for other, score, rewards, sampled in RESPONSES
-            if other == question
-        ]
-
-    accuracy = {q: np.mean([score > 0 for score, *_ in mates(q)]) for q in (0, 1)}
-    fitting = [q for q in (0, 1) if low <= accuracy[q] <= high]
-    responses = [(q, *mate) for q in fitting for mate in mates(q)]
-    largest = max(abs(sum(r[i:])) for _, _, r, _ in responses for i in range(len(r)))
-    flat, kept = [], []
-    for question, score, rewards, sampled in responses:
-        others = mates(question)
-        n = len(others)
-        mean = sum(sum(r) / largest / sum(s) for _, r, s in others) / n
-        final = n / (n - 1) * (score - sum(other[0] for other in others) / n)
-        process = [
-            s * n / (n - 1) * (r / largest - mean) for r, s in zip(rewards, sampled, strict=True)
-        ]
-        flat += [5 * sum(process[i:]) + 5 * final for i in range(len(sampled))]
-        kept += sampled
-    inside = np.array([x for x, k in zip(flat, kept, strict=True) if k])
-    return [
-        (x - inside.mean()) / inside.std() if k else 0.0 for x, k in zip(flat, kept, strict=True)
-    ]
-
-
-def test_prime_is_the_loop_over_responses_written_out_after_the_filter_of_questions() -> None:
-    made = estimated(PRIME_CASE, "prime", accuracy_low=0.0, accuracy_high=1.0).advantages
-    assert_allclose(made, prime_by_hand(0, 1), atol=1e-6)
-    made = estimated(PRIME_CASE, "prime").advantages
-    assert_allclose(made, [*prime_by_hand(0.2, 0.8), 0, 0, 0], atol=1e-6)
-    assert not estimated(PRIME_CASE, "prime", accuracy_low=0.6).advantages.any()
 
 
 # Properties on random tables
@@ -432,14 +367,6 @@ def test_a_trajectory_without_outcome_changes_no_other(seed: int, which: Which) 
     assert_allclose(made.advantages[~tokens], without.advantages, atol=1e-9)
     if without.returns is not None:
         assert_allclose(targets(made)[~tokens], without.returns, atol=1e-12)
-
-
-@pytest.mark.parametrize("which", EVERY, ids=str)
-def test_a_batch_without_any_score_teaches_nothing(which: Which) -> None:
-    t, (name, options) = random_table(5), which
-    nothing = estimated(lacking(t, np.ones(len(t), bool)), name, **options).advantages
-    assert nothing.shape == (int(t.tokens.sum()),)
-    assert not nothing.any()
 
 
 def test_trajectories_without_a_score_are_counted_unless_left_out() -> None:

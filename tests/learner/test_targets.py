@@ -2,14 +2,12 @@
 
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from coppice.learner.update.targets import estimate, gae, retrace, vtrace
-from tests.learner.tables import made_of
+from coppice.learner.update.targets import gae, retrace, vtrace
 
 
 class Trajectory(NamedTuple):
@@ -99,13 +97,3 @@ def test_ratios_too_large_for_a_float_are_cut_like_any_other() -> None:
     with np.errstate(over="ignore"):
         made = [vtrace(rewards, values, far, 1.0, 1.0), retrace(rewards, values, far, 1.0, 1.0)]
     assert_allclose(made, [[[3, 2, 1]] * 2] * 2)
-
-
-def test_an_estimate_follows_each_trajectory_in_the_order_it_was_generated() -> None:
-    # trajectories 0 (turns 1, 2) and 1 (turn 1), whose rows come in the order 0/2, 1/1, 0/1
-    t = made_of([1, 1, 1], {}, tokens=[1, 2, 2], token_scores={"value": [0.5, 1, 2, 3, 4]})
-    t = msgspec.structs.replace(t, trajectory=np.array([0, 1, 0]), turn=np.array([2, 1, 1]))
-    made = estimate(t, np.array([1.0, 0, 2, 0, 0]), 1.0, 1.0, False, "gae")
-    assert made.returns is not None
-    assert made.returns.tolist() == [1, 2, 2, 1, 1]
-    assert made.advantages.tolist() == [0.5, 1, 0, -2, -3]

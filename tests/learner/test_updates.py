@@ -12,7 +12,6 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from coppice.actors.engines import weights
 from coppice.learner.config import OptimizerConfig
 from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.forest.trees import pack
@@ -26,7 +25,7 @@ from coppice.learner.update.trainer import Batch
 from coppice.tools.inspecting.export import export
 from coppice.wire.messages import TrainGroup, TreeClosed, Turn
 from tests.learner.conftest import Make
-from tests.updates import batch, episodes, everything, gradient, groups, rescored, steady
+from tests.updates import batch, changed, episodes, everything, gradient, groups, rescored, steady
 
 
 @pytest.mark.slow
@@ -47,7 +46,7 @@ def test_four_updates_equal_two_a_checkpoint_a_resume_and_two(
     assert resumed.watch.state.first == {"wrong": [2.0, 3.0]}
     for version in range(2, 4):
         resumed.update(batch(version, version))
-    assert_equal(everything(straight), everything(resumed))
+    assert not changed(everything(straight), everything(resumed))
 
 
 def test_with_one_optimizer_step_the_current_policy_is_the_proximal_one(make: Make) -> None:
@@ -66,16 +65,7 @@ def test_turns_of_zero_advantage_change_nothing(make: Make) -> None:
     before = everything(made)
     assert made.update(rescored(batch(7, 0), lambda _: {"reward": 1.0}))["learner/skipped"] == 1
     assert made.version == 1
-    assert_equal(before, everything(made))
-
-
-def changed(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> set[str]:
-    """The parts that differ: policy, critic or prm."""
-    return {key.split("/")[0] for key, p in some.items() if not torch.equal(p, others[key])}
-
-
-def assert_equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
-    assert not changed(some, others)
+    assert not changed(before, everything(made))
 
 
 def scored(some: Batch, outcome: Callable[[int, Turn], float | None], out: bool = False) -> Batch:
@@ -118,7 +108,7 @@ def test_no_trajectory_without_outcome_counts(make: Make, scheme: str) -> None:
     assert metrics["learner/turns"] == expected["learner/turns"]
     after = everything(without)
     assert changed(before, after) == {name.split("/")[0] for name in before}
-    assert_equal(everything(lacking), after)
+    assert not changed(everything(lacking), after)
 
 
 def test_primes_reward_model_trains_on_what_its_filter_keeps(make: Make) -> None:
@@ -136,7 +126,7 @@ def test_primes_reward_model_trains_on_what_its_filter_keeps(make: Make) -> None
     expected = without.update(scored(some, kept, out=True))
     assert metrics["learner/left_out_trajectories"] == 3
     assert metrics["prm/comparisons"] == expected["prm/comparisons"] == 6
-    assert_equal(everything(made), everything(without))
+    assert not changed(everything(made), everything(without))
     nothing = made.update(msgspec.structs.replace(scored(some, lambda *_: 1.0), version=1))
     assert (nothing["learner/skipped"], nothing["learner/left_out_trajectories"]) == (1, 9)
 
@@ -162,18 +152,6 @@ def test_a_batch_is_the_oldest_closed_trees_whose_groups_are_all_here() -> None:
     assert inbox.ready() is None
     inbox.add(some[1])
     assert inbox.ready() == [1, 3]
-
-
-def test_a_batch_takes_an_equal_part_of_every_scheduler_however_far_one_is_ahead() -> None:
-    some, _ = groups(0, trees=6)
-    inbox = Inbox(4, {}, shards=2)
-    for group in some:
-        inbox.add(group)
-    for tree in (0, 2, 4, 1):
-        inbox.close(TreeClosed(tree, [tree]))
-    assert inbox.ready() is None  # four trees, and only one of the second scheduler
-    inbox.close(TreeClosed(5, [5]))
-    assert inbox.ready() == [0, 1, 2, 5]
 
 
 def test_groups_of_a_replaced_tree_leave_with_the_next_batch_and_are_no_question() -> None:
@@ -255,15 +233,10 @@ def test_the_critic_trains_alone_while_it_warms_up(make: Make) -> None:
     assert changed(before, everything(made)) == {"critic", "policy"}
 
 
-def test_published_adapters_merged_equal_the_policy(
-    tmp_path: Path, llama: Path, make: Make
-) -> None:
+def test_published_adapters_merged_equal_the_policy(tmp_path: Path, make: Make) -> None:
     made = make()
     made.update(batch(3, 0))
-    published = publish(made.policy, 1, tmp_path, 2)
-    proven = weights.verified(Path(published.path), published.digest)
-    actor = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
-    weights.apply(actor, llama, proven)
+    publish(made.policy, 1, tmp_path, 2)
     (tmp_path / "processes").mkdir()
     (tmp_path / "processes" / "learner.json").write_bytes(msgspec.json.encode(made.process))
     assert export(tmp_path, tmp_path / "export") == 1
@@ -274,7 +247,6 @@ def test_published_adapters_merged_equal_the_policy(
     ids = torch.arange(20)[None]
     with torch.no_grad():
         expected = made.policy.causal(ids).logits
-        assert_close(actor(ids).logits, expected, atol=1e-4, rtol=1e-4)
         assert_close(exported(ids).logits, expected, atol=1e-4, rtol=1e-4)
 
 

@@ -4,7 +4,6 @@ cannot answer in the learner's place."""
 import json
 import threading
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,7 +70,7 @@ def test_an_answer_of_somebody_else_never_reaches_a_server() -> None:
     forger.join()
 
 
-def test_an_answer_to_another_ask_is_no_answer(tmp_path: Path) -> None:
+def test_an_answer_to_another_ask_is_no_answer() -> None:
     stored = sealed("token", "answer/1", "{}").encode()
     assert opened("token", "answer/1", stored) == "{}"
     for key, damaged in (

@@ -25,15 +25,6 @@ AGENTS = '''
 import random
 CALLS = 0
 
-def counting(task):
-    messages = [user(task["question"])]
-    while (reply := call(messages, "add")).get("tool_calls"):
-        messages.append(reply)
-        for one in reply["tool_calls"]:
-            result = str(sum(json.loads(one["function"]["arguments"]).values()))
-            messages.append({"role": "tool", "tool_call_id": one["id"], "content": result})
-    return float(reply["content"].strip() == task["golds"][0])
-
 def drawing(task):
     """Draws random numbers, and counts the calls of its module."""
     global CALLS

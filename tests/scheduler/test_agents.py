@@ -1,5 +1,5 @@
-"""Agents in processes of their own, whose turns grow in trees: every strategy, exact tokens, replay
-after a crash, limits and budgets."""
+"""Agents in processes of their own, whose turns grow in trees: every strategy, exact tokens, limits
+and budgets."""
 
 import asyncio
 import gc
@@ -17,21 +17,6 @@ from tests.agent_stage import Stages, adds
 
 AGENTS = '''
 from concurrent.futures import ThreadPoolExecutor
-
-def counting(task):
-    """Calls a tool as long as the policy wants, and writes its history in its own way."""
-    messages = [{"role": "system", "content": "Add."}, user(task["question"])]
-    while (reply := call(messages, "add")).get("tool_calls"):
-        calls, answers = [], []
-        for i, one in enumerate(reply["tool_calls"]):
-            arguments = json.loads(one["function"]["arguments"])
-            written = {"name": "add", "arguments": json.dumps(arguments, indent=2)}
-            calls.append({"id": f"mine{i}", "type": "function", "function": written})
-            content = [{"type": "text", "text": str(sum(arguments.values()))}]
-            answers.append({"role": "tool", "tool_call_id": f"mine{i}", "content": content})
-        told = {"role": "assistant", "content": reply["content"] or "", "tool_calls": calls}
-        messages += [told, *answers]
-    return float(reply["content"].strip() == task["golds"][0])
 
 def endless(task):
     messages = [user("go")]
@@ -90,28 +75,6 @@ async def test_a_conversation_is_one_path_of_the_tokens_read_and_sampled(stage: 
     assert observed == f"\n<|im_start|>{result}\n<|im_start|>assistant\n"
     whole = s.read(tree, actions[-1])
     assert whole.count("</s>") == 2 + 3 + 2, "a reply's end was sampled and written again"
-
-
-@pytest.mark.second
-async def test_a_half_grown_tree_goes_on_by_replay(stage: Stages) -> None:
-    s = stage(adds, "counting")
-    context = s.anew()
-    await context.plant()
-    node = await context.tip()
-    for _ in range(2):
-        (action,) = await context.generate(node, 1)
-        action.chosen = True
-        place = await context.onward(action)
-        assert place is not None
-        node = place
-        context.save([action, node])
-    expected = s.policy.prompts[-1]
-    again = stage(adds, "counting")
-    again.journal, (row,) = s.journal, s.journal.trees()
-    tree = await again.grow(chain, s.journal.tree(row))
-    assert again.environment.replayed == 2
-    assert tree.actions()[-1].scores["outcome"] == 1.0
-    assert again.policy.prompts[0].startswith(expected)
 
 
 @pytest.mark.second

@@ -1,6 +1,5 @@
 """The first evaluation beside the first update: its result is of version 0 alone, whatever the
-learner did meanwhile, also after a crash.
-"""
+learner did meanwhile. A resume refuses a journal that is older than the checkpoint."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,7 +10,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from coppice.common import frontier
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
 from coppice.scheduler.dispatch.weight_sync import Weights
@@ -25,6 +23,11 @@ from coppice.wire.keys import RunKeys
 from coppice.wire.service import Call, Service
 
 QUESTIONS, UPDATES, HELD_OUT = 2, 2, 3
+SETTINGS = SchedulerConfig(
+    strategy="chain", judge="none", updates=UPDATES, questions_per_update=QUESTIONS,
+    max_action_tokens=4, dispatch=DispatchConfig(heartbeat_s=600.0, dead_after_s=6000.0),
+    evaluation=EvaluationConfig(questions=HELD_OUT),
+)  # fmt: skip
 
 
 class House:
@@ -39,18 +42,9 @@ class House:
         version: int = 0,
         **more: Any,
     ):
-        settings = SchedulerConfig(
-            strategy="chain",
-            judge="none",
-            updates=UPDATES,
-            questions_per_update=QUESTIONS,
-            max_action_tokens=4,
-            dispatch=DispatchConfig(heartbeat_s=600.0, dead_after_s=6000.0),
-            evaluation=EvaluationConfig(questions=HELD_OUT),
-        )
         options = {"prompt": "tictactoe_compact", "opponents": {"random": 1.0}}
         place = "scheduler", str(folder), 0, str(model), "tictactoe", options
-        process = SchedulerProcess(*place, "", "", 1, [], 16, settings)
+        process = SchedulerProcess(*place, "", "", 1, [], 16, SETTINGS)
         process = msgspec.structs.replace(process, **more)
         self.folder, self.run, self.held, self.trained = folder, Run(process), held, version
         self.loads: list[tuple[int, list[str]]] = []
@@ -164,20 +158,6 @@ async def test_the_first_evaluation_beside_an_update_is_of_v0(tmp_path: Path, ll
     report: Any = health.read(tmp_path)
     assert report.version == UPDATES  # though the run ended between two heartbeats
     assert house.loads == [(1, ["start"]), (2, ["start"])]
-
-
-async def test_a_run_resumed_after_an_update_examines_v0_first(tmp_path: Path, llama: Path) -> None:
-    dead = House(tmp_path, llama, held=lambda house: True)
-    await dead.live(until=lambda house: house.run.stream.version == 1)
-    assert dead.loads == []
-    journal = journal_of(tmp_path)
-    assert journal.evaluations() == []
-    groups = [group for row in journal.trees() for group, _ in journal.groups(row.id)]
-    checkpoint(tmp_path, 1, frontier.runs(dict.fromkeys(groups, 1)))
-    resumed = House(tmp_path, llama, version=1)
-    await resumed.live()
-    check(tmp_path)
-    assert resumed.loads == [(1, ["start"]), (2, ["start"])]
 
 
 async def test_a_journal_older_than_the_checkpoint_is_refused(tmp_path: Path, llama: Path) -> None:

@@ -51,16 +51,11 @@ class Services:
         return json.dumps({"action_type": "speak", "argument": words})
 
 
-class Stage(Staged):
+def staged(folder: Path, llama: Path, **options: Any) -> Staged:
     """A context over those services, for the seller of the lamp against a buyer."""
-
-    services: Any
-
-    def __init__(self, folder: Path, llama: Path, seed: int = 0, **options: Any):
-        environment, text = Sotopia(turns=LIMIT, **options), Text(str(llama))
-        task, settings = environment.task(seed), SchedulerConfig(judge="none")
-        parts = (text, Services(text), environment, task, settings)
-        super().__init__(folder / "journal", *parts, most=8)
+    environment, text = Sotopia(turns=LIMIT, **options), Text(str(llama))
+    world = text, Services(text), environment, environment.task(0), SchedulerConfig(judge="none")
+    return Staged(folder / "journal", *world, most=8)
 
 
 def told(tree: Tree, trajectory: int) -> list[str]:
@@ -70,7 +65,7 @@ def told(tree: Tree, trajectory: int) -> list[str]:
 
 
 async def test_both_speakers_stand_in_the_tree_one_is_trained(tmp_path: Path, llama: Path) -> None:
-    stage = Stage(tmp_path, llama)
+    stage = staged(tmp_path, llama)
     await stage.grow(full, k=2)
     turn = ["43 euros", 'Tobin Hask said: "42 euros"']
     for trajectory in (0, 1):
@@ -89,7 +84,7 @@ async def test_both_speakers_stand_in_the_tree_one_is_trained(tmp_path: Path, ll
 
 
 async def test_a_served_partner_is_asked_by_name_and_may_begin(tmp_path: Path, llama: Path) -> None:
-    stage = Stage(tmp_path, llama, partner="ann", side="second")
+    stage = staged(tmp_path, llama, partner="ann", side="second")
     await stage.grow(full, k=1)
     speakers = [service for service, _ in stage.services.asked]
     assert speakers == ["speaker.ann", "generate"] * 2 + ["speaker.ann"]
@@ -101,7 +96,7 @@ async def test_a_served_partner_is_asked_by_name_and_may_begin(tmp_path: Path, l
 
 @pytest.mark.parametrize("left", range(1, 10))
 async def test_a_half_grown_conversation_goes_on(tmp_path: Path, llama: Path, left: int) -> None:
-    stage = Stage(tmp_path, llama)
+    stage = staged(tmp_path, llama)
     stage.services.left = left
     with pytest.raises(InfrastructureFault):
         await stage.grow(full, k=2)

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from coppice.scheduler.config import EvaluationConfig, SchedulerConfig
+from coppice.scheduler.config import EvaluationConfig
 from coppice.scheduler.growth.dynamic_sampling import counted, differs
 from coppice.wire import messages as wire
-from tests.scheduler.test_begin import House, journal_of
+from tests.scheduler.test_begin import SETTINGS, House, journal_of
 
 
 def turns(*trajectories: list[float | None]) -> list[wire.Turn]:
@@ -44,16 +45,17 @@ def test_equal_groups_are_counted_among_those_that_can_differ() -> None:
     counts = Counter[str]()
     for group in (turns([1.0], [1.0]), turns([1.0], [0.0]), turns([5.0])):
         counts.update(counted(group, "reward", "turns"))
+    assert counts == {"compared_step_1": 2, "equal_step_1": 1}
 
 
 async def test_as_many_questions_without_spread_as_the_budget_says_are_replaced(
     tmp_path: Path, llama: Path
 ) -> None:
     """A policy that knows no legal move loses every game."""
-    options: Any = {"strategy": "full", "strategy_options": {"k": 2}, "judge": "none"}
-    options |= {"updates": 1, "questions_per_update": 3, "max_action_tokens": 4}
-    options |= {"dynamic_sampling_budget": 2, "evaluation": EvaluationConfig(questions=0)}
-    house = House(tmp_path, llama, scheduler=SchedulerConfig(**options), reward="outcome")
+    options: Any = {"strategy": "full", "strategy_options": {"k": 2}, "updates": 1}
+    options |= {"questions_per_update": 3, "dynamic_sampling_budget": 2}
+    settings = replace(SETTINGS, evaluation=EvaluationConfig(questions=0), **options)
+    house = House(tmp_path, llama, scheduler=settings, reward="outcome")
     house.waiting = [asyncio.Future() for _ in range(3)]  # no update comes
     await house.live(until=lambda house: len(house.run.journal.trees("status='closed'")) == 3)
     assert len(journal_of(tmp_path).trees("status='replaced'")) == 2

@@ -4,9 +4,6 @@ tests give."""
 import random
 
 import numpy as np
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from coppice.scheduler.dispatch.calls import Place, Worker
 from coppice.scheduler.dispatch.placement import CAPACITY, PATIENCE_S, Fleet, Generation
@@ -19,25 +16,22 @@ HEAD = list(range(100, 120))
 class World:
     """Actors with a clock, and the calls that run on them."""
 
-    def __init__(
-        self, capacity: float | None = None, workers: str = "ab", batch: int = 4, room: int = 8
-    ):
+    def __init__(self, capacity: float | None = None, workers: str = "ab", batch: int = 4):
         self.now = 0.0
         self.fleet = Fleet(steps=2, batch=batch, clock=lambda: self.now)
-        self.room = room
         self.stats = {} if capacity is None else {CAPACITY: float(capacity)}
         self.running: dict[str, list[Place]] = {name: [] for name in workers}
 
     def workers(self) -> list[Worker]:
         running = self.running.items()
-        return [loaded(name, len(calls), self.room, self.stats) for name, calls in running]
+        return [loaded(name, len(calls), 8, self.stats) for name, calls in running]
 
-    def call(self, tree: int, prompt: list[int], n: int = 1, background: bool = False) -> Place:
-        request = GenerateRequest(np.array(prompt, np.int32), n, Sampling(10))
+    def call(self, tree: int, prompt: list[int], background: bool = False) -> Place:
+        request = GenerateRequest(np.array(prompt, np.int32), 1, Sampling(10))
         return Generation(self.fleet, tree, request, background)
 
-    def start(self, place: Place, avoid: frozenset[str] = frozenset()) -> str | None:
-        worker = place.choose(self.workers(), avoid)
+    def start(self, place: Place) -> str | None:
+        worker = place.choose(self.workers(), frozenset())
         if worker is None:
             return None
         place.started(worker.name)
@@ -64,20 +58,12 @@ def test_new_trees_spread_over_the_actors_though_one_holds_their_common_head() -
 
 
 def test_a_tree_goes_on_where_its_prefix_is_until_that_actor_is_overloaded() -> None:
-    world = World(workers="ab", room=8)
+    world = World()
     first = world.call(0, HEAD + own(0, 5))
     assert world.start(first) == "a"
     world.end(first, [[7, 8]])
     places = [world.call(0, HEAD + own(0, 5) + [7, 8, tree]) for tree in range(7)]
     assert [world.start(place) for place in places] == ["a"] * 5 + ["b"] * 2
-
-
-def test_a_retried_call_avoids_the_actor_that_failed_it_though_it_holds_the_prefix() -> None:
-    world = World()
-    place = world.call(0, HEAD)
-    assert world.start(place) == "a"
-    world.end(place)
-    assert world.start(place, frozenset("a")) == "b"
 
 
 def test_trees_wait_while_older_ones_take_the_cache_and_the_oldest_never_does() -> None:
@@ -145,38 +131,3 @@ def test_the_order_is_trained_turns_begun_trees_age_depth_and_siblings() -> None
     shuffled = random.Random(0).sample(wanted, len(wanted))
     ranks = [place.rank() for place in wanted]
     assert sorted(place.rank() for place in shuffled) == ranks
-
-
-SHAPE = st.tuples(st.integers(1, 60), st.integers(1, 4), st.integers(1, 6))
-SHAPES = st.lists(SHAPE, min_size=1, max_size=12)
-
-
-@pytest.mark.second
-@settings(deadline=None)
-@given(SHAPES, st.integers(1, 300), st.integers(0, 8), st.integers(1, 3), st.randoms())
-def test_every_call_is_served_in_the_end_whatever_the_caches_hold(
-    shapes: list[tuple[int, int, int]], capacity: int, batch: int, workers: int, rng: random.Random
-) -> None:
-    """Trees of (tokens a step, steps, samples)."""
-    world = World(capacity, "abc"[:workers], batch, room=3)
-    paths = {tree: own(tree, tokens) for tree, (tokens, _, _) in enumerate(shapes)}
-    left = {tree: steps for tree, (_, steps, _) in enumerate(shapes)}
-    waiting = {tree: world.call(tree, paths[tree], n=shapes[tree][2]) for tree in left}
-    running: dict[int, Place] = {}
-    for _ in range(400):
-        for tree, place in sorted(waiting.items(), key=lambda item: item[1].rank()):
-            if world.start(place) is not None:
-                running[tree] = waiting.pop(tree)
-        if not waiting and not running:
-            break
-        world.now += PATIENCE_S / 3
-        for tree in rng.sample(sorted(running), rng.randint(bool(running), len(running))):
-            world.end(running.pop(tree), [[1, 2]] * shapes[tree][2])
-            left[tree] -= 1
-            if left[tree]:
-                paths[tree] = [*paths[tree], 1, *own(tree + 50, shapes[tree][0])]
-                waiting[tree] = world.call(tree, paths[tree], n=shapes[tree][2])
-            else:
-                world.fleet.ended(tree)
-    assert not waiting and not running
-    assert not any(world.running.values())

@@ -64,15 +64,11 @@ class Services:
         return f"<action>{cell // 4 + 1} {cell % 4 + 1} {self.rng.randint(1, 4)}</action>"
 
 
-class Stage(Staged):
+def staged(folder: Path, llama: Path, game: Game) -> Staged:
     """A context over those services."""
-
-    services: Any
-
-    def __init__(self, tmp_path: Path, llama: Path, game: Game):
-        chosen, text = SchedulerConfig(judge="oracle", max_action_tokens=40), Text(str(llama))
-        world = text, Services(text, game), game, game.task(3), chosen
-        super().__init__(tmp_path / "journal", *world, most=8)
+    chosen, text = SchedulerConfig(judge="oracle", max_action_tokens=40), Text(str(llama))
+    world = text, Services(text, game), game, game.task(3), chosen
+    return Staged(folder / "journal", *world, most=8)
 
 
 def tictactoe(**options: Any) -> TicTacToe:
@@ -85,7 +81,7 @@ def sudoku(**options: Any) -> Sudoku:
 
 
 async def test_a_half_grown_chain_judges_what_was_not_judged(tmp_path: Path, llama: Path) -> None:
-    stage = Stage(tmp_path, llama, sudoku())
+    stage = staged(tmp_path, llama, sudoku())
     stage.services.hold = asyncio.Event()
     growing = asyncio.create_task(stage.grow(chain))
     async with asyncio.timeout(10):
@@ -109,7 +105,7 @@ async def test_continuations_do_not_change_the_episode(tmp_path: Path, llama: Pa
     boards, grown = [], list[Any]([(chain, {}), (mc_value, {"continuations": 6})])
     for strategy, options in grown:
         (folder := tmp_path / str(len(options))).mkdir()
-        stage = Stage(folder, llama, tictactoe())
+        stage = staged(folder, llama, tictactoe())
         stage.services.move = lambda prompt: (
             f"<action>{prompt.splitlines()[-1].split()[0]}</action>"
         )
@@ -120,7 +116,7 @@ async def test_continuations_do_not_change_the_episode(tmp_path: Path, llama: Pa
 
 
 async def test_every_state_has_a_monte_carlo_value_and_error(tmp_path: Path, llama: Path) -> None:
-    stage = Stage(tmp_path, llama, sudoku(terminate_on_wrong=True))
+    stage = staged(tmp_path, llama, sudoku(terminate_on_wrong=True))
     await stage.grow(mc_value, continuations=20)
     (turns,) = stage.groups
     assert "outcome" in turns[-1].scores
@@ -135,7 +131,7 @@ async def test_every_state_has_a_monte_carlo_value_and_error(tmp_path: Path, lla
 
 
 async def test_the_continuations_of_a_state_are_one_request(tmp_path: Path, llama: Path) -> None:
-    stage = Stage(tmp_path, llama, tictactoe())
+    stage = staged(tmp_path, llama, tictactoe())
     await stage.grow(mc_value, continuations=20)
     first = stage.services.generated[0].tokens.tolist()
     from_first = [r for r in stage.services.generated if r.tokens.tolist() == first]
@@ -166,7 +162,7 @@ async def test_after_a_crash_no_finished_game_is_played_or_valued_again(
     tmp_path: Path, llama: Path, strategy: Any, options: Any
 ) -> None:
     game = tictactoe(opponents={"tictactoe_minimax": 1.0})
-    stage = Stage(tmp_path, llama, game)
+    stage = staged(tmp_path, llama, game)
     await stage.grow(strategy, **options)
     (turns,) = stage.groups
     asked = len(stage.services.generated)

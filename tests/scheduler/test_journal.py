@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from coppice.scheduler.growth.tree import Tree
-from coppice.scheduler.ledger.journal import REMOVED, Journal, JournalError
+from coppice.scheduler.ledger.journal import Journal, JournalError
 from coppice.scheduler.ledger.node_codec import inflated
 from coppice.tools.launching.failures import Cause
-from coppice.wire.messages import Turn
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -109,13 +108,6 @@ def test_after_kill_9_everything_that_was_reported_is_there_once(tmp_path: Path)
     assert journal.damage() == []
 
 
-def test_a_group_of_the_checkpoint_is_trained_although_its_answer_was_lost(tmp_path: Path) -> None:
-    journal = journaled(tmp_path / "j", 2, closed=(0, 1))
-    journal.adopt_frontier({0: 3, 77: 3})
-    assert [row.id for row in journal.untrained_trees()] == [1]
-    assert journal.groups(0) == [(0, 3)]
-
-
 def test_a_full_disk_is_a_clear_error_and_what_was_committed_stays(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j")
     journal.start_tree(small(0), 0, 0)
@@ -170,12 +162,6 @@ def test_a_file_that_was_cut_short_is_refused_with_the_remedy(tmp_path: Path) ->
     assert not Cause(str(error.value), False).full_disk  # the launcher would say: free some
 
 
-def test_a_journal_that_is_older_than_the_checkpoint_lacks_groups(tmp_path: Path) -> None:
-    journal = journaled(tmp_path / "j", 2, closed=(0,))
-    assert journal.lacks([0]) == []
-    assert journal.lacks([0, 1, 7]) == [1, 7]  # tree 1 still grows, and group 7 was never written
-
-
 async def test_a_row_that_sqlite_cannot_hold_is_told_to_whoever_waits(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.sqlite")
     journal.start_tree(Tree(0, "a task with half a letter \ud800"), 0, 0)
@@ -192,30 +178,6 @@ def test_what_a_quarantined_tree_had_given_is_still_to_be_trained(tmp_path: Path
     assert [row.id for row in journal.untrained_trees()] == [0]
     journal.mark_trained(0, 1)
     assert journal.untrained_trees() == []
-
-
-def test_only_what_neither_a_resume_nor_an_audit_needs_is_removed(tmp_path: Path) -> None:
-    """Of trees of version 0, trained into 1: those that ended in an update."""
-    journal = Journal(tmp_path / "j")
-    ends = "closed replaced growing quarantined closed closed".split()
-    for number, status in enumerate(ends):
-        add(journal, number, status)
-        journal.mark_trained(number, 2 if number == 4 else 1)
-    journal.close_tree(small(3), "quarantined", "why")
-    journal.forget_training_after(1)  # tree 4 is not trained now, and tree 5 has another group
-    journal.save_group(small(5), 6, [Turn(1, 0, 1, {"reward": 1.0})])
-    journal.start_tree(Tree(7, "held out", "heldout"), 0, 0)
-    journal.close_tree(Tree(7, "held out", "heldout"))
-    before = journal.untrained_trees(), journal.lacks(range(8)), journal.tally()
-    assert (journal.finished(0), journal.finished(1)) == ([], [0, 1])
-    for tree in (0, 1):
-        journal.remove(tree)
-    assert (journal.untrained_trees(), journal.lacks(range(8)), journal.tally()) == before
-    rows = journal.trees()
-    assert [row.reason for row in rows] == [REMOVED, REMOVED, None, "why", None, None, None]
-    assert [len(journal.tree(row).nodes) for row in rows] == [0, 0, 2, 2, 2, 2, 0]
-    assert (journal.groups(0), journal.turns(0), len(journal.turns(6))) == ([(0, 1)], [], 1)
-    assert journal.finished(9) == journal.damage() == []
 
 
 def test_new_trees_take_the_room_of_removed_ones(tmp_path: Path) -> None:

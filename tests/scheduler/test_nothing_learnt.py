@@ -4,26 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from coppice.learner.update.trainer import Batch
 from coppice.scheduler.growth.tasks import Tasks
 from coppice.scheduler.telemetry.alerts import UPDATES, Fruitless
-from tests.updates import batch, episodes, trainer
-
-
-def scored(some: Batch, **scores: float) -> Batch:
-    """The batch with these scores on every turn."""
-    change = msgspec.structs.replace
-    each = [[change(turn, scores=scores) for turn in group.turns] for group in some.groups]
-    groups = [change(group, turns=turns) for group, turns in zip(some.groups, each, strict=True)]
-    return change(some, groups=groups)
+from tests.updates import batch, episodes, rescored, trainer
 
 
 def test_equal_rewards_are_told_after_some_updates(tmp_path: Path, llama: Path) -> None:
     made, fruitless = trainer(llama, tmp_path), Fruitless("reward")
-    batches = (scored(batch(0, version), reward=1.0, valid=1.0) for version in range(UPDATES))
+    equal = {"reward": 1.0, "valid": 1.0}
+    batches = (rescored(batch(0, version), lambda _: equal) for version in range(UPDATES))
     *before, (line,) = [fruitless.note(made.update(each)) for each in batches]
     assert before == [[]] * (UPDATES - 1)
     assert f": every advantage was 0 in the last {UPDATES} updates" in line

@@ -1,4 +1,4 @@
-"""Placement, breaker, backoff and deadlines: every clock and random number is given."""
+"""Breaker, backoff and deadlines: every clock and random number is given."""
 
 import asyncio
 import random
@@ -6,25 +6,9 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coppice.scheduler.dispatch.calls import LEAST_LOADED, PARTS, Breaker, Deadlines, Pending, Place
+from coppice.scheduler.dispatch.calls import LEAST_LOADED, PARTS, Breaker, Deadlines, Pending
 from coppice.scheduler.dispatch.dispatcher import backoff
-from tests.services import loaded
 from tests.simulation.virtual_time import Agenda, VirtualLoop
-
-WORKERS = st.dictionaries(
-    st.sampled_from("abcdef"), st.tuples(st.integers(0, 12), st.integers(1, 8)), max_size=6
-)
-NAMES = st.frozensets(st.sampled_from("abcdef"))
-
-
-@given(WORKERS, NAMES)
-def test_no_full_worker_is_chosen(sizes: dict[str, tuple[int, int]], avoid: frozenset[str]) -> None:
-    workers = [loaded(name, *size) for name, size in sizes.items()]
-    usable = [worker for worker in workers if worker.name not in avoid] or workers
-    free = [worker for worker in usable if worker.has_room]
-    chosen = Place().choose(workers, avoid)
-    assert chosen is None if not free else chosen in free
-    assert chosen is None or chosen.share == min(worker.share for worker in free)
 
 
 def test_a_breaker_rests_a_worker_after_failures_in_a_row_and_then_gives_it_one_chance() -> None:

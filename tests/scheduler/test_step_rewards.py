@@ -46,7 +46,3 @@ def test_the_early_answer_bonus_counts_steps_from_one(step: int, bonus: float) -
 def test_a_search_gets_no_bonus_and_an_invalid_component_adds_nothing() -> None:
     assert composite({"think": -1, "query": 1}, False, 1, 4, 0.1) == 0
     assert composite({"query": 1}, False, 1, 4, 0.1) == 1
-
-
-def test_a_single_candidate_keeps_its_reward() -> None:
-    assert advantages([-2.0]) == [-2.0]

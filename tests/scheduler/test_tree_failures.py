@@ -12,18 +12,10 @@ import pytest
 
 from coppice.actors.environments.base import Action, Environment, Task, Tools, Transition
 from coppice.actors.environments.tictactoe.environment import TicTacToe, TicTacToeState
-from coppice.scheduler.config import EvaluationConfig, SchedulerConfig
+from coppice.scheduler.config import EvaluationConfig
 from coppice.scheduler.ledger.journal import JournalError, TreeRow
 from coppice.wire.faults import Fault
-from tests.scheduler.test_begin import QUESTIONS, UPDATES, House, journal_of
-
-SETTINGS = SchedulerConfig(
-    strategy="chain",
-    judge="none",
-    updates=UPDATES,
-    questions_per_update=QUESTIONS,
-    max_action_tokens=4,
-)
+from tests.scheduler.test_begin import QUESTIONS, SETTINGS, UPDATES, House, journal_of
 
 
 class Failing(TicTacToe):

@@ -323,17 +323,3 @@ async def test_a_trajectory_whose_outcome_is_unknown_is_left_out(play: Any) -> N
     (group,) = stage.groups
     assert sorted({turn.trajectory for turn in group} | {left}) == numbers(stage)
     assert left not in {turn.trajectory for turn in group}
-
-
-REFUSED = [
-    ("arpo", {"initial": 20}, r"initial = 20: expected at most budget = 16"),
-    ("spo", {"branching": []}, r"branching = \[\]: expected numbers of children"),
-    ("treepo", {"first_divergence": 1}, r"first_divergence = 1: expected at least divergence = 2"),
-    ("treerl", {"token": 2}, r"\['token'\] unknown to strategy 'treerl'"),
-]
-
-
-@pytest.mark.parametrize(("name", "options", "error"), REFUSED)
-def test_options_out_of_range_are_refused(name: str, options: dict[str, Any], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        strategies.load(name, options)

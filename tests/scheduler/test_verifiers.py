@@ -14,7 +14,6 @@ from coppice.actors.environments.agents.environment import AgentEnvironment
 from coppice.actors.environments.base import Task
 from coppice.scheduler.growth.strategies import chain
 from tests.agent_stage import Stage, Stages
-from tests.scheduler.test_agents import AGENTS  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,7 @@ from coppice.wire.messages import LoadRequest, LoadResult
 from coppice.wire.service import Call, Handler, Rejected
 from tests.services import Bench, bench
 
-ONE, TWO = Weights(1, "one", "a" * 64), Weights(2, "two", "b" * 64)
+ONE = Weights(1, "one", "a" * 64)
 
 
 class Actor:
@@ -59,20 +59,6 @@ async def test_who_fails_or_proves_other_weights_is_sent_away(tmp_path: Path) ->
         assert sync.counts["failed_loads"] == 2
         assert sync.versions.proven == 1
         assert [actor.loads for actor in actors.values()] == [[1]] * 6
-
-
-async def test_who_joins_during_an_update_gets_the_newer_version(tmp_path: Path) -> None:
-    async with bench(tmp_path) as table:
-        sync, late = made(table), Actor()
-        await sync.everywhere(ONE)
-        late.gate.clear()
-        joining = asyncio.create_task(table.work("late", late.handlers()))
-        await late.begun.wait()
-        await sync.everywhere(TWO)
-        assert not table.dispatcher.workers("generate")
-        late.gate.set()
-        await joining
-        assert late.loads == [1, 2]
 
 
 async def test_who_joins_while_the_others_still_load_is_compared_with_them(tmp_path: Path) -> None:
