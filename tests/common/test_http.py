@@ -25,7 +25,7 @@ async def client(reply: Reply, **settings: Any) -> AsyncIterator[JsonClient]:
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", reply)
     async with serving(app) as url:
-        made = JsonClient(url, **{"backoff_s": 1e-3} | settings)
+        made = JsonClient(url, backoff_s=settings.pop("backoff_s", 1e-3), **settings)
         await made.start()
         yield made
         await made.close()
