@@ -104,7 +104,7 @@ def _labels(flip: float) -> Arm:
     options = "{base='rloo', variant='environment', step_reward='label', invalid_penalty=0.0}"
     judge = "coppice.research.flipped:FlippedSokoban"
     return Arm(_SOKOBAN, [
-        *_baseline("oprl", options), f"scheduler.judge={judge}",
+        *_baseline("oprl", options), "scheduler.judge=sokoban_flipped",
         f'judges.use={{"{judge}"={{flip={flip}}}}}',
     ])  # fmt: skip
 

@@ -8,6 +8,7 @@ import pytest
 
 from coppice.research import replication
 from coppice.research.replication import STUDIES, StudyCurve, curve, interval, main, slug, table
+from coppice.tools.launching.config import load
 from tests.tools.said import Said
 
 
@@ -143,6 +144,8 @@ def test_a_kept_run_is_reported_and_not_run_again(
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_the_arms_of_a_study_have_folders_of_their_own(name: str) -> None:
+def test_the_arms_of_a_study_load_and_have_folders_of_their_own(name: str) -> None:
     arms = STUDIES[name].arms
     assert len({slug(arm) for arm in arms}) == len(arms)
+    for arm in arms.values():
+        load(replication.ROOT / "configs" / f"{arm.config}.toml", [*arm.changes, "seed=1"])
