@@ -138,19 +138,23 @@ def build(
 def _embedded(corpus: Path, offsets: np.ndarray, encoder: Encoder) -> Iterator[np.ndarray]:
     """Yield the vectors of a corpus, float32 [passages, dimensions] in blocks."""
     start = told = time.monotonic()
-    block = list[np.ndarray]()
+    ends = np.append(offsets[1:], corpus.stat().st_size)
     with corpus.open("rb") as file:
-        for first in range(0, len(offsets), _EMBEDDED):
-            rows = (_row(file, at) for at in offsets[first : first + _EMBEDDED])
-            texts = [". ".join(title_and_text(row.contents)) for row in rows]
-            block.append(encoder.embed(texts, "passage"))
-            if len(block) * _EMBEDDED >= BLOCK or first + len(texts) == len(offsets):
-                yield np.concatenate(block)
-                block.clear()
-            if time.monotonic() > told + _TOLD_S:
-                told, done = time.monotonic(), first + len(texts)
-                rate = done / (told - start)
-                print(f"  embedded {done} of {len(offsets)} passages ({rate:.0f}/s)", flush=True)
+        for first in range(0, len(offsets), BLOCK):
+            part = slice(first, first + BLOCK)
+            # passages of similar length share a batch, which is padded to its longest
+            order = np.argsort(ends[part] - offsets[part], kind="stable")
+            block = np.empty((len(order), encoder.dimensions), np.float32)
+            for at in range(0, len(order), _EMBEDDED):
+                rows = order[at : at + _EMBEDDED]
+                found = (_row(file, offset) for offset in offsets[part][rows])
+                texts = [". ".join(title_and_text(row.contents)) for row in found]
+                block[rows] = encoder.embed(texts, "passage")
+                if time.monotonic() > told + _TOLD_S:
+                    told, done = time.monotonic(), first + at + len(rows)
+                    rate = done / (told - start)
+                    print(f"  embedded {done} of {len(offsets)} passages ({rate:.0f}/s)", flush=True)
+            yield block
 
 
 def _stored(folder: Path, wanted: IndexManifest) -> np.ndarray:

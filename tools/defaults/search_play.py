@@ -159,4 +159,5 @@ def ensure_search_play(
         words = tiny.names_and_fields(corpus)
         return search_play(Text(str(model)), notation, *words, count, config)
 
-    return from_play(model, "random searches", recipe, [corpus], examples, config, cache, threads)
+    sources, args = [corpus], (examples, config, cache, threads)
+    return from_play(model, "random searches", recipe, sources, *args, packing=True)
