@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from coppice.research import replication
-from coppice.research.replication import STUDIES, StudyCurve, curve, interval, main, slug, table
+from coppice.research.replication import StudyCurve, curve, interval, main, slug, table
+from coppice.research.studies import STUDIES
 from coppice.tools.launching.config import load
 from tests.tools.said import Said
 
