@@ -152,8 +152,8 @@ def _embedded(corpus: Path, offsets: np.ndarray, encoder: Encoder) -> Iterator[n
                 block[rows] = encoder.embed(texts, "passage")
                 if time.monotonic() > told + _TOLD_S:
                     told, done = time.monotonic(), first + at + len(rows)
-                    rate = done / (told - start)
-                    print(f"  embedded {done} of {len(offsets)} passages ({rate:.0f}/s)", flush=True)
+                    speed = f"{done / (told - start):.0f}/s"
+                    print(f"  embedded {done} of {len(offsets)} passages ({speed})", flush=True)
             yield block
 
 
