@@ -31,8 +31,10 @@ FOREST = torch.zeros(1, 1, 1, 1)
 then builds no mask of its own."""
 
 SMALL_SUBTREE = 128
-"""Small subtrees of up to this many tokens together share one masked flash call: separate calls
+"""A subtree of up to this many tokens is one masked flash call: separate calls for its branches
 would cost more than the masked pairs."""
+JOINED = 32
+"""Subtrees that have up to this many tokens together share one call."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -56,7 +58,7 @@ def blocks(forest: Forest, small: int) -> list[Block]:
     while k < size:
         if end[k] - k <= small:
             last = int(end[k])
-            while last < size and end[last] - k <= small:
+            while last < size and end[last] - k <= min(small, JOINED):
                 last = int(end[last])
             # causal attention is enough for one path without branches
             cascade.append(Block(k, last, last, bool((end[k:last] != last).any())))

@@ -224,13 +224,14 @@ def key_variables(settings: Any) -> frozenset[str]:
 
 
 _ALLOCATOR = {
-    "MALLOC_MMAP_THRESHOLD_": "1048576",
-    "MALLOC_TRIM_THRESHOLD_": "1048576",
-    "MALLOC_ARENA_MAX": "2",
+    "MALLOC_MMAP_THRESHOLD_": "33554432",
+    "MALLOC_TRIM_THRESHOLD_": "67108864",
+    "MALLOC_ARENA_MAX": "1",
 }
-"""glibc's settings for a learner rank: memory of a tensor of 1 MiB or more returns to the system
-when the tensor is freed. With glibc's defaults the heap of a rank grew to twice its contents
-(docs/performance.md). A decoding engine would save little memory and lose time."""
+"""glibc's settings for a learner rank: a tensor of 32 MiB or more returns to the system when it is
+freed, and so does free memory beyond 64 MiB at the heap's end. With glibc's defaults the heap of a
+rank grew to twice its contents; with bounds of 1 MiB a small policy's update took 1.4 times as long
+(docs/performance.md)."""
 
 
 def _meeting(run: Path, learner: LearnerConfig) -> dict[str, str]:
