@@ -22,6 +22,7 @@ from coppice.judges.serve import PLAYERS, JudgeProcess, built_in_service, make_w
 from coppice.judges.slate import SlateRules
 from coppice.learner import schemes
 from coppice.learner.config import LearnerConfig, LearnerProcess
+from coppice.learner.model.memory import sizes
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
 from coppice.scheduler.dispatch.bounds import JudgeGives
 from coppice.scheduler.telemetry.tracking import KEYS
@@ -65,7 +66,9 @@ def make(config: Config, assets: Assets, run: Path) -> list[PlannedProcess]:
         plan.append(process)
         bodies[process.file] = body
     if not w.outside:
-        plan += _ranks(w, {} if config.cluster.on else _meeting(run, w))
+        few = 0 < sizes(Path(assets.model))[1] < FEW_WEIGHTS
+        meeting = {} if config.cluster.on else _meeting(run, w)
+        plan += _ranks(w, meeting, {} if few else _ALLOCATOR)
     (run / "processes").mkdir(parents=True, exist_ok=True)
     for name, body in bodies.items():
         text = msgspec.json.format(msgspec.json.encode(body), indent=1)
@@ -224,14 +227,15 @@ def key_variables(settings: Any) -> frozenset[str]:
 
 
 _ALLOCATOR = {
-    "MALLOC_MMAP_THRESHOLD_": "33554432",
-    "MALLOC_TRIM_THRESHOLD_": "67108864",
-    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "1048576",
+    "MALLOC_TRIM_THRESHOLD_": "1048576",
+    "MALLOC_ARENA_MAX": "2",
 }
-"""glibc's settings for a learner rank: a tensor of 32 MiB or more returns to the system when it is
-freed, and so does free memory beyond 64 MiB at the heap's end. With glibc's defaults the heap of a
-rank grew to twice its contents; with bounds of 1 MiB a small policy's update took 1.4 times as long
-(docs/performance.md)."""
+"""glibc's settings for a learner rank: memory of a tensor of 1 MiB or more returns to the system
+when the tensor is freed. With glibc's defaults the heap of a rank grew to twice its contents
+(docs/performance.md). A decoding engine and a rank of few weights would save little memory and lose
+time: a third of an update."""
+FEW_WEIGHTS = 20e6
 
 
 def _meeting(run: Path, learner: LearnerConfig) -> dict[str, str]:
@@ -246,11 +250,13 @@ def _meeting(run: Path, learner: LearnerConfig) -> dict[str, str]:
     return {"COPPICE_RANKS": str(run / f"ranks-{secrets.token_hex(4)}")} | own
 
 
-def _ranks(learner: LearnerConfig, meeting: dict[str, str]) -> Iterator[PlannedProcess]:
+def _ranks(
+    learner: LearnerConfig, meeting: dict[str, str], allocator: dict[str, str]
+) -> Iterator[PlannedProcess]:
     """Plan the learner's ranks. A single rank meets nobody. meeting: where they meet; on a cluster,
     rank 0's node says so, and each has its own GPU."""
     for rank in range(learner.count):
-        own = dict(_ALLOCATOR)
+        own = dict(allocator)
         if learner.count > 1:
             own |= meeting | {"WORLD_SIZE": str(learner.count), "RANK": str(rank)}
             own["LOCAL_WORLD_SIZE"] = str(learner.count) if meeting else "1"
