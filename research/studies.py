@@ -78,6 +78,26 @@ def _game(config: str, updates: list[str]) -> dict[str, Arm]:
     return {"VPR": Arm(config), "OR": Arm(config, _OR), "MC-PR": Arm(config, [*_MC, *updates])}
 
 
+_LAKE = [
+    "data.environment=coppice.research.lake:Lake", "data.options={size=5,turns=14}",
+    "scheduler.judge=lake", 'judges.use={"coppice.research.lake:LakeOracle"={}}',
+    "actors.max_context=128", "warm_start.steps=400", "warm_start.skill=0.5",
+    "learner.epochs=1",
+]  # fmt: skip
+
+
+def _lake(method: str, questions: int, options: str, updates: int = 20) -> dict[str, Arm]:
+    """Return a method on the lake at two learning rates. questions, updates: so many that a run
+    samples some 10,000 moves."""
+    changes = [*_LAKE, *_updates(updates), f"scheduler.questions_per_update={questions}"]
+    if method != "vpr":
+        changes += [f"method={method}", f"scheduler.strategy_options={options}"]
+    return {
+        f"{method}, {rate}": Arm("vpr-sokoban-cpu", [*changes, f"learner.lr={rate}"])
+        for rate in ("3e-4", "1e-3")
+    }
+
+
 _ABLE = ["data.options.size=6", "data.options.horizon=15", "warm_start.skill=0.8"]
 _PRM = [
     "learner.scheme_options={base='grpo', invalid_penalty=0.0}", "learner.prm.lr=6e-4",
@@ -178,6 +198,16 @@ STUDIES = {
         **_game(_MINES, ["scheduler.updates=16"]),
         # four candidates of a state, of which one is played: as many sampled moves
         "VPR v2": Arm(_MINES, ["method=vpr-v2", "scheduler.questions_per_update=16"]),
+    }),
+    # the outcome alone for the first four, the oracle's step rewards for the others
+    "lake": Study("success", {
+        **_lake("outcome", 64, "{}"),
+        **_lake("grpo", 8, "{k=8}"),
+        **_lake("tree-grpo", 10, "{trees=2,nodes=3}"),
+        **_lake("vineppo", 4, "{continuations=4}", updates=12),
+        **_lake("vpr", 64, "{}"),
+        **_lake("vpr-v2", 16, "{k=4,selection='best-of-k'}"),
+        **_lake("slate", 13, "{k=5}"),
     }),
     "vpr-oracles": Study("return", {
         "minimax": Arm(_TTT, ["judges.use.tictactoe={kind='minimax'}", *_SHORT]),
