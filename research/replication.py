@@ -305,9 +305,11 @@ def by_part(runs: dict[str, list[Path]], parts: Sequence[str]) -> str:
     return "Held-out, mean over seeds and 95% interval by task:\n\n" + "\n".join(lines)
 
 
-def draw(curves: dict[str, list[StudyCurve]], measure: str, title: str) -> Figure:
+def draw(
+    curves: dict[str, list[StudyCurve]], measure: str, title: str, ceiling: float | None = None
+) -> Figure:
     """Draw the measure against environment steps and against generated tokens, with a band for the
-    95% interval over seeds."""
+    95% interval over seeds. ceiling: the best that the measure can be, drawn as a line."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     labels = {
@@ -321,6 +323,8 @@ def draw(curves: dict[str, list[StudyCurve]], measure: str, title: str) -> Figur
             middle, half = np.array([b[0] for b in bands]), np.nan_to_num([b[1] for b in bands])
             axis.plot(x, middle, marker=".", label=name)
             axis.fill_between(x, middle - half, middle + half, alpha=0.2)
+        if ceiling is not None:
+            axis.axhline(ceiling, color="black", linestyle="--", linewidth=1, label="optimum")
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel(f"held-out {measure}")
@@ -394,7 +398,7 @@ def main(arguments: list[str] | None = None) -> int:
     text += f"\n\n{by_part(runs, study.parts)}" if study.parts else ""
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{measure}.md").write_text(text + "\n")
-    save(draw(curves, measure, options.study), plot)
+    save(draw(curves, measure, options.study, study.ceiling), plot)
     print(f"{text}\n\nplot: {plot}")
     for name in failed:
         print(f"FAILED: {name}: see output.log in its folder", file=sys.stderr)

@@ -14,13 +14,14 @@ class Arm(msgspec.Struct, frozen=True):
 class Study(msgspec.Struct, frozen=True):
     """Arms that are compared with the first. measure: the name of the held-out measure. parts:
     further held-out measures, shown with intervals by task. hops: of the default questions, only
-    those with so many (0: all)."""
+    those with so many (0: all). ceiling: the exact best that the measure can be."""
 
     measure: str
     arms: dict[str, Arm]
     seeds: int = 5
     parts: tuple[str, ...] = ()
     hops: int = 0
+    ceiling: float | None = None
 
 
 _PPR, _SLATE, _TREES = "ppr-cpu", "slate-tiny", "tree-grpo-tiny"
