@@ -83,7 +83,7 @@ _LAKE = [
     "data.environment=coppice.research.lake:Lake", "data.options={size=5,turns=14}",
     "scheduler.judge=lake", 'judges.use={"coppice.research.lake:LakeOracle"={}}',
     "actors.max_context=128", "warm_start.steps=400", "warm_start.skill=0.5",
-    "learner.epochs=1",
+    "learner.epochs=1", "learner.entropy_coef=0.01",
 ]  # fmt: skip
 
 
