@@ -74,11 +74,16 @@ def keep(out: Path, name: str, seed: int) -> None:
     """Keep the metrics of a finished run, and its CPU seconds as a last line."""
     folder, kept = out / slug(name) / f"seed{seed}", recorded(out, name, seed)
     if (folder / "summary.json").is_file() and not kept.exists():
-        spent = sum(map(float, (folder / CPU_SECONDS).read_text().split()))
-        last = json.dumps({"version": 0, CPU_SECONDS: spent})
+        last = json.dumps({"version": 0, CPU_SECONDS: spent(folder)})
         kept.parent.mkdir(parents=True, exist_ok=True)
         whole = (folder / "metrics.jsonl").read_text().rstrip() + f"\n{last}\n"
         kept.write_bytes(gzip.compress(whole.encode(), mtime=0))
+
+
+def spent(folder: Path) -> float:
+    """Return the CPU seconds of a run's folder, 0 if its study was killed before it counted them."""
+    cost = folder / CPU_SECONDS
+    return sum(map(float, cost.read_text().split())) if cost.is_file() else 0.0
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -159,8 +164,7 @@ def curve(folder: Path, measure: str) -> StudyCurve:
     once. Raises ValueError."""
     values: dict[int, float] = {}
     work: dict[int, dict[str, float]] = {}
-    cost = folder / CPU_SECONDS
-    cpu = sum(map(float, cost.read_text().split())) if cost.is_file() else 0.0
+    cpu = spent(folder)
     for row in rows(folder):
         cpu = row.get(CPU_SECONDS, cpu)
         version = int(row["version"])
