@@ -81,7 +81,7 @@ def keep(out: Path, name: str, seed: int) -> None:
 
 
 def spent(folder: Path) -> float:
-    """Return the CPU seconds of a run's folder, 0 if its study was killed before it counted them."""
+    """Return the CPU seconds of a run's folder, 0 if its study was killed before that."""
     cost = folder / CPU_SECONDS
     return sum(map(float, cost.read_text().split())) if cost.is_file() else 0.0
 
