@@ -254,7 +254,7 @@ def _ranks(
     learner: LearnerConfig, meeting: dict[str, str], allocator: dict[str, str]
 ) -> Iterator[PlannedProcess]:
     """Plan the learner's ranks. A single rank meets nobody. meeting: where they meet; on a cluster,
-    rank 0's node says so, and each has its own GPU."""
+    rank 0's node says so, and each has its own GPU. allocator: see ``_ALLOCATOR``."""
     for rank in range(learner.count):
         own = dict(allocator)
         if learner.count > 1:

@@ -73,8 +73,8 @@ def test_the_oracle_scores_by_the_turns_left() -> None:
     oracle = lake.LakeOracle()
 
     def score(state: lake.LakeState, way: int | None) -> dict[str, float]:
-        turn = JudgedTurn(question="", golds=[], context="", response="", step=1, budget=9, state=msgspec.to_builtins(state),
-                          move=None if way is None else [way])  # fmt: skip
+        plain, move = msgspec.to_builtins(state), None if way is None else [way]
+        turn = JudgedTurn("lake-1", [], "", "", 1, 9, state=plain, move=move)
         return dict(oracle.judge_state(turn).scores)
 
     assert score(state, 2)["reward"] == score(state, 2)["chance"] == 1
