@@ -97,6 +97,8 @@ class ActorProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     actors: ActorsConfig
     place: int = 0
     """The number of the actor in the run, from 0."""
+    spare: bool = False
+    """Actors before it have the cores of its machine: it takes what they have no room for."""
     deterministic: bool = False
     """Answers depend on weights and requests alone (docs/reliability.md)."""
     turns: str = ""

@@ -23,7 +23,10 @@ from coppice.wire.service import Call, Service
 log = logging.getLogger("actors.worker")
 
 
-def service(engine: Engine, name: str, capacity: int) -> Service:
+def service(engine: Engine, name: str, capacity: int, spare: bool = False) -> Service:
+    def stats() -> dict[str, float]:
+        return {**engine.stats(), "spare": float(spare)}
+
     async def generate(request: GenerateRequest, call: Call) -> GenerateResult:
         return await engine.generate(request)
 
@@ -33,7 +36,7 @@ def service(engine: Engine, name: str, capacity: int) -> Service:
         log.info(told, name, loaded.version, loaded.seconds)
         return loaded
 
-    return Service(name, {"generate": generate, "load": load}, capacity, engine.stats)
+    return Service(name, {"generate": generate, "load": load}, capacity, stats)
 
 
 async def run(process: ActorProcess) -> None:
@@ -44,7 +47,7 @@ async def run(process: ActorProcess) -> None:
     folder = Path(process.run)
     endpoint = (folder / "endpoint").read_text().strip()
     keys = PeerKeys.load(folder / "keys", "actor")
-    offered = service(engine, process.name, process.actors.capacity)
+    offered = service(engine, process.name, process.actors.capacity, process.spare)
     serving = asyncio.create_task(offered.run(endpoint, keys))
     gone = asyncio.create_task(engine.died())
     try:

@@ -41,6 +41,12 @@ def dtype_and_reason(setting: str) -> tuple[str, str]:
     return "float32", "this processor is slower in bfloat16"
 
 
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
 def visible_gpus() -> list[str]:
     """Return the names of the NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names
     them. No tensor library is loaded."""

@@ -290,7 +290,7 @@ class LearnerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     that they come from, in equal parts. temperature: the sampling temperature, which the learner
     also applies to its log-probabilities. max_staleness: the scheduler's, beyond which
     ``learner/over_stale`` counts a tree. turns: the folder of ``common.turns``, "" if the GPUs are
-    not shared with engines.
+    not shared with engines. computing: how many ranks share out the forwards, 0 for all.
     """
 
     name: str
@@ -303,3 +303,4 @@ class LearnerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shards: int = 1
     max_staleness: int = 0
     turns: str = ""
+    computing: int = 0

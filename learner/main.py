@@ -274,7 +274,7 @@ def main() -> None:
     begin()
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=LearnerProcess)
     w = process.learner
-    ranks = Ranks(w.collective_timeout_s, w.sharding, w.shard_ranks)
+    ranks = Ranks(w.collective_timeout_s, w.sharding, w.shard_ranks, process.computing)
     if ranks.count != w.count:
         raise ValueError(
             f"learner.count = {w.count}, and {ranks.count} ranks were started: start as many"

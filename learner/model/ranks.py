@@ -28,9 +28,13 @@ Sharding = Literal["replicate", "fsdp", "hybrid"]
 
 class Ranks:
     """This process among the learner's ranks, until ``close``. With one rank every operation is the
-    identity. shards: neighbouring ranks that hold one copy of the model together."""
+    identity. shards: neighbouring ranks that hold one copy of the model together. computing: the
+    first so many ranks share out the forwards, 0 for all. Of sharded ranks none is without any."""
 
-    def __init__(self, timeout_s: float, sharding: Sharding = "replicate", shard_ranks: int = 0):
+    def __init__(
+        self, timeout_s: float, sharding: Sharding = "replicate", shard_ranks: int = 0,
+        computing: int = 0,
+    ):  # fmt: skip
         cuda, timeout = torch_device() == "cuda", timedelta(seconds=timeout_s)
         os.environ.setdefault("ACCELERATE_USE_CPU", "false" if cuda else "true")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
@@ -48,6 +52,7 @@ class Ranks:
                 " the model: expected a divisor, the same on every machine; set learner.shard_ranks"
             )
         self.sharded = self.shards > 1
+        self.computing = self.count if self.sharded else computing or self.count
         self._mesh = self._grid(timeout) if 1 < self.shards < self.count else None
         self._lookout = Lookout(self.rank, self.count) if self.count > 1 else None
 

@@ -65,8 +65,8 @@ def plan(trie: Trie, rows: Sequence[int], budget: int, ranks: Ranks) -> Plan:
     """Cut the paths ``rows`` into micro-batches of at most ``budget`` packed tokens, and give each
     to a rank (``balanced``, ``share``)."""
     where = trie.cuts(rows)
-    batches, sizes = balanced(where, budget, ranks.count)
-    shares = share(sizes, ranks.count)
+    batches, sizes = balanced(where, budget, ranks.computing)
+    shares = share(sizes, ranks.computing) + [[]] * (ranks.count - ranks.computing)
     mine = [(batches[b], False) for b in shares[ranks.rank]]
     if ranks.sharded:
         mine += [(batches[int(np.argmin(sizes))], True)] * (max(map(len, shares)) - len(mine))

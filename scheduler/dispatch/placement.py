@@ -30,6 +30,8 @@ HOMES = 4
 """The number of actors, those where a tree was last, on which its calls look for their prefix."""
 MEMORY = 0.99
 """Weight of the earlier samples in the moving mean of the length of a sample."""
+SPARE = "spare"
+"""The gauge in a worker's heartbeat that says that actors before it have its machine's cores."""
 CAPACITY = "kv_capacity_tokens"
 """The gauge in a worker's heartbeat that says how many tokens its cache holds."""
 
@@ -112,11 +114,13 @@ class Fleet:
         """Tokens that a tree is expected to need in all."""
         return max(need, self.steps * tree.first if self._mean is None else self._mean)
 
-    def crowd(self, worker: Worker) -> tuple[float, int]:
-        """A worker's load plus the taken share of its cache, then its number of trees."""
+    def crowd(self, worker: Worker) -> tuple[float, float, int]:
+        """Whether a worker is spare, its load plus the taken share of its cache, its number of
+        trees."""
         capacity = self.residency.capacity(worker.name)
         taken = 0.0 if math.isinf(capacity) else self.expected(worker.name)[1][-1] / capacity
-        return worker.share + taken, len(self.seats.get(worker.name, ()))
+        spare = worker.stats.get(SPARE, 0.0)
+        return spare, worker.share + taken, len(self.seats.get(worker.name, ()))
 
 
 class Generation(Place):

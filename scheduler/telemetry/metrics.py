@@ -14,6 +14,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from coppice.common.atomic import write_whole
 from coppice.common.frontier import Frontier
 from coppice.scheduler.dispatch.calls import STARTED, Event, Worker
+from coppice.scheduler.dispatch.placement import SPARE
 from coppice.scheduler.ledger.records import UPDATE, Reader, parsed
 
 # The generated protobuf modules define their messages at import, which a type checker cannot see.
@@ -143,17 +144,18 @@ class Metrics:
             return [one.rates.get(counter, 0.0) for one in those if one.rates]
 
         engines, ranks = offering("generate"), offering("train")
+        usual = [one for one in engines if not one.stats.get(SPARE)] or engines
         prefilled, ideal, saved = (
             sum(engine.new.get(name, 0.0) for engine in engines)
             for name in ("prefilled_tokens", "ideal_prefill_tokens", "cached_tokens")
         )
         values = {
-            "busy/engines": float(len(per_second(engines, "busy_s"))),
+            "busy/engines": float(len(per_second(usual, "busy_s"))),
             "cache/tokens_saved": saved,
             "cache/prefilled_over_ideal": prefilled / max(1.0, ideal),
             "cache/ideal_tokens": ideal,
         }
-        for name, those in (("busy/engine", engines), ("busy/learner", ranks)):
+        for name, those in (("busy/engine", usual), ("busy/learner", ranks)):
             # engines that add up concurrent requests may exceed 1
             if shares := [min(1.0, share) for share in per_second(those, "busy_s")]:
                 values[name] = sum(shares) / len(shares)

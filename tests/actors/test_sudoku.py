@@ -20,6 +20,11 @@ SEEDS = st.integers(0, 2**31)
 PUZZLES = st.sampled_from([(4, 1), (4, 6), (4, 10), (4, 12), (9, 1), (9, 20), (9, 40)])
 
 
+def test_good_moves_are_the_solutions_digits() -> None:
+    state = SudokuState(4, "", SOLVED, SOLVED[:5] + ".." + SOLVED[7:])
+    assert Sudoku(size=4, blanks=2).good_moves(state) == [(1, 1, 4), (1, 2, 1)]
+
+
 def plain_search(board: str, limit: int) -> set[str]:
     """At most ``limit`` solutions, by trying in each blank what its row, column and box leave."""
     size = round(len(board) ** 0.5)

@@ -45,10 +45,12 @@ def test_micro_batches_keep_every_path_and_the_budget(tokens: list[list[int]], b
         assert size <= budget or len(batch) == 1
 
 
-def test_four_ranks_share_eight_questions_nearly_evenly() -> None:
+@pytest.mark.parametrize("computing", [4, 2])
+def test_ranks_share_eight_questions_nearly_evenly(computing: int) -> None:
     class Four:
         rank, count, sharded = 0, 4, False
 
+    Four.computing = computing  # pyright: ignore
     paths = [p for seed in range(8) for p in forest(seed, trees=1, steps=3)]
     plans = []
     for rank in range(4):
@@ -56,7 +58,8 @@ def test_four_ranks_share_eight_questions_nearly_evenly() -> None:
         plans.append(plan(Trie(paths), range(len(paths)), 10_000, Four()))  # pyright: ignore
     loads = [sum(pack([paths[i] for i in rows]).nodes for rows, _ in made.mine) for made in plans]
     assert sum(loads) == plans[0].forwarded
-    assert max(loads) <= 1.25 * plans[0].whole / 4
+    assert max(loads) <= 1.25 * plans[0].whole / computing
+    assert loads[computing:] == [0] * (4 - computing)
 
 
 @given(random_paths, st.data())

@@ -6,7 +6,7 @@ import random
 import numpy as np
 
 from coppice.scheduler.dispatch.calls import Place, Worker
-from coppice.scheduler.dispatch.placement import CAPACITY, PATIENCE_S, Fleet, Generation
+from coppice.scheduler.dispatch.placement import CAPACITY, PATIENCE_S, SPARE, Fleet, Generation
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sample, Sampling
 from tests.services import loaded
 
@@ -55,6 +55,20 @@ def test_new_trees_spread_over_the_actors_though_one_holds_their_common_head() -
     world = World()
     started = [world.start(world.call(tree, HEAD + own(tree, 5))) for tree in range(4)]
     assert started == ["a", "b", "a", "b"]
+
+
+def test_a_spare_actor_gets_trees_for_which_the_others_have_no_room() -> None:
+    world = World(capacity=180, workers="ab")
+    usual = world.workers()
+    usual[1].stats = {**usual[1].stats, SPARE: 1.0}
+    chosen = []
+    for tree in range(3):
+        place = world.call(tree, own(tree, 30))
+        worker = place.choose(usual, frozenset())
+        assert worker is not None
+        place.started(worker.name)
+        chosen.append(worker.name)
+    assert chosen == ["a", "a", "b"]  # each may need 80 tokens
 
 
 def test_a_tree_goes_on_where_its_prefix_is_until_that_actor_is_overloaded() -> None:

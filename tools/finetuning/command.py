@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from coppice.common.atomic import draft_of, drafted
+from coppice.common.hardware import cores
 from coppice.common.numbers import Count, Discount, Natural, Positive, Share
 from coppice.common.options import command_parser, option
 from coppice.tools.evaluating.examination import INTERRUPTED, conduct
@@ -117,8 +118,8 @@ def parser() -> argparse.ArgumentParser:
     add("--held-out", type=Discount, default=0.1, help=share)
     end = "add the model's end token to completions (actions of a policy need none)"
     add("--end-token", action=argparse.BooleanOptionalAction, default=True, help=end)
-    cores = len(os.sched_getaffinity(0))
-    add("--threads", type=Count, default=cores, help="compute threads (default: all, %(default)s)")
+    threads = "compute threads (default: all, %(default)s)"
+    add("--threads", type=Count, default=cores(), help=threads)
 
     add = command("warm-start", "the warm start of a run's policy", training.warm_start, out)
     add("--config", required=True, type=Path, help="TOML file of the run to come")

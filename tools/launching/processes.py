@@ -60,6 +60,7 @@ def make(config: Config, assets: Assets, run: Path) -> list[PlannedProcess]:
     learner = LearnerProcess(
         "learner", str(run), config.seed, assets.model, s.questions_per_update, s.temperature,
         settings, s.shards, s.max_staleness, str(run) if config.actors.colocated else "",
+        _at_once(config)[1],
     )  # fmt: skip
     plan, bodies = list[PlannedProcess](), dict[str, Any](learner=learner)
     for process, body in _planned(config, assets, run):
@@ -136,7 +137,7 @@ def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[Planne
         process, seed = _actor(config, place), config.seed * 1000 + place
         yield process, ActorProcess(
             process.name, homes[place % s.shards], seed, assets.model, a, place,
-            config.deterministic, str(run) if a.colocated else "",
+            place >= _at_once(config)[0], config.deterministic, str(run) if a.colocated else "",
         )  # fmt: skip
 
 
@@ -273,6 +274,17 @@ def _actor(config: Config, place: int) -> PlannedProcess:
     before = 0 if a.colocated else config.learner.here
     shown = gpus_of(place, a.served.gpus, before, hardware.visible_gpus())
     return replace(actor, environment=_shown(shown))
+
+
+def _at_once(config: Config) -> tuple[int, int]:
+    """Return how many actors and how many ranks compute at once: each as many as have a core. Two
+    actors on one core would both decode smaller batches, and two ranks both compute the trunks."""
+    a, w = config.actors, config.learner
+    elsewhere = config.cluster.on or a.served is not None or w.outside or hardware.visible_gpus()
+    if elsewhere or config.deterministic or w.sharding != "replicate":
+        return a.count, w.count
+    cores = hardware.cores()
+    return max(1, min(a.count, cores // a.threads)), max(1, min(w.count, cores // w.threads))
 
 
 def _shown(gpus: list[str]) -> dict[str, str]:

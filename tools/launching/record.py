@@ -16,7 +16,7 @@ import msgspec
 import psutil
 
 from coppice.common.atomic import write_whole
-from coppice.common.hardware import PROCESSOR, visible_gpus
+from coppice.common.hardware import PROCESSOR, cores, visible_gpus
 from coppice.tools.bootstrap import ROOT
 
 _FULL_BYTES = 2**24
@@ -168,14 +168,13 @@ def environment() -> dict[str, object]:
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     smi = "nvidia-smi --query-gpu=name,driver_version --format=csv,noheader"
     git = f"git -C {shlex.quote(str(ROOT))} describe --always --dirty --abbrev=40 --exclude='*'"
-    affinity = getattr(os, "sched_getaffinity", None)
     packages = {d.name: d.version for d in importlib.metadata.distributions() if d.name}
     return {
         "commit": _said(git) if (ROOT / ".git").exists() else "",
         "python": platform.python_version(),
         "system": platform.platform(),
         "processor": models[0] if models else platform.processor() or platform.machine(),
-        "cores": len(affinity(0)) if affinity else os.cpu_count() or 1,
+        "cores": cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": _said(smi).splitlines() if visible_gpus() else [],
         "packages": dict(sorted(packages.items())),

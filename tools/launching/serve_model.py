@@ -14,6 +14,7 @@ import msgspec
 
 from coppice.actors.config import ActorsConfig
 from coppice.common import loop
+from coppice.common.hardware import cores
 from coppice.common.numbers import Count, Positive
 from coppice.common.options import command_parser
 from coppice.common.process import begin
@@ -123,8 +124,8 @@ def parser() -> argparse.ArgumentParser:
     add("--name", default="", help="what clients call the model (default: the folder's name)")
     key = "variable that holds the key clients must send"
     add("--api-key-env", default="", metavar="NAME", help=key)
-    cores, threads = len(os.sched_getaffinity(0)), "compute threads (default: all cores)"
-    add("--threads", type=Count, default=cores, help=threads)
+    threads = "compute threads (default: all cores)"
+    add("--threads", type=Count, default=cores(), help=threads)
     context = f"tokens of a prompt and its answer together, at most {default}"
     add("--max-context", type=Count, default=_CONTEXT, help=context)
     batch = f"samples that decode together {default}"

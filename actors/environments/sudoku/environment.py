@@ -101,6 +101,11 @@ class Sudoku(Game):
     def moves(self, state: SudokuState) -> list[tuple[int, ...]]:
         return legal_moves(state)
 
+    def good_moves(self, state: SudokuState) -> list[tuple[int, ...]]:
+        """Return the solution's digit in every blank cell."""
+        moves, right = legal_moves(state), state.solution
+        return [(r, c, d) for r, c, d in moves if right[r * state.size + c] == str(d)]
+
     def notation(self, move: tuple[int, ...]) -> str:
         row, column, digit = move
         return f"{row + 1} {column + 1} {digit}"

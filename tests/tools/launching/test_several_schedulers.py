@@ -45,6 +45,29 @@ def test_every_shard_has_its_own_workers_and_its_part_of_an_update(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
+    ("settings", "gpus", "spare", "ranks"),
+    [
+        ([], [], [False, False, True], 2),
+        (["actors.threads=2", "learner.count=1"], [], [False, True, True], 1),
+        (["actors.threads=8", "learner.threads=2"], [], [False, True, True], 1),
+        (["deterministic=true", "scheduler.max_staleness=0"], [], [False] * 3, 4),
+        ([], ["0"], [False] * 3, 4),
+    ],
+)
+def test_actors_and_ranks_beyond_the_cores_compute_nothing(
+    settings: list[str], gpus: list[str], spare: list[bool], ranks: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(processes.hardware, "cores", lambda: 2)
+    monkeypatch.setattr(processes.hardware, "visible_gpus", lambda: gpus)
+    config = load(DEFAULT_CONFIG, ["actors.count=3", *settings])
+    processes.make(config, Assets("MODEL", "TRAIN", "HELDOUT", "INDEX"), tmp_path)
+    actors = [read(tmp_path, f"actor-{place}", ActorProcess) for place in range(len(spare))]
+    assert [actor.spare for actor in actors] == spare
+    assert read(tmp_path, "learner", LearnerProcess).computing == ranks
+
+
+@pytest.mark.parametrize(
     ("override", "said"),
     [
         ("scheduler.questions_per_update=5", "questions_per_update = 5 WITH a multiple of 2"),
