@@ -218,6 +218,10 @@ def _announce(
     model: the policy's folder."""
     lines = [f"changed: {change}" for change in changed]
     lines += [f"warning: {doubt}" for doubt in rules.doubts(config)]
+    (actors, ranks), a, w = processes.at_once(config), config.actors, config.learner
+    if (actors, ranks) != (a.count, w.count):
+        few = f"{actors} of {a.count} actors and {ranks} of {w.count} ranks compute"
+        lines.append(f"{hardware.cores()} cores: {few}, the others are spare")
     if gpus := hardware.visible_gpus():
         versions = [f"{name} {found or '?'}" for name, found in hardware.gpu_software().items()]
         lines.append(f"GPUs {len(gpus)}, {', '.join(versions)}")

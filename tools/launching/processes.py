@@ -60,7 +60,7 @@ def make(config: Config, assets: Assets, run: Path) -> list[PlannedProcess]:
     learner = LearnerProcess(
         "learner", str(run), config.seed, assets.model, s.questions_per_update, s.temperature,
         settings, s.shards, s.max_staleness, str(run) if config.actors.colocated else "",
-        _at_once(config)[1],
+        at_once(config)[1],
     )  # fmt: skip
     plan, bodies = list[PlannedProcess](), dict[str, Any](learner=learner)
     for process, body in _planned(config, assets, run):
@@ -137,7 +137,7 @@ def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[Planne
         process, seed = _actor(config, place), config.seed * 1000 + place
         yield process, ActorProcess(
             process.name, homes[place % s.shards], seed, assets.model, a, place,
-            place >= _at_once(config)[0], config.deterministic, str(run) if a.colocated else "",
+            place >= at_once(config)[0], config.deterministic, str(run) if a.colocated else "",
         )  # fmt: skip
 
 
@@ -276,7 +276,7 @@ def _actor(config: Config, place: int) -> PlannedProcess:
     return replace(actor, environment=_shown(shown))
 
 
-def _at_once(config: Config) -> tuple[int, int]:
+def at_once(config: Config) -> tuple[int, int]:
     """Return how many actors and how many ranks compute at once: each as many as have a core. Two
     actors on one core would both decode smaller batches, and two ranks both compute the trunks."""
     a, w = config.actors, config.learner

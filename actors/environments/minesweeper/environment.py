@@ -67,17 +67,10 @@ class Minesweeper(Game):
     folder = Path(__file__).parent
 
     def __init__(
-        self,
-        prompt: str = "minesweeper",
-        history: Natural = 0,
-        stop_at_action: bool = True,
-        rows: Count = 5,
-        columns: Count = 5,
-        mines: int = 5,
-        centre_start: bool = True,
-        success_rule: Literal["reveal", "flags"] = "reveal",
-        max_turns: Count = 25,
-    ):
+        self, prompt: str = "minesweeper", history: Natural = 0, stop_at_action: bool = True,
+        rows: Count = 5, columns: Count = 5, mines: int = 5, centre_start: bool = True,
+        success_rule: Literal["reveal", "flags"] = "reveal", max_turns: Count = 25,
+    ):  # fmt: skip
         super().__init__(prompt, history, stop_at_action)
         most = rows * columns - min(rows, 3) * min(columns, 3) - centre_start
         if most < 1:

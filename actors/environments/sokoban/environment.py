@@ -68,17 +68,11 @@ class Sokoban(Game):
     folder = Path(__file__).parent
 
     def __init__(
-        self,
-        prompt: str = "sokoban",
-        history: Natural = 2,
-        stop_at_action: bool = True,
-        size: int = 6,
-        boxes: int = 1,
-        horizon: Count = 15,
+        self, prompt: str = "sokoban", history: Natural = 2, stop_at_action: bool = True,
+        size: int = 6, boxes: int = 1, horizon: Count = 15,
         split: Literal["rooms", "released"] = "rooms",
-        outcome: Literal["return", "success"] = "return",
-        side: Natural = 0,
-    ):
+        outcome: Literal["return", "success"] = "return", side: Natural = 0,
+    ):  # fmt: skip
         super().__init__(prompt, history, stop_at_action)
         for option, value, expected in (("size", size, SIZES), ("boxes", boxes, BOXES)):
             if value not in expected:

@@ -58,15 +58,9 @@ class Sudoku(Game):
     folder = Path(__file__).parent
 
     def __init__(
-        self,
-        prompt: str = "sudoku",
-        history: Natural = 0,
-        stop_at_action: bool = True,
-        size: int = 9,
-        blanks: int = 40,
-        terminate_on_wrong: bool = False,
-        max_turns: Count = 100,
-    ):
+        self, prompt: str = "sudoku", history: Natural = 0, stop_at_action: bool = True,
+        size: int = 9, blanks: int = 40, terminate_on_wrong: bool = False, max_turns: Count = 100,
+    ):  # fmt: skip
         super().__init__(prompt, history, stop_at_action)
         if size not in MOST_BLANKS:
             raise ValueError(f"size = {size}: expected 9 or 4")
