@@ -113,4 +113,9 @@ def test_busy_shares_are_of_the_time_between_heartbeats(tmp_path: Path) -> None:
     beat(learner, 5.0, busy_s=1.0)
     found = metrics.counters(workers)
     assert (found["busy/engine"], found["busy/learner"]) == (0.25, 0.25)
+    idle = worker("actor-1", "generate")
+    for at in (7.0, 8.0):
+        beat(idle, at, busy_s=0.0, spare=1.0)
+        found = metrics.counters([*workers, idle])
+    assert (found["busy/engine"], found["busy/engines"]) == (0.25, 1.0)
     metrics.close()
