@@ -66,7 +66,7 @@ def plan(trie: Trie, rows: Sequence[int], budget: int, ranks: Ranks) -> Plan:
     to a rank (``balanced``, ``share``)."""
     where = trie.cuts(rows)
     batches, sizes = balanced(where, budget, ranks.computing)
-    shares = share(sizes, ranks.computing) + [[]] * (ranks.count - ranks.computing)
+    shares = share(sizes, ranks.computing) + [list[int]()] * (ranks.count - ranks.computing)
     mine = [(batches[b], False) for b in shares[ranks.rank]]
     if ranks.sharded:
         mine += [(batches[int(np.argmin(sizes))], True)] * (max(map(len, shares)) - len(mine))

@@ -35,8 +35,11 @@ def dpo(scores: np.ndarray, positive: np.ndarray, group: np.ndarray) -> Preferen
 
     scores: float64. positive: bool. group: the group of each trajectory. All are [trajectories].
     """
-    same = group[:, None] == group[None, :]
-    plus, minus = np.nonzero(same & positive[:, None] & ~positive[None, :])
+    groups = [np.flatnonzero(group == one) for one in np.unique(group)]
+    sides = [(some[positive[some]], some[~positive[some]]) for some in groups]
+    none = np.zeros(0, int)
+    plus = np.concatenate([none, *(np.repeat(won, len(lost)) for won, lost in sides)])
+    minus = np.concatenate([none, *(np.tile(lost, len(won)) for won, lost in sides)])
     slope, used = np.zeros(len(scores)), len(plus)
     if not used:
         return Preference(0.0, slope, 0.0, 0)
