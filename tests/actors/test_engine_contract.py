@@ -227,7 +227,9 @@ async def test_a_new_version_is_sampled_from_and_reads_no_other_versions_cache(
 @pytest.mark.second
 async def test_an_update_labels_each_token(engine: Engine, base: Path, tmp_path: Path) -> None:
     update, _ = noised(tmp_path, base, 4)
-    request = GenerateRequest(ids(11, 10), 8, Sampling(400, seed=1))
+    # vLLM on a CPU dies when a prompt in parts has a seed, and the interrupted samples are prompts
+    seed = None if isinstance(engine, VLLMEngine) else 1
+    request = GenerateRequest(ids(11, 10), 8, Sampling(400, seed=seed))
     task = asyncio.create_task(engine.generate(request))
     await begun(engine, request)
     await engine.load(update)
