@@ -34,11 +34,19 @@ _WHOLE = [
 ]  # fmt: skip
 """A longer context, because one trajectory that outgrows it would take its whole question away. The
 recorded runs weighed every turn alike; what "auto" takes for slate_full is "trajectory"."""
+_STEPWISE = [*_ALONE, "scheduler.updates=300", "scheduler.evaluation.every=30"]
 _GRPO = ["learner.scheme=grpo", "learner.scheme_options.column=outcome"]
 _NORM = "learner.scheme_options.normalisation="
 _EM_ONLY = [
     "scheduler.judge=slate_em", "scheduler.strategy_options.bonus=0.0",
     "judges.use={exact_match={}, slate_em={}}",
+]  # fmt: skip
+_SAME_JUDGE = [
+    "scheduler.strategy=full", "learner.scheme=slate_full", "actors.max_context=640",
+]  # fmt: skip
+_OUTCOME_OF_ALL = [
+    "scheduler.strategy=full", *_GRPO, "actors.max_context=640", "scheduler.judge=none",
+    "judges.use={exact_match={}}",
 ]  # fmt: skip
 _OR = ["learner.scheme=outcome"]
 _MC = [
@@ -134,6 +142,15 @@ STUDIES = {
         "k = 3": Arm(_SLATE, [*_ALONE, "scheduler.strategy_options.k=3"]),
         "k = 7": Arm(_SLATE, [*_ALONE, "scheduler.strategy_options.k=7"]),
     }),
+    # five candidates of a step or five trajectories of a question; one start, judge and budget
+    "slate-grpo": Study("em", {
+        f"{name}, {rate}": Arm(_SLATE, [*_STEPWISE, *changes, f"learner.lr={rate}"])
+        for name, changes in (
+            ("SLATE", []), ("GRPO", _SAME_JUDGE), ("SLATE on the outcome", _EM_ONLY),
+            ("GRPO on the outcome", _OUTCOME_OF_ALL),
+        )
+        for rate in ("5e-4", "1e-3", "2e-3")
+    }, seeds=10),
     "slate-135m": Study("em", {
         "SLATE": Arm("slate-cpu", ["actors.count=1", "learner.count=1", "threads=1"])
     }, seeds=3, parts=("em_1_hop", "em_2_hop", "searches", "valid")),
