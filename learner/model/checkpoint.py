@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 
 from coppice.common import atomic, frontier
 from coppice.learner.model import shards
+from coppice.learner.model.publish import announced
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.trainer import Trainer
 from coppice.learner.update.watch import WatchState
@@ -152,9 +153,11 @@ def restore_newest(trainer: Trainer, run: Path) -> tuple[State, list[str]]:
     there is none) and a warning for each damaged one, which is set aside. Raises CheckpointError if
     all are damaged, or if the whole one belongs to another model."""
     damaged: list[tuple[Path, str]] = []
+    trainer.undone = range(1, announced(run) + 1)
     for folder in sorted((run / "checkpoints").glob("v??????"), reverse=True):
         try:
             state = restore(trainer, folder)
+            trainer.undone = range(state.version + 1, trainer.undone.stop)
         except DamagedError as error:
             damaged.append((folder, str(error)))
             continue

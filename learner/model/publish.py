@@ -235,6 +235,12 @@ def sums(tensors: dict[str, torch.Tensor]) -> list[_Hashed]:
     return found
 
 
+def announced(run: Path) -> int:
+    """Return the version of ``RUN/learner.json``, 0 if there is none."""
+    path = run / "learner.json"
+    return msgspec.json.decode(path.read_bytes(), type=Published).version if path.exists() else 0
+
+
 def announce(run: Path, published: Published, trained: dict[int, int] | None = None) -> None:
     """Write ``RUN/learner.json``, which a scheduler reads when it starts. trained: the version of
     each group trained after the newest checkpoint, whose trees are admitted no second time."""

@@ -162,7 +162,7 @@ def watched(
     row is 0 for tokens without a forward.
 
     first: bool [turns], whether the turn was forwarded before the first optimizer step, when
-    learner and engine had the same weights.
+    learner and engine had the same weights (False if the version's number had other weights).
     """
     rows, forwarded = objective.rows, record[5] > 0
     current, entropy, kl, coefficient, cut, _ = record[:, forwarded]

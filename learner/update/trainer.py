@@ -66,6 +66,8 @@ class Trainer:
         self.watch = watch.Watch(c.watch, self.policy.compute == torch.bfloat16, c.entropy_coef)
         self.warnings: list[str] = []
         self.version = 0
+        self.undone = range(0)
+        """Versions whose numbers a resume gives to other weights."""
         self.kl_factor = 1.0
         self.checked = False
         self._busy_s = 0.0
@@ -235,6 +237,7 @@ class Trainer:
         if c.target_kl:
             metrics["learner/stopped_steps"] = float(stopped)
         whole = self.ranks.add(record).numpy()
+        first &= self.version not in self.undone
         metrics |= watched(table, objective, first, whole, self.version)
         return metrics | self._routing(rows)
 

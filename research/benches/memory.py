@@ -60,12 +60,11 @@ class Peaks(msgspec.Struct):
 
 
 def kind(command: Sequence[str]) -> str:
-    """Return the kind of a process: "actor" for actor-3 and so on by its process file, "set-up" for
-    the set-up and the fork server, else "launcher"."""
+    """Return the kind of a launcher's descendant: "actor" for actor-3 and so on by its process
+    file, else "set-up": the set-up, the fork server, and the moment before a fork has its line."""
     # a fork's line ends with empty words
-    if match := _PROCESS_FILE.search(" ".join(command).strip()):
-        return match[1]
-    return "set-up" if any("multiprocessing" in part for part in command) else "launcher"
+    match = _PROCESS_FILE.search(" ".join(command).strip())
+    return match[1] if match else "set-up"
 
 
 def sample(root: psutil.Process) -> list[tuple[str, float]]:
@@ -78,7 +77,8 @@ def sample(root: psutil.Process) -> list[tuple[str, float]]:
         return []
     for process in family:
         try:
-            sizes.append((kind(process.cmdline()), process.memory_full_info().pss / 2**30))
+            size = process.memory_full_info().pss / 2**30
+            sizes.append(("launcher" if process == root else kind(process.cmdline()), size))
         except psutil.Error:
             continue
     return sizes

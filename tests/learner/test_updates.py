@@ -17,7 +17,7 @@ from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.forest.trees import pack
 from coppice.learner.model import checkpoint
 from coppice.learner.model.optimizer import Stepper
-from coppice.learner.model.publish import publish
+from coppice.learner.model.publish import Published, announce, publish
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.batches import Inbox
 from coppice.learner.update.stopwatch import PREFIX, Stopwatch
@@ -47,6 +47,27 @@ def test_four_updates_equal_two_a_checkpoint_a_resume_and_two(
     for version in range(2, 4):
         resumed.update(batch(version, version))
     assert not changed(everything(straight), everything(resumed))
+
+
+def test_versions_that_a_resume_makes_again_are_compared_with_no_engine(
+    tmp_path: Path, make: Make
+) -> None:
+    """Turns of version 2 in the journal had other weights than the version 2 that follows."""
+
+    def sampled_by(version: int) -> Batch:
+        some = batch(version, version)
+        for _, node in some.nodes:
+            if node.versions is not None:
+                node.versions[:] = version
+        return some
+
+    first, resumed = make(), make()
+    first.update(batch(0, 0))
+    checkpoint.save(first, tmp_path, {1: 1}, 3)
+    announce(tmp_path, Published(3, "", ""))
+    checkpoint.restore_newest(resumed, tmp_path)
+    fresh = {v: "watch/engine_gap_max" in resumed.update(sampled_by(v)) for v in range(1, 5)}
+    assert fresh == {1: True, 2: False, 3: False, 4: True}
 
 
 def test_with_one_optimizer_step_the_current_policy_is_the_proximal_one(make: Make) -> None:
