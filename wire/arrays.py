@@ -31,9 +31,9 @@ SMALL = 4096
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """The limits of one message. A tree of 100k tokens needs about 2 MiB in some hundred frames."""
+    """The limits of one message. An action of a group needs four frames."""
 
-    max_frames: int = 4096
+    max_frames: int = 2**18
     max_frame_bytes: int = 256 * 2**20
     max_total_bytes: int = 512 * 2**20
 

@@ -47,6 +47,10 @@ class Task(msgspec.Struct, frozen=True):
     row: dict[str, Any] = {}
     """All columns of the task file's row, for environments that are ``verbatim``."""
 
+    def __post_init__(self) -> None:
+        """Raise TypeError or OverflowError where a value cannot be written."""
+        msgspec.msgpack.encode(self)
+
     @property
     def digest(self) -> str:
         """Tells the task from another one that its draw may give after an edit."""

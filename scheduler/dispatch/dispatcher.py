@@ -466,9 +466,11 @@ class Dispatcher:
         self.counters["late_attempts"] += 1
         if pending.done.done() or pending.waiting or pending.worker is not None:
             return
-        if pending.tries < self.config.max_attempts:
+        avoided = pending.failed_on | {attempt.worker.name}
+        others = any(worker.name not in avoided for worker in self.workers(pending.service))
+        if others and pending.tries < self.config.max_attempts:
             self.counters["hedged"] += 1
-            pending.failed_on |= {attempt.worker.name}
+            pending.failed_on = avoided
             self._queue(pending)
 
     def _pump_all(self, worker: Worker) -> None:

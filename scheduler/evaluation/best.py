@@ -38,11 +38,11 @@ def read(run: Path) -> tuple[Best, Path] | None:
 def keep(run: Path, weights: Weights, measure: str, value: float) -> bool:
     """Keep ``weights`` if they are the best so far; a full disk ends no run."""
     before = read(run)
-    if before is not None and (before[0].value >= value or before[0].version == weights.version):
+    if before is not None and before[0].value >= value:
         return False
     folder = run / "best" / f"v{weights.version:06d}"
     try:
-        # a folder that exists already has a torn record
+        # a folder that exists already has a torn record, or weights that a crash has undone
         with drafted(folder, replace=True, alone=True) as draft:
             source = Path(weights.path)
             if weights.version:
@@ -60,7 +60,7 @@ def keep(run: Path, weights: Weights, measure: str, value: float) -> bool:
     except (OSError, InfrastructureFault) as error:
         log.warning("version %d did best so far and could not be kept: %s", weights.version, error)
         return False
-    if before is not None:
+    if before is not None and before[0].version != weights.version:
         shutil.rmtree(before[1], ignore_errors=True)
     return True
 

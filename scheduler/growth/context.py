@@ -258,7 +258,7 @@ class Context:
             return self._show(transition.state, node.trajectory, node.step)
         if transition.after is not None:
             before = self.tree.actions(node.trajectory)[transition.after]
-            node = msgspec.structs.replace(before, step=node.step)
+            node = msgspec.structs.replace(before, step=node.step, trajectory=node.trajectory)
         return self._observe(node, transition)
 
     def _observe(self, node: Node, transition: Transition) -> Node:

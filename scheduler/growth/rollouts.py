@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from coppice.actors.environments.base import Dropped, Spent
+from coppice.actors.environments.base import Dropped, Spent, Transition
 from coppice.scheduler.concurrency import gather
 from coppice.scheduler.growth import answers
 from coppice.scheduler.growth.context import Context
@@ -59,8 +59,8 @@ async def outcomes(ctx: Context, position: Position, n: int) -> list[float]:
 
 
 async def advance(ctx: Context, position: Position, sample: Sample) -> Position | float | None:
-    """The position after a sampled action, or the outcome if the episode is over: 0 if the budget
-    is used up without an answer, None if it is unknown."""
+    """The position after a sampled action, or the outcome if the episode is over, as when the
+    context has no room: 0 if the budget is used up without an answer, None if it is unknown."""
     environment, step = ctx.environment, position.step + 1
     action = environment.read(position.state, ctx.runtime.text.decode(sample.tokens))
     spent = Spent(len(position.prefix) // 4, 0, len(sample.tokens), sample.finish)
@@ -77,20 +77,31 @@ async def advance(ctx: Context, position: Position, sample: Sample) -> Position 
     if transition.done and transition.outcome is not None:
         answers.check_environment(environment.name, {"outcome": transition.outcome})
         return transition.outcome
-    if transition.done and not environment.outcome_judge:
-        return None
     state = transition.state
-    if transition.done:
-        budget = ctx.settings.budget
-        turn = environment.concluded(ctx.task, position.state, action, state, step, budget)
-        (judgement,) = await ctx.services.judgements(environment.outcome_judge, [turn])
-        return judgement.scores.get("outcome", 0.0)
-    if environment.forced_prefix and step >= ctx.settings.budget:
-        return 0.0
-    if environment.fresh:
+    if not transition.done:
+        if environment.forced_prefix and step >= ctx.settings.budget:
+            return 0.0
+        place = _onward(ctx, position, sample, transition, replies)
+        room = ctx.runtime.longest - len(place.prefix) // 4
+        if not ctx.runtime.longest or ctx.settings.max_action_tokens <= room:
+            return place
+    if not environment.outcome_judge:
+        return None if transition.done else environment.outgrown(state).outcome or 0.0
+    budget = ctx.settings.budget
+    turn = environment.concluded(ctx.task, position.state, action, state, step, budget)
+    (judgement,) = await ctx.services.judgements(environment.outcome_judge, [turn])
+    return judgement.scores.get("outcome")
+
+
+def _onward(
+    ctx: Context, position: Position, sample: Sample, transition: Transition, replies: tuple
+) -> Position:
+    """The position after a transition that does not end the episode."""
+    state, step = transition.state, position.step + 1
+    if ctx.environment.fresh:
         return _shown(ctx, state, step)
     end = position.prefix + sample.tokens.astype(np.int32).tobytes()
-    if environment.begins_with_prompt:
+    if ctx.environment.begins_with_prompt:
         seen = ctx.runtime.text.encode(transition.observation)
         return Position(end + seen.tobytes(), state, step)
     ends = (*position.ends, end)

@@ -214,8 +214,10 @@ class Services(Tools):
             request = wire.SpeakRequest(messages, max_tokens, *drawing)
             return (await self._call(f"speaker.{speaker}", request)).text
         text = self.runtime.text
-        sampling = msgspec.structs.replace(self._sampling(stop), max_tokens=max_tokens)
         prompt = text.encode(text.prompt(messages, self.settings.thinking))
+        if self.runtime.longest:
+            max_tokens = max(min(max_tokens, self.runtime.longest - len(prompt)), 1)
+        sampling = msgspec.structs.replace(self._sampling(stop), max_tokens=max_tokens)
         result = await self._generate(wire.GenerateRequest(prompt, 1, sampling), False)
         tokens = result.samples[0].tokens
         self.runtime.counts["generated_tokens"] += len(tokens)

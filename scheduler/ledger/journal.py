@@ -269,7 +269,7 @@ class Journal:
 
     def close_tree(self, tree: Tree, status: str = "closed", reason: str | None = None) -> None:
         """Record that the tree grows no more, and write its changed nodes."""
-        row = status, reason and reason[:MOST], tree.id
+        row = status, reason and reason[:MOST].encode(errors="replace").decode(), tree.id
         self.save_nodes(tree, ("UPDATE trees SET status=?, reason=? WHERE id=?", [row]))
 
     def mark_trained(self, group: int, version: int) -> None:

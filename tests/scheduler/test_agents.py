@@ -11,7 +11,7 @@ from coppice.actors.environments.agents.environment import OVER
 from coppice.actors.environments.agents.episode import Episode
 from coppice.actors.environments.agents.gateway import Session
 from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.strategies import chain, full, mc_value, slate
+from coppice.scheduler.growth.strategies import chain, full, mc_value, slate, tree_grpo
 from coppice.scheduler.growth.tree import Tree
 from tests.agent_stage import Stages, adds
 
@@ -127,6 +127,20 @@ async def test_parallel_calls_end_at_the_budget(stage: Stages) -> None:
     tree = await s.grow(chain)
     s.check(tree)
     assert len(s.policy.samples) == 4 and tree.actions()[-1].scores["outcome"] == 6.0
+
+
+async def test_a_fork_among_parallel_calls_leaves_the_other_trajectory_as_it_is(
+    stage: Stages,
+) -> None:
+    """The parts after the fork go on from a reply that both trajectories share."""
+    s = stage(parts, "fan")
+    tree = await s.grow(tree_grpo, trees=1, rounds=1, nodes=4)
+    forks = {node.trajectory for node in tree.nodes.values()} - {0}
+    assert forks and tree.tip().scores["outcome"] == 6.0
+    for trajectory in forks:
+        actions = tree.actions(trajectory)
+        assert len(actions) == 8 and tree.tip(trajectory) is actions[-1]
+        assert actions[-1].scores["outcome"] == 6.0
 
 
 @pytest.mark.second

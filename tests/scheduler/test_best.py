@@ -65,6 +65,17 @@ def test_the_best_version_keeps_the_chain_that_it_is_made_of(tmp_path: Path) -> 
     assert (links[2][0] / "delta-00000").read_bytes() == b"3"
 
 
+def test_a_version_that_a_crash_has_undone_gives_way_to_a_better_one(tmp_path: Path) -> None:
+    after(tmp_path, [0.1, 0.5])
+    shutil.rmtree(tmp_path / "weights")
+    again = published(tmp_path, 1)
+    (Path(again.path) / "model.safetensors").write_bytes(b"trained again")
+    assert not best.keep(tmp_path, again, "em", 0.4) and best.keep(tmp_path, again, "em", 0.8)
+    found = kept(tmp_path)
+    assert found[0].value == 0.8
+    assert (found[1] / "model.safetensors").read_bytes() == b"trained again"
+
+
 def test_a_disk_that_takes_nothing_costs_the_copy_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

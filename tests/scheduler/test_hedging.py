@@ -107,6 +107,20 @@ def test_a_judge_that_stalls_every_third_call_costs_ten_seconds_and_is_told_to_t
     assert all(w.stalled == 0 for w in stage.dispatcher.roster.by_name.values() if w != worker)
 
 
+def test_a_lone_judge_that_becomes_slow_gets_no_call_twice() -> None:
+    stage = Stage(judges=1, capacity=8)
+
+    async def act() -> Worker:
+        await asyncio.gather(*(stage.caller(tree, 10) for tree in range(8)))
+        stage.peers[0].manners = Manners(seconds={"judge": 8.0})
+        await asyncio.gather(*(stage.caller(tree, 5) for tree in range(8)))
+        return stage.dispatcher.roster.by_name["judge-0"]
+
+    worker, counters = stage.play(act), stage.dispatcher.counters
+    assert counters["late_attempts"] > 5 and counters["hedged"] == 0
+    assert (worker.answered, worker.stalled) == (120, 0)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_hedged_call_reaches_exactly_one_outcome_whatever_its_attempts_meet(seed: int) -> None:
     stage = Stage(judges=4, capacity=2, error=0.1, hang=0.2, twice=0.2, garbage=0.02)

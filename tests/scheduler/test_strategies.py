@@ -13,6 +13,7 @@ from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.learner.schemes import slate as slate_scheme
 from coppice.learner.update.table import TurnTable
 from coppice.scheduler.config import SchedulerConfig
+from coppice.scheduler.growth.rollouts import outcomes, position_before
 from coppice.scheduler.growth.strategies import chain, full, ppr, slate
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
@@ -54,6 +55,8 @@ class Services:
         return wire.JudgeResult([judged(turn) for turn in request.turns])
 
     def _outcome(self, turn: Any) -> wire.Judgement:
+        if "outcome" in self.invalid:
+            return wire.Judgement({}, ["outcome"])
         return wire.Judgement({"outcome": float(turn.answer == "Sofia"), "f1": 0.0})
 
     def _judge(self, turn: Any) -> wire.Judgement:
@@ -173,6 +176,19 @@ async def test_a_trajectory_that_outgrows_the_context_ends_as_a_failure_alone(
     await again.plant()
     assert await again.onward(await again.tip()) is None
     assert len(stage.services.requests) == asked
+
+
+async def test_a_continuation_without_room_fails_and_one_of_unknown_outcome_does_not_count(
+    tmp_path: Path, llama: Path
+) -> None:
+    stage = Stage(tmp_path, llama, [[GOOD], [RIGHT]], budget=4, max_action_tokens=8)
+    await stage.grow(chain)
+    place = position_before(stage.context, stage.tree.actions()[0])
+    stage.use(longest=len(place.prefix) // 4 + len(stage.runtime.text.encode(GOOD)) + 8)
+    stage.services.script = [[GOOD, RIGHT]]
+    assert await outcomes(stage.context, place, 2) == [0.0, 1.0]
+    stage.services.script, stage.services.invalid = [[RIGHT]], ["outcome"]
+    assert await outcomes(stage.context, place, 1) == []
 
 
 async def test_a_step_of_slate_is_one_transaction(tmp_path: Path, llama: Path) -> None:

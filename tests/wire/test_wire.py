@@ -21,9 +21,10 @@ from coppice.wire import digest
 from coppice.wire.arrays import DTYPES, SMALL, Limits, decode_body, decode_header, encode
 from coppice.wire.faults import WireError
 from coppice.wire.keys import ROLES, RunKeys
-from coppice.wire.messages import JudgeRequest, Register, Request, Result
+from coppice.wire.messages import JudgeRequest, Register, Request, Result, TrainGroup
 from coppice.wire.sockets import Router
 from tests.services import Bench, EchoRequest, ask, bench, echo
+from tests.updates import groups
 
 ARRAYS = hnp.arrays(
     st.sampled_from(sorted(DTYPES)).map(np.dtype),
@@ -56,6 +57,13 @@ def test_limits_hold_before_anything_is_decoded() -> None:
         decode_header([b"x"] * 5, Limits(max_frames=4))
     with pytest.raises(WireError, match="bytes"):
         decode_header([b"x" * 11], Limits(max_frame_bytes=10))
+
+
+def test_a_group_of_many_turns_is_one_message() -> None:
+    (some,), _ = groups(0, trees=1, k=10_000)
+    frames = encode(Request(1, "train", 1.0), some)
+    assert len(frames) > 40_000 and decode_header(frames) == Request(1, "train", 1.0)
+    assert len(decode_body(frames, TrainGroup).nodes) == 10_001
 
 
 def test_a_body_of_another_type_is_refused_and_unknown_headers_too() -> None:
