@@ -23,6 +23,8 @@ def fresh(folder: Path) -> Path:
             place.mkdir(parents=True)
             return place
         except FileExistsError:
+            if not os.path.lexists(place):  # a folder above it is a link to nothing
+                raise
             number += 1
             place = folder.with_name(f"{folder.name}-{number}")
 

@@ -102,7 +102,6 @@ class JsonClient:
         self.busy_s = 0.0
         self._api_key_env, self._key = api_key_env, key
         self._remedies = remedies
-        self._room = asyncio.Semaphore(concurrency)
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
@@ -119,6 +118,7 @@ class JsonClient:
             headers["Authorization"] = f"Bearer {self._key}"
         # One connection for each open request, because waiting for a connection would count against
         # the server's timeout.
+        self._room = asyncio.Semaphore(self.concurrency)  # of this event loop
         pool = aiohttp.TCPConnector(limit=self.concurrency, keepalive_timeout=_IDLE_S)
         self._session = aiohttp.ClientSession(headers=headers, connector=pool)
 

@@ -54,6 +54,12 @@ def homes(run: Path) -> list[Path]:
     return [run, *sorted(run.glob("shards/[0-9]*"), key=lambda home: int(home.name))]
 
 
+def journals(run: Path) -> tuple[Path, list[Path]]:
+    """Return the journal of the first scheduler, and those of the others that are there."""
+    first, *others = [home / "journal.sqlite" for home in homes(run)]
+    return first, [path for path in others if path.is_file()]
+
+
 def called(process: str, number: int) -> str:
     """Return the name that a process of this kind has in a shard: "judges", "judges-1"."""
     return f"{process}-{number}" if number else process

@@ -31,6 +31,7 @@ _PLAIN = {
     "attn_logit_softcapping": None,
     "logits_scaling": 1.0,
     "logit_scale": 1.0,
+    "lm_head_multiplier": 1.0,
 }
 _PNG = struct.Struct(">8s8xII")
 Grids = dict[int, tuple[int, int]]
@@ -188,6 +189,13 @@ def size_of(png: bytes) -> tuple[int, int]:
     return height, width
 
 
+def check(png: bytes) -> None:
+    """Raise OSError or SyntaxError unless all parts of a PNG are there and as they were written."""
+    from PIL import Image
+
+    Image.open(io.BytesIO(png)).verify()
+
+
 def url(png: bytes) -> str:
     """Return a picture as a data URL, as HTTP interfaces take it."""
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
@@ -233,10 +241,12 @@ def load(folder: str | Path, dtype: Any, attention: str | None, values: bool = T
     chosen: Any = attention if blind else {"text_config": attention, "vision_config": "sdpa"}
     config = AutoConfig.from_pretrained(folder)
     check_head(folder, config.get_text_config())
+    settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": chosen}
     try:
         if values:
-            return kind.from_pretrained(folder, dtype=dtype, attn_implementation=chosen)
-        return kind.from_config(config, dtype=dtype, attn_implementation=chosen)
+            model = kind.from_pretrained(folder, **settings)
+        else:
+            model = kind.from_config(config, **settings)
     except KeyError as error:
         if error.args != (attention,):
             raise
@@ -244,6 +254,9 @@ def load(folder: str | Path, dtype: Any, attention: str | None, values: bool = T
             f"{folder}: {config.model_type} does not use transformers' attention interface, which"
             " trees need: take another model (docs/models.md)"
         ) from None
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise ValueError(f"{folder}: its head has a bias: take another model (docs/models.md)")
+    return model
 
 
 def stored(name: str) -> str:

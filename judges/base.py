@@ -47,10 +47,6 @@ class Judge(PlugIn):
         """Return one judgement per turn, in order, without columns that do not apply to it."""
         raise NotImplementedError(f"{type(self).__name__} does not implement score")
 
-    def stats(self) -> dict[str, float]:
-        """Return counters of its own for the heartbeat."""
-        return {}
-
 
 class RuleJudge(Judge):
     """A judge that scores each turn by itself, without waiting: write ``judge``. threaded: whether
@@ -106,10 +102,10 @@ class Speaker(PlugIn):
         raise NotImplementedError(f"{type(self).__name__} does not implement speak")
 
 
-def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> tuple[list[Judgement], int]:
+def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> list[Judgement]:
     """Return what ``judge.score`` returned for ``turns``, with scores that are NaN or infinite
-    moved to ``invalid``, and the number of invalid scores. Raises InfrastructureFault unless it is
-    one Judgement per turn, of declared columns and numbers."""
+    moved to ``invalid``. Raises InfrastructureFault unless it is one Judgement per turn, of
+    declared columns and numbers."""
 
     def wrong(what: str, wish: str) -> InfrastructureFault:
         return InfrastructureFault(f"judge {judge.name} returned {what}; expected {wish}")
@@ -118,7 +114,7 @@ def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> tuple[list[
         raise wrong(_short(returned), "a list of Judgement, one per turn")
     if len(returned) != len(turns):
         raise wrong(f"{len(returned)} judgements for {len(turns)} turns", "one per turn")
-    judgements, bad = [], 0
+    judgements = []
     for judgement in returned:
         if not isinstance(judgement, Judgement):
             raise wrong(f"{_short(judgement)} for a turn", "a wire.messages.Judgement")
@@ -138,9 +134,8 @@ def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> tuple[list[
                 scores[column] = score
             else:
                 invalid.add(column)
-        bad += len(invalid)
         judgements.append(Judgement(scores, sorted(invalid), judgement.explanation))
-    return judgements, bad
+    return judgements
 
 
 def _short(value: Any) -> str:

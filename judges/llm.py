@@ -4,7 +4,6 @@ prompt templates, and the form to which a server can keep replies."""
 import asyncio
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -42,13 +41,11 @@ class ChatEndpoint(Reached, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatClient:
-    """Asks one endpoint: ``start``, any number of questions, ``close``. ``counts`` holds requests,
-    retries and failures."""
+    """Asks one endpoint: ``start``, any number of questions, ``close``."""
 
     def __init__(self, endpoint: ChatEndpoint):
         self.endpoint = endpoint
         self.http = endpoint.client()
-        self.counts = self.http.counts
 
     async def start(self) -> None:
         """Open the connection pool and, with ``wait_s``, wait for the server. Raises ValueError
@@ -65,7 +62,6 @@ class ChatClient:
                     late = f"no server after {wait_s:g} s (wait_s): {fault}"
                     raise InfrastructureFault(late) from None
             await asyncio.sleep(_LOOK_S)
-        self.counts.clear()  # they must count questions only
 
     async def close(self) -> None:
         """Close the connection pool."""
@@ -88,15 +84,14 @@ class ChatClient:
             async with asyncio.timeout(endpoint.patience_s):
                 reply = await self.http.post(CHAT, request)
             content = reply["choices"][0]["message"]["content"]
-            if not isinstance(content, str):
+            if not isinstance(content, str | None):
                 raise TypeError(f"content is {content!r}, expected text")
         except TimeoutError:
             problem = f"gave no reply within {endpoint.patience_s:g} s (patience_s)"
         except (KeyError, IndexError, TypeError) as error:
             problem = f"answered what is not the chat protocol ({type(error).__name__}: {error})"
         else:
-            return content
-        self.counts["failures"] += 1
+            return content or ""  # null: the reply ended in its thinking
         raise InfrastructureFault(f"{url} {problem}")
 
 
@@ -110,7 +105,6 @@ class ChatJudge(Judge):
     def __init__(self, endpoint: ChatEndpoint, form: Callable[[int], str]):
         self.client = ChatClient(endpoint)
         self.form = form(endpoint.max_tokens) if endpoint.constrain else ""
-        self.counts: Counter[str] = Counter()
 
     async def start(self) -> None:
         await self.client.start()
@@ -136,17 +130,6 @@ class ChatJudge(Judge):
             return await self.client.chat(messages, fields), ""
         except (InfrastructureFault, DataFault) as fault:
             return "", str(fault)
-
-    def count(self, valid: bool, failure: str) -> None:
-        """Count a reply that was judged."""
-        self.counts["judged"] += 1
-        if not valid:
-            self.counts["failed" if failure else "unparsed"] += 1
-
-    def stats(self) -> dict[str, float]:
-        judged, bad = self.counts["judged"], self.counts["failed"] + self.counts["unparsed"]
-        counts = {name: self.counts[name] for name in ("judged", "unparsed", "failed")}
-        return {**counts, "judge_valid_rate": 1.0 - bad / judged if judged else 1.0}
 
 
 class Chat(Speaker):

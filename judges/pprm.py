@@ -102,7 +102,6 @@ class Pprm(ChatJudge):
         system, user = (message["content"] for message in messages(turn, self.templates))
         reply, failure = await self.reply(user, system)
         pair = parse_final_score(reply)
-        self.count(pair is not None, failure)
         if pair is None:
             return Judgement({}, ["process"], failure or reply.strip())
         return Judgement({"process": pair[0] / pair[1]}, explanation=reply.strip())

@@ -7,7 +7,6 @@ code in the model's folder is run, and weights are read only from safetensors.
 
 import asyncio
 import math
-from collections import Counter
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -30,7 +29,6 @@ class RewardModel(Judge):
 
     def __init__(self, model: str, max_length: Annotated[int, Meta(ge=2)] = 4096):
         self.folder, self.max_length = model, max_length
-        self.counts: Counter[str] = Counter()
         self._model: Any = None
         self._tokenizer: Any = None
 
@@ -73,8 +71,6 @@ class RewardModel(Judge):
 
     async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
         rows = [self.tokens(turn) for turn in turns]
-        self.counts["judged"] += len(turns)
-        self.counts["truncated"] += sum(len(row) > self.max_length for row in rows)
         logits = await asyncio.to_thread(self._logits, [self.end(row) for row in rows])
         return [Judgement({"process": sigmoid(x)}, explanation=f"logit {x:.4f}") for x in logits]
 
@@ -110,10 +106,6 @@ class RewardModel(Judge):
         with torch.inference_mode():
             output = self._model(ids.to(self.device), attention_mask=mask.to(self.device))
         return output.logits[:, 0].float().tolist()
-
-    def stats(self) -> dict[str, float]:
-        """judged: turns. truncated: turns of which only the end was read."""
-        return {"judged": self.counts["judged"], "truncated": self.counts["truncated"]}
 
 
 def sigmoid(logit: float) -> float:

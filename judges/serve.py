@@ -3,8 +3,7 @@
 import asyncio
 import inspect
 import sys
-import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -98,8 +97,6 @@ class Batcher:
 
     def __init__(self, judge: Judge):
         self.judge = judge
-        self.counts: Counter[str] = Counter()
-        self.busy_s = 0.0
         self._queue: deque[Item] = deque()
         self._room = asyncio.Semaphore(judge.concurrency)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -147,7 +144,7 @@ class Batcher:
 
     async def _judgements(self, items: list[Item]) -> list[wire.Judgement]:
         """Score the turns. Scoring is cancelled when nobody waits for any of them any more."""
-        start, turns = time.monotonic(), [turn for turn, _ in items]
+        turns = [turn for turn, _ in items]
         scoring = asyncio.ensure_future(self.judge.score(turns))
 
         def left(_: object) -> None:
@@ -157,24 +154,12 @@ class Batcher:
         for _, future in items:
             future.add_done_callback(left)
         try:
-            judgements, bad = checked(self.judge, turns, await scoring)
+            return checked(self.judge, turns, await scoring)
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
-            self.counts["abandoned"] += 1
             fault = f"judge {self.judge.name} cancelled its own scoring"
             raise InfrastructureFault(fault) from None
-        except Exception:
-            self.counts["raised"] += 1
-            raise
-        finally:
-            self.busy_s += time.monotonic() - start
-        self.counts["turns"] += len(turns)
-        self.counts["invalid"] += bad
-        return judgements
-
-    def stats(self) -> dict[str, float]:
-        return {**self.counts, "busy_s": self.busy_s, **self.judge.stats()}
 
 
 def answering(worker: Player | Speaker) -> Handler:
@@ -195,19 +180,14 @@ async def serve(
     workers: Sequence[PlugIn], name: str, endpoint: str, keys: PeerKeys | None, signals: bool = True
 ) -> None:
     """Offer the services of all workers until drained."""
-    batchers = {worker.service: Batcher(worker) for worker in workers if isinstance(worker, Judge)}
-    handlers: dict[str, Handler] = {key: batcher.handle for key, batcher in batchers.items()}
-    handlers |= {w.service: answering(w) for w in workers if isinstance(w, Player | Speaker)}
+    handlers: dict[str, Handler] = {
+        w.service: Batcher(w).handle if isinstance(w, Judge) else answering(w) for w in workers
+    }
     capacity = sum(worker.concurrency for worker in workers)
-
-    def stats() -> dict[str, float]:
-        counters = ((service, batcher.stats()) for service, batcher in batchers.items())
-        return {f"{service}.{key}": n for service, own in counters for key, n in own.items()}
-
     for worker in workers:
         await worker.start()
     try:
-        await Service(name, handlers, capacity, stats).run(endpoint, keys, signals)
+        await Service(name, handlers, capacity).run(endpoint, keys, signals)
     finally:
         for worker in workers:
             await worker.close()

@@ -70,7 +70,6 @@ class Slate(ChatJudge):
         scores, invalid, notes = {}, [], []
         for column, (reply, failure) in zip(prompts, replies, strict=True):
             value = parse_score(reply)
-            self.count(value is not None, failure)
             if value is None:
                 invalid.append(column)
             else:

@@ -101,7 +101,6 @@ class SotopiaJudge(ChatJudge):
         whole = msgspec.convert(turn.state, Dialogue)
         reply, failure = await self.reply(self.prompt(whole))
         scores = parse(reply, whole.trained)
-        self.count(len(scores) == len(DIMENSIONS), failure)
         if self.outcome == "goal" and "goal" in scores:
             scores["outcome"] = scores["goal"] / 10
         elif self.outcome == "mean" and len(scores) == len(DIMENSIONS):
@@ -123,7 +122,10 @@ def holds(condition: GoalCondition, own: list[str], other: list[str]) -> bool:
 
 def _last_number(pattern: str, said: list[str]) -> float | None:
     found = [n for words in said for n in re.findall(pattern, words, re.IGNORECASE)]
-    return float(found[-1]) if found else None
+    try:
+        return float(found[-1].replace(",", "")) if found else None
+    except ValueError:
+        return None
 
 
 class SotopiaRules(RuleJudge):

@@ -198,7 +198,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Factor of the advantages, after the scheme."""
     advantage_clip: NotNegative = 0.0
     """The scaled advantages are clipped to +-advantage_clip (0: never)."""
-    entropy_coef: float = 0.0
+    entropy_coef: NotNegative = 0.0
     """Weight of the entropy bonus."""
     lr: Positive = 1e-6
     """The policy's learning rate, of AdamW."""

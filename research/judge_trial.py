@@ -213,7 +213,7 @@ async def again(
         async with asyncio.timeout(process.scheduler.judge_deadline_s):
             for at in range(0, len(turns_sent), judge.batch):
                 part = turns_sent[at : at + judge.batch]
-                judgements += checked(judge, part, await judge.score(part))[0]
+                judgements += checked(judge, part, await judge.score(part))
         for node, judgement in zip(nodes, judgements, strict=True):
             scores = {AGAIN + name: judgement.scores.get(name) for name in judge.columns}
             answers.append({"tree": tree, "node": node, **scores})

@@ -34,8 +34,8 @@ def play(environment: Any, state: Any, *actions: str, tools: Any = None) -> list
 
 
 def scores(judge: Judge, turns: list[JudgedTurn]) -> list[dict[str, float]]:
-    made, bad = checked(judge, turns, asyncio.run(judge.score(turns)))
-    assert bad == 0
+    made = checked(judge, turns, asyncio.run(judge.score(turns)))
+    assert not any(judgement.invalid for judgement in made)
     return [judgement.scores for judgement in made]
 
 

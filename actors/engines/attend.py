@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import msgspec
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from coppice.actors.engines.memory import InlineTails, Shelf, Stretch
@@ -271,19 +270,15 @@ def attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    plan: AttentionPlan | None = None,
+    *,
+    plan: AttentionPlan,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function. Without a plan it is plain causal attention."""
+    """transformers' attention function."""
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    if plan is not None:
-        layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
-        new = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
-        return plan.attend(layer, query[0].transpose(0, 1), new, scale)[None], None
-    out = scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scale, enable_gqa=True
-    )
-    return out.transpose(1, 2), None
+    layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
+    new = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
+    return plan.attend(layer, query[0].transpose(0, 1), new, scale)[None], None
 
 
 AttentionInterface.register(ATTENTION, attention)

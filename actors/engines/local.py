@@ -109,7 +109,7 @@ class LocalEngine:
         torch.set_num_threads(self.config.threads)
 
     def _check_fits(self, settings: Any) -> None:
-        size = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
+        size = sum(path.stat().st_size for path in self.folder.glob("model*.safetensors"))
         if not size:
             raise FileNotFoundError(f"model folder {self.folder} holds no .safetensors file")
         stored = 2 if getattr(settings, "dtype", None) in (torch.bfloat16, torch.float16) else 4

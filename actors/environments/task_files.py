@@ -55,7 +55,7 @@ def load_tasks(
         for number, row in _rows(source):
             try:
                 task = _task(row, f"{source}:{number}", verbatim)
-            except (ValueError, OverflowError) as error:
+            except (ValueError, TypeError, OverflowError) as error:
                 rejected.append(RejectedTask(f"{source}:{number}", str(error)))
             else:
                 if len(sources) > 1:

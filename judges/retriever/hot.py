@@ -5,7 +5,6 @@ Invariant: a query (with its number of passages) that is kept or under way is no
 """
 
 import asyncio
-import time
 from collections import Counter, OrderedDict
 from typing import Protocol
 
@@ -34,13 +33,12 @@ class HotQueries:
     error, and the next one to ask begins again.
 
     counts: ``queries``; of these ``hits`` were kept, ``joined`` were under way, and ``searched``
-    went to the backend. busy_s: seconds in which at least one search was open."""
+    went to the backend."""
 
     def __init__(self, backend: Backend, size: int, batch: int = 32, at_once: int = 1):
         self.backend, self.size, self.batch, self.at_once = backend, size, batch, at_once
         self.kept: OrderedDict[Key, asyncio.Future[list[Passage]]] = OrderedDict()
         self.counts: Counter[str] = Counter()
-        self.busy_s, self._since = 0.0, 0.0
         self._open: dict[Key, asyncio.Future[list[Passage]]] = {}
         self._waiting: dict[int, list[str]] = {}
         self._searches: set[asyncio.Task[dict[Key, list[Passage]]]] = set()
@@ -75,8 +73,6 @@ class HotQueries:
             queries = self._waiting.pop(topk)
             if rest := queries[self.batch :]:
                 self._waiting[topk] = rest
-            if not self._searches:
-                self._since = time.monotonic()
             keys = [(query, topk) for query in queries[: self.batch]]
             task = asyncio.get_running_loop().create_task(self._found(keys))
             self._searches.add(task)
@@ -88,8 +84,6 @@ class HotQueries:
 
     def _ended(self, task: asyncio.Task[dict[Key, list[Passage]]], keys: list[Key]) -> None:
         self._searches.discard(task)
-        if not self._searches:
-            self.busy_s += time.monotonic() - self._since
         for key in keys:
             answer = self._open.pop(key)
             if task.cancelled():
@@ -116,7 +110,3 @@ class HotQueries:
         if request.topk < 1:
             raise DataFault(f"topk {request.topk}: expected at least 1")
         return RetrieveResult(await self.search(request.queries, request.topk))
-
-    def stats(self) -> dict[str, float]:
-        """Return the counters for a heartbeat."""
-        return {**self.counts, "busy_s": self.busy_s}

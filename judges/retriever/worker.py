@@ -75,7 +75,7 @@ async def run(process: RetrieverProcess) -> None:
     """Serve until drained."""
     endpoint, keys = connection(Path(process.run), "retriever")
     async with opened(process.retriever) as queries:
-        service = Service(process.name, {"retrieve": queries.handle}, AT_ONCE, queries.stats)
+        service = Service(process.name, {"retrieve": queries.handle}, AT_ONCE)
         await service.run(endpoint, keys)
 
 

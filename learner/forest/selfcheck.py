@@ -37,12 +37,14 @@ class PackingError(RuntimeError):
     """The packed forward disagrees with the plain one: training would be wrong."""
 
 
-def check(policy: TreeModel, paths: Sequence[Path]) -> bool:
+def check(policy: TreeModel, paths: Sequence[Path], again: bool = False) -> bool:
     """Compare ``paths`` read as one forest with some of them read alone. Raises PackingError, on
     every rank, if they disagree. Returns whether they share prefixes; paths that do not are packed
-    one after the other, and nothing of one may reach the next.
+    one after the other, and nothing of one may reach the next. again: such paths are proven.
     """
     shared = pack(paths).token_ratio >= SHARE_FROM
+    if again and not shared:
+        return False
     # A few neighbouring paths are enough, and each rank takes different ones. Twice the longest
     # path has room for at least two.
     forests, _ = micro_batches(cuts(paths), 2 * max(len(path.tokens) for path in paths))

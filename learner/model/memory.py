@@ -29,7 +29,7 @@ def model_shape(model: Path) -> dict[str, Any]:
 def sizes(model: Path) -> tuple[dict[str, Any], float]:
     """Return the settings of a model's folder, and how many weights it holds (0 if none)."""
     shape = model_shape(model)
-    size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    size = sum(path.stat().st_size for path in model.glob("model*.safetensors"))
     return shape, size / (2 if "16" in shape.get("dtype", "float32") else 4)
 
 

@@ -86,6 +86,8 @@ class Ranks:
             sharded: FSDPModule = fully_shard(part, mesh=self._mesh, mp_policy=policy)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+            # a vision tower has no gradient on a rank whose micro-batch has no picture
+            sharded.set_reduce_scatter_unused_params(True)
         return module
 
     def broadcast(self, payload: bytes | None) -> bytes:

@@ -69,7 +69,7 @@ class Trainer:
         self.undone = range(0)
         """Versions whose numbers a resume gives to other weights."""
         self.kl_factor = 1.0
-        self.checked = False
+        self.checked: bool | None = None
         self._busy_s = 0.0
         self._since: float | None = None
 
@@ -114,7 +114,8 @@ class Trainer:
             everything = plan(rows.trie, range(len(table)), c.micro_tokens, self.ranks)
         if not self.checked:
             with self.timed("check"):
-                self.checked = check(self.policy, [rows.paths[i] for i in everything.densest])
+                densest = [rows.paths[i] for i in everything.densest]
+                self.checked = check(self.policy, densest, self.checked is not None)
         with self.timed("score"):
             columns, prm_metrics = self._token_columns(table, rows, everything)
         table = msgspec.structs.replace(table, token_scores=columns)
@@ -152,7 +153,7 @@ class Trainer:
             columns["log_ratio"] = np.where(rows.sampled, columns["proximal"] - rows.behaviour, 0.0)
         if self.plan.reference:
             read = self.policy.reference_logprobs
-            with self.policy.inference():
+            with self.policy.initial.inference():
                 columns["reference"] = sweep(rows, steps, self.ranks, read)
             # The k1 estimate is the log-ratio itself. Here the adaptive factor reaches every weight
             # of the KL in a reward.

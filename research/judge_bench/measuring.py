@@ -21,6 +21,7 @@ from coppice.tools.evaluating.examination import Prepared, SampleMean, repeated,
 from coppice.tools.finetuning import judging, records
 from coppice.tools.finetuning.judging import JudgeSpec
 from coppice.tools.finetuning.records import THRESHOLD, label, named_steps
+from coppice.wire.digest import file as file_digest
 
 SHIPPED = Path(__file__).parent / "nvprocess-small.jsonl"
 BASELINES = re.compile(r"majority|random|first-turn|constant (0|1|0?\.\d+)")
@@ -177,7 +178,8 @@ def prepare(flags: argparse.Namespace) -> Prepared:
     """The evaluation of a command line. Raises ValueError or OSError with the remedy."""
     items = records.read([flags.bench], Item, "--bench")
     judges, kinds = judges_of(flags), baselines_of(flags)
-    settings = BenchSettings(records.digest(flags.bench), flags.threshold, judging.lasting(judges))
+    digest = file_digest(flags.bench, False)[:16]
+    settings = BenchSettings(digest, flags.threshold, judging.lasting(judges))
 
     async def work(out: Path) -> BenchResult:
         answers = await judging.ask_all(

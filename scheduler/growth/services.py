@@ -162,6 +162,8 @@ class Services(Tools):
 
     def encode(self, part: Shown) -> np.ndarray:
         """int32 [tokens]: a part of a prompt, whose pictures enter the journal."""
+        for png in part.pictures:
+            vision.check(png)
         numbered = [(self.runtime.journal.picture(png), png) for png in part.pictures]
         return self.runtime.text.encode(part.text, numbered)
 
@@ -216,7 +218,9 @@ class Services(Tools):
         text = self.runtime.text
         prompt = text.encode(text.prompt(messages, self.settings.thinking))
         if self.runtime.longest:
-            max_tokens = max(min(max_tokens, self.runtime.longest - len(prompt)), 1)
+            if (room := self.runtime.longest - len(prompt)) < 1:
+                return ""
+            max_tokens = min(max_tokens, room)
         sampling = msgspec.structs.replace(self._sampling(stop), max_tokens=max_tokens)
         result = await self._generate(wire.GenerateRequest(prompt, 1, sampling), False)
         tokens = result.samples[0].tokens

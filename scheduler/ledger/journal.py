@@ -116,11 +116,11 @@ class Journal:
         if readonly:
             if not path.is_file():
                 raise FileNotFoundError(f"no journal at {path}: is this a run folder?")
-            self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+            self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
             self._check_format()
             names = [f"other{number}" for number in range(len(others))]
             for name, other in zip(names, others, strict=True):
-                self._db.execute(f"ATTACH ? AS {name}", (f"file:{other}?mode=ro",))
+                self._db.execute(f"ATTACH ? AS {name}", (f"{other.absolute().as_uri()}?mode=ro",))
             for table in _UNITED if others else ():
                 parts = (f"SELECT * FROM {name}.{table}" for name in ("main", *names))
                 self._db.execute(f"CREATE TEMP VIEW {table} AS {' UNION ALL '.join(parts)}")

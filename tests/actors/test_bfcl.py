@@ -103,7 +103,9 @@ HOSTILE = [
 ]  # fmt: skip
 ERRORS = {
     "_load_scenario(scenario={})": "not defined", "__init__()": "not defined",
-    "power(base=9, exponent=99999999)": "above 1000", "cat('x')": "missing 1 required",
+    "power(base=9, exponent=99999999)": "above 1000",
+    "round_number(number=5, decimal_places=-3000000)": "above 1000",
+    "power(base=100000, exponent=1000)": "Exceeds the limit", "cat('x')": "missing 1 required",
     "f(**{'a': 1})": "not defined", "mv(source=[], destination={})": "unhashable",
 }  # fmt: skip
 
@@ -112,7 +114,7 @@ ERRORS = {
 async def test_a_reply_is_parsed_and_never_evaluated(reply: str, result: str) -> None:
     environment = Bfcl()
     entries = environment.board.entries("multi_turn_base").values()
-    wanted = {"MathAPI" if "power" in reply else "GorillaFileSystem"}
+    wanted = {"MathAPI" if "number" in reply or "power" in reply else "GorillaFileSystem"}
     state = BfclState(next(one.id for one in entries if wanted <= {*one.classes}))
     action = environment.read(state, reply)
     assert action.kind == ("call" if result else "invalid")

@@ -55,6 +55,20 @@ async def test_a_step_that_fails_is_a_fault_and_the_episode_goes_on_from_its_sta
     assert (await process_of(environment, state) == before) == (fault is DataFault)
 
 
+@pytest.mark.second
+async def test_an_action_without_an_answer_is_tried_again_and_then_loses(other: Make) -> None:
+    environment = other()
+    state = await begun(environment)
+    environment._children[0].timeout_s = 2.0
+    with pytest.raises(InfrastructureFault, match="no answer in"):
+        await played(environment, state, "hang")
+    environment._children[0].timeout_s = 20.0
+    await process_of(environment, state)
+    environment._children[0].timeout_s = 2.0
+    end = await played(environment, state, "hang")
+    assert end.done and end.measures == {"success": 0.0}
+
+
 async def test_a_cancelled_step_leaves_no_answer_for_the_next_one(other: Make) -> None:
     environment = other()
     state = await begun(environment)

@@ -42,6 +42,12 @@ def test_commands_that_begin_in_one_second_get_folders_of_their_own(tmp_path: Pa
     }
 
 
+def test_a_link_to_nothing_above_a_new_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "runs").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(FileExistsError, match="runs"):
+        fresh(tmp_path / "runs" / "one")
+
+
 def test_a_folder_that_is_there_is_kept_unless_it_is_to_be_replaced(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()

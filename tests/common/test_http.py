@@ -185,6 +185,22 @@ async def test_no_more_requests_are_open_than_allowed_and_a_pause_takes_no_place
     assert most == 1
 
 
+def test_a_client_that_is_started_again_serves_another_event_loop() -> None:
+    async def three(calls: JsonClient) -> list[Any]:
+        app = web.Application()
+        app.router.add_get("/x", answers(200, body=b"1"))
+        async with serving(app) as url:
+            calls.url = url
+            await calls.start()
+            try:
+                return await asyncio.gather(*(calls.get("/x") for _ in range(3)))
+            finally:
+                await calls.close()
+
+    calls = JsonClient("http://h", concurrency=1)
+    assert [asyncio.run(three(calls)) for _ in range(2)] == [[1, 1, 1]] * 2
+
+
 async def test_no_key_and_a_key_in_the_url_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TEST_HTTP_KEY", raising=False)
     with pytest.raises(ValueError, match=r"TEST_HTTP_KEY is empty.*http://h"):

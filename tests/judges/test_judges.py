@@ -167,15 +167,14 @@ def test_only_a_ternary_last_score_block_is_valid(reply: str, expected: float | 
     assert parse_score(reply) == expected
 
 
-@pytest.mark.parametrize(("text", "counted"), [("", "failed"), ("I would say 7.", "unparsed")])
-async def test_without_a_readable_reply_columns_are_invalid(text: str, counted: str) -> None:
+@pytest.mark.parametrize("text", ["", "I would say 7."])
+async def test_without_a_readable_reply_columns_are_invalid(text: str) -> None:
     async def reply(request: web.Request) -> web.Response:
         return chat(text) if text else web.Response(status=400)
 
     async with started(lambda url: Slate(ChatEndpoint(url, "m", attempts=1)), reply) as judge:
         made = await judged(judge, query="q")
     assert (made.scores, sorted(made.invalid)) == ({}, ["query", "think"])
-    assert (judge.counts[counted], judge.stats()["judge_valid_rate"]) == (2, 0)
 
 
 async def test_a_slow_rule_judge_leaves_the_event_loop_free() -> None:

@@ -70,8 +70,6 @@ async def test_requests_that_wait_are_scored_together_up_to_the_batch(tmp_path: 
         judgements = [(await asked)[0] for asked in [first, *rest]]
     assert [j.scores["length"] for j in judgements] == list(range(1, 11))
     assert [len(batch) for batch in judge.batches] == [1, 4, 4, 1]
-    assert batcher.stats()["turns"] == 10
-    assert batcher.stats()["invalid"] == 0
 
 
 async def test_no_more_scorings_run_at_once_than_the_judge_declares(tmp_path: Path) -> None:
@@ -106,10 +104,9 @@ async def test_turns_nobody_waits_for_any_more_are_not_scored() -> None:
     [Judgement({"length": x}) for x in (math.nan, math.inf, -math.inf)]
     + [Judgement({"length": 1.0}, ["length"])],
 )
-def test_a_score_that_is_not_finite_or_invalid_is_none_and_counted(judgement: Judgement) -> None:
-    made, bad = checked(Length(), turns("a", "b").turns, [judgement, Judgement({"length": 2.0})])
+def test_a_score_that_is_not_finite_or_invalid_is_none(judgement: Judgement) -> None:
+    made = checked(Length(), turns("a", "b").turns, [judgement, Judgement({"length": 2.0})])
     assert made == [Judgement({}, ["length"]), Judgement({"length": 2.0})]
-    assert bad == 1
 
 
 def test_the_built_in_judges_have_the_name_under_which_they_are_configured() -> None:
@@ -211,12 +208,12 @@ async def test_a_judge_that_hung_has_its_places_again_after_deadlines(tmp_path: 
         for _ in range(2):
             with pytest.raises(InfrastructureFault, match="took over"):
                 await ask(b, "judge.length", "x", deadline=0.2)
+        third = asyncio.create_task(ask(b, "judge.length", "xyz"))
         async with asyncio.timeout(10):
-            while batcher.counts["abandoned"] < 2:  # the cancellation is on its way to the worker
+            while len(judge.batches) < 3:  # before the first two have gone on
                 await asyncio.sleep(0.001)
         judge.gate.set()
-        assert (await ask(b, "judge.length", "xyz"))[0].scores == {"length": 3}
-    assert batcher.counts["abandoned"] == 2
+        assert (await third)[0].scores == {"length": 3}
 
 
 def test_the_slow_oracles_leave_the_event_loop() -> None:

@@ -89,9 +89,7 @@ def test_a_constrained_reply_can_be_read_and_fits() -> None:
         reply_form(512)
 
 
-async def score(
-    text: str, turn: JudgedTurn, seen: list[str], **options: Any
-) -> tuple[Judgement, dict[str, float]]:
+async def score(text: str, turn: JudgedTurn, seen: list[str], **options: Any) -> Judgement:
     """The judgement of a real judge over a real server that answers ``text``."""
 
     async def answer(request: web.Request) -> web.Response:
@@ -102,17 +100,16 @@ async def score(
         lambda url: SotopiaJudge(ChatEndpoint(url, "m"), **options), answer
     ) as judge:
         (judgement,) = await judge.score([turn])
-    return judgement, judge.stats()
+    return judgement
 
 
 async def test_the_outcome_is_the_goal_or_the_mean_of_the_trained_side() -> None:
     turn = judged("scenario-03-2", 1, "Is Saturday free?", "", "Well?", "A party!")
     seen = list[str]()
     low = SCORES | {"goal": 2}
-    judgement, stats = await score(reply(SCORES, low), turn, seen)
+    judgement = await score(reply(SCORES, low), turn, seen)
     assert judgement.scores == {**low, "outcome": 0.2} and judgement.invalid == []
-    assert stats["judge_valid_rate"] == 1
-    judgement, _ = await score(reply(SCORES, low), turn, seen, outcome="mean")
+    judgement = await score(reply(SCORES, low), turn, seen, outcome="mean")
     assert judgement.scores["outcome"] == pytest.approx(sum(low.values()) / 7)
     prompt = seen[0]
     assert "did nothing" not in prompt and 'said: "A party!"' in prompt
@@ -126,15 +123,14 @@ async def test_the_outcome_is_the_goal_or_the_mean_of_the_trained_side() -> None
 )
 async def test_an_invalid_dimension_spoils_the_outcome(outcome: str, invalid: list[str]) -> None:
     turn, text = judged("scenario-01-1", 0, "Hello."), reply(SCORES | {"secret": 3})
-    judgement, stats = await score(text, turn, [], outcome=outcome)
+    judgement = await score(text, turn, [], outcome=outcome)
     assert judgement.invalid == invalid and "secret" not in judgement.scores
-    assert (stats["unparsed"], stats["judge_valid_rate"]) == (1, 0)
 
 
 async def test_without_a_reply_every_column_is_invalid_and_the_cause_is_told() -> None:
-    judgement, stats = await score("", judged("scenario-01-1", 0, "Hello."), [])
+    judgement = await score("", judged("scenario-01-1", 0, "Hello."), [])
     assert judgement.scores == {} and judgement.invalid == list(SotopiaJudge.columns)
-    assert "HTTP 400" in judgement.explanation and stats["failed"] == 1
+    assert "HTTP 400" in judgement.explanation
 
 
 EURO = r"(\d+)\s*euros?\b"
@@ -155,6 +151,8 @@ EURO = r"(\d+)\s*euros?\b"
         (GoalCondition(agreed=EURO), ["45 euros"], ["44 euros"], False),
         (GoalCondition(agreed=EURO), ["45 euros"], ["yes"], False),
         (GoalCondition(agreed=EURO), [], [], False),
+        (GoalCondition(agreed=r"([\d,]*) euros"), ["1,200 euros"], ["1200 euros"], True),
+        (GoalCondition(agreed=r"([\d,]*) euros"), ["all euros"], [" euros"], False),
     ],
 )
 def test_a_condition_is_what_was_said(

@@ -45,8 +45,8 @@ def turn(board: str, move: list[int] | None) -> JudgedTurn:
 
 
 def scored(oracle: TicTacToeOracle, turns: list[JudgedTurn]) -> list[Judgement]:
-    made, bad = checked(oracle, turns, asyncio.run(oracle.score(turns)))
-    assert not bad
+    made = checked(oracle, turns, asyncio.run(oracle.score(turns)))
+    assert not any(judgement.invalid for judgement in made)
     return made
 
 

@@ -17,6 +17,7 @@ from coppice.actors.config import ActorsConfig
 from coppice.actors.engines import weights
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.engines.sglang_api import linear_layers
+from coppice.common import vision
 from coppice.learner.forest.selfcheck import PackingError, check
 from coppice.learner.forest.trees import Path as TokenPath
 from coppice.learner.model import model as model_module
@@ -128,6 +129,21 @@ def promised(cell: str) -> Iterator[None]:
     else:
         with pytest.raises(ValueError, match=cell):
             yield
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (hf.PhiConfig(**SHAPE), "its head has a bias"),
+        (hf.FalconH1Config(**SHAPE, lm_head_multiplier=0.04), r"lm_head_multiplier = 0\.04"),
+    ],
+)
+def test_a_head_that_computes_more_than_a_product_is_refused(
+    tmp_path: Path, config: Any, message: str
+) -> None:
+    hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        vision.load(tmp_path, torch.float32, "eager")
 
 
 def test_the_page_has_a_row_for_each_architecture() -> None:

@@ -24,6 +24,29 @@ ranks.close()
 """
 
 
+UNUSED = """
+import json, torch
+from coppice.learner.model.ranks import Ranks
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tower, self.text = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    def forward(self, x, picture):
+        return self.text(self.tower(x) if picture else x)
+ranks = Ranks(60, "fsdp")
+model = ranks.place(Model(), "Layer", torch.float32)
+model(torch.ones(1, 4), ranks.rank == 0).sum().backward()
+print(json.dumps([float(p.grad.full_tensor().abs().sum()) > 0 for p in model.parameters()]))
+ranks.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_without_pictures_takes_part_in_the_towers_gradient(tmp_path: Path) -> None:
+    for said in two_ranks(UNUSED, **_meeting(tmp_path, LearnerConfig())):
+        assert json.loads(said.splitlines()[-1]) == [True] * 4
+
+
 def test_the_ranks_leave_the_loopback_only_for_an_address_that_the_user_named() -> None:
     run = Path("nowhere")
     named = {"publish_host": "10.0.0.1"}

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coppice.learner.config import OptimizerConfig
+from coppice.learner.forest import selfcheck
 from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.forest.trees import pack
 from coppice.learner.model import checkpoint
@@ -25,7 +26,17 @@ from coppice.learner.update.trainer import Batch
 from coppice.tools.inspecting.export import export
 from coppice.wire.messages import TrainGroup, TreeClosed, Turn
 from tests.learner.conftest import Make
-from tests.updates import batch, changed, episodes, everything, gradient, groups, rescored, steady
+from tests.updates import (
+    batch,
+    changed,
+    episodes,
+    everything,
+    few,
+    gradient,
+    groups,
+    rescored,
+    steady,
+)
 
 
 @pytest.mark.slow
@@ -68,6 +79,22 @@ def test_versions_that_a_resume_makes_again_are_compared_with_no_engine(
     checkpoint.restore_newest(resumed, tmp_path)
     fresh = {v: "watch/engine_gap_max" in resumed.update(sampled_by(v)) for v in range(1, 5)}
     assert fresh == {1: True, 2: False, 3: False, 4: True}
+
+
+def test_the_self_check_is_made_once_without_shared_prefixes_and_once_with(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, compared = selfcheck._plain, list[int]()
+
+    def counted(*given: Any) -> torch.Tensor:
+        compared.append(made.version)
+        return plain(*given)
+
+    monkeypatch.setattr(selfcheck, "_plain", counted)
+    made, alone = make(), few([True])
+    for version, some in enumerate((alone, alone, batch(1, 2), batch(2, 3), alone)):
+        made.update(msgspec.structs.replace(some, version=version))
+    assert compared == [0, 2]
 
 
 def test_with_one_optimizer_step_the_current_policy_is_the_proximal_one(make: Make) -> None:

@@ -69,7 +69,7 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+        patterns = ["*.json", "model*.safetensors", "*.jinja", "*.txt", "*.model"]
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(

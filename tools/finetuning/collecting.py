@@ -15,6 +15,7 @@ import msgspec
 from coppice.actors.environments import registry
 from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.actors.environments.task_files import listed, load_tasks
+from coppice.common import shards
 from coppice.scheduler.ledger.journal import Journal, JournalError
 from coppice.tools.evaluating import judged
 from coppice.tools.evaluating.examination import repeated
@@ -62,7 +63,8 @@ def _collected(
         raise ValueError(f"{folder} is a run of {run.environment!r}: expected one of search_qa")
     usable, _ = load_tasks(run.train if split == "train" else run.heldout)
     tasks = {task.id: task for task in usable}
-    with contextlib.closing(Journal(folder / "journal.sqlite", readonly=True)) as journal:
+    first, others = shards.journals(folder)
+    with contextlib.closing(Journal(first, readonly=True, others=others)) as journal:
         for row in journal.trees("split=?", split):
             task = tasks.get(row.task)
             if row.status not in ("closed", "replaced"):

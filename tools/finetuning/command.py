@@ -20,6 +20,7 @@ from coppice.tools.evaluating.marks import KINDS
 from coppice.tools.finetuning import judging, labels, records, training
 from coppice.tools.finetuning.marked import marked_rows
 from coppice.tools.finetuning.records import Labelled, RecordedStep, Trajectory
+from coppice.wire.digest import file as file_digest
 from coppice.wire.faults import Fault
 
 MODEL_MAKERS = ("train", "warm-start")
@@ -186,7 +187,7 @@ def label(options: argparse.Namespace) -> int:
         judging.JudgeSpec("a", options.judge_a, dict(map(option, options.option_a))),
         judging.JudgeSpec("b", options.judge_b, dict(map(option, options.option_b))),
     ]
-    settings = labels.LabelSettings(records.digest(read), judging.lasting(judges))
+    settings = labels.LabelSettings(file_digest(read, False)[:16], judging.lasting(judges))
     with locked(lock, f"--out {out}"):
         keep(settings_file, settings, str(settings_file))
         work = partial(judging.ask_all, judges, trajectories, answered, options.deadline)

@@ -165,7 +165,7 @@ async def _ask(
             try:
                 async with asyncio.timeout(deadline_s):
                     judgements = await judge.score([steps[step]])
-                (judgement,), _ = checked(judge, [steps[step]], judgements)
+                (judgement,) = checked(judge, [steps[step]], judgements)
                 score, said = judgement.scores.get(column), judgement.explanation
                 # The judge does not say which of its concurrent steps failed, so all of them are
                 # asked again.

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from coppice.common import shards
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.evaluating import marks
 from coppice.tools.finetuning.labels import TrainingRow
@@ -18,7 +19,8 @@ def marked_rows(
     Raises ValueError for a bad mark, or if there is no row."""
     rows, left_out = [], Counter[str]()
     for folder in folders:
-        with contextlib.closing(Journal(folder / "journal.sqlite", readonly=True)) as journal:
+        first, others = shards.journals(folder)
+        with contextlib.closing(Journal(first, readonly=True, others=others)) as journal:
             trees = {row.id: journal.tree(row) for row in journal.trees() if not row.removed}
         for (tree, node), mark in marks.read(folder, trees.values()).items():
             if mark.mark in kinds and tree in trees:

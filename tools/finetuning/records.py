@@ -6,7 +6,6 @@ information block. A PPRM reads nothing else. Judges that read more, such as rul
 ``evidence``, which a record may lack.
 """
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
@@ -108,11 +107,6 @@ def write(path: Path, records: Iterable[Any]) -> None:
         write_whole(path, b"".join(msgspec.json.encode(one) + b"\n" for one in records), False)
     except OSError as error:
         raise OSError(f"{path} cannot be written: {error.strerror}") from None
-
-
-def digest(path: Path) -> str:
-    """A hex digest of the file's content, which a resumed command compares."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def named_steps(records: Sequence[R]) -> list[tuple[str, R, Any]]:

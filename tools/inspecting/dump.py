@@ -222,7 +222,7 @@ def find(
     table = table if of == "turns" else ordered(table, options)
     if table.is_empty():
         raise ValueError(f"none of {many} {of} matches")
-    chosen, by_id = table["tree"].to_list(), {row.id: row for row in rows}
+    chosen, by_id = table["tree"].unique(maintain_order=True), {row.id: row for row in rows}
     return [by_id[one] for one in chosen], table, below.filter(pl.col("tree").is_in(chosen))
 
 

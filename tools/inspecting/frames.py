@@ -88,7 +88,9 @@ def nodes(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
             scores.append(node.scores)
     taken = {*NODE, *TREE, *SUMS}
     columns = {
-        f"score_{name}" if name in taken else name: _floats([one.get(name) for one in scores])
+        f"score_{name}" if name in taken else name: pl.Series(
+            [one.get(name) for one in scores], dtype=pl.Float64
+        )
         for name in sorted({name for one in scores for name in one})
     }
     return pl.DataFrame(plain, schema=NODE).with_columns(**columns)
@@ -113,10 +115,6 @@ def where(table: pl.DataFrame, condition: str | None) -> pl.DataFrame:
     except pl.exceptions.PolarsError as error:
         columns = f"its columns: {', '.join(table.columns)}"
         raise ValueError(f"--where: {str(error).splitlines()[0]}; {columns}") from None
-
-
-def _floats(values: Sequence[float | None]) -> pl.Series:
-    return pl.Series(values, dtype=pl.Float64)
 
 
 def question(prompt: str) -> str:

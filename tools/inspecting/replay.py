@@ -124,9 +124,7 @@ class Replayed(Journal):
 def opened(run: Path) -> Journal:
     """Return the journals of a run folder as one, or the journal file itself, open for reading,
     with advantages. Raises FileNotFoundError."""
-    homes = shards.homes(run) if run.is_dir() else []
-    first, *others = [home / "journal.sqlite" for home in homes] or [run]
-    return Replayed(first, [path for path in others if path.is_file()])
+    return Replayed(*shards.journals(run)) if run.is_dir() else Replayed(run, [])
 
 
 def apply_version(model: Any, base: str, folder: Path) -> None:

@@ -103,8 +103,8 @@ def sections(
     """Return the parts of the page. metrics: the first of the six plots."""
     first, trees = Section("Verdict", folded=False), Section("Trees that show it")
     for place, (name, run) in enumerate(_names(groups).items()):
-        first.words += [f"{name}: {sentence}" for sentence in run.missing]
         first.verdicts[name] = _judged(run, f"run-{place}", trees.trees)
+        first.words += [f"{name}: {sentence}" for sentence in run.missing]
     told = [one for statements in first.verdicts.values() for one, _ in statements]
     six, others = chosen(groups, told, metrics)
     figures, more = ([_drawn(groups, name, against) for name in of] for of in (six, others))
@@ -162,12 +162,13 @@ def _names(groups: Groups) -> dict[str, RunFolder]:
 def _judged(run: RunFolder, anchor: str, texts: Texts) -> list[tuple[Statement, Showing]]:
     """Return the verdict on a run with the trees that show it, and add their texts to ``texts``."""
     facts = run.records, run.evaluations, run.config
+    statements, showing = verdict.verdict(*facts, None), list[Showing]()
     try:
         with contextlib.closing(frames.opened(run.folder)) as journal:
             statements = verdict.verdict(*facts, journal)
             showing = _showing(run.folder, journal, statements, anchor, texts)
-    except UNREADABLE:  # ``RunFolder.missing`` says why
-        statements, showing = verdict.verdict(*facts, None), []
+    except UNREADABLE as error:
+        run.missing.append(f"Its trees cannot be shown ({error}).")
     state = Statement("state", f"{run.state}; {len(run.records)} updates")
     told = [state, *statements, Statement("try", verdict.remedy(statements))]
     return list(zip(told, [{}, *showing, *({} for _ in told)], strict=False))

@@ -8,7 +8,6 @@ import math
 import re
 import sqlite3
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -16,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from coppice.common import shards
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.ledger.records import Reader
 from coppice.scheduler.telemetry.verdict import EQUAL_SHARE, equal_shares
@@ -33,8 +31,8 @@ UNREADABLE = (OSError, ValueError, sqlite3.Error, msgspec.MsgspecError)
 
 class RunFolder(msgspec.Struct, frozen=True):
     """A run folder. records: one per update, in order. evaluations: the held-out results, in the
-    order of their versions. summary, config, environment: the contents of those files, empty where
-    there is none. missing: sentences on what the folder lacks, and on settings that a resume
+    order of their versions. config, environment: the contents of those files, empty where there is
+    none. missing: sentences on what the folder lacks, and on settings that a resume
     changed."""
 
     folder: Path
@@ -42,7 +40,6 @@ class RunFolder(msgspec.Struct, frozen=True):
     state: str
     records: list[dict[str, float]]
     evaluations: list[dict[str, Any]]
-    summary: dict[str, Any]
     config: dict[str, Any]
     environment: dict[str, Any]
     missing: list[str]
@@ -88,21 +85,17 @@ def read(folder: Path, name: str | None = None) -> RunFolder:
             missing.append(f"A resume changed its settings: {changed}.")
     except UNREADABLE as error:
         missing.append(f"Its former settings cannot be read ({error}).")
-    for home in shards.homes(folder)[1:]:
-        other = content(home / "summary.json")
-        for of in {"counts", "calls"} & other.keys():
-            summary[of] = Counter(summary.get(of)) + Counter(other[of])
     try:
         with contextlib.closing(Journal(folder / "journal.sqlite", readonly=True)) as journal:
             results = [{**result, "version": v} for v, _, result in journal.evaluations()]
     except UNREADABLE as error:
-        missing.append(f"Its journal cannot be read ({error}), so its trees are not shown.")
+        missing.append(f"Its journal cannot be read ({error}).")
         results = sorted(summary.get("heldout", {}).values(), key=lambda result: result["version"])
     if not results:
         missing.append("It has no held-out evaluation.")
     evaluations = list({result["version"]: result for result in results}.values())
     now = status.gather(folder, time.monotonic())
-    parts = (records, evaluations, summary, config, environment, missing)
+    parts = (records, evaluations, config, environment, missing)
     return RunFolder(folder, name or folder.resolve().name, f"{now.state}: {now.said}", *parts)
 
 
@@ -110,6 +103,11 @@ def _records(folder: Path) -> list[dict[str, float]]:
     """One record per update, with the share of its tokens by their age, and of equal groups."""
     records = Reader(folder).read()
     recorded = {name for record in records for name in record}
+    earlier = last = 0.0  # "time/run" begins anew at each start
+    for record in records:
+        if "time/run" in record:
+            earlier = last if earlier + record["time/run"] < last else earlier
+            last = record["time/run"] = earlier + record["time/run"]
     ages = [name for name in recorded if re.fullmatch(r"watch/staleness_\d+/tokens", name)]
     for record in records:
         if total := sum(record.get(age, 0.0) for age in ages):

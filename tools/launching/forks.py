@@ -4,6 +4,7 @@ each of them would take longer than the first updates of a small run.
 Where there is a GPU, and elsewhere than on Linux, processes are started anew.
 """
 
+import contextlib
 import ctypes
 import importlib
 import multiprocessing
@@ -101,7 +102,8 @@ class ForkedProcess:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -120,12 +119,9 @@ class Away:
             pass
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Return the exit status. Raises subprocess.TimeoutExpired."""
-        end = time.monotonic() + timeout if timeout is not None else float("inf")
+    def wait(self) -> int:
+        """Return the exit status."""
         while self.returncode is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired(self._needs, timeout or 0.0)
             self._news(0.2)
         return self.returncode
 

@@ -1,6 +1,8 @@
 """The set-up of a run: model, data, index and warm start. Each is made once and cached, with
 progress lines. This module imports torch."""
 
+import fcntl
+import os
 from pathlib import Path
 
 import msgspec
@@ -27,9 +29,18 @@ from coppice.tools.launching.settings import Assets, setting
 
 
 def prepare(config: Config) -> Assets:
-    """Make, in this process, every asset that is not cached yet. Raises FileNotFoundError,
-    ValueError or MemoryError with the remedy."""
+    """Make, in this process, every asset that is not cached yet; of two starts at a time one waits
+    for the other. Raises FileNotFoundError, ValueError or MemoryError with the remedy."""
     cache = cache_folder()
+    held = os.open(next(path for path in cache.parents if path.is_dir()), os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        return _all(config, cache)
+    finally:
+        os.close(held)
+
+
+def _all(config: Config, cache: Path) -> Assets:
     assets = _prepare(config, ensure_model(config.model.name, cache), cache)
     check_weights(Path(assets.model))  # a warm start's folder is cached too
     if config.judges.model is None:

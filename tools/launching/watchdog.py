@@ -2,6 +2,7 @@
 stopped processes. A process that is merely slow is never found:
 heartbeats stop only if the event loop of a worker stands still."""
 
+import contextlib
 import os
 import re
 import time
@@ -150,7 +151,8 @@ def stacks(pid: int, log: Path, wait_s: float = 5.0) -> str:
         return ""
     with log.open("rb") as file:
         file.seek(0, os.SEEK_END)
-        os.kill(pid, STACKS)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, STACKS)
         text, now = b"", time.monotonic()
         end, quiet_since = now + wait_s, now
         while now < end and not (text and now - quiet_since > QUIET_S):

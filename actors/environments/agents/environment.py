@@ -249,7 +249,10 @@ class AgentEnvironment(Environment):
         for place, (waits, episode, request) in enumerate(self._waiting):
             if waits == state:
                 del self._waiting[place]
-                return episode, request
+                if not episode.over:
+                    return episode, request
+                self._end(episode)  # it did not wait for its reply: another one is told it at once
+                break
         episode, _ = await self._begun(state, tools)
         try:
             return episode, await self._replay(state, tools, episode)

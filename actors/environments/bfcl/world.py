@@ -1,5 +1,6 @@
 """The live objects of one task of the leaderboard: the wheel's own classes, called by name."""
 
+import contextlib
 import copy
 import decimal
 import inspect
@@ -10,8 +11,8 @@ from typing import Any
 
 from coppice.actors.environments.bfcl.calls import FunctionCall
 
-LARGEST = 1000
-"""Of an exponent or a precision: the classes compute with larger ones for minutes."""
+GROWING, LARGEST = ("exponent", "precision", "decimal_places"), 1000
+"""Arguments, and their largest size: the classes compute with larger ones for minutes."""
 LARGEST_STATE = 10**5
 """The characters of the public state, with their paths, from which nothing is copied: copies of
 directories into each other double it. The leaderboard's largest state has 33,176."""
@@ -36,18 +37,17 @@ class BfclWorld:
         try:
             if call.name not in self.methods:
                 raise NameError(f"name {call.name!r} is not defined")
-            if max(abs(values.get(key, 0)) for key in ("exponent", "precision")) > LARGEST:
-                raise ValueError(f"an exponent or a precision is above {LARGEST}")
+            if max(abs(values.get(key, 0)) for key in GROWING) > LARGEST:
+                raise ValueError(f"one of {GROWING} is above {LARGEST}")
             if call.name == "cp" and sum(map(len, _leaves(self.instances, ""))) > LARGEST_STATE:
                 raise ValueError(f"the state has more than {LARGEST_STATE} characters")
             with decimal.localcontext():
                 result = self.methods[call.name](**values)
+            with contextlib.suppress(TypeError, ValueError):
+                return json.dumps(result) if isinstance(result, dict) else str(result)
+            return str(result)
         except Exception as error:  # noqa: BLE001 - whatever the policy's arguments raise
             return f"Error during execution: {error}"
-        try:
-            return json.dumps(result) if isinstance(result, dict) else str(result)
-        except (TypeError, ValueError):
-            return str(result)
 
     def leaves(self) -> Counter[str]:
         """Return the public state as a multiset of paths with values. Raises RecursionError where a

@@ -59,6 +59,7 @@ class OtherPython(Mutable):
         if trial.returncode:
             last = trial.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             raise ValueError(f"game = {game!r}, arguments = {arguments or {}}, in {python}: {last}")
+        self._failed: set[tuple[Any, ...]] = set()
         self._children = [_Child(command, timeout_s) for _ in range(processes)]
         if not actions and hasattr(GAMES.get(game), "listed"):
             self.replies = lambda state: self._listed
@@ -70,7 +71,14 @@ class OtherPython(Mutable):
         return [f"<action>{one}</action>" for one in json.loads(told).get("listed", [])]
 
     async def ask(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:
-        answer = await self._children[seed % len(self._children)].ask(seed, actions, action)
+        request, child = (seed, actions, action), self._children[seed % len(self._children)]
+        try:
+            answer = await child.ask(*request)
+        except InfrastructureFault:
+            if action is not None and request in self._failed:
+                raise ActionRefused("the game gave no answer, twice") from None
+            self._failed.add(request)
+            raise
         if "refused" in answer:
             raise ActionRefused(answer["refused"])
         if "failed" in answer:

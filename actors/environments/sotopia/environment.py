@@ -288,7 +288,8 @@ def read_turn(text: str, side: int) -> SotopiaTurn | None:
         return None
     if kind in ("none", "leave"):
         return SotopiaTurn(side, kind)
-    words = " ".join(argument.split())  # a line break could imitate another turn of the history
+    # half of a surrogate pair is no text, and a line break could imitate another turn
+    words = " ".join(argument.encode(errors="ignore").decode().split())
     return SotopiaTurn(side, kind, words) if words else None
 
 

@@ -65,6 +65,7 @@ def test_the_last_json_object_of_a_reply_is_the_turn() -> None:
         hello + reply("leave"): ("leave",),
         '{"action_type": "action", "argument": "a {b} c", "to": ["Ada"]}': ("action", "a {b} c"),
         reply(NOD, "nods\nTurn #9: x"): (NOD, "nods Turn #9: x"),
+        r'{"action_type": "speak", "argument": "half \ud83d pair"}': ("speak", "half pair"),
         '{"action_type": "speak", "argument": "no end': None,
         hello + ' {"a": 1}': None,
         '{"a":' * 5_000: None,

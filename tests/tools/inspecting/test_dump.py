@@ -1,5 +1,6 @@
 """coppice trees: which trees it finds, and what it shows of them."""
 
+import json
 import shlex
 from pathlib import Path
 
@@ -173,6 +174,17 @@ def test_groups_are_listed_filtered_and_counted(run: Path, said: Said) -> None:
     assert group | asked | rewards == group
     refusal = said(main, run, "--groups", "--count", "hop", status=2)
     assert "no such column; expected one of tree, parent" in refusal
+
+
+def test_a_tree_of_several_groups_is_written_once(run: Path, said: Said) -> None:
+    journal = Journal(run / "journal.sqlite")
+    tree = next(journal.tree(row) for row in journal.trees() if row.id == 3)
+    below = [tree.add(tree.nodes[1], "action", ids(3), "x", scores={"reward": 1.0}) for _ in "ab"]
+    tree.changed |= {node.id: node for node in below}
+    journal.save_nodes(tree)
+    journal.close()
+    rows = [json.loads(line) for line in said(main, run, "--groups", "--json").splitlines()]
+    assert [row["tree"] for row in rows] == [4, 3, 2, 1, 0]
 
 
 def test_the_documented_questions_are_answered_by_their_lines(

@@ -1,5 +1,6 @@
 """coppice report on run folders that the run's own classes have written."""
 
+import json
 import math
 import re
 import sys
@@ -121,6 +122,26 @@ def test_what_a_run_lacks_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
         page = parts((folder, folder.name))
         said = " ".join(text for part in page.values() for text in part.words)
         assert [sentence for sentence in sentences.split(", ") if sentence not in said] == []
+
+
+def test_a_mark_of_a_node_that_is_gone_leaves_the_verdict(tmp_path: Path) -> None:
+    run = make(tmp_path / "a", [-0.5, 0.0] * 6)
+    before = [one.subject for one, _ in parts((run, "a"))["Verdict"].verdicts["a"]]
+    stale = {"tree": 1, "node": 999, "mark": "good", "task": "t"}
+    (run / "marks.jsonl").write_text(json.dumps(stale))
+    page = parts((run, "a"))["Verdict"]
+    assert [one.subject for one, _ in page.verdicts["a"]] == before
+    assert any("Its trees cannot be shown" in sentence for sentence in page.words)
+
+
+def test_the_time_of_a_resumed_run_goes_on(tmp_path: Path) -> None:
+    run = make(tmp_path / "a")
+    rows = [
+        {"version": v, "time/run": s, "learner/groups": 1}
+        for v, s in enumerate((30.0, 60.0, 20.0, 50.0), 1)
+    ]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert [record["time/run"] for record in runs.read(run).records] == [30, 60, 80, 110]
 
 
 @pytest.mark.parametrize(

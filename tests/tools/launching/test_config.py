@@ -100,7 +100,7 @@ def test_a_bad_key_or_value_is_refused_with_its_path(override: str, message: str
         convert(tree, [override])
 
 
-_ANY = {"warm_start.seed", "learner.entropy_coef", "learner.prm.threshold"}
+_ANY = {"warm_start.seed", "learner.prm.threshold"}
 """Numbers that may be negative."""
 
 
