@@ -180,9 +180,9 @@ async def serve(
     workers: Sequence[PlugIn], name: str, endpoint: str, keys: PeerKeys | None, signals: bool = True
 ) -> None:
     """Offer the services of all workers until drained."""
-    handlers: dict[str, Handler] = {
-        w.service: Batcher(w).handle if isinstance(w, Judge) else answering(w) for w in workers
-    }
+    judges = [worker for worker in workers if isinstance(worker, Judge)]
+    handlers: dict[str, Handler] = {judge.service: Batcher(judge).handle for judge in judges}
+    handlers |= {w.service: answering(w) for w in workers if isinstance(w, Player | Speaker)}
     capacity = sum(worker.concurrency for worker in workers)
     for worker in workers:
         await worker.start()

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from coppice.wire import messages as wire
-from coppice.wire.arrays import Frame, Limits, decode_body, decode_header, encode
+from coppice.wire.arrays import Frame, decode_body, decode_header, encode
 from coppice.wire.faults import Fault, InfrastructureFault, WireError
 from coppice.wire.keys import PeerKeys
 from coppice.wire.sockets import Dealer
@@ -88,12 +88,12 @@ class Service:
     def __init__(
         self, name: str, handlers: dict[str, Handler], capacity: int,
         stats: Callable[[], dict[str, float]] = dict, give_up_s: float = 60.0,
-        silence_s: float = 15.0, limits: Limits = Limits(),
+        silence_s: float = 15.0,
     ):  # fmt: skip
         for service in handlers:
             service_types(service)
         self.name, self.handlers, self.capacity, self.stats = name, handlers, capacity, stats
-        self.give_up_s, self.silence_s, self.limits = give_up_s, silence_s, limits
+        self.give_up_s, self.silence_s = give_up_s, silence_s
         self.calls: dict[int, Call] = {}
         self.draining = asyncio.Event()
         self.registered = asyncio.Event()
@@ -119,7 +119,7 @@ class Service:
         answer for ``give_up_s`` seconds."""
         # Nobody can guess the identity, so nobody can take over the connection.
         identity = f"{self.name}/{os.getpid()}/{os.urandom(8).hex()}".encode()
-        self._dealer = Dealer(endpoint, keys, identity, self.limits)
+        self._dealer = Dealer(endpoint, keys, identity)
         if signals:
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self.drain)
@@ -194,7 +194,7 @@ class Service:
 
     def _receive(self, frames: list[Frame]) -> None:
         try:
-            header = decode_header(frames, self.limits)
+            header = decode_header(frames)
         except WireError as error:
             log.error("%s: dropped a malformed message: %s", self.name, error)
             return

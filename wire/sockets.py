@@ -119,7 +119,7 @@ class Router(Pump):
     broken: called when a connection breaks; ``send`` then tells whose.
     """
 
-    def __init__(self, bind: str, keys: RunKeys | None, limits: Limits = Limits()):
+    def __init__(self, bind: str, keys: RunKeys | None):
         if keys is None and not is_loopback(bind):
             raise ValueError(f"{bind} without CURVE keys: use a loopback address or pass RunKeys")
         self.context = zmq.Context()
@@ -127,7 +127,7 @@ class Router(Pump):
         self.sender = ""
         self.keys = keys
         self.authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
-        _configure(self.socket, limits)
+        _configure(self.socket)
         # A worker whose connection broke is back before this side has let the old connection go.
         # ZeroMQ would never read from the new one.
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -193,12 +193,10 @@ class Dealer(Pump):
     """A worker's connected socket. ``identity`` is the worker's name with its process id and a
     random part, which make it unique."""
 
-    def __init__(
-        self, endpoint: str, keys: PeerKeys | None, identity: bytes, limits: Limits = Limits()
-    ):
+    def __init__(self, endpoint: str, keys: PeerKeys | None, identity: bytes):
         self.context = zmq.Context()
         super().__init__(self.context.socket(zmq.DEALER), lead=2)
-        _configure(self.socket, limits)
+        _configure(self.socket)
         self.socket.identity = identity
         if keys is not None:
             self.socket.curve_serverkey = keys.server_public.encode()
@@ -220,8 +218,8 @@ class Dealer(Pump):
         self.context.destroy(linger=500)
 
 
-def _configure(socket: zmq.Socket, limits: Limits) -> None:
-    socket.setsockopt(zmq.MAXMSGSIZE, limits.max_frame_bytes)
+def _configure(socket: zmq.Socket) -> None:
+    socket.setsockopt(zmq.MAXMSGSIZE, Limits().max_frame_bytes)
     # The number of open requests is bounded by credits, so the queues need no bound of their own.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)

@@ -111,7 +111,6 @@ class Dispatcher:
         self._waiting: defaultdict[str, deque[Pending]] = defaultdict(deque)
         self._latencies: defaultdict[str, Latency] = defaultdict(Latency)
         self._again_at: dict[str, asyncio.TimerHandle] = {}
-        self._limits = arrays.Limits()
         self.declared: dict[str, bounds.JudgeGives] = {}
         self._told: set[str] = set()  # the workers of which a refused answer was reported
         self._closed = False
@@ -149,6 +148,7 @@ class Dispatcher:
             raise InfrastructureFault(f"{service} was called after the dispatcher was closed")
         since, result_type = self.clock(), service_types(service)[1]
         body, until = arrays.encode_body(request), since + deadline
+        arrays.check(body, arrays.Limits())
         pending = Pending(service, body, result_type, until, place, worker, caller, since, check)
         self.counters["calls"] += 1
         moment = self._open.add(pending, deadline)
@@ -362,7 +362,7 @@ class Dispatcher:
             self.roster.drop_malformed(bytes(parts[0]), error)
 
     def _handle(self, identity: bytes, frames: Sequence[Frame]) -> None:
-        header = arrays.decode_header(frames, self._limits)
+        header = arrays.decode_header(frames)
         worker = self.roster.by_identity.get(identity)
         if worker is not None and worker.key != self.router.sender:
             reason = "this connection belongs to a worker with another key"

@@ -11,7 +11,7 @@ import pytest
 
 from coppice.common.atomic import write_whole
 from coppice.scheduler.ledger.journal import Journal
-from coppice.tools.inspecting.audit import audit
+from coppice.tools.inspecting.audit import Violation, audit
 from coppice.wire import digest
 from tests.faults.one_process import POINTS, QUESTIONS, UPDATES, Plan
 
@@ -56,16 +56,21 @@ def test_a_deterministic_run_ends_with_the_same_bits_wherever_it_was_killed(
     assert weights(lived / name) == weights(lived / "undisturbed")
 
 
+def audited(run: Path, bound: int) -> list[Violation]:
+    (run / "config.json").write_text(f'{{"scheduler": {{"max_staleness": {bound}}}}}')
+    return audit(run)
+
+
 def test_a_run_with_stale_data_trains_every_task_once_too(lived: Path) -> None:
-    assert audit(lived / "stale", staleness=1) == []
-    assert {v.rule for v in audit(lived / "stale", staleness=0)} == {"within the staleness bound"}
+    assert audited(lived / "stale", 1) == []
+    assert {v.rule for v in audited(lived / "stale", 0)} == {"within the staleness bound"}
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_task_is_trained_exactly_once_and_every_update_has_one_record(
     lived: Path, name: str
 ) -> None:
-    assert audit(lived / name, staleness=0) == []
+    assert audited(lived / name, 0) == []
     journal = Journal(lived / name / "journal.sqlite", readonly=True)
     trees = journal.trees("split='train'")
     assert [tree.position for tree in trees] == list(range(UPDATES * QUESTIONS))

@@ -44,13 +44,10 @@ class Violation(msgspec.Struct, frozen=True):
         return f"{self.rule}: {self.what}"
 
 
-def audit(run: Path, staleness: int | None = None) -> list[Violation]:
-    """Return what is wrong in a run folder; an empty list says that all invariants hold. Raises
-    FileNotFoundError without a journal.
-
-    staleness: the run's scheduler.max_staleness; None reads it from its config.json (the largest
-    one that the run had, if a resume changed it), and checks no versions if there is none.
-    """
+def audit(run: Path) -> list[Violation]:
+    """Return what is wrong in a run folder; an empty list says that all invariants hold. The bound
+    of staleness is the largest that the run had; without a config no versions are checked. Raises
+    FileNotFoundError without a journal."""
     violations, configs = list[Violation](), dict[str, dict[str, Any]]()
     for path in run.glob("config*.json"):
         try:
@@ -59,7 +56,7 @@ def audit(run: Path, staleness: int | None = None) -> list[Violation]:
         except (msgspec.DecodeError, ValueError, KeyError) as error:
             violations.append(Violation("configs are whole", f"{path.name}: {error}: restore it"))
     bounds = [one["max_staleness"] for one in configs.values() if "max_staleness" in one]
-    staleness = max(bounds, default=None) if staleness is None else staleness
+    staleness = max(bounds, default=None)
     count = configs.get("config.json", {}).get("shards") or len(shards.homes(run))
     homes = [shards.folder(run, number) for number in range(count)]
     ended = all((home / "summary.json").exists() for home in homes)
