@@ -71,12 +71,13 @@ def recorded(out: Path, name: str, seed: int) -> Path:
 
 
 def keep(out: Path, name: str, seed: int) -> None:
-    """Keep the metrics of a finished run, and its CPU seconds as a last line."""
+    """Keep the metrics of a finished run to seven digits, and its CPU seconds as a last line."""
     folder, kept = out / slug(name) / f"seed{seed}", recorded(out, name, seed)
     if (folder / "summary.json").is_file() and not kept.exists():
-        last = json.dumps({"version": 0, CPU_SECONDS: spent(folder)})
         kept.parent.mkdir(parents=True, exist_ok=True)
-        whole = (folder / "metrics.jsonl").read_text().rstrip() + f"\n{last}\n"
+        records = [*rows(folder), {"version": 0, CPU_SECONDS: spent(folder)}]
+        short = ({name: float(f"{value:.7g}") for name, value in r.items()} for r in records)
+        whole = "".join(f"{json.dumps(record)}\n" for record in short)
         kept.write_bytes(gzip.compress(whole.encode(), mtime=0))
 
 

@@ -34,7 +34,6 @@ _WHOLE = [
 ]  # fmt: skip
 """A longer context, because one trajectory that outgrows it would take its whole question away. The
 recorded runs weighed every turn alike; what "auto" takes for slate_full is "trajectory"."""
-_STEPWISE = [*_ALONE, "scheduler.updates=300", "scheduler.evaluation.every=30"]
 _GRPO = ["learner.scheme=grpo", "learner.scheme_options.column=outcome"]
 _NORM = "learner.scheme_options.normalisation="
 _EM_ONLY = [
@@ -48,6 +47,13 @@ _OUTCOME_OF_ALL = [
     "scheduler.strategy=full", *_GRPO, "actors.max_context=640", "scheduler.judge=none",
     "judges.use={exact_match={}}",
 ]  # fmt: skip
+_STEPWISE = {
+    "SLATE": ([], "5e-4"),
+    "GRPO on the outcome": (_OUTCOME_OF_ALL, "1e-3"),
+    "GRPO": (_SAME_JUDGE, "5e-4"),
+    "SLATE on the outcome": (_EM_ONLY, "5e-4"),
+}
+"""By arm: its changes, and the best of three learning rates on seed 0."""
 _OR = ["learner.scheme=outcome"]
 _MC = [
     "learner.scheme=mc_pr", "scheduler.strategy=mc_value",
@@ -55,6 +61,11 @@ _MC = [
 ]  # fmt: skip
 _STRICT, _SHORT = ["judges.use.tictactoe.tolerance=0.0"], ["scheduler.updates=24"]
 _SOKOBAN = "oprl-sokoban-cpu"
+
+
+def _stepwise(changes: list[str], rate: str) -> Arm:
+    length = ["scheduler.updates=300", "scheduler.evaluation.every=30", f"learner.lr={rate}"]
+    return Arm(_SLATE, [*_ALONE, *length, *changes])
 
 
 def _updates(number: int) -> list[str]:
@@ -142,15 +153,16 @@ STUDIES = {
         "k = 3": Arm(_SLATE, [*_ALONE, "scheduler.strategy_options.k=3"]),
         "k = 7": Arm(_SLATE, [*_ALONE, "scheduler.strategy_options.k=7"]),
     }),
-    # five candidates of a step or five trajectories of a question; one start, judge and budget
+    # five candidates of a step or five trajectories of a question, from one start, each at the best
+    # of three rates
     "slate-grpo": Study("em", {
-        f"{name}, {rate}": Arm(_SLATE, [*_STEPWISE, *changes, f"learner.lr={rate}"])
-        for name, changes in (
-            ("SLATE", []), ("GRPO", _SAME_JUDGE), ("SLATE on the outcome", _EM_ONLY),
-            ("GRPO on the outcome", _OUTCOME_OF_ALL),
-        )
-        for rate in ("5e-4", "1e-3", "2e-3")
+        name: _stepwise(changes, best) for name, (changes, best) in _STEPWISE.items()
     }, seeds=10),
+    "slate-grpo-rates": Study("em", {
+        f"{name}, {rate}": _stepwise(changes, rate)
+        for name, (changes, best) in _STEPWISE.items() for rate in ("5e-4", "1e-3", "2e-3")
+        if rate != best
+    }, seeds=1),
     "slate-135m": Study("em", {
         "SLATE": Arm("slate-cpu", ["actors.count=1", "learner.count=1", "threads=1"])
     }, seeds=3, parts=("em_1_hop", "em_2_hop", "searches", "valid")),

@@ -1,6 +1,7 @@
 """What has gone wrong elsewhere where agents train through a gateway: thoughts that a template
 leaves out, rewritten prompts, failures of one episode."""
 
+import asyncio
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +35,11 @@ def unlucky(task):
         print("looking at it")
         raise RuntimeError("the tool is broken")
     return 1.0
+
+def hasty(task):
+    import socket
+    socket.setdefaulttimeout(5.0)
+    return float("good" in call([user("go")])["content"])
 
 def graded(task):
     """Rewards its first and its last reply."""
@@ -86,6 +92,23 @@ async def test_other_tools_or_another_system_prompt_begin_a_branch(stage: Stages
     assert ["fetch" in node.text for node in above] == [False, True, False, False]
     assert ["other rules" in node.text for node in above] == [False, False, True, False]
     assert all("look" in node.text for node in above[:3]), "the tools are lost"
+
+
+@pytest.mark.second
+async def test_an_agent_that_gives_up_waiting_is_begun_again_and_told_the_reply(
+    stage: Stages,
+) -> None:
+    s = stage(lambda prompt, i: "good", "hasty")
+
+    async def gone() -> None:
+        s.policy.before, ((_, episode, _),) = None, s.environment._waiting
+        while not episode.over:
+            await asyncio.sleep(0.01)
+
+    s.policy.before = gone
+    tree = await s.grow(chain)
+    s.check(tree)
+    assert tree.actions()[-1].scores["outcome"] == 1 and s.counts["crashed_episodes"] == 0
 
 
 async def test_an_episode_that_fails_leaves_the_others_their_outcomes(stage: Stages) -> None:
