@@ -1,5 +1,7 @@
 """A mistake at a launch gets one line with the cause and the remedy, before anything is set up."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from coppice.tools.defaults.models import ensure_model
-from coppice.tools.launching import prepare
+from coppice.tools.launching import prepare, set_up
 from coppice.tools.launching.command import main
 from coppice.tools.launching.config import DEFAULT_CONFIG, load
 from tests.tools.said import Patch, Said
@@ -16,6 +18,24 @@ SGLANG = ["actors.engine=sglang", "actors.kv_cache_gib=null", "actors.dtype=null
 SERVED = [*SGLANG, 'actors.sglang.arguments={device = "cpu"}']
 KEYLESS = ["data.agent=cat", 'data.options={pass_env = ["NOT_SET_KEY"]}', "warm_start.steps=0"]
 KEYLESS += ["scheduler.judge=none", "method=grpo"]
+
+
+def test_of_several_set_ups_at_once_each_waits_for_the_others(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setenv("COPPICE_CACHE", str(tmp_path / "cache"))
+    inside, seen = list[int](), list[int]()
+
+    def work(*_: object) -> None:
+        inside.append(0)
+        time.sleep(0.02)
+        seen.append(len(inside))
+        inside.pop()
+
+    monkeypatch.setattr(set_up, "_all", work)
+    with ThreadPoolExecutor(4) as starts:
+        list(starts.map(set_up.prepare, [load(DEFAULT_CONFIG, [])] * 4))
+    assert seen == [1] * 4
 
 
 @pytest.mark.usefixtures("nothing_made")
