@@ -89,7 +89,7 @@ def work(folder: Path, name: str, scenario: Scenario, rank: int) -> None:
         metrics = made.update(msgspec.structs.replace(unpack_batch(payload), version=made.version))
         if scenario.publishes:
             publisher.publish(made.version)
-            metrics["checked"] = float(made.checked)
+            metrics["checked"] = float(bool(made.checked))
             (folder / f"{name}-{rank}.metrics").write_bytes(msgspec.json.encode(metrics))
     if rank == scenario.full_disk:
         checkpoint.shards.save = full
