@@ -236,9 +236,10 @@ def sums(tensors: dict[str, torch.Tensor]) -> list[_Hashed]:
 
 
 def announced(run: Path) -> int:
-    """Return the version of ``RUN/learner.json``, 0 if there is none."""
-    path = run / "learner.json"
-    return msgspec.json.decode(path.read_bytes(), type=Published).version if path.exists() else 0
+    """Return the version of ``RUN/learner.json``, 0 if there is none that can be read."""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode((run / "learner.json").read_bytes(), type=Published).version
+    return 0
 
 
 def announce(run: Path, published: Published, trained: dict[int, int] | None = None) -> None:
