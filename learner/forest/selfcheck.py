@@ -40,7 +40,7 @@ class PackingError(RuntimeError):
 def check(policy: TreeModel, paths: Sequence[Path], again: bool = False) -> bool:
     """Compare ``paths`` read as one forest with some of them read alone. Raises PackingError, on
     every rank, if they disagree. Returns whether they share prefixes; paths that do not are packed
-    one after the other, and nothing of one may reach the next. again: such paths are proven.
+    one after the other, and nothing of one may reach the next, which is proven once: not again.
     """
     shared = pack(paths).token_ratio >= SHARE_FROM
     if again and not shared:

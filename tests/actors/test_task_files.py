@@ -33,6 +33,13 @@ def test_unusable_held_out_rows_and_a_set_that_is_too_small_are_told(tmp_path: P
     assert held_out(written(path, ROW), 1)[1] == []
 
 
+def test_a_row_that_cannot_be_written_is_set_aside(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.jsonl", ROW, ROW | {"hops": 1e20}, ROW | {"more": 2**80})
+    for verbatim, usable in ((False, 2), (True, 1)):
+        tasks, rejected = load_tasks(path, verbatim)
+        assert (len(tasks), len(rejected)) == (usable, 3 - usable)
+
+
 def test_a_byte_order_mark_is_no_text_and_latin_1_is_set_aside(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     row = json.dumps({"question": "Où?", "golden_answers": ["à"]}, ensure_ascii=False)

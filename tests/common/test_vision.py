@@ -42,6 +42,14 @@ def test_a_picture_has_the_tokens_of_transformers(folder: Path, height: int, wid
     assert seen.grid(picture) == (rows // 2, columns // 2)
 
 
+def test_a_picture_that_was_cut_short_is_refused() -> None:
+    whole = png(np.zeros((40, 40, 3), np.uint8))
+    vision.check(whole)
+    for cut in (whole[:-20], whole[:40]):
+        with pytest.raises((OSError, SyntaxError)):
+            vision.check(cut)
+
+
 def test_pixel_values_are_those_of_the_processor_of_the_folder(seeing: Path) -> None:
     from transformers import Qwen2VLImageProcessorPil
 

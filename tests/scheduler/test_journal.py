@@ -42,6 +42,19 @@ def journaled(path: Path, trees: int, closed: tuple[int, ...] = ()) -> Journal:
     return journal
 
 
+def test_a_path_may_hold_what_a_uri_does_not_and_a_reason_half_a_surrogate_pair(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "C# a%20b?"
+    folder.mkdir()
+    journal = journaled(folder / "journal.sqlite", 1)
+    journal.close_tree(small(0), "quarantined", "half \ud83d pair")
+    journal.close()
+    again = Journal(folder / "journal.sqlite", readonly=True, others=[folder / "journal.sqlite"])
+    assert {row.reason for row in again.trees()} == {"half ? pair"}
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
 def test_a_state_is_stored_as_its_difference_and_comes_back_whole(tmp_path: Path) -> None:
     """Also after a restart, where sequences that were tuples are lists."""
     states: list[Any] = [

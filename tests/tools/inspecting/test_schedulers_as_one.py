@@ -1,5 +1,6 @@
 """Every tool shows the whole run, also when several schedulers have a part of it each."""
 
+import json
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from coppice.common.shards import Shard, folder
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.telemetry import health
 from coppice.scheduler.telemetry.health import Health, Queue, WorkerHealth
+from coppice.tools.finetuning.marked import marked_rows
 from coppice.tools.inspecting import dump, frames, notebook, runs, trace, watch
 from coppice.tools.launching import control, record, status
 from tests import run_folder
@@ -33,6 +35,16 @@ def test_trees_of_all_journals_are_found(run: Path, said: Said) -> None:
         lines = said(dump.main, place, "--list").splitlines()[1:]
         assert [line.split()[0] for line in lines] == trees.split()
     assert notebook.OpenedRun(run).nodes["tree"].n_unique() == 6
+
+
+def test_a_marked_candidate_of_another_scheduler_is_a_row(run: Path) -> None:
+    tree = 5
+    journal = Journal(folder(run, 1) / "journal.sqlite", readonly=True)
+    task = next(row.task for row in journal.trees() if row.id == tree)
+    mark = {"tree": tree, "node": 1, "mark": "good", "task": task}
+    (run / "marks.jsonl").write_text(json.dumps(mark))
+    rows, left_out = marked_rows([run], ["good"])
+    assert [row.group for row in rows] == [task] and not left_out
 
 
 def test_the_trace_has_the_calls_of_all_trees(run: Path) -> None:
