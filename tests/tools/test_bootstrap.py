@@ -112,11 +112,12 @@ def set_up_at_its_pip(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Pat
     # a shell's background ignores SIGINT
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
-        "from pathlib import Path; from coppice.tools.bootstrap import _install;"
-        f"_install(Path({str(place)!r}), Path('no'), ['cpu'])"
+        "from coppice.tools.bootstrap import ensure; ensure()"
     )
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as set_up:
+    command, shell = [sys.executable, "-c", code], os.environ | {"COPPICE_VENV": str(place)}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=shell, stderr=subprocess.PIPE, text=True
+    ) as set_up:
         assert reached.read_text() == "reached\n"
         yield set_up, Path(f"{place}.lock"), go_on
 
@@ -138,3 +139,29 @@ def test_ctrl_c_during_the_set_up_says_that_the_next_start_goes_on(tmp_path: Pat
         _, said = set_up.communicate()
     assert set_up.returncode == 130
     assert said.endswith("stopped during set-up; the next start goes on where this one stopped\n")
+
+
+def test_uv_is_told_the_settings_of_pip(tmp_path: Path) -> None:
+    def installers(settings: str, exit_status: int = 0) -> list[list[str]]:
+        """The commands for a Python whose ``pip config list`` prints ``settings``."""
+        python = tmp_path / "python"
+        lists = f"cat <<'END'\n{settings}\nEND\n"
+        python.write_text(f'#!/bin/sh\n[ "$3" = config ] || exit {exit_status}\n{lists}')
+        python.chmod(0o755)
+        return bootstrap._installers(str(python), ["uv"])
+
+    variable = ":env:.index-url='file:///d'"
+    uv, pip = installers(f"{variable}\nglobal.index-url='file:///a'\nglobal.find-links='/b /c'")
+    at = uv.index("--index-url")
+    assert (uv.count("--index-url"), uv[at + 1]) == (1, "file:///d")
+    assert [uv[at + 1] for at, word in enumerate(uv) if word == "--find-links"] == ["/b", "/c"]
+    assert installers("global.only-binary=':all:'") == [pip]  # uv has another syntax for it
+    assert installers(variable, exit_status=1) == [pip]  # no index has uv
+
+
+def test_pip_installs_what_uv_cannot(capsys: pytest.CaptureFixture[str]) -> None:
+    fails, does = [sys.executable, "-c", "exit(3)"], [sys.executable, "-c", ""]
+    bootstrap._run("installing", fails, does)
+    assert capsys.readouterr().err == "  installing ...\n"
+    with pytest.raises(SystemExit, match=r"installing failed \(exit 3\)"):
+        bootstrap._run("installing", fails, fails)
