@@ -188,7 +188,8 @@ class Run:
     async def _wait_for_workers(self) -> None:
         """Wait for all workers that growing trees needs. The learner may come later."""
         services = {"generate": self.process.actors} | dict.fromkeys(self.process.services, 1)
-        judges = {self.settings.judge, self.environment.outcome_judge} - {"", UNJUDGED}
+        outcomes = {self.environment.outcome_judge, self.examination.environment.outcome_judge}
+        judges = {self.settings.judge, *outcomes} - {"", UNJUDGED}
         services |= {f"judge.{name}": 1 for name in sorted(judges)}
         needed = {**services, "train": 1}
         expected = ", ".join(f"{count} x {name}" for name, count in needed.items())

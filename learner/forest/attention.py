@@ -71,17 +71,24 @@ def blocks(forest: Forest, small: int) -> list[Block]:
     return cascade
 
 
+def on(device: torch.device | str, backend: Backend) -> Backend:
+    """Return the backend that "auto" stands for on a device. Raises ValueError for one that does
+    not train there."""
+    kind = torch.device(device).type
+    backend = backend if backend != "auto" else ("flex" if kind == "cuda" else "cascade")
+    if kind != (only := {"cascade": "cpu", "flex": "cuda"}.get(backend, kind)):
+        raise ValueError(
+            f"learner.attention = {backend!r} trains on {only} alone: on {kind} use 'auto'"
+        )
+    return backend
+
+
 class Layout:
     """A forest on a device, in the form that its backend reads. A mask is built at its first use
     and then serves all layers."""
 
     def __init__(self, forest: Forest, backend: Backend, device: torch.device | str):
-        kind = torch.device(device).type
-        self.backend = backend if backend != "auto" else ("flex" if kind == "cuda" else "cascade")
-        if kind != (only := {"cascade": "cpu", "flex": "cuda"}.get(self.backend, kind)):
-            raise ValueError(
-                f"learner.attention = {self.backend!r} trains on {only} alone: on {kind} use 'auto'"
-            )
+        self.backend = on(device, backend)
         self.forest = filled(forest, flex.BLOCK) if self.backend == "flex" else forest
         self.device = device
         self.blocks = blocks(self.forest, SMALL_SUBTREE) if self.backend == "cascade" else []

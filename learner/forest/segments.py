@@ -54,7 +54,7 @@ def segments(table: TurnTable) -> TreeSegments:
         for row in rows:
             prefix, action = np.split(np.asarray(table.paths[row].tokens), [table.paths[row].start])
             prompt = seen.setdefault(prefix.tobytes(), len(seen))
-            pieces += [np.array([prompt]), action]
+            pieces += [np.array([-1 - prompt]), action]
             where += [np.array([-1]), np.arange(ends[row] - len(action), ends[row])]
         paths.append(Path(np.concatenate(pieces), 1))
         places.append(np.concatenate(where))

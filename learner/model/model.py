@@ -18,7 +18,7 @@ from coppice.common.hardware import compute_dtype, free_memory
 from coppice.common.routing import Routers
 from coppice.learner.config import LearnerConfig, LoraConfig
 from coppice.learner.forest import recurrence
-from coppice.learner.forest.attention import FOREST, Backend, Layout
+from coppice.learner.forest.attention import FOREST, Backend, Layout, on
 from coppice.learner.forest.head import token_logprobs
 from coppice.learner.forest.trees import Forest
 from coppice.learner.model import loading, memory
@@ -125,6 +125,7 @@ class TreeModel:
         torch.manual_seed(seed)  # gives every rank the same initial adapters
         self.config, self.ranks, self.device = config, ranks, ranks.device
         self.compute: torch.dtype = getattr(torch, compute_dtype(config.dtype))
+        on(self.device, config.attention)  # refuses one that does not train there
         model = loading.load(folder, ranks.sharded)
         recurrent = check_layers(folder, model)
         self.routers = Routers(model) if routed else None

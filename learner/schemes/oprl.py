@@ -6,8 +6,9 @@ base chooses both normalisations: "grpo" is (x - mean) / std; "rloo" leaves one 
 is x - mean, then whitened over the batch; "ppo" is token GAE on the outcome for A_E and "grpo" for
 A_S. Trajectories are compared within their question, and step scores over all steps of all its
 trajectories. variant: "step" is the method; "process" is A_S alone; "merged" normalises outcome +
-alpha r once over the steps; "token" takes the per-token return-to-go of the implicit reward;
-"environment" takes the environment's own step rewards instead of r.
+alpha r once over the steps (neither of them has base "ppo"); "token" takes the per-token
+return-to-go of the implicit reward; "environment" takes the environment's own step rewards instead
+of r.
 """
 
 from collections.abc import Callable
@@ -32,6 +33,11 @@ trains = scored("outcome")
 
 
 def needs(base: Base, variant: Variant, outcome: str, step_reward: str, **_: object) -> SchemeNeeds:
+    if base == "ppo" and variant in ("process", "merged"):
+        raise ValueError(
+            f"learner.scheme_options.variant = {variant!r} has no critic's advantage: expected"
+            " another base than 'ppo'"
+        )
     environments = variant == "environment"
     models = {"value"} if base == "ppo" else set()
     models |= set() if environments else {"prm"}

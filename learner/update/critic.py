@@ -42,7 +42,9 @@ class Critic:
     ) -> dict[str, float]:  # fmt: skip
         """Make one optimizer step towards ``returns`` on the tokens of ``chosen`` (bool [tokens]).
         Returns the step's metrics."""
-        count, total = max(1, int(chosen.sum())), torch.zeros(1, dtype=torch.float64)
+        if not chosen.any():
+            return {}
+        count, total = int(chosen.sum()), torch.zeros(1, dtype=torch.float64)
         for some, filler in steps.mine:
             index = rows.index(some)
             weight, before, target = (
@@ -54,14 +56,10 @@ class Critic:
             loss = (0.0 if filler else 1.0 / count) * (weight * losses).sum()
             (self.config.loss_factor * loss).backward()
             total += float(loss.detach())
-        mean = explained = 0.0
-        if chosen.any():
-            variance, error = np.var(returns[chosen]), np.mean((returns - old)[chosen] ** 2)
-            mean = float(old[chosen].mean())
-            explained = float(1 - error / variance) if variance > 0 else 0.0
+        variance, error = np.var(returns[chosen]), np.mean((returns - old)[chosen] ** 2)
         return {
             "critic/grad_norm": self.stepper.step(version),
             "critic/loss": float(self.ranks.add(total)),
-            "critic/value_mean": mean,
-            "critic/explained_variance": explained,
+            "critic/value_mean": float(old[chosen].mean()),
+            "critic/explained_variance": float(1 - error / variance) if variance > 0 else 0.0,
         }

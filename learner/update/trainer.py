@@ -95,7 +95,8 @@ class Trainer:
         metrics["learner/questions"], self.warnings = batch.questions, []
         if any(group.turns for group in batch.groups):
             with self.timed("pack"):
-                table = build(batch.groups, nodes, self.scheme.needs.columns)
+                outcome = {self.prm.config.outcome} if self.prm else set[str]()
+                table = build(batch.groups, nodes, self.scheme.needs.columns | outcome)
                 kept = self.scheme.trains(table)
                 left_out = table.trajectories().of[~kept]
                 table = table.only(kept)

@@ -76,7 +76,9 @@ class Examination:
             counts=Counter(),
             judged=JudgeTally(),
             environment=self.environment,
-            settings=msgspec.structs.replace(settings, temperature=settings.evaluation.temperature),
+            settings=msgspec.structs.replace(
+                settings, temperature=settings.evaluation.temperature, top_p=1.0, top_k=0
+            ),
         )
         with self.phases.over(ends.get(name, "evaluations between")):
             work = (self._examine(i, task, runtime, room) for i, task in enumerate(self.tasks))

@@ -50,11 +50,11 @@ def composite(
     scores: dict[str, float], answered: bool, step: int, budget: int, bonus: float
 ) -> float:
     """r_t: think + query for a search; think + answer + bonus (B - t) / B for an answer at step t
-    from 1. An invalid component is 0."""
+    from 1, without the bonus after step B. An invalid component is 0."""
     think = scores.get("think", 0.0)
     if not answered:
         return think + scores.get("query", 0.0)
-    return think + scores.get("answer", 0.0) + bonus * (budget - step) / budget
+    return think + scores.get("answer", 0.0) + bonus * max(0, budget - step) / budget
 
 
 def selection(scores: Sequence[float], eta: float) -> list[float]:

@@ -269,7 +269,7 @@ def test_each_schedule_has_its_rates() -> None:
 
 def test_the_critic_trains_alone_while_it_warms_up(make: Make) -> None:
     critic = {"lr": 1e-2, "policy_frozen_updates": 2}
-    made = make(scheme="gae", critic=critic, warmup_updates=2)
+    made = make(scheme="gae", critic=critic, warmup_updates=2, overlong_filter=True)
     before = everything(made)
     for version in range(2):
         metrics = made.update(episodes(version, version))
@@ -279,6 +279,15 @@ def test_the_critic_trains_alone_while_it_warms_up(make: Make) -> None:
     # the first of the policy's own warm-up
     assert made.update(episodes(2, 2))["learner/lr"] == pytest.approx(0.005)
     assert changed(before, everything(made)) == {"critic", "policy"}
+    before = everything(made)
+    some = rescored(episodes(3, 3), lambda turn: turn.scores | {"truncated": 1.0})
+    assert "critic/loss" not in made.update(some)  # no token trains, so no model makes a step
+    assert not changed(before, everything(made))
+
+
+def test_attention_of_another_device_is_refused_at_the_start(make: Make) -> None:
+    with pytest.raises(ValueError, match=r"learner\.attention = 'flex' trains on cuda alone"):
+        make(attention="flex")
 
 
 def test_published_adapters_merged_equal_the_policy(tmp_path: Path, make: Make) -> None:

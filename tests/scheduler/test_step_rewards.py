@@ -38,7 +38,7 @@ def test_candidates_that_are_not_allowed_are_never_chosen() -> None:
     assert {choose([9, 0, 0], [1, 2], "reward-weighted", 0.7, rng) for _ in range(200)} == {1, 2}
 
 
-@pytest.mark.parametrize(("step", "bonus"), [(1, 0.075), (2, 0.05), (4, 0.0)])
+@pytest.mark.parametrize(("step", "bonus"), [(1, 0.075), (2, 0.05), (4, 0.0), (9, 0.0)])
 def test_the_early_answer_bonus_counts_steps_from_one(step: int, bonus: float) -> None:
     assert composite({"think": 1, "answer": 1}, True, step, 4, 0.1) == pytest.approx(2 + bonus)
 

@@ -134,11 +134,16 @@ def faults(config: Config, served: Served, environment: Environment) -> Iterator
     words = {*using("learner", "scheme", w.scheme), *using("scheduler", "strategy", s.strategy)}
     fitting = f"parts that fit, such as those of method = {' or '.join(map(repr, sorted(words)))}"
     remedy = f": expected {fitting}" if words else ""
-    judge = served.get(f"judge.{s.judge}")
-    own = judge.environments if isinstance(judge, Judge) else ()
-    if own and environment.name not in own:
-        alone = f"judges {' and '.join(own)} alone"
-        yield f"{say('scheduler.judge')} {alone}: data.environment is {environment.name!r}"
+    for name in (s.judge, environment.outcome_judge):
+        judge = served.get(f"judge.{name}")
+        own = judge.environments if isinstance(judge, Judge) else ()
+        if own and environment.name not in own:
+            alone = f"judges {' and '.join(own)} alone"
+            yield f"judge {name!r} {alone}: data.environment is {environment.name!r}"
+    outcome = served.get(f"judge.{environment.outcome_judge}")
+    if isinstance(outcome, Judge) and "outcome" not in outcome.columns:
+        gives = f"gives {sorted(outcome.columns)}: expected a judge with column 'outcome'"
+        yield f"judge {environment.outcome_judge!r} of the outcomes {gives}"
     if fault := mismatch(scheme.needs, strategy.gives):
         yield f"{reads} {fault.format(grows)}{remedy}"
     if twice := sorted(_shared(scheme, strategy) & set(s.strategy_options)):
@@ -230,6 +235,8 @@ def _columns(
         lacks = f"judge {s.judge!r} lacks {sorted(COMPONENTS - judged)}"
         no_reward = f"it is made of {sorted(COMPONENTS)}, of which {lacks}"
     given = own | judged | ended | (set() if no_reward else {"reward"})
+    if (prm := plan_of(config.learner).prm) and prm.outcome not in given:
+        return f"learner.prm.outcome = {prm.outcome!r}: expected one of the columns {sorted(given)}"
     missing = sorted(scheme.needs.columns - given)
     if not missing:
         return ""

@@ -42,6 +42,9 @@ def _faults(config: Config) -> Iterator[str]:
     if s.dispatch.dead_after_s <= s.dispatch.heartbeat_s:
         least = setting(config, "scheduler.dispatch.heartbeat_s")
         yield f"{setting(config, 'scheduler.dispatch.dead_after_s')}: expected more than {least}"
+    for key, heat in {"": s.temperature, "evaluation.": s.evaluation.temperature}.items():
+        if 0 < heat < 1e-3:
+            yield f"scheduler.{key}temperature = {heat}: expected at least 0.001"
     if s.max_action_tokens >= a.max_context:
         limit = setting(config, "actors.max_context")
         yield f"{setting(config, 'scheduler.max_action_tokens')}: expected less than {limit}"
@@ -200,6 +203,9 @@ def _environment(config: Config, served: Served) -> Iterator[str]:
     if registry.makes_tasks(environment):
         own = f"because {data.environment!r} makes its own tasks"
         yield from idle(config, own, "data.train", "data.heldout", "data.corpus")
+    if examined.searches and not environment.searches:
+        options = f"scheduler.evaluation.options = {config.scheduler.evaluation.options}"
+        yield f"{options}: only the evaluation would search; let data.options say the same"
     if (environment.pictures or examined.pictures) and config.warm_start.steps:
         yield f"{warm}: {data.environment!r} shows pictures, which no warm start reads: expected 0"
     for key, sources in {"data.train": data.train, "data.heldout": data.heldout}.items():
@@ -219,7 +225,7 @@ def _services(
     s, outside, named = config.scheduler, config.judges.outside, setting(config, "data.environment")
     opponents = {**getattr(environment, "opponents", {}), **getattr(examined, "opponents", {})}
     needed = {f"judge.{s.judge}": setting(config, "scheduler.judge")} if s.judge != UNJUDGED else {}
-    if judge := environment.outcome_judge:
+    for judge in {environment.outcome_judge, examined.outcome_judge} - {""}:
         needed[f"judge.{judge}"] = f"{named} has its outcomes of judge {judge!r}"
     for name in opponents.keys() - {"random"}:
         needed[f"player.{name}"] = f"the environment's opponents name {name!r}"

@@ -43,6 +43,12 @@ def prepare(config: Config) -> Assets:
 def _all(config: Config, cache: Path) -> Assets:
     assets = _prepare(config, ensure_model(config.model.name, cache), cache)
     check_weights(Path(assets.model))  # a warm start's folder is cached too
+    shape = msgspec.json.decode((Path(assets.model) / "config.json").read_bytes())
+    shape |= shape.get("text_config", {})
+    most, context = shape.get("max_position_embeddings") or 2**31, config.actors.max_context
+    if context > most:
+        limit = f"at most the {most} positions of {config.model.name!r}"
+        raise ValueError(f"{setting(config, 'actors.max_context')}: expected {limit}")
     if config.judges.model is None:
         return assets
     try:

@@ -60,7 +60,8 @@ def test_a_run_is_given_all_its_sources(tmp_path: Path, llama: Path, monkeypatch
     (facts / "corpus.jsonl").touch()
     monkeypatch.setenv("COPPICE_CACHE", str(tmp_path))
     sources = ["data.train=['default', 'mine.jsonl']", f"model.name={llama}", "warm_start.steps=0"]
-    config = load(DEFAULT, [*sources, "retriever.backend=http://localhost:1"])
+    backend = ["retriever.backend=http://localhost:1"]
+    config = load(DEFAULT, [*sources, *backend])
     found = set_up.prepare(config)
     assert found.train == [f"{facts}/train.jsonl", "mine.jsonl"]
     assert found.heldout == f"{facts}/heldout.jsonl"
@@ -68,6 +69,9 @@ def test_a_run_is_given_all_its_sources(tmp_path: Path, llama: Path, monkeypatch
     written = (tmp_path / "processes" / "scheduler.json").read_bytes()
     scheduler = msgspec.json.decode(written, type=SchedulerProcess)
     assert (scheduler.train, scheduler.heldout) == (found.train, found.heldout)
+    most = json.loads((llama / "config.json").read_text())["max_position_embeddings"]
+    with pytest.raises(ValueError, match=f"max_context = {most + 1}: expected at most the {most}"):
+        set_up.prepare(load(DEFAULT, [*sources, *backend, f"actors.max_context={most + 1}"]))
 
 
 @pytest.mark.parametrize(

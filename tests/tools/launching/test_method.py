@@ -21,6 +21,10 @@ PICTURES = CONFIGS / "oprl-visualsokoban.toml"
 FULL = ["scheduler.strategy=full"]
 ADAPTERS = ["learner.lora={ rank = 16, alpha = 32.0 }", "learner.train_vision=true"]
 SGLANG = ["actors.engine=sglang", "actors.kv_cache_gib=null", "actors.dtype=null"]
+AGENT, SOTOPIA = CONFIGS / "agent-tiny.toml", CONFIGS / "oprl-sotopia.toml"
+ENDS, OPTIONS = "data.options.outcome_judge", "learner.scheme_options"
+EXAMINED = "scheduler.evaluation.options.retriever=true"
+OPRL, PPO = "method=oprl", f"{OPTIONS}.base=ppo"
 EACH_0 = "so every advantage would be 0"
 GRPO, GIGPO = [*FULL, "learner.scheme=grpo"], [*FULL, "learner.scheme=gigpo"]
 RULES, EXACT = "judges.use={exact_match={}, pprm_rules={}}", "scheduler.judge=exact_match"
@@ -50,6 +54,13 @@ JUDGED_OTHERWISE += ["scheduler.evaluation.options={opponents={random=1.0}}"]
         (GAME, ["scheduler.strategy_options.bonus=0.5"], "have no effect without SLATE's"),
         (GAME, ["learner.scheme=outcome", "scheduler.strategy=ppr"], "outcomes a judge gives"),
         (GAME, [*JUDGED_OTHERWISE], "judges sudoku alone: data.environment is 'tictactoe'"),
+        (GAME, ["scheduler.temperature=1e-4"], "temperature = 0.0001: expected at least 0.001"),
+        (AGENT, ["method=grpo", f"{ENDS}=slate_rules"], "expected a judge with column 'outcome'"),
+        (AGENT, ["method=grpo", f"{ENDS}=sudoku", "judges.use.sudoku={}"], "judges sudoku alone"),
+        (SOTOPIA, ["scheduler.evaluation.options.judge=nobody"], "'nobody'"),
+        (SLATE, [OPRL, "learner.prm.outcome=success"], "learner.prm.outcome = 'success'"),
+        (SLATE, [OPRL, PPO, f"{OPTIONS}.variant=merged"], "has no critic's advantage"),
+        (AGENT, ["data.options.retriever=false", EXAMINED], "only the evaluation would search"),
         (PPR, [PATIENT], "less than"),
         (PICTURES, ["warm_start.steps=10"], "shows pictures, which no warm start reads"),
         (PICTURES, ADAPTERS, "SGLang applies adapters to the language layers only"),
