@@ -2,11 +2,14 @@
 
 import asyncio
 import signal
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from uvloop import run
 
-__all__ = ["or_signal", "run"]
+__all__ = ["or_signal", "run", "until_signal"]
+
+T = TypeVar("T")
 
 
 async def or_signal(work: asyncio.Task[Any]) -> bool:
@@ -25,3 +28,9 @@ async def or_signal(work: asyncio.Task[Any]) -> bool:
         return False
     finally:
         stop.cancel()
+
+
+async def until_signal(work: Coroutine[Any, Any, T]) -> T | None:
+    """Return what ``work`` returns; None if SIGINT or SIGTERM cancelled it."""
+    task = asyncio.create_task(work)
+    return task.result() if await or_signal(task) else None

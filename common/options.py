@@ -52,6 +52,12 @@ def command_parser(prog: str, description: str, examples: str, usage: str | None
     return _Parser(prog, usage, description, f"examples:\n{examples}", formatter_class=_Help)
 
 
+def gave_up(command: str, reason: object, status: int = 2) -> int:
+    """Print why a command ends, and return its exit status."""
+    print(f"{command}: {reason}", file=sys.stderr)
+    return status
+
+
 def check_choice(setting: str, name: str, names: Iterable[str], otherwise: str = "") -> None:
     """Refuse a ``name`` that is not in ``names``. The ValueError lists the nearest names, then all
     names.

@@ -1,9 +1,10 @@
-"""What processes do for themselves: log, write their stacks on a signal, end with their parent, run
-a function in a process of its own."""
+"""What processes do for themselves: log, write their stacks on a signal, end with their parent,
+lock a file, run a function in a process of its own."""
 
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -14,7 +15,8 @@ import socket
 import sys
 from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 from coppice.common.terminal import visible
 
@@ -74,6 +76,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def locked(path: Path, in_use: str) -> IO[str]:
+    """Open ``path`` and lock it while it is open. Raises ValueError with the text ``in_use`` if
+    another process holds the lock."""
+    lock = path.open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ValueError(in_use) from None
+    return lock
 
 
 class Killed(Exception):

@@ -21,6 +21,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from coppice.wire.faults import DataFault
+
 FAMILY = ("qwen2_vl", "qwen2_5_vl")
 """The model types whose pictures this module knows."""
 STEEPEST = 200
@@ -152,10 +154,14 @@ class Vision:
         return {number: self.grid(pictures[number]) for number in needed}
 
     def sequence(self, tokens: np.ndarray, pictures: Mapping[int, bytes]) -> np.ndarray:
-        """Return the positions of one sequence, int64 [3, tokens]. Raises ValueError if ids and
+        """Return the positions of one sequence, int64 [3, tokens]. Raises DataFault if ids and
         pictures do not fit each other."""
-        count, grids = len(tokens), self.grids(pictures, numbers(tokens))
-        return places(tokens, np.arange(count), np.full(count, count), grids)
+        count = len(tokens)
+        try:
+            grids = self.grids(pictures, numbers(tokens))
+            return places(tokens, np.arange(count), np.full(count, count), grids)
+        except ValueError as error:
+            raise DataFault(str(error)) from None
 
     def view(self, tokens: np.ndarray, pictures: Mapping[int, bytes]) -> "View":
         """Return the pictures of a forest's ids, each once, for the vision tower."""

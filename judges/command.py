@@ -63,8 +63,7 @@ def plug_in(arguments: list[str] | None = None) -> int:
         endpoint, keys = _reached(flags)
         worker = make_worker(flags.judge, dict(options.option(text) for text in flags.option))
     except (OSError, ValueError) as error:
-        print(f"coppice serve: {error}", file=sys.stderr)
-        return 2
+        return options.gave_up("coppice serve", error)
     offered = worker.service + (f" {list(worker.columns)}" if isinstance(worker, Judge) else "")
     while True:
         print(f"serving {offered} to {endpoint}; Ctrl-C drains and leaves", flush=True)
@@ -77,8 +76,7 @@ def plug_in(arguments: list[str] | None = None) -> int:
             with contextlib.suppress(FileNotFoundError, ValueError):
                 endpoint, _ = _reached(flags)  # a resumed run has a new endpoint and the same keys
             if endpoint == before:
-                print(f"coppice serve: {error}", file=sys.stderr)
-                return 1
+                return options.gave_up("coppice serve", error, 1)
 
 
 def _reached(flags: argparse.Namespace) -> tuple[str, PeerKeys]:

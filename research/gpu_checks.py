@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from coppice.common.hardware import free_memory, gpu_software
-from coppice.common.options import command_parser
+from coppice.common.options import command_parser, gave_up
 from coppice.tools.bootstrap import ROOT
 
 WHOLE_S = 570.0
@@ -275,8 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         checks = chosen(options.names, sglang)
     except ValueError as error:
-        print(f"coppice dev gpu-check: {error}", file=sys.stderr)
-        return 2
+        return gave_up("coppice dev gpu-check", error)
     version_table = versions(python or sys.executable, sglang)
 
     def ended(outcomes: list[Outcome]) -> None:
@@ -287,8 +286,7 @@ def main(arguments: list[str] | None = None) -> int:
     ended([])
     if not torch.cuda.is_available():
         told = "no CUDA device here; what can run on a CPU runs in tools/test"
-        print(f"coppice dev gpu-check: {told}", file=sys.stderr)
-        return 2
+        return gave_up("coppice dev gpu-check", told)
     print(", ".join(f"{name} {version}" for name, version in version_table.items()), flush=True)
     if not sglang:
         remedy = "install the sglang extra, or set COPPICE_SGLANG_PYTHON"

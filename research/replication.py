@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from coppice.common.atomic import as_json
-from coppice.common.options import command_parser
+from coppice.common.options import command_parser, gave_up
 from coppice.research.studies import STUDIES, Arm
 from coppice.tools.bootstrap import ROOT
 from coppice.tools.defaults.facts import ensure_facts
@@ -393,8 +393,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not curves:
             raise ValueError(f"no finished run in {out}")
     except ValueError as error:
-        print(f"coppice dev replicate: {error}", file=sys.stderr)
-        return 2
+        return gave_up("coppice dev replicate", error)
     text, plot = table(curves, measure), out / f"{measure}.svg"
     if len(curves) > 1 and min(map(len, curves.values())) > 1:
         text += f"\n\n{against(curves)}"

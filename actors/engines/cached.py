@@ -18,9 +18,7 @@ class CachedBatch:
     with a row for each sample. places: samples that may still start. budget: bytes of all caches;
     a request has its part until its last sample ends."""
 
-    def __init__(
-        self, model: Any, places: int, budget: int, counts: collections.Counter[str]
-    ):  # fmt: skip
+    def __init__(self, model: Any, places: int, budget: int, counts: collections.Counter[str]):
         self._model, self._counts = model.get_decoder(), counts
         self._head = decoder.Head(model)
         self.products = [self._head.product]

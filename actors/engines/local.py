@@ -136,7 +136,10 @@ class LocalEngine:
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Sample ``request.n`` continuations."""
-        self._check(request)
+        check_request(request, self.config.max_batch, self.longest)
+        self.batch.check(request)
+        words = request.tokens if self._pictures is None else request.tokens[request.tokens >= 0]
+        check_tokens(words, self.model.get_input_embeddings().num_embeddings, self.folder)
         if self._alone is None:
             return await self._generate(request)
         async with self._alone:
@@ -172,14 +175,6 @@ class LocalEngine:
     def stats(self) -> dict[str, float]:
         """Return counters and gauges. kv_cache_bytes: without running requests."""
         return {**self.counts, **self.batch.stats(), "busy_s": self.busy_s, "version": self.version}
-
-    def _check(self, request: GenerateRequest) -> None:
-        check_request(request, self.config.max_batch, self.longest)
-        self.batch.check(request)
-        words = request.tokens
-        if self._pictures is not None:
-            words = words[words >= 0]
-        check_tokens(words, self.model.get_input_embeddings().num_embeddings, self.folder)
 
     @functools.cached_property
     def _grammar(self) -> Grammar:

@@ -1,8 +1,8 @@
 """A request and its samples. The request waits, is prefilled (its prefix grows chunk by chunk),
 then has n samples that decode."""
 
+import functools
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -160,16 +160,13 @@ class Pictures:
 
     def __init__(self, model: Any, processor: vision.Vision):
         self._model, self._processor = model, processor
-        self._features: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        self._encoded = functools.lru_cache(PICTURES_KEPT)(self._encode)
 
     def positions(self, request: GenerateRequest) -> np.ndarray | None:
         """Return a prompt's positions, int64 [3, prompt]; None without pictures."""
         if not (request.tokens < 0).any():
             return None
-        try:
-            return self._processor.sequence(request.tokens, request.images)
-        except ValueError as error:
-            raise DataFault(str(error)) from None
+        return self._processor.sequence(request.tokens, request.images)
 
     def features(self, chunks: Sequence[Chunk]) -> torch.Tensor | None:
         """Return the chunks' features [picture tokens, width]; None if there are none."""
@@ -186,17 +183,12 @@ class Pictures:
 
     def forget(self) -> None:
         """Drop all features, because the weights have changed."""
-        self._features.clear()
+        self._encoded.cache_clear()
 
-    def _encoded(self, png: bytes) -> torch.Tensor:
-        if png not in self._features:
-            arrays = self._processor.pixels([png])
-            patches, grids = (torch.from_numpy(array).to(self._model.device) for array in arrays)
-            self._features[png] = vision.encode(self._model, patches, grids)
-            if len(self._features) > PICTURES_KEPT:
-                self._features.popitem(last=False)
-        self._features.move_to_end(png)
-        return self._features[png]
+    def _encode(self, png: bytes) -> torch.Tensor:
+        arrays = self._processor.pixels([png])
+        patches, grids = (torch.from_numpy(array).to(self._model.device) for array in arrays)
+        return vision.encode(self._model, patches, grids)
 
 
 def check_room(request: GenerateRequest, needed: int, budget: int) -> None:

@@ -227,7 +227,8 @@ class ServedWeights:
             # Tokens sampled before all weights have arrived get a weight version that is not a
             # policy version.
             await self._name(servers, f"{MOVING}{version}")
-            await self._each(servers, lambda server: self._move(server, ready))
+            pulls, folder = ready.pulls, ready.folder
+            await self._each(servers, lambda s: pulls[s].take() if s in pulls else s.read(folder))
             held = await self._agreed(servers)
             if servers is self.way.servers:
                 self._prove(ready.request, held)
@@ -244,12 +245,6 @@ class ServedWeights:
             await asyncio.shield(asyncio.ensure_future(self._go_on(servers, abort=not moved)))
             for pull in ready.pulls.values():
                 await pull.release()
-
-    async def _move(self, server: Http, ready: Ready) -> None:
-        if pull := ready.pulls.get(server):
-            await pull.take()
-        else:
-            await server.read(ready.folder)
 
     async def _go_on(self, servers: list[Http], abort: bool) -> None:
         """Let every server generate again. abort: only log further failures."""

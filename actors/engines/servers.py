@@ -111,11 +111,10 @@ class Http(ABC):
         self.start, self.close = self.client.start, self.client.close
 
     async def answers(self, path: str) -> bool:
-        try:
+        with contextlib.suppress(InfrastructureFault, DataFault):
             await self.client.send("GET", path, timeout_s=5.0)
-        except (InfrastructureFault, DataFault):
-            return False
-        return True
+            return True
+        return False
 
     async def call(self, path: str, body: dict[str, Any], timeout_s: float = 0.0) -> dict[str, Any]:
         """Return the answer to POST ``path``. timeout_s: ``update_timeout_s`` if 0. Raises
@@ -349,8 +348,7 @@ class Launched(Servers):
             if process.returncode is not None:
                 raise InfrastructureFault(
                     f"the {kind.product} server ended with status {process.returncode} while"
-                    " starting:\n"
-                    f"{self._said()}"
+                    f" starting:\n{self._said()}"
                 )
             if time.monotonic() > end:
                 raise InfrastructureFault(

@@ -37,10 +37,7 @@ class SGLangEngine(ServedEngine):
         tokens = request.tokens
         if self.vision is None or not (tokens < 0).any():
             return {"input_ids": tokens.tolist()}
-        try:
-            self.vision.sequence(tokens, request.images)
-        except ValueError as error:
-            raise DataFault(str(error)) from None
+        self.vision.sequence(tokens, request.images)
         shown = vision.runs(tokens)
         kept = tokens >= 0
         kept[[run.start for run in shown]] = True

@@ -39,9 +39,7 @@ def verified(folder: Path, expected: str, held: str = "") -> Version:
     links = published.chain(folder, expected)
     places = [number for number, (_, link) in enumerate(links) if held and link.digest == held]
     done = 1 + max(places, default=-1)
-    for number, (place, manifest) in enumerate(links):
-        if number < done:
-            continue
+    for number, (place, manifest) in enumerate(links[done:], done):
         if not manifest.file:
             raise InfrastructureFault(
                 f"weights {place} are only in the learner's memory: set learner.publish to 'file'"

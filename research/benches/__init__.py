@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from coppice.common.options import checked, command_parser, option
+from coppice.common.options import checked, command_parser, gave_up, option
 from coppice.tools.bootstrap import ROOT
 
 EXAMPLES = """\
@@ -73,8 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
             checked("--set", f"benchmark {name}", _module(name).run, settings, ()) for name in names
         ]
     except ValueError as error:
-        print(f"coppice dev bench: {error}", file=sys.stderr)
-        return 2
+        return gave_up("coppice dev bench", error)
     rows = [_module(name).run(**one) for name, one in zip(names, each, strict=True)]
     print(f"{'benchmark':<58} {'ratio':>8} {'goal':>8}")
     missed = 0

@@ -5,7 +5,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from coppice.common.options import command_parser
+from coppice.common.options import command_parser, gave_up
 from coppice.research.judge_bench import building, measuring
 from coppice.tools.evaluating import examination
 
@@ -36,6 +36,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         building.write(flags)
     except (OSError, ValueError) as error:
-        print(f"{COMMAND}: {error}", file=sys.stderr)
-        return 2
+        return gave_up(COMMAND, error)
     return 0

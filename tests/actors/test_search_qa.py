@@ -73,7 +73,7 @@ async def test_stepping_is_pure_and_shows_passages_one_a_line() -> None:
     assert environment.render([]) == "\n<information>No results found.</information>\n"
     answer = environment.read(None, "<think>t</think><answer>Sofia</answer>")
     done = await environment.step(moved.state, answer, NO_TOOLS)
-    assert (done.observation, done.done, done.state.done) == ("", True, True)
+    assert (done.observation, done.done, done.state) == ("", True, moved.state)
 
 
 TAGS = ["<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>"]

@@ -98,7 +98,7 @@ def told() -> Iterator[tuple[str, str]]:
                 case ast.Call(func=called, args=[message, *_]) if ast.unparse(called) in SAID:
                     yield f"{name}:{node.lineno}", template(message)
                 case ast.FunctionDef(name=function) | ast.AsyncFunctionDef(name=function):
-                    begun = ("coppice launch --resume", f"coppice launch: {HOLE}", "coppice watch")
+                    begun = ("coppice launch", "coppice watch")
                     for text in templates(node) if function in FUNCTIONS.get(name, ()) else ():
                         if " " in text and not text.startswith(begun):
                             yield f"{name}: {function}", text

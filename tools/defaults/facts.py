@@ -42,10 +42,10 @@ class Fact(msgspec.Struct, frozen=True):
     passage_id: str
 
 
-def countries() -> dict[str, dict[str, Fact]]:
-    """Return the facts of the corpus by country and field."""
+def countries(corpus: Path = PASSAGES) -> dict[str, dict[str, Fact]]:
+    """Return the facts of a corpus of one-fact passages by country and field."""
     facts: dict[str, dict[str, Fact]] = {}
-    for line in PASSAGES.read_text().splitlines():
+    for line in corpus.read_text().splitlines():
         row = json.loads(line)
         title, text = title_and_text(row["contents"])
         field, _, value = text.partition(": ")

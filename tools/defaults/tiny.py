@@ -8,7 +8,6 @@ output matrix is the transpose of its orthogonal value matrix), so that the poli
 where to look; other initial weights needed many times as many steps.
 """
 
-import json
 import string
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from coppice.common.atomic import drafted
-from coppice.judges.retriever.http_client import title_and_text
+from coppice.tools.defaults.facts import countries
 
 BOARD, SEARCH, AGENT = "tiny-board", "tiny-search", "tiny-agent"
 """The values of ``model.name`` that select these policies."""
@@ -61,13 +60,9 @@ WRITTEN = 0.5
 def names_and_fields(corpus: Path) -> tuple[list[str], list[str]]:
     """Return, each sorted, the distinct names (titles and values) and the distinct fields of a
     corpus of one-fact passages."""
-    names, fields = set[str](), set[str]()
-    for line in corpus.read_text().splitlines():
-        title, text = title_and_text(json.loads(line)["contents"])
-        field, _, value = text.partition(": ")
-        names |= {title, value}
-        fields.add(field)
-    return sorted(names), sorted(fields)
+    facts = [fact for own in countries(corpus).values() for fact in own.values()]
+    names = {name for fact in facts for name in (fact.title, fact.value)}
+    return sorted(names), sorted({fact.field for fact in facts})
 
 
 def board_tokenizer() -> PreTrainedTokenizerFast:

@@ -22,6 +22,7 @@ import msgspec
 
 from coppice.actors.environments.base import Environment, Task
 from coppice.common import jsonl, loop
+from coppice.common.options import gave_up
 from coppice.judges.serve import PlugIn
 from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import SchedulerConfig
@@ -333,8 +334,7 @@ def run(
         out = flags.out or own_folder(prepared.name)
         lock = claim(out, prepared.settings, prepared.parts)
     except (OSError, ValueError, MemoryError) as error:
-        print(f"{command}: {error}", file=sys.stderr)
-        return 2
+        return gave_up(command, error)
     again = shlex.join([*command.split(), *arguments, *([] if flags.out else ["--out", str(out)])])
     with lock:
         result = conduct(lambda: prepared.work(out), again, prepared.done, command)
@@ -351,21 +351,15 @@ def conduct(
     """Do work that may be continued. Returns its result, or an exit status after printing the
     reason. again: the command that continues it."""
 
-    async def until_signal() -> Outcome | None:
-        working = asyncio.create_task(work())
-        return working.result() if await loop.or_signal(working) else None
-
     try:
-        result = loop.run(until_signal())
+        result = loop.run(loop.until_signal(work()))
     except NotStarted as error:
-        print(f"{command}: {error}", file=sys.stderr)
-        return 2
+        return gave_up(command, error)
     # a JournalError, or a full disk under another file or a read
     except (Fault, OSError, sqlite3.Error) as fault:
         database = f"a database of the evaluation failed ({fault}): is its disk full?"
         reason = database if isinstance(fault, sqlite3.Error) else fault
-        print(f"{command}: {reason}\nwhat was {kept} is kept; go on with: {again}", file=sys.stderr)
-        return 1
+        return gave_up(command, f"{reason}\nwhat was {kept} is kept; go on with: {again}", 1)
     if result is None:
         print(f"stopped; go on with: {again}", file=sys.stderr)
         return INTERRUPTED

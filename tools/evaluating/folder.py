@@ -1,7 +1,6 @@
 """The folder of an evaluation: claimed by one process, with settings that stay the same."""
 
 import contextlib
-import fcntl
 import os
 import time
 from collections.abc import Sequence
@@ -11,8 +10,10 @@ from typing import Any
 import msgspec
 
 from coppice.common.atomic import DRAFT, fresh, write_whole
+from coppice.common.process import locked
 
 SETTINGS = "evaluation.json"
+IN_USE = "is in use by another process: stop it, or choose another --out"
 
 
 def claim(
@@ -36,7 +37,7 @@ def claim(
                 something = f"holds something else (no {SETTINGS})"
                 raise ValueError(f"--out {out} {something}: choose another folder")
             out.mkdir(parents=True, exist_ok=True)
-            lock = failed.enter_context(locked(out / "lock", f"--out {out}"))
+            lock = failed.enter_context(locked(out / "lock", f"--out {out} {IN_USE}"))
             for folder, own in folders:
                 check_same(folder / SETTINGS, own, f"--out {folder}")
             for folder, own in folders:
@@ -61,19 +62,6 @@ def own_folder(name: str) -> Path:
         return fresh(out)
     except OSError as error:
         raise _unwritable(out, error) from None
-
-
-def locked(path: Path, subject: str) -> Any:
-    """Open ``path`` and lock it while it is open. Raises ValueError, naming the locked ``subject``,
-    if another process holds the lock."""
-    lock = path.open("a")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        remedy = "stop it, or choose another --out"
-        raise ValueError(f"{subject} is in use by another process: {remedy}") from None
-    return lock
 
 
 def check_same(saved: Path, settings: msgspec.Struct, subject: str) -> None:

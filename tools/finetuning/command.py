@@ -4,7 +4,6 @@ inspected and repeated."""
 import argparse
 import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,9 +12,10 @@ from typing import Any
 from coppice.common.atomic import draft_of, drafted
 from coppice.common.hardware import cores
 from coppice.common.numbers import Count, Discount, Natural, Positive, Share
-from coppice.common.options import command_parser, option
+from coppice.common.options import command_parser, gave_up, option
+from coppice.common.process import locked
 from coppice.tools.evaluating.examination import INTERRUPTED, conduct
-from coppice.tools.evaluating.folder import keep, locked
+from coppice.tools.evaluating.folder import IN_USE, keep
 from coppice.tools.evaluating.marks import KINDS
 from coppice.tools.finetuning import judging, labels, records, training
 from coppice.tools.finetuning.marked import marked_rows
@@ -47,11 +47,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(left)
         return 0
     except KeyboardInterrupt:
-        print(f"coppice sft {options.command}: stopped; {left}", file=sys.stderr)
-        return INTERRUPTED
+        return gave_up(f"coppice sft {options.command}", f"stopped; {left}", INTERRUPTED)
     except (Fault, OSError, ValueError, MemoryError) as error:
-        print(f"coppice sft {options.command}: {error}", file=sys.stderr)
-        return 1 if isinstance(error, Fault) else 2
+        status = 1 if isinstance(error, Fault) else 2
+        return gave_up(f"coppice sft {options.command}", error, status)
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -188,7 +187,7 @@ def label(options: argparse.Namespace) -> int:
         judging.JudgeSpec("b", options.judge_b, dict(map(option, options.option_b))),
     ]
     settings = labels.LabelSettings(file_digest(read, False)[:16], judging.lasting(judges))
-    with locked(lock, f"--out {out}"):
+    with locked(lock, f"--out {out} {IN_USE}"):
         keep(settings_file, settings, str(settings_file))
         work = partial(judging.ask_all, judges, trajectories, answered, options.deadline)
         kept = f"answered (in {answered})"

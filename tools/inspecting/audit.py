@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from coppice.common import frontier, shards
-from coppice.common.options import command_parser
+from coppice.common.options import command_parser, gave_up
 from coppice.scheduler.growth import tasks
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import REMOVED, Journal, JournalError, TreeRow
@@ -273,8 +273,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         violations = audit(run)
     except FileNotFoundError as error:
-        print(f"coppice watch --audit: {error}", file=sys.stderr)
-        return 2
+        return gave_up("coppice watch --audit", error)
     said = [*map(str, violations)] or [f"{run}: every invariant holds"]
     RunScreen(0).say("\n".join([*starts(run), *said]), "summary")  # less may close the pipe
     return 1 if violations else 0

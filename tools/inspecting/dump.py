@@ -14,7 +14,7 @@ from pathlib import Path
 import polars as pl
 
 from coppice.common.numbers import Count
-from coppice.common.options import command_parser
+from coppice.common.options import command_parser, gave_up
 from coppice.common.terminal import visible
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.tools.evaluating.examination import table as aligned
@@ -41,9 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError, sqlite3.DatabaseError) as error:
         damaged = f"{options.run} is no journal of a run, or a damaged one ({error})"
-        said = damaged if isinstance(error, sqlite3.DatabaseError) else error
-        print(f"coppice trees: {said}", file=sys.stderr)
-        return 2
+        database = isinstance(error, sqlite3.DatabaseError)
+        return gave_up("coppice trees", damaged if database else error)
     return 0
 
 
@@ -190,11 +189,6 @@ def _diff(options: argparse.Namespace, width: int) -> None:
     print(visible(side_by_side.aligned_steps(((run, trees[0]), (other, trees[1])), width)))
 
 
-def _held(journal: Journal) -> str:
-    last = journal.next_tree() - 1
-    return f"the journal holds trees 0 to {last}" if last >= 0 else "the journal holds no tree yet"
-
-
 # ----------------------------------------------------------------------------------------------
 # finding
 
@@ -212,7 +206,9 @@ def find(
         rows = rows or journal.trees("split=?", split)
         rows = rows if _several(options) else rows[-1:]
     if not rows:
-        raise ValueError(f"no such tree: {_held(journal)}")
+        last = journal.next_tree() - 1
+        held = f"trees 0 to {last}" if last >= 0 else "no tree yet"
+        raise ValueError(f"no such tree: the journal holds {held}")
     below = frames.nodes(journal, rows)
     table = frames.trees(journal, rows, below)
     of = "groups" if options.groups else "trees" if options.judge is None else "turns"

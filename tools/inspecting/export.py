@@ -3,7 +3,6 @@ transformers and SGLang load."""
 
 import argparse
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from safetensors import SafetensorError
 
 from coppice.common import vision
 from coppice.common.atomic import drafted
-from coppice.common.options import command_parser
+from coppice.common.options import command_parser, gave_up
 from coppice.tools.evaluating import versions
 from coppice.tools.inspecting import replay
 from coppice.wire.faults import InfrastructureFault
@@ -78,7 +77,6 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         version = export(options.run, options.out, options.version, options.dtype)
     except (OSError, ValueError, InfrastructureFault) as error:
-        print(f"coppice export: {error}", file=sys.stderr)
-        return 2
+        return gave_up("coppice export", error)
     print(f"policy version {version} is in {options.out}")
     return 0

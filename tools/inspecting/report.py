@@ -9,7 +9,6 @@ neighbours. Constant curves are left out. All else is folded.
 import argparse
 import contextlib
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -21,7 +20,7 @@ import msgspec
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from coppice.common.options import command_parser
+from coppice.common.options import command_parser, gave_up
 from coppice.scheduler.ledger.journal import REMOVED, Journal
 from coppice.scheduler.telemetry import verdict
 from coppice.scheduler.telemetry.exporter import declaration
@@ -342,8 +341,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             save(picture(groups, options.against, options.metric), out)
     except (OSError, ValueError) as error:
-        print(f"coppice report: {error}", file=sys.stderr)
-        return 2
+        return gave_up("coppice report", error)
     print(f"report: {out}")
     return 0
 

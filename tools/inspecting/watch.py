@@ -24,7 +24,7 @@ from textual.containers import Vertical, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Footer, OptionList, Static
 
-from coppice.common.options import command_parser
+from coppice.common.options import command_parser, gave_up
 from coppice.common.terminal import visible
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.scheduler.ledger.records import Reader
@@ -352,8 +352,7 @@ def main(arguments: list[str] | None = None) -> int:
     run: Path = parser().parse_args(arguments).run.resolve()
     if not (run.is_file() or (run / "config.json").exists() or (run / "journal.sqlite").exists()):
         expected = "expected the folder of a run (runs/NAME-TIME) or a journal file"
-        print(f"coppice watch: {run}: {expected}", file=sys.stderr)
-        return 2
+        return gave_up("coppice watch", f"{run}: {expected}")
     if sys.stdin.isatty() and sys.stdout.isatty():
         WatchApp(run).run()
     else:

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import errno
-import fcntl
 import os
 import signal
 import sys
@@ -16,7 +15,8 @@ import msgspec
 
 from coppice.common import hardware
 from coppice.common.atomic import fresh
-from coppice.common.options import command_parser
+from coppice.common.options import command_parser, gave_up
+from coppice.common.process import locked
 from coppice.learner.model.memory import sizes
 from coppice.scheduler.telemetry import health, tracking
 from coppice.tools.defaults.settings import cache_folder
@@ -157,18 +157,15 @@ def main(command: list[str] | None = None) -> int:
             if lack := gpu_lacks(config, Path(assets.model)):
                 raise ConfigError(lack)
         except (ConfigError, OSError, ValueError, MemoryError) as error:
-            print(f"coppice launch: {' '.join(str(error).split())}", file=sys.stderr)
-            return 2
+            return gave_up("coppice launch", " ".join(str(error).split()))
         except KeyboardInterrupt:
             stopped = "stopped during set-up; what was finished is cached"
-            print(f"coppice launch: {stopped}", file=sys.stderr)
-            return 130
+            return gave_up("coppice launch", stopped, 130)
         try:
             run = (run if resumed or options.run_folder else fresh(run)).resolve()
             return _launch(config, assets, run, screen, nodes, resumed)
         except (OSError, ValueError) as error:
-            print(f"coppice launch: {_told(error, run)}", file=sys.stderr)
-            return 2
+            return gave_up("coppice launch", _told(error, run))
 
 
 def _told(error: OSError | ValueError, run: Path) -> str:
@@ -195,12 +192,8 @@ def _launch(
     """Lock the run folder for this launch alone and run the processes in it. Raises OSError, and
     ValueError with the remedy."""
     run.mkdir(parents=True, exist_ok=True)
-    with (run / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            in_use = f"{run} is in use by another launch: stop that one, or choose --run-folder"
-            raise ValueError(in_use) from None
+    in_use = f"{run} is in use by another launch: stop that one, or choose --run-folder"
+    with locked(run / "lock", in_use):
         if not resumed:  # another launch may have begun and ended here during the set-up
             changes.check_free(run)
         changed = changes.record(run, config)

@@ -83,17 +83,14 @@ def over(base: Tree, changes: Tree) -> Tree:
 
 
 def under(tree: Tree) -> Tree:
-    """The tables over those of their method. Raises ValueError."""
-    return merged(_fitting(bundle(tree), tree), tree)
-
-
-def _fitting(parts: Tree, tree: Tree) -> Tree:
-    """The parts of a method without the options of those that ``tree`` chooses otherwise."""
-    fitting = {section: dict(value) for section, value in parts.items()}
+    """The tables over those of their method, without the options of the parts that ``tree`` chooses
+    otherwise. Raises ValueError."""
+    parts = bundle(tree)
     for section, part in NAMED if parts else ():
-        if _section(tree, section).get(part, parts[section].get(part)) != parts[section].get(part):
-            fitting[section].pop(f"{part}_options", None)
-    return fitting
+        own = parts[section].get(part)
+        if _section(tree, section).get(part, own) != own:
+            parts[section].pop(f"{part}_options", None)
+    return merged(parts, tree)
 
 
 def _section(tree: Tree, section: str) -> Tree:

@@ -3,10 +3,9 @@ own, which runs as it is and whose files are there to be changed (docs/data.md).
 
 import argparse
 import shutil
-import sys
 from pathlib import Path
 
-from coppice.common.options import command_parser
+from coppice.common.options import command_parser, gave_up
 from coppice.tools.bootstrap import ROOT
 from coppice.tools.launching.config import ConfigError, load
 
@@ -37,7 +36,6 @@ def main(command: list[str] | None = None) -> int:
         part = (TEMPLATE / f"judge-{options.judge}.toml").read_text("utf-8")
         (project / config.name).write_text(text + part, "utf-8")
     except (OSError, ConfigError) as error:
-        print(f"coppice dev new: {error}", file=sys.stderr)
-        return 2
+        return gave_up("coppice dev new", error)
     print((project / "README.md").read_text("utf-8"), end="")
     return 0

@@ -2,9 +2,6 @@
 protocol."""
 
 import argparse
-import asyncio
-import contextlib
-import ipaddress
 import os
 import sys
 from pathlib import Path
@@ -22,6 +19,7 @@ from coppice.tools.defaults.models import DEFAULT, ensure_model
 from coppice.tools.defaults.settings import cache_folder
 from coppice.tools.launching.settings import JUDGE_HOST, JudgeModelProcess
 from coppice.wire.faults import InfrastructureFault
+from coppice.wire.sockets import is_loopback
 
 _CONTEXT = 4096
 _PORT = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
@@ -35,17 +33,11 @@ _PATIENCE_S = 2.0
 
 
 async def serve(options: argparse.Namespace, folder: Path, api_key: str) -> None:
-    """Serve until SIGINT or SIGTERM.
+    """Serve until cancelled.
 
     Raises OSError if the address cannot be taken, InfrastructureFault when the engine has died, and
     whatever the engine's start raises.
     """
-    work = asyncio.create_task(_serve(options, folder, api_key))
-    if await loop.or_signal(work):
-        work.result()
-
-
-async def _serve(options: argparse.Namespace, folder: Path, api_key: str) -> None:
     # here, because what follows imports torch, for which --help should not wait
     from aiohttp import web
 
@@ -72,8 +64,13 @@ def main(arguments: list[str] | None = None) -> int:
     command = parser()
     options = command.parse_args(arguments)
     try:
-        api_key = _api_key(options.api_key_env)
-        if not is_loopback(options.host) and not api_key:
+        variable = options.api_key_env
+        api_key = os.environ.get(variable, "").strip()
+        if variable and not api_key:
+            empty = "that variable is empty; set it to the API key"
+            raise ValueError(f"--api-key-env {variable}: {empty}")
+        # a name other than localhost may mean any machine
+        if not is_loopback(f"tcp://{options.host}:0") and not api_key:
             raise ValueError(
                 f"--host {options.host} can be reached from other machines: name the variable that"
                 " holds an API key (--api-key-env), or use 127.0.0.1"
@@ -81,29 +78,14 @@ def main(arguments: list[str] | None = None) -> int:
         from transformers.utils import logging  # it imports torch
 
         logging.disable_progress_bar()
-        loop.run(serve(options, ensure_model(options.model, cache_folder()), api_key))
+        folder = ensure_model(options.model, cache_folder())
+        loop.run(loop.until_signal(serve(options, folder, api_key)))
     except (ValueError, OSError, MemoryError) as error:
         command.exit(1, f"coppice serve --model: {error}\n")
     except InfrastructureFault as fault:
         told = f"{fault}; its traceback is above. Start the server again"
         command.exit(1, f"coppice serve --model: {told}\n")
     return 0
-
-
-def is_loopback(host: str) -> bool:
-    """True if ``host`` can be reached from this machine only. A name other than localhost may mean
-    any machine."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
-
-
-def _api_key(variable: str) -> str:
-    if not variable:
-        return ""
-    if key := os.environ.get(variable, "").strip():
-        return key
-    raise ValueError(f"--api-key-env {variable}: that variable is empty; set it to the API key")
 
 
 EXAMPLES = """\
@@ -143,7 +125,7 @@ def in_a_run() -> None:
     engine = msgspec.structs.asdict(process.model)
     options = argparse.Namespace(host=JUDGE_HOST, port=process.port, **engine)
     try:
-        loop.run(serve(options, Path(process.folder), ""))
+        loop.run(loop.until_signal(serve(options, Path(process.folder), "")))
     except InfrastructureFault as fault:
         sys.exit(f"{process.name}: {fault}")
 

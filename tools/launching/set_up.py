@@ -66,12 +66,11 @@ def _prepare(config: Config, model: Path, cache: Path) -> Assets:
         raise ValueError(f"{skill}: only a game has good moves; set it to 0")
     if isinstance(environment, SearchQA | AgentEnvironment):
         return _for_questions(config, environment, model, cache)
+    options, warm = config.data.options, config.warm_start
     if isinstance(environment, Game | Mutable) and lists_replies(environment):
-        options, warm = config.data.options, config.warm_start
         model = ensure_legal_play(model, environment, options, warm, cache, config.threads)
         return Assets(str(model), "", "", "")
     if isinstance(environment, Bfcl) and not environment.fresh:
-        options, warm = config.data.options, config.warm_start
         model = ensure_references(model, environment, options, warm, cache, config.threads)
     elif config.warm_start.steps:
         steps, named = setting(config, "warm_start.steps"), config.data.environment
@@ -90,9 +89,7 @@ def _for_questions(
     train, heldout = _files(data.train, facts, "train"), _files(data.heldout, facts, "heldout")
     retriever = config.retriever.backend if environment.searches else ""
     if environment.searches and not retriever:
-        corpus = Path(data.corpus)
-        if facts is not None and data.corpus == "default":
-            corpus = facts / "corpus.jsonl"
+        corpus = facts / "corpus.jsonl" if facts and data.corpus == "default" else Path(data.corpus)
         if not corpus.is_file():
             expected = "expected a JSONL file of {id, contents}"
             raise FileNotFoundError(f"data.corpus {str(corpus)!r} does not exist: {expected}")

@@ -184,18 +184,16 @@ def _read_journal(path: Path, status: Status, where: str = "") -> None:
 
 
 def _process(run: Path, name: str, member: record.Member, heard: float | None) -> ProcessStatus:
-    mib, age = None, time.time() - member.began
+    age = time.time() - member.began
     if member.host or not member.pid:  # the launcher alone knows of its end
         state = f"on {member.host}" if member.host else "no room yet"
         return ProcessStatus(name, member.pid, state, member.restarts, age, None, heard)
-    try:
+    with contextlib.suppress(psutil.Error):
         process = psutil.Process(member.pid)
         # another process may have its number by now
         if any(word.startswith(f"{run}/processes/") for word in process.cmdline()):
             state, mib = process.status(), process.memory_info().rss / 2**20
             return ProcessStatus(name, member.pid, state, member.restarts, age, mib, heard)
-    except psutil.Error:
-        pass
     return ProcessStatus(name, member.pid, "ended", member.restarts)
 
 

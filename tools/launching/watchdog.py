@@ -125,20 +125,18 @@ class Watchdog:
 
 
 def _status(pid: int) -> str:
-    try:
+    with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).status()
-    except psutil.Error:
-        return ""
+    return ""
 
 
 def _answers(pid: int) -> bool:
     """True if the process would write its stacks on ``STACKS``, which ends a process that has not
     begun (common/process.py)."""
-    try:
+    with contextlib.suppress(OSError):
         caught = re.search(r"\nSigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text())
-    except OSError:
-        return False
-    return caught is not None and bool(int(caught[1], 16) >> (STACKS - 1) & 1)
+        return caught is not None and bool(int(caught[1], 16) >> (STACKS - 1) & 1)
+    return False
 
 
 def stacks(pid: int, log: Path, wait_s: float = 5.0) -> str:

@@ -3,7 +3,6 @@ fastest."""
 
 import argparse
 import math
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import msgspec
 
 from coppice.actors.environments import registry
-from coppice.common.options import check_choice, checked, command_parser, option
+from coppice.common.options import check_choice, checked, command_parser, gave_up, option
 from coppice.learner.model.memory import lacks, model_shape
 from coppice.learner.model.memory import told as parts_told
 from coppice.scheduler.growth import strategies
@@ -32,7 +31,7 @@ Nothing of this project was measured on a GPU: these times and bytes are
 arithmetic over assumed efficiencies. docs/plan.md compares runs on CPUs."""
 HEARTBEATS = 0.10
 """Share of a scheduler's time that the heartbeats of 11,000 workers take (docs/performance.md)."""
-LENGTHS = frozenset({"instruction", "prompt", "action", "observation", "turns"})
+LENGTHS = ("instruction", "prompt", "action", "observation", "turns")
 """What ``Assumed`` says of texts, where none are known. All else is of GPUs."""
 
 
@@ -60,8 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError(f"--assume {useless[0]} has no effect without --gpus: remove it")
         told = plan(options, given)
     except (OSError, ValueError) as error:
-        print(f"coppice plan: {error}", file=sys.stderr)
-        return 2
+        return gave_up("coppice plan", error)
     whole = msgspec.json.format(msgspec.json.encode(told)).decode()
     print(whole if options.json else "\n".join(page(told)))
     return 0
@@ -150,8 +148,7 @@ def made_up(config: Config, assumed: Assumed) -> tuple[MadeUp, dict[str, float]]
         raise ValueError(f"--assume turns={turns:g}: expected at least 1, and {most}")
     lengths = (instruction, a.prompt, action, observation)
     source = MadeUp(*lengths, turns, s.budget, environment.fresh)
-    names = ("instruction", "prompt", "action", "observation", "turns")
-    return source, dict(zip(names, (*lengths, turns), strict=True))
+    return source, dict(zip(LENGTHS, (*lengths, turns), strict=True))
 
 
 def page(told: RunPlan) -> list[str]:

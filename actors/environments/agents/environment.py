@@ -200,10 +200,6 @@ class AgentEnvironment(Environment):
             self._keep(transition.state, episode, event)
         return msgspec.structs.replace(transition, reward=reward)
 
-    def outgrown(self, state: AgentState) -> Transition:
-        """Return the end of an episode whose conversation has no room: a failure."""
-        return Transition(state, "", True, 0.0, {"crashed": 0.0})
-
     def judged(
         self, task: Task, state: AgentState, action: Action, step: int, budget: int
     ) -> JudgedTurn:

@@ -91,7 +91,6 @@ class Gymnasium(InThisPython):
     name = "gymnasium"
 
     def __init__(self, id: str, horizon: Count = 100, arguments: dict[str, Any] | None = None):
-        super().__init__(horizon)
         try:
             import gymnasium
         except ModuleNotFoundError:
@@ -112,6 +111,7 @@ class Gymnasium(InThisPython):
         self.id, self._first, self._seeding = id, int(space.start), gymnasium.utils.seeding
         self.words = ACTIONS.get(family) or tuple(str(self._first + i) for i in range(int(space.n)))
         self.rules = f"{RULES.get(family, f'You act in {id}.')} Actions: {', '.join(self.words)}."
+        super().__init__(horizon, self.words)
 
     def begin(self, seed: int) -> tuple[Any, Turned]:
         """The constructor draws by the seed too, where it would ask the library for chance."""
@@ -132,9 +132,6 @@ class Gymnasium(InThisPython):
     def allowed(self, text: str) -> str | None:
         word = text.strip().lower()
         return word if word in self.words else None
-
-    def replies(self, state: Any) -> list[str]:
-        return [f"<action>{word}</action>" for word in self.words]
 
     def _text(self, game: Any, observation: Any) -> str:
         if self.id.startswith("Blackjack"):

@@ -47,7 +47,6 @@ class SearchState(msgspec.Struct, frozen=True):
 
     question: str
     steps: tuple[Step, ...] = ()
-    done: bool = False
 
 
 class SearchQA(Environment):
@@ -111,7 +110,7 @@ class SearchQA(Environment):
         """An answer ends the episode, a search shows passages, and an invalid action shows a
         notice. Each of them uses one step."""
         if action.kind == "answer":
-            return Transition(msgspec.structs.replace(state, done=True), "", True)
+            return Transition(state, "", True)
         query, observation = action.argument or "", INVALID_NOTICE
         if action.kind == "search":
             observation = self.render(await tools.retrieve(query, self.topk))

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from coppice.actors.environments.base import Task
 from coppice.actors.environments.search_qa.environment import SearchQA, SearchState
 from coppice.actors.environments.search_qa.environment import Step as PastStep
+from coppice.common.process import locked
 from coppice.judges.base import Judge
 from coppice.judges.pprm import parse_final_score
 from coppice.learner.fine_tune import Example, Recipe, Student, batch_of, fine_tune, rate
@@ -30,7 +31,6 @@ from coppice.research.judge_bench.measuring import judges_of
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
-from coppice.tools.evaluating.folder import locked
 from coppice.tools.finetuning import labels, records
 from coppice.tools.finetuning.command import main, parser
 from coppice.tools.finetuning.judging import Answers, StepAnswer
@@ -248,7 +248,7 @@ def test_a_labelling_goes_on_after_a_failure(tmp_path: Path, said: Said) -> None
 def test_a_labelling_that_is_under_way_is_not_begun_twice(tmp_path: Path, refused: Said) -> None:
     records.write(tmp_path / "t.jsonl", [trajectory("x", 1)])
     command = f"label {tmp_path}/t.jsonl {RULES} --out {tmp_path}/l.jsonl".split()
-    with locked(tmp_path / "l.answers.lock", "the other"):
+    with locked(tmp_path / "l.answers.lock", "in use"):
         assert "l.jsonl is in use by another process" in refused(main, *command)
     assert not (tmp_path / "l.answers.jsonl").exists()
     assert main(command) == 0

@@ -12,8 +12,9 @@ import msgspec
 import pytest
 
 from coppice.judges.config import JudgeModelConfig
-from coppice.tools.launching.serve_model import is_loopback, main
+from coppice.tools.launching.serve_model import main
 from coppice.tools.launching.settings import JudgeModelProcess
+from coppice.wire.sockets import is_loopback
 from tests.tools.said import Said
 
 pytestmark = pytest.mark.slow
@@ -59,8 +60,10 @@ def test_what_cannot_be_served_is_said(arguments: list[str], reason: str, said: 
 
 
 def test_only_addresses_of_this_machine_need_no_key() -> None:
-    assert all(map(is_loopback, ("127.0.0.1", "127.3.2.1", "::1", "localhost")))
-    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "localhost.example.org", "")))
+    own = ("127.0.0.1", "127.3.2.1", "::1", "localhost")
+    others = ("0.0.0.0", "::", "10.0.0.1", "localhost.example.org", "")
+    assert all(is_loopback(f"tcp://{host}:0") for host in own)
+    assert not any(is_loopback(f"tcp://{host}:0") for host in others)
 
 
 DYING = """

@@ -9,7 +9,7 @@ import argparse
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -172,12 +172,9 @@ def prepare(flags: argparse.Namespace) -> Prepared:
             cache = flags.cache or out / "retrieval.sqlite"
             retrieval = CachedRetrieval(cache, identity_of(retriever), opening)
 
-        def finished(table: QaTable) -> None:
-            (out / "table.md").write_text(markdown(table, flags.measure) + "\n")
-
         try:
             return await QaEvaluation(
-                rows, sets, settings, out, retrieval, flags.concurrency, finished
+                rows, sets, settings, out, retrieval, flags.concurrency, flags.measure
             ).run()
         finally:
             if retrieval is not None:
@@ -279,20 +276,19 @@ def _retriever(flags: argparse.Namespace) -> str:
 
 
 class QaEvaluation(Evaluation):
-    """The questions of all rows of a command. finished: gets each new table."""
+    """The questions of all rows of a command. measure: what OUT/table.md shows."""
 
     unit, done = "questions", "answered"
 
     def __init__(
         self, rows: Sequence[PolicyRow], sets: Sequence[QuestionSet], settings: TableSettings,
-        out: Path, retrieval: CachedRetrieval | None, concurrency: int,
-        finished: Callable[[QaTable], None],
+        out: Path, retrieval: CachedRetrieval | None, concurrency: int, measure: str,
     ):  # fmt: skip
         tasks = [(one.settings.name, task) for one in sets for task in one.tasks]
         handlers = {"retrieve": retrieval.handle} if retrieval is not None else {}
         super().__init__(out, tasks, concurrency, handlers=handlers)
         self.rows, self.settings = rows, settings
-        self.retrieval, self.finished = retrieval, finished
+        self.retrieval, self.measure = retrieval, measure
 
     async def play(self) -> QaTable:
         """Answer the questions that are not answered yet."""
@@ -307,7 +303,7 @@ class QaEvaluation(Evaluation):
             write_whole(self.out / row.name / "result.json", await self._answered(row))
             table = self._so_far()
             write_whole(self.out / "result.json", table)
-            self.finished(table)
+            (self.out / "table.md").write_text(markdown(table, self.measure) + "\n")
         return self._so_far()
 
     def _so_far(self) -> QaTable:
