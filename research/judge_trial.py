@@ -57,7 +57,7 @@ def tried(
         turns, every = (one.join(scores, ["tree", "node"], "left") for one in (turns, every))
         own = [name.removeprefix(AGAIN) for name in scores.columns[2:]]
         own = [options.judge] if options.judge in own else own
-        pairs = [(name if name in names else names[-1], AGAIN + name) for name in own]
+        pairs = [(name if name in turns.columns else names[-1], AGAIN + name) for name in own]
         lines = [f"{len(scores)} turns judged again, {faults.total()} not because of faults"]
         lines += [f"  {count} times: {reason}" for reason, count in faults.most_common(3)]
     return [*lines, report(turns, every, pairs, options.limit or 3)]

@@ -63,7 +63,7 @@ def verdict(
     lost = len(journal.quarantined()) if journal is not None else 0
     of_room = (config.get(room, {}) for room in ("scheduler", "learner", "model"))
     run = VerdictBasis(records or [{"version": 0.0}], trees, lost, *of_room)
-    causes = [of(run) for of in (_judge, _equal_groups, _time, _episodes, _staleness, _numerics)]
+    causes = [of(run) for of in (_judge, _episodes, _equal_groups, _time, _staleness, _numerics)]
     causes = sorted((of for of in causes if of.words), key=lambda cause: -cause.weight)
     return [*_learned(evaluations), *causes]
 
@@ -235,8 +235,8 @@ def _numerics(run: VerdictBasis) -> Statement:
     dtype = run.model.get("dtype") if dtype == "auto" else dtype
     limit = "engine_gap" if dtype == "float32" else "engine_gap_bfloat16"
     limit = run.learner.get("watch", {}).get(limit) or math.inf
-    words = f"updates move a token {moves:.2g} nats; engine and learner"
-    words = f"{words} {fmean(gaps or [0]):.0e} apart" * bool(gaps)
+    moved = f"updates move a token {moves:.2g} nats; " * bool(run.mean(AGED))
+    words = f"{moved}engine and learner {fmean(gaps or [0]):.0e} apart" * bool(gaps)
     weight, advice = fmean([gap > limit for gap in gaps] or [0]), "learner.correction=tis"
     metrics = GAP, "learner/kl"
     # rounding hides small steps where even equal weights differ

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from coppice.common.hardware import cores
+from coppice.common.numbers import Count
 from coppice.common.options import command_parser
 from coppice.judges.retriever.encoder import Encoder
 from coppice.judges.retriever.index import build, read_manifest
@@ -46,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     skip = "pass over malformed lines (they are printed)"
     parser.add_argument("--skip-bad", action="store_true", help=skip)
     threads = "compute threads (default: all processors, %(default)s)"
-    parser.add_argument("--threads", type=int, default=cores(), help=threads)
+    parser.add_argument("--threads", type=Count, default=cores(), help=threads)
     return parser
 
 

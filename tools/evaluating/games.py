@@ -196,7 +196,9 @@ def _environment(name: str, options: dict[str, Any]) -> Any:
     except ValueError as error:
         said = str(error).replace("data.environment = ", "ENV ")
         raise ValueError(said.replace("data.options", "--option")) from None
-    if not registry.makes_tasks(environment):
+    except TypeError:  # an option without a default: the agent
+        environment = None
+    if environment is None or not registry.makes_tasks(environment):
         expected = "an environment that makes its own tasks (a game)"
         raise ValueError(f"ENV {name!r} reads task files: expected {expected}")
     return environment

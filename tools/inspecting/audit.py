@@ -272,7 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
     run = parser().parse_args(arguments).run
     try:
         violations = audit(run)
-    except FileNotFoundError as error:
+    except OSError as error:
         return gave_up("coppice watch --audit", error)
     said = [*map(str, violations)] or [f"{run}: every invariant holds"]
     RunScreen(0).say("\n".join([*starts(run), *said]), "summary")  # less may close the pipe

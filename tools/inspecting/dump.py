@@ -21,11 +21,11 @@ from coppice.tools.evaluating.examination import table as aligned
 from coppice.tools.inspecting import drawing, frames, replay, side_by_side
 
 EXAMPLES = """\
-  coppice trees RUN                             the last finished tree
-  coppice trees RUN --where "reward > 0.5"      trees by their columns, in SQL
-  coppice trees RUN --surprising 3 --full       largest advantages, judges' words
-  coppice trees RUN --diff OTHER                another run on the same questions
-  coppice trees RUN --judge --again slate_em    another judge on the same turns
+  coppice trees RUN                            the last finished tree
+  coppice trees RUN --where "reward > 0.5"     trees by their columns, in SQL
+  coppice trees RUN --surprising 3 --full      largest advantages, judges' words
+  coppice trees RUN --diff OTHER               another run on the same questions
+  coppice trees RUN --judge --again slate_em   another judge on the same turns
   coppice trees RUN --groups --where "spread = 0" --count step,version"""
 LISTED = "tree status version actions reward spread outcome invalid age_s question".split()
 OF_GROUPS = "tree parent version step candidates texts reward spread advantage question chosen"

@@ -31,7 +31,10 @@ def learner(run: Path) -> LearnerProcess:
     file = run / "processes" / "learner.json"
     if not file.is_file():
         raise ValueError(f"{run} has no processes/learner.json: expected the folder of a run")
-    return msgspec.json.decode(file.read_bytes(), type=LearnerProcess)
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=LearnerProcess)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{file}: {error}; expected what this release wrote") from None
 
 
 def _table(

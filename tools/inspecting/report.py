@@ -236,7 +236,8 @@ def _of_groups(groups: Groups, metric: str, against: str) -> dict[str, Curve]:
 def _drawn(groups: Groups, metric: str, against: str) -> Drawn:
     """Return a figure, with the metric's meaning (docs/metrics.md)."""
     curves = _of_groups(groups, metric, against)
-    label = "update" if against == "version" else "seconds"
+    by_version = against == "version" or metric.startswith(HELDOUT)
+    label = "update" if by_version else "seconds"
     _, meaning = declaration(metric) or ("", MADE.get(metric, ""))
     words = f"{meaning}: {caption(curves)}" if meaning else caption(curves)
     return Drawn(metric, panels({metric: curves}, label), words)

@@ -67,7 +67,7 @@ def read(folder: Path, name: str | None = None) -> RunFolder:
 
     def content(path: Path) -> dict[str, Any]:
         try:
-            return json.loads(path.read_text())
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         except UNREADABLE as error:
             absent = isinstance(error, FileNotFoundError)
             why = "is missing" if absent else f"cannot be read ({error})"
@@ -123,7 +123,8 @@ def grouped(runs: Sequence[RunFolder]) -> dict[str, list[RunFolder]]:
 
 def check_metrics(runs: Sequence[RunFolder], metrics: Sequence[str]) -> None:
     """Raise ValueError if one of the metrics was recorded by none of the runs."""
-    names = sorted(set().union(*(run.metrics() for run in runs)))
+    heldout = (f"heldout/{measure}" for measure in measures(runs))
+    names = sorted(set().union(*(run.metrics() for run in runs), heldout))
     if missing := [metric for metric in metrics if metric not in names]:
         recorded = ", ".join(names) or "none yet"
         raise ValueError(

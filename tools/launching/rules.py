@@ -57,6 +57,10 @@ def _faults(config: Config) -> Iterator[str]:
     if s.prometheus and not (host and port.isdecimal() and int(port) < 2**16):
         address = setting(config, "scheduler.prometheus")
         yield f"{address}: expected host:port, such as '127.0.0.1:9100', or port 0 for a free one"
+    port = s.bind.rpartition(":")[2]
+    if not (s.bind.startswith("tcp://") and port.isdecimal() and int(port) < 2**16):
+        address = setting(config, "scheduler.bind")
+        yield f"{address}: expected tcp://HOST:PORT, a port of 0 takes a free one"
     if s.shards > 1:
         yield from _several_schedulers(config)
     yield from _judge_model(config)

@@ -24,7 +24,7 @@ from coppice.tools.planning.growth import MadeUp, Work, work_of
 
 EXAMPLES = """\
   coppice plan --config configs/slate-7b.toml --gpus 8 --assume turns=3
-  coppice plan --config configs/ppr-7b.toml --gpu h200 --assume price=3.5
+  coppice plan --config configs/ppr-7b.toml --gpu h200 --gpus 8
   coppice plan --set scheduler.strategy_options.k=8"""
 UNPROVEN = """\
 Nothing of this project was measured on a GPU: these times and bytes are
