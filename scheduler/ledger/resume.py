@@ -14,7 +14,7 @@ from coppice.scheduler.ledger.journal import REMEDY, Inputs, Journal
 from coppice.wire import digest
 from coppice.wire.faults import DataFault
 
-DRAWN_BY = "seed", "data.train", "data.heldout"
+DRAWN_BY = "seed", "data.train", "data.heldout", "hops_in_turn", "verbatim"
 """The beginnings of keys that no resume may change."""
 
 

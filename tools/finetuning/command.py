@@ -56,8 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 EXAMPLES = """\
-  coppice sft collect RUN --out rows.jsonl
-  coppice sft label rows.jsonl --judge-a slate --judge-b slate_rules --out b.jsonl
+  coppice sft collect RUN --out a.jsonl
+  coppice sft label a.jsonl --judge-a slate --judge-b slate_rules --out b.jsonl
   coppice sft rows b.jsonl --balance --out balanced.jsonl
   coppice sft train --model FOLDER --rows balanced.jsonl --out FOLDER --epochs 2
   coppice sft warm-start --config configs/slate-tiny.toml --out FOLDER"""

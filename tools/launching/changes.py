@@ -17,7 +17,8 @@ from coppice.tools.launching.settings import Config
 
 NAME = "config.json"
 FIXED = {
-    "its tasks and ids were drawn by it": ("seed", "scheduler.shards"),
+    "its tasks and ids were drawn by it": ("seed", "scheduler.shards", "scheduler.hops_in_turn"),
+    "its trees were admitted by that": ("scheduler.questions_per_update",),
     "its promise is that of the whole run": ("deterministic",),
     "its trees grew from that": ("data.*", "retriever.encoder"),
     "its weights began with that": ("model.name", "warm_start.*"),

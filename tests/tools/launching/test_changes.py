@@ -63,6 +63,8 @@ def test_a_resume_says_what_it_changes_and_keeps_the_configs(
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
+        (["scheduler.questions_per_update=2"], "16 -> 2 (its trees were admitted by that)"),
+        (["scheduler.hops_in_turn=true"], "(its tasks and ids were drawn by it)"),
         (["model.name=other"], '"tiny-search" -> "other" (its weights began with that)'),
         (["method=grpo"], 'method: "slate" -> "grpo" (its trees have that shape)'),
         (JUDGED, 'scheduler.judge: "slate_rules" -> "slate" (its trees were scored so)'),
