@@ -40,9 +40,11 @@ def runs(groups: dict[int, int]) -> list[tuple[int, int, int]]:
 
 def read(run: Path, version: int) -> Frontier:
     """Return the frontier of the newest checkpoint that is not newer than ``version``, empty if
-    there is none. Raises ValueError or OSError."""
-    folders = (run / "checkpoints").glob("v??????")
+    there are no checkpoints. Raises ValueError if all are newer or one is damaged, and OSError."""
+    folders = sorted((run / "checkpoints").glob("v??????"))
     newest = max((path for path in folders if path.name <= f"v{version:06d}"), default=None)
     if newest is None:
+        if folders:
+            raise ValueError(f"the oldest checkpoint is {folders[0].name}")
         return Frontier()
     return msgspec.json.decode((newest / FILE).read_bytes(), type=Frontier)

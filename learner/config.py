@@ -241,7 +241,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checkpoint_every: Count = 1
     """Updates between checkpoints."""
     keep: Count = 3
-    """How many checkpoints and published weights are kept."""
+    """How many checkpoints are kept, and published weights (max_staleness + 2 at least)."""
     publish: Literal["file", "memory", "both"] = "file"
     """Where a version's weights are: in the run folder, or in the learner's memory, from which
     engines on GPUs take them. Adapters are always files."""

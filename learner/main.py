@@ -26,7 +26,7 @@ from coppice.common.turns import Turns
 from coppice.learner.config import LearnerProcess
 from coppice.learner.model import checkpoint
 from coppice.learner.model.model import TreeModel
-from coppice.learner.model.publish import Published, Publisher, announce
+from coppice.learner.model.publish import Publisher, announce
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.model.weight_server import WeightServer
 from coppice.learner.update.batches import Inbox
@@ -34,6 +34,7 @@ from coppice.learner.update.trainer import Batch, Trainer
 from coppice.wire import arrays
 from coppice.wire.keys import PeerKeys
 from coppice.wire.messages import Closed, Result, Trained, TrainGroup, TreeClosed
+from coppice.wire.published import Weights
 from coppice.wire.service import UNBOUNDED, Call, Handler, Service
 
 log = logging.getLogger("learner.main")
@@ -209,11 +210,11 @@ async def lead(
     server = None
     if trainer.config.publish != "file" and not trainer.policy.lora:  # adapters are small files
         server = WeightServer(trainer.config.publish_host)
-    publisher = Publisher(trainer.policy, run, trainer.config, server)
+    publisher = Publisher(trainer.policy, run, trainer.config, server, process.max_staleness)
     if trainer.version:
         publisher.publish(trainer.version)
     else:
-        announce(run, Published(0, "", ""))
+        announce(run, Weights())
     inbox = Inbox(process.questions_per_update, state.groups(), process.shards)
     leader = Leader(trainer, run, inbox, publisher, state.records, warnings, turns)
     handlers: dict[str, Handler] = {"train": leader.train, "close": leader.close}

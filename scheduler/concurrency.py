@@ -1,6 +1,7 @@
 """Concurrent work that succeeds or fails as a whole."""
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-class TaskGroup:
+class TaskGroup(contextlib.AbstractAsyncContextManager["TaskGroup"]):
     """``asyncio.TaskGroup``, but the first fault is raised unchanged, not in an ExceptionGroup."""
 
     def __init__(self) -> None:
@@ -24,9 +25,6 @@ class TaskGroup:
         task = asyncio.ensure_future(work)
         self._tasks.append(task)
         return task
-
-    async def __aenter__(self) -> "TaskGroup":
-        return self
 
     async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:

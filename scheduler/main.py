@@ -17,12 +17,14 @@ import msgspec
 from coppice import scheduler
 from coppice.actors.environments import registry
 from coppice.common import loop, shards
+from coppice.common.frontier import Frontier
+from coppice.common.phases import Phases
 from coppice.common.process import begin, starter
 from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import UNJUDGED, SchedulerProcess
 from coppice.scheduler.dispatch.dispatcher import Dispatcher, Worker
 from coppice.scheduler.dispatch.placement import Fleet
-from coppice.scheduler.dispatch.weight_sync import Weights, WeightSync
+from coppice.scheduler.dispatch.weight_sync import WeightSync
 from coppice.scheduler.evaluation.examination import WORK, Examination
 from coppice.scheduler.garbage import sparing
 from coppice.scheduler.growth import dynamic_sampling, tasks
@@ -44,6 +46,7 @@ from coppice.wire import published
 from coppice.wire.faults import Fault
 from coppice.wire.keys import RunKeys
 from coppice.wire.messages import Trained, Turn
+from coppice.wire.published import Weights
 from coppice.wire.sockets import Router
 
 log = logging.getLogger("scheduler.main")
@@ -77,7 +80,7 @@ class Run:
         # the command that started this process says when it began
         command, _, at = os.environ.get("COPPICE_STARTED", "").partition(" ")
         began = float(at) if command == str(starter()) else scheduler.STARTED
-        self.phases = report.Phases("set-up", began)
+        self.phases = Phases("set-up", began)
         self.phases.enter("starting processes", scheduler.STARTED)
         self.home, self.shard, s = Path(process.run), process.shard, process.scheduler
         self.folder = shards.folder(self.home, self.shard.number)
@@ -199,11 +202,14 @@ class Run:
         for service, count in services.items():
             await self.dispatcher.wait_for(service, count, self.settings.startup_timeout_s)
 
-    async def _wait_for_learner(self) -> dict[int, int]:
-        """Give the actors its version. Return what it has trained since its checkpoint."""
+    async def _wait_for_learner(self) -> tuple[Frontier, dict[int, int]]:
+        """Give the actors its version. Return its checkpoint's frontier, and what it has trained
+        since."""
         await self.dispatcher.wait_for("train", 1, self.settings.startup_timeout_s)
         weights, newest = resume.announced(self.home)
         self.stream.version = weights.version
+        # now, as the learner may replace its checkpoints while the actors load
+        checkpoint = resume.adopt(self.home, weights.version, self.journal, self.shard)
         if weights.version:
             published.inside(self.home, weights.path)
             await self.open_trees.begun.wait()
@@ -211,12 +217,11 @@ class Run:
         waited = f"all workers are here after {self._clock() - scheduler.STARTED:.0f} s"
         print(f"{waited}; policy version {weights.version}", flush=True)
         self.phases.enter("updates")
-        return newest
+        return checkpoint, newest
 
     async def _train(self) -> None:
-        newest = await self._wait_for_learner()
+        checkpoint, newest = await self._wait_for_learner()
         version = self.weight_sync.weights.version
-        checkpoint = resume.adopt(self.home, version, self.journal, self.shard)
         recorded = self.metrics.resume(checkpoint, version) if self.resumed else set()
         self.stream.announced |= recorded | set(range(checkpoint.version + 1))
         await self.trackers.start()

@@ -60,6 +60,15 @@ def inside(run: Path, path: str) -> str:
     return path
 
 
+class Weights(msgspec.Struct, frozen=True):
+    """The newest weights, as ``RUN/learner.json`` names them; 0 is the model folder, with which
+    actors start."""
+
+    version: int = 0
+    path: str = ""
+    digest: str = ""
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """One version. file: whether the folder holds its weights. digest: ``wire.digest.total`` of
     the weights if there is a file, ``following`` of changes, otherwise

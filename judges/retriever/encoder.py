@@ -43,10 +43,7 @@ class Encoder:
         self.device = torch_device()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = AutoModel.from_pretrained(folder, dtype=torch.float32).to(self.device).eval()
-
-    @property
-    def dimensions(self) -> int:
-        return int(self.model.config.hidden_size)
+        self.dimensions = int(self.model.config.hidden_size)
 
     def embed(self, texts: list[str], role: Role) -> np.ndarray:
         """Return the embeddings of texts, float32 [texts, dimensions] of unit length."""

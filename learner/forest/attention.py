@@ -95,10 +95,6 @@ class Layout:
         self.deepest = int(self.forest.depth.max()) + 1 if len(self.forest.depth) else 0
         self._masks: dict[Any, Any] = {}
 
-    def window(self, window: int | None) -> int | None:
-        """Return the window, or None if every ancestor is inside the window anyway."""
-        return None if window is None or window >= self.deepest else window
-
     def dense_mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Return the additive mask [1, 1, nodes, nodes]. A sliding window compares depths, not
         indices."""
@@ -208,7 +204,9 @@ def tree_attention(
             sliding_window=sliding_window, **_,
         )  # fmt: skip
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    window = layout.window(sliding_window)
+    window = sliding_window
+    if window is not None and window >= layout.deepest:  # every ancestor is inside it anyway
+        window = None
     key, value = key.to(query.dtype), value.to(query.dtype)
     if layout.backend == "flex":
         output = flex.compiled()(

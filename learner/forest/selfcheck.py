@@ -67,10 +67,9 @@ def check(policy: TreeModel, paths: Sequence[Path], again: bool = False) -> bool
         sums = [float(gap.abs().sum()) for gap in (plain[0], packed)] + [float(len(expected))]
         noise, error, count = policy.ranks.add(torch.tensor(sums, dtype=torch.float64)).tolist()
         name = str(policy.compute).removeprefix("torch.")
-        bounds = [NOISE_BOUND * max(noise / count, LOGPROB_NOISE)]
-        bounds += [NOISE_BOUND * max(plain[1], GRADIENT_NOISE)]
-        _refuse(error / count, bounds[0], "log-probabilities (mean)", name)
-        _refuse(far, bounds[1], "gradients (relative)", name)
+        bound = NOISE_BOUND * max(noise / count, LOGPROB_NOISE)
+        _refuse(error / count, bound, "log-probabilities (mean)", name)
+        _refuse(far, NOISE_BOUND * max(plain[1], GRADIENT_NOISE), "gradients (relative)", name)
     return shared
 
 

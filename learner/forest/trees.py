@@ -187,16 +187,12 @@ def filled(forest: Forest, bucket: int) -> Forest:
 
 class Cuts(msgspec.Struct, frozen=True):
     """Where a batch may be cut. order: the paths, sorted so that neighbours share the longest
-    prefixes. length: the tokens of each. added: those that its left neighbour does not share."""
+    prefixes. length: the tokens of each. added: those that its left neighbour does not share;
+    together, the packed tokens of the uncut forest."""
 
     order: list[int]
     length: list[int]
     added: list[int]
-
-    @property
-    def whole(self) -> int:
-        """The packed tokens of the uncut forest."""
-        return sum(self.added)
 
 
 def cuts(paths: Sequence[Path]) -> Cuts:
@@ -231,7 +227,7 @@ def balanced(where: Cuts, budget: int, ranks: int) -> tuple[list[list[int]], lis
         sizes = cut[1]
         return max(sum(sizes[i] for i in mine) for mine in share(sizes, ranks)), sum(sizes)
 
-    fair = max(1, -(-where.whole // ranks))
+    fair = max(1, -(-sum(where.added) // ranks))
     return min((micro_batches(where, min(budget, int(fair * slack))) for slack in SLACK), key=cost)
 
 

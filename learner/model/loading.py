@@ -157,15 +157,12 @@ def narrow(model: Any, compute: torch.dtype) -> None:
 
 
 def hold(model: Any, ranks: Ranks) -> None:
-    """Move all frozen weights into memory that the ranks share: a collective of replicated ranks on
-    a CPU."""
+    """Move all frozen weights, as rank 0 has them, into memory that the ranks of one machine share,
+    a file that ends with the last rank: a collective of replicated ranks on a CPU."""
     one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.count)
-    if ranks.count > 1 and one_machine and hasattr(os, "memfd_create"):
-        _share([weight for weight in model.parameters() if not weight.requires_grad], ranks)
-
-
-def _share(weights: list[torch.nn.Parameter], ranks: Ranks) -> None:
-    """Give rank 0's weights to all ranks, in a file in memory that ends with the last rank."""
+    if ranks.count == 1 or not one_machine or not hasattr(os, "memfd_create"):
+        return
+    weights = [weight for weight in model.parameters() if not weight.requires_grad]
     ends = [0]
     for weight in weights:
         ends.append(ends[-1] + -(-weight.nbytes // _ALIGNMENT) * _ALIGNMENT)

@@ -150,8 +150,9 @@ class TreeModel:
             head, linear = model.get_output_embeddings(), torch.nn.Linear
             modules = model.named_modules()
             names = [n for n, m in modules if isinstance(m, linear) and m is not head]
-            # kernels of state-space layers read this weight past an adapter
-            names = [n for n in names if not n.endswith(".out_proj") or not _convolves(model, n)]
+            # kernels of state-space layers, which have a convolution, read it past an adapter
+            past = {f"{n}.out_proj" for n, m in model.named_modules() if hasattr(m, "conv1d")}
+            names = [n for n in names if n not in past]
             loading.check_names(folder, names)
             adapters = PeftLora(target_modules=names, lora_dropout=0.0, **settings)
             model = loading.adapt(model, adapters)
@@ -214,13 +215,6 @@ class TreeModel:
         TreeModel.passes += 1
         return self.tower(layout, positions, view, compute or self.compute, initial)
 
-    def reference_logprobs(self, forest: Forest) -> torch.Tensor:
-        """Return log-probabilities under the initial policy (adapters off, or the frozen copy),
-        without gradient."""
-        assert self.lora or self.initial is not self, "a policy without adapters or a reference"
-        with torch.no_grad():
-            return self.initial.read(forest, initial=self.lora)[0]
-
     def _look(self, forest: Forest) -> tuple[np.ndarray, vision.View | None]:
         """Return the positions of a forest's nodes, and its pictures if it has any."""
         tokens, pictures, needed = forest.tokens, forest.pictures, vision.numbers(forest.tokens)
@@ -253,11 +247,6 @@ def _distinct(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarray | None
     if forest.support is not None or distinct.shape == pairs.shape:
         return forest.read, forest.target, None
     return distinct[0], distinct[1], again.reshape(-1)
-
-
-def _convolves(model: Any, name: str) -> bool:
-    """Whether the layer that holds the module ``name`` has a convolution."""
-    return hasattr(model.get_submodule(name.rpartition(".")[0]), "conv1d")
 
 
 _FOLLOWS = {"full_attention", "sliding_attention", "attention", "chunked_attention"}

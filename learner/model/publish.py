@@ -31,7 +31,7 @@ from coppice.learner.model.ranks import own_rows, whole
 from coppice.learner.model.weight_server import WeightServer, grouped
 from coppice.wire import digest, published
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.published import FILES, Manifest, Memory
+from coppice.wire.published import FILES, Manifest, Memory, Weights
 
 _PIECE = 2**24
 """The number of 64-bit words that are summed at a time."""
@@ -41,26 +41,18 @@ _Hashed = tuple[str, str, tuple[int, ...], str]
 """A tensor for ``digest.total``."""
 
 
-class Published(msgspec.Struct, frozen=True):
-    """The newest weights, as ``RUN/learner.json`` names them. path and digest are empty for version
-    0 (the model folder)."""
-
-    version: int
-    path: str
-    digest: str
-
-
 class Publisher:
     """Publishes the policy's versions; every rank has one. server: rank 0 also serves whole weights
-    from memory. Adapters are always files."""
+    from memory. Adapters are always files. max_staleness: the scheduler's. While it evaluates, the
+    newest version may be max_staleness + 1 ahead of the one that engines read or load again."""
 
     def __init__(
         self, policy: TreeModel, run: Path, config: LearnerConfig,
-        server: WeightServer | None = None,
+        server: WeightServer | None = None, max_staleness: int = 0,
     ):  # fmt: skip
         self.policy, self.ranks, self.run, self.server = policy, policy.ranks, run, server
         self.config, self.first = config, self.ranks.rank == 0
-        self.file = config.publish != "memory"
+        self.file, self.keep = config.publish != "memory", max(config.keep, max_staleness + 2)
         self._last: tuple[int, str] | None = None
         """The newest version and, on rank 0, its digest."""
         self._changes = 0
@@ -81,10 +73,10 @@ class Publisher:
             narrow = policy.compute == torch.bfloat16
             self._compares = self.file and narrow and plain and config.whole_every > 1
 
-    def publish(self, version: int, trained: dict[int, int] | None = None) -> Published | None:
-        """Write ``RUN/weights/vNNNNNN``; folders that neither ``learner.keep`` nor a kept version
-        needs go. Every sharded rank must call this. Rank 0 returns what it has published. trained:
-        see ``announce``."""
+    def publish(self, version: int, trained: dict[int, int] | None = None) -> Weights | None:
+        """Write ``RUN/weights/vNNNNNN``; folders go that are neither among the newest ``keep`` nor
+        needed by one of them. Every sharded rank must call this. Rank 0 returns what it has
+        published. trained: see ``announce``."""
         folder = self.run / "weights" / f"v{version:06d}"
         if not self.first and not self.ranks.sharded:
             return None
@@ -98,7 +90,7 @@ class Publisher:
         self._last = version, manifest.digest
         if not self.first:
             return None
-        result = Published(version, str(folder), manifest.digest)
+        result = Weights(version, str(folder), manifest.digest)
         announce(self.run, result, trained)
         self._retire(folder)
         return result
@@ -176,7 +168,7 @@ class Publisher:
     def _retire(self, newest: Path) -> None:
         """Remove old versions, and newer ones: a step back to an older checkpoint undid those."""
         versions = sorted(newest.parent.glob("v??????"))
-        needed = set([one for one in versions if one <= newest][-self.config.keep :])
+        needed = set([one for one in versions if one <= newest][-self.keep :])
         for kept in list(needed):
             with contextlib.suppress(InfrastructureFault):  # of what a crash took back
                 needed |= {link for link, _ in published.chain(kept)}
@@ -184,7 +176,7 @@ class Publisher:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def publish(policy: TreeModel, version: int, run: Path, keep: int) -> Published:
+def publish(policy: TreeModel, version: int, run: Path, keep: int) -> Weights:
     """Publish one version as a file, with one rank."""
     result = Publisher(policy, run, LearnerConfig(keep=keep)).publish(version)
     assert result is not None
@@ -238,12 +230,12 @@ def sums(tensors: dict[str, torch.Tensor]) -> list[_Hashed]:
 def announced(run: Path) -> int:
     """Return the version of ``RUN/learner.json``, 0 if there is none that can be read."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode((run / "learner.json").read_bytes(), type=Published).version
+        return msgspec.json.decode((run / "learner.json").read_bytes(), type=Weights).version
     return 0
 
 
-def announce(run: Path, published: Published, trained: dict[int, int] | None = None) -> None:
+def announce(run: Path, weights: Weights, trained: dict[int, int] | None = None) -> None:
     """Write ``RUN/learner.json``, which a scheduler reads when it starts. trained: the version of
     each group trained after the newest checkpoint, whose trees are admitted no second time."""
-    newest = msgspec.structs.asdict(published) | {"trained": runs(trained or {})}
+    newest = msgspec.structs.asdict(weights) | {"trained": runs(trained or {})}
     write_whole(run / "learner.json", newest)

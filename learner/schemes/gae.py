@@ -18,9 +18,7 @@ trains = scored("column")
 def needs(
     column: str, targets: Kind, kl_coef: float, rho_max: float, c_max: float, **_: object
 ) -> SchemeNeeds:
-    models = frozenset(target_needs(targets, kl_coef, rho_max, c_max))
-    columns = frozenset({column})
-    return SchemeNeeds(columns=columns, group="batch", models=models, aggregation="token")
+    return target_needs({column}, targets, kl_coef, rho_max, c_max)
 
 
 def advantages(

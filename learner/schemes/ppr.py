@@ -30,9 +30,7 @@ def needs(
     process: str, outcome: str, targets: Kind, kl_coef: float, rho_max: float, c_max: float,
     **_: object,
 ) -> SchemeNeeds:  # fmt: skip
-    models = frozenset(target_needs(targets, kl_coef, rho_max, c_max))
-    columns = frozenset({process, outcome})
-    return SchemeNeeds(columns=columns, group="batch", models=models, aggregation="token")
+    return target_needs({process, outcome}, targets, kl_coef, rho_max, c_max)
 
 
 def advantages(

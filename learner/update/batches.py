@@ -35,8 +35,7 @@ class Inbox:
         if group.id in self.trained:
             return False
         nodes = self._nodes.setdefault(group.tree, {})
-        for node in group.nodes:
-            nodes[node.id] = node
+        nodes.update((node.id, node) for node in group.nodes)
         for turn in group.turns:
             node = nodes.get(turn.node)
             while node is not None and node.parent >= 0:

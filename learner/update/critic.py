@@ -8,7 +8,7 @@ from coppice.learner.config import CriticConfig, LearnerProcess, LoraConfig
 from coppice.learner.model.model import TreeModel
 from coppice.learner.model.optimizer import Stepper
 from coppice.learner.model.ranks import Ranks
-from coppice.learner.update.passes import Plan, Rows, sweep
+from coppice.learner.update.passes import Plan, Rows
 
 
 def value_loss(
@@ -21,8 +21,8 @@ def value_loss(
 
 
 class Critic:
-    """Estimates the value of the state before each action token. An update calls ``values`` first,
-    then ``learn`` for each step."""
+    """Estimates the value of the state before each action token. An update reads the values of its
+    ``model`` first (``sweep``), then calls ``learn`` for each step."""
 
     def __init__(
         self, process: LearnerProcess, config: CriticConfig, lora: LoraConfig, ranks: Ranks
@@ -30,11 +30,6 @@ class Critic:
         self.config, self.ranks, learner = config, ranks, process.learner
         self.model = TreeModel(process.model, learner, 1.0, ranks, process.seed, lora, True)
         self.stepper = Stepper("critic", self.model.trained(), config.optimizer(learner), ranks)
-
-    def values(self, rows: Rows, steps: Plan) -> np.ndarray:
-        """Return the value of each token's state, float32 [tokens]."""
-        with self.model.inference():
-            return sweep(rows, steps, self.ranks, lambda forest: self.model.read(forest)[0])
 
     def learn(
         self, rows: Rows, steps: Plan, chosen: np.ndarray, old: np.ndarray, returns: np.ndarray,

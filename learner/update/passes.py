@@ -5,33 +5,30 @@ Every rank computes the same plan. Sharded ranks (FSDP2) must make equally many 
 with fewer forwards repeats one with weight 0.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 import torch
 
 from coppice.learner.forest.trees import Forest, Path, Trie, balanced, share
+from coppice.learner.model.model import TreeModel
 from coppice.learner.model.ranks import Ranks
 
 
 class Rows:
     """The paths of an update with their trie. spans[i]: the slice of path i's action tokens on the
-    flat token axis. behaviour, sampled, versions: the sampling records [tokens]."""
+    flat axis of all ``tokens``. behaviour, sampled, versions: the sampling records [tokens]."""
 
     def __init__(self, paths: Sequence[Path]):
         self.paths, self.trie = paths, Trie(paths)
         ends = np.cumsum([len(path.sampled) for path in paths]).tolist()
         self.spans = [slice(end - len(p.sampled), end) for end, p in zip(ends, paths, strict=True)]
         self.behaviour = np.concatenate([path.logprobs for path in paths]).astype(np.float32)
+        self.tokens = len(self.behaviour)
         self.sampled = np.concatenate([path.sampled for path in paths])
         self.versions = np.concatenate([path.versions for path in paths])
         self.forests: dict[tuple[int, ...], Forest] = {}
-
-    @property
-    def tokens(self) -> int:
-        """Length of the token axis."""
-        return len(self.behaviour)
 
     def index(self, rows: Sequence[int]) -> np.ndarray:
         """Return the token indices of some paths in order, as a numpy int64 array, since numpy
@@ -72,17 +69,16 @@ def plan(trie: Trie, rows: Sequence[int], budget: int, ranks: Ranks) -> Plan:
         mine += [(batches[int(np.argmin(sizes))], True)] * (max(map(len, shares)) - len(mine))
     path_tokens = [sum(len(trie.spines[i]) for i in batch) for batch in batches]
     densest = int(np.argmax(np.divide(path_tokens, sizes)))
-    return Plan(batches[densest], mine, sum(sizes), where.whole)
+    return Plan(batches[densest], mine, sum(sizes), sum(where.added))
 
 
-def sweep(
-    rows: Rows, steps: Plan, ranks: Ranks, read: Callable[[Forest], torch.Tensor]
-) -> np.ndarray:
-    """Apply ``read`` (a forest -> values of its action tokens) to the whole batch. Returns float32
-    [tokens], equal on all ranks."""
+def sweep(rows: Rows, steps: Plan, model: TreeModel, initial: bool = False) -> np.ndarray:
+    """Return what ``model`` reads (``TreeModel.read``) of every action token, without gradient:
+    log-probabilities or a critic's values, float32 [tokens], equal on all ranks."""
     swept = torch.zeros(rows.tokens)
-    for chosen, filler in steps.mine:
-        values = read(rows.forest(chosen))
-        if not filler:
-            swept[rows.index(chosen)] = values.detach().float().cpu()
-    return ranks.add(swept).numpy()
+    with model.inference():
+        for chosen, filler in steps.mine:
+            values = model.read(rows.forest(chosen), initial)[0]
+            if not filler:
+                swept[rows.index(chosen)] = values.float().cpu()
+        return model.ranks.add(swept).numpy()

@@ -82,7 +82,7 @@ class PolicyStep:
         if self.config.target_kl and metrics["learner/proximal_kl"] > self.config.target_kl:
             self.stepper.adamw.zero_grad(set_to_none=True)
             return metrics
-        with self.timed("step"):
+        with self.timed.over("step"):
             norm = self.stepper.step(version)
         return metrics | {
             "learner/grad_norm": norm,
@@ -102,9 +102,9 @@ class PolicyStep:
         index = rows.index(chosen)
         sampled = rows.sampled[index]
         index, live = index[sampled], torch.as_tensor(sampled, device=device)
-        with self.timed("pack"):
+        with self.timed.over("pack"):
             forest = rows.forest(chosen)
-        with self.timed("forward"):
+        with self.timed.over("forward"):
             current, entropy = (values[live] for values in self.policy.read(forest))
 
         def here(column: np.ndarray) -> torch.Tensor:
@@ -122,7 +122,7 @@ class PolicyStep:
             slope = current.detach() + entropy
             term = term - c.entropy_coef * slope * (current - current.detach())
         share = (scale * here(objective.weights) * term).sum()
-        with self.timed("backward"):
+        with self.timed.over("backward"):
             (-share).backward()
         if record is not None:
             cut = surrogate.clipped.float() + 2 * surrogate.masked.float()

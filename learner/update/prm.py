@@ -76,9 +76,7 @@ class ImplicitPrm:
     def rewards(self, rows: Rows, steps: Plan, reference: np.ndarray) -> np.ndarray:
         """Return beta (log pi_phi - log pi_reference) per token and 0 for forced tokens, float64
         [tokens]."""
-        with self.model.inference():
-            current = sweep(rows, steps, self.ranks, lambda forest: self.model.read(forest)[0])
-        ratio = current.astype(np.float64) - reference
+        ratio = sweep(rows, steps, self.model).astype(np.float64) - reference
         return np.where(rows.sampled, self.config.beta * ratio, 0.0)
 
     def score_and_learn(

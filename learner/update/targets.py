@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from coppice.common.declared import SchemeNeeds
 from coppice.common.statistics import whiten as whiten_tokens
 from coppice.learner.update.table import TurnTable
 
@@ -73,16 +74,21 @@ def retrace(
     return advantages, values + cut * advantages
 
 
-def needs(targets: Kind, kl_coef: float, rho_max: float = 1.0, c_max: float = 1.0) -> set[str]:
-    """Return the token columns that ``estimate`` reads. Raises ValueError if V-trace's bounds are
-    set without V-trace, or c_max > rho_max."""
+def needs(
+    columns: set[str], targets: Kind, kl_coef: float, rho_max: float, c_max: float
+) -> SchemeNeeds:
+    """Return the needs of a scheme of ``estimate`` that reads these score columns. Raises
+    ValueError if V-trace's bounds are set without V-trace, or c_max > rho_max."""
     bounds = f"learner.scheme_options.rho_max = {rho_max}, c_max = {c_max}"
     if targets != "vtrace" and (rho_max, c_max) != (1.0, 1.0):
         raise ValueError(f"{bounds} have no effect with targets = {targets!r}: set 'vtrace'")
     if c_max > rho_max:
         raise ValueError(f"{bounds}: expected c_max of at most rho_max (Espeholt et al. 2018, 4.1)")
     read = {"value": True, "kl": kl_coef > 0, "log_ratio": targets != "gae"}
-    return {column for column, reads in read.items() if reads}
+    return SchemeNeeds(
+        columns=frozenset(columns), group="batch", aggregation="token",
+        models=frozenset(column for column, reads in read.items() if reads),
+    )  # fmt: skip
 
 
 def estimate(

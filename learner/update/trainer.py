@@ -94,7 +94,7 @@ class Trainer:
         metrics: dict[str, float] = {"learner/groups": len(batch.groups)}
         metrics["learner/questions"], self.warnings = batch.questions, []
         if any(group.turns for group in batch.groups):
-            with self.timed("pack"):
+            with self.timed.over("pack"):
                 outcome = {self.prm.config.outcome} if self.prm else set[str]()
                 table = build(batch.groups, nodes, self.scheme.needs.columns | outcome)
                 kept = self.scheme.trains(table)
@@ -110,14 +110,14 @@ class Trainer:
 
     def _train(self, table: TurnTable) -> dict[str, float]:
         c = self.config
-        with self.timed("pack"):
+        with self.timed.over("pack"):
             rows = Rows(table.paths)
             everything = plan(rows.trie, range(len(table)), c.micro_tokens, self.ranks)
         if not self.checked:
-            with self.timed("check"):
+            with self.timed.over("check"):
                 densest = [rows.paths[i] for i in everything.densest]
                 self.checked = check(self.policy, densest, self.checked is not None)
-        with self.timed("score"):
+        with self.timed.over("score"):
             columns, prm_metrics = self._token_columns(table, rows, everything)
         table = msgspec.structs.replace(table, token_scores=columns)
         estimate = self.scheme(shaped(table, self.scheme.needs.reward_column, c))
@@ -153,15 +153,14 @@ class Trainer:
             columns["proximal"] = self._proximal(rows, steps)
             columns["log_ratio"] = np.where(rows.sampled, columns["proximal"] - rows.behaviour, 0.0)
         if self.plan.reference:
-            read = self.policy.reference_logprobs
-            with self.policy.initial.inference():
-                columns["reference"] = sweep(rows, steps, self.ranks, read)
+            # the adapters off, or the frozen copy
+            columns["reference"] = sweep(rows, steps, self.policy.initial, self.policy.lora)
             # The k1 estimate is the log-ratio itself. Here the adaptive factor reaches every weight
             # of the KL in a reward.
             gap = np.where(rows.sampled, rows.behaviour - columns["reference"], 0.0)
             columns["kl"] = self.kl_factor * gap
         if self.critic is not None:
-            columns["value"] = self.critic.values(rows, steps)
+            columns["value"] = sweep(rows, steps, self.critic.model)
         if self.prm is not None:
             column = {"behaviour": "", "recomputed": "proximal", "initial": "reference"}
             reference = columns.get(column[self.prm.config.reference], rows.behaviour)
@@ -171,8 +170,8 @@ class Trainer:
 
     def _proximal(self, rows: Rows, steps: Plan) -> np.ndarray:
         """Return the log-probabilities of all tokens under the current policy, float32 [tokens]."""
-        with self.timed("score"), self.policy.inference():
-            return sweep(rows, steps, self.ranks, lambda forest: self.policy.read(forest)[0])
+        with self.timed.over("score"):
+            return sweep(rows, steps, self.policy)
 
     def _objective(
         self, table: TurnTable, rows: Rows, estimate: Advantages, weights: np.ndarray
@@ -210,7 +209,7 @@ class Trainer:
         frozen = critic is not None and self.version < critic.config.policy_frozen_updates
         for epoch in range(c.epochs):
             for turns, scale in self._minibatches(table, objective.weights, epoch):
-                with self.timed("pack"):
+                with self.timed.over("pack"):
                     steps = None if frozen else self.policy_step.plan(objective, turns)
                 first[turns] |= not stepped
                 if steps is not None and stopped:
@@ -231,7 +230,7 @@ class Trainer:
                     chosen = np.isin(table.row(), turns) & (objective.weights > 0)
                     steps = plan(rows.trie, turns, c.micro_tokens, self.ranks)
                     old = table.token_column("value")
-                    with self.timed("critic"):
+                    with self.timed.over("critic"):
                         for _ in range(critic.config.steps):
                             metrics |= critic.learn(
                                 rows, steps, chosen, old, estimate.returns, self.version

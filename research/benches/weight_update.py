@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.engines.sglang import SGLangEngine
-from coppice.learner.model.publish import Published, publish, sums
+from coppice.learner.model.publish import publish, sums
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.model.weight_server import WeightServer, grouped
 from coppice.research.benches import prefill as shape
@@ -35,7 +35,7 @@ from coppice.research.benches.gpu_sglang import serving, size_option
 from coppice.tools.defaults.models import DEFAULT
 from coppice.wire import digest
 from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
-from coppice.wire.published import FILES, Manifest
+from coppice.wire.published import FILES, Manifest, Weights
 
 SAMPLES, PROMPT = 8, 64
 RANK = 16
@@ -44,24 +44,24 @@ TRANSPORTS = ("distributed", "disk", "adapter")
 holds."""
 
 
-def adapter(base: Path, folder: Path) -> Published:
+def adapter(base: Path, folder: Path) -> Weights:
     """Publish an adapter of random weights on all linear layers, as the learner does."""
     policy: Any = AdapterPolicy(base, RANK)
     return publish(policy, 1, folder, keep=1)
 
 
-def whole(base: Path, folder: Path) -> Published:
+def whole(base: Path, folder: Path) -> Weights:
     """Save all weights with a small change."""
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     weights = {n: (p.detach() * 1.001).contiguous() for n, p in model.named_parameters()}
     save_file(weights, folder / FILES["full"], metadata={"format": "pt"})
     manifest = Manifest(2, "full", digest.safetensors_file(folder / FILES["full"]))
     manifest.write(folder)
-    return Published(2, str(folder), manifest.digest)
+    return Weights(2, str(folder), manifest.digest)
 
 
 async def measure(
-    engine: LocalEngine, make: Callable[[Path, Path], Published], base: Path
+    engine: LocalEngine, make: Callable[[Path, Path], Weights], base: Path
 ) -> dict[str, float]:
     """Measure one load in the middle of a generation."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -160,7 +160,7 @@ async def updates(
 def _published(
     version: int, transport: str, model: Path, scratch: Path, offers: WeightServer, device: str,
     rank: int,
-) -> Published:  # fmt: skip
+) -> Weights:  # fmt: skip
     """Publish the version as the learner does."""
     if transport == "adapter":
         policy: Any = AdapterPolicy(model, rank)
@@ -176,7 +176,7 @@ def _published(
         proof = digest.total(sums(own))
         manifest = Manifest(version, "full", proof, False, offers.offer(version, parts))
     manifest.write(scratch)
-    return Published(version, str(scratch), manifest.digest)
+    return Weights(version, str(scratch), manifest.digest)
 
 
 async def _served(size: str, transports: tuple[str, ...]) -> dict[str, float]:

@@ -203,18 +203,17 @@ class Dispatcher:
         await self.roster.close()
 
     def _enter(self, pending: Pending) -> None:
-        if pending.worker is not None:
+        if pending.worker is None:
+            self._queue(pending)
+        elif (pinned := self.roster.by_name.get(pending.worker)) is not None:
             # A call pinned to a worker never waits: new weights must reach an actor that is still
             # joining or that is full.
-            if (pinned := self.roster.by_name.get(pending.worker)) is not None:
-                self._start(pending, pinned)
-                return
+            self._start(pending, pinned)
+        else:
             self.counters["failed"] += 1
             here = sorted(self.roster.by_name)
             fault = f"{pending.service}: no worker {pending.worker!r} is here, only {here}"
             pending.settle(InfrastructureFault(fault))
-            return
-        self._queue(pending)
 
     def _queue(self, pending: Pending) -> None:
         pending.arrival = next(self._arrivals)

@@ -75,11 +75,6 @@ class Prefixes:
             del edge.parent.children[edge.tokens[:_WIDTH]]
             self._note(edge.parent)
 
-    def clear(self) -> None:
-        self._root = Edge(b"", None, 0)
-        self._leaves.clear()
-        self.tokens = 0
-
     def _walk(self, tokens: bytes) -> Iterator[tuple[Edge, int]]:
         """The edges along ``tokens``, each with the number of its tokens that match."""
         edge, position = self._root, 0
@@ -140,7 +135,7 @@ class Residency:
 
     def emptied(self, worker: str, version: int) -> None:
         """The worker loaded weights of ``version``, so its cache is empty."""
-        self._caches[worker].clear()
+        self._caches[worker] = Prefixes(self._caches[worker].capacity)
         self._versions[worker] = version
 
     def forget(self, worker: str) -> None:

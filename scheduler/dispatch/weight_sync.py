@@ -12,17 +12,10 @@ from coppice.scheduler.dispatch.residency import Residency
 from coppice.scheduler.telemetry import alerts
 from coppice.wire.faults import Fault, InfrastructureFault
 from coppice.wire.messages import LoadRequest, LoadResult
+from coppice.wire.published import Weights
 
 LOAD_S = 1200.0
 """Longer than an engine's own timeouts for loading, so that its own error arrives first."""
-
-
-class Weights(msgspec.Struct, frozen=True):
-    """A published version, as RUN/learner.json holds it; 0 is the model with which actors start."""
-
-    version: int = 0
-    path: str = ""
-    digest: str = ""
 
 
 class Versions(msgspec.Struct):

@@ -9,19 +9,21 @@ from pathlib import Path
 import msgspec
 
 from coppice.common.atomic import drafted
-from coppice.scheduler.dispatch.weight_sync import Weights
 from coppice.wire import published
 from coppice.wire.faults import InfrastructureFault
+from coppice.wire.published import Weights
 
 log = logging.getLogger("scheduler.best")
 
 
 class Best(msgspec.Struct, frozen=True):
-    """The best version. value: the mean of the headline ``measure`` on held-out tasks."""
+    """The best version. value: the mean of the headline ``measure`` on held-out tasks. how: what
+    else values must agree in to be compared."""
 
     version: int
     measure: str
     value: float
+    how: str = ""
 
 
 def read(run: Path) -> tuple[Best, Path] | None:
@@ -35,10 +37,12 @@ def read(run: Path) -> tuple[Best, Path] | None:
     return max(records, key=lambda pair: pair[0].value, default=None)
 
 
-def keep(run: Path, weights: Weights, measure: str, value: float) -> bool:
-    """Keep ``weights`` if they are the best so far; a full disk ends no run."""
-    before = read(run)
-    if before is not None and before[0].value >= value:
+def keep(run: Path, weights: Weights, measure: str, value: float, how: str = "") -> bool:
+    """Keep ``weights`` if they are the best so far of those measured alike; a full disk ends no
+    run."""
+    before, record = read(run), Best(weights.version, measure, value, how)
+    alike = before is not None and (before[0].measure, before[0].how) == (measure, how)
+    if alike and before[0].value >= value:
         return False
     folder = run / "best" / f"v{weights.version:06d}"
     try:
@@ -55,7 +59,6 @@ def keep(run: Path, weights: Weights, measure: str, value: float) -> bool:
                     for path in sorted(folder.iterdir()):
                         if path.is_file():
                             _link(path, into / path.name)
-            record = Best(weights.version, measure, value)
             (draft / "best.json").write_bytes(msgspec.json.encode(record))
     except (OSError, InfrastructureFault) as error:
         log.warning("version %d did best so far and could not be kept: %s", weights.version, error)

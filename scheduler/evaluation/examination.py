@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from coppice.actors.environments.base import Environment, Task
+from coppice.common.phases import Phases
 from coppice.scheduler.concurrency import gather
 from coppice.scheduler.dispatch.weight_sync import WeightSync
 from coppice.scheduler.evaluation import best, evaluation
@@ -21,7 +22,6 @@ from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.telemetry import report
 from coppice.scheduler.telemetry.alerts import JudgeTally
 from coppice.scheduler.telemetry.metrics import Metrics
-from coppice.scheduler.telemetry.report import Phases
 from coppice.wire.faults import DataFault
 
 log = logging.getLogger("scheduler.examination")
@@ -56,12 +56,13 @@ class Examination:
         self.strategy = strategies.evaluation(settings.strategy, settings.strategy_options)
 
     async def evaluate_if_due(self, version: int, finished: bool) -> None:
-        """Evaluate ``version`` once if it is due. The last one waits for the end."""
+        """Evaluate ``version`` if an evaluation is due: also later than it was, after a stop. The
+        last one waits for the end."""
         every = self.runtime.settings.evaluation.every
-        if every and version and version % every == 0 and not finished:
-            done = {name for _, name, _ in self.runtime.journal.evaluations()}
-            if f"v{version}" not in done:
-                await self.evaluate(f"v{version}")
+        due = every and version - version % every
+        newest = max((done for done, *_ in self.runtime.journal.evaluations()), default=0)
+        if newest < due and not finished:
+            await self.evaluate(f"v{version}")
 
     async def evaluate(self, name: str) -> None:
         """Do all held-out tasks; journal and print the result, and keep the best version."""
@@ -88,7 +89,9 @@ class Examination:
         journal.save_evaluation(weights.version, name, msgspec.to_builtins(result))
         measures, headline = result.measures, result.headline
         if headline in measures:
-            best.keep(self.metrics.run, weights, headline, measures[headline].mean)
+            e, value = settings.evaluation, measures[headline].mean
+            how = f"{e.questions} tasks, temperature {e.temperature}, options {e.options}"
+            best.keep(self.metrics.run, weights, headline, value, how)
         values = {f"heldout/{key}": estimate.mean for key, estimate in measures.items()}
         values |= {f"heldout/{key}_half": estimate.half for key, estimate in measures.items()}
         values |= {f"count/{key}": float(self.runtime.counts[key]) for key in WORK}

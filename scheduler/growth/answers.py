@@ -43,8 +43,7 @@ def sampled(
     oldest: what every actor had proven when the call began; versions: what actors may have now."""
     complete("samples", request.n, answer)
     for sample in answer.samples if vocabulary else ():
-        limits = request.sampling.max_tokens, vocabulary, oldest, versions.newest
-        fault = _fault(sample, *limits)
+        fault = _fault(sample, request.sampling.max_tokens, vocabulary, oldest, versions.newest)
         if not fault and sample.experts is not None:
             rows = len(request.tokens) + len(sample.tokens) - 1 - request.sampling.experts_from
             if sample.experts.ndim != 2 or len(sample.experts) != rows:

@@ -62,8 +62,7 @@ class OpenTrees:
         self.pacing = pacing
         for row in self.journal.untrained_trees():
             trained = any(group in newest for group, _ in self.journal.groups(row.id))
-            if row.status == "replaced" or trained:
-                # it counts in no update, or in one that ``version`` counts already
+            if trained:  # in an update that ``version`` counts already
                 self._take_up(row, trained)
             else:
                 self.unfinished.append(row)
@@ -89,8 +88,9 @@ class OpenTrees:
             if self.reporter.paused or not (begun and self.pacing.may_start()):
                 return
             if self.unfinished:
-                self.pacing.start()
-                self._take_up(self.unfinished.popleft())
+                if (row := self.unfinished.popleft()).status != "replaced":  # those count nowhere
+                    self.pacing.start()
+                self._take_up(row)
             else:
                 self._plant()
         self.moved.set()

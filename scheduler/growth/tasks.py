@@ -14,21 +14,17 @@ from coppice.wire.faults import DataFault
 
 class Tasks:
     """The training tasks of one source or several. rejected: rows that cannot work, quarantined.
-    in_turn: draw those of each number of hops in turn, each kind in epochs of its own."""
+    in_turn: draw those of each number of hops in turn, each kind in epochs of its own. evidence:
+    whether any task has supporting passages."""
 
     def __init__(
         self, source: str | list[str], seed: int, verbatim: bool = False, in_turn: bool = False
     ):
         self.tasks, self.rejected = load_tasks(source, verbatim)
-        self.seed = seed
+        self.seed, self.evidence = seed, any(task.evidence for task in self.tasks)
         kinds = sorted({task.hops for task in self.tasks}) if in_turn else [0]
         self._kinds = [[t for t in self.tasks if not in_turn or t.hops == n] for n in kinds]
         self._orders = [(-1, list[int]())] * len(kinds)
-
-    @property
-    def evidence(self) -> bool:
-        """Whether any task has supporting passages."""
-        return any(task.evidence for task in self.tasks)
 
     def at(self, position: int) -> Task:
         """The task of draw ``position`` (0, 1, ...)."""

@@ -9,10 +9,10 @@ import msgspec
 
 from coppice.common.frontier import Frontier, read
 from coppice.common.shards import Shard
-from coppice.scheduler.dispatch.weight_sync import Weights
 from coppice.scheduler.ledger.journal import REMEDY, Inputs, Journal
 from coppice.wire import digest
 from coppice.wire.faults import DataFault
+from coppice.wire.published import Weights
 
 DRAWN_BY = "seed", "data.train", "data.heldout", "hops_in_turn", "verbatim"
 """The beginnings of keys that no resume may change."""

@@ -1,10 +1,7 @@
-"""Where the seconds of a run go, and the summary at its end, whose lines are the verdict."""
+"""The summary at the end of a run, whose lines are the verdict."""
 
 import shlex
-import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -19,48 +16,6 @@ from coppice.scheduler.telemetry.alerts import conclude
 
 SUMMARY = "summary.json"
 """This file of the run's folder says that the run has ended."""
-
-
-class Phases:
-    """The running phase, and the seconds of all so far. Invariant: every moment belongs to one
-    phase. ``over`` takes the whole time of its block, whatever phases are entered inside."""
-
-    def __init__(
-        self, first: str, start: float | None = None, clock: Callable[[], float] = time.monotonic
-    ):
-        self._clock, self._name = clock, first
-        self._since = clock() if start is None else start
-        self._over: list[str] = []
-        self._spent: defaultdict[str, float] = defaultdict(float)
-
-    def enter(self, name: str, at: float | None = None) -> None:
-        """Begin the phase ``name`` now, or at the earlier moment ``at`` after the last change."""
-        self._book(at)
-        self._name = name
-
-    @contextmanager
-    def over(self, name: str) -> Iterator[None]:
-        """Count the time of the block for ``name``."""
-        self._book()
-        self._over.append(name)
-        try:
-            yield
-        finally:
-            self._book()
-            self._over.remove(name)
-
-    def now(self) -> str:
-        return self._over[-1] if self._over else self._name
-
-    def seconds(self) -> dict[str, float]:
-        """Seconds per phase until now, in the order of their first time, without empty ones."""
-        self._book()
-        return {name: seconds for name, seconds in self._spent.items() if seconds}
-
-    def _book(self, at: float | None = None) -> None:
-        now = self._clock() if at is None else at
-        self._spent[self.now()] += now - self._since
-        self._since = now
 
 
 def heldout_line(name: str, result: HeldOut, seconds: float) -> str:

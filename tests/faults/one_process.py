@@ -57,7 +57,8 @@ POINTS: dict[str, tuple[Any, str, int, bool]] = {
 
 class Plan(msgspec.Struct, frozen=True):
     """A run and the crash points of its lives; the last life has none. damage: a bit of the newest
-    checkpoint flips after each crash. keep: the versions whose trees stay."""
+    checkpoint flips after each crash. keep: the versions whose trees stay. sifted: how many trees
+    without a difference each update may replace."""
 
     model: str
     checkpoint_every: int
@@ -66,6 +67,7 @@ class Plan(msgspec.Struct, frozen=True):
     staleness: int = 0
     deterministic: bool = True
     keep: int = 0
+    sifted: int = 0
 
 
 def arm(point: str) -> None:
@@ -90,11 +92,12 @@ def processes(folder: Path, plan: Plan) -> tuple[SchedulerProcess, ActorProcess,
         strategy="full", strategy_options={"k": 3}, judge="none", updates=UPDATES,
         questions_per_update=QUESTIONS, max_staleness=plan.staleness, max_action_tokens=3,
         evaluation=EvaluationConfig(questions=0), keep_versions=plan.keep,
+        dynamic_sampling_budget=plan.sifted,
     )  # fmt: skip
     options = {"prompt": "tictactoe_compact", "opponents": {"random": 1.0}}
     scheduler = SchedulerProcess(
         "scheduler", str(folder), 0, plan.model, "tests.games:AnyText", options, "", "", 1, [], 16,
-        settings, 96, deterministic=plan.deterministic,
+        settings, 96, deterministic=plan.deterministic, reward="outcome",
     )  # fmt: skip
     actors = ActorsConfig(dtype="float32", kv_cache_gib=0.01, max_context=96)
     config = LearnerConfig(

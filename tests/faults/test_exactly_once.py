@@ -28,6 +28,8 @@ def lived(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
         "early": Plan(str(llama), 2, [points[3], *points[:3], *points[4:6]]),
         "late": Plan(str(llama), 1, [points[12], *points[6:11]], keep=1),
         "damaged": Plan(str(llama), 1, points[9:12], damage=True, keep=1),
+        "sifted": Plan(str(llama), 4, [], sifted=2),
+        "sifted late": Plan(str(llama), 4, [points[9], points[8], points[2]], sifted=2),
         "stale": Plan(str(llama), 1, [points[7], points[9]], staleness=1, deterministic=False),
     }
     write_whole(place / "lives.json", plans)
@@ -44,6 +46,7 @@ def weights(run: Path) -> str:
 
 def test_every_life_ends_at_its_crash_point_and_the_last_one_with_the_run(lived: Path) -> None:
     lives = {"undisturbed": 0, "early": 6, "late": 6, "damaged": 3, "stale": 2}
+    lives |= {"sifted": 0, "sifted late": 3}
     for name, killed in lives.items():
         assert json.loads((lived / name / "codes.json").read_text()) == [-9] * killed + [0]
     assert list((lived / "damaged" / "checkpoints").glob("*.damaged"))
@@ -54,6 +57,13 @@ def test_a_deterministic_run_ends_with_the_same_bits_wherever_it_was_killed(
     lived: Path, name: str
 ) -> None:
     assert weights(lived / name) == weights(lived / "undisturbed")
+
+
+def test_a_deterministic_run_replaces_the_same_trees_wherever_it_was_killed(lived: Path) -> None:
+    assert weights(lived / "sifted late") == weights(lived / "sifted")
+    journal = Journal(lived / "sifted late" / "journal.sqlite", readonly=True)
+    assert journal.trees("status='replaced'")
+    assert audited(lived / "sifted late", 0) == []
 
 
 def audited(run: Path, bound: int) -> list[Violation]:

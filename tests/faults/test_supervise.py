@@ -240,6 +240,27 @@ def test_a_stop_continues_stopped_processes_and_waits_once_for_schedulers_that_h
     assert time.monotonic() - asked[0] < within_s
 
 
+def test_a_stop_waits_for_the_checkpoint_of_a_long_update(
+    crew: Hire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "GRACE_S", 0.2)
+    slow = [["checkpoint at the end", "checkpoint", "stay"]]
+    made = crew(scheduler=STAYS, learner_0=slow, learner_1=STAYS)
+    with once((tmp_path / "checkpoints").exists, terminate):
+        assert "waiting for the learner's checkpoint (Ctrl-C kills) ...\n" in made.ends(130)
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_learner_that_does_not_end_is_killed_and_told(
+    crew: Hire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "GRACE_S", 0.2)
+    monkeypatch.setattr(supervisor, "CHECKPOINT_S", 0.2)
+    made = crew(scheduler=STAYS, learner_0=[["deaf", "checkpoint", "stay"]])
+    with once((tmp_path / "checkpoints").exists, terminate):
+        assert "learner-0 does not end and is killed, without a last checkpoint" in made.ends(130)
+
+
 def test_ctrl_c_stops_a_run_that_waits_to_be_resumed(
     crew: Hire, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from coppice.common import frontier
 from coppice.learner.config import LearnerConfig
 from coppice.learner.model import checkpoint
 from coppice.learner.model.model import check_fits
+from coppice.learner.model.publish import Publisher
 from coppice.learner.model.ranks import Ranks
 from coppice.wire import digest
 from tests.learner.conftest import Make
@@ -154,7 +155,9 @@ def test_a_frontier_is_stored_as_runs_and_the_newest_one_is_read(tmp_path: Path)
     folder.mkdir(parents=True)
     (folder / frontier.FILE).write_text('{"version": 3, "trained": [[1, 2, 3]]}')
     assert frontier.read(tmp_path, 3).groups() == {1: 3, 2: 3}
-    assert frontier.read(tmp_path, 0) == frontier.Frontier()
+    with pytest.raises(ValueError, match="the oldest checkpoint is v000003"):
+        frontier.read(tmp_path, 2)  # nothing is known of what version 2 has trained
+    assert frontier.read(tmp_path / "new", 0) == frontier.Frontier()
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, make: Make, two: Two) -> None:
@@ -184,6 +187,17 @@ def test_the_last_checkpoints_are_kept(tmp_path: Path, make: Make, two: Two) -> 
     made.version = 3
     checkpoint.save(made, tmp_path, {}, 2)
     assert names(tmp_path / "checkpoints") == ["v000002", "v000003"]
+
+
+def test_published_weights_stay_for_as_long_as_an_evaluation_may_be_behind(
+    tmp_path: Path, make: Make
+) -> None:
+    for stale, kept in ((0, [4, 5]), (2, [2, 3, 4, 5])):
+        run = tmp_path / str(stale)
+        publisher = Publisher(make().policy, run, LearnerConfig(keep=1), max_staleness=stale)
+        for version in range(1, 6):
+            publisher.publish(version)
+        assert names(run / "weights") == [f"v{version:06d}" for version in kept]
 
 
 def test_a_model_too_large_is_refused_before_it_is_loaded(tmp_path: Path, llama: Path) -> None:

@@ -34,7 +34,7 @@ def read(made: TreeModel) -> list[torch.Tensor]:
     logprobs = made.read(pack(paths))[0]
     logprobs.sum().backward()
     gradients = [p.grad for p in made.trained().values() if p.grad is not None]
-    return [logprobs.detach(), made.reference_logprobs(pack(paths)), *gradients]
+    return [logprobs.detach(), made.initial.read(pack(paths), made.lora)[0].detach(), *gradients]
 
 
 @pytest.mark.parametrize("settings", [{}, {"rank": 0}, {"critic": {}, "scheme": "gae"}])

@@ -65,8 +65,7 @@ def test_scores_follow_planted_values(make: Make, loss: str, score: str) -> None
         table = table_of(batch)
         rows = Rows(table.paths)
         steps = plan(rows.trie, range(len(rows.paths)), 4096, made.ranks)
-        with made.policy.inference():
-            reference = sweep(rows, steps, made.ranks, lambda forest: made.policy.read(forest)[0])
+        reference = sweep(rows, steps, made.policy)
         rewards = model.rewards(rows, steps, reference)
         return model.preference(table, rewards)[0].accuracy, table.per_turn(rewards)
 

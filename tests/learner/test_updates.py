@@ -18,13 +18,14 @@ from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.forest.trees import pack
 from coppice.learner.model import checkpoint
 from coppice.learner.model.optimizer import Stepper
-from coppice.learner.model.publish import Published, announce, publish
+from coppice.learner.model.publish import announce, publish
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.batches import Inbox
 from coppice.learner.update.stopwatch import PREFIX, Stopwatch
 from coppice.learner.update.trainer import Batch
 from coppice.tools.inspecting.export import export
 from coppice.wire.messages import TrainGroup, TreeClosed, Turn
+from coppice.wire.published import Weights
 from tests.learner.conftest import Make
 from tests.updates import (
     batch,
@@ -75,7 +76,7 @@ def test_versions_that_a_resume_makes_again_are_compared_with_no_engine(
     first, resumed = make(), make()
     first.update(batch(0, 0))
     checkpoint.save(first, tmp_path, {1: 1}, 3)
-    announce(tmp_path, Published(3, "", ""))
+    announce(tmp_path, Weights(3))
     checkpoint.restore_newest(resumed, tmp_path)
     fresh = {v: "watch/engine_gap_max" in resumed.update(sampled_by(v)) for v in range(1, 5)}
     assert fresh == {1: True, 2: False, 3: False, 4: True}
@@ -231,10 +232,14 @@ PATHS = [Tokens([1, 2, 3, 4, 5], 3), Tokens([1, 2, 3, 9, 8, 7], 3), Tokens([1, 2
 def test_the_reference_stays_the_initial_policy(make: Make, rank: int) -> None:
     made = make(rank)
     initial = torch.cat([made.policy.read(pack([path]), attention="causal")[0] for path in PATHS])
-    assert_close(made.policy.reference_logprobs(pack(PATHS)), initial, atol=2e-5, rtol=1e-5)
+
+    def reference() -> torch.Tensor:
+        return made.policy.initial.read(pack(PATHS), made.policy.lora)[0]
+
+    assert_close(reference(), initial, atol=2e-5, rtol=1e-5)
     for version in range(2):
         made.update(batch(version, version))
-    assert_close(made.policy.reference_logprobs(pack(PATHS)), initial, atol=2e-5, rtol=1e-5)
+    assert_close(reference(), initial, atol=2e-5, rtol=1e-5)
     after = made.policy.read(pack(PATHS))[0]
     assert (after - initial).abs().max() > 1e-3
     assert after.requires_grad  # the adapters are on again
@@ -244,9 +249,9 @@ def test_a_phase_inside_another_one_interrupts_it(monkeypatch: pytest.MonkeyPatc
     moments = iter([1.0, 3.0, 6.0, 10.0, 15.0, 21.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(moments))
     timed = Stopwatch()
-    with timed("score"), timed("pack"):
+    with timed.over("score"), timed.over("pack"):
         pass
-    with timed("pack"):
+    with timed.over("pack"):
         pass
     assert timed.take() == {f"{PREFIX}score": 2.0 + 4.0, f"{PREFIX}pack": 3.0 + 6.0}
     assert timed.take() == {}

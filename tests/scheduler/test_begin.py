@@ -12,7 +12,6 @@ import pytest
 
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
-from coppice.scheduler.dispatch.weight_sync import Weights
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.main import Run
 from coppice.scheduler.telemetry import health
@@ -20,6 +19,7 @@ from coppice.wire import messages as wire
 from coppice.wire import published
 from coppice.wire.faults import DataFault
 from coppice.wire.keys import RunKeys
+from coppice.wire.published import Weights
 from coppice.wire.service import Call, Service
 
 QUESTIONS, UPDATES, HELD_OUT = 2, 2, 3
@@ -32,7 +32,10 @@ SETTINGS = SchedulerConfig(
 
 class House:
     """A real run with stand-ins for an actor and a learner. held: evaluations of version 0 wait
-    until it says so. loads: evaluations known at each load. more: fields of the process."""
+    until it says so. loads: evaluations known at each load. last: the version after which the
+    learner hangs. more: fields of the process."""
+
+    last = UPDATES
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class House:
     async def train(self, group: wire.TrainGroup, call: Call) -> wire.Trained:
         answer: asyncio.Future[wire.Trained] = asyncio.get_running_loop().create_future()
         self.waiting.append(answer)
-        if len(self.waiting) == QUESTIONS:
+        if len(self.waiting) == QUESTIONS and self.trained < self.last:
             self.trained += 1
             weights = publish(self.folder, self.trained)
             for one in self.waiting:
@@ -173,3 +176,21 @@ async def test_a_journal_older_than_the_checkpoint_is_refused(tmp_path: Path, ll
         await resumed.live()
     assert resumed.waiting == []
     assert {row.id: journal.groups(row.id) for row in journal.trees()} == before
+
+
+async def test_an_evaluation_that_is_overdue_is_made_at_a_resume(
+    tmp_path: Path, llama: Path
+) -> None:
+    def settings(every: int) -> SchedulerConfig:
+        evaluation = EvaluationConfig(questions=HELD_OUT, every=every)
+        return msgspec.structs.replace(SETTINGS, updates=4, evaluation=evaluation)
+
+    stopped = House(tmp_path, llama, scheduler=settings(0))
+    stopped.last = 3
+    await stopped.live(until=lambda house: house.run.stream.version == 3)
+    checkpoint(tmp_path, 3, [(0, 3 * QUESTIONS - 1, 3)])
+    resumed = House(tmp_path, llama, version=3, scheduler=settings(2))
+    resumed.last = 4
+    await resumed.live()
+    evaluated = [(version, name) for version, name, _ in journal_of(tmp_path).evaluations()]
+    assert evaluated == [(0, "start"), (3, "v3"), (4, "end")]

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from coppice.scheduler.dispatch.weight_sync import Weights
 from coppice.scheduler.evaluation import best
 from coppice.tools.evaluating import versions
-from coppice.wire.published import Manifest, chain
+from coppice.wire.published import Manifest, Weights, chain
 
 
 def published(run: Path, version: int, file: bool = True) -> Weights:
@@ -74,6 +73,15 @@ def test_a_version_that_a_crash_has_undone_gives_way_to_a_better_one(tmp_path: P
     found = kept(tmp_path)
     assert found[0].value == 0.8
     assert (found[1] / "model.safetensors").read_bytes() == b"trained again"
+
+
+def test_values_that_were_measured_otherwise_are_not_compared(tmp_path: Path) -> None:
+    after(tmp_path, [0.1, 0.5])
+    assert best.keep(tmp_path, published(tmp_path, 2), "em", 0.4, "128 tasks")
+    assert not best.keep(tmp_path, published(tmp_path, 3), "em", 0.4, "128 tasks")
+    assert best.keep(tmp_path, published(tmp_path, 4), "f1", 0.3, "128 tasks")
+    assert kept(tmp_path)[0] == best.Best(4, "f1", 0.3, "128 tasks")
+    assert [path.name for path in (tmp_path / "best").iterdir()] == ["v000004"]
 
 
 def test_a_disk_that_takes_nothing_costs_the_copy_and_not_the_run(

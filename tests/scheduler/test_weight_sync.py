@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from coppice.scheduler.dispatch.residency import Residency
-from coppice.scheduler.dispatch.weight_sync import Weights, WeightSync
+from coppice.scheduler.dispatch.weight_sync import WeightSync
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import LoadRequest, LoadResult
+from coppice.wire.published import Weights
 from coppice.wire.service import Call, Handler, Rejected
 from tests.services import Bench, bench
 

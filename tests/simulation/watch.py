@@ -315,6 +315,7 @@ class Watch:
         grouped = {tree for (tree,) in journal._rows("SELECT tree FROM groups")}
         counted = [row for row in rows if row.status in ("growing", "closed") or row.id in grouped]
         counted = [row for row in counted if row.status != REPLACED]
+        unfinished = [row.id for row in trees.unfinished if row.status != REPLACED]
         if run.pacing.admitted != len(counted) - len(unfinished):
             told = f"{run.pacing.admitted} trees count as admitted"
             yield f"{told}, and the journal has {len(counted)} with {len(unfinished)} unfinished"

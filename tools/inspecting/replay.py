@@ -161,22 +161,19 @@ def newest(
     if folder is not None:
         apply_version(policy.causal, process.model, folder)
     values: dict[tuple[int, int], np.ndarray] = {}
-    with policy.inference():
-        for start in range(0, len(rows), AT_ONCE):
-            trees = [Journal.tree(journal, row) for row in rows[start : start + AT_ONCE]]
-            groups = []
-            for tree in trees:
-                sampled = [
-                    n for n in tree.nodes.values() if n.logprobs is not None and len(n.tokens)
-                ]
-                actions = [Turn(node.id, 0, node.step, {}) for node in sampled]
-                groups.append(TrainGroup(tree.id, tree.id, [], actions))
-            table, places = _table(journal, trees, groups)
-            if len(table):
-                batch = Rows(table.paths)
-                steps = plan(batch.trie, range(len(table)), config.micro_tokens, ranks)
-                swept = sweep(batch, steps, ranks, lambda forest: policy.read(forest)[0])
-                values |= zip(places, (swept[span] for span in batch.spans), strict=True)
+    for start in range(0, len(rows), AT_ONCE):
+        trees = [Journal.tree(journal, row) for row in rows[start : start + AT_ONCE]]
+        groups = []
+        for tree in trees:
+            sampled = [n for n in tree.nodes.values() if n.logprobs is not None and len(n.tokens)]
+            actions = [Turn(node.id, 0, node.step, {}) for node in sampled]
+            groups.append(TrainGroup(tree.id, tree.id, [], actions))
+        table, places = _table(journal, trees, groups)
+        if len(table):
+            batch = Rows(table.paths)
+            steps = plan(batch.trie, range(len(table)), config.micro_tokens, ranks)
+            swept = sweep(batch, steps, policy)
+            values |= zip(places, (swept[span] for span in batch.spans), strict=True)
     return version, values
 
 

@@ -151,6 +151,9 @@ def _engine(config: Config) -> Iterator[str]:
     if broadcasts and (w.publish == "file" or w.lora.rank):
         expected = "learner.publish = 'memory' or 'both', and learner.lora.rank = 0"
         yield f"{say('actors.sglang.weights')}: expected {expected} (adapters travel as files)"
+    if w.publish != "file" and config.scheduler.max_staleness > 1:
+        both = say("learner.publish", "scheduler.max_staleness")
+        yield f"{both}: memory holds two versions; expected 'file', or a max_staleness of 0 or 1"
     if w.lora.rank:
         yield from _adapters(a.engine, g, w.lora.rank, w.train_vision)
 
@@ -178,9 +181,6 @@ def _colocated(config: Config) -> Iterator[str]:
     if a.count * a.sglang.gpus != w.count:
         counts = say("actors.count", "actors.sglang.gpus", "learner.count")
         yield f"{counts} {expected} as many GPUs of all actors as learner ranks"
-    if w.keep <= (stale := config.scheduler.max_staleness):
-        # so many updates may follow each other before an engine reads the first
-        yield f"{say('learner.keep')} {expected} more than scheduler.max_staleness = {stale}"
     for name in ("enable_memory_saver", "enable_weights_cpu_backup"):
         if a.sglang.arguments.get(name) is False:
             yield f"actors.sglang.arguments.{name} = False {expected} True: remove it"

@@ -55,6 +55,8 @@ DRAIN = "drain"
 NOTE_S = 30.0
 """Seconds between two looks at the shared memory of the processes, which a process that is killed
 may leave behind."""
+CHECKPOINT_S = 1800.0
+"""Seconds that an end in order waits for the learner's update and its checkpoint."""
 INTERRUPTED = 130
 
 
@@ -128,10 +130,12 @@ class Supervisor:
     def watch(self) -> Child | int:
         """Run until the end, then stop every process. Return the exit status, or the process whose
         death ended the run. Raises OSError."""
+        patience = 0.0
         try:
             dead = self.start() or self._watch()
+            patience = CHECKPOINT_S if dead is None else 0.0
         finally:
-            self.stop()
+            self.stop(patience)
             for relay in self._relays:
                 relay.join(1.0)  # it prints a scheduler's last lines
         return dead or (0 if self.children[SCHEDULER].process.wait() == 0 else INTERRUPTED)
@@ -239,17 +243,24 @@ class Supervisor:
         dead = [other for other in group if other.process.poll() not in (None, 0)]
         return next((other for other in dead if not other.cause().second_hand), child)
 
-    def stop(self) -> None:
+    def stop(self, patience: float = 0.0) -> None:
         """End every process: workers drain on SIGTERM, and processes that stay are killed. Nothing
-        of them stays in shared memory."""
+        of them stays in shared memory. patience: seconds that the learner may have besides."""
         self._segments |= mapped_segments(c.here for c in self.children.values() if c.here)
         first = [*self.schedulers, "learner-0"]
         self._signal(first, signal.SIGTERM)
         self._wait(first, GRACE_S)
         self._signal(self.schedulers, signal.SIGKILL)  # one that hangs shall not hold up the rest
+        if patience and self._alive("learner-0"):
+            self.screen.say("waiting for the learner's checkpoint (Ctrl-C kills) ...")
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            self._wait(["learner-0"], patience)
         rest = list(self.children)
         self._signal(rest, signal.SIGTERM)
         self._wait(rest, 10.0)
+        if self._alive("learner-0"):
+            self.screen.say("learner-0 does not end and is killed, without a last checkpoint")
         self._signal(rest, signal.SIGKILL)
         self._wait(rest, 5.0)
         sweep_segments(self._segments)
@@ -258,9 +269,12 @@ class Supervisor:
         """Send a signal to those that live. A stopped process (SIGSTOP) is continued, or it could
         not end in order."""
         for name in names:
-            if name in self.children and (process := self.children[name].process).poll() is None:
-                process.send_signal(number)
-                process.send_signal(signal.SIGCONT)
+            if self._alive(name):
+                self.children[name].process.send_signal(number)
+                self.children[name].process.send_signal(signal.SIGCONT)
+
+    def _alive(self, name: str) -> bool:
+        return name in self.children and self.children[name].process.poll() is None
 
     def _wait(self, names: list[str], seconds: float) -> None:
         end = time.monotonic() + seconds

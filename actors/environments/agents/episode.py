@@ -84,7 +84,7 @@ class ForkServer:
         environment = {"PYTHONUNBUFFERED": "1", **without_secrets(self.pass_env), **variables}
         settings = {"command": self.command, "environment": environment, "memory": memory}
         async with self._opening:
-            if self._server is None or self._server.returncode is not None:
+            if self._listening is None or self._listening.done():
                 await self._open()
         assert self._channel is not None
         # A pair of sockets and not a pipe: uvloop closes the file of a pipe twice, and the second
