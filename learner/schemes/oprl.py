@@ -5,10 +5,10 @@ The step score r is the implicit reward model's beta x log-ratio, summed over th
 base chooses both normalisations: "grpo" is (x - mean) / std; "rloo" leaves one out; "reinforce_pp"
 is x - mean, then whitened over the batch; "ppo" is token GAE on the outcome for A_E and "grpo" for
 A_S. Trajectories are compared within their question, and step scores over all steps of all its
-trajectories. variant: "step" is the method; "process" is A_S alone; "merged" normalises outcome +
-alpha r once over the steps (neither of them has base "ppo"); "token" takes the per-token
-return-to-go of the implicit reward; "environment" takes the environment's own step rewards instead
-of r.
+trajectories. variant: "step" is the method; "process" is A_S alone, which no shaped outcome
+changes; "merged" normalises outcome + alpha r once over the steps (neither of them has base "ppo");
+"token" takes the per-token return-to-go of the implicit reward; "environment" takes the
+environment's own step rewards instead of r.
 """
 
 from collections.abc import Callable

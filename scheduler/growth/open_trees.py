@@ -62,7 +62,9 @@ class OpenTrees:
         self.pacing = pacing
         for row in self.journal.untrained_trees():
             trained = any(group in newest for group, _ in self.journal.groups(row.id))
-            if trained:  # in an update that ``version`` counts already
+            # Replaced trees count in no update, and trained ones in one that ``version`` counts
+            # already. In a deterministic run the former wait, to be replaced in the same updates.
+            if trained or (row.status == "replaced" and not self.process.deterministic):
                 self._take_up(row, trained)
             else:
                 self.unfinished.append(row)
@@ -88,7 +90,7 @@ class OpenTrees:
             if self.reporter.paused or not (begun and self.pacing.may_start()):
                 return
             if self.unfinished:
-                if (row := self.unfinished.popleft()).status != "replaced":  # those count nowhere
+                if (row := self.unfinished.popleft()).status != "replaced":
                     self.pacing.start()
                 self._take_up(row)
             else:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from coppice.actors.config import ServedConfig
@@ -269,6 +270,10 @@ def _learner(config: Config) -> Iterator[str]:
         yield from no_effect("with learner.kl_coef = 0", "learner.kl_estimator")
     elif w.kl_reward_coef:
         yield f"{say('learner.kl_coef', 'learner.kl_reward_coef')}: expected 0 for one of them"
+    for key in ("minibatches", "prm.minibatches"):
+        if (w.prm or key == "minibatches") and attrgetter(key)(w) > s.questions_per_update:
+            most = say("scheduler.questions_per_update")
+            yield f"{say(f'learner.{key}')}: expected at most {most}, as questions are split"
     if w.lr_schedule == "constant":
         keys = "learner.decay_updates", "learner.lr_min_ratio"
         yield from no_effect("with learner.lr_schedule = 'constant'", *keys)
