@@ -52,7 +52,8 @@ from coppice.wire.sockets import Router
 log = logging.getLogger("scheduler.main")
 
 INTERRUPTED = 130
-REPORTED = [*WORK, "judged_scores", "invalid_judgements"]
+REPORTED = [*WORK, "actions", "invalid_actions", "invalid_outcomes"]
+REPORTED += ["judged_scores", "invalid_judgements"]
 REPORTED += ["outgrown_trajectories", "refused_episodes", "crashed_episodes"]
 """Counts of the summary that continue after a resume."""
 CHECK_S = 2.0

@@ -88,8 +88,8 @@ class PolicyStep:
             "learner/grad_norm": norm,
             "learner/surrogate": surrogate,
             "learner/lr": self.stepper.rate(version),
+            "learner/skipped": 0.0,
             "learner/forwarded_tokens": float(steps.forwarded),
-            "learner/path_tokens": float(sum(len(p.tokens) for p in objective.rows.paths)),
             "learner/trunk_repeat": steps.forwarded / max(1, steps.whole),
         }
 
@@ -164,10 +164,14 @@ def watched(
     first: bool [turns], whether the turn was forwarded before the first optimizer step, when
     learner and engine had the same weights (False if the version's number had other weights).
     """
-    rows, forwarded = objective.rows, record[5] > 0
+    rows, trained = objective.rows, objective.weights > 0
+    forwarded = (record[5] > 0) & trained
     current, entropy, kl, coefficient, cut, _ = record[:, forwarded]
     stale = (version - rows.versions)[forwarded]
     oldest = np.array([rows.versions[span].min() for span in rows.spans])
     fresh = table.per_token(first & (oldest == version))[forwarded]
     behaviour, turn = rows.behaviour[forwarded], table.per_token(table.turn)[forwarded]
-    return watch.metrics(current, behaviour, entropy, kl, coefficient, cut, stale, turn, fresh)
+    found = watch.metrics(current, behaviour, entropy, kl, coefficient, cut, stale, turn, fresh)
+    if found:  # what was not forwarded has advantage 0, so nothing is clipped
+        found["learner/clip_share"] *= float(forwarded.sum() / trained.sum())
+    return found

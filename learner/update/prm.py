@@ -8,6 +8,8 @@ second pass is linear in the log-probabilities: any split into micro-batches and
 same gradient.
 """
 
+import math
+
 import msgspec
 import numpy as np
 import torch
@@ -42,7 +44,7 @@ def dpo(scores: np.ndarray, positive: np.ndarray, group: np.ndarray) -> Preferen
     minus = np.concatenate([none, *(np.tile(lost, len(won)) for won, lost in sides)])
     slope, used = np.zeros(len(scores)), len(plus)
     if not used:
-        return Preference(0.0, slope, 0.0, 0)
+        return Preference(0.0, slope, math.nan, 0)
     margin = scores[plus] - scores[minus]
     pull = np.exp(-np.logaddexp(0.0, margin)) / used
     np.add.at(slope, plus, -pull)
@@ -55,7 +57,7 @@ def cross_entropy(scores: np.ndarray, positive: np.ndarray) -> Preference:
     """Return the cross-entropy of sigmoid(S) against the outcome in {0, 1}, averaged over the
     trajectories (PRIME)."""
     if not len(scores):
-        return Preference(0.0, np.zeros(0), 0.0, 0)
+        return Preference(0.0, np.zeros(0), math.nan, 0)
     probability = np.exp(-np.logaddexp(0.0, -scores))
     loss = np.where(positive, np.logaddexp(0.0, -scores), np.logaddexp(0.0, scores)).mean()
     slope = (probability - positive) / len(scores)
@@ -91,8 +93,9 @@ class ImplicitPrm:
         metrics |= self._learn(table, rows, steps, reference, before, version)
         if self.config.order == "update_first" and self.updates:
             before, unused = self.rewards(rows, steps, reference), False
-        if self.config.only_better and metrics["prm/accuracy"] <= metrics["prm/policy_accuracy"]:
-            unused = True
+        if self.config.only_better:
+            unused |= not metrics["prm/accuracy"] > metrics["prm/policy_accuracy"]
+        metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
         return np.zeros_like(before) if unused else before, metrics | {"prm/unused": float(unused)}
 
     def _agreement(
@@ -169,4 +172,4 @@ class ImplicitPrm:
                     (factor * current).sum().backward()
                 metrics["prm/grad_norm"] = self.stepper.step(version)
                 self.updates, skipped = self.updates + 1, False
-        return metrics | ({"prm/skipped": 1.0} if skipped else {})
+        return metrics | {"prm/skipped": float(skipped)}

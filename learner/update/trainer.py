@@ -7,6 +7,7 @@ rounding.
 """
 
 import time
+from statistics import fmean
 
 import msgspec
 import numpy as np
@@ -102,6 +103,7 @@ class Trainer:
                 table = table.only(kept)
             metrics["learner/left_out_trajectories"] = float(len(np.unique(left_out)))
             metrics |= self._train(table) if len(table) else {"learner/skipped": 1.0}
+            metrics["watch/engine_gap_limit"] = getattr(self.watch.config, self.watch.gap)
             self.warnings = self.watch.warnings(metrics, metrics.get("learner/grad_norm"))
         self.version = batch.version + 1
         self._busy_s, self._since = self.busy_s, None
@@ -197,7 +199,8 @@ class Trainer:
         self, table: TurnTable, objective: Objective, estimate: Advantages, everything: Plan
     ) -> dict[str, float]:
         """Make epochs x minibatches optimizer steps of the policy, and of the critic if there is
-        one. Returns their metrics.
+        one. Returns their metrics: sums of tokens, the largest gradient norm, otherwise those of
+        the policy's last step, and the critic's means.
 
         The policy makes none while the critic warms up, and none after a step that would begin
         further than target_kl from the proximal policy.
@@ -206,6 +209,7 @@ class Trainer:
         record = torch.zeros(MEASURES, rows.tokens)
         metrics: dict[str, float] = {"learner/skipped": 1.0}
         stepped, stopped, first = False, 0, np.zeros(len(table), bool)
+        forwarded, paths, norm, learnt = 0.0, 0.0, 0.0, list[dict[str, float]]()
         frozen = critic is not None and self.version < critic.config.policy_frozen_updates
         for epoch in range(c.epochs):
             for turns, scale in self._minibatches(table, objective.weights, epoch):
@@ -222,6 +226,9 @@ class Trainer:
                     kept = record if epoch == 0 else None
                     result = self.policy_step.step(objective, steps, scale, self.version, kept)
                     if "learner/grad_norm" in result:
+                        forwarded += result["learner/forwarded_tokens"]
+                        paths += sum(len(rows.paths[i].tokens) for i in turns)
+                        norm = max(norm, result["learner/grad_norm"])
                         metrics = result
                     else:
                         metrics, stopped = metrics | result, 1
@@ -232,9 +239,16 @@ class Trainer:
                     old = table.token_column("value")
                     with self.timed.over("critic"):
                         for _ in range(critic.config.steps):
-                            metrics |= critic.learn(
-                                rows, steps, chosen, old, estimate.returns, self.version
+                            learnt.append(
+                                critic.learn(
+                                    rows, steps, chosen, old, estimate.returns, self.version
+                                )
                             )
+        if paths:
+            metrics |= {"learner/forwarded_tokens": forwarded, "learner/path_tokens": paths}
+            metrics["learner/grad_norm"] = norm
+        for name in {name for of in learnt for name in of}:
+            metrics[name] = fmean(of[name] for of in learnt if name in of)
         if c.target_kl:
             metrics["learner/stopped_steps"] = float(stopped)
         whole = self.ranks.add(record).numpy()

@@ -13,7 +13,7 @@ LIMITS = (
      "equal weights should give equal values: compare dtype, temperature and attention of engine"
      " and learner; until then use correction = 'tis' or 'icepop'"),
     ("clip_share", "learner/clip_share", "share of clipped tokens",
-     "lower learner.lr, scheduler.max_staleness or learner.epochs"),
+     "lower learner.lr, scheduler.max_staleness or learner.minibatches"),
     ("mask_share", "learner/mask_share", "share of masked tokens",
      "the data is too far off-policy: lower scheduler.max_staleness or widen the correction's"
      " bounds"),
@@ -117,16 +117,16 @@ class Watch:
     in order. bonus: ``learner.entropy_coef``."""
 
     def __init__(self, config: WatchConfig, bfloat16: bool = False, bonus: float = 0.0):
-        self.config, self.bfloat16, self.bonus = config, bfloat16, bonus
-        self.state = WatchState()
+        self.config, self.bonus, self.state = config, bonus, WatchState()
+        self.gap = "engine_gap_bfloat16" if bfloat16 else "engine_gap"
+        """The threshold of the gap between engine and learner."""
 
     def warnings(self, values: dict[str, float], grad_norm: float | None) -> list[str]:
         """Return one sentence for each value beyond its threshold. The sentence names value,
         threshold and remedy."""
         sentences = []
         for threshold, metric, quantity, remedy in LIMITS:
-            if threshold == "engine_gap" and self.bfloat16:
-                threshold = "engine_gap_bfloat16"
+            threshold = self.gap if threshold == "engine_gap" else threshold
             limit, value = getattr(self.config, threshold), values.get(metric)
             sign = -1 if threshold in FLOORS else 1
             if limit and value is not None and sign * value > sign * limit:

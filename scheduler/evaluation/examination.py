@@ -94,7 +94,9 @@ class Examination:
             best.keep(self.metrics.run, weights, headline, value, how)
         values = {f"heldout/{key}": estimate.mean for key, estimate in measures.items()}
         values |= {f"heldout/{key}_half": estimate.half for key, estimate in measures.items()}
-        values |= {f"count/{key}": float(self.runtime.counts[key]) for key in WORK}
+        for key in WORK:  # of several schedulers, the newest record has the counts of all
+            newest = self.metrics.newest.get(f"count/{key}", 0.0)
+            values[f"count/{key}"] = max(newest, float(self.runtime.counts[key]))
         self.metrics.record(weights.version, values)
         print(report.heldout_line(name, result, time.monotonic() - start), flush=True)
 

@@ -152,9 +152,9 @@ class Metrics:
         values = {
             "busy/engines": float(len(per_second(usual, "busy_s"))),
             "cache/tokens_saved": saved,
-            "cache/prefilled_over_ideal": prefilled / max(1.0, ideal),
-            "cache/ideal_tokens": ideal,
         }
+        if ideal:  # servers do not tell it
+            values |= {"cache/prefilled_over_ideal": prefilled / ideal, "cache/ideal_tokens": ideal}
         for name, those in (("busy/engine", usual), ("busy/learner", ranks)):
             # engines that add up concurrent requests may exceed 1
             if shares := [min(1.0, share) for share in per_second(those, "busy_s")]:

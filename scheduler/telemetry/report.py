@@ -45,7 +45,8 @@ def write(
     (run / SUMMARY).write_bytes(as_json(summary))
     config = run / "config.json"
     if config.exists():  # the folder is the run's, so this is the first of its schedulers
-        results = [{**result, "version": version} for version, result in evaluations.values()]
+        # a run that was resumed for more updates has an "end" of each start
+        results = {version: {**r, "version": version} for version, _, r in journal.evaluations()}
         settings = msgspec.json.decode(config.read_bytes())
-        told = verdict.verdict(Reader(run).read(), results, settings, journal)
+        told = verdict.verdict(Reader(run).read(), [*results.values()], settings, journal)
         conclude("\n".join(verdict.lines(told, shlex.quote(str(run)))))

@@ -60,8 +60,9 @@ def verdict(
             with contextlib.suppress(ValueError):  # a damaged tree says nothing
                 nodes = journal.tree(row).nodes.values()
                 trees.append([node for node in nodes if node.kind == "action"])
-    lost = len(journal.quarantined()) if journal is not None else 0
-    of_room = (config.get(room, {}) for room in ("scheduler", "learner", "model"))
+    out = "split='train' AND status='quarantined'"
+    lost = len(journal.trees(out)) if journal is not None else 0
+    of_room = (config.get(room, {}) for room in ("scheduler", "learner"))
     run = VerdictBasis(records or [{"version": 0.0}], trees, lost, *of_room)
     causes = [of(run) for of in (_judge, _episodes, _equal_groups, _time, _staleness, _numerics)]
     causes = sorted((of for of in causes if of.words), key=lambda cause: -cause.weight)
@@ -89,6 +90,7 @@ def remedy(statements: Sequence[Statement]) -> str:
 
 def equal_shares(records: Sequence[Record]) -> dict[float, float]:
     """Return ``EQUAL_SHARE`` by version, where an update has new groups to compare."""
+    records = _counted(records)
     totals = [(0.0, 0.0), *((_total(of, EQUAL), _total(of, COMPARED)) for of in records)]
     steps = zip(records, pairwise(totals), strict=True)
     return {of["version"]: (b[0] - a[0]) / (b[1] - a[1]) for of, (a, b) in steps if b[1] > a[1]}
@@ -109,14 +111,13 @@ def change(first: Sequence[float], last: Sequence[float]) -> tuple[float, float,
 
 
 class VerdictBasis(msgspec.Struct, frozen=True):
-    """What statements rest on. trees: the actions of each. lost: quarantined tasks."""
+    """What statements rest on. trees: the actions of each. lost: quarantined training trees."""
 
     records: Sequence[Record]
     trees: Sequence[Sequence[Node]]
     lost: int
     scheduler: Mapping[str, Any]
     learner: Mapping[str, Any]
-    model: Mapping[str, Any]
 
     def mean(self, metric: str) -> float:
         """The mean over the updates that have the metric; 0 if none has."""
@@ -125,11 +126,19 @@ class VerdictBasis(msgspec.Struct, frozen=True):
     def share(self, part: str, whole: str) -> tuple[float, float, float]:
         """The share of a count in another over the run and over the last tenth of the other, and
         the other. Counts may stand still in the last updates, whose trees have grown before."""
-        last, wholes = self.records[-1], _total(self.records[-1], whole)
-        grown = (of for of in self.records if wholes - _total(of, whole) >= wholes / 10)
+        counted = _counted(self.records)
+        last, wholes = counted[-1], _total(counted[-1], whole)
+        grown = (of for of in counted if wholes - _total(of, whole) >= wholes / 10)
         before = [{}, *grown][-1]
         late = (_total(last, part) - _total(before, part), wholes - _total(before, whole))
         return _total(last, part) / (wholes or 1), late[0] / (late[1] or 1), wholes
+
+
+def _counted(records: Sequence[Record]) -> list[Record]:
+    """Leave out the records that a checkpoint gave back after a crash, without counts. At least
+    one is returned."""
+    counted = [of for of in records if any(name.startswith("count/") for name in of)]
+    return counted or [*records[-1:]]
 
 
 def _total(record: Record, prefix: str) -> float:
@@ -137,7 +146,9 @@ def _total(record: Record, prefix: str) -> float:
 
 
 def _learned(evaluations: Sequence[Mapping[str, Any]]) -> list[Statement]:
-    if len(evaluations) < 2 or evaluations[-1]["headline"] not in evaluations[0]["measures"]:
+    headline = evaluations[-1]["headline"] if evaluations else ""
+    evaluations = [of for of in evaluations if headline in of["measures"]]
+    if len(evaluations) < 2:
         few = f"unknown: {len(evaluations)} of the two held-out evaluations that it takes"
         return [Statement("learned", few)]
     first, last, best = evaluations[0]["measures"], evaluations[-1]["measures"], ""
@@ -186,7 +197,9 @@ def _judge(run: VerdictBasis) -> Statement:
     ends = [(of["outcome"], of["reward"]) for of in scores if {"outcome", "reward"} <= of.keys()]
     middle = fmean([outcome for outcome, _ in ends] or [0.0])
     right, wrong = ([pay for x, pay in ends if (x > middle) == of] for of in (True, False))
-    judged, bad = (_total(run.records[-1], of) for of in ("judged_scores", "invalid_judgements"))
+    judged, bad = (
+        _total(_counted(run.records)[-1], of) for of in ("judged_scores", "invalid_judgements")
+    )
     weight, words = bad / (judged or 1), [f"{bad / (judged or 1):.1%} of scores invalid"]
     advice, where = "the form and max_tokens of the judge", "judge_invalid > 0"
     if min(len(right), len(wrong)) >= FEWEST:
@@ -203,14 +216,19 @@ def _judge(run: VerdictBasis) -> Statement:
 
 def _episodes(run: VerdictBasis) -> Statement:
     share, late, number = run.share("invalid_actions", "actions")
-    lost = {of: _total(run.records[-1], of) for of in LOST.split()}
+    lost = {of: _total(_counted(run.records)[-1], of) for of in LOST.split()}
     lost["quarantined_tasks"] = run.lost
     words = [f"{share:.1%} of {number:.0f} actions invalid, {late:.1%} at last"] * bool(number)
     words += [f"{count:.0f} {of.replace('_', ' ')}" for of, count in lost.items() if count]
-    ended = sum(of.get("learner/questions", 0) for of in run.records) + sum(lost.values())
-    weight, where = max(late, sum(lost.values()) / (ended or 1)), "invalid > 0"
+    trees = sum(of.get("learner/questions", 0) for of in run.records)
+    ended = sum(of.get("rollout/outcomes", 0) for of in run.records) or trees
+    costs = {of: count / (ended + count or 1) for of, count in lost.items()}
+    costs["quarantined_tasks"] = run.lost / (trees + run.lost or 1)
+    worst = max(costs, key=lambda of: costs[of])
+    weight, where = max(late, costs[worst]), "invalid > 0"
     where = "crashed_max = 1" if lost["crashed_episodes"] else where
     advice = "coppice sft first" if late <= share else f"learner.lr={run.learner.get('lr', 0) / 2}"
+    advice = f"to mend the {worst.replace('_', ' ')}" if costs[worst] > late else advice
     words = "; ".join(words)
     return Statement("episodes", words, ["score/valid"], weight, f'--where "{where}"', advice)
 
@@ -230,11 +248,9 @@ def _staleness(run: VerdictBasis) -> Statement:
 def _numerics(run: VerdictBasis) -> Statement:
     """A run whose self-check fails has no record. What updates move is the difference of tokens one
     update old beyond that of fresh ones, which equal weights have too."""
-    gaps, moves = [of[GAP] for of in run.records if GAP in of], run.mean(AGED) - run.mean(FRESH)
-    dtype = run.learner.get("dtype", "auto")
-    dtype = run.model.get("dtype") if dtype == "auto" else dtype
-    limit = "engine_gap" if dtype == "float32" else "engine_gap_bfloat16"
-    limit = run.learner.get("watch", {}).get(limit) or math.inf
+    gaps = [of[GAP] for of in run.records if GAP in of]
+    moves = max(0.0, run.mean(AGED) - run.mean(FRESH))
+    limit = run.mean("watch/engine_gap_limit") or math.inf
     moved = f"updates move a token {moves:.2g} nats; " * bool(run.mean(AGED))
     words = f"{moved}engine and learner {fmean(gaps or [0]):.0e} apart" * bool(gaps)
     weight, advice = fmean([gap > limit for gap in gaps] or [0]), "learner.correction=tis"
@@ -242,8 +258,8 @@ def _numerics(run: VerdictBasis) -> Statement:
     # rounding hides small steps where even equal weights differ
     if run.mean(AGED) and moves < STILL and run.mean(FRESH) < 10 * STILL:
         metrics = metrics[::-1]
-        rate = run.learner.get("lr", 1e-6) * 100 * STILL / max(moves, STILL / 1000)
-        weight, advice = 1.0, f"learner.lr={min(1e-3, rate):.0e}"
+        factor = 100 * STILL / moves if moves > run.mean(FRESH) else 10.0
+        weight, advice = 1.0, f"learner.lr={min(1e-3, run.learner.get('lr', 1e-6) * factor):.0e}"
     return Statement("numerics", words, metrics, weight, "", advice)
 
 

@@ -1,6 +1,7 @@
 """The verdict on a run, from folders that the run's own classes have written."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,11 +45,38 @@ def test_a_judge_that_pays_wrong_ends_more_is_the_worst_of_all(tmp_path: Path) -
 
 
 def test_a_policy_that_does_not_move_gets_a_learning_rate(tmp_path: Path) -> None:
-    records = [{"version": v, "watch/staleness_1/gap_mean": 1e-7} for v in (1.0, 2.0)]
     gaps = {"watch/engine_gap_p99": 1e-6, "watch/engine_gap_mean": 1e-7}
     config = {"learner": {"lr": 1e-9}}
-    (*_, numerics) = verdict([record | gaps for record in records], [], config, None)
-    assert (numerics.weight, numerics.remedy) == (1.0, "learner.lr=1e-04")
+    for aged, rate in ((1e-6, "1e-05"), (1e-7, "1e-08")):  # the latter is noise
+        records = [{"version": v, "watch/staleness_1/gap_mean": aged} for v in (1.0, 2.0)]
+        (*_, numerics) = verdict([record | gaps for record in records], [], config, None)
+        assert (numerics.weight, numerics.remedy) == (1.0, f"learner.lr={rate}")
+
+
+def test_the_gap_is_compared_with_the_limit_of_the_learners_own_type() -> None:
+    records = [{"version": 1.0, "watch/engine_gap_p99": 0.2, "watch/engine_gap_limit": 0.05}]
+    (*_, numerics) = verdict(records, [], {"learner": {"dtype": "auto"}}, None)
+    assert (numerics.weight, numerics.remedy) == (1.0, "learner.correction=tis")
+
+
+def test_an_evaluation_without_its_headline_is_passed_over() -> None:
+    def result(version: int, **means: float) -> dict[str, Any]:
+        measures = {name: {"mean": mean, "half": 0.1} for name, mean in means.items()}
+        return {"version": version, "headline": "em", "measures": measures, "questions": 4}
+
+    evaluations = [result(0, em=0.1), result(5), result(10, em=0.9)]
+    assert verdict([], evaluations, {}, None)[0].words.startswith("em 0.100 -> 0.900, +0.800")
+    evaluations[-1] = result(10)
+    assert verdict([], evaluations, {}, None)[0].words.startswith("unknown: 1 of the two")
+
+
+def test_the_remedy_for_lost_episodes_is_that_of_the_heaviest_cause() -> None:
+    counts = {"count/actions": 1600.0, "count/crashed_episodes": 160.0, "count/calls": 9.0}
+    own = {"version": 1.0, "learner/questions": 200.0, "rollout/outcomes": 1440.0}
+    given_back = {"version": 2.0, "learner/questions": 0.0}  # by a checkpoint, without counts
+    (_, episodes, *_) = verdict([own | counts, given_back], [], {}, None)
+    assert (round(episodes.weight, 3), episodes.subject) == (0.1, "episodes")
+    assert episodes.remedy == "to mend the crashed episodes"
 
 
 @pytest.mark.parametrize("changed", [{0: 0.25}, {0: 0.25, 3: 0.3}, {0: 0.25, 3: 0.15}, {}])
