@@ -52,9 +52,8 @@ from coppice.wire.sockets import Router
 log = logging.getLogger("scheduler.main")
 
 INTERRUPTED = 130
-REPORTED = [*WORK, "actions", "invalid_actions", "invalid_outcomes"]
-REPORTED += ["judged_scores", "invalid_judgements"]
-REPORTED += ["outgrown_trajectories", "refused_episodes", "crashed_episodes"]
+REPORTED = [*WORK, "actions", "invalid_actions", "invalid_outcomes", "judged_scores"]
+REPORTED += ["invalid_judgements", "outgrown_trajectories", "refused_episodes", "crashed_episodes"]
 """Counts of the summary that continue after a resume."""
 CHECK_S = 2.0
 """Seconds within which the death of a background task is noticed; it ends the run."""

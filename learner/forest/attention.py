@@ -207,6 +207,8 @@ def tree_attention(
     window = sliding_window
     if window is not None and window >= layout.deepest:  # every ancestor is inside it anyway
         window = None
+    if layout.backend == "flex" and torch.is_autocast_enabled(query.device.type):
+        query = query.to(torch.get_autocast_dtype(query.device.type))  # autocast passes it over
     key, value = key.to(query.dtype), value.to(query.dtype)
     if layout.backend == "flex":
         output = flex.compiled()(

@@ -21,10 +21,8 @@ def compiled() -> Any:
 
     # Beyond its limit of compilations, torch would silently run the unfused version, whose backward
     # is unreliable. With fullgraph, torch raises an error if the limit is exceeded nevertheless.
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(256, limits.recompile_limit)
-    limits.accumulated_recompile_limit = max(1024, limits.accumulated_recompile_limit)
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    # The limit is given here, because settings of torch._dynamo hold in one thread alone.
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True, recompile_limit=256)
 
 
 def ancestor_rule(

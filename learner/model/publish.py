@@ -43,8 +43,8 @@ _Hashed = tuple[str, str, tuple[int, ...], str]
 
 class Publisher:
     """Publishes the policy's versions; every rank has one. server: rank 0 also serves whole weights
-    from memory. Adapters are always files. max_staleness: the scheduler's. While it evaluates, the
-    newest version may be max_staleness + 1 ahead of the one that engines read or load again."""
+    from memory. Adapters are always files. max_staleness: the scheduler's, whose evaluations may be
+    max_staleness + 1 versions behind."""
 
     def __init__(
         self, policy: TreeModel, run: Path, config: LearnerConfig,

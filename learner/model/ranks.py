@@ -91,18 +91,19 @@ class Ranks:
         return module
 
     def broadcast(self, payload: bytes | None) -> bytes:
-        """Return rank 0's bytes on every rank. Raises RuntimeError if a rank is gone or silent."""
+        """Return rank 0's bytes on every rank. Raises RuntimeError if a rank is gone or silent. On
+        the CPU, as a rank that waits on a GPU would take its time from an engine there."""
         if self.count == 1:
             assert payload is not None
             return payload
-        size = torch.tensor([len(payload) if payload is not None else 0], device=self.device)
+        size = torch.tensor([len(payload) if payload is not None else 0])
         dist.broadcast(size, 0)
         if payload is not None:
-            buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self.device)
+            buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         else:
-            buffer = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+            buffer = torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(buffer, 0)
-        return buffer.cpu().numpy().tobytes()
+        return buffer.numpy().tobytes()
 
     def add_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
         """Sum every gradient over the ranks; with FSDP2 this is done already."""

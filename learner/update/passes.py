@@ -49,13 +49,15 @@ class Plan(msgspec.Struct, frozen=True):
 
     densest: the rows of the micro-batch that shares most. mine: this rank's micro-batches as (rows,
     filler). forwarded: the packed tokens of all ranks. whole: the packed tokens of the uncut
-    forest, so forwarded / whole is the cost of repeated trunks.
+    forest, so forwarded / whole is the cost of repeated trunks. path_tokens: of the paths, shared
+    ones each time.
     """
 
     densest: list[int]
     mine: list[tuple[list[int], bool]]
     forwarded: int
     whole: int
+    path_tokens: int
 
 
 def plan(trie: Trie, rows: Sequence[int], budget: int, ranks: Ranks) -> Plan:
@@ -69,7 +71,7 @@ def plan(trie: Trie, rows: Sequence[int], budget: int, ranks: Ranks) -> Plan:
         mine += [(batches[int(np.argmin(sizes))], True)] * (max(map(len, shares)) - len(mine))
     path_tokens = [sum(len(trie.spines[i]) for i in batch) for batch in batches]
     densest = int(np.argmax(np.divide(path_tokens, sizes)))
-    return Plan(batches[densest], mine, sum(sizes), sum(where.added))
+    return Plan(batches[densest], mine, sum(sizes), sum(where.added), sum(path_tokens))
 
 
 def sweep(rows: Rows, steps: Plan, model: TreeModel, initial: bool = False) -> np.ndarray:

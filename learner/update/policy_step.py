@@ -156,13 +156,15 @@ class PolicyStep:
 
 
 def watched(
-    table: TurnTable, objective: Objective, first: np.ndarray, record: np.ndarray, version: int
-) -> dict[str, float]:
+    table: TurnTable, objective: Objective, first: np.ndarray, passed: np.ndarray,
+    record: np.ndarray, version: int,
+) -> dict[str, float]:  # fmt: skip
     """Return the watch's metrics of the first epoch. record: [6, tokens] (``MEASURES``); its last
     row is 0 for tokens without a forward.
 
     first: bool [turns], whether the turn was forwarded before the first optimizer step, when
     learner and engine had the same weights (False if the version's number had other weights).
+    passed: bool [turns], whether its step was made, or left out for advantages of 0.
     """
     rows, trained = objective.rows, objective.weights > 0
     forwarded = (record[5] > 0) & trained
@@ -172,6 +174,7 @@ def watched(
     fresh = table.per_token(first & (oldest == version))[forwarded]
     behaviour, turn = rows.behaviour[forwarded], table.per_token(table.turn)[forwarded]
     found = watch.metrics(current, behaviour, entropy, kl, coefficient, cut, stale, turn, fresh)
-    if found:  # what was not forwarded has advantage 0, so nothing is clipped
-        found["learner/clip_share"] *= float(forwarded.sum() / trained.sum())
+    for name in ("learner/clip_share", "learner/mask_share") if found else ():
+        # tokens with advantage 0, which may not be forwarded, lose nothing
+        found[name] *= float(forwarded.sum() / (trained & table.per_token(passed)).sum())
     return found

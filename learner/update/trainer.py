@@ -199,8 +199,7 @@ class Trainer:
         self, table: TurnTable, objective: Objective, estimate: Advantages, everything: Plan
     ) -> dict[str, float]:
         """Make epochs x minibatches optimizer steps of the policy, and of the critic if there is
-        one. Returns their metrics: sums of tokens, the largest gradient norm, otherwise those of
-        the policy's last step, and the critic's means.
+        one. Returns their metrics: of tokens the sum, of norms the largest, of the critic the mean.
 
         The policy makes none while the critic warms up, and none after a step that would begin
         further than target_kl from the proximal policy.
@@ -208,7 +207,7 @@ class Trainer:
         c, critic, rows = self.config, self.critic, objective.rows
         record = torch.zeros(MEASURES, rows.tokens)
         metrics: dict[str, float] = {"learner/skipped": 1.0}
-        stepped, stopped, first = False, 0, np.zeros(len(table), bool)
+        stepped, stopped, first, passed = False, 0, *np.zeros((2, len(table)), bool)
         forwarded, paths, norm, learnt = 0.0, 0.0, 0.0, list[dict[str, float]]()
         frozen = critic is not None and self.version < critic.config.policy_frozen_updates
         for epoch in range(c.epochs):
@@ -216,6 +215,7 @@ class Trainer:
                 with self.timed.over("pack"):
                     steps = None if frozen else self.policy_step.plan(objective, turns)
                 first[turns] |= not stepped
+                passed[turns] |= not stopped
                 if steps is not None and stopped:
                     stopped += 1
                 elif steps is not None:
@@ -227,7 +227,7 @@ class Trainer:
                     result = self.policy_step.step(objective, steps, scale, self.version, kept)
                     if "learner/grad_norm" in result:
                         forwarded += result["learner/forwarded_tokens"]
-                        paths += sum(len(rows.paths[i].tokens) for i in turns)
+                        paths += steps.path_tokens
                         norm = max(norm, result["learner/grad_norm"])
                         metrics = result
                     else:
@@ -236,14 +236,10 @@ class Trainer:
                     assert estimate.returns is not None, "a scheme with a critic has its targets"
                     chosen = np.isin(table.row(), turns) & (objective.weights > 0)
                     steps = plan(rows.trie, turns, c.micro_tokens, self.ranks)
-                    old = table.token_column("value")
+                    own = rows, steps, chosen, table.token_column("value"), estimate.returns
                     with self.timed.over("critic"):
                         for _ in range(critic.config.steps):
-                            learnt.append(
-                                critic.learn(
-                                    rows, steps, chosen, old, estimate.returns, self.version
-                                )
-                            )
+                            learnt.append(critic.learn(*own, self.version))
         if paths:
             metrics |= {"learner/forwarded_tokens": forwarded, "learner/path_tokens": paths}
             metrics["learner/grad_norm"] = norm
@@ -253,7 +249,7 @@ class Trainer:
             metrics["learner/stopped_steps"] = float(stopped)
         whole = self.ranks.add(record).numpy()
         first &= self.version not in self.undone
-        metrics |= watched(table, objective, first, whole, self.version)
+        metrics |= watched(table, objective, first, passed, whole, self.version)
         return metrics | self._routing(rows)
 
     def _routing(self, rows: Rows) -> dict[str, float]:

@@ -119,7 +119,6 @@ class Watch:
     def __init__(self, config: WatchConfig, bfloat16: bool = False, bonus: float = 0.0):
         self.config, self.bonus, self.state = config, bonus, WatchState()
         self.gap = "engine_gap_bfloat16" if bfloat16 else "engine_gap"
-        """The threshold of the gap between engine and learner."""
 
     def warnings(self, values: dict[str, float], grad_norm: float | None) -> list[str]:
         """Return one sentence for each value beyond its threshold. The sentence names value,

@@ -183,7 +183,8 @@ async def _served(size: str, transports: tuple[str, ...]) -> dict[str, float]:
     graphs = {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
     adapters = {"enable_lora": True, "max_lora_rank": RANK, "max_loras_per_batch": 2}
     async with serving(size, {"mem_fraction_static": 0.4} | graphs | adapters) as (engine, folder):
-        return await updates(engine, folder, "cuda:0", transports)
+        last = f"cuda:{torch.cuda.device_count() - 1}"  # NCCL takes no GPU twice
+        return await updates(engine, folder, last, transports)
 
 
 def possible() -> tuple[str, ...]:

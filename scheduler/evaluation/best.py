@@ -41,8 +41,8 @@ def keep(run: Path, weights: Weights, measure: str, value: float, how: str = "")
     """Keep ``weights`` if they are the best so far of those measured alike; a full disk ends no
     run."""
     before, record = read(run), Best(weights.version, measure, value, how)
-    alike = before is not None and (before[0].measure, before[0].how) == (measure, how)
-    if alike and before[0].value >= value:
+    alike = before is not None and before[0].measure == measure and before[0].how in ("", how)
+    if before is not None and alike and before[0].value >= value:
         return False
     folder = run / "best" / f"v{weights.version:06d}"
     try:

@@ -59,7 +59,8 @@ class Metrics:
         """The newest counts of these names that earlier starts recorded; 0 if there are none."""
         counts = dict.fromkeys(names, 0)
         for _, record in parsed(self._path.read_bytes()):
-            counts |= {k: max(counts[k], int(record.get(f"count/{k}") or 0)) for k in names}
+            if self._reader is None or UPDATE in record:  # evaluations have the sum
+                counts |= {k: max(counts[k], int(record.get(f"count/{k}") or 0)) for k in names}
         return counts
 
     def resume(self, frontier: Frontier, newest: int) -> set[int]:

@@ -135,8 +135,7 @@ class VerdictBasis(msgspec.Struct, frozen=True):
 
 
 def _counted(records: Sequence[Record]) -> list[Record]:
-    """Leave out the records that a checkpoint gave back after a crash, without counts. At least
-    one is returned."""
+    """Leave out records that a checkpoint gave back without counts, but return at least one."""
     counted = [of for of in records if any(name.startswith("count/") for name in of)]
     return counted or [*records[-1:]]
 

@@ -1,5 +1,5 @@
-"""The policy versions that a run still holds: the newest ones (learner.keep), and the best one on
-the held-out tasks."""
+"""The policy versions that a run still holds: the newest ones, and the best one on the
+held-out tasks."""
 
 import argparse
 from pathlib import Path
@@ -35,6 +35,6 @@ def chosen(run: Path, version: int | str | None) -> tuple[int, Path | None]:
         return record[0].version, record[1] if record[0].version else None
     number = max(kept, default=0) if version is None else int(version)
     if number and number not in kept:
-        which = "the newest learner.keep" + (f", best {record[0].version}" if record else "")
+        which = "the newest" + (f", best {record[0].version}" if record else "")
         raise ValueError(f"--version {number}: {run} holds {sorted(kept)} ({which}), and 0")
     return number, kept.get(number)

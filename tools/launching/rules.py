@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 
 from coppice.actors.config import ServedConfig
@@ -152,9 +151,11 @@ def _engine(config: Config) -> Iterator[str]:
     if broadcasts and (w.publish == "file" or w.lora.rank):
         expected = "learner.publish = 'memory' or 'both', and learner.lora.rank = 0"
         yield f"{say('actors.sglang.weights')}: expected {expected} (adapters travel as files)"
-    if w.publish != "file" and config.scheduler.max_staleness > 1:
+    reads = a.engine == "sglang" and a.sglang.weights != "disk" and not w.lora.rank
+    most = 0 if config.scheduler.evaluation.every else 1  # an evaluation may be further behind
+    if reads and w.publish != "file" and config.scheduler.max_staleness > most:
         both = say("learner.publish", "scheduler.max_staleness")
-        yield f"{both}: memory holds two versions; expected 'file', or a max_staleness of 0 or 1"
+        yield f"{both}: memory holds two versions; expected 'file', or a max_staleness up to {most}"
     if w.lora.rank:
         yield from _adapters(a.engine, g, w.lora.rank, w.train_vision)
 
@@ -270,10 +271,8 @@ def _learner(config: Config) -> Iterator[str]:
         yield from no_effect("with learner.kl_coef = 0", "learner.kl_estimator")
     elif w.kl_reward_coef:
         yield f"{say('learner.kl_coef', 'learner.kl_reward_coef')}: expected 0 for one of them"
-    for key in ("minibatches", "prm.minibatches"):
-        if (w.prm or key == "minibatches") and attrgetter(key)(w) > s.questions_per_update:
-            most = say("scheduler.questions_per_update")
-            yield f"{say(f'learner.{key}')}: expected at most {most}, as questions are split"
+    if w.minibatches > s.questions_per_update:
+        yield f"{say('learner.minibatches')}: expected at most {s.questions_per_update} (questions)"
     if w.lr_schedule == "constant":
         keys = "learner.decay_updates", "learner.lr_min_ratio"
         yield from no_effect("with learner.lr_schedule = 'constant'", *keys)

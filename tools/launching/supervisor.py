@@ -145,9 +145,7 @@ class Supervisor:
         while not self._ended():
             if self.signals.interrupted.wait(0.2):
                 self.screen.say("\nstopping (press Ctrl-C again to kill) ...")
-                self.recorder.stopping()
-                for number in (signal.SIGINT, signal.SIGTERM):
-                    signal.signal(number, signal.SIG_DFL)
+                self._heed()
                 self._signal(self.schedulers, signal.SIGINT)
                 self._wait(self.schedulers, GRACE_S)
                 # ``stop`` does not wait again for one that hangs
@@ -252,10 +250,12 @@ class Supervisor:
         self._wait(first, GRACE_S)
         self._signal(self.schedulers, signal.SIGKILL)  # one that hangs shall not hold up the rest
         if patience and self._alive("learner-0"):
-            self.screen.say("waiting for the learner's checkpoint (Ctrl-C kills) ...")
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
-            self._wait(["learner-0"], patience)
+            self.screen.say("waiting for the learner's checkpoint ...")
+            end = time.monotonic() + patience
+            while self._alive("learner-0") and time.monotonic() < end:
+                if self.signals.interrupted.is_set():
+                    self._heed()
+                self._wait(["learner-0"], min(LOOK_S, patience))
         rest = list(self.children)
         self._signal(rest, signal.SIGTERM)
         self._wait(rest, 10.0)
@@ -272,6 +272,12 @@ class Supervisor:
             if self._alive(name):
                 self.children[name].process.send_signal(number)
                 self.children[name].process.send_signal(signal.SIGCONT)
+
+    def _heed(self) -> None:
+        """A stop was asked for: the next request kills."""
+        self.recorder.stopping()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
 
     def _alive(self, name: str) -> bool:
         return name in self.children and self.children[name].process.poll() is None

@@ -32,6 +32,7 @@ CLEAN = ["actors.dtype=auto", "actors.kv_cache_gib=1.0"]
 SGLANG = [*CLEAN, "actors.engine=sglang"]
 VLLM = [*CLEAN, "actors.engine=vllm"]
 TURNS = [*SGLANG, "learner.count=2", "actors.sglang={colocated=true,gpus=1}"]
+MEMORY = [*SGLANG, "learner.publish=both", "learner.lora.rank=0"]
 URL = [*SGLANG, "actors.sglang.way=url", 'actors.sglang.urls=["http://h"]']
 ARGUMENTS = "actors.sglang.arguments"
 OWN = "actors.engine=engine_here:Own"
@@ -284,15 +285,16 @@ def test_the_documented_ways_to_an_own_judge_load(tmp_path: Path, monkeypatch: P
         ([*SGLANG, f"{ARGUMENTS}.max_loras_per_batch=1"], "_batch = 1: expected 2 or more"),
         ([*SGLANG, f"{ARGUMENTS}.enable_lora=false"], "= False with learner.lora.rank = 16"),
         ([*TURNS, "actors.sglang.gpus=2"], "as many GPUs of all actors as learner ranks"),
-        (
-            ["learner.minibatches=9"],
-            "minibatches = 9: expected at most scheduler.questions_per_upd",
-        ),
+        (["learner.minibatches=9"], r"minibatches = 9: expected at most \d \(questions\)"),
         ([*TURNS, "learner.publish=both"], "'both' with .* expected 'file'"),
         ([*TURNS, "learner.outside=true"], "so one machine"),
         (
-            [*SGLANG, "learner.publish=both", "scheduler.max_staleness=2"],
-            "'both' and scheduler.max_staleness = 2: memory holds two versions",
+            [*MEMORY, "scheduler.max_staleness=2", "scheduler.evaluation.every=0"],
+            "'both' and scheduler.max_staleness = 2: memory holds .* a max_staleness up to 1",
+        ),
+        (
+            [*MEMORY, "scheduler.evaluation.every=5"],
+            "'both' and scheduler.max_staleness = 1: memory holds .* a max_staleness up to 0",
         ),
         ([*TURNS, "actors.sglang.gpus=0", "actors.count=1", *URL[3:]], "so one machine"),
     ],
