@@ -118,7 +118,7 @@ class Records:
     """``scheduler.metrics.Metrics`` without its files: nothing is kept."""
 
     def __init__(self, run: Path, whole: bool = False):
-        self.run = run
+        self.run, self.newest = run, dict[str, float]()
 
     def last(self, names: Sequence[str]) -> dict[str, int]:
         return dict.fromkeys(names, 0)

@@ -152,10 +152,9 @@ def _engine(config: Config) -> Iterator[str]:
         expected = "learner.publish = 'memory' or 'both', and learner.lora.rank = 0"
         yield f"{say('actors.sglang.weights')}: expected {expected} (adapters travel as files)"
     reads = a.engine == "sglang" and a.sglang.weights != "disk" and not w.lora.rank
-    most = 0 if config.scheduler.evaluation.every else 1  # an evaluation may be further behind
-    if reads and w.publish != "file" and config.scheduler.max_staleness > most:
+    if reads and w.publish != "file" and config.scheduler.max_staleness > 1:
         both = say("learner.publish", "scheduler.max_staleness")
-        yield f"{both}: memory holds two versions; expected 'file', or a max_staleness up to {most}"
+        yield f"{both}: memory holds two versions; expected 'file', or a max_staleness of 0 or 1"
     if w.lora.rank:
         yield from _adapters(a.engine, g, w.lora.rank, w.train_vision)
 
