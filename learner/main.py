@@ -15,6 +15,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import msgspec
@@ -165,7 +166,7 @@ class Leader:
             self.trainer.ranks.broadcast(pack_batch(batch))
         metrics = self.trainer.update(batch)
         start, durable = time.monotonic(), self.durable
-        trained = {group: v for group, v in self.inbox.trained.items() if v > durable}
+        trained = dict(takewhile(lambda of: of[1] > durable, reversed(self.inbox.trained.items())))
         p = self.publisher.publish(self.trainer.version, trained)
         assert p is not None, "the leader is rank 0"
         metrics["time/publish"] = time.monotonic() - start

@@ -114,7 +114,7 @@ class Run:
         self.exporter = Exporter(self.folder, lambda: self.metrics.newest, self._health)
         self.outdated: list[int] = []
         self.counts = Counter(self.metrics.last(REPORTED))
-        self.counts["replaced"] = len(self.journal.trees("status='replaced'"))
+        self.counts["replaced"] = self.journal.tally().get("replaced", 0)
         self.counts.update(+Counter(self.metrics.last(dynamic_sampling.COUNTS)))
         self.fruitless = Fruitless(process.reward, process.evidence and not self.tasks.evidence)
         fleet = Fleet(s.budget, process.batch, clock)
@@ -203,8 +203,7 @@ class Run:
             await self.dispatcher.wait_for(service, count, self.settings.startup_timeout_s)
 
     async def _wait_for_learner(self) -> tuple[Frontier, dict[int, int]]:
-        """Give the actors its version. Return its checkpoint's frontier, and what it has trained
-        since."""
+        """Give the actors its version. Return its checkpoint's frontier and what came after it."""
         await self.dispatcher.wait_for("train", 1, self.settings.startup_timeout_s)
         weights, newest = resume.announced(self.home)
         self.stream.version = weights.version

@@ -257,4 +257,4 @@ def _one_of(functions: list[dict[str, Any]]) -> dict[str, Any]:
 
 def runner(server: Server) -> web.AppRunner:
     """Return the runner. When a client hangs up, its samples are aborted."""
-    return web.AppRunner(server.application(), handler_cancellation=True)
+    return web.AppRunner(server.application(), access_log=None, handler_cancellation=True)

@@ -327,11 +327,11 @@ class Journal:
 
     def finished(self, version: int) -> list[int]:
         """The ids of training trees with nodes that ended, and of which every group was trained by
-        ``version`` at the latest. None was quarantined: the nodes of those say why."""
+        ``version`` at the latest: the 4096 oldest. None was quarantined, whose nodes say why."""
         query = (
             "SELECT id FROM trees INDEXED BY kept WHERE reason IS NULL AND split='train' AND"
             " version<?1 AND status IN ('closed', 'replaced') AND NOT EXISTS (SELECT 1 FROM groups"
-            " WHERE tree=trees.id AND (trained IS NULL OR trained>?1)) ORDER BY id"
+            " WHERE tree=trees.id AND (trained IS NULL OR trained>?1)) ORDER BY version LIMIT 4096"
         )
         return [tree for (tree,) in self._rows(query, (version,))]
 

@@ -56,7 +56,8 @@ def verdict(
     in order. config: the run's, or empty. journal: with the trees, if it can be read."""
     trees = list[list[Node]]()
     for split in ("train", "heldout") if journal is not None else ():
-        for row in journal.trees("split=? AND status!='growing'", split)[-NEWEST:]:
+        some = f"FROM trees WHERE split=? AND status!='growing' ORDER BY id DESC LIMIT {NEWEST}"
+        for row in journal.trees(f"id IN (SELECT id {some})", split):
             with contextlib.suppress(ValueError):  # a damaged tree says nothing
                 nodes = journal.tree(row).nodes.values()
                 trees.append([node for node in nodes if node.kind == "action"])
