@@ -61,8 +61,7 @@ def verdict(
             with contextlib.suppress(ValueError):  # a damaged tree says nothing
                 nodes = journal.tree(row).nodes.values()
                 trees.append([node for node in nodes if node.kind == "action"])
-    out = "split='train' AND status='quarantined'"
-    lost = len(journal.trees(out)) if journal is not None else 0
+    lost = len(journal.quarantined()) if journal is not None else 0
     of_room = (config.get(room, {}) for room in ("scheduler", "learner"))
     run = VerdictBasis(records or [{"version": 0.0}], trees, lost, *of_room)
     causes = [of(run) for of in (_judge, _episodes, _equal_groups, _time, _staleness, _numerics)]
@@ -112,7 +111,7 @@ def change(first: Sequence[float], last: Sequence[float]) -> tuple[float, float,
 
 
 class VerdictBasis(msgspec.Struct, frozen=True):
-    """What statements rest on. trees: the actions of each. lost: quarantined training trees."""
+    """What statements rest on. trees: the actions of each. lost: quarantined tasks."""
 
     records: Sequence[Record]
     trees: Sequence[Sequence[Node]]
@@ -223,7 +222,8 @@ def _episodes(run: VerdictBasis) -> Statement:
     trees = sum(of.get("learner/questions", 0) for of in run.records)
     ended = sum(of.get("rollout/outcomes", 0) for of in run.records) or trees
     costs = {of: count / (ended + count or 1) for of, count in lost.items()}
-    costs["quarantined_tasks"] = run.lost / (trees + run.lost or 1)
+    grown = _total(_counted(run.records)[-1], "quarantined")  # without rows and held-out tasks
+    costs["quarantined_tasks"] = grown / (trees + grown or 1)
     worst = max(costs, key=lambda of: costs[of])
     weight, where = max(late, costs[worst]), "invalid > 0"
     where = "crashed_max = 1" if lost["crashed_episodes"] else where

@@ -84,7 +84,7 @@ FAULTS = [
         ("marks of lost updates survive a resume", 41,
          Journal, "forget_training_after", "trained=NULL", "trained=trained"),
         ("what a living learner has trained is admitted again", 226,
-         Run, "_wait_for_learner", "return newest", "return {}"),
+         Run, "_wait_for_learner", "return checkpoint, newest", "return checkpoint, {}"),
         ("a group whose learner was lost is not sent again", 7,
          Stream, "_delivered", "again = True", "return await asyncio.sleep(1e9)"),
         ("a call lost with its connection is not noticed", 532,

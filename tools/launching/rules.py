@@ -270,8 +270,6 @@ def _learner(config: Config) -> Iterator[str]:
         yield from no_effect("with learner.kl_coef = 0", "learner.kl_estimator")
     elif w.kl_reward_coef:
         yield f"{say('learner.kl_coef', 'learner.kl_reward_coef')}: expected 0 for one of them"
-    if w.minibatches > s.questions_per_update:
-        yield f"{say('learner.minibatches')}: expected at most {s.questions_per_update} (questions)"
     if w.lr_schedule == "constant":
         keys = "learner.decay_updates", "learner.lr_min_ratio"
         yield from no_effect("with learner.lr_schedule = 'constant'", *keys)

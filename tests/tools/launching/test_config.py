@@ -285,7 +285,6 @@ def test_the_documented_ways_to_an_own_judge_load(tmp_path: Path, monkeypatch: P
         ([*SGLANG, f"{ARGUMENTS}.max_loras_per_batch=1"], "_batch = 1: expected 2 or more"),
         ([*SGLANG, f"{ARGUMENTS}.enable_lora=false"], "= False with learner.lora.rank = 16"),
         ([*TURNS, "actors.sglang.gpus=2"], "as many GPUs of all actors as learner ranks"),
-        (["learner.minibatches=9"], r"minibatches = 9: expected at most \d \(questions\)"),
         ([*TURNS, "learner.publish=both"], "'both' with .* expected 'file'"),
         ([*TURNS, "learner.outside=true"], "so one machine"),
         (
