@@ -173,8 +173,8 @@ def watched(
     oldest = np.array([rows.versions[span].min() for span in rows.spans])
     fresh = table.per_token(first & (oldest == version))[forwarded]
     behaviour, turn = rows.behaviour[forwarded], table.per_token(table.turn)[forwarded]
-    found = watch.metrics(current, behaviour, entropy, kl, coefficient, cut, stale, turn, fresh)
-    for name in ("learner/clip_share", "learner/mask_share") if found else ():
+    results = watch.metrics(current, behaviour, entropy, kl, coefficient, cut, stale, turn, fresh)
+    for name in ("learner/clip_share", "learner/mask_share") if results else ():
         # tokens with advantage 0, which may not be forwarded, lose nothing
-        found[name] *= float(forwarded.sum() / (trained & table.per_token(passed)).sum())
-    return found
+        results[name] *= float(forwarded.sum() / (trained & table.per_token(passed)).sum())
+    return results
