@@ -79,8 +79,6 @@ def mapped(path: Path) -> dict[str, torch.Tensor]:
     size = path.stat().st_size
     content = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
     kinds = {"F32": torch.float32, "BF16": torch.bfloat16}
-    return {
-        name: content[start + begin : start + end].view(kinds[entry.dtype])
-        for name, entry in entries.items()
-        for begin, end in [entry.data_offsets]
-    }
+    places = {name: slice(*entry.data_offsets) for name, entry in entries.items()}
+    content = content[start:]
+    return {name: content[at].view(kinds[entries[name].dtype]) for name, at in places.items()}

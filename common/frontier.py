@@ -19,11 +19,7 @@ class Frontier(msgspec.Struct, frozen=True):
 
     def groups(self) -> dict[int, int]:
         """Return the version that trained each group, by the group's id."""
-        return {
-            group: version
-            for first, last, version in self.trained
-            for group in range(first, last + 1)
-        }
+        return {group: version for a, b, version in self.trained for group in range(a, b + 1)}
 
 
 def runs(groups: dict[int, int]) -> list[tuple[int, int, int]]:

@@ -132,9 +132,8 @@ def _left_in_groups() -> Iterator[int]:
             limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
         inner = root / path.lstrip("/")
         for group in (inner, *inner.parents) if controllers in ("", "memory") else ():
-            if not group.is_relative_to(root) or not all(
-                (group / name).is_file() for name in (limit, used, "memory.stat")
-            ):
+            there = all((group / name).is_file() for name in (limit, used, "memory.stat"))
+            if not (there and group.is_relative_to(root)):
                 continue
             allowed, taken = ((group / name).read_text().strip() for name in (limit, used))
             if allowed.isdigit():

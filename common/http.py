@@ -208,9 +208,8 @@ class JsonClient:
         elif status == 404:
             remedy = f"does the server's URL end where {self.url} does?"
         elif status in (401, 403):
-            remedy = "it wants an API key: name the variable that holds it"
-            if self._api_key_env:
-                remedy = f"is the key in {self._api_key_env} right?"
+            wanted = "it wants an API key: name the variable that holds it"
+            remedy = f"is the key in {self._api_key_env} right?" if self._api_key_env else wanted
         raise InfrastructureFault(f"{url}: {cause}: {self._remedies.get(status, remedy)}")
 
     def _hidden(self, text: str) -> str:

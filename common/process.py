@@ -64,11 +64,8 @@ def without_secrets(passed: Collection[str] = ()) -> dict[str, str]:
     """Return this process's environment for a program that is not ours: without the variables one
     of whose words ends in KEY, TOKEN, SECRET, PASSWORD, CREDENTIALS and the like, unless ``passed``
     names them."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name in passed or not _SECRET.search(name)
-    }
+    kept = (name for name in os.environ if name in passed or not _SECRET.search(name))
+    return {name: os.environ[name] for name in kept}
 
 
 def free_port() -> int:

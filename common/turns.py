@@ -19,10 +19,8 @@ class Turns:
     the second one's file, which engines' servers inherit, since they may outlive the engine."""
 
     def __init__(self, folder: Path):
-        self._wanted, self.held = (
-            os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o600)
-            for name in ("gpus-wanted", "gpus-held")
-        )
+        paths = folder / "gpus-wanted", folder / "gpus-held"
+        self._wanted, self.held = (os.open(path, os.O_RDWR | os.O_CREAT, 0o600) for path in paths)
 
     async def called(self) -> None:
         """Wait until the learner wants the GPUs."""

@@ -68,9 +68,7 @@ def runs(tokens: np.ndarray) -> list[PictureRun]:
     neighbours belong to one picture."""
     edges = np.flatnonzero(np.diff(np.where(tokens < 0, tokens, 0), prepend=0, append=0)).tolist()
     pairs = itertools.pairwise(edges)
-    return [
-        PictureRun(start, end, -int(tokens[start])) for start, end in pairs if tokens[start] < 0
-    ]
+    return [PictureRun(at, end, -int(tokens[at])) for at, end in pairs if tokens[at] < 0]
 
 
 def numbers(tokens: np.ndarray) -> list[int]:

@@ -9,7 +9,6 @@ _FUNCTION_WORDS = frozenset(
     "of in is was and to what which who whose by for on it its with at from that this s name "
     "country".split()
 )
-_HALF = 0.5
 _FIELD, _BEGINS = 3, 100
 _INFORMATION = re.compile(r"</?information>")
 _FRAME = re.compile(r"</?information>|Doc \d+\(Title:")
@@ -56,7 +55,7 @@ def finds(query: str, evidence: str, question: str) -> float:
     own = value - field or value
     names_field = free or field <= words
     names_title = bool(title) and title <= words
-    names_value = bool(own) and len(own & words) >= _HALF * len(own)
+    names_value = bool(own) and 2 * len(own & words) >= len(own)
     if names_field and (names_title or names_value) and not foreign:
         return 1.0
     part = (value if free else field) & words

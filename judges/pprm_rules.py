@@ -23,7 +23,6 @@ from coppice.judges.exact_match import normalize
 from coppice.wire.messages import JudgedTurn, Judgement
 
 _BLOCK = re.compile(r"<(think|search|information|answer)>.*?</\1>", re.DOTALL)
-_HALF = 0.5
 _EACH = 2
 _REASONS = {
     "Information": ("it is not used", "it is used in part", "it is used"),
@@ -91,7 +90,7 @@ def _by_evidence(turn: JudgedTurn) -> dict[str, int]:
     if found:
         title, _, value = map(content_words, parts(found[-1]))
         source, new = content_words(found[-1]), (title | value) - question or title | value
-    used = _EACH if len(new & thought) >= _HALF * len(new) else int(bool(source & thought))
+    used = _EACH if 2 * len(new & thought) >= len(new) else int(bool(source & thought))
     return _points(used, query, bool(missing))
 
 
@@ -107,6 +106,6 @@ def _by_retrieval(turn: JudgedTurn) -> dict[str, int]:
     if _asks_anew(turn):
         words = content_words(turn.query or "")
         familiar = words & (question | content_words(" ".join(map(said, before))))
-        half = bool(familiar) and len(familiar) >= _HALF * len(words)
+        half = bool(familiar) and 2 * len(familiar) >= len(words)
         query = _EACH if half else int(bool(familiar))
     return _points(brought, query, missing)

@@ -22,7 +22,6 @@ _REASONS = r"[\n -;=-~]"
 """A character of a constrained explanation: ASCII, at most one token each, but not "<"."""
 _AROUND = len("<explanation></explanation>\n<score>+1</score>") + 1
 """The most tokens of a constrained reply besides its explanation, including the end token."""
-_HALF = 0.5
 
 
 def parse_score(reply: str) -> float | None:
@@ -111,7 +110,7 @@ class SlateRules(RuleJudge):
     def _answer(self, answer: str, golds: list[str]) -> float:
         if exact_match(answer, golds):
             return 1.0
-        return 0.0 if self.answer == "partial" and f1(answer, golds) >= _HALF else -1.0
+        return 0.0 if self.answer == "partial" and f1(answer, golds) >= 0.5 else -1.0
 
     def _query(self, turn: JudgedTurn) -> float:
         query = normalize(turn.query or "")

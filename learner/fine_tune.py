@@ -129,7 +129,7 @@ def train(
     before, held_out_losses = student.measure(held_out) if held_out else None, None
     if before is not None:
         print(f"  held-out loss {before:.4f} over {len(held_out)} rows", flush=True)
-    start, seen, loss = time.monotonic(), 0, math.nan
+    start, seen, loss, spent = time.monotonic(), 0, math.nan, 0.0
     for step in range(recipe.steps):
         batch = batch_of(examples, recipe, step)
         for group in optimizer.param_groups:
@@ -143,7 +143,6 @@ def train(
         if done % -(-recipe.steps // _LINES) == 0 or done == recipe.steps:
             told = f"loss {loss:.3f}, {seen} tokens, {spent:.0f} s"
             print(f"  step {done} of {recipe.steps}: {told}", flush=True)
-    spent = time.monotonic() - start
     if before is not None:
         after = student.measure(held_out)
         print(f"  held-out loss {after:.4f}, before {before:.4f}", flush=True)
@@ -201,9 +200,8 @@ class Student:
         if self.recipe.packing:
             forest = pack([TokenPath(e.tokens, e.start) for e in batch])
             layout = Layout(forest, "auto", self.device)
-            depth, compute = layout.forest.depth, self.compute
             tower = Tower(self.model, 1.0, False, self._recurrent)
-            return -tower(layout, depth, None, compute, False)[0].mean()
+            return -tower(layout, layout.forest.depth, None, self.compute, False)[0].mean()
         narrow = self.compute == torch.bfloat16
         with torch.autocast(self.device, dtype=torch.bfloat16, enabled=narrow):
             hidden, targets = self._padded(batch)
@@ -212,10 +210,8 @@ class Student:
 
     def _padded(self, batch: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor]:
         rows = [torch.tensor(e.tokens, device=self.device) for e in batch]
-        ids, mask = (
-            torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
-            for tensors in (rows, [torch.ones_like(row) for row in rows])
-        )
+        padded = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+        ids, mask = padded(rows), padded([torch.ones_like(row) for row in rows])
         decoder = self.causal.get_decoder()
         hidden = decoder(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         read = torch.cat([hidden[i, e.start - 1 : len(e.tokens) - 1] for i, e in enumerate(batch)])

@@ -208,9 +208,8 @@ async def lead(
     """Run rank 0 until every scheduler has drained its service. Then tell the other ranks to stop.
     state, warnings: what ``restore_newest`` returned. turns: see ``Leader``."""
     run = Path(process.run)
-    server = None
-    if trainer.config.publish != "file" and not trainer.policy.lora:  # adapters are small files
-        server = WeightServer(trainer.config.publish_host)
+    serves = trainer.config.publish != "file" and not trainer.policy.lora  # adapters are files
+    server = WeightServer(trainer.config.publish_host) if serves else None
     publisher = Publisher(trainer.policy, run, trainer.config, server, process.max_staleness)
     if trainer.version:
         publisher.publish(trainer.version)
@@ -223,10 +222,9 @@ async def lead(
     services = [
         Service(process.name, handlers, UNBOUNDED, leader.stats, give_up_s=120.0) for _ in homes
     ]
+    handle = asyncio.get_running_loop().add_signal_handler
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(
-            number, lambda: [service.drain() for service in services]
-        )
+        handle(number, lambda: [service.drain() for service in services])
     working = asyncio.create_task(leader.work())
     # a task, because a bare gather that is cancelled says so after the error that ended the rank
     serving = asyncio.create_task(_serve(services, homes))

@@ -98,24 +98,35 @@ def _game(config: str, updates: list[str]) -> dict[str, Arm]:
     return {"VPR": Arm(config), "OR": Arm(config, _OR), "MC-PR": Arm(config, [*_MC, *updates])}
 
 
-_LAKE = [
-    "data.environment=coppice.research.lake:Lake", "data.options={size=5,turns=14}",
-    "scheduler.judge=lake", 'judges.use={"coppice.research.lake:LakeOracle"={}}',
-    "actors.max_context=128", "warm_start.steps=400", "warm_start.skill=0.5",
-    "learner.epochs=1", "learner.entropy_coef=0.01",
+_ALIKE = ["learner.epochs=1", "learner.entropy_coef=0.01"]
+_ON_LAKES = [
+    *_ALIKE, "data.environment=coppice.research.lake:Lake", "scheduler.judge=lake",
+    'judges.use={"coppice.research.lake:LakeOracle"={}}', "warm_start.steps=400",
+    "warm_start.skill=0.5",
+]  # fmt: skip
+_LAKE = [*_ON_LAKES, "data.options={size=5,turns=14}", "actors.max_context=128"]
+_LAKE_8 = [
+    *_ON_LAKES, "data.options={size=8,turns=24}", "actors.max_context=192", "warm_start.skill=0.7",
 ]  # fmt: skip
 
 
-def _lake(method: str, questions: int, options: str, updates: int = 20) -> dict[str, Arm]:
-    """Return a method on the lake at two learning rates. questions, updates: so many that a run
-    samples some 10,000 moves."""
-    changes = [*_LAKE, *_updates(updates), f"scheduler.questions_per_update={questions}"]
-    if method != "vpr":
-        changes += [f"method={method}", f"scheduler.strategy_options={options}"]
-    return {
-        f"{method}, {rate}": Arm("vpr-sokoban-cpu", [*changes, f"learner.lr={rate}"])
-        for rate in ("3e-4", "1e-3")
-    }
+def _methods(world: list[str], questions: dict[str, int]) -> dict[str, Arm]:
+    """Return the methods in a world, each at two learning rates. questions: of an update, so many
+    that all methods sample about as many moves."""
+    options = {
+        "outcome": "{}", "grpo": "{k=8}", "tree-grpo": "{trees=2,nodes=3}",
+        "vineppo": "{continuations=4}", "vpr": "{}", "vpr-v2": "{k=4,selection='best-of-k'}",
+        "slate": "{k=5}",
+    }  # fmt: skip
+    arms = dict[str, Arm]()
+    for method, count in questions.items():
+        updates = _updates(12 if method == "vineppo" else 20)
+        changes = [*world, *updates, f"scheduler.questions_per_update={count}"]
+        if method != "vpr":
+            changes += [f"method={method}", f"scheduler.strategy_options={options[method]}"]
+        for rate in ("3e-4", "1e-3"):
+            arms[f"{method}, {rate}"] = Arm("vpr-sokoban-cpu", [*changes, f"learner.lr={rate}"])
+    return arms
 
 
 _ABLE = ["data.options.size=6", "data.options.horizon=15", "warm_start.skill=0.8"]
@@ -230,15 +241,16 @@ STUDIES = {
         "VPR v2": Arm(_MINES, ["method=vpr-v2", "scheduler.questions_per_update=16"]),
     }),
     # the outcome alone for the first four, the oracle's step rewards for the others
-    "lake": Study("success", {
-        **_lake("outcome", 64, "{}"),
-        **_lake("grpo", 8, "{k=8}"),
-        **_lake("tree-grpo", 10, "{trees=2,nodes=3}"),
-        **_lake("vineppo", 4, "{continuations=4}", updates=12),
-        **_lake("vpr", 64, "{}"),
-        **_lake("vpr-v2", 16, "{k=4,selection='best-of-k'}"),
-        **_lake("slate", 13, "{k=5}"),
-    }, seeds=3, ceiling=0.905),
+    "lake": Study("success", _methods(_LAKE, {
+        "outcome": 64, "grpo": 8, "tree-grpo": 10, "vineppo": 4, "vpr": 64, "vpr-v2": 16,
+        "slate": 13,
+    }), seeds=3, ceiling=0.905),
+    "lake-8": Study("success", _methods(_LAKE_8, {
+        "outcome": 64, "grpo": 8, "tree-grpo": 10, "vpr": 64, "vpr-v2": 16, "slate": 13,
+    }), seeds=3),
+    "sokoban-6": Study("success", _methods(_ALIKE, {
+        "outcome": 64, "grpo": 8, "tree-grpo": 10, "vpr": 64, "vpr-v2": 16, "slate": 13,
+    }), seeds=3, ceiling=1.0),
     "vpr-oracles": Study("return", {
         "minimax": Arm(_TTT, ["judges.use.tictactoe={kind='minimax'}", *_SHORT]),
         "MCTS 1000x10, tolerance 0.1": Arm(_TTT, _SHORT),

@@ -88,9 +88,8 @@ class Run:
         self.journal = Journal(self.folder / "journal.sqlite", shard=self.shard)
         keys = RunKeys.create(self.folder / "keys") if router is None else None
         # a shard that is started again listens where it did before
-        before, bind = self.folder / "endpoint", s.bind
-        if self.shard.number and before.exists():
-            bind = before.read_text()
+        before = self.folder / "endpoint"
+        bind = before.read_text() if self.shard.number and before.exists() else s.bind
         self.dispatcher = Dispatcher(bind, keys, s.dispatch, process.seed, router, clock)
         self.metrics = Metrics(self.folder, self.shard.count > 1 and not self.shard.number)
         self.dispatcher.declared = process.judges
@@ -139,10 +138,8 @@ class Run:
         examined = registry.load(process.environment, process.options | s.evaluation.options)
         if self.environment.pictures or examined.pictures:
             self.runtime.text.check_vision()
-        records = self.metrics, self.phases
-        self.examination = Examination(
-            self.runtime, examined, heldout, self.weight_sync, *records, self.open_trees
-        )
+        shared = self.weight_sync, self.metrics, self.phases, self.open_trees
+        self.examination = Examination(self.runtime, examined, heldout, *shared)
 
     async def main(self) -> None:
         """Do the whole run, from waiting for the first worker to writing the summary."""
@@ -194,11 +191,10 @@ class Run:
         outcomes = {self.environment.outcome_judge, self.examination.environment.outcome_judge}
         judges = {self.settings.judge, *outcomes} - {"", UNJUDGED}
         services |= {f"judge.{name}": 1 for name in sorted(judges)}
-        needed = {**services, "train": 1}
+        self.attendance.needed = needed = {**services, "train": 1}
         expected = ", ".join(f"{count} x {name}" for name, count in needed.items())
         own = f" of {self.process.name}, one of {self.shard.count}" if self.shard.count > 1 else ""
         print(f"waiting for workers{own}: {expected}", flush=True)
-        self.attendance.needed = needed
         for service, count in services.items():
             await self.dispatcher.wait_for(service, count, self.settings.startup_timeout_s)
 
@@ -307,9 +303,8 @@ class Run:
         values |= {f"count/{name}": float(n) for name, n in counts.items()}
         values |= residency.take()
         self.metrics.record(trained.version, values)
-        warnings = [*trained.warnings, *self.fruitless.note(values)]
-        if self.shard.number:  # the learner tells every scheduler
-            warnings = []
+        # the learner tells every scheduler
+        warnings = [] if self.shard.number else [*trained.warnings, *self.fruitless.note(values)]
         for warning in self.reminders.due(trained.version, [*warnings, *doubts]):
             alerts.say(f"warning, update {trained.version}: {warning}")
         self.pacing.trained(trained.version)

@@ -5,10 +5,10 @@ Received arrays are read-only. Everything is checked before it is decoded, and a
 ``WireError``.
 """
 
-import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn, TypeVar
+from functools import cache, partial
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -19,9 +19,7 @@ from coppice.wire.messages import Message
 Frame = bytes | memoryview
 Body = TypeVar("Body")
 
-DTYPES = frozenset(
-    {"bool", "int8", "uint8", "int16", "int32", "int64", "float16", "float32", "float64"}
-)
+DTYPES = frozenset("bool int8 uint8 int16 int32 int64 float16 float32 float64".split())
 """Only plain buffers are allowed, because object arrays and structured arrays could smuggle code or
 pointers."""
 NAMES = {np.dtype(name): name for name in DTYPES}
@@ -79,10 +77,9 @@ def check(frames: Sequence[Any], limits: Limits) -> None:
     if not frames or len(frames) > limits.max_frames:
         raise WireError(f"a message of {len(frames)} frames: expected 1 to {limits.max_frames}")
     sizes = [len(frame) for frame in frames]
-    if max(sizes) > limits.max_frame_bytes or sum(sizes) > limits.max_total_bytes:
-        raise WireError(
-            f"a message of {sum(sizes)} bytes, largest frame {max(sizes)}: limits are {limits}"
-        )
+    largest, size = max(sizes), sum(sizes)
+    if largest > limits.max_frame_bytes or size > limits.max_total_bytes:
+        raise WireError(f"a message of {size} bytes, largest frame {largest}: limits are {limits}")
 
 
 def decode_header(frames: Sequence[Frame], limits: Limits = Limits()) -> Message:
@@ -100,32 +97,22 @@ def decode_body(frames: Sequence[Frame], kind: type[Body]) -> Body:
     malformed or of another type."""
     if len(frames) < 2:
         raise WireError(f"a message without body: expected {kind.__name__}")
-
-    def restore(expected: type, value: Any) -> Any:
-        if expected is not np.ndarray:
-            raise WireError(f"no decoder for {expected}")
-        return _array(value, frames)
-
     try:
         if len(frames) == 2:
             return _plain_decoder(kind).decode(frames[1])
-        return msgspec.msgpack.decode(frames[1], type=kind, dec_hook=restore)
+        return msgspec.msgpack.decode(frames[1], type=kind, dec_hook=partial(_array, frames))
     except _MALFORMED as error:
         raise WireError(f"a body that is not a {kind.__name__}: {error}") from None
 
 
-@functools.cache
+@cache
 def _plain_decoder(kind: type[Body]) -> msgspec.msgpack.Decoder[Body]:
     """A decoder for bodies without array frames, kept because most messages have none and building
     a decoder costs more than using it."""
-
-    def refuse(expected: type, value: Any) -> NoReturn:
-        raise WireError(f"array header {value!r} in a message without array frames")
-
-    return msgspec.msgpack.Decoder(kind, dec_hook=refuse)
+    return msgspec.msgpack.Decoder(kind, dec_hook=partial(_array, (b"", b"")))
 
 
-def _array(value: Any, frames: Sequence[Frame]) -> np.ndarray:
+def _array(frames: Sequence[Frame], _: type, value: Any) -> np.ndarray:
     match value:
         case [str(dtype), [*shape], int(index)] if dtype in DTYPES and all(
             isinstance(n, int) and 0 <= n < 2**40 for n in shape

@@ -112,9 +112,8 @@ class RunKeys:
     def __init__(self, folder: Path):
         self.folder = folder
         with _of_started_run(folder):
-            self.server_public, self.server_secret = (
-                (folder / name).read_text() for name in _SERVER_FILES
-            )
+            pair = ((folder / name).read_text() for name in _SERVER_FILES)
+            self.server_public, self.server_secret = pair
         self._grants: dict[str, Grant] = {}
         self.reload()
 

@@ -243,9 +243,8 @@ class Service:
         except asyncio.CancelledError:
             if call.cancelled.is_set():
                 raise
-            reason = "was cancelled by its handler"
-            if call.late:
-                reason = f"passed its deadline of {header.deadline_s:.1f} s"
+            late = f"passed its deadline of {header.deadline_s:.1f} s"
+            reason = late if call.late else "was cancelled by its handler"
             message = f"{header.service} on {self.name} {reason}"
             self.send(wire.Error(header.id, "infrastructure", message))
         except Fault as fault:

@@ -57,13 +57,10 @@ class Pump:
     def send(self, frames: Iterable[Frame]) -> bool:
         """Queue one message, and return whether it could be queued. Frames of 64 KiB and more are
         not copied, so their buffers must stay unchanged."""
-        socket, last = self.socket, None
-        for frame in frames:
-            if last is not None:
-                socket.send(last, _MORE, copy=type(last) is bytes)
-            last = frame
-        if last is not None:
-            socket.send(last, zmq.NOBLOCK, copy=type(last) is bytes)
+        *first, last = frames
+        for frame in first:
+            self.socket.send(frame, _MORE, copy=type(frame) is bytes)
+        self.socket.send(last, zmq.NOBLOCK, copy=type(last) is bytes)
         self._wake_soon()
         return True
 
@@ -221,7 +218,6 @@ class Dealer(Pump):
 def _configure(socket: zmq.Socket) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, Limits().max_frame_bytes)
     # The number of open requests is bounded by credits, so the queues need no bound of their own.
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.set_hwm(0)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)

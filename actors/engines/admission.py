@@ -5,8 +5,8 @@
 A request waits for places and memory for its samples, and while another computes its prefix.
 """
 
-import collections
 import time
+from collections import Counter, deque
 
 from coppice.actors.engines.attend import Chunk, grouped
 from coppice.actors.engines.memory import KVMemory
@@ -20,12 +20,10 @@ _IDEAL_BYTES = 2**26
 class Admission:
     """Waiting and prefilling requests. places: samples that may still start."""
 
-    def __init__(
-        self, memory: KVMemory, places: int, prefill_tokens: int, counts: collections.Counter[str]
-    ):
+    def __init__(self, memory: KVMemory, places: int, prefill_tokens: int, counts: Counter[str]):
         self.memory, self.prefill_tokens, self.counts = memory, prefill_tokens, counts
         self.places = self._all_places = places
-        self.waiting: collections.deque[ActiveRequest] = collections.deque()
+        self.waiting: deque[ActiveRequest] = deque()
         self.prefilling: list[ActiveRequest] = []
         self.ideal = RadixCache(_IDEAL_BYTES)
 
@@ -54,8 +52,7 @@ class Admission:
         left = self.prefill_tokens
         chunks: list[Chunk] = []
         for active in self.prefilling:
-            count = min(left, active.missing)
-            if count:
+            if count := min(left, active.missing):
                 chunks.append(Chunk(active.prefix, count))
                 left -= count
         self.counts["prefilled_tokens"] += self.prefill_tokens - left

@@ -189,8 +189,7 @@ class AttentionPlan:
             part = _Chunks(group, rows)
             self._own.append(part)
             pairs = [(c.prefix, q) for c, q in zip(group, part.queries, strict=True)]
-            later = [(prefix.row, prefix.length, q) for prefix, q in pairs if prefix.length]
-            if later:
+            if later := [(prefix.row, prefix.length, q) for prefix, q in pairs if prefix.length]:
                 self._past.append(_Past(part.shelf, later))
             rows = part.end
         covered = [row for past in self._past for row in past.padded.rows]

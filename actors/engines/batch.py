@@ -95,10 +95,8 @@ class RadixBatch:
             positions.append(chunk.prefix.owner.where(start, end))
         if any(part.ndim > 1 for part in positions):
             positions = [np.broadcast_to(part, (3, part.shape[-1])) for part in positions]
-        ids, where = (
-            torch.from_numpy(np.concatenate(parts, -1)).to(self._device)
-            for parts in (tokens, positions)
-        )
+        joined = [np.concatenate(parts, -1) for parts in (tokens, positions)]
+        ids, where = (torch.from_numpy(part).to(self._device) for part in joined)
         features = self._pictures.features(chunks) if self._pictures is not None else None
         hidden = self.decoder.forward(ids, where, plan, features)
         owners = [chunk.prefix.owner for chunk in chunks]

@@ -9,10 +9,10 @@ except that ``\\w`` here includes marks that Python's ``\\w`` lacks.
 import functools
 import re
 
-import llguidance
 import numpy as np
-import tokenizers
 import torch
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
 
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import Constraint
@@ -30,7 +30,7 @@ _JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,12}"
 class Matcher:
     """Follows one continuation: ``mask``, sample, ``accept``, until ``done``."""
 
-    def __init__(self, inner: llguidance.LLMatcher, end_tokens: frozenset[int]):
+    def __init__(self, inner: LLMatcher, end_tokens: frozenset[int]):
         self._inner, self._end_tokens = inner, end_tokens
 
     def mask(self, logits: torch.Tensor) -> None:
@@ -62,16 +62,13 @@ class Matcher:
     def allowed(self, vocabulary: int) -> np.ndarray:
         """Return which tokens may come next, bool [vocabulary]."""
         packed = np.frombuffer(self._inner.compute_bitmask(), np.uint8)
-        bits = np.unpackbits(packed, count=vocabulary, bitorder="little")
-        return bits.astype(bool)
+        return np.unpackbits(packed, count=vocabulary, bitorder="little").astype(bool)
 
 
 class Grammar:
     """Compiles constraints for one tokenizer. vocabulary: the number of logits."""
 
-    def __init__(
-        self, tokenizer: tokenizers.Tokenizer, vocabulary: int, end_tokens: frozenset[int]
-    ):
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, end_tokens: frozenset[int]):
         self._tokenizer, self._vocabulary, self._end_tokens = tokenizer, vocabulary, end_tokens
         self._compiled = functools.lru_cache(KEPT)(self._compile)
 
@@ -80,11 +77,11 @@ class Grammar:
         return self._compiled(constraint).copy()
 
     @functools.cached_property
-    def _words(self) -> llguidance.LLTokenizer:
+    def _words(self) -> LLTokenizer:
         """Built for the first constraint: it takes a second for a large vocabulary."""
         size = max(self._vocabulary, 1 + max(self._tokenizer.get_vocab().values()))
         text, ends = self._tokenizer.to_str(), sorted(self._end_tokens)
-        return llguidance.LLTokenizer(text, n_vocab=size, eos_token=ends)
+        return LLTokenizer(text, n_vocab=size, eos_token=ends)
 
     def _compile(self, constraint: Constraint) -> Matcher:
         shown = constraint.text[:_SHOWN] + ("..." if len(constraint.text) > _SHOWN else "")
@@ -100,16 +97,14 @@ class Grammar:
                 " eos_token_id"
             )
         if constraint.kind == "regex":
-            source = llguidance.LLMatcher.grammar_from_regex(constraint.text)
+            source = LLMatcher.grammar_from_regex(constraint.text)
         else:
             space = {"whitespace_pattern": _JSON_WHITESPACE}
             try:
-                source = llguidance.LLMatcher.grammar_from_json_schema(
-                    constraint.text, overrides=space
-                )
+                source = LLMatcher.grammar_from_json_schema(constraint.text, overrides=space)
             except ValueError as error:
                 raise DataFault(f"{named}: {error}; expected a JSON object or a boolean") from None
-        inner = llguidance.LLMatcher(self._words, source, log_level=0)
+        inner = LLMatcher(self._words, source, log_level=0)
         matcher = Matcher(inner, self._end_tokens)
         # computed now, so that too large a grammar is refused here
         first = set(np.flatnonzero(matcher.allowed(self._vocabulary)).tolist())

@@ -45,9 +45,7 @@ class Segment:
 
 def common_length(a: np.ndarray, b: np.ndarray) -> int:
     shorter = min(len(a), len(b))
-    differ = a[:shorter] != b[:shorter]
-    first = int(differ.argmax()) if shorter else 0
-    return first if shorter and differ[first] else shorter
+    return int(np.append(a[:shorter] != b[:shorter], True).argmax())  # the first difference, or end
 
 
 class RadixCache:

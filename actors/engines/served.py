@@ -3,7 +3,6 @@ version salts each request's cache entries, so no request reads another version'
 """
 
 import asyncio
-import itertools
 import logging
 import random
 import time
@@ -16,7 +15,7 @@ import numpy as np
 
 from coppice.actors.config import ActorsConfig, ServedConfig
 from coppice.actors.engines.base import check_request, check_tokens
-from coppice.actors.engines.served_weights import ServedWeights, Wanted
+from coppice.actors.engines.served_weights import ServedWeights
 from coppice.actors.engines.servers import Http, Launched, Sampled, Servers
 from coppice.common import support, vision
 from coppice.common.http import pause_s
@@ -51,7 +50,8 @@ class ServedEngine(ABC):
             self.way: Servers = Launched(self.kind, model, config, inherited)
         else:
             self.way = Servers(self.kind, served.urls[place % len(served.urls)], model, config)
-        self.weights = ServedWeights(self.way, self.folder, self.wanted)
+        # vLLM takes whole weights from a disk alone
+        self.weights = ServedWeights(self.way, self.folder, getattr(served, "weights", "disk"))
         self.vision = vision.Vision.of(model)
         self.version = 0
         self.counts: Counter[str] = Counter()
@@ -199,11 +199,6 @@ class ServedEngine(ABC):
         gauges = {"version": self.version, "running": self._in_flight, "busy_s": busy}
         return {**self.counts, **gauges, "kv_capacity_tokens": capacity}
 
-    @property
-    @abstractmethod
-    def wanted(self) -> Wanted:
-        """How whole weights are to arrive."""
-
     @abstractmethod
     def _bodies(self, request: GenerateRequest) -> list[dict[str, Any]]:
         """Return what ``kind.generate`` takes. Raises DataFault for what it cannot serve."""
@@ -238,8 +233,9 @@ class ServedEngine(ABC):
 
     async def _again(self, body: dict[str, Any]) -> list[Sampled]:
         """Ask again when the server behind the router was leaving or not ready."""
-        end, name = time.monotonic() + PATIENCE_S, self.kind.naming
-        for attempt in itertools.count(1):
+        end, name, attempt = time.monotonic() + PATIENCE_S, self.kind.naming, 0
+        while True:
+            attempt += 1
             try:
                 return await self._once([body | {name: f"{body[name]}-{attempt}"}])
             except InfrastructureFault:
@@ -247,7 +243,6 @@ class ServedEngine(ABC):
                     raise
             self.counts["asked_again"] += 1
             await asyncio.sleep(min(LOOK_S, pause_s(attempt, 0.1, 0.0, random.random())))
-        raise AssertionError
 
     async def _once(self, bodies: list[dict[str, Any]]) -> list[Sampled]:
         """Return the answers, sampled with the version now in force or a newer one, with the

@@ -75,7 +75,7 @@ class ServedWeights:
         self.facts = await self.way.facts()
         if not self.facts.updated:
             self.named = self._new_name(0)
-            await self._name(self.way.servers, self.named)
+            await self._each(self.way.servers, lambda server: server.rename(self.named))
 
     def order(self, name: Any) -> int:
         """Return when this actor gave this name: 0, 1, ...; -1 for any other name."""
@@ -114,11 +114,8 @@ class ServedWeights:
     async def _offered(self, manifest: Manifest, servers: list[Http]) -> dict[Http, Pull]:
         """Ask the learner to offer a version to all servers at once."""
         facts = await self._each(servers, lambda server: server.facts())
-        limit = self.way.config.update_timeout_s
-        pulls = {
-            server: Pull(server, fact, manifest, limit)
-            for server, fact in zip(servers, facts, strict=True)
-        }
+        limit, pairs = self.way.config.update_timeout_s, zip(servers, facts, strict=True)
+        pulls = {server: Pull(server, fact, manifest, limit) for server, fact in pairs}
         shapes = await asyncio.to_thread(lambda: weights.BaseWeights(self.base).shapes)
         asks = (asyncio.to_thread(pull.ask, shapes) for pull in pulls.values())
         outcomes = await asyncio.gather(*asks, return_exceptions=True)
@@ -146,8 +143,7 @@ class ServedWeights:
     async def refresh(self) -> None:
         """Do what the router's list says, outside of updates: let servers go that left or started
         anew, and take in each new one once it holds the version in force."""
-        listed = await self.way.front.workers()
-        if listed is None:
+        if (listed := await self.way.front.workers()) is None:
             raise InfrastructureFault(f"{self.way.front.url}/workers is gone: there was a router")
         await asyncio.gather(*(self._check(one, listed) for one in list(self.way.servers)))
         new = listed.keys() - {server.url for server in self.way.servers}
@@ -226,14 +222,14 @@ class ServedWeights:
             await self._each(servers, lambda server: server.pause())
             # Tokens sampled before all weights have arrived get a weight version that is not a
             # policy version.
-            await self._name(servers, f"{MOVING}{version}")
+            await self._each(servers, lambda server: server.rename(f"{MOVING}{version}"))
             pulls, folder = ready.pulls, ready.folder
             await self._each(servers, lambda s: pulls[s].take() if s in pulls else s.read(folder))
             held = await self._agreed(servers)
             if servers is self.way.servers:
                 self._prove(ready.request, held)
                 name = self._new_name(version)
-                await self._name(servers, name)
+                await self._each(servers, lambda server: server.rename(name))
                 self.named = name
             elif held != self._checksum:
                 raise InfrastructureFault(
@@ -256,9 +252,6 @@ class ServedWeights:
                 if not abort:
                     raise
                 log.warning("%s", fault)
-
-    async def _name(self, servers: list[Http], name: str) -> None:
-        await self._each(servers, lambda server: server.rename(name))
 
     def _prove(self, request: LoadRequest, held: str) -> None:
         """Raise InfrastructureFault unless the servers hold new weights. That these are the

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from coppice.actors.engines.served import ServedEngine
-from coppice.actors.engines.served_weights import Wanted
 from coppice.actors.engines.sglang_api import SGLangHttp
 from coppice.common import vision
 from coppice.wire.faults import DataFault
@@ -22,10 +21,6 @@ class SGLangEngine(ServedEngine):
     """Implements ``actors.engines.base.Engine``."""
 
     kind = SGLangHttp
-
-    @property
-    def wanted(self) -> Wanted:
-        return self.config.sglang.weights
 
     def _prefix(self, request: GenerateRequest) -> dict[str, Any]:
         nothing = {"max_new_tokens": 0, "temperature": 0.0}

@@ -36,11 +36,8 @@ class SGLangHttp(Http):
 
     async def workers(self) -> dict[str, str] | None:
         try:
-            answer = await self.client.get("/workers", timeout_s=10.0)
-            return {
-                _AT_RANK.sub("", worker["url"]).rstrip("/"): worker["id"]
-                for worker in answer["workers"]
-            }
+            workers = (await self.client.get("/workers", timeout_s=10.0))["workers"]
+            return {_AT_RANK.sub("", one["url"]).rstrip("/"): one["id"] for one in workers}
         except InfrastructureFault as fault:
             if "HTTP 404" in str(fault):
                 return None

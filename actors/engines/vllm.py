@@ -9,7 +9,6 @@ import uuid
 from typing import Any
 
 from coppice.actors.engines.served import ServedEngine
-from coppice.actors.engines.served_weights import Wanted
 from coppice.actors.engines.vllm_api import VLLMHttp
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import GenerateRequest
@@ -23,10 +22,6 @@ class VLLMEngine(ServedEngine):
     most probable tokens, and pictures."""
 
     kind = VLLMHttp
-
-    @property
-    def wanted(self) -> Wanted:
-        return "disk"
 
     def _prefix(self, request: GenerateRequest) -> dict[str, Any]:
         # vLLM samples at least one token

@@ -167,11 +167,9 @@ def adapter_targets(path: Path) -> dict[str, list[int]]:
             f"{path}: adapter settings {unmerged} cannot be merged here: expected a plain LoRA"
         )
     shapes = shapes_of(path)
-    return {
-        _target(name): [shapes[name.replace("lora_A", "lora_B")][0], shape[1]]
-        for name, shape in shapes.items()
-        if name.endswith("lora_A.weight")
-    }
+    downs = [name for name in shapes if name.endswith("lora_A.weight")]
+    ups = [shapes[name.replace("lora_A", "lora_B")] for name in downs]
+    return {_target(n): [up[0], shapes[n][1]] for n, up in zip(downs, ups, strict=True)}
 
 
 @torch.inference_mode()

@@ -26,10 +26,8 @@ def chat_body(body: dict[str, Any], counted: bool = False) -> dict[str, Any]:
     messages = [message for each in listed(body) for message in _messages(each)]
     if messages[-1]["role"] == "assistant" and not counted:
         raise unexpected("messages", messages[-1], "a user's last: a reply cannot be continued")
-    if body.get("mcp_servers"):
-        raise unexpected(
-            "mcp_servers", body["mcp_servers"], "none: the provider's tools are absent"
-        )
+    if servers := body.get("mcp_servers"):
+        raise unexpected("mcp_servers", servers, "none: the provider's tools are absent")
     if body.get("thread"):
         reason = "`thread`: no conversation is held here: send the whole one without it"
         raise RequestRefused(reason, code=UNTHREADED)

@@ -87,10 +87,8 @@ def _message(message: Any) -> Message:
         if role == "tool":
             kept["tool_call_id"] = message.get("tool_call_id") or message.get("name")
         if calls := message.get("tool_calls"):
-            kept["tool_calls"] = [
-                _call(call.get("id"), call["function"]["name"], call["function"].get("arguments"))
-                for call in calls
-            ]
+            pairs = ((call.get("id"), call["function"]) for call in calls)
+            kept["tool_calls"] = [_call(key, f["name"], f.get("arguments")) for key, f in pairs]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = f"a message, {shown(message)}: {type(error).__name__} {error}"
         raise RequestRefused(reason) from None

@@ -50,9 +50,7 @@ class Server:
         self.renderer, self.family = Renderer(self.template), family_of(self.template.source)
         self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         added = self.tokenizer.get_added_tokens_decoder().items()
-        self._hidden = {
-            number for number, token in added if token.special and token.content not in MARKS
-        }
+        self._hidden = {n for n, token in added if token.special and token.content not in MARKS}
         self._started = int(time.time())
 
     def application(self) -> web.Application:
@@ -245,9 +243,8 @@ def _one_of(functions: list[dict[str, Any]]) -> dict[str, Any]:
         for key in _DEFINITIONS:
             moved |= {f"{place}.{name}": value for name, value in parameters.pop(key, {}).items()}
         if '"$ref":"#"' in text:  # the parameters themselves
-            moved[f"{place}."] = msgspec.json.decode(
-                msgspec.json.encode(parameters).replace(b'"#"', f'"#/$defs/{place}."'.encode())
-            )
+            text = msgspec.json.encode(parameters).decode().replace('"#"', f'"#/$defs/{place}."')
+            moved[f"{place}."] = msgspec.json.decode(text)
             parameters = {"$ref": f"#/$defs/{place}."}
         properties = {"name": {"const": function["name"]}, "arguments": parameters}
         call = {"type": "object", "properties": properties, "required": [*properties]}

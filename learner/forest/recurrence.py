@@ -40,6 +40,4 @@ def segments(forest: Forest, device: torch.device | str) -> dict[str, torch.Tens
         parents.append(open_segments[-1] if open_segments else -1)
         open_segments.append(number)
     arrays = {"tree_cu_seqlens_q": bounds, "tree_segment_parents": np.array(parents)}
-    return {
-        name: torch.as_tensor(a, dtype=torch.int32, device=device) for name, a in arrays.items()
-    }
+    return {key: torch.as_tensor(a, dtype=torch.int32, device=device) for key, a in arrays.items()}

@@ -93,9 +93,7 @@ def wide() -> Iterator[None]:
         torch.nn.functional.linear, moe._grouped_mm = linear, grouped
 
 
-def _plain(
-    policy: TreeModel, paths: Sequence[Path], sample: list[int], compute: torch.dtype
-) -> Tensor:
+def _plain(policy: TreeModel, paths: list[Path], sample: list[int], compute: torch.dtype) -> Tensor:
     """Return the log-probabilities of the sampled paths, each read alone; the gradients of their
     sum remain."""
     logprobs = []
@@ -106,9 +104,8 @@ def _plain(
 
 
 def _packed(
-    policy: TreeModel, paths: Sequence[Path], sample: list[int], compute: torch.dtype,
-    attention: Any,
-) -> Tensor:  # fmt: skip
+    policy: TreeModel, paths: list[Path], sample: list[int], compute: torch.dtype, attention: Any
+) -> Tensor:
     """Return the same log-probabilities, read in the forest of all paths."""
     logprobs = policy.read(pack(paths, share=None), compute=compute, attention=attention)[0]
     of_path = logprobs.split([len(path.tokens) - path.start for path in paths])

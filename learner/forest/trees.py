@@ -83,9 +83,7 @@ class Trie:
         self.supports = [path.support for path in paths]
         # the paths of an update have one mapping together
         shown = {id(path.pictures): path.pictures for path in paths}
-        self.pictures = {
-            number: png for pictures in shown.values() for number, png in pictures.items()
-        }
+        self.pictures = {n: png for pictures in shown.values() for n, png in pictures.items()}
         self.order = sorted(range(len(rows)), key=lambda i: rows[i].astype(">i8").tobytes())
         self.rank = np.argsort(self.order)
         most = sum(map(len, rows))
@@ -98,8 +96,7 @@ class Trie:
         for index in self.order:
             row = rows[index]
             both = min(len(last), len(row))
-            differ = np.flatnonzero(last[:both] != row[:both])
-            shared = int(differ[0]) if len(differ) else both
+            shared = int(np.append(last[:both] != row[:both], True).argmax())
             self.end[spine[shared:]] = size
             fresh = np.arange(size, size + len(row) - shared)
             self.tokens[fresh], self.depth[fresh] = row[shared:], np.arange(shared, len(row))
@@ -170,16 +167,13 @@ def pack(paths: Sequence[Path], share: bool | None = True) -> Forest:
 def filled(forest: Forest, bucket: int) -> Forest:
     """Return the forest with isolated filler nodes, so that its size is a multiple of ``bucket``:
     compiled attention needs static shapes."""
-    more = -len(forest.tokens) % bucket
-    size = len(forest.tokens)
-    zeros, experts = np.zeros(more, np.int64), forest.experts
+    size, more, experts = len(forest.tokens), -len(forest.tokens) % bucket, forest.experts
     if experts is not None:
-        rows = np.full((more, experts.shape[1]), NO_EXPERT, np.int16)
-        experts = np.concatenate([experts, rows])
+        experts = np.pad(experts, ((0, more), (0, 0)), constant_values=NO_EXPERT)
     return msgspec.structs.replace(
         forest,
-        tokens=np.concatenate([forest.tokens, zeros]),
-        depth=np.concatenate([forest.depth, zeros]),
+        tokens=np.pad(forest.tokens, (0, more)),
+        depth=np.pad(forest.depth, (0, more)),
         end=np.concatenate([forest.end, np.arange(size + 1, size + more + 1)]),
         experts=experts,
     )

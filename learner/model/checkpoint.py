@@ -93,8 +93,7 @@ def save(
         _verify(folder, ranks.rank, ranks.count if ranks.sharded else 1)
 
     for step in (begin, write, finish, prove):
-        error = _attempt(step, folder, ranks, ranks.sharded)
-        if error is not None:
+        if error := _attempt(step, folder, ranks, ranks.sharded):
             if ranks.rank == 0:
                 shutil.rmtree(draft, ignore_errors=True)
                 if step is prove:

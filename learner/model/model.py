@@ -96,10 +96,8 @@ class Tower(torch.nn.Module):
             outputs = values, values.clone()
         else:
             weight = causal.get_output_embeddings().weight
-            targets = torch.as_tensor(target, device=device)
-            outputs = token_logprobs(
-                hidden.to(compute), weight, targets, self.temperature, layout.forest.support
-            )
+            targets, support = torch.as_tensor(target, device=device), layout.forest.support
+            outputs = token_logprobs(hidden.to(compute), weight, targets, self.temperature, support)
         if again is None:
             return outputs
         expand = torch.as_tensor(again, device=device)
@@ -184,11 +182,8 @@ class TreeModel:
         """The causal LM without any adapters."""
         # Captured only here, because between two forwards a sharded module may expose complete
         # parameters instead of the trained shards.
-        self._trained = {
-            name.removeprefix("model."): p
-            for name, p in self.tower.named_parameters()
-            if p.requires_grad
-        }
+        named = self.tower.named_parameters()
+        self._trained = {n.removeprefix("model."): p for n, p in named if p.requires_grad}
         self.initial: TreeModel = self
         if reference:
             none = LoraConfig(rank=0)

@@ -60,17 +60,15 @@ class Publisher:
         self._held: dict[str, torch.Tensor] = {}
         """This rank's rows of the newest version, flat, with which the next is compared."""
         if not policy.lora:
-            hollow = {
-                name: torch.empty(p.shape, dtype=policy.compute, device="meta")
-                for name, p in policy.trained().items()
-            }
+            trained, compute = policy.trained().items(), policy.compute
+            hollow = {n: torch.empty(p.shape, dtype=compute, device="meta") for n, p in trained}
             self._like = self._stored(hollow)
             """The weights as a model folder names them: transformers joins experts and renames."""
             alone = {name for key, one in hollow.items() for name in self._stored({key: one})}
             one_by_one = alone == self._like.keys()
             self._groups = grouped(hollow) if one_by_one else [list(hollow)]
             plain = set(map(vision.stored, hollow)) == self._like.keys()
-            narrow = policy.compute == torch.bfloat16
+            narrow = compute == torch.bfloat16
             self._compares = self.file and narrow and plain and config.whole_every > 1
 
     def publish(self, version: int, trained: dict[int, int] | None = None) -> Weights | None:

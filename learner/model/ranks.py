@@ -60,10 +60,8 @@ class Ranks:
         """Return the ranks as rows of ``shards`` neighbours. torch's own groups of a mesh would
         wait for another time than the run's."""
         grid = torch.arange(self.count).view(-1, self.shards)
-        groups: Any = [
-            dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0]
-            for lines in (grid.T, grid)
-        ]
+        subgroups = dist.new_subgroups_by_enumeration
+        groups: Any = [subgroups(lines.tolist(), timeout=timeout)[0] for lines in (grid.T, grid)]
         kind, names = self.accelerator.device.type, ("replicate", "shard")
         return DeviceMesh.from_group(groups, kind, mesh=grid, mesh_dim_names=names)
 
@@ -98,10 +96,8 @@ class Ranks:
             return payload
         size = torch.tensor([len(payload) if payload is not None else 0])
         dist.broadcast(size, 0)
-        if payload is not None:
-            buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        else:
-            buffer = torch.empty(int(size), dtype=torch.uint8)
+        room = bytearray(int(size) if payload is None else payload)
+        buffer = torch.frombuffer(room, dtype=torch.uint8)
         dist.broadcast(buffer, 0)
         return buffer.numpy().tobytes()
 

@@ -91,12 +91,9 @@ def load(stored: StoredPart, stepper: Stepper) -> None:
         for parameter, rows, state in read:
             own_rows(parameter)[0].copy_(rows)
             for kind, value in state.items():
-                if kind == "step":
-                    stepper.adamw.state[parameter][kind] = value
-                else:
-                    moment = torch.zeros_like(parameter.detach())
-                    own_rows(moment)[0].copy_(value)
-                    stepper.adamw.state[parameter][kind] = moment
+                moment = value if kind == "step" else torch.zeros_like(parameter.detach())
+                own_rows(moment)[0].copy_(value)
+                stepper.adamw.state[parameter][kind] = moment
 
 
 def _entries(stepper: Stepper) -> Iterator[tuple[str, torch.Tensor]]:

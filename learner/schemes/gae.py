@@ -6,19 +6,12 @@ rho_max and c_max are V-trace's bounds, rho-bar and c-bar. kl_coef weighs the k1
 policy, which is subtracted from the reward.
 """
 
-from coppice.common.declared import SchemeNeeds
 from coppice.common.numbers import Ddof, NotNegative, Positive, Share
 from coppice.learner.update.table import TurnTable, scored
-from coppice.learner.update.targets import Advantages, Kind, estimate
-from coppice.learner.update.targets import needs as target_needs
+from coppice.learner.update.targets import Advantages, Kind, estimate, estimated
 
 trains = scored("column")
-
-
-def needs(
-    column: str, targets: Kind, kl_coef: float, rho_max: float, c_max: float, **_: object
-) -> SchemeNeeds:
-    return target_needs({column}, targets, kl_coef, rho_max, c_max)
+needs = estimated("column")
 
 
 def advantages(

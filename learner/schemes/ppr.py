@@ -14,23 +14,15 @@ from typing import Literal
 
 import numpy as np
 
-from coppice.common.declared import SchemeNeeds
 from coppice.common.numbers import Ddof, NotNegative, Positive, Share
 from coppice.learner.update.table import Trajectories, TurnTable, scored
-from coppice.learner.update.targets import Advantages, Kind, estimate
-from coppice.learner.update.targets import needs as target_needs
+from coppice.learner.update.targets import Advantages, Kind, estimate, estimated
 
 Normalisation = Literal["constant", "sample", "none", "rescale", "reduced"]
 Invalid = Literal["zero", "skip"]
 
 trains = scored("outcome")
-
-
-def needs(
-    process: str, outcome: str, targets: Kind, kl_coef: float, rho_max: float, c_max: float,
-    **_: object,
-) -> SchemeNeeds:  # fmt: skip
-    return target_needs({process, outcome}, targets, kl_coef, rho_max, c_max)
+needs = estimated("process", "outcome")
 
 
 def advantages(

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from coppice.common.declared import SchemeNeeds
+from coppice.common.declared import SchemeNeeds, reads
 from coppice.common.numbers import Ddof
 from coppice.common.statistics import centre, whiten, within
 from coppice.learner.update.table import TurnTable, unequal
@@ -25,11 +25,9 @@ def needs(column: str, baseline: str, leave_out_equal: bool, **_: object) -> Sch
             " compared, not a question; remove it, or set baseline = 'group'"
         )
     if baseline == "none":
-        return SchemeNeeds(columns=frozenset({column}), group="batch", aggregation="token")
+        return reads(column, group="batch", aggregation="token")()
     unlike = "" if leave_out_equal else "learner.scheme_options.leave_out_equal = true"
-    return SchemeNeeds(
-        columns=frozenset({column}), group="task", least=2, pushes_equal=unlike, aggregation="token"
-    )
+    return reads(column, group="task", least=2, pushes_equal=unlike, aggregation="token")()
 
 
 def advantages(

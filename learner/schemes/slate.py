@@ -18,6 +18,5 @@ def advantages(table: TurnTable, ddof: Ddof = 1, eps: Positive = 1e-6) -> np.nda
     """A candidate without a reward enters no statistic and gets 0. ddof = 1: sample std (methods.md
     6, row 3)."""
     rewards = table.column("reward")
-    return table.per_token(
-        within(table.group, rewards, lambda siblings: among_siblings(siblings, ddof, eps))
-    )
+    compared = within(table.group, rewards, lambda siblings: among_siblings(siblings, ddof, eps))
+    return table.per_token(compared)

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from coppice.common.declared import SchemeNeeds
+from coppice.common.declared import SchemeNeeds, reads
 from coppice.common.numbers import Count, Positive
 from coppice.common.statistics import whiten as whiten_tokens
 from coppice.learner.forest.segments import TreeSegments, segments
@@ -27,9 +27,7 @@ trains = scored("column")
 
 def needs(column: str, form: str, whiten: bool, **_: object) -> SchemeNeeds:
     unlike = "learner.scheme_options.form = 'released'" if form == "paper" and whiten else ""
-    return SchemeNeeds(
-        columns=frozenset({column}), group="task", least=2, pushes_equal=unlike, aggregation="token"
-    )
+    return reads(column, group="task", least=2, pushes_equal=unlike, aggregation="token")()
 
 
 def advantages(

@@ -8,23 +8,19 @@ groups (multimodal-art-projection/TreePO:
 ``compute_tree_reinforce_plus_plus_baseline_outcome_advantage``, recipe/treepo/run_treepo_train.sh).
 """
 
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
-from coppice.common.declared import SchemeNeeds
 from coppice.common.statistics import whiten
 from coppice.learner.forest.segments import segments
+from coppice.learner.schemes import reinforce_pp
 from coppice.learner.update.table import TurnTable, unequal
 
 trains = unequal("column")
 
-
-def needs(column: str, leave_out_equal: bool, **_: object) -> SchemeNeeds:
-    unlike = "" if leave_out_equal else "learner.scheme_options.leave_out_equal = true"
-    return SchemeNeeds(
-        columns=frozenset({column}), group="task", least=2, pushes_equal=unlike, aggregation="token"
-    )
+needs = partial(reinforce_pp.needs, baseline="group")
 
 
 def advantages(

@@ -56,20 +56,15 @@ class Inbox:
         """Return the trees of the next batch, ascending, or None while there are too few complete
         trees."""
         whole = sorted(self._whole(self._closed))  # ids ascend in the order of admission
-        shares = [
-            [tree for tree in whole if shard.owns(tree)][: self.share] for shard in self.shards
-        ]
+        shares = [[*filter(shard.owns, whole)][: self.share] for shard in self.shards]
         complete = all(len(share) == self.share for share in shares)
         return sorted(itertools.chain(*shares)) if complete else None
 
     def take(self, trees: list[int], version: int) -> Batch:
         """Remove the trees, and all complete replaced trees, from the inbox and return them as a
         batch. Its groups belong to the frontier from now on."""
-        replaced = [
-            group.id
-            for tree in self._whole(self._replaced)
-            for group in self._leave(tree, self._replaced)[0]
-        ]
+        away = [self._leave(tree, self._replaced)[0] for tree in self._whole(self._replaced)]
+        replaced = [group.id for group in itertools.chain(*away)]
         groups, nodes = [], []
         for tree in trees:
             left = self._leave(tree, self._closed)

@@ -40,12 +40,9 @@ class Critic:
         if not chosen.any():
             return {}
         count, total = int(chosen.sum()), torch.zeros(1, dtype=torch.float64)
+        columns = torch.as_tensor(np.stack([chosen, old, returns]), dtype=torch.float32)
         for some, filler in steps.mine:
-            index = rows.index(some)
-            weight, before, target = (
-                torch.as_tensor(column[index], dtype=torch.float32, device=self.ranks.device)
-                for column in (chosen, old, returns)
-            )
+            weight, before, target = columns[:, rows.index(some)].to(self.ranks.device)
             values = self.model.read(rows.forest(some))[0]
             losses = value_loss(values, before, target, self.config.value_clip)
             loss = (0.0 if filler else 1.0 / count) * (weight * losses).sum()

@@ -140,9 +140,7 @@ class PolicyStep:
         def here(values: np.ndarray, dtype: torch.dtype | None = None) -> torch.Tensor:
             return torch.as_tensor(values, dtype=dtype, device=current.device)
 
-        proximal = here(objective.proximal[index])
-        if self.config.steps == 1:
-            proximal = current.detach()
+        proximal = current.detach() if self.config.steps == 1 else here(objective.proximal[index])
         behaviour = here(rows.behaviour[index])
         if level == "token":
             return Logprobs(current, proximal, behaviour)

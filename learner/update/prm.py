@@ -132,10 +132,8 @@ class ImplicitPrm:
         positive, some = outcomes > self.config.threshold, ~np.isnan(outcomes)
         if questions is not None:
             some &= np.isin(tree, questions)
-        if self.config.loss == "dpo":
-            loss = dpo(scores[some], positive[some], tree[some])
-        else:
-            loss = cross_entropy(scores[some], positive[some])
+        own = scores[some], positive[some]
+        loss = dpo(*own, tree[some]) if self.config.loss == "dpo" else cross_entropy(*own)
         slope = np.zeros(len(tree))
         slope[some] = loss.slope * scale[some] * self.config.beta
         return loss, table.per_token(slope[trajectories.of]) * table.mask()

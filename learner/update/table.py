@@ -195,9 +195,7 @@ def build(
         trajectory=column(turn.trajectory for _, turn, _ in rows),
         turn=column(turn.turn for _, turn, _ in rows),
         tokens=column(len(node.tokens) for _, _, node in rows),
-        scores={
-            n: column((t.scores.get(n, np.nan) for _, t, _ in rows), np.float64) for n in names
-        },
+        scores={n: column((t.scores.get(n, np.nan) for _, t, _ in rows), float) for n in names},
         anchor=column(
             zlib.crc32(nodes[g.tree, n.parent].tokens.tobytes()) if t.anchor is None else t.anchor
             for g, t, n in rows
@@ -238,12 +236,9 @@ def _experts(line: list[TreeNode]) -> np.ndarray | None:
     widths = [len(one.experts) // len(one.tokens) for one in line if one.experts is not None]
     if not widths:
         return None
-    width = max(widths)
-    rows = [
-        np.full((len(one.tokens), width), NO_EXPERT, np.int16)
-        if one.experts is None
-        else one.experts.reshape(len(one.tokens), width)
-        for one in line
-    ]
-    last = np.full((1, width), NO_EXPERT, np.int16)
-    return np.concatenate([*rows, last])[1:]
+    ends = np.cumsum([len(one.tokens) for one in line])
+    told = np.full((ends[-1] + 1, max(widths)), NO_EXPERT, np.int16)
+    for one, end in zip(line, ends, strict=True):
+        if one.experts is not None:
+            told[end - len(one.tokens) : end] = one.experts.reshape(len(one.tokens), max(widths))
+    return told[1:]

@@ -7,12 +7,13 @@ response tokens). The value after the last token is 0. log_ratio is log proximal
 V-trace and Retrace correct only the targets: rho_t belongs to the correction in the loss.
 """
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
-from coppice.common.declared import SchemeNeeds
+from coppice.common.declared import SchemeNeeds, reads
 from coppice.common.statistics import whiten as whiten_tokens
 from coppice.learner.update.table import TurnTable
 
@@ -74,21 +75,24 @@ def retrace(
     return advantages, values + cut * advantages
 
 
-def needs(
-    columns: set[str], targets: Kind, kl_coef: float, rho_max: float, c_max: float
-) -> SchemeNeeds:
-    """Return the needs of a scheme of ``estimate`` that reads these score columns. Raises
-    ValueError if V-trace's bounds are set without V-trace, or c_max > rho_max."""
-    bounds = f"learner.scheme_options.rho_max = {rho_max}, c_max = {c_max}"
-    if targets != "vtrace" and (rho_max, c_max) != (1.0, 1.0):
-        raise ValueError(f"{bounds} have no effect with targets = {targets!r}: set 'vtrace'")
-    if c_max > rho_max:
-        raise ValueError(f"{bounds}: expected c_max of at most rho_max (Espeholt et al. 2018, 4.1)")
-    read = {"value": True, "kl": kl_coef > 0, "log_ratio": targets != "gae"}
-    return SchemeNeeds(
-        columns=frozenset(columns), group="batch", aggregation="token",
-        models=frozenset(column for column, reads in read.items() if reads),
-    )  # fmt: skip
+def estimated(*columns: str) -> Callable[..., SchemeNeeds]:
+    """Return the ``needs`` of a scheme of ``estimate``, as ``reads`` does. These raise ValueError
+    if V-trace's bounds are set without V-trace, or c_max > rho_max."""
+
+    def needs(
+        targets: Kind, kl_coef: float, rho_max: float, c_max: float, **options: Any
+    ) -> SchemeNeeds:
+        bounds = f"learner.scheme_options.rho_max = {rho_max}, c_max = {c_max}"
+        if targets != "vtrace" and (rho_max, c_max) != (1.0, 1.0):
+            raise ValueError(f"{bounds} have no effect with targets = {targets!r}: set 'vtrace'")
+        if c_max > rho_max:
+            wish = "expected c_max of at most rho_max (Espeholt et al. 2018, 4.1)"
+            raise ValueError(f"{bounds}: {wish}")
+        read = {"value": True, "kl": kl_coef > 0, "log_ratio": targets != "gae"}
+        models = frozenset(column for column, is_read in read.items() if is_read)
+        return reads(*columns, group="batch", models=models, aggregation="token")(**options)
+
+    return needs
 
 
 def estimate(

@@ -123,20 +123,18 @@ class Watch:
     def warnings(self, values: dict[str, float], grad_norm: float | None) -> list[str]:
         """Return one sentence for each value beyond its threshold. The sentence names value,
         threshold and remedy."""
-        sentences = []
+        told = []
         for threshold, metric, quantity, remedy in LIMITS:
             threshold = self.gap if threshold == "engine_gap" else threshold
             limit, value = getattr(self.config, threshold), values.get(metric)
             sign = -1 if threshold in FLOORS else 1
             if limit and value is not None and sign * value > sign * limit:
-                sentences.append(
-                    f"{quantity} is {value:.3g} (watch.{threshold} = {limit:g}): {remedy}"
-                )
+                told.append(f"{quantity} is {value:.3g} (watch.{threshold} = {limit:g}): {remedy}")
         norms, limit = self.state.norms, self.config.grad_norm
         if grad_norm is not None:
             usual = float(np.median(norms)) if len(norms) >= 5 else 0.0
             if usual and limit and grad_norm > limit * usual:
-                sentences.append(
+                told.append(
                     f"gradient norm {grad_norm:.3g} is {grad_norm / usual:.0f} times its median"
                     f" (watch.grad_norm = {limit:g}): look at this update's trees with coppice"
                     " trees; lower learner.grad_clip or learner.lr if it goes on"
@@ -144,7 +142,7 @@ class Watch:
             self.state.norms = [*norms, grad_norm][-NORMS:]
         others = [self._length(group, values) for group in ("correct", "wrong")]
         others.append(self._validity(values.get("score/valid")))
-        return sentences + [sentence for sentence in others if sentence]
+        return told + [sentence for sentence in others if sentence]
 
     def _validity(self, valid: float | None) -> str:
         """Return a warning of an entropy bonus while fewer than half as many actions are valid as

@@ -107,16 +107,14 @@ class Worker:
         self.name = hello.worker
         self.in_flight: dict[int, Attempt] = {}
         self.stats: dict[str, float] = {}
-        self.beat_at = now
         self.breaker = Breaker()
-        self.heard = now
+        self.beat_at = self.heard = now
         self.silent, self.quiet = 0.0, False
         self.answered = self.unanswered = self.stalled = 0
         self._answered_at = self._period_at = now
         self._period = [0, 0]
         self.recent: deque[Event] = deque(maxlen=4)
-        self.ready = False
-        self.draining = False
+        self.ready = self.draining = False
         self.joined, self.left_out = 0, False
 
     @property
@@ -225,9 +223,7 @@ class Pending:
     caller: str
     since: float
     check: Check | None = None
-    done: asyncio.Future[Any] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    done: asyncio.Future[Any] = field(default_factory=asyncio.Future)
     failed_on: frozenset[str] = frozenset()
     attempts: "list[Attempt]" = field(default_factory=list)
     waiting: bool = False

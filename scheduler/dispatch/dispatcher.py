@@ -267,16 +267,9 @@ class Dispatcher:
         if pending.attempts:  # not after ``close``
             pending.attempts.remove(attempt)
         pending.place.ended(worker.name, result)
-        event = Event(
-            pending.service,
-            worker.name,
-            attempt.start,
-            self.clock(),
-            outcome,
-            pending.caller,
-            getattr(result, "version", None),
-            getattr(result, "phases", {}),
-        )
+        span = attempt.start, self.clock()
+        answered = getattr(result, "version", None), getattr(result, "phases", {})
+        event = Event(pending.service, worker.name, *span, outcome, pending.caller, *answered)
         worker.recent.append(event)
         if self.on_event is not None:
             self.on_event(event)
@@ -454,8 +447,7 @@ class Dispatcher:
             for attempt in worker.in_flight.values():
                 if (seconds := now - attempt.start) < FLOOR_S:
                     break  # those behind it are younger
-                latency = self._latencies.get(attempt.pending.service)
-                if latency is not None and seconds > latency.limit and not attempt.late:
+                if seconds > self._latencies[attempt.pending.service].limit and not attempt.late:
                     late.append(attempt)
         return late
 

@@ -161,12 +161,9 @@ class Generation(Place):
             return None
         if not self.begun:
             return min(fitting, key=fleet.crowd)
-        homes = {worker.name for worker in free} if len(workers) <= FEW else set(tree.actors)
-        expect = fleet.residency.expect
-        held = {
-            name: expect(name, self.tokens) if name in homes else tree.shared
-            for name in (worker.name for worker in free)
-        }
+        held = {worker.name: tree.shared for worker in free}
+        homes = held.keys() if len(workers) <= FEW else held.keys() & set(tree.actors)
+        held |= {name: fleet.residency.expect(name, self.tokens) for name in homes}
         home = _nearest(free, held)
         best = home if home in fitting else _nearest(fitting, held)
         moved = held[best.name] < held[home.name]
@@ -228,10 +225,8 @@ class Generation(Place):
             return True
         trees, sums = fleet.expected(worker)
         older = bisect.bisect_left(trees, self.tree)
-        if not older:
-            return True
         own = fleet.size(tree, self.length - tree.shared + self._sampling())
-        return tree.shared + sums[older] + own <= capacity or fleet.low(worker)
+        return not older or tree.shared + sums[older] + own <= capacity or fleet.low(worker)
 
 
 def _nearest(workers: Sequence[Worker], held: Mapping[str, int]) -> Worker:

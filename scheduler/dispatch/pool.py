@@ -65,8 +65,7 @@ class Pool:
             self._turn = (self._turn + 1) % len(self._ring)
             some += [w for w in (self._ring[self._turn],) if w.name not in avoid]
         found = {worker.name: worker for worker in some if worker.usable(now)}
-        for worker in self._first(LOOKED_AT // 2, now, {*avoid, *homes}):
-            found[worker.name] = worker
+        found |= {w.name: w for w in self._first(LOOKED_AT // 2, now, {*avoid, *homes})}
         return sorted(found.values(), key=operator.attrgetter("joined"))
 
     def _push(self, worker: Worker, order: int) -> None:

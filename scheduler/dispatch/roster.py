@@ -162,12 +162,9 @@ class Roster:
             return reason
         if extra := [service for service in hello.services if not grant.allows(service)]:
             return f"its key may offer {', '.join(grant.services)}, and not {', '.join(extra)}"
+        told = "a living worker of this name has another key: take another (coppice serve --name)"
         other = self.by_name.get(hello.worker)
-        if other is not None and other.key != self.router.sender:
-            return (
-                "a living worker of this name has another key: take another (coppice serve --name)"
-            )
-        return None
+        return told if other is not None and other.key != self.router.sender else None
 
     def refuse(self, identity: bytes, name: str, reason: str) -> None:
         """Send away a peer that may not do what it asks for."""

@@ -46,8 +46,7 @@ class WeightSync:
             actors = self.dispatcher.workers("load")
             proofs = await asyncio.gather(*(self._proven(actor) for actor in actors))
             # the most frequent one, the first on a tie; engines without a proof have no say
-            frequency = Counter(proof for proof in proofs if proof).most_common(1)
-            self._common = common = frequency[0][0] if frequency else ""
+            self._common = common = max(filter(None, proofs), key=proofs.count, default="")
         finally:
             self._settled.set()
         for actor, proof in zip(actors, proofs, strict=True):
@@ -55,8 +54,7 @@ class WeightSync:
                 self._drop(actor, _differs(proof, common))
         self.versions.proven = weights.version
         if not self.dispatcher.workers("generate"):
-            version = weights.version
-            alerts.say(f"no actor holds policy version {version}: waiting for one to join")
+            alerts.say(f"no actor holds policy version {weights.version}: waiting for one to join")
 
     async def to(self, actor: Worker) -> None:
         """Give a joining actor the newest weights. Raises Fault without their proof."""

@@ -56,9 +56,8 @@ def keep(run: Path, weights: Weights, measure: str, value: float, how: str = "")
                 for folder, _ in links:
                     into = draft if folder == source else draft / folder.name
                     into.mkdir(exist_ok=True)
-                    for path in sorted(folder.iterdir()):
-                        if path.is_file():
-                            _link(path, into / path.name)
+                    for path in filter(Path.is_file, folder.iterdir()):
+                        _link(path, into / path.name)
             (draft / "best.json").write_bytes(msgspec.json.encode(record))
     except (OSError, InfrastructureFault) as error:
         log.warning("version %d did best so far and could not be kept: %s", weights.version, error)

@@ -20,14 +20,15 @@ class Estimate(msgspec.Struct, frozen=True):
         return f"{self.mean:.3f} ±{self.half:.3f}"
 
 
-def estimate(values: Sequence[float]) -> Estimate:
-    """The mean and 1.96 standard errors; of values in {0, 1} those of a proportion, never 0."""
+def estimate(values: Sequence[float], counts: bool = False) -> Estimate:
+    """The mean and 1.96 standard errors; of values in {0, 1} those of a proportion, never 0, unless
+    they are ``counts``."""
     n = len(values)
     if not n:
         return Estimate(math.nan, math.nan)
     mean = math.fsum(values) / n
     variance = math.fsum((v - mean) ** 2 for v in values) / max(1, n - 1)
-    if set(values) <= {0.0, 1.0}:
+    if not counts and set(values) <= {0.0, 1.0}:
         # Agresti-Coull: an observed share of 0 or 1 is not certain
         smoothed = (math.fsum(values) + 2) / (n + 4)
         variance = max(variance, smoothed * (1 - smoothed))

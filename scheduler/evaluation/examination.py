@@ -71,16 +71,10 @@ class Examination:
         start, weights, journal = time.monotonic(), self.weight_sync.weights, self.runtime.journal
         ends = {"start": "first evaluation", "end": "last evaluation"}
         settings, room = self.runtime.settings, asyncio.Semaphore(AT_ONCE)
-        runtime = msgspec.structs.replace(
-            self.runtime,
-            emit=lambda tree, turns: None,
-            counts=Counter(),
-            judged=JudgeTally(),
-            environment=self.environment,
-            settings=msgspec.structs.replace(
-                settings, temperature=settings.evaluation.temperature, top_p=1.0, top_k=0
-            ),
-        )
+        e, silent = settings.evaluation, lambda tree, turns: None
+        own = msgspec.structs.replace(settings, temperature=e.temperature, top_p=1.0, top_k=0)
+        parts = {"counts": Counter(), "judged": JudgeTally(), "environment": self.environment}
+        runtime = msgspec.structs.replace(self.runtime, emit=silent, settings=own, **parts)
         with self.phases.over(ends.get(name, "evaluations between")):
             work = (self._examine(i, task, runtime, room) for i, task in enumerate(self.tasks))
             pairs = await gather(work)
@@ -89,9 +83,8 @@ class Examination:
         journal.save_evaluation(weights.version, name, msgspec.to_builtins(result))
         measures, headline = result.measures, result.headline
         if headline in measures:
-            e, value = settings.evaluation, measures[headline].mean
             how = f"{e.questions} tasks, temperature {e.temperature}, options {e.options}"
-            best.keep(self.metrics.run, weights, headline, value, how)
+            best.keep(self.metrics.run, weights, headline, measures[headline].mean, how)
         values = {f"heldout/{key}": estimate.mean for key, estimate in measures.items()}
         values |= {f"heldout/{key}_half": estimate.half for key, estimate in measures.items()}
         for key in WORK:  # of several schedulers, the newest record has the counts of all
@@ -113,7 +106,7 @@ class Examination:
                     answers.check_environment(self.environment.name, {name: value})
 
         async with room:
-            tree, journal = Tree(self.trees.number(), task.id, "heldout"), self.runtime.journal
+            tree, journal = Tree(next(self.trees.ids), task.id, "heldout"), self.runtime.journal
             context = Context(runtime, task, tree, random.Random(f"heldout/{position}"))
             journal.start_tree(tree, position, self.weight_sync.weights.version)
             try:

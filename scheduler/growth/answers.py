@@ -69,8 +69,7 @@ def _fault(sample: Sample, most: int, vocabulary: int, oldest: int, newest: int)
         bounds = f"{versions.min()} to {versions.max()}"
         return f"tokens of the policy versions {bounds}, expected {oldest} to {newest}"
     try:
-        if sample.support:
-            support.decode(sample.support, len(tokens))
+        support.decode(sample.support or b"", len(tokens))
     except ValueError as error:
         return f"an unreadable support ({error})"
     return ""

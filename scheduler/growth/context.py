@@ -161,16 +161,14 @@ class Context:
         await self.force_answer(place)
         return None
 
-    async def force_answer(self, node: Node) -> Node:
+    async def force_answer(self, node: Node) -> None:
         """Append the forced opening, and sample the answer, which is never trained."""
         prefix, tokens = self.environment.forced_prefix, self._forced
         whole = np.concatenate([self.tree.prefix(node), tokens])
         (sample,), _ = await self.services.sample(whole, 1, ["</answer>"])
         # only now: after a fault of the call, an opening must not stay without its answer
         opening = self.tree.add(node, "observation", tokens, prefix, chosen=True, state=node.state)
-        answer = self._sampled(opening, sample, forced=True, chosen=True)
-        self.save([opening, answer])
-        return answer
+        self.save([opening, self._sampled(opening, sample, forced=True, chosen=True)])
 
     def derive(self, purpose: str) -> "Context":
         """A context of the same tree with random numbers of its own, for concurrent work."""
@@ -182,14 +180,11 @@ class Context:
 
     def action(self, node: Node) -> Action:
         """The parsed action of an action node. Each node is parsed once."""
-        action = self.tree.actions_read.get(node.id)
-        if action is None:
-            if node.forced:
-                action = self.environment.parse_forced(node.text)
-            else:
-                action = self.environment.read(self.state(node), node.text)
-            self.tree.actions_read[node.id] = action
-        return action
+        parsed, e = self.tree.actions_read, self.environment
+        if node.id not in parsed:
+            read = e.parse_forced(node.text) if node.forced else e.read(self.state(node), node.text)
+            parsed[node.id] = read
+        return parsed[node.id]
 
     def state(self, node: Node) -> Any:
         """The environment state in which ``node`` acts."""

@@ -16,9 +16,8 @@ def is_of_the_run(error: BaseException) -> bool:
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is None or task.cancelling() > 0
-    if isinstance(error, OSError) and error.errno in MACHINE:
-        return True
-    return isinstance(error, JournalError | sqlite3.Error | MemoryError)
+    machine = isinstance(error, OSError) and error.errno in MACHINE
+    return machine or isinstance(error, JournalError | sqlite3.Error | MemoryError)
 
 
 def traced(error: BaseException) -> str:

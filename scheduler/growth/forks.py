@@ -46,11 +46,8 @@ def cut(actions: Sequence[Node], tokens: int) -> Fork | None:
 
 def onward(leaves: Leaves, tokens: int) -> dict[int, Fork]:
     """The fork after ``tokens`` sampled tokens of each trajectory that goes on after them."""
-    return {
-        number: fork
-        for number, actions in leaves.items()
-        if (fork := cut(actions, tokens)) is not None
-    }
+    forks = {number: cut(actions, tokens) for number, actions in leaves.items()}
+    return {number: fork for number, fork in forks.items() if fork is not None}
 
 
 def emit(tree: Tree, ctx: Context, groups: Iterable[Iterable[Sequence[Node]]]) -> None:

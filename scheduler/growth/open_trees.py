@@ -1,6 +1,7 @@
 """Draw tasks, grow their trees under pacing, and end each: closed, replaced or quarantined."""
 
 import asyncio
+import itertools
 import logging
 import random
 from collections import deque
@@ -54,7 +55,8 @@ class OpenTrees:
         self.growing: dict[int, asyncio.Task[None]] = {}
         self.outcomes: list[float] = []
         self.done = sum(n for status, n in self.journal.tally().items() if status != "growing")
-        self.next_tree = self.shard.after(self.journal.next_tree() - 1)
+        first = self.shard.after(self.journal.next_tree() - 1)
+        self.ids = itertools.count(first, self.shard.count)
         self.next_draw = self.shard.draws(self.journal.next_position())
 
     def begin(self, pacing: Pacing, newest: dict[int, int]) -> None:
@@ -75,11 +77,6 @@ class OpenTrees:
         for task in list(self.growing.values()):
             task.cancel()
         await asyncio.gather(*self.growing.values(), return_exceptions=True)
-
-    def number(self) -> int:
-        """Take the next tree's number."""
-        number, self.next_tree = self.next_tree, self.shard.after(self.next_tree)
-        return number
 
     def admit(self) -> None:
         """Start trees while pacing admits them and the run is not paused: first those of an earlier
@@ -118,10 +115,8 @@ class OpenTrees:
                             f" ({self._whose(tree)})"
                         ) from fault
                     self.counts["tree_retries"] += 1
-        except Fault:
-            raise
         except (Exception, asyncio.CancelledError) as error:
-            if is_of_the_run(error):
+            if isinstance(error, Fault) or is_of_the_run(error):
                 raise
             # What is not written yet may be what cannot be written. The step is lost, as in a
             # crash.
@@ -140,7 +135,7 @@ class OpenTrees:
         draw, self.next_draw = self.next_draw, self.next_draw + 1
         position = self.shard.position(draw)
         drawn = self._drawn(position)
-        tree = Tree(self.number(), drawn.id if isinstance(drawn, Task) else f"draw {position}")
+        tree = Tree(next(self.ids), drawn.id if isinstance(drawn, Task) else f"draw {position}")
         self.pacing.start()
         self._begin(tree, drawn, position)
 

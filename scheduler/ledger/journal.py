@@ -182,9 +182,8 @@ class Journal:
                 self._commit(due)
         except (sqlite3.Error, ValueError, OverflowError) as error:
             # the last two: of a text or a number that SQLite cannot hold
-            remedy = "mend the task or the plug-in that gave what SQLite cannot hold"
-            if isinstance(error, sqlite3.OperationalError):
-                remedy = "free some space"
+            mend = "mend the task or the plug-in that gave what SQLite cannot hold"
+            remedy = "free some space" if isinstance(error, sqlite3.OperationalError) else mend
             self.failure = JournalError(
                 f"journal {self.path} could not be written ({error}): {remedy}, then resume the run"
             )

@@ -14,7 +14,6 @@ from coppice.wire.arrays import DTYPES, NAMES
 
 DIFFERENCE = 1
 """The msgpack extension of a state that is stored as its difference from another one."""
-SEQUENCE = (list, tuple)
 MOST = 2**23
 """The most bytes of a node besides its arrays: its text, notes, scores and state."""
 
@@ -44,8 +43,7 @@ def encode_node(node: Node, tree: Tree | None = None) -> bytes:
     """Encode a node as msgpack, with arrays inline as [dtype, bytes]. The state is shortened if the
     ``tree`` is given to which the node belongs. Raises ValueError for texts of more than ``MOST``.
     """
-    before = tree.state_before(node) if node.state is not None and tree is not None else None
-    state = node.state
+    state, before = node.state, None if tree is None else tree.state_before(node)
     if isinstance(state, dict) and isinstance(before, dict) and state.keys() == before.keys():
         difference = msgspec.msgpack.encode(_difference(state, before))
         node = msgspec.structs.replace(node, state=Ext(DIFFERENCE, difference))
@@ -81,7 +79,7 @@ def _difference(state: dict[str, Any], before: dict[str, Any]) -> tuple[dict[str
     longer, other = {}, {}
     for key, value in state.items():
         old = before[key]
-        both = isinstance(value, SEQUENCE) and isinstance(old, SEQUENCE)
+        both = isinstance(value, list | tuple) and isinstance(old, list | tuple)
         if both and [*value[: len(old)]] == [*old]:
             longer[key] = value[len(old) :]
         elif type(value) is not type(old) or value != old:

@@ -5,6 +5,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 
@@ -51,10 +52,7 @@ def joined(records: Sequence[Record]) -> Record:
             whole[name] = sum(values) if rule == SUM else max(values)
         else:
             weights = [record.get(rule, 1.0) for record in having]
-            if not sum(weights):
-                weights = [1.0] * len(having)
-            products = (v * w for v, w in zip(values, weights, strict=True))
-            whole[name] = sum(products) / sum(weights)
+            whole[name] = fmean(values, weights if sum(weights) else None)
     return whole
 
 

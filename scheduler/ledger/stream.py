@@ -103,11 +103,9 @@ class Stream:
 
     async def _send(self, tree: Tree, group: int, turns: list[Turn]) -> None:
         await self.journal.written()
-
-        def body(again: bool) -> TrainGroup:
-            return TrainGroup(group, tree.id, self._fresh(tree, turns, again), turns)
-
-        trained: Trained = await self._delivered("train", body)
+        trained: Trained = await self._delivered(
+            "train", lambda anew: TrainGroup(group, tree.id, self._fresh(tree, turns, anew), turns)
+        )
         self.replaced.discard(tree.id)
         # again, if the group was sent again after the tree's end was told
         self._sent.pop(tree.id, None)

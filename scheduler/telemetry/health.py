@@ -63,9 +63,8 @@ class Queue(msgspec.Struct, frozen=True):
     on: list[str]
 
     def describe(self, service: str, now: float) -> str:
-        where = f"none runs ({self.offered} workers offer it)"
-        if self.on:
-            where = f"{self.running} at {', '.join(self.on)}"
+        none = f"none runs ({self.offered} workers offer it)"
+        where = f"{self.running} at {', '.join(self.on)}" if self.on else none
         waiting = f", {self.waiting} waiting" if self.waiting else ""
         caller = f", for {self.caller}" if self.caller else ""
         return f"{service}: {where}{waiting}; the oldest since {now - self.since:.0f} s{caller}"
@@ -133,11 +132,9 @@ def joined(reports: Sequence[Health]) -> Health | None:
         for worker in report.workers:
             key = worker.host, worker.pid, worker.name
             if before := workers.get(key):  # the learner answers every scheduler
-                worker = msgspec.structs.replace(
-                    worker,
-                    heard=max(worker.heard, before.heard),
-                    in_flight=worker.in_flight + before.in_flight,
-                )
+                both = {"heard": max(worker.heard, before.heard)}
+                both |= _sums([worker, before], "in_flight")
+                worker = msgspec.structs.replace(worker, **both)
             workers[key] = worker
     return msgspec.structs.replace(
         reports[0],
@@ -278,11 +275,8 @@ class Reporter:
         as soon as only the learner's calls are open."""
         fields, workers = self.progress(), list(self.dispatcher.roster.by_name.values())
         calls = self.dispatcher.open_calls()
-        learnt = [
-            (w.stats.get("passes", 0.0), w.stats.get("updates", 0.0))
-            for w in workers
-            if "train" in w.hello.services
-        ]
+        ranks = [w.stats for w in workers if "train" in w.hello.services]
+        learnt = [(stats.get("passes", 0.0), stats.get("updates", 0.0)) for stats in ranks]
         marks = fields["phase"], fields.pop("marks"), *learnt
         idle = self.paused and all(call.service in LEARNING for call in calls)
         if marks != self._marks or idle:

@@ -109,10 +109,8 @@ class Metrics:
         # another object: the exporter's thread may be reading the one before
         self.newest = self.newest | record
         step = int(record["version"])
-        scalars = [
-            _Summary.Value(tag=k, simple_value=v) for k, v in record.items() if k != "version"
-        ]
-        summary = _Summary(value=scalars)
+        shown = {name: value for name, value in record.items() if name != "version"}
+        summary = _Summary(value=[_Summary.Value(tag=k, simple_value=v) for k, v in shown.items()])
         self._board.add_event(_BoardEvent(wall_time=time.time(), step=step, summary=summary))
         self.on_record(record)
 
@@ -135,25 +133,18 @@ class Metrics:
         self._counters = now
 
         def offering(service: str) -> list[Counters]:
-            return [
-                now[worker.admission]
-                for worker in workers
-                if worker.admission in now and service in worker.hello.services
-            ]
+            those = (worker.admission for worker in workers if service in worker.hello.services)
+            return [now[admission] for admission in those if admission in now]
 
         def per_second(those: list[Counters], counter: str) -> list[float]:
             return [one.rates.get(counter, 0.0) for one in those if one.rates]
 
         engines, ranks = offering("generate"), offering("train")
         usual = [one for one in engines if not one.stats.get(SPARE)] or engines
-        prefilled, ideal, saved = (
-            sum(engine.new.get(name, 0.0) for engine in engines)
-            for name in ("prefilled_tokens", "ideal_prefill_tokens", "cached_tokens")
-        )
-        values = {
-            "busy/engines": float(len(per_second(usual, "busy_s"))),
-            "cache/tokens_saved": saved,
-        }
+        names = "prefilled_tokens", "ideal_prefill_tokens", "cached_tokens"
+        prefilled, ideal, saved = (sum(e.new.get(name, 0.0) for e in engines) for name in names)
+        values = {"busy/engines": float(len(per_second(usual, "busy_s")))}
+        values["cache/tokens_saved"] = saved
         if ideal:  # servers do not tell it
             values |= {"cache/prefilled_over_ideal": prefilled / ideal, "cache/ideal_tokens": ideal}
         for name, those in (("busy/engine", usual), ("busy/learner", ranks)):

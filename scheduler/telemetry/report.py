@@ -30,12 +30,10 @@ def write(
     run: Path, journal: Journal, counts: Counter[str], calls: Counter[str], spent: dict[str, float]
 ) -> None:
     """Write RUN/summary.json and print the closing lines. spent: seconds per phase."""
-    evaluations = {name: (version, result) for version, name, result in journal.evaluations()}
+    heldout = {name: {"version": v, **result} for v, name, result in journal.evaluations()}
     quarantined, kept, wall = journal.quarantined(), best.read(run), sum(spent.values())
     summary = {
-        "heldout": {
-            name: {"version": version, **result} for name, (version, result) in evaluations.items()
-        },
+        "heldout": heldout,
         "counts": dict(counts),
         "calls": dict(calls),
         "quarantined": quarantined,

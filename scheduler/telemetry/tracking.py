@@ -56,10 +56,8 @@ def check_installed(names: list[str]) -> None:
     """Raise ValueError with the remedy if the package of a tracker is missing."""
     for name in names:
         if importlib.util.find_spec(name) is None:
-            install = f"{sys.executable} -m pip install {name}"
-            raise ValueError(
-                f"scheduler.trackers names {name!r}, which is not installed: {install}"
-            )
+            told = f"scheduler.trackers names {name!r}, which is not installed"
+            raise ValueError(f"{told}: {sys.executable} -m pip install {name}")
 
 
 def recorded(run: Path) -> list[Record]:

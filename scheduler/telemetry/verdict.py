@@ -152,11 +152,8 @@ def _learned(evaluations: Sequence[Mapping[str, Any]]) -> list[Statement]:
         return [Statement("learned", few)]
     first, last, best = evaluations[0]["measures"], evaluations[-1]["measures"], ""
     name, tasks = evaluations[-1]["headline"], evaluations[-1]["questions"]
-    moves = {
-        of: change(*((p["mean"], p["half"]) for p in (first[of], last[of])))
-        for of in last
-        if of in first
-    }
+    both = [of for of in last if of in first]
+    moves = {of: change(*((p["mean"], p["half"]) for p in (first[of], last[of]))) for of in both}
     arrow = {of: f"{of} {first[of]['mean']:.3f} -> {last[of]['mean']:.3f}" for of in moves}
     by, half, said = moves.pop(name)
     top = max(evaluations, key=lambda result: result["measures"][name]["mean"])
@@ -196,9 +193,8 @@ def _judge(run: VerdictBasis) -> Statement:
     ends = [(of["outcome"], of["reward"]) for of in scores if {"outcome", "reward"} <= of.keys()]
     middle = fmean([outcome for outcome, _ in ends] or [0.0])
     right, wrong = ([pay for x, pay in ends if (x > middle) == of] for of in (True, False))
-    judged, bad = (
-        _total(_counted(run.records)[-1], of) for of in ("judged_scores", "invalid_judgements")
-    )
+    newest = _counted(run.records)[-1]
+    judged, bad = (_total(newest, of) for of in ("judged_scores", "invalid_judgements"))
     weight, words = bad / (judged or 1), [f"{bad / (judged or 1):.1%} of scores invalid"]
     advice, where = "the form and max_tokens of the judge", "judge_invalid > 0"
     if min(len(right), len(wrong)) >= FEWEST:

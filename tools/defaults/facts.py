@@ -62,8 +62,7 @@ def split_of(entity: str) -> str:
 def questions(facts: dict[str, dict[str, Fact]]) -> Iterator[dict[str, Any]]:
     """Yield one one-hop question per fact, and two-hop questions over each unique bridge."""
     rng = random.Random(0)
-    countries = facts.values()
-    seen = {f: Counter(own[f].value for own in countries if f in own) for f in BRIDGES}
+    seen = {f: Counter(own[f].value for own in facts.values() if f in own) for f in BRIDGES}
     for entity, own in facts.items():
         for fact in own.values():
             yield _row(rng.choice(_ONE_HOP).format(field=fact.field.lower(), entity=entity), [fact])

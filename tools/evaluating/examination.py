@@ -7,7 +7,6 @@ evaluation was interrupted.
 
 import argparse
 import asyncio
-import math
 import random
 import shlex
 import sqlite3
@@ -54,13 +53,9 @@ class SampleMean(Estimate, frozen=True):
 
 
 def sample_mean(values: Sequence[float], counts: bool = False) -> SampleMean:
-    """Measure at least one value. counts: the standard error is that of the values, even if every
-    count is 0 or 1 (``estimate`` would treat such values as proportions)."""
-    n, found = len(values), estimate(values)
-    if counts:
-        deviations = math.fsum((value - found.mean) ** 2 for value in values)
-        return SampleMean(found.mean, 1.96 * math.sqrt(deviations / max(1, n - 1) / n), n)
-    return SampleMean(found.mean, found.half, n)
+    """Measure at least one value. counts: see ``estimate``."""
+    found = estimate(values, counts)
+    return SampleMean(found.mean, found.half, len(values))
 
 
 class TaskProgress:
@@ -350,7 +345,6 @@ def conduct(
 ) -> Outcome | int:
     """Do work that may be continued. Returns its result, or an exit status after printing the
     reason. again: the command that continues it."""
-
     try:
         result = loop.run(loop.until_signal(work()))
     except NotStarted as error:

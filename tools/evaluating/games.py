@@ -113,12 +113,11 @@ def parser() -> argparse.ArgumentParser:
     add("--simulations", type=Count, help=f"of the MCTS opponent (default: {SIMULATIONS})")
     oracle = argparse.BooleanOptionalAction
     add("--oracle", action=oracle, default=True, help="label moves by the built-in oracle")
-    for flag, words in (
-        ("--option", "option of ENV, a TOML value; repeatable"),
-        ("--oracle-option", "option of the oracle or of the outcome's judge; repeatable"),
-        ("--speaker-option", "option of a served partner; repeatable"),
-    ):
-        add(flag, action="append", default=[], metavar="KEY=VALUE", help=words)
+    value: Any = {"action": "append", "default": [], "metavar": "KEY=VALUE"}
+    add("--option", **value, help="option of ENV, a TOML value; repeatable")
+    words = "option of the oracle or of the outcome's judge; repeatable"
+    add("--oracle-option", **value, help=words)
+    add("--speaker-option", **value, help="option of a served partner; repeatable")
     examination.add_output(parser, "ENV")
     return parser
 

@@ -85,19 +85,18 @@ T = TypeVar("T", bound=msgspec.Struct)
 def read(paths: Sequence[Path], kind: type[R], flag: str = "") -> list[R]:
     """The records of files. Raises ValueError for a missing file, a bad line, a repeated id, or a
     file without records."""
-    found: dict[str, R] = {}
-    file_of: dict[str, Path] = {}
+    found: dict[str, tuple[R, Path]] = {}
     for path in paths:
         before, expected = len(found), "trajectories (docs/sft.md, docs/process-bench.md)"
         for number, record in jsonl.lines(path, kind, expected, flag):
-            if other := file_of.get(record.id):
-                twice = f"the id {record.id!r} comes a second time, it is in {other}"
+            if other := found.get(record.id):
+                twice = f"the id {record.id!r} comes a second time, it is in {other[1]}"
                 remedy = "collect one run again with a --prefix (coppice sft collect)"
                 raise ValueError(f"{path}:{number}: {twice}; {remedy}, or leave one out")
-            found[record.id], file_of[record.id] = record, path
+            found[record.id] = record, path
         if len(found) == before:
             raise ValueError(f"{path} holds no record: expected lines of {expected}")
-    return list(found.values())
+    return [record for record, _ in found.values()]
 
 
 def write(path: Path, records: Iterable[Any]) -> None:

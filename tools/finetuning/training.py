@@ -103,8 +103,7 @@ def split(
     while held < wanted and count < len(order) - 1:
         held += len(order[count])
         count += 1
-    learnt, held_out = (list(itertools.chain(*part)) for part in (order[count:], order[:count]))
-    return learnt, held_out
+    return list(itertools.chain(*order[count:])), list(itertools.chain(*order[:count]))
 
 
 def _end_token(model: Path) -> list[int]:

@@ -66,29 +66,23 @@ def parser() -> argparse.ArgumentParser:
     which("--groups", action="store_true", help="the candidates of one place, instead of trees")
     which("--count", metavar="COLUMNS", help="how many there are for each value of these columns")
     how = parser.add_argument_group("how").add_mutually_exclusive_group().add_argument
-    for name, words in (
-        ("list", "one line per tree (default when several are found)"),
-        ("columns", "the columns that --where and --sort take"),
-        ("json", "JSON, one tree per line"),
-    ):
-        how(f"--{name}", action="store_true", help=words)
-    tables = "a query in SQL over trees, groups, nodes, turns and tokens"
-    how("--sql", metavar="QUERY", help=tables)
+    how("--list", action="store_true", help="one line per tree (default when several are found)")
+    how("--columns", action="store_true", help="the columns that --where and --sort take")
+    how("--json", action="store_true", help="JSON, one tree per line")
+    how("--sql", metavar="QUERY", help="a query in SQL over trees, groups, nodes, turns and tokens")
     page = "a page to click through, one file for all trees found"
     how("--html", type=Path, metavar="FILE", help=page)
     how("--diff", nargs="+", metavar="OTHER", help="another run; or the numbers of two trees")
     judge = "do the scores of the judges, or of this column, agree with the outcomes below?"
     how("--judge", nargs="?", const="", metavar="COLUMN", help=judge)
-    again = "with --judge: another judge on the same turns, by name or module:Class"
-    parser.add_argument("--again", metavar="JUDGE", help=again)
+    add, again = parser.add_argument, "another judge on the same turns, by name or module:Class"
+    add("--again", metavar="JUDGE", help=f"with --judge: {again}")
     option = "an argument of that judge's class, its value in TOML; repeatable"
-    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
-    for name, words in (
-        ("newest", "with --html or --tokens: log-probabilities under the newest policy, too"),
-        ("tokens", "the log-probability of every sampled token"),
-        ("full", "whole texts, with the judges' explanations"),
-    ):
-        parser.add_argument(f"--{name}", action="store_true", help=words)
+    add("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
+    newest = "with --html or --tokens: log-probabilities under the newest policy, too"
+    add("--newest", action="store_true", help=newest)
+    add("--tokens", action="store_true", help="the log-probability of every sampled token")
+    add("--full", action="store_true", help="whole texts, with the judges' explanations")
     return parser
 
 

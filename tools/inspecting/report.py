@@ -257,8 +257,7 @@ def results(groups: Groups) -> list[ReportTable]:
             elif points:
                 rows.append([name, measure, *cells, "-", "-"])
     head = ["run", "measure", "first", "last", "change"]
-    caption = "Held-out measures with 95% intervals"
-    return [ReportTable(caption, head, rows)] if rows else []
+    return [ReportTable("Held-out measures with 95% intervals", head, rows)] if rows else []
 
 
 def _causes(groups: Groups) -> Section:

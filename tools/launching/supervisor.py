@@ -81,9 +81,7 @@ class Supervisor:
         self.children: dict[str, Child] = {}
         self.schedulers = [spec.name for spec in plan if spec.name.startswith(SCHEDULER)]
         self.homes = [shards.folder(run, number) for number in range(len(self.schedulers))]
-        self.watchdogs = [
-            Watchdog(home, name) for home, name in zip(self.homes, self.schedulers, strict=True)
-        ]
+        self.watchdogs = list(map(Watchdog, self.homes, self.schedulers))
         self._look_at = self._note_at = 0.0
         self._segments: set[str] = set()
         self._relays: list[threading.Thread] = []

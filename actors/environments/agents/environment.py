@@ -262,9 +262,7 @@ class AgentEnvironment(Environment):
         while True:
             waiting = [(_digest(request), request) for request in episode.requests()]
             here = [request for digest, request in waiting if state.request in ("", digest)]
-            pairs = (
-                (r, pair) for digest, r in waiting for pair in left if pair[0].before == digest
-            )
+            pairs = ((r, one) for digest, r in waiting for one in left if one[0].before == digest)
             if recorded := next(pairs, None):
                 request, (exchange, text) = recorded
                 left.remove(recorded[1])
@@ -390,10 +388,8 @@ def _digest(request: Conversation, reply: Reply | None = None) -> str:
     """The digest of a conversation, with the reply as an agent will send it back."""
     messages = [*request.messages]
     if reply is not None:
-        calls = [
-            {"id": f"reply-{i}", "function": {"name": call.name, "arguments": call.arguments}}
-            for i, call in enumerate(reply.calls)
-        ]
+        functions = [{"name": call.name, "arguments": call.arguments} for call in reply.calls]
+        calls = [{"id": f"reply-{i}", "function": one} for i, one in enumerate(functions)]
         messages.append({"role": "assistant", "content": reply.text, "tool_calls": calls})
     return histories(messages, request.tools)[-1]
 

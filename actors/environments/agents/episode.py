@@ -269,24 +269,22 @@ class Episode:
     async def _run(self) -> Ended:
         """Read what the process writes until it has ended, or until a limit ends it."""
         assert self._process is not None
-        process, fault = self._process, ""
+        process, ended, fault = self._process, self._process.ended, ""
         reading = asyncio.create_task(self._read(process.stdout))
         try:
             try:
                 async with self._limit:
                     self._since = asyncio.get_running_loop().time()
                     self._hold(self._since + self._left)
-                    await asyncio.wait(
-                        [reading, process.ended], return_when=asyncio.FIRST_COMPLETED
-                    )
+                    await asyncio.wait([reading, ended], return_when=asyncio.FIRST_COMPLETED)
                     # it has closed its output, and goes on
                     if reading.done() and not reading.result():
-                        await asyncio.shield(process.ended)
+                        await asyncio.shield(ended)
             except TimeoutError:
                 fault = f"it ran longer than {self.seconds:g} s"
-            if not process.ended.done():
+            if not ended.done():
                 process.kill()
-            code = await asyncio.shield(process.ended)
+            code = await asyncio.shield(ended)
             await asyncio.wait([reading], timeout=DRAIN_S)
         finally:
             reading.cancel()

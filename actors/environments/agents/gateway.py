@@ -246,9 +246,8 @@ class Gateway:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         """Answer a request of any dialect, read as one of chat completions."""
         raw = await request.read()
-        body, form_of = translated(
-            request.path, protocol.body_of(raw), self._session(request).responses
-        )
+        body, session = protocol.body_of(raw), self._session(request)
+        body, form_of = translated(request.path, body, session.responses)
         conversation, fields = chat_of(body), protocol.converted(body, _Fields)
         for name, (neutral, wish) in UNSUPPORTED.items():
             if body.get(name) is not None and body[name] not in neutral:
@@ -257,7 +256,7 @@ class Gateway:
         conversation = msgspec.structs.replace(conversation, stop=tuple(filter(None, stop)))
         digest = hashlib.blake2b(raw, digest_size=8).hexdigest()
         again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        name, answer = self._session(request).ask(conversation, digest, again)
+        name, answer = session.ask(conversation, digest, again)
         form = form_of(fields.model or "policy", name)
         usage = bool((fields.stream_options or {}).get("include_usage"))
         return await send(request, form, answer, bool(fields.stream), usage)

@@ -137,10 +137,8 @@ def legal_moves(state: SudokuState) -> list[tuple[int, ...]]:
 def _places(size: int) -> tuple[tuple[int, int, int, int], ...]:
     """Return every cell with the numbers of its row, its column and its box among all units."""
     box = isqrt(size)
-    cells = (divmod(cell, size) for cell in range(size * size))
-    return tuple(
-        (r * size + c, r, size + c, 2 * size + r // box * box + c // box) for r, c in cells
-    )
+    grid = (divmod(cell, size) for cell in range(size * size))
+    return tuple((r * size + c, r, size + c, 2 * size + r // box * box + c // box) for r, c in grid)
 
 
 def _free(board: str) -> list[int]:
@@ -158,11 +156,8 @@ def _free(board: str) -> list[int]:
 def candidates(board: str) -> dict[int, int]:
     """Return for each blank cell how many digits its row, column and box leave."""
     free = _free(board)
-    return {
-        cell: (free[row] & free[column] & free[box]).bit_count()
-        for cell, row, column, box in _places(isqrt(len(board)))
-        if board[cell] == BLANK
-    }
+    blanks = (place for place in _places(isqrt(len(board))) if board[place[0]] == BLANK)
+    return {cell: (free[r] & free[c] & free[b]).bit_count() for cell, r, c, b in blanks}
 
 
 def solutions(board: str, rng: random.Random | None = None) -> Iterator[str]:

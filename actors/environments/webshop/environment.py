@@ -129,11 +129,9 @@ class WebShop(Environment):
 
     def prompt(self, task: Task, state: WebShopState) -> list[dict[str, str]]:
         head = PROMPT.format(task=self.goal(state).instruction, horizon=self.horizon)
-        first = state.step - len(state.past) + 1
-        turns = "".join(
-            f"\n[Observation {number}: {seen}, Action {number}: '{said}']"
-            for number, (seen, said) in enumerate(state.past, first)
-        )
+        past = enumerate(state.past, state.step - len(state.past) + 1)
+        shown = (f"\n[Observation {n}: {seen}, Action {n}: '{said}']" for n, (seen, said) in past)
+        turns = "".join(shown)
         actions = "".join(f"'{action}',\n" for action in self.offered(state, "<your query>"))
         count = f"\n\nActions taken: {state.step}"
         tail = f"\nCurrent page: {self.page(state)}\nActions:\n{actions}"

@@ -73,10 +73,8 @@ def _product(kind: Kind, number: int, brands: Sequence[str], rng: random.Random)
         f"The {head.lower()} of {brand} is made {first}. It is {rng.choice(attributes)}, and it is"
         f" chosen {second} too."
     )
-    row["small_description"] = [
-        f"{attribute.capitalize()}: made {rng.choice(WORDS['praise'])}"
-        for attribute in rng.sample(attributes, len(attributes))
-    ]
+    said = [attribute.capitalize() for attribute in rng.sample(attributes, len(attributes))]
+    row["small_description"] = [f"{one}: made {rng.choice(WORDS['praise'])}" for one in said]
     low = rng.randint(kind.low, kind.high) + rng.choice((0.0, 0.49, 0.95, 0.99))
     chance = rng.random()
     row["pricing"] = f"${low:.2f}" if chance >= UNPRICED else None
@@ -91,6 +89,5 @@ def _product(kind: Kind, number: int, brands: Sequence[str], rng: random.Random)
         row["customization_options"][name] = [{"value": values[place]} for place in kept]
     wanted = rng.sample(attributes, rng.randint(*ASKED_ATTRIBUTES))
     wish = f"Find me {', '.join(wanted)} {kind.query}"
-    return product_of(
-        row, {"attributes": attributes, "instruction": wish, "instruction_attributes": wanted}
-    )
+    asked = {"attributes": attributes, "instruction": wish, "instruction_attributes": wanted}
+    return product_of(row, asked)

@@ -81,10 +81,8 @@ def product_of(
     """Return the product of a row of the product file, with its nouns, and its rows of the files of
     attributes and of human instructions."""
     bullets, (price, tag) = row["small_description"], _price(row.get("pricing"), row["asin"])
-    people = [
-        (one["instruction"], one["instruction_attributes"], one["instruction_options"])
-        for one in human
-    ]
+    keys = ("instruction", "instruction_attributes", "instruction_options")
+    people = [[one[key] for key in keys] for one in human]
     groups = row.get("customization_options") or {}
     return Product(
         asin=row["asin"],

@@ -29,10 +29,8 @@ def reward(product: Product, chosen: Sequence[str], goal: Goal) -> float:
     """Return the reward, 0 to 1, for buying ``product`` with the option values ``chosen``."""
     attributes = sum(_has(product, attribute) for attribute in goal.attributes)
     values = [colour_of(value) for value in chosen]
-    options = sum(
-        any(similarity(value, wanted) > ALIKE for value in values)
-        for wanted in map(colour_of, goal.options)
-    )
+    wishes = map(colour_of, goal.options)
+    options = sum(any(similarity(value, wish) > ALIKE for value in values) for wish in wishes)
     right = attributes + options + (product.price <= goal.cap)
     return type_factor(product, goal) * right / (len(goal.attributes) + len(goal.options) + 1)
 

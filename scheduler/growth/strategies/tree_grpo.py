@@ -31,8 +31,7 @@ async def grow(
             places = {action.parent: action for action in actions}
             new = range(len(leaves) + len(forks), len(leaves) + len(forks) + nodes * bool(places))
             for number in new:
-                drawn = ctx.derive(f"fork {number}").rng.choice([*places.values()])
-                forks[number] = Fork(drawn)
+                forks[number] = Fork(ctx.derive(f"fork {number}").rng.choice([*places.values()]))
             numbers += new
         leaves |= await grown(tree, ctx, forks)
     emit(tree, ctx, ((leaves[number] for number in numbers) for numbers in members))

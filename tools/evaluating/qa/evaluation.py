@@ -171,7 +171,6 @@ def prepare(flags: argparse.Namespace) -> Prepared:
             opening = opening_of(retriever, flags.threads or 1)
             cache = flags.cache or out / "retrieval.sqlite"
             retrieval = CachedRetrieval(cache, identity_of(retriever), opening)
-
         try:
             return await QaEvaluation(
                 rows, sets, settings, out, retrieval, flags.concurrency, flags.measure

@@ -19,17 +19,15 @@ MOST_TAGS = 10
 """If a response has more answer tags than this, SLATE's scorer divides its score by four."""
 
 
-def score(tree: Tree, golds: Sequence[str], searches: int) -> dict[str, float]:
+def score(tree: Tree, golds: list[str], searches: int) -> dict[str, float]:
     """The measures of a finished question. The response ends with the last chosen action, whose
     path holds prompt and observations."""
     final = tree.actions()[-1]
     path = tree.path(final)
     prompt = "".join(node.text for node in path if node.kind == "prompt")
-    own = "".join(_said(node, path) for node in path)
     transcript = "".join(node.text for node in path if node.kind != "prompt") + _closing(final)
-    gold = list(golds)
-    answer = extract_answer(own)
-    em = exact_match(answer, gold) if answer is not None else 0.0
+    answer = extract_answer("".join(_said(node, path) for node in path))
+    em = exact_match(answer, golds) if answer is not None else 0.0
     by_two = extract_answer(prompt + transcript, least_blocks=2)
     tags = max(transcript.count("<answer>"), transcript.count("</answer>"))
     nodes = list(tree.nodes.values())
@@ -37,8 +35,8 @@ def score(tree: Tree, golds: Sequence[str], searches: int) -> dict[str, float]:
     observed = sum(len(node.tokens) for node in nodes if node.kind == "observation")
     return {
         "em": em,
-        "f1": f1(answer, gold) if answer is not None else 0.0,
-        "em_two_blocks": exact_match(by_two, gold) if by_two is not None else 0.0,
+        "f1": f1(answer, golds) if answer is not None else 0.0,
+        "em_two_blocks": exact_match(by_two, golds) if by_two is not None else 0.0,
         "em_slate": em / 4 if tags > MOST_TAGS else em,
         "answered": float(answer is not None and not final.forced),
         "searches": float(searches),

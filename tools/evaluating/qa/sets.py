@@ -103,8 +103,7 @@ def _set(
 def subset(tasks: Sequence[Task], count: int | None, seed: int) -> list[Task]:
     """The same ``count`` tasks for the same seed; seed 0 is a run's held-out subset
     (``scheduler.tasks.held_out``)."""
-    if count is None:
-        return list(tasks)
-    shuffled = list(tasks)
-    random.Random(seed).shuffle(shuffled)
-    return shuffled[:count]
+    chosen = list(tasks)
+    if count is not None:
+        random.Random(seed).shuffle(chosen)
+    return chosen[:count]
