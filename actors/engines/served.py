@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from coppice.actors.config import ActorsConfig, ServedConfig
+from coppice.actors.config import ActorsConfig, ServedConfig, SGLangConfig
 from coppice.actors.engines.base import check_request, check_tokens
 from coppice.actors.engines.served_weights import ServedWeights
 from coppice.actors.engines.servers import Http, Launched, Sampled, Servers
@@ -51,7 +51,8 @@ class ServedEngine(ABC):
         else:
             self.way = Servers(self.kind, served.urls[place % len(served.urls)], model, config)
         # vLLM takes whole weights from a disk alone
-        self.weights = ServedWeights(self.way, self.folder, getattr(served, "weights", "disk"))
+        wanted = served.weights if isinstance(served, SGLangConfig) else "disk"
+        self.weights = ServedWeights(self.way, self.folder, wanted)
         self.vision = vision.Vision.of(model)
         self.version = 0
         self.counts: Counter[str] = Counter()

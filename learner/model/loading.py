@@ -14,6 +14,7 @@ from accelerate import init_empty_weights
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
+from transformers.integrations import moe
 
 from coppice.common import vision
 from coppice.learner.forest.attention import NAME
@@ -143,8 +144,24 @@ _ALIGNMENT = 64
 """Each tensor begins at a multiple of this many bytes, as an allocator would place it."""
 
 
+_grouped_mm = moe._grouped_mm
+
+
+def _experts(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """The products of joined experts, for which autocast has no rule."""
+    kind = weight.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        input, weight = input.to(dtype), weight.to(dtype)
+    return _grouped_mm(input, weight, offs)
+
+
+moe._grouped_mm = _experts
+
+
 def narrow(model: Any, compute: torch.dtype) -> None:
-    """Convert the frozen weights of linear layers to ``compute``, also those without values.
+    """Convert the frozen weights of linear layers and of joined experts to ``compute``, also those
+    without values.
 
     Autocast rounds a linear layer's weight at every forward and keeps the rounded copy for
     backward. Rounding the weight once gives the same products. Embeddings and norms stay in
@@ -154,6 +171,9 @@ def narrow(model: Any, compute: torch.dtype) -> None:
     for linear in (m for m in model.modules() if isinstance(m, torch.nn.Linear)):
         if not linear.weight.requires_grad and id(linear.weight) not in embeddings:
             linear.weight.data = linear.weight.data.to(compute)
+    for name, weight in model.named_parameters():
+        if ".experts." in name and weight.ndim == 3 and not weight.requires_grad:
+            weight.data = weight.data.to(compute)
 
 
 def hold(model: Any, ranks: Ranks) -> None:

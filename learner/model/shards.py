@@ -91,9 +91,11 @@ def load(stored: StoredPart, stepper: Stepper) -> None:
         for parameter, rows, state in read:
             own_rows(parameter)[0].copy_(rows)
             for kind, value in state.items():
-                moment = value if kind == "step" else torch.zeros_like(parameter.detach())
-                own_rows(moment)[0].copy_(value)
-                stepper.adamw.state[parameter][kind] = moment
+                entry = value
+                if kind != "step":
+                    entry = torch.zeros_like(parameter.detach())
+                    own_rows(entry)[0].copy_(value)
+                stepper.adamw.state[parameter][kind] = entry
 
 
 def _entries(stepper: Stepper) -> Iterator[tuple[str, torch.Tensor]]:

@@ -223,7 +223,9 @@ class Pending:
     caller: str
     since: float
     check: Check | None = None
-    done: asyncio.Future[Any] = field(default_factory=asyncio.Future)
+    done: asyncio.Future[Any] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
     failed_on: frozenset[str] = frozenset()
     attempts: "list[Attempt]" = field(default_factory=list)
     waiting: bool = False

@@ -21,8 +21,8 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 def estimate(values: Sequence[float], counts: bool = False) -> Estimate:
-    """The mean and 1.96 standard errors; of values in {0, 1} those of a proportion, never 0, unless
-    they are ``counts``."""
+    """The mean and 1.96 standard errors; of values in {0, 1} those of a proportion, which are never
+    0. counts: the values are counts, and no proportion even if each is 0 or 1."""
     n = len(values)
     if not n:
         return Estimate(math.nan, math.nan)

@@ -37,8 +37,8 @@ def position_before(ctx: Context, action: Node) -> Position:
         return _shown(ctx, state, step)
     parent = ctx.tree.parent(action)
     assert parent is not None, "an action has a prompt above it"
-    appends = ctx.environment.begins_with_prompt
-    before = [] if appends else ctx.tree.actions(action.trajectory)[:step]
+    prompted = ctx.environment.begins_with_prompt
+    before = [] if prompted else ctx.tree.actions(action.trajectory)[:step]
     ends = tuple(ctx.tree.prefix(node).tobytes() for node in before)
     replies = tuple(node.text for node in before)
     return Position(ctx.tree.prefix(parent).tobytes(), state, step, ends, replies)

@@ -43,7 +43,8 @@ def encode_node(node: Node, tree: Tree | None = None) -> bytes:
     """Encode a node as msgpack, with arrays inline as [dtype, bytes]. The state is shortened if the
     ``tree`` is given to which the node belongs. Raises ValueError for texts of more than ``MOST``.
     """
-    state, before = node.state, None if tree is None else tree.state_before(node)
+    state = node.state
+    before = None if tree is None or state is None else tree.state_before(node)
     if isinstance(state, dict) and isinstance(before, dict) and state.keys() == before.keys():
         difference = msgspec.msgpack.encode(_difference(state, before))
         node = msgspec.structs.replace(node, state=Ext(DIFFERENCE, difference))

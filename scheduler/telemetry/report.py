@@ -1,11 +1,13 @@
 """The summary at the end of a run, whose lines are the verdict."""
 
+import contextlib
 import shlex
 from collections import Counter
 from pathlib import Path
 
 import msgspec
 
+from coppice.common import shards
 from coppice.common.atomic import as_json
 from coppice.scheduler.evaluation import best
 from coppice.scheduler.evaluation.evaluation import HeldOut
@@ -46,5 +48,10 @@ def write(
         # a run that was resumed for more updates has an "end" of each start
         results = {version: {**r, "version": version} for version, _, r in journal.evaluations()}
         settings = msgspec.json.decode(config.read_bytes())
-        told = verdict.verdict(Reader(run).read(), [*results.values()], settings, journal)
+        first, others = shards.journals(run)
+        joined = contextlib.nullcontext(journal)
+        if others:
+            joined = contextlib.closing(Journal(first, readonly=True, others=others))
+        with joined as whole:
+            told = verdict.verdict(Reader(run).read(), [*results.values()], settings, whole)
         conclude("\n".join(verdict.lines(told, shlex.quote(str(run)))))

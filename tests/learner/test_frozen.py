@@ -14,6 +14,7 @@ from coppice.learner.forest.trees import pack
 from coppice.learner.model import checkpoint, loading
 from coppice.learner.model.model import TreeModel
 from tests.learner.conftest import two_ranks
+from tests.learner.test_architectures import made as mixture
 from tests.updates import changed, episodes, everything, trainer
 
 
@@ -65,6 +66,21 @@ def test_embeddings_and_trained_weights_stay_in_float32(llama: Path) -> None:
     types = {n: p.dtype for n, p in policy(llama, "bfloat16").model.named_parameters()}
     assert {d for n, d in types.items() if "proj.base_layer.weight" in n} == {torch.bfloat16}
     assert {d for n, d in types.items() if "proj.base_layer.weight" not in n} == {torch.float32}
+
+
+def test_joined_experts_are_held_and_computed_in_bfloat16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = mixture(tmp_path / "mixture", "qwen3_moe")
+    narrow = policy(folder, "bfloat16")
+    monkeypatch.setattr(loading, "narrow", lambda *_: None)
+    wide = policy(folder, "bfloat16")
+    for one, dtype in ((narrow, torch.bfloat16), (wide, torch.float32)):
+        held = {n: p.dtype for n, p in one.model.named_parameters() if ".experts." in n}
+        assert set(held.values()) == {dtype} and len(held) > 1
+    assert all(torch.equal(a, b) for a, b in zip(read(narrow), read(wide), strict=True))
+    monkeypatch.setattr(loading.moe, "_grouped_mm", loading._grouped_mm)
+    assert not torch.equal(read(policy(folder, "bfloat16"))[0], read(narrow)[0]), "without autocast"
 
 
 _RANK = """

@@ -1,10 +1,16 @@
 """The verdict on a run, from folders that the run's own classes have written."""
 
+import contextlib
+import sqlite3
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coppice.common.shards import Shard
+from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.telemetry import report
 from coppice.scheduler.telemetry.verdict import Statement, lines, verdict
 from coppice.tools.inspecting import frames, runs
 from tests.run_folder import make
@@ -34,6 +40,19 @@ def test_the_verdict_counts_what_the_journal_holds(tmp_path: Path) -> None:
         == "em 0.250 -> 0.750, +0.500 ±0.141: rose beyond the interval; 16 tasks"
     )
     assert "also" not in said  # f1 stayed
+
+
+def test_the_closing_lines_count_the_trees_of_all_schedulers(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = make(tmp_path / "run", ended=False, shard=Shard(0, 2))
+    other = make(run / "shards" / "1", ended=False, shard=Shard(1, 2)) / "journal.sqlite"
+    with contextlib.closing(sqlite3.connect(other)) as rows, rows:
+        rows.execute("UPDATE trees SET status='quarantined', reason='a judge failed'")
+    journal = Journal(run / "journal.sqlite")
+    report.write(run, journal, Counter(), Counter(), {"updates": 1.0})
+    journal.close()
+    assert "3 quarantined tasks" in capfd.readouterr().out
 
 
 def test_a_judge_that_pays_wrong_ends_more_is_the_worst_of_all(tmp_path: Path) -> None:

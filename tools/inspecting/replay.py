@@ -1,6 +1,7 @@
 """Looks back at journaled turns with what a run has: its advantage scheme, or another one, its
 newest policy and its tokenizer."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -101,8 +102,8 @@ class Replayed(Journal):
 
     def __init__(self, path: Path, others: Sequence[Path] = ()):
         super().__init__(path, readonly=True, others=others)
-        self._version = -1  # whose advantages are known
-        self._advantages: dict[tuple[int, int], float] = {}
+        self._advantages: dict[int, dict[tuple[int, int], float]] = {}
+        """By version; a page shows trees of many versions in turn."""
 
     def tree(self, row: TreeRow) -> Tree:
         tree = super().tree(row)
@@ -110,16 +111,15 @@ class Replayed(Journal):
         written = any("advantage" in node.scores for node in tree.nodes.values())
         if not trained or written:
             return tree
-        if trained[0] != self._version:
-            self._version = trained[0]
+        version = trained[0]
+        if version not in self._advantages:
             of_update = "id IN (SELECT tree FROM groups WHERE trained=?) AND status!='replaced'"
-            batch = self.trees(of_update, self._version)
-            try:
-                self._advantages = advantages(self, batch, learner(self.path.parent).learner)
-            except ValueError:
-                self._advantages = {}
+            batch, self._advantages[version] = self.trees(of_update, version), {}
+            with contextlib.suppress(ValueError):
+                found = advantages(self, batch, learner(self.path.parent).learner)
+                self._advantages[version] = found
         for node in tree.nodes.values():
-            if (value := self._advantages.get((tree.id, node.id))) is not None:
+            if (value := self._advantages[version].get((tree.id, node.id))) is not None:
                 node.scores = {**node.scores, "advantage": value}
         return tree
 

@@ -89,5 +89,5 @@ def _product(kind: Kind, number: int, brands: Sequence[str], rng: random.Random)
         row["customization_options"][name] = [{"value": values[place]} for place in kept]
     wanted = rng.sample(attributes, rng.randint(*ASKED_ATTRIBUTES))
     wish = f"Find me {', '.join(wanted)} {kind.query}"
-    asked = {"attributes": attributes, "instruction": wish, "instruction_attributes": wanted}
-    return product_of(row, asked)
+    described = {"attributes": attributes, "instruction": wish, "instruction_attributes": wanted}
+    return product_of(row, described)
