@@ -224,7 +224,7 @@ def times(told: RunPlan) -> list[str]:
 
 def summed(told: RunPlan, best: Split) -> list[str]:
     """Return what the best split costs, and how many schedulers and judges it keeps busy, by
-    Little's law (docs/performance.md, "How many of what")."""
+    Little's law."""
     if best.lacks:
         return ["no split fits"]
     assumed, period, shards = told.assumed, best.speed.period, told.config.scheduler.shards
