@@ -247,7 +247,7 @@ STUDIES = {
     }), seeds=3, ceiling=0.905),
     "lake-8": Study("success", _methods(_LAKE_8, {
         "outcome": 64, "grpo": 8, "tree-grpo": 10, "vpr": 64, "vpr-v2": 16, "slate": 13,
-    }, updates=40), seeds=3, ceiling=0.836),
+    }, updates=40), seeds=2, ceiling=0.836),
     "sokoban-6": Study("success", _methods(_ALIKE, {
         "outcome": 64, "grpo": 8, "tree-grpo": 10, "vpr": 64, "vpr-v2": 16, "slate": 13,
     }), seeds=3, ceiling=1.0),
