@@ -148,7 +148,8 @@ _grouped_mm = moe._grouped_mm
 
 
 def _experts(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """The products of joined experts, for which autocast has no rule."""
+    """The products of joined experts, for which autocast has no rule. Importing this module puts
+    it in the place of transformers' function, for the whole process."""
     kind = weight.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
