@@ -250,7 +250,7 @@ STUDIES = {
     }, updates=40), seeds=2, ceiling=0.836),
     "sokoban-6": Study("success", _methods(_ALIKE, {
         "outcome": 64, "grpo": 8, "tree-grpo": 10, "vpr": 64, "vpr-v2": 16, "slate": 13,
-    }), seeds=3, ceiling=1.0),
+    }, updates=60), seeds=3, ceiling=1.0),
     "vpr-oracles": Study("return", {
         "minimax": Arm(_TTT, ["judges.use.tictactoe={kind='minimax'}", *_SHORT]),
         "MCTS 1000x10, tolerance 0.1": Arm(_TTT, _SHORT),
