@@ -23,6 +23,7 @@ from coppice.learner.forest.attention import NAME, Layout
 from coppice.learner.forest.head import token_logprobs
 from coppice.learner.forest.trees import Path as TokenPath
 from coppice.learner.forest.trees import cuts, micro_batches, pack
+from coppice.learner.model.adapters import install
 from coppice.learner.model.model import Tower, check_layers
 
 _LINES = 10
@@ -169,6 +170,7 @@ class Student:
             settings: Any = {"r": recipe.lora_rank, "lora_alpha": recipe.lora_alpha}
             adapters = LoraConfig(target_modules="all-linear", lora_dropout=0.0, **settings)
             model = get_peft_model(model, adapters)
+            install(model)
         self.model: Any = model.to(self.device).train()
 
     def trained(self) -> list[torch.nn.Parameter]:

@@ -5,7 +5,7 @@ from a table, and large weights are packed for few rows.
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional
@@ -17,6 +17,7 @@ from coppice.common.hardware import wide_product
 PLAIN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 PACKED_FROM = 2**18
 """Weights of a matrix from which on packing pays: a packed product costs 20 us beside its work."""
+_Then = Literal["none", "swish", "mul", "add"]
 _ROUNDS = ("cpu",)
 """Devices on which logits keep the model's number type: wider ones take half as long again there.
 The distribution that is sampled from, and its log-probabilities, are those of the rounded."""
@@ -27,6 +28,7 @@ def decoder(model: Any, longest: int) -> "PlainDecoder | WholeDecoder":
     rope = getattr(getattr(model.get_decoder(), "rotary_emb", None), "rope_type", "")
     # the table needs angles that never change
     plain = type(model).__name__ in PLAIN and rope in ("default", "linear", "llama3", "yarn")
+    plain = plain and model.config.hidden_act in ("silu", "swish")
     return PlainDecoder(model, longest) if plain else WholeDecoder(model)
 
 
@@ -89,13 +91,12 @@ class _Layer:
         self.kv_heads = len(attention.k_proj.weight) // self.width
         self.before, self.between = layer.input_layernorm, layer.post_attention_layernorm
         self.norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        self.activation = mlp.act_fn
 
     def forward(
         self, number: int, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
         plan: AttentionPlan,
     ) -> torch.Tensor:  # fmt: skip
-        """Apply the layer. hidden: [rows, hidden], overwritten. cos, sin: [rows, 1, head_dim]."""
+        """Apply the layer to [rows, hidden]. cos, sin: [rows, 1, head_dim]."""
         rows = len(hidden)
         qkv = self.qkv(_normed(hidden, self.before)).view(rows, -1, self.width)
         rotated = qkv[:, : self.heads + self.kv_heads]
@@ -106,11 +107,10 @@ class _Layer:
         torch.addcmul(rotated * cos, rotated.roll(self.width // 2, -1), sin, out=rotated)
         new = qkv[:, self.heads :].view(rows, 2, self.kv_heads, self.width)
         attended = plan.attend(number, qkv[:, : self.heads], new, self.scale)
-        hidden += self.out(attended.reshape(rows, -1))
+        hidden = self.out(attended.reshape(rows, -1), "add", hidden)
         normed = _normed(hidden, self.between)
-        gate = self.activation(self.gate(normed))
-        hidden += self.down(gate.mul_(self.up(normed)))
-        return hidden
+        gated = self.up(normed, "mul", self.gate(normed, "swish"))
+        return self.down(gated, "add", hidden)
 
 
 class PackedLinear:
@@ -141,17 +141,28 @@ class PackedLinear:
             self._plain = _parts(self._parameters, self._packed.to_dense())
         self._packed = None
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Map [rows, in] to [rows, out]."""
+    def __call__(
+        self, rows: torch.Tensor, then: _Then = "none", other: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Map [rows, in] to [rows, out], to which ``then`` is applied: ``swish``, or ``mul`` or
+        ``add`` with ``other`` [rows, out]. A packed product does it before it rounds."""
         if self._packed is None:
             assert self._plain is not None
-            return functional.linear(rows, self._plain, self._bias)
+            if other is not None and then == "add" and self._bias is None:
+                return torch.addmm(other, rows, self._plain.t())
+            out = functional.linear(rows, self._plain, self._bias)
+            if other is not None:
+                return out.mul_(other) if then == "mul" else out.add_(other)
+            return functional.silu(out, inplace=True) if then == "swish" else out
         count = len(rows)
         # Each other number of rows costs a compilation and about 0.6 MB.
         if spare := -count % max(4, (1 << count.bit_length()) >> 4):
             rows = functional.pad(rows, (0, 0, 0, spare))
-        linear = torch.ops.mkldnn._linear_pointwise.default
-        return linear(rows, self._packed, self._bias, "none", [], "")[:count]
+            other = functional.pad(other, (0, 0, 0, spare)) if other is not None else None
+        linear = torch.ops.mkldnn._linear_pointwise
+        if other is not None:
+            return linear.binary(rows, other, self._packed, self._bias, then)[:count]
+        return linear.default(rows, self._packed, self._bias, then, [], "")[:count]
 
 
 @contextlib.contextmanager
@@ -187,12 +198,8 @@ def _parts(parameters: list[torch.nn.Parameter], whole: torch.Tensor) -> torch.T
 
 
 def _normed(hidden: torch.Tensor, norm: Any) -> torch.Tensor:
-    """Return the root-mean-square norm in float32, with fewer passes than transformers."""
-    length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
-    scale = (length.square_() / hidden.shape[-1]).add_(norm.variance_epsilon).rsqrt_()
-    if hidden.dtype == torch.float32:
-        return (hidden * norm.weight).mul_(scale)
-    return norm.weight * (hidden * scale).to(hidden.dtype)
+    """Return the root-mean-square norm, computed in float32 and rounded once."""
+    return functional.rms_norm(hidden, hidden.shape[-1:], norm.weight, norm.variance_epsilon)
 
 
 class Head:

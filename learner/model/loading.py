@@ -18,6 +18,7 @@ from transformers.integrations import moe
 
 from coppice.common import vision
 from coppice.learner.forest.attention import NAME
+from coppice.learner.model.adapters import install
 from coppice.learner.model.ranks import Ranks, own_rows
 
 log = logging.getLogger("learner.loading")
@@ -61,6 +62,7 @@ def adapt(model: Any, adapters: LoraConfig) -> Any:
         )
     # PEFT adds patterns for joined experts, which have no adapters
     settings.rank_pattern, settings.alpha_pattern = {}, {}
+    install(model)
     return model
 
 

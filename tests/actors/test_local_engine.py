@@ -264,8 +264,12 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 @pytest.mark.second
 @pytest.mark.parametrize(
     ("shape", "requests", "most"),
-    [({"rope_parameters": DYNAMIC}, 14, 8), ({}, 30, 1)],
-    ids=["a model's own code", "single samples, whose tails stand behind their prefixes"],
+    [({"rope_parameters": DYNAMIC}, 14, 8), ({"hidden_act": "gelu"}, 9, 4), ({}, 30, 1)],
+    ids=[
+        "a model's own code",
+        "another activation",
+        "single samples, whose tails stand behind their prefixes",
+    ],
 )
 async def test_the_other_decoder_and_other_tails_equal_a_full_forward(
     local: Local, tmp_path: Path, shape: dict[str, Any], requests: int, most: int
@@ -276,6 +280,29 @@ async def test_the_other_decoder_and_other_tails_equal_a_full_forward(
     done = await explored(engine, 10, requests, most)
     assert worst(reference(folder), *done) < TOLERANCE
     assert most > 1 or all(shelf.capacity == 0 for shelf in engine.batch.memory.tails.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("packed_from", [0, 2**18])
+def test_a_product_and_what_follows_it(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, packed_from: int
+) -> None:
+    monkeypatch.setattr(decoder, "PACKED_FROM", packed_from)
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(24, 40, dtype=dtype).requires_grad_(False)
+    rows, other = torch.randn(5, 24).to(dtype), torch.randn(5, 40).to(dtype)
+    wide = rows.double() @ linear.weight.double().t() + linear.bias.double()
+    expected = {
+        "none": wide, "swish": wide * wide.sigmoid(), "mul": wide * other, "add": wide + other
+    }  # fmt: skip
+    product = decoder.PackedLinear(linear)
+    for then in ("none", "swish", "mul", "add"):
+        given = other.clone() if then in ("mul", "add") else None
+        near = torch.finfo(dtype).eps * 4
+        torch.testing.assert_close(
+            product(rows, then, given).double(), expected[then], rtol=near, atol=near
+        )
+        assert given is None or torch.equal(given, other)
 
 
 def test_attention_by_products_is_that_of_the_cpus_kernel() -> None:
