@@ -42,7 +42,8 @@ class Adapted(Linear):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.disable_adapters or self.merged:
             return super().forward(x, *args, **kwargs)
-        kind, dtype = x.device.type, x.dtype
+        # bfloat16 without autocast is what the self-check computes in float32
+        kind, dtype = x.device.type, torch.promote_types(x.dtype, torch.float32)
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         base: Any = self.get_base_layer()
