@@ -395,8 +395,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         return gave_up("coppice dev replicate", error)
     text, plot = table(curves, measure), out / f"{measure}.svg"
-    if len(curves) > 1 and min(map(len, curves.values())) > 1:
-        text += f"\n\n{against(curves)}"
+    several = {name: seeds for name, seeds in curves.items() if len(seeds) > 1}
+    if len(several) > 1:
+        text += f"\n\n{against(several)}"
     if options.reach is not None:
         text += f"\n\n{to_level(curves, options.reach)}"
     text += f"\n\n{by_part(runs, study.parts)}" if study.parts else ""
