@@ -174,7 +174,7 @@ async def test_a_thread_that_ends_fails_all_that_is_open_tells_why_and_takes_no_
         go.wait(ENOUGH_S)
         raise error
 
-    first_layer(engine).register_forward_pre_hook(dying)
+    before_forward(engine, dying)
     deaths = [asyncio.create_task(engine.died()) for _ in range(2)]
     async with asyncio.timeout(ENOUGH_S):
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(engine.generate(r)) for r in SIBLINGS]
@@ -193,18 +193,25 @@ async def test_a_thread_that_ends_fails_all_that_is_open_tells_why_and_takes_no_
                 await late
 
 
-def first_layer(engine: LocalEngine) -> torch.nn.Module:
-    return engine.model.get_decoder().layers[0].mlp.act_fn
+def before_forward(engine: LocalEngine, hook: Callable[..., None]) -> None:
+    decoder: Any = engine.batch.decoder
+    forward = decoder.forward
+
+    def hooked(*arguments: Any) -> torch.Tensor:
+        hook()
+        return forward(*arguments)
+
+    decoder.forward = hooked
 
 
 def failing_module(engine: LocalEngine, fails: Iterator[bool]) -> None:
-    """A module of the model raises like CUDA as often as ``fails`` says, then works."""
+    """The model raises like CUDA as often as ``fails`` says, then works."""
 
-    def hook(*_: Any) -> None:
+    def hook() -> None:
         if next(fails, False):
             raise RuntimeError("CUDA error: device-side assert triggered")
 
-    first_layer(engine).register_forward_pre_hook(hook)
+    before_forward(engine, hook)
 
 
 @DIES
@@ -295,7 +302,7 @@ async def test_a_server_says_that_its_engine_is_dead_and_why(llama: Path) -> Non
         health = client.url.replace("/v1", "/health")
         async with client.session.get(health) as answer:
             assert answer.status == 200
-        first_layer(client.engine).register_forward_pre_hook(boom)
+        before_forward(client.engine, boom)
         for _ in range(2):
             status, reply = await client.post("completions", {"prompt": "a tree"})
             assert (status, "boom" in str(reply)) == (503, True)
