@@ -45,7 +45,9 @@ def begin() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Visible("%(asctime)s %(name)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    faulthandler.register(STACKS, file=sys.__stderr__ or sys.stderr, all_threads=True)
+    errors = sys.__stderr__ or sys.stderr
+    faulthandler.enable(errors)  # if native code ends the process, too
+    faulthandler.register(STACKS, file=errors, all_threads=True)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
     if soft != resource.RLIM_INFINITY and soft < most:

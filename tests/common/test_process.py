@@ -73,3 +73,10 @@ def test_a_process_may_open_as_many_files_as_the_system_grants() -> None:
     most = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
     said = subprocess.check_output([sys.executable, "-c", BEGUN], text=True)
     assert said.split() == [str(most), str(hard)]
+
+
+def test_a_process_that_native_code_ends_writes_where_it_was() -> None:
+    code = "import os\nfrom coppice.common.process import begin\nbegin()\nos.abort()\n"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in ended.stderr and "line 4 in <module>" in ended.stderr

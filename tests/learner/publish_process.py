@@ -2,6 +2,7 @@
 MASTER_PORT. FOLDER/process.json is the learner's; beside it each rank writes its log, and rank 0
 the truth of each version. Ranks are forks, because importing costs more than all they do."""
 
+import faulthandler
 import os
 import signal
 import sys
@@ -68,6 +69,7 @@ def forked(folder: Path, mode: str, rank: int, count: int) -> int:
     names |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), count)
     os.environ |= {name: str(value) for name, value in names.items()}
     os.dup2(os.open(folder / f"log-{rank}", os.O_CREAT | os.O_WRONLY), 2)
+    faulthandler.enable()
     try:
         main(folder, mode)
         os._exit(0)

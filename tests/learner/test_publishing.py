@@ -83,7 +83,7 @@ def test_published_changes_are_the_whole_weights_bit_by_bit(
 ) -> None:
     count, settings = RANKS[name]
     told = run(tmp_path, llama, "publish", count, **settings)
-    assert [one.split()[0] for one in told] == ["0"] * count, told
+    assert [one.split()[0] for one in told] == ["0"] * count, "\n".join(told)
     rows = shown(tmp_path)
     # whole: 1 and 6, because 3 changed nothing and whole weights are due at every fourth
     needed = [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [5], [5, 6], [5, 6, 7]]

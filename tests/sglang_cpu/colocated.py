@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 from aiohttp import web
 
 from coppice.common.process import die_with
@@ -25,10 +26,18 @@ def note(what: str, pid: int = 0) -> None:
         file.write(f"{pid or os.getpid()} {what}\n".encode())
 
 
+def note_ends() -> None:
+    """A process that ended holds nothing, also one that was killed before it could say so."""
+    for pid in {int(line.split()[0]) for line in Path(os.environ[FOLDER], "log").open()}:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            note("ends", pid)
+
+
 def watch(update: Any = Trainer.update) -> None:
     """Note a learner's updates. While the file "gate" is there, each waits before its end."""
 
     def noted(*arguments: Any) -> Any:
+        note_ends()
         note("holds learner")
         metrics = update(*arguments)
         while Path(os.environ[FOLDER], "gate").exists():
