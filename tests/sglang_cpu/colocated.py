@@ -28,8 +28,13 @@ def note(what: str, pid: int = 0) -> None:
 
 def note_ends() -> None:
     """A process that ended holds nothing, also one that was killed before it could say so."""
-    for pid in {int(line.split()[0]) for line in Path(os.environ[FOLDER], "log").open()}:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+    lines = Path(os.environ[FOLDER], "log").read_text().splitlines()
+    for pid in {int(line.split()[0]) for line in lines}:
+        try:
+            ended = psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            ended = True
+        if ended:
             note("ends", pid)
 
 
