@@ -292,14 +292,14 @@ def to_level(curves: dict[str, list[StudyCurve]], level: float) -> str:
 
 
 def by_part(runs: dict[str, list[Path]], parts: Sequence[str]) -> str:
-    """Return a Markdown table of held-out measures of the first version and of each arm's last one.
+    """Return a Markdown table of held-out measures of the first arm's start and of each arm's end.
     A cell is the mean over seeds and the mean of their 95% intervals by task, which is the wider
     the more alike the seeds are."""
     held = {
         name: [[row for row in rows(run) if f"heldout/{parts[0]}" in row] for run in arm]
         for name, arm in runs.items()
     }
-    start = next(iter(held.values()))[:1]
+    start = next(iter(held.values()))
     lines = [f"| arm | {' | '.join(parts)} |", "|---" * (1 + len(parts)) + "|"]
     for name, place, several in [("start", 0, start), *((n, -1, s) for n, s in held.items())]:
         ends = [run[place] for run in several]
@@ -398,8 +398,8 @@ def main(arguments: list[str] | None = None) -> int:
     several = {name: seeds for name, seeds in curves.items() if len(seeds) > 1}
     if len(several) > 1:
         text += f"\n\n{against(several)}"
-    if options.reach is not None:
-        text += f"\n\n{to_level(curves, options.reach)}"
+        if options.reach is not None:
+            text += f"\n\n{to_level(several, options.reach)}"
     text += f"\n\n{by_part(runs, study.parts)}" if study.parts else ""
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{measure}.md").write_text(text + "\n")
