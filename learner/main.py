@@ -184,7 +184,7 @@ class Leader:
     def _checkpoint(self) -> None:
         if self.trainer.ranks.sharded:
             self.trainer.ranks.broadcast(_CHECKPOINT)
-        checkpoint.save(self.trainer, self.run, self.inbox.trained, self.config.keep, self.records)
+        checkpoint.save(self.trainer, self.run, self.inbox.runs, self.config.keep, self.records)
         self.durable = self.trainer.version
 
     def _answer(self, batch: Batch) -> None:
@@ -262,7 +262,7 @@ def follow(trainer: Trainer) -> None:
         publisher.publish(trainer.version)
     while (payload := trainer.ranks.broadcast(None)) != _STOP:
         if payload == _CHECKPOINT:
-            checkpoint.save(trainer, Path(trainer.process.run), {}, trainer.config.keep)
+            checkpoint.save(trainer, Path(trainer.process.run), [], trainer.config.keep)
         elif payload == _REST:
             rest(trainer.ranks)
         elif payload != _KEEPALIVE:

@@ -113,7 +113,8 @@ class Run:
         self.exporter = Exporter(self.folder, lambda: self.metrics.newest, self._health)
         self.outdated: list[int] = []
         self.counts = Counter(self.metrics.last(REPORTED))
-        self.counts["replaced"] = self.journal.tally().get("replaced", 0)
+        tally = self.journal.tally()
+        self.counts.update({of: tally.get(of, 0) for of in ("replaced", "quarantined")})
         self.counts.update(+Counter(self.metrics.last(dynamic_sampling.COUNTS)))
         self.fruitless = Fruitless(process.reward, process.evidence and not self.tasks.evidence)
         fleet = Fleet(s.budget, process.batch, clock)
@@ -262,7 +263,7 @@ class Run:
             "updates": self.settings.updates,
             "growing": len(self.open_trees.growing),
             "done": self.open_trees.done,
-            "evaluations": len(self.journal.evaluations()),
+            "evaluations": self.journal.evaluated()[0],
             "marks": self.journal.changes(),
         }
 

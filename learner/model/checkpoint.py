@@ -50,14 +50,13 @@ class DamagedError(CheckpointError):
 
 
 def save(
-    trainer: Trainer, run: Path, trained: dict[int, int], keep: int,
+    trainer: Trainer, run: Path, trained: list[tuple[int, int, int]], keep: int,
     records: dict[int, dict[str, float]] | None = None,
 ) -> Path:  # fmt: skip
     """Write ``RUN/checkpoints/vNNNNNN``. If the ranks are sharded, every rank must call this.
     Raises CheckpointError with the cause.
 
-    trained: the version that trained each group, by the group's id. records: metrics of the newest
-    updates, by version.
+    trained: runs of groups, as in ``Frontier``. records: metrics of the newest updates, by version.
     """
     folder = run / "checkpoints" / f"v{trainer.version:06d}"
     draft, ranks = atomic.draft_of(folder, alone=True), trainer.ranks
@@ -79,8 +78,8 @@ def save(
         if ranks.rank != 0:
             return
         prm = trainer.prm.updates if trainer.prm is not None else 0
-        runs, watch = frontier.runs(trained), trainer.watch.state
-        state = State(trainer.version, runs, records or {}, prm, trainer.kl_factor, watch)
+        watch = trainer.watch.state
+        state = State(trainer.version, trained, records or {}, prm, trainer.kl_factor, watch)
         (draft / frontier.FILE).write_bytes(msgspec.json.encode(state))
         digests = {frontier.FILE: digest.file(draft / frontier.FILE)}
         for own in sorted(draft.glob("sums-?????")):

@@ -9,6 +9,7 @@ their turns.
 
 import itertools
 
+from coppice.common import frontier
 from coppice.common.shards import Shard
 from coppice.learner.update.trainer import Batch
 from coppice.wire.faults import InfrastructureFault
@@ -18,10 +19,11 @@ from coppice.wire.messages import TrainGroup, TreeClosed, TreeNode
 class Inbox:
     """Groups, nodes and closed trees that wait for an update. Life cycle: ``add`` and ``close``
     until ``ready`` names trees, then ``take``. trained: the version that trained each group, by the
-    group's id. shards: the number of schedulers."""
+    group's id, and ``runs`` says it as a checkpoint does. shards: the number of schedulers."""
 
     def __init__(self, questions: int, trained: dict[int, int], shards: int = 1):
         self.share, self.trained = questions // shards, trained
+        self.runs = frontier.runs(trained)
         self.shards = [Shard(number, shards) for number in range(shards)]
         self._nodes: dict[int, dict[int, TreeNode]] = {}
         self._groups: dict[int, TrainGroup] = {}
@@ -67,11 +69,13 @@ class Inbox:
         replaced = [group.id for group in itertools.chain(*away)]
         groups, nodes = [], []
         for tree in trees:
-            left = self._leave(tree, self._closed)
-            groups += left[0]
-            nodes += [(tree, node) for node in left[1].values()]
+            own, below = self._leave(tree, self._closed)
+            groups += own
+            nodes += [(tree, node) for node in below.values()]
         left_ids = [*replaced, *(group.id for group in groups)]
-        self.trained.update(dict.fromkeys(left_ids, version + 1))
+        left = dict.fromkeys(left_ids, version + 1)
+        self.trained |= left
+        self.runs += frontier.runs(left)
         return Batch(version, len(trees), groups, nodes, replaced)
 
     def _whole(self, closed: dict[int, list[int]]) -> list[int]:

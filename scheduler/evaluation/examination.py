@@ -60,7 +60,7 @@ class Examination:
         last one waits for the end."""
         every = self.runtime.settings.evaluation.every
         due = every and version - version % every
-        newest = max((done for done, *_ in self.runtime.journal.evaluations()), default=0)
+        _, newest = self.runtime.journal.evaluated()
         if newest < due and not finished:
             await self.evaluate(f"v{version}")
 

@@ -54,6 +54,7 @@ class OpenTrees:
         self.unfinished: deque[TreeRow] = deque()
         self.growing: dict[int, asyncio.Task[None]] = {}
         self.outcomes: list[float] = []
+        self._quarantined = self._failing = 0  # of this start, and since a tree closed
         self.done = sum(n for status, n in self.journal.tally().items() if status != "growing")
         first = self.shard.after(self.journal.next_tree() - 1)
         self.ids = itertools.count(first, self.shard.count)
@@ -231,6 +232,7 @@ class OpenTrees:
         if replaced:  # another question takes the tree's place in the next update
             groups = map(self.journal.turns, tree.groups)
             replaced = not differs(groups, self.process.reward, self.process.equal)
+        self._failing = 0
         self.journal.close_tree(tree, "replaced" if replaced else "closed")
         self.stream.close(tree, replaced)
         if replaced:
@@ -242,15 +244,17 @@ class OpenTrees:
     def _quarantine(self, tree: Tree, reason: str) -> None:
         log.error("task %s is quarantined: %s", tree.task, reason)
         self.counts["quarantined"] += 1
+        self._quarantined, self._failing = self._quarantined + 1, self._failing + 1
         self.journal.close_tree(tree, "quarantined", reason)
         if tree.groups:
             self.stream.close(tree)  # the groups it has emitted are trained
         else:
             self.pacing.withdraw()
-        if self.counts["quarantined"] > 20 + self.pacing.admitted // 2:
+        many, in_a_row = self.pacing.admitted // 2, 2 * self.pacing.questions
+        if self._quarantined > 20 + many or self._failing > 20 + in_a_row:
             cause = reason.partition("\n")[0]
             raise DataFault(
-                f"{self.counts['quarantined']} tasks were quarantined; the last reason: {cause}"
+                f"{self._quarantined} tasks were quarantined; the last reason: {cause}"
                 f" ({self._whose(tree)})"
             )
 

@@ -92,7 +92,8 @@ class Reader:
 
     def read(self) -> list[Record]:
         """Return the updates' records in order, of several for one update the last."""
-        self.new()
+        for record in self.new():
+            self._records[int(record["version"])] = record
         return [record for _, record in sorted(self._records.items())]
 
     def new(self) -> list[Record]:
@@ -105,8 +106,8 @@ class Reader:
         new = []
         for part, record in parts:
             for whole in self._joined.add(part, record):
-                new.append({name: value for name, value in whole.items() if self._keep(name)})
-                self._records[int(whole["version"])] = new[-1]
+                kept = {name: value for name, value in whole.items() if self._keep(name)}
+                new.append(kept | {"version": whole["version"]})
         return new
 
     def _rewritten(self, path: Path) -> bool:

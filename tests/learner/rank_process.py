@@ -94,7 +94,7 @@ def work(folder: Path, name: str, scenario: Scenario, rank: int) -> None:
     if rank == scenario.full_disk:
         checkpoint.shards.save = full
     if (ranks.sharded or rank == 0) and not scenario.publishes:
-        checkpoint.save(made, folder / name, {1: 1, 2: 1}, 3)
+        checkpoint.save(made, folder / name, [(1, 2, 1)], 3)
     save_file(everything(made), folder / f"{name}-{rank}.safetensors")
     ranks.barrier()
     ranks.close()

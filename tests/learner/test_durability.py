@@ -31,9 +31,9 @@ def flip(path: Path) -> None:
 def two(tmp_path: Path, make: Make) -> tuple[Path, Path]:
     learner = make()
     learner.update(batch(0, 0))
-    first = checkpoint.save(learner, tmp_path, {1: 1}, 3)
+    first = checkpoint.save(learner, tmp_path, [(1, 1, 1)], 3)
     learner.update(batch(1, 1))
-    return first, checkpoint.save(learner, tmp_path, {1: 1, 2: 2}, 3)
+    return first, checkpoint.save(learner, tmp_path, [(1, 1, 1), (2, 2, 2)], 3)
 
 
 Two = tuple[Path, Path]
@@ -61,7 +61,7 @@ def test_all_is_synced_before_the_checkpoint_has_its_name_and_its_place_after(
     monkeypatch.setattr(Path, "rename", renaming)
     learner = make()
     learner.version = 7
-    folder = checkpoint.save(learner, tmp_path, {}, 3)
+    folder = checkpoint.save(learner, tmp_path, [], 3)
     named = calls.index("rename v000007.draft")
     assert {*names(folder), "v000007.draft"} <= set(calls[:named])
     assert calls[named + 1 :] == ["checkpoints", tmp_path.name]
@@ -133,7 +133,7 @@ def test_the_checkpoint_before_stays_until_the_new_one_reads_back(
     learner.version = 3
     told = r"v000003 could not be written .*not what was written"
     with pytest.raises(checkpoint.CheckpointError, match=told):
-        checkpoint.save(learner, tmp_path, {}, 1)
+        checkpoint.save(learner, tmp_path, [], 1)
     assert names(tmp_path / "checkpoints") == ["v000001", "v000002", "v000003.damaged"]
 
 
@@ -165,7 +165,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, make: Make, tw
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         with pytest.raises(checkpoint.CheckpointError, match="the one before is untouched"):
-            checkpoint.save(make(), tmp_path, {}, 1)
+            checkpoint.save(make(), tmp_path, [], 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert names(tmp_path / "checkpoints") == ["v000001", "v000002"]
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_another_parametrisation_is_refused_and_not_called_damag
 def test_the_last_checkpoints_are_kept(tmp_path: Path, make: Make, two: Two) -> None:
     made = make()
     made.version = 3
-    checkpoint.save(made, tmp_path, {}, 2)
+    checkpoint.save(made, tmp_path, [], 2)
     assert names(tmp_path / "checkpoints") == ["v000002", "v000003"]
 
 
@@ -219,9 +219,9 @@ def test_moments_in_main_memory_give_the_same_checkpoints(
     for away in (False, True):
         made, again = make(rank, offload_optimizer=away), make(rank, offload_optimizer=away)
         made.update(batch(3, 0))
-        checkpoint.restore(again, checkpoint.save(made, tmp_path / str(away), {}, 3))
+        checkpoint.restore(again, checkpoint.save(made, tmp_path / str(away), [], 3))
         again.update(batch(9, 1))
-        folder = checkpoint.save(again, tmp_path / str(away), {}, 3)
+        folder = checkpoint.save(again, tmp_path / str(away), [], 3)
         sums.append((folder / "SHA256SUMS").read_text())
     for state_ in again.stepper.adamw.state.values():  # between steps nothing has storage
         held = (state_[moment] for moment in ("exp_avg", "exp_avg_sq"))

@@ -45,7 +45,7 @@ def test_updates_and_a_resume_do_not_change_by_a_bit(
     settings = {"dtype": "bfloat16", "micro_tokens": 24} | settings
     made = trainer(llama, tmp_path, **settings)
     made.update(episodes(1, 0))
-    folder = checkpoint.save(made, tmp_path, {}, 3)
+    folder = checkpoint.save(made, tmp_path, [], 3)
     made.update(episodes(2, 1))
     resumed = trainer(llama, tmp_path, **settings)
     checkpoint.restore(resumed, folder)

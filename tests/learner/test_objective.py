@@ -196,7 +196,7 @@ def test_the_adaptive_factor_scales_the_next_update_and_lasts(tmp_path: Path, ma
     assert adaptive.kl_factor == pytest.approx(0.98 * 1.02)
     assert changed(everything(adaptive), everything(plain))
     resumed = make(**settings)
-    checkpoint.restore(resumed, checkpoint.save(adaptive, tmp_path, {}, 3))
+    checkpoint.restore(resumed, checkpoint.save(adaptive, tmp_path, [], 3))
     assert resumed.kl_factor == adaptive.kl_factor
 
 

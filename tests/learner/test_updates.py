@@ -12,6 +12,7 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from coppice.common import frontier
 from coppice.learner.config import OptimizerConfig
 from coppice.learner.forest import selfcheck
 from coppice.learner.forest.trees import Path as Tokens
@@ -53,7 +54,7 @@ def test_four_updates_equal_two_a_checkpoint_a_resume_and_two(
         first.update(batch(version, version))
     # what lengths are compared with is part of the run
     first.watch.state.first["wrong"] = [2.0, 3.0]
-    folder = checkpoint.save(first, tmp_path, {1: 1, 2: 1}, 3)
+    folder = checkpoint.save(first, tmp_path, [(1, 2, 1)], 3)
     assert checkpoint.restore(resumed, folder).groups() == {1: 1, 2: 1}
     assert resumed.watch.state.first == {"wrong": [2.0, 3.0]}
     for version in range(2, 4):
@@ -75,7 +76,7 @@ def test_versions_that_a_resume_makes_again_are_compared_with_no_engine(
 
     first, resumed = make(), make()
     first.update(batch(0, 0))
-    checkpoint.save(first, tmp_path, {1: 1}, 3)
+    checkpoint.save(first, tmp_path, [(1, 1, 1)], 3)
     announce(tmp_path, Weights(3))
     checkpoint.restore_newest(resumed, tmp_path)
     fresh = {v: "watch/engine_gap_max" in resumed.update(sampled_by(v)) for v in range(1, 5)}
@@ -198,6 +199,7 @@ def test_a_batch_is_the_oldest_closed_trees_whose_groups_are_all_here() -> None:
     assert inbox.ready() == [0, 2]
     taken = inbox.take([0, 2], 5)
     assert (taken.version, taken.questions, [g.id for g in taken.groups]) == (5, 2, [0, 2])
+    assert inbox.runs == [(0, 0, 6), (2, 2, 6)] == frontier.runs(inbox.trained)
     assert inbox.ready() is None
     inbox.add(some[1])
     assert inbox.ready() == [1, 3]

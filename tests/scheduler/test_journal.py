@@ -143,8 +143,10 @@ def test_a_lost_version_loses_its_evaluations_and_a_tree_can_be_uprooted(tmp_pat
     journal = journaled(tmp_path / "j", 2)
     for number in range(2):
         journal.save_evaluation(number, f"v{number}", {"em": 1.0})
+    assert journal.evaluated() == (2, 1)
     journal.forget_training_after(0)
     assert [version for version, _, _ in journal.evaluations()] == [0]
+    assert journal.evaluated() == (1, 0)
     journal.uproot(1)
     kept = [(len(journal.tree(row).nodes), journal.groups(row.id)) for row in journal.trees()]
     assert kept == [(2, [(0, None)]), (0, [])]

@@ -13,6 +13,7 @@ import pytest
 from coppice.actors.environments.base import Action, Environment, Task, Tools, Transition
 from coppice.actors.environments.tictactoe.environment import TicTacToe, TicTacToeState
 from coppice.scheduler.config import EvaluationConfig
+from coppice.scheduler.growth.open_trees import OpenTrees
 from coppice.scheduler.ledger.journal import JournalError, TreeRow
 from coppice.wire.faults import Fault
 from tests.scheduler.test_begin import QUESTIONS, SETTINGS, UPDATES, House, journal_of
@@ -121,6 +122,22 @@ async def test_an_environment_in_which_no_tree_survives_ends_the_run(
     with pytest.raises(Fault, match=told):
         await play(always=ZeroDivisionError("every time"))
     assert 20 < len(journal_of(tmp_path).trees("status='quarantined'")) < 30
+
+
+async def test_an_environment_that_breaks_after_many_good_trees_ends_the_run_as_soon(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = OpenTrees.begin
+
+    def begun(trees: OpenTrees, *given: Any) -> None:
+        trees._quarantined = -10_000  # as far from the first rule as after many updates
+        begin(trees, *given)
+
+    monkeypatch.setattr(OpenTrees, "begin", begun)
+    with pytest.raises(Fault, match="the last reason: ZeroDivisionError"):
+        await play(always=ZeroDivisionError("every time"))
+    number = len(journal_of(tmp_path).trees("status='quarantined'"))
+    assert 20 + 2 * QUESTIONS < number < 30 + 2 * QUESTIONS
 
 
 DISK = sqlite3.OperationalError("disk I/O error")

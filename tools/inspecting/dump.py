@@ -196,9 +196,10 @@ def find(
         rows = journal.trees("id=?", options.tree)
     else:
         split = "heldout" if options.heldout else "train"
-        rows = journal.trees("split=? AND status != 'growing'", split)
-        rows = rows or journal.trees("split=?", split)
-        rows = rows if _several(options) else rows[-1:]
+        one = "1" if _several(options) else "id = (SELECT MAX(id) FROM trees WHERE {})"
+        for wanted in ("split=?1 AND status != 'growing'", "split=?1"):
+            if rows := journal.trees(f"{wanted} AND {one.format(wanted)}", split):
+                break
     if not rows:
         last = journal.next_tree() - 1
         held = f"trees 0 to {last}" if last >= 0 else "no tree yet"

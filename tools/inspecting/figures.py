@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -111,8 +112,9 @@ def _line(axis: Axes, place: int, name: str, curve: Curve, smoothed: bool) -> No
 def smooth(values: Sequence[float]) -> list[float]:
     """Return each value's mean with its neighbours: a twentieth of all values, half of them before
     it, fewer at the ends."""
-    reach = len(values) // 40
-    return [fmean(values[max(0, i - reach) : i + reach + 1]) for i in range(len(values))]
+    window = np.ones(2 * (len(values) // 40) + 1)
+    sums, counts = (np.convolve(of, window, "same") for of in (values, np.ones(len(values))))
+    return (sums / counts).tolist()
 
 
 def caption(curves: Mapping[str, Curve]) -> str:

@@ -58,12 +58,19 @@ TOKEN = {
 """The columns of ``tokens``."""
 _MARK = re.compile(r"<[^<>\s]*>")
 _LONGEST = 200
+_AT_ONCE = 1000
+"""The trees that are in memory as objects, which take several times the room of their rows."""
 _QUESTION = re.compile(r"Question:\s*(.+)")
 
 
 def nodes(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
     """Return one row per node of the trees ``rows``, with the columns of ``NODE`` and the scores,
     null where a node has none."""
+    parts = (rows[first : first + _AT_ONCE] for first in range(0, max(1, len(rows)), _AT_ONCE))
+    return pl.concat((_nodes(journal, part) for part in parts), how="diagonal")
+
+
+def _nodes(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
     plain, scores, grown = [], [], [journal.tree(row) for row in rows]
     marked = marks.read(journal.path.parent, grown)
     for tree in grown:

@@ -91,12 +91,16 @@ def recorded(run: Path, records: Sequence[dict[str, float]]) -> TracedStart:
     journal cannot be read.
     """
     first, *others = shards.homes(run)
-    every = list(traced(first))
-    starts = [place for place, call in enumerate(every) if call.service == STARTED]
-    if not every:
-        raise ValueError(f"{first / FILE} is empty")
-    began = every[starts[-1]].start if starts else min(call.start for call in every)
-    every = every[starts[-1] + 1 :] if starts else every
+    every, began = list[TracedCall](), None
+    for call in traced(first):
+        if call.service == STARTED:
+            every, began = [], call.start
+        else:
+            every.append(call)
+    if cut := began is None:
+        if not every:
+            raise ValueError(f"{first / FILE} is empty")
+        began = min(call.start for call in every)
     every += [call for home in others for call in traced(home) if call.start >= began]
     base, answered = 0, dict[int, float]()  # when each update was
     for call in every:
@@ -121,7 +125,7 @@ def recorded(run: Path, records: Sequence[dict[str, float]]) -> TracedStart:
             work = list(_consecutive(round(end - sum(lengths.values()), 6), lengths))
             updates.append(TracedUpdate(version, work, trees[version]))
     until = max([began, *(call.end for call in calls), *answered.values()])
-    return TracedStart(began, until, calls, updates, heldout, not starts)
+    return TracedStart(began, until, calls, updates, heldout, cut)
 
 
 def _lengths(record: Mapping[str, float]) -> dict[str, float]:

@@ -28,6 +28,7 @@ def run(tmp_path: Path, monkeypatch: Patch) -> Path:
     """A run of six trees of two candidates. Tree i has the rewards i / 10 and -i / 10, trees 3 to 5
     were admitted at version 1, the last one grows, and a judge could not grade tree 2."""
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(frames, "_AT_ONCE", 4)
     journal = Journal(tmp_path / "journal.sqlite")
     for i in range(TREES):
         tree = Tree(i, f"task{i % 3}")

@@ -158,3 +158,11 @@ def test_what_cannot_be_drawn_is_said(tmp_path: Path, said: Said, words: str, me
     given = words.format(run=run, young=young).split()
     given += [] if "--out" in given else ["--out", str(tmp_path / "x.svg")]
     assert message in said(main, *given, status=2)
+
+
+def test_a_smoothed_value_is_the_mean_of_its_neighbours() -> None:
+    values = [
+        float(i * i % 17) for i in range(100)
+    ]  # two neighbours on each side, fewer at the ends
+    around = [values[max(0, i - 2) : i + 3] for i in range(100)]
+    assert figures.smooth(values) == pytest.approx([sum(near) / len(near) for near in around])
