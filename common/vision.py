@@ -33,6 +33,8 @@ _PLAIN = {
     "attn_logit_softcapping": None,
     "logits_scaling": 1.0,
     "logit_scale": 1.0,
+    "logits_soft_cap": None,
+    "logits_mup_width_multiplier": 1.0,
     "lm_head_multiplier": 1.0,
 }
 _PNG = struct.Struct(">8s8xII")
@@ -234,10 +236,23 @@ def check_head(folder: str | Path, text: Any) -> None:
             )
 
 
+def context_of(shape: Mapping[str, Any]) -> int:
+    """Return how many tokens a model reads by its configuration, 2^31 if that does not say. Of
+    LongRoPE only the short positions count: its angles are others as soon as one sequence of a
+    forward is longer."""
+    most: int = shape.get("max_position_embeddings") or 2**31
+    rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
+        return most
+    name = "original_max_position_embeddings"
+    return min(most, shape.get(name) or rope.get(name) or most)
+
+
 def load(folder: str | Path, dtype: Any, attention: str | None, values: bool = True) -> Any:
     """Load a causal language model, without its stored weights if not ``values``. Of a model with
     vision, ``attention`` is that of the language layers; the vision tower keeps its own. Raises
     ValueError if the model computes its attention or its logits in another way."""
+    from torch.nn import Linear
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     blind = Vision.of(folder) is None
@@ -258,8 +273,10 @@ def load(folder: str | Path, dtype: Any, attention: str | None, values: bool = T
             f"{folder}: {config.model_type} does not use transformers' attention interface, which"
             " trees need: take another model (docs/models.md)"
         ) from None
-    if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise ValueError(f"{folder}: its head has a bias: take another model (docs/models.md)")
+    head = model.get_output_embeddings()
+    if type(head) is not Linear or head.bias is not None:
+        more = "a bias" if type(head) is Linear else f"the class {type(head).__name__}"
+        raise ValueError(f"{folder}: its head has {more}: take another model (docs/models.md)")
     return model
 
 

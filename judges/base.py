@@ -120,6 +120,8 @@ def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> list[Judgem
             raise wrong(f"{_short(judgement)} for a turn", "a wire.messages.Judgement")
         if unknown := {*judgement.scores, *judgement.invalid} - {*judge.columns}:
             raise wrong(f"columns {sorted(unknown)}", f"declared ones of {list(judge.columns)}")
+        if not isinstance(judgement.explanation, str):
+            raise wrong(f"the explanation {_short(judgement.explanation)}", "a text")
         scores, invalid = dict[str, float](), set(judgement.invalid)
         for column, value in judgement.scores.items():
             try:  # text is refused, even if it reads like a number
@@ -134,7 +136,8 @@ def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> list[Judgem
                 scores[column] = score
             else:
                 invalid.add(column)
-        judgements.append(Judgement(scores, sorted(invalid), judgement.explanation))
+        text = judgement.explanation.encode(errors="replace").decode()  # half a pair has no UTF-8
+        judgements.append(Judgement(scores, sorted(invalid), text))
     return judgements
 
 

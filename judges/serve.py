@@ -170,8 +170,13 @@ def answering(worker: Player | Speaker) -> Handler:
     async def handle(request: Any, call: Call) -> wire.PlayResult | wire.SpeakResult:
         async with room:
             if isinstance(worker, Speaker):
-                return wire.SpeakResult(await worker.speak(request))
-            return wire.PlayResult(list(await worker.play(request.state, request.seed)))
+                if isinstance(said := await worker.speak(request), str):
+                    return wire.SpeakResult(said.encode(errors="replace").decode())
+                raise InfrastructureFault(f"{worker.name} said {said!r}: expected a text")
+            cells = list(await worker.play(request.state, request.seed))
+            if not all(isinstance(cell, int) for cell in cells):
+                raise InfrastructureFault(f"{worker.name} played {cells!r}: expected integers")
+            return wire.PlayResult(cells)
 
     return handle
 

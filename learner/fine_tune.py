@@ -16,9 +16,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from coppice.common import vision
 from coppice.common.atomic import drafted
 from coppice.common.hardware import compute_dtype, torch_device
-from coppice.common.vision import check_head
 from coppice.learner.forest.attention import NAME, Layout
 from coppice.learner.forest.head import token_logprobs
 from coppice.learner.forest.trees import Path as TokenPath
@@ -103,8 +103,7 @@ def within(examples: Sequence[Example], most: int) -> tuple[list[Example], int]:
 
 def context_of(model: Path) -> int:
     """Return the context length of a model in tokens, or 2^31 if its config does not state it."""
-    text = AutoConfig.from_pretrained(model).get_text_config()
-    return getattr(text, "max_position_embeddings", None) or 2**31
+    return vision.context_of(AutoConfig.from_pretrained(model).get_text_config().to_dict())
 
 
 def fine_tune(
@@ -162,7 +161,7 @@ class Student:
         self.compute = getattr(torch, compute_dtype(recipe.dtype))
         attention = {"attn_implementation": NAME} if recipe.packing else {}
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **attention)
-        check_head(folder, model.config.get_text_config())
+        vision.check_head(folder, model.config.get_text_config())
         self._recurrent = recipe.packing and check_layers(str(folder), model)
         self.causal: Any = model
         """The causal LM without any adapters."""

@@ -60,7 +60,8 @@ CHECK_S = 2.0
 REMOVED_AT_ONCE = 8
 """The trees of old versions that are removed before messages get their turn."""
 LEAVE_S = 30.0
-"""Seconds that the end waits for the learner's last answers, and then for workers to leave."""
+"""Seconds that the end waits for the learner's last answers, then for workers to leave, and for an
+environment to close."""
 
 
 class Run:
@@ -341,7 +342,11 @@ class Run:
         await self.open_trees.stop()
         await self.stream.stop()
         for environment in (self.environment, self.examination.environment):
-            await environment.close()
+            try:
+                async with asyncio.timeout(LEAVE_S):
+                    await environment.close()
+            except Exception:
+                log.exception("the environment %s could not be closed", environment.name)
         await self.dispatcher.close()
         self.exporter.close()
         self.metrics.close()

@@ -262,6 +262,9 @@ def by_products(
     return torch.matmul((scores - lse[..., None]).exp().to(value.dtype), value), lse
 
 
+_OTHERS = ("attention_mask", "s_aux", "softcap")
+
+
 def attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -273,7 +276,10 @@ def attention(
     plan: AttentionPlan,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function."""
+    """transformers' attention function. Raises ValueError for what a plan does not compute."""
+    more = {"attention_mask": attention_mask, **kwargs}
+    if others := [name for name in _OTHERS if more.get(name) is not None]:
+        raise ValueError(f"{', '.join(others)}: expected none")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
     new = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)

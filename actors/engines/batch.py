@@ -25,10 +25,7 @@ class RadixBatch:
         pictures: Pictures | None,
     ):  # fmt: skip
         settings = model.config.get_text_config()
-        heads = settings.num_key_value_heads
-        width = getattr(settings, "head_dim", None)
-        width = width or settings.hidden_size // settings.num_attention_heads
-        shape = (settings.num_hidden_layers, 2, heads, width)
+        shape = (settings.num_hidden_layers, 2, *decoder.kv_heads(settings))
         token = torch.empty(shape, dtype=model.dtype, device=model.device)
         self.memory = KVMemory(token, int(config.kv_cache_gib * 2**30), longest)
         self._device, self._pictures, self._running = model.device, pictures, 0

@@ -5,7 +5,7 @@ from a table, and large weights are packed for few rows.
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch.nn import functional
@@ -30,6 +30,40 @@ def decoder(model: Any, longest: int) -> "PlainDecoder | WholeDecoder":
     plain = type(model).__name__ in PLAIN and rope in ("default", "linear", "llama3", "yarn")
     plain = plain and model.config.hidden_act in ("silu", "swish")
     return PlainDecoder(model, longest) if plain else WholeDecoder(model)
+
+
+def kv_heads(settings: Any) -> tuple[int, int]:
+    """Return the number of heads of keys and values, and their width."""
+    width = getattr(settings, "head_dim", None)
+    width = width or settings.hidden_size // settings.num_attention_heads
+    return settings.num_key_value_heads, width
+
+
+class _Probe:
+    """Stands for a plan in a forward that only shows how a model calls its attention."""
+
+    def __init__(self, heads: tuple[int, int]):
+        self._heads = heads
+
+    def attend(
+        self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        if (heads := tuple(new.shape[2:])) != self._heads:
+            raise ValueError(f"layer {layer} has {heads} heads of keys, not {self._heads}")
+        return query
+
+
+def not_computed(model: Any) -> str:
+    """Return what AttentionPlan does not compute of a model's attention, "" if it computes it, as a
+    forward of two tokens shows."""
+    if type(model).__name__ in PLAIN:
+        return ""
+    tokens, probe = torch.arange(2, device=model.device), _Probe(kv_heads(model.config))
+    try:
+        WholeDecoder(model).forward(tokens, tokens, cast(Any, probe))
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"its attention ({error})"
+    return ""
 
 
 class WholeDecoder:

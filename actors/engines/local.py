@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig
 
 from coppice.actors.config import ActorsConfig
-from coppice.actors.engines import attend, weights
+from coppice.actors.engines import attend, decoder, weights
 from coppice.actors.engines.base import check_request, check_tokens
 from coppice.actors.engines.batch import RadixBatch
 from coppice.actors.engines.cached import CachedBatch
@@ -81,16 +81,18 @@ class LocalEngine:
         self._set_up_thread()
         settings = AutoConfig.from_pretrained(self.folder).get_text_config()
         self._check_fits(settings)
-        others = not_computed(settings)
-        attention = None if others else attend.ATTENTION
-        self.model: Any = vision.load(self.folder, self.dtype, attention).to(self.device)
-        self.model.eval()
+        self.longest = min(self.config.max_context, vision.context_of(settings.to_dict()))
+        if not (others := not_computed(settings, self.longest)):
+            self.model: Any = vision.load(self.folder, self.dtype, attend.ATTENTION)
+            others = decoder.not_computed(self.model)
+        if others:
+            self.model = vision.load(self.folder, self.dtype, None)
+        self.model.to(self.device).eval()
         processor = vision.Vision.of(self.folder)
         self._pictures = Pictures(self.model, processor) if processor is not None else None
         self.tokenizer = tokenizers.Tokenizer.from_file(str(self.folder / "tokenizer.json"))
         end = self.model.generation_config.eos_token_id
         self.end_tokens = frozenset(end if isinstance(end, list) else [] if end is None else [end])
-        self.longest = min(self.config.max_context, settings.max_position_embeddings)
         if others:
             log.warning(
                 "%s: transformers generates, exactly and slowly, because the engine does not"
@@ -261,8 +263,12 @@ class LocalEngine:
             self._pictures.forget()
 
 
-def not_computed(settings: Any) -> str:
-    """Return which layers of a model RadixBatch does not compute, "" if it computes all."""
+def not_computed(settings: Any, longest: int) -> str:
+    """Return which layers of a model RadixBatch does not compute for sequences up to ``longest``,
+    "" if it computes all."""
+    window = getattr(settings, "sliding_window", None)  # without kinds of layers it is of all
+    if window and window < longest and not getattr(settings, "layer_types", None):
+        return "sliding windows"
     kinds = set(getattr(settings, "layer_types", None) or ["full_attention"]) - {"full_attention"}
     recurrent = ("conv_kernel", "mamba_d_conv", "conv_L_cache")
     if kinds or any(hasattr(settings, name) for name in recurrent):

@@ -110,7 +110,7 @@ def _choice(choice: Any) -> Any:
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    if choice is not None and kind not in _CHOICES:
+    if choice is not None and not (isinstance(kind, str) and kind in _CHOICES):
         raise unexpected("tool_choice", choice, "the type auto, any, none, or tool with a `name`")
     return _CHOICES.get(kind or "auto")
 

@@ -58,8 +58,8 @@ class Adapted(Linear):
 
 def _converted(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a layer's input in a number type, of which ``x`` keeps one copy for the next layer."""
-    if x.dtype == dtype:
-        return x
+    if x.dtype == dtype or (x.is_leaf and x.requires_grad):
+        return x.to(dtype)  # a leaf would hold its copy, whose gradient holds the leaf
     copy: torch.Tensor | None = getattr(x, "_converted", None)
     if copy is None or copy.dtype != dtype or copy.requires_grad != x.requires_grad:
         copy = x.to(dtype)

@@ -24,6 +24,9 @@ from coppice.learner.forest.trees import Forest
 from coppice.learner.model import loading, memory
 from coppice.learner.model.ranks import Ranks, whole
 
+_NOISE = ("p", "jitter_noise", "input_jitter_noise")
+"""Names of numbers, beside those that end in "dropout", by which a module trains with noise."""
+
 
 class Tower(torch.nn.Module):
     """The model and its head in one forward, so that sharded parameters are gathered whenever they
@@ -165,7 +168,7 @@ class TreeModel:
         for module in tower.modules():
             # a dropped token would differ between the paths that share it
             for name, value in vars(module).items():
-                if isinstance(value, float) and (name == "p" or name.endswith("dropout")):
+                if isinstance(value, float) and (name in _NOISE or name.endswith("dropout")):
                     setattr(module, name, 0.0)
         if frozen:
             tower.requires_grad_(False)

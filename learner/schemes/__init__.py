@@ -8,7 +8,8 @@ only these), and the optional ``metrics(table, **options)`` measures each batch.
 ``learner.scheme`` names a file in this folder or a user's own "module:advantages".
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -50,6 +51,20 @@ class Scheme(msgspec.Struct, frozen=True):
         columns = [table.scores[name] for name in self.needs.columns & table.scores.keys()]
         lacking = [np.isnan(table.trajectories().total(column)) for column in columns]
         return own | {"learner/incomplete_trajectories": float(np.any(lacking, axis=0).sum())}
+
+
+def finite(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as floats, without those that are not finite, such as the mean of nothing.
+    Raises ValueError for what is no number."""
+    kept = {}
+    for name, value in metrics.items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"the metric {name!r} is {value!r}: expected a number") from None
+        if math.isfinite(number):
+            kept[name] = number
+    return kept
 
 
 def names() -> list[str]:

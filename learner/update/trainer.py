@@ -19,6 +19,7 @@ from coppice.learner.forest.selfcheck import check
 from coppice.learner.model.model import TreeModel, check_fits
 from coppice.learner.model.optimizer import Stepper
 from coppice.learner.model.ranks import Ranks
+from coppice.learner.schemes import finite
 from coppice.learner.update import watch
 from coppice.learner.update.critic import Critic
 from coppice.learner.update.objective import shaped, token_weights, truncated
@@ -143,7 +144,7 @@ class Trainer:
             trajectories = len(table.trajectories().tree)
             kl, factor = metrics["learner/kl"], self.kl_factor
             self.kl_factor = adapted_kl(factor, kl, c.adaptive_kl, trajectories)
-        return metrics
+        return finite(metrics)
 
     def _token_columns(
         self, table: TurnTable, rows: Rows, steps: Plan

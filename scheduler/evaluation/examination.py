@@ -103,7 +103,7 @@ class Examination:
             # so that what cannot be measured fails with its tree
             for name, values in evaluation.measured(self.environment, task, tree).items():
                 for value in values:
-                    answers.check_environment(self.environment.name, {name: value})
+                    answers.given(self.environment.name, {name: value})
 
         async with room:
             tree, journal = Tree(next(self.trees.ids), task.id, "heldout"), self.runtime.journal

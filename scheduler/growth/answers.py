@@ -1,7 +1,9 @@
 """Refuse answers that cannot be right before they enter a tree, which the journal keeps for good.
 The dispatcher then asks another worker, as after any infrastructure fault."""
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,13 +24,19 @@ def complete(parts: str, expected: int, answer: msgspec.Struct) -> None:
         raise Refused(f"{count} {parts}, expected {expected}: mend the worker")
 
 
-def check_environment(name: str, scores: Mapping[str, float]) -> None:
-    """Raise ValueError if the environment ``name`` gave a score that is no number or too large.
-    Nothing later looks for it again."""
+def given(name: str, scores: Mapping[str, Any]) -> dict[str, float]:
+    """Return the scores that the environment ``name`` gave, as floats. Raises ValueError for one
+    that is no number or too large: nothing later looks for it again."""
+    numbers = {}
     for column, score in scores.items():
-        if not abs(score) <= LARGEST:  # NaN compares as False
-            odd = f"the score {score} in column {column!r}, expected at most {LARGEST:g}"
-            raise ValueError(f"the environment {name} gave {odd}: mend it")
+        try:
+            numbers[column] = math.nan if isinstance(score, str | bytes) else float(score)
+        except (TypeError, ValueError):
+            numbers[column] = math.nan
+        if not abs(numbers[column]) <= LARGEST:  # NaN compares as False
+            odd = f"the score {score!r} in column {column!r}, expected a number"
+            raise ValueError(f"the environment {name} gave {odd} of at most {LARGEST:g}: mend it")
+    return numbers
 
 
 def sampled(
@@ -55,11 +63,13 @@ def sampled(
 def _fault(sample: Sample, most: int, vocabulary: int, oldest: int, newest: int) -> str:
     """What is wrong with a sample, or ""."""
     tokens, logprobs, versions = sample.tokens, sample.logprobs, sample.versions
-    if not 1 <= len(tokens) <= most:
-        return f"a sample of {len(tokens)} tokens, expected 1 to {most}"
-    if not tokens.shape == logprobs.shape == versions.shape == (len(tokens),):
+    if tokens.ndim != 1 or not tokens.shape == logprobs.shape == versions.shape:
         shapes = f"{tokens.shape} tokens, {logprobs.shape} log-probabilities, {versions.shape}"
         return f"arrays of {shapes} versions, expected as many of each"
+    if tokens.dtype.kind != "i" or versions.dtype.kind != "i":
+        return f"{tokens.dtype} tokens of {versions.dtype} versions, expected integers"
+    if not 1 <= len(tokens) <= most:
+        return f"a sample of {len(tokens)} tokens, expected 1 to {most}"
     if tokens.min() < 0 or tokens.max() >= vocabulary:
         return f"the tokens {tokens.min()} to {tokens.max()}, expected 0 to {vocabulary - 1}"
     if not (np.isfinite(logprobs).all() and logprobs.max() <= ABOVE_ZERO):

@@ -78,8 +78,7 @@ class Context:
         assert place is not None, "an action has a prompt above it"
         state = None if place.state is None else self.after(place)
         stop = self.environment.stop if state is None else self.environment.stops(state)
-        openings = tuple(text[:end] for text in stop for end in range(1, len(text)))
-        while kept and self.runtime.text.decode(action.tokens[:kept]).endswith(openings):
+        while kept and _ends_in_part(self.runtime.text.decode(action.tokens[:kept]), stop):
             kept -= 1
         opening = 0 if action.sampled is None else int((~action.sampled).sum())
         kept = max(kept, opening)
@@ -126,8 +125,7 @@ class Context:
             whose = f"tree {self.tree.id}, task {self.tree.task}"
             self.runtime.faults.failed("an episode", reason, whose)
         if columns:
-            answers.check_environment(self.environment.name, columns)
-            node.scores |= columns
+            node.scores |= answers.given(self.environment.name, columns)
             self.changed([node])
         # for readers of the tree: the policy reads the next prompt instead
         if transition.observation and fresh:
@@ -148,8 +146,7 @@ class Context:
             with contextlib.suppress(Dropped):
                 tried = await self.environment.step(state, action, tools)
                 columns = {} if tried.reward is None else {"step_reward": tried.reward}
-                answers.check_environment(self.environment.name, columns)
-                node.scores |= columns
+                node.scores |= answers.given(self.environment.name, columns)
 
     async def onward(self, node: Node) -> Node | None:
         """The node at which the policy acts after ``node``, None when the trajectory is over. A
@@ -283,8 +280,7 @@ class Context:
         if not self.environment.outcome_judge:
             end = self.environment.outgrown(state)
             columns = {"outcome": 0.0 if end.outcome is None else end.outcome, **end.measures}
-            answers.check_environment(self.environment.name, columns)
-            action.scores |= columns
+            action.scores |= answers.given(self.environment.name, columns)
         self.runtime.counts["outgrown_trajectories"] += 1
         self.changed([action, place])
 
@@ -313,6 +309,12 @@ class Context:
             entropies=None if sample.top is None else _entropies(sample.top),
             **settings,
         )
+
+
+def _ends_in_part(text: str, stop: Sequence[str]) -> bool:
+    """Whether a stop string would begin at the end of a text."""
+    parts = ((one, size) for one in stop for size in range(1, min(len(one), len(text) + 1)))
+    return any(text.endswith(one[:size]) for one, size in parts)
 
 
 def _entropies(top: list[dict[int, float]]) -> np.ndarray:

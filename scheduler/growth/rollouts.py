@@ -74,8 +74,7 @@ async def advance(ctx: Context, position: Position, sample: Sample) -> Position 
         return None
     ctx.runtime.counts["continuation_steps"] += 1
     if transition.done and transition.outcome is not None:
-        answers.check_environment(environment.name, {"outcome": transition.outcome})
-        return transition.outcome
+        return answers.given(environment.name, {"outcome": transition.outcome})["outcome"]
     state = transition.state
     if not transition.done:
         if environment.forced_prefix and step >= ctx.settings.budget:

@@ -10,6 +10,7 @@ from statistics import fmean
 import msgspec
 
 from coppice.common import shards
+from coppice.common.jsonl import MALFORMED
 
 Record = dict[str, float]
 UPDATE = "learner/groups"
@@ -57,10 +58,13 @@ def joined(records: Sequence[Record]) -> Record:
 
 
 def parsed(text: bytes) -> Iterator[tuple[bytes, dict[str, float | None]]]:
-    """Yield each line of a metrics.jsonl with its record, but none that a crash cut off."""
+    """Yield each line of a metrics.jsonl with its record, but none that a crash cut off or that is
+    damaged."""
     for line in text.splitlines():
-        with contextlib.suppress(msgspec.DecodeError):
-            yield line, msgspec.json.decode(line, type=dict[str, float | None])
+        with contextlib.suppress(*MALFORMED):
+            record = msgspec.json.decode(line, type=dict[str, float | None])
+            if record.get("version") is not None:
+                yield line, record
 
 
 class Joined:

@@ -2,6 +2,7 @@
 agent finds in its environment."""
 
 import json
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from coppice.actors.environments.agents import episode
 from coppice.actors.environments.agents.episode import TAIL, Ended, Episode, ForkServer
 from tests.actors.conftest import Door
 
@@ -82,6 +84,25 @@ async def test_a_reward_that_is_no_number_is_told_by_its_own_line(play: Play) ->
     end = await play('return "Paris"')
     said = "ValueError: agent_of_a_test:run returned 'Paris': expected a finite"
     assert end.fault == "exit status 1" and end.error.startswith(said)
+
+
+async def test_a_printed_line_is_no_reward(play: Play) -> None:
+    end = await play('print("\\0reward garbage")\nreturn 0.5')
+    assert (end.reward, end.fault) == (0.5, "") and "reward garbage" in end.said
+
+
+async def test_an_import_that_waits_for_ever_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episode, "IMPORT_S", 1.0)
+    monkeypatch.setattr(episode, "CLOSE_S", 0.1)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "agent_that_imports.py").write_text("import library_that_waits\n")
+    (tmp_path / "library_that_waits.py").write_text("import time\ntime.sleep(600)\n")
+    server = ForkServer([], "agent_that_imports:run")
+    with pytest.raises(OSError, match=r"no agent began in 1 s: does an import wait\?"):
+        await server.start(b"{}", {}, 2**30)
+    assert server._server is not None and server._server.returncode == -signal.SIGKILL
 
 
 async def test_an_episode_has_a_folder_of_its_own_that_goes_with_it(play: Play) -> None:

@@ -124,6 +124,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools of the provider"),
     ({"mcp_servers": [{"url": "x"}]}, "`mcp_servers`"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "sub"}}, "`tool_choice`"),
+    ({"tools": [TOOL], "tool_choice": {"type": []}}, "`tool_choice`"),
 ]
 
 

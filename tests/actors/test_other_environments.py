@@ -189,3 +189,13 @@ async def test_first_states_that_are_made_in_threads_do_not_disturb_each_other()
     made = await asyncio.gather(*(asyncio.to_thread(environment.initial, task) for task in tasks))
     for state, alone in zip(made, expected.values(), strict=True):
         assert await played(environment, state, "a") == await played(Drawn(), alone, "a")
+
+
+def test_what_a_library_cannot_play_is_no_refused_action() -> None:
+    class Old:
+        def step(self, move: int) -> tuple[int, float, bool, dict[str, int]]:
+            return 0, 0.0, False, {}
+
+    environment: Any = Gymnasium("FrozenLake-v1")
+    with pytest.raises(RuntimeError, match="FrozenLake-v1 cannot play 'left': not enough values"):
+        environment.turn(Old(), "left")

@@ -193,6 +193,7 @@ async def test_a_slow_rule_judge_leaves_the_event_loop_free() -> None:
 
 
 TEXT: Any = "0.5"
+NOTHING: Any = None
 
 
 class Odd(RuleJudge):
@@ -207,6 +208,7 @@ class Odd(RuleJudge):
         ([Judgement({"a": TEXT})], r"judge odd returned '0.5' \(str\) in column 'a'"),
         ([{"a": 1.0}], r"\{'a': 1.0\} \(dict\) for a turn; expected a wire.messages.Judgement"),
         (None, r"judge odd returned None \(NoneType\); expected a list of Judgement"),
+        ([Judgement({"a": 1.0}, explanation=NOTHING)], "the explanation None .* a text"),
     ],
 )
 def test_a_judge_that_returns_something_else_is_a_fault_that_says_what(

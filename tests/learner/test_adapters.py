@@ -1,5 +1,7 @@
 """An adapted layer computes what PEFT's own does, and trains the same."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -76,3 +78,16 @@ def test_an_input_is_converted_once() -> None:
     with watched, torch.autocast("cpu", torch.bfloat16):
         model(x * 2.0)
     assert len(conversions) == 2 and conversions[0].data_ptr() == conversions[1].data_ptr()
+
+
+def test_an_input_that_is_a_leaf_is_freed() -> None:
+    """With gradient checkpointing the embeddings are leaves that require a gradient."""
+    model, x = made(False, torch.float32), torch.randn(1, 7, 24).requires_grad_()
+    install(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(x)
+    out.float().sum().backward()
+    left = weakref.ref(x)
+    del x, out
+    gc.collect()
+    assert left() is None

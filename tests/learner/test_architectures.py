@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines import weights
+from coppice.actors.engines.cached import CachedBatch
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.engines.sglang_api import linear_layers
 from coppice.common import vision
@@ -70,7 +71,7 @@ CONFIGS: dict[str, Any] = {
     "gpt_neox": hf.GPTNeoXConfig(**OLD, intermediate_size=64),
     "qwen2_moe": hf.Qwen2MoeConfig(**MOE, **SHARED),
     "qwen3_moe": hf.Qwen3MoeConfig(**(MOE | WIDTH)),
-    "mixtral": hf.MixtralConfig(**SHAPE, num_local_experts=4),
+    "mixtral": hf.MixtralConfig(**SHAPE, num_local_experts=4, router_jitter_noise=0.1),
     "olmoe": hf.OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2),
     "granitemoe": hf.GraniteMoeConfig(**SHAPE, num_local_experts=4),
     "glm4_moe": hf.Glm4MoeConfig(**(ROUTED | WIDTH)),
@@ -105,8 +106,12 @@ ROWS = {
 
 
 def made(folder: Path, kind: str) -> Path:
+    return saved(folder, CONFIGS[kind])
+
+
+def saved(folder: Path, config: Any) -> Path:
     torch.manual_seed(0)
-    model = hf.AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=torch.float32)
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     tiny.save_words(folder)
     return folder
@@ -136,6 +141,7 @@ def promised(cell: str) -> Iterator[None]:
     [
         (hf.PhiConfig(**SHAPE), "its head has a bias"),
         (hf.FalconH1Config(**SHAPE, lm_head_multiplier=0.04), r"lm_head_multiplier = 0\.04"),
+        (hf.DoryConfig(**SHAPE), "its head has the class DoryLMHead"),
     ],
 )
 def test_a_head_that_computes_more_than_a_product_is_refused(
@@ -181,18 +187,51 @@ def test_it_trains_and_is_published_or_is_refused(tmp_path: Path, kind: str, ran
 async def test_the_embedded_engine_samples_from_it_or_refuses_it(tmp_path: Path, kind: str) -> None:
     folder = made(tmp_path, kind)
     with promised(ROWS[kind][2]):
-        engine = LocalEngine(str(folder), ActorsConfig(dtype="float32", max_context=64))
-        await engine.start()
-        prompt = np.arange(12, dtype=np.int32)
-        result = await engine.generate(GenerateRequest(prompt, 2, Sampling(8, seed=3)))
-        await engine.close()
-        model: Any = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        for sample in result.samples:
-            whole = torch.tensor(np.concatenate([prompt, sample.tokens]), dtype=torch.long)[None]
-            with torch.inference_mode():
-                rows = model(whole).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-            expected = rows.gather(1, whole[0, len(prompt) :, None])[:, 0].numpy()
-            np.testing.assert_allclose(sample.logprobs, expected, atol=5e-5)
+        await samples_as_transformers_does(folder)
+
+
+async def samples_as_transformers_does(folder: Path) -> LocalEngine:
+    engine = LocalEngine(str(folder), ActorsConfig(dtype="float32", max_context=64))
+    await engine.start()
+    prompt = np.arange(12, dtype=np.int32)
+    result = await engine.generate(GenerateRequest(prompt, 2, Sampling(8, seed=3)))
+    await engine.close()
+    model: Any = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for sample in result.samples:
+        whole = torch.tensor(np.concatenate([prompt, sample.tokens]), dtype=torch.long)[None]
+        with torch.inference_mode():
+            rows = model(whole).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        expected = rows.gather(1, whole[0, len(prompt) :, None])[:, 0].numpy()
+        np.testing.assert_allclose(sample.logprobs, expected, atol=5e-5)
+    return engine
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "others"),
+    [
+        (hf.MistralConfig(**SHAPE, sliding_window=6), "sliding windows"),
+        (hf.PhimoeConfig(**SHAPE, sliding_window=6, num_local_experts=4), "sliding windows"),
+        (hf.DogeConfig(**SHAPE), "attention_mask: expected none"),
+        (hf.StableLmConfig(**SHAPE), "'plan'"),
+        (hf.JetMoeConfig(**SHAPE), "heads of keys"),
+    ],
+    ids=lambda given: getattr(given, "model_type", None),
+)
+async def test_what_the_engine_does_not_compute_transformers_does(
+    tmp_path: Path, config: Any, others: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = await samples_as_transformers_does(saved(tmp_path, config))
+    assert others in caplog.text and isinstance(engine.batch, CachedBatch)
+
+
+def test_the_context_of_longrope_ends_with_its_short_angles() -> None:
+    scaling = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    settings: Any = {"original_max_position_embeddings": 1024, "rope_scaling": scaling}
+    assert vision.context_of(hf.Phi3Config(**SHAPE, **settings).to_dict()) == 1024
+    assert vision.context_of({**settings, "max_position_embeddings": 4096}) == 1024  # as stored
+    assert vision.context_of(hf.Phi3Config(**SHAPE).to_dict()) == 4096
+    assert vision.context_of({}) == 2**31
 
 
 def test_the_check_finds_a_leaking_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Every scheme: known answers (methods.md 5, or worked by hand beside the test) and properties on
 random tables. The tree methods' schemes are in test_tree_schemes.py."""
 
+import math
 from typing import Any
 
 import msgspec
@@ -413,3 +414,11 @@ def test_a_scheme_reads_the_token_columns_it_needs_and_no_other_and_is_finite(wh
         rest = {name: column for name, column in needed.items() if name != missing}
         with pytest.raises(KeyError, match=missing):
             scheme(msgspec.structs.replace(t, token_scores=rest))
+
+
+def test_metrics_are_finite_floats_and_what_is_no_number_is_named() -> None:
+    odd = {"a": np.float32(0.5), "b": np.float64("nan"), "c": math.inf, "d": True}
+    kept = schemes.finite(odd)
+    assert kept == {"a": 0.5, "d": 1.0} and {*map(type, kept.values())} == {float}
+    with pytest.raises(ValueError, match="the metric 'e' is 'much': expected a number"):
+        schemes.finite({"e": "much"})

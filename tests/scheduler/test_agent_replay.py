@@ -38,6 +38,12 @@ def changing(task):
     call([user("again")])
     return 1.0
 
+def impatient(task):
+    import time
+    while True:
+        threading.Thread(target=call, args=([user(str(time.time()))],), daemon=True).start()
+        time.sleep(0.05)
+
 def importing(task):
     import sys
     known = f"late {'colorsys' in sys.modules} own {'own_module' in sys.modules}"
@@ -99,11 +105,12 @@ def test_many_episodes_on_the_loop_of_a_run_leave_no_file_open(tmp_path: Path, l
     assert files[-1] <= files[0] + 1, files
 
 
+@pytest.mark.parametrize(("agent", "patience"), [("changing", 0.0), ("impatient", 0.5)])
 async def test_an_episode_that_cannot_be_reached_again_is_dropped_and_its_task_stays(
-    stage: Stages, monkeypatch: pytest.MonkeyPatch
+    stage: Stages, monkeypatch: pytest.MonkeyPatch, agent: str, patience: float
 ) -> None:
-    monkeypatch.setattr(environment, "PATIENCE_S", 0.0)
-    s = stage(lambda prompt, i: "r", "changing", kept=1)
+    monkeypatch.setattr(environment, "PATIENCE_S", patience)
+    s = stage(lambda prompt, i: "r", agent, kept=1)
     ctx = s.anew()
     await ctx.plant()
     (action,) = await ctx.generate(await ctx.tip(), 1)

@@ -169,7 +169,11 @@ async def test_an_invitation_to_a_service_without_a_name_grants_nothing(tmp_path
 
 def test_no_environment_gives_a_score_that_overflows_nor_a_text_that_fills_the_disk() -> None:
     with pytest.raises(ValueError, match=r"gave the score 1e.308 in column 'outcome'"):
-        answers.check_environment("mine", {"outcome": 1e308})
+        answers.given("mine", {"outcome": 1e308})
+    with pytest.raises(ValueError, match=r"gave the score '1' in column 'outcome', expected a nu"):
+        answers.given("mine", {"outcome": "1"})
+    scores = answers.given("mine", {"a": np.float32(0.5), "b": np.bool_(True), "c": np.int64(2)})
+    assert scores == {"a": 0.5, "b": 1.0, "c": 2.0} and {*map(type, scores.values())} == {float}
     node = Tree(0, "task").add(None, "prompt", np.zeros(MOST, np.int32), "short")
     encode_node(node)
     node.notes["crashed"] = "x" * MOST

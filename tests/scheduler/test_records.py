@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from coppice.common import shards
-from coppice.scheduler.ledger.records import JOINED, LARGEST, SUM, Joined, Reader, joined
+from coppice.scheduler.ledger.records import JOINED, LARGEST, SUM, Joined, Reader, joined, parsed
 from coppice.scheduler.telemetry.exporter import declaration, declared
 
 BOTH = {"version": 1.0, "learner/groups": 8.0}
@@ -50,6 +50,11 @@ def test_a_record_is_whole_with_its_last_part_and_takes_with_it_what_a_crash_lef
     calls = [(record["version"], record["count/calls"]) for record in made]
     assert calls == [(2.0, 10.0), (3.0, 15.0)]
     assert Joined(1).add(0, FIRST) == [FIRST]
+
+
+def test_a_damaged_line_and_one_without_a_version_are_no_records() -> None:
+    lines = b'{"version": 1}\n{"ver\xff": 2}\n{"version": 2, "a": null}\n{"a": 1}\n{"version": nu'
+    assert [record for _, record in parsed(lines)] == [{"version": 1}, {"version": 2, "a": None}]
 
 
 def write(home: Path, *records: dict[str, float]) -> None:

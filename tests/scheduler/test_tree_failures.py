@@ -30,10 +30,15 @@ class Failing(TicTacToe):
     unmeasurable: set[int] = set()
     """Trees, by the order of their end, that cannot be measured."""
     asked = measured_trees = 0
+    closing: BaseException | None = None
     replies = Environment.replies
 
     def __init__(self) -> None:
         super().__init__(prompt="tictactoe_compact", opponents={"random": 1.0})
+
+    async def close(self) -> None:
+        if self.closing is not None:
+            raise self.closing
 
     def task(self, seed: int) -> Task:
         Failing.asked += 1
@@ -65,7 +70,13 @@ def play(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     """Plays a whole run whose environment fails in the given ways; returns its trees."""
 
     async def played(heldout: int = 0, **failures: Any) -> list[TreeRow]:
-        fresh = {"errors": [], "always": None, "unmakeable": (), "unmeasurable": ()}
+        fresh = {
+            "errors": [],
+            "always": None,
+            "unmakeable": (),
+            "unmeasurable": (),
+            "closing": None,
+        }
         for name, value in {**fresh, "asked": 0, "measured_trees": 0, **failures}.items():
             monkeypatch.setattr(Failing, name, value)
         settings = msgspec.structs.replace(SETTINGS, evaluation=EvaluationConfig(questions=heldout))
@@ -122,6 +133,14 @@ async def test_an_environment_in_which_no_tree_survives_ends_the_run(
     with pytest.raises(Fault, match=told):
         await play(always=ZeroDivisionError("every time"))
     assert 20 < len(journal_of(tmp_path).trees("status='quarantined'")) < 30
+
+
+async def test_an_environment_that_cannot_be_closed_ends_as_well(
+    play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = await play(closing=RuntimeError("still open"))
+    assert [row.status for row in rows] == ["closed"] * QUESTIONS * UPDATES
+    assert "could not be closed" in caplog.text and "still open" in caplog.text
 
 
 async def test_an_environment_that_breaks_after_many_good_trees_ends_the_run_as_soon(

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from coppice.common import frontier, shards
+from coppice.common.jsonl import MALFORMED
 from coppice.common.options import command_parser, gave_up
 from coppice.scheduler.growth import tasks
 from coppice.scheduler.growth.tree import Tree
@@ -150,8 +151,8 @@ def _records(homes: list[Path], trees: Trees, ended: bool) -> Iterator[Violation
         counts.append(counted := {})
         for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), 1):
             try:
-                record = msgspec.json.decode(line, type=dict[str, float])
-            except msgspec.DecodeError as error:
+                record = msgspec.json.decode(line, type=dict[str, float | None])
+            except MALFORMED as error:
                 if ended:
                     yield Violation("records are whole", f"{path.name}:{number}: {error}")
                 continue

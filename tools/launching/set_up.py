@@ -15,6 +15,7 @@ from coppice.actors.environments.game import Game
 from coppice.actors.environments.others.mutable import Mutable
 from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.actors.environments.task_files import listed
+from coppice.common.vision import context_of
 from coppice.scheduler.evaluation.evaluation import lists_replies
 from coppice.tools.defaults import search_play, tiny
 from coppice.tools.defaults.facts import ensure_facts
@@ -45,7 +46,7 @@ def _all(config: Config, cache: Path) -> Assets:
     check_weights(Path(assets.model))  # a warm start's folder is cached too
     shape = msgspec.json.decode((Path(assets.model) / "config.json").read_bytes())
     shape |= shape.get("text_config", {})
-    most, context = shape.get("max_position_embeddings") or 2**31, config.actors.max_context
+    most, context = context_of(shape), config.actors.max_context
     if context > most:
         limit = f"at most the {most} positions of {config.model.name!r}"
         raise ValueError(f"{setting(config, 'actors.max_context')}: expected {limit}")

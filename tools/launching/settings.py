@@ -3,7 +3,7 @@ launcher itself."""
 
 import operator
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -84,7 +84,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Names the run folder, and the run in trackers and reports."""
     method: str = ""
     """The word of a method, whose parts lie under this config (docs/methods-table.md); "": none."""
-    seed: Natural = 0
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
     """Draws the tasks, samples and weights of the run."""
     deterministic: bool = False
     """The same config on the same machine gives the same weights, bit for bit, also after any crash

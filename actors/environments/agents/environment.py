@@ -259,6 +259,7 @@ class AgentEnvironment(Environment):
     async def _replay(self, state: AgentState, tools: Tools, episode: Episode) -> Conversation:
         """Give a new agent the recorded replies; return its next request. Raises Diverged."""
         left = list(zip(state.record, tools.replies(), strict=False)) if state.record else []
+        deadline = None  # since the last recorded reply: an agent may ask again and again
         while True:
             waiting = [(_digest(request), request) for request in episode.requests()]
             here = [request for digest, request in waiting if state.request in ("", digest)]
@@ -266,13 +267,15 @@ class AgentEnvironment(Environment):
             if recorded := next(pairs, None):
                 request, (exchange, text) = recorded
                 left.remove(recorded[1])
+                deadline = None
                 self.replayed += 1
                 episode.answer(request, self._reply(text, request, exchange.spent))
             elif here and not left:
                 return here[0]
             elif waiting:
+                deadline = deadline or asyncio.get_running_loop().time() + PATIENCE_S
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(PATIENCE_S):
+                    async with asyncio.timeout_at(deadline):
                         await episode.news()
                     if not episode.over:
                         continue

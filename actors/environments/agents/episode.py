@@ -28,6 +28,9 @@ from coppice.wire.faults import InfrastructureFault
 
 TAIL = 4_096
 """Bytes of an agent's last output that are kept."""
+IMPORT_S = 300.0
+"""The time until a process begins an episode, of which the first one's imports take most."""
+CLOSE_S = 10.0
 DRAIN_S = 1.0
 """Seconds for which an ended process is read. An escaped child may hold its output open."""
 LONGEST_VARIABLE = 100_000
@@ -97,7 +100,12 @@ class ForkServer:
                 stdin.seek(0)
                 self._expected.append(born)
                 socket.send_fds(self._channel, [b"f"], [stdin.fileno(), into.fileno()])
-            child = await born
+            try:
+                async with asyncio.timeout(IMPORT_S):
+                    child = await born
+            except TimeoutError:
+                await self.close()
+                raise OSError(f"no agent began in {IMPORT_S:g} s: does an import wait?") from None
             child.stdout, child.writer = await asyncio.open_connection(sock=ours)
         except BaseException:
             ours.close()
@@ -113,7 +121,12 @@ class ForkServer:
                 self._channel.shutdown(socket.SHUT_WR)
             self._channel.close()
         if self._server is not None:
-            await self._server.wait()
+            try:
+                async with asyncio.timeout(CLOSE_S):
+                    await self._server.wait()
+            except TimeoutError:
+                self._server.kill()
+                await self._server.wait()
         if self._listening is not None:
             await self._listening
 
@@ -302,8 +315,9 @@ class Episode:
         while line := await _line(output):
             written += len(line)
             if line.startswith(runner.REWARD):
-                self._returned = json.loads(line.removeprefix(runner.REWARD))
-                continue
+                with contextlib.suppress(ValueError):  # of a line that another printed
+                    self._returned = json.loads(line.removeprefix(runner.REWARD))
+                    continue
             self._said = (self._said + line)[-TAIL:]
             if written > self.output_mib * 2**20:
                 return f"it wrote more than {self.output_mib:g} MiB"

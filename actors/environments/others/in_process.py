@@ -126,8 +126,11 @@ class Gymnasium(InThisPython):
 
     def turn(self, game: Any, action: str) -> Turned:
         move = self._first + self.words.index(action)
-        observation, reward, ended, truncated, _ = game.step(move)
-        return Turned(self._text(game, observation), float(reward), bool(ended or truncated))
+        try:
+            observation, reward, ended, truncated, _ = game.step(move)
+            return Turned(self._text(game, observation), float(reward), bool(ended or truncated))
+        except ValueError as error:  # no refusal, as the action is one of its words
+            raise RuntimeError(f"{self.id} cannot play {action!r}: {error}") from error
 
     def allowed(self, text: str) -> str | None:
         word = text.strip().lower()

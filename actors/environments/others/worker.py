@@ -318,9 +318,14 @@ def main(place: str, arguments: str) -> None:
         return game, Turned(game.begin(seed))
 
     def turn(game: Any, action: str) -> Turned:
-        seen, reward, done, *success = game.turn(action)
-        won = float(success[0]) if success and success[0] is not None else None
-        return Turned(str(seen), float(reward), bool(done), won)
+        played = game.turn(action)
+        try:
+            seen, reward, done, *success = played
+            won = float(success[0]) if success and success[0] is not None else None
+            return Turned(str(seen), float(reward), bool(done), won)
+        except ValueError as error:  # which would be a refusal
+            wish = "expected a text, a number, whether it is over, and perhaps the success"
+            raise TypeError(f"{place}.turn gave {played!r}: {wish}") from error
 
     games = Games(begin, turn, getattr(kind, "copies", True))
     for line in requests:
