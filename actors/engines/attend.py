@@ -266,16 +266,10 @@ _OTHERS = ("attention_mask", "s_aux", "softcap")
 
 
 def attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    *,
-    plan: AttentionPlan,
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, scaling: float | None = None, *, plan: AttentionPlan,
     **kwargs: object,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """transformers' attention function. Raises ValueError for what a plan does not compute."""
     more = {"attention_mask": attention_mask, **kwargs}
     if others := [name for name in _OTHERS if more.get(name) is not None]:

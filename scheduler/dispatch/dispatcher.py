@@ -92,14 +92,9 @@ class Dispatcher:
     on_fault: Callable[[str, Fault, str], None] | None = None
 
     def __init__(
-        self,
-        bind: str,
-        keys: RunKeys | None,
-        config: DispatchConfig = DispatchConfig(),
-        seed: int = 0,
-        router: Router | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ):
+        self, bind: str, keys: RunKeys | None, config: DispatchConfig = DispatchConfig(),
+        seed: int = 0, router: Router | None = None, clock: Callable[[], float] = time.monotonic,
+    ):  # fmt: skip
         self.router, self.clock, self.config = router or Router(bind, keys), clock, config
         self.endpoint, self.counters = self.router.endpoint, Counter[str]()
         told = self._pump_all, self._fail_all
@@ -122,16 +117,10 @@ class Dispatcher:
         self.roster.spawn(self._look_for_late())
 
     async def call(
-        self,
-        service: str,
-        request: msgspec.Struct,
-        *,
-        deadline: float,
-        place: Place = LEAST_LOADED,
-        worker: str | None = None,
-        caller: str = "",
+        self, service: str, request: msgspec.Struct, *, deadline: float,
+        place: Place = LEAST_LOADED, worker: str | None = None, caller: str = "",
         check: Check | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Run ``request`` on a worker that offers ``service`` and return its result struct.
 
         deadline: seconds for the whole call, including waiting and retries. place: chooses the

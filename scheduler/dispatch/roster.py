@@ -39,14 +39,10 @@ class Roster:
     failure: BaseException | None = None
 
     def __init__(
-        self,
-        router: Router,
-        config: DispatchConfig,
-        clock: Callable[[], float],
-        counters: Counter[str],
-        came: Callable[[Worker], None],
+        self, router: Router, config: DispatchConfig, clock: Callable[[], float],
+        counters: Counter[str], came: Callable[[Worker], None],
         gone: Callable[[Worker, str], None],
-    ):
+    ):  # fmt: skip
         self.router, self.config, self.clock, self.counters = router, config, clock, counters
         self.numbers = itertools.count(time.time_ns())
         self.pools: defaultdict[str, Pool] = defaultdict(Pool)

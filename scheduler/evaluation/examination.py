@@ -40,15 +40,9 @@ class Examination:
     """
 
     def __init__(
-        self,
-        runtime: Runtime,
-        environment: Environment,
-        tasks: Sequence[Task],
-        weight_sync: WeightSync,
-        metrics: Metrics,
-        phases: Phases,
-        trees: OpenTrees,
-    ):
+        self, runtime: Runtime, environment: Environment, tasks: Sequence[Task],
+        weight_sync: WeightSync, metrics: Metrics, phases: Phases, trees: OpenTrees,
+    ):  # fmt: skip
         self.runtime, self.environment, self.tasks = runtime, environment, tasks
         self.weight_sync, self.metrics = weight_sync, metrics
         self.phases, self.trees = phases, trees

@@ -39,13 +39,9 @@ class OpenTrees:
     failure: BaseException | None = None
 
     def __init__(
-        self,
-        process: SchedulerProcess,
-        runtime: Runtime,
-        stream: Stream,
-        tasks: Tasks | GeneratedTasks,
-        reporter: Reporter,
-    ):
+        self, process: SchedulerProcess, runtime: Runtime, stream: Stream,
+        tasks: Tasks | GeneratedTasks, reporter: Reporter,
+    ):  # fmt: skip
         self.process, self.settings, self.shard = process, process.scheduler, process.shard
         self.runtime, self.journal, self.counts = runtime, runtime.journal, runtime.counts
         self.stream, self.tasks, self.reporter = stream, tasks, reporter

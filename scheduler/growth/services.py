@@ -83,15 +83,9 @@ class Services(Tools):
         self.settings, self.environment = runtime.settings, runtime.environment
 
     async def sample(
-        self,
-        prefix: np.ndarray,
-        n: int,
-        stop: list[str],
-        background: bool = False,
-        kept: int = 0,
-        limit: int = 0,
-        experts_from: int = -1,
-    ) -> tuple[list[wire.Sample], int]:
+        self, prefix: np.ndarray, n: int, stop: list[str], background: bool = False, kept: int = 0,
+        limit: int = 0, experts_from: int = -1,
+    ) -> tuple[list[wire.Sample], int]:  # fmt: skip
         """Sample ``n`` continuations of a prefix together. Also returns its cached tokens.
         background: for no trained trajectory. kept: tokens at the end of the prefix that count
         towards the action. limit: the most tokens of the action, 0 for the run's. experts_from: see
@@ -228,13 +222,9 @@ class Services(Tools):
         return until(text.decode(tokens), stop)[0]
 
     async def _call(
-        self,
-        service: str,
-        request: msgspec.Struct,
-        check: Check | None = None,
-        deadline: float | None = None,
-        place: Place | None = None,
-    ) -> Any:
+        self, service: str, request: msgspec.Struct, check: Check | None = None,
+        deadline: float | None = None, place: Place | None = None,
+    ) -> Any:  # fmt: skip
         """Call a service through the dispatcher, with this tree named as the caller. Of calls that
         wait, those of the oldest tree go first."""
         attempt = f", attempt {self.attempt} of {ATTEMPTS}" if self.attempt else ""

@@ -211,14 +211,9 @@ class Reporter:
     progress. order: the file that pauses the run, if it is not in the folder of the reports."""
 
     def __init__(
-        self,
-        run: Path,
-        dispatcher: Dispatcher,
-        progress: Callable[[], dict[str, Any]],
-        watchdog_s: float,
-        stall_s: float,
-        order: Path | None = None,
-    ):
+        self, run: Path, dispatcher: Dispatcher, progress: Callable[[], dict[str, Any]],
+        watchdog_s: float, stall_s: float, order: Path | None = None,
+    ):  # fmt: skip
         self.run, self.dispatcher, self.progress = run, dispatcher, progress
         self.order = order or run / PAUSED
         self.watchdog_s, self.stall_s = watchdog_s, stall_s

@@ -23,7 +23,17 @@ def check(sample: wire.Sample, vocabulary: int = 7) -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     (dict.fromkeys(("tokens", "logprobs", "versions"), TOKENS[:0]), "a sample of 0 tokens"),
-    ({"tokens": np.resize(TOKENS, 3)}, "a sample of 3 tokens, expected 1 to 2"),
+    (dict.fromkeys(("tokens", "versions"), np.resize(VERSIONS, 3)), r"\(2,\) log-probabilities"),
+    (
+        {
+            "tokens": np.resize(TOKENS, 3),
+            "logprobs": np.resize(LOGPROBS, 3),
+            "versions": np.resize(VERSIONS, 3),
+        },
+        "a sample of 3 tokens, expected 1 to 2",
+    ),
+    (dict.fromkeys(("tokens", "logprobs", "versions"), np.array(5)), r"arrays of \(\) tokens"),
+    ({"tokens": TOKENS.astype(np.float32)}, "float32 tokens of int32 versions, expected integers"),
     ({"logprobs": LOGPROBS[:1]}, r"arrays of \(2,\) tokens, \(1,\) log-probabilities"),
     ({"versions": VERSIONS[:1]}, r"\(1,\) versions"),
     ({"tokens": TOKENS + 1}, "the tokens 6 to 7, expected 0 to 6"),

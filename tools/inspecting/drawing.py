@@ -57,13 +57,9 @@ SCRIPTS = "tree node list marks versions keys".split()
 
 
 def html(
-    journal: Journal,
-    rows: Sequence[TreeRow],
-    run: Path,
-    version: int | None,
-    newest: Newest,
+    journal: Journal, rows: Sequence[TreeRow], run: Path, version: int | None, newest: Newest,
     surprising: int | None,
-) -> str:
+) -> str:  # fmt: skip
     """Return the page of the trees ``rows``. version: of newest. surprising: if not None, a tree
     opens at its largest advantage."""
     words, trees, ids = replay.tokenizer(run), [], {row.id for row in rows}

@@ -190,13 +190,9 @@ def process_variables(threads: int) -> dict[str, str]:
 
 
 def spawn(
-    command: list[str],
-    inherited: Mapping[str, str],
-    own: Mapping[str, str],
-    stdout: Any,
-    stderr: Any,
-    cwd: str | Path | None = None,
-) -> subprocess.Popen[bytes]:
+    command: list[str], inherited: Mapping[str, str], own: Mapping[str, str], stdout: Any,
+    stderr: Any, cwd: str | Path | None = None,
+) -> subprocess.Popen[bytes]:  # fmt: skip
     """Start a process that finds this package. It gets a session of its own, so that Ctrl-C reaches
     only the launcher, and is killed with this process. own: variables beside the inherited."""
     launcher = os.getpid()

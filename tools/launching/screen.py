@@ -71,13 +71,9 @@ class RunScreen:
     others' words than the first one's only faults are shown, with the scheduler's name."""
 
     def __init__(
-        self,
-        updates: int,
-        quiet: bool = False,
-        records: TextIO | None = None,
-        out: TextIO | None = None,
-        schedulers: int = 1,
-    ):
+        self, updates: int, quiet: bool = False, records: TextIO | None = None,
+        out: TextIO | None = None, schedulers: int = 1,
+    ):  # fmt: skip
         self._joined = Joined(schedulers)
         self.quiet, self._records = quiet, records
         self._out = out or sys.stdout

@@ -68,14 +68,9 @@ class Supervisor:
     """
 
     def __init__(
-        self,
-        run: Path,
-        plan: list[PlannedProcess],
-        signals: Signals,
-        recorder: Recorder,
-        screen: RunScreen,
-        nodes: Nodes | None = None,
-    ):
+        self, run: Path, plan: list[PlannedProcess], signals: Signals, recorder: Recorder,
+        screen: RunScreen, nodes: Nodes | None = None,
+    ):  # fmt: skip
         self.run, self.plan, self.signals = run, plan, signals
         self.recorder, self.screen, self.nodes = recorder, screen, nodes
         self.children: dict[str, Child] = {}
