@@ -54,6 +54,8 @@ log = logging.getLogger("scheduler.main")
 INTERRUPTED = 130
 REPORTED = [*WORK, "actions", "invalid_actions", "invalid_outcomes", "judged_scores"]
 REPORTED += ["invalid_judgements", "outgrown_trajectories", "refused_episodes", "crashed_episodes"]
+REPORTED += ["tree_retries", "failed_loads", "dropped_branches", "retrievals", "opponent_moves"]
+REPORTED += ["spoken_replies", "routing_conflicts"]
 """Counts of the summary that continue after a resume."""
 CHECK_S = 2.0
 """Seconds within which the death of a background task is noticed; it ends the run."""

@@ -58,10 +58,8 @@ def not_computed(model: Any) -> str:
     forward of two tokens shows."""
     if type(model).__name__ in PLAIN:
         return ""
-    tokens, probe = (
-        torch.arange(2, device=model.device),
-        _Probe(kv_heads(model.config.get_text_config())),
-    )
+    tokens = torch.arange(2, device=model.device)
+    probe = _Probe(kv_heads(model.config.get_text_config()))
     try:
         WholeDecoder(model).forward(tokens, tokens, cast(Any, probe))
     except (TypeError, ValueError, RuntimeError) as error:
