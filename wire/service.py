@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from coppice.wire import messages as wire
-from coppice.wire.arrays import Frame, decode_body, decode_header, encode
+from coppice.wire.arrays import Frame, Limits, check, decode_body, decode_header, encode
 from coppice.wire.faults import Fault, InfrastructureFault, WireError
 from coppice.wire.keys import PeerKeys
 from coppice.wire.sockets import Dealer
@@ -105,9 +105,10 @@ class Service:
 
     def send(self, header: wire.Message, body: msgspec.Struct | None = None) -> None:
         """Queue a message. The body must not be changed afterwards, because large arrays are not
-        copied."""
+        copied. Raises WireError if it exceeds the limits."""
         assert self._dealer is not None, "send before run"
-        self._dealer.send(encode(header, body))
+        check(frames := encode(header, body), Limits())
+        self._dealer.send(frames)
 
     def drain(self) -> None:
         """Take no new requests, finish the open ones, then leave. May be called from a signal

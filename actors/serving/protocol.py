@@ -97,6 +97,8 @@ def errors(
             if error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
                 reason = f"the body is too long, expected at most {largest} bytes"
             refused = RequestRefused(reason, error.status)
+        except ConnectionResetError:  # the client has hung up
+            raise
         except Exception:
             on_refusal(request, "500: the server failed (the log says more)")
             raise

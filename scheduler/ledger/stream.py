@@ -13,14 +13,16 @@ from coppice.common.shards import Shard
 from coppice.scheduler.dispatch.dispatcher import Dispatcher, Worker
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
-from coppice.wire.faults import InfrastructureFault
-from coppice.wire.messages import Trained, TrainGroup, TreeClosed, Turn
+from coppice.wire import arrays
+from coppice.wire.faults import DataFault, InfrastructureFault, WireError
+from coppice.wire.messages import Trained, TrainGroup, TreeClosed, TreeNode, Turn
 
 log = logging.getLogger("scheduler.stream")
 
 FOREVER_S = 7 * 24 * 3600.0
 """The deadline of a train call, which is answered when its update is done."""
 _RESEND_WAIT_S = 1.0
+LIMITS = arrays.Limits()
 
 
 class Stream:
@@ -63,7 +65,14 @@ class Stream:
         self._sent.clear()
 
     def emit(self, tree: Tree, turns: list[Turn]) -> None:
-        """Journal a new group of ``tree``, then start to send it."""
+        """Journal a new group of ``tree``, then start to send it. Raises DataFault if it and its
+        nodes exceed the limits of a message."""
+        nodes = {node.id for turn in turns for node in tree.path(tree.nodes[turn.node])}
+        try:
+            body = TrainGroup(self._next_group, tree.id, self._travelling(tree, nodes), turns)
+            arrays.check(arrays.encode_body(body), LIMITS)
+        except WireError as error:
+            raise DataFault(f"a group cannot be sent to the learner: {error}") from None
         group, self._next_group = self._next_group, self._shard.after(self._next_group)
         self.journal.save_group(tree, group, turns)
         tree.groups.append(group)
@@ -121,6 +130,9 @@ class Stream:
         needed = {node.id for turn in turns for node in tree.path(tree.nodes[turn.node])}
         needed -= set() if whole else sent
         sent |= needed
+        return self._travelling(tree, needed)
+
+    def _travelling(self, tree: Tree, needed: set[int]) -> list[TreeNode]:
         nodes = [tree.nodes[id] for id in sorted(needed)]
         return [node.travels(self.journal.pictures(node.tokens)) for node in nodes]
 

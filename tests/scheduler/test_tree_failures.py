@@ -14,7 +14,9 @@ from coppice.actors.environments.base import Action, Environment, Task, Tools, T
 from coppice.actors.environments.tictactoe.environment import TicTacToe, TicTacToeState
 from coppice.scheduler.config import EvaluationConfig
 from coppice.scheduler.growth.open_trees import OpenTrees
+from coppice.scheduler.ledger import stream
 from coppice.scheduler.ledger.journal import JournalError, TreeRow
+from coppice.wire import arrays
 from coppice.wire.faults import Fault
 from tests.scheduler.test_begin import QUESTIONS, SETTINGS, UPDATES, House, journal_of
 
@@ -157,6 +159,15 @@ async def test_an_environment_that_breaks_after_many_good_trees_ends_the_run_as_
         await play(always=ZeroDivisionError("every time"))
     number = len(journal_of(tmp_path).trees("status='quarantined'"))
     assert 20 + 2 * QUESTIONS < number < 30 + 2 * QUESTIONS
+
+
+async def test_a_group_that_no_message_can_hold_is_its_trees_fault_before_it_is_journaled(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "LIMITS", arrays.Limits(max_total_bytes=100))
+    with pytest.raises(Fault, match="a group cannot be sent to the learner: a message of"):
+        await play()
+    assert journal_of(tmp_path).next_group() == 0
 
 
 DISK = sqlite3.OperationalError("disk I/O error")

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from coppice.wire import messages as wire
-from coppice.wire.arrays import Frame, decode_header, encode
+from coppice.wire import service
+from coppice.wire.arrays import Frame, Limits, decode_header, encode
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.service import PINNED_ROOM, REGISTER_AGAIN, Call, Service
 from coppice.wire.sockets import Dealer, Router
@@ -95,6 +96,16 @@ async def test_what_a_handler_raises_arrives_as_a_fault_of_its_kind(
         error = await scheduler.next(wire.Error)
         assert (error.id, error.kind) == (1, kind)
         assert message in error.message
+
+
+async def test_an_answer_above_the_limits_is_a_fault_that_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(service, "Limits", lambda: Limits(max_frames=2))
+    async with pair(echo) as (scheduler, _):
+        scheduler.ask(1, 1.0)  # whose answer has an array, which is a third frame
+        error = await scheduler.next(wire.Error)
+        assert error.id == 1 and "WireError: a message of 3 frames" in error.message
 
 
 async def test_a_deadline_ends_the_work_on_the_worker_too() -> None:
