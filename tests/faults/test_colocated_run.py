@@ -1,9 +1,11 @@
 """A whole run whose learner and engines share GPUs, with a scripted SGLang server per actor."""
 
+import contextlib
 import json
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -12,6 +14,14 @@ import pytest
 from tests.forks import ROOT, Server
 from tests.runs import Run
 from tests.sglang_cpu import colocated
+
+
+def waits_for_turn(pid: int) -> bool:
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it may be closed meanwhile
+            if "gpus" in os.readlink(file):
+                return True
+    return False
 
 
 def test_no_update_overlaps_with_an_engine_that_holds_memory_whoever_is_killed(
@@ -43,8 +53,7 @@ def test_no_update_overlaps_with_an_engine_that_holds_memory_whoever_is_killed(
         run.signal(victim, signal.SIGKILL)
         run.wait(lambda: run.pids()[victim] != pids[victim], "a new process")  # noqa: B023
         if victim == "actor-1":
-            waits = Path(f"/proc/{run.pids()[victim]}/fd")
-            run.wait(lambda: any("gpus" in os.readlink(f) for f in waits.iterdir()), "a turn")  # noqa: B023
+            run.wait(partial(waits_for_turn, run.pids()[victim]), "a turn")
         gate.unlink(missing_ok=True)
     run.finish()
     run.check(100)
