@@ -236,16 +236,20 @@ def check_head(folder: str | Path, text: Any) -> None:
             )
 
 
-def context_of(shape: Mapping[str, Any]) -> int:
-    """Return how many tokens a model reads by its configuration, 2^31 if that does not say. Of
-    LongRoPE only the short positions count: its angles are others as soon as one sequence of a
-    forward is longer."""
-    most: int = shape.get("max_position_embeddings") or 2**31
-    rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
+def context_of(text: Any) -> int:
+    """Return how many tokens a model reads by its configuration, or by the mapping that is stored
+    of it; 2^31 if that does not say. Of LongRoPE only the short positions count: its angles are
+    others as soon as one sequence of a forward is longer."""
+
+    def value(name: str) -> Any:  # some configurations have another name for it in the mapping
+        return text.get(name) if isinstance(text, Mapping) else getattr(text, name, None)
+
+    most: int = value("max_position_embeddings") or 2**31
+    rope = value("rope_parameters") or value("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
         return most
     name = "original_max_position_embeddings"
-    return min(most, shape.get(name) or rope.get(name) or most)
+    return min(most, value(name) or rope.get(name) or most)
 
 
 def load(folder: str | Path, dtype: Any, attention: str | None, values: bool = True) -> Any:

@@ -103,7 +103,7 @@ def within(examples: Sequence[Example], most: int) -> tuple[list[Example], int]:
 
 def context_of(model: Path) -> int:
     """Return the context length of a model in tokens, or 2^31 if its config does not state it."""
-    return vision.context_of(AutoConfig.from_pretrained(model).get_text_config().to_dict())
+    return vision.context_of(AutoConfig.from_pretrained(model).get_text_config())
 
 
 def fine_tune(

@@ -81,13 +81,12 @@ class LocalEngine:
         self._set_up_thread()
         settings = AutoConfig.from_pretrained(self.folder).get_text_config()
         self._check_fits(settings)
-        self.longest = min(self.config.max_context, vision.context_of(settings.to_dict()))
+        self.longest = min(self.config.max_context, vision.context_of(settings))
         if not (others := not_computed(settings, self.longest)):
             self.model: Any = vision.load(self.folder, self.dtype, attend.ATTENTION)
-            others = decoder.not_computed(self.model)
+            others = decoder.not_computed(self.model.to(self.device).eval())
         if others:
-            self.model = vision.load(self.folder, self.dtype, None)
-        self.model.to(self.device).eval()
+            self.model = vision.load(self.folder, self.dtype, None).to(self.device).eval()
         processor = vision.Vision.of(self.folder)
         self._pictures = Pictures(self.model, processor) if processor is not None else None
         self.tokenizer = tokenizers.Tokenizer.from_file(str(self.folder / "tokenizer.json"))

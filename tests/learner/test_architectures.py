@@ -228,9 +228,10 @@ async def test_what_the_engine_does_not_compute_transformers_does(
 def test_the_context_of_longrope_ends_with_its_short_angles() -> None:
     scaling = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     settings: Any = {"original_max_position_embeddings": 1024, "rope_scaling": scaling}
-    assert vision.context_of(hf.Phi3Config(**SHAPE, **settings).to_dict()) == 1024
+    assert vision.context_of(hf.Phi3Config(**SHAPE, **settings)) == 1024
     assert vision.context_of({**settings, "max_position_embeddings": 4096}) == 1024  # as stored
-    assert vision.context_of(hf.Phi3Config(**SHAPE).to_dict()) == 4096
+    assert vision.context_of(hf.Phi3Config(**SHAPE)) == 4096
+    assert vision.context_of(CONFIGS["gpt2"]) == 1024  # which stores it as n_positions
     assert vision.context_of({}) == 2**31
 
 
