@@ -4,7 +4,6 @@ engine and the learner must agree on the number type, so both ask here."""
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,14 +52,14 @@ def visible_gpus() -> list[str]:
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shown is not None:
         return [gpu for gpu in shown.split(",") if gpu and gpu != "-1"]
-    listed = _said("nvidia-smi", "--list-gpus").splitlines()
+    listed = said("nvidia-smi", "--list-gpus").splitlines()
     return [str(i) for i, line in enumerate(listed) if line.startswith("GPU ")]
 
 
 def gpu_gib() -> float:
     """Return the GiB of the smallest GPU of this machine, 0 if unknown."""
     total = ("--query-gpu=memory.total", "--format=csv,noheader,nounits")
-    sizes = [float(line) for line in _said("nvidia-smi", *total).split() if line.isdigit()]
+    sizes = [float(line) for line in said("nvidia-smi", *total).split() if line.isdigit()]
     return min(sizes, default=0.0) / 1024
 
 
@@ -72,19 +71,21 @@ def gpu_software() -> dict[str, str]:
     version = Path(torch.origin).with_name("version.py") if torch and torch.origin else Path()
     made = version.read_text() if version.is_file() else ""
     found = {
-        "driver": (r"Driver Version: *([\d.]+)", banner := _said("nvidia-smi")),
+        "driver": (r"Driver Version: *([\d.]+)", banner := said("nvidia-smi")),
         "CUDA": (r"CUDA(?: UMD)? Version: *([\d.]+)", banner),
         "torch's CUDA": (r"cuda\b.*= '([\d.]+)'", made),
-        "nvcc": (r"release ([\d.]+)", _said("nvcc", "--version")),
+        "nvcc": (r"release ([\d.]+)", said("nvcc", "--version")),
     }
     matches = {name: re.search(*search) for name, search in found.items()}
     return {name: match[1] if match else "" for name, match in matches.items()}
 
 
-def _said(*command: str) -> str:
-    if not shutil.which(command[0]):
+def said(*command: str) -> str:
+    """Return what a program prints, "" if it is not here or takes a minute."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
         return ""
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
 
 
 def torch_device() -> str:

@@ -34,7 +34,7 @@ class Judge(PlugIn):
     """Subclass this, set ``name`` and ``columns`` (the names of its scores), and write ``score``.
     limits: the lowest and the highest score; an answer beyond them is refused. environments: the
     names of the environments that it can judge, () for any. batch: most turns in one ``score``
-    call."""
+    call. failed: how many replies of a model did not come so far."""
 
     service_kind = "judge"
     columns: Sequence[str] = ()
@@ -42,6 +42,7 @@ class Judge(PlugIn):
     environments: Sequence[str] = ()
     concurrency = 32
     batch: int = 32
+    failed: int = 0
 
     async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
         """Return one judgement per turn, in order, without columns that do not apply to it."""

@@ -95,7 +95,7 @@ class ChatClient:
         raise InfrastructureFault(f"{url} {problem}")
 
 
-class ChatJudge(Judge):
+class ChatJudge(ChatClient, Judge):
     """A judge that asks a language model about each turn: subclass this and write ``judge``. form:
     returns the regular expression of a constrained reply, given its most tokens."""
 
@@ -103,14 +103,8 @@ class ChatJudge(Judge):
     batch = 8
 
     def __init__(self, endpoint: ChatEndpoint, form: Callable[[int], str]):
-        self.client = ChatClient(endpoint)
+        super().__init__(endpoint)
         self.form = form(endpoint.max_tokens) if endpoint.constrain else ""
-
-    async def start(self) -> None:
-        await self.client.start()
-
-    async def close(self) -> None:
-        await self.client.close()
 
     async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
         return list(await asyncio.gather(*(self.judge(turn) for turn in turns)))
@@ -124,28 +118,24 @@ class ChatJudge(Judge):
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
         field = {"regex": self.form} if self.form else {}
-        vllm = self.client.endpoint.constrain == "vllm"
+        vllm = self.endpoint.constrain == "vllm"
         fields = {"structured_outputs": field} if field and vllm else field
         try:
-            return await self.client.chat(messages, fields), ""
+            return await self.chat(messages, fields), ""
         except (InfrastructureFault, DataFault) as fault:
+            self.failed += 1
             return "", str(fault)
 
 
-class Chat(Speaker):
+class Chat(ChatClient, Speaker):
     """A speaker behind an endpoint, whose max_tokens and temperature have no effect, because the
     request says both."""
 
     name = "chat"
 
     def __init__(self, endpoint: ChatEndpoint):
-        self.client, self.concurrency = ChatClient(endpoint), endpoint.concurrency
-
-    async def start(self) -> None:
-        await self.client.start()
-
-    async def close(self) -> None:
-        await self.client.close()
+        super().__init__(endpoint)
+        self.concurrency = endpoint.concurrency
 
     async def speak(self, request: SpeakRequest) -> str:
         """Raises InfrastructureFault when no reply comes, and DataFault when the endpoint refuses
@@ -155,7 +145,7 @@ class Chat(Speaker):
             "temperature": request.temperature,
             "seed": request.seed % 2**31,
         }
-        return await self.client.chat(
+        return await self.chat(
             request.messages, fields | ({"stop": request.stop} if request.stop else {})
         )
 

@@ -1,6 +1,7 @@
 """A secret stays where it belongs: in the environment of the process that needs it, and a path in a
 message inside the run."""
 
+import signal
 import subprocess
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def test_no_file_of_a_run_and_no_command_line_holds_a_secret_and_only_the_judges
         process = psutil.Process(child.process.pid)
         assert (SECRET in process.environ().values()) == (spec.name == "judges")
         assert not any(SECRET in word for word in process.cmdline())
-        child.process.kill()
+        child.process.send_signal(signal.SIGKILL)
         child.process.wait()
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not any(SECRET.encode() in path.read_bytes() for path in files)

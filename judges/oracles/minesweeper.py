@@ -5,18 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from coppice.actors.environments.minesweeper.environment import (
-    FLAG,
-    HIDDEN,
-    HIT,
-    MARK,
-    REVEAL,
-    ZERO,
-    MinesState,
-    legal_moves,
-    played,
-    solved,
-)
+from coppice.actors.environments.minesweeper import environment as game
 from coppice.common.numbers import Count
 from coppice.judges.base import Oracle
 from coppice.judges.oracles.posterior import BUDGET, posterior
@@ -24,7 +13,7 @@ from coppice.wire.messages import JudgedTurn, Judgement
 
 TOLERANCE = 1e-9
 """Risks that differ by less than this are equal."""
-_MARKS = {HIDDEN, FLAG, ZERO, *"12345678"}
+_MARKS = {game.HIDDEN, game.FLAG, game.ZERO, *"12345678"}
 
 
 class Labels(msgspec.Struct, frozen=True):
@@ -37,7 +26,7 @@ class Labels(msgspec.Struct, frozen=True):
     exact: bool
 
 
-def labels(state: MinesState, budget: int = BUDGET) -> Labels:
+def labels(state: game.MinesState, budget: int = BUDGET) -> Labels:
     """Return the valid moves: the reveals of least risk, including all ties, and the flags of
     certain mines.
 
@@ -45,12 +34,12 @@ def labels(state: MinesState, budget: int = BUDGET) -> Labels:
     is never valid. Before the first reveal, every reveal is safe. Raises Contradiction when no
     layout fits the board.
     """
-    open_cells = [cell for cell, mark in enumerate(state.board) if mark == HIDDEN]
+    open_cells = [cell for cell, mark in enumerate(state.board) if mark == game.HIDDEN]
     if not state.layout:
         risks = dict.fromkeys(range(len(state.board)), 0.0)
         return Labels(risks, frozenset(open_cells), frozenset(), True)
-    marks = enumerate(state.board.replace(ZERO, "0"))
-    numbers = {cell: int(mark) for cell, mark in marks if mark not in (HIDDEN, FLAG)}
+    marks = enumerate(state.board.replace(game.ZERO, "0"))
+    numbers = {cell: int(mark) for cell, mark in marks if mark not in (game.HIDDEN, game.FLAG)}
     chances = posterior(state.rows, state.columns, state.mines, numbers, budget)
     risks = chances.risks()
     mines = frozenset(cell for cell in open_cells if chances.certain(cell))
@@ -82,9 +71,9 @@ class MinesweeperOracle(Oracle):
 
     def judge_state(self, turn: JudgedTurn) -> Judgement:
         state, move = _read(turn.state), tuple(turn.move or ())
-        moves, legal = labels(state, self.budget), legal_moves(state)
+        moves, legal = labels(state, self.budget), game.legal_moves(state)
         cell = move[1] * state.columns + move[2] if move in legal else None
-        valid = cell in (moves.mines if move[:1] == (MARK,) else moves.safest)
+        valid = cell in (moves.mines if move[:1] == (game.MARK,) else moves.safest)
         value, why = graded(state, moves, move, cell, last=state.turn + 1 >= turn.budget)
         scores = {
             "reward": float(valid) if self.reward == "binary" else value,
@@ -92,13 +81,13 @@ class MinesweeperOracle(Oracle):
             "exact": float(moves.exact),
             "valid_share": (len(moves.safest) + len(moves.mines)) / len(legal),
         }
-        if cell is not None and move[0] == REVEAL:
+        if cell is not None and move[0] == game.REVEAL:
             scores["risk"] = moves.risks[cell]
         return Judgement(scores, explanation=why)
 
 
 def graded(
-    state: MinesState, moves: Labels, move: tuple[int, ...], cell: int | None, last: bool
+    state: game.MinesState, moves: Labels, move: tuple[int, ...], cell: int | None, last: bool
 ) -> tuple[float, str]:
     """Return the v2 value of a move and the reason. cell: None unless the move is legal.
 
@@ -108,7 +97,7 @@ def graded(
     """
     if cell is None:
         return -2.0, "no legal move"
-    if move[0] == MARK:
+    if move[0] == game.MARK:
         value, why = -1.0, "flag that is not a certain mine's"
         if cell in moves.mines:
             value, why = 1.0, "flag of a certain mine"
@@ -119,19 +108,19 @@ def graded(
         value = 1.0 if cell in moves.safest else 0.0
         why = f"reveal at risk {risk:.3f}, the least is {least:.3f}"
     if last:
-        after = played(state, move)
-        if after.board[cell] != HIT and not solved(after):
+        after = game.played(state, move)
+        if after.board[cell] != game.HIT and not game.solved(after):
             return -2.0, f"out of turns; {why}"
     return value, why
 
 
-def _read(plain: Any) -> MinesState:
+def _read(plain: Any) -> game.MinesState:
     """Return the state of plain values. Raises ValueError unless it is a game in progress."""
-    state = msgspec.convert(plain, MinesState)
+    state = msgspec.convert(plain, game.MinesState)
     cells, shown = state.rows * state.columns, set(state.board)
     sized = len(state.board) == cells > 0 and len(state.layout) in (0, cells)
-    begun = state.layout or shown <= {HIDDEN, FLAG}
-    if not (sized and begun and shown <= _MARKS and shown & {HIDDEN, FLAG}) or state.over:
+    begun = state.layout or shown <= {game.HIDDEN, game.FLAG}
+    if not (sized and begun and shown <= _MARKS and shown & {game.HIDDEN, game.FLAG}) or state.over:
         raise ValueError(
             f"board {state.board!r}, mines {state.layout!r}: expected a game that is on, of"
             f" {state.rows} rows and {state.columns} columns"

@@ -5,12 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from coppice.actors.environments.sudoku.environment import (
-    BLANK,
-    SudokuState,
-    candidates,
-    legal_moves,
-)
+from coppice.actors.environments.sudoku import environment as game
 from coppice.judges.base import Oracle
 from coppice.wire.messages import JudgedTurn, Judgement
 
@@ -32,8 +27,8 @@ class SudokuOracle(Oracle):
         self.reward = reward
 
     def judge_state(self, turn: JudgedTurn) -> Judgement:
-        state, move = msgspec.convert(turn.state, SudokuState), tuple(turn.move or ())
-        cell = move[0] * state.size + move[1] if move in legal_moves(state) else None
+        state, move = msgspec.convert(turn.state, game.SudokuState), tuple(turn.move or ())
+        cell = move[0] * state.size + move[1] if move in game.legal_moves(state) else None
         right = cell is not None and state.solution[cell] == str(move[2])
         value, why = graded(state, cell, right, last=state.turn + 1 >= turn.budget)
         reward = float(right) if self.reward == "binary" else value
@@ -41,7 +36,7 @@ class SudokuOracle(Oracle):
         return Judgement(scores, explanation=why)
 
 
-def graded(state: SudokuState, cell: int | None, right: bool, last: bool) -> tuple[float, str]:
+def graded(state: game.SudokuState, cell: int | None, right: bool, last: bool) -> tuple[float, str]:
     """Return the graded value of a move and the reason. cell: None unless the move is legal.
 
     2, 1 or 0.5 for the right digit in a cell with one candidate, with the fewest candidates, or
@@ -52,11 +47,11 @@ def graded(state: SudokuState, cell: int | None, right: bool, last: bool) -> tup
     """
     if cell is None:
         return -2.0, "no digit for a blank cell"
-    if last and not (right and state.board.count(BLANK) == 1):
+    if last and not (right and state.board.count(game.BLANK) == 1):
         return -2.0, f"out of turns; the digit was {'right' if right else 'wrong'}"
     if not right:
         return -1.0, "wrong digit"
-    counts = candidates(state.board)
+    counts = game.candidates(state.board)
     own, fewest = counts[cell], min(counts.values())
     value = 2.0 if own == 1 else 1.0 if own == fewest else 0.5
     return value, f"right digit, {own} candidates, the fewest are {fewest}"

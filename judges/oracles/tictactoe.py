@@ -10,12 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pyspiel
 
-from coppice.actors.environments.tictactoe.environment import (
-    TicTacToeState,
-    legal_cells,
-    optimal,
-    to_move,
-)
+from coppice.actors.environments.tictactoe import environment as game
 from coppice.common.numbers import Count, NotNegative
 from coppice.judges.base import Player, RuleJudge
 from coppice.wire.faults import DataFault
@@ -64,12 +59,12 @@ def _read(state: Any) -> str:
     """Return the board of a state of plain values. Raises DataFault unless it is a game in
     progress."""
     try:
-        board = msgspec.convert(state, TicTacToeState).board
+        board = msgspec.convert(state, game.TicTacToeState).board
     except msgspec.ValidationError as error:
         raise DataFault(f"state {state!r} is not one of tictactoe: {error}") from None
     whole = len(board) == 9 and set(board) <= set("XO.")
     fair = board.count("X") - board.count("O") in (0, 1)
-    if not (whole and fair and legal_cells(board)):
+    if not (whole and fair and game.legal_cells(board)):
         raise DataFault(
             f"board {board!r}: expected nine characters of 'XO.', X having begun, a game that is on"
         )
@@ -117,7 +112,7 @@ class TicTacToeOracle(RuleJudge):
     def valid(self, board: str, seed: int) -> tuple[int, ...]:
         """Return the valid cells of a game in progress, in ascending order."""
         if self.kind == "minimax":
-            return optimal(board)
+            return game.optimal(board)
         values = self.search.values(board, seed)
         least = max(values.values()) - self.tolerance - _SLACK
         return tuple(sorted(cell for cell, mean in values.items() if mean >= least))
@@ -130,11 +125,11 @@ class TicTacToeOracle(RuleJudge):
         cell = turn.move[0] if turn.move is not None and len(turn.move) == 1 else None
         scores = {
             "reward": float(cell in valid),
-            "optimal": float(cell in optimal(board)),
-            "valid_share": len(valid) / len(legal_cells(board)),
+            "optimal": float(cell in game.optimal(board)),
+            "valid_share": len(valid) / len(game.legal_cells(board)),
         }
         cells = " ".join(str(one + 1) for one in valid)
-        why = f"{to_move(board)} to move on {board}, valid cells (1 to 9): {cells}"
+        why = f"{game.to_move(board)} to move on {board}, valid cells (1 to 9): {cells}"
         return Judgement(scores, explanation=why)
 
 
@@ -173,4 +168,4 @@ class MinimaxPlayer(Player):
 
     async def play(self, state: Any, seed: int) -> tuple[int, ...]:
         """Return a cell. Raises DataFault for a state that is not a game in progress."""
-        return (random.Random(seed).choice(optimal(_read(state))),)
+        return (random.Random(seed).choice(game.optimal(_read(state))),)

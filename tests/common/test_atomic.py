@@ -52,7 +52,7 @@ def test_a_folder_that_is_there_is_kept_unless_it_is_to_be_replaced(tmp_path: Pa
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     with (
-        pytest.raises(OSError, match="out cannot be written: Directory not empty; all is in"),
+        pytest.raises(OSError, match="out exists and is not empty: choose"),
         drafted(tmp_path / "out"),
     ):
         pass

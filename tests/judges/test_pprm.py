@@ -96,7 +96,7 @@ def test_an_endpoint_table_has_the_papers_settings_where_it_names_none() -> None
     judges: list[Any] = [
         make_worker("pprm", {"endpoint": url | own}) for own in ({}, {"attempts": 2})
     ]
-    endpoint, own = (judge.client.endpoint for judge in judges)
+    endpoint, own = (judge.endpoint for judge in judges)
     assert (endpoint.attempts, endpoint.max_tokens, endpoint.temperature) == (10, 4096, 0.0)
     assert own.attempts == 2
     with pytest.raises(ValueError, match=r"judges\.use\.pprm\.endpoint"):
@@ -139,7 +139,7 @@ async def test_a_reply_that_does_not_come_is_invalid_before_the_deadline() -> No
         made = await one(judge)
         assert (made.scores, made.invalid) == ({}, ["process"])
         assert "no reply within 0.2 s (patience_s)" in made.explanation
-        assert judge.client.http.counts["requests"] < 10
+        assert judge.http.counts["requests"] < 10
         never.set()
     assert PprmEndpoint("http://h", "m").patience_s < SchedulerConfig().judge_deadline_s
 
@@ -153,7 +153,7 @@ async def test_what_cannot_be_read_is_invalid_and_asked_once() -> None:
 
     async with started(asking(), reply) as judge:
         made = [await one(judge) for _ in range(4)]
-        assert judge.client.http.counts["requests"] == 4
+        assert judge.http.counts["requests"] == 4
     assert [judgement.scores for judgement in made] == [{"process": 1.0}, {}, {}, {"process": 0.0}]
     assert made[1] == Judgement({}, ["process"], "well done")
 

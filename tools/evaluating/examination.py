@@ -29,7 +29,7 @@ from coppice.scheduler.evaluation.evaluation import Estimate, estimate
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.failures import is_of_the_run, traced
 from coppice.scheduler.growth.services import Runtime
-from coppice.scheduler.growth.tree import Node, Tree
+from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.evaluating.folder import append, claim, cut_torn_tail, own_folder
 from coppice.tools.evaluating.in_process import Handler, InProcess, NotStarted, ResumedCalls
@@ -74,10 +74,6 @@ class TaskProgress:
             print(f"{line}, {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
-# ----------------------------------------------------------------------------------------------
-# costs
-
-
 class EvaluationCosts(msgspec.Struct, frozen=True):
     """The costs of a session, a line of FOLDER/sessions.jsonl, or of all sessions: seconds, and the
     counters of engine and services. A killed session has no line."""
@@ -98,10 +94,6 @@ def total_costs(path: Path) -> EvaluationCosts:
     except ValueError as error:
         raise InfrastructureFault(f"{error}: remove that line; its counts are lost") from None
     return EvaluationCosts(round(seconds, 3), dict(total))
-
-
-# ----------------------------------------------------------------------------------------------
-# policies that grow trees
 
 
 class PolicyRow(msgspec.Struct, frozen=True):
@@ -238,7 +230,8 @@ class _RowTasks:
         row = self.rows.get(position)
         tree = self.journal.tree(row) if row is not None else None
         if row is None or row.status != "closed":
-            said = [_sample(node) for node in tree.actions()] if tree is not None else []
+            actions: Any = tree.actions() if tree is not None else []
+            said = [Sample(a.tokens, a.logprobs, a.versions, a.finish) for a in actions]
             tree = Tree(position, task.id, "heldout")
             self.journal.start_tree(tree, position, self.row.settings.version)
             try:
@@ -279,15 +272,6 @@ class _RowTasks:
         if len(self.undone) >= HOPELESS and not self.progress.done:
             what = f"the first {HOPELESS} {self.progress.unit} could not be {self.evaluation.done}"
             raise InfrastructureFault(f"{what}; the last reason: {reason}") from None
-
-
-def _sample(action: Node) -> Sample:
-    given: Any = (action.tokens, action.logprobs, action.versions, action.finish)
-    return Sample(*given)
-
-
-# ----------------------------------------------------------------------------------------------
-# a command
 
 
 class Prepared(msgspec.Struct, frozen=True):

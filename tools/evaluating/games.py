@@ -122,10 +122,6 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-# ----------------------------------------------------------------------------------------------
-# the match of a command line
-
-
 def prepare(flags: argparse.Namespace) -> Prepared:
     """The evaluation of a command line. Raises ValueError, OSError or MemoryError with the
     remedy."""
@@ -242,10 +238,6 @@ def _baseline(flags: argparse.Namespace) -> MeasuredPolicy:
     text: Any = EndpointText()  # stands for a Text
     described = {"player": "baseline", "source": flags.baseline}
     return MeasuredPolicy(flags.baseline, described, text, lambda: None)
-
-
-# ----------------------------------------------------------------------------------------------
-# the games
 
 
 class GamesEvaluation(Evaluation):

@@ -2,7 +2,7 @@
 again."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -10,9 +10,7 @@ from coppice.actors.environments.base import Environment, Task
 from coppice.scheduler.growth.tree import Node, Tree, turns_of
 from coppice.wire.messages import JudgedTurn
 
-
-class _Scheduler(msgspec.Struct, frozen=True):
-    budget: int = 3
+Saved = TypeVar("Saved")
 
 
 class PlayedRun(msgspec.Struct, frozen=True):
@@ -24,20 +22,24 @@ class PlayedRun(msgspec.Struct, frozen=True):
     heldout: str | list[str]
     seed: int = 0
     options: dict[str, Any] = {}
-    scheduler: _Scheduler = _Scheduler()
+    scheduler: dict[str, Any] = {}
+
+
+def saved(path: Path, kind: type[Saved]) -> Saved:
+    """Return a file of a run's folder. Raises ValueError if it is missing, torn or of another
+    form."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (FileNotFoundError, NotADirectoryError):
+        missing = f"{path.parents[1]} has no {path.parent.name}/{path.name}"
+        raise ValueError(f"{missing}: expected the folder of a run") from None
+    except (OSError, msgspec.DecodeError) as error:
+        raise ValueError(f"{path}: {error}; expected what a run wrote: copy it again") from None
 
 
 def process(folder: Path) -> PlayedRun:
-    """Return what a run plays. Raises FileNotFoundError or ValueError if this is no run."""
-    path = folder / "processes" / "scheduler.json"
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{folder} has no processes/scheduler.json: expected the folder of a run"
-        )
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=PlayedRun)
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{path}: {error}; expected what coppice launch wrote") from None
+    """Return what a run plays. Raises ValueError if this is no run."""
+    return saved(folder / "processes" / "scheduler.json", PlayedRun)
 
 
 def turn(environment: Environment, tree: Tree, node: Node, task: Task, budget: int) -> JudgedTurn:

@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -20,6 +20,7 @@ from coppice.common.options import option
 from coppice.scheduler.config import SchedulerConfig, SchedulerProcess
 from coppice.scheduler.growth.text import Text
 from coppice.tools.evaluating import versions
+from coppice.tools.evaluating.judged import saved
 from coppice.wire import published
 from coppice.wire.messages import LoadRequest
 
@@ -95,21 +96,6 @@ def key_values(name: str, texts: list[str]) -> dict[str, Any]:
         raise ValueError(f"{name}: {error}") from None
 
 
-_Read = TypeVar("_Read")
-
-
-def saved(path: Path, kind: type[_Read]) -> _Read:
-    """Read a file that a run wrote. Raises ValueError with the remedy if the file is missing, torn
-    or of another form."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        remedy = "copy the run folder again, or measure another run or version"
-        wanted = f"expected a file that a run wrote: {remedy}"
-        raise ValueError(f"{path}: {reason}; {wanted}") from None
-
-
 def weights_digest(folder: str) -> str:
     """A digest of the weights in a model folder, of which the whole files are read."""
     total = hashlib.sha256()
@@ -118,10 +104,6 @@ def weights_digest(folder: str) -> str:
         with file.open("rb") as content:
             total.update(hashlib.file_digest(content, "sha256").digest())
     return total.hexdigest()[:16]
-
-
-# ----------------------------------------------------------------------------------------------
-# policies
 
 
 class MeasuredPolicy(msgspec.Struct, frozen=True):
@@ -209,9 +191,6 @@ def _of_model(name: str, flags: argparse.Namespace) -> MeasuredPolicy:
 
 
 def _of_run(path: Path, flags: argparse.Namespace, least_context: int) -> MeasuredPolicy:
-    if not (path / "processes" / "scheduler.json").is_file():
-        missing = "no processes/scheduler.json there; expected the folder of a run"
-        raise FileNotFoundError(f"--run {path}: {missing}")
     scheduler = saved(path / "processes" / "scheduler.json", SchedulerProcess)
     actor = saved(path / "processes" / "actor-0.json", ActorProcess)
     number, weights = versions.chosen(path, flags.version)

@@ -23,8 +23,8 @@ from coppice.tools.finetuning.records import RecordedStep, Trajectory, recorded
 
 
 def task_files(folder: Path) -> list[Path]:
-    """Return those task sources of a run that are files. Raises FileNotFoundError or ValueError if
-    ``folder`` is not a run."""
+    """Return those task sources of a run that are files. Raises ValueError if ``folder`` is not a
+    run."""
     process = judged.process(folder)
     sources = [Path(source) for source in (*listed(process.train), *listed(process.heldout))]
     return [path for path in sources if path.is_file()]
@@ -36,7 +36,7 @@ def collect_all(
     """Return the chosen trajectories of the closed trees of runs, whose ids begin with ``prefix``
     and the folder's name, and the counts of skipped ones by reason.
 
-    Raises FileNotFoundError or ValueError if a folder is not a search run, or two share a name.
+    Raises ValueError if a folder is not a search run, or two share a name.
     """
     if twice := repeated([folder.resolve().name for folder in folders]):
         remedy = "rename one of the folders, or collect them one by one, each with a --prefix"
@@ -81,7 +81,7 @@ def _collected(
             for number in sorted(numbers):
                 *before, last = tree.actions(number)
                 outcome = last.scores.get("outcome")
-                budget = run.scheduler.budget
+                budget = run.scheduler.get("budget", 3)
                 turns = [judged.turn(environment, tree, node, task, budget) for node in before]
                 if not turns:
                     skipped["it has one turn only: there is nothing to judge"] += 1

@@ -2,7 +2,6 @@
 inspected and repeated."""
 
 import argparse
-import os
 import signal
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -37,10 +36,6 @@ def main(arguments: list[str] | None = None) -> int:
         if options.command not in MODEL_MAKERS:
             return options.run(options) or 0
         left = "nothing was saved"
-        if os.path.lexists(options.out):
-            raise ValueError(
-                f"--out {options.out} exists: choose another folder, or remove that one"
-            )
         with drafted(options.out, "--out") as draft:
             options.run(options, draft)
         left = f"the model is whole in {options.out}"
@@ -125,10 +120,6 @@ def parser() -> argparse.ArgumentParser:
     add("--config", required=True, type=Path, help="TOML file of the run to come")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key; repeatable")
     return parser
-
-
-# ----------------------------------------------------------------------------------------------
-# stages
 
 
 def check_files(out: Path, inputs: Sequence[Path], also: Sequence[Path] = ()) -> None:

@@ -153,15 +153,12 @@ async def _ask(
     progress = TaskProgress(len(steps), "steps", len(steps) - len(left), f"{name}: ")
     room, failures, in_a_row = asyncio.Semaphore(judge.concurrency), dict[str, str](), 0
 
-    def count() -> float:
-        return getattr(judge, "stats", dict)().get("failed", 0.0)
-
     async def ask(step: str) -> None:
         nonlocal in_a_row
         async with room:
             if in_a_row >= HOPELESS:  # work that has failed may go on before it is cancelled
                 return
-            reason, score, said, before = "", None, "", count()
+            reason, score, said, before = "", None, "", judge.failed
             try:
                 async with asyncio.timeout(deadline_s):
                     judgements = await judge.score([steps[step]])
@@ -169,7 +166,7 @@ async def _ask(
                 score, said = judgement.scores.get(column), judgement.explanation
                 # The judge does not say which of its concurrent steps failed, so all of them are
                 # asked again.
-                reason = "" if score is not None or count() == before else said or "no answer"
+                reason = "" if score is not None or judge.failed == before else said or "no answer"
             except Fault as fault:
                 reason = str(fault)
             except TimeoutError:

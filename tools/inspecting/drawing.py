@@ -22,9 +22,6 @@ from coppice.tools.inspecting import frames, replay
 Newest = Mapping[tuple[int, int], np.ndarray]
 """Log-probabilities of an action's tokens under the newest policy (``replay.newest``)."""
 
-# ----------------------------------------------------------------------------------------------
-# values
-
 
 def as_json(journal: Journal, row: TreeRow) -> dict[str, Any]:
     return {
@@ -95,9 +92,6 @@ def html(
         script="".join((here / f"page_{script}.js").read_text() for script in SCRIPTS),
     )
 
-
-# ----------------------------------------------------------------------------------------------
-# text
 
 SHOWN = 4
 """The first and the last lines of a node's text that are shown; those between are folded."""

@@ -183,10 +183,6 @@ def _diff(options: argparse.Namespace, width: int) -> None:
     print(visible(side_by_side.aligned_steps(((run, trees[0]), (other, trees[1])), width)))
 
 
-# ----------------------------------------------------------------------------------------------
-# finding
-
-
 def find(
     journal: Journal, options: argparse.Namespace
 ) -> tuple[list[TreeRow], pl.DataFrame, pl.DataFrame]:

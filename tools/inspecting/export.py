@@ -26,18 +26,14 @@ def export(
     """Write a policy version of ``run`` (a number, "best" on the held-out tasks, or None for the
     newest) and return its number.
 
-    The folder appears whole or not at all. Raises ValueError if ``run`` is not a run, has no such
-    version (the message names the others) or ``folder`` is not empty, InfrastructureFault if the
-    weights fail their digest, OSError if the disk cannot take them.
+    The folder appears whole or not at all. Raises ValueError if ``run`` is not a run or has no such
+    version (the message names the others), InfrastructureFault if the weights fail their digest,
+    OSError if ``folder`` is not empty or the disk cannot take them.
     """
     import torch  # here, because --help should not wait for it
 
     base = replay.learner(run).model
     number, weights_folder = versions.chosen(run, version)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(
-            f"--out {folder} holds something already: choose another folder, or remove that one"
-        )
     with drafted(folder, "--out") as draft:
         model: Any = vision.load(base, torch.float32, "sdpa")
         if weights_folder is not None:

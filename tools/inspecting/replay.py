@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -18,6 +17,7 @@ from coppice.learner.update.objective import shaped
 from coppice.learner.update.table import TurnTable, build
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal, TreeRow
+from coppice.tools.evaluating.judged import saved
 from coppice.wire import published
 from coppice.wire.messages import TrainGroup, Turn
 
@@ -29,13 +29,7 @@ AT_ONCE = 16
 
 def learner(run: Path) -> LearnerProcess:
     """Return the learner's process file of a run folder. Raises ValueError if there is none."""
-    file = run / "processes" / "learner.json"
-    if not file.is_file():
-        raise ValueError(f"{run} has no processes/learner.json: expected the folder of a run")
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=LearnerProcess)
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{file}: {error}; expected what this release wrote") from None
+    return saved(run / "processes" / "learner.json", LearnerProcess)
 
 
 def _table(
@@ -135,7 +129,7 @@ def apply_version(model: Any, base: str, folder: Path) -> None:
     InfrastructureFault for weights that fail their digest."""
     from coppice.actors.engines import weights  # with torch, which takes seconds
 
-    written = msgspec.json.decode((folder / published.NAME).read_bytes(), type=published.Manifest)
+    written = saved(folder / published.NAME, published.Manifest)
     weights.apply(model, Path(base), weights.verified(folder, written.digest))
 
 

@@ -154,10 +154,6 @@ def _names(groups: Groups) -> dict[str, RunFolder]:
     }
 
 
-# ----------------------------------------------------------------------------------------------
-# verdict and curves
-
-
 def _judged(run: RunFolder, anchor: str, texts: Texts) -> list[tuple[Statement, Showing]]:
     """Return the verdict on a run with the trees that show it, and add their texts to ``texts``."""
     facts = run.records, run.evaluations, run.config
@@ -281,10 +277,6 @@ def _causes(groups: Groups) -> Section:
     return section
 
 
-# ----------------------------------------------------------------------------------------------
-# settings and machine
-
-
 def _settings(groups: Groups) -> Section:
     everything = {
         name: [run.config | {"environment": run.environment} for run in group if run.config]
@@ -297,10 +289,6 @@ def _settings(groups: Groups) -> Section:
         title = f"Settings, machine and code of {name}"
         tables.append(ReportTable(title, ["key", "value"], settings))
     return Section("Settings and machine", tables=tables)
-
-
-# ----------------------------------------------------------------------------------------------
-# the command
 
 
 def parser() -> argparse.ArgumentParser:

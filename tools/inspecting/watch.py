@@ -44,8 +44,7 @@ BAD = ("ended", psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 """States of a process of a running run that are shown in red."""
 
 
-# ----------------------------------------------------------------------------------------------
-# what is shown, as plain text; nothing raises for what is missing or damaged
+# What is shown, as plain text. Nothing raises for what is missing or damaged.
 
 CURVES = "reward outcome process valid judged engine learner cache tok/s stale".split()
 """The columns of the terminal's table that are drawn, if the run has them. engine, learner: busy
@@ -174,10 +173,6 @@ def spark(values: Sequence[float], width: int) -> str:
     low, high = min(means), max(means)
     heights = [(mean - low) / (high - low) if high > low else 0.5 for mean in means]
     return "".join("▁▂▃▄▅▆▇█"[round(height * 7)] for height in heights)
-
-
-# ----------------------------------------------------------------------------------------------
-# the view
 
 
 class Question(ModalScreen[bool]):

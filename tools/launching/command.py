@@ -20,17 +20,8 @@ from coppice.common.process import locked
 from coppice.learner.model.memory import sizes
 from coppice.scheduler.telemetry import health, tracking
 from coppice.tools.defaults.settings import cache_folder
-from coppice.tools.launching import changes, forks, jobs, processes, record, rules
+from coppice.tools.launching import changes, forks, jobs, memory, processes, record, rules
 from coppice.tools.launching.config import Config, ConfigError, convert, default, load
-from coppice.tools.launching.memory import (
-    free_gib,
-    gpu_lacks,
-    gpu_lines,
-    gpu_parts,
-    memory_gib,
-    memory_warning,
-    number_type,
-)
 from coppice.tools.launching.nodes import Nodes
 from coppice.tools.launching.prepare import lacking_files, lacking_machine, prepare
 from coppice.tools.launching.record import existing, no_space
@@ -154,7 +145,7 @@ def main(command: list[str] | None = None) -> int:
                 forks.serve(processes.key_variables(msgspec.to_builtins(config)) | tracking.KEYS)
                 held.callback(forks.end)
             assets = prepare(config, options.quiet)
-            if lack := gpu_lacks(config, Path(assets.model)):
+            if lack := memory.gpu_lacks(config, Path(assets.model)):
                 raise ConfigError(lack)
         except (ConfigError, OSError, ValueError, MemoryError) as error:
             return gave_up("coppice launch", " ".join(str(error).split()))
@@ -218,9 +209,9 @@ def _announce(
     if gpus := hardware.visible_gpus():
         versions = [f"{name} {found or '?'}" for name, found in hardware.gpu_software().items()]
         lines.append(f"GPUs {len(gpus)}, {', '.join(versions)}")
-        room = hardware.gpu_gib()
-        lines += gpu_lines(gpu_parts(config, *sizes(model), gpus, room)) if room else []
-    for line in (*lines, memory_warning(config, model), number_type(config, model)):
+        if room := hardware.gpu_gib():
+            lines += memory.gpu_lines(memory.gpu_parts(config, *sizes(model), gpus, room))
+    for line in (*lines, memory.memory_warning(config, model), memory.number_type(config, model)):
         if line:
             screen.say(line, "fault" if line.startswith("warning: ") else "detail")
     if config.learner.outside:
@@ -249,6 +240,7 @@ def dry_run(config: Config, run: Path) -> int:
         print(f"  {p.name:<12} {command}   {p.threads} thread(s)")
     here = (model / "config.json").is_file()
     unknown = "" if here else " (the model is not here yet: its weights are counted as 0)"
-    need = f"memory: about {memory_gib(config, model):.1f} GiB of {free_gib():.1f} GiB free"
-    print(f"{need} (weights, caches, activations){unknown}")
+    need, free = memory.memory_gib(config, model), hardware.free_memory() / 2**30
+    needs = f"memory: about {need:.1f} GiB of {free:.1f} GiB free"
+    print(f"{needs} (weights, caches, activations){unknown}")
     return 0

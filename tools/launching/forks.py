@@ -105,9 +105,6 @@ class ForkedProcess:
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(self.pid, number)
 
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
 
 def _started(*work: Any, tries: int = 2) -> Any:
     context: Any = multiprocessing.get_context(method)

@@ -209,15 +209,10 @@ def gpu_lacks(config: Config, model: Path) -> str:
     return ""
 
 
-def free_gib() -> float:
-    """Return the GiB that a run may take on this machine."""
-    return hardware.free_memory() / 2**30
-
-
 def memory_warning(config: Config, model: Path) -> str:
     """Return a warning that names what each process takes, if a run on CPUs needs more memory than
     is free; "" otherwise."""
-    need, free = memory_gib(config, model), free_gib()
+    need, free = memory_gib(config, model), hardware.free_memory() / 2**30
     if need <= free or hardware.visible_gpus() or config.cluster.on:
         return ""
     parts = memory_parts(config, *sizes(model)).items()

@@ -132,9 +132,6 @@ class Away:
         elif self.returncode is None:  # the process dies with its holder
             self._over(-int(number))
 
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
     def activity(self) -> tuple[str, str]:
         """Return watchdog.activity of the process, as far as its node says it."""
         ray = _ray()

@@ -7,7 +7,6 @@ import os
 import platform
 import shlex
 import shutil
-import subprocess
 import time
 from pathlib import Path
 from typing import Literal
@@ -16,7 +15,7 @@ import msgspec
 import psutil
 
 from coppice.common.atomic import write_whole
-from coppice.common.hardware import PROCESSOR, cores, visible_gpus
+from coppice.common.hardware import PROCESSOR, cores, said, visible_gpus
 from coppice.tools.bootstrap import ROOT
 
 _FULL_BYTES = 2**24
@@ -167,24 +166,15 @@ def environment() -> dict[str, object]:
     lines = PROCESSOR.read_text().splitlines() if PROCESSOR.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     smi = "nvidia-smi --query-gpu=name,driver_version --format=csv,noheader"
-    git = f"git -C {shlex.quote(str(ROOT))} describe --always --dirty --abbrev=40 --exclude='*'"
+    git = "describe --always --dirty --abbrev=40 --exclude=*".split()
     packages = {d.name: d.version for d in importlib.metadata.distributions() if d.name}
     return {
-        "commit": _said(git) if (ROOT / ".git").exists() else "",
+        "commit": said("git", "-C", str(ROOT), *git).strip() if (ROOT / ".git").exists() else "",
         "python": platform.python_version(),
         "system": platform.platform(),
         "processor": models[0] if models else platform.processor() or platform.machine(),
         "cores": cores(),
         "memory_bytes": psutil.virtual_memory().total,
-        "gpus": _said(smi).splitlines() if visible_gpus() else [],
+        "gpus": said(*smi.split()).splitlines() if visible_gpus() else [],
         "packages": dict(sorted(packages.items())),
     }
-
-
-def _said(command: str) -> str:
-    try:
-        words = shlex.split(command)
-        done = subprocess.run(words, capture_output=True, check=True, text=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()

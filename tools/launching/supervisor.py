@@ -218,7 +218,7 @@ class Supervisor:
             self._stacks()
         text = watchdog.diagnosis(finding, *child.activity())
         child.verdict = Cause(text, True, finding.whole)
-        child.process.kill()
+        child.process.send_signal(signal.SIGKILL)
         self._wait([child.spec.name], 5.0)
 
     def _stacks(self) -> None:

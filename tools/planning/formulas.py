@@ -99,19 +99,11 @@ JUDGE_SHARE = 0.5
 
 
 class Assumed(msgspec.Struct, frozen=True):
-    """All that a plan assumes, which ``--assume`` changes. No run of this project has tested it on
-    a GPU.
+    """All that a plan assumes, which ``--assume`` changes; docs/plan.md says what each means and
+    which default a 0 or -1 stands for. No run of this project has tested it on a GPU.
 
-    Lengths in tokens, of texts that are made up: instruction, the part of a first prompt that all
-    questions share; prompt, the whole; action (0: half of max_action_tokens); observation (-1: a
-    quarter of max_observation_characters, or 100); turns, actions of an episode (0: the budget). A
-    GPU: flops, dense bfloat16 operations a second; bandwidth, bytes a second; memory, GiB; price of
-    an hour. learner_share: of the FLOPs in forwards and backwards (other trainers' updates of
-    reinforcement learning reached .14 to .21). prefill_share: of the FLOPs where prompts are read.
-    decode_share: of the bandwidth where tokens are sampled. judge_gpus: of each judge's server on
-    this machine (-1: as many as the weights in its model's name half fill). retriever_gpus: of a
-    retriever's server. wait: seconds that a step waits for judges, retrievers and the scheduler.
-    tree_ms: a scheduler's time of a tree.
+    Lengths are in tokens. A GPU: flops, dense bfloat16 operations a second; bandwidth, bytes a
+    second; memory, GiB; price of an hour.
     """
 
     instruction: Natural = 200
@@ -133,12 +125,8 @@ class Assumed(msgspec.Struct, frozen=True):
 
 
 def learner_flops(w: LearnerConfig, model: Dense, work: Work, shared: bool = True) -> float:
-    """Return the FLOPs of an update, with prefixes shared (packed trees) or every turn complete.
-
-    2 FLOPs a multiplication. A backward is two forwards, so training takes 6 FLOPs a weight and
-    token; with adapters the weights need no gradient of their own, so it takes 4. Gradient
-    checkpointing makes one forward more. A trunk that a cut repeats has its pairs repeated.
-    """
+    """Return the FLOPs of an update, with prefixes shared (packed trees) or every turn complete. A
+    trunk that a cut repeats has its pairs repeated."""
     tokens, pairs, targets = work.path, work.path_pairs, work.path_targets
     if shared:
         tokens, targets = work.forwarded, work.targets
@@ -179,13 +167,9 @@ def speed(
 ) -> Speed:  # fmt: skip
     """Return the times of an update, by a roofline and Little's law. stale: max_staleness. actors:
     devices that generate. most: samples that the memory of all actors together has room for, or
-    that they decode at once if that is less. size: bytes of a number.
-
-    Decoding: a batch reads the weights once a token, and each sample its context's keys and values;
-    or its FLOPs take longer. The period is the longest of: the actors' time, the learner's, and
-    (latency + learn) / (stale + 1), since no more than (stale + 1) updates' trees are in flight. So
-    without staleness generation and training take turns, and always with ``turns``, on shared
-    GPUs. The latency is that of one update's trees alone.
+    that they decode at once if that is less. size: bytes of a number. turns: whether generation and
+    training take turns on shared GPUs, as they do without staleness: no more than (stale + 1)
+    updates' trees are in flight. The latency is that of one update's trees alone.
     """
     prefill, decode = actor_flops(model, work)
     alone = work.sampled / max(1.0, work.longest)  # samples in flight of one update's trees

@@ -26,15 +26,7 @@ from coppice.scheduler.growth.rewards import COMPONENTS
 from coppice.scheduler.growth.services import Runtime
 from coppice.scheduler.growth.tree import Tree
 from coppice.tools.launching.settings import Config
-from coppice.wire.messages import (
-    GenerateRequest,
-    GenerateResult,
-    JudgedTurn,
-    Judgement,
-    JudgeResult,
-    Sample,
-    Turn,
-)
+from coppice.wire import messages as wire
 
 OUTCOME = frozenset({"outcome", "f1"})
 """What a judge of the outcome gives, and no other."""
@@ -74,10 +66,6 @@ class Work(msgspec.Struct, frozen=True):
     pairs: float = 0
     path_targets: float = 0
     targets: float = 0
-
-
-# ----------------------------------------------------------------------------------------------
-# texts
 
 
 def going_on(turns: float, budget: int) -> float:
@@ -134,10 +122,6 @@ class MadeUp:
 
 def _unlike(rng: random.Random, count: int) -> np.ndarray:
     return np.array([rng.getrandbits(24) for _ in range(count)], np.int32)
-
-
-# ----------------------------------------------------------------------------------------------
-# what stands for a run's services
 
 
 class NoJournal:
@@ -243,18 +227,18 @@ class World(Environment):
 
     async def call(self, service: str, request: Any, place: Any = None, **_: Any) -> Any:
         """Answer as an actor or a judge does, whose scores are drawn."""
-        if isinstance(request, GenerateRequest):
+        if isinstance(request, wire.GenerateRequest):
             return self._generate(request, place.tree)
         self.counts["judged"] += len(request.turns)
         columns = OUTCOME if service == f"judge.{self.outcome_judge}" else self.columns - OUTCOME
 
-        def scored(turn: JudgedTurn) -> Judgement:
+        def scored(turn: wire.JudgedTurn) -> wire.Judgement:
             rng = seeded(turn.response.encode())
-            return Judgement({name: float(rng.random() < 0.5) for name in sorted(columns)})
+            return wire.Judgement({name: float(rng.random() < 0.5) for name in sorted(columns)})
 
-        return JudgeResult([scored(turn) for turn in request.turns])
+        return wire.JudgeResult([scored(turn) for turn in request.turns])
 
-    def _generate(self, request: GenerateRequest, tree: int) -> GenerateResult:
+    def _generate(self, request: wire.GenerateRequest, tree: int) -> wire.GenerateResult:
         prefix, n = request.tokens.astype(np.int32), request.n
         length = next(k for k in range(len(prefix), 0, -1) if prefix[:k].tobytes() in self.turns)
         base, kept = prefix[:length].tobytes(), len(prefix) - length
@@ -272,9 +256,9 @@ class World(Environment):
         self.counts.update(calls=1, sampled=sum(lengths), prompt=n * len(prefix))
         self.counts["prefilled"] += len(prefix) - cached
         self.counts["context"] += sum(m * len(prefix) + m * (m + 1) // 2 for m in lengths)
-        return GenerateResult(samples, len(prefix), cached)
+        return wire.GenerateResult(samples, len(prefix), cached)
 
-    def _sample(self, base: bytes, kept: int, request: GenerateRequest) -> Sample:
+    def _sample(self, base: bytes, kept: int, request: wire.GenerateRequest) -> wire.Sample:
         """Return the next action of a place. kept: tokens of it that the request has already, as at
         a fork."""
         action = self.source.action(base, self.turns[base], self.draws[base])
@@ -284,11 +268,7 @@ class World(Environment):
         rng = seeded(tokens.tobytes())
         logprobs = -np.array([rng.expovariate(4) for _ in tokens], np.float32)
         top = [{0: -rng.expovariate(2)} for _ in tokens] if request.sampling.top_logprobs else None
-        return Sample(tokens, logprobs, np.zeros(len(tokens), np.int32), "stop", top, b"")
-
-
-# ----------------------------------------------------------------------------------------------
-# updates
+        return wire.Sample(tokens, logprobs, np.zeros(len(tokens), np.int32), "stop", top, b"")
 
 
 def work_of(config: Config, source: MadeUp) -> Work:
@@ -326,7 +306,7 @@ async def _grow(config: Config, world: World, planted: Sequence[Tree]) -> list[l
     s, groups = config.scheduler, itertools.count()
     paths: dict[int, list[trees.Path]] = {tree.id: [] for tree in planted}
 
-    def emit(tree: Tree, turns: list[Turn]) -> None:
+    def emit(tree: Tree, turns: list[wire.Turn]) -> None:
         tree.groups.append(next(groups))
         for turn in turns:
             node = tree.nodes[turn.node]

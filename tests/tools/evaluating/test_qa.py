@@ -22,7 +22,7 @@ from coppice.tools import evaluating
 from coppice.tools.defaults.facts import VERSION
 from coppice.tools.evaluating.examination import SampleMean
 from coppice.tools.evaluating.qa.evaluation import macro
-from coppice.tools.evaluating.qa.retrieval import CachedRetrieval, opening_of
+from coppice.tools.evaluating.qa.retrieval import CachedRetrieval, config_of
 from coppice.tools.evaluating.qa.scoring import score
 from coppice.tools.evaluating.qa.sets import HUB, PAPER, read_sets, subset
 from coppice.tools.inspecting.dump import main as dump
@@ -185,8 +185,8 @@ def books() -> Iterator[Books]:
 
 async def test_a_query_is_asked_once_by_retriever_and_topk(tmp_path: Path, books: Books) -> None:
     for identity, topk in (("a", 2), ("a", 2), ("a", 3), ("b", 2)):
-        opening = opening_of(books.option[1], 1)
-        cached = CachedRetrieval(tmp_path / "cache.sqlite", identity, opening)
+        config = config_of(books.option[1], 1)
+        cached = CachedRetrieval(tmp_path / "cache.sqlite", identity, config)
         for _ in range(2):
             (found,) = (await cached.handle(RetrieveRequest(["q"], topk))).passages
             assert [p.id for p in found] == [f"q-{i}" for i in range(topk)]

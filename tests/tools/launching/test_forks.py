@@ -24,7 +24,7 @@ words = [json.loads(one.stdout.readline()) | {"pid": one.pid} for one in both]
 print(json.dumps(words), flush=True)
 status = both[0].wait()
 sys.stdin.readline()
-both[1].kill()
+both[1].send_signal(9)
 both[1].wait()
 os.kill(words[0]["server"][0], 9)
 with_server = forks.ForkedProcess(told, "stays", own, log, True)

@@ -154,9 +154,6 @@ class Told(Judge):
             return [Judgement({}, ["process"], "I am no judge")]
         return [Judgement({"process": float("good" in response)})]
 
-    def stats(self) -> dict[str, float]:
-        return {"failed": Told.failed}
-
 
 @pytest.fixture(autouse=True)
 def new_judge() -> None:

@@ -29,21 +29,18 @@ from coppice.scheduler.growth.tree import Tree
 from coppice.tools.evaluating import examination, players
 from coppice.tools.evaluating.examination import Evaluation, PolicyRow, Prepared, SampleMean
 from coppice.tools.evaluating.in_process import ResumedCalls
+from coppice.tools.evaluating.judged import saved
 from coppice.tools.evaluating.players import MeasuredPolicy, PlayerSettings
 from coppice.tools.evaluating.qa import methods
 from coppice.tools.evaluating.qa.endpoint import ChatEngine
 from coppice.tools.evaluating.qa.methods import How
-from coppice.tools.evaluating.qa.retrieval import CachedRetrieval, identity_of, opening_of
+from coppice.tools.evaluating.qa.retrieval import CachedRetrieval, config_of, identity_of
 from coppice.tools.evaluating.qa.scoring import COUNTS, MEASURES, TOKENS, score
 from coppice.tools.evaluating.qa.sets import MULTI_HOP, QuestionSet, SetSettings, read_sets
 
 _OPTIONS = {"prompt": "search_r1", "topk": 3}
 """The environment's options of a policy that is no run."""
 _COUNTERS = "prompt_tokens cached_tokens prefilled_tokens decoded_tokens busy_s requests retries"
-
-
-# ----------------------------------------------------------------------------------------------
-# settings and results
 
 
 class TableSettings(msgspec.Struct, frozen=True):
@@ -99,9 +96,6 @@ class QaTable(msgspec.Struct, frozen=True):
     settings: TableSettings
     rows: list[RowResult]
 
-
-# ----------------------------------------------------------------------------------------------
-# command line
 
 EXAMPLES = """\
   coppice evaluate qa --run RUN                          the built-in questions
@@ -168,9 +162,9 @@ def prepare(flags: argparse.Namespace) -> Prepared:
     async def work(out: Path) -> QaTable:
         retrieval = None
         if retriever:
-            opening = opening_of(retriever, flags.threads or 1)
+            config = config_of(retriever, flags.threads or 1)
             cache = flags.cache or out / "retrieval.sqlite"
-            retrieval = CachedRetrieval(cache, identity_of(retriever), opening)
+            retrieval = CachedRetrieval(cache, identity_of(retriever), config)
         try:
             return await QaEvaluation(
                 rows, sets, settings, out, retrieval, flags.concurrency, flags.measure
@@ -254,8 +248,8 @@ def _retriever(flags: argparse.Namespace) -> str:
     if flags.retriever not in (None, "default"):
         return flags.retriever
     files = [run / "processes" / "retriever.json" for run in flags.run]
-    saved = [players.saved(file, RetrieverProcess) for file in files if file.is_file()]
-    backends = {one.retriever.backend for one in saved}
+    runs = [saved(file, RetrieverProcess) for file in files if file.is_file()]
+    backends = {one.retriever.backend for one in runs}
     if flags.retriever is None and backends:
         if len(backends) > 1:
             remedy = "say with --retriever which one all rows use"
@@ -268,10 +262,6 @@ def _retriever(flags: argparse.Namespace) -> str:
     cache = cache_folder()
     corpus = ensure_facts(cache) / "corpus.jsonl"
     return str(ensure_index(corpus, "minilm", cache, flags.threads or 1))
-
-
-# ----------------------------------------------------------------------------------------------
-# the questions
 
 
 class QaEvaluation(Evaluation):
@@ -383,10 +373,6 @@ def macro(sets: Sequence[dict[str, SampleMean]]) -> dict[str, Estimate]:
             half = math.sqrt(math.fsum(one[name].half ** 2 for one in sets)) / n
             means[name] = Estimate(math.fsum(one[name].mean for one in sets) / n, half)
     return means
-
-
-# ----------------------------------------------------------------------------------------------
-# the printed table
 
 
 def markdown(table: QaTable, measure: str = "em") -> str:

@@ -7,8 +7,7 @@ sessions or questions need the answer.
 
 import asyncio
 import sqlite3
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
@@ -29,17 +28,13 @@ _KEPT = "SELECT found FROM passages WHERE retriever=? AND topk=? AND query=?"
 _WAIT_S = 60.0
 """Seconds to wait while another evaluation writes to the same file."""
 
-Open = Callable[[], AbstractAsyncContextManager[HotQueries]]
-"""Opens the backend when the first query needs it; equal queries at the same time are one search
-there."""
-
 
 class CachedRetrieval:
     """The service ``retrieve`` until ``close``. identity: text that changes whenever answers may
-    change."""
+    change. config: of the backend, which is opened when the first query needs it."""
 
-    def __init__(self, file: Path, identity: str, opening: Open):
-        self.file, self.identity, self.opening = file, identity, opening
+    def __init__(self, file: Path, identity: str, config: RetrieverConfig):
+        self.file, self.identity, self.config = file, identity, config
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             self.db = sqlite3.connect(file, timeout=_WAIT_S, isolation_level=None)
@@ -58,7 +53,7 @@ class CachedRetrieval:
         async with self.gate:
             if self.backend is None:
                 try:
-                    self.backend = await self.opened.enter_async_context(self.opening())
+                    self.backend = await self.opened.enter_async_context(opened(self.config))
                 except (OSError, ValueError, ImportError, MemoryError) as error:
                     reason = str(error).strip().split("\n")[0]
                     remedy = "build the index anew, or give another one"
@@ -115,7 +110,6 @@ def identity_of(retriever: str) -> str:
     return f"index {corpus} of {size} passages by {manifest.encoder}"
 
 
-def opening_of(retriever: str, threads: int) -> Open:
+def config_of(retriever: str, threads: int) -> RetrieverConfig:
     encoder = "" if is_served(retriever) else read_manifest(Path(retriever)).encoder
-    config = RetrieverConfig(retriever, encoder=encoder, threads=threads, cache=0)
-    return lambda: opened(config)
+    return RetrieverConfig(retriever, encoder=encoder, threads=threads, cache=0)
