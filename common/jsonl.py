@@ -1,4 +1,4 @@
-"""Read JSONL files that people write, one JSON value per line. Errors name file and line."""
+"""Read JSON and JSONL files that people write. Errors name the file, and of JSONL the line."""
 
 import codecs
 from collections.abc import Iterator
@@ -39,6 +39,17 @@ def content(path: Path, expected: str, flag: str = "") -> bytes:
     except OSError as error:
         problem = f"{path} cannot be read ({error.strerror}): expected a file of {expected}"
         raise ValueError(f"{flag} {problem}".lstrip()) from None
+
+
+def whole(path: Path, kind: Any, expected: str) -> Any:
+    """Return the value (a ``kind``) of a JSON file. Raises FileNotFoundError and ValueError, which
+    say what the file should hold (``expected``)."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {str(path)!r}; expected {expected}")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except MALFORMED as error:
+        raise ValueError(f"{path}: {fault(error)}; expected {expected}") from None
 
 
 def lines(path: Path, kind: Any, expected: str, flag: str = "") -> Iterator[tuple[int, Any]]:

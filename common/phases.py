@@ -5,13 +5,17 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+PREFIX = "time/update_"
+"""Begins the metric of a learner's phase. On a GPU a phase ends when its kernels are launched, and
+the wait for them falls to the phase that reads a result."""
+
 
 class Phases:
     """The running phase, and the seconds of all so far. Invariant: every moment belongs to one
     phase. ``over`` takes the whole time of its block, whatever phases are entered inside, but for
     the ``over`` blocks inside it, which interrupt it. start: when the phase ``first`` began."""
 
-    def __init__(self, first: str, start: float):
+    def __init__(self, first: str = "", start: float = 0.0):
         self._name, self._since = first, start
         self._over: list[str] = []
         self._spent: defaultdict[str, float] = defaultdict(float)
@@ -39,6 +43,11 @@ class Phases:
         """Seconds per phase until now, in the order of their first time, without empty ones."""
         self._book()
         return {name: seconds for name, seconds in self._spent.items() if seconds}
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of the phases that ended since the last call, as metrics."""
+        taken, self._spent = self._spent, defaultdict(float)
+        return {f"{PREFIX}{phase}": seconds for phase, seconds in taken.items() if phase}
 
     def _book(self, at: float | None = None) -> None:
         now = time.monotonic() if at is None else at

@@ -14,10 +14,9 @@ import msgspec
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coppice.common import vision
-from coppice.common.atomic import drafted
 from coppice.common.hardware import compute_dtype, torch_device
 from coppice.learner.forest.attention import NAME, Layout
 from coppice.learner.forest.head import token_logprobs
@@ -93,27 +92,6 @@ def _order(count: int, seed: int | None, epoch: int) -> list[int]:
     if seed is not None:
         random.Random(f"{seed}/{epoch}").shuffle(order)
     return order
-
-
-def within(examples: Sequence[Example], most: int) -> tuple[list[Example], int]:
-    """Return the examples of at most ``most`` tokens, and the number of longer examples."""
-    kept = [example for example in examples if len(example.tokens) <= most]
-    return kept, len(examples) - len(kept)
-
-
-def context_of(model: Path) -> int:
-    """Return the context length of a model in tokens, or 2^31 if its config does not state it."""
-    return vision.context_of(AutoConfig.from_pretrained(model).get_text_config())
-
-
-def fine_tune(
-    model: Path, examples: Sequence[Example], out: Path, recipe: Recipe, threads: int,
-    held_out: Sequence[Example] = (),
-) -> Losses:  # fmt: skip
-    """Call ``train`` and put the model into the folder ``out``, which appears complete or not at
-    all and replaces an existing folder."""
-    with drafted(out, replace=True) as draft:
-        return train(model, examples, draft, recipe, threads, held_out)
 
 
 def train(

@@ -21,10 +21,10 @@ import numpy as np
 import polars as pl
 
 from coppice.actors.environments import registry
+from coppice.common.concurrency import gather
 from coppice.common.options import option
 from coppice.judges.base import Judge, checked
 from coppice.judges.serve import make_worker
-from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import SchedulerProcess
 from coppice.scheduler.evaluation.evaluation import Estimate, estimate
 from coppice.scheduler.growth import scoring, tasks

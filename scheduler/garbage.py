@@ -15,30 +15,25 @@ open call, are gone by then. With 20,000 open calls and Python's default of 700,
 their objects takes a third of a call's processor time."""
 
 
-class Survivors:
-    """A callback for ``gc.callbacks``, which freezes what survives a full collection, since
-    thousands of trees have a million objects."""
+@contextlib.contextmanager
+def sparing(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
+    """Collect this process's garbage rarely inside the context, and spare what survives: thousands
+    of trees have a million objects."""
+    usual, thawed = gc.get_threshold(), clock()
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock, self._thawed = clock, clock()
-
-    def __call__(self, phase: str, info: dict[str, int]) -> None:
-        if info["generation"] == 2 and phase == "start" and self._clock() - self._thawed > THAW_S:
+    def spare(phase: str, info: dict[str, int]) -> None:
+        nonlocal thawed
+        if info["generation"] == 2 and phase == "start" and clock() - thawed > THAW_S:
             gc.unfreeze()
-            self._thawed = self._clock()
+            thawed = clock()
         elif info["generation"] == 2 and phase == "stop":
             gc.freeze()
 
-
-@contextlib.contextmanager
-def sparing() -> Iterator[None]:
-    """Collect this process's garbage rarely inside the context, and spare what survives."""
-    survivors, usual = Survivors(), gc.get_threshold()
-    gc.callbacks.append(survivors)
+    gc.callbacks.append(spare)
     gc.set_threshold(YOUNG, 1, 1)
     try:
         yield
     finally:
         gc.set_threshold(*usual)
-        gc.callbacks.remove(survivors)
+        gc.callbacks.remove(spare)
         gc.unfreeze()

@@ -17,10 +17,10 @@ import msgspec
 from coppice import scheduler
 from coppice.actors.environments import registry
 from coppice.common import loop, shards
+from coppice.common.concurrency import gather
 from coppice.common.frontier import Frontier
 from coppice.common.phases import Phases
 from coppice.common.process import begin, starter
-from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import UNJUDGED, SchedulerProcess
 from coppice.scheduler.dispatch.dispatcher import Dispatcher, Worker
 from coppice.scheduler.dispatch.placement import Fleet

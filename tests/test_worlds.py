@@ -14,6 +14,7 @@ import pytest
 
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import Environment, Task
+from coppice.common.options import modules
 from coppice.judges.base import Judge
 from coppice.judges.exact_match import ExactMatch
 from coppice.judges.oracles.bfcl import BfclOracle
@@ -128,7 +129,7 @@ class Services:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", strategies.names())
+@pytest.mark.parametrize("strategy", modules(strategies.__name__))
 @pytest.mark.parametrize("name", WORLDS)
 async def test_every_strategy_in_every_world_gives_groups_that_schemes_train_on(
     tmp_path: Path, llama: Path, name: str, strategy: str, request: pytest.FixtureRequest
@@ -143,7 +144,7 @@ async def test_every_strategy_in_every_world_gives_groups_that_schemes_train_on(
     groups = await grown(tmp_path, llama, world, strategies.load(strategy, options), trees=2)
     nodes = {(group.tree, node.id): node for group in groups for node in group.nodes}
     turns = table.build(groups, nodes)
-    every = [schemes.load(one, {}) for one in schemes.names()]
+    every = [schemes.load(one, {}) for one in modules(schemes.__name__)]
     trained = [one for one in every if one.needs.columns <= set(turns.scores)]
     gives = strategies.load(strategy, options).gives
     fitting = [one for one in trained if not mismatch(one.needs, gives)]

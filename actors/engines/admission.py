@@ -10,8 +10,9 @@ from collections import Counter, deque
 
 from coppice.actors.engines.attend import Chunk, grouped
 from coppice.actors.engines.memory import KVMemory
-from coppice.actors.engines.radix import RadixCache, common_length
+from coppice.actors.engines.radix import RadixCache
 from coppice.actors.engines.samples import ActiveRequest
+from coppice.common.radix import common_length
 
 _IDEAL_BYTES = 2**26
 """Bytes of the record of prefixes that an ideal cache would hold: 16 million tokens."""
@@ -81,7 +82,8 @@ class Admission:
     def _computed_by_another(self, active: ActiveRequest) -> bool:
         if not self.prefilling:
             return False
-        shared = max(common_length(active.prompt, other.prompt) for other in self.prefilling)
+        prompts = (other.prompt.tobytes() for other in self.prefilling)
+        shared = max(common_length(active.prompt.tobytes(), prompt) for prompt in prompts)
         return shared > self.memory.cache.match(active.prompt).length
 
     def _start(self, active: ActiveRequest, version: int) -> bool:

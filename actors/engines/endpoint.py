@@ -63,18 +63,12 @@ class EndpointEngine:
         self.counts: Counter[str] = Counter()
         wants_key = {401: "it wants an API key: name its variable with --api-key-env"}
         self.client = endpoint.client({} if endpoint.api_key_env else wants_key)
+        self.start, self.close = self.client.start, self.client.close
         self.url = f"{self.client.url}{CHAT}"
-
-    async def start(self) -> None:
-        """Open the connections. Raises ValueError when the API key is not set."""
-        await self.client.start()
 
     async def died(self) -> str:
         """Never returns, because this engine lives as long as its process."""
         return await asyncio.get_running_loop().create_future()
-
-    async def close(self) -> None:
-        await self.client.close()
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Return ``request.n`` replies. Raises DataFault when the endpoint refuses the request,

@@ -65,6 +65,7 @@ class LocalEngine:
         self._thread = EngineThread(
             lambda: bool(self.batch), self._step, lambda: self.batch.clear()
         )
+        self.died, self.close = self._thread.died, self._thread.close
         self._loading = asyncio.Lock()
         self._held = ""
         """The digest of the whole weights that the model has, if it has any but the folder's."""
@@ -122,18 +123,10 @@ class LocalEngine:
                 f" {free / 2**30:.1f}: use fewer processes or a smaller cache (actors.kv_cache_gib)"
             )
 
-    async def died(self) -> str:
-        """Return the reason when an error has ended the thread; never return after ``close``."""
-        return await self._thread.died()
-
     @property
     def ended(self) -> str:
         """The reason why the engine no longer serves, "" while it does."""
         return self._thread.ended
-
-    async def close(self) -> None:
-        """Stop the thread and abort open requests."""
-        await self._thread.close()
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Sample ``request.n`` continuations."""

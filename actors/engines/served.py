@@ -18,6 +18,7 @@ from coppice.actors.engines.base import check_request, check_tokens
 from coppice.actors.engines.served_weights import ServedWeights
 from coppice.actors.engines.servers import Http, Launched, Sampled, Servers
 from coppice.common import support, vision
+from coppice.common.concurrency import gather
 from coppice.common.http import pause_s
 from coppice.common.turns import Turns
 from coppice.wire.faults import InfrastructureFault
@@ -223,14 +224,9 @@ class ServedEngine(ABC):
         """Return the answers to all bodies. Behind a router each is a request of its own."""
         if not self.way.elastic:
             return await self._once(bodies)
-        tasks = [asyncio.create_task(self._again(body)) for body in bodies]
-        try:
-            return [answer for answers in await asyncio.gather(*tasks) for answer in answers]
-        except BaseException:  # one failure is the answer of the whole request
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+        # one failure is the answer of the whole request
+        several = await gather(self._again(body) for body in bodies)
+        return [answer for answers in several for answer in answers]
 
     async def _again(self, body: dict[str, Any]) -> list[Sampled]:
         """Ask again when the server behind the router was leaving or not ready."""

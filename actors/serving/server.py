@@ -27,6 +27,7 @@ from coppice.actors.serving.protocol import Handler, RequestRefused, body_of, er
 from coppice.actors.serving.replies import CompletionForm, Form, Reply, TokenText, send
 from coppice.actors.serving.responses import ResponseStore
 from coppice.actors.serving.sampling import SamplingFields, completion_of, read
+from coppice.common.concurrency import gather
 from coppice.common.dialogue import ChatTemplate, Renderer, until
 from coppice.common.tool_calls import MARKS, Parsed, ToolCall, family_of, parse
 from coppice.wire.messages import Constraint, GenerateRequest, Sample
@@ -169,12 +170,7 @@ class Server:
         self, requests: list[GenerateRequest], fields: SamplingFields, reader: _Reader
     ) -> Reply:
         """Return the reply to all requests. If one fails, all are aborted."""
-        running = [asyncio.ensure_future(self.engine.generate(request)) for request in requests]
-        try:
-            results = await asyncio.gather(*running)
-        finally:
-            for task in running:
-                task.cancel()
+        results = await gather(self.engine.generate(request) for request in requests)
         prompt = sum(result.prompt_tokens for result in results)
         spent = Spent(prompt, sum(result.cached_tokens for result in results))
         samples = [sample for result in results for sample in result.samples]
@@ -250,8 +246,3 @@ def _one_of(functions: list[dict[str, Any]]) -> dict[str, Any]:
         call = {"type": "object", "properties": properties, "required": [*properties]}
         calls.append({**call, "additionalProperties": False})
     return {"anyOf": calls, **({"$defs": moved} if moved else {})}
-
-
-def runner(server: Server) -> web.AppRunner:
-    """Return the runner. When a client hangs up, its samples are aborted."""
-    return web.AppRunner(server.application(), access_log=None, handler_cancellation=True)

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.options import check_takes, checked, declared, modules, plugin, with_defaults
+from coppice.common.options import check_takes, checked, declared, plugin, with_defaults
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.targets import Advantages
 
@@ -65,10 +65,6 @@ def finite(metrics: Mapping[str, Any]) -> dict[str, float]:
         if math.isfinite(number):
             kept[name] = number
     return kept
-
-
-def names() -> list[str]:
-    return modules(__name__)
 
 
 def load(name: str, options: dict[str, Any]) -> Scheme:

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import torch
 
+from coppice.common.phases import Phases
 from coppice.learner.config import LearnerConfig
 from coppice.learner.model.model import TreeModel
 from coppice.learner.model.optimizer import Stepper
@@ -14,7 +15,6 @@ from coppice.learner.model.ranks import Ranks
 from coppice.learner.update import watch
 from coppice.learner.update.corrections import Corrected, Logprobs, Segments, kl
 from coppice.learner.update.passes import Plan, Rows, plan
-from coppice.learner.update.stopwatch import Stopwatch
 from coppice.learner.update.table import TurnTable
 
 MEASURES = 6
@@ -46,7 +46,7 @@ class PolicyStep:
 
     def __init__(
         self, policy: TreeModel, stepper: Stepper, correct: Corrected, config: LearnerConfig,
-        ranks: Ranks, timed: Stopwatch,
+        ranks: Ranks, timed: Phases,
     ):  # fmt: skip
         self.policy, self.stepper, self.correct = policy, stepper, correct
         self.config, self.ranks, self.timed = config, ranks, timed

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from accelerate.utils import set_seed
 
+from coppice.common.phases import Phases
 from coppice.learner.config import AdaptiveKl, LearnerProcess
 from coppice.learner.forest.selfcheck import check
 from coppice.learner.model.model import TreeModel, check_fits
@@ -27,7 +28,6 @@ from coppice.learner.update.passes import Plan, Rows, plan, sweep
 from coppice.learner.update.plan import plan_of
 from coppice.learner.update.policy_step import MEASURES, Objective, PolicyStep, watched
 from coppice.learner.update.prm import ImplicitPrm
-from coppice.learner.update.stopwatch import Stopwatch
 from coppice.learner.update.table import TurnTable, build
 from coppice.learner.update.targets import Advantages
 from coppice.wire.messages import TrainGroup, TreeNode
@@ -52,7 +52,7 @@ class Trainer:
     def __init__(self, process: LearnerProcess, ranks: Ranks):
         self.process, self.config, self.ranks = process, process.learner, ranks
         torch.set_num_threads(self.config.threads)
-        c, self.timed = self.config, Stopwatch()
+        c, self.timed = self.config, Phases()
         self.plan = plan_of(c)
         self.scheme, self.correct, models = self.plan.scheme, self.plan.correct, self.plan.models
         check_fits(process.model, c, ranks)
@@ -153,7 +153,7 @@ class Trainer:
         models, and the reward model's metrics."""
         columns, metrics = {}, {}
         if self.plan.proximal:
-            columns["proximal"] = self._proximal(rows, steps)
+            columns["proximal"] = sweep(rows, steps, self.policy)
             columns["log_ratio"] = np.where(rows.sampled, columns["proximal"] - rows.behaviour, 0.0)
         if self.plan.reference:
             # the adapters off, or the frozen copy
@@ -170,11 +170,6 @@ class Trainer:
             learnt = self.prm.score_and_learn(table, rows, steps, reference, self.version)
             columns["prm"], metrics = learnt
         return {name: values.astype(np.float64) for name, values in columns.items()}, metrics
-
-    def _proximal(self, rows: Rows, steps: Plan) -> np.ndarray:
-        """Return the log-probabilities of all tokens under the current policy, float32 [tokens]."""
-        with self.timed.over("score"):
-            return sweep(rows, steps, self.policy)
 
     def _objective(
         self, table: TurnTable, rows: Rows, estimate: Advantages, weights: np.ndarray
@@ -221,7 +216,8 @@ class Trainer:
                     stopped += 1
                 elif steps is not None:
                     if stepped and self.correct.follows:
-                        latest = self._proximal(rows, everything)
+                        with self.timed.over("score"):
+                            latest = sweep(rows, everything, self.policy)
                         objective = msgspec.structs.replace(objective, latest=latest)
                     stepped = True
                     kept = record if epoch == 0 else None

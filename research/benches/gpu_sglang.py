@@ -39,8 +39,8 @@ from coppice.actors.engines.sglang import SGLangEngine
 from coppice.actors.environments.base import Action
 from coppice.actors.environments.tictactoe.environment import TicTacToe
 from coppice.actors.worker import service
+from coppice.common.concurrency import gather
 from coppice.research.benches.prefill import TreeShape, grow_trees, model_folder
-from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.dispatch.dispatcher import Dispatcher
 from coppice.scheduler.growth.context import Context

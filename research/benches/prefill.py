@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.local import LocalEngine
+from coppice.common.concurrency import gather
 from coppice.research.benches import result
-from coppice.scheduler.concurrency import gather
 from coppice.tools.defaults.models import DEFAULT, ensure_model
 from coppice.tools.defaults.settings import cache_folder
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sampling

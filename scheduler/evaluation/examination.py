@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import msgspec
 
 from coppice.actors.environments.base import Environment, Task
+from coppice.common.concurrency import gather
 from coppice.common.phases import Phases
-from coppice.scheduler.concurrency import gather
 from coppice.scheduler.dispatch.weight_sync import WeightSync
 from coppice.scheduler.evaluation import best, evaluation
 from coppice.scheduler.growth import answers, strategies

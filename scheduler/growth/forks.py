@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from coppice.scheduler.concurrency import gather
+from coppice.common.concurrency import gather
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.strategies.chain import episode
 from coppice.scheduler.growth.tree import Fork, Node, Tree

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from coppice.actors.environments.base import Dropped, Spent, Transition
-from coppice.scheduler.concurrency import gather
+from coppice.common.concurrency import gather
 from coppice.scheduler.growth import answers
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.tree import Node

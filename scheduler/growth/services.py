@@ -21,8 +21,8 @@ from coppice.actors.environments.base import (
     Transition,
 )
 from coppice.common import support, vision
+from coppice.common.concurrency import gather
 from coppice.common.dialogue import until
-from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import UNJUDGED, SchedulerConfig
 from coppice.scheduler.dispatch.calls import Check, Place
 from coppice.scheduler.dispatch.dispatcher import Dispatcher

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.local import LocalEngine
-from coppice.actors.serving.server import Server, runner
+from coppice.actors.serving.server import Server
 from coppice.wire.messages import GenerateRequest, Sampling
 from tests import tiny
 from tests.actors.test_local_engine import TOLERANCE, full_logprobs, reference
@@ -65,7 +65,8 @@ class Client:
 async def serving(folder: Path, **settings: Any) -> AsyncIterator[Client]:
     engine = LocalEngine(str(folder), SETTINGS)
     await engine.start()
-    made = runner(Server(engine, folder, **settings))
+    application = Server(engine, folder, **settings).application()
+    made = web.AppRunner(application, access_log=None, handler_cancellation=True)
     await made.setup()
     await web.TCPSite(made, "127.0.0.1", 0).start()
     async with aiohttp.ClientSession() as session:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from coppice.actors.engines.radix import RadixCache, Segment, common_length
+from coppice.actors.engines.radix import RadixCache, Segment
+from coppice.common.radix import Edge, common_length
 
 TOKEN_BYTES = 2 * 2 * 1 * 2 * 4 + 4
 
@@ -23,10 +24,10 @@ def insert(cache: RadixCache, *tokens: int) -> int:
 def segments(cache: RadixCache) -> dict[tuple[int, ...], Segment]:
     found: dict[tuple[int, ...], Segment] = {}
 
-    def visit(node: Segment, prefix: tuple[int, ...]) -> None:
+    def visit(node: Edge, prefix: tuple[int, ...]) -> None:
         for child in node.children.values():
             assert child.parent is node
-            ends = (*prefix, *child.tokens.tolist())
+            ends = (*prefix, *np.frombuffer(child.tokens, np.int32).tolist())
             found[ends] = child
             visit(child, ends)
 
@@ -47,7 +48,7 @@ class BruteForce:
         self.now += 1
         longest = 0
         for end, (parent, _) in list(self.ends.items()):
-            shared = common_length(np.array(end, np.int32), np.array(tokens, np.int32))
+            shared = common_length(*(np.array(one, np.int32).tobytes() for one in (end, tokens)))
             if shared > len(parent):
                 self.ends[end] = (parent, self.now)
                 longest = max(longest, shared)
@@ -90,9 +91,9 @@ def test_random_operations_equal_the_brute_force_cache_to_the_byte(seed: int) ->
             expected.insert(tokens)
         held = segments(cache)
         inserted = sum(new)
-        assert inserted == cache.evicted_tokens + sum(len(s.tokens) for s in held.values())
+        assert inserted == cache.evicted_tokens + sum(len(s.tokens) // 4 for s in held.values())
         assert held.keys() == expected.ends.keys()
-        assert cache.bytes == sum(s.bytes for s in held.values()) <= budget
+        assert cache.bytes == sum(s.size for s in held.values()) <= budget
         for segment in held.values():  # memory of its own: evicting it frees it
             assert segment.kv is not None
             assert segment.kv.untyped_storage().nbytes() == segment.kv.nbytes

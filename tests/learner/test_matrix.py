@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from coppice.common.options import modules
 from coppice.learner import schemes
 from coppice.learner.update import corrections
 from coppice.learner.update.corrections import Level, Logprobs, Segments
@@ -59,7 +60,7 @@ def prepared(name: str) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("correction", corrections.CORRECTIONS)
 @pytest.mark.parametrize("level", corrections.LEVELS)
-@pytest.mark.parametrize("name", schemes.names())
+@pytest.mark.parametrize("name", modules(schemes.__name__))
 def test_four_stale_steps_raise_the_objective(name: str, level: Level, correction: str) -> None:
     tokens, near, far, advantage, weights = prepared(name)
     correct = corrections.load(correction, {"level": level})

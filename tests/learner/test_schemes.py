@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
+from coppice.common.options import modules
 from coppice.learner import schemes
 from coppice.learner.schemes import gae, grpo, oprl, ppr
 from coppice.learner.update.table import TurnTable
@@ -312,7 +313,7 @@ def permuted(t: TurnTable, order: np.ndarray) -> tuple[TurnTable, np.ndarray]:
 
 
 def test_the_properties_cover_every_scheme() -> None:
-    assert {name for name, _ in EVERY} | ON_TREES == set(schemes.names())
+    assert {name for name, _ in EVERY} | ON_TREES == set(modules(schemes.__name__))
 
 
 @settings(max_examples=60, deadline=None)

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coppice.common import frontier
+from coppice.common.phases import PREFIX, Phases
 from coppice.learner.config import OptimizerConfig
 from coppice.learner.forest import selfcheck
 from coppice.learner.forest.trees import Path as Tokens
@@ -22,7 +23,6 @@ from coppice.learner.model.optimizer import Stepper
 from coppice.learner.model.publish import announce, publish
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.batches import Inbox
-from coppice.learner.update.stopwatch import PREFIX, Stopwatch
 from coppice.learner.update.trainer import Batch
 from coppice.tools.inspecting.export import export
 from coppice.wire.messages import TrainGroup, TreeClosed, Turn
@@ -250,7 +250,7 @@ def test_the_reference_stays_the_initial_policy(make: Make, rank: int) -> None:
 def test_a_phase_inside_another_one_interrupts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([1.0, 3.0, 6.0, 10.0, 15.0, 21.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(moments))
-    timed = Stopwatch()
+    timed = Phases()
     with timed.over("score"), timed.over("pack"):
         pass
     with timed.over("pack"):

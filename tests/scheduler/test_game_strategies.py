@@ -12,9 +12,9 @@ import pytest
 from coppice.actors.environments.game import Game
 from coppice.actors.environments.sudoku.environment import Sudoku
 from coppice.actors.environments.tictactoe.environment import TicTacToe
+from coppice.common.concurrency import gather
 from coppice.judges.oracles.sudoku import SudokuOracle
 from coppice.judges.oracles.tictactoe import MinimaxPlayer, TicTacToeOracle
-from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.strategies import chain, mc_value
 from coppice.scheduler.growth.text import Text

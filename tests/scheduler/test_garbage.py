@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from coppice.scheduler.garbage import THAW_S, YOUNG, Survivors, sparing
+from coppice.scheduler.garbage import THAW_S, YOUNG, sparing
 
 
 class Cycle:
@@ -19,11 +19,9 @@ class Cycle:
 @pytest.mark.second
 def test_survivors_are_not_looked_at_again_until_the_thaw() -> None:
     now, before = 0.0, gc.get_freeze_count()
-    survivors = Survivors(lambda: now)
     cycle = Cycle()
     gone = weakref.ref(cycle)
-    gc.callbacks.append(survivors)
-    try:
+    with sparing(lambda: now):
         gc.collect(1)
         assert gc.get_freeze_count() == before
         gc.collect()
@@ -34,9 +32,6 @@ def test_survivors_are_not_looked_at_again_until_the_thaw() -> None:
         now = THAW_S + 1
         gc.collect()
         assert gone() is None
-    finally:
-        gc.callbacks.remove(survivors)
-        gc.unfreeze()
 
 
 @pytest.mark.second

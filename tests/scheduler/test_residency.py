@@ -22,7 +22,7 @@ def test_a_cache_without_bounds_holds_exactly_the_prefixes_of_what_was_inserted(
         cache.insert(packed(tokens))
         prefixes |= {tuple(tokens[:end]) for end in range(len(tokens) + 1)}
         assert cache.match(packed(tokens)) == len(tokens)
-    assert cache.tokens == len(prefixes) - 1
+    assert cache.bytes // 4 == len(prefixes) - 1
     assert cache.match(packed(asked)) == max(
         end for end in range(len(asked) + 1) if tuple(asked[:end]) in prefixes
     )
@@ -32,23 +32,23 @@ def test_a_cache_without_bounds_holds_exactly_the_prefixes_of_what_was_inserted(
 def test_a_bounded_cache_never_holds_more_than_its_capacity_and_keeps_what_was_used_last(
     sequences: list[list[int]], capacity: int
 ) -> None:
-    cache = Prefixes(capacity)
+    cache = Prefixes(4 * capacity)
     for tokens in sequences:
         cache.insert(packed(tokens))
-        assert cache.tokens <= capacity
+        assert cache.bytes // 4 <= capacity
         if len(tokens) <= capacity:
             assert cache.match(packed(tokens)) == len(tokens)
 
 
 def test_the_least_recently_used_branch_goes_first_and_the_trunk_last() -> None:
-    cache = Prefixes(10)
+    cache = Prefixes(40)
     cache.insert(packed([0, 0, 0, 0, 1, 1]))
     cache.insert(packed([0, 0, 0, 0, 2, 2]))
     cache.insert(packed([0, 0, 0, 0, 1, 1]))
     cache.insert(packed([0, 0, 0, 0, 3, 3, 3]))
     assert cache.match(packed([0, 0, 0, 0, 2, 2])) == 4
     assert cache.match(packed([0, 0, 0, 0, 1, 1])) == 6
-    assert cache.tokens == 9
+    assert cache.bytes // 4 == 9
 
 
 def test_a_prompt_counts_as_resident_from_the_moment_it_is_sent_but_for_its_last_token() -> None:

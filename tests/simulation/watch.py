@@ -135,7 +135,7 @@ class Watch:
 
     def _cached(self) -> bool:
         residency = self.run.runtime.fleet.residency
-        return any(not math.isinf(cache.capacity) for cache in residency._caches.values())
+        return any(not math.isinf(cache.budget) for cache in residency._caches.values())
 
     def _leave(self, leave: Any, worker: Worker, reason: str) -> None:
         leave(worker, reason)

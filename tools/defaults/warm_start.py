@@ -14,11 +14,12 @@ import torch
 from coppice.actors.environments.base import Task
 from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.actors.environments.task_files import load_tasks
+from coppice.common.atomic import drafted
 from coppice.common.process import Killed, in_subprocess
 from coppice.judges.evidence import content_words, holds, shown
 from coppice.judges.retriever.encoder import Encoder
 from coppice.judges.retriever.index import Index
-from coppice.learner.fine_tune import Example, Recipe, fine_tune
+from coppice.learner.fine_tune import Example, Recipe, train
 from coppice.scheduler.growth.text import Text
 from coppice.tools.defaults.settings import WarmStart
 
@@ -157,7 +158,9 @@ def from_play(
         cooldown=int(cooldown * config.steps), packing=packing,
     )  # fmt: skip
     try:
-        in_subprocess(fine_tune, model, examples(config.steps * config.rows), out, trained, threads)
+        with drafted(out, replace=True) as draft:
+            learnt = examples(config.steps * config.rows)
+            in_subprocess(train, model, learnt, draft, trained, threads)
     except Killed:
         raise MemoryError(
             "the warm start's process was killed, most likely for memory: free some, or set"

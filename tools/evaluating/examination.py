@@ -21,9 +21,9 @@ import msgspec
 
 from coppice.actors.environments.base import Environment, Task
 from coppice.common import jsonl, loop
+from coppice.common.concurrency import gather
 from coppice.common.options import gave_up
 from coppice.judges.serve import PlugIn
-from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.evaluation.evaluation import Estimate, estimate
 from coppice.scheduler.growth.context import Context

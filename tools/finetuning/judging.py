@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from coppice.common import jsonl
+from coppice.common.concurrency import gather
 from coppice.common.numbers import Positive
 from coppice.judges.base import Judge, checked
 from coppice.judges.serve import BUILT_IN, make_worker
-from coppice.scheduler.concurrency import gather
 from coppice.tools.evaluating.examination import HOPELESS, TaskProgress
 from coppice.tools.evaluating.folder import append, cut_torn_tail
 from coppice.tools.finetuning.records import Trajectory, judged_turn, named_steps

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from coppice.common import jsonl
+from coppice.common import jsonl, vision
 from coppice.common.atomic import write_whole
 from coppice.tools.finetuning.labels import TrainingRow
 
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 def train(options: argparse.Namespace, folder: Path) -> None:
     from torch import OutOfMemoryError
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     from coppice.learner import fine_tune
-    from coppice.learner.fine_tune import Recipe, context_of, within
+    from coppice.learner.fine_tune import Recipe
     from coppice.scheduler.growth.text import Text
     from coppice.tools.defaults.models import ensure_model
     from coppice.tools.defaults.settings import cache_folder
@@ -34,8 +35,10 @@ def train(options: argparse.Namespace, folder: Path) -> None:
     model = ensure_model(options.model, cache_folder())
     end = _end_token(model) if options.end_token else []
     examples = read_rows(options.rows, Text(str(model)), end)
-    limit = min(options.max_tokens or context_of(model), context_of(model))
-    kept, long = within(examples, limit)
+    context = vision.context_of(AutoConfig.from_pretrained(model).get_text_config())
+    limit = min(options.max_tokens or context, context)
+    kept = [example for example in examples if len(example.tokens) <= limit]
+    long = len(examples) - len(kept)
     if long:
         print(f"{long} of {len(examples)} rows are longer than {limit} tokens and left out")
     learnt, held_out = split(kept, options.held_out, options.seed)

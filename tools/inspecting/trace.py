@@ -18,14 +18,14 @@ from pathlib import Path
 import msgspec
 
 from coppice.common import shards
-from coppice.learner.update.stopwatch import PREFIX
+from coppice.common.phases import PREFIX
 from coppice.scheduler.dispatch.calls import STARTED
 from coppice.tools.inspecting.replay import opened
 
 FILE = "trace.jsonl"
 """The newest calls of a run, beside its journal; retention keeps earlier ones in other files."""
 PARTS = ("pack", "check", "score", "forward", "backward", "step", "critic")
-"""The phases of an update (``learner.stopwatch``). Forwards and backwards take turns; each is drawn
+"""The phases of an update (``common.phases``). Forwards and backwards take turns; each is drawn
 and counted as one."""
 PUBLISH, CHECKPOINT = "learner: publishing weights", "learner: checkpoints"
 STARTING, SCHEDULER = "starting processes", "scheduler"

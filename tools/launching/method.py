@@ -14,7 +14,7 @@ from typing import Any
 
 from coppice.actors.environments.base import Environment
 from coppice.common.declared import SchemeNeeds, StrategyGives
-from coppice.common.options import check_choice
+from coppice.common.options import check_choice, modules
 from coppice.judges.base import Judge, PlugIn
 from coppice.learner import schemes
 from coppice.learner.config import LearnerConfig
@@ -113,9 +113,10 @@ _EXTENT = {"turns", "searches", "answered", "sampled_tokens", "response_tokens"}
 
 def options() -> Iterator[str]:
     """The key of every option of a built-in strategy, scheme or correction."""
+    grow, weigh = modules(strategies.__name__), modules(schemes.__name__)
     tables = {
-        "scheduler.strategy_options": [strategies.load(n).function for n in strategies.names()],
-        "learner.scheme_options": [schemes.load(n, {}).function for n in schemes.names()],
+        "scheduler.strategy_options": [strategies.load(name).function for name in grow],
+        "learner.scheme_options": [schemes.load(name, {}).function for name in weigh],
         "learner.correction_options": corrections.CORRECTIONS.values(),
     }
     for table, functions in tables.items():

@@ -42,13 +42,14 @@ async def serve(options: argparse.Namespace, folder: Path, api_key: str) -> None
     from aiohttp import web
 
     from coppice.actors.engines.local import LocalEngine
-    from coppice.actors.serving.server import Server, runner
+    from coppice.actors.serving.server import Server
 
     limits = ActorsConfig(**{name: getattr(options, name) for name in NUMBERS})
     engine = LocalEngine(str(folder), limits)
     await engine.start()
     server = Server(engine, folder, name=options.name, api_key=api_key)
-    served = runner(server)
+    # when a client hangs up, its samples are aborted
+    served = web.AppRunner(server.application(), access_log=None, handler_cancellation=True)
     await served.setup()
     try:
         await web.TCPSite(served, options.host, options.port, shutdown_timeout=_PATIENCE_S).start()

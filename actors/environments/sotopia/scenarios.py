@@ -7,9 +7,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from coppice.common.jsonl import whole
+
 OWN = Path(__file__).with_name("scenarios.json")
 _FILES = {"agents": "agents.json", "envs": "envs.json", "combos": "env_agent_combos.json"}
 """The file of each field of a ``Library``."""
+_LAYOUT = f"scenarios: a file with agents, envs and combos, or a folder with {[*_FILES.values()]}"
 _VIEWED = re.compile(r"<p viewer=[\"'](\w+)[\"']>(.*?)</p>", re.DOTALL)
 _TAG = re.compile(r"</?(?:extra_info|strategy_hint|clarification_hint)>")
 
@@ -92,13 +95,13 @@ def load(path: str) -> Library:
     """
     place = Path(path) if path else OWN
     if place.is_dir():
-        read = {key: _decoded(place / name, Any) for key, name in _FILES.items()}
+        read = {key: whole(place / name, Any, _LAYOUT) for key, name in _FILES.items()}
         try:
             library = msgspec.convert(read, Library)
         except msgspec.ValidationError as error:
             raise ValueError(f"scenarios: {place}: {error}") from None
     else:
-        library = _decoded(place, Library)
+        library = whole(place, Library, _LAYOUT)
     for combo in library.combos:
         if combo.env_id not in library.envs or not set(combo.agent_ids) <= set(library.agents):
             missing = f"{combo.env_id!r} and {combo.agent_ids}, which are missing"
@@ -118,18 +121,6 @@ def shown(text: str, viewer: str) -> str:
     tags of the layout."""
     text = _VIEWED.sub(lambda part: part[2] if part[1] == viewer else "", text)
     return " ".join(_TAG.sub("", text).split())
-
-
-def _decoded(file: Path, kind: Any) -> Any:
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"scenarios: no file {file}; expected a JSON file with agents, envs and combos, or a"
-            f" folder with {', '.join(_FILES.values())}"
-        )
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=kind)
-    except msgspec.DecodeError as error:
-        raise ValueError(f"scenarios: {file}: {error}") from None
 
 
 def _check(condition: GoalCondition, where: str) -> None:

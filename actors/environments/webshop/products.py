@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from coppice.common.jsonl import whole
+
 NO_ATTRIBUTES = ("DUMMY_ATTR",)
 """The attributes of a product for which the attribute file has none."""
 DEFAULT_PRICE = 100.0
@@ -57,11 +59,12 @@ def read_products(products: str, attributes: str, human: str) -> list[Product]:
 
     Raises FileNotFoundError for a missing file and ValueError for a file of another layout.
     """
-    described = _json(attributes, dict)
-    instructions = _json(human, dict) if human else {}
+    layout = "a JSON file of WebShop's layout (docs/webshop.md)"
+    described = whole(Path(attributes), dict, layout)
+    instructions = whole(Path(human), dict, layout) if human else {}
     try:
         rows: dict[str, dict[str, Any]] = {}
-        for row in _json(products, list):
+        for row in whole(Path(products), list, layout):
             if row["asin"] != "nan" and len(row["asin"]) <= LONGEST_ASIN:
                 rows.setdefault(row["asin"], row)
         return [
@@ -116,14 +119,3 @@ def _price(pricing: str | None, asin: str) -> tuple[float, str]:
         return numbers[0], f"${numbers[0]}"
     low, high = numbers[:2]
     return random.Random(f"price/{asin}").uniform(low, high), f"${low} to ${high}"
-
-
-def _json(path: str, kind: type) -> Any:
-    file = Path(path)
-    expected = "expected a JSON file of WebShop's layout (docs/webshop.md)"
-    if not file.is_file():
-        raise FileNotFoundError(f"webshop: no file {path!r}; {expected}")
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=kind)
-    except msgspec.DecodeError as error:
-        raise ValueError(f"webshop: {path!r}: {error}; {expected}") from None

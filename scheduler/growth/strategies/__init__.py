@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from coppice.common.declared import StrategyGives
-from coppice.common.options import checked, declared, modules, plugin, with_defaults
+from coppice.common.options import checked, declared, plugin, with_defaults
 
 
 class Strategy(msgspec.Struct, frozen=True):
@@ -24,11 +24,6 @@ class Strategy(msgspec.Struct, frozen=True):
 
     def __call__(self, tree: Any, ctx: Any) -> Awaitable[None]:
         return self.function(tree, ctx, **self.options)
-
-
-def names() -> list[str]:
-    """The built-in strategies."""
-    return modules(__name__)
 
 
 def load(name: str, options: dict[str, Any] | None = None) -> Strategy:

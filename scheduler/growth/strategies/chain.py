@@ -7,8 +7,8 @@ never waits for an oracle.
 
 from collections.abc import Callable
 
+from coppice.common.concurrency import TaskGroup
 from coppice.common.declared import StrategyGives
-from coppice.scheduler.concurrency import TaskGroup
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.rewards import judge
 from coppice.scheduler.growth.scoring import finish

@@ -5,9 +5,9 @@ This is GRPO's usual sampling, and SLATE's ablation (a): R(tau) = sum_t r_t (met
 trajectory has its own randomness.
 """
 
+from coppice.common.concurrency import gather
 from coppice.common.declared import StrategyGives
 from coppice.common.numbers import Count
-from coppice.scheduler.concurrency import gather
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.strategies.chain import episode
 from coppice.scheduler.growth.tree import Tree

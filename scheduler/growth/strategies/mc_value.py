@@ -9,9 +9,9 @@ trained nor journaled; a resumed tree keeps the values it has.
 
 import math
 
+from coppice.common.concurrency import TaskGroup
 from coppice.common.declared import StrategyGives
 from coppice.common.numbers import Count
-from coppice.scheduler.concurrency import TaskGroup
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.rollouts import outcomes, position_before
 from coppice.scheduler.growth.strategies import chain

@@ -6,8 +6,8 @@ judged, even if it is no answer; the outcome decides. Turns are judged while the
 generated.
 """
 
+from coppice.common.concurrency import TaskGroup
 from coppice.common.declared import StrategyGives
-from coppice.scheduler.concurrency import TaskGroup
 from coppice.scheduler.config import UNJUDGED
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.scoring import finish, mark, score

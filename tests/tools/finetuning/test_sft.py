@@ -24,7 +24,7 @@ from coppice.actors.environments.search_qa.environment import Step as PastStep
 from coppice.common.process import locked
 from coppice.judges.base import Judge
 from coppice.judges.pprm import parse_final_score
-from coppice.learner.fine_tune import Example, Recipe, Student, batch_of, fine_tune, rate
+from coppice.learner.fine_tune import Example, Recipe, Student, batch_of, rate, train
 from coppice.research.judge_bench import main as bench
 from coppice.research.judge_bench import parser as bench_parser
 from coppice.research.judge_bench.measuring import judges_of
@@ -340,7 +340,7 @@ def test_training_leaves_an_ordinary_folder(lora_rank: int, llama: Path, tmp_pat
         lora_rank=lora_rank,
     )  # fmt: skip
     examples, out = examples_of(), tmp_path / "out"
-    losses = fine_tune(llama, examples, out, recipe, 1, held_out=examples[:2])
+    losses = train(llama, examples, out, recipe, 1, held_out=examples[:2])
     assert losses.held_out is not None
     assert losses.held_out[1] < 0.7 * losses.held_out[0]
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from coppice.common.options import modules
 from coppice.learner import schemes
 from coppice.scheduler.growth import strategies
 from coppice.tools.bootstrap import ROOT
@@ -111,12 +112,12 @@ def test_another_method_takes_away_what_was_stated_for_parts_that_it_does_not_ha
 def test_every_scheme_has_a_strategy_that_serves_it_and_every_strategy_a_scheme() -> None:
     pairs = [
         (scheme, strategy)
-        for scheme in schemes.names()
-        for strategy in strategies.names()
+        for scheme in modules(schemes.__name__)
+        for strategy in modules(strategies.__name__)
         if not mismatch(schemes.load(scheme, {}).needs, strategies.load(strategy).gives)
     ]
-    assert {scheme for scheme, _ in pairs} == set(schemes.names())
-    assert {strategy for _, strategy in pairs} == set(strategies.names())
+    assert {scheme for scheme, _ in pairs} == set(modules(schemes.__name__))
+    assert {strategy for _, strategy in pairs} == set(modules(strategies.__name__))
 
 
 @pytest.mark.usefixtures("plug_ins")

@@ -16,9 +16,9 @@ import pytest
 
 from coppice.actors.environments.base import Task
 from coppice.actors.environments.search_qa.environment import SearchQA
+from coppice.common.concurrency import gather
 from coppice.research.benches import call_cost
 from coppice.research.benches.load import ACTION
-from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.services import Runtime
