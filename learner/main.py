@@ -274,6 +274,8 @@ def main() -> None:
     begin()
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=LearnerProcess)
     w = process.learner
+    if w.publish != "file":  # as SGLang's servers do, or NCCL would hand memory over in two ways
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     ranks = Ranks(w.collective_timeout_s, w.sharding, w.shard_ranks, process.computing)
     if ranks.count != w.count:
         raise ValueError(

@@ -210,7 +210,7 @@ def tree_attention(
     if layout.backend == "flex" and torch.is_autocast_enabled(query.device.type):
         query = query.to(torch.get_autocast_dtype(query.device.type))  # autocast passes it over
     key, value = key.to(query.dtype), value.to(query.dtype)
-    if layout.backend == "flex":
+    if layout.backend == "flex" and min(query.shape[-1], value.shape[-1]) >= flex.NARROWEST:
         output = flex.compiled()(
             query, key, value, block_mask=layout.flex_mask(window), scale=scale, enable_gqa=True
         )

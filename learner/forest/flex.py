@@ -12,6 +12,8 @@ from coppice.learner.forest.trees import Forest
 
 BLOCK = 128
 """The queries and the keys of one block; lengths are multiples of it."""
+NARROWEST = 16
+"""The narrowest head that it takes on a GPU."""
 
 
 @functools.cache

@@ -81,6 +81,8 @@ def rank_parts(
     layer = _SAVED[0] * hidden + _SAVED[1] * shape.get("intermediate_size", 0)
     kept = layer + layers * hidden if w.gradient_checkpointing else layers * layer
     passing = {"activations": w.micro_tokens * kept * (4 if size == 4 else 3)}
+    if whole and size == 2 and not sharded and not w.gradient_checkpointing:
+        passing["rounded weights"] = size * weights
     if any(model.vocabulary for model in whole):
         odds = 0.75 * size * w.micro_tokens * shape.get("vocab_size", 0)
         passing["gradient of the head"] = min(_KEPT_GIB * 2**30, odds) + (4 + size) * embedding

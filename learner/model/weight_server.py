@@ -88,6 +88,8 @@ class WeightServer:
 
     def __init__(self, host: str = "127.0.0.1", timeout_s: float = 300.0):
         self.host, self.timeout = host, timedelta(seconds=timeout_s)
+        # of the groups from here on: a broadcast that fails raises, and does not end the process
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         if host == "127.0.0.1":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # of broadcasts between CPUs
         else:

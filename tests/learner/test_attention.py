@@ -134,6 +134,18 @@ def test_flexattention_equals_the_dense_mask_and_is_compiled_once_for_all_length
     assert counters["stats"]["unique_graphs"] == 1
 
 
+def test_heads_that_are_too_narrow_for_flexattention_take_the_dense_mask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = branching(1)
+    query, key, value = (torch.randn(1, h, len(made.end), 8) for h in (4, 2, 2))
+    layout = Layout(made, "dense", "cpu")
+    dense, _ = tree_attention(LAYER, query, key, value, None, layout=layout)
+    monkeypatch.setattr(layout, "backend", "flex")
+    ours, _ = tree_attention(LAYER, query, key, value, None, layout=layout)
+    assert torch.equal(ours, dense)
+
+
 @pytest.mark.parametrize(("backend", "device"), [("flex", "cpu"), ("cascade", "meta")])
 def test_a_backend_is_refused_where_it_cannot_train(backend: Any, device: str) -> None:
     with pytest.raises(ValueError, match=r"learner\.attention"):

@@ -105,3 +105,16 @@ def test_offloaded_moments_leave_the_largest_of_step_and_passes() -> None:
     assert held["policy in training"] == away["policy in training"] + 8 == 16
     assert "activations" in held
     assert short["optimizer step"] == 8 + 4  # one model's moments, and the sum of its gradients
+
+
+def test_autocast_keeps_rounded_weights_for_the_backward() -> None:
+    def kept(sharding: str = "replicate", count: int = 1, size: int = 2, **more: Any) -> float:
+        settings = GAE | {"lora": WHOLE, "sharding": sharding, "count": count} | more
+        shape = {"hidden_size": 4096, "intermediate_size": 2**14, "num_hidden_layers": 99}
+        told = rank_parts(convert(settings, LearnerConfig), shape, 2.0**30, size)
+        return told.get("rounded weights", 0.0)
+
+    assert kept() == 2
+    assert kept(size=4) == kept("fsdp", 2) == kept(gradient_checkpointing=True) == 0
+    adapted = GAE | {"lora": RANK_2, "critic": {"lora": RANK_2}}
+    assert kept(**adapted) == 0

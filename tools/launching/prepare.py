@@ -65,6 +65,12 @@ def lacking_machine(config: Config) -> Iterator[str]:
             f"driver {software['driver']} is made for CUDA {runs}, and torch for CUDA {made}:"
             " expected a newer driver or another torch, or CUDA_VISIBLE_DEVICES= for the CPU"
         )
+    w = config.learner
+    if gpus and w.here > len(gpus):
+        yield (
+            f"learner.count = {w.count}: expected at most a rank per GPU ({len(gpus)} here), or"
+            " CUDA_VISIBLE_DEVICES= for the CPU"
+        )
     if g is None or g.way == "url":
         return
     # a wheel of vLLM is for GPUs or for CPUs
@@ -74,7 +80,6 @@ def lacking_machine(config: Config) -> Iterator[str]:
             "actors.engine = 'sglang' needs a GPU, and nvidia-smi and CUDA_VISIBLE_DEVICES show"
             " none here: start on a machine with a GPU, or take configs/slate-cpu.toml"
         )
-    w = config.learner
     whole = w.publish != "file" and not w.lora.rank
     broadcasts = whole and config.actors.sglang.weights != "disk"
     if on_gpus and gpus and broadcasts and not 0 < g.gpus <= len(gpus) - w.here:

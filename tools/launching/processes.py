@@ -265,7 +265,7 @@ def _ranks(
 def _actor(config: Config, place: int) -> PlannedProcess:
     a, name, shard = config.actors, f"actor-{place}", place % config.scheduler.shards
     actor = PlannedProcess(name, "coppice.actors.worker", name, a.threads, shard=shard)
-    if a.served is None:
+    if a.served is None or config.cluster.on:  # whose nodes give GPUs
         return actor
     before = 0 if a.colocated else config.learner.here
     shown = gpus_of(place, a.served.gpus, before, hardware.visible_gpus())

@@ -166,7 +166,9 @@ def with_arguments(config: Config) -> Config:
     if a.engine == "vllm" and rank:  # which takes a few ranks only
         least = next((one for one in VLLM_RANKS if one >= rank), rank)
         added |= {"max_lora_rank": least} | VLLM_ADAPTERS
-    added |= {"enable_return_routed_experts": True} if config.learner.routing_replay else {}
+    # other runners choose experts inside their kernels, and report expert 0 of each token
+    replayed = {"enable_return_routed_experts": True, "moe_runner_backend": "triton"}
+    added |= replayed if config.learner.routing_replay else {}
     return replace(config, actors=with_more(a, added))
 
 

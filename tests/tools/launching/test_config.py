@@ -313,6 +313,14 @@ def test_an_actors_server_takes_the_adapters(overrides: list[str], rank: int | N
     assert load(DEFAULT, [*SGLANG, *overrides]).actors.sglang.arguments == expected
 
 
+def test_a_server_that_reports_experts_chooses_them_outside_its_kernels() -> None:
+    sets = [*SGLANG, "learner.lora.rank=0", "learner.routing_replay=true"]
+    expected = {"enable_return_routed_experts": True, "moe_runner_backend": "triton"}
+    assert load(DEFAULT, sets).actors.sglang.arguments == expected
+    own = 'actors.sglang.arguments={moe_runner_backend = "cutlass"}'
+    assert load(DEFAULT, [*sets, own]).actors.sglang.arguments["moe_runner_backend"] == "cutlass"
+
+
 def test_a_vllm_server_takes_three_adapters_of_the_next_rank_that_it_knows() -> None:
     given = load(DEFAULT, [*VLLM, "learner.lora.rank=12"]).actors.vllm.arguments
     limits = {"max_lora_rank": 16, "max_loras": 2, "max_cpu_loras": 3}
@@ -326,6 +334,16 @@ def test_actors_take_the_gpus_behind_the_learners_and_take_turns_when_there_are_
     with pytest.raises(ValueError, match="gpus = 4"):
         gpus_of(0, 4, 1, list("01"))
     assert gpus_of(0, 0, 1, list("01")) == gpus_of(0, 1, 1, []) == []
+
+
+def test_a_clusters_nodes_give_gpus_whatever_the_launchers_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    config = load(DEFAULT, [*SGLANG, "actors.sglang.gpus=2", "cluster.on=ray"])
+    plan = processes.make(config, Assets("MODEL", "TRAIN", "HELDOUT", ""), tmp_path)
+    actors = [one for one in plan if one.name.startswith("actor")]
+    assert actors and not any("CUDA_VISIBLE_DEVICES" in one.environment for one in actors)
 
 
 PAPERS: dict[str, dict[str, Any]] = {

@@ -88,3 +88,12 @@ def test_weights_are_sent_to_other_gpus(override: str, refused: int, monkeypatch
     sets += ["actors.sglang.python=/bin/true"]
     said = list(prepare.lacking_machine(load(DEFAULT_CONFIG, sets)))
     assert ["beside the learner's" in one for one in said] == [True] * refused
+
+
+def test_two_ranks_take_no_gpu_twice(monkeypatch: Patch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    (refused,) = prepare.lacking_machine(load(DEFAULT_CONFIG, ["learner.count=2"]))
+    assert refused.startswith("learner.count = 2: expected at most a rank per GPU (1 here)")
+    assert not [*prepare.lacking_machine(load(DEFAULT_CONFIG, ["learner.count=1"]))]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not [*prepare.lacking_machine(load(DEFAULT_CONFIG, ["learner.count=2"]))]
