@@ -16,7 +16,7 @@ from coppice.judges.exact_match import exact_match, f1, normalize
 from coppice.judges.llm import ChatEndpoint, ChatJudge, fill, read_prompts, room
 from coppice.wire.messages import JudgedTurn, Judgement
 
-_SCORE = re.compile(r"<score>(.*?)</score>", re.DOTALL)
+_SCORE = re.compile(r"<score>((?:(?!<score>).)*?)</score>", re.DOTALL)
 _TERNARY = re.compile(r"\s*([+-]?1|[+-]?0)\s*")
 _REASONS = r"[\n -;=-~]"
 """A character of a constrained explanation: ASCII, at most one token each, but not "<"."""

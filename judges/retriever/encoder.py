@@ -6,6 +6,7 @@ minilm is all-MiniLM-L6-v2, without prefixes. E5 models get their "query: " and 
 """
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -39,7 +40,10 @@ class Encoder:
         torch.set_num_threads(threads)
         folder = model_folder(encoder)
         self.name = encoder
-        self.prefixed = "e5" in Path(folder).name.lower()
+        # a snapshot of the hub is a folder named by a digest, two below the model's
+        parts = Path(folder).parts
+        name = parts[-3] if parts[-2:-1] == ("snapshots",) else parts[-1]
+        self.prefixed = re.search(r"(?<![a-z0-9])e5(?![a-z0-9])", name.lower()) is not None
         self.device = torch_device()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = AutoModel.from_pretrained(folder, dtype=torch.float32).to(self.device).eval()

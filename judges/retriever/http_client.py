@@ -20,7 +20,7 @@ _RESTS_S = 30.0
 def title_and_text(contents: str) -> tuple[str, str]:
     """Return the title (without quotes) and the text of a passage's ``contents``."""
     title, _, text = contents.partition("\n")
-    return title.strip().strip('"'), text.strip()
+    return title.strip().removeprefix('"').removesuffix('"'), text.strip()
 
 
 def contents_of(title: str, text: str) -> str:

@@ -233,10 +233,14 @@ def factory(kind: str, vectors: int, dimensions: int) -> tuple[str, str]:
 def empty(text: str, dimensions: int) -> faiss.Index:
     """Return an empty index of inner products. Raises ValueError for what FAISS cannot make."""
     try:
-        return faiss.index_factory(dimensions, text, faiss.METRIC_INNER_PRODUCT)
+        index = faiss.index_factory(dimensions, text, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
         kind = f"{text!r} of {dimensions} dimensions"
         raise ValueError(f"FAISS has no index {kind} ({_why(error)}): {_EXPECTED}") from None
+    # some factories measure distances whatever they are told, and a map of ids cannot be added to
+    if index.metric_type != faiss.METRIC_INNER_PRODUCT or isinstance(index, faiss.IndexIDMap):
+        raise ValueError(f"FAISS has no index of inner products {text!r}: {_EXPECTED}")
+    return index
 
 
 def fill(index: faiss.Index, vectors: Iterable[np.ndarray], count: int, scratch: Path) -> None:

@@ -109,11 +109,12 @@ def _episode(
         return Advantages(whitened(table.per_token(per_turn), table.mask()))
 
     def scale(group: np.ndarray) -> float:
-        # equal outcomes have no deviation, so the penalty of an invalid step is not scaled there
         return group.std(ddof=ddof) + 1e-6 if np.ptp(group) > 0 else 1.0
 
-    scales = within(trajectories.tree, returns, scale)
-    return Advantages(table.per_token(per_turn / scales[trajectories.of]))
+    scales = within(trajectories.tree, returns, scale)[trajectories.of]
+    # outcomes that differ by less than a penalty do not make more of it than one
+    capped = penalties / np.maximum(scales, penalties.max(initial=0.0))
+    return Advantages(table.per_token((per_turn + penalties) / scales - capped))
 
 
 def _token_level(table: TurnTable, change: Change, finish: Finish) -> np.ndarray:

@@ -16,15 +16,21 @@ COUNTS = [f"{name}{step}" for name in (COMPARED, EQUAL) for step in range(1, LAT
 """Counts by step: groups of two scored trajectories or more, and those with equal rewards."""
 
 
-def differs(groups: Iterable[Sequence[Turn]], column: str, equal: Equal) -> bool:
-    """Whether the trajectories of any group differ in the scores of ``column``: in their sums over
-    the turns ("returns"), or turn by turn ("turns"). One without any score is left out."""
+def differs(
+    groups: Iterable[Sequence[Turn]], column: str, equal: Equal, across: bool = False
+) -> bool:
+    """Whether the trajectories of any group, or ``across`` all groups, differ in the scores of
+    ``column``: in their sums over the turns ("returns"), or turn by turn ("turns"). One without any
+    score is left out."""
+    found = set[tuple[float, ...]]()
     for group in groups:
         rewards: dict[int, list[float]] = {}
         for turn in group:
             if column in turn.scores:
                 rewards.setdefault(turn.trajectory, []).append(turn.scores[column])
-        if len({(math.fsum(r),) if equal == "returns" else tuple(r) for r in rewards.values()}) > 1:
+        own = {(math.fsum(r),) if equal == "returns" else tuple(r) for r in rewards.values()}
+        found = found | own if across else own
+        if len(found) > 1:
             return True
     return False
 

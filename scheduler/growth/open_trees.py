@@ -227,7 +227,8 @@ class OpenTrees:
         replaced = len(self.stream.replaced) < self.settings.dynamic_sampling_budget
         if replaced:  # another question takes the tree's place in the next update
             groups = map(self.journal.turns, tree.groups)
-            replaced = not differs(groups, self.process.reward, self.process.equal)
+            across = self.strategy.gives.group == "task"
+            replaced = not differs(groups, self.process.reward, self.process.equal, across)
         self._failing = 0
         self.journal.close_tree(tree, "replaced" if replaced else "closed")
         self.stream.close(tree, replaced)

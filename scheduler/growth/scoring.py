@@ -8,7 +8,7 @@ import numpy as np
 from coppice.common.terminal import visible
 from coppice.scheduler.config import UNJUDGED
 from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.tree import Node, turns_of
+from coppice.scheduler.growth.tree import DROPPED, Node, turns_of
 from coppice.wire.messages import JudgedTurn
 
 
@@ -46,7 +46,7 @@ async def finish(ctx: Context, trajectory: int = 0) -> bool:
     could not: an unknown outcome is not 0, and such a trajectory is not trained."""
     actions = ctx.tree.actions(trajectory)
     own = [node for node in actions if not node.forced]
-    if "outcome" in own[-1].invalid:
+    if DROPPED in own[-1].notes or "outcome" in own[-1].invalid:
         return False
     if not ctx.environment.outcome_judge or "outcome" in own[-1].scores:
         return True

@@ -131,6 +131,8 @@ def test_the_lists_of_ivfpq_grow_with_the_root(passages: int, dimensions: int, t
     [
         ("ivpq", "", "FAISS has no index 'ivpq' of 32 dimensions .*: expected flat, ivfpq"),
         ("IVF64,PQ5", "", "no index 'IVF64,PQ5' of 32 dimensions"),
+        ("HNSW32_PQ4", "", "no index of inner products 'HNSW32_PQ4': expected flat, ivfpq"),
+        ("IDMap,Flat", "", "no index of inner products 'IDMap,Flat'"),
         ("IVF8192,Flat", "", "cannot be trained on 2000 vectors .*8192.*: kind flat or hnsw"),
         ("flat", "nprobe=8", "'nprobe=8' .*nprobe.*: expected search parameters of Flat"),
         ("ivfpq", "nprobe=0", "'nprobe=0': expected search parameters of IVF128,PQ4np"),

@@ -158,6 +158,7 @@ async def test_answers_are_plus_or_minus_one_and_empty_thinking_costs() -> None:
         ("<score> -1 </score>", -1),
         ("<score>0</score>", 0),
         ("<score>1</score> then <score>-1</score>", -1),
+        ("Two <score> tags: my <score>1</score>", 1),
         ("<score>7</score>", None),
         ("<score>0.5</score>", None),
         ("", None),

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from coppice.judges.retriever.encoder import Encoder, model_folder
 from coppice.judges.retriever.hot import HotQueries
-from coppice.judges.retriever.http_client import SearchR1Client, contents_of
+from coppice.judges.retriever.http_client import SearchR1Client, contents_of, title_and_text
 from coppice.judges.retriever.http_server import application
 from coppice.judges.retriever.index import BadCorpus, Index, build, read_corpus, read_manifest
 from coppice.tools.defaults.index_corpus import ensure_index
@@ -66,13 +66,25 @@ def test_passages_are_cut_at_180_tokens_and_queries_at_256(minilm: Encoder) -> N
     assert np.abs(whole[0] - whole[1]).max() > 1e-4
 
 
-def test_an_e5_encoder_prefixes_and_minilm_does_not(minilm: Encoder, tmp_path: Path) -> None:
-    link = tmp_path / "e5-tiny"
+@pytest.mark.parametrize(
+    ("place", "prefixed"),
+    [("e5-tiny", True), ("models--x--e5-base-v2/snapshots/0a1", True), ("bge/1e5c0", False)],
+)
+def test_e5_encoders_prefix_and_no_others(
+    minilm: Encoder, tmp_path: Path, place: str, prefixed: bool
+) -> None:
+    link = tmp_path / place
+    link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(model_folder("minilm"))
-    e5 = Encoder(str(link))
+    encoder = Encoder(str(link))
     for role in ("query", "passage"):
-        plain = minilm.embed([f"{role}: x"], role)
-        np.testing.assert_allclose(e5.embed(["x"], role), plain, atol=1e-5)
+        plain = minilm.embed([f"{role}: x" if prefixed else "x"], role)
+        np.testing.assert_allclose(encoder.embed(["x"], role), plain, atol=1e-5)
+
+
+@pytest.mark.parametrize("title", ['"Heroes"', '"Weird Al" Yankovic', 'He said "no"', "Chile"])
+def test_a_title_keeps_its_own_quotation_marks(title: str) -> None:
+    assert title_and_text(contents_of(title, "text")) == (title, "text")
 
 
 def test_search_ranks_by_inner_product_down_to_the_whole_corpus(

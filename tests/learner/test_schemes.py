@@ -279,6 +279,14 @@ def test_an_invalid_step_lowers_the_advantage_of_no_other(base: oprl.Base, moved
         assert_allclose(lost, [0, 0, 10 * penalty * moved, 0, 0], atol=1e-6)
 
 
+def test_outcomes_that_differ_by_a_rounding_do_not_scale_a_penalty() -> None:
+    columns = {"outcome": [0.3, 0.1 + 0.2, 0.3, 0.3], "valid": [1, 1, 0, 1]}
+    advantages = oprl.advantages(
+        made_of([1] * 4, columns, token_scores={"prm": [0.0] * 4})
+    ).advantages
+    assert_allclose(advantages, [0, 0, -0.1 / 0.1, 0], atol=1e-6)
+
+
 # Properties on random tables
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -11,7 +11,7 @@ from coppice.actors.environments.agents.environment import OVER
 from coppice.actors.environments.agents.episode import Episode
 from coppice.actors.environments.agents.gateway import Session
 from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.strategies import chain, full, mc_value, slate, tree_grpo
+from coppice.scheduler.growth.strategies import chain, full, mc_value, ppr, slate, tree_grpo
 from coppice.scheduler.growth.tree import Tree
 from tests.agent_stage import Stages, adds
 
@@ -99,6 +99,13 @@ async def test_how_an_episode_ends(
     assert (last.scores.get("outcome"), last.scores["crashed"]) == (outcome, crashed)
     assert len(tree.actions()) == len(s.policy.samples) == options.get("horizon", 1)
     assert not any(OVER in node.text for node in tree.nodes.values())
+
+
+@pytest.mark.second
+async def test_ppr_goes_on_after_a_reply_without_a_call(stage: Stages) -> None:
+    s = stage(lambda prompt, i: "r", "endless", horizon=3)
+    tree = await s.grow(ppr)
+    assert (len(tree.actions()), tree.actions()[-1].scores["outcome"]) == (3, 0.25)
 
 
 def parts(prompt: str, i: int) -> str:

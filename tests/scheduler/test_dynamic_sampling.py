@@ -41,6 +41,13 @@ def test_returns_or_for_some_schemes_turns_that_differ_are_a_spread(
     assert differs([turns([1.0], [1.0]), group], "reward", "turns") == by_turn
 
 
+def test_trees_of_one_question_are_compared_with_each_other_where_a_scheme_does() -> None:
+    lost, won = turns([0.0], [0.0]), turns([1.0], [1.0])
+    assert not differs([lost, won], "reward", "returns")
+    assert differs([lost, won], "reward", "returns", across=True)
+    assert not differs([won, won], "reward", "returns", across=True)
+
+
 def test_equal_groups_are_counted_among_those_that_can_differ() -> None:
     counts = Counter[str]()
     for group in (turns([1.0], [1.0]), turns([1.0], [0.0]), turns([5.0])):

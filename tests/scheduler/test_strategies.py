@@ -1,5 +1,6 @@
 """Strategies against scripted services; the real ones run in tests/e2e."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from coppice.actors.environments.base import Task
+from coppice.actors.environments.base import Task, TurnedAway
 from coppice.actors.environments.others.in_process import Gymnasium
 from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.learner.schemes import slate as slate_scheme
@@ -130,6 +131,36 @@ async def test_slate_selects_by_the_advantage_that_it_trains(tmp_path: Path, lla
     table = TurnTable(zero, zero, np.arange(3), one, one, reward)
     trained = slate_scheme.advantages(table, ddof=0, eps=0.5)
     np.testing.assert_allclose([turn.scores["advantage"] for turn in stage.groups[0]], trained)
+
+
+class Ending(SearchQA):
+    """Its episodes are dropped at their second turn."""
+
+    async def step(self, state: Any, action: Any, tools: Any) -> Any:
+        if action.kind == "answer":
+            raise TurnedAway("its request was refused")
+        return await super().step(state, action, tools)
+
+
+class Slow(Services):
+    """Its judge of turns answers after the environment."""
+
+    async def call(self, service: str, request: Any, **settings: Any) -> Any:
+        if isinstance(request, wire.JudgeRequest):
+            await asyncio.sleep(0.05)
+        return await super().call(service, request, **settings)
+
+
+@pytest.mark.parametrize("strategy", [chain, full, ppr])
+async def test_a_dropped_episode_is_not_trained_though_its_judge_comes_later(
+    tmp_path: Path, llama: Path, strategy: Any
+) -> None:
+    stage = Stage(tmp_path, llama, [[GOOD], [RIGHT]], budget=3)
+    services = Slow(stage.services.text, stage.services.script)
+    stage.use(environment=Ending("short", 1), dispatcher=services)
+    await stage.grow(strategy, **({"k": 1} if strategy is full else {}))
+    assert stage.tree.actions()[-1].notes["dropped"] == "its request was refused"
+    assert stage.groups == []
 
 
 async def test_candidates_of_a_failing_judge_have_one_score(tmp_path: Path, llama: Path) -> None:

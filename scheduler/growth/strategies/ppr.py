@@ -30,7 +30,8 @@ async def grow(tree: Tree, ctx: Context) -> None:
 
 
 async def episode(tree: Tree, ctx: Context) -> list[Node]:
-    """Continue the trajectory to its end. Returns its actions in order."""
+    """Continue the trajectory to its end. Returns its actions in order: none if its outcome could
+    not be judged."""
     async with TaskGroup() as group:
         place: Node | None = await ctx.tip()
         for action in tree.actions():  # there are some if the tree is half-grown
@@ -44,12 +45,12 @@ async def episode(tree: Tree, ctx: Context) -> list[Node]:
             if "valid" not in place.scores:
                 mark(ctx, [place])
                 ctx.save([place])
-            if ctx.action(place).kind == "answer" or place.step >= ctx.settings.budget:
+            if place.step >= ctx.settings.budget:
                 break
             acted, place = place, await ctx.step(place)
-            group.start(_assess(ctx, acted))
-    await finish(ctx)
-    return tree.actions()
+            if place is not None:
+                group.start(_assess(ctx, acted))
+    return tree.actions() if await finish(ctx) else []
 
 
 async def _assess(ctx: Context, node: Node) -> None:

@@ -185,7 +185,7 @@ def books() -> Iterator[Books]:
 
 async def test_a_query_is_asked_once_by_retriever_and_topk(tmp_path: Path, books: Books) -> None:
     for identity, topk in (("a", 2), ("a", 2), ("a", 3), ("b", 2)):
-        config = config_of(books.option[1], 1)
+        config, _ = config_of(books.option[1], 1)
         cached = CachedRetrieval(tmp_path / "cache.sqlite", identity, config)
         for _ in range(2):
             (found,) = (await cached.handle(RetrieveRequest(["q"], topk))).passages
@@ -248,6 +248,27 @@ def test_an_endpoint_is_asked_in_turns_and_then_in_words(tmp_path: Path, books: 
     assert "Doc 1(Title: T) more 0" in third[2]["content"]
     (last,) = [nodes[-1] for i, _, _, nodes in played(out / "search.m") if i == 0]
     assert last[1] == "w0</answer>", "the opening that the journal holds already is not there twice"
+
+
+def test_an_empty_first_reply_does_not_end_a_question(tmp_path: Path, books: Books) -> None:
+    def silent_first(request: Any) -> str:
+        return "" if len(request["messages"]) == 1 else "<think>k</think><answer>w0"
+
+    out = tmp_path / "out"
+    with served(Player(silent_first)) as url:
+        words = "--questions 1 --method search".split()
+        assert main(at_endpoint(url, tmp_path, out, *books.option, *words)) == 0
+    assert result(out)["rows"][0]["failed"] == {}
+    assert result(out)["rows"][0]["sets"]["easy"]["answered"]["mean"] == 1
+
+
+def test_two_kinds_of_index_have_two_names(tmp_path: Path) -> None:
+    manifest = IndexManifest("minilm", 384, 9, "0" * 64, "HNSW32", "efSearch=128")
+    (tmp_path / "manifest.json").write_bytes(msgspec.json.encode(manifest))
+    config, name = config_of(str(tmp_path), 1, "efSearch=8")
+    assert (config.encoder, config.search) == ("minilm", "efSearch=8")
+    assert name.endswith("by minilm, HNSW32 efSearch=8")
+    assert config_of(str(tmp_path), 1)[1].endswith("by minilm, HNSW32 efSearch=128")
 
 
 def test_an_interruption_changes_no_result(tmp_path: Path, books: Books, said: Said) -> None:
@@ -404,7 +425,7 @@ def test_a_file_of_a_run_that_is_torn_or_missing_is_named(
     folder, out = searching_run(tmp_path / "run", llama, "chain"), tmp_path / "out"
     (folder / "weights" / "v000001").mkdir(parents=True)
     command = (main, "--run", folder, *questions(tmp_path), "--out", out)
-    assert "weights/v000001/manifest.json" in refused(*command)
+    assert "weights has no v000001/manifest.json" in refused(*command)
     (folder / "processes" / "scheduler.json").write_text('{"name": "sch')
     assert "scheduler.json" in refused(*command)
     assert not out.exists()

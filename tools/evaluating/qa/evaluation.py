@@ -20,6 +20,7 @@ from coppice.actors.environments.base import Task
 from coppice.common.atomic import write_whole
 from coppice.common.numbers import Count, Natural
 from coppice.common.options import command_parser
+from coppice.judges.config import RetrieverConfig
 from coppice.judges.retriever.worker import RetrieverProcess
 from coppice.scheduler.config import UNJUDGED, SchedulerConfig
 from coppice.scheduler.evaluation.evaluation import Estimate
@@ -34,7 +35,7 @@ from coppice.tools.evaluating.players import MeasuredPolicy, PlayerSettings
 from coppice.tools.evaluating.qa import methods
 from coppice.tools.evaluating.qa.endpoint import ChatEngine
 from coppice.tools.evaluating.qa.methods import How
-from coppice.tools.evaluating.qa.retrieval import CachedRetrieval, config_of, identity_of
+from coppice.tools.evaluating.qa.retrieval import CachedRetrieval, config_of
 from coppice.tools.evaluating.qa.scoring import COUNTS, MEASURES, TOKENS, score
 from coppice.tools.evaluating.qa.sets import MULTI_HOP, QuestionSet, SetSettings, read_sets
 
@@ -149,7 +150,7 @@ def prepare(flags: argparse.Namespace) -> Prepared:
         raise ValueError(f"--budget is given twice{of_set}: give it once")
     if not (flags.model or flags.run or flags.endpoint):
         raise ValueError("nobody to measure: give --model, --run or --endpoint")
-    rows, retriever = read_rows(flags)
+    rows, retriever, identity = read_rows(flags)
     sets = read_sets(flags.set, flags.questions, flags.seed)
     columns = [one.settings.name for one in sets]
     if unknown := [name for name in names if name and name not in columns]:
@@ -162,9 +163,8 @@ def prepare(flags: argparse.Namespace) -> Prepared:
     async def work(out: Path) -> QaTable:
         retrieval = None
         if retriever:
-            config = config_of(retriever, flags.threads or 1)
             cache = flags.cache or out / "retrieval.sqlite"
-            retrieval = CachedRetrieval(cache, identity_of(retriever), config)
+            retrieval = CachedRetrieval(cache, identity, retriever)
         try:
             return await QaEvaluation(
                 rows, sets, settings, out, retrieval, flags.concurrency, flags.measure
@@ -180,9 +180,9 @@ def prepare(flags: argparse.Namespace) -> Prepared:
     return Prepared("qa", settings, work, shown, parts=parts)
 
 
-def read_rows(flags: argparse.Namespace) -> tuple[list[PolicyRow], str]:
-    """The rows of the command line, each a policy with a method, and the retriever as a folder or
-    URL ("" if no row retrieves).
+def read_rows(flags: argparse.Namespace) -> tuple[list[PolicyRow], RetrieverConfig | None, str]:
+    """The rows of the command line, each a policy with a method, and the retriever with a text that
+    names it (None and "" if no row retrieves).
 
     Raises ValueError, OSError or MemoryError with the remedy.
     """
@@ -199,8 +199,7 @@ def read_rows(flags: argparse.Namespace) -> tuple[list[PolicyRow], str]:
         if trained != "search_qa":
             expected = "expected a run of 'search_qa'"
             raise ValueError(f"--run {path} was trained on {trained!r}: {expected}")
-    retriever = _retriever(flags) if retrieving else ""
-    identity = identity_of(retriever) if retrieving else ""
+    retriever, identity = _retriever(flags) if retrieving else (None, "")
     rows = [
         _row(flags, name, policy, identity if name in retrieving else "")
         for policy in everyone
@@ -209,7 +208,7 @@ def read_rows(flags: argparse.Namespace) -> tuple[list[PolicyRow], str]:
     if twice := examination.repeated([row.name for row in rows]):
         remedy = "measure models of the same name in folders of their own"
         raise ValueError(f"two rows would be named {twice}: {remedy}")
-    return rows, retriever
+    return rows, retriever, identity
 
 
 def _row(
@@ -242,26 +241,28 @@ def _row(
     return PolicyRow(f"{method}.{policy.name}", settings, policy, environment, config, budgets)
 
 
-def _retriever(flags: argparse.Namespace) -> str:
-    """The folder or URL of the retriever: the one of --retriever, else the runs' own, else the
+def _retriever(flags: argparse.Namespace) -> tuple[RetrieverConfig, str]:
+    """The retriever and a text that names it: the one of --retriever, else the runs' own, else the
     built-in corpus."""
+    threads = flags.threads or 1
     if flags.retriever not in (None, "default"):
-        return flags.retriever
+        return config_of(flags.retriever, threads)
     files = [run / "processes" / "retriever.json" for run in flags.run]
     runs = [saved(file, RetrieverProcess) for file in files if file.is_file()]
-    backends = {one.retriever.backend for one in runs}
-    if flags.retriever is None and backends:
-        if len(backends) > 1:
+    own = {(one.retriever.backend, one.retriever.search) for one in runs}
+    if flags.retriever is None and own:
+        if len(own) > 1:
             remedy = "say with --retriever which one all rows use"
-            raise ValueError(f"the runs searched in {sorted(backends)}: {remedy}")
-        return backends.pop()
+            raise ValueError(f"the runs searched in {sorted(own)}: {remedy}")
+        ((backend, search),) = own
+        return config_of(backend, threads, search)
     from coppice.tools.defaults.facts import ensure_facts
     from coppice.tools.defaults.index_corpus import ensure_index
     from coppice.tools.defaults.settings import cache_folder
 
     cache = cache_folder()
     corpus = ensure_facts(cache) / "corpus.jsonl"
-    return str(ensure_index(corpus, "minilm", cache, flags.threads or 1))
+    return config_of(str(ensure_index(corpus, "minilm", cache, threads)), threads)
 
 
 class QaEvaluation(Evaluation):

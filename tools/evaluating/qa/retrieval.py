@@ -94,22 +94,20 @@ class CachedRetrieval:
         self.db.close()
 
 
-def identity_of(retriever: str) -> str:
-    """Text that names what answers: a server's URL, or an index's corpus and encoder. Raises
-    ValueError or FileNotFoundError."""
+def config_of(retriever: str, threads: int, search: str = "") -> tuple[RetrieverConfig, str]:
+    """The settings of a server's URL or an index folder, and a text that names what answers: the
+    URL, or the index's corpus, encoder, kind and search parameters. Raises ValueError or
+    FileNotFoundError."""
+    config = RetrieverConfig(retriever, encoder="", threads=threads, search=search, cache=0)
     if is_served(retriever):
-        return retriever.rstrip("/")
+        return config, retriever.rstrip("/")
     if "://" in retriever:
         expected = "an index folder, an http(s):// URL, or default"
         raise ValueError(f"--retriever {retriever}: expected {expected}")
     try:
-        manifest = read_manifest(Path(retriever))
+        of = read_manifest(Path(retriever))
     except (FileNotFoundError, ValueError) as error:
         raise type(error)(f"--retriever {retriever}: {error}") from None
-    corpus, size = manifest.corpus_sha256[:16], manifest.passages
-    return f"index {corpus} of {size} passages by {manifest.encoder}"
-
-
-def config_of(retriever: str, threads: int) -> RetrieverConfig:
-    encoder = "" if is_served(retriever) else read_manifest(Path(retriever)).encoder
-    return RetrieverConfig(retriever, encoder=encoder, threads=threads, cache=0)
+    kind = f"{of.kind} {search or of.search}".strip()
+    name = f"index {of.corpus_sha256[:16]} of {of.passages} passages by {of.encoder}, {kind}"
+    return msgspec.structs.replace(config, encoder=of.encoder), name
