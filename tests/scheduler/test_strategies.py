@@ -158,7 +158,8 @@ async def test_a_dropped_episode_is_not_trained_though_its_judge_comes_later(
     stage = Stage(tmp_path, llama, [[GOOD], [RIGHT]], budget=3)
     services = Slow(stage.services.text, stage.services.script)
     stage.use(environment=Ending("short", 1), dispatcher=services)
-    await stage.grow(strategy, **({"k": 1} if strategy is full else {}))
+    options: dict[str, Any] = {"k": 1} if strategy is full else {}
+    await stage.grow(strategy, **options)
     assert stage.tree.actions()[-1].notes["dropped"] == "its request was refused"
     assert stage.groups == []
 
