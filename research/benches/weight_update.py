@@ -139,6 +139,7 @@ async def updates(
     """Return the seconds by transport for a started engine of the model in ``folder``, and print
     each as soon as it is measured."""
     seconds: dict[str, float] = {}
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # as the learner does
     offers = WeightServer()
     try:
         for version, transport in enumerate(transports, engine.version + 1):
