@@ -74,11 +74,9 @@ class Run:
     finished = False
 
     def __init__(
-        self,
-        process: SchedulerProcess,
-        router: Router | None = None,
+        self, process: SchedulerProcess, router: Router | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ):
+    ):  # fmt: skip
         self.process, self.settings, self._clock = process, process.scheduler, clock
         # the command that started this process says when it began
         command, _, at = os.environ.get("COPPICE_STARTED", "").partition(" ")
@@ -314,8 +312,7 @@ class Run:
         self.pacing.trained(trained.version)
         if keep := self.settings.keep_versions:
             self.metrics.rotate(trained.version, keep)
-            settled = resume.settled(self.home, trained.version - keep)
-            self.outdated = self.journal.finished(settled)
+            self.outdated = self.journal.finished(resume.settled(self.home, trained.version - keep))
         await self.examination.evaluate_if_due(self.pacing.version, self.pacing.finished)
         self.open_trees.moved.set()
 

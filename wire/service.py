@@ -45,8 +45,7 @@ class Rejected(ConnectionError):
 def service_types(service: str) -> tuple[type, type]:
     """Return the request and result struct of a service. Every ``judge.<name>`` uses the row
     ``judge``, and so on."""
-    row = wire.SERVICES.get(service.split(".", 1)[0])
-    if row is None:
+    if (row := wire.SERVICES.get(service.split(".", 1)[0])) is None:
         raise WireError(f"unknown service {service!r}: expected one of {sorted(wire.SERVICES)}")
     return row
 
@@ -57,8 +56,7 @@ class Call:
     handler's task is cancelled at the same moment."""
 
     def __init__(self, header: wire.Request):
-        self.id, self.name, self.late = header.id, header.service, False
-        self.deadline = time.monotonic() + header.deadline_s
+        self.late, self.deadline = False, time.monotonic() + header.deadline_s
         self.cancelled = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
@@ -161,8 +159,7 @@ class Service:
         )
         end, pause = time.monotonic() + self.give_up_s, _FIRST_RETRY_S
         while not self.registered.is_set():
-            left = end - time.monotonic()
-            if left <= 0:
+            if (left := end - time.monotonic()) <= 0:
                 raise Rejected(
                     f"{self.name}: no scheduler answered for {self.give_up_s:.0f} s. Is the run"
                     " still alive, and does this worker have its endpoint and a key that was not"
@@ -233,8 +230,7 @@ class Service:
     async def _serve(self, header: wire.Request, frames: list[Frame], call: Call) -> None:
         timer = asyncio.get_running_loop().call_later(header.deadline_s, call.cancel, True)
         try:
-            handler = self.handlers.get(header.service)
-            if handler is None:
+            if (handler := self.handlers.get(header.service)) is None:
                 raise InfrastructureFault(
                     f"{self.name} does not offer {header.service!r}, only {sorted(self.handlers)}"
                 )

@@ -113,8 +113,7 @@ class Router(Pump):
     """The scheduler's bound socket. ``endpoint`` is the address to which workers connect (port 0
     binds a free port). ``sender``: the authenticated public key of the message that is being
     delivered, "" without keys. A peer chooses its identity itself, so an identity proves nothing.
-    broken: called when a connection breaks; ``send`` then tells whose.
-    """
+    broken: called when a connection breaks; ``send`` then tells whose."""
 
     def __init__(self, bind: str, keys: RunKeys | None):
         if keys is None and not is_loopback(bind):

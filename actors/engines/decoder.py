@@ -1,7 +1,6 @@
 """The forward of a step: the modules of transformers, or for Llama, Qwen2 and Qwen3 the same
 operations with less overhead: query, key and value are one matrix product, the rotary angles come
-from a table, and large weights are packed for few rows.
-"""
+from a table, and large weights are packed for few rows."""
 
 import contextlib
 from collections.abc import Iterator

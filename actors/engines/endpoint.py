@@ -39,11 +39,9 @@ class EndpointText:
         return tokens.astype(np.uint8).tobytes().decode("utf-8", "replace")
 
     def prompt(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        thinking: bool = True,
+        self, messages: Sequence[Mapping[str, Any]], thinking: bool = True,
         tools: Sequence[dict[str, Any]] = (),
-    ) -> str:
+    ) -> str:  # fmt: skip
         """Return the messages as JSON. thinking: has no effect, because the endpoint renders its
         own template. Raises ValueError for tools."""
         if tools:

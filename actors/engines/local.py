@@ -47,12 +47,9 @@ class LocalEngine:
     """
 
     def __init__(
-        self,
-        model: str,
-        config: ActorsConfig = ActorsConfig(),
-        seed: int = 0,
+        self, model: str, config: ActorsConfig = ActorsConfig(), seed: int = 0,
         deterministic: bool = False,
-    ):
+    ):  # fmt: skip
         self.folder, self.config, self.seed = Path(model), config, seed
         self._alone = asyncio.Lock() if deterministic else None
         self.dtype: torch.dtype = getattr(torch, compute_dtype(config.dtype))
@@ -148,8 +145,7 @@ class LocalEngine:
             matcher = await asyncio.to_thread(lambda: self._grammar.matcher(constraint))
         self._requests += 1
         positions = self._pictures.positions(request) if self._pictures is not None else None
-        seed = hash((self.seed, self._requests))
-        active = ActiveRequest(request, seed, matcher, positions)
+        active = ActiveRequest(request, hash((self.seed, self._requests)), matcher, positions)
         self._thread.ask(active.future, lambda: self.batch.add(active))
         try:
             return await asyncio.wrap_future(active.future)
@@ -202,8 +198,7 @@ class LocalEngine:
                 one.top.append(top[row])
             if row in left:
                 one.support.append(left[row])
-            finish = self._finish(one)
-            if finish:
+            if finish := self._finish(one):
                 finished.append((one, finish))
         self.counts["decoded_tokens"] += len(running)
         for one, finish in finished:

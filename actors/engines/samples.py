@@ -25,12 +25,9 @@ class ActiveRequest:
     """A request until its last sample is done. positions: int64 [3, prompt] with pictures."""
 
     def __init__(
-        self,
-        request: GenerateRequest,
-        seed: int,
-        matcher: Matcher | None = None,
+        self, request: GenerateRequest, seed: int, matcher: Matcher | None = None,
         positions: np.ndarray | None = None,
-    ):
+    ):  # fmt: skip
         self.request, self.matcher = request, matcher
         self.prompt = np.ascontiguousarray(request.tokens, np.int32)
         self.positions = positions
@@ -141,8 +138,7 @@ class StopStrings:
         text = self._texts[last]
         if not any(not stop or stop[-1] in text for stop in stops) and "\ufffd" not in text:
             return False
-        enough = max(map(len, stops)) + self.MARGIN
-        count = enough
+        count = enough = max(map(len, stops)) + self.MARGIN
         while True:
             ending = self._tokenizer.decode(tokens[-count:], skip_special_tokens=False)
             if len(ending) >= enough or count >= len(tokens):

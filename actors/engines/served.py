@@ -1,6 +1,5 @@
 """What the engines share that ask a server: a child of the actor, or a running one. The policy
-version salts each request's cache entries, so no request reads another version's cache.
-"""
+version salts each request's cache entries, so no request reads another version's cache."""
 
 import asyncio
 import logging

@@ -105,8 +105,7 @@ class ServedWeights:
                     self.way.front.check_whole()
                 held = self._whole.digest if self._whole else ""
                 held = held if held != request.digest else ""  # for a server that has them not
-                args = self.base, folder, request.digest, held
-                folder = await asyncio.to_thread(_verify, *args)
+                folder = await asyncio.to_thread(_verify, self.base, folder, request.digest, held)
         except (InfrastructureFault, ValueError, OSError) as fault:
             raise UpdateRefused(str(fault)) from None
         return Ready(request, chosen, pulls, str(folder))
@@ -262,10 +261,8 @@ class ServedWeights:
                     f"{self.way.name} reports success, but its weights are those from before"
                     f" version {request.version}"
                 )
-            log.warning(
-                "version %d did not change the weights that the servers started with",
-                request.version,
-            )
+            told = "version %d did not change the weights that the servers started with"
+            log.warning(told, request.version)
         self._checksum, self._whole, self.adapter = held, request, ""
 
     async def _agreed(self, servers: list[Http]) -> str:
@@ -295,8 +292,7 @@ class ServedWeights:
 
     async def confirm(self) -> None:
         """Raise InfrastructureFault unless the servers hold the whole weights of before."""
-        held = await self._agreed(self.way.servers)
-        if held != self._checksum:
+        if (held := await self._agreed(self.way.servers)) != self._checksum:
             raise InfrastructureFault(
                 f"{self.way.name} holds other base weights (checksum {held[:16]}) than before"
                 f" ({self._checksum[:16]}): somebody updated it. Start it with the run's model"

@@ -237,8 +237,7 @@ class Servers:
         """Open the connections. Behind a router, wait for a server at most ``start_timeout_s``.
         Raises InfrastructureFault when nothing answers."""
         await self._connect(self.front)
-        listed = await self.front.workers()
-        if listed is None:
+        if (listed := await self.front.workers()) is None:
             return
         self.elastic, self.servers = True, list[Http]()
         end = time.monotonic() + self.config.start_timeout_s

@@ -64,10 +64,8 @@ class Pull:
                 f"the learner at {self.memory.store} did not answer: {error}"
             ) from None
         if "error" in self.offer or not self.offer.get("buckets"):
-            raise InfrastructureFault(
-                f"the learner at {self.memory.store}:"
-                f" {self.offer.get('error', 'offers no weights')}"
-            )
+            reason = self.offer.get("error", "offers no weights")
+            raise InfrastructureFault(f"the learner at {self.memory.store}: {reason}")
         buckets = self.offer["buckets"]
         pairs = (pair for one in buckets for pair in zip(one["names"], one["shapes"], strict=True))
         compare(self.memory.store, dict(pairs), shapes)

@@ -27,11 +27,9 @@ class VLLMHttp(Http):
         "model", "host", "port", "api_key", "middleware", "enable_scale_out", "logprobs_mode",
         "enable_prompt_tokens_details", "api_server_count",
     )  # fmt: skip
-    fixed = {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+    fixed = dict.fromkeys(
+        "VLLM_SERVER_DEV_MODE VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_NO_USAGE_STATS".split(), "1"
+    )
 
     _packed = False  # out of its checksum's sight, as vLLM does with weights on CPUs
 

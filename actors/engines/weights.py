@@ -141,8 +141,7 @@ def check(kind: str, path: Path, held: dict[str, list[int]]) -> None:
 def compare(source: object, shapes: dict[str, list[int]], held: dict[str, list[int]]) -> None:
     """Raises ValueError unless ``held`` has the name and shape of every weight of a source."""
     for name, shape in shapes.items():
-        expected = held.get(name, "no such tensor")
-        if expected != shape:
+        if (expected := held.get(name, "no such tensor")) != shape:
             raise ValueError(
                 f"{source}: tensor {name} {shape}, the model has {expected}: the weights belong to"
                 " another model and none was loaded"

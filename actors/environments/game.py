@@ -12,15 +12,8 @@ from typing import Any
 
 import msgspec
 
-from coppice.actors.environments.base import (
-    SPLIT,
-    Action,
-    Environment,
-    Task,
-    Tools,
-    Transition,
-    prompt_template,
-)
+from coppice.actors.environments import base
+from coppice.actors.environments.base import Action, Environment, Task, Tools, Transition
 from coppice.common.numbers import Natural
 from coppice.wire.messages import JudgedTurn
 
@@ -50,7 +43,7 @@ class Game(Environment):
     """The game's own budget of turns; 0 for none."""
 
     def __init__(self, prompt: str, history: Natural = 0, stop_at_action: bool = True):
-        path, self.template = prompt_template(prompt, self.folder)
+        path, self.template = base.prompt_template(prompt, self.folder)
         placeholders, file = set(_PLACEHOLDER.findall(self.template)), f"prompt file {path} has"
         if not {"board", "row", "picture"} & placeholders:
             raise ValueError(f"{file} none of the placeholders {{board}}, {{row}}, {{picture}}")
@@ -106,7 +99,7 @@ class Game(Environment):
         rules = _PLACEHOLDER.split(self.template, maxsplit=1)[0]
         state_part = self.template[len(rules) :]
         filled = _PLACEHOLDER.sub(lambda match: shown.get(match[1], match[0]), state_part)
-        text = f"{rules}{SPLIT}{filled}"
+        text = f"{rules}{base.SPLIT}{filled}"
         if not self.pictures:
             return [{"role": "user", "content": text}]
         before, after = ({"type": "text", "text": part} for part in text.split(PICTURE, 1))

@@ -133,8 +133,7 @@ def _task(row: Any, where: str, verbatim: bool) -> Task:
         question = ""
     elif not isinstance(question, str) or not question.strip():
         raise ValueError("no question: expected a field question, or prompt=[{role, content}]")
-    golds = row.get("golden_answers")
-    if golds is None:
+    if (golds := row.get("golden_answers")) is None:
         golds = _inside(_inside(row, "reward_model"), "ground_truth").get("target")
     golds = [golds] if isinstance(golds, str) else golds or []
     texts = isinstance(golds, list) and [g for g in golds if isinstance(g, str) and g.strip()]

@@ -1,6 +1,5 @@
 """Anthropic's dialect, /v1/messages: its bodies as those of chat completions, and replies in its
-words. Earlier thoughts are left out of a history; images and documents are refused.
-"""
+words. Earlier thoughts are left out of a history; images and documents are refused."""
 
 import json
 import re
@@ -118,8 +117,7 @@ def _choice(choice: Any) -> Any:
 def _format(body: dict[str, Any]) -> dict[str, Any] | None:
     config = body.get("output_config")
     config = config if isinstance(config, dict) else {}
-    wanted = body.get("output_format") or config.get("format")
-    if not wanted:
+    if not (wanted := body.get("output_format") or config.get("format")):
         return None
     if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
         raise unexpected("output_config", wanted, "the type json_schema with a `schema`")

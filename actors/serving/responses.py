@@ -77,8 +77,7 @@ def _add(item: Any, messages: list[dict[str, Any]]) -> None:
     elif kind == "function_call_output":
         output = item.get("output")
         content = output if isinstance(output, str) else json.dumps(output)
-        result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
-        messages.append(result)
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     elif kind != "reasoning":
         kinds = "message, function_call, function_call_output, item_reference or reasoning"
         raise unexpected("input", item, f"items of the types {kinds}")

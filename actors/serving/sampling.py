@@ -168,8 +168,7 @@ def completion_of(body: Mapping[str, Any]) -> tuple[list[str | list[int]], Sampl
     RequestRefused."""
     own = converted(body, _Completion)
     parts: Any = [own.prompt] if isinstance(own.prompt, str) else own.prompt
-    kinds = {type(part) for part in parts}
-    if len(kinds) > 1:
+    if len(kinds := {type(part) for part in parts}) > 1:
         raise RequestRefused("`prompt`: texts, token ids or lists of them, expected one kind")
     prompts = [parts] if kinds == {int} else parts
     if not 1 <= len(prompts) <= MOST_PROMPTS:

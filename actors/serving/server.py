@@ -146,8 +146,7 @@ class Server:
         """Answer every prompt with ``n`` samples, or refuse what cannot fit."""
         longest, most = self.engine.longest, self.engine.config.max_batch
         if fields.n > most:
-            limit = f"at most {most}, the samples of a batch (max_batch)"
-            raise unexpected("n", fields.n, limit)
+            raise unexpected("n", fields.n, f"at most {most}, the samples of a batch (max_batch)")
         requests = []
         for prompt in prompts:
             sampling = fields.sampling(longest - len(prompt), constraint)

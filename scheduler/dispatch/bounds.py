@@ -70,10 +70,9 @@ def check(answer: msgspec.Struct, grant: Grant | None, judge: JudgeGives | None)
 
 
 def _judgement(
-    judgement: wire.Judgement,
-    columns: Iterable[tuple[str, ...] | None],
+    judgement: wire.Judgement, columns: Iterable[tuple[str, ...] | None],
     limits: tuple[float, float],
-) -> str:
+) -> str:  # fmt: skip
     names = [*judgement.scores, *judgement.invalid]
     if len(names) > _SEVERAL or not all(map(_named, names)):
         return f"the columns {reprlib.repr(names)}, expected at most {_SEVERAL} short names"

@@ -235,11 +235,6 @@ class Pending:
     last_fault: Fault | None = None
 
     @property
-    def attempt(self) -> "Attempt | None":
-        """The oldest attempt that is running now."""
-        return next(iter(self.attempts), None)
-
-    @property
     def chooses(self) -> bool:
         """Whether its place chooses the worker, which otherwise is the least loaded one."""
         return type(self.place) is not Place

@@ -18,20 +18,8 @@ from typing import Any
 
 import msgspec
 
-from coppice.scheduler.dispatch import bounds
-from coppice.scheduler.dispatch.calls import (
-    FLOOR_S,
-    LEAST_LOADED,
-    Attempt,
-    Check,
-    Deadlines,
-    DispatchConfig,
-    Event,
-    Latency,
-    Pending,
-    Place,
-    Worker,
-)
+from coppice.scheduler.dispatch import bounds, calls
+from coppice.scheduler.dispatch.calls import Attempt, DispatchConfig, Event, Pending, Place, Worker
 from coppice.scheduler.dispatch.pool import Pool
 from coppice.scheduler.dispatch.roster import Roster
 from coppice.wire import arrays
@@ -102,9 +90,9 @@ class Dispatcher:
         self.workers, self.wait_for = self.roster.workers, self.roster.wait_for
         self._arrivals = itertools.count()
         self._rng = random.Random(seed)
-        self._open = Deadlines(self._expire)
+        self._open = calls.Deadlines(self._expire)
         self._waiting: defaultdict[str, deque[Pending]] = defaultdict(deque)
-        self._latencies: defaultdict[str, Latency] = defaultdict(Latency)
+        self._latencies: defaultdict[str, calls.Latency] = defaultdict(calls.Latency)
         self._again_at: dict[str, asyncio.TimerHandle] = {}
         self.declared: dict[str, bounds.JudgeGives] = {}
         self._told: set[str] = set()  # the workers of which a refused answer was reported
@@ -118,8 +106,8 @@ class Dispatcher:
 
     async def call(
         self, service: str, request: msgspec.Struct, *, deadline: float,
-        place: Place = LEAST_LOADED, worker: str | None = None, caller: str = "",
-        check: Check | None = None,
+        place: Place = calls.LEAST_LOADED, worker: str | None = None, caller: str = "",
+        check: calls.Check | None = None,
     ) -> Any:  # fmt: skip
         """Run ``request`` on a worker that offers ``service`` and return its result struct.
 
@@ -159,8 +147,7 @@ class Dispatcher:
 
     def look_again(self, service: str) -> None:
         """Start waiting calls while workers have room, since what held them back changed."""
-        queue = self._waiting.get(service)
-        if not queue:
+        if not (queue := self._waiting.get(service)):
             return
         pool, now, refused, passed = self.roster.pools[service], self.clock(), set(), 0
         while passed < min(len(queue), _LOOK_AHEAD) and (least := pool.least(now)) is not None:
@@ -387,8 +374,7 @@ class Dispatcher:
     def _answer(
         self, worker: Worker, number: int, header: wire.Result | wire.Error, frames: Sequence[Frame]
     ) -> None:
-        attempt = worker.in_flight.get(number)
-        if attempt is None:
+        if (attempt := worker.in_flight.get(number)) is None:
             self.counters["late_answers"] += 1
             return
         pending = attempt.pending
@@ -409,8 +395,7 @@ class Dispatcher:
         try:
             if pending.check is not None:
                 pending.check(body)
-            gives = self.declared.get(pending.service)
-            bounds.check(body, self.router.grant(worker.key), gives)
+            bounds.check(body, self.router.grant(worker.key), self.declared.get(pending.service))
         except InfrastructureFault as fault:
             self._fail(attempt, type(fault)(f"{worker.name} answered {fault}"))
             return
@@ -434,7 +419,7 @@ class Dispatcher:
         late: list[Attempt] = []
         for worker in self.roster.by_identity.values():
             for attempt in worker.in_flight.values():
-                if (seconds := now - attempt.start) < FLOOR_S:
+                if (seconds := now - attempt.start) < calls.FLOOR_S:
                     break  # those behind it are younger
                 if seconds > self._latencies[attempt.pending.service].limit and not attempt.late:
                     late.append(attempt)

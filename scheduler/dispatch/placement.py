@@ -77,8 +77,7 @@ class Fleet:
         """Free a tree's room, and remember what it needed as the measure for other trees."""
         growing = self.trees.pop(tree, None)
         seats = [self.seats.get(actor, {}) for actor in growing.actors] if growing else []
-        needs = [by_tree.pop(tree).need for by_tree in seats if tree in by_tree]
-        if needs:
+        if needs := [by_tree.pop(tree).need for by_tree in seats if tree in by_tree]:
             self._needs.append(max(needs))
             self._mean = sum(self._needs) / len(self._needs)
             self.sums.clear()
@@ -156,8 +155,7 @@ class Generation(Place):
             if CAPACITY in worker.stats:
                 fleet.residency.limit(worker.name, worker.stats[CAPACITY])
         free, tree = roomy(workers, avoid), self._growing()
-        fitting = [worker for worker in free if self._fits(tree, worker.name)]
-        if not fitting:
+        if not (fitting := [worker for worker in free if self._fits(tree, worker.name)]):
             return None
         if not self.begun:
             return min(fitting, key=fleet.crowd)
@@ -220,8 +218,7 @@ class Generation(Place):
     def _fits(self, tree: Growing, worker: str) -> bool:
         """Whether older trees leave room. The oldest fits, and any if the worker is low."""
         fleet = self.fleet
-        capacity = fleet.residency.capacity(worker)
-        if math.isinf(capacity):
+        if math.isinf(capacity := fleet.residency.capacity(worker)):
             return True
         trees, sums = fleet.expected(worker)
         older = bisect.bisect_left(trees, self.tree)

@@ -108,8 +108,7 @@ class Roster:
 
     def beat(self, worker: Worker) -> bool:
         """Send a heartbeat, as ``send`` does, whose echo is newer than every call before it."""
-        echo = next(self.numbers)
-        return self.send(worker, Heartbeat(len(worker.in_flight), {}, echo=echo))
+        return self.send(worker, Heartbeat(len(worker.in_flight), {}, echo=next(self.numbers)))
 
     def drop_malformed(self, identity: bytes, error: WireError) -> None:
         """Send away a peer that broke the protocol."""
@@ -151,8 +150,7 @@ class Roster:
 
     def _forbidden(self, hello: Register) -> str | None:
         """Why the sender's key may not register so, None if it may."""
-        grant = self.router.grant(self.router.sender)
-        if grant is None:
+        if (grant := self.router.grant(self.router.sender)) is None:
             return "its key was revoked: ask for a new invitation (coppice serve --invite)"
         if reason := bounds.misnamed(hello, grant):
             return reason

@@ -23,8 +23,7 @@ class Estimate(msgspec.Struct, frozen=True):
 def estimate(values: Sequence[float], counts: bool = False) -> Estimate:
     """The mean and 1.96 standard errors; of values in {0, 1} those of a proportion, which are never
     0. counts: the values are counts, and no proportion even if each is 0 or 1."""
-    n = len(values)
-    if not n:
+    if not (n := len(values)):
         return Estimate(math.nan, math.nan)
     mean = math.fsum(values) / n
     variance = math.fsum((v - mean) ** 2 for v in values) / max(1, n - 1)

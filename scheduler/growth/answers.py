@@ -40,12 +40,9 @@ def given(name: str, scores: Mapping[str, Any]) -> dict[str, float]:
 
 
 def sampled(
-    request: GenerateRequest,
-    vocabulary: int,
-    oldest: int,
-    versions: Versions,
+    request: GenerateRequest, vocabulary: int, oldest: int, versions: Versions,
     answer: GenerateResult,
-) -> None:
+) -> None:  # fmt: skip
     """Raise InfrastructureFault unless samples are what ``request`` asked for. vocabulary: the rows
     of the embedding; 0 for an endpoint's bytes, of which the number of samples alone is checked.
     oldest: what every actor had proven when the call began; versions: what actors may have now."""

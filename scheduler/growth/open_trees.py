@@ -52,8 +52,7 @@ class OpenTrees:
         self.outcomes: list[float] = []
         self._quarantined = self._failing = 0  # of this start, and since a tree closed
         self.done = sum(n for status, n in self.journal.tally().items() if status != "growing")
-        first = self.shard.after(self.journal.next_tree() - 1)
-        self.ids = itertools.count(first, self.shard.count)
+        self.ids = itertools.count(self.shard.after(self.journal.next_tree() - 1), self.shard.count)
         self.next_draw = self.shard.draws(self.journal.next_position())
 
     def begin(self, pacing: Pacing, newest: dict[int, int]) -> None:

@@ -85,8 +85,7 @@ async def advance(ctx: Context, position: Position, sample: Sample) -> Position 
             return place
     if not environment.outcome_judge:
         return None if transition.done else environment.outgrown(state).outcome or 0.0
-    budget = ctx.settings.budget
-    turn = environment.concluded(ctx.task, position.state, action, state, step, budget)
+    turn = environment.concluded(ctx.task, position.state, action, state, step, ctx.settings.budget)
     (judgement,) = await ctx.services.judgements(environment.outcome_judge, [turn])
     return judgement.scores.get("outcome")
 

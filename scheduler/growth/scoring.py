@@ -88,8 +88,7 @@ def _concluded(ctx: Context, node: Node) -> JudgedTurn:
         return judged_turn(ctx, node)
     answer, state, action = ctx.answer(node), ctx.state(node), ctx.action(node)
     after = None if answer is None else ctx.after(answer)
-    budget = ctx.settings.budget
-    return ctx.environment.concluded(ctx.task, state, action, after, node.step, budget)
+    return ctx.environment.concluded(ctx.task, state, action, after, node.step, ctx.settings.budget)
 
 
 def _extent(ctx: Context, turns: Sequence[Node]) -> dict[str, float]:

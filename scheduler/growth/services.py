@@ -11,15 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from coppice.actors.environments.base import (
-    POLICY,
-    SPLIT,
-    Environment,
-    Spent,
-    Task,
-    Tools,
-    Transition,
-)
+from coppice.actors.environments import base
+from coppice.actors.environments.base import POLICY, SPLIT, Environment, Spent, Task, Tools
 from coppice.common import support, vision
 from coppice.common.concurrency import gather
 from coppice.common.dialogue import until
@@ -175,7 +168,7 @@ class Services(Tools):
     def replies(self) -> tuple[str, ...]:
         return self._replies
 
-    def check(self, transition: Transition) -> None:
+    def check(self, transition: base.Transition) -> None:
         if transition.messages is None or transition.after is None:
             text = "".join(part.text for part in self.rendered(transition.state))
         else:

@@ -99,11 +99,9 @@ class Text:
         return text.removeprefix(end) if end is not None and end in self._special else text
 
     def prompt(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        thinking: bool = True,
+        self, messages: Sequence[Mapping[str, Any]], thinking: bool = True,
         tools: Sequence[dict[str, Any]] = (),
-    ) -> str:
+    ) -> str:  # fmt: skip
         """The messages in the model's chat format, up to the model's turn; plain text without a
         template. tools: the functions that may be called. thinking: False asks a template that
         knows ``enable_thinking`` for no thinking block. Raises ValueError for pictures that the

@@ -111,12 +111,9 @@ class Journal:
     pictures get. others: journals of other schedulers, read together with this one."""
 
     def __init__(
-        self,
-        path: Path,
-        readonly: bool = False,
-        shard: Shard = Shard(),
+        self, path: Path, readonly: bool = False, shard: Shard = Shard(),
         others: Sequence[Path] = (),
-    ):
+    ):  # fmt: skip
         self.path, self._shard = path, shard
         self.failure: JournalError | None = None
         self._due: list[tuple[str, list[Sequence[object]]]] = []

@@ -122,7 +122,6 @@ class Reader:
         return now.st_ino != inode or now.st_size < at
 
     def _new(self, path: Path) -> list[Record]:
-        records: list[Record] = []
         with contextlib.suppress(OSError), path.open("rb") as file:
             now = os.fstat(file.fileno())
             first = max(0, now.st_size - self._tail) if self._tail else 0
@@ -130,7 +129,6 @@ class Reader:
             file.seek(at)
             lines, end, _ = file.read().rpartition(b"\n")
             self._files[path] = now.st_ino, at + len(lines) + len(end)
-            for _, record in parsed(lines):
-                if UPDATE in record and record.get("version") is not None:
-                    records.append({k: value for k, value in record.items() if value is not None})
-        return records
+            updates = (record for _, record in parsed(lines) if UPDATE in record)
+            return [{k: v for k, v in record.items() if v is not None} for record in updates]
+        return []

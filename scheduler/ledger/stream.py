@@ -34,12 +34,9 @@ class Stream:
     _learner: tuple[str, int] | None = None
 
     def __init__(
-        self,
-        dispatcher: Dispatcher,
-        journal: Journal,
-        on_trained: Callable[[Trained], Awaitable[None]],
-        shard: Shard = Shard(),
-    ):
+        self, dispatcher: Dispatcher, journal: Journal,
+        on_trained: Callable[[Trained], Awaitable[None]], shard: Shard = Shard(),
+    ):  # fmt: skip
         self.dispatcher, self.journal, self.on_trained = dispatcher, journal, on_trained
         self.version = 0
         self.announced: set[int] = set()

@@ -47,11 +47,9 @@ class Faults:
     """Reports failures per service: the first at once, then one line per ``EVERY_S``."""
 
     def __init__(
-        self,
-        name: str,
-        say: Callable[[str], None] = say,
+        self, name: str, say: Callable[[str], None] = say,
         clock: Callable[[], float] = time.monotonic,
-    ):
+    ):  # fmt: skip
         self.name, self._say, self._clock = name, say, clock
         self._said_at: dict[str, float] = {}
         self._untold: Counter[str] = Counter()

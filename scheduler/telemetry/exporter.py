@@ -47,11 +47,9 @@ class Exporter:
     _server: tuple[Any, Thread] | None = None
 
     def __init__(
-        self,
-        run: Path,
-        metrics: Callable[[], Mapping[str, float]],
+        self, run: Path, metrics: Callable[[], Mapping[str, float]],
         health: Callable[[], Health | None],
-    ):
+    ):  # fmt: skip
         self.run, self._metrics, self._health = run, metrics, health
 
     def start(self, address: str) -> None:

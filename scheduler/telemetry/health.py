@@ -166,7 +166,7 @@ def _queues(calls: Iterable[Pending], dispatcher: Dispatcher) -> dict[str, Queue
     queues = {}
     for service, each in by_service.items():
         oldest = min(each, key=lambda call: call.since)
-        on = [call.attempt.worker.name for call in each if call.attempt is not None]
+        on = [call.attempts[0].worker.name for call in each if call.attempts]
         count = len(on), len(each) - len(on), len(dispatcher.workers(service))
         queues[service] = Queue(*count, oldest.since, oldest.caller, sorted(set(on)))
     return queues
@@ -174,7 +174,7 @@ def _queues(calls: Iterable[Pending], dispatcher: Dispatcher) -> dict[str, Queue
 
 def _stuck(calls: Iterable[Pending]) -> str:
     """The worker with the oldest attempt. The learner waits for others, so it comes last."""
-    attempts = [call.attempt for call in calls if call.attempt is not None]
+    attempts = [call.attempts[0] for call in calls if call.attempts]
     others = [attempt for attempt in attempts if attempt.pending.service not in LEARNING]
     oldest = min(others or attempts, key=lambda attempt: attempt.start, default=None)
     return oldest.worker.name if oldest is not None else ""

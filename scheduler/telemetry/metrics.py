@@ -119,8 +119,7 @@ class Metrics:
         heartbeats. A worker without a new one keeps its rates."""
         now = dict[str, Counters]()
         for worker in workers:
-            before = self._counters.get(worker.admission)
-            if before is None:
+            if (before := self._counters.get(worker.admission)) is None:
                 if worker.stats:
                     now[worker.admission] = Counters(worker.beat_at, worker.stats)
             elif (seconds := worker.beat_at - before.at) <= 0:

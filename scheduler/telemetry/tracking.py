@@ -71,8 +71,7 @@ def follow(name: str, run: Path, records: Iterable[Record]) -> None:
     """Give a tracker the records of the steps that it lacks."""
     folder = run / "tracking"
     folder.mkdir(exist_ok=True)
-    named = folder / f"{name}.id"
-    if not named.exists():
+    if not (named := folder / f"{name}.id").exists():
         named.write_text(secrets.token_hex(4))
     config = msgspec.json.decode((run / "config.json").read_bytes())
     tracked, first = TRACKERS[name](run, named.read_text(), config)
@@ -94,10 +93,9 @@ class Trackers:
         """Start them. Must be called when no earlier record of metrics.jsonl changes any more."""
         processes = {}
         for name in self.names:
-            command = [sys.executable, "-m", MODULE, name]
             with (self.run / "logs" / f"{name}.log").open("ab") as log:
                 processes[name] = await asyncio.create_subprocess_exec(
-                    *[*command, str(self.run)],
+                    *(sys.executable, "-m", MODULE, name, str(self.run)),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=log,
                     stderr=log,

@@ -47,11 +47,9 @@ class Statement(msgspec.Struct, frozen=True):
 
 
 def verdict(
-    records: Sequence[Record],
-    evaluations: Sequence[Mapping[str, Any]],
-    config: Mapping[str, Any],
+    records: Sequence[Record], evaluations: Sequence[Mapping[str, Any]], config: Mapping[str, Any],
     journal: Journal | None,
-) -> list[Statement]:
+) -> list[Statement]:  # fmt: skip
     """Return at most nine statements. records: of the updates. evaluations: the held-out results,
     in order. config: the run's, or empty. journal: with the trees, if it can be read."""
     trees = list[list[Node]]()

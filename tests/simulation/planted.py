@@ -140,7 +140,7 @@ FAULTS = [
          "self.pacing.withdraw(); self.pacing.withdraw()"),
         ("a waiting call never expires", 13,
          Dispatcher, "_expire", "if pending.done.done():",
-         "if pending.done.done() or not pending.attempt:"),
+         "if pending.done.done() or not pending.attempts:"),
         ("adopted groups get the newest version", 26,
          Journal, "adopt_frontier", "[(version, group,", "[(max(trained.values()), group,"),
         ("a resume takes the youngest tree first", 12,

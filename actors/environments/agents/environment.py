@@ -21,18 +21,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from coppice.actors.environments import base
 from coppice.actors.environments.agents.episode import Ended, Episode, ForkServer
 from coppice.actors.environments.agents.gateway import Gateway
-from coppice.actors.environments.base import (
-    Action,
-    Diverged,
-    Environment,
-    Spent,
-    Task,
-    Tools,
-    Transition,
-    TurnedAway,
-)
+from coppice.actors.environments.base import Action, Diverged, Environment, Task, Tools, Transition
 from coppice.actors.serving.conversations import Conversation
 from coppice.actors.serving.protocol import RequestRefused
 from coppice.actors.serving.replies import Reply
@@ -58,7 +50,7 @@ class Exchange(msgspec.Struct, frozen=True, array_like=True):
 
     before: str
     after: str
-    spent: Spent = Spent()
+    spent: base.Spent = base.Spent()
 
 
 class AgentState(msgspec.Struct, frozen=True):
@@ -188,7 +180,7 @@ class AgentEnvironment(Environment):
         if isinstance(event, Ended):
             self._end(episode)
             if event.fault and episode.session.refused:
-                raise TurnedAway(f"the agent ended{_refused(episode)} ({event.told})")
+                raise base.TurnedAway(f"the agent ended{_refused(episode)} ({event.told})")
             after = msgspec.structs.replace(state, record=record, request="", messages=(), tools=())
             crashed = {"crashed": float(bool(event.fault))}
             outcome = None if self.outcome_judge else event.reward
@@ -286,7 +278,7 @@ class AgentEnvironment(Environment):
                 fault = event.fault or "without a fault"
                 raise Diverged(f"the agent ended in a replay where it had gone on before ({fault})")
 
-    def _reply(self, text: str, request: Conversation, spent: Spent) -> Reply:
+    def _reply(self, text: str, request: Conversation, spent: base.Spent) -> Reply:
         parsed, ended = self._parsed(text, request)
         return Reply(parsed.text, parsed.calls, spent, parsed.think, ended)
 
@@ -371,18 +363,9 @@ def _asking(before: AgentState, record: tuple[Exchange, ...], request: Conversat
     digests = histories(request.messages, request.tools)
     lengths = range(len(request.messages) - 1, 0, -1)
     length = next((length for length in lengths if digests[length] in ends), 0)
-    messages, tools = tuple(request.messages), tuple(request.tools)
-    state = AgentState(
-        before.task,
-        record,
-        digests[-1],
-        tuple(request.offered),
-        request.must_call,
-        request.most,
-        () if length else messages,
-        () if length else tools,
-        request.stop,
-    )
+    asked = digests[-1], tuple(request.offered), request.must_call, request.most
+    whole = ((), ()) if length else (tuple(request.messages), tuple(request.tools))
+    state = AgentState(before.task, record, *asked, *whole, request.stop)
     tail, after = (request.messages[length:], ends[digests[length]]) if length else ([], None)
     return Transition(state, "", False, messages=tail, after=after)
 

@@ -65,12 +65,9 @@ class ForkServer:
     names tell of a secret."""
 
     def __init__(
-        self,
-        command: list[str],
-        run: str = "",
-        python: str = sys.executable,
+        self, command: list[str], run: str = "", python: str = sys.executable,
         pass_env: Sequence[str] = (),
-    ):
+    ):  # fmt: skip
         self.command, self.run, self.python, self.pass_env = command, run, python, pass_env
         self._channel: socket.socket | None = None
         self._server: asyncio.subprocess.Process | None = None
@@ -196,14 +193,9 @@ class Episode:
     the most, without those of waiting for replies. memory_gib: 0 for no limit."""
 
     def __init__(
-        self,
-        gateway: Gateway,
-        server: ForkServer,
-        task: dict[str, Any],
-        seconds: float = 600.0,
-        memory_gib: float = 0.0,
-        output_mib: float = 4.0,
-    ):
+        self, gateway: Gateway, server: ForkServer, task: dict[str, Any], seconds: float = 600.0,
+        memory_gib: float = 0.0, output_mib: float = 4.0,
+    ):  # fmt: skip
         self.gateway, self.server, self.task = gateway, server, task
         self.seconds, self.memory_gib, self.output_mib = seconds, memory_gib, output_mib
         self.session: Session = gateway.opened()
@@ -225,8 +217,7 @@ class Episode:
         }
         if len(task) <= LONGEST_VARIABLE:
             variables["COPPICE_TASK"] = task.decode()
-        memory = int(self.memory_gib * 2**30)
-        self._process = await self.server.start(task, variables, memory)
+        self._process = await self.server.start(task, variables, int(self.memory_gib * 2**30))
         self._ended = asyncio.create_task(self._run())
 
     def requests(self) -> list[Conversation]:

@@ -9,15 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from coppice.actors.environments.base import (
-    HELD_OUT_SEEDS,
-    SPLIT,
-    Action,
-    Environment,
-    Task,
-    Tools,
-    Transition,
-)
+from coppice.actors.environments import base
+from coppice.actors.environments.base import Action, Environment, Task, Tools, Transition
 from coppice.actors.environments.bfcl.calls import PYTHON, FunctionCall, read, write
 from coppice.actors.environments.bfcl.leaderboard import CATEGORIES, Leaderboard, leaderboard
 from coppice.actors.environments.bfcl.splits import divided
@@ -56,8 +49,7 @@ class Bfcl(Environment):
     of one scenario stay together) or "all" (every task is held out, to compare with the
     leaderboard). api: a class, such as "GorillaFileSystem", that tasks of several turns must use;
     "" for any. horizon: the most replies with calls in a user turn; one more fails the episode.
-    appended: False makes each turn a fresh prompt, as endpoints need. wheel: its path, or "".
-    """
+    appended: False makes each turn a fresh prompt, as endpoints need. wheel: its path, or ""."""
 
     name = "bfcl"
     marks = MARKS
@@ -99,11 +91,10 @@ class Bfcl(Environment):
     def task(self, seed: int) -> Task:
         """Return the task of ``seed``; consecutive seeds give different ones. Raises DataFault if
         the split leaves none."""
-        ids = self.sides[seed in HELD_OUT_SEEDS]
-        if not ids:
+        if not (ids := self.sides[seed in base.HELD_OUT_SEEDS]):
             settings = f"split = {self.split!r} and api = {self.api!r}"
             raise DataFault(f"bfcl: {settings} leave no task of these categories")
-        entry = self.board.entry(ids[(seed - HELD_OUT_SEEDS.start) % len(ids)])
+        entry = self.board.entry(ids[(seed - base.HELD_OUT_SEEDS.start) % len(ids)])
         return Task(entry.id, entry.turns[0][-1]["content"], seed=seed, source=entry.category)
 
     def initial(self, task: Task) -> BfclState:
@@ -121,7 +112,7 @@ class Bfcl(Environment):
                 system = f"{system}\n\n{messages.pop(0)['content']}"
             messages.insert(0, {"role": "system", "content": system})
         if self.fresh:
-            messages[-1] = messages[-1] | {"content": messages[-1]["content"] + SPLIT}
+            messages[-1] = messages[-1] | {"content": messages[-1]["content"] + base.SPLIT}
             for count, reply in enumerate(state.replies):
                 before = BfclState(state.task, state.form, state.replies[:count])
                 messages += [{"role": "assistant", "content": reply}, *self._after(before, reply)]

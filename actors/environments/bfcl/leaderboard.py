@@ -54,8 +54,7 @@ class Leaderboard:
     """The tasks and checkers of a wheel. Raises ValueError or OSError if the file is another."""
 
     def __init__(self, wheel: Path):
-        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        if digest != DIGEST:
+        if (digest := hashlib.sha256(wheel.read_bytes()).hexdigest()) != DIGEST:
             raise ValueError(f"{wheel} has the SHA-256 {digest}, expected that of {WANTED}")
         self._archive = zipfile.ZipFile(wheel)
         sys.path.append(str(wheel))

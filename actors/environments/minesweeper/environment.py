@@ -93,8 +93,7 @@ class Minesweeper(Game):
         centre = self.rows // 2 * self.columns + self.columns // 2
         for attempt in range(TRIES):
             drawn = msgspec.structs.replace(state, seed=task.seed + attempt * STRIDE)
-            opened = revealed(drawn, centre)
-            if not all_revealed(opened):
+            if not all_revealed(opened := revealed(drawn, centre)):
                 return opened
         raise DataFault(
             f"minesweeper: revealing the centre of {self.rows}x{self.columns} with {self.mines}"
@@ -117,8 +116,7 @@ class Minesweeper(Game):
 
     def move(self, text: str) -> tuple[int, int, int] | None:
         """Read "reveal R C" (or open, click) or "flag R C" (or mark) as (kind, row, column)."""
-        match = _MOVE.fullmatch(text)
-        if match is None:
+        if (match := _MOVE.fullmatch(text)) is None:
             return None
         kind = MARK if match[1].lower() in ("flag", "mark") else REVEAL
         return kind, int(match[2]) - 1, int(match[3]) - 1

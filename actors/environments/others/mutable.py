@@ -78,8 +78,7 @@ class Mutable(Environment):
         return [{"role": "user", "content": f"{self.rules}\n{FORMAT}\n{SPLIT}\n{state.seen}"}]
 
     def read(self, state: Played, text: str) -> Action:
-        blocks = ACTION.findall(text)
-        if not blocks:
+        if not (blocks := ACTION.findall(text)):
             return Action("invalid", text)
         action = self.allowed(blocks[-1])
         return Action("illegal" if action is None else "move", text, action)

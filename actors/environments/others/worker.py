@@ -72,11 +72,9 @@ class Games:
     """
 
     def __init__(
-        self,
-        begin: Callable[[int], tuple[Any, Turned]],
-        turn: Callable[[Any, str], Turned],
+        self, begin: Callable[[int], tuple[Any, Turned]], turn: Callable[[Any, str], Turned],
         copies: bool,
-    ):
+    ):  # fmt: skip
         self.begin, self.turn, self.copies = begin, turn, copies
         self._cache = collections.OrderedDict[tuple[int, tuple[str, ...]], Live]()
 

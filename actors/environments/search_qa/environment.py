@@ -9,14 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from coppice.actors.environments.base import (
-    Action,
-    Environment,
-    Task,
-    Tools,
-    Transition,
-    prompt_template,
-)
+from coppice.actors.environments import base
+from coppice.actors.environments.base import Action, Environment, Task, Tools, Transition
 from coppice.common.numbers import Count, Natural
 from coppice.wire.messages import JudgedTurn, Passage
 
@@ -75,7 +69,7 @@ class SearchQA(Environment):
         think: Literal["required", "optional"] = "required",
         newlines: Natural = 1,
     ):
-        path, self.template = prompt_template(prompt, Path(__file__).parent)
+        path, self.template = base.prompt_template(prompt, Path(__file__).parent)
         if "{question}" not in self.template:
             raise ValueError(f"prompt file {path} has no {{question}} placeholder")
         self.topk, self.max_observation_characters = topk, max_observation_characters
@@ -186,8 +180,7 @@ def _strict(text: str) -> tuple[str, str, str] | None:
     The block ends at its first closing tag and begins at the last opening tag before that tag, as
     ``judges.exact_match`` reads answers.
     """
-    opened = _OPENS.match(text)
-    if opened is None:
+    if (opened := _OPENS.match(text)) is None:
         return None
     closed = {kind: text.rfind(f"</{kind}>") for kind in ("search", "answer")}
     for turn in _TURN.finditer(text, opened.end()):
@@ -201,8 +194,7 @@ def _strict(text: str) -> tuple[str, str, str] | None:
 def _free(text: str) -> tuple[str, str, str] | None:
     """Return the same for the first search or answer block, whatever precedes it, with the last
     think block before it, if any."""
-    block = _BLOCK.search(text)
-    if block is None:
+    if (block := _BLOCK.search(text)) is None:
         return None
     # text that no tag closes is not searched
     thoughts, closing, _ = text[: block.start()].rpartition("</think>")

@@ -17,17 +17,7 @@ from PIL import Image
 from coppice.actors.environments.base import HELD_OUT_SEEDS, Action, Task, Tools, Transition
 from coppice.actors.environments.game import Game
 from coppice.actors.environments.sokoban import rooms
-from coppice.actors.environments.sokoban.rooms import (
-    BOXES,
-    GLYPHS,
-    PLACED,
-    SIZES,
-    Room,
-    layout_digest,
-    parse,
-    pushed,
-    written,
-)
+from coppice.actors.environments.sokoban.rooms import Room, parse, pushed, written
 from coppice.common.numbers import Count, Natural
 
 WORDS = ("up", "down", "left", "right")
@@ -41,8 +31,7 @@ ROW_PLACED = "*"
 
 class SokobanState(msgspec.Struct, frozen=True):
     """An episode under way. board: see ``rooms``. turn: turns used. score: the rewards so far.
-    past: the last boards and what was done there. over: no move can be made any more.
-    """
+    past: the last boards and what was done there. over: no move can be made any more."""
 
     board: str
     turn: int = 0
@@ -74,7 +63,7 @@ class Sokoban(Game):
         outcome: Literal["return", "success"] = "return", side: Natural = 0,
     ):  # fmt: skip
         super().__init__(prompt, history, stop_at_action)
-        for option, value, expected in (("size", size, SIZES), ("boxes", boxes, BOXES)):
+        for option, value, expected in (("size", size, rooms.SIZES), ("boxes", boxes, rooms.BOXES)):
             if value not in expected:
                 raise ValueError(f"{option} = {value}: expected {expected[0]} to {expected[-1]}")
         if side and not self.pictures:
@@ -98,7 +87,7 @@ class Sokoban(Game):
         lines = [state.board[at : at + self.size] for at in range(0, len(state.board), self.size)]
         return {
             "board": shown(state.board),
-            "row": "".join(line[1:-1] for line in lines[1:-1]).replace(PLACED, ROW_PLACED),
+            "row": "".join(line[1:-1] for line in lines[1:-1]).replace(rooms.PLACED, ROW_PLACED),
             "left": str(self.max_turns - state.turn),
             "size": str(self.size),
             "boxes": str(self.boxes),
@@ -159,7 +148,7 @@ class Sokoban(Game):
 def is_held_out(room: Room) -> bool:
     """Return whether the split "rooms" holds a room out. All rooms with the same walls and targets
     are on the same side."""
-    return layout_digest(room)[0] % HELD_OUT_SHARE == 0
+    return rooms.layout_digest(room)[0] % HELD_OUT_SHARE == 0
 
 
 def shown(board: str) -> str:
@@ -189,4 +178,4 @@ def _sprites() -> dict[str, np.ndarray]:
     """Return the sprite of every glyph, uint8 [16, 16, 3]. They show the kinds of cell of
     the released code with other pixels; the player stands on the frame of a target."""
     sheet = np.asarray(Image.open(Path(__file__).with_name("sprites.png")).convert("RGB"))
-    return dict(zip(GLYPHS, np.split(sheet, len(GLYPHS), axis=1), strict=True))
+    return dict(zip(rooms.GLYPHS, np.split(sheet, len(rooms.GLYPHS), axis=1), strict=True))

@@ -150,8 +150,7 @@ def shortest(position: Room) -> int | None:
 def optimal(position: Room) -> list[int]:
     """Return the directions with which a shortest solution begins, in ascending order, none if the
     position cannot be solved."""
-    steps = shortest(position)
-    if steps is None:
+    if (steps := shortest(position)) is None:
         return []
     return [way for way in range(4) if shortest(pushed(position, way)) == steps - 1]
 
@@ -169,8 +168,7 @@ def layout_digest(position: Room) -> bytes:
     grid = np.array(layout, np.uint8).reshape(size, size)
     grid = grid[grid.any(1)][:, grid.any(0)]  # no row or column of a connected floor is empty
     forms = (np.rot90(side, turns) for side in (grid, grid.T) for turns in range(4))
-    written_forms = (bytes([len(form)]) + form.tobytes() for form in forms)
-    return hashlib.sha256(min(written_forms)).digest()
+    return hashlib.sha256(min(bytes([len(form)]) + form.tobytes() for form in forms)).digest()
 
 
 def carved(size: int, rng: random.Random) -> int:
@@ -190,12 +188,9 @@ def carved(size: int, rng: random.Random) -> int:
 
 
 def generate(
-    size: int,
-    boxes: int,
-    seed: int,
-    longest: int,
+    size: int, boxes: int, seed: int, longest: int,
     wanted: Callable[[Room], bool] = lambda room: True,
-) -> Room:
+) -> Room:  # fmt: skip
     """Return the first room of ``seed`` that is ``wanted``. By construction it has a solution of
     ``longest`` steps or fewer.
 

@@ -9,16 +9,8 @@ from typing import Literal
 
 import msgspec
 
-from coppice.actors.environments.base import (
-    HELD_OUT_SEEDS,
-    POLICY,
-    SPLIT,
-    Action,
-    Environment,
-    Task,
-    Tools,
-    Transition,
-)
+from coppice.actors.environments import base
+from coppice.actors.environments.base import Action, Environment, Task, Tools, Transition
 from coppice.actors.environments.sotopia.scenarios import Agent, Combo, Rules, Scenario, load, shown
 from coppice.common.numbers import Count
 from coppice.wire.messages import JudgedTurn
@@ -100,7 +92,7 @@ class Sotopia(Environment):
     def __init__(
         self,
         scenarios: str = "",
-        partner: str = POLICY,
+        partner: str = base.POLICY,
         side: Literal["first", "second", "random"] = "random",
         turns: Count = 20,
         partner_tokens: Count = 512,
@@ -143,9 +135,10 @@ class Sotopia(Environment):
         return SotopiaState(combo.pk, {"first": 0, "second": 1, "random": lap % 2}[self.side])
 
     def _drawn(self, seed: int) -> tuple[Combo, int]:
-        held_out = seed in HELD_OUT_SEEDS
+        held_out = seed in base.HELD_OUT_SEEDS
         combos = self._held_out if held_out else self._training
-        lap, place = divmod(seed - HELD_OUT_SEEDS.start if held_out else seed, len(combos))
+        start = base.HELD_OUT_SEEDS.start if held_out else 0
+        lap, place = divmod(seed - start, len(combos))
         return combos[place], lap
 
     # --------------------------------------------------------------------------------------- turns
@@ -186,8 +179,7 @@ class Sotopia(Environment):
         side = 1 - state.trained
         for _ in range(TRIES):
             text = await tools.say(self.partner, self._told(state, side), self.partner_tokens, [])
-            action = self.read(state, text)
-            if action.valid:
+            if (action := self.read(state, text)).valid:
                 return _turn(action, side)
         return SotopiaTurn(side, "none")
 
@@ -217,7 +209,7 @@ class Sotopia(Environment):
             other=profile(other, familiar),
             goal=shown(scenario.agent_goals[side], viewer),
             limit=self.turns,
-            split=SPLIT,
+            split=base.SPLIT,
             history=history(state.turns, names) or "Nobody has done anything yet.",
             number=len(state.turns) + 1,
             name=me.name,
@@ -227,14 +219,9 @@ class Sotopia(Environment):
     # ------------------------------------------------------------------------------------- judging
 
     def concluded(
-        self,
-        task: Task,
-        before: SotopiaState,
-        action: Action,
-        after: SotopiaState | None,
-        step: int,
-        budget: int,
-    ) -> JudgedTurn:
+        self, task: Task, before: SotopiaState, action: Action, after: SotopiaState | None,
+        step: int, budget: int,
+    ) -> JudgedTurn:  # fmt: skip
         """Return the whole conversation, both sides, as the outcome judge sees it
         (``JudgedTurn.state`` is a ``Dialogue``)."""
         turns = after.turns if after else (*before.turns, _turn(action, before.trained))

@@ -8,29 +8,16 @@ from typing import Literal
 
 import msgspec
 
-from coppice.actors.environments.base import (
-    HELD_OUT_SEEDS,
-    SPLIT,
-    Action,
-    Environment,
-    Task,
-    Tools,
-    Transition,
-)
+from coppice.actors.environments import base
+from coppice.actors.environments.base import Action, Environment, Task, Tools, Transition
 from coppice.actors.environments.game import ACTION
+from coppice.actors.environments.webshop import store
 from coppice.actors.environments.webshop.goals import Goal, make_goals
 from coppice.actors.environments.webshop.goals import split as parted
 from coppice.actors.environments.webshop.invented import catalogue
 from coppice.actors.environments.webshop.products import read_products
 from coppice.actors.environments.webshop.reward import reward
-from coppice.actors.environments.webshop.store import (
-    BUY,
-    SEARCH,
-    Store,
-    StorePlace,
-    observation,
-    pieces,
-)
+from coppice.actors.environments.webshop.store import BUY, SEARCH, Store, StorePlace
 from coppice.common.numbers import Count, Natural
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import JudgedTurn
@@ -100,9 +87,9 @@ class WebShop(Environment):
     def task(self, seed: int) -> Task:
         """Return the task of ``seed``. Seeds of held-out tasks give held-out goals, and consecutive
         ones give different goals."""
-        held_out = seed in HELD_OUT_SEEDS
+        held_out = seed in base.HELD_OUT_SEEDS
         goals = self.held_out if held_out else self.training
-        number = seed - HELD_OUT_SEEDS.start if held_out else seed
+        number = seed - base.HELD_OUT_SEEDS.start if held_out else seed
         return Task(f"{self.name}-{goals[number % len(goals)]}", seed=seed)
 
     def initial(self, task: Task) -> WebShopState:
@@ -120,7 +107,7 @@ class WebShop(Environment):
 
     def page(self, state: WebShopState) -> str:
         """Return the page as the policy sees it, without the instruction."""
-        return observation(pieces(self.store, state.place), self.rich)
+        return store.observation(store.pieces(self.store, state.place), self.rich)
 
     def offered(self, state: WebShopState, query: str) -> list[str]:
         """Return the actions of a page, its search with ``query``."""
@@ -136,7 +123,7 @@ class WebShop(Environment):
         count = f"\n\nActions taken: {state.step}"
         tail = f"\nCurrent page: {self.page(state)}\nActions:\n{actions}"
         turns *= len(head + count + turns + tail) <= LONGEST_PROMPT
-        return [{"role": "user", "content": f"{head}{SPLIT}{count}{turns}{tail}"}]
+        return [{"role": "user", "content": f"{head}{base.SPLIT}{count}{turns}{tail}"}]
 
     def replies(self, state: WebShopState) -> list[str]:
         """Return a search for the whole instruction, where the page offers a search, and a click on

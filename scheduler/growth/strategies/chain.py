@@ -27,13 +27,9 @@ async def grow(tree: Tree, ctx: Context, bonus: float = 0.1) -> None:
 
 
 async def episode(
-    tree: Tree,
-    ctx: Context,
-    bonus: float = 0.1,
-    trajectory: int = 0,
-    acting: Callable[[Node], object] = lambda action: None,
-    fork: Fork | None = None,
-) -> list[Node]:
+    tree: Tree, ctx: Context, bonus: float = 0.1, trajectory: int = 0,
+    acting: Callable[[Node], object] = lambda action: None, fork: Fork | None = None,
+) -> list[Node]:  # fmt: skip
     """Continue one trajectory to its end. Returns its trained actions in order: none if its outcome
     could not be judged. ``acting`` is called with each action once it is sampled. fork: where the
     trajectory begins, if it leaves another one; its actions then include those that both share."""
