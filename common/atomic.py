@@ -75,8 +75,10 @@ def drafted(
     an empty one does. alone: see ``draft_of``. Raises OSError.
     """
     draft, name = draft_of(out, alone), f"{flag} {out}".lstrip()
-    if not replace and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise OSError(f"{name} exists and is not empty: choose another folder, or remove that one")
+    empty = out.is_dir() and not out.is_symlink() and not any(out.iterdir())
+    if not replace and os.path.lexists(out) and not empty:
+        told = f"{name} exists and is no empty folder"
+        raise OSError(f"{told}: choose another folder, or remove that one")
     try:
         begin(draft)
     except OSError as error:

@@ -81,11 +81,12 @@ def gpu_software() -> dict[str, str]:
 
 
 def said(*command: str) -> str:
-    """Return what a program prints, "" if it is not here or takes a minute."""
+    """Return what a program prints, "" if it is not here, fails or takes a minute."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return ""
+    return "" if ended.returncode else ended.stdout
 
 
 def torch_device() -> str:

@@ -123,7 +123,7 @@ class ChatJudge(ChatClient, Judge):
         try:
             return await self.chat(messages, fields), ""
         except (InfrastructureFault, DataFault) as fault:
-            self.failed += 1
+            self.failed += isinstance(fault, InfrastructureFault)  # a refusal would come again
             return "", str(fault)
 
 

@@ -6,7 +6,6 @@ minilm is all-MiniLM-L6-v2, without prefixes. E5 models get their "query: " and 
 """
 
 import importlib.util
-import re
 from pathlib import Path
 from typing import Literal
 
@@ -41,9 +40,9 @@ class Encoder:
         folder = model_folder(encoder)
         self.name = encoder
         # a snapshot of the hub is a folder named by a digest, two below the model's
-        parts = Path(folder).parts
-        name = parts[-3] if parts[-2:-1] == ("snapshots",) else parts[-1]
-        self.prefixed = re.search(r"(?<![a-z0-9])e5(?![a-z0-9])", name.lower()) is not None
+        path = Path(folder).absolute()
+        own = path.parents[1] if path.parent.name == "snapshots" else path
+        self.prefixed = "e5" in own.name.lower()
         self.device = torch_device()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = AutoModel.from_pretrained(folder, dtype=torch.float32).to(self.device).eval()

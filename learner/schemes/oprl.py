@@ -109,11 +109,11 @@ def _episode(
         return Advantages(whitened(table.per_token(per_turn), table.mask()))
 
     def scale(group: np.ndarray) -> float:
-        return group.std(ddof=ddof) + 1e-6 if np.ptp(group) > 0 else 1.0
+        return group.std(ddof=ddof) + 1e-6 if np.ptp(group) > 1e-9 else 1.0
 
     scales = within(trajectories.tree, returns, scale)[trajectories.of]
-    # outcomes that differ by less than a penalty do not make more of it than one
-    capped = penalties / np.maximum(scales, penalties.max(initial=0.0))
+    # outcomes that hardly differ do not make much of a penalty
+    capped = penalties / np.maximum(scales, min(0.1, penalties.max(initial=0.0)))
     return Advantages(table.per_token((per_turn + penalties) / scales - capped))
 
 

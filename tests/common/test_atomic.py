@@ -48,11 +48,19 @@ def test_a_link_to_nothing_above_a_new_folder_is_an_error(tmp_path: Path) -> Non
         fresh(tmp_path / "runs" / "one")
 
 
+@pytest.mark.parametrize("there", ["link", "file"])
+def test_what_is_no_empty_folder_is_refused_before_the_work(tmp_path: Path, there: str) -> None:
+    out = tmp_path / "out"
+    _ = out.symlink_to(tmp_path / "gone") if there == "link" else out.touch()
+    with pytest.raises(OSError, match="out exists and is no empty folder"), drafted(out):
+        pytest.fail("the work was begun")
+
+
 def test_a_folder_that_is_there_is_kept_unless_it_is_to_be_replaced(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     with (
-        pytest.raises(OSError, match="out exists and is not empty: choose"),
+        pytest.raises(OSError, match="out exists and is no empty folder: choose"),
         drafted(tmp_path / "out"),
     ):
         pass

@@ -102,6 +102,19 @@ async def test_a_reply_that_is_not_the_protocol_is_final(body: bytes) -> None:
         assert c.http.counts["requests"] == 1
 
 
+@pytest.mark.parametrize(("status", "failed"), [(400, 0), (503, 1)])
+async def test_a_refused_question_is_no_failure_because_it_would_be_refused_again(
+    status: int, failed: int
+) -> None:
+    async def reply(request: web.Request) -> web.Response:
+        return web.Response(status=status)
+
+    endpoint = partial(ChatEndpoint, model="m", attempts=1)
+    async with started(lambda url: Slate(endpoint(url)), reply) as judge:
+        assert (await judge.reply("q"))[0] == ""
+        assert judge.failed == failed
+
+
 async def test_a_cancelled_question_gives_its_place_back() -> None:
     entered, gate, calls = asyncio.Event(), asyncio.Event(), 0
 

