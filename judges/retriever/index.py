@@ -52,6 +52,8 @@ _SEARCH = {"ivfpq": "nprobe=64", "refined": "nprobe=64,k_factor_rf=4", "hnsw": "
 _EXPECTED = 'expected flat, ivfpq, refined, hnsw or a factory string, such as "IVF4096,PQ64"'
 _EMBEDDED = 64
 """Passages of one batch of the encoder."""
+_HEADER = 45
+"""Bytes that FAISS writes before the vectors of a flat index."""
 _ANEW = "build the index anew with coppice index"
 _TOLD_S = 5.0
 """Seconds between two lines of progress."""
@@ -166,7 +168,10 @@ def _stored(folder: Path, wanted: IndexManifest) -> np.ndarray:
         raise ValueError(f"--vectors {folder} is {stored}: {wish}")
     file, shape = folder / "index.faiss", (stored.passages, stored.dimensions)
     # FAISS writes them last
-    return np.memmap(file, np.float32, "r", file.stat().st_size - 4 * math.prod(shape), shape)
+    before = file.stat().st_size - 4 * math.prod(shape)
+    if before != _HEADER:
+        raise ValueError(f"{file} is cut ({before} bytes before the vectors): {_ANEW}")
+    return np.memmap(file, np.float32, "r", before, shape)
 
 
 def read_manifest(folder: Path) -> IndexManifest:

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from coppice.common.atomic import drafted
+from coppice.common.jsonl import MALFORMED
 from coppice.wire import published
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.published import Weights
@@ -32,7 +33,7 @@ def read(run: Path) -> tuple[Best, Path] | None:
     for path in sorted((run / "best").glob("v??????/best.json")):
         try:
             records.append((msgspec.json.decode(path.read_bytes(), type=Best), path.parent))
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             log.warning("%s is damaged and is ignored: %s", path, error)
     return max(records, key=lambda pair: pair[0].value, default=None)
 

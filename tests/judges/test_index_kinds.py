@@ -2,6 +2,7 @@
 loaded is refused with the remedy."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,11 @@ def test_vectors_of_another_corpus_or_kind_are_refused(
     other.write_text(corpus.read_text().replace('\\n39"', '\\n40"', 1))
     with pytest.raises(ValueError, match=r"--vectors .*expected the flat index of this corpus"):
         build(other, tmp_path / "i", encoder, kind="hnsw", vectors=flat)
+    shutil.copytree(flat, tmp_path / "cut")
+    whole = (flat / "index.faiss").read_bytes()
+    (tmp_path / "cut" / "index.faiss").write_bytes(whole[:-20])
+    with pytest.raises(ValueError, match=r"index.faiss is cut \(25 bytes"):
+        build(corpus, tmp_path / "i", encoder, kind="hnsw", vectors=tmp_path / "cut")
     build(corpus, tmp_path / "h", encoder, kind="hnsw", vectors=flat)
     with pytest.raises(ValueError, match=r"kind='HNSW32'.* expected the flat index"):
         build(corpus, tmp_path / "i", encoder, vectors=tmp_path / "h")

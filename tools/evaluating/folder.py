@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from coppice.common.atomic import DRAFT, fresh, write_whole
+from coppice.common.jsonl import MALFORMED
 from coppice.common.process import locked
 
 SETTINGS = "evaluation.json"
@@ -72,7 +73,7 @@ def check_same(saved: Path, settings: msgspec.Struct, subject: str) -> None:
     now = msgspec.json.decode(msgspec.json.encode(settings))
     try:
         before = msgspec.json.decode(saved.read_bytes(), type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         remedy = "restore it from a copy, or choose another --out"
         raise ValueError(f"{saved} holds no settings ({error}): {remedy}") from None
     for key in sorted({*now, *before}):

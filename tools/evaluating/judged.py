@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from coppice.actors.environments.base import Environment, Task
+from coppice.common.jsonl import MALFORMED
 from coppice.scheduler.growth.tree import Node, Tree, turns_of
 from coppice.wire.messages import JudgedTurn
 
@@ -33,7 +34,7 @@ def saved(path: Path, kind: type[Saved]) -> Saved:
     except (FileNotFoundError, NotADirectoryError):
         missing = f"{path.parents[1]} has no {path.parent.name}/{path.name}"
         raise ValueError(f"{missing}: expected the folder of a run") from None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *MALFORMED) as error:
         raise ValueError(f"{path}: {error}; expected what this release wrote") from None
 
 

@@ -4,6 +4,8 @@ held-out tasks."""
 import argparse
 from pathlib import Path
 
+from coppice.common import jsonl
+from coppice.common.frontier import Frontier
 from coppice.scheduler.evaluation import best
 
 BEST = "best"
@@ -24,6 +26,12 @@ def chosen(run: Path, version: int | str | None) -> tuple[int, Path | None]:
     folder.
     """
     kept = {int(path.name[1:]): path for path in (run / "weights").glob("v??????")}
+    learner = run / "learner.json"
+    if version is None and not kept and learner.is_file():
+        written = "what the learner wrote: copy it again"
+        if trained := jsonl.whole(learner, Frontier, written).version:
+            lacking = f"{run / 'weights'} holds none of the {trained} versions of this run"
+            raise ValueError(f"{lacking}: copy that folder again, or choose a --version")
     record = best.read(run)
     if record is not None and record[0].version:
         kept = {record[0].version: record[1]} | kept

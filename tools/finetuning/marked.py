@@ -1,6 +1,7 @@
 """Training rows from the candidates that a person marked in the page of coppice trees."""
 
 import contextlib
+import sqlite3
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +21,11 @@ def marked_rows(
     rows, left_out = [], Counter[str]()
     for folder in folders:
         first, others = shards.journals(folder)
-        with contextlib.closing(Journal(first, readonly=True, others=others)) as journal:
-            trees = {row.id: journal.tree(row) for row in journal.trees() if not row.removed}
+        try:
+            with contextlib.closing(Journal(first, readonly=True, others=others)) as journal:
+                trees = {row.id: journal.tree(row) for row in journal.trees() if not row.removed}
+        except sqlite3.Error as error:
+            raise ValueError(f"{first} is no journal of a run ({error}): leave it out") from None
         for (tree, node), mark in marks.read(folder, trees.values()).items():
             if mark.mark in kinds and tree in trees:
                 *before, last = trees[tree].path(trees[tree].nodes[node])

@@ -8,15 +8,16 @@ import math
 import re
 import sqlite3
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import msgspec
 
+from coppice.common import shards
 from coppice.scheduler.ledger.journal import Journal
-from coppice.scheduler.ledger.records import Reader
+from coppice.scheduler.ledger.records import Reader, parsed
 from coppice.scheduler.telemetry.verdict import EQUAL_SHARE, equal_shares
 from coppice.tools.launching import changes, status
 from coppice.tools.launching.record import ENVIRONMENT
@@ -95,8 +96,21 @@ def read(folder: Path, name: str | None = None) -> RunFolder:
         missing.append("It has no held-out evaluation.")
     evaluations = list({result["version"]: result for result in results}.values())
     now = status.gather(folder, time.monotonic())
+    missing += _damaged(folder, now.state == "running")
     parts = (records, evaluations, config, environment, missing)
     return RunFolder(folder, name or folder.resolve().name, f"{now.state}: {now.said}", *parts)
+
+
+def _damaged(folder: Path, live: bool) -> Iterator[str]:
+    """Name the metrics.jsonl whose lines are left out. live: its last line may be half written."""
+    for home in shards.homes(folder):
+        path = home / "metrics.jsonl"
+        with contextlib.suppress(OSError):
+            text = path.read_bytes()
+            text = text[: text.rfind(b"\n") + 1] if live else text
+            if bad := len(text.splitlines()) - len([*parsed(text)]):
+                where = f"{path.relative_to(folder)} has {bad} damaged lines, which are left out"
+                yield f"{where} (coppice watch --audit names them)."
 
 
 def _records(folder: Path) -> list[dict[str, float]]:
@@ -138,8 +152,9 @@ def curve(runs: Sequence[RunFolder], metric: str, against: str = "version") -> C
 
     A single run has its own values; several have their mean with the 95% interval over seeds.
     """
+    needs = {metric, against}
     return _mean(
-        {r["version"]: (r[against], r[metric], math.nan) for r in run.records if metric in r}
+        {r["version"]: (r[against], r[metric], math.nan) for r in run.records if needs <= r.keys()}
         for run in runs
     )
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from coppice.common import shards
+from coppice.common.jsonl import MALFORMED
 from coppice.common.phases import PREFIX
 from coppice.scheduler.dispatch.calls import STARTED
 from coppice.tools.inspecting.replay import opened
@@ -74,7 +75,7 @@ def traced(home: Path) -> Iterator[TracedCall]:
         paths = (*sorted(home.glob("trace-??????.jsonl")), home / FILE)
         files = [opened.enter_context(path.open("rb")) for path in paths]
         for line in itertools.chain(*files):
-            with contextlib.suppress(msgspec.DecodeError):
+            with contextlib.suppress(*MALFORMED, AttributeError, KeyError, TypeError):
                 row = msgspec.json.decode(line.rstrip(b",\n"))
                 ts, args = row.get("ts", 0.0), row.get("args", {})
                 start, end = round(ts / 1e6, 6), round((ts + row.get("dur", 0.0)) / 1e6, 6)
@@ -133,7 +134,7 @@ def _lengths(record: Mapping[str, float]) -> dict[str, float]:
     parts = {part: record[PREFIX + part] for part in PARTS if PREFIX + part in record}
     lengths = {f"learner: {part}": seconds for part, seconds in parts.items()}
     rest = "learner: updates, other work" if parts else "learner: updates"
-    lengths[rest] = max(0.0, record["learner/seconds"] - sum(parts.values()))
+    lengths[rest] = max(0.0, record.get("learner/seconds", 0.0) - sum(parts.values()))
     lengths[PUBLISH] = record.get("time/publish", 0.0)
     return lengths | {CHECKPOINT: record.get("time/checkpoint", 0.0)}
 

@@ -15,6 +15,7 @@ import msgspec
 
 from coppice.common import hardware
 from coppice.common.atomic import fresh
+from coppice.common.jsonl import MALFORMED
 from coppice.common.options import command_parser, gave_up
 from coppice.common.process import locked
 from coppice.learner.model.memory import sizes
@@ -100,7 +101,7 @@ def resolve(options: argparse.Namespace) -> tuple[Config, Path]:
         raise ConfigError(f"--resume {options.resume}: {lacking}")
     try:
         tree = msgspec.json.decode(saved.read_bytes(), type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         torn = f"its config.json is torn ({error}): restore it, or start anew"
         raise ConfigError(f"--resume {options.resume}: {torn}") from None
     config = convert(tree, overrides)

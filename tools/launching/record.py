@@ -16,6 +16,7 @@ import psutil
 
 from coppice.common.atomic import write_whole
 from coppice.common.hardware import PROCESSOR, cores, said, visible_gpus
+from coppice.common.jsonl import MALFORMED
 from coppice.tools.bootstrap import ROOT
 
 _FULL_BYTES = 2**24
@@ -144,7 +145,7 @@ def read(run: Path) -> Record | None:
     """Return the record of a run's newest launch, or None if there is none that can be read."""
     try:
         return msgspec.json.decode((run / NAME).read_bytes(), type=Record)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *MALFORMED):
         return None
 
 

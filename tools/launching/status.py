@@ -15,6 +15,7 @@ import msgspec
 import psutil
 
 from coppice.common import shards
+from coppice.common.jsonl import MALFORMED
 from coppice.common.options import command_parser
 from coppice.scheduler.evaluation.evaluation import HeldOut
 from coppice.scheduler.ledger.journal import Journal
@@ -111,7 +112,7 @@ def gather(run: Path, now: float) -> Status:
         # Only the types: names of plug-ins would be imported, which a look at a run must not do.
         config = msgspec.json.decode((run / "config.json").read_bytes(), type=Config)
         status.name, status.updates = config.name, config.scheduler.updates
-    except (msgspec.DecodeError, OSError) as error:
+    except (*MALFORMED, OSError) as error:
         torn = f"config.json is torn or of another version ({error}): restore it, or start anew"
         status.damaged.append(torn)
     for home in shards.homes(run):

@@ -363,9 +363,9 @@ def _asking(before: AgentState, record: tuple[Exchange, ...], request: Conversat
     digests = histories(request.messages, request.tools)
     lengths = range(len(request.messages) - 1, 0, -1)
     length = next((length for length in lengths if digests[length] in ends), 0)
-    asked = digests[-1], tuple(request.offered), request.must_call, request.most
+    wanted = digests[-1], tuple(request.offered), request.must_call, request.most
     whole = ((), ()) if length else (tuple(request.messages), tuple(request.tools))
-    state = AgentState(before.task, record, *asked, *whole, request.stop)
+    state = AgentState(before.task, record, *wanted, *whole, request.stop)
     tail, after = (request.messages[length:], ends[digests[length]]) if length else ([], None)
     return Transition(state, "", False, messages=tail, after=after)
 

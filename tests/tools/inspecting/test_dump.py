@@ -146,6 +146,9 @@ def test_every_view_tells_that_retention_removed_a_tree(run: Path, said: Said) -
         assert (gone in (run / "page.html").read_text()) == told
     marked = said(sft, "marked", run, "--marks", "good", "--out", f"{run}.out", status=2)
     assert "no candidate is marked good" in marked
+    (run / "journal.sqlite").write_bytes(b"no database" * 99)
+    lost = said(sft, "marked", run, "--marks", "good", "--out", f"{run}.out", status=2)
+    assert "journal.sqlite is no journal of a run" in lost
 
 
 def test_why_an_episode_crashed_is_always_shown(tmp_path: Path, said: Said) -> None:

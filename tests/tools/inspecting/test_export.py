@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from transformers import AutoModelForCausalLM
 
+from coppice.common.frontier import Frontier
 from coppice.learner.config import LearnerConfig, LearnerProcess
 from coppice.tools.inspecting.export import main
 from tests.tools.said import Said
@@ -30,6 +31,17 @@ def test_a_full_disk_leaves_no_folder_and_is_said(run: Path, tmp_path: Path, sai
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert f"coppice export: the policy could not be written to {out}: " in told
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_run_that_lost_its_weights_is_not_taken_for_its_start(
+    run: Path, tmp_path: Path, refused: Said
+) -> None:
+    (run / "learner.json").write_bytes(msgspec.json.encode(Frontier(3)))
+    told = refused(main, run, "--out", tmp_path / "out")
+    assert "weights holds none of the 3 versions of this run: copy that folder again" in told
+    assert main([str(run), "--version", "0", "--out", str(tmp_path / "out")]) == 0
+    (run / "processes" / "learner.json").write_bytes(b'{"name": "\xff"}')
+    assert "learner.json" in refused(main, run, "--version", 0, "--out", tmp_path / "other")
 
 
 def test_only_an_empty_folder_takes_the_policy(run: Path, tmp_path: Path, refused: Said) -> None:

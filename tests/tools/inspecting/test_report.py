@@ -112,12 +112,18 @@ def test_what_a_run_lacks_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     with (live / "metrics.jsonl").open("a") as file:
         file.write('{"version": 9, "learner/sec')
     old = make(tmp_path / "old")
+    lines = (old / "metrics.jsonl").read_bytes().splitlines()
+    (old / "metrics.jsonl").write_bytes(b"\n".join([*lines[:-1], b"\xff\x00", b'{"version": 9']))
     (old / "environment.json").unlink()
     (old / "config.json").unlink()
     (old / "journal.sqlite").write_bytes(b"no database" * 99)
     for folder, sentences in (
         (live, "summary.json is missing, It has no held-out evaluation"),
-        (old, "environment.json is missing, config.json is missing, Its journal cannot be read"),
+        (
+            old,
+            "environment.json is missing, config.json is missing, Its journal cannot be read,"
+            " metrics.jsonl has 2 damaged lines",
+        ),
     ):
         page = parts((folder, folder.name))
         said = " ".join(text for part in page.values() for text in part.words)
