@@ -110,16 +110,21 @@ def with_hops(out: Path, hops: int) -> list[str]:
 
 
 def run_all(
-    arms: dict[str, Arm], out: Path, seeds: int, parallel: int, changes: list[str]
-) -> list[str]:
+    arms: dict[str, Arm], out: Path, seeds: int, parallel: int, changes: list[str],
+    starts: bool = False,
+) -> list[str]:  # fmt: skip
     """Start the runs that are missing, at most ``parallel`` at once, and return the names of those
-    that failed."""
+    that failed. starts: each seed has a warm start of its own."""
     everything = [(name, arm, seed) for seed in range(seeds) for name, arm in arms.items()]
     todo = [job for job in everything if not recorded(out, job[0], job[2]).is_file()]
+
+    def run(job: tuple[str, Arm, int]) -> bool:
+        name, arm, seed = job
+        own = [*changes, f"warm_start.seed={seed + 1}"] if starts else changes
+        return _run(out / slug(name) / f"seed{seed}", arm, seed, own)
+
     with ThreadPoolExecutor(parallel) as pool:
-        results = pool.map(
-            lambda job: _run(out / slug(job[0]) / f"seed{job[2]}", job[1], job[2], changes), todo
-        )
+        results = pool.map(run, todo)
         return [
             f"{name}, seed {seed}"
             for (name, _, seed), ok in zip(todo, results, strict=True)
@@ -384,7 +389,9 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError(f"no arm {sorted(unknown)}; the arms are {list(study.arms)}")
         arms = {n: arm for n, arm in study.arms.items() if n in (options.only or study.arms)}
         changes = options.set + (with_hops(out, study.hops) if study.hops else [])
-        failed = [] if options.report else run_all(arms, out, seeds, options.parallel, changes)
+        failed = list[str]()
+        if not options.report:
+            failed = run_all(arms, out, seeds, options.parallel, changes, study.starts)
         if not options.set:
             for name, seed in itertools.product(arms, range(seeds)):
                 keep(out, name, seed)

@@ -14,7 +14,8 @@ class Arm(msgspec.Struct, frozen=True):
 class Study(msgspec.Struct, frozen=True):
     """Arms that are compared with the first. measure: the name of the held-out measure. parts:
     further held-out measures, shown with intervals by task. hops: of the default questions, only
-    those with so many (0: all). ceiling: the exact best that the measure can be."""
+    those with so many (0: all). ceiling: the exact best that the measure can be. starts:
+    whether each seed has a warm start of its own."""
 
     measure: str
     arms: dict[str, Arm]
@@ -22,6 +23,7 @@ class Study(msgspec.Struct, frozen=True):
     parts: tuple[str, ...] = ()
     hops: int = 0
     ceiling: float | None = None
+    starts: bool = False
 
 
 _PPR, _SLATE, _TREES = "ppr-cpu", "slate-tiny", "tree-grpo-tiny"
@@ -110,8 +112,11 @@ _LAKE_8 = [
 ]  # fmt: skip
 
 
-def _methods(world: list[str], questions: dict[str, int], updates: int = 20) -> dict[str, Arm]:
-    """Return the methods in a world, each at two learning rates. questions: of an update, so many
+def _methods(
+    world: list[str], questions: dict[str, int], updates: int = 20,
+    rates: tuple[str, ...] = ("3e-4", "1e-3"),
+) -> dict[str, Arm]:  # fmt: skip
+    """Return the methods in a world, each at these learning rates. questions: of an update, so many
     that all methods sample about as many moves."""
     options = {
         "outcome": "{}", "grpo": "{k=8}", "tree-grpo": "{trees=2,nodes=3}",
@@ -124,10 +129,12 @@ def _methods(world: list[str], questions: dict[str, int], updates: int = 20) -> 
         changes = [*world, *length, f"scheduler.questions_per_update={count}"]
         if method != "vpr":
             changes += [f"method={method}", f"scheduler.strategy_options={options[method]}"]
-        for rate in ("3e-4", "1e-3"):
+        for rate in rates:
             arms[f"{method}, {rate}"] = Arm("vpr-sokoban-cpu", [*changes, f"learner.lr={rate}"])
     return arms
 
+
+_ON_A_LAKE = {"outcome": 64, "grpo": 8, "vpr": 64, "vpr-v2": 16, "slate": 13}
 
 _ABLE = ["data.options.size=6", "data.options.horizon=15", "warm_start.skill=0.8"]
 _PRM = [
@@ -245,6 +252,12 @@ STUDIES = {
         "outcome": 64, "grpo": 8, "tree-grpo": 10, "vineppo": 4, "vpr": 64, "vpr-v2": 16,
         "slate": 13,
     }), seeds=3, ceiling=0.905),
+    "lake-rates": Study("success", _methods(
+        _LAKE, _ON_A_LAKE, rates=("1e-4", "1e-3")
+    ), seeds=3, ceiling=0.905),
+    "lake-starts": Study("success", _methods(
+        _LAKE, _ON_A_LAKE, rates=("3e-4",)
+    ), ceiling=0.905, starts=True),
     "lake-8": Study("success", _methods(_LAKE_8, {
         "outcome": 64, "grpo": 8, "tree-grpo": 10, "vpr": 64, "vpr-v2": 16, "slate": 13,
     }, updates=40), seeds=2, ceiling=0.836),
