@@ -75,7 +75,7 @@ class Invitation(PeerKeys, frozen=True, kw_only=True):
         """Read an invitation. Raises ValueError, which names the remedy, when the file is none."""
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"{path} is no invitation ({error}): expected the line of coppice serve --invite"
             ) from None
@@ -182,7 +182,7 @@ class RunKeys:
         for path in (self.folder / "peers").glob("*.json"):
             try:
                 grant = msgspec.json.decode(path.read_bytes(), type=Grant)
-            except (OSError, msgspec.DecodeError):
+            except (OSError, msgspec.DecodeError, UnicodeDecodeError):
                 continue  # deleted meanwhile, or not written by ``mint``
             if path.stem.startswith(_INVITED) and grant.columns is None:  # by an older checkout
                 grant = msgspec.structs.replace(grant, columns=COLUMNS)

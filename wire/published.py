@@ -122,7 +122,7 @@ def read(folder: Path, expected: str) -> Manifest:
     malformed or has another digest than expected ("": any)."""
     try:
         manifest = msgspec.json.decode((folder / NAME).read_bytes(), type=Manifest)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InfrastructureFault(
             f"weights {folder} cannot be read: {type(error).__name__}: {error}"
         ) from None

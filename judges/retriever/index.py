@@ -21,6 +21,7 @@ import numpy as np
 
 from coppice.common import jsonl
 from coppice.common.atomic import drafted
+from coppice.common.jsonl import MALFORMED
 from coppice.judges.retriever.encoder import Encoder
 from coppice.judges.retriever.http_client import title_and_text
 from coppice.wire import digest
@@ -182,7 +183,7 @@ def read_manifest(folder: Path) -> IndexManifest:
         raise FileNotFoundError(f"{folder} holds no index: {remedy}")
     try:
         return msgspec.json.decode(path.read_bytes(), type=IndexManifest)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise ValueError(f"{path} is damaged ({error}): {_ANEW}") from None
 
 

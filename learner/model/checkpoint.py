@@ -148,7 +148,8 @@ def _set_aside(folder: Path) -> None:
 
 def restore_newest(trainer: Trainer, run: Path) -> tuple[State, list[str]]:
     """Restore the newest checkpoint that is whole, on every rank. Returns its state (version 0 if
-    there is none) and a warning for each damaged one, which is set aside. Raises CheckpointError if
+    there is none) and warnings: of each damaged one, which is set aside, or that there is none of a
+    run that was updated. Raises CheckpointError if
     all are damaged, or if the whole one belongs to another model."""
     damaged: list[tuple[Path, str]] = []
     trainer.undone = range(1, announced(run) + 1)
@@ -177,7 +178,13 @@ def restore_newest(trainer: Trainer, run: Path) -> tuple[State, list[str]]:
             f" remove {run}/checkpoints, and the resumed run trains its whole journal again from"
             " version 0"
         )
-    return State(), []
+    if not trainer.undone:
+        return State(), []
+    lost = (
+        f"{run} has no checkpoint: its {len(trainer.undone)} updates are trained again from"
+        " version 0"
+    )
+    return State(), [lost]
 
 
 def restore(trainer: Trainer, folder: Path) -> State:

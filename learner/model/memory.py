@@ -5,8 +5,7 @@ this one sum."""
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from coppice.common import jsonl
 from coppice.learner.config import BUCKET_BYTES, LearnerConfig
 from coppice.learner.update.plan import plan_of
 
@@ -19,9 +18,9 @@ _KEPT_GIB = 1.0
 
 def model_shape(model: Path) -> dict[str, Any]:
     """Return the settings of a model's folder, with the number type of its weights as "dtype"; {}
-    if it is not on this disk yet."""
-    settings = model / "config.json"
-    shape = msgspec.json.decode(settings.read_bytes()) if settings.is_file() else {}
+    if it is not on this disk yet. Raises ValueError."""
+    settings, expected = model / "config.json", "a Hugging Face model's settings"
+    shape = jsonl.whole(settings, dict[str, Any], expected) if settings.is_file() else {}
     shape |= shape.get("text_config", {})
     return {"dtype": shape["torch_dtype"]} | shape if "torch_dtype" in shape else shape
 

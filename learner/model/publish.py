@@ -25,6 +25,7 @@ from coppice.common import vision
 from coppice.common.atomic import draft_of, drafted, write_whole
 from coppice.common.deltas import Delta, mapped
 from coppice.common.frontier import runs
+from coppice.common.jsonl import MALFORMED
 from coppice.learner.config import LearnerConfig
 from coppice.learner.model.model import TreeModel
 from coppice.learner.model.ranks import own_rows, whole
@@ -227,7 +228,7 @@ def sums(tensors: dict[str, torch.Tensor]) -> list[_Hashed]:
 
 def announced(run: Path) -> int:
     """Return the version of ``RUN/learner.json``, 0 if there is none that can be read."""
-    with contextlib.suppress(OSError, msgspec.DecodeError):
+    with contextlib.suppress(OSError, *MALFORMED):
         return msgspec.json.decode((run / "learner.json").read_bytes(), type=Weights).version
     return 0
 

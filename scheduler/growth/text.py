@@ -12,6 +12,7 @@ import tokenizers
 
 from coppice.common import vision
 from coppice.common.dialogue import ChatTemplate, Renderer
+from coppice.common.jsonl import MALFORMED
 
 RECENT = 64
 """The texts whose tokens are remembered: what an environment checks is encoded again when it enters
@@ -28,8 +29,9 @@ class Shown(msgspec.Struct, frozen=True):
 def _embedded(folder: Path) -> int:
     """The rows of the model's embedding, at least the tokenizer's tokens; 0 if unknown."""
     try:
-        settings = msgspec.json.decode((folder / "config.json").read_bytes())
-    except (OSError, msgspec.DecodeError):
+        written = (folder / "config.json").read_bytes()
+        settings = msgspec.json.decode(written, type=dict[str, Any])
+    except (OSError, *MALFORMED):
         return 0
     return settings.get("vocab_size") or settings.get("text_config", {}).get("vocab_size", 0)
 

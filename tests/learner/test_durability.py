@@ -14,9 +14,10 @@ from coppice.common import frontier
 from coppice.learner.config import LearnerConfig
 from coppice.learner.model import checkpoint
 from coppice.learner.model.model import check_fits
-from coppice.learner.model.publish import Publisher
+from coppice.learner.model.publish import Publisher, announce
 from coppice.learner.model.ranks import Ranks
 from coppice.wire import digest
+from coppice.wire.published import Weights
 from tests.learner.conftest import Make
 from tests.updates import batch, changed, everything
 
@@ -117,6 +118,15 @@ def test_only_damage_of_every_checkpoint_ends_the_run(tmp_path: Path, make: Make
         with pytest.raises(checkpoint.CheckpointError, match=r"no checkpoint of .* can be read"):
             checkpoint.restore_newest(make(), tmp_path)
     assert names(tmp_path / "checkpoints") == ["v000001", "v000002"]
+
+
+def test_a_run_that_lost_its_checkpoints_says_what_is_done_again(
+    tmp_path: Path, make: Make
+) -> None:
+    assert checkpoint.restore_newest(make(), tmp_path) == (checkpoint.State(), [])
+    announce(tmp_path, Weights(3))
+    state, (warning,) = checkpoint.restore_newest(make(), tmp_path)
+    assert (state.version, "its 3 updates are trained again" in warning) == (0, True)
 
 
 def test_the_checkpoint_before_stays_until_the_new_one_reads_back(

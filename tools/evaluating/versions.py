@@ -31,7 +31,8 @@ def chosen(run: Path, version: int | str | None) -> tuple[int, Path | None]:
         written = "what the learner wrote: copy it again"
         if trained := jsonl.whole(learner, Frontier, written).version:
             lacking = f"{run / 'weights'} holds none of the {trained} versions of this run"
-            raise ValueError(f"{lacking}: copy that folder again, or choose a --version")
+            remedy = "copy that folder again (learner.publish=memory makes none)"
+            raise ValueError(f"{lacking}: {remedy}, or choose a --version")
     record = best.read(run)
     if record is not None and record[0].version:
         kept = {record[0].version: record[1]} | kept

@@ -54,7 +54,7 @@ def audit(run: Path) -> list[Violation]:
         try:
             config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
             configs[path.name] = config["scheduler"]
-        except (msgspec.DecodeError, ValueError, KeyError) as error:
+        except (*MALFORMED, OSError, KeyError, TypeError) as error:
             violations.append(Violation("configs are whole", f"{path.name}: {error}: restore it"))
     bounds = [one["max_staleness"] for one in configs.values() if "max_staleness" in one]
     staleness = max(bounds, default=None)

@@ -116,7 +116,7 @@ def former(run: Path) -> list[dict[str, Any]]:
     """Return the configs that a run had before its newest one, the oldest first. Raises OSError and
     msgspec.DecodeError."""
     paths = sorted(run.glob("config-*.json"), key=lambda path: (len(path.name), path.name))
-    return [msgspec.json.decode(path.read_bytes()) for path in paths]
+    return [msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) for path in paths]
 
 
 def check_free(run: Path) -> None:

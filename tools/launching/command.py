@@ -104,7 +104,7 @@ def resolve(options: argparse.Namespace) -> tuple[Config, Path]:
     except MALFORMED as error:
         torn = f"its config.json is torn ({error}): restore it, or start anew"
         raise ConfigError(f"--resume {options.resume}: {torn}") from None
-    config = convert(tree, overrides)
+    config = convert(tree, overrides, f"config {saved}")
     changes.check(options.resume, config)
     return config, options.resume
 

@@ -106,8 +106,9 @@ def _read(path: Path, *heirs: Path) -> dict[str, Any]:
     return method.over(_read(Path(base), *heirs, path), tree)
 
 
-def convert(tree: dict[str, Any], overrides: list[str]) -> Config:
-    """The config of a table of settings, with ``a.b=value`` overrides. Raises ConfigError."""
+def convert(tree: dict[str, Any], overrides: list[str], source: str = "config") -> Config:
+    """The config of a table of settings, with ``a.b=value`` overrides. Raises ConfigError, which
+    begins with source."""
     for override in overrides:
         _set(tree, override)
     try:
@@ -124,7 +125,7 @@ def convert(tree: dict[str, Any], overrides: list[str]) -> Config:
         fault = str(error)
     else:
         return with_arguments(config)
-    raise ConfigError(f"config: {_without_secrets(tree, fault)}")
+    raise ConfigError(f"{source}: {_without_secrets(tree, fault)}")
 
 
 def _without_secrets(value: Any, text: str) -> str:

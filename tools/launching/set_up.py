@@ -16,6 +16,7 @@ from coppice.actors.environments.others.mutable import Mutable
 from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.actors.environments.task_files import listed
 from coppice.common.vision import context_of
+from coppice.learner.model.memory import model_shape
 from coppice.scheduler.evaluation.evaluation import lists_replies
 from coppice.tools.defaults import search_play, tiny
 from coppice.tools.defaults.facts import ensure_facts
@@ -44,9 +45,7 @@ def prepare(config: Config) -> Assets:
 def _all(config: Config, cache: Path) -> Assets:
     assets = _prepare(config, ensure_model(config.model.name, cache), cache)
     check_weights(Path(assets.model))  # a warm start's folder is cached too
-    shape = msgspec.json.decode((Path(assets.model) / "config.json").read_bytes())
-    shape |= shape.get("text_config", {})
-    most, context = context_of(shape), config.actors.max_context
+    most, context = context_of(model_shape(Path(assets.model))), config.actors.max_context
     if context > most:
         limit = f"at most the {most} positions of {config.model.name!r}"
         raise ValueError(f"{setting(config, 'actors.max_context')}: expected {limit}")

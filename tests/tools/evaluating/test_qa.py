@@ -13,7 +13,9 @@ import pytest
 from aiohttp import web
 
 from coppice.actors.environments.task_files import load_tasks
+from coppice.judges.config import RetrieverConfig
 from coppice.judges.retriever.index import IndexManifest
+from coppice.judges.retriever.worker import RetrieverProcess
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.evaluation.evaluation import Estimate
 from coppice.scheduler.growth.tasks import held_out
@@ -21,7 +23,7 @@ from coppice.scheduler.growth.tree import Tree
 from coppice.tools import evaluating
 from coppice.tools.defaults.facts import VERSION
 from coppice.tools.evaluating.examination import SampleMean
-from coppice.tools.evaluating.qa.evaluation import macro
+from coppice.tools.evaluating.qa.evaluation import _retriever, macro, parser
 from coppice.tools.evaluating.qa.retrieval import CachedRetrieval, config_of
 from coppice.tools.evaluating.qa.scoring import score
 from coppice.tools.evaluating.qa.sets import HUB, PAPER, read_sets, subset
@@ -269,6 +271,24 @@ def test_two_kinds_of_index_have_two_names(tmp_path: Path) -> None:
     assert (config.encoder, config.search) == ("minilm", "efSearch=8")
     assert name.endswith("by minilm, HNSW32 efSearch=8")
     assert config_of(str(tmp_path), 1)[1].endswith("by minilm, HNSW32 efSearch=128")
+
+
+def test_runs_that_searched_in_one_index_share_it(tmp_path: Path, refused: Said) -> None:
+    manifest = IndexManifest("minilm", 384, 9, "0" * 64, "HNSW32", "efSearch=128")
+    (tmp_path / "manifest.json").write_bytes(msgspec.json.encode(manifest))
+    runs = list[str]()
+    for number, search in enumerate(("", "efSearch=128", "efSearch=8")):
+        run = tmp_path / f"run{number}"
+        (run / "processes").mkdir(parents=True)
+        settings = RetrieverConfig(str(tmp_path), encoder="minilm", search=search)
+        file = msgspec.json.encode(RetrieverProcess("retriever", str(run), settings))
+        (run / "processes" / "retriever.json").write_bytes(file)
+        runs += ["--run", str(run)]
+    flags = parser().parse_args([*runs[:4], "--set", "x=y"])
+    assert _retriever(flags)[1] == config_of(str(tmp_path), 1)[1]
+    three = parser().parse_args([*runs, "--set", "x=y"])
+    with pytest.raises(ValueError, match=r"efSearch=128 and in index .* HNSW32 efSearch=8: say"):
+        _retriever(three)
 
 
 def test_an_interruption_changes_no_result(tmp_path: Path, books: Books, said: Said) -> None:

@@ -38,7 +38,9 @@ def test_a_run_that_lost_its_weights_is_not_taken_for_its_start(
 ) -> None:
     (run / "learner.json").write_bytes(msgspec.json.encode(Frontier(3)))
     told = refused(main, run, "--out", tmp_path / "out")
-    assert "weights holds none of the 3 versions of this run: copy that folder again" in told
+    assert (
+        "weights holds none of the 3 versions of this run: copy that folder again (learner" in told
+    )
     assert main([str(run), "--version", "0", "--out", str(tmp_path / "out")]) == 0
     (run / "processes" / "learner.json").write_bytes(b'{"name": "\xff"}')
     assert "learner.json" in refused(main, run, "--version", 0, "--out", tmp_path / "other")

@@ -42,6 +42,10 @@ def test_a_torn_config_of_a_run_is_named(tmp_path: Path, refused: Said) -> None:
     (tmp_path / "config.json").write_text('{"name": "x"')
     error = refused(main, "--resume", tmp_path)
     assert f"--resume {tmp_path}" in error and "is torn" in error
+    (tmp_path / "config.json").write_text('{"name": 7}')
+    assert f"config {tmp_path}/config.json: name = 7: expected" in refused(
+        main, "--resume", tmp_path
+    )
 
 
 @pytest.mark.usefixtures("ends_at_once")

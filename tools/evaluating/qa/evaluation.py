@@ -18,6 +18,7 @@ import msgspec
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import Task
 from coppice.common.atomic import write_whole
+from coppice.common.jsonl import MALFORMED
 from coppice.common.numbers import Count, Natural
 from coppice.common.options import command_parser
 from coppice.judges.config import RetrieverConfig
@@ -249,13 +250,14 @@ def _retriever(flags: argparse.Namespace) -> tuple[RetrieverConfig, str]:
         return config_of(flags.retriever, threads)
     files = [run / "processes" / "retriever.json" for run in flags.run]
     runs = [saved(file, RetrieverProcess) for file in files if file.is_file()]
-    own = {(one.retriever.backend, one.retriever.search) for one in runs}
-    if flags.retriever is None and own:
+    if flags.retriever is None and runs:
+        used = (config_of(r.backend, threads, r.search) for r in (one.retriever for one in runs))
+        own = {identity: config for config, identity in used}
         if len(own) > 1:
             remedy = "say with --retriever which one all rows use"
-            raise ValueError(f"the runs searched in {sorted(own)}: {remedy}")
-        ((backend, search),) = own
-        return config_of(backend, threads, search)
+            raise ValueError(f"the runs searched in {' and in '.join(sorted(own))}: {remedy}")
+        ((identity, config),) = own.items()
+        return config, identity
     from coppice.tools.defaults.facts import ensure_facts
     from coppice.tools.defaults.index_corpus import ensure_index
     from coppice.tools.defaults.settings import cache_folder
@@ -361,7 +363,7 @@ def _decoded(file: Path, kind: type[T]) -> T | None:
     from the journals."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind) if file.is_file() else None
-    except msgspec.DecodeError:
+    except MALFORMED:
         return None
 
 
