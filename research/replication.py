@@ -11,6 +11,7 @@ import gzip
 import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy import stats
 
-from coppice.common.atomic import as_json
+from coppice.common.atomic import as_json, write_whole
 from coppice.common.options import command_parser, gave_up
 from coppice.research.studies import STUDIES, Arm
 from coppice.tools.bootstrap import ROOT
@@ -109,6 +110,20 @@ def with_hops(out: Path, hops: int) -> list[str]:
     return [f"data.{name}={out.resolve() / name}.jsonl" for name in ("train", "heldout")]
 
 
+def own_start(out: Path, arm: Arm, seed: int) -> list[str]:
+    """Return the changes that give a seed a warm start of its own and, if the task is the default
+    one, 128 held-out questions of its own, which are written into ``out``."""
+    changes = [f"warm_start.seed={seed + 1}"]
+    data = load(ROOT / "configs" / f"{arm.config}.toml", arm.changes).data
+    if (data.environment, data.heldout) != ("search_qa", "default"):
+        return changes
+    questions = (ensure_facts(cache_folder()) / "heldout.jsonl").read_text().splitlines(True)
+    own = out.resolve() / f"heldout-{seed}.jsonl"
+    own.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(own, "".join(random.Random(seed).sample(questions, 128)).encode())
+    return [*changes, f"data.heldout={own}"]
+
+
 def run_all(
     arms: dict[str, Arm], out: Path, seeds: int, parallel: int, changes: list[str],
     starts: bool = False,
@@ -117,14 +132,14 @@ def run_all(
     that failed. starts: each seed has a warm start of its own."""
     everything = [(name, arm, seed) for seed in range(seeds) for name, arm in arms.items()]
     todo = [job for job in everything if not recorded(out, job[0], job[2]).is_file()]
+    own = [own_start(out, arm, seed) if starts else [] for _, arm, seed in todo]
 
-    def run(job: tuple[str, Arm, int]) -> bool:
+    def run(job: tuple[str, Arm, int], more: list[str]) -> bool:
         name, arm, seed = job
-        own = [*changes, f"warm_start.seed={seed + 1}"] if starts else changes
-        return _run(out / slug(name) / f"seed{seed}", arm, seed, own)
+        return _run(out / slug(name) / f"seed{seed}", arm, seed, [*changes, *more])
 
     with ThreadPoolExecutor(parallel) as pool:
-        results = pool.map(run, todo)
+        results = pool.map(run, todo, own)
         return [
             f"{name}, seed {seed}"
             for (name, _, seed), ok in zip(todo, results, strict=True)

@@ -15,7 +15,8 @@ class Study(msgspec.Struct, frozen=True):
     """Arms that are compared with the first. measure: the name of the held-out measure. parts:
     further held-out measures, shown with intervals by task. hops: of the default questions, only
     those with so many (0: all). ceiling: the exact best that the measure can be. starts:
-    whether each seed has a warm start of its own."""
+    whether each seed has a warm start of its own, and held-out questions too if the task is the
+    default one."""
 
     measure: str
     arms: dict[str, Arm]
@@ -176,6 +177,10 @@ STUDIES = {
     "slate-grpo": Study("em", {
         name: _stepwise(changes, best) for name, (changes, best) in _STEPWISE.items()
     }, seeds=10),
+    "slate-starts": Study("em", {
+        name: _stepwise(changes, best) for name, (changes, best) in _STEPWISE.items()
+        if name != "SLATE on the outcome"
+    }, starts=True),
     "slate-grpo-rates": Study("em", {
         f"{name}, {rate}": _stepwise(changes, rate)
         for name, (changes, best) in _STEPWISE.items() for rate in ("5e-4", "1e-3", "2e-3")
