@@ -150,3 +150,17 @@ def test_the_arms_of_a_study_load_and_have_folders_of_their_own(name: str) -> No
     assert len({slug(arm) for arm in arms}) == len(arms)
     for arm in arms.values():
         load(replication.ROOT / "configs" / f"{arm.config}.toml", [*arm.changes, "seed=1"])
+
+
+def test_each_seed_may_have_its_own_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "heldout.jsonl").write_text("".join(f"{n}\n" for n in range(500)))
+    monkeypatch.setattr(replication, "ensure_facts", lambda _: tmp_path)
+    (lake, *_), (slate, *_) = (STUDIES[n].arms.values() for n in ("lake-starts", "slate-starts"))
+    assert replication.own_start(tmp_path, lake, 3) == ["warm_start.seed=4"]
+    drawn = set[str]()
+    for seed in (3, 4):
+        start, heldout = replication.own_start(tmp_path, slate, seed)
+        assert start == f"warm_start.seed={seed + 1}"
+        drawn |= set(own := Path(heldout.removeprefix("data.heldout=")).read_text().split())
+        assert len(own) == 128
+    assert len(drawn) > 128
