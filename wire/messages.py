@@ -247,8 +247,13 @@ class JudgeResult(msgspec.Struct, frozen=True):
     judgements: list[Judgement]
 
 
+TOPK_MOST = 1000
+"""Passages of a query: of a large index all of them would fill the memory."""
+
+
 class RetrieveRequest(msgspec.Struct, frozen=True):
-    """Service ``retrieve``: find the ``topk`` nearest passages of each query."""
+    """Service ``retrieve``: find the ``topk`` nearest passages of each query, at most
+    ``TOPK_MOST``."""
 
     queries: list[str]
     topk: int

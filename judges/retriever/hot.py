@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict
 from typing import Protocol
 
 from coppice.wire.faults import DataFault
-from coppice.wire.messages import Passage, RetrieveRequest, RetrieveResult
+from coppice.wire.messages import TOPK_MOST, Passage, RetrieveRequest, RetrieveResult
 from coppice.wire.service import Call
 
 Key = tuple[str, int]
@@ -106,7 +106,7 @@ class HotQueries:
         await asyncio.gather(*self._searches, return_exceptions=True)
 
     async def handle(self, request: RetrieveRequest, call: Call) -> RetrieveResult:
-        """Handle a request of the service ``retrieve``. Raises DataFault for a topk below 1."""
-        if request.topk < 1:
-            raise DataFault(f"topk {request.topk}: expected at least 1")
+        """Handle a request of the service ``retrieve``. Raises DataFault for another topk."""
+        if not 1 <= request.topk <= TOPK_MOST:
+            raise DataFault(f"topk {request.topk}: expected 1 to {TOPK_MOST}")
         return RetrieveResult(await self.search(request.queries, request.topk))

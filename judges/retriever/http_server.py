@@ -16,7 +16,7 @@ from coppice.judges.config import RetrieverConfig
 from coppice.judges.retriever.hot import Backend
 from coppice.judges.retriever.http_client import contents_of
 from coppice.judges.retriever.worker import opened
-from coppice.wire.messages import Passage
+from coppice.wire.messages import TOPK_MOST, Passage
 
 
 class _Request(msgspec.Struct, forbid_unknown_fields=True):
@@ -34,8 +34,8 @@ def application(backend: Backend) -> web.Application:
         except jsonl.MALFORMED as error:
             return web.json_response({"detail": jsonl.fault(error)}, status=422)
         topk = 3 if body.topk is None else body.topk
-        if topk < 1 or not body.queries:
-            wish = "expected at least one query and topk >= 1"
+        if not 1 <= topk <= TOPK_MOST or not body.queries:
+            wish = f"expected at least one query and a topk of 1 to {TOPK_MOST}"
             return web.json_response({"detail": wish}, status=422)
         passages = await backend.search(body.queries, topk)
         return web.json_response({"result": [[item(p, body) for p in row] for row in passages]})

@@ -214,6 +214,7 @@ async def post(url: str, body: bytes) -> tuple[int, Any]:
         (b'{"query": "x"}', "query"),  # what SLATE's released loop sends
         (b'{"queries": "x"}', "queries"),
         (b'{"queries": ["x"], "topk": 0}', "topk"),
+        (b'{"queries": ["x"], "topk": 1001}', "topk of 1 to 1000"),
         (b'{"queries": []}', "at least one query"),
         (b"{", "truncated"),
     ],
@@ -254,5 +255,6 @@ async def test_the_query_used_longest_ago_leaves_the_cache_first() -> None:
     for query in ("x", "y", "x", "z", "x"):
         await retriever.search([query], 1)
     assert shelf.asked == [["x"], ["y"], ["z"]]
-    with pytest.raises(DataFault, match="topk 0"):
-        await retriever.handle(RetrieveRequest(["x"], 0), None)  # pyright: ignore
+    for topk in (0, 1001):
+        with pytest.raises(DataFault, match=f"topk {topk}: expected 1 to 1000"):
+            await retriever.handle(RetrieveRequest(["x"], topk), None)  # pyright: ignore

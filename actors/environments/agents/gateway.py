@@ -21,8 +21,7 @@ from coppice.actors.serving.conversations import Conversation, chat_of, translat
 from coppice.actors.serving.protocol import RequestRefused
 from coppice.actors.serving.replies import Reply, send
 from coppice.actors.serving.responses import ResponseStore
-from coppice.common.numbers import Count
-from coppice.wire.messages import Passage
+from coppice.wire.messages import TOPK_MOST, Passage
 
 LARGEST_BODY = 16 << 20
 """The most bytes of a request; histories come whole with every call."""
@@ -59,7 +58,7 @@ class _Reward(msgspec.Struct):
 
 class _Retrieval(msgspec.Struct):
     queries: Annotated[list[str], msgspec.Meta(min_length=1)]
-    topk: Count = 3
+    topk: Annotated[int, msgspec.Meta(ge=1, le=TOPK_MOST)] = 3
 
 
 class Session:

@@ -5,14 +5,14 @@ import re
 from collections.abc import Mapping, Sequence
 from math import fsum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from coppice.actors.environments import base
 from coppice.actors.environments.base import Action, Environment, Task, Tools, Transition
 from coppice.common.numbers import Count, Natural
-from coppice.wire.messages import JudgedTurn, Passage
+from coppice.wire.messages import TOPK_MOST, JudgedTurn, Passage
 
 INVALID_NOTICE = (
     "\nThat action could not be used. Write <search> query </search> to look something up, or"
@@ -64,7 +64,7 @@ class SearchQA(Environment):
     def __init__(
         self,
         prompt: str = "search_r1",
-        topk: Count = 3,
+        topk: Annotated[int, msgspec.Meta(ge=1, le=TOPK_MOST)] = 3,
         max_observation_characters: Count = 2000,
         think: Literal["required", "optional"] = "required",
         newlines: Natural = 1,
