@@ -109,7 +109,7 @@ class Replayed(Journal):
         if version not in self._advantages:
             of_update = "id IN (SELECT tree FROM groups WHERE trained=?) AND status!='replaced'"
             batch, self._advantages[version] = self.trees(of_update, version), {}
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, KeyError):  # or a node was lost
                 found = advantages(self, batch, learner(self.path.parent).learner)
                 self._advantages[version] = found
         for node in tree.nodes.values():

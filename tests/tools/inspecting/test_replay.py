@@ -1,5 +1,7 @@
 """What a run's scheme and its newest policy say of journaled turns."""
 
+import contextlib
+import sqlite3
 from pathlib import Path
 
 import msgspec
@@ -75,6 +77,17 @@ def test_a_scheme_sees_all_trees_of_the_update(tmp_path: Path, llama: Path) -> N
     alone = journal.tree(*journal.trees("id=1"))
     # not a batch of its own
     assert [alone.nodes[i].scores["advantage"] for i in (1, 2, 3)] == pytest.approx(given[3:])
+
+
+def test_an_update_that_lost_a_node_is_shown_without_advantages(
+    tmp_path: Path, llama: Path
+) -> None:
+    grown(tmp_path, llama, scheme="rloo")
+    with contextlib.closing(sqlite3.connect(tmp_path / "journal.sqlite")) as book:
+        book.execute("DELETE FROM nodes WHERE tree=1 AND id=0")
+        book.commit()
+    _, nodes = frames.read(tmp_path)
+    assert len(nodes.filter(frames.ACTION)) == 6 and "advantage" not in nodes.columns
 
 
 def test_trees_can_be_seen_through_another_scheme(tmp_path: Path, llama: Path) -> None:
