@@ -158,11 +158,11 @@ class Frozen(Chat):
 
 
 def room(judge: str, max_tokens: int, around: int, texts: int = 1) -> int:
-    """Return the characters that each of the free ``texts`` of a constrained reply may have.
+    """Return the characters that each of the free ``texts`` of a reply may have.
     around: the most tokens of the rest. Raises ValueError if they are too few."""
     left = (max_tokens - around) // texts
     if left < _FEWEST:
-        needs = f"a constrained reply needs {around + texts * _FEWEST} or more"
+        needs = f"a reply of its form needs {around + texts * _FEWEST} or more"
         raise ValueError(f"judge {judge}: max_tokens {max_tokens}: {needs}")
     return left
 

@@ -87,6 +87,7 @@ class SotopiaJudge(ChatJudge):
     ):
         self.template = read_prompts("sotopia", {"episode": "sotopia.txt"}, templates)["episode"]
         super().__init__(endpoint, reply_form)
+        reply_form(endpoint.max_tokens)  # refuses a reply that would be cut, constrained or not
         self.outcome, self.concurrency = outcome, endpoint.concurrency
 
     def prompt(self, whole: Dialogue) -> str:

@@ -11,7 +11,7 @@ from coppice.tools.evaluating import examination
 
 COMMAND = "coppice dev judge-bench"
 EXAMPLES = """\
-  coppice dev judge-bench measure --judge slate_rules --baseline random
+  coppice dev judge-bench measure --judge pprm_rules --baseline random
   coppice dev judge-bench measure --judge my_judge:Brevity --bench f.jsonl
   coppice dev judge-bench build labelled.jsonl --size 100 --out bench.jsonl"""
 

@@ -110,7 +110,7 @@ def test_a_score_that_is_not_finite_or_invalid_is_none(judgement: Judgement) -> 
 
 
 def test_the_built_in_judges_have_the_name_under_which_they_are_configured() -> None:
-    asks = {"endpoint": {"url": "http://127.0.0.1:1/v1", "model": "m"}}
+    asks = {"endpoint": {"url": "http://127.0.0.1:1/v1", "model": "m", "max_tokens": 2048}}
     needs = {"slate": asks, "pprm": asks, "sotopia": asks, "reward_model": {"model": "m"}}
     for name in BUILT_IN:
         assert make_worker(name, needs.get(name, {})).name == name

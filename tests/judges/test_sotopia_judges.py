@@ -97,7 +97,7 @@ async def score(text: str, turn: JudgedTurn, seen: list[str], **options: Any) ->
         return chat(text) if text else web.Response(status=400, text="no")
 
     async with started(
-        lambda url: SotopiaJudge(ChatEndpoint(url, "m"), **options), answer
+        lambda url: SotopiaJudge(ChatEndpoint(url, "m", max_tokens=2048), **options), answer
     ) as judge:
         (judgement,) = await judge.score([turn])
     return judgement
@@ -193,3 +193,8 @@ def test_a_scenario_without_rules_is_refused() -> None:
     state = msgspec.structs.replace(msgspec.convert(turn.state, Dialogue), rules=None)
     with pytest.raises(DataFault, match="no rules"):
         SotopiaRules().judge(msgspec.structs.replace(turn, state=msgspec.to_builtins(state)))
+
+
+def test_an_endpoint_that_would_cut_every_reply_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_tokens 512: a reply of its form needs 943 or more"):
+        SotopiaJudge(ChatEndpoint("http://127.0.0.1:1", "m"))

@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help=out)
     encoder = "minilm (default), or a folder or hub name (a name with e5 gets E5 prefixes)"
     parser.add_argument("--encoder", default="minilm", metavar="NAME", help=encoder)
-    kind = "flat (exact, default), ivfpq, hnsw or a factory string of FAISS"
+    kind = "flat (exact, default), refined, hnsw, ivfpq or a factory string of FAISS"
     parser.add_argument("--kind", default="flat", help=kind)
     search = "search parameters of FAISS that the index gets, such as nprobe=128"
     parser.add_argument("--search", default="", metavar="TEXT", help=search)

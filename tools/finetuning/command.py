@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 EXAMPLES = """\
   coppice sft collect RUN --out a.jsonl
-  coppice sft label a.jsonl --judge-a slate --judge-b slate_rules --out b.jsonl
+  coppice sft label a.jsonl --judge-a pprm_rules --judge-b my_judge:Grade --out b.jsonl
   coppice sft rows b.jsonl --balance --out balanced.jsonl
   coppice sft train --model FOLDER --rows balanced.jsonl --out FOLDER --epochs 2
   coppice sft warm-start --config configs/slate-tiny.toml --out FOLDER"""

@@ -230,7 +230,8 @@ def test_conversations_have_a_partner_and_a_judge_of_their_own(tmp_path: Path) -
         words = f"sotopia --endpoint {url} --endpoint-model m --games 4 --option turns=4"
         command = f"{words} --option partner=chat --option judge=sotopia --out {tmp_path}".split()
         endpoint = f'endpoint={{url="{url}", model="partner"}}'
-        assert main([*command, "--speaker-option", endpoint, "--oracle-option", endpoint]) == 0
+        longer = endpoint.replace("}", ", max_tokens=2048}")
+        assert main([*command, "--speaker-option", endpoint, "--oracle-option", longer]) == 0
     measures = result(tmp_path)["measures"]
     assert measures["valid"]["mean"] == 1 and measures["turns"]["mean"] == 2
     assert set(DIMENSIONS) < set(measures) and measures["goal"]["mean"] == 0

@@ -39,7 +39,7 @@ def test_a_judge_that_asks_for_the_served_model_gets_its_address(tmp_path: Path)
         (MODEL, r"\[judges\.model\] has no effect"),
         ([ASKS, *MODEL, f"{AT}.model=x"], r"pprm\.endpoint\.model = 'x': \[judges\.model\] is"),
         ([ASKS, *MODEL, f"{AT}.max_tokens=512"], r"endpoint\.max_tokens = 512 leaves no room"),
-        ([ASKS, *MODEL, f"{AT}.max_tokens=60"], "max_tokens 60: a constrained reply needs"),
+        ([ASKS, *MODEL, f"{AT}.max_tokens=60"], "max_tokens 60: a reply of its form needs"),
     ],
 )  # fmt: skip
 def test_a_served_model_that_cannot_work_is_refused(overrides: list[str], said: str) -> None:
