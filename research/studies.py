@@ -35,7 +35,7 @@ _WHOLE = [
     *_ALONE, "scheduler.strategy=full", "learner.scheme=slate_full", "actors.max_context=640",
     "learner.aggregation=turn",
 ]  # fmt: skip
-"""A longer context, because one trajectory that outgrows it would take its whole question away. The
+"""A longer context, because a trajectory that outgrows it ends there. The
 recorded runs weighed every turn alike; what "auto" takes for slate_full is "trajectory"."""
 _GRPO = ["learner.scheme=grpo", "learner.scheme_options.column=outcome"]
 _NORM = "learner.scheme_options.normalisation="

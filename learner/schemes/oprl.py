@@ -51,7 +51,7 @@ def needs(base: Base, variant: Variant, outcome: str, step_reward: str, **_: obj
 
 def advantages(
     table: TurnTable, base: Base = "grpo", variant: Variant = "step", alpha: NotNegative = 1.0,
-    outcome: str = "outcome", step_reward: str = "reward", invalid_penalty: NotNegative = 0.1,
+    outcome: str = "outcome", step_reward: str = "step_reward", invalid_penalty: NotNegative = 0.1,
     ddof: Ddof = 1, whiten_ddof: Ddof = 0,
 ) -> Advantages:  # fmt: skip
     """Return advantages, and value targets for base "ppo". An invalid step (column "valid" = 0)

@@ -50,6 +50,8 @@ PRAGMA user_version={FORMAT}; COMMIT;"""
 
 Inputs = dict[str, tuple[str, str]]
 """What trees are made from, by setting: files with their SHA-256, values with themselves."""
+MOST_JOURNALS = 11
+"""SQLite reads one with ten attached databases."""
 _UNITED = ("trees", "nodes", "groups", "pictures")
 """The tables that each scheduler has its own rows of: their numbers tell them apart."""
 

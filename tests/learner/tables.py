@@ -86,6 +86,7 @@ def random_table(seed: int) -> TurnTable:
         "reward": rng.normal(0, 1, n).tolist(), "mc_value": rng.random(n).tolist(),
         "valid": rng.integers(0, 2, n).tolist(),
     }  # fmt: skip
+    columns["step_reward"] = columns["reward"]
     models = {
         name: rng.normal(0, 1, total).tolist() for name in ("prm", "value", "kl", "log_ratio")
     }

@@ -60,7 +60,7 @@ HALF = 0.5**0.5
 
 def oprl_case(**more: list[float]) -> TurnTable:
     """methods.md 5: log-ratios [[4, -2], [1, 0, -3]], beta .05, R = [10, 0]."""
-    columns = {"outcome": [NO, 10, NO, NO, 0], "reward": [1, 2, 3, 4, NO]} | more
+    columns = {"outcome": [NO, 10, NO, NO, 0], "step_reward": [1, 2, 3, 4, NO]} | more
     prm = [0.05 * x for x in (4, -2, 1, 0, -3)]
     return made_of([2, 3], columns, token_scores={"prm": prm, "value": [0.0] * 5})
 
@@ -370,7 +370,8 @@ def test_forced_tokens_change_no_advantage_of_a_sampled_one(seed: int, which: Wh
 
 def lacking(t: TurnTable, turns: np.ndarray) -> TurnTable:
     """The table without the outcome and the rewards of some turns, [turns]."""
-    missing = {name: np.where(turns, NO, t.column(name)) for name in ("outcome", "reward")}
+    names = ("outcome", "reward", "step_reward")
+    missing = {name: np.where(turns, NO, t.column(name)) for name in names}
     return msgspec.structs.replace(t, scores=t.scores | missing)
 
 

@@ -18,6 +18,7 @@ from coppice.learner import schemes
 from coppice.learner.update import corrections
 from coppice.learner.update.plan import plan_of
 from coppice.scheduler.config import UNJUDGED
+from coppice.scheduler.ledger.journal import MOST_JOURNALS
 from coppice.scheduler.telemetry.tracking import TRACKERS
 from coppice.tools.launching import method
 from coppice.tools.launching.method import Served
@@ -80,6 +81,9 @@ def _several_schedulers(config: Config) -> Iterator[str]:
     for key in ("questions_per_update", "dynamic_sampling_budget"):
         if getattr(s, key) % count:
             yield f"scheduler.{key} = {getattr(s, key)} {several} a multiple of {count}"
+    if count > MOST_JOURNALS:
+        why = "as many journals as SQLite reads together"
+        yield f"scheduler.shards = {count}: expected at most {MOST_JOURNALS}, {why}"
     if config.actors.count < count:
         actors = setting(config, "actors.count")
         yield f"{actors} {several} at least {count}, one for each scheduler"

@@ -80,3 +80,6 @@ def test_what_several_schedulers_cannot_share_is_refused(override: str, said: st
     said = said.replace("WITH", "with scheduler.shards = 2: expected")
     with pytest.raises(ConfigError, match=said):
         load(DEFAULT_CONFIG, [*TWO, override])
+    many = ["scheduler.shards=12", "actors.count=12", "scheduler.questions_per_update=12"]
+    with pytest.raises(ConfigError, match="shards = 12: expected at most 11, as many journals as"):
+        load(DEFAULT_CONFIG, many)
