@@ -240,17 +240,19 @@ def table(curves: dict[str, list[StudyCurve]], measure: str) -> str:
     return f"Held-out {measure}, mean over seeds and 95% interval:\n\n" + "\n".join(lines)
 
 
-def against(curves: dict[str, list[StudyCurve]]) -> str:
+def against(curves: dict[str, list[StudyCurve]], pairs: bool = False) -> str:
     """Return a Markdown table of the first arm's mean minus each other arm's, at the updates, steps
     and tokens that both reached, with Welch's 95% interval and p. Holm corrects p for all cells of
-    the table: two-sided, and seeds of the same number are no pairs."""
+    the table: two-sided, and seeds of the same number are no pairs. pairs: they are, because they
+    share a warm start of their own, so the t-test is of their differences."""
     (first, own), *others = curves.items()
     cells = []
     for name, kind in itertools.product(dict(others), ("version", "steps", "tokens")):
         both = own, curves[name]
         place = min(getattr(c, kind)[-1] for arm in both for c in arm)
         values = [[at(c, getattr(c, kind), place) for c in arm] for arm in both]
-        cells.append((name, kind.replace("version", "updates"), place, *welch(*values)))
+        tested = compared(*values, pairs=pairs)
+        cells.append((name, kind.replace("version", "updates"), place, *tested))
     corrected = holm([p for *_, p in cells])
     lines = [
         f"| {name} | {place:,.0f} {kind} | {difference:+.3f} ±{half:.3f} | {p:.2g} |"
@@ -260,9 +262,14 @@ def against(curves: dict[str, list[StudyCurve]]) -> str:
     return "\n".join([heads, *lines])
 
 
-def welch(one: list[float], other: list[float]) -> tuple[float, float, float]:
-    """Return the difference of two means, the half width of its 95% interval, and p."""
-    test: Any = stats.ttest_ind(one, other, equal_var=False)
+def compared(
+    one: list[float], other: list[float], pairs: bool = False
+) -> tuple[float, float, float]:
+    """Return the difference of two means, the half width of its 95% interval, and p: Welch's, or
+    those of the differences if the values are pairs."""
+    test: Any = (
+        stats.ttest_rel(one, other) if pairs else stats.ttest_ind(one, other, equal_var=False)
+    )
     low, high = test.confidence_interval()
     return float(low + high) / 2, float(high - low) / 2, float(test.pvalue)
 
@@ -419,7 +426,7 @@ def main(arguments: list[str] | None = None) -> int:
     text, plot = table(curves, measure), out / f"{measure}.svg"
     several = {name: seeds for name, seeds in curves.items() if len(seeds) > 1}
     if len(several) > 1:
-        text += f"\n\n{against(several)}"
+        text += f"\n\n{against(several, study.starts)}"
         if options.reach is not None:
             text += f"\n\n{to_level(several, options.reach)}"
     text += f"\n\n{by_part(runs, study.parts)}" if study.parts else ""

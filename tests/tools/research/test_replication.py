@@ -85,10 +85,13 @@ def curves_to(*ends: float) -> list[StudyCurve]:
 
 
 def test_differences_have_welchs_interval_and_holms_p() -> None:
-    lines = replication.against({"one": curves_to(1, 2, 3), "two": curves_to(1, 2, 6)}).splitlines()
+    arms = {"one": curves_to(1, 2, 3), "two": curves_to(1, 2, 6)}
+    lines = replication.against(arms).splitlines()
     # Means 2 and 3, variances 1 and 7: t = -1 / sqrt(8 / 3) = -0.6124 with (8/3)^2 / ((1/9 + 49/9)
     # / 2) = 2.56 degrees of freedom; three alike cells are corrected to p = 1.
     assert lines[2] == "| two | 8 updates | -1.000 ±5.741 | 1 |"
+    # differences 0, 0, -3: mean -1, standard error 1, t(2) = 4.3027
+    assert "-1.000 ±4.303" in replication.against(arms, pairs=True).splitlines()[2]
     assert replication.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
 
 
