@@ -81,7 +81,7 @@ def _collected(
             for number in sorted(numbers):
                 *before, last = tree.actions(number)
                 outcome = last.scores.get("outcome")
-                budget = run.scheduler.get("budget", 3)
+                budget = run.scheduler.get("budget", 4)
                 turns = [judged.turn(environment, tree, node, task, budget) for node in before]
                 if not turns:
                     skipped["it has one turn only: there is nothing to judge"] += 1
