@@ -26,7 +26,8 @@ def beginning(path: Path) -> int:
 
 def fault(error: Exception) -> str:
     """Return what is wrong with a line that could not be decoded."""
-    if isinstance(error, UnicodeDecodeError):
+    # msgspec 0.23 raises a DecodeError instead
+    if isinstance(error, UnicodeDecodeError) or "UTF-8" in str(error):
         return f"not in UTF-8 ({error}): convert the file from its encoding, such as Latin-1"
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
