@@ -118,10 +118,9 @@ def _task(row: Any, where: str, verbatim: bool) -> Task:
     if isinstance(row, bytes):
         try:
             row = msgspec.json.decode(row)
-        except UnicodeDecodeError as error:
-            raise ValueError(jsonl.fault(error)) from None
         except jsonl.MALFORMED as error:
-            raise ValueError(f"not JSON: {jsonl.fault(error)}") from None
+            why = jsonl.fault(error)
+            raise ValueError(why if why.startswith("not in") else f"not JSON: {why}") from None
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__}, expected an object")
     question, prompt = row.get("question"), row.get("prompt")
