@@ -136,6 +136,22 @@ def _methods(
 
 
 _ON_A_LAKE = {"outcome": 64, "grpo": 8, "vpr": 64, "vpr-v2": 16, "slate": 13}
+_GROUPS = [
+    ("grpo", "{k=4}", 16), ("grpo", "{k=16}", 4), ("slate", "{k=3}", 21), ("slate", "{k=9}", 7),
+    ("vineppo", "{continuations=1}", 14), ("vineppo", "{continuations=2}", 8),
+]  # fmt: skip
+"""Other groups of a method, and the questions of an update that sample as many moves."""
+
+
+def _groups() -> dict[str, Arm]:
+    """Return the arms of the lake with other groups: as ``_methods`` makes them, at 3e-4."""
+    arms = dict[str, Arm]()
+    for method, options, count in _GROUPS:
+        arm = _methods(_LAKE, {method: count}, rates=("3e-4",))[f"{method}, 3e-4"]
+        changes = [*arm.changes, f"scheduler.strategy_options={options}"]
+        arms[f"{method}, {options[1:-1]}"] = Arm(arm.config, changes)
+    return arms
+
 
 _ABLE = ["data.options.size=6", "data.options.horizon=15", "warm_start.skill=0.8"]
 _PRM = [
@@ -260,6 +276,7 @@ STUDIES = {
     "lake-rates": Study("success", _methods(
         _LAKE, _ON_A_LAKE, rates=("1e-4", "1e-3")
     ), seeds=3, ceiling=0.905),
+    "lake-groups": Study("success", _groups(), seeds=2, ceiling=0.905),
     "lake-starts": Study("success", _methods(
         _LAKE, _ON_A_LAKE, rates=("3e-4",)
     ), ceiling=0.905, starts=True),
@@ -268,7 +285,7 @@ STUDIES = {
     }, updates=40), seeds=2, ceiling=0.836),
     "sokoban-6": Study("success", _methods(_ALIKE, {
         "outcome": 64, "grpo": 8, "tree-grpo": 10, "vpr": 64, "vpr-v2": 16, "slate": 13,
-    }, updates=60), seeds=3, ceiling=1.0),
+    }, updates=60, rates=("3e-4", "1e-3", "1e-4")), seeds=3, ceiling=1.0),
     "vpr-oracles": Study("return", {
         "minimax": Arm(_TTT, ["judges.use.tictactoe={kind='minimax'}", *_SHORT]),
         "MCTS 1000x10, tolerance 0.1": Arm(_TTT, _SHORT),
