@@ -16,6 +16,7 @@ from coppice.actors.environments import registry
 from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.actors.environments.task_files import listed, load_tasks
 from coppice.common import shards
+from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.ledger.journal import Journal, JournalError
 from coppice.tools.evaluating import judged
 from coppice.tools.evaluating.examination import repeated
@@ -81,7 +82,7 @@ def _collected(
             for number in sorted(numbers):
                 *before, last = tree.actions(number)
                 outcome = last.scores.get("outcome")
-                budget = run.scheduler.get("budget", 4)
+                budget = run.scheduler.get("budget", SchedulerConfig().budget)
                 turns = [judged.turn(environment, tree, node, task, budget) for node in before]
                 if not turns:
                     skipped["it has one turn only: there is nothing to judge"] += 1
