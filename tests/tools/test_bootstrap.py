@@ -35,6 +35,34 @@ def test_every_process_inherits_the_limits_of_the_kernel_caches_and_the_users_ow
     assert started(sys.executable, "-c", tool, cwd=ROOT, env=shell).stdout == "32 7\n"
 
 
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.parametrize("own", ["", "glibc.malloc.arena_max=2"])
+def test_a_command_takes_large_pages_and_reuses_blocks_unless_the_user_says_otherwise(
+    own: str,
+) -> None:
+    """Whether a block of 32 MB is in the heap, and Linux's flag "hg" of one of 128 MB."""
+    show = """if True:
+        import ctypes, re
+        from coppice.tools.bootstrap import ensure
+        ensure()
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype = ctypes.c_void_p
+        small, large = (libc.malloc(ctypes.c_size_t(n << 20)) for n in (32, 128))
+        form = "(?ms)^([0-9a-f]+)-([0-9a-f]+) ([^\\n]*)(.*?)^VmFlags: ([^\\n]*)"
+        maps = re.findall(form, open("/proc/self/smaps").read())
+        def of(at): return next(m for m in maps if int(m[0], 16) <= at < int(m[1], 16))
+        print("[heap]" in of(small)[2], "hg" in of(large)[4].split())
+    """
+    shell = os.environ | {"COPPICE_VENV": sys.prefix, "GLIBC_TUNABLES": own}
+    if not own:
+        del shell["GLIBC_TUNABLES"]
+    done = started(sys.executable, "-c", show, cwd=ROOT, env=shell)
+    lent = "[madvise]" in THP.read_text() if THP.exists() else False
+    assert done.stdout == f"{not own} {lent and not own}\n", done.stderr
+
+
 @pytest.mark.second
 def test_a_tool_starts_where_python_does_not_put_a_scripts_folder_on_its_path() -> None:
     shell = os.environ | {"PYTHONSAFEPATH": "1", "COPPICE_VENV": sys.prefix}
