@@ -21,11 +21,12 @@ class SchemeNeeds(msgspec.Struct, frozen=True, kw_only=True):
     per token: "value" (critic), "prm" (implicit reward model), "kl" (divergence from the initial
     policy), "log_ratio" (policy at the start of the update over the policy that sampled). prm_loss:
     the loss that must train the implicit reward model; "" allows any. reward: the one of several
-    columns that is the reward. equal: which trajectories of a group teach nothing by comparison:
-    those with equal "returns" (sums of rewards), or with equal rewards in all "turns".
-    pushes_equal: the setting that ends it, if a question whose trajectories all earn the same gets
-    an advantage other than 0; "" if it gets none. aggregation: how the source of the method weighs
-    the tokens of its loss (learner/update/objective.py).
+    columns that is the reward. shaped: whether another reward changes an advantage. equal: which
+    trajectories of a group teach nothing by comparison: those with equal "returns" (sums of
+    rewards), or with equal rewards in all "turns". pushes_equal: the setting that ends it, if a
+    question whose trajectories all earn the same gets an advantage other than 0; "" if it gets
+    none. aggregation: how the source of the method weighs the tokens of its loss
+    (learner/update/objective.py).
     """
 
     columns: frozenset[str]
@@ -34,6 +35,7 @@ class SchemeNeeds(msgspec.Struct, frozen=True, kw_only=True):
     models: frozenset[str] = frozenset()
     prm_loss: str = ""
     reward: str = ""
+    shaped: bool = True
     equal: Equal = "returns"
     pushes_equal: str = ""
     aggregation: Literal["turn", "trajectory", "token"] = "turn"

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from coppice.common import loop, options
+from coppice.common.numbers import LARGEST, Count
 from coppice.common.process import begin
 from coppice.judges.base import Judge, Player, PlugIn, Speaker, checked
 from coppice.wire import messages as wire
@@ -83,6 +84,17 @@ def make_worker(spec: str, settings: dict[str, Any]) -> PlugIn:
     whole = isinstance(worker, Player | Speaker) or (isinstance(worker, Judge) and worker.columns)
     if not whole or not worker.name:
         raise ValueError(f"judge {spec!r}: {_EXPECTED}")
+    kinds = {"concurrency": Count}
+    if isinstance(worker, Judge):
+        kinds |= {"batch": Count, "limits": tuple[float, float], "columns": tuple[str, ...]}
+    for name, hint in kinds.items():
+        value = getattr(worker, name)
+        try:
+            msgspec.convert(value, hint)
+            if name == "limits" and not all(abs(one) <= LARGEST for one in value):
+                raise ValueError(f"expected two numbers of at most {LARGEST:g}")
+        except ValueError as error:  # msgspec's are, too
+            raise ValueError(f"judge {spec!r}: {name} = {value!r}: {error}") from None
     return worker
 
 

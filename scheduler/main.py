@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import msgspec
 from coppice import scheduler
 from coppice.actors.environments import registry
 from coppice.common import loop, shards
-from coppice.common.concurrency import gather
+from coppice.common.concurrency import TaskGroup, gather
 from coppice.common.frontier import Frontier
 from coppice.common.phases import Phases
 from coppice.common.process import begin, starter
@@ -158,8 +158,8 @@ class Run:
         self._reporting = asyncio.create_task(self.reporter.work())
         try:
             await self._wait_for_workers()
-            await gather([self._begin(), self._train()])
-            await self.examination.evaluate("end")
+            await self._checked(gather([self._begin(), self._train()]))
+            await self._checked(self.examination.evaluate("end"))
             self.phases.enter("stopping")
             await self.stream.settle(LEAVE_S)
             await self.dismiss()
@@ -247,6 +247,14 @@ class Run:
     def _emit(self, tree: Tree, turns: list[Turn]) -> None:
         self.counts.update(dynamic_sampling.counted(turns, self.process.reward, self.process.equal))
         self.stream.emit(tree, turns)
+
+    async def _checked(self, work: Coroutine[Any, Any, object]) -> None:
+        """Do ``work``, unless a background task dies meanwhile, whose error is raised."""
+        async with TaskGroup() as group:
+            doing = group.start(work)
+            while not doing.done():
+                self._check()
+                await asyncio.wait([doing], timeout=CHECK_S)
 
     def _check(self) -> None:
         """Show others' records, and raise the error of a background task that died."""

@@ -114,7 +114,7 @@ class RunKeys:
         with _of_started_run(folder):
             pair = ((folder / name).read_text() for name in _SERVER_FILES)
             self.server_public, self.server_secret = pair
-        self._grants: dict[str, Grant] = {}
+        self._grants, self._files = dict[str, Grant](), dict[str, Grant]()
         self.reload()
 
     @classmethod
@@ -178,16 +178,21 @@ class RunKeys:
 
     def reload(self) -> None:
         """Read all grants anew. A damaged file grants nothing."""
-        grants: dict[str, Grant] = {}
+        files = dict[str, Grant]()
         for path in (self.folder / "peers").glob("*.json"):
             try:
                 grant = msgspec.json.decode(path.read_bytes(), type=Grant)
-            except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
                 continue  # deleted meanwhile, or not written by ``mint``
+            except OSError:  # of a network file system, for one: what the file said still holds
+                if (held := self._files.get(path.name)) is None:
+                    continue
+                grant = held
             if path.stem.startswith(_INVITED) and grant.columns is None:  # by an older checkout
                 grant = msgspec.structs.replace(grant, columns=COLUMNS)
-            grants[grant.public] = grant
-        self._grants = grants
+            files[path.name] = grant
+        self._files = files
+        self._grants = {grant.public: grant for grant in files.values()}
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether a peer with this key may connect: the credentials provider of ZeroMQ's

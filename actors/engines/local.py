@@ -66,7 +66,7 @@ class LocalEngine:
         self._loading = asyncio.Lock()
         self._held = ""
         """The digest of the whole weights that the model has, if it has any but the folder's."""
-        self._requests = 0
+        self._requests = self._loads = 0
 
     async def start(self) -> None:
         """Load the model. Raises MemoryError when it does not fit, ValueError if unsupported."""
@@ -175,7 +175,7 @@ class LocalEngine:
         """Run one step and sample a token for every sample that has logits."""
         start = time.monotonic()
         try:
-            decoding, logits = self.batch.step(self.version)
+            decoding, logits = self.batch.step(self._loads)
             if logits is not None:
                 self._sample(decoding, logits)
         finally:
@@ -225,7 +225,7 @@ class LocalEngine:
         if finish != "abort":
             active.samples[running.index] = running.sample(finish)
         active.left -= 1
-        self.batch.leave(running, finish != "abort" and active.version == self.version)
+        self.batch.leave(running, finish != "abort" and active.version == self._loads)
         if active.left:
             return
         samples = [sample for sample in active.samples if sample is not None]
@@ -245,6 +245,7 @@ class LocalEngine:
             weights.apply(self.model, self.folder, proven)
         self._held = request.digest if proven.kind == "full" else ""
         self.version = request.version
+        self._loads += 1  # a number may come again with other weights
         self.batch.forget()
         if self._pictures is not None:
             self._pictures.forget()

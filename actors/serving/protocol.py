@@ -97,6 +97,8 @@ def errors(
             if error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
                 reason = f"the body is too long, expected at most {largest} bytes"
             refused = RequestRefused(reason, error.status)
+        except web.RequestPayloadError as error:  # such as a body that is not compressed as it says
+            refused = RequestRefused(f"the body cannot be read: {' '.join(str(error).split())}")
         except ConnectionResetError:  # the client has hung up
             raise
         except Exception:

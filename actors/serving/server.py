@@ -131,6 +131,7 @@ class Server:
         switches = fields.chat_template_kwargs
         try:
             text = self.renderer.whole(conversation.messages, conversation.tools, switches)
+            text.encode()  # half of a surrogate pair in a call's arguments is no text
         except ValueError as error:
             raise RequestRefused(str(error)) from None
         return await self._encode(text)
@@ -231,7 +232,11 @@ def _one_of(functions: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the schema of a call of one of the functions, with their definitions at the root."""
     calls, moved = list[dict[str, Any]](), dict[str, Any]()
     for place, function in enumerate(functions):
-        text = msgspec.json.encode(function.get("parameters") or {"type": "object"}).decode()
+        given = function.get("parameters") or {"type": "object"}
+        for key in _DEFINITIONS:
+            if not isinstance(given.get(key) or {}, dict):
+                raise unexpected(f"tools.{key}", given[key], "an object")
+        text = msgspec.json.encode({k: v for k, v in given.items() if v is not None}).decode()
         for key in _DEFINITIONS:
             text = text.replace(f'"#/{key}/', f'"#/$defs/{place}.')
         parameters = msgspec.json.decode(text)

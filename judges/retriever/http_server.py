@@ -64,14 +64,21 @@ def main() -> None:
     add("--port", type=int, default=8000)
     options = vars(parser.parse_args())
     host, port = options.pop("host"), options.pop("port")
+    try:
+        config = msgspec.convert(options, RetrieverConfig)
+    except msgspec.ValidationError as error:
+        parser.error(str(error))
 
     async def served() -> web.Application:
         stack = AsyncExitStack()
-        app = application(await stack.enter_async_context(opened(RetrieverConfig(**options))))
+        app = application(await stack.enter_async_context(opened(config)))
         app.on_cleanup.append(lambda app: stack.aclose())
         return app
 
-    web.run_app(served(), host=host, port=port)
+    try:
+        web.run_app(served(), host=host, port=port)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

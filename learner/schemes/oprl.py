@@ -45,6 +45,7 @@ def needs(base: Base, variant: Variant, outcome: str, step_reward: str, **_: obj
     unlike = "learner.scheme_options.base = 'grpo' or 'rloo'"
     return SchemeNeeds(
         columns=frozenset(columns), reward=outcome, group="task", least=2, models=frozenset(models),
+        shaped=variant != "process",
         pushes_equal=unlike if base == "reinforce_pp" else "", aggregation="trajectory",
     )  # fmt: skip
 

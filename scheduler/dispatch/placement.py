@@ -152,8 +152,8 @@ class Generation(Place):
     def choose(self, workers: Sequence[Worker], avoid: frozenset[str]) -> Worker | None:
         fleet = self.fleet
         for worker in workers:
-            if CAPACITY in worker.stats:
-                fleet.residency.limit(worker.name, worker.stats[CAPACITY])
+            if (tokens := worker.stats.get(CAPACITY, 0.0)) > 0:  # 0: unknown, or none free now
+                fleet.residency.limit(worker.name, tokens)
         free, tree = roomy(workers, avoid), self._growing()
         if not (fitting := [worker for worker in free if self._fits(tree, worker.name)]):
             return None

@@ -74,7 +74,6 @@ class Examination:
             pairs = await gather(work)
         done = [pair for pair in pairs if pair is not None]
         result = evaluation.summarise(weights.version, self.environment, done)
-        journal.save_evaluation(weights.version, name, msgspec.to_builtins(result))
         measures, headline = result.measures, result.headline
         if headline in measures:
             how = f"{e.questions} tasks, temperature {e.temperature}, options {e.options}"
@@ -85,6 +84,8 @@ class Examination:
             newest = self.metrics.newest.get(f"count/{key}", 0.0)
             values[f"count/{key}"] = max(newest, float(self.runtime.counts[key]))
         self.metrics.record(weights.version, values)
+        # last: what dies before this is evaluated again
+        journal.save_evaluation(weights.version, name, msgspec.to_builtins(result))
         print(report.heldout_line(name, result, time.monotonic() - start), flush=True)
 
     async def _examine(

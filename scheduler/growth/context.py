@@ -19,6 +19,7 @@ import numpy as np
 from coppice.actors.environments.base import Action, Dropped, Spent, Task, Transition
 from coppice.common import support
 from coppice.scheduler.growth import answers, routing
+from coppice.scheduler.growth.failures import plugged
 from coppice.scheduler.growth.services import Runtime, Services
 from coppice.scheduler.growth.text import Shown
 from coppice.scheduler.growth.tree import DROPPED, Fork, Node, Tree
@@ -42,7 +43,8 @@ class Context:
 
     async def plant(self) -> None:
         """Add the root unless there is one: the first prompt, or what all prompts share."""
-        state = await asyncio.to_thread(self.environment.initial, self.task)
+        with plugged():
+            state = await asyncio.to_thread(self.environment.initial, self.task)
         self.state_type = type(state)
         if not self.tree.nodes:
             head, _ = self.services.rendered(state)
@@ -54,7 +56,8 @@ class Context:
         node = self.tree.tip(trajectory)
         if node.parent >= 0 or (self.environment.begins_with_prompt and not self.environment.fresh):
             return node
-        state = await self.environment.open(self.after(node), self.services)
+        with plugged():
+            state = await self.environment.open(self.after(node), self.services)
         return self._show(state, trajectory, 0)
 
     async def generate(self, node: Node, n: int, trajectory: int | None = None) -> list[Node]:
@@ -110,7 +113,8 @@ class Context:
             return None
         try:
             state, action, tools = self.state(node), self.action(node), self._tools(node)
-            transition = await self.environment.step(state, action, tools)
+            with plugged():
+                transition = await self.environment.step(state, action, tools)
         except Dropped as fault:
             return self._drop(node, fault)
         self.runtime.counts["environment_steps"] += 1
@@ -144,7 +148,8 @@ class Context:
         for node in nodes:
             state, action, tools = self.state(node), self.action(node), self._tools(node)
             with contextlib.suppress(Dropped):
-                tried = await self.environment.step(state, action, tools)
+                with plugged():
+                    tried = await self.environment.step(state, action, tools)
                 columns = {} if tried.reward is None else {"step_reward": tried.reward}
                 node.scores |= answers.given(self.environment.name, columns)
 

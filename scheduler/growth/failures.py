@@ -1,9 +1,11 @@
 """Whose fault an exception is that ends a tree: the tree's, which is quarantined, or the run's."""
 
 import asyncio
+import contextlib
 import errno
 import sqlite3
 import traceback
+from collections.abc import Iterator
 
 from coppice.scheduler.ledger.journal import JournalError
 
@@ -18,6 +20,18 @@ def is_of_the_run(error: BaseException) -> bool:
         return task is None or task.cancelling() > 0
     machine = isinstance(error, OSError) and error.errno in MACHINE
     return machine or isinstance(error, JournalError | sqlite3.Error | MemoryError)
+
+
+@contextlib.contextmanager
+def plugged() -> Iterator[None]:
+    """Turn into RuntimeError what no plug-in may raise, as asyncio ends a process for SystemExit:
+    ``sys.exit()`` of a library, a panic of Rust code."""
+    try:
+        yield
+    except (Exception, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise RuntimeError(brief(error)) from error
 
 
 def traced(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from coppice.actors.environments.base import Dropped, Spent, Transition
 from coppice.common.concurrency import gather
 from coppice.scheduler.growth import answers
 from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.failures import plugged
 from coppice.scheduler.growth.tree import Node
 from coppice.wire.messages import Sample
 
@@ -67,7 +68,8 @@ async def advance(ctx: Context, position: Position, sample: Sample) -> Position 
     tools = ctx.services.during(spent, replies)
     try:
         async with ctx.runtime.continuations:
-            transition = await environment.step(position.state, action, tools)
+            with plugged():
+                transition = await environment.step(position.state, action, tools)
     except Dropped as fault:
         log.warning("a continuation of tree %d is dropped: %s", ctx.tree.id, fault)
         ctx.runtime.counts[fault.count] += 1
@@ -84,7 +86,7 @@ async def advance(ctx: Context, position: Position, sample: Sample) -> Position 
         if not ctx.runtime.longest or ctx.settings.max_action_tokens <= room:
             return place
     if not environment.outcome_judge:
-        return None if transition.done else environment.outgrown(state).outcome or 0.0
+        return None if transition.done else float(environment.outgrown(state).outcome or 0.0)
     turn = environment.concluded(ctx.task, position.state, action, state, step, ctx.settings.budget)
     (judgement,) = await ctx.services.judgements(environment.outcome_judge, [turn])
     return judgement.scores.get("outcome")

@@ -26,11 +26,15 @@ def play(door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     head = "import os, signal, subprocess, sys, time\n\ndef run(task):\n    "
 
-    async def play(agent: str | list[str], *, row: dict[str, Any] = TASK, **options: Any) -> Ended:
+    async def play(
+        agent: str | list[str] | ForkServer, *, row: dict[str, Any] = TASK, **options: Any
+    ) -> Ended:
         if isinstance(agent, str):
             (tmp_path / "agent_of_a_test.py").write_text(head + agent.replace("\n", "\n    "))
         name = "agent_of_a_test:run" if isinstance(agent, str) else ""
-        server = ForkServer([] if name else list(agent), name, **options)
+        server = agent
+        if not isinstance(server, ForkServer):
+            server = ForkServer([] if name else list(server), name, **options)
         episode = Episode(door.gateway, server, row, 20.0)
         try:
             await episode.start()
@@ -96,9 +100,11 @@ async def test_an_import_that_waits_for_ever_is_told(
 ) -> None:
     monkeypatch.setattr(episode, "IMPORT_S", 1.0)
     monkeypatch.setattr(episode, "CLOSE_S", 0.1)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (tmp_path / "agent_that_imports.py").write_text("import library_that_waits\n")
-    (tmp_path / "library_that_waits.py").write_text("import time\ntime.sleep(600)\n")
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(installed))
+    (installed / "agent_that_imports.py").write_text("import library_that_waits\n")
+    (installed / "library_that_waits.py").write_text("import time\ntime.sleep(600)\n")
     server = ForkServer([], "agent_that_imports:run")
     with pytest.raises(OSError, match=r"no agent began in 1 s: does an import wait\?"):
         await server.start(b"{}", {}, 2**30)
@@ -155,3 +161,29 @@ async def test_the_end_of_the_fork_server_ends_its_episodes(door: Door) -> None:
     assert keepers and not psutil.wait_procs(keepers, timeout=20)[1]
     await episode.close()
     await server.close()
+
+
+HELPER = 'import os, sys\nSEEN = os.environ.get("COPPICE_FOLDER") or sys.exit("no episode")\n'
+
+
+@pytest.mark.parametrize("own", ["helper_of_a_test.py", "package_of_a_test/__init__.py"])
+async def test_an_agents_own_modules_are_imported_in_its_episode(
+    play: Play, tmp_path: Path, own: str
+) -> None:
+    (tmp_path / own).parent.mkdir(exist_ok=True)
+    (tmp_path / own).write_text(HELPER)
+    agent = tmp_path / "package_of_a_test" / "main.py"
+    if agent.parent.exists():
+        module, body = "package_of_a_test.main", ""
+    else:
+        agent, module, body = (
+            tmp_path / "agent_of_two.py",
+            "agent_of_two",
+            "import helper_of_a_test",
+        )
+    agent.write_text(f"{body}\ndef run(task):\n    return 1.0\n")
+    assert (await play(ForkServer([], f"{module}:run"))).reward == 1.0
+
+
+async def test_a_signal_without_a_name_is_told_by_its_number(play: Play) -> None:
+    assert (await play("os.kill(os.getpid(), 40)")).fault == "killed by signal 40"

@@ -324,6 +324,19 @@ async def test_definitions_of_several_tools_with_equal_names_are_kept_apart(clie
         assert arguments == {"x": {"v": {"one": 1, "two": 2}[name]}}
 
 
+@pytest.mark.parametrize("definitions", [None, 5, [1]])
+async def test_definitions_that_are_no_object_are_left_out_or_refused(
+    client: Client, definitions: Any
+) -> None:
+    odd = tool("add", parameters=schema({"a": {"enum": [1]}}, definitions=definitions))
+    body = ASKED | {"tools": [odd], "tool_choice": "required"}
+    status, answer = await client.post("chat/completions", body)
+    assert status == (200 if definitions is None else 400)
+    if definitions is not None:
+        expected = f"`tools.definitions`: {definitions}: expected an object"
+        assert answer["error"]["message"] == expected
+
+
 async def test_a_required_call_that_a_stop_string_cuts_is_text(client: Client) -> None:
     answer = await client.chat(**ASKED, tool_choice="required", stop=["arguments"])
     (one,) = answer["choices"]

@@ -148,6 +148,9 @@ def standing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     body = "class Plain(Judge): name, columns = 'plain', ('a',)\nmade = Plain()\n"
     body += "class Nameless(Judge): columns = ('a',)\nclass Bare(Judge): name = 'j'\n"
     body += "class Other: name, columns = 'j', ('a',)\n"
+    wrong = {"columns": "'ab'", "batch": "0", "concurrency": "0", "limits": "(0, float('inf'))"}
+    for name, value in wrong.items():
+        body += f"class Odd_{name}(Plain): {name} = {value}\n"
     (tmp_path / "plugs.py").write_text(f"from coppice.judges.base import Judge\n{body}")
     (tmp_path / "torn.py").write_text("class (")
     monkeypatch.chdir(tmp_path)
@@ -168,6 +171,10 @@ def standing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("torn:Nope", "run", [], "'torn:Nope': SyntaxError: invalid syntax (torn.py, line 1)"),
         ("plugs:made", "run", [], "judge 'plugs:made': made is no class"),
         *((f"plugs:{name}", "run", [], "a name and columns") for name in UNFINISHED),
+        ("plugs:Odd_columns", "run", [], "columns = 'ab': Expected `array`, got `str`"),
+        ("plugs:Odd_batch", "run", [], "'plugs:Odd_batch': batch = 0: Expected `int` >= 1"),
+        ("plugs:Odd_concurrency", "run", [], "concurrency = 0: Expected `int` >= 1"),
+        ("plugs:Odd_limits", "run", [], "limits = (0, inf): expected two numbers of at most"),
         ("plugs:Plain", "run", ["a=1"], "unknown to plugs:Plain, which takes no options"),
         ("plugs:Plain", "run", ["a"], "option 'a': expected KEY=VALUE"),
     ],

@@ -2,6 +2,7 @@
 learner did meanwhile. A resume refuses a journal that is older than the checkpoint."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
+from coppice.scheduler.evaluation import best
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.main import Run
 from coppice.scheduler.telemetry import health
@@ -194,3 +196,32 @@ async def test_an_evaluation_that_is_overdue_is_made_at_a_resume(
     await resumed.live()
     evaluated = [(version, name) for version, name, _ in journal_of(tmp_path).evaluations()]
     assert evaluated == [(0, "start"), (3, "v3"), (4, "end")]
+
+
+async def test_what_dies_in_the_last_evaluation_ends_the_run(tmp_path: Path, llama: Path) -> None:
+    house = House(tmp_path, llama)
+    evaluate = house.run.examination.evaluate
+
+    async def broken(name: str) -> None:
+        if name == "end":
+            house.run.dispatcher.roster.failure = ZeroDivisionError("of the receive loop")
+            await asyncio.sleep(600)
+        await evaluate(name)
+
+    house.run.examination.evaluate = broken  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ZeroDivisionError, match="of the receive loop"):
+        await house.live()
+
+
+async def test_an_evaluation_that_was_not_recorded_is_made_again(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(best, "keep", lambda *parts: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await House(tmp_path, llama).live()
+    (tmp_path / "learner.json").write_text("{}")  # of a learner without checkpoints
+    await House(tmp_path, llama).live()
+    assert [name for _, name, _ in journal_of(tmp_path).evaluations()] == ["start", "end"]
+    rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [row["version"] for row in rows if "heldout/return" in row] == [0, UPDATES]

@@ -145,3 +145,8 @@ def test_the_order_is_trained_turns_begun_trees_age_depth_and_siblings() -> None
     shuffled = random.Random(0).sample(wanted, len(wanted))
     ranks = [place.rank() for place in wanted]
     assert sorted(place.rank() for place in shuffled) == ranks
+
+
+def test_an_actor_without_room_for_a_token_now_gets_trees_like_one_that_tells_no_capacity() -> None:
+    world = World(capacity=0)
+    assert [world.start(world.call(tree, own(tree, 25))) for tree in range(4)] == [*"abab"]

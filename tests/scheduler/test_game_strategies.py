@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from coppice.actors.environments.game import Game
@@ -16,6 +17,7 @@ from coppice.common.concurrency import gather
 from coppice.judges.oracles.sudoku import SudokuOracle
 from coppice.judges.oracles.tictactoe import MinimaxPlayer, TicTacToeOracle
 from coppice.scheduler.config import SchedulerConfig
+from coppice.scheduler.growth import rollouts
 from coppice.scheduler.growth.strategies import chain, mc_value
 from coppice.scheduler.growth.text import Text
 from coppice.wire import messages as wire
@@ -171,3 +173,20 @@ async def test_after_a_crash_no_finished_game_is_played_or_valued_again(
     await stage.grow(strategy, tree, **options)
     assert len(stage.services.generated) == asked
     assert stage.groups[1] == turns
+
+
+class WholeLoss(Sudoku):
+    """Declares its loss as a person may: without a point."""
+
+    loss = -1
+
+
+async def test_a_continuation_that_outgrows_the_context_counts_as_lost(
+    tmp_path: Path, llama: Path
+) -> None:
+    context = staged(tmp_path, llama, WholeLoss("sudoku_compact", size=4, blanks=4)).anew()
+    await context.plant()
+    (action,) = await context.generate(await context.tip(), 1)
+    context.runtime = msgspec.structs.replace(context.runtime, longest=60)
+    before = rollouts.position_before(context, action)
+    assert await rollouts.outcomes(context, before, 8) == [-1.0] * 8

@@ -64,6 +64,10 @@ class Failing(TicTacToe):
         raise error
 
 
+class GaveUp(BaseException):
+    """What no handler of Exception sees, like the panic of a library in Rust."""
+
+
 Play = Callable[..., Awaitable[list[TreeRow]]]
 
 
@@ -93,13 +97,16 @@ async def test_an_exception_of_one_tree_quarantines_it_and_the_run_goes_on(
     play: Play, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cancelled, deep = asyncio.CancelledError("nobody's"), RecursionError("deep")
-    rows = await play(errors=[ValueError("odd \ud800"), cancelled, deep, None])
+    ends = [SystemExit("a library's"), GaveUp("a panic")]
+    rows = await play(errors=[ValueError("odd \ud800"), cancelled, deep, None, *ends])
     assert [row.status for row in rows].count("closed") == QUESTIONS * UPDATES
     reasons = sorted(str(row.reason) for row in rows if row.status == "quarantined")
     assert [reason.partition("\n")[0] for reason in reasons] == [
         "CancelledError: nobody's",
         "OverflowError: can't serialize ints < -2**63 or > 2**64 - 1",
         "RecursionError: deep",
+        "RuntimeError: GaveUp: a panic",
+        "RuntimeError: SystemExit: a library's",
         "ValueError: odd \\ud800",
     ]
     assert all("Traceback (most recent call last)" in reason for reason in reasons)

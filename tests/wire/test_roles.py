@@ -117,3 +117,15 @@ def test_a_damaged_key_file_grants_nothing_and_names_stay_in_the_folder(tmp_path
         with pytest.raises(ValueError, match="no key is named"):
             keys.revoke(name)
     assert os.path.exists(tmp_path / "outside.json")
+
+
+def test_a_grant_that_cannot_be_read_for_a_moment_still_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = RunKeys.create(tmp_path)
+    own = keys.mint("actor-0", ("generate",))
+    grant = keys.grant(own.public)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda path: os.fstat(-1))
+        keys.reload()
+    assert keys.grant(own.public) == grant

@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         # the reader (head, less) has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError, sqlite3.DatabaseError) as error:
+    except (OSError, ValueError, OverflowError, sqlite3.DatabaseError) as error:
         damaged = f"{options.run} is no journal of a run, or a damaged one ({error})"
         database = isinstance(error, sqlite3.DatabaseError)
         return gave_up("coppice trees", damaged if database else error)
@@ -126,7 +126,7 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
         judges = importlib.import_module("coppice.research.judge_trial")
         print(visible("\n".join(judges.tried(journal, table, below, options))))
     elif options.count:
-        by = options.count.split(",")
+        by = [*dict.fromkeys(options.count.split(","))]
         check_columns("--count", by, table)
         _print(table.group_by(by).len("count").sort(by), width)
     elif options.html:

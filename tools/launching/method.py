@@ -265,6 +265,8 @@ def _rewards(config: Config, scheme: Scheme, gives: StrategyGives) -> Iterator[s
     w, needs, default, say = config.learner, scheme.needs, LearnerConfig(), partial(setting, config)
     reads, keys = say("learner.scheme"), "reward_scale reward_clip soft_overlong kl_reward_coef"
     changed = [say(f"learner.{k}") for k in keys.split() if getattr(w, k) != getattr(default, k)]
+    if changed and not needs.shaped:
+        yield f"{changed[0]} has no effect: {reads} with its options reads no outcome; remove it"
     if config.scheduler.dynamic_sampling_budget:
         changed.append(say("scheduler.dynamic_sampling_budget"))
         if needs.group == "batch" or gives.size < 2:

@@ -296,7 +296,9 @@ class Episode:
         if reading.done() and not reading.cancelled():
             fault = fault or reading.result()
         if code and not fault:
-            fault = f"exit status {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+            names = {one.value: one.name for one in signal.Signals}  # without most real-time ones
+            killed = names.get(-code, f"signal {-code}")
+            fault = f"exit status {code}" if code > 0 else f"killed by {killed}"
         reward = self._returned if self.session.reward is None else self.session.reward
         return Ended(reward, fault, self._said.decode(errors="replace"))
 

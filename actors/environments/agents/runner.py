@@ -227,18 +227,22 @@ def _become(command: list[str]) -> NoReturn:
 
 def _libraries(names: set[str]) -> list[str]:
     """The modules among ``names`` that are of Python or installed, not the episode's."""
-    roots = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
     files = {name: getattr(sys.modules[name], "__file__", None) or "" for name in names}
-    return sorted(
-        name for name, file in files.items() if file.startswith(roots) or "site-packages" in file
-    )
+    return sorted(name for name, file in files.items() if _installed(file))
+
+
+def _installed(file: str) -> bool:
+    roots = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
+    return file in ("built-in", "frozen") or file.startswith(roots) or "site-packages" in file
 
 
 def _preload(module: str) -> None:
     """Import what the module imports at its top. Failures are told in the episode."""
     with contextlib.suppress(Exception):
-        spec = importlib.util.find_spec(module)
-        body = ast.parse(Path(str(spec and spec.origin)).read_text()).body
+        # not find_spec, which imports the packages above the module
+        places = (Path(root, *module.split(".")) for root in sys.path)
+        files = (f for p in places for f in (p.with_suffix(".py"), p / "__init__.py"))
+        body = ast.parse(next(f for f in files if f.is_file()).read_text()).body
         for node in body:
             if isinstance(node, ast.Import):
                 _import([alias.name for alias in node.names])
@@ -248,8 +252,11 @@ def _preload(module: str) -> None:
 
 def _import(names: list[str]) -> None:
     for name in names:
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
+        # what is not installed is the agent's own, and may read the episode's key as it is imported
+        with contextlib.suppress(Exception, SystemExit):
+            spec = importlib.util.find_spec(name.partition(".")[0])
+            if name in sys.modules or (spec and _installed(spec.origin or "")):
+                importlib.import_module(name)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ def test_trees_are_found_by_their_columns_and_texts(
         (["--where", "reword > 1"], "reword"),
         (["--where", "reward > 9"], "none of 5 trees matches"),
         (["--tree", "17"], "the journal holds trees 0 to 5"),
+        (["--tree", "9" * 20], "too large"),
         (["--diff", "1", "x"], "--diff x: "),
         (["--diff", "elsewhere"], "no journal at elsewhere"),
         (["--judge", "text"], "no such column; expected one of logprob, outcome_below, "),
@@ -170,7 +171,7 @@ def test_why_an_episode_crashed_is_always_shown(tmp_path: Path, said: Said) -> N
 
 def test_groups_are_listed_filtered_and_counted(run: Path, said: Said) -> None:
     assert listed(said(main, run, "--groups", "--where", "step = 1 and spread > 0.3")) == [4, 3, 2]
-    counts = said(main, run, "--groups", "--count", "version,texts").split()
+    counts = said(main, run, "--groups", "--count", "version,texts,texts").split()
     assert counts == ["version", "texts", "count", "0", "2", "3", "1", "2", "2"]
     (group,) = frames.sql(run, "SELECT * FROM groups WHERE tree = 4").to_dicts()
     asked = {"question": "What is the capital of country 4?", "chosen": "answer 4 plus"}

@@ -36,6 +36,7 @@ MEMORY = [*SGLANG, "learner.publish=both", "learner.lora.rank=0"]
 URL = [*SGLANG, "actors.sglang.way=url", 'actors.sglang.urls=["http://h"]']
 ARGUMENTS = "actors.sglang.arguments"
 OWN = "actors.engine=engine_here:Own"
+PROCESS = ["method=oprl", "learner.scheme_options={variant='process'}"]
 DECOUPLED = ["learner.correction=decoupled", "learner.minibatches=1"]
 HYBRID = ["learner.sharding=hybrid", "learner.count=4"]
 KL_TWICE = ["method=search-r1", "learner.scheme_options.kl_coef=0.1", "learner.kl_coef=0.1"]
@@ -264,6 +265,7 @@ def test_the_documented_ways_to_an_own_judge_load(tmp_path: Path, monkeypatch: P
         (["scheduler.strategy_options={selection='best-of-k', eta=0.5}"], "no effect"),
         ([*DECOUPLED, "learner.correction_options.clip_high=0.3"], "no effect"),
         (["scheduler.strategy=full", "learner.scheme=prime"], "cross_entropy"),
+        ([*PROCESS, "learner.reward_scale=10.0"], "reward_scale = 10.0 has no effect"),
         (KL_TWICE, "count it again"),
         (["learner.sharding=fsdp", "learner.count=1"], "no effect"),
         (["learner.sharding=fsdp", "learner.shard_ranks=2"], "shard_ranks = 2 has no effect with"),
