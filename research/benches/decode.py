@@ -148,8 +148,11 @@ def _serve() -> None:
 # ---------------------------------------------------------------------------------------- the bench
 
 
-def run(model: str = "", peer: Literal["vllm", "generate"] = "vllm") -> dict[str, Any]:
-    """Return the least ratio of all cells, and each side's speeds. model: a name or a folder."""
+def run(
+    model: str = "", peer: Literal["vllm", "generate"] = "vllm", allocator: bool = False
+) -> dict[str, Any]:
+    """Return the least ratio of all cells, and each side's speeds. model: a name or a folder.
+    allocator: whether the peer too gets the settings of glibc with which Coppice starts."""
     from coppice.research import venvs
     from coppice.research.benches import result
     from coppice.research.benches.prefill import model_folder
@@ -161,7 +164,8 @@ def run(model: str = "", peer: Literal["vllm", "generate"] = "vllm") -> dict[str
     for dtype in ("bfloat16", "float32"):
         command = [python, str(Path(__file__).resolve()), peer, folder, dtype]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        other = subprocess.Popen(command, env=os.environ | _VLLM, **pipes)
+        own = _VLLM if allocator else _VLLM | {"GLIBC_TUNABLES": ""}
+        other = subprocess.Popen(command, env=os.environ | own, **pipes)
         assert other.stdin is not None and other.stdout is not None
         with other, _ours(folder, dtype) as (sample, vocabulary):
             for number in range(ROUNDS + 1):

@@ -159,6 +159,7 @@ def peer(load: PeerLoad, model: Path, folder: Path, dtype: str) -> Round:
     variables = {
         "PYTHONPATH": str(importable()), "OMP_NUM_THREADS": str(THREADS),
         "MKL_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+        "GLIBC_TUNABLES": "",  # as its users start it
     }  # fmt: skip
     command = [python, "-m", "coppice.research.benches.peer", str(folder / "work.json")]
     peaks = memory.watch(command, folder / "printed", variables)
