@@ -33,6 +33,8 @@ _TITLE = 1000
 _MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_ARENA_MAX": -8}
 """glibc reads these variables when a process is started anew; a fork calls mallopt with these
 numbers."""
+_PR_SET_THP_DISABLE = 41
+"""Linux then lends a process no large pages, for which the server's own settings ask."""
 
 
 def serve(withheld: Collection[str]) -> None:
@@ -137,6 +139,9 @@ def _live(
     for name, number in _MALLOPT.items():
         if name in environment:
             ctypes.CDLL(None).mallopt(number, int(environment[name]))
+    if not environment.get("GLIBC_TUNABLES", "unset"):
+        rest = map(ctypes.c_ulong, (1, 0, 0, 0))
+        ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, *rest)
     for library, setter in (("torch", "set_num_threads"), ("faiss", "omp_set_num_threads")):
         if library in sys.modules:
             getattr(sys.modules[library], setter)(int(environment["OMP_NUM_THREADS"]))

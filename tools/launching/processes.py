@@ -227,11 +227,11 @@ _ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": "1048576",
     "MALLOC_TRIM_THRESHOLD_": "1048576",
     "MALLOC_ARENA_MAX": "2",
+    "GLIBC_TUNABLES": "",  # those of tools/bootstrap.py would make such memory dear
 }
 """glibc's settings for a learner rank: memory of a tensor of 1 MiB or more returns to the system
-when the tensor is freed. With glibc's defaults the heap of a rank grew to twice its contents
-(docs/performance.md). A decoding engine and a rank of few weights would save little memory and lose
-time: a third of an update."""
+when the tensor is freed. Otherwise the heap of a rank grew to twice its contents. A decoding engine
+and a rank of few weights would save little memory and lose time (docs/performance.md)."""
 FEW_WEIGHTS = 20e6
 
 
