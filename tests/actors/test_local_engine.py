@@ -428,11 +428,13 @@ async def test_overlapping_loads_are_done_in_the_order_in_which_they_were_asked_
     assert worst(model, (GREEDY.tokens, result)) < TOLERANCE
 
 
+@pytest.mark.parametrize("version", [0, 1])
 async def test_a_swap_while_a_prompt_is_prefilled_keeps_its_mixed_keys_out_of_the_cache(
-    local: Local, tmp_path: Path, llama: Path
+    local: Local, tmp_path: Path, llama: Path, version: int
 ) -> None:
+    """Also if the new weights bear the number of those that the engine has."""
     engine = await local(prefill_tokens=4)
-    update, model = noised(tmp_path, llama, 1)
+    update, model = noised(tmp_path, llama, version)
     prompt = ids(39, 200)
     task = asyncio.create_task(engine.generate(GenerateRequest(prompt, 1, Sampling(2))))
     while not engine.counts["prefilled_tokens"]:

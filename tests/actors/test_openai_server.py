@@ -383,3 +383,10 @@ async def test_the_messages_dialect_is_served_with_calls_and_counts(client: Clie
     assert counted == message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"]
     status, answer = await client.post("messages", body | {"model": "claude"})
     assert (status, answer["error"]["type"]) == (404, "not_found_error")
+
+
+async def test_a_body_that_is_not_compressed_as_it_says_is_refused(client: Client) -> None:
+    url, headers = f"{client.url}/chat/completions", {"Content-Encoding": "gzip"}
+    async with client.session.post(url, data=b"{}", headers=headers) as response:
+        assert response.status == 400
+        assert "the body cannot be read" in (await response.json())["error"]["message"]

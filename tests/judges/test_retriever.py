@@ -2,6 +2,7 @@
 refused with its reason."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from coppice.judges.retriever import http_server
 from coppice.judges.retriever.encoder import Encoder, model_folder
 from coppice.judges.retriever.hot import HotQueries
 from coppice.judges.retriever.http_client import SearchR1Client, contents_of, title_and_text
@@ -258,3 +260,16 @@ async def test_the_query_used_longest_ago_leaves_the_cache_first() -> None:
     for topk in (0, 1001):
         with pytest.raises(DataFault, match=f"topk {topk}: expected 1 to 1000"):
             await retriever.handle(RetrieveRequest(["x"], topk), None)  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [("--threads 0", "Expected `int` >= 1 - at `$.threads`"), ("", "/nowhere holds no index")],
+)
+def test_a_server_that_cannot_start_says_why_in_one_line(
+    options: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["http_server", "--index", "/nowhere", *options.split()])
+    with pytest.raises(SystemExit):
+        http_server.main()
+    assert said in capsys.readouterr().err.splitlines()[-1]
