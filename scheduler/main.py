@@ -235,7 +235,6 @@ class Run:
         while not self.pacing.finished:
             self.open_trees.moved.clear()
             self.open_trees.admit()
-            self._check()
             for tree in self.outdated[:REMOVED_AT_ONCE]:
                 self.journal.remove(tree)
             del self.outdated[:REMOVED_AT_ONCE]

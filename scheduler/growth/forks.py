@@ -1,6 +1,7 @@
 """Trees of whole trajectories that fork from each other (docs/methods-table.md). A path is sampled
 to its end first and forked afterwards, which gives the same distribution as growing level by level.
-Trajectory numbers are the strategy's; after a crash, forks are drawn as before."""
+Trajectory numbers are the strategy's. After a crash a tree may draw other forks than it would have
+drawn."""
 
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -42,14 +42,15 @@ THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def test_a_command_takes_large_pages_and_reuses_blocks_unless_the_user_says_otherwise(
     own: str,
 ) -> None:
-    """Whether a block of 32 MB is in the heap, and Linux's flag "hg" of one of 128 MB."""
+    """Whether a block of 32 MB is in the heap, and Linux's flag "hg" of one of 1,200 MB, which is larger than
+    a large page of any processor."""
     show = """if True:
         import ctypes, re
         from coppice.tools.bootstrap import ensure
         ensure()
         libc = ctypes.CDLL(None)
         libc.malloc.restype = ctypes.c_void_p
-        small, large = (libc.malloc(ctypes.c_size_t(n << 20)) for n in (32, 128))
+        small, large = (libc.malloc(ctypes.c_size_t(n << 20)) for n in (32, 1200))
         form = "(?ms)^([0-9a-f]+)-([0-9a-f]+) ([^\\n]*)(.*?)^VmFlags: ([^\\n]*)"
         maps = re.findall(form, open("/proc/self/smaps").read())
         def of(at): return next(m for m in maps if int(m[0], 16) <= at < int(m[1], 16))

@@ -30,11 +30,6 @@ _environment: dict[str, str] = {}
 """The server's variables."""
 _TITLE = 1000
 """Bytes of the server's command line, in which forks write theirs."""
-_MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_ARENA_MAX": -8}
-"""glibc reads these variables when a process is started anew; a fork calls mallopt with these
-numbers."""
-_PR_SET_THP_DISABLE = 41
-"""Linux then lends a process no large pages, for which the server's own settings ask."""
 
 
 def serve(withheld: Collection[str]) -> None:
@@ -136,12 +131,6 @@ def _live(
     with log.open("ab") as errors:
         os.dup2(errors.fileno(), 2)
         os.dup2(errors.fileno() if shown is None else shown.fileno(), 1)
-    for name, number in _MALLOPT.items():
-        if name in environment:
-            ctypes.CDLL(None).mallopt(number, int(environment[name]))
-    if not environment.get("GLIBC_TUNABLES", "unset"):
-        rest = map(ctypes.c_ulong, (1, 0, 0, 0))
-        ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, *rest)
     for library, setter in (("torch", "set_num_threads"), ("faiss", "omp_set_num_threads")):
         if library in sys.modules:
             getattr(sys.modules[library], setter)(int(environment["OMP_NUM_THREADS"]))

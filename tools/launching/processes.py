@@ -22,7 +22,6 @@ from coppice.judges.serve import PLAYERS, JudgeProcess, built_in_service, make_w
 from coppice.judges.slate import SlateRules
 from coppice.learner import schemes
 from coppice.learner.config import LearnerConfig, LearnerProcess
-from coppice.learner.model.memory import sizes
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
 from coppice.scheduler.dispatch.bounds import JudgeGives
 from coppice.scheduler.telemetry.tracking import KEYS
@@ -67,9 +66,7 @@ def make(config: Config, assets: Assets, run: Path) -> list[PlannedProcess]:
         plan.append(process)
         bodies[process.file] = body
     if not w.outside:
-        few = 0 < sizes(Path(assets.model))[1] < FEW_WEIGHTS
-        meeting = {} if config.cluster.on else _meeting(run, w)
-        plan += _ranks(w, meeting, {} if few else _ALLOCATOR)
+        plan += _ranks(w, {} if config.cluster.on else _meeting(run, w))
     (run / "processes").mkdir(parents=True, exist_ok=True)
     for name, body in bodies.items():
         text = msgspec.json.format(msgspec.json.encode(body), indent=1)
@@ -223,18 +220,6 @@ def key_variables(settings: Any) -> frozenset[str]:
     return own.union(*map(key_variables, inner))
 
 
-_ALLOCATOR = {
-    "MALLOC_MMAP_THRESHOLD_": "1048576",
-    "MALLOC_TRIM_THRESHOLD_": "1048576",
-    "MALLOC_ARENA_MAX": "2",
-    "GLIBC_TUNABLES": "",  # those of tools/bootstrap.py would make such memory dear
-}
-"""glibc's settings for a learner rank: memory of a tensor of 1 MiB or more returns to the system
-when the tensor is freed. Otherwise the heap of a rank grew to twice its contents. A decoding engine
-and a rank of few weights would save little memory and lose time (docs/performance.md)."""
-FEW_WEIGHTS = 20e6
-
-
 def _meeting(run: Path, learner: LearnerConfig) -> dict[str, str]:
     """Let the ranks meet at a file of the run folder, which needs no port, and talk over the
     loopback: torch authenticates neither."""
@@ -247,13 +232,11 @@ def _meeting(run: Path, learner: LearnerConfig) -> dict[str, str]:
     return {"COPPICE_RANKS": str(run / f"ranks-{secrets.token_hex(4)}")} | own
 
 
-def _ranks(
-    learner: LearnerConfig, meeting: dict[str, str], allocator: dict[str, str]
-) -> Iterator[PlannedProcess]:
+def _ranks(learner: LearnerConfig, meeting: dict[str, str]) -> Iterator[PlannedProcess]:
     """Plan the learner's ranks. A single rank meets nobody. meeting: where they meet; on a cluster,
-    rank 0's node says so, and each has its own GPU. allocator: see ``_ALLOCATOR``."""
+    rank 0's node says so, and each has its own GPU."""
     for rank in range(learner.count):
-        own = dict(allocator)
+        own = dict[str, str]()
         if learner.count > 1:
             own |= meeting | {"WORLD_SIZE": str(learner.count), "RANK": str(rank)}
             own["LOCAL_WORLD_SIZE"] = str(learner.count) if meeting else "1"

@@ -4,7 +4,6 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 
 import psutil
 
@@ -17,7 +16,6 @@ def main() -> None:
         "argv": sys.argv,
         "environment": dict(os.environ),
         "session": os.getsid(0) == os.getpid() != os.getsid(server.pid) == server.pid,
-        "large pages": "THP_enabled:\t1" in Path("/proc/self/status").read_text(),
         "torch": "torch" in sys.modules and sys.modules["torch"].get_num_threads(),
         "server": [server.pid, server.num_threads(), server.environ()],
     }
