@@ -9,6 +9,8 @@ host. No message has the key.
 """
 
 import asyncio
+import contextlib
+import json
 import os
 import random
 import time
@@ -189,6 +191,10 @@ class JsonClient:
         try:
             return msgspec.json.decode(answer)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            with contextlib.suppress(ValueError, RecursionError, msgspec.DecodeError):
+                # half a surrogate pair, such as of an emoji that was cut
+                text = json.dumps(json.loads(answer), ensure_ascii=False)
+                return msgspec.json.decode(text.encode(errors="replace"))
             self.counts["failures"] += 1
             raise InfrastructureFault(
                 f"{self.url}{path} answered no JSON ({error}): is it the right URL?"

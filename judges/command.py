@@ -19,7 +19,7 @@ from coppice.wire.sockets import is_loopback
 _EVERY_ADDRESS = ("0.0.0.0", "[::]", "*")
 EXAMPLES = """\
   coppice serve my_judge:Brevity --run RUN              a judge of your own
-  coppice serve pprm --run RUN --option max_tokens=512  a built-in one
+  coppice serve pprm_rules --run RUN                    a built-in one
   coppice serve --run RUN --invite judge.brevity --to invitation.json
   coppice serve my_judge:Brevity --invite-file invitation.json"""
 

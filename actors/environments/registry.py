@@ -1,5 +1,6 @@
 """The built-in environments by name. The name of your own environment is ``module:Class``."""
 
+import inspect
 from typing import Any
 
 from coppice.actors.environments.base import Environment
@@ -28,10 +29,15 @@ def load(name: str, options: dict[str, Any]) -> Environment:
         check_choice(setting, name, BUILT_IN, ", or module:Class")
     kind = imported(setting, BUILT_IN.get(name, name))
     arguments = checked("data.options", name, kind.__init__, options, ("self",))
+    declared = inspect.signature(kind).parameters.values()
+    plain = [p for p in declared if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if lacking := [p.name for p in plain if p.default is p.empty and p.name not in arguments]:
+        raise ValueError(f"data.options of {name}: expected {lacking}, which have no default")
     try:
         return kind(**arguments)
-    except ValueError as error:
-        raise ValueError(f"data.options of {name}: {error}") from None
+    except (ValueError, LookupError, TypeError) as error:
+        cause = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"data.options of {name}: {cause}{error}") from None
 
 
 def makes_tasks(environment: Environment) -> bool:

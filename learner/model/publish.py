@@ -226,15 +226,22 @@ def sums(tensors: dict[str, torch.Tensor]) -> list[_Hashed]:
     return found
 
 
+class _Announced(Weights, frozen=True):
+    newest: int = 0
+
+
 def announced(run: Path) -> int:
-    """Return the version of ``RUN/learner.json``, 0 if there is none that can be read."""
+    """Return the newest version of which ``RUN/learner.json`` told in any start, 0 if there is none
+    that can be read."""
     with contextlib.suppress(OSError, *MALFORMED):
-        return msgspec.json.decode((run / "learner.json").read_bytes(), type=Weights).version
+        said = msgspec.json.decode((run / "learner.json").read_bytes(), type=_Announced)
+        return max(said.version, said.newest)
     return 0
 
 
 def announce(run: Path, weights: Weights, trained: dict[int, int] | None = None) -> None:
     """Write ``RUN/learner.json``, which a scheduler reads when it starts. trained: the version of
     each group trained after the newest checkpoint, whose trees are admitted no second time."""
-    newest = msgspec.structs.asdict(weights) | {"trained": runs(trained or {})}
-    write_whole(run / "learner.json", newest)
+    newest = max(weights.version, announced(run))
+    said = msgspec.structs.asdict(weights) | {"trained": runs(trained or {}), "newest": newest}
+    write_whole(run / "learner.json", said)

@@ -279,8 +279,9 @@ class Corrected(msgspec.Struct, frozen=True):
 
     def needs_proximal(self, steps: int) -> bool:
         """True if all tokens must be forwarded before the first of ``steps`` optimizer steps: with
-        one step, only for a sequence's tokens in other micro-batches."""
-        return self.level == "sequence" or (self.declared.ratio == "proximal" and steps > 1)
+        one step, only for a sequence's tokens in other micro-batches. A plug-in may read them."""
+        reads = self.declared.ratio == "proximal" or ":" in self.name
+        return self.level == "sequence" or (reads and steps > 1)
 
     @property
     def follows(self) -> bool:

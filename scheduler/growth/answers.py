@@ -51,8 +51,9 @@ def sampled(
         fault = _fault(sample, request.sampling.max_tokens, vocabulary, oldest, versions.newest)
         if not fault and sample.experts is not None:
             rows = len(request.tokens) + len(sample.tokens) - 1 - request.sampling.experts_from
-            if sample.experts.ndim != 2 or len(sample.experts) != rows:
-                fault = f"experts of shape {sample.experts.shape}, expected {rows} rows"
+            shape, kind = sample.experts.shape, sample.experts.dtype
+            if kind.kind not in "iu" or len(shape) != 2 or shape[0] != rows:
+                fault = f"{kind} experts of shape {shape}, expected {rows} rows of integers"
         if fault:
             raise InfrastructureFault(f"{fault}: mend the engine")
 
@@ -76,7 +77,9 @@ def _fault(sample: Sample, most: int, vocabulary: int, oldest: int, newest: int)
         bounds = f"{versions.min()} to {versions.max()}"
         return f"tokens of the policy versions {bounds}, expected {oldest} to {newest}"
     try:
-        support.decode(sample.support or b"", len(tokens))
+        left = support.decode(sample.support or b"", len(tokens))
     except ValueError as error:
         return f"an unreadable support ({error})"
+    if left is not None and not left.has(tokens).all():
+        return "a token that its own support lacks"
     return ""

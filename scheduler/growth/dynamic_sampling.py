@@ -21,14 +21,18 @@ def differs(
 ) -> bool:
     """Whether the trajectories of any group, or ``across`` all groups, differ in the scores of
     ``column``: in their sums over the turns ("returns"), or turn by turn ("turns"). One without any
-    score is left out."""
+    score is left out, and one without a sum, as the learner makes it (``Trajectories.total``)."""
     found = set[tuple[float, ...]]()
     for group in groups:
-        rewards: dict[int, list[float]] = {}
+        trajectories: dict[int, list[Turn]] = {}
         for turn in group:
-            if column in turn.scores:
-                rewards.setdefault(turn.trajectory, []).append(turn.scores[column])
-        own = {(math.fsum(r),) if equal == "returns" else tuple(r) for r in rewards.values()}
+            trajectories.setdefault(turn.trajectory, []).append(turn)
+        several, own = trajectories.values(), set[tuple[float, ...]]()
+        whole = equal == "returns" and any(column in t.scores for s in several for t in s[:-1])
+        for turns in several:
+            rewards = [turn.scores[column] for turn in turns if column in turn.scores]
+            if rewards and (len(rewards) == len(turns) or not whole):
+                own.add((math.fsum(rewards),) if equal == "returns" else tuple(rewards))
         found = found | own if across else own
         if len(found) > 1:
             return True

@@ -84,9 +84,10 @@ async def test_what_a_function_printed_is_kept_when_it_is_killed(play: Play) -> 
     assert len(end.said) == TAIL
 
 
-async def test_a_reward_that_is_no_number_is_told_by_its_own_line(play: Play) -> None:
-    end = await play('return "Paris"')
-    said = "ValueError: agent_of_a_test:run returned 'Paris': expected a finite"
+@pytest.mark.parametrize("answer", ["Paris", "42"])
+async def test_a_reward_that_is_no_number_is_told_by_its_own_line(play: Play, answer: str) -> None:
+    end = await play(f"return {answer!r}")
+    said = f"ValueError: agent_of_a_test:run returned {answer!r}: expected a finite"
     assert end.fault == "exit status 1" and end.error.startswith(said)
 
 

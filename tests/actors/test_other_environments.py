@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from coppice.actors.environments.base import Diverged, Environment
+from coppice.actors.environments import base
+from coppice.actors.environments.base import POLICY, Diverged, Dropped, Environment
 from coppice.actors.environments.bfcl.environment import Bfcl
 from coppice.actors.environments.others.in_process import Gymnasium, InThisPython, TextArena
 from coppice.actors.environments.others.worker import Turned
@@ -172,6 +173,7 @@ async def test_the_horizon_ends_an_episode() -> None:
         (lambda: Gymnasium("Taxi-v3"), "Taxi"),
         (lambda: Gymnasium("CartPole-v1"), r"renders \['human', 'rgb_array'\], expected 'ansi'"),
         (lambda: TextArena("NoGame-v0"), "TicTacToe-v0"),
+        (lambda: TextArena("GuessTheNumber-v0", second=0.5), "without effect with one player"),
         (lambda: TextArena("GermanWhist-v0", players=3), "players = 3: it does not begin: .*two-p"),
     ],
 )
@@ -189,6 +191,22 @@ async def test_first_states_that_are_made_in_threads_do_not_disturb_each_other()
     made = await asyncio.gather(*(asyncio.to_thread(environment.initial, task) for task in tasks))
     for state, alone in zip(made, expected.values(), strict=True):
         assert await played(environment, state, "a") == await played(Drawn(), alone, "a")
+
+
+async def test_a_game_that_ends_before_the_policy_acts_is_dropped() -> None:
+    pytest.importorskip("textarena")
+
+    class Nonsense(base.Tools):
+        async def say(self, *_: Any, **__: Any) -> str:
+            return "nonsense"
+
+    environment, tools = TextArena("TicTacToe-v0", players=2, second=1.0), Nonsense()
+    state = await environment.open(environment.initial(environment.task(3)), tools)
+    with pytest.raises(Dropped, match="over before the policy acted"):
+        await environment.step(state, environment.read(state, "<action>[4]</action>"), tools)
+    assert environment.speakers == (POLICY,), (
+        "whose replies an interrupted evaluation asks for anew"
+    )
 
 
 def test_what_a_library_cannot_play_is_no_refused_action() -> None:

@@ -59,6 +59,11 @@ async def test_a_post_carries_its_body_and_a_get_none() -> None:
     ]
 
 
+async def test_half_a_surrogate_pair_is_replaced_and_a_pair_is_kept() -> None:
+    async with client(answers(200, body=b'{"a": "cut \\ud83d", "b": "\\ud83d\\ude00"}')) as c:
+        assert await c.get("/x") == {"a": "cut ?", "b": "\U0001f600"}
+
+
 @pytest.mark.parametrize("body", [b"", b"ok.", b'{"a": "\xff"}', b"[" * 100_000])
 async def test_an_answer_that_cannot_be_decoded_is_a_fault(body: bytes) -> None:
     async with client(answers(200, body=body)) as c:

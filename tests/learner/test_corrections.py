@@ -239,3 +239,13 @@ def test_ratios_are_taken_over_tokens_but_for_the_corrections_of_sequences() -> 
         name for name in corrections.CORRECTIONS if corrections.load(name, {}).level == "sequence"
     }
     assert sequences == {"sequence_mask", "geometric_mask", "gspo"}
+
+
+def test_a_plug_in_gets_the_policy_when_the_update_began() -> None:
+    own, built_in = (
+        corrections.Corrected(name, corrections.ppo_clip, {}, "token", corrections.Declared())
+        for name in ("mine:own", "ppo_clip")
+    )
+    assert (own.needs_proximal(2), own.needs_proximal(1), built_in.needs_proximal(2)) == (
+        True, False, False,
+    )  # fmt: skip

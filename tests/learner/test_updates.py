@@ -20,7 +20,7 @@ from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.forest.trees import pack
 from coppice.learner.model import checkpoint
 from coppice.learner.model.optimizer import Stepper
-from coppice.learner.model.publish import announce, publish
+from coppice.learner.model.publish import announce, announced, publish
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.batches import Inbox
 from coppice.learner.update.trainer import Batch
@@ -312,6 +312,12 @@ def test_published_adapters_merged_equal_the_policy(tmp_path: Path, make: Make) 
     with torch.no_grad():
         expected = made.policy.causal(ids).logits
         assert_close(exported(ids).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_newest_version_of_all_starts_is_remembered(tmp_path: Path) -> None:
+    for version in (4, 2, 3):
+        announce(tmp_path, Weights(version))
+    assert announced(tmp_path) == 4
 
 
 def test_after_a_step_back_the_newest_weights_stay_and_undone_ones_go(

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from coppice.common import support
 from coppice.scheduler.dispatch.weight_sync import Versions
 from coppice.scheduler.growth import answers
 from coppice.wire import messages as wire
@@ -43,6 +44,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"versions": VERSIONS + 1}, "policy versions 4 to 5, expected 3 to 4"),
     ({"versions": VERSIONS - 1}, "policy versions 2 to 3, expected 3 to 4"),
     ({"support": b"\xff"}, "an unreadable support"),
+    ({"support": support.encode([[5, 6], [5]])}, "a token that its own support lacks"),
+    ({"experts": np.zeros((2, 1), np.float32)}, "float32 experts"),
 ]
 
 

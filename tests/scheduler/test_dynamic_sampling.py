@@ -29,6 +29,7 @@ SPREADS = [
     (turns([1.0], [0.0]), True, True),
     (turns([1.0], [None]), False, False),  # an unknown reward is no spread
     (turns([0.1, 0.2], [0.2, 0.1]), False, True),
+    (turns([1.0, 1.0], [1.0, 1.0], [1.0, None]), False, True),  # a sum that lacks a turn is unknown
     ([], False, False),
 ]
 

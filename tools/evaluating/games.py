@@ -153,7 +153,10 @@ def prepare(flags: argparse.Namespace) -> Prepared:
     if flags.endpoint and not environment.fresh:
         raise ValueError(f"--endpoint: {flags.environment} shows no fresh prompt each turn")
     options, opponents, workers = _opponents(flags, environment, options)
-    halves = "second" in parameters and "second" not in options
+    shared = "second" in parameters and "second" not in options
+    halves = shared and isinstance(environment, Game)
+    if shared and getattr(environment, "players", 1) > 1:  # TextArena, which draws each task's side
+        options = options | {"second": 0.5}
     environment = _environment(flags.environment, options)
     if halves:
         each = [_environment(flags.environment, options | {"second": side}) for side in (0.0, 1.0)]
@@ -191,9 +194,7 @@ def _environment(name: str, options: dict[str, Any]) -> Any:
     except ValueError as error:
         said = str(error).replace("data.environment = ", "ENV ")
         raise ValueError(said.replace("data.options", "--option")) from None
-    except TypeError:  # an option without a default: the agent
-        environment = None
-    if environment is None or not registry.makes_tasks(environment):
+    if not registry.makes_tasks(environment):
         expected = "an environment that makes its own tasks (a game)"
         raise ValueError(f"ENV {name!r} reads task files: expected {expected}")
     return environment
@@ -271,6 +272,7 @@ class GamesEvaluation(Evaluation):
             # A baseline makes the same moves again by itself; a partner's replies would not be the
             # same again, so an interrupted conversation begins anew.
             calls.said.clear()
+            context.runtime.journal.uproot(context.tree.id)
         await context.plant()
         await strategies.load("chain")(context.tree, context)
 

@@ -34,12 +34,13 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class TrainingRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A line that ``coppice sft train`` reads. prompt: instead of messages. group: the question;
-    all rows of a group are held out together."""
+    all rows of a group are held out together. rendered: the prompt is in the chat format."""
 
     completion: str
     prompt: str = ""
     messages: tuple[ChatMessage, ...] = ()
     group: str = ""
+    rendered: bool = False
 
 
 def two_lines(text: str) -> str:

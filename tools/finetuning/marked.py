@@ -30,7 +30,7 @@ def marked_rows(
             if mark.mark in kinds and tree in trees:
                 *before, last = trees[tree].path(trees[tree].nodes[node])
                 prompt = "".join(above.text for above in before)
-                rows.append(TrainingRow(last.text, prompt=prompt, group=mark.task))
+                rows.append(TrainingRow(last.text, prompt, group=mark.task, rendered=True))
             else:
                 left_out[f"marked {mark.mark}" if tree in trees else "not in the journal"] += 1
     if not rows:

@@ -80,7 +80,7 @@ def read_rows(path: Path, text: "Text", end: Sequence[int] = ()) -> "list[Exampl
             raise ValueError(f"{path}:{number}: {which}; expected {expected}")
         own = [{"role": "user", "content": row.prompt}]
         chat = list(msgspec.to_builtins(row.messages)) or own
-        prompt = text.encode(text.prompt(chat)).tolist()
+        prompt = text.encode(row.prompt if row.rendered else text.prompt(chat)).tolist()
         completion = text.encode(row.completion).tolist()
         if not completion:
             empty = "the completion is empty: expected a text to learn; remove that line"

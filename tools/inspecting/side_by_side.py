@@ -53,6 +53,8 @@ def aligned_steps(trees: Sequence[tuple[Path, int | str]], width: int) -> str:
                 why = rows[0].reason if rows else "no such tree, expected its number"
                 raise ValueError(f"--diff {tree}: {run}: {why}")
             own = frames.nodes(journal, rows)
+        if own.is_empty():
+            raise ValueError(f"--diff {tree}: {run}: it has no nodes yet; choose another tree")
         title = f"{run.name}, tree {tree}, version {rows[0].version}"
         names = [name for name in ("reward", *names[-1:]) if name in own.columns]
         steps = own.filter(frames.ACTION).partition_by("step", as_dict=True).items()

@@ -151,6 +151,10 @@ def faults(config: Config, served: Served, environment: Environment) -> Iterator
     yield from _strategy(config, strategy.gives, environment)
     if fault := _columns(config, scheme, strategy.gives, served, environment):
         yield f"{fault}{remedy}"
+    judge = served.get(f"judge.{s.judge}")
+    if isinstance(judge, Judge) and "outcome" in judge.columns:
+        own = "an episode's outcome is judged by the environment's own judge"
+        yield f"{say('scheduler.judge')} gives 'outcome' for every action: {own}; expected 'none'"
     yield from _models(config, scheme)
     yield from _rewards(config, scheme, strategy.gives)
 

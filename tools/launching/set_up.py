@@ -75,6 +75,11 @@ def _prepare(config: Config, model: Path, cache: Path) -> Assets:
     elif config.warm_start.steps:
         steps, named = setting(config, "warm_start.steps"), config.data.environment
         raise ValueError(f"{steps}: there is no warm start for {named!r}; set it to 0")
+    if environment.searches and not config.retriever.backend:
+        indexed = "indexes are built for search_qa and agents alone"
+        raise ValueError(
+            f"{config.data.environment!r} searches, and {indexed}: set retriever.backend"
+        )
     return Assets(str(model), config.data.train, config.data.heldout, config.retriever.backend)
 
 

@@ -53,7 +53,7 @@ def play(run: str, task: dict[str, Any]) -> None:
     if result is None:
         return
     try:
-        reward = float(result)
+        reward = math.nan if isinstance(result, str | bytes) else float(result)
     except (TypeError, ValueError):
         reward = math.nan
     if not math.isfinite(reward):

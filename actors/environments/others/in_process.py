@@ -178,6 +178,8 @@ class TextArena(InThisPython):
         actions: list[str] | None = None,
     ):
         super().__init__(horizon, actions or ())
+        if players == 1 and (second or opponent != POLICY):
+            raise ValueError(f"{second = }, {opponent = }: without effect with one player")
         try:
             import textarena
             from textarena.envs import registration
@@ -188,7 +190,7 @@ class TextArena(InThisPython):
             raise ValueError(f"id = {id!r}: TextArena has {names}")
         self._make = lambda: textarena.make(id)
         self.players, self.second, self.opponent = players, second, opponent
-        self.speakers = () if players == 1 or opponent == POLICY else (opponent,)
+        self.speakers = () if players == 1 else (opponent,)
         try:
             self.stands(0, (), None)
         except Exception as error:  # noqa: BLE001
@@ -217,7 +219,7 @@ class TextArena(InThisPython):
     async def open(self, state: Played, tools: Tools) -> Played:
         first = await self.ask(state.seed, (), None)
         turned, actions = await self.others(state, first, tools)
-        return Played(state.seed, turned.seen, actions, turned.reward)
+        return Played(state.seed, turned.seen, actions, turned.reward, over=turned.done)
 
     async def others(
         self, state: Played, turned: Turned, tools: Tools

@@ -18,13 +18,14 @@ FORMAT = "Reply with one action between <action> and </action>."
 
 class Played(msgspec.Struct, frozen=True):
     """A state: the seed, the actions of all players so far, what the next player sees now, the sum
-    of the rewards so far, and the policy's turns."""
+    of the rewards so far, and the policy's turns. over: others ended it before the policy acted."""
 
     seed: int
     seen: str
     actions: tuple[str, ...] = ()
     earned: float = 0.0
     turns: int = 0
+    over: bool = False
 
 
 class Mutable(Environment):
@@ -84,6 +85,8 @@ class Mutable(Environment):
         return Action("illegal" if action is None else "move", text, action)
 
     async def step(self, state: Played, action: Action, tools: Tools) -> Transition:
+        if state.over:
+            raise base.Dropped(f"{self.name}, seed {state.seed}: over before the policy acted")
         if action.argument is None:
             return self.outgrown(state)
         before = (await self.ask(state.seed, state.actions, None)).seen

@@ -215,7 +215,7 @@ class OpenEnv:
     def turn(self, action: str) -> tuple[str, float, bool]:
         try:
             fields = json.loads(action)
-        except ValueError:
+        except (ValueError, RecursionError):
             fields = action
         if not isinstance(fields, dict):
             if not self.field:

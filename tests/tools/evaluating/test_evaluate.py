@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -327,6 +328,35 @@ def test_an_interruption_changes_no_result(tmp_path: Path, said: Said) -> None:
     assert len(played(tmp_path / "parts")) == 12
     assert result(tmp_path / "parts")["measures"] == result(tmp_path / "whole")["measures"]
     assert parts.requests == whole_run.requests + 2, "no answer that was kept was asked for again"
+
+
+@pytest.mark.second
+def test_the_turns_of_an_interrupted_conversation_do_not_count(tmp_path: Path, said: Said) -> None:
+    asked = itertools.count(1)
+
+    async def reply(request: web.Request) -> web.Response:
+        if (number := next(asked)) == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.Event().wait()
+        action = "speak" if number <= 6 else "leave"
+        return chat(json.dumps({"action_type": action, "argument": "hello" if number <= 6 else ""}))
+
+    with served(reply) as url:
+        words = f"sotopia --endpoint {url} --endpoint-model m --games 1 --option side=first"
+        command = [*words.split(), "--out", str(tmp_path / "o")]
+        said(main, *command, status=130)
+        assert main(command) == 0
+    assert result(tmp_path / "o")["measures"]["turns"]["mean"] == 1
+
+
+def test_a_library_draws_the_sides_of_its_games(tmp_path: Path) -> None:
+    pytest.importorskip("textarena")
+    moves = ",".join(f'"[{n}]"' for n in range(9))
+    words = f"textarena --baseline random --games 2 --option players=2 --option actions=[{moves}]"
+    command = [*words.split(), "--option", "id=TicTacToe-v0", "--out", str(tmp_path)]
+    assert main(command) == 0
+    settings = result(tmp_path)["settings"]
+    assert (settings["options"]["second"], settings["sides"]) == (0.5, "as drawn")
 
 
 def test_other_settings_are_refused_by_name(tmp_path: Path, said: Said, refused: Said) -> None:

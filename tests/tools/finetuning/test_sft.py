@@ -430,6 +430,9 @@ def test_a_completion_ends_with_the_end_token_when_asked(llama: Path, tmp_path: 
     assert plain_row == chat_row
     assert chat_row.tokens[chat_row.start :] == [*text.encode("b").tolist(), 257]
     assert read_rows(path, text)[0].tokens == plain_row.tokens[:-1]
+    path.write_text('{"prompt": "a", "completion": "b", "rendered": true}\n')
+    (marked,) = read_rows(path, text)
+    assert marked.tokens == text.encode("ab").tolist(), "a run's prompt is in the chat format"
 
 
 def test_a_row_is_one_conversation(llama: Path, tmp_path: Path) -> None:

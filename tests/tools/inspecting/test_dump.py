@@ -109,8 +109,10 @@ def test_a_run_without_scores_or_rewards_is_listed_too(tmp_path: Path, said: Sai
         scores = {"risk": 1.0, "risk_min": 0.5} if i else {}
         tree.add(root, "action", ids(2), "answer", scores=scores)
         journal.start_tree(tree, i, 0)
+    journal.start_tree(Tree(2, "task2"), 2, 0)
     journal.close()
     assert listed(said(main, tmp_path, "--where", "risk_min = 0.5", "--list")) == [1]
+    assert "it has no nodes yet" in said(main, tmp_path, "--diff", "0", "2", status=2)
     assert "the run has none of the columns" in said(main, tmp_path, "--surprising", "1", status=2)
 
 

@@ -44,7 +44,7 @@ def test_a_marked_candidate_of_another_scheduler_is_a_row(run: Path) -> None:
     mark = {"tree": tree, "node": 1, "mark": "good", "task": task}
     (run / "marks.jsonl").write_text(json.dumps(mark))
     rows, left_out = marked_rows([run], ["good"])
-    assert [row.group for row in rows] == [task] and not left_out
+    assert [(row.group, row.rendered) for row in rows] == [(task, True)] and not left_out
 
 
 def test_the_trace_has_the_calls_of_all_trees(run: Path) -> None:

@@ -232,11 +232,13 @@ def plug_ins(tmp_path: Path, monkeypatch: Patch) -> None:
         (["scheduler.judge=slate_em"], "which nobody serves: add --set 'judges.use.slate_em={}'"),
         ([TALK.replace("PARTNER", "frozen")], "nobody serves: add --set 'judges.use.frozen={}'"),
         (["judges.use={slate_rules={}}"], "nobody serves: add --set 'judges.use.exact_match={}'"),
+        (["method=grpo", "scheduler.judge=exact_match"], "gives 'outcome' for every action"),
         (["judges.outside=['graded']"], "'graded', which the run does not ask: expected one of"),
         (["judges.use.graded_here:Graded={}", "scheduler.judge=gradd"], "did you mean 'graded'?"),
         (["judges.use.graded_here:Outcome={}", "scheduler.judge=outcome"], "'query', 'think']"),
         (["actors.engine=engine_here:Onw"], "has no attribute 'Onw'; expected module:Class"),
         ([OWN, "actors.engine_options={ puase_s = 1 }"], "['puase_s'] unknown to engine_here:Own"),
+        (['data={environment="gymnasium"}'], "gymnasium: expected ['id'], which have no default"),
         (["data.environment=raises_here:Game"], "= 'raises_here:Game': KeyError: 'key'"),
     ],
 )
