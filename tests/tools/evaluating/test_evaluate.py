@@ -335,16 +335,17 @@ def test_the_turns_of_an_interrupted_conversation_do_not_count(tmp_path: Path, s
     asked = itertools.count(1)
 
     async def reply(request: web.Request) -> web.Response:
-        if (number := next(asked)) == 6:
+        if (number := next(asked)) in (6, 8):
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.Event().wait()
         action = "speak" if number <= 6 else "leave"
         return chat(json.dumps({"action_type": action, "argument": "hello" if number <= 6 else ""}))
 
     with served(reply) as url:
-        words = f"sotopia --endpoint {url} --endpoint-model m --games 1 --option side=first"
-        command = [*words.split(), "--out", str(tmp_path / "o")]
+        words = f"sotopia --endpoint {url} --endpoint-model m --games 2 --option side=first"
+        command = [*words.split(), "--concurrency", "1", "--out", str(tmp_path / "o")]
         said(main, *command, status=130)
+        said(main, *command, status=130)  # the first conversation ends in this session
         assert main(command) == 0
     assert result(tmp_path / "o")["measures"]["turns"]["mean"] == 1
 
