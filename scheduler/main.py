@@ -235,6 +235,7 @@ class Run:
         while not self.pacing.finished:
             self.open_trees.moved.clear()
             self.open_trees.admit()
+            self._check()  # at each tree's end: an environment that breaks ends the run soon
             for tree in self.outdated[:REMOVED_AT_ONCE]:
                 self.journal.remove(tree)
             del self.outdated[:REMOVED_AT_ONCE]
