@@ -279,7 +279,7 @@ STUDIES = {
     "lake-groups": Study("success", _groups(), seeds=2, ceiling=0.905),
     "lake-starts": Study("success", _methods(
         _LAKE, _ON_A_LAKE, rates=("3e-4",)
-    ), ceiling=0.905, starts=True),
+    ), seeds=10, ceiling=0.905, starts=True),
     "lake-8": Study("success", _methods(_LAKE_8, {
         "outcome": 64, "grpo": 8, "tree-grpo": 10, "vpr": 64, "vpr-v2": 16, "slate": 13,
     }, updates=40), seeds=2, ceiling=0.836),
