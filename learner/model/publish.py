@@ -227,6 +227,8 @@ def sums(tensors: dict[str, torch.Tensor]) -> list[_Hashed]:
 
 
 class _Announced(Weights, frozen=True):
+    """newest: the newest version of all starts, from which a resume may have gone back."""
+
     newest: int = 0
 
 

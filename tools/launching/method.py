@@ -153,8 +153,8 @@ def faults(config: Config, served: Served, environment: Environment) -> Iterator
         yield f"{fault}{remedy}"
     judge = served.get(f"judge.{s.judge}")
     if isinstance(judge, Judge) and "outcome" in judge.columns:
-        own = "an episode's outcome is judged by the environment's own judge"
-        yield f"{say('scheduler.judge')} gives 'outcome' for every action: {own}; expected 'none'"
+        ends = "gives 'outcome' for every action, which is the end of an episode"
+        yield f"{say('scheduler.judge')} {ends}: expected 'none' or a judge without that column"
     yield from _models(config, scheme)
     yield from _rewards(config, scheme, strategy.gives)
 
