@@ -131,20 +131,23 @@ class Services(Tools):
         return (await self._call(f"judge.{judge}", wire.JudgeRequest(turns), check)).judgements
 
     def rendered(self, state: Any, thinking: bool | None = None) -> tuple[Shown, Shown]:
-        """The prompt in ``state``: what all turns share ("" where they append), and the rest."""
+        """The prompt in ``state``: what all turns share, and the rest. Where turns append to a
+        prompt, all of it is shared; where nothing begins with one, nothing is."""
         messages, tools = self.environment.prompt(self.task, state), self.environment.tools(state)
         thinking = self.settings.thinking if thinking is None else thinking
         text = self.runtime.text.prompt(messages, thinking, tools)
         if not self.environment.begins_with_prompt:
             return Shown(""), Shown(text)
         head, _, tail = text.partition(SPLIT)
+        if not self.environment.fresh:  # a question may hold the character
+            head, tail = head + tail.replace(SPLIT, ""), ""
         pictures: tuple[list[bytes], list[bytes]] = [], []
         split = False
         for part in vision.shown(messages):
             if isinstance(part, bytes):
                 pictures[split].append(part)
             else:
-                split = split or SPLIT in part
+                split = split or (self.environment.fresh and SPLIT in part)
         return Shown(head, tuple(pictures[0])), Shown(tail, tuple(pictures[1]))
 
     def encode(self, part: Shown) -> np.ndarray:

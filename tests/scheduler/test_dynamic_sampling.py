@@ -5,9 +5,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from coppice.learner.update.table import TurnTable
 from coppice.scheduler.config import EvaluationConfig
 from coppice.scheduler.growth.dynamic_sampling import counted, differs
 from coppice.wire import messages as wire
@@ -40,6 +42,15 @@ def test_returns_or_for_some_schemes_turns_that_differ_are_a_spread(
 ) -> None:
     assert differs([group], "reward", "returns") == returns
     assert differs([turns([1.0], [1.0]), group], "reward", "turns") == by_turn
+
+
+@pytest.mark.parametrize(("group", "returns"), [case[:2] for case in SPREADS if case[0]])
+def test_the_learner_sees_the_same_spread_of_returns(group: list[wire.Turn], returns: bool) -> None:
+    one, zero = np.ones(len(group), np.int64), np.zeros(len(group), np.int64)
+    trajectory, turn = np.array([(each.trajectory, each.turn) for each in group]).T
+    rewards = np.array([each.scores.get("reward", np.nan) for each in group])
+    _, totals = TurnTable(zero, zero, trajectory, turn, one, {"reward": rewards}).returns("reward")
+    assert (len({*totals[~np.isnan(totals)]}) > 1) == returns
 
 
 def test_trees_of_one_question_are_compared_with_each_other_where_a_scheme_does() -> None:

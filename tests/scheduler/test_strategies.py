@@ -164,6 +164,16 @@ async def test_a_dropped_episode_is_not_trained_though_its_judge_comes_later(
     assert stage.groups == []
 
 
+async def test_a_question_with_the_separator_of_fresh_prompts_keeps_its_end(
+    tmp_path: Path, llama: Path
+) -> None:
+    services = Stage(tmp_path, llama, []).context.services
+    services.task = Task("t1", "Which capital\x1eis it, in Bulgaria?", ["Sofia"])
+    head, tail = services.rendered(services.environment.initial(services.task))
+    assert "Which capitalis it, in Bulgaria?" in head.text
+    assert tail.text == ""
+
+
 async def test_candidates_of_a_failing_judge_have_one_score(tmp_path: Path, llama: Path) -> None:
     script = [[RIGHT, GOOD, RIGHT], [RIGHT] * 3]
     stage = Stage(tmp_path, llama, script, invalid=["think", "query", "answer"])

@@ -42,8 +42,8 @@ THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def test_a_command_takes_large_pages_and_reuses_blocks_unless_the_user_says_otherwise(
     own: str,
 ) -> None:
-    """Whether a block of 32 MB is in the heap, and Linux's flag "hg" of one of 1,200 MB, which is larger than
-    a large page of any processor."""
+    """Whether a block of 32 MB is in the heap, and Linux's flag "hg" of one of 1,200 MB, which is
+    larger than a large page of any processor."""
     show = """if True:
         import ctypes, re
         from coppice.tools.bootstrap import ensure

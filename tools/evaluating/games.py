@@ -30,6 +30,7 @@ from coppice.tools.evaluating import examination, players
 from coppice.tools.evaluating.examination import Evaluation, PolicyRow, Prepared, SampleMean
 from coppice.tools.evaluating.in_process import ResumedCalls
 from coppice.tools.evaluating.players import MeasuredPolicy, PlayerSettings, key_values
+from coppice.wire.faults import DataFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sample
 
 NO_MODEL = {name.removesuffix("_legal_move"): name for name in BASELINES}
@@ -184,7 +185,11 @@ def prepare(flags: argparse.Namespace) -> Prepared:
     config = settings.config(judges[0].name if oracle else UNJUDGED, strategy="chain")
     row = PolicyRow("", settings, policy, environment, config)
     workers += judges
-    work = lambda out: GamesEvaluation(row, workers, out, flags.concurrency).run()  # noqa: E731
+    try:
+        tasks = [environment.task(seed) for seed in range(flags.seed, flags.seed + flags.games)]
+    except DataFault as fault:
+        raise ValueError(fault) from None
+    work = lambda out: GamesEvaluation(row, tasks, workers, out, flags.concurrency).run()  # noqa: E731
     return Prepared(name, settings, work, lines, "played")
 
 
@@ -246,11 +251,12 @@ class GamesEvaluation(Evaluation):
 
     unit, done = "games", "played"
 
-    def __init__(self, row: PolicyRow, workers: Sequence[PlugIn], out: Path, concurrency: int):
-        s, self.row = row.settings, row
-        make: Any = row.environment
-        tasks = [("", make.task(seed)) for seed in range(s.seed, s.seed + s.games)]
-        super().__init__(out, tasks, concurrency, workers)
+    def __init__(
+        self, row: PolicyRow, tasks: Sequence[Task], workers: Sequence[PlugIn], out: Path,
+        concurrency: int,
+    ):  # fmt: skip
+        self.row = row
+        super().__init__(out, [("", task) for task in tasks], concurrency, workers)
 
     async def play(self) -> GamesResult:
         """Play the games that are not played yet."""

@@ -414,6 +414,7 @@ def test_torn_files_are_mended_or_named(tmp_path: Path) -> None:
         ("sudoku --baseline first --opponent random", "has no opponent"),
         ("tictactoe --model no/such/folder/here", "--model"),
         ("tictactoe --run no-such-run", "expected the folder of a run"),
+        ("bfcl --endpoint http://a/v1 --endpoint-model m --option wheel=pyproject.toml", "SHA-256"),
         ("tictactoe --endpoint http://localhost/v1", "--endpoint-model"),
         ("tictactoe --endpoint http://key@localhost/v1 --endpoint-model m", "without a key"),
     ],
