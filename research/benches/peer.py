@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -146,8 +147,10 @@ def rated(updates: Sequence[Update], peak_gib: float) -> Round:
     return Round(tokens / spent, spent / (len(updates) - 1), peak_gib)
 
 
-def peer(load: PeerLoad, model: Path, folder: Path, dtype: str) -> Round:
-    """A round of TRL."""
+def peer(
+    load: PeerLoad, model: Path, folder: Path, dtype: str, allocator: bool = False
+) -> Round:  # fmt: skip
+    """A round of TRL. allocator: see ``run``."""
     folder.mkdir()
     work = msgspec.to_builtins(load) | {
         "model": str(model), "prompts": prompts(load, model, 0, PEER_UPDATES),
@@ -159,8 +162,7 @@ def peer(load: PeerLoad, model: Path, folder: Path, dtype: str) -> Round:
     variables = {
         "PYTHONPATH": str(importable()), "OMP_NUM_THREADS": str(THREADS),
         "MKL_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-        "GLIBC_TUNABLES": "",  # as its users start it
-    }  # fmt: skip
+    } | ({} if allocator else {"GLIBC_TUNABLES": ""})  # fmt: skip
     command = [python, "-m", "coppice.research.benches.peer", str(folder / "work.json")]
     peaks = memory.watch(command, folder / "printed", variables)
     lines = (folder / "updates.jsonl").read_bytes().splitlines()
@@ -221,12 +223,14 @@ def _checked(load: PeerLoad, updates: list[Update]) -> list[Update]:
     return updates
 
 
-def compare(load: PeerLoad, model: Path, folder: Path, dtype: str, rounds: int) -> dict[str, Any]:
+def compare(
+    load: PeerLoad, model: Path, folder: Path, dtype: str, rounds: int, allocator: bool
+) -> dict[str, Any]:  # fmt: skip
     """Interleaved rounds of both; each ratio is the median over the rounds, above 1 where ours is
     faster, below where it is smaller."""
     measured: dict[str, list[Round]] = {"peer": [], "ours": []}
     for number in range(rounds):
-        for side, work in (("peer", peer), ("ours", ours)):
+        for side, work in (("peer", partial(peer, allocator=allocator)), ("ours", ours)):
             measured[side].append(work(load, model, folder / f"{side}{number}", dtype))
             print(f"round {number}, {side}: {measured[side][-1]}", file=sys.stderr, flush=True)
     pairs = list(zip(measured["ours"], measured["peer"], strict=True))
@@ -239,17 +243,18 @@ def compare(load: PeerLoad, model: Path, folder: Path, dtype: str, rounds: int) 
 
 def run(
     model: str = DEFAULT, loads: tuple[Literal["groups", "slate"], ...] = ("groups", "slate"),
-    dtype: Literal["float32", "bfloat16"] = "float32", rounds: Count = 3,
+    dtype: Literal["float32", "bfloat16"] = "float32", rounds: Count = 3, allocator: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Compare all loads. The ratio is the worst of (tokens a second over its goal, memory of the
-    peer over ours): 1 meets every goal. rounds: of each side."""
+    peer over ours): 1 meets every goal. rounds: of each side. allocator: whether TRL too gets the
+    settings of glibc with which Coppice starts; its users start it without."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         copy = endless(ensure_model(model, cache_folder()), folder / "model")
         rows = {}
         for name in loads:
             (folder / name).mkdir()
-            rows[name] = compare(LOADS[name], copy, folder / name, dtype, rounds)
+            rows[name] = compare(LOADS[name], copy, folder / name, dtype, rounds, allocator)
     worst = min(
         min(row["tokens_ratio"] / GOALS[name], 1 / row["memory_ratio"])
         for name, row in rows.items()
