@@ -270,16 +270,12 @@ def follow(trainer: Trainer) -> None:
             publisher.publish(trainer.version)
 
 
-def main() -> None:
-    begin()
-    process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=LearnerProcess)
-    w = process.learner
-    if w.publish != "file":  # as SGLang's servers do, or NCCL would hand memory over in two ways
-        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
-    ranks = Ranks(w.collective_timeout_s, w.sharding, w.shard_ranks, process.computing)
-    if ranks.count != w.count:
+def run(process: LearnerProcess, ranks: Ranks) -> None:
+    """Restore this rank and train until the stop."""
+    if ranks.count != process.learner.count:
         raise ValueError(
-            f"learner.count = {w.count}, and {ranks.count} ranks were started: start as many"
+            f"learner.count = {process.learner.count}, and {ranks.count} ranks were started: start"
+            " as many"
         )
     turns = Turns(Path(process.turns)) if process.turns and not ranks.rank else None
     if turns is not None:
@@ -292,11 +288,21 @@ def main() -> None:
         turns.give()
     version, compute = trainer.version, trainer.policy.compute
     log.info("rank %d of %d: version %d, %s", ranks.rank, ranks.count, version, compute)
+    if ranks.rank == 0:
+        loop.run(lead(trainer, process, state, warnings, turns))
+    else:
+        follow(trainer)
+
+
+def main() -> None:
+    begin()
+    process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=LearnerProcess)
+    w = process.learner
+    if w.publish != "file":  # as SGLang's servers do, or NCCL would hand memory over in two ways
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+    ranks = Ranks(w.collective_timeout_s, w.sharding, w.shard_ranks, process.computing)
     try:
-        if ranks.rank == 0:
-            loop.run(lead(trainer, process, state, warnings, turns))
-        else:
-            follow(trainer)
+        run(process, ranks)
     except BaseException:
         if ranks.count == 1:
             raise

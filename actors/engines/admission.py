@@ -32,7 +32,15 @@ class Admission:
         return bool(self.waiting or self.prefilling)
 
     def admit(self, version: int) -> None:
-        """Move the requests that can start from waiting to prefilling."""
+        """Move the requests that can start from waiting to prefilling. Those under way begin anew
+        with other weights, because no sample reads keys of an older version than its first token's.
+        """
+        for active in self.prefilling:
+            if active.version != version:
+                self.counts["cached_tokens"] -= active.cached
+                active.prefix.length = active.cached = 0
+                active.ending, active.version = None, version
+                active.experts.clear()
         later: list[ActiveRequest] = []
         tokens = sum(active.missing for active in self.prefilling)
         while self.waiting and tokens < self.prefill_tokens:

@@ -137,7 +137,7 @@ class CachedBatch:
         """No prefix is kept."""
 
     def stats(self) -> dict[str, float]:
-        return {"running": len(self.running())}
+        return {"running": sum(map(len, [*self._rows.values()]))}  # another thread changes it
 
 
 def _bytes(cache: Any) -> int:

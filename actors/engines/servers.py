@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import signal
 import sys
 import time
@@ -324,8 +325,11 @@ class Launched(Servers):
     async def start(self) -> None:
         """Start the server and wait for it. Raises InfrastructureFault with the end of its log."""
         # the server's Python may be another one, for which our PYTHONPATH holds wrong packages
-        own = {"PYTHONPATH": "", "PYTHONUNBUFFERED": "1"}
         kind, python = self.kind, self.config.python or sys.executable
+        # its packages' programs (ninja, for kernels that SGLang compiles) lie beside it
+        beside = Path(shutil.which(python) or python).absolute().parent
+        path = f"{beside}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        own = {"PYTHONPATH": "", "PYTHONUNBUFFERED": "1", "PATH": path}
         try:
             self._process = process = await asyncio.create_subprocess_exec(
                 python, Path(__file__).with_name("server_process.py"), kind.section,

@@ -240,7 +240,7 @@ class Environment(Protocol):
 
     def prompt(self, task: Task, state: Any) -> list[dict[str, Any]]:
         """Return the chat messages to which the policy replies. ``SPLIT`` ends the part that all
-        turns share.
+        turns share; before it, nothing may change.
 
         A message's content is a text, or a list of the parts {"type": "text", "text": str} and
         {"type": "image", "image": PNG bytes}.

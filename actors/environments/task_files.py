@@ -135,7 +135,10 @@ def _task(row: Any, where: str, verbatim: bool) -> Task:
     if (golds := row.get("golden_answers")) is None:
         golds = _inside(_inside(row, "reward_model"), "ground_truth").get("target")
     golds = [golds] if isinstance(golds, str) else golds or []
-    texts = isinstance(golds, list) and [g for g in golds if isinstance(g, str) and g.strip()]
+    for gold in golds if isinstance(golds, list) else ():
+        if not isinstance(gold, str):
+            raise ValueError(f"a gold answer is {gold!r}, expected a text: write it in quotes")
+    texts = isinstance(golds, list) and [gold for gold in golds if gold.strip()]
     if not texts and (golds or not verbatim):
         raise ValueError(
             "no gold answer: expected golden_answers or reward_model.ground_truth.target"

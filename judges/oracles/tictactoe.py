@@ -78,8 +78,9 @@ class TicTacToeOracle(RuleJudge):
     Columns: reward (1 for a valid move, else 0); optimal, the same by exact minimax, for the log;
     valid_share, valid moves / legal moves. kind: "mcts", or "minimax" for exact values, which takes
     no other option. tolerance: a difference of returns in [-1, 1]; 0 is the paper's arg max.
-    simulations, rollouts, uct_c, solve: see ``Search``. seed: of the first search; every search has
-    a new seed, so that a position's error differs each time.
+    simulations, rollouts, uct_c: see ``Search``, which does not solve here, because it would stop
+    before it has tried every best move. seed: of the first search; every search has a new seed, so
+    that a position's error differs each time.
     """
 
     name = "tictactoe"
@@ -98,14 +99,13 @@ class TicTacToeOracle(RuleJudge):
         rollouts: Count = 10,
         tolerance: Annotated[float, msgspec.Meta(ge=0, le=2)] = 0.1,
         uct_c: NotNegative = 2.0,
-        solve: bool = False,
         seed: int = 0,
     ):
-        self.search = Search(simulations, rollouts, uct_c, solve)
+        self.search = Search(simulations, rollouts, uct_c)
         if kind == "minimax" and (self.search, tolerance, seed) != (Search(), 0.1, 0):
             raise ValueError(
                 "kind = 'minimax' does not search: leave out simulations, rollouts, tolerance,"
-                " uct_c, solve and seed"
+                " uct_c and seed"
             )
         self.kind, self.tolerance, self._seeds = kind, tolerance, count(seed)
 

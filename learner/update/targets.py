@@ -1,13 +1,14 @@
 """From rewards and values per token to advantages and value targets: GAE, and V-trace and Retrace
 for off-policy data.
 
-All estimators run along one trajectory's own tokens, [tokens]. Tokens that the environment inserts
-are a transition, not a step (when gamma = lambda = 1, this equals the papers' loop over all
-response tokens). The value after the last token is 0. log_ratio is log proximal - log behaviour.
-V-trace and Retrace correct only the targets: rho_t belongs to the correction in the loss.
+All estimators run along one trajectory's sampled tokens, [tokens]. Tokens that the environment
+inserts or that open an action are a transition, not a step (when gamma = lambda = 1, this equals
+the papers' loop over all response tokens). The value after the last token is 0. log_ratio is log
+proximal - log behaviour. V-trace and Retrace correct only the targets: rho_t belongs to the
+correction in the loss.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -95,6 +96,17 @@ def estimated(*columns: str) -> Callable[..., SchemeNeeds]:
     return needs
 
 
+def steps(table: TurnTable, rewards: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the indices of each trajectory's sampled tokens and their rewards. A reward on a token
+    that was not sampled belongs to the sampled token before it. rewards: float64 [tokens]."""
+    mask = table.mask()
+    for span in table.token_spans():
+        place = np.cumsum(mask[span]) - 1
+        begun = place >= 0
+        if begun.any():
+            yield span[mask[span]], np.bincount(place[begun], rewards[span][begun])
+
+
 def estimate(
     table: TurnTable, rewards: np.ndarray, gamma: float, lam: float, whiten: bool, targets: Kind,
     kl_coef: float = 0.0, rho_max: float = 1.0, c_max: float = 1.0, whiten_ddof: int = 0,
@@ -106,8 +118,8 @@ def estimate(
         rewards = rewards - kl_coef * table.token_column("kl") * table.mask()
     values = table.token_column("value")
     advantages, returns = np.zeros_like(rewards), np.zeros_like(rewards)
-    for span in table.token_spans():
-        own = rewards[span], values[span]
+    for span, earned in steps(table, rewards):
+        own = earned, values[span]
         if targets == "gae":
             result = gae(*own, gamma, lam)
         else:

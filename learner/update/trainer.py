@@ -276,7 +276,8 @@ class Trainer:
         return minibatches
 
     def _table_metrics(self, table: TurnTable, objective: Objective) -> dict[str, float]:
-        stale, trained = self.version - objective.rows.versions, objective.weights > 0
+        stale = np.maximum(0, self.version - objective.rows.versions)  # below 0 after a resume
+        trained = objective.weights > 0
         zeros = objective.advantages[trained] == 0
         over = table.per_token(table.tree)[stale > self.process.max_staleness]
         metrics = {

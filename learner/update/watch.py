@@ -90,7 +90,7 @@ def metrics(
         results["watch/engine_gap_p99"] = np.quantile(engine_gap, 0.99)
         results["watch/engine_gap_max"] = engine_gap.max()
     for name, values in (("staleness", staleness), ("turn", turn)):
-        groups = np.minimum(values, 8)
+        groups = np.clip(values, 0, 8)
         for group in np.unique(groups):
             prefix, chosen = f"watch/{name}_{int(group)}", groups == group
             results[f"{prefix}/tokens"] = chosen.sum()

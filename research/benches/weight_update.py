@@ -148,8 +148,7 @@ async def updates(
                     version, transport, folder, Path(scratch), offers, device, rank
                 )
                 wanted: Any = "auto" if transport == "adapter" else transport
-                settings = msgspec.structs.replace(engine.config.sglang, weights=wanted)
-                engine.weights.config = settings
+                engine.weights.wanted = wanted
                 loaded = await engine.load(LoadRequest(*msgspec.structs.astuple(published)))
                 seconds[transport] = loaded.seconds
             print(json.dumps({"transport": transport, "update_s": seconds[transport]}), flush=True)

@@ -23,6 +23,7 @@ from coppice.scheduler.growth.failures import plugged
 from coppice.scheduler.growth.services import Runtime, Services
 from coppice.scheduler.growth.text import Shown
 from coppice.scheduler.growth.tree import DROPPED, Fork, Node, Tree
+from coppice.wire.faults import DataFault
 from coppice.wire.messages import Sample, Turn
 
 log = logging.getLogger("scheduler.context")
@@ -270,10 +271,15 @@ class Context:
 
     def _show(self, state: Any, trajectory: int, step: int) -> Node:
         """Add a fresh prompt below the root, which holds what all turns share."""
-        _, tail = self.services.rendered(state)
+        head, tail = self.services.rendered(state)
         tokens, plain = self.services.encode(tail), msgspec.to_builtins(state)
         where: dict[str, Any] = {"trajectory": trajectory, "step": step, "chosen": True}
         root = self.tree.nodes[0]
+        if head.text != root.text:
+            raise DataFault(
+                f"the prompt of {self.environment.name} has {head.text[-60:]!r} before SPLIT, and"
+                f" had {root.text[-60:]!r} before: put SPLIT before the first text that changes"
+            )
         prompt = self.tree.add(root, "prompt", tokens, tail.text, state=plain, **where)
         self.changed([prompt])
         return prompt

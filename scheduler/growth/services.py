@@ -138,17 +138,19 @@ class Services(Tools):
         text = self.runtime.text.prompt(messages, thinking, tools)
         if not self.environment.begins_with_prompt:
             return Shown(""), Shown(text)
-        head, _, tail = text.partition(SPLIT)
-        if not self.environment.fresh:  # a question may hold the character
-            head, tail = head + tail.replace(SPLIT, ""), ""
+        head, mark, tail = text.partition(SPLIT)
         pictures: tuple[list[bytes], list[bytes]] = [], []
         split = False
         for part in vision.shown(messages):
             if isinstance(part, bytes):
                 pictures[split].append(part)
             else:
-                split = split or (self.environment.fresh and SPLIT in part)
-        return Shown(head, tuple(pictures[0])), Shown(tail, tuple(pictures[1]))
+                split = split or SPLIT in part
+        if mark and self.environment.fresh:
+            return Shown(head, tuple(pictures[0])), Shown(tail, tuple(pictures[1]))
+        # without the mark, or where the chat template strips it, fresh prompts share nothing
+        whole = Shown(head + tail.replace(SPLIT, ""), (*pictures[0], *pictures[1]))
+        return (Shown(""), whole) if self.environment.fresh else (whole, Shown(""))
 
     def encode(self, part: Shown) -> np.ndarray:
         """int32 [tokens]: a part of a prompt, whose pictures enter the journal."""

@@ -92,6 +92,8 @@ async def test_a_reward_that_is_no_number_is_told_by_its_own_line(play: Play, an
 
 
 async def test_a_printed_line_is_no_reward(play: Play) -> None:
+    tee = "import io, sys\nsys.stdout = io.StringIO()\nreturn 0.5"
+    assert (await play(tee)).reward == 0.5
     end = await play('print("\\0reward garbage")\nreturn 0.5')
     assert (end.reward, end.fault) == (0.5, "") and "reward garbage" in end.said
 

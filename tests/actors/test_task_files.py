@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -60,7 +61,7 @@ def test_a_row_becomes_a_task_or_is_set_aside_with_its_place(tmp_path: Path) -> 
         *(row("who "), row("It."), row("q?", extra_info={"index": 12})),
         row("q?", id=7, data_source="factbook", evidence=passages),
         {"prompt": prompt, "reward_model": {"ground_truth": {"target": ["x", "y"]}}},
-        *(row("unusable", golds) for golds in ([], ["  "], None, [1946])),
+        *(row("unusable", golds) for golds in ([], ["  "], None, ["x", 1946])),
         row("q", evidence=[{"title": "no field"}]),
     ]
     source = written(tmp_path / "t.jsonl", *rows)
@@ -72,7 +73,8 @@ def test_a_row_becomes_a_task_or_is_set_aside_with_its_place(tmp_path: Path) -> 
     assert [task.id for task in tasks] == [f"{source}:1", f"{source}:2", "12", "7", f"{source}:5"]
     assert (tasks[0].golds, tasks[4].golds) == (["a"], ["x", "y"])
     assert [one.where for one in rejected] == [f"{source}:{line}" for line in range(6, 11)]
-    assert {one.reason[:14] for one in rejected[:4]} == {"no gold answer"}
+    assert {one.reason[:14] for one in rejected[:3]} == {"no gold answer"}
+    assert rejected[3].reason.startswith("a gold answer is 1946")
     assert rejected[4].reason.startswith("evidence or hops")
 
 
@@ -172,5 +174,10 @@ def test_a_task_taken_as_it_stands_has_all_columns_of_its_row(tmp_path: Path) ->
     ((task,), _) = load_tasks(str(place), verbatim=True)
     assert task.row == row | {"due": "2026-01-02"}
     shown = task.row | {"id": "7", "golds": ["a"], "seed": 0}
-    assert AgentEnvironment("module:run").initial(task).task == shown
+    agent = AgentEnvironment("module:run")
+    assert agent.initial(task).task == shown
+    told = agent.initial(
+        msgspec.structs.replace(task, row=task.row | {"golds": "own", "seed": 9})
+    ).task
+    assert (told["golds"], told["seed"]) == ("own", 9)
     assert load_tasks(str(place))[0][0].row == {}

@@ -19,6 +19,7 @@ from coppice.scheduler.growth.strategies import chain, full, ppr, slate
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
 from coppice.wire import messages as wire
+from coppice.wire.faults import DataFault
 from tests.agent_stage import Staged
 
 GOOD, BAD = (f"<think> t </think> <search> {query} </search>" for query in ("good", "bad"))
@@ -131,6 +132,40 @@ async def test_slate_selects_by_the_advantage_that_it_trains(tmp_path: Path, lla
     table = TurnTable(zero, zero, np.arange(3), one, one, reward)
     trained = slate_scheme.advantages(table, ddof=0, eps=0.5)
     np.testing.assert_allclose([turn.scores["advantage"] for turn in stage.groups[0]], trained)
+
+
+class Anew(SearchQA):
+    """Each turn is a fresh prompt: rules, where they end, and the number of steps."""
+
+    fresh = True
+    rules = "Count.\x1e"
+
+    def prompt(self, task: Task, state: Any = None) -> list[dict[str, str]]:
+        return [{"role": "user", "content": f"{self.rules} Now {len(state.steps)}."}]
+
+
+@pytest.mark.parametrize(("rules", "shared"), [("Count.\x1e", True), ("Count.", False)])
+async def test_a_fresh_prompt_is_shown_whole_where_nothing_says_what_turns_share(
+    tmp_path: Path, llama: Path, rules: str, shared: bool
+) -> None:
+    stage, environment = Stage(tmp_path, llama, [[BAD], [RIGHT]]), Anew("short", 1)
+    environment.rules = rules
+    stage.use(environment=environment)
+    tree = await stage.grow(chain)
+    assert tree.nodes[0].text.endswith("Count.") == shared
+    shown = [tree.nodes[0].text + place.text for place in map(tree.parent, tree.actions()) if place]
+    assert [text.partition("Count.")[2][:7] for text in shown] == [" Now 0.", " Now 1."]
+
+
+async def test_a_fresh_prompt_whose_shared_part_changes_is_a_fault_of_its_task(
+    tmp_path: Path, llama: Path
+) -> None:
+    stage, environment = Stage(tmp_path, llama, [[BAD], [RIGHT]]), Anew("short", 1)
+    stage.use(environment=environment)
+    await stage.context.plant()
+    environment.rules = "Count on.\x1e"
+    with pytest.raises(DataFault, match=r"prompt of search_qa has '.*Count on\.' before SPLIT"):
+        await chain.grow(stage.tree, stage.context)
 
 
 class Ending(SearchQA):

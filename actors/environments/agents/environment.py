@@ -128,8 +128,8 @@ class AgentEnvironment(Environment):
 
     def initial(self, task: Task) -> AgentState:
         """Return the state before the agent has begun."""
-        own = {"id": task.id, "question": task.question, "golds": task.golds, "seed": task.seed}
-        return AgentState({**task.row, **own})
+        own = {"golds": task.golds, "seed": task.seed}  # unless its row has such columns
+        return AgentState(own | task.row | {"id": task.id, "question": task.question})
 
     async def open(self, state: AgentState, tools: Tools) -> AgentState:
         """Start the agent; return its first request's state. Raises DataFault if it has none."""
