@@ -410,6 +410,9 @@ def main(arguments: list[str] | None = None) -> int:
         if unknown := set(options.only or []) - set(study.arms):
             raise ValueError(f"no arm {sorted(unknown)}; the arms are {list(study.arms)}")
         arms = {n: arm for n, arm in study.arms.items() if n in (options.only or study.arms)}
+        kept = any(recorded(out, n, s).is_file() for n in arms for s in range(seeds))
+        if options.set and kept:
+            raise ValueError(f"--set: {out.name} has kept records: expected another name of --out")
         changes = options.set + (with_hops(out, study.hops) if study.hops else [])
         failed = list[str]()
         if not options.report:

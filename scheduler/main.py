@@ -130,7 +130,7 @@ class Run:
             self._emit,
             process.most,
             fleet=fleet,
-            judged=JudgeTally(s.judge, self.folder),
+            judged=JudgeTally(s.judge, self.home),
             longest=process.longest,
             routed=process.routed,
             faults=self.faults,

@@ -81,7 +81,7 @@ class Attendance:
         for service in sorted({*services} & {*self.needed} - {*offered} - self._missing):
             self._missing.add(service)
             served = service.startswith(("judge.", "player.", "speaker."))
-            remedy = f": coppice serve ... --run {self.run}" if served else ""
+            remedy = f": coppice serve ... --run {shlex.quote(str(self.run))}" if served else ""
             self._say(f"{service}: its last worker left ({reason}); waiting for one{remedy}")
 
     def joined(self, worker: str, services: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ import asyncio
 import importlib.util
 import os
 import secrets
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -77,7 +78,9 @@ def follow(name: str, run: Path, records: Iterable[Record]) -> None:
     tracked, first = TRACKERS[name](run, named.read_text(), config)
     for record in records:
         values = {key: value for key, value in record.items() if value is not None}
-        if (step := int(values.pop("version"))) >= first:
+        step = int(values.pop("version"))
+        # an evaluation that a stop cut off is made at the resume, under the last version
+        if step >= first or (step == first - 1 and UPDATE not in values):
             tracked.log(values, step=step)
     tracked.finish()
 
@@ -134,7 +137,8 @@ class Trackers:
     def _tell(self, name: str, fault: str) -> None:
         lines = (self.run / "logs" / f"{name}.log").read_text(errors="replace").split("\n")
         cause = next((line for line in reversed(lines) if line.strip()), "it said nothing")
-        later = f"python -m {MODULE} {name} {self.run} < {self.run}/metrics.jsonl"
+        run = shlex.quote(str(self.run))
+        later = f"python -m {MODULE} {name} {run} < {run}/metrics.jsonl"
         self._say(
             f"tracker {name} {fault}: {cause[:300]} (logs/{name}.log); the run goes on without it."
             f" To send the rest later: {later}"

@@ -93,6 +93,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         command.error("--newest has an effect with --html or --tokens")
     if options.judge is not None and (options.groups or options.count or options.sort):
         command.error("--judge tells of turns: leave --groups, --count and --sort out")
+    if options.count and (options.html or options.json):
+        command.error("--count prints numbers: leave --html and --json out")
+    if options.sql and (options.text or options.tree or _several(options)):
+        command.error("--sql says itself which rows: leave the options that look for trees out")
     if options.again and options.judge is None:
         command.error("--again has an effect with --judge")
     if options.reverse and not options.sort:

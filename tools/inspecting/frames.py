@@ -93,7 +93,7 @@ def _nodes(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
             if mark := marked.get((tree.id, node.id)):
                 plain[-1] |= {"mark": mark.mark, "note": mark.note}
             scores.append(node.scores)
-    taken = {*NODE, *TREE, *SUMS}
+    taken = {*NODE, *TREE, *SUMS, "candidates", "texts"}
     columns = {
         f"score_{name}" if name in taken else name: pl.Series(
             [one.get(name) for one in scores], dtype=pl.Float64
@@ -190,7 +190,9 @@ def groups(table: pl.DataFrame, below: pl.DataFrame) -> pl.DataFrame:
     for name in names:
         ends = {"": pl.col(name).mean(), "_min": pl.col(name).min(), "_max": pl.col(name).max()}
         ends["_chosen"] = pl.col(name).filter(pl.col("chosen")).first()
-        columns += [values.alias(f"{name}{end}") for end, values in ends.items()]
+        # "risk_max" may be a score itself
+        free = {end: v for end, v in ends.items() if not end or f"{name}{end}" not in names}
+        columns += [values.alias(f"{name}{end}") for end, values in free.items()]
     columns.append(pl.col("text").filter(pl.col("chosen")).first().alias("chosen"))
     of_place = below.filter(ACTION).group_by("tree", "parent", maintain_order=True).agg(columns)
     about = table.select("tree", "version", "question", "hops")

@@ -129,7 +129,10 @@ def picture(groups: Groups, against: str = "version", metrics: Sequence[str] = (
     if not any(one.x for curves in drawn.values() for one in curves.values()):
         nothing = "no update was made yet, so there is nothing to draw"
         raise ValueError(f"{', '.join(groups)}: {nothing}; --out FILE.html says what is there")
-    return panels(drawn, "update" if against == "version" else "seconds")
+    label = "update" if against == "version" else "seconds"
+    if label == "seconds" and any(metric.startswith(HELDOUT) for metric in drawn):
+        label += " (held-out: update)"
+    return panels(drawn, label)
 
 
 def html(title: str, parts: Sequence[Section]) -> bytes:

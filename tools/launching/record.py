@@ -7,6 +7,7 @@ import os
 import platform
 import shlex
 import shutil
+import socket
 import time
 from pathlib import Path
 from typing import Literal
@@ -92,11 +93,19 @@ class Record(msgspec.Struct):
     resumes: int = 0
     remedy: str = ""
     stopping: bool = False
+    host: str = ""
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another machine must tell if it still runs."""
+        return self.state == "running" and self.host not in ("", socket.gethostname())
 
     @property
     def alive(self) -> bool:
         with contextlib.suppress(psutil.Error):
-            return abs(psutil.Process(self.pid).create_time() - self.born) < 2.0
+            return (
+                not self.elsewhere and abs(psutil.Process(self.pid).create_time() - self.born) < 2.0
+            )
         return False
 
 
@@ -107,7 +116,8 @@ class Recorder:
     def __init__(self, run: Path):
         before, born = read(run), psutil.Process().create_time()
         self._path = run / NAME
-        self.record = Record(os.getpid(), born, failures=before.failures if before else [])
+        failures = before.failures if before else []
+        self.record = Record(os.getpid(), born, failures=failures, host=socket.gethostname())
         self.write()
 
     def started(self, name: str, pid: int) -> None:

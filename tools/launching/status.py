@@ -120,11 +120,12 @@ def gather(run: Path, now: float) -> Status:
         _read_journal(home / "journal.sqlite", status, where)
     status.paused = _paused((run / health.PAUSED).exists(), report if running else None)
     if launched is not None:
+        host = launched.host if launched.elsewhere else ""
         heard = {worker.pid: worker.heard for worker in report.workers} if report else {}
         heard |= {one.pid: one.at for one in reports}
         silent = {pid: now - at for pid, at in heard.items()} if running else {}
         status.processes = [
-            _process(run, name, member, silent.get(member.pid))
+            _process(run, name, member, silent.get(member.pid), member.host or host)
             for name, member in launched.members.items()
         ]
         status.failure = launched.failures[-1] if launched.failures else None
@@ -149,6 +150,8 @@ def _state(run: Path, launched: Record | None) -> tuple[str, str]:
         stopping = "; it is stopping" if launched.stopping else ""
         since = f"since {span(time.time() - launched.born)}"
         return "running", f"launcher {launched.pid}, {since}{resumes}{stopping}"
+    if launched.elsewhere:
+        return "unknown", f"its launcher {launched.pid} is on {launched.host}, which alone sees it"
     if launched.state == "running":
         gone = "is gone without a word (killed, or the machine went down)"
         return "killed", f"its launcher {launched.pid} {gone}"
@@ -184,10 +187,12 @@ def _read_journal(path: Path, status: Status, where: str = "") -> None:
         status.damaged.append(f"{where}{unread}")
 
 
-def _process(run: Path, name: str, member: record.Member, heard: float | None) -> ProcessStatus:
+def _process(
+    run: Path, name: str, member: record.Member, heard: float | None, host: str
+) -> ProcessStatus:  # fmt: skip
     age = time.time() - member.began
-    if member.host or not member.pid:  # the launcher alone knows of its end
-        state = f"on {member.host}" if member.host else "no room yet"
+    if host or not member.pid:  # the launcher alone knows of its end
+        state = f"on {host}" if host else "no room yet"
         return ProcessStatus(name, member.pid, state, member.restarts, age, None, heard)
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(member.pid)
@@ -218,6 +223,8 @@ def _advice(status: Status, launched: Record | None) -> str:
         return f"nothing, the run goes on. Look at a tree: coppice trees {run}"
     if lost:
         return f"mend what is damaged ({lost[0]}); then {again}"
+    if launched is not None and launched.elsewhere:
+        return f"on {launched.host}: coppice watch --status {run}"
     if status.state == "finished":
         return f"look at the results: coppice report {run}"
     remedy = launched.remedy if launched is not None and status.state == "failed" else ""
