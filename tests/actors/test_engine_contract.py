@@ -18,6 +18,7 @@ import torch
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.base import Engine
 from coppice.actors.engines.local import LocalEngine
+from coppice.actors.engines.sglang import SGLangEngine
 from coppice.actors.engines.vllm import VLLMEngine
 from coppice.common.support import decode
 from coppice.wire.faults import DataFault, InfrastructureFault
@@ -34,7 +35,8 @@ the first token of the prompt is not seen."""
 
 
 def rounds(engine: Engine) -> bool:
-    return getattr(engine, "dtype", torch.float32) == torch.bfloat16
+    on_gpu = isinstance(engine, SGLangEngine) and torch.cuda.is_available()
+    return on_gpu or getattr(engine, "dtype", torch.float32) == torch.bfloat16
 
 
 def near(engine: Engine, expected: np.ndarray, logprobs: np.ndarray, times: float = 1.0) -> bool:

@@ -20,7 +20,8 @@ from coppice.wire.digest import total
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
 from coppice.wire.published import Manifest, Memory
-from tests.actors.test_local_engine import TOLERANCE, ids, noised, reference, worst
+from tests.actors.test_engine_contract import near
+from tests.actors.test_local_engine import full_logprobs, ids, noised, reference
 from tests.sglang_cpu.shared import Shared as Server
 from tests.sglang_cpu.shared import config
 
@@ -47,7 +48,8 @@ async def test_weights_out_of_the_learners_memory(
         assert (await engine.load(LoadRequest(7, str(folder), proof))).proof
     result = await engine.generate(GenerateRequest(ids(1, 20), 1, Sampling(6)))
     assert {v for sample in result.samples for v in sample.versions.tolist()} == {7}
-    assert worst(model, (ids(1, 20), result)) < TOLERANCE
+    for sample in result.samples:
+        assert near(engine, full_logprobs(model, ids(1, 20), sample.tokens), sample.logprobs)
     await engine.close()
 
 
@@ -119,6 +121,7 @@ async def test_samples_and_updates_of_a_server_as_on_gpus_are_exact(
             await engine.load(update)
         prompt = ids(version, 40)
         result = await engine.generate(GenerateRequest(prompt, 3, Sampling(12, seed=version)))
-        assert worst(model, (prompt, result)) < TOLERANCE
+        for sample in result.samples:
+            assert near(engine, full_logprobs(model, prompt, sample.tokens), sample.logprobs)
         assert {v for sample in result.samples for v in sample.versions.tolist()} == {version}
     await engine.close()

@@ -48,7 +48,7 @@ VARIABLES = {
 }
 
 GPU_FLAGS: dict[str, Any] = {
-    "dtype": "float32",
+    "dtype": "bfloat16",  # SGLang's RMSNorm for GPUs takes no float32
     "attention_backend": "triton",
     "mem_fraction_static": 0.3,
     "max_total_tokens": 16384,

@@ -70,6 +70,21 @@ def page(said: Said, tmp_path: Path) -> Callable[[], str]:
     return shown
 
 
+def test_a_run_on_another_machine_is_not_said_to_be_killed(
+    run: Path, page: Callable[[], str]
+) -> None:
+    launched(run, "running", actor=Member(NOBODY, time.time()))
+    body = record.read(run)
+    assert body is not None
+    body.host = "node17"
+    write_whole(run / record.NAME, body)
+    reported(run, NOBODY)
+    shown = page()
+    assert f"unknown (its launcher {NOBODY} is on node17, which alone sees it)" in shown
+    assert "on node17: coppice watch --status" in shown
+    assert "ended" not in shown and "--resume" not in shown
+
+
 def test_a_live_run_has_nothing_to_do(run: Path, page: Callable[[], str]) -> None:
     command = [sys.executable, "-c", "input()", f"{run}/processes/scheduler.json"]
     process = subprocess.Popen(command, stdin=-1)

@@ -127,6 +127,12 @@ def test_a_report_is_of_the_finished_runs(study: Path, said: Said) -> None:
     assert "MC-PR" in (study / "return.svg").read_text()
 
 
+def test_a_change_does_not_stand_on_kept_runs(study: Path, said: Said, refused: Said) -> None:
+    said(main, "vpr-tictactoe", "--out", study, "--report")
+    command = "vpr-tictactoe", "--out", study, "--only", "VPR", "--set", "scheduler.updates=2"
+    assert "--set: study has kept records" in refused(main, *command)
+
+
 def test_an_arm_without_runs_is_refused(study: Path, refused: Said) -> None:
     told = refused(main, "vpr-tictactoe", "--out", study, "--report", "--only", "VRP")
     assert all(repr(arm) in told for arm in ("VRP", *STUDIES["vpr-tictactoe"].arms))
