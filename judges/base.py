@@ -119,6 +119,10 @@ def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> list[Judgem
     for judgement in returned:
         if not isinstance(judgement, Judgement):
             raise wrong(f"{_short(judgement)} for a turn", "a wire.messages.Judgement")
+        if not isinstance(judgement.scores, dict):
+            raise wrong(f"the scores {_short(judgement.scores)}", "a number for each column")
+        if not isinstance(judgement.invalid, list | tuple | set):
+            raise wrong(f"invalid = {_short(judgement.invalid)}", "a list of columns")
         if unknown := {*judgement.scores, *judgement.invalid} - {*judge.columns}:
             raise wrong(f"columns {sorted(unknown)}", f"declared ones of {list(judge.columns)}")
         if not isinstance(judgement.explanation, str):

@@ -61,6 +61,9 @@ class JudgeProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     judges: dict[str, dict[str, Any]]
 
 
+_METHODS = {Judge: "score", Player: "play", Speaker: "speak"}
+
+
 def make_worker(spec: str, settings: dict[str, Any]) -> PlugIn:
     """Return the judge, opponent or speaker with a built-in name, or of ``module:Class``. Raises
     ValueError, which says what was expected."""
@@ -84,6 +87,9 @@ def make_worker(spec: str, settings: dict[str, Any]) -> PlugIn:
     whole = isinstance(worker, Player | Speaker) or (isinstance(worker, Judge) and worker.columns)
     if not whole or not worker.name:
         raise ValueError(f"judge {spec!r}: {_EXPECTED}")
+    method = next(name for base, name in _METHODS.items() if isinstance(worker, base))
+    if not inspect.iscoroutinefunction(getattr(worker, method)):
+        raise ValueError(f"judge {spec!r}: {method} is no coroutine: write async def {method}")
     kinds = {"concurrency": Count}
     if isinstance(worker, Judge):
         kinds |= {"batch": Count, "limits": tuple[float, float], "columns": tuple[str, ...]}
@@ -93,6 +99,8 @@ def make_worker(spec: str, settings: dict[str, Any]) -> PlugIn:
             msgspec.convert(value, hint)
             if name == "limits" and not all(abs(one) <= LARGEST for one in value):
                 raise ValueError(f"expected two numbers of at most {LARGEST:g}")
+            if name == "limits" and value[0] > value[1]:
+                raise ValueError("expected the lower one first")
         except ValueError as error:  # msgspec's are, too
             raise ValueError(f"judge {spec!r}: {name} = {value!r}: {error}") from None
     return worker
@@ -185,7 +193,8 @@ def answering(worker: Player | Speaker) -> Handler:
                 if isinstance(said := await worker.speak(request), str):
                     return wire.SpeakResult(said.encode(errors="replace").decode())
                 raise InfrastructureFault(f"{worker.name} said {said!r}: expected a text")
-            cells = list(await worker.play(request.state, request.seed))
+            cells = await worker.play(request.state, request.seed)
+            cells = [*cells] if isinstance(cells, list | tuple) else [cells]
             if not all(isinstance(cell, int) for cell in cells):
                 raise InfrastructureFault(f"{worker.name} played {cells!r}: expected integers")
             return wire.PlayResult(cells)

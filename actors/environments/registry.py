@@ -3,6 +3,8 @@
 import inspect
 from typing import Any
 
+import msgspec
+
 from coppice.actors.environments.base import Environment
 from coppice.common.options import check_choice, checked, imported
 
@@ -22,6 +24,11 @@ BUILT_IN = {
 }
 
 
+_FORMS: dict[str, Any] = {
+    "name": str, "stop": list[str], "measured": tuple[str, ...], "speakers": tuple[str, ...],
+}  # fmt: skip
+
+
 def load(name: str, options: dict[str, Any]) -> Environment:
     """Return the environment. Raises ValueError or FileNotFoundError with the expectation."""
     setting = f"data.environment = {name!r}"
@@ -34,10 +41,19 @@ def load(name: str, options: dict[str, Any]) -> Environment:
     if lacking := [p.name for p in plain if p.default is p.empty and p.name not in arguments]:
         raise ValueError(f"data.options of {name}: expected {lacking}, which have no default")
     try:
-        return kind(**arguments)
-    except (ValueError, LookupError, TypeError) as error:
+        made = kind(**arguments)
+    except OSError:
+        raise
+    except Exception as error:  # noqa: BLE001
         cause = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"data.options of {name}: {cause}{error}") from None
+    for attribute, form in _FORMS.items():
+        value = getattr(made, attribute, None)
+        try:
+            msgspec.convert(value, form)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{setting}: its {attribute} = {value!r}: {error}") from None
+    return made
 
 
 def makes_tasks(environment: Environment) -> bool:

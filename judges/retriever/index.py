@@ -79,6 +79,9 @@ def read_corpus(path: Path, skip_bad: bool = False) -> tuple[np.ndarray, list[st
     with path.open("rb") as file:
         file.seek(start)
         for number, line in enumerate(file, 1):
+            if not line.strip():
+                start += len(line)
+                continue
             try:
                 row = msgspec.json.decode(line, type=_Row)
                 if row.id in seen:

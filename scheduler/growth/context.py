@@ -26,6 +26,9 @@ from coppice.scheduler.growth.tree import DROPPED, Fork, Node, Tree
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import Sample, Turn
 
+MOST_TURNS = 2000
+"""No episode is longer: an environment that ends none would hold its run up."""
+
 log = logging.getLogger("scheduler.context")
 
 
@@ -158,6 +161,11 @@ class Context:
         """The node at which the policy acts after ``node``, None when the trajectory is over. A
         used-up budget forces an answer, unless the environment ends its episodes itself."""
         place = await self.step(node) if node.kind == "action" else node
+        if place is not None and place.step >= MOST_TURNS:
+            raise DataFault(
+                f"an episode of {self.environment.name} has {place.step} turns and goes on: its"
+                " rules must end it"
+            )
         forced = place is not None and place.step >= self.settings.budget
         if place is None or not (forced and self.environment.forced_prefix):
             return place

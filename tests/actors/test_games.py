@@ -14,7 +14,7 @@ from coppice.actors.environments import registry
 from coppice.actors.environments.base import SPLIT
 from coppice.actors.environments.minesweeper.environment import MinesState
 from coppice.actors.environments.sudoku.environment import SudokuState
-from coppice.actors.environments.tictactoe.environment import TicTacToeState
+from coppice.actors.environments.tictactoe.environment import TicTacToe, TicTacToeState
 from tests.games import play
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -109,6 +109,27 @@ def test_an_unusable_prompt_is_refused(tmp_path: Path, text: str, history: int, 
         registry.load("sudoku", {"prompt": str(path), "history": history})
     with pytest.raises(FileNotFoundError, match="one of sudoku, sudoku_compact, or a path"):
         registry.load("sudoku", {"prompt": "sudoko"})
+
+
+class Careless(TicTacToe):
+    measured: Any = "success"
+
+
+class Broken(TicTacToe):
+    def __init__(self) -> None:
+        raise RuntimeError("no server")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Careless", "its measured = 'success': Expected `array`, got `str`"),
+        ("Broken", "data.options of .*Broken: RuntimeError: no server"),
+    ],
+)
+def test_an_environment_that_cannot_be_plugged_in_is_refused(name: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        registry.load(f"{__name__}:{name}", {})
 
 
 SOLVED = "1234341221434321"

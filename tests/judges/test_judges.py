@@ -210,6 +210,8 @@ class Odd(RuleJudge):
         ([{"a": 1.0}], r"\{'a': 1.0\} \(dict\) for a turn; expected a wire.messages.Judgement"),
         (None, r"judge odd returned None \(NoneType\); expected a list of Judgement"),
         ([Judgement({"a": 1.0}, explanation=NOTHING)], "the explanation None .* a text"),
+        ([Judgement(NOTHING)], r"the scores None .* a number for each column"),
+        ([Judgement({}, NOTHING)], r"invalid = None .* a list of columns"),
     ],
 )
 def test_a_judge_that_returns_something_else_is_a_fault_that_says_what(

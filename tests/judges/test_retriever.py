@@ -119,7 +119,6 @@ GOOD = b'{"id": "a", "contents": "\\"T\\"\\ntext"}'
         (b'{"id": "b", "contents": "only a title"}', "empty text"),
         (GOOD, "'a' was used before"),
         (b'{"id": "b", "contents": "\xff"}', "utf-8"),
-        (b"", "truncated"),
         (b'{"id": "b", "more": ' + b"[" * 100_000, "nested too deeply"),
     ],
 )
@@ -131,6 +130,13 @@ def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, line: bytes, reas
     offsets, bad = read_corpus(path, skip_bad=True)
     assert list(offsets) == [0, len(GOOD) + len(line) + 2]
     assert len(bad) == 1
+
+
+def test_empty_lines_of_a_corpus_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_bytes(b"\n".join([GOOD, b"", GOOD.replace(b'"a"', b'"c"'), b" \r", b""]))
+    offsets, bad = read_corpus(path)
+    assert (list(offsets), bad) == ([0, len(GOOD) + 2], [])
 
 
 def test_a_corpus_is_refused_with_the_number_of_its_bad_lines(tmp_path: Path) -> None:

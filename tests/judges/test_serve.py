@@ -145,10 +145,14 @@ def standing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     run = tmp_path / "run"
     RunKeys.create(run / "keys")
     (run / "endpoint").write_text("tcp://127.0.0.1:1")
-    body = "class Plain(Judge): name, columns = 'plain', ('a',)\nmade = Plain()\n"
+    body = "class Plain(Judge):\n name, columns = 'plain', ('a',)\n"
+    body += " async def score(self, turns): pass\nmade = Plain()\n"
     body += "class Nameless(Judge): columns = ('a',)\nclass Bare(Judge): name = 'j'\n"
     body += "class Other: name, columns = 'j', ('a',)\n"
     wrong = {"columns": "'ab'", "batch": "0", "concurrency": "0", "limits": "(0, float('inf'))"}
+    body += (
+        "class Turned(Plain): limits = (1, 0)\nclass Now(Plain):\n def score(self, turns): pass\n"
+    )
     for name, value in wrong.items():
         body += f"class Odd_{name}(Plain): {name} = {value}\n"
     (tmp_path / "plugs.py").write_text(f"from coppice.judges.base import Judge\n{body}")
@@ -175,6 +179,8 @@ def standing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("plugs:Odd_batch", "run", [], "'plugs:Odd_batch': batch = 0: Expected `int` >= 1"),
         ("plugs:Odd_concurrency", "run", [], "concurrency = 0: Expected `int` >= 1"),
         ("plugs:Odd_limits", "run", [], "limits = (0, inf): expected two numbers of at most"),
+        ("plugs:Turned", "run", [], "limits = (1, 0): expected the lower one first"),
+        ("plugs:Now", "run", [], "score is no coroutine: write async def score"),
         ("plugs:Plain", "run", ["a=1"], "unknown to plugs:Plain, which takes no options"),
         ("plugs:Plain", "run", ["a"], "option 'a': expected KEY=VALUE"),
     ],

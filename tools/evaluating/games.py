@@ -4,7 +4,7 @@ intervals, in one process."""
 import argparse
 import inspect
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +189,10 @@ def prepare(flags: argparse.Namespace) -> Prepared:
         tasks = [environment.task(seed) for seed in range(flags.seed, flags.seed + flags.games)]
     except DataFault as fault:
         raise ValueError(fault) from None
-    work = lambda out: GamesEvaluation(row, tasks, workers, out, flags.concurrency).run()  # noqa: E731
+
+    def work(out: Path) -> Coroutine[Any, Any, GamesResult]:
+        return GamesEvaluation(row, tasks, workers, out, flags.concurrency).run()
+
     return Prepared(name, settings, work, lines, "played")
 
 

@@ -171,6 +171,8 @@ async def _ask(
                 reason = str(fault)
             except TimeoutError:
                 reason = f"no judgement within {deadline_s:g} s (--deadline)"
+            except Exception as error:  # noqa: BLE001
+                reason = f"it raised {type(error).__name__}: {error}"
             if reason:
                 failures[step] = reason
                 in_a_row += 1
