@@ -279,7 +279,7 @@ STUDIES = {
     "lake-groups": Study("success", _groups(), seeds=2, ceiling=0.905),
     "lake-long": Study("success", _methods(
         _LAKE, {"outcome": 64, "grpo": 8, "vpr": 64, "slate": 13}, updates=60, rates=("3e-4",)
-    ), seeds=1, ceiling=0.905),
+    ), seeds=2, ceiling=0.905),
     "lake-starts": Study("success", _methods(
         _LAKE, _ON_A_LAKE, rates=("3e-4",)
     ), seeds=10, ceiling=0.905, starts=True),
