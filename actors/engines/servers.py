@@ -327,8 +327,8 @@ class Launched(Servers):
         # the server's Python may be another one, for which our PYTHONPATH holds wrong packages
         kind, python = self.kind, self.config.python or sys.executable
         # its packages' programs (ninja, for kernels that SGLang compiles) lie beside it
-        beside = Path(shutil.which(python) or python).absolute().parent
-        path = f"{beside}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        folder = Path(shutil.which(python) or python).absolute().parent
+        path = f"{folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         own = {"PYTHONPATH": "", "PYTHONUNBUFFERED": "1", "PATH": path}
         try:
             self._process = process = await asyncio.create_subprocess_exec(

@@ -35,12 +35,14 @@ def estimate(values: Sequence[float], counts: bool = False) -> Estimate:
 
 
 class HeldOut(msgspec.Struct, frozen=True):
-    """The result of one evaluation. headline: the most important measure."""
+    """The result of one evaluation. headline: the most important measure. how: what must be alike
+    in two that are compared."""
 
     version: int
     questions: int
     headline: str
     measures: dict[str, Estimate]
+    how: str = ""
 
 
 def measured(environment: Environment, task: Task, tree: Tree) -> dict[str, list[float]]:

@@ -73,11 +73,13 @@ class Examination:
             work = (self._examine(i, task, runtime, room) for i, task in enumerate(self.tasks))
             pairs = await gather(work)
         done = [pair for pair in pairs if pair is not None]
+        how = f"temperature {e.temperature}, options {e.options}"
         result = evaluation.summarise(weights.version, self.environment, done)
+        result = msgspec.structs.replace(result, how=how)
         measures, headline = result.measures, result.headline
         if headline in measures:
-            how = f"{e.questions} tasks, temperature {e.temperature}, options {e.options}"
-            best.keep(self.metrics.run, weights, headline, measures[headline].mean, how)
+            whole = f"{e.questions} tasks, {how}"
+            best.keep(self.metrics.run, weights, headline, measures[headline].mean, whole)
         values = {f"heldout/{key}": estimate.mean for key, estimate in measures.items()}
         values |= {f"heldout/{key}_half": estimate.half for key, estimate in measures.items()}
         for key in WORK:  # of several schedulers, the newest record has the counts of all

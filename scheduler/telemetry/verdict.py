@@ -144,9 +144,11 @@ def _total(record: Record, prefix: str) -> float:
 
 def _learned(evaluations: Sequence[Mapping[str, Any]]) -> list[Statement]:
     headline = evaluations[-1]["headline"] if evaluations else ""
-    evaluations = [of for of in evaluations if headline in of["measures"]]
+    how = evaluations[-1].get("how") if evaluations else ""
+    alike = [of for of in evaluations if of.get("how", how) == how]  # a resume may change it
+    evaluations = [of for of in alike if headline in of["measures"]]
     if len(evaluations) < 2:
-        few = f"unknown: {len(evaluations)} of the two held-out evaluations that it takes"
+        few = f"unknown: {len(evaluations)} of the two held-out evaluations alike that it takes"
         return [Statement("learned", few)]
     first, last, best = evaluations[0]["measures"], evaluations[-1]["measures"], ""
     name, tasks = evaluations[-1]["headline"], evaluations[-1]["questions"]

@@ -42,6 +42,17 @@ def test_the_verdict_counts_what_the_journal_holds(tmp_path: Path) -> None:
     assert "also" not in said  # f1 stayed
 
 
+def test_evaluations_under_other_settings_are_not_compared(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    with contextlib.closing(sqlite3.connect(run / "journal.sqlite")) as rows, rows:
+        rows.execute(
+            "UPDATE evaluations SET result=json_set(result, '$.how', 'other')"
+            " WHERE version = (SELECT MAX(version) FROM evaluations)"
+        )
+    few = "unknown: 1 of the two held-out evaluations alike that it takes"
+    assert told(run)["learned"].words == few
+
+
 def test_the_closing_lines_count_the_trees_of_all_schedulers(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

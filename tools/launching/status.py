@@ -224,7 +224,7 @@ def _advice(status: Status, launched: Record | None) -> str:
     if lost:
         return f"mend what is damaged ({lost[0]}); then {again}"
     if launched is not None and launched.elsewhere:
-        return f"on {launched.host}: coppice watch --status {run}"
+        return f"on {launched.host}: coppice watch --status {run}; if it is gone, {again}"
     if status.state == "finished":
         return f"look at the results: coppice report {run}"
     remedy = launched.remedy if launched is not None and status.state == "failed" else ""

@@ -82,7 +82,7 @@ def test_a_run_on_another_machine_is_not_said_to_be_killed(
     shown = page()
     assert f"unknown (its launcher {NOBODY} is on node17, which alone sees it)" in shown
     assert "on node17: coppice watch --status" in shown
-    assert "ended" not in shown and "--resume" not in shown
+    assert "ended" not in shown and "; if it is gone, coppice launch --resume" in shown
 
 
 def test_a_live_run_has_nothing_to_do(run: Path, page: Callable[[], str]) -> None:
