@@ -7,6 +7,8 @@ from msgspec import Meta
 
 LARGEST = 1e6
 """No score is larger or smaller than this: sums of squares of such numbers cannot overflow."""
+LONGEST_TEXT = 2**17
+"""The most characters of a passage, of a judge's explanation and of a speaker's reply."""
 Positive = Annotated[float, Meta(gt=0)]
 """A number of more than 0."""
 NotNegative = Annotated[float, Meta(ge=0)]

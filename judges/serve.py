@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import logging
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ PLAYERS = {
     "tictactoe_minimax": "coppice.judges.oracles.tictactoe:MinimaxPlayer",
 }
 SPEAKERS = {"chat": "coppice.judges.llm:Chat", "frozen": "coppice.judges.llm:Frozen"}
+log = logging.getLogger("judges.serve")
 KINDS = {"judge": BUILT_IN, "player": PLAYERS, "speaker": SPEAKERS}
 """The built-in judges, opponents and speakers. They are imported only when a run uses them."""
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -88,7 +90,7 @@ def make_worker(spec: str, settings: dict[str, Any]) -> PlugIn:
     if not whole or not worker.name:
         raise ValueError(f"judge {spec!r}: {_EXPECTED}")
     method = next(name for base, name in _METHODS.items() if isinstance(worker, base))
-    if not inspect.iscoroutinefunction(getattr(worker, method)):
+    if not inspect.iscoroutinefunction(inspect.unwrap(getattr(worker, method))):
         raise ValueError(f"judge {spec!r}: {method} is no coroutine: write async def {method}")
     kinds = {"concurrency": Count}
     if isinstance(worker, Judge):
@@ -107,6 +109,10 @@ def make_worker(spec: str, settings: dict[str, Any]) -> PlugIn:
 
 
 Item = tuple[wire.JudgedTurn, asyncio.Future[wire.Judgement]]
+
+
+_OF_A_TURN = DataFault, ValueError, TypeError, LookupError, AttributeError, ArithmeticError
+"""What a judge raises for a turn that it cannot read: another worker could not either."""
 
 
 class Batcher:
@@ -148,11 +154,15 @@ class Batcher:
         try:
             answers: Sequence[wire.Judgement | Exception] = await self._judgements(items)
         except Exception as error:  # noqa: BLE001
-            if isinstance(error, DataFault) and len(items) > 1:
+            if isinstance(error, _OF_A_TURN) and len(items) > 1:
                 # one bad turn must not fail the other turns of its batch
                 for item in items:
                     await self._answer([item])
                 return
+            if isinstance(error, _OF_A_TURN) and not isinstance(error, DataFault):
+                log.exception("judge %s fails at one turn", self.judge.name)
+                cause = f"{type(error).__name__}: {error}"
+                error = DataFault(f"judge {self.judge.name} fails at one turn: {cause}")
             answers = [error] * len(items)
         for (_, future), answer in zip(items, answers, strict=True):
             if future.done():

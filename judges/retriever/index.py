@@ -22,6 +22,7 @@ import numpy as np
 from coppice.common import jsonl
 from coppice.common.atomic import drafted
 from coppice.common.jsonl import MALFORMED
+from coppice.common.numbers import LONGEST_TEXT
 from coppice.judges.retriever.encoder import Encoder
 from coppice.judges.retriever.http_client import title_and_text
 from coppice.wire import digest
@@ -88,6 +89,8 @@ def read_corpus(path: Path, skip_bad: bool = False) -> tuple[np.ndarray, list[st
                     raise ValueError(f"id {row.id!r} was used before")
                 if not title_and_text(row.contents)[1]:
                     raise ValueError("empty text")
+                if (size := len(row.contents)) > LONGEST_TEXT:
+                    raise ValueError(f"{size} characters, more than {LONGEST_TEXT}: split it")
                 seen.add(row.id)
                 offsets.append(start)
             except (*jsonl.MALFORMED, ValueError) as error:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from coppice.common.numbers import LARGEST
+from coppice.common.numbers import LARGEST, LONGEST_TEXT
 from coppice.common.terminal import visible
 from coppice.wire import messages as wire
 from coppice.wire.faults import Refused
@@ -16,8 +16,6 @@ _NAME = 100
 """The most characters of the name of a worker, a host, a service or a column."""
 _SEVERAL = 256
 """The most services of a worker, columns of a judgement, and numbers of a move."""
-_TEXT = 2**17
-"""The most characters of a judge's explanation, of a passage and of a speaker's reply."""
 _SAID = 2000
 """The most characters of a worker's fault or farewell that are kept."""
 
@@ -63,8 +61,8 @@ def check(answer: msgspec.Struct, grant: Grant | None, judge: JudgeGives | None)
             fault = f"a move of {len(move)} numbers, expected at most {_SEVERAL}"
         case _:
             pass
-    if (size := max(map(len, texts), default=0)) > _TEXT:
-        fault = f"a text of {size} characters, expected at most {_TEXT}"
+    if (size := max(map(len, texts), default=0)) > LONGEST_TEXT:
+        fault = f"a text of {size} characters, expected at most {LONGEST_TEXT}"
     if fault:
         raise Refused(f"{fault}: mend the worker")
 

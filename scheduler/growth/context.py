@@ -32,6 +32,14 @@ MOST_TURNS = 2000
 log = logging.getLogger("scheduler.context")
 
 
+def refuse_endless(environment: str, turns: int) -> None:
+    """Raise DataFault for an episode that goes on after ``MOST_TURNS``."""
+    if turns >= MOST_TURNS:
+        raise DataFault(
+            f"an episode of {environment} has {turns} turns and goes on: its rules must end it"
+        )
+
+
 class Context:
     """One tree's growth: its services, actions and states, and the steps that a strategy takes.
     Call ``plant`` first, which sets ``state_type``, the type of the environment's states."""
@@ -140,6 +148,7 @@ class Context:
             self._observe(node, transition)
         if transition.done:
             return None
+        refuse_endless(self.environment.name, node.step)
         place = self._next(node, transition)
         room = self.runtime.longest - self.tree.length(place) - len(self._forced)
         if not self.runtime.longest or self.settings.max_action_tokens <= room:
@@ -161,11 +170,6 @@ class Context:
         """The node at which the policy acts after ``node``, None when the trajectory is over. A
         used-up budget forces an answer, unless the environment ends its episodes itself."""
         place = await self.step(node) if node.kind == "action" else node
-        if place is not None and place.step >= MOST_TURNS:
-            raise DataFault(
-                f"an episode of {self.environment.name} has {place.step} turns and goes on: its"
-                " rules must end it"
-            )
         forced = place is not None and place.step >= self.settings.budget
         if place is None or not (forced and self.environment.forced_prefix):
             return place

@@ -11,7 +11,7 @@ import numpy as np
 from coppice.actors.environments.base import Dropped, Spent, Transition
 from coppice.common.concurrency import gather
 from coppice.scheduler.growth import answers
-from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.context import Context, refuse_endless
 from coppice.scheduler.growth.failures import plugged
 from coppice.scheduler.growth.tree import Node
 from coppice.wire.messages import Sample
@@ -79,6 +79,7 @@ async def advance(ctx: Context, position: Position, sample: Sample) -> Position 
         return answers.given(environment.name, {"outcome": transition.outcome})["outcome"]
     state = transition.state
     if not transition.done:
+        refuse_endless(environment.name, step)
         if environment.forced_prefix and step >= ctx.settings.budget:
             return 0.0
         place = _onward(ctx, position, sample, transition, replies)

@@ -118,6 +118,7 @@ GOOD = b'{"id": "a", "contents": "\\"T\\"\\ntext"}'
         (b'{"contents": "\\"T\\"\\ntext"}', "id"),
         (b'{"id": "b", "contents": "only a title"}', "empty text"),
         (GOOD, "'a' was used before"),
+        (b'{"id": "b", "contents": "T\\n' + b"a" * 2**17 + b'"}', "more than 131072: split it"),
         (b'{"id": "b", "contents": "\xff"}', "utf-8"),
         (b'{"id": "b", "more": ' + b"[" * 100_000, "nested too deeply"),
     ],

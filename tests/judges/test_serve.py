@@ -38,6 +38,7 @@ class Length(Judge):
 
     def __init__(self, batch: int = 4, concurrency: int = 1):
         self.batch, self.concurrency = batch, concurrency
+        self.fault: Exception = DataFault("question 'bad' cannot be judged")
         self.gate, self.entered = asyncio.Event(), asyncio.Event()
         self.batches: list[list[str]] = []
         self.running = self.most = 0
@@ -50,7 +51,7 @@ class Length(Judge):
         await self.gate.wait()
         self.running -= 1
         if any(turn.question == "bad" for turn in turns):
-            raise DataFault("question 'bad' cannot be judged")
+            raise self.fault
         return [Judgement({"length": float(len(turn.question))}) for turn in turns]
 
 
@@ -124,14 +125,18 @@ def test_a_missing_option_is_named(name: str, needs: str) -> None:
         make_worker(name, {})
 
 
-async def test_a_turn_that_cannot_be_scored_does_not_condemn_its_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", [DataFault("question 'bad' cannot be judged"), KeyError("gold")])
+async def test_a_turn_that_cannot_be_scored_does_not_condemn_its_batch(
+    tmp_path: Path, fault: Exception
+) -> None:
     judge = Length(batch=8)
+    judge.fault = fault
     judge.gate.set()
     async with bench(tmp_path) as b:
         await b.work("w", {"judge.length": Batcher(judge).handle}, capacity=8)
         asked = [ask(b, "judge.length", question) for question in ("one", "bad", "three")]
         good, bad, long = await asyncio.gather(*asked, return_exceptions=True)
-    assert isinstance(bad, DataFault)
+    assert isinstance(bad, DataFault) and str(fault) in str(bad)
     scores = [answer[0].scores for answer in (good, long) if isinstance(answer, list)]
     assert scores == [{"length": 3.0}, {"length": 5.0}]
 

@@ -21,7 +21,7 @@ from coppice.scheduler.growth import rollouts
 from coppice.scheduler.growth.strategies import chain, mc_value
 from coppice.scheduler.growth.text import Text
 from coppice.wire import messages as wire
-from coppice.wire.faults import InfrastructureFault
+from coppice.wire.faults import DataFault, InfrastructureFault
 from tests.agent_stage import Staged
 from tests.scheduler.test_strategies import sample
 
@@ -190,3 +190,14 @@ async def test_a_continuation_that_outgrows_the_context_counts_as_lost(
     context.runtime = msgspec.structs.replace(context.runtime, longest=60)
     before = rollouts.position_before(context, action)
     assert await rollouts.outcomes(context, before, 8) == [-1.0] * 8
+
+
+async def test_a_continuation_that_never_ends_is_a_fault_of_its_task(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = staged(tmp_path, llama, Sudoku("sudoku_compact", size=4, blanks=4)).anew()
+    await context.plant()
+    (action,) = await context.generate(await context.tip(), 1)
+    monkeypatch.setattr("coppice.scheduler.growth.context.MOST_TURNS", 2)
+    with pytest.raises(DataFault, match="an episode of sudoku has 2 turns and goes on"):
+        await rollouts.outcomes(context, rollouts.position_before(context, action), 8)

@@ -168,13 +168,14 @@ async def test_a_fresh_prompt_whose_shared_part_changes_is_a_fault_of_its_task(
         await chain.grow(stage.tree, stage.context)
 
 
+@pytest.mark.parametrize("strategy", [chain, ppr])
 async def test_an_environment_that_ends_no_episode_is_a_fault_of_its_task(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, strategy: Any
 ) -> None:
     monkeypatch.setattr("coppice.scheduler.growth.context.MOST_TURNS", 3)
     stage = Stage(tmp_path, llama, [[BAD]] * 4, budget=9)
     with pytest.raises(DataFault, match="an episode of search_qa has 3 turns and goes on"):
-        await stage.grow(chain)
+        await stage.grow(strategy)
 
 
 class Ending(SearchQA):
