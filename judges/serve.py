@@ -153,7 +153,7 @@ class Batcher:
             return
         try:
             answers: Sequence[wire.Judgement | Exception] = await self._judgements(items)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             if isinstance(error, _OF_A_TURN) and len(items) > 1:
                 # one bad turn must not fail the other turns of its batch
                 for item in items:

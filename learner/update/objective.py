@@ -12,8 +12,9 @@ Aggregation = Literal["turn", "trajectory", "token", "constant"]
 
 
 def token_weights(
-    table: TurnTable, sampled: np.ndarray, aggregation: Aggregation, constant_tokens: int = 0
-) -> np.ndarray:
+    table: TurnTable, sampled: np.ndarray, aggregation: Aggregation, constant_tokens: int = 0,
+    steps: bool = True,
+) -> np.ndarray:  # fmt: skip
     """Return the weight of each token's term, float64 [tokens], fixed for the whole update, so that
     every split over micro-batches and ranks gives the same gradient. Forced tokens get 0, because
     they have no sampling probability.
@@ -22,17 +23,19 @@ def token_weights(
     trajectories of its group, the sum over the steps of a tree and the mean over the questions in
     the table. "trajectory" (GRPO) begins with the mean over a trajectory's tokens instead. "token"
     is the mean over all trained tokens. "constant" (Dr. GRPO) divides the sum over a trajectory's
-    tokens by a constant, so that length carries no weight. sampled: bool [tokens].
+    tokens by a constant, so that length carries no weight. sampled: bool [tokens]. steps: the
+    groups of a question are its steps; otherwise (Tree-GRPO's trees) they count as one.
     """
     sampled = sampled.astype(np.float64)
     if aggregation == "token":
         return sampled / max(1.0, sampled.sum())
     questions = len(np.unique(table.tree))
     counts = np.bincount(table.row(), weights=sampled, minlength=len(table))
-    scale = np.empty(len(table))
-    for group in np.unique(table.group):
-        rows = np.flatnonzero(table.group == group)
-        names, member = np.unique(table.trajectory[rows], return_inverse=True)
+    scale, of = np.empty(len(table)), table.trajectories().of
+    groups = table.group if steps else table.tree
+    for group in np.unique(groups):
+        rows = np.flatnonzero(groups == group)
+        names, member = np.unique(of[rows], return_inverse=True)
         tokens = counts[rows]
         if aggregation == "trajectory":
             tokens = np.bincount(member, weights=tokens)[member]

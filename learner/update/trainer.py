@@ -134,7 +134,8 @@ class Trainer:
         trained = rows.sampled if estimate.trained is None else rows.sampled & estimate.trained
         if c.overlong_filter:
             trained = trained & ~table.per_token(truncated(table))
-        weights = token_weights(table, trained, self.plan.aggregation, c.constant_tokens)
+        steps = self.scheme.needs.group == "step"
+        weights = token_weights(table, trained, self.plan.aggregation, c.constant_tokens, steps)
         objective = self._objective(table, rows, estimate, weights)
         metrics = self._table_metrics(table, objective) | prm_metrics
         metrics |= self.scheme.metrics(table)

@@ -30,9 +30,14 @@ def differs(
         several, own = trajectories.values(), set[tuple[float, ...]]()
         whole = equal == "returns" and any(column in t.scores for s in several for t in s[:-1])
         for turns in several:
-            rewards = [turn.scores[column] for turn in turns if column in turn.scores]
-            if rewards and (len(rewards) == len(turns) or not whole):
-                own.add((math.fsum(rewards),) if equal == "returns" else tuple(rewards))
+            given = [turn.scores[column] for turn in turns if column in turn.scores]
+            if equal == "turns" and given:  # a turn without a score earns 0, and so do later ones
+                rewards = [turn.scores.get(column, 0.0) for turn in turns]
+                while rewards and not rewards[-1]:
+                    rewards.pop()
+                own.add(tuple(rewards))
+            elif given and (len(given) == len(turns) or not whole):
+                own.add((math.fsum(given),))
         found = found | own if across else own
         if len(found) > 1:
             return True

@@ -45,6 +45,13 @@ def test_trajectory_weights_are_token_mean_over_a_whole_trajectory() -> None:
     assert_allclose(token_weights(t, t.mask(), "trajectory"), [1 / 12] * 12)
 
 
+@pytest.mark.parametrize("aggregation", ["turn", "trajectory", "constant"])
+def test_the_leaves_of_several_trees_of_a_question_weigh_the_same(aggregation: Aggregation) -> None:
+    t = tabled([2, 2, 2, 2], [0, 0, 0, 1], [0, 1, 2, 0], [7] * 4)  # trees of three leaves and one
+    weights = token_weights(t, t.mask(), aggregation, constant_tokens=2, steps=False)
+    assert_allclose(weights, [1 / 8] * 8)
+
+
 @pytest.mark.parametrize("aggregation", ["turn", "trajectory", "token", "constant"])
 def test_a_question_without_outcomes_leaves_the_others_alone(aggregation: Aggregation) -> None:
     both = tabled([2, 4, 3, 3], [0, 0, 1, 1], [0, 1, 0, 1], [7, 7, 9, 9])

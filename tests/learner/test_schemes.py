@@ -123,6 +123,7 @@ KNOWN: list[tuple[str, dict[str, Any], TurnTable, Any]] = [
     # 50/3, 95/6 | -35/3. Question 1 is left out.
     ("prime", {}, PRIME, [0.9796, 0.3768, 0.3165, -1.6728, 0, 0, 0]),
     ("prime", {"accuracy_low": 0.6}, PRIME, [0] * 7),
+    ("prime", {"threshold": 1.0}, PRIME, [0] * 7),  # no outcome is right
     # With question 1 the largest is .7. That question's mean is (1 - 1/14) / 2 = 13/28, its process
     # 15/14 | -5/14, -25/14, its outcome 0. Question 0: mean -4/21, process 20/21, 2/21, 26/21 | -16/21.
     ("prime", {"accuracy_low": 0, "accuracy_high": 1}, PRIME,
@@ -133,6 +134,12 @@ KNOWN: list[tuple[str, dict[str, Any], TurnTable, Any]] = [
     ("mc_pr", {}, made_of([2] * 5, MC_PR), [1, 1, -1, -1] * 2 + [0, 0]),
     ("gigpo", {}, SEEN_AGAIN, EPISODE + np.array([-0.2263, 0, 0.2263, 0, 0])),
     ("gigpo", {"alpha": 0, "episode_std": True}, SEEN_AGAIN, 4 * HALF * EPISODE),
+    # a valid and an invalid first step of two lost games, on the same board
+    (
+        "gigpo", {"invalid_penalty": 0.1},
+        made_of([1, 1], {"reward": [0, 0], "valid": [1, 0]}, anchor=[7, 7]),
+        [0.1, -0.1],
+    ),
     ("gigpo", {"step_std": True}, SEEN_AGAIN, EPISODE + HALF * np.array([-1, 0, 1, 0, 0])),
     # one observation in two questions is two
     ("gigpo", {}, made_of([1, 1], {"reward": [0, 1]}, tree=[0, 1], anchor=[7, 7]), [0, 0]),

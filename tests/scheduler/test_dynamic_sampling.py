@@ -27,7 +27,8 @@ def turns(*trajectories: list[float | None]) -> list[wire.Turn]:
 
 SPREADS = [
     (turns([0.0, 1.0], [1.0]), False, True),
-    (turns([None, 1.0], [1.0]), False, False),
+    (turns([None, 1.0], [1.0]), False, True),
+    (turns([0.0, 0.0], [0.0]), False, False),
     (turns([1.0], [0.0]), True, True),
     (turns([1.0], [None]), False, False),  # an unknown reward is no spread
     (turns([0.1, 0.2], [0.2, 0.1]), False, True),

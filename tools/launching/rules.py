@@ -291,6 +291,11 @@ def _learner(config: Config) -> Iterator[str]:
         yield f"{shards}: expected a divisor of the ranks between 1 and all of them"
     if 0 < w.decay_updates < s.updates:
         yield f"{say('learner.decay_updates')}: expected 0 (just as many) or at least {updates}"
+    if w.scheme == "prime" and plan.prm is not None:
+        right, positive = w.scheme_options.get("threshold", 0.0), plan.prm.threshold
+        if right != positive:
+            both = f"learner.scheme_options.threshold = {right:g}"
+            yield f"{both}: expected learner.prm.threshold = {positive:g}, what counts as right"
     if w.critic is not None and w.critic.policy_frozen_updates >= s.updates:
         frozen = say("learner.critic.policy_frozen_updates")
         yield f"{frozen}: expected less than {updates}, or the policy never trains"
@@ -326,6 +331,11 @@ def doubts(config: Config) -> list[str]:
         doubts.append(
             "learner.kl_estimator = 'k1': the gradient of this loss term is 0 in expectation;"
             " take 'k2' or 'k3', or learner.kl_reward_coef"
+        )
+    if w.warmup_updates >= config.scheduler.updates:
+        doubts.append(
+            f"{say('learner.warmup_updates', 'scheduler.updates')}: the rate never reaches"
+            " learner.lr; lower the first, or raise the second"
         )
     if config.actors.max_context > w.micro_tokens:
         doubts.append(

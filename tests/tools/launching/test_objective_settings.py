@@ -17,6 +17,7 @@ from coppice.tools.launching.settings import Assets
 
 SLATE = Path(__file__).parents[3] / "configs" / "slate-cpu.toml"
 PPR, SUDOKU = SLATE.with_name("ppr-cpu.toml"), SLATE.with_name("vpr-sudoku-cpu.toml")
+SOKOBAN, PRIME = SLATE.with_name("oprl-sokoban-cpu.toml"), "method=prime"
 FULL = ["scheduler.strategy=full"]
 ALONE = [*FULL, "scheduler.strategy_options={k=1}", "learner.scheme=outcome"]
 GAE = [*FULL, "learner.scheme=gae"]
@@ -38,6 +39,12 @@ TWO_COLUMNS = r"makes the rewards of turns from .* remove it"
         (SLATE, [*ALONE, "scheduler.dynamic_sampling_budget=4"], "no effect"),
         (PPR, ["learner.reward_scale=2.0"], TWO_COLUMNS),
         (PPR, ["learner.kl_reward_coef=0.1"], r"learner\.scheme_options\.kl_coef instead"),
+        (
+            SOKOBAN,
+            [PRIME, "learner.prm.threshold=0.6"],
+            r"options\.threshold = 0: expected .* 0\.6",
+        ),
+        (SOKOBAN, [PRIME, "learner.scheme_options={accuracy_low=0.9}"], "at most accuracy_high"),
         (SUDOKU, [MC_PR, "learner.reward_clip=0.5"], TWO_COLUMNS),
         (SUDOKU, [MC_PR, "learner.kl_reward_coef=0.1"], r"learner\.kl_coef is a KL in the loss"),
     ],
@@ -54,6 +61,12 @@ def test_k1_in_the_loss_is_a_doubt() -> None:
 
     assert not doubts("k2")
     assert "0 in expectation" in doubts("k1")[-1]
+
+
+def test_a_warm_up_that_never_ends_is_a_doubt() -> None:
+    (doubt,) = rules.doubts(load(SLATE, ["scheduler.updates=5", "learner.warmup_updates=5"]))
+    assert "learner.warmup_updates = 5 and scheduler.updates = 5: the rate never reaches" in doubt
+    assert not rules.doubts(load(SLATE, ["scheduler.updates=6", "learner.warmup_updates=5"]))
 
 
 def written(run: Path, name: str, kind: type[Any], *settings: str) -> Any:
