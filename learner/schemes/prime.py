@@ -47,7 +47,8 @@ def advantages(
     outcome_weight: NotNegative = 5.0, accuracy_low: Share = 0.2, accuracy_high: Share = 0.8,
     whiten_ddof: Ddof = 0, threshold: float = 0.0,
 ) -> np.ndarray:  # fmt: skip
-    """threshold: that of the reward model (``learner.prm.threshold``). ``trains`` has left out the questions outside [accuracy_low, accuracy_high]."""
+    """``trains`` has left out the questions outside [accuracy_low, accuracy_high]. threshold: that
+    of the reward model (``learner.prm.threshold``)."""
     (trajectories, outcomes), mask = table.returns(outcome), table.mask()
     token_rewards = table.token_column("prm") * mask
     largest = np.abs(table.to_go(token_rewards)).max()
