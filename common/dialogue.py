@@ -125,7 +125,8 @@ class ChatTemplate:
     available: whether the folder has one. source: its text. variables: the switches that it reads.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, now: time.struct_time | None = None):
+        """now: the date that templates write, if not that of each call."""
         path = folder / "tokenizer_config.json"
         settings = json.loads(path.read_text()) if path.is_file() else {}
         self._special = {key: _content(settings.get(key)) for key in ("bos_token", "eos_token")}
@@ -136,7 +137,8 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
         )
         sandbox.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-        sandbox.globals |= {"raise_exception": _raise, "strftime_now": time.strftime}
+        dated = time.strftime if now is None else lambda form: time.strftime(form, now)
+        sandbox.globals |= {"raise_exception": _raise, "strftime_now": dated}
         self.available = isinstance(source, str)
         self.source = source if isinstance(source, str) else ""
         self._template = sandbox.from_string(self.source)
@@ -182,9 +184,11 @@ class Renderer:
     ) -> str:
         """Return the prompt of a conversation. switches: of the template. Raises ValueError when
         the template refuses it."""
-        return self._rendered(self._plain(messages, tools), tools, switches)
+        return self._rendered(self.plain(messages, tools), tools, switches)
 
-    def after(self, tail: Sequence[Message], tools: Tools = ()) -> str:
+    def after(
+        self, tail: Sequence[Message], tools: Tools = (), switches: Mapping[str, Any] = {}
+    ) -> str:
         """Return the text that follows a reply's own text: what ends the reply, the messages of
         ``tail``, and the opening of the next reply.
 
@@ -192,12 +196,14 @@ class Renderer:
         a reply's text as it is.
         """
         dummy = [{"role": "user", "content": "."}, {"role": "assistant", "content": REPLY}]
-        _, found, after = self._rendered([*dummy, *self._plain(tail, ())], tools).partition(REPLY)
+        shown = self._rendered([*dummy, *self.plain(tail)], tools, switches)
+        _, found, after = shown.partition(REPLY)
         if not found:
             raise ValueError("the chat template does not write replies as they are")
         return after
 
-    def _plain(self, messages: Sequence[Message], tools: Tools) -> list[Message]:
+    def plain(self, messages: Sequence[Message], tools: Tools = ()) -> list[Message]:
+        """Return the messages as the template is given them."""
         plain = [{**message, "content": text_of(message.get("content"))} for message in messages]
         if self.knows_tools:
             return [_with_parsed_calls(message) for message in plain]

@@ -6,6 +6,7 @@ were offered, with an object of arguments: otherwise the reply is invalid, and n
 """
 
 import json
+import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -33,7 +34,8 @@ class Parsed(msgspec.Struct, frozen=True):
 
 class Family(msgspec.Struct, frozen=True):
     """How a family writes calls: ``mark`` and ``gap`` before the first, ``closing`` after each,
-    ``between`` them, ``end`` at last. key: of the arguments."""
+    ``between`` them, ``end`` at last. key: of the arguments. bare: a reply that is nothing but
+    calls has no mark."""
 
     mark: str
     closing: str = ""
@@ -41,11 +43,12 @@ class Family(msgspec.Struct, frozen=True):
     end: str = ""
     gap: str = ""
     key: str = "arguments"
+    bare: bool = False
 
     def values(self, text: str) -> list[Any]:
         """Return the JSON values of all calls in ``text``, which begins with the mark. Raises
         ValueError if anything else stands there."""
-        values, rest = list[Any](), text.removeprefix(self.mark).strip()
+        values, rest = list[Any](), text.strip().removeprefix(self.mark).strip()
         while rest and not (self.end and rest == self.end):
             rest = _without(rest, self.between, optional=not values)
             value, place = _DECODER.raw_decode(rest)
@@ -69,7 +72,7 @@ def _without(text: str, beginning: str, optional: bool = False) -> str:
 
 FAMILIES = {
     "hermes": Family("<tool_call>", closing="</tool_call>", between="<tool_call>", gap="\n"),
-    "llama3": Family("<|python_tag|>", between=";", key="parameters"),
+    "llama3": Family("<|python_tag|>", between=";", key="parameters", bare=True),
     "mistral": Family("[TOOL_CALLS][", between=",", end="]"),
 }
 """By name. Qwen, SmolLM3 and others write calls as Hermes does."""
@@ -81,6 +84,8 @@ MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>",
 def family_of(template: str) -> str:
     """Return the family of a chat template's source; "hermes" if it knows no tools, because they
     are then described in that notation."""
+    if '"parameters": dictionary of' in template:  # some of Llama 3's do not name the mark
+        return "llama3"
     return next((name for name, family in FAMILIES.items() if family.mark in template), "hermes")
 
 
@@ -89,7 +94,7 @@ def opening(family: str, offered: Sequence[str]) -> str:
     offered, or up to the name of one of several. It ends where tokens end in what the family
     writes."""
     kind = FAMILIES[family]
-    begun = f'{kind.mark}{kind.gap}{{"name":'
+    begun = '{"name":' if kind.bare else f'{kind.mark}{kind.gap}{{"name":'
     if len(offered) != 1:
         return begun
     return f'{begun} {json.dumps(offered[0], ensure_ascii=False)}, "{kind.key}":'
@@ -100,6 +105,8 @@ def parse(reply: str, family: str, offered: Collection[str]) -> Parsed:
     kind, (think, ended, said) = FAMILIES[family], reply.partition(THOUGHT)
     think, said = (think.partition("<think>")[2] or think, said.lstrip()) if ended else ("", reply)
     place = said.find(kind.mark) if offered else -1
+    if place < 0 and offered and kind.bare and re.match(r'\s*\{\s*"name"', said):
+        place = 0
     if place < 0:
         return Parsed(said, think=think.strip())
     try:

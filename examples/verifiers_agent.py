@@ -35,8 +35,8 @@ from verifiers.v1.utils import loaders  # pyright: ignore[reportMissingImports]
 
 sys.path.append(str(Path(__file__).parent))
 OTHERS_KEY = "COPPICE_OTHERS_KEY"
-"""Variable with the key of the endpoint of the other roles. A run's agents do not get variables
-that end in _API_KEY."""
+"""Variable with the key of the endpoint of the other roles. A run's agents get it if
+``data.options.pass_env = ["COPPICE_OTHERS_KEY"]`` names it."""
 
 
 def configured(taskset: str, options: argparse.Namespace) -> tuple[Any, list[str]]:
@@ -66,7 +66,8 @@ def configured(taskset: str, options: argparse.Namespace) -> tuple[Any, list[str
 async def run(task: dict[str, Any], options: argparse.Namespace) -> float:
     """Play the episode of a task and return its reward. Raises RuntimeError if verifiers could not
     play it, which ends the episode as crashed."""
-    taskset, _, index = task["id"].rpartition("/")
+    # several sources put theirs before an id
+    taskset, _, index = task["id"].rpartition("#")[2].rpartition("/")
     config, learns = configured(taskset, options)
     environment = loaders.load_environment(config)
     (chosen,) = environment.taskset.skip(int(index)).take(1)

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import logging
+import operator
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -205,9 +206,11 @@ def answering(worker: Player | Speaker) -> Handler:
                 raise InfrastructureFault(f"{worker.name} said {said!r}: expected a text")
             cells = await worker.play(request.state, request.seed)
             cells = [*cells] if isinstance(cells, list | tuple) else [cells]
-            if not all(isinstance(cell, int) for cell in cells):
-                raise InfrastructureFault(f"{worker.name} played {cells!r}: expected integers")
-            return wire.PlayResult(cells)
+            try:
+                return wire.PlayResult([*map(operator.index, cells)])  # NumPy's, too
+            except TypeError:
+                fault = f"{worker.name} played {cells!r}: expected integers"
+                raise InfrastructureFault(fault) from None
 
     return handle
 

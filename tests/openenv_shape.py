@@ -32,6 +32,10 @@ class Add(Action):  # pyright: ignore
     number: int
 
 
+class Say(Action):  # pyright: ignore
+    words: str
+
+
 class Seen(Observation):  # pyright: ignore
     total: int
     drawn: int
@@ -71,3 +75,11 @@ class Unseeded(Counting):
         seen = super().step(action)
         seen.drawn, seen.reward = random.randrange(1000), None
         return seen
+
+
+class Listening(Counting):
+    """Adds up the letters of texts."""
+
+    def step(self, action: Any, timeout_s: float | None = None, **_: Any) -> Any:
+        self.total += len(action.words)
+        return Seen(total=self.total, drawn=0, done=False, reward=0.0)

@@ -154,8 +154,9 @@ def _task(row: Any, where: str, verbatim: bool) -> Task:
             f"evidence or hops ({type(error).__name__}: {error}): expected"
             " [{title, text} or {title, field, value}] and a number"
         ) from None
+    names = row.get("id"), _inside(row, "extra_info").get("index")
     return Task(
-        id=str(row.get("id") or _inside(row, "extra_info").get("index") or where),
+        id=next((str(name) for name in names if name not in (None, "")), where),
         question=question,
         golds=texts or [],
         evidence=evidence,

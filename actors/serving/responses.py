@@ -9,8 +9,10 @@ from coppice.actors.serving.replies import Form, Reply, sse
 
 MOST = 1024
 """Ids of items and responses that a server or a session knows."""
-_SAMPLED = "model temperature top_p top_k seed stop stream chat_template_kwargs".split()
-"""Fields that mean what they mean in chat completions."""
+_OWN = (
+    "input instructions previous_response_id conversation prompt text max_output_tokens include"
+).split()
+"""Fields that mean nothing, or something else, in chat completions."""
 _ABSENT = dict.fromkeys("error incomplete_details instructions temperature top_p".split())
 
 
@@ -51,7 +53,7 @@ def chat_body(body: dict[str, Any], store: ResponseStore) -> tuple[dict[str, Any
     messages: list[dict[str, Any]] = [{"role": "system", "content": text}] if text else []
     for item in items:
         _add(item, messages)
-    chat = {key: body[key] for key in (*_SAMPLED, "tools", "tool_choice") if key in body}
+    chat = {key: value for key, value in body.items() if key not in _OWN}
     most = {"max_tokens": body.get("max_output_tokens"), "response_format": _format(body)}
     return {**chat, **most, "messages": messages}, items
 
@@ -76,7 +78,7 @@ def _add(item: Any, messages: list[dict[str, Any]]) -> None:
         messages.append({**last, "tool_calls": calls})
     elif kind == "function_call_output":
         output = item.get("output")
-        content = output if isinstance(output, str) else json.dumps(output)
+        content = output if isinstance(output, str | list) else json.dumps(output)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     elif kind != "reasoning":
         kinds = "message, function_call, function_call_output, item_reference or reasoning"

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import random
 import zlib
 from collections.abc import Sequence
@@ -275,7 +276,7 @@ class Context:
         """Add the environment's answer. The trajectory goes on there if turns are appended."""
         text, state = transition.observation, msgspec.to_builtins(transition.state)
         if transition.messages:
-            text = self.runtime.text.after(node.tokens, transition.messages)
+            text = self.runtime.text.after(node.tokens, transition.messages, self.settings.thinking)
         tokens, appended = self.services.encode(Shown(text)), not self.environment.fresh
         observation = self.tree.add(node, "observation", tokens, text, state=state, chosen=appended)
         self.changed([observation])
@@ -288,9 +289,11 @@ class Context:
         where: dict[str, Any] = {"trajectory": trajectory, "step": step, "chosen": True}
         root = self.tree.nodes[0]
         if head.text != root.text:
+            at = len(os.path.commonprefix([head.text, root.text]))  # noqa: RUF071
+            new, old = (text[max(0, at - 30) : at + 30] for text in (head.text, root.text))
             raise DataFault(
-                f"the prompt of {self.environment.name} has {head.text[-60:]!r} before SPLIT, and"
-                f" had {root.text[-60:]!r} before: put SPLIT before the first text that changes"
+                f"the prompt of {self.environment.name} has {new!r} before SPLIT, and had {old!r}"
+                " before: put SPLIT before the first text that changes"
             )
         prompt = self.tree.add(root, "prompt", tokens, tail.text, state=plain, **where)
         self.changed([prompt])

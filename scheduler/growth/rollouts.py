@@ -108,7 +108,8 @@ def _onward(
     if transition.after is None or transition.messages is None:
         return Position(_shown(ctx, state, step).prefix, state, step, ends, replies)
     end = ends[transition.after]
-    text = ctx.runtime.text.after(np.frombuffer(end, np.int32), transition.messages)
+    reply = np.frombuffer(end, np.int32)
+    text = ctx.runtime.text.after(reply, transition.messages, thinking=False)
     seen = ctx.runtime.text.encode(text)
     return Position(end + seen.tobytes(), state, step, ends, replies)
 

@@ -177,7 +177,7 @@ class Services(Tools):
         if transition.messages is None or transition.after is None:
             text = "".join(part.text for part in self.rendered(transition.state))
         else:
-            text = self.runtime.text.after(_NO_TOKENS, transition.messages)
+            text = self.runtime.text.after(_NO_TOKENS, transition.messages, self.settings.thinking)
         state = msgspec.to_builtins(transition.state)
         encode_node(Node(0, -1, "prompt", _NO_TOKENS, text, 0, state=state))
         self.runtime.text.encode(text)

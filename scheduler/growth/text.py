@@ -2,6 +2,7 @@
 
 import functools
 import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ class Text:
             expected = "expected a Hugging Face model folder"
             raise FileNotFoundError(f"{path} has no tokenizer.json: {expected}")
         self.tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-        self._template = ChatTemplate(path)
+        # one date for all prompts: at midnight what they share would change
+        self._template = ChatTemplate(path, time.localtime())
         self._renderer = Renderer(self._template)
         added = self.tokenizer.get_added_tokens_decoder()
         self._special = {token.content for token in added.values() if token.special}
@@ -90,13 +92,17 @@ class Text:
                 f" of type {' or '.join(vision.FAMILY)} with a chat template (model.name)"
             )
 
-    def after(self, reply: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> str:
+    def after(
+        self, reply: np.ndarray, messages: Sequence[Mapping[str, Any]], thinking: bool = True
+    ) -> str:
         """What follows a sampled reply, int32 [tokens], up to the model's next turn, where
-        ``messages`` come next. A sampled end of the reply is not written again. Raises ValueError
-        if the template does not render these messages by themselves."""
+        ``messages`` come next. A sampled end of the reply is not written again. thinking: as of
+        ``prompt``. Raises ValueError if the template does not render these messages by themselves.
+        """
         if not self._template.available:
             return "\n" + self.prompt(messages)
-        text = self._renderer.after([dict(message) for message in messages])
+        switches = self._switches(thinking)
+        text = self._renderer.after([dict(message) for message in messages], switches=switches)
         end = self.tokenizer.id_to_token(int(reply[-1])) if len(reply) else None
         return text.removeprefix(end) if end is not None and end in self._special else text
 
@@ -115,9 +121,14 @@ class Text:
         else:
             texts = ["".join(map(str, texts)) for texts in parts]
             messages = [{**m, "content": t} for m, t in zip(messages, texts, strict=True)]
-        if tools or any(m.get("tool_calls") or m.get("role") == "tool" for m in messages):
-            return self._renderer.whole([dict(message) for message in messages], tools)
         if not self._template.available:
-            return "\n".join(message["content"] for message in messages) + "\n"
+            plain = self._renderer.plain([dict(message) for message in messages], tools)
+            return "\n".join(message["content"] for message in plain) + "\n"
+        switches = self._switches(thinking)
+        if tools or any(m.get("tool_calls") or m.get("role") == "tool" for m in messages):
+            return self._renderer.whole([dict(message) for message in messages], tools, switches)
+        return self._template.render(messages, switches)
+
+    def _switches(self, thinking: bool) -> dict[str, bool]:
         knows = "enable_thinking" in self._template.variables
-        return self._template.render(messages, {"enable_thinking": thinking} if knows else {})
+        return {"enable_thinking": thinking} if knows else {}

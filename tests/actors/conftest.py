@@ -107,10 +107,10 @@ async def played(environment: Any, state: Any, *actions: str, tools: Any = None)
     return transition
 
 
-def openenv(name: str = "Counting", field: str = "number") -> dict[str, Any]:
+def openenv(name: str = "Counting", field: str = "number", action: str = "Add") -> dict[str, Any]:
     pytest.importorskip("pydantic")
     shape = "tests.openenv_shape"
-    return {"environment": f"{shape}:{name}", "action": f"{shape}:Add", "field": field}
+    return {"environment": f"{shape}:{name}", "action": f"{shape}:{action}", "field": field}
 
 
 @pytest_asyncio.fixture

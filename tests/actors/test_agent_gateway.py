@@ -13,6 +13,7 @@ from coppice.actors.serving import replies
 from coppice.actors.serving.conversations import Conversation
 from coppice.actors.serving.replies import Reply
 from coppice.common.tool_calls import ToolCall
+from coppice.wire.messages import Passage
 from tests.actors.conftest import HELLO, Door
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {}}}
@@ -50,6 +51,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"tools": [ADD], "tool_choice": {"type": "function", "function": 1}}, "`tool_choice`"),
     (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "'wizard': expected system"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "`content`"),
+    (RESPONSES, {"top_logprobs": 5}, "`top_logprobs`"),
     (RESPONSES, {"text": {"format": {"type": "json_schema", "schema": {}}}}, "`response_format`"),
     (RESPONSES, {"input": [{"type": "function_call", "name": "a", "arguments": 1}]}, "tool call"),
     (RESPONSES, {"previous_response_id": "resp-1"}, "`previous_response_id`"),
@@ -84,6 +86,28 @@ async def test_a_stream_that_waits_sends_comments_and_tells_its_refusal(
                 door.session.answer(request, Reply("hi"))
             rest = (await response.content.read()).decode()
         assert ("the episode has ended" in rest, "[DONE]" in rest) == (ended, not ended)
+
+
+@pytest.mark.parametrize(("body", "scored"), [({}, False), ({"return_scores": True}, True)])
+async def test_passages_come_as_search_r1_sends_them(
+    door: Door, body: dict[str, Any], scored: bool
+) -> None:
+    async def found(query: str, topk: int) -> list[Passage]:
+        return [Passage(str(topk), query, "text", 0.5)]
+
+    door.session.retrieve = found
+    status, text = await door.post("retrieve", {"queries": ["a"], "topk": None, **body})
+    document = {"id": "3", "contents": '"a"\ntext'}
+    expected = {"document": document, "score": 0.5} if scored else document
+    assert (status, json.loads(text)) == (200, {"result": [[expected]]})
+
+
+@pytest.mark.parametrize(("path", "kept"), [("retrieve", False), (CHAT, True)])
+async def test_an_agents_own_mistake_is_no_refusal_of_the_policy(
+    door: Door, path: str, kept: bool
+) -> None:
+    assert (await door.post(path, {"queries": 1, "messages": 1}))[0] == 400
+    assert bool(door.session.refused) == kept
 
 
 async def test_ids_repeat_with_what_is_asked_and_a_waiting_call_is_known_again(door: Door) -> None:
@@ -138,12 +162,15 @@ async def test_items_and_responses_are_known_by_id_in_their_own_session(door: Do
     said, *calls = first["output"]
     ids = [call["call_id"] for call in calls]
     results = [{"type": "function_call_output", "call_id": one, "output": "3"} for one in ids]
+    parts = [{"type": "input_text", "text": "3"}]
     references = [{"type": "item_reference", "id": said["id"]}]
     references += [{"id": call["id"]} for call in calls]
     await turn(Reply("3"), input=[user, *first["output"], *results])
     await turn(Reply("3"), input=[user, *references, *results])
     await turn(Reply("3"), input=results, previous_response_id=first["id"])
-    assert requests[1].messages == requests[2].messages == requests[3].messages
+    in_parts = [{**result, "output": parts} for result in results]
+    await turn(Reply("3"), input=in_parts, previous_response_id=first["id"])
+    assert all(request.messages == requests[1].messages for request in requests[2:])
     assert len(requests[1].messages) == 5
     door.session = door.gateway.opened()
     for body in ({"input": references}, {"input": "x", "previous_response_id": first["id"]}):

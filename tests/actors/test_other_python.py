@@ -69,6 +69,21 @@ async def test_an_action_without_an_answer_is_tried_again_and_then_loses(other: 
     assert end.done and end.measures == {"success": 0.0}
 
 
+async def test_a_beginning_without_an_answer_is_a_fault_of_its_task(
+    other: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = other()
+
+    async def ask(*_: Any) -> Any:
+        raise InfrastructureFault("the process has died")
+
+    monkeypatch.setattr(environment._children[0], "ask", ask)
+    with pytest.raises(InfrastructureFault):
+        await begun(environment)
+    with pytest.raises(DataFault, match="of seed 7 after 0 actions gave no answer, twice"):
+        await begun(environment)
+
+
 async def test_a_cancelled_step_leaves_no_answer_for_the_next_one(other: Make) -> None:
     environment = other()
     state = await begun(environment)
@@ -126,6 +141,14 @@ async def test_fields_of_openenv_are_seen_and_its_rewards_are_earned(other: Make
     assert (json.loads(two.observation)["total"], two.reward, two.done) == (10, 0.2, False)
     last = await played(environment, two.state, "9")
     assert (last.done, last.outcome, last.measures) == (True, pytest.approx(1.2), {"success": 1.0})
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("action", ["[4]", "42", "true", '"so"'])
+async def test_a_bare_text_may_look_like_json(other: Make, action: str) -> None:
+    environment = other("openenv", arguments=openenv("Listening", "words", "Say"))
+    seen = (await played(environment, await begun(environment), action)).observation
+    assert json.loads(seen)["total"] == 7 + len(action)
 
 
 @pytest.mark.second

@@ -58,7 +58,7 @@ def test_a_row_becomes_a_task_or_is_set_aside_with_its_place(tmp_path: Path) -> 
     passages += [{"title": "Bulgaria", "text": "Its capital is Sofia."}]
     prompt = [{"role": "user", "content": "Question: an example. Rules. Question: who wrote it\n"}]
     rows = [
-        *(row("who "), row("It."), row("q?", extra_info={"index": 12})),
+        *(row("who "), row("It."), row("q?", extra_info={"index": 0})),
         row("q?", id=7, data_source="factbook", evidence=passages),
         {"prompt": prompt, "reward_model": {"ground_truth": {"target": ["x", "y"]}}},
         *(row("unusable", golds) for golds in ([], ["  "], None, ["x", 1946])),
@@ -70,7 +70,7 @@ def test_a_row_becomes_a_task_or_is_set_aside_with_its_place(tmp_path: Path) -> 
     assert tasks[3].evidence == ["Bulgaria\nCapital: Sofia", "Bulgaria\nIts capital is Sofia."]
     assert (tasks[3].hops, tasks[3].source) == (2, "factbook")
     # without an id, a row takes its index or its place
-    assert [task.id for task in tasks] == [f"{source}:1", f"{source}:2", "12", "7", f"{source}:5"]
+    assert [task.id for task in tasks] == [f"{source}:1", f"{source}:2", "0", "7", f"{source}:5"]
     assert (tasks[0].golds, tasks[4].golds) == (["a"], ["x", "y"])
     assert [one.where for one in rejected] == [f"{source}:{line}" for line in range(6, 11)]
     assert {one.reason[:14] for one in rejected[:3]} == {"no gold answer"}

@@ -15,9 +15,13 @@ CALL = ToolCall("look", '{"a": "</x> é"}')
 
 
 HERMES = f"<tool_call>{ONE}</tool_call>"
+BARE = ONE.replace("arguments", "parameters")
 WRITTEN = [
     ("hermes", "Just text.", Parsed("Just text.")),
     ("hermes", f"{HERMES}\n{HERMES}\n", Parsed("", [CALL, CALL])),
+    ("llama3", BARE, Parsed("", [CALL])),
+    ("llama3", f"<|python_tag|>{BARE}; {BARE}", Parsed("", [CALL, CALL])),
+    ("llama3", '{"names": 1}', Parsed('{"names": 1}')),
     ("mistral", f"Well.[TOOL_CALLS][{ONE}, {ONE}]", Parsed("Well.", [CALL, CALL])),
 ]
 

@@ -7,15 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
-from coppice.judges.base import Judge, checked
+from coppice.judges.base import Judge, Player, checked
 from coppice.judges.command import plug_in
-from coppice.judges.serve import BUILT_IN, Batcher, make_worker
+from coppice.judges.serve import BUILT_IN, Batcher, answering, make_worker
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.keys import RunKeys
-from coppice.wire.messages import JudgedTurn, Judgement, JudgeRequest, SpeakRequest
+from coppice.wire.messages import JudgedTurn, Judgement, JudgeRequest, PlayRequest, SpeakRequest
 from coppice.wire.service import Service
 from tests.judges.test_llm import chat, started
 from tests.services import Bench, bench
@@ -139,6 +140,20 @@ async def test_a_turn_that_cannot_be_scored_does_not_condemn_its_batch(
     assert isinstance(bad, DataFault) and str(fault) in str(bad)
     scores = [answer[0].scores for answer in (good, long) if isinstance(answer, list)]
     assert scores == [{"length": 3.0}, {"length": 5.0}]
+
+
+@pytest.mark.parametrize("played", [np.int64(3), (np.int64(3),), [3], (1.5,)])
+async def test_a_move_is_whole_numbers_of_any_kind(played: Any) -> None:
+    class Rival(Player):
+        async def play(self, state: Any, seed: int) -> Any:
+            return played
+
+    answer: Any = answering(Rival())
+    if isinstance(played, tuple) and isinstance(played[0], float):
+        with pytest.raises(InfrastructureFault, match="expected integers"):
+            await answer(PlayRequest(None, 0), None)
+    else:
+        assert (await answer(PlayRequest(None, 0), None)).move == [3]
 
 
 UNFINISHED = ("Nameless", "Bare", "Other")

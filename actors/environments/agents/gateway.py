@@ -58,7 +58,12 @@ class _Reward(msgspec.Struct):
 
 class _Retrieval(msgspec.Struct):
     queries: Annotated[list[str], msgspec.Meta(min_length=1)]
-    topk: Annotated[int, msgspec.Meta(ge=1, le=TOPK_MOST)] = 3
+    topk: Annotated[int, msgspec.Meta(ge=1, le=TOPK_MOST)] | None = None
+    return_scores: bool = False
+
+    def item(self, p: Passage) -> dict[str, Any]:
+        document = {"id": p.id, "contents": f'"{p.title}"\n{p.text}'}
+        return {"document": document, "score": p.score} if self.return_scores else document
 
 
 class Session:
@@ -204,6 +209,8 @@ class Gateway:
         raise RequestRefused(f"unknown key: expected an episode's key as {places}", 401)
 
     def _keep_refusal(self, request: web.Request, reason: str) -> None:
+        if request.path.endswith(("/retrieve", "/episode/reward")) and reason.startswith("4"):
+            return  # no call of the policy, and the agent's own mistake
         with contextlib.suppress(RequestRefused):  # it names no session
             self._session(request).refused = reason
 
@@ -227,9 +234,8 @@ class Gateway:
         if retrieve is None:
             fault = "this run has no retriever: set data.options.retriever = true"
             raise RequestRefused(fault, 404)
-        found = [await retrieve(query, wanted.topk) for query in wanted.queries]
-        rows = [[{"id": p.id, "contents": f'"{p.title}"\n{p.text}'} for p in row] for row in found]
-        return web.json_response({"result": rows})
+        found = [await retrieve(query, wanted.topk or 3) for query in wanted.queries]
+        return web.json_response({"result": [[wanted.item(p) for p in row] for row in found]})
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         session, body = self._session(request), protocol.body_of(await request.read())

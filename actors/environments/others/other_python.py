@@ -74,11 +74,14 @@ class OtherPython(Mutable):
         request, child = (seed, actions, action), self._children[seed % len(self._children)]
         try:
             answer = await child.ask(*request)
-        except InfrastructureFault:
-            if action is not None and request in self._failed:
+        except InfrastructureFault as fault:
+            if request not in self._failed:
+                self._failed.add(request)
+                raise
+            if action is not None:
                 raise ActionRefused("the game gave no answer, twice") from None
-            self._failed.add(request)
-            raise
+            place = f"of seed {seed} after {len(actions)} actions"
+            raise DataFault(f"the game {place} gave no answer, twice: {fault}") from None
         if "refused" in answer:
             raise ActionRefused(answer["refused"])
         if "failed" in answer:

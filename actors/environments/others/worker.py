@@ -220,8 +220,13 @@ class OpenEnv:
         if not isinstance(fields, dict):
             if not self.field:
                 raise ValueError("an action is a JSON object of its fields")
-            fields = {self.field: fields}
-        seen = self.environment.step(self.action(**fields))
+            try:  # the text itself first: "[4]" may be what a field of text means
+                made = self.action(**{self.field: action})
+            except ValueError:
+                made = self.action(**{self.field: fields})
+        else:
+            made = self.action(**fields)
+        seen = self.environment.step(made)
         return self._shown(seen), seen.reward or 0.0, seen.done
 
     def _shown(self, observation: Any) -> str:
