@@ -104,12 +104,14 @@ def as_json(value: Any) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=1)
 
 
-def write_whole(path: Path, value: Any, alone: bool = True) -> None:
+def write_whole(path: Path, value: Any, alone: bool = True, durable: bool = False) -> None:
     """``value`` as JSON, or bytes as they are; a full disk or the process's death leaves what was
-    there before. alone: see ``draft_of``."""
+    there before. alone: see ``draft_of``. durable: a power cut does, too."""
     draft = draft_of(path, alone)
     try:
         draft.write_bytes(value if isinstance(value, bytes) else as_json(value))
+        if durable:
+            sync(draft)
         draft.replace(path)
     except OSError:
         draft.unlink(missing_ok=True)

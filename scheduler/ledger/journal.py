@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import os
 import re
 import sqlite3
 import time
@@ -100,6 +101,13 @@ def _summed(*values: object) -> tuple[object, ...]:
     return *values, total
 
 
+def _for_reading(path: Path) -> str:
+    """Return the URI of a journal that is only read. In a folder where nobody may write, SQLite
+    opens a journal without a log only if it is told that nothing changes."""
+    writable = os.access(path.parent, os.W_OK) or path.with_name(f"{path.name}-wal").exists()
+    return f"{path.absolute().as_uri()}?mode=ro{'' if writable else '&immutable=1'}"
+
+
 def _read_ahead(path: Path) -> None:
     """Bring a file into memory. The check of its pages reads them in another order than they lie on
     the disk, which took 12 times as long. Later this would end SQLite's locks on the file."""
@@ -123,11 +131,11 @@ class Journal:
         if readonly:
             if not path.is_file():
                 raise FileNotFoundError(f"no journal at {path}: is this a run folder?")
-            self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+            self._db = sqlite3.connect(_for_reading(path), uri=True)
             self._check_format()
             names = [f"other{number}" for number in range(len(others))]
             for name, other in zip(names, others, strict=True):
-                self._db.execute(f"ATTACH ? AS {name}", (f"{other.absolute().as_uri()}?mode=ro",))
+                self._db.execute(f"ATTACH ? AS {name}", (_for_reading(other),))
             for table in _UNITED if others else ():
                 parts = (f"SELECT * FROM {name}.{table}" for name in ("main", *names))
                 self._db.execute(f"CREATE TEMP VIEW {table} AS {' UNION ALL '.join(parts)}")

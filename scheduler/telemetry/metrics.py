@@ -78,7 +78,8 @@ class Metrics:
             values = {"version": version, "time/run": time_before, **metrics}
             lines.setdefault((version, False, 0), msgspec.json.encode(values))
         self._file.close()
-        write_whole(self._path, b"".join(lines[key] + b"\n" for key in sorted(lines)))
+        whole = b"".join(lines[key] + b"\n" for key in sorted(lines))
+        write_whole(self._path, whole, durable=True)
         self._file = self._path.open("ab")
         # TensorBoard drops the points from there on, which a crash took back
         log = _Session(status=_Session.START)

@@ -49,6 +49,13 @@ def test_the_best_of_all_evaluated_versions_is_there_at_the_end(tmp_path: Path) 
         versions.chosen(tmp_path, 3)
 
 
+def test_the_newest_version_is_not_the_best_one_that_a_crash_has_undone(tmp_path: Path) -> None:
+    after(tmp_path, [0.1, 0.2, 0.9])
+    shutil.rmtree(tmp_path / "weights" / "v000002")
+    assert versions.chosen(tmp_path, None)[0] == 1
+    assert versions.chosen(tmp_path, "best")[0] == 2
+
+
 def test_the_best_version_keeps_the_chain_that_it_is_made_of(tmp_path: Path) -> None:
     for number, digest in ((1, "a"), (2, "b"), (3, "c")):
         folder = tmp_path / "weights" / f"v{number:06d}"

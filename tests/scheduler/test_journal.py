@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,16 @@ def test_a_path_may_hold_what_a_uri_does_not_and_a_reason_half_a_surrogate_pair(
     again = Journal(folder / "journal.sqlite", readonly=True, others=[folder / "journal.sqlite"])
     assert {row.reason for row in again.trees()} == {"half ? pair"}
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_a_journal_where_nobody_may_write_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journaled(tmp_path / "j", 2).close()
+    (held := sqlite3.connect(tmp_path / "j")).execute("BEGIN EXCLUSIVE")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    assert len(Journal(tmp_path / "j", readonly=True).trees()) == 2
+    held.close()
 
 
 def test_a_state_is_stored_as_its_difference_and_comes_back_whole(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def chosen(run: Path, version: int | str | None) -> tuple[int, Path | None]:
             lacking = f"{run / 'weights'} holds none of the {trained} versions of this run"
             remedy = "copy that folder again (learner.publish=memory makes none)"
             raise ValueError(f"{lacking}: {remedy}, or choose a --version")
-    record = best.read(run)
+    record, own = best.read(run), kept  # a crash may have undone the best
     if record is not None and record[0].version:
         kept = {record[0].version: record[1]} | kept
     if version == BEST:
@@ -42,7 +42,7 @@ def chosen(run: Path, version: int | str | None) -> tuple[int, Path | None]:
             raise ValueError(f"--version best: {run} {lacks}")
         # Not kept[version]: a resumed run may have trained another version of that number.
         return record[0].version, record[1] if record[0].version else None
-    number = max(kept, default=0) if version is None else int(version)
+    number = max(own or kept, default=0) if version is None else int(version)
     if number and number not in kept:
         which = "the newest" + (f", best {record[0].version}" if record else "")
         raise ValueError(f"--version {number}: {run} holds {sorted(kept)} ({which}), and 0")

@@ -95,9 +95,13 @@ def read(folder: Path, name: str | None = None) -> RunFolder:
     if not results:
         missing.append("It has no held-out evaluation.")
     evaluations = list({result["version"]: result for result in results}.values())
+    how = evaluations[-1].get("how") if evaluations else None
+    alike = [result for result in evaluations if result.get("how") == how]
+    if others := len(evaluations) - len(alike):
+        missing.append(f"Of its evaluations {others} had other settings and are left out.")
     now = status.gather(folder, time.monotonic())
     missing += _damaged(folder, now.state == "running")
-    parts = (records, evaluations, config, environment, missing)
+    parts = (records, alike, config, environment, missing)
     return RunFolder(folder, name or folder.resolve().name, f"{now.state}: {now.said}", *parts)
 
 

@@ -159,8 +159,9 @@ def curves(records: Sequence[dict[str, float]], width: int) -> list[str]:
     for name, metric, form in screen.COLUMNS:
         values = [record[metric] for record in records if metric in record]
         if name in CURVES and values:
-            first, last = form.format(values[0]), form.format(values[-1])
-            cells.append(f"{name:<8}{first:>6} {spark(values, each - 22):<{each - 22}} {last:>6}")
+            first, last = (f"{form.format(values[place]):>6}" for place in (0, -1))
+            room = each - 10 - len(first) - len(last)
+            cells.append(f"{name:<8}{first} {spark(values, room):<{room}} {last}")
     return ["  ".join(cells[start : start + across]) for start in range(0, len(cells), across)]
 
 

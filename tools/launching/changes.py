@@ -108,7 +108,7 @@ def record(run: Path, config: Config) -> list[Change]:
     changed = changes(run, config)
     if changed:
         write_whole(run / f"config-{len(former(run)) + 1}.json", (run / NAME).read_bytes())
-    write_whole(run / NAME, config)
+    write_whole(run / NAME, config, durable=True)
     return changed
 
 

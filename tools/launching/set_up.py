@@ -36,7 +36,11 @@ def prepare(config: Config) -> Assets:
     cache = cache_folder()
     held = os.open(next(path for path in cache.parents if path.is_dir()), os.O_RDONLY)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("waiting for the set-up of another start", flush=True)
+            fcntl.flock(held, fcntl.LOCK_EX)
         return _all(config, cache)
     finally:
         os.close(held)

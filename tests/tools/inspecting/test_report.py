@@ -6,8 +6,11 @@ import re
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from coppice.scheduler.evaluation.evaluation import Estimate, HeldOut
+from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.telemetry.verdict import EQUAL_SHARE
 from coppice.tools.inspecting import figures, report, runs
 from coppice.tools.inspecting.report import Section, main
@@ -128,6 +131,17 @@ def test_what_a_run_lacks_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
         page = parts((folder, folder.name))
         said = " ".join(text for part in page.values() for text in part.words)
         assert [sentence for sentence in sentences.split(", ") if sentence not in said] == []
+
+
+def test_evaluations_under_other_settings_are_not_compared(tmp_path: Path) -> None:
+    run = make(tmp_path / "a", exact={0: 0.25, 3: 0.75})
+    journal = Journal(run / "journal.sqlite")
+    held = HeldOut(5, 16, "em", {"em": Estimate(0.0, 0.1)}, how="temperature 1.5")
+    journal.save_evaluation(5, "end", msgspec.to_builtins(held))
+    journal.close()
+    read = runs.read(run)
+    assert [result["version"] for result in read.evaluations] == [5]
+    assert "Of its evaluations 2 had other settings and are left out." in read.missing
 
 
 def test_a_mark_of_a_node_that_is_gone_leaves_the_verdict(tmp_path: Path) -> None:

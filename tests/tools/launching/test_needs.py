@@ -21,7 +21,7 @@ KEYLESS += ["scheduler.judge=none", "method=grpo"]
 
 
 def test_of_several_set_ups_at_once_each_waits_for_the_others(
-    tmp_path: Path, monkeypatch: Patch
+    tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COPPICE_CACHE", str(tmp_path / "cache"))
     inside, seen = list[int](), list[int]()
@@ -36,6 +36,7 @@ def test_of_several_set_ups_at_once_each_waits_for_the_others(
     with ThreadPoolExecutor(4) as starts:
         list(starts.map(set_up.prepare, [load(DEFAULT_CONFIG, [])] * 4))
     assert seen == [1] * 4
+    assert "waiting for the set-up of another start" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("nothing_made")
