@@ -3,10 +3,11 @@
 import codecs
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+T = TypeVar("T")
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for text that is no JSON of the expected kind."""
 _MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, b"\x00\x00\xfe\xff")
@@ -51,6 +52,14 @@ def whole(path: Path, kind: Any, expected: str) -> Any:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except MALFORMED as error:
         raise ValueError(f"{path}: {fault(error)}; expected {expected}") from None
+
+
+def readable(path: Path, kind: type[T]) -> T | None:
+    """Return the value (a ``kind``) of a JSON file, or None if there is none that can be read."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, *MALFORMED):
+        return None
 
 
 def lines(path: Path, kind: Any, expected: str, flag: str = "") -> Iterator[tuple[int, Any]]:

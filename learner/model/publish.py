@@ -25,7 +25,7 @@ from coppice.common import vision
 from coppice.common.atomic import draft_of, drafted, write_whole
 from coppice.common.deltas import Delta, mapped
 from coppice.common.frontier import runs
-from coppice.common.jsonl import MALFORMED
+from coppice.common.jsonl import readable
 from coppice.learner.config import LearnerConfig
 from coppice.learner.model.model import TreeModel
 from coppice.learner.model.ranks import own_rows, whole
@@ -235,10 +235,8 @@ class _Announced(Weights, frozen=True):
 def announced(run: Path) -> int:
     """Return the newest version of which ``RUN/learner.json`` told in any start, 0 if there is none
     that can be read."""
-    with contextlib.suppress(OSError, *MALFORMED):
-        said = msgspec.json.decode((run / "learner.json").read_bytes(), type=_Announced)
-        return max(said.version, said.newest)
-    return 0
+    said = readable(run / "learner.json", _Announced)
+    return max(said.version, said.newest) if said is not None else 0
 
 
 def announce(run: Path, weights: Weights, trained: dict[int, int] | None = None) -> None:

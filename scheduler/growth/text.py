@@ -13,7 +13,7 @@ import tokenizers
 
 from coppice.common import vision
 from coppice.common.dialogue import ChatTemplate, Renderer
-from coppice.common.jsonl import MALFORMED
+from coppice.common.jsonl import readable
 
 RECENT = 64
 """The texts whose tokens are remembered: what an environment checks is encoded again when it enters
@@ -29,11 +29,7 @@ class Shown(msgspec.Struct, frozen=True):
 
 def _embedded(folder: Path) -> int:
     """The rows of the model's embedding, at least the tokenizer's tokens; 0 if unknown."""
-    try:
-        written = (folder / "config.json").read_bytes()
-        settings = msgspec.json.decode(written, type=dict[str, Any])
-    except (OSError, *MALFORMED):
-        return 0
+    settings = readable(folder / "config.json", dict[str, Any]) or {}
     return settings.get("vocab_size") or settings.get("text_config", {}).get("vocab_size", 0)
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from coppice.common import shards
 from coppice.common.atomic import write_whole
-from coppice.common.jsonl import MALFORMED
+from coppice.common.jsonl import readable
 from coppice.scheduler.dispatch.calls import Pending, Worker
 from coppice.scheduler.dispatch.dispatcher import Dispatcher
 from coppice.scheduler.telemetry import alerts
@@ -110,10 +110,7 @@ class Health(msgspec.Struct, frozen=True):
 
 def read(run: Path) -> Health | None:
     """Return the newest report of a run, or None if there is none that can be read."""
-    try:
-        return msgspec.json.decode((run / NAME).read_bytes(), type=Health)
-    except (OSError, *MALFORMED):
-        return None
+    return readable(run / NAME, Health)
 
 
 def read_all(run: Path) -> list[Health]:

@@ -17,7 +17,7 @@ import psutil
 
 from coppice.common.atomic import write_whole
 from coppice.common.hardware import PROCESSOR, cores, said, visible_gpus
-from coppice.common.jsonl import MALFORMED
+from coppice.common.jsonl import readable
 from coppice.tools.bootstrap import ROOT
 
 _FULL_BYTES = 2**24
@@ -153,10 +153,7 @@ class Recorder:
 
 def read(run: Path) -> Record | None:
     """Return the record of a run's newest launch, or None if there is none that can be read."""
-    try:
-        return msgspec.json.decode((run / NAME).read_bytes(), type=Record)
-    except (OSError, *MALFORMED):
-        return None
+    return readable(run / NAME, Record)
 
 
 ENVIRONMENT = "environment.json"

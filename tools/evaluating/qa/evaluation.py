@@ -11,14 +11,14 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import Task
 from coppice.common.atomic import write_whole
-from coppice.common.jsonl import MALFORMED
+from coppice.common.jsonl import readable
 from coppice.common.numbers import Count, Natural
 from coppice.common.options import command_parser
 from coppice.judges.config import RetrieverConfig
@@ -285,7 +285,7 @@ class QaEvaluation(Evaluation):
     async def play(self) -> QaTable:
         """Answer the questions that are not answered yet."""
         for file in self.out.glob("*/result.json"):
-            if _decoded(file, RowResult) is None:
+            if readable(file, RowResult) is None:
                 torn = f"{file} is torn, so its row is left out: run it again, its answers are kept"
                 print(torn, file=sys.stderr)
         unfinished = [r for r in self.rows if not (self.out / r.name / "result.json").is_file()]
@@ -300,11 +300,11 @@ class QaEvaluation(Evaluation):
 
     def _so_far(self) -> QaTable:
         """The table of all rows whose folders hold a result."""
-        before = _decoded(self.out / "result.json", QaTable)
+        before = readable(self.out / "result.json", QaTable)
         first = [row.name for row in before.rows] if before else []
         files = {file.parent.name: file for file in self.out.glob("*/result.json")}
         order = dict.fromkeys([*first, *(row.name for row in self.rows), *sorted(files)])
-        rows = [_decoded(files[name], RowResult) for name in order if name in files]
+        rows = [readable(files[name], RowResult) for name in order if name in files]
         return QaTable(self.settings, [row for row in rows if row is not None])
 
     async def grow(self, row: PolicyRow, context: Context, calls: ResumedCalls) -> None:
@@ -353,18 +353,6 @@ class QaEvaluation(Evaluation):
             examined.costs.seconds, tokens, queries, hits,
             {key: engine.get(key, 0.0) for key in _COUNTERS.split()},
         )  # fmt: skip
-
-
-T = TypeVar("T", QaTable, RowResult)
-
-
-def _decoded(file: Path, kind: type[T]) -> T | None:
-    """A stored result, None if the file is missing or torn; a lost result can be computed again
-    from the journals."""
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=kind) if file.is_file() else None
-    except MALFORMED:
-        return None
 
 
 def macro(sets: Sequence[dict[str, SampleMean]]) -> dict[str, Estimate]:
