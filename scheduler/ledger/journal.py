@@ -116,7 +116,7 @@ def _read_ahead(path: Path) -> None:
             pass
 
 
-class Journal:
+class Journal(contextlib.AbstractContextManager["Journal"]):
     """A scheduler's journal until ``close``. It alone writes; others read. shard: whose numbers the
     pictures get. others: journals of other schedulers, read together with this one."""
 
@@ -442,3 +442,6 @@ class Journal:
         with contextlib.suppress(JournalError):  # the run ends with it
             self.flush()
         self._db.close()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -51,7 +51,7 @@ def write(
         first, others = shards.journals(run)
         joined = contextlib.nullcontext(journal)
         if others:
-            joined = contextlib.closing(Journal(first, readonly=True, others=others))
+            joined = Journal(first, readonly=True, others=others)
         with joined as whole:
             told = verdict.verdict(Reader(run).read(), [*results.values()], settings, whole)
         conclude("\n".join(verdict.lines(told, shlex.quote(str(run)))))

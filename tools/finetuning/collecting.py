@@ -4,7 +4,6 @@ process judge sees: all but the last.
 Every trajectory that cannot be used is counted by its reason.
 """
 
-import contextlib
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -65,7 +64,7 @@ def _collected(
     usable, _ = load_tasks(run.train if split == "train" else run.heldout)
     tasks = {task.id: task for task in usable}
     first, others = shards.journals(folder)
-    with contextlib.closing(Journal(first, readonly=True, others=others)) as journal:
+    with Journal(first, readonly=True, others=others) as journal:
         for row in journal.trees("split=?", split):
             task = tasks.get(row.task)
             if row.status not in ("closed", "replaced"):

@@ -1,6 +1,5 @@
 """Training rows from the candidates that a person marked in the page of coppice trees."""
 
-import contextlib
 import sqlite3
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ def marked_rows(
     for folder in folders:
         first, others = shards.journals(folder)
         try:
-            with contextlib.closing(Journal(first, readonly=True, others=others)) as journal:
+            with Journal(first, readonly=True, others=others) as journal:
                 trees = {row.id: journal.tree(row) for row in journal.trees() if not row.removed}
         except sqlite3.Error as error:
             raise ValueError(f"{first} is no journal of a run ({error}): leave it out") from None

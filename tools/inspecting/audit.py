@@ -65,7 +65,7 @@ def audit(run: Path) -> list[Violation]:
         try:
             journals = [Journal(home / "journal.sqlite", readonly=True) for home in homes]
             for journal in journals:
-                opened.enter_context(contextlib.closing(journal))
+                opened.enter_context(journal)
                 journal.check_pages()
                 violations += [Violation("journals are whole", row) for row in journal.damage()]
             shares: list[Trees] = [
@@ -106,7 +106,7 @@ def starts(run: Path) -> Iterator[str]:
     """Yield what differs between one start of a run and the next, where the journal says it, and
     how many trees retention has removed."""
     unread = contextlib.suppress(sqlite3.Error, OSError, ValueError)
-    with unread, contextlib.closing(opened(run)) as journal:
+    with unread, opened(run) as journal:
         for (*_, old), (number, at, new) in itertools.pairwise(journal.starts()):
             for _, how in edited(old, new):
                 yield f"start {number}, {time.ctime(at)}: {how}"

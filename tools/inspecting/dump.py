@@ -2,7 +2,6 @@
 run, and show them."""
 
 import argparse
-import contextlib
 import importlib
 import json
 import os
@@ -34,7 +33,7 @@ OF_GROUPS = "tree parent version step candidates texts reward spread advantage q
 def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     try:
-        with contextlib.closing(frames.opened(options.run)) as journal:
+        with frames.opened(options.run) as journal:
             show(journal, options)
     except BrokenPipeError:
         # the reader (head, less) has closed the pipe

@@ -7,7 +7,6 @@ run has becomes a column of the first three. A score that has the name of anothe
 ``score_NAME``. docs/dump.md says what each column means.
 """
 
-import contextlib
 import itertools
 import os
 import re
@@ -227,7 +226,7 @@ def sql(run: Path, query: str, split: str = "train") -> pl.DataFrame:
     tables = {"trees": table, "groups": groups(table, below), "nodes": below}
     tables["turns"] = turns(table, below)
     if re.search(r"\btokens\b", query):
-        with contextlib.closing(opened(run)) as journal:
+        with opened(run) as journal:
             tables["tokens"] = tokens(journal, journal.trees("split=?", split))
     try:
         return pl.SQLContext(tables, eager=True).execute(query)
@@ -239,7 +238,7 @@ def sql(run: Path, query: str, split: str = "train") -> pl.DataFrame:
 def read(run: Path, split: str = "train") -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return ``trees`` and ``nodes`` of a run folder, which may be live, or of a journal file.
     Raises FileNotFoundError."""
-    with contextlib.closing(opened(run)) as journal:
+    with opened(run) as journal:
         rows = journal.trees("split=?", split)
         below = nodes(journal, rows)
         return trees(journal, rows, below), below

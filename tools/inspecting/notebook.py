@@ -1,7 +1,6 @@
 """A run in a notebook: trees as data frames, other schemes and plots. docs/notebook.md has the
 examples."""
 
-import contextlib
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ class OpenedRun:
         Raises ValueError for a scheme that reads what the journal lacks, or for a wrong option.
         """
         own = replay.learner(self.folder).learner
-        with contextlib.closing(frames.opened(self.folder)) as journal:
+        with frames.opened(self.folder) as journal:
             rows = journal.trees("split=?", self.split)
             values = replay.advantages(journal, rows, own, scheme, **options)
         columns = [(tree, node, value) for (tree, node), value in sorted(values.items())]

@@ -162,7 +162,7 @@ def _judged(run: RunFolder, anchor: str, texts: Texts) -> list[tuple[Statement, 
     facts = run.records, run.evaluations, run.config
     statements, showing = verdict.verdict(*facts, None), list[Showing]()
     try:
-        with contextlib.closing(frames.opened(run.folder)) as journal:
+        with frames.opened(run.folder) as journal:
             statements = verdict.verdict(*facts, journal)
             showing = _showing(run.folder, journal, statements, anchor, texts)
     except UNREADABLE as error:

@@ -87,7 +87,7 @@ def read(folder: Path, name: str | None = None) -> RunFolder:
     except UNREADABLE as error:
         missing.append(f"Its former settings cannot be read ({error}).")
     try:
-        with contextlib.closing(Journal(folder / "journal.sqlite", readonly=True)) as journal:
+        with Journal(folder / "journal.sqlite", readonly=True) as journal:
             results = [{**result, "version": v} for v, _, result in journal.evaluations()]
     except UNREADABLE as error:
         missing.append(f"Its journal cannot be read ({error}).")

@@ -1,6 +1,5 @@
 """Two runs on the questions that both have, and two trees with their candidates side by side."""
 
-import contextlib
 import itertools
 import textwrap
 from collections.abc import Sequence
@@ -48,7 +47,7 @@ def aligned_steps(trees: Sequence[tuple[Path, int | str]], width: int) -> str:
     is no such tree."""
     half, sides, names = (width - 3) // 2, list[dict[int, list[str]]](), ["outcome_below"]
     for run, tree in trees:
-        with contextlib.closing(frames.opened(run)) as journal:
+        with frames.opened(run) as journal:
             if not (rows := journal.trees("id=?", tree)) or rows[0].removed:
                 why = rows[0].reason if rows else "no such tree, expected its number"
                 raise ValueError(f"--diff {tree}: {run}: {why}")

@@ -112,7 +112,7 @@ def recorded(run: Path, records: Sequence[dict[str, float]]) -> TracedStart:
             # what an earlier start has trained is answered at once
             answered.setdefault(call.version, call.end)
     calls = [call for call in every if call.service not in ("train", "close", STARTED)]
-    with contextlib.closing(opened(run)) as journal:
+    with opened(run) as journal:
         heldout = {row.id for row in journal.trees("split!='train'")}
         trees: defaultdict[int, set[int]] = defaultdict(set)
         for row in journal.trees("split='train'"):

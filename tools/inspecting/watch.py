@@ -92,7 +92,7 @@ class Watcher:
 
     def _trees(self) -> Rows:
         newest = "id IN (SELECT id FROM trees WHERE status{}='growing' ORDER BY id DESC LIMIT ?)"
-        with contextlib.closing(frames.opened(self.run)) as journal:
+        with frames.opened(self.run) as journal:
             ended = journal.trees(newest.format("!"), ENDED)
             growing = journal.trees(newest.format(""), GROWING)
             self._sums = {row.id: self._sums.get(row.id) or _sums(journal, row) for row in ended}

@@ -174,7 +174,7 @@ def _read_journal(path: Path, status: Status, where: str = "") -> None:
         status.damaged.append(f"{where}{absent}")
         return
     try:
-        with contextlib.closing(Journal(path, readonly=True)) as journal:
+        with Journal(path, readonly=True) as journal:
             status.trees = dict(Counter(status.trees) + Counter(journal.tally()))
             version, name, result = (journal.evaluations() or [(0, "", {})])[-1]
         if name:
