@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from transformers.utils import logging
 
 from coppice.common.atomic import drafted
 from coppice.tools.defaults import tiny
@@ -26,6 +27,7 @@ def ensure_model(name: str, cache: Path) -> Path:
     Raises FileNotFoundError, and ValueError for weights that are cut short."""
     folder = cache / "models" / name if name in OURS else Path(name).resolve()
     if name in OURS and not (folder / "config.json").is_file():
+        logging.disable_progress_bar()
         if name == DEFAULT:
             _convert(folder)
         elif name == tiny.BOARD:
@@ -89,9 +91,7 @@ def _convert(folder: Path) -> None:
     start = time.monotonic()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     with contextlib.redirect_stderr(io.StringIO()):  # it would show one progress bar per tensor
         model: Any = AutoModelForCausalLM.from_pretrained(
             source.parent, gguf_file=source.name, dtype=torch.float32

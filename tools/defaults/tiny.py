@@ -15,7 +15,6 @@ from typing import Any
 
 import tokenizers
 from transformers import PreTrainedTokenizerFast
-from transformers.utils import logging
 
 from coppice.common.atomic import drafted
 from coppice.tools.defaults.facts import countries
@@ -160,7 +159,6 @@ def _save(
         for layer in model.model.layers if written else ():
             values = torch.nn.init.orthogonal_(layer.self_attn.v_proj.weight.data)
             layer.self_attn.o_proj.weight.data.copy_(written * values.T)
-    logging.disable_progress_bar()
     with drafted(folder, replace=True) as draft:
         model.save_pretrained(draft)
         words.save_pretrained(draft)
