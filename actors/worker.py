@@ -16,7 +16,7 @@ from coppice.actors.engines.base import Engine
 from coppice.common import loop
 from coppice.common.process import begin
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.keys import PeerKeys
+from coppice.wire.keys import connection
 from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult
 from coppice.wire.service import Call, Service
 
@@ -44,9 +44,7 @@ async def run(process: ActorProcess) -> None:
     engine = base.load(process)
     await engine.start()
     log.info("%s: %s served by %s", process.name, process.model, process.actors.engine)
-    folder = Path(process.run)
-    endpoint = (folder / "endpoint").read_text().strip()
-    keys = PeerKeys.load(folder / "keys", "actor")
+    endpoint, keys = connection(Path(process.run), "actor")
     offered = service(engine, process.name, process.actors.capacity, process.spare)
     serving = asyncio.create_task(offered.run(endpoint, keys))
     gone = asyncio.create_task(engine.died())

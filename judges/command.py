@@ -11,9 +11,9 @@ import msgspec
 from coppice.common import loop, options
 from coppice.common.process import begin
 from coppice.judges.base import Judge
-from coppice.judges.serve import connection, make_worker, serve
+from coppice.judges.serve import make_worker, serve
 from coppice.wire.faults import Fault
-from coppice.wire.keys import COLUMNS, Invitation, PeerKeys, RunKeys, write_private
+from coppice.wire.keys import COLUMNS, Invitation, PeerKeys, RunKeys, connection, write_private
 from coppice.wire.sockets import is_loopback
 
 _EVERY_ADDRESS = ("0.0.0.0", "[::]", "*")

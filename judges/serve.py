@@ -18,7 +18,7 @@ from coppice.common.process import begin
 from coppice.judges.base import Judge, Player, PlugIn, Speaker, checked
 from coppice.wire import messages as wire
 from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.keys import PeerKeys
+from coppice.wire.keys import PeerKeys, connection
 from coppice.wire.service import Call, Handler, Service
 
 BUILT_IN = {
@@ -230,16 +230,6 @@ async def serve(
     finally:
         for worker in workers:
             await worker.close()
-
-
-def connection(run: Path, role: str = "judge") -> tuple[str, PeerKeys]:
-    """Return the endpoint and a role's keys of a started run. Raises FileNotFoundError, which names
-    the remedy."""
-    try:
-        return (run / "endpoint").read_text().strip(), PeerKeys.load(run / "keys", role)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        fault = f"{run} is not a started run ({error}): start it with coppice launch first"
-        raise FileNotFoundError(fault) from None
 
 
 def main() -> None:

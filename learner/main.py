@@ -33,7 +33,7 @@ from coppice.learner.model.weight_server import WeightServer
 from coppice.learner.update.batches import Inbox
 from coppice.learner.update.trainer import Batch, Trainer
 from coppice.wire import arrays
-from coppice.wire.keys import PeerKeys
+from coppice.wire.keys import connection
 from coppice.wire.messages import Closed, Result, Trained, TrainGroup, TreeClosed
 from coppice.wire.published import Weights
 from coppice.wire.service import UNBOUNDED, Call, Handler, Service
@@ -246,12 +246,9 @@ async def lead(
 
 async def _serve(services: list[Service], homes: list[Path]) -> None:
     """Serve the scheduler of each shard's folder until all have drained their service."""
-    runs = []
-    for service, folder in zip(services, homes, strict=True):
-        keys = PeerKeys.load(folder / "keys", "learner")
-        endpoint = (folder / "endpoint").read_text().strip()
-        runs.append(service.run(endpoint, keys, signals=False))
-    await asyncio.gather(*runs)
+    reached = [connection(folder, "learner") for folder in homes]
+    pairs = zip(services, reached, strict=True)
+    await asyncio.gather(*(service.run(*place, signals=False) for service, place in pairs))
 
 
 def follow(trainer: Trainer) -> None:

@@ -215,6 +215,16 @@ class RunKeys:
         return self.folder / "peers" / f"{name}.json"
 
 
+def connection(run: Path, role: str = "judge") -> tuple[str, PeerKeys]:
+    """Return the endpoint and a role's keys of a started run. Raises FileNotFoundError, which names
+    the remedy."""
+    try:
+        return (run / "endpoint").read_text().strip(), PeerKeys.load(run / "keys", role)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        fault = f"{run} is not a started run ({error}): start it with coppice launch first"
+        raise FileNotFoundError(fault) from None
+
+
 def write_private(path: Path, text: str) -> None:
     """Write a file that only its owner can read. It appears whole or not at all."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")

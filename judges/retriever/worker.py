@@ -14,7 +14,7 @@ from coppice.common import loop
 from coppice.common.process import begin
 from coppice.judges.config import RetrieverConfig
 from coppice.judges.retriever.hot import AT_ONCE, HotQueries
-from coppice.judges.serve import connection
+from coppice.wire.keys import connection
 from coppice.wire.messages import Passage
 from coppice.wire.service import Service
 
