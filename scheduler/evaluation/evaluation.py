@@ -61,11 +61,11 @@ def pooled(environment: Environment, trees: Sequence[tuple[Task, Tree]]) -> dict
 
 
 def summarise(
-    version: int, environment: Environment, trees: Sequence[tuple[Task, Tree]]
+    version: int, environment: Environment, trees: Sequence[tuple[Task, Tree]], how: str = ""
 ) -> HeldOut:
-    """Evaluate finished trees of one trajectory each."""
+    """Evaluate finished trees of one trajectory each. how: see ``HeldOut``."""
     measures = {name: estimate(of) for name, of in pooled(environment, trees).items()}
-    return HeldOut(version, len(trees), environment.headline, measures)
+    return HeldOut(version, len(trees), environment.headline, measures, how)
 
 
 BASELINES: dict[str, Callable[[list[str], random.Random], str]] = {

@@ -74,8 +74,7 @@ class Examination:
             pairs = await gather(work)
         done = [pair for pair in pairs if pair is not None]
         how = f"temperature {e.temperature}, options {e.options}"
-        result = evaluation.summarise(weights.version, self.environment, done)
-        result = msgspec.structs.replace(result, how=how)
+        result = evaluation.summarise(weights.version, self.environment, done, how)
         measures, headline = result.measures, result.headline
         if headline in measures:
             whole = f"{e.questions} tasks, {how}"
