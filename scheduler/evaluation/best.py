@@ -63,6 +63,9 @@ def keep(run: Path, weights: Weights, measure: str, value: float, how: str = "")
     except (OSError, InfrastructureFault) as error:
         log.warning("version %d did best so far and could not be kept: %s", weights.version, error)
         return False
+    if before is not None and not alike:
+        was = f"{before[0].version} ({before[0].measure} {before[0].value:.3f})"
+        log.warning("best is version %d after %s: evaluated otherwise", weights.version, was)
     if before is not None and before[0].version != weights.version:
         shutil.rmtree(before[1], ignore_errors=True)
     return True
