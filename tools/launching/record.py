@@ -94,6 +94,8 @@ class Record(msgspec.Struct):
     remedy: str = ""
     stopping: bool = False
     host: str = ""
+    boot: float = 0.0
+    """When the machine began. Whoever sets the clock moves this and the beginnings of processes."""
 
     @property
     def elsewhere(self) -> bool:
@@ -103,9 +105,9 @@ class Record(msgspec.Struct):
     @property
     def alive(self) -> bool:
         with contextlib.suppress(psutil.Error):
-            return (
-                not self.elsewhere and abs(psutil.Process(self.pid).create_time() - self.born) < 2.0
-            )
+            moved = psutil.boot_time() - self.boot if self.boot else 0.0
+            began = psutil.Process(self.pid).create_time() - moved
+            return not self.elsewhere and abs(began - self.born) < 2.0
         return False
 
 
@@ -117,7 +119,8 @@ class Recorder:
         before, born = read(run), psutil.Process().create_time()
         self._path = run / NAME
         failures = before.failures if before else []
-        self.record = Record(os.getpid(), born, failures=failures, host=socket.gethostname())
+        where = {"host": socket.gethostname(), "boot": psutil.boot_time()}
+        self.record = Record(os.getpid(), born, failures=failures, **where)
         self.write()
 
     def started(self, name: str, pid: int) -> None:

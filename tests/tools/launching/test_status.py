@@ -85,6 +85,16 @@ def test_a_run_on_another_machine_is_not_said_to_be_killed(
     assert "ended" not in shown and "; if it is gone, coppice launch --resume" in shown
 
 
+def test_a_launcher_is_alive_though_somebody_has_set_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, boot = record.Recorder(tmp_path).record, psutil.boot_time()
+    monkeypatch.setattr("psutil._psplatform.boot_time", lambda: boot + 3600.0)
+    assert mine.alive
+    mine.boot = 0.0
+    assert not mine.alive
+
+
 def test_a_live_run_has_nothing_to_do(run: Path, page: Callable[[], str]) -> None:
     command = [sys.executable, "-c", "input()", f"{run}/processes/scheduler.json"]
     process = subprocess.Popen(command, stdin=-1)
