@@ -134,7 +134,7 @@ class Trainer:
         trained = rows.sampled if estimate.trained is None else rows.sampled & estimate.trained
         if c.overlong_filter:
             trained = trained & ~table.per_token(truncated(table))
-        steps = self.scheme.needs.group == "step"
+        steps = self.scheme.needs.group != "task"
         weights = token_weights(table, trained, self.plan.aggregation, c.constant_tokens, steps)
         objective = self._objective(table, rows, estimate, weights)
         metrics = self._table_metrics(table, objective) | prm_metrics

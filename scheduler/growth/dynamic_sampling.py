@@ -31,7 +31,7 @@ def differs(
         whole = equal == "returns" and any(column in t.scores for s in several for t in s[:-1])
         for turns in several:
             given = [turn.scores[column] for turn in turns if column in turn.scores]
-            if equal == "turns" and given:  # a turn without a score earns 0, and so do later ones
+            if equal == "turns" and given:  # no score counts 0, and zeros at the end change nothing
                 rewards = [turn.scores.get(column, 0.0) for turn in turns]
                 while rewards and not rewards[-1]:
                     rewards.pop()

@@ -139,11 +139,12 @@ def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[Planne
 
 
 def _inputs(config: Config, assets: Assets, run: Path) -> dict[str, str]:
-    """Return the files that a run's trees are made from, by setting: of tasks, plug-ins and their
-    options; and those of the config and of the machine with its commit."""
+    """Return the files that a run's trees are made from, by setting: of tasks, index, plug-ins and
+    their options; and those of the config and of the machine with its commit."""
     data = config.data
-    corpus = {} if data.corpus == "default" else {"data.corpus": data.corpus}
-    inputs = corpus | {name: str(run / name) for name in ("config.json", record.ENVIRONMENT)}
+    inputs = {name: str(run / name) for name in ("config.json", record.ENVIRONMENT)}
+    index = Path(assets.retriever, "manifest.json")  # with the corpus's digest
+    inputs |= {"index": str(index)} if assets.retriever and index.is_file() else {}
     for key, tasks in (("data.train", assets.train), ("data.heldout", assets.heldout)):
         inputs |= {f"{key}[{i}]": path for i, path in enumerate(listed(tasks) if tasks else [])}
     uses = {"data.environment": (data.environment, {}), "data.options": ("", data.options)}

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from coppice.tools.launching import changes
+from coppice.tools.launching import changes, processes
 from coppice.tools.launching.command import main
 from coppice.tools.launching.config import DEFAULT_CONFIG, ROOT, convert, load
-from coppice.tools.launching.settings import Config
+from coppice.tools.launching.settings import Assets, Config
 from tests.run_folder import make
 from tests.tools.said import Said, known_setting
 
@@ -101,3 +101,13 @@ def test_the_rule_names_keys_that_exist() -> None:
     keys = [key for keys in (*changes.FIXED.values(), changes.REACHED) for key in keys]
     paths = [key.removesuffix(".*").removesuffix("*").split(".") for key in keys]
     assert [path for path in paths if not known_setting(Config, path)] == []
+
+
+def test_the_index_is_among_what_trees_are_made_from(tmp_path: Path) -> None:
+    index = tmp_path / "index" / "manifest.json"
+    index.parent.mkdir()
+    index.write_text("{}")
+    for retriever, expected in ((str(index.parent), str(index)), ("http://one", None), ("", None)):
+        processes.make(load(DEFAULT_CONFIG, []), Assets("M", "", "", retriever), tmp_path)
+        scheduler = tmp_path / "processes" / "scheduler.json"
+        assert json.loads(scheduler.read_bytes())["inputs"].get("index") == expected
