@@ -22,6 +22,7 @@ WRITTEN = [
     ("llama3", BARE, Parsed("", [CALL])),
     ("llama3", f"<|python_tag|>{BARE}; {BARE}", Parsed("", [CALL, CALL])),
     ("llama3", '{"names": 1}', Parsed('{"names": 1}')),
+    ("llama3", '{"name": "Ada", "born": 1815}', Parsed('{"name": "Ada", "born": 1815}')),
     ("mistral", f"Well.[TOOL_CALLS][{ONE}, {ONE}]", Parsed("Well.", [CALL, CALL])),
 ]
 

@@ -1,6 +1,6 @@
 """A mistake at a launch gets one line with the cause and the remedy, before anything is set up."""
 
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,22 +21,27 @@ KEYLESS += ["scheduler.judge=none", "method=grpo"]
 
 
 def test_of_several_set_ups_at_once_each_waits_for_the_others(
-    tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("COPPICE_CACHE", str(tmp_path / "cache"))
-    inside, seen = list[int](), list[int]()
+    inside, seen, said, waits = list[int](), list[int](), set[str](), threading.Event()
+
+    def say(text: str, **_: object) -> None:
+        said.add(text)
+        waits.set()
 
     def work(*_: object) -> None:
         inside.append(0)
-        time.sleep(0.02)
+        assert waits.wait(60)
         seen.append(len(inside))
         inside.pop()
 
     monkeypatch.setattr(set_up, "_all", work)
+    monkeypatch.setattr(set_up, "print", say, raising=False)
     with ThreadPoolExecutor(4) as starts:
         list(starts.map(set_up.prepare, [load(DEFAULT_CONFIG, [])] * 4))
     assert seen == [1] * 4
-    assert "waiting for the set-up of another start" in capsys.readouterr().out
+    assert said == {"waiting for the set-up of another start"}
 
 
 @pytest.mark.usefixtures("nothing_made")
