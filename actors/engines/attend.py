@@ -8,6 +8,7 @@ log-sum-exp. All prefixes of one shelf are one batched call, padded by a mask.
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 import torch
 from transformers import AttentionInterface
 
@@ -50,88 +51,83 @@ class _Padded:
         return taken.view(self.groups, self.widest, *rows.shape[1:])
 
     def collect(self, padded: torch.Tensor) -> torch.Tensor:
-        """Map [groups, widest, ...] to [rows, ...] in the order of the step."""
-        flat = padded.reshape(self.groups * self.widest, *padded.shape[2:])
-        return flat if self.plain else flat[self._back]
+        """Map [groups * widest, ...] to [rows, ...] in the order of the step."""
+        return padded if self.plain else padded[self._back]
 
 
 _Attended = tuple[torch.Tensor, torch.Tensor]
 """The outputs [rows, heads, head_dim] and log-sum-exps [rows, heads] of some rows of a step."""
 
 
+class _Writes:
+    """Where a step writes the keys and values of some of its rows: row and place on a shelf."""
+
+    def __init__(self, shelf: Shelf, rows: Sequence[int], places: Sequence[int]):
+        _, _, held, heads, capacity, width = shelf.kv.shape
+        both = np.arange(2)[None, :, None] * held + np.array(rows)[:, None, None]
+        at = (both * heads + np.arange(heads)) * capacity + np.array(places)[:, None, None]
+        self._at = torch.from_numpy(at.ravel()).to(shelf.kv.device)
+        self._layers = shelf.kv.view(len(shelf.kv), -1, width).unbind()
+
+    def write(self, layer: int, new: torch.Tensor) -> None:
+        """new: [rows, 2, kv_heads, head_dim]."""
+        self._layers[layer].index_copy_(0, self._at, new.reshape(-1, new.shape[-1]))
+
+
 class _Past:
     """Queries over the first tokens of rows of one shelf. reads: row, tokens, queries; by row."""
 
     def __init__(self, shelf: Shelf, reads: Sequence[tuple[int, int, Sequence[int]]]):
-        self.shelf, device = shelf, shelf.kv.device
         rows, lengths = [row for row, _, _ in reads], [length for _, length, _ in reads]
-        self.padded = _Padded([queries for _, _, queries in reads], device)
-        self.longest = max(lengths)
-        self.mask = _mask(lengths, self.longest, shelf.kv)
-        first, end = rows[0], rows[0] + len(rows)
-        following = rows == list(range(first, end))
-        self.rows = slice(first, end) if following else torch.tensor(rows, device=device)
+        self.padded = _Padded([queries for _, _, queries in reads], shelf.kv.device)
+        self.heads = shelf.kv.shape[3]
+        self.mask = _mask(lengths, max(lengths), shelf.kv, self.heads)
+        first, last, self.rows = rows[0], rows[-1], None
+        # The batch is over key heads, so the output has the order of the query heads.
+        kv = shelf.kv[:, :, first : last + 1, :, : max(lengths)].flatten(2, 3)[:, :, :, None]
+        self.keys, self.values = kv[:, 0].unbind(), kv[:, 1].unbind()
+        if rows != list(range(first, last + 1)):
+            at = (np.array(rows)[:, None] - first) * self.heads + np.arange(self.heads)
+            self.rows = torch.from_numpy(at.ravel()).to(shelf.kv.device)
 
     def attend(self, layer: int, query: torch.Tensor, scale: float) -> _Attended:
-        keys, values = self.shelf.kv[layer][:, :, :, : self.longest][:, self.rows]
-        kv_heads, width = keys.shape[1], keys.shape[3]
-        groups, widest, heads = self.padded.groups, self.padded.widest, query.shape[1]
+        keys, values = self.keys[layer], self.values[layer]
+        if self.rows is not None:
+            keys, values = keys[self.rows], values[self.rows]
+        heads, width = query.shape[1:]
+        queries, widest = self.padded.pad(query), self.padded.widest
+        if widest > 1:
+            queries = queries.unflatten(2, (self.heads, -1)).transpose(1, 2)
         # The queries of all branches and of all query heads of one key head take the place of query
         # positions.
-        queries = self.padded.pad(query).view(groups, widest, kv_heads, -1, width)
-        folded = queries.transpose(1, 2).reshape(groups, kv_heads, -1, width)
+        folded = queries.reshape(len(keys), 1, -1, width)
         out, lse = _attention(folded, keys, values, self.mask, False, scale)
-        out = out.reshape(groups, kv_heads, widest, -1, width).transpose(1, 2)
-        lse = lse.reshape(groups, kv_heads, widest, -1).transpose(1, 2)
-        return (
-            self.padded.collect(out.reshape(groups, widest, heads, width)),
-            self.padded.collect(lse.reshape(groups, widest, heads)),
-        )
-
-
-class _InlineAttention:
-    """One new token of each tail behind its prefix. It attends to both in one call."""
-
-    def __init__(self, tails: InlineTails, first: int):
-        prefixes: list[Stretch] = [tail.owner.owner.prefix for tail in tails.held]
-        pairs = zip(prefixes, tails.held, strict=True)
-        at = [prefix.length + tail.length for prefix, tail in pairs]
-        self.shelf, self.own = prefixes[0].shelf, slice(first, first + len(at))
-        rows = [prefix.row for prefix in prefixes]
-        reads = sorted((row, at[i] + 1, [first + i]) for i, row in enumerate(rows))
-        self.past = _Past(self.shelf, reads)
-        self.rows, self.at = torch.tensor([rows, at], device=self.shelf.kv.device)
-
-    def attend(self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float) -> _Attended:
-        self.shelf.kv[layer][:, self.rows, :, self.at] = new[self.own]
-        return self.past.attend(layer, query, scale)
+        if widest > 1:
+            shape = -1, self.heads, widest, heads // self.heads
+            out, lse = out.view(*shape, width).transpose(1, 2), lse.view(shape).transpose(1, 2)
+        out, lse = out.reshape(-1, heads, width), lse.reshape(-1, heads)
+        return self.padded.collect(out), self.padded.collect(lse)
 
 
 class _Tails:
-    """One new token of each tail of a shelf, which attends to that tail."""
+    """One new token of each tail, which attends to the tail and to a prefix in the same row."""
 
-    def __init__(self, shelf: Shelf, first: int):
-        self.shelf, self.first, self.count = shelf, first, len(shelf.held)
-        lengths = [tail.length + 1 for tail in shelf.held]
-        self.longest = max(lengths)
-        self.mask = _mask(lengths, self.longest, shelf.kv)
-        if self.mask is not None:
-            self.mask = self.mask.repeat_interleave(shelf.kv.shape[3], 0)
-        self.index = torch.arange(self.count, device=shelf.kv.device)
-        self.ends = torch.tensor(lengths, device=shelf.kv.device) - 1
+    def __init__(self, tails: Shelf, first: int):
+        shelf, rows = tails, list(range(len(tails.held)))
+        at = [tail.length for tail in tails.held]
+        if isinstance(tails, InlineTails):
+            prefixes: list[Stretch] = [tail.owner.owner.prefix for tail in tails.held]
+            shelf, rows = prefixes[0].shelf, [prefix.row for prefix in prefixes]
+            at = [prefix.length + length for prefix, length in zip(prefixes, at, strict=True)]
+        self.own = slice(first, first + len(at))
+        self.past = _Past(
+            shelf, sorted((row, at[i] + 1, [first + i]) for i, row in enumerate(rows))
+        )
+        self.writes = _Writes(shelf, rows, at)
 
     def attend(self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float) -> _Attended:
-        own = slice(self.first, self.first + self.count)
-        kv = self.shelf.kv[layer]
-        kv[:, self.index, :, self.ends] = new[own]
-        keys, values = kv[:, : self.count, :, : self.longest]
-        heads, width = query.shape[1:]
-        # The batch is over key heads, so the output has the order of the query heads and no copy is
-        # needed.
-        folded = query[own].reshape(self.count * keys.shape[1], 1, -1, width)
-        keys, values = keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None]
-        out, lse = _attention(folded, keys, values, self.mask, False, scale)
-        return out.reshape(self.count, heads, width), lse.reshape(self.count, heads)
+        self.writes.write(layer, new[self.own])
+        return self.past.attend(layer, query, scale)
 
 
 class _Chunks:
@@ -147,19 +143,19 @@ class _Chunks:
         self.padded = _Padded(self.queries, device)
         self.end = first
         at = [chunk.prefix.length + i for chunk in chunks for i in range(chunk.count)]
-        self.at = torch.tensor(at, device=device)
         rows = [chunk.prefix.row for chunk in chunks for _ in range(chunk.count)]
-        self.rows = torch.tensor(rows, device=device)
+        self.writes = _Writes(self.shelf, rows, at)
 
     def attend(self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float) -> _Attended:
-        self.shelf.kv[layer][:, self.rows, :, self.at] = new[self.padded.first : self.end]
+        self.writes.write(layer, new[self.padded.first : self.end])
         keys, values = self.padded.pad(new).permute(2, 0, 3, 1, 4)
         shared = query.shape[1] // keys.shape[1]
         if shared > 1:
             keys, values = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
         queries = self.padded.pad(query).transpose(1, 2)
         out, lse = _attention(queries, keys, values, None, True, scale)
-        return self.padded.collect(out.transpose(1, 2)), self.padded.collect(lse.transpose(1, 2))
+        out, lse = (part.transpose(1, 2).flatten(0, 1) for part in (out, lse))
+        return self.padded.collect(out), self.padded.collect(lse)
 
 
 class AttentionPlan:
@@ -168,16 +164,15 @@ class AttentionPlan:
 
     def __init__(self, tails: Sequence[Shelf], chunks: Sequence[Chunk]):
         """chunks: those of one group (see ``grouped``) must follow each other."""
-        self._own: list[_InlineAttention | _Tails | _Chunks] = []
+        self._own: list[_Tails | _Chunks] = []
         self._past: list[_Past] = []
         rows = 0
         branches: dict[Shelf, dict[int, list[int]]] = {}
         for shelf in tails:
+            self._own.append(_Tails(shelf, rows))
             if isinstance(shelf, InlineTails):
-                self._own.append(_InlineAttention(shelf, rows))
                 rows += len(shelf.held)
                 continue
-            self._own.append(_Tails(shelf, rows))
             for tail in shelf.held:
                 prefix: Stretch = tail.owner.owner.prefix
                 branches.setdefault(prefix.shelf, {}).setdefault(prefix.row, []).append(rows)
@@ -195,7 +190,7 @@ class AttentionPlan:
         covered = [row for past in self._past for row in past.padded.rows]
         self._covered = None
         if covered and covered != list(range(rows)):
-            self._covered = torch.tensor(covered, device=self._past[0].shelf.kv.device)
+            self._covered = torch.tensor(covered, device=self._past[0].keys[0].device)
 
     def attend(
         self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float
@@ -226,11 +221,14 @@ def _joined(parts: list[_Attended]) -> _Attended:
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
-def _mask(lengths: Sequence[int], longest: int, like: torch.Tensor) -> torch.Tensor | None:
-    """Return a mask [rows, 1, 1, longest], -inf beyond each length; None if all are equal."""
+def _mask(
+    lengths: Sequence[int], longest: int, like: torch.Tensor, heads: int
+) -> torch.Tensor | None:
+    """Return a mask [rows * heads, 1, 1, longest], -inf beyond each row's length; None if all are
+    equal."""
     if min(lengths) == longest:
         return None
-    ends = torch.tensor(lengths, device=like.device)[:, None]
+    ends = torch.tensor(np.repeat(lengths, heads), device=like.device)[:, None]
     beyond = torch.arange(longest, device=like.device)[None] >= ends
     return like.new_zeros(beyond.shape).masked_fill_(beyond, -torch.inf)[:, None, None]
 
