@@ -4,6 +4,8 @@ it is asked for; a flag may choose another module (``coppice watch --audit``).""
 import argparse
 import difflib
 import importlib
+import os
+import signal
 import sys
 from typing import Any
 
@@ -43,7 +45,20 @@ EXAMPLES = """\
 
 def main() -> int:
     """Run the subcommand of the command line and return its exit status."""
-    words = sys.argv[1:]
+    try:
+        status = _run(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        try:
+            print(flush=True)
+        except BrokenPipeError:  # the reader of the output (head, less) has left
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
+        raise
+    return status
+
+
+def _run(words: list[str]) -> int:
     if words[:1] == ["dev"] and len(words) > 1 and not words[1].startswith("-"):
         words[:2] = [f"dev {words[1]}"]
     name, options = words[0] if words else "", words[1:]

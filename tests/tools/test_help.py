@@ -2,8 +2,12 @@
 
 import argparse
 import itertools
+import os
 import re
 import shlex
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -62,3 +66,13 @@ def test_a_help_ends_with_examples_that_the_tool_accepts(name: str) -> None:
 def test_a_flag_chooses_another_command() -> None:
     assert main._mode("watch", ["RUN", "--status"]) == ("watch --status", ["RUN"])
     assert main._mode("watch", ["RUN"]) == ("watch", ["RUN"])
+
+
+@pytest.mark.parametrize("command", [["--help"], ["plan"]])
+def test_the_reader_of_an_output_may_leave(command: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "coppice", *command]
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")

@@ -4,10 +4,8 @@ run, and show them."""
 import argparse
 import importlib
 import json
-import os
 import shutil
 import sqlite3
-import sys
 from pathlib import Path
 
 import polars as pl
@@ -36,8 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         with frames.opened(options.run) as journal:
             show(journal, options)
     except BrokenPipeError:
-        # the reader (head, less) has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
     except (OSError, ValueError, OverflowError, sqlite3.DatabaseError) as error:
         damaged = f"{options.run} is no journal of a run, or a damaged one ({error})"
         database = isinstance(error, sqlite3.DatabaseError)
