@@ -68,11 +68,10 @@ def test_a_flag_chooses_another_command() -> None:
     assert main._mode("watch", ["RUN"]) == ("watch", ["RUN"])
 
 
-@pytest.mark.parametrize("command", [["--help"], ["plan"]])
-def test_the_reader_of_an_output_may_leave(command: list[str]) -> None:
+def test_the_reader_of_an_output_may_leave() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    words = [sys.executable, "-m", "coppice", *command]
+    words = [sys.executable, "-m", "coppice", "plan"]
     done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
