@@ -53,7 +53,10 @@ def command_parser(prog: str, description: str, examples: str, usage: str | None
 
 
 def gave_up(command: str, reason: object, status: int = 2) -> int:
-    """Print why a command ends, and return its exit status."""
+    """Print why a command ends, and return its exit status. A broken pipe is raised: the reader of
+    the output (head, less) has left."""
+    if isinstance(reason, BrokenPipeError):
+        raise reason
     if isinstance(reason, OSError) and reason.filename and reason.strerror:
         reason = f"{reason.filename}: {reason.strerror}"  # without its number
     print(f"{command}: {reason}", file=sys.stderr)

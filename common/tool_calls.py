@@ -62,7 +62,7 @@ class Family(msgspec.Struct, frozen=True):
 
 
 _DECODER = json.JSONDecoder()
-_BARE = re.compile(r'\s*\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"parameters"')
+_BARE = re.compile(r'\s*\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"(\s*,\s*"parameters")?')
 
 
 def _without(text: str, beginning: str, optional: bool = False) -> str:
@@ -106,7 +106,8 @@ def parse(reply: str, family: str, offered: Collection[str]) -> Parsed:
     kind, (think, ended, said) = FAMILIES[family], reply.partition(THOUGHT)
     think, said = (think.partition("<think>")[2] or think, said.lstrip()) if ended else ("", reply)
     place = said.find(kind.mark) if offered else -1
-    if place < 0 and offered and kind.bare and _BARE.match(said):
+    bare = _BARE.match(said) if place < 0 and offered and kind.bare else None
+    if bare is not None and (bare[2] or bare[1] in offered):
         place = 0
     if place < 0:
         return Parsed(said, think=think.strip())

@@ -212,20 +212,28 @@ def at(curve: StudyCurve, axis: Sequence[float], place: float) -> float:
     return float(np.interp(place, axis, curve.value))
 
 
+def mean(curve: StudyCurve, updates: int) -> float:
+    """Return the mean of the measure, linear between evaluations, over the first ``updates``."""
+    values = [at(curve, curve.version, version) for version in range(updates + 1)]
+    return (sum(values) - (values[0] + values[-1]) / 2) / updates
+
+
 def table(curves: dict[str, list[StudyCurve]], measure: str) -> str:
-    """Return a Markdown table of the measure at the start, at the end, and at the updates, steps
-    and tokens that every arm reached."""
+    """Return a Markdown table of the measure at the start, at the end, at the updates, steps and
+    tokens that every arm reached, and its mean over these updates (the area under its curve)."""
     everyone = [c for arm_curves in curves.values() for c in arm_curves]
     steps, tokens = min(c.steps[-1] for c in everyone), min(c.tokens[-1] for c in everyone)
     updates = min(c.version[-1] for c in everyone)
     heads = [
-        "arm", "seeds", "start", f"at {updates} updates", f"at {steps:,.0f} steps",
-        f"at {tokens:,.0f} tokens", "end", "steps", "tokens", "CPU seconds",
+        "arm", "seeds", "start", "mean over updates", f"at {updates} updates",
+        f"at {steps:,.0f} steps", f"at {tokens:,.0f} tokens", "end", "steps", "tokens",
+        "CPU seconds",
     ]  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, arm_curves in curves.items():
         cells = [
             shown(interval([c.value[0] for c in arm_curves])),
+            shown(interval([mean(c, updates) for c in arm_curves])),
             shown(interval([at(c, c.version, updates) for c in arm_curves])),
             shown(interval([at(c, c.steps, steps) for c in arm_curves])),
             shown(interval([at(c, c.tokens, tokens) for c in arm_curves])),

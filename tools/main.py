@@ -46,8 +46,10 @@ EXAMPLES = """\
 def main() -> int:
     """Run the subcommand of the command line and return its exit status."""
     try:
-        status = _run(sys.argv[1:])
-        sys.stdout.flush()
+        try:
+            return _run(sys.argv[1:])
+        finally:
+            print(end="", flush=True)
     except BrokenPipeError:
         try:
             print(flush=True)
@@ -55,7 +57,6 @@ def main() -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
         raise
-    return status
 
 
 def _run(words: list[str]) -> int:

@@ -75,7 +75,7 @@ class _Writes:
 
 
 class _Past:
-    """Queries over the first tokens of rows of one shelf. reads: row, tokens, queries; by row."""
+    """Queries over the first tokens of a shelf's rows. reads: ascending rows, tokens, queries."""
 
     def __init__(self, shelf: Shelf, reads: Sequence[tuple[int, int, Sequence[int]]]):
         rows, lengths = [row for row, _, _ in reads], [length for _, length, _ in reads]
@@ -185,7 +185,7 @@ class AttentionPlan:
             self._own.append(part)
             pairs = [(c.prefix, q) for c, q in zip(group, part.queries, strict=True)]
             if later := [(prefix.row, prefix.length, q) for prefix, q in pairs if prefix.length]:
-                self._past.append(_Past(part.shelf, later))
+                self._past.append(_Past(part.shelf, sorted(later, key=lambda read: read[0])))
             rows = part.end
         covered = [row for past in self._past for row in past.padded.rows]
         self._covered = None

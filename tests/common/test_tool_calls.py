@@ -61,11 +61,12 @@ def called(value: str) -> str:
         (called("[" * 100 + "]" * 100), "nested more than"),
         ("<tool_call>", "without a call"),
         (f"[TOOL_CALLS][{ONE}] more", "nothing else there"),
+        (ONE, 'expected an object of "name" and "parameters"'),
         (f"[TOOL_CALLS][{ONE},]", "Expecting value"),
     ],
 )
 def test_an_unreadable_call_makes_the_reply_invalid_and_says_why(reply: str, problem: str) -> None:
-    family = "mistral" if reply.startswith("[") else "hermes"
+    family = {"[": "mistral", "{": "llama3"}.get(reply[0], "hermes")
     parsed = parse(reply, family, ["look"])
     assert (parsed.text, parsed.calls) == (reply, [])
     assert problem in parsed.problem

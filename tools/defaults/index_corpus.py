@@ -6,7 +6,7 @@ from pathlib import Path
 
 from coppice.common.hardware import cores
 from coppice.common.numbers import Count
-from coppice.common.options import command_parser
+from coppice.common.options import command_parser, gave_up
 from coppice.judges.retriever.encoder import Encoder
 from coppice.judges.retriever.index import build, read_manifest
 from coppice.wire import digest
@@ -51,9 +51,8 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: list[str] | None = None) -> None:
-    command = parser()
-    options = command.parse_args(arguments)
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
     start = time.monotonic()
     try:
         manifest = build(
@@ -62,7 +61,8 @@ def main(arguments: list[str] | None = None) -> None:
             vectors=options.vectors,
         )  # fmt: skip
     except (ValueError, OSError) as error:
-        command.exit(2, f"coppice index: {error}\n")
+        return gave_up("coppice index", error)
     size = (options.out / "index.faiss").stat().st_size / manifest.passages
     took = f"after {time.monotonic() - start:.0f} s: {manifest.kind}, {size:.0f} bytes each"
     print(f"{manifest.passages} passages in {options.out} {took}")
+    return 0

@@ -33,8 +33,6 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with frames.opened(options.run) as journal:
             show(journal, options)
-    except BrokenPipeError:
-        raise
     except (OSError, ValueError, OverflowError, sqlite3.DatabaseError) as error:
         damaged = f"{options.run} is no journal of a run, or a damaged one ({error})"
         database = isinstance(error, sqlite3.DatabaseError)

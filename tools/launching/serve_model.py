@@ -13,7 +13,7 @@ from coppice.actors.config import ActorsConfig
 from coppice.common import loop
 from coppice.common.hardware import cores
 from coppice.common.numbers import Count, Positive
-from coppice.common.options import command_parser
+from coppice.common.options import command_parser, gave_up
 from coppice.common.process import begin
 from coppice.tools.defaults.models import DEFAULT, ensure_model
 from coppice.tools.defaults.settings import cache_folder
@@ -62,8 +62,7 @@ async def serve(options: argparse.Namespace, folder: Path, api_key: str) -> None
 
 
 def main(arguments: list[str] | None = None) -> int:
-    command = parser()
-    options = command.parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
         variable = options.api_key_env
         api_key = os.environ.get(variable, "").strip()
@@ -82,10 +81,10 @@ def main(arguments: list[str] | None = None) -> int:
         folder = ensure_model(options.model, cache_folder())
         loop.run(loop.until_signal(serve(options, folder, api_key)))
     except (ValueError, OSError, MemoryError) as error:
-        command.exit(1, f"coppice serve --model: {error}\n")
+        return gave_up("coppice serve --model", error, 1)
     except InfrastructureFault as fault:
         told = f"{fault}; its traceback is above. Start the server again"
-        command.exit(1, f"coppice serve --model: {told}\n")
+        return gave_up("coppice serve --model", told, 1)
     return 0
 
 
