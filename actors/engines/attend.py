@@ -12,9 +12,12 @@ import numpy as np
 import torch
 from transformers import AttentionInterface
 
+from coppice.actors.engines import kernels
 from coppice.actors.engines.memory import InlineTails, Shelf, Stretch
 
 ATTENTION = "coppice_branches"
+PIECE = 128
+"""Queries in a call over a prefix: of more, more products would be of keys that they do not see."""
 
 
 class Chunk(msgspec.Struct):
@@ -75,9 +78,13 @@ class _Writes:
 
 
 class _Past:
-    """Queries over the first tokens of a shelf's rows. reads: ascending rows, tokens, queries."""
+    """Queries over the first tokens of a shelf's rows. reads: ascending rows, tokens, queries.
+    alone: nothing else is merged with it."""
 
-    def __init__(self, shelf: Shelf, reads: Sequence[tuple[int, int, Sequence[int]]]):
+    def __init__(
+        self, shelf: Shelf, reads: Sequence[tuple[int, int, Sequence[int]]], alone: bool = False
+    ):
+        self.alone = alone
         rows, lengths = [row for row, _, _ in reads], [length for _, length, _ in reads]
         self.padded = _Padded([queries for _, _, queries in reads], shelf.kv.device)
         self.heads = shelf.kv.shape[3]
@@ -101,7 +108,7 @@ class _Past:
         # The queries of all branches and of all query heads of one key head take the place of query
         # positions.
         folded = queries.reshape(len(keys), 1, -1, width)
-        out, lse = _attention(folded, keys, values, self.mask, False, scale)
+        out, lse = _attention(folded, keys, values, self.mask, False, scale, self.alone)
         if widest > 1:
             shape = -1, self.heads, widest, heads // self.heads
             out, lse = out.view(*shape, width).transpose(1, 2), lse.view(shape).transpose(1, 2)
@@ -120,9 +127,8 @@ class _Tails:
             shelf, rows = prefixes[0].shelf, [prefix.row for prefix in prefixes]
             at = [prefix.length + length for prefix, length in zip(prefixes, at, strict=True)]
         self.own = slice(first, first + len(at))
-        self.past = _Past(
-            shelf, sorted((row, at[i] + 1, [first + i]) for i, row in enumerate(rows))
-        )
+        reads = sorted((row, at[i] + 1, [first + i]) for i, row in enumerate(rows))
+        self.past = _Past(shelf, reads, alone=isinstance(tails, InlineTails))
         self.writes = _Writes(shelf, rows, at)
 
     def attend(self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float) -> _Attended:
@@ -141,7 +147,7 @@ class _Chunks:
             self.queries.append(range(first, first + chunk.count))
             first += chunk.count
         self.padded = _Padded(self.queries, device)
-        self.end = first
+        self.end, self.alone = first, not any(chunk.prefix.length for chunk in chunks)
         at = [chunk.prefix.length + i for chunk in chunks for i in range(chunk.count)]
         rows = [chunk.prefix.row for chunk in chunks for _ in range(chunk.count)]
         self.writes = _Writes(self.shelf, rows, at)
@@ -150,12 +156,41 @@ class _Chunks:
         self.writes.write(layer, new[self.padded.first : self.end])
         keys, values = self.padded.pad(new).permute(2, 0, 3, 1, 4)
         shared = query.shape[1] // keys.shape[1]
-        if shared > 1:
+        if shared > 1 and not (self.alone and kernels.suit(keys)):
             keys, values = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
         queries = self.padded.pad(query).transpose(1, 2)
-        out, lse = _attention(queries, keys, values, None, True, scale)
+        out, lse = _attention(queries, keys, values, None, True, scale, self.alone)
         out, lse = (part.transpose(1, 2).flatten(0, 1) for part in (out, lse))
         return self.padded.collect(out), self.padded.collect(lse)
+
+
+class _Later:
+    """A chunk of a prompt that attends to itself and to its prefix in one call for each ``PIECE``
+    of its tokens."""
+
+    def __init__(self, chunk: Chunk, first: int):
+        shelf, row, past = chunk.prefix.shelf, chunk.prefix.row, chunk.prefix.length
+        self.own = slice(first, first + chunk.count)
+        end = past + chunk.count
+        self.writes = _Writes(shelf, [row] * chunk.count, range(past, end))
+        self.keys, self.values = shelf.kv[:, :, row : row + 1].unbind(1)
+        # Row i of a piece that begins at token p sees the keys 0 to p + i.
+        later = torch.ones(PIECE, end + PIECE, dtype=torch.bool).triu(end + 1)
+        mask = shelf.kv.new_zeros(later.shape).masked_fill_(later, -torch.inf)[None, None]
+        starts = range(past, end, PIECE)
+        pieces = [(start, min(PIECE, end - start)) for start in starts]
+        self.pieces = [(n, mask[:, :, :n, end - start : end + n]) for start, n in pieces]
+
+    def attend(self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float) -> _Attended:
+        self.writes.write(layer, new[self.own])
+        keys, values, parts = self.keys[layer], self.values[layer], []
+        queries = query[self.own].transpose(0, 1)[None].split([n for n, _ in self.pieces], 2)
+        for part, (_, mask) in zip(queries, self.pieces, strict=True):
+            end = mask.shape[-1]
+            seen = keys[:, :, :end], values[:, :, :end]
+            parts.append(kernels.attention(part, *seen, mask, False, scale)[0])
+        out = torch.cat(parts, 2)[0].transpose(0, 1)
+        return out, out[..., 0]  # nothing is merged with it
 
 
 class AttentionPlan:
@@ -164,7 +199,7 @@ class AttentionPlan:
 
     def __init__(self, tails: Sequence[Shelf], chunks: Sequence[Chunk]):
         """chunks: those of one group (see ``grouped``) must follow each other."""
-        self._own: list[_Tails | _Chunks] = []
+        self._own: list[_Tails | _Chunks | _Later] = []
         self._past: list[_Past] = []
         rows = 0
         branches: dict[Shelf, dict[int, list[int]]] = {}
@@ -181,6 +216,11 @@ class AttentionPlan:
             reads = [(row, shelf.held[row].length, queries[row]) for row in sorted(queries)]
             self._past.append(_Past(shelf, reads))
         for group in grouped(chunks):
+            if kernels.suit(group[0].prefix.shelf.kv) and any(c.prefix.length for c in group):
+                for chunk in group:
+                    self._own.append(_Later(chunk, rows))
+                    rows += chunk.count
+                continue
             part = _Chunks(group, rows)
             self._own.append(part)
             pairs = [(c.prefix, q) for c, q in zip(group, part.queries, strict=True)]
@@ -235,9 +275,12 @@ def _mask(
 
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
-    causal: bool, scale: float,
+    causal: bool, scale: float, alone: bool = False,
 ) -> _Attended:  # fmt: skip
-    """Return outputs [batch, heads, queries, head_dim] and float32 log-sum-exps."""
+    """Return outputs [batch, heads, queries, head_dim] and float32 log-sum-exps, which need not be
+    right if ``alone``."""
+    if alone and kernels.suit(query):
+        return kernels.attention(query, key, value, mask, causal, scale)
     if query.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scale

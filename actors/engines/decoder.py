@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 import torch
 from torch.nn import functional
 
+from coppice.actors.engines import kernels
 from coppice.actors.engines.attend import AttentionPlan
 from coppice.common import vision
 from coppice.common.hardware import wide_product
@@ -240,6 +241,8 @@ def _normed(hidden: torch.Tensor, norm: Any) -> torch.Tensor:
     operations; that of few rows is the layer norm, one operation, of the rows beside their
     negatives, whose mean is 0."""
     width = hidden.shape[-1]
+    if hidden.ndim == 2 and hidden.is_contiguous() and kernels.suit(hidden):
+        return kernels.rms_norm(hidden, norm.weight, norm.variance_epsilon)
     if hidden.numel() > FEW * width or hidden.device.type != "cpu":
         return functional.rms_norm(hidden, (width,), norm.weight, norm.variance_epsilon)
     both = torch.cat((hidden, -hidden), -1)
