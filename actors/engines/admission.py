@@ -8,7 +8,7 @@ A request waits for places and memory for its samples, and while another compute
 import time
 from collections import Counter, deque
 
-from coppice.actors.engines.attend import Chunk, grouped
+from coppice.actors.engines.attend import Chunk
 from coppice.actors.engines.memory import KVMemory
 from coppice.actors.engines.radix import RadixCache
 from coppice.actors.engines.samples import ActiveRequest
@@ -65,7 +65,7 @@ class Admission:
                 chunks.append(Chunk(active.prefix, count))
                 left -= count
         self.counts["prefilled_tokens"] += self.prefill_tokens - left
-        return [chunk for group in grouped(chunks) for chunk in group]
+        return chunks
 
     def ready(self) -> list[ActiveRequest]:
         """Remove and return the requests whose whole prompt is computed."""

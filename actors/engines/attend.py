@@ -1,8 +1,8 @@
 """The attention of one step. The prefix of a request is read once for all branches.
 
-The past of a query is the prefix of its request. Its own tokens are a sample's tail or the earlier
-tokens of its chunk of a prompt. The softmaxes over past and own tokens are merged exactly by their
-log-sum-exp. All prefixes of one shelf are one batched call, padded by a mask.
+A sample attends to its tail and to the prefix of its request, whose softmaxes are merged exactly by
+their log-sum-exp. All prefixes of one shelf are one batched call, padded by a mask. A chunk of a
+prompt attends to its prefix and itself at once.
 """
 
 from collections.abc import Sequence
@@ -108,7 +108,7 @@ class _Past:
         # The queries of all branches and of all query heads of one key head take the place of query
         # positions.
         folded = queries.reshape(len(keys), 1, -1, width)
-        out, lse = _attention(folded, keys, values, self.mask, False, scale, self.alone)
+        out, lse = _attention(folded, keys, values, self.mask, scale, self.alone)
         if widest > 1:
             shape = -1, self.heads, widest, heads // self.heads
             out, lse = out.view(*shape, width).transpose(1, 2), lse.view(shape).transpose(1, 2)
@@ -136,60 +136,30 @@ class _Tails:
         return self.past.attend(layer, query, scale)
 
 
-class _Chunks:
-    """Chunks of prompts on one shelf. Each token attends to itself and its chunk before it."""
-
-    def __init__(self, chunks: Sequence[Chunk], first: int):
-        self.shelf = chunks[0].prefix.shelf
-        device = self.shelf.kv.device
-        self.queries: list[range] = []
-        for chunk in chunks:
-            self.queries.append(range(first, first + chunk.count))
-            first += chunk.count
-        self.padded = _Padded(self.queries, device)
-        self.end, self.alone = first, not any(chunk.prefix.length for chunk in chunks)
-        at = [chunk.prefix.length + i for chunk in chunks for i in range(chunk.count)]
-        rows = [chunk.prefix.row for chunk in chunks for _ in range(chunk.count)]
-        self.writes = _Writes(self.shelf, rows, at)
-
-    def attend(self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float) -> _Attended:
-        self.writes.write(layer, new[self.padded.first : self.end])
-        keys, values = self.padded.pad(new).permute(2, 0, 3, 1, 4)
-        shared = query.shape[1] // keys.shape[1]
-        if shared > 1 and not (self.alone and kernels.suit(keys)):
-            keys, values = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
-        queries = self.padded.pad(query).transpose(1, 2)
-        out, lse = _attention(queries, keys, values, None, True, scale, self.alone)
-        out, lse = (part.transpose(1, 2).flatten(0, 1) for part in (out, lse))
-        return self.padded.collect(out), self.padded.collect(lse)
-
-
-class _Later:
-    """A chunk of a prompt that attends to itself and to its prefix in one call for each ``PIECE``
-    of its tokens."""
+class _Prompt:
+    """A chunk of a prompt, which attends to its prefix and itself, ``PIECE`` tokens a call."""
 
     def __init__(self, chunk: Chunk, first: int):
         shelf, row, past = chunk.prefix.shelf, chunk.prefix.row, chunk.prefix.length
-        self.own = slice(first, first + chunk.count)
-        end = past + chunk.count
+        self.own, end = slice(first, first + chunk.count), past + chunk.count
         self.writes = _Writes(shelf, [row] * chunk.count, range(past, end))
         self.keys, self.values = shelf.kv[:, :, row : row + 1].unbind(1)
         # Row i of a piece that begins at token p sees the keys 0 to p + i.
-        later = torch.ones(PIECE, end + PIECE, dtype=torch.bool).triu(end + 1)
-        mask = shelf.kv.new_zeros(later.shape).masked_fill_(later, -torch.inf)[None, None]
-        starts = range(past, end, PIECE)
-        pieces = [(start, min(PIECE, end - start)) for start in starts]
-        self.pieces = [(n, mask[:, :, :n, end - start : end + n]) for start, n in pieces]
+        later = torch.ones(PIECE, end + PIECE, dtype=torch.bool, device=shelf.kv.device)
+        mask = shelf.kv.new_zeros(later.shape).masked_fill_(later.triu(end + 1), -torch.inf)
+        self.counts = [min(PIECE, end - start) for start in range(past, end, PIECE)]
+        starts = zip(self.counts, range(past, end, PIECE), strict=True)
+        self.masks = [mask[None, None, :n, end - start : end + n] for n, start in starts]
 
     def attend(self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float) -> _Attended:
         self.writes.write(layer, new[self.own])
-        keys, values, parts = self.keys[layer], self.values[layer], []
-        queries = query[self.own].transpose(0, 1)[None].split([n for n, _ in self.pieces], 2)
-        for part, (_, mask) in zip(queries, self.pieces, strict=True):
+        pieces = query[self.own].transpose(0, 1)[None].split(self.counts, 2)
+        outs = []
+        for piece, mask in zip(pieces, self.masks, strict=True):
             end = mask.shape[-1]
-            seen = keys[:, :, :end], values[:, :, :end]
-            parts.append(kernels.attention(part, *seen, mask, False, scale)[0])
-        out = torch.cat(parts, 2)[0].transpose(0, 1)
+            seen = self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+            outs.append(_attention(piece, *seen, mask, scale, alone=True)[0].transpose(1, 2)[0])
+        out = torch.cat(outs) if len(outs) > 1 else outs[0]
         return out, out[..., 0]  # nothing is merged with it
 
 
@@ -198,8 +168,7 @@ class AttentionPlan:
     shelf by shelf, then the chunks' tokens."""
 
     def __init__(self, tails: Sequence[Shelf], chunks: Sequence[Chunk]):
-        """chunks: those of one group (see ``grouped``) must follow each other."""
-        self._own: list[_Tails | _Chunks | _Later] = []
+        self._own: list[_Tails | _Prompt] = []
         self._past: list[_Past] = []
         rows = 0
         branches: dict[Shelf, dict[int, list[int]]] = {}
@@ -215,18 +184,9 @@ class AttentionPlan:
         for shelf, queries in branches.items():
             reads = [(row, shelf.held[row].length, queries[row]) for row in sorted(queries)]
             self._past.append(_Past(shelf, reads))
-        for group in grouped(chunks):
-            if kernels.suit(group[0].prefix.shelf.kv) and any(c.prefix.length for c in group):
-                for chunk in group:
-                    self._own.append(_Later(chunk, rows))
-                    rows += chunk.count
-                continue
-            part = _Chunks(group, rows)
-            self._own.append(part)
-            pairs = [(c.prefix, q) for c, q in zip(group, part.queries, strict=True)]
-            if later := [(prefix.row, prefix.length, q) for prefix, q in pairs if prefix.length]:
-                self._past.append(_Past(part.shelf, sorted(later, key=lambda read: read[0])))
-            rows = part.end
+        for chunk in chunks:
+            self._own.append(_Prompt(chunk, rows))
+            rows += chunk.count
         covered = [row for past in self._past for row in past.padded.rows]
         self._covered = None
         if covered and covered != list(range(rows)):
@@ -245,14 +205,6 @@ class AttentionPlan:
             return torch.lerp(out, past, torch.sigmoid(past_lse - lse).to(out.dtype)[..., None])
         share = torch.sigmoid(past_lse - lse[self._covered]).to(out.dtype)[..., None]
         return out.index_copy(0, self._covered, torch.lerp(out[self._covered], past, share))
-
-
-def grouped(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Group chunks on one shelf of which none is more than twice as long as another."""
-    groups: dict[tuple[Shelf, int], list[Chunk]] = {}
-    for chunk in chunks:
-        groups.setdefault((chunk.prefix.shelf, chunk.count.bit_length()), []).append(chunk)
-    return list(groups.values())
 
 
 def _joined(parts: list[_Attended]) -> _Attended:
@@ -275,30 +227,33 @@ def _mask(
 
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
-    causal: bool, scale: float, alone: bool = False,
+    scale: float, alone: bool = False,
 ) -> _Attended:  # fmt: skip
     """Return outputs [batch, heads, queries, head_dim] and float32 log-sum-exps, which need not be
     right if ``alone``."""
     if alone and kernels.suit(query):
-        return kernels.attention(query, key, value, mask, causal, scale)
+        return kernels.attention(query, key, value, mask, scale)
+    if (shared := query.shape[1] // key.shape[1]) > 1:
+        # The query heads of one key head take the place of query positions.
+        folded = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
+        mask = mask.repeat(1, 1, shared, 1) if mask is not None else None
+        out, lse = _attention(folded, key, value, mask, scale)
+        return out.reshape(query.shape), lse.reshape(query.shape[:-1])
     if query.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, attn_mask=mask, scale=scale
+            query, key, value, 0.0, attn_mask=mask, scale=scale
         )
-    return by_products(query, key, value, mask, causal, scale)
+    return by_products(query, key, value, mask, scale)
 
 
 def by_products(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
-    causal: bool, scale: float,
+    scale: float,
 ) -> _Attended:  # fmt: skip
     """Compute the same as ``_attention`` by plain matrix products, on any device."""
     scores = torch.matmul(query, key.transpose(-1, -2)).float() * scale
     if mask is not None:
         scores += mask
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores.masked_fill_(later, -torch.inf)
     lse = scores.logsumexp(-1)
     return torch.matmul((scores - lse[..., None]).exp().to(value.dtype), value), lse
 

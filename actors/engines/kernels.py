@@ -34,13 +34,12 @@ def suit(like: torch.Tensor) -> bool:
 
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
-    causal: bool, scale: float,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return outputs [batch, heads, queries, head_dim], and unwritten memory of the shape of their
-    log-sum-exps. Heads of the query share those of key and value. causal: query i sees keys 0 to
-    i."""
+    log-sum-exps. Heads of the query share those of key and value."""
     operation = _zen().zentorch_sdpa.default
-    return operation(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+    return operation(query, key, value, 0.0, attn_mask=mask, scale=scale)
 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

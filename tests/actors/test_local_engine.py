@@ -308,9 +308,9 @@ def test_attention_by_products_is_that_of_the_cpus_kernel() -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 2, 4, 7, 16)
     mask = torch.zeros(2, 1, 1, 7).masked_fill(torch.tensor([1, 0, 0, 1, 0, 1, 0]) > 0, -torch.inf)
-    for given, causal in ((None, True), (None, False), (mask, False)):
-        plain = attend.by_products(query, key, value, given, causal, 0.3)
-        kernel = attend._attention(query, key, value, given, causal, 0.3)
+    for given in (None, mask):
+        plain = attend.by_products(query, key, value, given, 0.3)
+        kernel = attend._attention(query, key, value, given, 0.3)
         torch.testing.assert_close(plain, tuple(kernel))
 
 
