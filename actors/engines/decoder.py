@@ -17,8 +17,6 @@ from coppice.common.hardware import wide_product
 PLAIN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 PACKED_FROM = 2**18
 """Weights of a matrix from which on packing pays: a packed product costs 20 us beside its work."""
-FEW = 16
-"""Rows up to which a norm costs by its number of operations and not by their work."""
 _Then = Literal["none", "swish", "mul", "add"]
 _ROUNDS = ("cpu",)
 """Devices on which logits keep the model's number type: wider ones take half as long again there.
@@ -237,17 +235,12 @@ def _parts(parameters: list[torch.nn.Parameter], whole: torch.Tensor) -> torch.T
 
 
 def _normed(hidden: torch.Tensor, norm: Any) -> torch.Tensor:
-    """Return the root-mean-square norm, computed in float32. On a CPU torch makes it of eight
-    operations; that of few rows is the layer norm, one operation, of the rows beside their
-    negatives, whose mean is 0."""
-    width = hidden.shape[-1]
+    """Return the root-mean-square norm, computed in float32. Torch's is eight operations on a
+    CPU."""
+    weight, epsilon = norm.weight, norm.variance_epsilon
     if hidden.ndim == 2 and hidden.is_contiguous() and kernels.suit(hidden):
-        return kernels.rms_norm(hidden, norm.weight, norm.variance_epsilon)
-    if hidden.numel() > FEW * width or hidden.device.type != "cpu":
-        return functional.rms_norm(hidden, (width,), norm.weight, norm.variance_epsilon)
-    both = torch.cat((hidden, -hidden), -1)
-    normed = functional.layer_norm(both, (2 * width,), None, None, norm.variance_epsilon)
-    return normed[..., :width] * norm.weight
+        return kernels.rms_norm(hidden, weight, epsilon)
+    return functional.rms_norm(hidden, weight.shape, weight, epsilon)
 
 
 class Head:
