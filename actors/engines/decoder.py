@@ -235,8 +235,7 @@ def _parts(parameters: list[torch.nn.Parameter], whole: torch.Tensor) -> torch.T
 
 
 def _normed(hidden: torch.Tensor, norm: Any) -> torch.Tensor:
-    """Return the root-mean-square norm, computed in float32. Torch's is eight operations on a
-    CPU."""
+    """Return the root-mean-square norm, computed in float32."""
     weight, epsilon = norm.weight, norm.variance_epsilon
     if hidden.ndim == 2 and hidden.is_contiguous() and kernels.suit(hidden):
         return kernels.rms_norm(hidden, weight, epsilon)

@@ -2,8 +2,7 @@
 and has no AMX, which torch's own use: attention takes half of the time, a norm a third."""
 
 import functools
-from importlib import metadata, util
-from pathlib import Path
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -13,23 +12,22 @@ import torch
 def _zen() -> Any:
     """Return the operations of zentorch, None where they are not installed or not for this CPU or
     this torch. The library is loaded in 15 ms; the Python around it, for torch.compile, is not."""
-    package = util.find_spec("zentorch")
-    if package is None or not torch.cpu._is_avx512_bf16_supported():
-        return None
-    built = metadata.version("zentorch").split(".")[:2]
-    if torch.cpu._is_amx_tile_supported() or built != torch.__version__.split(".")[:2]:
-        return None
     try:
-        torch.ops.load_library(str(Path(str(package.origin)).with_name("libzentorch.so")))
-    except OSError:  # a library that it needs is missing
+        package = metadata.distribution("zentorch")
+        same = package.version.split(".")[:2] == torch.__version__.split(".")[:2]
+        amx = torch.cpu._is_amx_tile_supported()
+        if not same or amx or not torch.cpu._is_avx512_bf16_supported():
+            return None
+        torch.ops.load_library(str(package.locate_file("zentorch/libzentorch.so")))
+    except (metadata.PackageNotFoundError, OSError):  # or what the library needs is missing
         return None
     return torch.ops.zentorch
 
 
 def suit(like: torch.Tensor) -> bool:
     """Say whether the kernels are there for a tensor's number type and device."""
-    numbers = like.dtype in (torch.float32, torch.bfloat16)
-    return numbers and like.device.type == "cpu" and _zen() is not None
+    there = like.device.type == "cpu" and _zen() is not None
+    return there and like.dtype in (torch.float32, torch.bfloat16)
 
 
 def attention(
@@ -38,8 +36,7 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return outputs [batch, heads, queries, head_dim], and unwritten memory of the shape of their
     log-sum-exps. Heads of the query share those of key and value."""
-    operation = _zen().zentorch_sdpa.default
-    return operation(query, key, value, 0.0, attn_mask=mask, scale=scale)
+    return _zen().zentorch_sdpa.default(query, key, value, 0.0, attn_mask=mask, scale=scale)
 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
