@@ -72,8 +72,8 @@ def test_the_table_compares_where_the_shortest_run_of_all_arms_ended() -> None:
     slow = [StudyCurve([0, 4], [0, 100], [0, 4000], [0.0, 0.4])]
     lines = table({"fast": fast, "slow": slow}, "return").splitlines()
     assert lines[0].startswith("Held-out return")
-    # Over 4 updates 0.25 and 0.35, at 4 updates 0.5 twice, at 100 steps 0.5 and 0.4, at 1,000 tokens 1 and 0.5: s / sqrt(2) is
-    # half the difference, t(1) = 12.706.
+    # Over 4 updates 0.25 and 0.35, at 4 updates 0.5 twice, at 100 steps 0.5 and 0.4, at 1,000
+    # tokens 1 and 0.5: s / sqrt(2) is half the difference, t(1) = 12.706.
     at = "0.300 ±0.635 | 0.500 ±0.000 | 0.450 ±0.635 | 0.750 ±3.176 | 0.900 ±1.271"
     assert lines[4] == f"| fast | 2 | 0.100 ±1.271 | {at} | 250 | 1,500 | 60 |"
     numbers = "0.000 | 0.200 | 0.400 | 0.400 | 0.100 | 0.400 | 100 | 4,000"
