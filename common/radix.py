@@ -51,13 +51,14 @@ class RadixTree:
     edge: type[Edge] = Edge
 
     def __init__(self, budget: float = math.inf):
-        self.budget, self.evicted_tokens = budget, 0
+        self.budget, self.evicted_tokens, self._order = budget, 0, OrderedDict[Any, None]()
         self.clear()
 
     def clear(self) -> None:
         """Forget everything. This does not count as eviction."""
-        self.bytes, self._root = 0, self.edge(b"", None)
-        self._order: OrderedDict[Any, None] = OrderedDict()
+        for edge in self._order:
+            edge.parent = None  # or they would hold each other until a garbage collection
+        self.bytes, self._root, self._order = 0, self.edge(b"", None), OrderedDict[Any, None]()
 
     def limit(self, budget: float) -> None:
         """Bound the tree to ``budget`` bytes: evict the least recently used leaves."""

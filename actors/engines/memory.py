@@ -87,6 +87,7 @@ class Shelf:
             last.row = stretch.row
             self.held[last.row] = last
         self.promised -= 1
+        stretch.owner = None  # or they would hold each other, and the shelf, until a collection
 
     def _rows(self, rows: int) -> torch.Tensor:
         # The rows are zeroed, because padding is masked but must still be finite.

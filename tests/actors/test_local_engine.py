@@ -1,6 +1,7 @@
 """The embedded engine against transformers itself."""
 
 import asyncio
+import gc
 import json
 import threading
 from pathlib import Path
@@ -352,6 +353,30 @@ async def test_running_samples_take_their_memory_from_the_budget(local: Local) -
     assert 4 <= most <= 8 and engine.stats()["evicted_tokens"] > 0
     with pytest.raises(DataFault, match="kv_cache_gib"):
         await engine.generate(GenerateRequest(ids(60, 90), 12, Sampling(64)))
+
+
+def held_bytes() -> int:
+    """Of all tensors that can be keys and values of several tokens of the tiny model."""
+    there = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.ndim in (5, 6)]
+    storages = (one.untyped_storage() for one in there if one.shape[:2] == (2, 2))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+async def test_freed_keys_and_values_do_not_wait_for_a_garbage_collection(local: Local) -> None:
+    budget = 3 * 256 * 256  # bytes: three rows of 256 tokens, of 256 bytes each
+    engine = await local(kv_cache_gib=budget / 2**30)
+    gc.collect()
+    before = held_bytes()
+    gc.disable()
+    try:
+        for seed, (prompt, samples, new) in enumerate([(90, 1, 60), (20, 4, 9), (150, 2, 5)] * 3):
+            await engine.generate(GenerateRequest(ids(seed, prompt), samples, Sampling(new)))
+            assert 0 < held_bytes() - before <= budget
+        assert engine.stats()["evicted_tokens"] > 0
+        await engine._thread.run(engine.batch.forget)
+        assert held_bytes() - before == engine.stats()["kv_running_bytes"]
+    finally:
+        gc.enable()
 
 
 LETTERS = [ord(letter) - ord("!") for letter in "abc"]
