@@ -131,7 +131,9 @@ class _Tails:
         self.past = _Past(shelf, reads, alone=isinstance(tails, InlineTails))
         self.writes = _Writes(shelf, rows, at)
 
-    def attend(self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float) -> _Attended:
+    def attend(
+        self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float, final: bool
+    ) -> _Attended:
         self.writes.write(layer, new[self.own])
         return self.past.attend(layer, query, scale)
 
@@ -151,11 +153,17 @@ class _Prompt:
         starts = zip(self.counts, range(past, end, PIECE), strict=True)
         self.masks = [mask[None, None, :n, end - start : end + n] for n, start in starts]
 
-    def attend(self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float) -> _Attended:
+    def attend(
+        self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float, final: bool
+    ) -> _Attended:
         self.writes.write(layer, new[self.own])
-        pieces = query[self.own].transpose(0, 1)[None].split(self.counts, 2)
+        queries = query[self.own].transpose(0, 1)[None]
+        if final:
+            pieces, masks = [queries[:, :, -1:]], [self.masks[-1][:, :, -1:]]
+        else:
+            pieces, masks = queries.split(self.counts, 2), self.masks
         outs = []
-        for piece, mask in zip(pieces, self.masks, strict=True):
+        for piece, mask in zip(pieces, masks, strict=True):
             end = mask.shape[-1]
             seen = self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
             outs.append(_attention(piece, *seen, mask, scale, alone=True)[0].transpose(1, 2)[0])
@@ -165,7 +173,8 @@ class _Prompt:
 
 class AttentionPlan:
     """The attention of one step, built once and used by every layer. Its rows: one token per tail,
-    shelf by shelf, then the chunks' tokens."""
+    shelf by shelf, then the chunks' tokens. final: the rows that are used behind the last layer,
+    of a chunk the last one."""
 
     def __init__(self, tails: Sequence[Shelf], chunks: Sequence[Chunk]):
         self._own: list[_Tails | _Prompt] = []
@@ -184,20 +193,23 @@ class AttentionPlan:
         for shelf, queries in branches.items():
             reads = [(row, shelf.held[row].length, queries[row]) for row in sorted(queries)]
             self._past.append(_Past(shelf, reads))
+        finals = list(range(rows))
         for chunk in chunks:
             self._own.append(_Prompt(chunk, rows))
             rows += chunk.count
+            finals.append(rows - 1)
+        self.final = finals if chunks else slice(None)
         covered = [row for past in self._past for row in past.padded.rows]
         self._covered = None
         if covered and covered != list(range(rows)):
             self._covered = torch.tensor(covered, device=self._past[0].keys[0].device)
 
     def attend(
-        self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float
+        self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float, final: bool = False
     ) -> torch.Tensor:
-        """Map query [rows, heads, head_dim] and ``new`` [rows, 2, kv_heads, head_dim] to
-        outputs."""
-        out, lse = _joined([part.attend(layer, query, new, scale) for part in self._own])
+        """Map query [rows, heads, head_dim] and ``new`` [rows, 2, kv_heads, head_dim] to outputs,
+        or to those of the rows ``final`` alone."""
+        out, lse = _joined([part.attend(layer, query, new, scale, final) for part in self._own])
         if not self._past:
             return out
         past, past_lse = _joined([part.attend(layer, query, scale) for part in self._past])

@@ -60,16 +60,16 @@ class RadixBatch:
         hidden = self.forward(decoding, chunks) if decoding or chunks else None
         for running in decoding:
             running.tail.length += 1
-        end, ends = len(decoding), dict[Stretch, int]()
-        for chunk in chunks:
+        ends = dict[Stretch, int]()
+        for row, chunk in enumerate(chunks, len(decoding)):
             chunk.prefix.length += chunk.count
-            end = ends[chunk.prefix] = end + chunk.count
+            ends[chunk.prefix] = row
         rows = [hidden[: len(decoding)]] if hidden is not None and decoding else []
         copies = [1] * len(decoding)
         for active in self.admission.ready():
             if active.ending is None:
                 assert hidden is not None
-                active.ending = hidden[ends[active.prefix] - 1].clone()
+                active.ending = hidden[ends[active.prefix]].clone()
             rows.append(active.ending[None])
             copies.append(active.request.n)
             decoding += self._branch(active, version)
@@ -81,7 +81,8 @@ class RadixBatch:
         return decoding, logits
 
     def forward(self, decoding: list[Running], chunks: list[attend.Chunk]) -> torch.Tensor:
-        """Return final hidden states [rows, hidden]: decoding samples, then chunks' tokens."""
+        """Return last hidden states [rows, hidden]: of decoding samples, then of each chunk's last
+        token."""
         shelves = [shelf for shelf in self.memory.tails.values() if shelf.held]
         plan = attend.AttentionPlan(shelves, chunks)
         tokens: list[Any] = [np.array([r.tokens[-1] for r in decoding], np.int64)]
@@ -110,8 +111,7 @@ class RadixBatch:
         """Keep the prompt in the cache and start the request's samples."""
         # keys and values of an older version must not enter the new version's cache
         if active.version == version:
-            view = active.prefix.view
-            self.memory.keep(active.prompt, lambda a, b: view(a, b).clone(), active.ending)
+            self.memory.keep(active.prompt, active.prefix.view, active.ending)
         active.clock["decode"] = time.monotonic()
         branches: list[Running] = []
         for index in range(active.request.n):

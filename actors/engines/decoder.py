@@ -42,6 +42,8 @@ def kv_heads(settings: Any) -> tuple[int, int]:
 class _Probe:
     """Stands for a plan in a forward that only shows how a model calls its attention."""
 
+    final = slice(None)
+
     def __init__(self, heads: tuple[int, int]):
         self._heads = heads
 
@@ -78,13 +80,14 @@ class WholeDecoder:
         self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan,
         features: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Map tokens [rows], positions [rows] or [3, rows] to hidden states [rows, hidden]."""
+        """Map tokens [rows], positions [rows] or [3, rows] to the last hidden states of the rows
+        ``plan.final``, [finals, hidden]."""
         inputs = {"input_ids": tokens[None]}
         if features is not None:
             inputs = {"inputs_embeds": vision.embed(self._model, tokens, features, slice(None))}
         where = positions[None] if positions.ndim == 1 else positions[:, None]
         out = self._decoder(**inputs, position_ids=where, use_cache=False, plan=plan)
-        return out.last_hidden_state[0]
+        return out.last_hidden_state[0, plan.final]
 
 
 class PlainDecoder:
@@ -110,7 +113,8 @@ class PlainDecoder:
         hidden = functional.embedding(tokens, self._embed.weight)
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         for number, layer in enumerate(self._layers):
-            hidden = layer.forward(number, hidden, cos, sin, plan)
+            final = layer is self._layers[-1]
+            hidden = layer.forward(number, hidden, cos, sin, plan, final)
         return _normed(hidden, self._norm)
 
 
@@ -129,9 +133,10 @@ class _Layer:
 
     def forward(
         self, number: int, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-        plan: AttentionPlan,
+        plan: AttentionPlan, final: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Apply the layer to [rows, hidden]. cos, sin: [rows, 1, head_dim]."""
+        """Apply the layer to [rows, hidden]. cos, sin: [rows, 1, head_dim]. final: return the rows
+        ``plan.final`` alone."""
         rows = len(hidden)
         qkv = self.qkv(_normed(hidden, self.before)).view(rows, -1, self.width)
         rotated = qkv[:, : self.heads + self.kv_heads]
@@ -141,8 +146,9 @@ class _Layer:
                 part.copy_(_normed(part, norm))
         torch.addcmul(rotated * cos, rotated.roll(self.width // 2, -1), sin, out=rotated)
         new = qkv[:, self.heads :].view(rows, 2, self.kv_heads, self.width)
-        attended = plan.attend(number, qkv[:, : self.heads], new, self.scale)
-        hidden = self.out(attended.reshape(rows, -1), "add", hidden)
+        attended = plan.attend(number, qkv[:, : self.heads], new, self.scale, final)
+        hidden = hidden[plan.final] if final else hidden
+        hidden = self.out(attended.flatten(1), "add", hidden)
         normed = _normed(hidden, self.between)
         gated = self.up(normed, "mul", self.gate(normed, "swish"))
         return self.down(gated, "add", hidden)

@@ -14,7 +14,8 @@ import torch
 from coppice.common.radix import WIDTH, Edge, RadixTree
 
 Read = Callable[[int, int], torch.Tensor]
-"""Returns copied keys and values of a range of tokens: [layers, 2, kv_heads, tokens, head_dim]."""
+"""Returns keys and values of a range of tokens, to be copied at once: [layers, 2, kv_heads, tokens,
+head_dim]."""
 
 
 class Match(msgspec.Struct):
@@ -39,15 +40,10 @@ class Segment(Edge):
     def size(self) -> int:
         return len(self.tokens) + sum(t.nbytes for t in (self.kv, self.ending) if t is not None)
 
-    def split(self, at: int) -> "Segment":
-        parts = _part(self.kv, 0, at), _part(self.kv, at, len(self.tokens) // WIDTH)
-        head = super().split(at)
-        head.kv, self.kv = parts
-        return head
-
 
 class RadixCache(RadixTree):
-    """The keys and values of one policy version, of at most ``budget`` bytes.
+    """The keys and values of one policy version, of at most ``budget`` bytes. copied: copies them
+    to memory of their own.
 
         match = cache.match(prompt)  # copy match.pieces at once, then compute the other tokens
         cache.insert(prompt, read)   # calls read(match.length, len(prompt)) for the new tokens
@@ -56,6 +52,10 @@ class RadixCache(RadixTree):
     """
 
     edge = Segment
+
+    def __init__(self, budget: float, copied: Callable[[torch.Tensor], torch.Tensor] = torch.clone):
+        super().__init__(budget)
+        self._copied = copied
 
     def match(self, tokens: np.ndarray) -> Match:
         """Return the longest cached prefix of ``tokens``, int32 [tokens], now marked as used."""
@@ -76,9 +76,9 @@ class RadixCache(RadixTree):
         path, length, shared = self._walk(packed)
         new = len(tokens) - length
         if path and shared * WIDTH < len(path[-1].tokens) and (new or ending is not None):
-            path[-1] = path[-1].split(shared)
+            path[-1] = self._split(path[-1], shared)
         if new:
-            kv = read(length, len(tokens)) if read is not None else None
+            kv = self._copied(read(length, len(tokens))) if read is not None else None
             leaf = Segment(packed[length * WIDTH :], path[-1] if path else self._root, kv)
             self.bytes += leaf.size
             path.append(leaf)
@@ -89,6 +89,11 @@ class RadixCache(RadixTree):
         self.limit(self.budget)
         return new
 
-
-def _part(kv: torch.Tensor | None, start: int, end: int) -> torch.Tensor | None:
-    return kv[:, :, :, start:end].clone() if kv is not None else None
+    def _split(self, tail: Segment, at: int) -> Segment:
+        """Cut a segment after ``at`` tokens. Returns its first part."""
+        kv, parts = tail.kv, list[torch.Tensor | None]([None, None])
+        if kv is not None:
+            parts = [self._copied(part) for part in (kv[:, :, :, :at], kv[:, :, :, at:])]
+        head = tail.split(at)
+        head.kv, tail.kv = parts
+        return head

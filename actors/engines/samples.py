@@ -100,10 +100,10 @@ class Running:
         return np.concatenate([self.owner.prompt, np.array(self.tokens[:-1], np.int32)])
 
     def read(self, start: int, end: int) -> torch.Tensor:
-        """Return a copy of keys and values of ``context``, as ``radix.Read`` does."""
+        """Return keys and values of ``context``, as ``radix.Read`` does."""
         prompt = len(self.owner.prompt)
         if start >= prompt:
-            return self.tail.view(start - prompt, end - prompt).clone()
+            return self.tail.view(start - prompt, end - prompt)
         parts = self.owner.prefix.view(start, prompt), self.tail.view(0, end - prompt)
         return torch.cat(parts, 3)
 

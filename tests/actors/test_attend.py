@@ -44,7 +44,10 @@ def test_chunks_attend_to_their_prefixes_and_themselves(dtype: torch.dtype, near
         rows = torch.randn(sum(counts), SHARED * HEADS + 2 * HEADS, WIDTH).to(dtype)
         query, new = rows.split([SHARED * HEADS, 2 * HEADS], 1)
         new = new.unflatten(1, (2, HEADS))
-        out = attend.AttentionPlan([], chunks).attend(0, query, new, 0.3)
+        plan = attend.AttentionPlan([], chunks)
+        out = plan.attend(0, query, new, 0.3)
+        last = plan.attend(0, query, new, 0.3, final=True)
+        torch.testing.assert_close(last, out[plan.final], rtol=near, atol=near)
         parts = zip(out.split(counts), query.split(counts), new.split(counts), strict=True)
         for i, (got, asked, added) in enumerate(parts):
             kept[i] = torch.cat((kept[i], added))

@@ -365,6 +365,7 @@ def held_bytes() -> int:
 async def test_freed_keys_and_values_do_not_wait_for_a_garbage_collection(local: Local) -> None:
     budget = 3 * 256 * 256  # bytes: three rows of 256 tokens, of 256 bytes each
     engine = await local(kv_cache_gib=budget / 2**30)
+    block = engine.batch.memory.block
     gc.collect()
     before = held_bytes()
     gc.disable()
@@ -375,8 +376,24 @@ async def test_freed_keys_and_values_do_not_wait_for_a_garbage_collection(local:
         assert engine.stats()["evicted_tokens"] > 0
         await engine._thread.run(engine.batch.forget)
         assert held_bytes() - before == engine.stats()["kv_running_bytes"]
+        await engine._thread.run(engine.batch.memory.clear)
+        assert held_bytes() == before
+        assert sum(end - start for start, end in block._gaps + block._returned) == budget
     finally:
         gc.enable()
+
+
+async def test_the_last_layer_is_computed_for_the_rows_that_are_used(local: Local) -> None:
+    engine = await local(prefill_tokens=32)
+    layers, rows = engine.batch.decoder._layers, list[list[int]]()
+    for layer in (layers[0], layers[-1]):
+        counts, real = list[int](), layer.down
+        rows.append(counts)
+        layer.down = lambda x, *then, counts=counts, real=real: (
+            counts.append(len(x)) or real(x, *then)
+        )
+    await engine.generate(GenerateRequest(ids(0, 70), 2, Sampling(3)))
+    assert rows == [[32, 32, 6, 2, 2], [1, 1, 1, 2, 2]]
 
 
 LETTERS = [ord(letter) - ord("!") for letter in "abc"]

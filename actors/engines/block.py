@@ -1,0 +1,64 @@
+"""Memory for keys and values: one block of which parts are lent.
+
+From torch they would come out of the heap, and glibc before 2.38 seldom uses a freed block again
+for a tensor of the same size: the heap would grow with each policy version.
+"""
+
+import contextlib
+import math
+import mmap
+import weakref
+
+import numpy as np
+import torch
+
+LINE = 64
+"""Bytes of a line of the processor's cache, at which every part begins."""
+
+
+class Block:
+    """``size`` bytes of main memory. A part comes back when no tensor holds it any more. token: of
+    the number type and device of all tensors."""
+
+    def __init__(self, token: torch.Tensor, size: int):
+        self.token, self._bytes, self._gaps = token, _pages(max(size, 1)), [(0, size)]
+        self._returned: list[tuple[int, int]] = []
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """Return a tensor. What does not fit comes from the system, and what is not for the CPU
+        from torch."""
+        size = math.prod(shape) * self.token.element_size()
+        if self.token.device.type != "cpu" or not size:
+            return self.token.new_empty(shape)
+        taken = -(-size // LINE) * LINE
+        if (start := self._take(taken)) is None:
+            part = _pages(size)
+        else:
+            part = self._bytes[start : start + size]
+            weakref.finalize(part, self._returned.append, (start, start + taken)).atexit = False
+        return torch.from_numpy(part).view(self.token.dtype).view(shape)
+
+    def copied(self, view: torch.Tensor) -> torch.Tensor:
+        return self.empty(*view.shape).copy_(view)
+
+    def _take(self, size: int) -> int | None:
+        """Return the start of the first gap that is large enough, and take it."""
+        while self._returned:
+            self._gaps.append(self._returned.pop())
+        gaps = list[tuple[int, int]]()
+        for start, end in sorted(self._gaps):
+            gaps.append((gaps.pop()[0] if gaps and gaps[-1][1] == start else start, end))
+        self._gaps = gaps
+        for index, (start, end) in enumerate(gaps):
+            if end - start >= size:
+                gaps[index] = start + size, end
+                return start
+        return None
+
+
+def _pages(size: int) -> np.ndarray:
+    """Return ``size`` bytes of the system's, in large pages where it has them."""
+    area = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):
+        area.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(area, np.uint8)
