@@ -12,7 +12,6 @@ import msgspec
 
 from coppice.actors.config import ActorProcess
 from coppice.actors.engines import base
-from coppice.actors.engines.base import Engine
 from coppice.common import loop
 from coppice.common.process import begin
 from coppice.wire.faults import InfrastructureFault
@@ -23,7 +22,7 @@ from coppice.wire.service import Call, Service
 log = logging.getLogger("actors.worker")
 
 
-def service(engine: Engine, name: str, capacity: int, spare: bool = False) -> Service:
+def service(engine: base.Engine, name: str, capacity: int, spare: bool = False) -> Service:
     def stats() -> dict[str, float]:
         return {**engine.stats(), "spare": float(spare)}
 

@@ -3,9 +3,20 @@
 import asyncio
 import contextlib
 from collections.abc import Coroutine, Iterable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+def settle(future: asyncio.Future[Any] | Future[Any], outcome: Any) -> None:
+    """Answer a future, or fail it with an exception, unless this was done before."""
+    if future.done():
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
 
 
 async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -145,7 +145,7 @@ class ChatTemplate:
         read = jinja2.meta.find_undeclared_variables(sandbox.parse(self.source))
         self.variables = read.difference(_OURS)
 
-    def render(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
+    def render(self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         """Return the prompt. variables: the template's switches. Raises ValueError when the
         template refuses the messages or lacks a switch."""
         if unknown := sorted(set(variables) - self.variables):
@@ -184,11 +184,10 @@ class Renderer:
     ) -> str:
         """Return the prompt of a conversation. switches: of the template. Raises ValueError when
         the template refuses it."""
-        return self._rendered(self.plain(messages, tools), tools, switches)
+        offered = {"tools": list(tools)} if tools and self.knows_tools else {}
+        return self.template.render(self.plain(messages, tools), {**switches, **offered})
 
-    def after(
-        self, tail: Sequence[Message], tools: Tools = (), switches: Mapping[str, Any] = {}
-    ) -> str:
+    def after(self, tail: Sequence[Message], switches: Mapping[str, Any] = {}) -> str:
         """Return the text that follows a reply's own text: what ends the reply, the messages of
         ``tail``, and the opening of the next reply.
 
@@ -196,7 +195,7 @@ class Renderer:
         a reply's text as it is.
         """
         dummy = [{"role": "user", "content": "."}, {"role": "assistant", "content": REPLY}]
-        shown = self._rendered([*dummy, *self.plain(tail)], tools, switches)
+        shown = self.template.render([*dummy, *self.plain(tail)], switches)
         _, found, after = shown.partition(REPLY)
         if not found:
             raise ValueError("the chat template does not write replies as they are")
@@ -212,12 +211,6 @@ class Renderer:
             return plain
         system = plain.pop(0)["content"] if plain and plain[0]["role"] == "system" else ""
         return [{"role": "system", "content": f"{system}\n\n{_described(tools)}".strip()}, *plain]
-
-    def _rendered(
-        self, messages: Sequence[Message], tools: Tools, switches: Mapping[str, Any] = {}
-    ) -> str:
-        offered = {"tools": list(tools)} if tools and self.knows_tools else {}
-        return self.template.render(messages, {**switches, **offered})
 
 
 def _with_parsed_calls(message: Message) -> Message:

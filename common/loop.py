@@ -5,9 +5,7 @@ import signal
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from uvloop import run
-
-__all__ = ["or_signal", "run", "until_signal"]
+from uvloop import run as run
 
 T = TypeVar("T")
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from coppice.common import loop, options
+from coppice.common.concurrency import settle
 from coppice.common.numbers import LARGEST, Count
 from coppice.common.process import begin
 from coppice.judges.base import Judge, Player, PlugIn, Speaker, checked
@@ -166,12 +167,7 @@ class Batcher:
                 error = DataFault(f"judge {self.judge.name} fails at one turn: {cause}")
             answers = [error] * len(items)
         for (_, future), answer in zip(items, answers, strict=True):
-            if future.done():
-                continue
-            if isinstance(answer, Exception):
-                future.set_exception(answer)
-            else:
-                future.set_result(answer)
+            settle(future, answer)
 
     async def _judgements(self, items: list[Item]) -> list[wire.Judgement]:
         """Score the turns. Scoring is cancelled when nobody waits for any of them any more."""

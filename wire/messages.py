@@ -268,6 +268,12 @@ class Passage(msgspec.Struct, frozen=True):
     text: str
     score: float
 
+    def listed(self, scored: bool) -> dict[str, Any]:
+        """Return the passage as the Search-R1 protocol has it (methods.md 1.8), with its score or
+        without. Its contents are the quoted title, a newline, and the text."""
+        document = {"id": self.id, "contents": f'"{self.title}"\n{self.text}'}
+        return {"document": document, "score": self.score} if scored else document
+
 
 class RetrieveResult(msgspec.Struct, frozen=True):
     """The answer to ``retrieve``: passages[i] belongs to queries[i], best first."""

@@ -3,8 +3,9 @@ operations with less overhead: query, key and value are one matrix product, the 
 from a table, and large weights are packed for few rows."""
 
 import contextlib
+import types
 from collections.abc import Iterator
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional
@@ -39,31 +40,22 @@ def kv_heads(settings: Any) -> tuple[int, int]:
     return settings.num_key_value_heads, width
 
 
-class _Probe:
-    """Stands for a plan in a forward that only shows how a model calls its attention."""
-
-    final = slice(None)
-
-    def __init__(self, heads: tuple[int, int]):
-        self._heads = heads
-
-    def attend(
-        self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        if (heads := tuple(new.shape[2:])) != self._heads:
-            raise ValueError(f"layer {layer} has {heads} heads of keys, not {self._heads}")
-        return query
-
-
 def not_computed(model: Any) -> str:
     """Return what AttentionPlan does not compute of a model's attention, "" if it computes it, as a
     forward of two tokens shows."""
     if type(model).__name__ in PLAIN:
         return ""
+    expected = kv_heads(model.config.get_text_config())
+
+    def attend(layer: int, query: torch.Tensor, new: torch.Tensor, scale: float) -> torch.Tensor:
+        if (heads := tuple(new.shape[2:])) != expected:
+            raise ValueError(f"layer {layer} has {heads} heads of keys, not {expected}")
+        return query
+
     tokens = torch.arange(2, device=model.device)
-    probe = _Probe(kv_heads(model.config.get_text_config()))
+    plan: Any = types.SimpleNamespace(attend=attend, final=slice(None))
     try:
-        WholeDecoder(model).forward(tokens, tokens, cast(Any, probe))
+        WholeDecoder(model).forward(tokens, tokens, plan)
     except (TypeError, ValueError) as error:
         return f"its attention ({error})"
     return ""

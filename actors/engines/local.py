@@ -21,14 +21,14 @@ from coppice.actors.engines import attend, decoder, weights
 from coppice.actors.engines.base import check_request, check_tokens
 from coppice.actors.engines.batch import RadixBatch
 from coppice.actors.engines.cached import CachedBatch
-from coppice.actors.engines.decoder import plain
 from coppice.actors.engines.grammar import Grammar
 from coppice.actors.engines.samples import ActiveRequest, Pictures, Running, StopStrings
 from coppice.actors.engines.sampling import pick, uniforms
 from coppice.actors.engines.thread import EngineThread
 from coppice.common import vision
+from coppice.common.concurrency import settle
 from coppice.common.hardware import compute_dtype, free_memory, torch_device
-from coppice.wire.faults import DataFault, Fault, InfrastructureFault
+from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult
 
 log = logging.getLogger("actors.engines.local")
@@ -70,7 +70,6 @@ class LocalEngine:
 
     async def start(self) -> None:
         """Load the model. Raises MemoryError when it does not fit, ValueError if unsupported."""
-        self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._load_model)
         self._thread.tell(self._set_up_thread)
         self._thread.start()
@@ -212,7 +211,7 @@ class LocalEngine:
             running.matcher.accept(token)
             if running.matcher.problem:
                 fault = DataFault(f"{sampling.constraint}: {running.matcher.problem}")
-                _settle(running.owner, fault)
+                settle(running.owner.future, fault)
             if running.matcher.done:
                 return "stop"
         if sampling.stop and self._stops.found(running.tokens, sampling.stop):
@@ -230,18 +229,18 @@ class LocalEngine:
             return
         samples = [sample for sample in active.samples if sample is not None]
         if len(samples) == len(active.samples):
-            phases = active.phases()
-            _settle(active, GenerateResult(samples, len(active.prompt), active.cached, phases))
+            result = GenerateResult(samples, len(active.prompt), active.cached, active.phases())
+            settle(active.future, result)
 
     def _abort(self, active: ActiveRequest) -> None:
         self.batch.remove(active)
         for running in self.batch.running():
             if running.owner is active:
                 self._leave(running, "abort")
-        _settle(active, InfrastructureFault("the caller has left"))
+        settle(active.future, InfrastructureFault("the caller has left"))
 
     def _swap(self, proven: weights.Version, request: LoadRequest) -> None:
-        with plain(self.batch.products):
+        with decoder.plain(self.batch.products):
             weights.apply(self.model, self.folder, proven)
         self._held = request.digest if proven.kind == "full" else ""
         self.version = request.version
@@ -263,13 +262,3 @@ def not_computed(settings: Any, longest: int) -> str:
         return ", ".join(sorted(kinds)) or "convolutions"
     ours = hasattr(settings, "num_key_value_heads") and not hasattr(settings, "kv_lora_rank")
     return "" if ours else "heads of other shapes than Llama's"
-
-
-def _settle(active: ActiveRequest, outcome: GenerateResult | Fault) -> None:
-    """Answer or fail a request, unless this was done before."""
-    if active.future.done():
-        return
-    if isinstance(outcome, Fault):
-        active.future.set_exception(outcome)
-    else:
-        active.future.set_result(outcome)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from coppice.actors.engines.block import Block
+from coppice.actors.engines.arena import Arena
 from coppice.actors.engines.radix import RadixCache, Read
 
 SHORTEST_PREFIX, SHORTEST_TAIL = 128, 16
@@ -53,13 +53,13 @@ class Tail(Stretch):
 class Shelf:
     """Rows of ``capacity`` tokens: kv [layers, 2, rows, kv_heads, capacity, head_dim]. Rows 0 to
     ``len(held) - 1`` are in use, so attention reads one view. ``promised`` counts used and reserved
-    rows. block: lends the memory. inline: the tails in the same rows."""
+    rows. arena: lends the memory. inline: the tails in the same rows."""
 
     stretch: type[Stretch] = Stretch
 
-    def __init__(self, block: Block, capacity: int, inline: "InlineTails | None" = None):
-        self.block, self.capacity, self.promised, self.inline = block, capacity, 0, inline
-        self.row_bytes = capacity * block.token.nbytes
+    def __init__(self, arena: Arena, capacity: int, inline: "InlineTails | None" = None):
+        self.arena, self.capacity, self.promised, self.inline = arena, capacity, 0, inline
+        self.row_bytes = capacity * arena.token.nbytes
         self.held: list[Stretch] = []
         self.kv = self._rows(0)
 
@@ -92,8 +92,8 @@ class Shelf:
 
     def _rows(self, rows: int) -> torch.Tensor:
         # The rows are zeroed, because padding is masked but must still be finite.
-        layers, _, heads, width = self.block.token.shape
-        return self.block.empty(layers, 2, rows, heads, self.capacity, width).zero_()
+        layers, _, heads, width = self.arena.token.shape
+        return self.arena.empty(layers, 2, rows, heads, self.capacity, width).zero_()
 
 
 class InlineTails(Shelf):
@@ -114,8 +114,8 @@ class KVMemory:
 
     def __init__(self, token: torch.Tensor, budget: int, longest: int):
         self.token, self.budget, self.longest = token, budget, longest
-        self.block = Block(token, budget)
-        self.cache = RadixCache(budget, self.block.copied)
+        self.arena = Arena(token, budget)
+        self.cache = RadixCache(budget, self.arena.copied)
         self.prefixes: dict[tuple[int, ...], Shelf] = {}
         self.tails: dict[tuple[int, ...], Shelf] = {}
 
@@ -134,12 +134,12 @@ class KVMemory:
         rows, inline, tail_rows = self._rows(prompt, n, new)
         key = (rows, inline, _power(n, 1))
         if (prefix := self.prefixes.get(key)) is None:
-            tails = InlineTails(self.block, 0) if inline else None
-            prefix = self.prefixes[key] = Shelf(self.block, rows + inline, tails)
+            tails = InlineTails(self.arena, 0) if inline else None
+            prefix = self.prefixes[key] = Shelf(self.arena, rows + inline, tails)
         if prefix.inline is not None:
             tail = self.tails[key] = prefix.inline
         elif (tail := self.tails.get((tail_rows,))) is None:
-            tail = self.tails[tail_rows,] = Shelf(self.block, tail_rows)
+            tail = self.tails[tail_rows,] = Shelf(self.arena, tail_rows)
         if not self._grow({prefix: 1, tail: n}):
             return None
         prefix.promised += 1

@@ -165,9 +165,14 @@ class ServedEngine(ABC):
         self._check_read(request, answers)
         samples = [self._sample(answer, request) for answer in answers]
         phases = {"prefill": prefilled - begun, "decode": ended - prefilled} if prefix else {}
-        cached = self._count(prefix + answers)
-        self.counts["decoded_tokens"] += sum(len(sample.tokens) for sample in samples)
-        return GenerateResult(samples, len(request.tokens), cached, phases)
+        rows = prefix + answers
+        self.counts.update(
+            prompt_tokens=rows[0].prompt,
+            cached_tokens=rows[0].cached,
+            prefilled_tokens=sum(row.prompt - row.cached for row in rows),
+            decoded_tokens=sum(len(sample.tokens) for sample in samples),
+        )
+        return GenerateResult(samples, len(request.tokens), rows[0].cached, phases)
 
     async def load(self, request: LoadRequest) -> LoadResult:
         """Verify the weights, update every server, and prove the update. New requests wait only
@@ -313,10 +318,3 @@ class ServedEngine(ABC):
             )
         parts = tokens, logprobs, one.versions, one.finish
         return Sample(*parts, support=left, experts=one.experts)  # pyright: ignore
-
-    def _count(self, rows: list[Sampled]) -> int:
-        """Count a request's tokens, and return the cached ones of its prompt."""
-        self.counts["prompt_tokens"] += rows[0].prompt
-        self.counts["cached_tokens"] += rows[0].cached
-        self.counts["prefilled_tokens"] += sum(one.prompt - one.cached for one in rows)
-        return rows[0].cached

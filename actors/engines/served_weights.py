@@ -24,7 +24,6 @@ from coppice.actors.engines.sglang_transport import Pull
 from coppice.wire import published
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import LoadRequest
-from coppice.wire.published import Manifest
 
 log = logging.getLogger("actors.served")
 
@@ -110,7 +109,7 @@ class ServedWeights:
             raise UpdateRefused(str(fault)) from None
         return Ready(request, chosen, pulls, str(folder))
 
-    async def _offered(self, manifest: Manifest, servers: list[Http]) -> dict[Http, Pull]:
+    async def _offered(self, manifest: published.Manifest, servers: list[Http]) -> dict[Http, Pull]:
         """Ask the learner to offer a version to all servers at once."""
         facts = await self._each(servers, lambda server: server.facts())
         limit, pairs = self.way.config.update_timeout_s, zip(servers, facts, strict=True)
@@ -317,7 +316,7 @@ class ServedWeights:
         await server.close()
 
 
-def choose(manifest: Manifest, facts: Facts, wanted: Wanted) -> Transport:
+def choose(manifest: published.Manifest, facts: Facts, wanted: Wanted) -> Transport:
     """Return the transport of one version. Raises InfrastructureFault when the version is not
     published as the config asks."""
     memory = manifest.memory

@@ -7,7 +7,6 @@ documents there.
 """
 
 import json
-import logging
 import posixpath
 import re
 from pathlib import Path
@@ -21,7 +20,6 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
-log = logging.getLogger("mkdocs.hooks.pages")
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 """Documents outside docs/. mkdocs takes README.md as the first page of the site."""
@@ -152,17 +150,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     config.extra["links"].document = "" if generated else document
 
 
-def misread(html: str) -> str:
-    """Return the first item of a list that became part of a paragraph, as happens here but not on
-    code hosts; "" if there is none."""
-    lost = re.search(r"<p>(?:(?!</p>).)*?^([-*] [^<\n]*)", html, re.DOTALL | re.MULTILINE)
-    return lost[1] if lost else ""
-
-
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Keep the search from finding the source code that stands folded below each docstring."""
-    if config.extra["links"].document and (lost := misread(html)):
-        needs = "needs an empty line before the list that begins with"
-        log.warning(f"Doc file '{page.file.src_uri}' {needs}: {lost}")
     source = 'class="mkdocstrings-source"'
     return html.replace(f"<details {source}", f"<details data-search-exclude {source}")

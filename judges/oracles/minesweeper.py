@@ -31,7 +31,7 @@ def labels(state: game.MinesState, budget: int = BUDGET) -> Labels:
     certain mines.
 
     Cells with a flag are in neither set (v2) and give no information, and revealing a certain mine
-    is never valid. Before the first reveal, every reveal is safe. Raises Contradiction when no
+    is never valid. Before the first reveal, every reveal is safe. Raises ValueError when no
     layout fits the board.
     """
     open_cells = [cell for cell, mark in enumerate(state.board) if mark == game.HIDDEN]

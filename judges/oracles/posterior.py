@@ -31,10 +31,6 @@ Near = tuple[int, ...]
 """The numbers beside a group of cells, by which the group is known."""
 
 
-class Contradiction(ValueError):
-    """No layout fits the numbers."""
-
-
 class Posterior(msgspec.Struct, frozen=True):
     """For each hidden cell, ascending, ``mined[cell] / layouts`` is the probability of a mine.
 
@@ -82,7 +78,7 @@ def posterior(
     If the rest of the budget is not enough for a component, its cells get an estimate: the mean,
     over the numbers beside a cell, of lacking mines / hidden cells beside the number. The other
     components treat these cells as if no number stood beside them, so that certain cells stay
-    certain. Raises Contradiction when no layout fits.
+    certain. Raises ValueError when no layout fits.
     """
     hidden = [cell for cell in range(rows * columns) if cell not in numbers]
     settled, limits = _deduced(rows, columns, numbers)
@@ -106,7 +102,7 @@ def posterior(
     parts = [counts.layouts for _, counts in solved]
     layouts, weights, free_mined = _combined(parts, len(free), left)
     if not layouts:
-        raise Contradiction(
+        raise ValueError(
             f"no layout of {mines} mines on {rows}x{columns} fits the numbers {dict(numbers)}"
         )
     mined = {cell: layouts if mine else 0 for cell, mine in settled.items()}
@@ -141,7 +137,7 @@ def _deduced(
         i = waiting.pop()
         if not 0 <= lacks[i] <= len(cells[i]):
             cell, number = list(numbers.items())[i]
-            raise Contradiction(f"cell {cell} shows {number}: the cells around it do not fit")
+            raise ValueError(f"cell {cell} shows {number}: the cells around it do not fit")
         if lacks[i] in (0, len(cells[i])):
             mine = int(lacks[i] > 0)
             for cell in list(cells[i]):
@@ -153,7 +149,7 @@ def _deduced(
     limits: dict[frozenset[int], int] = {}
     for around, lack in zip(cells, lacks, strict=True):
         if around and limits.setdefault(frozenset(around), lack) != lack:
-            raise Contradiction(f"the numbers disagree on the mines in the cells {sorted(around)}")
+            raise ValueError(f"the numbers disagree on the mines in the cells {sorted(around)}")
     return settled, limits
 
 

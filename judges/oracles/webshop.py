@@ -57,7 +57,10 @@ class WebShopOracle(Oracle):
 def distance(store: Store, place: StorePlace, goal: Goal) -> int:
     """Return the smallest number of actions from ``place`` to the purchase of the goal's own
     product with its options."""
-    asin, wanted = goal.product.asin, _wanted(goal)
+    asin, options = goal.product.asin, goal.product.options
+    # The values of a human goal belong to the groups that offer them; others cannot be chosen.
+    groups = {value: group for group, values in options.items() for value in values}
+    wanted = {groups[value]: value for value in goal.values if value in groups}
     purchase = len(wanted) + 1
     name = goal.product.name.lower()
     routes = [1 + _pages(store, name, asin, 1) + purchase]
@@ -76,10 +79,3 @@ def _pages(store: Store, query: str, asin: str, number: int) -> int:
     number if it is not among them."""
     results = store.results(query)
     return abs(results.index(asin) // PER_PAGE + 1 - number) + 1 if asin in results else 1000
-
-
-def _wanted(goal: Goal) -> dict[str, str]:
-    """Return the option values to choose by group. The values of a human goal belong to the groups
-    that offer them; others cannot be chosen."""
-    clickable = {value: group for group, values in goal.product.options.items() for value in values}
-    return {clickable[value]: value for value in goal.values if value in clickable}

@@ -5,7 +5,7 @@ Invariant: a query (with its number of passages) that is kept or under way is no
 """
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from typing import Protocol
 
 from coppice.wire.faults import DataFault
@@ -32,13 +32,12 @@ class HotQueries:
     A query:  new -> waiting -> searched -> kept -> dropped, or -> failed: all who wait get the
     error, and the next one to ask begins again.
 
-    counts: ``queries``; of these ``hits`` were kept, ``joined`` were under way, and ``searched``
-    went to the backend."""
+    searched: how many queries went to the backend; all others were kept or under way."""
 
     def __init__(self, backend: Backend, size: int, batch: int = 32, at_once: int = 1):
         self.backend, self.size, self.batch, self.at_once = backend, size, batch, at_once
         self.kept: OrderedDict[Key, asyncio.Future[list[Passage]]] = OrderedDict()
-        self.counts: Counter[str] = Counter()
+        self.searched = 0
         self._open: dict[Key, asyncio.Future[list[Passage]]] = {}
         self._waiting: dict[int, list[str]] = {}
         self._searches: set[asyncio.Task[dict[Key, list[Passage]]]] = set()
@@ -53,15 +52,11 @@ class HotQueries:
         return [answer.result() for answer in answers]
 
     def _answer(self, key: Key) -> asyncio.Future[list[Passage]]:
-        self.counts["queries"] += 1
         if key in self.kept:
-            self.counts["hits"] += 1
             self.kept.move_to_end(key)
             return self.kept[key]
-        if key in self._open:
-            self.counts["joined"] += 1
-        else:
-            self.counts["searched"] += 1
+        if key not in self._open:
+            self.searched += 1
             self._open[key] = asyncio.get_running_loop().create_future()
             self._waiting.setdefault(key[1], []).append(key[0])
         return self._open[key]

@@ -18,14 +18,10 @@ _RESTS_S = 30.0
 
 
 def title_and_text(contents: str) -> tuple[str, str]:
-    """Return the title (without quotes) and the text of a passage's ``contents``."""
+    """Return the title (without quotes) and the text of a passage's ``contents``. This is the
+    inverse of ``Passage.listed``."""
     title, _, text = contents.partition("\n")
     return title.strip().removeprefix('"').removesuffix('"'), text.strip()
-
-
-def contents_of(title: str, text: str) -> str:
-    """Return the ``contents`` of a passage. This is the inverse of ``title_and_text``."""
-    return f'"{title}"\n{text}'
 
 
 class _Document(msgspec.Struct):
@@ -38,8 +34,7 @@ class _Scored(msgspec.Struct):
     score: float
 
     def passage(self) -> Passage:
-        title, text = title_and_text(self.document.contents)
-        return Passage(str(self.document.id), title, text, self.score)
+        return Passage(str(self.document.id), *title_and_text(self.document.contents), self.score)
 
 
 class _Reply(msgspec.Struct):

@@ -6,7 +6,6 @@ A malformed request is answered with status 422 and the reason.
 
 import argparse
 from contextlib import AsyncExitStack
-from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -14,9 +13,8 @@ from aiohttp import web
 from coppice.common import jsonl
 from coppice.judges.config import RetrieverConfig
 from coppice.judges.retriever.hot import Backend
-from coppice.judges.retriever.http_client import contents_of
 from coppice.judges.retriever.worker import opened
-from coppice.wire.messages import TOPK_MOST, Passage
+from coppice.wire.messages import TOPK_MOST
 
 
 class _Request(msgspec.Struct, forbid_unknown_fields=True):
@@ -37,12 +35,9 @@ def application(backend: Backend) -> web.Application:
         if not 1 <= topk <= TOPK_MOST or not body.queries:
             wish = f"expected at least one query and a topk of 1 to {TOPK_MOST}"
             return web.json_response({"detail": wish}, status=422)
-        passages = await backend.search(body.queries, topk)
-        return web.json_response({"result": [[item(p, body) for p in row] for row in passages]})
-
-    def item(p: Passage, body: _Request) -> dict[str, Any]:
-        document = {"id": p.id, "contents": contents_of(p.title, p.text)}
-        return {"document": document, "score": p.score} if body.return_scores else document
+        found = await backend.search(body.queries, topk)
+        listed = [[passage.listed(body.return_scores) for passage in row] for row in found]
+        return web.json_response({"result": listed})
 
     app = web.Application()
     app.add_routes([web.post("/retrieve", retrieve)])

@@ -21,7 +21,6 @@ import numpy as np
 
 from coppice.common import jsonl
 from coppice.common.atomic import drafted
-from coppice.common.jsonl import MALFORMED
 from coppice.common.numbers import LONGEST_TEXT
 from coppice.judges.retriever.encoder import Encoder
 from coppice.judges.retriever.http_client import title_and_text
@@ -61,14 +60,11 @@ _TOLD_S = 5.0
 """Seconds between two lines of progress."""
 
 
-class BadCorpus(ValueError):
-    """A line of a corpus cannot be used. The message has its number and the reason."""
-
-
 def read_corpus(path: Path, skip_bad: bool = False) -> tuple[np.ndarray, list[str]]:
     """Return the byte offsets of the usable lines, int64 [lines], and a message for each skipped
-    line. The texts stay on the disk. Raises BadCorpus, which counts the bad lines and names the
-    first, unless ``skip_bad``, and FileNotFoundError."""
+    line. The texts stay on the disk. Raises ValueError for lines that cannot be used, which counts
+    them and has the number and the reason of the first, unless ``skip_bad``, and FileNotFoundError.
+    """
     if not path.is_file():
         wish = "expected a JSONL file of {id, contents}"
         raise FileNotFoundError(f"corpus {path} does not exist: {wish}")
@@ -76,7 +72,7 @@ def read_corpus(path: Path, skip_bad: bool = False) -> tuple[np.ndarray, list[st
     try:
         start = jsonl.beginning(path)
     except ValueError as error:
-        raise BadCorpus(f"corpus {error}") from None
+        raise ValueError(f"corpus {error}") from None
     with path.open("rb") as file:
         file.seek(start)
         for number, line in enumerate(file, 1):
@@ -99,10 +95,10 @@ def read_corpus(path: Path, skip_bad: bool = False) -> tuple[np.ndarray, list[st
             start += len(line)
     if not offsets:
         why = f"the first of its lines: {bad[0]}" if bad else "it is empty"
-        raise BadCorpus(f"{path} holds no usable passage: {why}")
+        raise ValueError(f"{path} holds no usable passage: {why}")
     if bad and not skip_bad:
         fault = f"{len(bad)} of {len(bad) + len(offsets)} lines cannot be used; the first: {bad[0]}"
-        raise BadCorpus(f"{fault}. Mend them, or coppice index --skip-bad passes over them")
+        raise ValueError(f"{fault}. Mend them, or coppice index --skip-bad passes over them")
     return np.array(offsets), bad
 
 
@@ -189,7 +185,7 @@ def read_manifest(folder: Path) -> IndexManifest:
         raise FileNotFoundError(f"{folder} holds no index: {remedy}")
     try:
         return msgspec.json.decode(path.read_bytes(), type=IndexManifest)
-    except MALFORMED as error:
+    except jsonl.MALFORMED as error:
         raise ValueError(f"{path} is damaged ({error}): {_ANEW}") from None
 
 
@@ -281,7 +277,7 @@ def _train(index: faiss.Index, vectors: np.ndarray) -> None:
     ivf = faiss.try_extract_index_ivf(index)
     sample = min(len(vectors), _TRAINED_ON * max(1024, ivf.nlist if ivf else 0))
     rows = np.sort(np.random.default_rng(0).choice(len(vectors), sample, replace=False))
-    if ivf and _gpus():
+    if ivf and faiss.get_num_gpus():
         ivf.clustering_index = on_gpus(faiss.IndexFlatIP(ivf.d))
     try:
         index.train(vectors[rows])  # pyright: ignore[reportCallIssue]
@@ -319,7 +315,7 @@ def tune(index: faiss.Index, search: str, text: str) -> None:
 def on_gpus(index: faiss.Index) -> faiss.Index:
     """Return the index on all GPUs, divided among them, or the index itself where FAISS finds none
     or has no GPU version of its kind."""
-    if not _gpus():
+    if not faiss.get_num_gpus():
         return index
     options = faiss.GpuMultipleClonerOptions()  # pyright: ignore[reportCallIssue]
     options.shard = options.allowCpuCoarseQuantizer = True
@@ -328,10 +324,6 @@ def on_gpus(index: faiss.Index) -> faiss.Index:
     except RuntimeError as error:
         print(f"the index stays on the CPU: {_why(error)}", file=sys.stderr)
         return index
-
-
-def _gpus() -> int:
-    return faiss.get_num_gpus() if hasattr(faiss, "get_num_gpus") else 0
 
 
 def _why(error: RuntimeError) -> str:

@@ -213,7 +213,7 @@ def _load(trainer: Trainer, folder: Path, state: State) -> None:
     with _damage(folder):
         stored = {part: shards.StoredPart(folder, part) for part in parts}
     for part, stepper in parts.items():
-        weights = {n.partition("/")[2] for n in stored[part].names() if n.startswith("weight/")}
+        weights = {n.partition("/")[2] for n in stored[part].entries if n.startswith("weight/")}
         if weights != set(stepper.parameters):
             raise CheckpointError(
                 f"checkpoint {folder} holds other parameters of the {part} than the model: were"

@@ -39,23 +39,20 @@ class OtherShape(ValueError):
 
 
 class StoredPart:
-    """The tensors of one part in a checkpoint. Raises ValueError if rows are missing and OtherShape
-    if a shape is not the expected one."""
+    """The tensors of one part in a checkpoint. entries: by KIND/PARAMETER, the tensor's shape and
+    its rows. Raises ValueError if rows are missing and OtherShape if a shape is not the expected
+    one."""
 
     def __init__(self, folder: Path, part: str):
-        self._pieces: dict[str, tuple[list[int], list[tuple[int, Any]]]] = {}
+        self.entries: dict[str, tuple[list[int], list[tuple[int, Any]]]] = {}
         for path in sorted(folder.glob(f"{part}-?????.safetensors")):
             file: Any = safe_open(path, framework="pt")
             for name, (shape, first) in json.loads(file.metadata()["where"]).items():
-                self._pieces.setdefault(name, (shape, []))[1].append((first, file))
-
-    def names(self) -> set[str]:
-        """Return the names of the entries, as KIND/PARAMETER."""
-        return set(self._pieces)
+                self.entries.setdefault(name, (shape, []))[1].append((first, file))
 
     def rows(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """Return, on the CPU, the rows of ``name`` that this rank holds of the tensor ``like``."""
-        shape, parts = self._pieces[name]
+        shape, parts = self.entries[name]
         if shape != list(like.shape):
             raise OtherShape(f"{name} has shape {shape}, but the model's has {list(like.shape)}")
         if not shape:
@@ -82,7 +79,7 @@ def load(stored: StoredPart, stepper: Stepper) -> None:
     read = []
     for name, parameter in stepper.parameters.items():
         state = {}
-        for entry in stored.names():
+        for entry in stored.entries:
             kind, _, of = entry.partition("/")
             if of == name and kind != "weight":
                 state[kind] = stored.rows(entry, torch.zeros(()) if kind == "step" else parameter)

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from coppice.common.concurrency import settle
 from coppice.common.numbers import Count, Positive
 from coppice.wire.arrays import Frame
 from coppice.wire.faults import Fault
@@ -241,12 +242,7 @@ class Pending:
 
     def settle(self, outcome: Any) -> None:
         """Set the outcome of the call. Later outcomes are ignored."""
-        if self.done.done():
-            return
-        if isinstance(outcome, BaseException):
-            self.done.set_exception(outcome)
-        else:
-            self.done.set_result(outcome)
+        settle(self.done, outcome)
 
 
 @dataclass(slots=True, eq=False)

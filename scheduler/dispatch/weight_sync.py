@@ -39,8 +39,6 @@ class WeightSync:
     async def everywhere(self, weights: Weights) -> None:
         """Give ``weights`` to all ready actors, and drop those that do not prove them."""
         self.weights, self.versions.newest = weights, weights.version
-        if not weights.version:
-            return
         self._settled.clear()
         try:
             actors = self.dispatcher.workers("load")

@@ -60,14 +60,6 @@ def pooled(environment: Environment, trees: Sequence[tuple[Task, Tree]]) -> dict
     return {name: several for name, several in sorted(values.items()) if several}
 
 
-def summarise(
-    version: int, environment: Environment, trees: Sequence[tuple[Task, Tree]], how: str = ""
-) -> HeldOut:
-    """Evaluate finished trees of one trajectory each. how: see ``HeldOut``."""
-    measures = {name: estimate(of) for name, of in pooled(environment, trees).items()}
-    return HeldOut(version, len(trees), environment.headline, measures, how)
-
-
 BASELINES: dict[str, Callable[[list[str], random.Random], str]] = {
     "random_legal_move": lambda replies, rng: rng.choice(replies),
     "first_legal_move": lambda replies, rng: replies[0],

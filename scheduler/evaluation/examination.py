@@ -74,8 +74,9 @@ class Examination:
             pairs = await gather(work)
         done = [pair for pair in pairs if pair is not None]
         how = f"temperature {e.temperature}, options {e.options}"
-        result = evaluation.summarise(weights.version, self.environment, done, how)
-        measures, headline = result.measures, result.headline
+        headline, pooled = self.environment.headline, evaluation.pooled(self.environment, done)
+        measures = {name: evaluation.estimate(values) for name, values in pooled.items()}
+        result = evaluation.HeldOut(weights.version, len(done), headline, measures, how)
         if headline in measures:
             whole = f"{e.questions} tasks, {how}"
             best.keep(self.metrics.run, weights, headline, measures[headline].mean, whole)

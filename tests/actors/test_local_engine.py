@@ -365,7 +365,7 @@ def held_bytes() -> int:
 async def test_freed_keys_and_values_do_not_wait_for_a_garbage_collection(local: Local) -> None:
     budget = 3 * 256 * 256  # bytes: three rows of 256 tokens, of 256 bytes each
     engine = await local(kv_cache_gib=budget / 2**30)
-    block = engine.batch.memory.block
+    arena = engine.batch.memory.arena
     gc.collect()
     before = held_bytes()
     gc.disable()
@@ -378,7 +378,7 @@ async def test_freed_keys_and_values_do_not_wait_for_a_garbage_collection(local:
         assert held_bytes() - before == engine.stats()["kv_running_bytes"]
         await engine._thread.run(engine.batch.memory.clear)
         assert held_bytes() == before
-        assert sum(end - start for start, end in block._gaps + block._returned) == budget
+        assert sum(end - start for start, end in arena._gaps + arena._returned) == budget
     finally:
         gc.enable()
 

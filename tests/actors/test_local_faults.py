@@ -16,8 +16,8 @@ import torch
 from coppice.actors import worker
 from coppice.actors.config import ActorProcess, ActorsConfig
 from coppice.actors.engines import local as local_engine
+from coppice.actors.engines.arena import Arena
 from coppice.actors.engines.batch import RadixBatch
-from coppice.actors.engines.block import Block
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.engines.memory import KVMemory, Shelf
 from coppice.actors.engines.radix import RadixCache
@@ -138,7 +138,7 @@ async def test_whatever_fails_and_wherever_every_request_is_answered_rightly_or_
     error, sometimes = RuntimeError("no memory"), iter(lambda: odds.random() < 0.01, None)
     places = [
         (Shelf, "resize"), (Shelf, "put"), (Shelf, "drop"), (KVMemory, "reserve"), (KVMemory, "keep"),
-        (Block, "empty"), (RadixCache, "match"), (RadixBatch, "forward"), (local_engine, "pick"),
+        (Arena, "empty"), (RadixCache, "match"), (RadixBatch, "forward"), (local_engine, "pick"),
     ]  # fmt: skip
     drawn = sizes.integers(1, [20, 60, 6, 12], (60, 4)).tolist()
     prompts = [np.concatenate([HEAD[:a], ids(i, b)]) for i, (a, b, *_) in enumerate(drawn)]

@@ -112,7 +112,7 @@ def test_after_a_reply_stands_what_the_whole_rendering_has(tmp_path: Path, sourc
     prompt = rendered.whole(history[:2], TOOLS)
     for tail in ([{"role": "user", "content": "And?"}], ASKED[3:]):
         whole = rendered.whole([*history, *tail], TOOLS)
-        assert whole == prompt + reply + rendered.after(tail, TOOLS)
+        assert whole == prompt + reply + rendered.after(tail)
 
 
 def test_a_template_without_tools_gets_them_as_text(tmp_path: Path) -> None:

@@ -141,8 +141,7 @@ def actions(data: bytes) -> None:
     for environment, state in environments():
         action = environment.read(state, text)
         assert action.valid in (True, False)
-    for side in (0, 1):
-        read_turn(text, side)
+    read_turn(text)
     for think in ("required", "optional"):
         read_reply(text, ["search", "buy now"], think)
 

@@ -14,7 +14,6 @@ import pytest
 
 from coppice.judges.retriever import index as indexes
 from coppice.judges.retriever.encoder import Encoder, Role
-from coppice.judges.retriever.http_client import contents_of
 from coppice.judges.retriever.index import Index, build, read_manifest
 from coppice.research.benches.retrieval_scale import Clusters
 from coppice.tools.defaults.index_corpus import main
@@ -54,7 +53,7 @@ def encoder() -> Numbers:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
-    rows = [{"id": i, "contents": contents_of("T", str(i))} for i in range(PASSAGES)]
+    rows = [{"id": i, "contents": f'"T"\n{i}'} for i in range(PASSAGES)]
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
 

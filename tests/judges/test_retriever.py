@@ -14,9 +14,9 @@ from aiohttp import web
 from coppice.judges.retriever import http_server
 from coppice.judges.retriever.encoder import Encoder, model_folder
 from coppice.judges.retriever.hot import HotQueries
-from coppice.judges.retriever.http_client import SearchR1Client, contents_of, title_and_text
+from coppice.judges.retriever.http_client import SearchR1Client, title_and_text
 from coppice.judges.retriever.http_server import application
-from coppice.judges.retriever.index import BadCorpus, Index, build, read_corpus, read_manifest
+from coppice.judges.retriever.index import Index, build, read_corpus, read_manifest
 from coppice.tools.defaults.index_corpus import ensure_index
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import Passage, RetrieveRequest
@@ -39,7 +39,7 @@ def minilm() -> Encoder:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
-    rows = [{"id": str(i), "contents": contents_of(*fact)} for i, fact in enumerate(FACTS.items())]
+    rows = [Passage(str(i), *fact, 0.0).listed(False) for i, fact in enumerate(FACTS.items())]
     path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
     return path
 
@@ -90,7 +90,10 @@ def test_e5_encoders_prefix_and_no_others(
 
 @pytest.mark.parametrize("title", ['"Heroes"', '"Weird Al" Yankovic', 'He said "no"', "Chile"])
 def test_a_title_keeps_its_own_quotation_marks(title: str) -> None:
-    assert title_and_text(contents_of(title, "text")) == (title, "text")
+    assert title_and_text(Passage("1", title, "text", 0.0).listed(False)["contents"]) == (
+        title,
+        "text",
+    )
 
 
 def test_search_ranks_by_inner_product_down_to_the_whole_corpus(
@@ -126,7 +129,7 @@ GOOD = b'{"id": "a", "contents": "\\"T\\"\\ntext"}'
 def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, line: bytes, reason: str) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_bytes(b"\n".join([GOOD, line, GOOD.replace(b'"a"', b'"c"')]))
-    with pytest.raises(BadCorpus, match=rf"corpus\.jsonl:2: .*(?i:{reason})"):
+    with pytest.raises(ValueError, match=rf"corpus\.jsonl:2: .*(?i:{reason})"):
         read_corpus(path)
     offsets, bad = read_corpus(path, skip_bad=True)
     assert list(offsets) == [0, len(GOOD) + len(line) + 2]
@@ -144,7 +147,7 @@ def test_a_corpus_is_refused_with_the_number_of_its_bad_lines(tmp_path: Path) ->
     path = tmp_path / "corpus.jsonl"
     path.write_bytes(b"\n".join([GOOD, GOOD, b"{oops", GOOD.replace(b'"a"', b'"c"')]))
     told = r"^2 of 4 lines .*corpus\.jsonl:2: id 'a' was used before .*--skip-bad"
-    with pytest.raises(BadCorpus, match=told):
+    with pytest.raises(ValueError, match=told):
         read_corpus(path)
     for body, told in (
         (b"", "it is empty"),
@@ -152,7 +155,7 @@ def test_a_corpus_is_refused_with_the_number_of_its_bad_lines(tmp_path: Path) ->
         (GOOD.decode().encode("utf-16"), r"UTF-16.*iconv"),
     ):
         path.write_bytes(body)
-        with pytest.raises(BadCorpus, match=told):
+        with pytest.raises(ValueError, match=told):
             read_corpus(path, skip_bad=True)
 
 

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import msgspec
 
 from coppice.common import hardware
-from coppice.common.atomic import fresh
+from coppice.common.atomic import as_json, fresh
 from coppice.common.jsonl import MALFORMED
 from coppice.common.options import command_parser, gave_up
 from coppice.common.process import locked
@@ -226,7 +226,7 @@ def dry_run(config: Config, run: Path) -> int:
     from coppice.tools.defaults.models import check_name  # it imports transformers
 
     check_name(config.model.name)
-    print(msgspec.json.format(msgspec.json.encode(config), indent=1).decode())
+    print(as_json(config).decode())
     model = cache_folder() / "models" / config.model.name
     model = model if model.is_dir() else Path(config.model.name)
     with tempfile.TemporaryDirectory() as scratch:

@@ -114,8 +114,8 @@ def convert(tree: dict[str, Any], overrides: list[str], source: str = "config") 
     try:
         method.bundle(tree)
         _check_keys(tree, Config, "")
-        for path, value in _numbers(tree, ""):  # processes get JSON, which has no NaN
-            if not math.isfinite(value):
+        for path, value in leaves(tree):  # processes get JSON, which has no NaN
+            if isinstance(value, int | float) and not math.isfinite(value):
                 raise ValueError(f"{path} = {value}: expected a finite number")
         config = with_agent(msgspec.convert(tree, Config))
         rules.check(config)
@@ -128,18 +128,16 @@ def convert(tree: dict[str, Any], overrides: list[str], source: str = "config") 
     raise ConfigError(f"{source}: {_without_secrets(tree, fault)}")
 
 
-def _without_secrets(value: Any, text: str) -> str:
+def _without_secrets(tree: dict[str, Any], text: str) -> str:
     """Return the text of an error without what was written under a key that looks like one of a
     secret, where only a variable belongs.
 
     A text of fewer than eight characters is no secret, and the error could hold it in any word.
     """
-    if isinstance(value, dict):
-        for key, inner in typing.cast(dict[str, Any], value).items():
-            secret = key in ("api_key", "key", "token", "password", "secret")
-            if secret and isinstance(inner, str) and len(inner) >= 8:
-                text = text.replace(inner, "(hidden)")
-            text = _without_secrets(inner, text)
+    for path, value in leaves(tree):
+        secret = path.rpartition(".")[2] in ("api_key", "key", "token", "password", "secret")
+        if secret and isinstance(value, str) and len(value) >= 8:
+            text = text.replace(value, "(hidden)")
     return text
 
 
@@ -158,14 +156,15 @@ def _located(tree: dict[str, Any], fault: str) -> str:
     return told if place else fault
 
 
-def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values in nested tables and lists by their paths, "a.b" and "a.b[0]"."""
     if isinstance(value, dict):
         for key, inner in typing.cast(dict[str, Any], value).items():
-            yield from _numbers(inner, f"{path}.{key}" if path else key)
+            yield from leaves(inner, f"{path}.{key}" if path else key)
     elif isinstance(value, list | tuple):
         for place, inner in enumerate(typing.cast(Sequence[Any], value)):
-            yield from _numbers(inner, f"{path}[{place}]")
-    elif isinstance(value, int | float):
+            yield from leaves(inner, f"{path}[{place}]")
+    else:
         yield path, value
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import msgspec
 import yaml
 
+from coppice.common.atomic import as_json
 from coppice.tools.defaults.settings import importable
 from coppice.tools.launching.config import ConfigError
 from coppice.tools.launching.settings import Config
@@ -50,7 +50,7 @@ def _written(template: str, config: Config, run: str, flags: str, **values: Any)
         keep_trailing_newline=True,
     )
     environment.filters["quote"] = shlex.quote
-    text = msgspec.json.format(msgspec.json.encode(config), indent=1).decode()
+    text = as_json(config).decode()
     values |= {"cluster": config.cluster, "config": text, "run": run, "flags": flags}
     return environment.get_template(template).render(values)
 

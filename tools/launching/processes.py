@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from coppice.actors.config import ActorProcess
 from coppice.actors.environments.task_files import listed
 from coppice.common import hardware, shards
+from coppice.common.atomic import as_json
 from coppice.common.process import die_with, free_port
 from coppice.judges.base import Judge
 from coppice.judges.config import with_served_model
@@ -27,7 +28,7 @@ from coppice.scheduler.dispatch.bounds import JudgeGives
 from coppice.scheduler.telemetry.tracking import KEYS
 from coppice.tools.defaults.settings import importable
 from coppice.tools.launching import record
-from coppice.tools.launching.config import Config
+from coppice.tools.launching.config import Config, leaves
 from coppice.tools.launching.memory import gpus_left, gpus_of, typed
 from coppice.tools.launching.method import strategy_options
 from coppice.tools.launching.settings import JUDGE_HOST, Assets, JudgeModelProcess
@@ -69,8 +70,7 @@ def make(config: Config, assets: Assets, run: Path) -> list[PlannedProcess]:
         plan += _ranks(w, {} if config.cluster.on else _meeting(run, w))
     (run / "processes").mkdir(parents=True, exist_ok=True)
     for name, body in bodies.items():
-        text = msgspec.json.format(msgspec.json.encode(body), indent=1)
-        (run / "processes" / f"{name}.json").write_bytes(text)
+        (run / "processes" / f"{name}.json").write_bytes(as_json(body))
     needed = {file: key_variables(msgspec.to_builtins(body)) for file, body in bodies.items()}
     needed["scheduler"] |= KEYS  # the first one starts the trackers
     everybody = frozenset().union(*needed.values())
@@ -215,11 +215,8 @@ def complete(inherited: Mapping[str, str], own: Mapping[str, str]) -> dict[str, 
 def key_variables(settings: Any) -> frozenset[str]:
     """Return the environment variables that a process's settings name as holders of an API key
     (``api_key_env``), at any depth."""
-    own, inner = frozenset[str](), settings if isinstance(settings, list | tuple) else ()
-    if isinstance(settings, dict):
-        name, inner = settings.get("api_key_env"), settings.values()
-        own = frozenset({name} if name and isinstance(name, str) else ())
-    return own.union(*map(key_variables, inner))
+    named = (name for path, name in leaves(settings) if path.split(".")[-1] == "api_key_env")
+    return frozenset(name for name in named if name and isinstance(name, str))
 
 
 def _meeting(run: Path, learner: LearnerConfig) -> dict[str, str]:

@@ -5,7 +5,6 @@ import argparse
 import contextlib
 import shlex
 import sqlite3
-import sys
 import time
 from collections import Counter
 from datetime import UTC, datetime
@@ -16,7 +15,7 @@ import psutil
 
 from coppice.common import shards
 from coppice.common.jsonl import MALFORMED
-from coppice.common.options import command_parser
+from coppice.common.options import command_parser, gave_up
 from coppice.scheduler.evaluation.evaluation import HeldOut
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.telemetry import health
@@ -83,9 +82,8 @@ def main(command: list[str] | None = None) -> int:
     run: Path = options.run
     if not (run / "config.json").exists():
         why = "no config.json is there" if run.is_dir() else "it is no folder"
-        expected = f"{run}: {why}; expected the folder of a run, runs/NAME-TIME"
-        print(f"coppice watch --status {expected}", file=sys.stderr)
-        return 2
+        expected = "expected the folder of a run, runs/NAME-TIME"
+        return gave_up(f"coppice watch --status {run}", f"{why}; {expected}")
     status = gather(run.resolve(), time.monotonic())
     print(msgspec.json.encode(status).decode() if options.json else "\n".join(page(status)))
     return 0

@@ -241,16 +241,15 @@ def split(
     hours = timed.period * s.updates / 3600
     shape = msgspec.structs.asdict(model)
     rank = rank_parts(learner, shape, model.weights, size) | {"CUDA": memory.CUDA_GIB}
-    lacking, spent = "", hours * (actors + ranks + others)
+    spent = hours * (actors + ranks + others)
     if a.colocated:
         shared = msgspec.structs.replace(config, learner=learner)
         rank = memory.shared_parts(shared, shape, model.weights, reach.memory)
         spent = hours * (ranks + others)
+    lacking = lacks(rank, reach.memory)
     if cache < a.max_context:
         lacking = f"an engine has {max(0.0, cache):.0f} tokens of cache"
         lacking += f", less than actors.max_context = {a.max_context}"
-    else:
-        lacking = lacks(rank, reach.memory)
     return Split(
         actors, ranks, engines, timed, hours, cache, room / each, rank, lacking, spent,
         spent * reach.price,

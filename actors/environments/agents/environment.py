@@ -173,7 +173,7 @@ class AgentEnvironment(Environment):
             event = await episode.next()
             reward = episode.session.step_reward
             if len(record) >= self.horizon:
-                event = await _end_of_budget(episode, event)
+                event = await _end_of_budget(episode)
         except BaseException:
             self._end(episode)
             raise
@@ -197,13 +197,8 @@ class AgentEnvironment(Environment):
     ) -> JudgedTurn:
         """Return what a judge sees: a query (the texts of the calls' arguments) or an answer."""
         reply, _ = self._parsed(action.text, state)
-        return JudgedTurn(
-            question=task.question or task.id,
-            golds=task.golds,
-            context="",
-            response=action.text,
-            step=step,
-            budget=budget,
+        return msgspec.structs.replace(
+            super().judged(task, None, action, step, budget),
             think=reply.think or (reply.text if reply.calls else ""),
             query=_query(reply.calls) if reply.calls else None,
             answer=None if reply.calls else reply.text.strip(),
@@ -380,14 +375,11 @@ def _digest(request: Conversation, reply: Reply | None = None) -> str:
     return histories(messages, request.tools)[-1]
 
 
-async def _end_of_budget(episode: Episode, event: Conversation | Ended) -> Ended:
+async def _end_of_budget(episode: Episode) -> Ended:
     """Answer all further calls that the budget is used up, until the agent ends."""
     for _ in range(MOST_OVER):
-        if isinstance(event, Ended):
-            return event
         for request in episode.requests():
             episode.answer(request, Reply(OVER))
-        event = await episode.next()
-    if isinstance(event, Ended):
-        return event
+        if isinstance(event := await episode.next(), Ended):
+            return event
     return Ended(None, f"it went on asking {MOST_OVER} times after its budget of calls was used up")

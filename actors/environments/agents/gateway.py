@@ -61,10 +61,6 @@ class _Retrieval(msgspec.Struct):
     topk: Annotated[int, msgspec.Meta(ge=1, le=TOPK_MOST)] | None = None
     return_scores: bool = False
 
-    def item(self, p: Passage) -> dict[str, Any]:
-        document = {"id": p.id, "contents": f'"{p.title}"\n{p.text}'}
-        return {"document": document, "score": p.score} if self.return_scores else document
-
 
 class Session:
     """The episode that belongs to a key, and its requests in the order in which they came."""
@@ -235,7 +231,8 @@ class Gateway:
             fault = "this run has no retriever: set data.options.retriever = true"
             raise RequestRefused(fault, 404)
         found = [await retrieve(query, wanted.topk or 3) for query in wanted.queries]
-        return web.json_response({"result": [[wanted.item(p) for p in row] for row in found]})
+        listed = [[passage.listed(wanted.return_scores) for passage in row] for row in found]
+        return web.json_response({"result": listed})
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         session, body = self._session(request), protocol.body_of(await request.read())

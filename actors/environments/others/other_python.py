@@ -72,6 +72,7 @@ class OtherPython(Mutable):
 
     async def ask(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:
         request, child = (seed, actions, action), self._children[seed % len(self._children)]
+        place = f"of seed {seed} after {len(actions)} actions"
         try:
             answer = await child.ask(*request)
         except InfrastructureFault as fault:
@@ -80,12 +81,10 @@ class OtherPython(Mutable):
                 raise
             if action is not None:
                 raise ActionRefused("the game gave no answer, twice") from None
-            place = f"of seed {seed} after {len(actions)} actions"
             raise DataFault(f"the game {place} gave no answer, twice: {fault}") from None
         if "refused" in answer:
             raise ActionRefused(answer["refused"])
         if "failed" in answer:
-            place = f"of seed {seed} after {len(actions)} actions"
             raise DataFault(f"the game {place} raised {answer['failed']}")
         return Turned(**answer)
 

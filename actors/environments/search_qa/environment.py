@@ -131,13 +131,9 @@ class SearchQA(Environment):
     def judged(
         self, task: Task, state: SearchState, action: Action, step: int, budget: int
     ) -> JudgedTurn:
-        return JudgedTurn(
-            question=task.question,
-            golds=task.golds,
+        return msgspec.structs.replace(
+            super().judged(task, None, action, step, budget),
             context=self.context(state),
-            response=action.text,
-            step=step,
-            budget=budget,
             think=action.think,
             query=action.argument if action.kind == "search" else None,
             answer=action.argument if action.kind == "answer" else None,

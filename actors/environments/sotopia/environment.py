@@ -147,8 +147,7 @@ class Sotopia(Environment):
         return self._told(state, state.trained)
 
     def read(self, state: SotopiaState, text: str) -> Action:
-        turn = read_turn(text, 0)
-        return Action("invalid", text) if turn is None else Action(turn.kind, text, turn.argument)
+        return read_turn(text)
 
     def replies(self, state: SotopiaState) -> list[str]:
         """Return the replies without words: to do nothing and to leave."""
@@ -255,8 +254,8 @@ def _turn(action: Action, side: int) -> SotopiaTurn:
 # ------------------------------------------------------------------------- turns and profiles
 
 
-def read_turn(text: str, side: int) -> SotopiaTurn | None:
-    """Return the turn that the last JSON object of a reply describes, None if it describes none.
+def read_turn(text: str) -> Action:
+    """Return the turn that the last JSON object of a reply describes, "invalid" for none.
 
     A kind is written exactly as in ``KINDS``. The three kinds with words need some; other keys,
     such as ``to``, are ignored.
@@ -269,15 +268,15 @@ def read_turn(text: str, side: int) -> SotopiaTurn | None:
             end = place + 1
         place = text.find("{", end)
     if not isinstance(last, dict):
-        return None
+        return Action("invalid", text)
     kind, argument = last.get("action_type"), last.get("argument", "")
     if kind not in KINDS or not isinstance(argument, str):
-        return None
+        return Action("invalid", text)
     if kind in ("none", "leave"):
-        return SotopiaTurn(side, kind)
+        return Action(kind, text, "")
     # half of a surrogate pair is no text, and a line break could imitate another turn
     words = " ".join(argument.encode(errors="ignore").decode().split())
-    return SotopiaTurn(side, kind, words) if words else None
+    return Action(kind, text, words) if words else Action("invalid", text)
 
 
 def line(turn: SotopiaTurn, name: str) -> str:

@@ -63,7 +63,7 @@ class CachedRetrieval:
     @property
     def counts(self) -> dict[str, int]:
         """The queries so far, and the hits: those for which the backend was not asked."""
-        searched = self.backend.counts["searched"] if self.backend is not None else 0
+        searched = self.backend.searched if self.backend is not None else 0
         return {"queries": self.queries, "hits": self.queries - searched}
 
     async def handle(self, request: RetrieveRequest) -> RetrieveResult:

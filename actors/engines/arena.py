@@ -1,4 +1,4 @@
-"""Memory for keys and values: one block of which parts are lent.
+"""Memory for keys and values: one piece of the budget's size, of which parts are lent.
 
 From torch they would come out of the heap, and glibc before 2.38 seldom uses a freed block again
 for a tensor of the same size: the heap would grow with each policy version.
@@ -16,7 +16,7 @@ LINE = 64
 """Bytes of a line of the processor's cache, at which every part begins."""
 
 
-class Block:
+class Arena:
     """``size`` bytes of main memory. A part comes back when no tensor holds it any more. token: of
     the number type and device of all tensors."""
 
@@ -35,6 +35,7 @@ class Block:
             part = _pages(size)
         else:
             part = self._bytes[start : start + size]
+            # torch lets go of this array when the last tensor that is a view of it is gone
             weakref.finalize(part, self._returned.append, (start, start + taken)).atexit = False
         return torch.from_numpy(part).view(self.token.dtype).view(shape)
 
