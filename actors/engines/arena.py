@@ -1,7 +1,7 @@
 """Memory for keys and values: one piece of the budget's size, of which parts are lent.
 
-From torch they would come out of the heap, and glibc before 2.38 seldom uses a freed block again
-for a tensor of the same size: the heap would grow with each policy version.
+From torch they would come out of the heap, which grew with each policy version: glibc before 2.38
+seldom uses a freed block again for a tensor of the same size.
 """
 
 import contextlib
