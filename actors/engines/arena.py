@@ -21,7 +21,8 @@ class Arena:
     the number type and device of all tensors."""
 
     def __init__(self, token: torch.Tensor, size: int):
-        self.token, self._bytes, self._gaps = token, _pages(max(size, 1)), [(0, size)]
+        self.token, self._pages, self._gaps = token, _pages(max(size, 1)), [(0, size)]
+        self._bytes = np.frombuffer(self._pages, np.uint8)
         self._returned: list[tuple[int, int]] = []
 
     def empty(self, *shape: int) -> torch.Tensor:
@@ -32,7 +33,8 @@ class Arena:
             return self.token.new_empty(shape)
         taken = -(-size // LINE) * LINE
         if (start := self._take(taken)) is None:
-            part = _pages(size)
+            self._release()
+            part = np.frombuffer(_pages(size), np.uint8)
         else:
             part = self._bytes[start : start + size]
             # torch lets go of this array when the last tensor that is a view of it is gone
@@ -56,10 +58,19 @@ class Arena:
                 return start
         return None
 
+    def _release(self) -> None:
+        """Give the pages of all gaps back to the system, which holds little more than is in use
+        then."""
+        page = mmap.PAGESIZE
+        for start, end in self._gaps:
+            first, last = -(-start // page) * page, end // page * page
+            if first < last:
+                self._pages.madvise(mmap.MADV_DONTNEED, first, last - first)
 
-def _pages(size: int) -> np.ndarray:
+
+def _pages(size: int) -> mmap.mmap:
     """Return ``size`` bytes of the system's, in large pages where it has them."""
-    area = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(AttributeError, OSError):
-        area.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(area, np.uint8)
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages

@@ -1,5 +1,6 @@
 """The arena of which keys and values are lent parts."""
 
+import mmap
 import random
 
 import pytest
@@ -48,6 +49,18 @@ def test_a_view_keeps_its_part_and_a_copy_has_its_own(asked: list[int]) -> None:
     assert copy.tolist() == [[0, 0]] and view.tolist() == [[1, 1]]
     del view
     assert arena.copied(copy).tolist() == [[0, 0]] and len(asked) == 2
+
+
+def test_free_pages_go_back_to_the_system_when_a_part_does_not_fit(asked: list[int]) -> None:
+    half = mmap.PAGESIZE // 2  # numbers of a page, of two bytes each
+    arena = Arena(TOKEN, 8 * mmap.PAGESIZE)
+    parts = [arena.empty(count).fill_(1) for count in (half + 32, 3 * half, half + 32, 2 * half)]
+    del parts[1], parts[-1]
+    large = arena.empty(9 * half).fill_(1)
+    assert asked == [8 * mmap.PAGESIZE, 9 * mmap.PAGESIZE]
+    assert all(bool((part == 1).all()) for part in (*parts, large))
+    again = arena.empty(3 * half)
+    assert again.sum() == half  # what shares a page with a part in use is kept
 
 
 def test_other_devices_have_their_own_memory(asked: list[int]) -> None:
